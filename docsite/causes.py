@@ -81,7 +81,7 @@ def all_causes(titles: dict[Cause, str]) -> list[str]:
         field = Recovery.model_fields.get(cause.value)
         said = "" if field is None else field.description or ""
         rows.append((f"[{titles[cause]}]({cause.value}.md)", code(cause.value), said, what))
-    return table(("", "cause", "", "by default"), rows)
+    return table(("page", "cause", "what happened", "by default"), rows)
 
 
 def _job() -> JobSpec:

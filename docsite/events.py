@@ -49,7 +49,7 @@ def _section(kind: Any) -> Iterator[str]:
     ]
     if rows:
         yield ""
-        yield from table(("field", "type", "default", *([""] if meant else ())), rows)
+        yield from table(("field", "type", "default", *(["description"] if meant else ())), rows)
 
 
 def _descriptions(attributes: str) -> dict[str, str]:

@@ -59,7 +59,7 @@ def _section(
         said = field.description or comments.get(key, "")
         rows.append((code(key), type_words(written, links), default, paragraph(said)))
     doc = paragraph(inspect.cleandoc(model.__doc__ or ""))
-    return [doc, "", *table(("key", "what", "default", ""), rows)]
+    return [doc, "", *table(("key", "type", "default", "description"), rows)]
 
 
 def _default(model: type[BaseModel], key: str, schema: Mapping[str, Any]) -> str:

@@ -44,7 +44,8 @@ def _link(found: re.Match[str], source: str, page: str) -> str:
     there = posixpath.normpath(posixpath.join(posixpath.dirname(source), path))
     known = _page_of(there)
     if known is None:
-        return text if there in text else f"{text} (`{there}`)"
+        shown = there in text or there.endswith(f"/{text.strip('`')}")
+        return text if shown else f"{text} (`{there}`)"
     here = posixpath.dirname(page) or "."
     return f"{mark}[{text}]({posixpath.relpath(known, here)}{hash_}{anchor})"
 

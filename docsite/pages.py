@@ -16,6 +16,7 @@ from pathlib import Path
 from docsite.causes import about_cause, all_causes, page_of
 from docsite.events import journal
 from docsite.keys import keys_of_model
+from docsite.rooms import rooms
 from docsite.variables import variables
 from docsite.verbs import command_line
 from slurm_forge.site.model import Site
@@ -53,7 +54,7 @@ def pages(docs: Path = DOCS) -> Iterator[Page]:
         "job-file",
         "The job file",
         "Every key that a job file may have. Unknown keys and wrong types are errors that name the "
-        "line and the nearest right key. The smallest one has `name` and `entry`.",
+        "line and the nearest valid key. Only `name`, and `entry` or `command`, are required.",
         keys_of_model(JobSpec, "At the top"),
     )
     yield _reference(
@@ -86,6 +87,7 @@ def pages(docs: Path = DOCS) -> Iterator[Page]:
     )
     for cause in Cause:
         yield _filled(docs, page_of(cause), {"policy": about_cause(cause)})
+    yield _filled(docs, "architecture.md", {"rooms": rooms()})
     titles = {cause: title_of(docs / page_of(cause)) for cause in Cause}
     yield _filled(docs, "causes/index.md", {"causes": all_causes(titles)})
 

@@ -6,13 +6,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from slurm_forge.recovery.policy.prediction import (
     BroughtBack,
-    Circumstances,
+    JobConditions,
     brought_back,
 )
 from slurm_forge.site.model import PartitionFacts, PreemptionMode, Site
 from slurm_forge.site.parts import (
-    Confidence,
-    GpuRequest,
+    FactConfidence,
+    GpuOption,
     LauncherStyle,
     MasterAddress,
     OptionRule,
@@ -24,17 +24,17 @@ __all__ = ["site_index", "site_page"]
 
 _HEAD = "<!-- Made by scripts/site-pages from site_configs/{}.yaml; change that file. -->"
 _CONFIDENCE = {
-    Confidence.TRIED: "seen on the cluster itself",
-    Confidence.OFFICIAL: "from the centre's own documents",
-    Confidence.OFFICIAL_EXCERPT: "from parts of the centre's own documents",
-    Confidence.COMMUNITY: "from public job scripts and notes of users",
+    FactConfidence.TRIED: "seen on the cluster itself",
+    FactConfidence.OFFICIAL: "from the centre's own documents",
+    FactConfidence.OFFICIAL_EXCERPT: "from parts of the centre's own documents",
+    FactConfidence.COMMUNITY: "from public job scripts and notes of users",
 }
 _GPUS = {
-    GpuRequest.GPUS_PER_NODE: "--gpus-per-node=4",
-    GpuRequest.GPUS_PER_TASK: "--gpus-per-task=1, with four ranks a node",
-    GpuRequest.GPUS: "--gpus=4 on one node; of several nodes each is asked for its own",
-    GpuRequest.GRES: "--gres=gpu:4",
-    GpuRequest.NONE: "no option at all: the partition implies them",
+    GpuOption.GPUS_PER_NODE: "--gpus-per-node=4",
+    GpuOption.GPUS_PER_TASK: "--gpus-per-task=1, with four ranks a node",
+    GpuOption.GPUS: "--gpus=4 on one node, and `--gpus-per-node=4` on several",
+    GpuOption.GRES: "--gres=gpu:4",
+    GpuOption.NONE: "no option at all: the partition implies them",
 }
 _MASTER = {
     MasterAddress.NAME: "its name",
@@ -158,7 +158,7 @@ def _row(site: Site, where: str, facts: PartitionFacts, note: str | None = None)
 def _preempted(facts: PartitionFacts, site: Site) -> str:
     known = facts.preemption
     if known.mode is None:
-        return "Slurm is asked"
+        return "reported by Slurm"
     notice = {None: "after a notice of unknown length", 0.0: "without notice"}.get(
         None if known.grace is None else known.grace.total_seconds()
     )
@@ -177,7 +177,7 @@ def _preempted(facts: PartitionFacts, site: Site) -> str:
 
 def _comes_back(facts: PartitionFacts, site: Site) -> str:
     back_by = brought_back(
-        Circumstances(
+        JobConditions(
             preemption=facts.preemption,
             self_requeue_allowed=facts.self_requeue_allowed,
             requeue=asks_for_requeue(("--requeue", *site.sbatch_options)),

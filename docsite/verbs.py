@@ -56,7 +56,7 @@ def _section(name: str, command: Any) -> Iterator[str]:
     rows = [(code(_usage(each)), each.help or "", _default(each)) for each in arguments]
     rows += [(_names(each, context), each.help or "", _default(each)) for each in options]
     yield ""
-    yield from table(("", "", "default"), rows)
+    yield from table(("argument, option", "description", "default"), rows)
 
 
 def _text(text: str) -> Iterator[str]:

@@ -15,16 +15,6 @@ import signal
 import time
 from pathlib import Path
 
-__all__ = [
-    "adopt_orphans",
-    "children",
-    "die_with_parent",
-    "kill_children",
-    "kill_helpers",
-    "reap",
-    "what_is_left",
-]
-
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _PROC = Path("/proc")
@@ -59,14 +49,14 @@ def children() -> tuple[int, ...]:
 
 
 def _children_by_stat() -> list[int]:
-    me, found = os.getpid(), []
+    me, pids = os.getpid(), []
     for entry in _PROC.iterdir():
         if entry.name.isdecimal():
             with contextlib.suppress(OSError, IndexError, ValueError):
                 fields = (entry / "stat").read_text().rpartition(")")[2].split()
                 if int(fields[1]) == me:
-                    found.append(int(entry.name))
-    return found
+                    pids.append(int(entry.name))
+    return pids
 
 
 def reap(pid: int) -> int | None:
@@ -106,14 +96,14 @@ def _has_children() -> bool:
 
 def what_is_left(pids: tuple[int, ...]) -> str:
     """Names and states of processes, for a message: ``python (4711, state D)``."""
-    found = []
+    processes = []
     for pid in pids[:_MOST_NAMED]:
         with contextlib.suppress(OSError, IndexError):
             text = (_PROC / str(pid) / "stat").read_text()
             name = text.partition("(")[2].rpartition(")")[0]
-            found.append(f"{name} ({pid}, state {text.rpartition(')')[2].split()[0]})")
+            processes.append(f"{name} ({pid}, state {text.rpartition(')')[2].split()[0]})")
     more = len(pids) - _MOST_NAMED
-    return ", ".join(found) + (f" and {more} more" if more > 0 else "")
+    return ", ".join(processes) + (f" and {more} more" if more > 0 else "")
 
 
 def kill_helpers(within_s: float = 1.0) -> None:
@@ -124,7 +114,7 @@ def kill_helpers(within_s: float = 1.0) -> None:
     from multiprocessing import resource_tracker
 
     tracker = getattr(resource_tracker._resource_tracker, "_pid", None)
-    kept = frozenset() if tracker is None else frozenset({tracker})
+    spared = frozenset() if tracker is None else frozenset({tracker})
     until = time.monotonic() + within_s
-    while kill_children(kept) and time.monotonic() < until:
+    while kill_children(spared) and time.monotonic() < until:
         time.sleep(0.002)

@@ -10,28 +10,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = [
-    "AlreadyFinishedError",
-    "CheckpointError",
-    "CheckpointMissingError",
-    "CheckpointRejectedError",
-    "ConfigError",
-    "ControlChannelError",
-    "FencedError",
-    "ForgeError",
-    "HookError",
-    "MismatchError",
-    "RanksLostError",
-    "RunDirectoryError",
-    "SlurmCommandError",
-    "SlurmUnreachableError",
-    "StorageFullError",
-    "SubmissionError",
-    "UnsafeFileError",
-    "UnsupportedError",
-    "UsageError",
-]
-
 
 class ForgeError(Exception):
     """The base of every error that slurm_forge raises on purpose.

@@ -15,8 +15,6 @@ from filelock import FileLock, Timeout
 from slurm_forge.errors import ForgeError, UnsafeFileError
 from slurm_forge.units import format_duration
 
-__all__ = ["NO_LOCKS", "exclusive"]
-
 #: What flock(2) says where the file system was mounted without it (Lustre's default).
 NO_LOCKS = frozenset({errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOLCK})
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import getpass
 import os
 
-__all__ = ["person"]
-
 
 def person() -> str:
     """The user's name, else the number: a container may know no user by that number."""

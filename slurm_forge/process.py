@@ -4,7 +4,7 @@ Scripts wait in the queue for weeks, and hold these names; modules may move mean
 tried no more than the import of this module: a supervisor's own imports take most of a second of
 every start, and are made once.  Where they fail, or come to no end, the process becomes the script
 again, which tells what is wrong and has the job wait (``not_started`` in
-``sbatch_templates/starting.bash``).
+``sbatch_templates/start.bash``).
 """
 
 from __future__ import annotations
@@ -15,8 +15,6 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 from types import ModuleType
-
-__all__ = ["MODULES", "main", "old_process_words", "process_words"]
 
 _MODULE = "slurm_forge.process"
 #: What each process is; its ``main`` takes the arguments from ``sys.argv``.  A name stays for good.
@@ -44,7 +42,7 @@ _OLD = {
 _TRY = "--try"
 #: As long as the script itself waits for an interpreter.
 _IMPORT_WITHIN_S = 300.0
-#: Set by the script for us, and by us for the script: names that starting.bash knows.
+#: Set by the script for us, and by us for the script: names that start.bash knows.
 _SCRIPT = "forge_script"
 _REASON = "forge_not_started"
 _MOST = 4000
@@ -79,9 +77,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _imported(name: str, script: str) -> ModuleType | None:
     """The module of a process; None, and told, where there is none of that name."""
     if name not in MODULES:
-        told = _unknown(name)
-        _back_to_script(script, told)
-        sys.stderr.write(f"slurm_forge: {told}\n")
+        message = _unknown(name)
+        _back_to_script(script, message)
+        sys.stderr.write(f"slurm_forge: {message}\n")
         return None
     late = None
     if script:

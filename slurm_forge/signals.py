@@ -15,8 +15,6 @@ import traceback
 from collections.abc import Callable
 from types import FrameType
 
-__all__ = ["SAVE_SIGNALS", "STACK_SIGNAL", "UNWIND_SIGNAL", "SignalWatcher", "signal_name"]
-
 #: Real preemption sends SIGTERM; the user signal comes only where the administrator asked for it.
 SAVE_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 #: Of the real-time signals, far from the ends that libraries take first.  Ours alone: one has the
@@ -59,11 +57,11 @@ class SignalWatcher:
                     return
                 # Every signal with a handler in Python comes by, real-time ones without a name too.
                 if number in SAVE_SIGNALS:
-                    self._tell(signal.Signals(number))
+                    self._call(signal.Signals(number))
 
-    def _tell(self, found: signal.Signals) -> None:
+    def _call(self, received: signal.Signals) -> None:
         try:
-            self._on_signal(found)
+            self._on_signal(received)
         except Exception:
             # This thread is the only one that hears: the next signal must find it alive.
             sys.stderr.write(traceback.format_exc())

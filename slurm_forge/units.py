@@ -10,20 +10,6 @@ import re
 from datetime import timedelta
 from decimal import Decimal
 
-__all__ = [
-    "KIB",
-    "MIB",
-    "format_bandwidth",
-    "format_duration",
-    "format_memory",
-    "format_slurm_duration",
-    "parse_bandwidth",
-    "parse_duration",
-    "parse_memory",
-    "parse_slurm_duration",
-    "words_for_duration",
-]
-
 KIB = 1024
 MIB = 1024 * KIB
 
@@ -190,10 +176,10 @@ def parse_bandwidth(value: object) -> int:
         raise ValueError(
             f'{_shown(value)} is not a bandwidth; write it like "180 GB/s" or "400 Gbit/s"'
         )
-    found = int(Decimal(match["number"]) * _BANDWIDTH_UNITS[match["unit"]])
-    if not found:
+    bandwidth = int(Decimal(match["number"]) * _BANDWIDTH_UNITS[match["unit"]])
+    if not bandwidth:
         raise ValueError(f"{_shown(value)} is no bandwidth; leave it out where it is not known")
-    return found
+    return bandwidth
 
 
 def format_bandwidth(value: float) -> str:

@@ -82,7 +82,8 @@ def train(run: forge.Run) -> None:
     """``args``: steps, parallel, global_batch, micro_batch, workers, pace (s per step; later_pace
     after the first start), faults, misbehave, record (the folder for what was trained on, instead
     of the run's), eval_every, eval_pace, long_step (a step that takes ``long_seconds``, in the
-    first attempt only, or with long_always in each), variables (whose values are written down)."""
+    first attempt only, or with long_always in each), hold (a step at which the first start stays
+    until it is ended), variables (whose values are written down)."""
     args = run.args
     first_start = run.attempt == 1 and run.launch == 1
     pace = args.get("pace", 0.0)
@@ -117,6 +118,8 @@ def train(run: forge.Run) -> None:
         step = run.step_number
         if args.get("long_step") == step and (run.attempt == 1 or args.get("long_always")):
             time.sleep(args["long_seconds"])
+        while first_start and args.get("hold") == step:
+            time.sleep(0.05)
         time.sleep(pace)
         misbehave(args.get("misbehave", ()), step=step, rank=run.rank, folder=run.directory)
         run.train_step(batch, compute_loss, max_norm=1.0)

@@ -1,4 +1,6 @@
-"""Checkpoints that exist or do not: written to a stage, sealed by a manifest, published by rename.
+"""Checkpoints that exist or do not: staged, sealed, renamed; called by ``training.checkpointing``.
 
-Everything here imports torch; nothing below this layer does.
+A checkpoint is ``rank-00000.data`` … (raw tensors, one file per rank), ``index.json`` (which
+tensors, which shards, where) and ``manifest.json`` (names, sizes, a hash per 4 MiB, the rest of the
+state). Nothing in it is a pickle.  Everything here imports torch; nothing below this layer does.
 """

@@ -24,8 +24,6 @@ from slurm_forge.errors import (
 )
 from slurm_forge.vocabulary.json_value import Json
 
-__all__ = ["Ranks"]
-
 _MOST_FAILURES = 20
 _LONGEST_TEXT = 2000
 #: Bytes of a packet: a length, and what a rank says of a save when nothing has changed.
@@ -41,7 +39,7 @@ class Ranks:
 
     def __post_init__(self) -> None:
         if self.group is None and dist.is_initialized() and dist.get_world_size() > 1:
-            raise ValueError("there are several ranks: hand over a process group for CPU tensors")
+            raise ValueError("there are several ranks: pass a process group for CPU tensors")
 
     @property
     def rank(self) -> int:
@@ -68,11 +66,11 @@ class Ranks:
         rank is a StorageFullError, all else is a CheckpointError (``doing`` tells what was going
         on).  Raises RanksLostError where a rank is gone.
         """
-        told: Json = {"report": report} if error is None else {"error": _describe(error)}
-        mine = error
+        entry: Json = {"report": report} if error is None else {"error": _describe(error)}
+        cause = error
 
         def judge(everything: Sequence[Any]) -> dict[str, Any]:
-            nonlocal mine
+            nonlocal cause
             verdict: dict[str, Any] = {}
             failures: list[Any] = [
                 [rank, *each["error"]] for rank, each in enumerate(everything) if "error" in each
@@ -81,14 +79,14 @@ class Ranks:
                 try:
                     verdict["result"] = decide([each["report"] for each in everything])
                 except Exception as caught:
-                    mine = caught
+                    cause = caught
                     failures = [[0, *_describe(caught)]]
             verdict["failures"] = failures[:_MOST_FAILURES]
             return verdict
 
-        verdict = judge([told]) if self.group is None else self._exchange(told, judge)
+        verdict = judge([entry]) if self.group is None else self._exchange(entry, judge)
         if verdict["failures"]:
-            raise _failure(verdict["failures"], doing) from mine
+            raise _failure(verdict["failures"], doing) from cause
         return verdict["result"]
 
     def _exchange(
@@ -101,14 +99,14 @@ class Ranks:
         data = _to_bytes(value)
         heads = self._gather(_packet(data))
         if heads is None:
-            told = self._broadcast(_packet(b""))
-            if (longest := -_length(told)) > 0:  # somebody's value is longer than a packet
+            packet = self._broadcast(_packet(b""))
+            if (longest := -_length(packet)) > 0:  # somebody's value is longer than a packet
                 self._gather(_padded(data[_SHORT:], longest - _SHORT))
-                told = self._broadcast(_packet(b""))
-            size = _length(told)
+                packet = self._broadcast(_packet(b""))
+            size = _length(packet)
             rest = self._broadcast(_padded(b"", size - _SHORT)) if size > _SHORT else None
-            found: dict[str, Any] = _from_parts(told, rest)
-            return found
+            result: dict[str, Any] = _from_parts(packet, rest)
+            return result
         longest = max(map(_length, heads))
         rests: Sequence[torch.Tensor | None] = [None] * len(heads)
         if longest > _SHORT:
@@ -121,22 +119,22 @@ class Ranks:
             self._broadcast(_padded(answer[_SHORT:], len(answer) - _SHORT))
         return verdict
 
-    def _gather(self, mine: torch.Tensor) -> list[torch.Tensor] | None:
+    def _gather(self, packet: torch.Tensor) -> list[torch.Tensor] | None:
         """Every rank's tensor on rank 0, else None; all have one length."""
-        parts = [torch.empty_like(mine) for _ in range(self.size)] if self.rank == 0 else None
+        parts = [torch.empty_like(packet) for _ in range(self.size)] if self.rank == 0 else None
         try:
-            dist.gather(mine, parts, dst=self._root, group=self.group)
+            dist.gather(packet, parts, dst=self._root, group=self.group)
         except RuntimeError as error:
             raise _lost(error) from error
         return parts
 
-    def _broadcast(self, mine: torch.Tensor) -> torch.Tensor:
+    def _broadcast(self, packet: torch.Tensor) -> torch.Tensor:
         """Rank 0's tensor on every rank; all have one length."""
         try:
-            dist.broadcast(mine, src=self._root, group=self.group)
+            dist.broadcast(packet, src=self._root, group=self.group)
         except RuntimeError as error:
             raise _lost(error) from error
-        return mine
+        return packet
 
     @property
     def _root(self) -> int:
@@ -178,9 +176,9 @@ _NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 
 def _describe(error: Exception) -> list[Json]:
-    ours = isinstance(error, CheckpointError | FencedError)
+    own = isinstance(error, CheckpointError | FencedError)
     text = error.message if isinstance(error, CheckpointError | FencedError) else str(error)
-    if not ours:
+    if not own:
         text = f"{type(error).__name__}: {text}"
     step = getattr(error, "next_step", "")
     kind = next((kind for kind, known in _KINDS.items() if isinstance(error, known)), "")

@@ -6,8 +6,6 @@ import contextlib
 from pathlib import Path
 from typing import Any
 
-__all__ = ["cause_names", "run_names", "setting_keys", "site_names"]
-
 #: Of more than these nobody chooses with the tab key.
 _MOST = 500
 
@@ -17,22 +15,22 @@ def run_names(ctx: Any, incomplete: str) -> list[str]:
     from slurm_forge.cli.run_choice import run_names as names
     from slurm_forge.cli.run_choice import runs_folder
 
-    found: list[str] = []
+    matches: list[str] = []
     # A shell that waits for an answer has no use for a complaint.
     with contextlib.suppress(Exception):
-        given = ctx.params.get("runs")
-        found = names(runs_folder(None if given is None else Path(given)))
-    return [name for name in found if name.startswith(incomplete)][:_MOST]
+        folder = ctx.params.get("runs")
+        matches = names(runs_folder(None if folder is None else Path(folder)))
+    return [name for name in matches if name.startswith(incomplete)][:_MOST]
 
 
 def site_names(incomplete: str) -> list[str]:
     """Sites of the package and of the user."""
     from slurm_forge.cli.run_choice import site_places
 
-    found: tuple[str, ...] = ()
+    sites: tuple[str, ...] = ()
     with contextlib.suppress(Exception):
-        found = site_places().names()
-    return [name for name in found if name.startswith(incomplete)]
+        sites = site_places().names()
+    return [name for name in sites if name.startswith(incomplete)]
 
 
 def cause_names(incomplete: str) -> list[str]:

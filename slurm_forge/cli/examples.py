@@ -5,8 +5,6 @@ from __future__ import annotations
 import inspect
 import shlex
 
-__all__ = ["examples_of", "without_examples", "words_for_us"]
-
 _MARKS = ("Examples:", "Example:")
 _PROGRAM = "slurm-forge"
 #: What a shell does behind our command is not ours to read.
@@ -16,29 +14,29 @@ _ENDS = ("|", "&&", ";", ">", ">>", "#")
 def examples_of(text: str | None) -> tuple[str, ...]:
     """The command lines below ``Examples:`` (or beside ``Example:``) in the docstring of a verb."""
     lines = iter(inspect.cleandoc(text or "").splitlines())
-    found: list[str] = []
+    examples: list[str] = []
     for line in lines:
         mark = next((mark for mark in _MARKS if line.startswith(mark)), None)
         if mark is None:
             continue
         beside = line.removeprefix(mark).strip()
-        found += [beside] if beside else []
+        examples += [beside] if beside else []
         for below in lines:
             if not below.startswith(" "):
                 break
-            found.append(below.strip())
-    return tuple(found)
+            examples.append(below.strip())
+    return tuple(examples)
 
 
 def without_examples(text: str | None) -> str:
     """The rest of the docstring."""
-    kept = []
+    rest = []
     inside = False
     for line in inspect.cleandoc(text or "").splitlines():
         inside = line.startswith(_MARKS) or (inside and line.startswith(" "))
         if not inside:
-            kept.append(line)
-    return "\n".join(kept).replace("\b\n", "").rstrip("\b \n")
+            rest.append(line)
+    return "\n".join(rest).replace("\b\n", "").rstrip("\b \n")
 
 
 def words_for_us(line: str) -> list[str] | None:
@@ -50,8 +48,8 @@ def words_for_us(line: str) -> list[str] | None:
     words = shlex.split(line, comments=True)
     if _PROGRAM not in words:
         return None
-    ours = words[words.index(_PROGRAM) + 1 :]
-    if "--" in ours:  # the program's words are the program's
-        return ours
-    end = next((index for index, word in enumerate(ours) if word in _ENDS), len(ours))
-    return ours[:end]
+    arguments = words[words.index(_PROGRAM) + 1 :]
+    if "--" in arguments:  # the program's words are the program's
+        return arguments
+    end = next((index for index, word in enumerate(arguments) if word in _ENDS), len(arguments))
+    return arguments[:end]

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import typer
-from typer.core import TyperGroup
 
 from slurm_forge.errors import ForgeError
-
-__all__ = ["FAILED", "INTERRUPTED", "ForgeGroup", "fail"]
 
 FAILED = 2
 INTERRUPTED = 130
@@ -29,16 +26,3 @@ def fail(error: ForgeError | OSError, closing: str = "") -> NoReturn:
 def _words(error: OSError) -> str:
     place = f"{error.filename}: " if error.filename else ""
     return f"{place}{error.strerror or error}"
-
-
-class ForgeGroup(TyperGroup):
-    """Turns our errors and the operating system's into messages, whatever the verb."""
-
-    def invoke(self, ctx: Any) -> Any:
-        """Run the verb."""
-        try:
-            return super().invoke(ctx)
-        except BrokenPipeError:
-            raise  # `slurm-forge explain x | head`: the framework ends quietly
-        except (ForgeError, OSError) as error:
-            fail(error)

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from slurm_forge.cli import requests as asking
 from slurm_forge.cli.checkpoints import checkpoints
@@ -23,7 +24,7 @@ from slurm_forge.cli.cluster import (
     probe,
     sites,
 )
-from slurm_forge.cli.failure import ForgeGroup
+from slurm_forge.cli.failure import fail
 from slurm_forge.cli.observe import status as looking
 from slurm_forge.cli.observe import watch
 from slurm_forge.cli.start import (
@@ -34,14 +35,27 @@ from slurm_forge.cli.start import exec as executing
 from slurm_forge.cli.start import init as beginning
 from slurm_forge.cli.start import run as running
 from slurm_forge.cli.start import submit as submitting
-
-__all__ = ["app", "main"]
+from slurm_forge.errors import ForgeError
 
 _EPILOG = (
     "Exit status: 0 it worked (for run: the run is finished), 1 the run did not finish, a "
     "checkpoint is damaged or watch has news, 2 it could not be done, 130 interrupted; of exec: "
     "see exec --help."
 )
+
+
+class ForgeGroup(TyperGroup):
+    """Turns our errors and the operating system's into messages, whatever the verb."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the verb."""
+        try:
+            return super().invoke(ctx)
+        except BrokenPipeError:
+            raise  # `slurm-forge explain x | head`: the framework ends quietly
+        except (ForgeError, OSError) as error:
+            fail(error)
+
 
 app = typer.Typer(
     name="slurm-forge",

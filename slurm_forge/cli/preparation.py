@@ -6,13 +6,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from slurm_forge.documents import Document, KeyPath, Place
+from slurm_forge.documents import Document, KeyPath, SourcePlace
 from slurm_forge.errors import ConfigError, RunDirectoryError
-from slurm_forge.knobs import Knobs
-from slurm_forge.launch.render.batch_script import asked_options
-from slurm_forge.launch.render.gpu_options import asked_of
-from slurm_forge.launch.render.setup_lines import refuse_traps
-from slurm_forge.launch.submit.entry_check import check_entry
+from slurm_forge.knobs import Knobs, process_environ
+from slurm_forge.launch.render.batch_script import refuse_traps
+from slurm_forge.launch.render.sbatch_options import asked_options, job_request
 from slurm_forge.launch.submit.submission import (
     create_run,
     job_script,
@@ -22,14 +20,11 @@ from slurm_forge.launch.submit.submission import (
 from slurm_forge.run_directory import RunDirectory
 from slurm_forge.site.model import Site
 from slurm_forge.site.rules import Severity, findings
-from slurm_forge.slurm.environment import process_environ
 from slurm_forge.spec import JobSpec
-from slurm_forge.spec.config_files import layered_job
-from slurm_forge.spec.layers import Said
+from slurm_forge.spec.entry import check_entry
+from slurm_forge.spec.layers import PlaceSetting, layered_job
 from slurm_forge.spec.resources import key_of_option
 from slurm_forge.spec.run_file import RunFile
-
-__all__ = ["Checked", "check", "keep_script", "make", "place_of", "refuse"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,8 +37,8 @@ class Checked:
     #: What was written, and where: in the job file, the settings below it and the options above.
     document: Document
     #: Which site and which folder of runs the settings name.
-    site: Said | None = None
-    runs: Said | None = None
+    site: PlaceSetting | None = None
+    runs: PlaceSetting | None = None
 
 
 def check(path: Path, settings: Sequence[str] = ()) -> Checked:
@@ -51,18 +46,33 @@ def check(path: Path, settings: Sequence[str] = ()) -> Checked:
 
     It lies over the project's and the user's settings, and under ``settings`` (``--set``).
     """
-    found = layered_job(path, Knobs.from_environ(process_environ()), settings)
-    job = found.job
+    layered = layered_job(path, Knobs.from_environ(process_environ()), settings)
+    job = layered.job
     doubts: tuple[str, ...] = ()
     if job.entry is not None:
-        doubts = tuple(check_entry(job.entry, Path.cwd(), path, list(job.args)))
+        try:
+            doubts = tuple(check_entry(job.entry, Path.cwd(), path, list(job.args)))
+        except ConfigError as error:
+            raise _placed(error, layered.document) from None
     return Checked(
         job=job,
         path=path,
         doubts=doubts,
-        document=found.document,
-        site=found.site,
-        runs=found.runs,
+        document=layered.document,
+        site=layered.site,
+        runs=layered.runs,
+    )
+
+
+def _placed(error: ConfigError, document: Document) -> ConfigError:
+    """The same with the line of the key that its message begins with."""
+    key = tuple(error.message.partition(":")[0].split("."))
+    place = document.place_of(key)
+    return ConfigError(
+        error.message,
+        path=place.source or error.path,
+        line=place.line,
+        next_step=error.next_step,
     )
 
 
@@ -77,9 +87,9 @@ def make(
     refuse_traps(checked.job.setup, "setup")
     if run.spec_file.is_file() and not untouched(run):
         raise RunDirectoryError(
-            f"a run already lives in {run.path}",
-            next_step=f"Choose another name in {checked.path}, or go on with it: "
-            f"slurm-forge requeue {run.name}",
+            f"there is already a run in {run.path}",
+            next_step=f"Its batch script: {job_script(run)}.  To continue it: slurm-forge requeue "
+            f"{run.name}.  For another run, change name: in {checked.path}.",
         )
     return create_run(
         checked.job, runs=runs, site=site, submitted_from=Path.cwd(), site_file=site_file
@@ -89,8 +99,8 @@ def make(
 def refuse(checked: Checked, site: Site, run: RunDirectory) -> None:
     """``ConfigError`` for what the site's rules refuse of a job, with the lines of its file."""
     lines = asked_options(checked.job, site, run)
-    found = findings(asked_of(checked.job, site, lines), site)
-    errors = [each for each in found if each.severity is Severity.ERROR]
+    problems = findings(job_request(checked.job, site, lines), site)
+    errors = [each for each in problems if each.severity is Severity.ERROR]
     if not errors:
         return
     places = [_place(checked, each.option) for each in errors]
@@ -116,10 +126,10 @@ def place_of(checked: Checked) -> Callable[[str], str]:
     return place
 
 
-def _place(checked: Checked, option: str | None) -> Place:
+def _place(checked: Checked, option: str | None) -> SourcePlace:
     """Where the key is; of a key that is missing, where the section is that it belongs to."""
     key = None if option is None else _key_there(checked, option) or key_of_option(option)
-    return Place(str(checked.path)) if key is None else checked.document.place_of(key)
+    return SourcePlace(str(checked.path)) if key is None else checked.document.place_of(key)
 
 
 def _key_there(checked: Checked, option: str) -> KeyPath | None:

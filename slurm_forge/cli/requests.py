@@ -14,10 +14,8 @@ from slurm_forge.cli.completion import (
 )
 
 if TYPE_CHECKING:
-    from slurm_forge.launch.requeue.reconcile import Brought
+    from slurm_forge.launch.requeue.reconcile import ReconcileResult
     from slurm_forge.run_directory import RunDirectory
-
-__all__ = ["reconcile", "requeue", "save", "stop"]
 
 RunName = Annotated[
     str,
@@ -29,10 +27,12 @@ RunName = Annotated[
 ]
 Runs = Annotated[
     Path | None,
-    typer.Option("--runs", metavar="DIR", help="Folder of runs (SLURM_FORGE_RUNS, else ./runs)."),
+    typer.Option(
+        "--runs", metavar="DIR", help="Folder of runs (default: SLURM_FORGE_RUNS, ./runs)."
+    ),
 ]
 
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON with stable keys.")]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +56,7 @@ def requeue(
         typer.Option(
             "--site",
             metavar="NAME|FILE",
-            help="Site; without it, the one it was submitted with.",
+            help="Site (default: the one it was submitted with).",
             autocompletion=site_names,
         ),
     ] = None,
@@ -70,7 +70,7 @@ def requeue(
     ] = None,
     exclude: Annotated[
         str | None,
-        typer.Option("--exclude", metavar="NODES", help="Nodes to leave out as well: n[1-3]."),
+        typer.Option("--exclude", metavar="NODES", help="More nodes to exclude: n[1-3]."),
     ] = None,
     partition: Annotated[
         str | None,
@@ -78,11 +78,11 @@ def requeue(
     ] = None,
     json: AsJson = False,
 ) -> None:
-    """Let a held, stopped or cancelled run go on.
+    """Continue a held, stopped or cancelled run.
 
-    A run that is alive stays as it is.  --mem, --time, --exclude and --partition are what it
-    asks of Slurm from now on: they are kept in its run.yaml, and given to a job that waits.
-    A run that trains has to be stopped first.
+    A live run is left alone.  --mem, --time, --exclude and --partition are what it requests
+    from Slurm from now on: they are stored in its run.yaml and applied to a waiting job.
+    A run that is training has to be stopped first.
 
     \b
     Examples:
@@ -98,7 +98,7 @@ def requeue(
     from slurm_forge.cli.run_of_job import meant
     from slurm_forge.errors import RunDirectoryError
     from slurm_forge.launch.requeue.job_update import (
-        Asked,
+        ResourceChanges,
         changed,
     )
     from slurm_forge.launch.requeue.reconcile import bring_back
@@ -106,28 +106,30 @@ def requeue(
     from slurm_forge.slurm.client import SubprocessSlurm
     from slurm_forge.spec.run_file import read_run_file
 
-    found = meant(run, runs)
-    asked = Asked(mem=mem, time=time, exclude=exclude, partition=partition)
-    file = read_run_file(found.spec_file)
-    job = run_state(found).job
-    if job and not job[0].isdigit() and not found.is_done():
+    directory = meant(run, runs)
+    changes = ResourceChanges(mem=mem, time=time, exclude=exclude, partition=partition)
+    file = read_run_file(directory.spec_file)
+    job = run_state(directory).job
+    if job and not job[0].isdigit() and not directory.is_done():
         raise RunDirectoryError(
-            f"{found.name} was started on this machine, not by Slurm ({job})",
-            next_step="Go on with it here: slurm-forge run and its job file.",
+            f"{directory.name} was started on this machine, not by Slurm ({job})",
+            next_step="Continue it here: slurm-forge run with its job file.",
         )
     chosen = site_places().load(site or file.site_file or file.site).site
     slurm = SubprocessSlurm.of_this_process()
-    out = left_out_now(slurm, changed(file.job, asked), chosen)
-    brought = bring_back(found, slurm, site=chosen, file=file, exclude=out.exclude, asked=asked)
+    out = left_out_now(slurm, changed(file.job, changes), chosen)
+    brought = bring_back(
+        directory, slurm, site=chosen, file=file, exclude=out.exclude, changes=changes
+    )
     if brought.submitted:
-        for said in out.notes:
-            typer.echo(said, err=True)
-    follow = f".   follow: slurm-forge status {reference(found)}"
-    _answer(found, brought, follow, as_json=json)
+        for line in out.notes:
+            typer.echo(line, err=True)
+    follow = f".   follow: slurm-forge status {reference(directory)}"
+    _answer(directory, brought, follow, as_json=json)
 
 
 def reconcile(run: RunName, runs: Runs = None, json: AsJson = False) -> None:
-    """Carry out a requeue that Slurm did not answer.
+    """Retry a requeue that Slurm did not confirm.
 
     \b
     Examples:
@@ -138,23 +140,23 @@ def reconcile(run: RunName, runs: Runs = None, json: AsJson = False) -> None:
     from slurm_forge.launch.requeue.reconcile import reconcile as carry_out
     from slurm_forge.slurm.client import SubprocessSlurm
 
-    found = meant(run, runs)
-    brought = carry_out(found, SubprocessSlurm.of_this_process())
-    _answer(found, brought, ".", as_json=json)
+    directory = meant(run, runs)
+    brought = carry_out(directory, SubprocessSlurm.of_this_process())
+    _answer(directory, brought, ".", as_json=json)
 
 
-def _answer(found: RunDirectory, brought: Brought, more: str, *, as_json: bool) -> None:
+def _answer(run: RunDirectory, brought: ReconcileResult, more: str, *, as_json: bool) -> None:
     """What was done, in words or as one JSON document."""
     if not as_json:
-        typer.echo(f"{found.name}: {brought.text}{more}")
+        typer.echo(f"{run.name}: {brought.text}{more}")
         return
     from slurm_forge.report.encoding import to_json
 
     typer.echo(
         to_json(
             Answer(
-                run=found.name,
-                path=str(found.path),
+                run=run.name,
+                path=str(run.path),
                 job=brought.job,
                 text=brought.text,
                 changed=brought.changed,
@@ -164,10 +166,10 @@ def _answer(found: RunDirectory, brought: Brought, more: str, *, as_json: bool) 
 
 
 def stop(run: RunName, runs: Runs = None) -> None:
-    """Ask a run to save, stop, and stay away.
+    """Ask a run to save and stop, until it is requeued.
 
-    It goes on when somebody requeues it.  The job of a run that waits stays in the queue: when its
-    turn comes it ends at once, without training.
+    The job of a waiting run stays in the queue: when its turn comes it ends at once without
+    training.
 
     \b
     Examples:
@@ -176,32 +178,37 @@ def stop(run: RunName, runs: Runs = None) -> None:
     """
     from slurm_forge.cli.run_choice import reference
     from slurm_forge.cli.run_of_job import meant
+    from slurm_forge.launch.submit.submission import run_state
+    from slurm_forge.report.status.run_status import again
 
-    found = meant(run, runs)
-    if found.is_done():
-        typer.echo(f"{found.name} is finished already; nothing was asked.")
+    directory = meant(run, runs)
+    if directory.is_done():
+        typer.echo(f"{directory.name} is finished already; nothing to stop.")
         return
-    found.stop_file.touch(mode=0o600)
-    _note(found, "stop")
-    waits = _job_in_queue(found)
-    asked = "asked to save and stop"
+    directory.stop_file.touch(mode=0o600)
+    _note(directory, "stop")
+    waits = _job_in_queue(directory)
+    answer = "asked to save and stop"
     if waits:
-        asked = (
-            f"asked to stop; job {waits} waits in the queue: when its turn comes (once it is "
-            "released, if it is held) it ends at once, without training; "
+        answer = (
+            f"asked to stop; job {waits} is in the queue: when its turn comes (once it is "
+            "released, if it is held) it ends at once without training; "
             f"to free the queue now: scancel {waits}"
         )
-    typer.echo(f"{found.name}: {asked}.   go on later: slurm-forge requeue {reference(found)}")
+    typer.echo(
+        f"{directory.name}: {answer}.   to continue later: "
+        f"{again(reference(directory), run_state(directory).job)}"
+    )
 
 
-def _job_in_queue(found: RunDirectory) -> str:
+def _job_in_queue(run: RunDirectory) -> str:
     """The run's job while it waits to be started, by Slurm or else by the journal; else empty."""
     from slurm_forge.cli.observe.surroundings import ask_slurm
     from slurm_forge.journal import RunStatus, fold, read_journal
     from slurm_forge.report.story.queue_reason import job_to_ask_about
     from slurm_forge.slurm.states import PENDING_LIKE
 
-    records, _ = read_journal(found)
+    records, _ = read_journal(run)
     job = job_to_ask_about(records)
     if job is None:
         return ""
@@ -224,19 +231,19 @@ def save(run: RunName, runs: Runs = None) -> None:
     from slurm_forge.cli.run_choice import reference
     from slurm_forge.cli.run_of_job import meant
 
-    found = meant(run, runs)
-    if found.is_done():
-        typer.echo(f"{found.name} is finished already; nothing was asked.")
+    directory = meant(run, runs)
+    if directory.is_done():
+        typer.echo(f"{directory.name} is finished already; nothing to save.")
         return
-    found.save_file.touch(mode=0o600)
-    _note(found, "save")
+    directory.save_file.touch(mode=0o600)
+    _note(directory, "save")
     typer.echo(
-        f"{found.name}: asked to save at its next step, or right after its next start.   "
-        f"see: slurm-forge status {reference(found)}"
+        f"{directory.name}: asked to save at its next step or right after its next start.   "
+        f"see: slurm-forge status {reference(directory)}"
     )
 
 
-def _note(found: RunDirectory, verb: str) -> None:
+def _note(run: RunDirectory, verb: str) -> None:
     """Say who asked; the request itself is the file, which a colleague can touch too."""
     import contextlib
 
@@ -246,4 +253,4 @@ def _note(found: RunDirectory, verb: str) -> None:
     from slurm_forge.person import person
 
     with contextlib.suppress(OSError, ForgeError):
-        note(found, UserAsked(verb=verb, user=person()))
+        note(run, UserAsked(verb=verb, user=person()))

@@ -7,55 +7,43 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from slurm_forge.errors import ForgeError, RunDirectoryError
-from slurm_forge.knobs import Knobs
+from slurm_forge.knobs import Knobs, process_environ
 from slurm_forge.run_directory import RunDirectory
-from slurm_forge.slurm.environment import process_environ
 
 if TYPE_CHECKING:
     from slurm_forge.node_ledger import NodeLedger
     from slurm_forge.site.loading import SitePlaces
     from slurm_forge.site.model import Site
-    from slurm_forge.spec.layers import Said
-
-__all__ = [
-    "find_run",
-    "from_here",
-    "node_ledger",
-    "reference",
-    "run_names",
-    "runs_chosen",
-    "runs_folder",
-    "runs_of_submitit",
-    "site_places",
-    "state_folder",
-]
+    from slurm_forge.spec.layers import PlaceSetting
 
 _DEFAULT = Path("runs")
 
 
-def runs_folder(given: Path | None, said: Said | None = None, *, begun: bool = False) -> Path:
+def runs_folder(
+    option: Path | None, setting: PlaceSetting | None = None, *, begun: bool = False
+) -> Path:
     """``--runs``, else SLURM_FORGE_RUNS, else ``runs:`` of the settings, else ``./runs``.
 
-    ``said`` is what the files of settings of a job say; without it, the user's own is asked, but
+    ``setting`` is what the files of settings of a job say; without it, the user's own is asked, but
     not from a job that may have ``begun`` its run.
     """
-    return runs_chosen(given, said, begun=begun)[0]
+    return runs_chosen(option, setting, begun=begun)[0]
 
 
 def runs_chosen(
-    given: Path | None, said: Said | None = None, *, begun: bool = False
+    option: Path | None, setting: PlaceSetting | None = None, *, begun: bool = False
 ) -> tuple[Path, str]:
     """As ``runs_folder``, and what names it."""
-    if given is not None:
-        return given.expanduser(), "--runs"
+    if option is not None:
+        return option.expanduser(), "--runs"
     knobs = Knobs.from_environ(process_environ())
     if knobs.runs is not None:
         return Path(knobs.runs).expanduser(), "SLURM_FORGE_RUNS"
-    if said is None and not begun and os.path.lexists(knobs.settings_file):
-        from slurm_forge.spec.config_files import user_said
+    if setting is None and not begun and os.path.lexists(knobs.settings_file):
+        from slurm_forge.spec.layers import user_setting
 
-        said = user_said(knobs, "runs")
-    return (_DEFAULT, "default") if said is None else (Path(said.value), str(said.place))
+        setting = user_setting(knobs, "runs")
+    return (_DEFAULT, "default") if setting is None else (Path(setting.value), str(setting.place))
 
 
 def find_run(wanted: str, runs: Path | None) -> RunDirectory:
@@ -72,9 +60,9 @@ def find_run(wanted: str, runs: Path | None) -> RunDirectory:
         for here in (Path(wanted), *([] if runs is not None else [_DEFAULT / wanted])):
             if (here / "run.yaml").is_file():
                 return RunDirectory.existing(here)
-        found = [] if runs is not None else _made_by_submitit(wanted)
-        if len(found) == 1:
-            return RunDirectory.existing(found[0])
+        matches = [] if runs is not None else _made_by_submitit(wanted)
+        if len(matches) == 1:
+            return RunDirectory.existing(matches[0])
         raise _no_such_run(wanted, folder) from None
 
 
@@ -87,11 +75,11 @@ def reference(run: RunDirectory) -> str:
     return run.name if usual == run.path else _shortest(run.path)
 
 
-def site_places(said: Said | None = None, *, begun: bool = False) -> SitePlaces:
-    """Where site files are looked for; what ``said`` and ``begun`` are, ``launch.sites`` says."""
+def site_places(setting: PlaceSetting | None = None, *, begun: bool = False) -> SitePlaces:
+    """As ``launch.render.site_choice.site_places``, imported when it is needed."""
     from slurm_forge.launch.render.site_choice import site_places as places
 
-    return places(said, begun=begun)
+    return places(setting, begun=begun)
 
 
 def node_ledger(site: Site, cluster: str | None) -> NodeLedger:
@@ -139,8 +127,8 @@ def _no_such_run(wanted: str, folder: Path) -> RunDirectoryError:
     known = run_names(folder)
     if not known:
         return RunDirectoryError(
-            f"there is no run {wanted!r}: {folder.absolute()} holds none",
-            next_step="Give the path of the run, or say where runs are: --runs DIR or "
+            f"there is no run {wanted!r}: {folder.absolute()} holds no runs",
+            next_step="Give the path of the run, or the folder of runs: --runs DIR or "
             f"SLURM_FORGE_RUNS. {_SUBMITIT}",
         )
     import difflib

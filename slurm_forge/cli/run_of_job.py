@@ -19,8 +19,6 @@ from slurm_forge.run_directory import RunDirectory
 if TYPE_CHECKING:
     from slurm_forge.journal.events import Event
 
-__all__ = ["jobs_of", "meant"]
-
 _JOB = re.compile(r"[0-9]{1,10}(?:_[0-9]{1,10})?")
 
 
@@ -35,19 +33,19 @@ def meant(wanted: str, runs: Path | None) -> RunDirectory:
         return find_run(wanted, runs)
     except RunDirectoryError:
         folders = [runs_folder(runs), *([] if runs is not None else runs_of_submitit())]
-        found = [each for folder in folders for each in _with_job(folder, wanted)]
-    if len(found) == 1:
-        return found[0]
+        matches = [each for folder in folders for each in _with_job(folder, wanted)]
+    if len(matches) == 1:
+        return matches[0]
     where = ", ".join(str(folder.absolute()) for folder in folders)
-    if not found:
+    if not matches:
         raise RunDirectoryError(
-            f"no run in {where} has had the job {wanted}",
-            next_step="Give the name of the run, or say where runs are: --runs DIR or "
+            f"no run in {where} has had job {wanted}",
+            next_step="Give the name of the run, or the folder of runs: --runs DIR or "
             f"SLURM_FORGE_RUNS.  What job it is: scontrol show job {wanted}",
         )
     raise RunDirectoryError(
-        f"more than one run has had a job {wanted}: {', '.join(str(run.path) for run in found)}",
-        next_step="Give the path of the one that you mean.",
+        f"more than one run has had job {wanted}: {', '.join(str(run.path) for run in matches)}",
+        next_step="Give the path of the run that you mean.",
     )
 
 

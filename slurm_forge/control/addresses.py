@@ -6,29 +6,20 @@ import contextlib
 import socket
 from collections.abc import Sequence
 
-__all__ = [
-    "answering_first",
-    "candidates",
-    "connect",
-    "format_addresses",
-    "notice_dead_peer",
-    "parse_addresses",
-]
-
 #: A node that lost power closes no connection, and TCP itself waits for a quarter of an hour.
 _IDLE_S, _BETWEEN_S, _TRIES = 30, 10, 3
 
 
 def candidates(interface_address: str | None = None) -> tuple[str, ...]:
     """Names and addresses to try, best first.  ``interface_address`` is the site's own choice."""
-    found = [interface_address] if interface_address else []
+    hosts = [interface_address] if interface_address else []
     name = socket.gethostname()
-    found.append(name)
+    hosts.append(name)
     # The name may be unknown to the resolver; the loopback below still serves one node.
     with contextlib.suppress(OSError):
-        found += [str(info[4][0]) for info in socket.getaddrinfo(name, None, socket.AF_INET)]
-    found.append("127.0.0.1")
-    return tuple(dict.fromkeys(found))
+        hosts += [str(info[4][0]) for info in socket.getaddrinfo(name, None, socket.AF_INET)]
+    hosts.append("127.0.0.1")
+    return tuple(dict.fromkeys(hosts))
 
 
 def format_addresses(hosts: Sequence[str], port: int) -> str:

@@ -11,10 +11,19 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from slurm_forge.control.listener import Listener, Peer
-from slurm_forge.control.messages import agent as a
-from slurm_forge.control.messages import protocol as p
-
-__all__ = ["AgentEnd", "AgentView", "AgentsHub"]
+from slurm_forge.control.messages.agent import (
+    AgentHello,
+    AgentNotice,
+    AgentReady,
+    AgentShutdown,
+    AgentWelcome,
+    KillWorker,
+    StartWorker,
+    WorkerEnded,
+    WorkerStarted,
+    decode_agents,
+)
+from slurm_forge.control.messages.message import Message
 
 _TICK_S = 0.5
 
@@ -26,7 +35,7 @@ class AgentEnd:
     rank: int
     host: str
     at: float
-    said: a.Ended
+    message: WorkerEnded
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,10 +89,10 @@ class AgentsHub(Listener[_Agent]):
         self._on_notice = on_notice
         self._agents: dict[int, _Agent] = {}  # by rank, those that are gone too
         self._ends: list[AgentEnd] = []
-        self._order: a.Begin | None = None
+        self._order: StartWorker | None = None
         self.start()
 
-    def begin(self, order: a.Begin) -> None:
+    def begin(self, order: StartWorker) -> None:
         """Have every agent start its rank of a launch, those that connect later too."""
         with self._lock:
             self._order = order
@@ -93,18 +102,18 @@ class AgentsHub(Listener[_Agent]):
         """Have every agent kill its worker of that launch; who has not begun it does not."""
         with self._lock:
             self._order = None
-            self._broadcast(a.End(launch=launch))
+            self._broadcast(KillWorker(launch=launch))
 
     def leave(self) -> None:
         """Nothing follows: every agent ends what is left, and itself."""
         with self._lock:
             self._order = None
-            self._broadcast(a.Leave())
+            self._broadcast(AgentShutdown())
 
     def ends(self, launch: int) -> tuple[AgentEnd, ...]:
         """How workers of a launch ended so far, in the order in which it was heard."""
         with self._lock:
-            return tuple(end for end in self._ends if end.said.launch == launch)
+            return tuple(end for end in self._ends if end.message.launch == launch)
 
     def agents(self) -> dict[int, AgentView]:
         """What is known of every agent that ever connected."""
@@ -128,34 +137,34 @@ class AgentsHub(Listener[_Agent]):
     def _let_in(self, connection: socket.socket) -> _Agent:
         return _Agent(connection, self._clock())
 
-    def _decode(self, line: bytes) -> p.Message:
-        return a.decode_agents(line)
+    def _decode(self, line: bytes) -> Message:
+        return decode_agents(line)
 
-    def _gone(self, peer: _Agent) -> None:
+    def _on_closed(self, peer: _Agent) -> None:
         """Its connection is closed, which ``agents`` tells."""
 
     def _tick(self, now: float) -> None:
         """Nothing is due at a time here."""
 
-    def _take(self, peer: _Agent, message: p.Message) -> None:
+    def _take(self, peer: _Agent, message: Message) -> None:
         if peer.rank is None:
             self._greet(peer, message)
             return
         match message:
-            case a.Ready():
+            case AgentReady():
                 peer.ready = True
-            case a.Begun():
+            case WorkerStarted():
                 peer.begun, peer.worker, peer.how = message.launch, message.pid, message.how
-            case a.Ended():
+            case WorkerEnded():
                 self._ends.append(AgentEnd(peer.rank, peer.host, self._clock(), message))
-            case a.Noticed():
+            case AgentNotice():
                 self._on_notice(peer.rank, message.what)
             case _:
                 pass
 
-    def _greet(self, peer: _Agent, message: p.Message) -> None:
+    def _greet(self, peer: _Agent, message: Message) -> None:
         if not (
-            isinstance(message, a.AgentHello)
+            isinstance(message, AgentHello)
             and self._belongs(message.nonce, message.world, message.rank)
             and message.rank not in self._agents
         ):
@@ -163,6 +172,6 @@ class AgentsHub(Listener[_Agent]):
             return
         peer.rank, peer.host, peer.pid = message.rank, message.host, message.pid
         self._agents[message.rank] = peer
-        self._send(peer, a.AgentWelcome(nonce=self.nonce))
+        self._send(peer, AgentWelcome(nonce=self.nonce))
         if self._order is not None:
             self._send(peer, self._order)

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 
 from slurm_forge.control.messages.preflight import Thoroughness
-from slurm_forge.vocabulary.plan import RecoveryPlan, SampleWindow, Variable
-
-__all__ = ["BRIEF_KEY", "LaunchBrief"]
+from slurm_forge.vocabulary.plan import RecoveryPlan
 
 #: Key under which the conductor publishes the brief.
 BRIEF_KEY = "brief"
@@ -33,22 +31,3 @@ class LaunchBrief:
     def to_text(self) -> str:
         """JSON."""
         return json.dumps(asdict(self), sort_keys=True)
-
-    @classmethod
-    def from_text(cls, text: str) -> LaunchBrief:
-        """Read what ``to_text`` wrote."""
-        body = json.loads(text)
-        plan = body["plan"]
-        known = {f.name for f in fields(RecoveryPlan)}
-        given = {name: value for name, value in plan.items() if name in known}
-        given["exclude_nodes"] = tuple(given.get("exclude_nodes", ()))
-        given["skipped"] = tuple(SampleWindow(**each) for each in given.get("skipped", ()))
-        given["variables"] = tuple(Variable(**each) for each in given.get("variables", ()))
-        return cls(
-            attempt=int(body["attempt"]),
-            launch=int(body["launch"]),
-            plan=RecoveryPlan(**given),
-            committed_step=body["committed_step"],
-            resume_step=body.get("resume_step"),
-            preflight=Thoroughness(body.get("preflight", "off")),
-        )

@@ -18,8 +18,6 @@ from dataclasses import dataclass
 
 from slurm_forge.vocabulary.position import LAST, Position
 
-__all__ = ["NOTABLE_S", "Alive", "ClockReader", "Lasted", "Moved", "ProgressClock", "new_page"]
-
 #: Shorter stretches are not told one by one: no limit is ever that short.
 NOTABLE_S = 0.25
 _SIZE = mmap.PAGESIZE
@@ -43,7 +41,7 @@ _ORDINARY = frozenset({"train", "data", "save"})
 
 
 @dataclass(frozen=True, slots=True)
-class Moved:
+class ProgressRecord:
     """Where the main thread came by last, when, and in what it is since.
 
     ``kind`` is what its durations are compared with: the phase, with ``first`` before it behind a
@@ -58,7 +56,7 @@ class Moved:
 
 
 @dataclass(frozen=True, slots=True)
-class Alive:
+class ThreadActivity:
     """When a Python thread of the process last ran, and which (0: none has yet)."""
 
     at: float
@@ -66,7 +64,7 @@ class Alive:
 
 
 @dataclass(frozen=True, slots=True)
-class Lasted:
+class FinishedPhase:
     """One stretch between two places, ``seconds`` long."""
 
     kind: str
@@ -90,7 +88,7 @@ class ProgressClock:
         self._position: tuple[int, int, int, int] = Position(0)
         self._phase, self._name = "start", b"start"
         self._special, self._left = "first ", _FIRST_STEPS
-        self._seen: dict[str, int] = {}
+        self._counts: dict[str, int] = {}
         self._kinds: dict[tuple[str, str], tuple[str, bytes]] = {}
         self._kind, self._kind_name, self._unknown = "start", b"start", True
         self._waits = self._entering = False
@@ -157,7 +155,7 @@ class ProgressClock:
             self._kinds[key] = text, text.encode(errors="replace")[:_TEXT]
         self._kind, self._kind_name = self._kinds[key]
         self._name = self._phase.encode(errors="replace")[:_TEXT]
-        self._unknown = self._seen.get(self._kind, 0) < _FIRST_ONES
+        self._unknown = self._counts.get(self._kind, 0) < _FIRST_ONES
 
     def _look_back(self, *, counts: bool) -> None:
         """A stretch is over: tell it, if it is long, or counts and is among the first."""
@@ -165,8 +163,8 @@ class ProgressClock:
         lasted, self._at = now - self._at, now
         if lasted < NOTABLE_S and not (counts and self._unknown):
             return
-        seen = self._seen[self._kind] = self._seen.get(self._kind, 0) + 1
-        self._unknown = seen < _FIRST_ONES
+        count = self._counts[self._kind] = self._counts.get(self._kind, 0) + 1
+        self._unknown = count < _FIRST_ONES
         place = _RING_AT + self._stretches % _ENTRIES * _ENTRY.size
         _ENTRY.pack_into(self._page, place, lasted, self._kind_name)
         self._stretches += 1
@@ -186,9 +184,9 @@ class ClockReader:
 
     def __init__(self, descriptor: int) -> None:
         self._page = mmap.mmap(descriptor, _SIZE, prot=mmap.PROT_READ)
-        self._taken = 0
+        self._next_entry = 0
 
-    def moved(self) -> Moved | None:
+    def moved(self) -> ProgressRecord | None:
         """The last record; None where nobody has written any, or none could be read whole."""
         for _ in range(_TRIES):
             first = self._page[: _MOVED.size]
@@ -199,24 +197,26 @@ class ClockReader:
                 continue
             if number == 0:
                 return None
-            return Moved(Position(step, phase, poll, turn), begun, at, _text(name), _text(kind))
+            return ProgressRecord(
+                Position(step, phase, poll, turn), begun, at, _text(name), _text(kind)
+            )
         return None
 
-    def alive(self) -> Alive:
+    def alive(self) -> ThreadActivity:
         """When a Python thread last ran."""
-        return Alive(*_ALIVE.unpack_from(self._page, _ALIVE_AT))
+        return ThreadActivity(*_ALIVE.unpack_from(self._page, _ALIVE_AT))
 
-    def lasted(self) -> list[Lasted]:
+    def lasted(self) -> list[FinishedPhase]:
         """The notable stretches since the last call, as far as they are still there."""
         (count,) = _COUNT.unpack_from(self._page, _COUNT_AT)
-        first = max(self._taken, count - _ENTRIES)
-        self._taken = count
-        found = []
+        first = max(self._next_entry, count - _ENTRIES)
+        self._next_entry = count
+        phases = []
         for number in range(first, count):
             place = _RING_AT + number % _ENTRIES * _ENTRY.size
             seconds, kind = _ENTRY.unpack_from(self._page, place)
-            found.append(Lasted(_text(kind), seconds))
-        return found
+            phases.append(FinishedPhase(_text(kind), seconds))
+        return phases
 
 
 def _text(padded: bytes) -> str:

@@ -7,8 +7,8 @@ inside the same one; otherwise the target is the next step boundary.  Which phas
 path, the names of the phases since the boundary: an evaluation of rank 0 alone shifts its count,
 and what is the first phase there is another one elsewhere, with collectives perhaps.
 
-``Gathering`` is the hub's side, ``Agreement`` a rank's.  What makes it safe: an answer to a round
-freezes the rank at its place until the target of that round is known to it, and answers and targets
+``RequestAnswers`` is the hub's side, ``RankAgreement`` a rank's.  It is safe because an answer to a
+round keeps the rank at its place until it knows the target of that round, and answers and targets
 of an older round are ignored, however late they come.
 """
 
@@ -16,15 +16,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from slurm_forge.control.messages.protocol import (
-    At,
-    Request,
-    RequestKind,
-    Target,
-)
+from slurm_forge.control.messages.hub import Request, RequestKind, RequestTarget
+from slurm_forge.control.messages.rank import PositionReport
 from slurm_forge.vocabulary.position import LAST, Position
-
-__all__ = ["SETTLE_S", "Agreement", "Gathering", "Place"]
 
 #: How long a mixed picture (some ranks inside a phase, others about to enter it) may settle.
 SETTLE_S = 1.0
@@ -33,7 +27,7 @@ _REMEMBERED = 500
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class RankPosition:
     """Where a rank is: it has passed ``position``, or it is ``waiting`` in front of it."""
 
     position: Position
@@ -54,28 +48,28 @@ class Place:
 
 
 @dataclass(slots=True)
-class Gathering:
+class RequestAnswers:
     """The answers to one request, and the target once it is known."""
 
     world: int
     asked_at: float
-    places: dict[int, Place] = field(default_factory=dict)
+    places: dict[int, RankPosition] = field(default_factory=dict)
     target: Position | None = None
     #: How often it was asked anew; answers to an older round say nothing about this one.
     round: int = 0
     _previous: Position | None = None
     _changed_at: float = 0.0
 
-    def take(self, rank: int, at: At, now: float) -> bool:
+    def take(self, rank: int, at: PositionReport, now: float) -> bool:
         """Take an answer in; True if it asks anew, so that all ranks must be asked again."""
         anew = at.round == self.round + 1 and self.target is not None
         if anew:
             self.reopen()
         if at.round == self.round:
-            self.answer(rank, Place(at.position, at.waiting, at.path), now)
+            self.answer(rank, RankPosition(at.position, at.waiting, at.path), now)
         return anew
 
-    def answer(self, rank: int, place: Place, now: float) -> None:
+    def answer(self, rank: int, place: RankPosition, now: float) -> None:
         """Take a rank's place in; a newer answer replaces the older one."""
         self.places[rank] = place
         self._changed_at = now
@@ -129,7 +123,7 @@ class _Pending:
     target: Position | None = None
 
 
-class Agreement:
+class RankAgreement:
     """What one rank has been asked, and where it is.  Not thread-safe: the member locks around it.
 
     The program calls ``arrive`` in front of a position, waits while ``blocked``, then calls
@@ -161,18 +155,18 @@ class Agreement:
         """Whether the rank must wait here: a request has no target yet."""
         return any(pending.target is None for pending in self._pending.values())
 
-    def asked(self, request: Request) -> At | None:
+    def on_request(self, request: Request) -> PositionReport | None:
         """A request, for the first time or anew: the answer, None for one of an older round."""
         if request.id not in self._acted:
-            known = self._pending.get(request.id)
-            if known is not None and known.request.round > request.round:
+            pending = self._pending.get(request.id)
+            if pending is not None and pending.request.round > request.round:
                 return None
-            if known is None or known.request.round < request.round:
+            if pending is None or pending.request.round < request.round:
                 self._pending[request.id] = _Pending(request)
         # Asked again after this rank has acted: it says where it is, no more.
         return self._at(request)
 
-    def told(self, target: Target) -> At | None:
+    def on_target(self, target: RequestTarget) -> PositionReport | None:
         """The target of a round; what is to be said if it lies behind the phase to be entered.
 
         One of an older round means nothing any more.
@@ -189,13 +183,16 @@ class Agreement:
             self._acted.add(number)
             self._forget_old()
 
-    def arrive(self, position: Position, name: str = "", *, entering: bool = False) -> list[At]:
+    def arrive(
+        self, position: Position, name: str = "", *, entering: bool = False
+    ) -> list[PositionReport]:
         """Come to ``position``, in the phase ``name``; what is to be said before waiting.
 
         ``entering`` a phase that a target lies behind asks the others anew, so that a stop need not
         wait for the end of a long evaluation.
         """
-        if position.phase_place != self._arrived_at.phase_place:
+        at, before = position, self._arrived_at
+        if (at.turn, at.step, at.phase) != (before.turn, before.step, before.phase):
             self._path = f"{self._path}/{name}" if position.phase > 0 else ""
         self._arrived_at = position
         if not self._pending:  # the path of every ordinary step
@@ -250,10 +247,10 @@ class Agreement:
         pending.target = None
         return True
 
-    def _at(self, request: Request) -> At:
+    def _at(self, request: Request) -> PositionReport:
         waiting = self._waiting_at is not None
         position = self._position if self._waiting_at is None else self._waiting_at
-        return At(
+        return PositionReport(
             id=request.id,
             round=request.round,
             position=position,

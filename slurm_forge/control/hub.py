@@ -12,77 +12,84 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from slurm_forge.control.gathering import Gathering
+from slurm_forge.control.gathering import RequestAnswers
 from slurm_forge.control.listener import Listener, Peer
-from slurm_forge.control.messages import protocol as p
+from slurm_forge.control.messages import protocol
+from slurm_forge.control.messages.hub import (
+    Abort,
+    Publish,
+    Request,
+    RequestKind,
+    RequestTarget,
+    RequestWithdrawn,
+    TimeLeft,
+    Welcome,
+)
+from slurm_forge.control.messages.links import LinkReport, PortReport
+from slurm_forge.control.messages.message import Message
+from slurm_forge.control.messages.monitor import (
+    MonitorHeartbeat,
+    MonitorHello,
+    PhaseDuration,
+    StackReport,
+)
+from slurm_forge.control.messages.rank import Heartbeat, Hello, PositionReport
 from slurm_forge.control.tcp.links import Connection
 from slurm_forge.control.tcp.own_connections import connection_of
 from slurm_forge.vocabulary.position import Position
-
-__all__ = [
-    "Agreed",
-    "Gone",
-    "Hub",
-    "HubEvent",
-    "Joined",
-    "MemberView",
-    "Said",
-    "Withdrawn",
-    "WitnessView",
-]
 
 _TICK_S = 0.1
 
 
 @dataclass(frozen=True, slots=True)
-class Joined:
+class RankJoined:
     """A rank connected and knew the nonce."""
 
     rank: int
 
 
 @dataclass(frozen=True, slots=True)
-class Gone:
+class RankDisconnected:
     """A rank's connection ended."""
 
     rank: int
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
+class MessageReceived:
     """A rank said something that the conductor decides on."""
 
     rank: int
-    message: p.Message
+    message: Message
 
 
 @dataclass(frozen=True, slots=True)
-class Agreed:
+class TargetAgreed:
     """A request has its target; ``seconds`` is from asking to knowing."""
 
-    request: p.Request
+    request: Request
     target: Position
     seconds: float
 
 
 @dataclass(frozen=True, slots=True)
-class Withdrawn:
+class RequestAbandoned:
     """A request found no target within its time and was given up on all ranks."""
 
-    request: p.Request
+    request: Request
 
 
-HubEvent = Joined | Gone | Said | Agreed | Withdrawn
+HubEvent = RankJoined | RankDisconnected | MessageReceived | TargetAgreed | RequestAbandoned
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemberView:
-    """What is known of a rank.  ``heard`` and ``progressed`` are on the hub's monotonic clock."""
+    """What is known of a rank; times are on the monotonic clock of the hub."""
 
     rank: int
     host: str
     pid: int
-    heard: float
+    heard_at: float
     turn: int = 0
     step: int = 0
     begun: int = 0
@@ -93,24 +100,24 @@ class MemberView:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WitnessView:
-    """What the witness of a rank said last; ``heard`` is on the hub's monotonic clock."""
+class MonitorView:
+    """What the monitor of a rank said last; ``heard_at`` is on the hub's monotonic clock."""
 
     rank: int
     host: str
-    heard: float
-    pulse: p.Pulse | None = None
+    heard_at: float
+    pulse: MonitorHeartbeat | None = None
     connected: bool = True
 
 
 @dataclass(slots=True)
 class _Peer(Peer):
-    #: The rank whose witness it is: it counts for no membership and is asked for nothing else.
-    witness: int | None = None
+    #: The rank whose monitor it is: it counts for no membership and is asked for nothing else.
+    monitor: int | None = None
 
     @property
     def stranger(self) -> bool:
-        return self.rank is None and self.witness is None
+        return self.rank is None and self.monitor is None
 
 
 class Hub(Listener[_Peer]):
@@ -137,9 +144,9 @@ class Hub(Listener[_Peer]):
         )
         self.events: queue.SimpleQueue[HubEvent] = queue.SimpleQueue()
         self._members: dict[int, MemberView] = {}
-        self._witnesses: dict[int, WitnessView] = {}
+        self._monitors: dict[int, MonitorView] = {}
         self._published: dict[str, str] = {}
-        self._requests: dict[int, tuple[p.Request, Gathering]] = {}
+        self._requests: dict[int, tuple[Request, RequestAnswers]] = {}
         #: Until when requests that may be given up must have a target.
         self._until: dict[int, float] = {}
         self._next_id = 1
@@ -151,46 +158,47 @@ class Hub(Listener[_Peer]):
         with self._lock:
             return dict(self._members)
 
-    def witnesses(self) -> dict[int, WitnessView]:
-        """A copy of what is known of the witness of every rank that has one."""
+    def monitors(self) -> dict[int, MonitorView]:
+        """A copy of what is known of the monitor of every rank that has one."""
         with self._lock:
-            return dict(self._witnesses)
+            return dict(self._monitors)
 
-    def ask_witnesses(self, message: p.Message) -> None:
-        """Tell every witness something; what they answer comes as ``Said`` by their rank."""
+    def ask_monitors(self, message: Message) -> None:
+        """Send to every rank's monitor; what they answer comes as ``MessageReceived``."""
         with self._lock:
             for peer in list(self._peers.values()):
-                if peer.witness is not None:
+                if peer.monitor is not None:
                     self._send(peer, message)
 
-    def ask_rank(self, rank: int, message: p.Message) -> None:
-        """Tell one rank itself something; what it answers comes as ``Said``."""
+    def ask_rank(self, rank: int, message: Message) -> None:
+        """Send to one rank itself; what it answers comes as ``MessageReceived``."""
         with self._lock:
             for peer in list(self._peers.values()):
                 if peer.rank == rank:
                     self._send(peer, message)
 
     def connections(self) -> tuple[tuple[int, Connection], ...]:
-        """How the hub's own connections to ranks and their witnesses are, by rank."""
+        """How the hub's own connections to ranks and their monitors are, by rank."""
         with self._lock:
-            found = []
+            connections = []
             for peer in self._peers.values():
-                rank = peer.rank if peer.witness is None else peer.witness
+                rank = peer.rank if peer.monitor is None else peer.monitor
                 each = connection_of(peer.connection)
                 if rank is not None and each is not None:
-                    found.append((rank, each))
-        return tuple(found)
+                    connections.append((rank, each))
+        return tuple(connections)
 
-    def request(self, kind: p.RequestKind, reason: str, *, within_s: float | None = None) -> int:
-        """Ask all ranks to do something at the same step; the target comes as ``Agreed``.
+    def request(self, kind: RequestKind, reason: str, *, within_s: float | None = None) -> int:
+        """Ask all ranks to do something at the same step; the target comes as ``TargetAgreed``.
 
-        Ranks at a boundary wait for it; with ``within_s`` no longer than that: ``Withdrawn``.
+        Ranks at a boundary wait for it; with ``within_s`` no longer than that, and then
+        ``RequestAbandoned`` comes.
         """
         with self._lock:
             self._forget_old()
-            request = p.Request(id=self._next_id, kind=kind, reason=reason)
+            request = Request(id=self._next_id, kind=kind, reason=reason)
             self._next_id += 1
-            self._requests[request.id] = (request, Gathering(self.world_size, self._clock()))
+            self._requests[request.id] = (request, RequestAnswers(self.world_size, self._clock()))
             if within_s is not None:
                 self._until[request.id] = self._clock() + within_s
             self._broadcast(request)
@@ -199,25 +207,25 @@ class Hub(Listener[_Peer]):
     def unanswered(self, request_id: int) -> tuple[int, ...]:
         """Ranks that have not said where they are: frozen, or gone."""
         with self._lock:
-            found = self._requests.get(request_id)
-            return () if found is None else found[1].missing()
+            entry = self._requests.get(request_id)
+            return () if entry is None else entry[1].missing()
 
     def publish(self, key: str, value: str) -> None:
         """Give every rank a value, those that join later too."""
         with self._lock:
             self._published[key] = value
-            self._broadcast(p.Publish(key=key, value=value))
+            self._broadcast(Publish(key=key, value=value))
 
     def time_left(self, seconds: float) -> None:
         """Tell every rank how long it has, from now, until the launch is ended."""
         with self._lock:
-            self._broadcast(p.TimeLeft(seconds=seconds))
+            self._broadcast(TimeLeft(seconds=seconds))
 
     def abort(self, reason: str) -> None:
         """Tell every rank to leave at once."""
         with self._lock:
             self._over = reason
-            self._broadcast(p.Abort(reason=reason))
+            self._broadcast(Abort(reason=reason))
 
     @property
     def over(self) -> bool:
@@ -240,22 +248,22 @@ class Hub(Listener[_Peer]):
     def _let_in(self, connection: socket.socket) -> _Peer:
         return _Peer(connection, self._clock())
 
-    def _decode(self, line: bytes) -> p.Message:
-        return p.decode(line)
+    def _decode(self, line: bytes) -> Message:
+        return protocol.decode(line)
 
     def _tick(self, now: float) -> None:
         self._settle(now)
 
-    def _take(self, peer: _Peer, message: p.Message) -> None:
+    def _take(self, peer: _Peer, message: Message) -> None:
         now = self._clock()
-        if peer.witness is not None:
-            self._witnessed(peer.witness, message, now)
+        if peer.monitor is not None:
+            self._on_monitor_message(peer.monitor, message, now)
             return
         if peer.rank is None:
             self._greet(peer, message, now)
             return
-        member = replace(self._members[peer.rank], heard=now)
-        if isinstance(message, p.Beat):
+        member = replace(self._members[peer.rank], heard_at=now)
+        if isinstance(message, Heartbeat):
             member = replace(
                 member,
                 turn=message.turn,
@@ -268,86 +276,88 @@ class Hub(Listener[_Peer]):
         # Before anything is sent: sending may find that this very rank is gone.
         self._members[peer.rank] = member
         match message:
-            case p.Beat():
+            case Heartbeat():
                 pass
-            case p.At():
+            case PositionReport():
                 self._answered(peer.rank, message, now)
-            case p.Publish(to=()):
+            case Publish(to=()):
                 self._published[message.key] = message.value
                 self._broadcast(message)
-            case p.Publish():
+            case Publish():
                 self._pass_on(message)
             case _:
-                self.events.put(Said(peer.rank, message))
+                self.events.put(MessageReceived(peer.rank, message))
 
-    def _pass_on(self, message: p.Publish) -> None:
+    def _pass_on(self, message: Publish) -> None:
         wanted = frozenset(message.to)
         for each in list(self._peers.values()):
             if each.rank in wanted:
-                self._send(each, p.Publish(key=message.key, value=message.value))
+                self._send(each, Publish(key=message.key, value=message.value))
 
-    def _witnessed(self, rank: int, message: p.Message, now: float) -> None:
-        view = replace(self._witnesses[rank], heard=now)
-        if isinstance(message, p.Pulse):
+    def _on_monitor_message(self, rank: int, message: Message, now: float) -> None:
+        view = replace(self._monitors[rank], heard_at=now)
+        if isinstance(message, MonitorHeartbeat):
             view = replace(view, pulse=message)
-        self._witnesses[rank] = view
-        if isinstance(message, (p.Lasted, p.Stacks, p.Links, p.PortsSeen)):
-            self.events.put(Said(rank, message))
+        self._monitors[rank] = view
+        if isinstance(message, (PhaseDuration, StackReport, LinkReport, PortReport)):
+            self.events.put(MessageReceived(rank, message))
 
-    def _answered(self, rank: int, at: p.At, now: float) -> None:
-        found = self._requests.get(at.id)
-        if found is None:
+    def _answered(self, rank: int, at: PositionReport, now: float) -> None:
+        entry = self._requests.get(at.id)
+        if entry is None:
             return
-        request, gathering = found
+        request, gathering = entry
         if gathering.take(rank, at, now):
             request = replace(request, round=gathering.round)
             self._requests[at.id] = (request, gathering)
             self._broadcast(request)
         self._settle(now)
 
-    def _greet(self, peer: _Peer, message: p.Message, now: float) -> None:
-        if isinstance(message, p.Attend):
-            self._greet_witness(peer, message, now)
+    def _greet(self, peer: _Peer, message: Message, now: float) -> None:
+        if isinstance(message, MonitorHello):
+            self._greet_monitor(peer, message, now)
             return
         if (
             self.world_size == 0
-            and isinstance(message, p.Hello)
-            and p.same_nonce(message.nonce, self.nonce)
+            and isinstance(message, Hello)
+            and protocol.same_nonce(message.nonce, self.nonce)
             and message.world > message.rank >= 0
         ):
             self.world_size = message.world
-        known = (
-            isinstance(message, p.Hello)
+        belongs = (
+            isinstance(message, Hello)
             and self._belongs(message.nonce, message.world, message.rank)
             and not self._is_connected(message.rank)
         )
-        if not known or not isinstance(message, p.Hello):
+        if not belongs or not isinstance(message, Hello):
             self._drop(peer)
             return
         peer.rank = message.rank
         self._members[message.rank] = MemberView(
-            rank=message.rank, host=message.host, pid=message.pid, heard=now
+            rank=message.rank, host=message.host, pid=message.pid, heard_at=now
         )
-        self._send(peer, p.Welcome(nonce=self.nonce))
+        self._send(peer, Welcome(nonce=self.nonce))
         for key, value in self._published.items():
-            self._send(peer, p.Publish(key=key, value=value))
+            self._send(peer, Publish(key=key, value=value))
         for request, gathering in self._requests.values():
             self._send(peer, request)
             if gathering.target is not None:
                 self._send(peer, _target(request, gathering.target))
         if self._over is not None:
-            self._send(peer, p.Abort(reason=self._over))  # it comes too late
-        self.events.put(Joined(message.rank))
+            self._send(peer, Abort(reason=self._over))  # it comes too late
+        self.events.put(RankJoined(message.rank))
 
-    def _greet_witness(self, peer: _Peer, message: p.Attend, now: float) -> None:
-        before = self._witnesses.get(message.rank)
+    def _greet_monitor(self, peer: _Peer, message: MonitorHello, now: float) -> None:
+        before = self._monitors.get(message.rank)
         again = before is not None and before.connected
         if again or not self._belongs(message.nonce, message.world, message.rank):
             self._drop(peer)
             return
-        peer.witness = message.rank
-        self._witnesses[message.rank] = WitnessView(rank=message.rank, host=message.host, heard=now)
-        self._send(peer, p.Welcome(nonce=self.nonce))
+        peer.monitor = message.rank
+        self._monitors[message.rank] = MonitorView(
+            rank=message.rank, host=message.host, heard_at=now
+        )
+        self._send(peer, Welcome(nonce=self.nonce))
 
     def _is_connected(self, rank: int) -> bool:
         member = self._members.get(rank)
@@ -362,23 +372,23 @@ class Hub(Listener[_Peer]):
                 self._withdraw(request, gathering, now)
             else:
                 self._broadcast(_target(request, target))
-                self.events.put(Agreed(request, target, now - gathering.asked_at))
+                self.events.put(TargetAgreed(request, target, now - gathering.asked_at))
 
-    def _withdraw(self, request: p.Request, gathering: Gathering, now: float) -> None:
+    def _withdraw(self, request: Request, gathering: RequestAnswers, now: float) -> None:
         """Give it up after its time, unless it had a target before: somebody may have acted."""
         if gathering.round == 0 and now >= self._until.get(request.id, float("inf")):
             del self._requests[request.id], self._until[request.id]
-            self._broadcast(p.Withdrawn(id=request.id))
-            self.events.put(Withdrawn(request))
+            self._broadcast(RequestWithdrawn(id=request.id))
+            self.events.put(RequestAbandoned(request))
 
-    def _gone(self, peer: _Peer) -> None:
-        if peer.witness is not None:
-            view = self._witnesses[peer.witness]
-            self._witnesses[peer.witness] = replace(view, connected=False)
+    def _on_closed(self, peer: _Peer) -> None:
+        if peer.monitor is not None:
+            view = self._monitors[peer.monitor]
+            self._monitors[peer.monitor] = replace(view, connected=False)
         if peer.rank is not None and self._is_connected(peer.rank):
             self._members[peer.rank] = replace(self._members[peer.rank], connected=False)
-            self.events.put(Gone(peer.rank))
+            self.events.put(RankDisconnected(peer.rank))
 
 
-def _target(request: p.Request, position: Position) -> p.Target:
-    return p.Target(id=request.id, round=request.round, position=position)
+def _target(request: Request, position: Position) -> RequestTarget:
+    return RequestTarget(id=request.id, round=request.round, position=position)

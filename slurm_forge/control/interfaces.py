@@ -8,8 +8,6 @@ import socket
 import struct
 from collections.abc import Sequence
 
-__all__ = ["interface_addresses", "interface_of", "interfaces", "preferred_address"]
-
 #: ioctl: the IPv4 address of an interface (Linux, netdevice(7)).
 _SIOCGIFADDR = 0x8915
 #: Longest name of an interface, without the zero behind it (IFNAMSIZ).
@@ -51,19 +49,21 @@ def preferred_address(interface: str | None, host_suffix: str | None) -> str | N
         with contextlib.suppress(OSError, UnicodeError):
             socket.getaddrinfo(name, None, socket.AF_INET)
             return name
-    found = None if interface is None else interface_of(interface, interfaces())
-    return None if found is None else _address_of(found)
+    name_there = None if interface is None else interface_of(interface, interfaces())
+    return None if name_there is None else _address_of(name_there)
 
 
 def _address_of(interface: str) -> str | None:
-    asked = struct.pack("256s", interface.encode()[:_LONGEST_NAME])
+    request = struct.pack("256s", interface.encode()[:_LONGEST_NAME])
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
-        answer = fcntl.ioctl(asking.fileno(), _SIOCGIFADDR, asked)
+        answer = fcntl.ioctl(asking.fileno(), _SIOCGIFADDR, request)
         return socket.inet_ntoa(answer[20:24])
     return None
 
 
 def interface_addresses() -> tuple[tuple[str, str], ...]:
     """Name and IPv4 address of each interface of this node that has one, the loopback left out."""
-    found = ((name, _address_of(name)) for name in interfaces())
-    return tuple((name, at) for name, at in found if at is not None and not at.startswith("127."))
+    addresses = ((name, _address_of(name)) for name in interfaces())
+    return tuple(
+        (name, at) for name, at in addresses if at is not None and not at.startswith("127.")
+    )

@@ -16,10 +16,9 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from slurm_forge.control.addresses import candidates, format_addresses, notice_dead_peer
-from slurm_forge.control.messages import protocol as p
+from slurm_forge.control.messages import protocol
+from slurm_forge.control.messages.message import Message
 from slurm_forge.errors import ControlChannelError
-
-__all__ = ["Listener", "Peer"]
 
 _HELLO_WITHIN_S = 10.0
 #: How many may knock at once where it is not known yet how many there are.
@@ -49,8 +48,9 @@ PeerT = TypeVar("PeerT", bound=Peer)
 class Listener(ABC, Generic[PeerT]):
     """Serves the peers of one channel on a thread of its own, from ``start`` to ``close``.
 
-    ``_take``, ``_gone`` and ``_tick`` are called on that thread, with the lock held; ``_gone`` also
-    on that of whoever finds by sending, or by ``close``, that a peer is gone.
+    ``_take``, ``_on_closed`` and ``_tick`` are called on that thread, with the lock held.
+    ``_on_closed`` is also called on the thread that finds by sending, or by ``close``, that a peer
+    is gone.
     """
 
     def __init__(
@@ -88,15 +88,15 @@ class Listener(ABC, Generic[PeerT]):
         """What is kept of somebody who knocked."""
 
     @abstractmethod
-    def _decode(self, line: bytes) -> p.Message:
+    def _decode(self, line: bytes) -> Message:
         """The message on a line; ``ControlChannelError`` where it is none of this channel's."""
 
     @abstractmethod
-    def _take(self, peer: PeerT, message: p.Message) -> None:
+    def _take(self, peer: PeerT, message: Message) -> None:
         """What a peer said, a stranger's first word included."""
 
     @abstractmethod
-    def _gone(self, peer: PeerT) -> None:
+    def _on_closed(self, peer: PeerT) -> None:
         """A peer was dropped, whoever it was; once for each."""
 
     @abstractmethod
@@ -123,17 +123,17 @@ class Listener(ABC, Generic[PeerT]):
 
     def _belongs(self, nonce: str, world: int, rank: int) -> bool:
         """Whether somebody who introduces itself so is one of those that are listened for."""
-        known = p.same_nonce(nonce, self.nonce)
-        return known and world == self.world_size and 0 <= rank < self.world_size
+        same = protocol.same_nonce(nonce, self.nonce)
+        return same and world == self.world_size and 0 <= rank < self.world_size
 
-    def _broadcast(self, message: p.Message) -> None:
-        line = p.encode(message)
+    def _broadcast(self, message: Message) -> None:
+        line = protocol.encode(message)
         for peer in list(self._peers.values()):
             if peer.rank is not None:
                 self._send_line(peer, line)
 
-    def _send(self, peer: PeerT, message: p.Message) -> None:
-        self._send_line(peer, p.encode(message))
+    def _send(self, peer: PeerT, message: Message) -> None:
+        self._send_line(peer, protocol.encode(message))
 
     def _send_line(self, peer: PeerT, line: bytes) -> None:
         try:
@@ -148,7 +148,7 @@ class Listener(ABC, Generic[PeerT]):
         del self._peers[descriptor]
         self._selector.unregister(peer.connection)
         peer.connection.close()
-        self._gone(peer)
+        self._on_closed(peer)
 
     # -- the serving thread --------------------------------------------------------------------
 
@@ -213,7 +213,7 @@ class Listener(ABC, Generic[PeerT]):
                 return
             peer.buffer += data
             *lines, peer.buffer = peer.buffer.split(b"\n")
-            if len(peer.buffer) > p.LINE_LIMIT:
+            if len(peer.buffer) > protocol.LINE_LIMIT:
                 self._drop(peer)
                 return
             for line in lines:

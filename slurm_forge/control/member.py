@@ -16,8 +16,20 @@ from collections.abc import Callable, Sequence
 
 from slurm_forge.control.addresses import connect
 from slurm_forge.control.clock_page import ProgressClock
-from slurm_forge.control.gathering import Agreement
-from slurm_forge.control.messages import protocol as p
+from slurm_forge.control.gathering import RankAgreement
+from slurm_forge.control.messages import protocol
+from slurm_forge.control.messages.hub import (
+    Abort,
+    Publish,
+    Request,
+    RequestTarget,
+    RequestWithdrawn,
+    TimeLeft,
+    Welcome,
+)
+from slurm_forge.control.messages.links import QueryLinks
+from slurm_forge.control.messages.message import Message
+from slurm_forge.control.messages.rank import Heartbeat, Hello
 from slurm_forge.control.tcp.links import (
     say_links,
     summarize,
@@ -25,8 +37,6 @@ from slurm_forge.control.tcp.links import (
 from slurm_forge.control.tcp.own_connections import own_connections
 from slurm_forge.errors import ControlChannelError
 from slurm_forge.vocabulary.position import Position
-
-__all__ = ["HUB_GONE", "Member"]
 
 #: Why a member leaves whose channel ended without a word: its host was killed, or the network is.
 HUB_GONE = "the hub is gone"
@@ -64,7 +74,7 @@ class Member:
         self._clock = clock
         self._condition = threading.Condition()
         self._send_lock = threading.Lock()
-        self._agreement = Agreement()
+        self._agreement = RankAgreement()
         self._started = False
         self._begun = 0
         self._rewound: Position | None = None
@@ -84,7 +94,7 @@ class Member:
             ) from error
         self._welcomed = False
         self._answered = threading.Event()
-        self.send(p.Hello(nonce=nonce, rank=rank, world=world_size, host=host, pid=pid))
+        self.send(Hello(nonce=nonce, rank=rank, world=world_size, host=host, pid=pid))
         self._thread = threading.Thread(target=self._serve, name="forge-channel", daemon=True)
         self._thread.start()
         self._answered.wait(connect_within_s)
@@ -100,7 +110,7 @@ class Member:
 
     def advance(
         self, position: Position, *, entering: bool = False, wait_s: float = 60.0
-    ) -> tuple[p.Request, ...]:
+    ) -> tuple[Request, ...]:
         """Pass ``position``; the requests that are due there, in one order for all.
 
         Waits while a request has no target yet.  ``entering`` a phase with a target behind it asks
@@ -165,7 +175,7 @@ class Member:
         ends_at = self._ends_at
         return None if ends_at is None else max(0.0, ends_at - self._clock())
 
-    def send(self, message: p.Message) -> None:
+    def send(self, message: Message) -> None:
         """Say something to the conductor.  A lost channel is not an error here."""
         try:
             self._send(message)
@@ -229,16 +239,16 @@ class Member:
                     return HUB_GONE
                 *lines, buffer = (buffer + data).split(b"\n")
                 for line in lines:
-                    reason = self._take(p.decode(line))
+                    reason = self._take(protocol.decode(line))
                     if reason:
                         return reason
         return "closed"
 
-    def _beat(self, now: float) -> p.Beat:
+    def _beat(self, now: float) -> Heartbeat:
         position = self._agreement.position
         if self._rewound is not None and self._rewound > position:
             position = self._rewound
-        return p.Beat(
+        return Heartbeat(
             turn=position.turn,
             step=position.step,
             begun=self._begun,
@@ -247,41 +257,41 @@ class Member:
             started=self._started,
         )
 
-    def _take(self, message: p.Message) -> str:
+    def _take(self, message: Message) -> str:
         """Act on a message; why the channel ends, or nothing."""
         match message:
-            case p.Welcome():
-                if not p.same_nonce(message.nonce, self._nonce):
+            case Welcome():
+                if not protocol.same_nonce(message.nonce, self._nonce):
                     return "the hub does not know the nonce"
                 self._welcomed = True
                 self._answered.set()
-            case p.Request():
+            case Request():
                 with self._condition:
-                    answer = self._agreement.asked(message)
+                    answer = self._agreement.on_request(message)
                     if answer is not None:
                         self.send(answer)
                     self._condition.notify_all()
-            case p.Target():
+            case RequestTarget():
                 with self._condition:
-                    answer = self._agreement.told(message)
+                    answer = self._agreement.on_target(message)
                     if answer is not None:
                         self.send(answer)
                     self._condition.notify_all()
-            case p.Withdrawn():
+            case RequestWithdrawn():
                 with self._condition:
                     self._agreement.withdrawn(message.id)
                     self._condition.notify_all()
-            case p.Publish():
+            case Publish():
                 with self._condition:
                     self._published[message.key] = message.value
                     self._condition.notify_all()
-            case p.TimeLeft():
+            case TimeLeft():
                 self._ends_at = self._clock() + message.seconds
-            case p.LookAtLinks():
-                found = own_connections()
-                own = tuple(dict.fromkeys(each.local for each in found))
-                self.send(say_links(message.id, own, summarize(found), how="rank"))
-            case p.Abort():
+            case QueryLinks():
+                connections = own_connections()
+                own = tuple(dict.fromkeys(each.local for each in connections))
+                self.send(say_links(message.id, own, summarize(connections), how="rank"))
+            case Abort():
                 return message.reason or "the hub ended the launch"
             case _:
                 pass
@@ -297,7 +307,7 @@ class Member:
         if not wanted:
             self._on_abort(reason)
 
-    def _send(self, message: p.Message) -> None:
-        data = p.encode(message)
+    def _send(self, message: Message) -> None:
+        data = protocol.encode(message)
         with self._send_lock:
             self._socket.sendall(data)

@@ -9,8 +9,6 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-__all__ = ["Frame", "Where", "essence", "threads", "where"]
-
 _MOST_FRAMES = 100
 _THREAD = re.compile(r"(?:Current thread|Thread) 0x[0-9a-f]+[^\n]{0,120}\(most recent call first\)")
 _FRAME = re.compile(r'  File "([^"\n]{1,1000})", line ([0-9]{1,9}),? in (.{1,200})')
@@ -60,33 +58,33 @@ class Where:
 
 def threads(text: str) -> tuple[tuple[Frame, ...], ...]:
     """The frames of every thread, innermost first; the main thread's are the last."""
-    found: list[tuple[str, list[Frame]]] = []
+    stacks: list[tuple[str, list[Frame]]] = []
     for line in text.splitlines():
         if _THREAD.match(line):
-            found.append(("", []))
-        elif (named := _SPY_THREAD.match(line)) is not None:
-            found.append((named[1], []))
-        elif found and len(found[-1][1]) < _MOST_FRAMES:
+            stacks.append(("", []))
+        elif (heading := _SPY_THREAD.match(line)) is not None:
+            stacks.append((heading[1], []))
+        elif stacks and len(stacks[-1][1]) < _MOST_FRAMES:
             frame = _FRAME.match(line)
             if frame is not None:
-                found[-1][1].append(Frame(frame[1], int(frame[2]), frame[3]))
+                stacks[-1][1].append(Frame(frame[1], int(frame[2]), frame[3]))
             elif (spied := _SPY_FRAME.match(line)) is not None:
                 name = spied[1].rpartition(".")[2]  # newer ones say the class, too
-                found[-1][1].append(Frame(spied[2], int(spied[3] or 0), name))
-    found.sort(key=lambda each: each[0] == "MainThread")  # stable: the others as they came
-    return tuple(tuple(frames) for _, frames in found if frames)
+                stacks[-1][1].append(Frame(spied[2], int(spied[3] or 0), name))
+    stacks.sort(key=lambda each: each[0] == "MainThread")  # stable: the others as they came
+    return tuple(tuple(frames) for _, frames in stacks if frames)
 
 
 def essence(text: str) -> str:
     """What ``where`` looks at, as the text of a dump that is never long."""
     everything = threads(text)
-    kept = [*_savers(everything[:-1]), *everything[-1:]]
+    parts = [*_savers(everything[:-1]), *everything[-1:]]
     return "".join(
         "Thread 0x0 (most recent call first)\n"
         + "".join(
             f'  File "{f.file[-200:]}", line {f.line} in {f.function[:100]}\n' for f in each[:40]
         )
-        for each in kept
+        for each in parts
     )
 
 

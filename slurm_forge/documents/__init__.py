@@ -1,8 +1,10 @@
-"""Strict YAML: plain values with their lines, and every mistake told with file, line and way out.
+"""Strict YAML: values with their lines, errors with file and line; used by ``spec`` and ``site``.
 
 A subset of YAML on which all readers agree.  What one reader takes for a number and another for
-text (``48:00:00``, ``0123``, ``off``, ``2024-01-01``) is an error that says how to write it, and
-so are duplicate keys, tags, anchors and merge keys.
+text (``48:00:00``, ``0123``, ``off``, ``2024-01-01``) is an error that says how to write it, and so
+are duplicate keys, tags, anchors and merge keys.
+
+Entry: ``reading``.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from slurm_forge.documents.reading import (
     DEFAULT,
     MAX_BYTES,
     Document,
-    Place,
+    SourcePlace,
     load,
     load_value,
     read,
@@ -36,7 +38,7 @@ __all__ = [
     "Document",
     "KeyPath",
     "Mistake",
-    "Place",
+    "SourcePlace",
     "build",
     "build_plain",
     "did_you_mean",

@@ -15,11 +15,9 @@ from pydantic_core import ErrorDetails, PydanticCustomError
 
 from slurm_forge.documents.hints import did_you_mean
 from slurm_forge.documents.keypath import KeyPath, dotted
-from slurm_forge.documents.reading import DEFAULT, Document, Place
-from slurm_forge.documents.scalars import shorten
+from slurm_forge.documents.reading import DEFAULT, Document, SourcePlace
+from slurm_forge.documents.writing import shorten
 from slurm_forge.errors import ConfigError
-
-__all__ = ["Mistake", "build", "build_plain", "error_of", "mistakes", "wrong_key"]
 
 Model = TypeVar("Model", bound=pydantic.BaseModel)
 _MAX_SHOWN = 10
@@ -56,7 +54,7 @@ class Mistake:
     """What is wrong, and where it is written."""
 
     text: str
-    place: Place
+    place: SourcePlace
 
     def __str__(self) -> str:
         return str(ConfigError(self.text, path=self.place.source, line=self.place.line))
@@ -85,14 +83,14 @@ def build(model: type[Model], document: Document, *, besides: Sequence[Mistake] 
     name -> key) adds names that people know from elsewhere.  ``besides`` are mistakes that were
     found before, and are told first.
     """
-    found = list(besides)
+    mistakes = list(besides)
     try:
         value = model.model_validate_json(json.dumps(document.data), strict=True)
-        if not found:
+        if not mistakes:
             return value
     except pydantic.ValidationError as error:
-        found += _mistakes(model, document, error)
-    raise error_of(list(dict.fromkeys(found)))
+        mistakes += _mistakes(model, document, error)
+    raise error_of(list(dict.fromkeys(mistakes)))
 
 
 def mistakes(
@@ -110,9 +108,9 @@ def mistakes(
     return ()
 
 
-def error_of(found: Sequence[Mistake]) -> ConfigError:
+def error_of(mistakes: Sequence[Mistake]) -> ConfigError:
     """One error that names them all."""
-    first, *rest = found
+    first, *rest = mistakes
     others = [str(mistake) for mistake in rest]
     if len(others) > _MAX_SHOWN:
         others[_MAX_SHOWN:] = [f"and {len(others) - _MAX_SHOWN} more"]
@@ -141,7 +139,7 @@ def _mistakes(
     *,
     by_itself: bool = True,
 ) -> tuple[Mistake, ...]:
-    found: dict[str, Mistake] = {}
+    mistakes: dict[str, Mistake] = {}
     for detail in error.errors(include_url=False):
         if not by_itself and _is_between_keys(model, document.data, detail):
             continue
@@ -149,12 +147,14 @@ def _mistakes(
         place = document.place_of(path)
         message += _elsewhere(document, detail, place)
         text = f"{dotted(path)}: {message}" if path else message
-        found.setdefault(text, Mistake(text, place))
+        mistakes.setdefault(text, Mistake(text, place))
     # File by file and by line; what has none keeps the order of the model, which is that of the
     # manual.
     sources = list(dict.fromkeys([*document.sources.values(), document.path]))
     return tuple(
-        sorted(found.values(), key=lambda it: (sources.index(it.place.source), it.place.line or 0))
+        sorted(
+            mistakes.values(), key=lambda it: (sources.index(it.place.source), it.place.line or 0)
+        )
     )
 
 
@@ -165,16 +165,16 @@ def _is_between_keys(model: type[pydantic.BaseModel], data: Any, detail: ErrorDe
     return bool(_models_at(model, _path_in(data, detail["loc"])))
 
 
-def _elsewhere(document: Document, detail: ErrorDetails, place: Place) -> str:
+def _elsewhere(document: Document, detail: ErrorDetails, place: SourcePlace) -> str:
     """Where the other key of two stands that do not go together, if that is another file."""
     because = detail.get("ctx", {}).get("because")
     if not because:
         return ""
     other = (*_path_in(document.data, detail["loc"]), *because)
-    found = document.written_at(other)
-    if found is None or found.source in (place.source, DEFAULT):
+    written = document.written_at(other)
+    if written is None or written.source in (place.source, DEFAULT):
         return ""
-    return f" ({dotted(other)}: {found})"
+    return f" ({dotted(other)}: {written})"
 
 
 def _explained(
@@ -192,18 +192,18 @@ def _explained(
         return path, f"unknown key {did_you_mean(key, known, aliases)}"
     if kind == "value_error":
         return path, str(context.get("error", detail["msg"]))
-    given = detail["input"]
+    value = detail["input"]
     if kind in ("enum", "literal_error"):
         choices = re.findall(r"'([^']*)'", str(context["expected"]))
-        hint = did_you_mean(given if isinstance(given, str) else "", choices)
-        return path, f"unknown value {_shown(given)} {hint}"
+        hint = did_you_mean(value if isinstance(value, str) else "", choices)
+        return path, f"unknown value {_shown(value)} {hint}"
     expected = _EXPECTED.get(kind)
     if expected is None:
-        return path, f"{detail['msg'][:1].lower()}{detail['msg'][1:]}, got {_shown(given)}"
+        return path, f"{detail['msg'][:1].lower()}{detail['msg'][1:]}, got {_shown(value)}"
     limits = {
         name: f"{limit:g}" if isinstance(limit, float) else limit for name, limit in context.items()
     }
-    got = limits.get("actual_length", _shown(given))
+    got = limits.get("actual_length", _shown(value))
     return path, f"expected {expected.format(**limits)}, got {got}"
 
 

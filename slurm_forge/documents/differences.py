@@ -7,9 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from slurm_forge.documents.keypath import KeyPath, dotted
-from slurm_forge.documents.scalars import shorten
-
-__all__ = ["differences"]
+from slurm_forge.documents.writing import shorten
 
 
 def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> tuple[str, ...]:

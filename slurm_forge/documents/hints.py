@@ -5,8 +5,6 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Mapping
 
-__all__ = ["did_you_mean", "nearest"]
-
 
 def nearest(
     key: str, choices: Iterable[str], aliases: Mapping[str, str] | None = None

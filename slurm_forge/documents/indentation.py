@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["misplaced"]
-
 #: What YAML's parser says where a line begins in a column in which nothing may begin.
 _OUT_OF_LINE = ("found '<block mapping start>'", "found '<block sequence start>'")
 _TWO_VALUES = "mapping values are not allowed"

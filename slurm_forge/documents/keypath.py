@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import re
 
-__all__ = ["KeyPath", "dotted", "leading"]
-
 #: Keys of mappings and indices of lists, from the top.
 KeyPath = tuple[str | int, ...]
 
@@ -35,19 +33,19 @@ def leading(text: str) -> tuple[KeyPath, str]:
     """The path that a text begins with, as ``dotted`` writes it, and what follows it."""
     parts: list[str | int] = []
     at = 0
-    while (found := _PART.match(text, at)) is not None:
-        if found["key"] is not None:
-            if not parts and found["key"].startswith("."):
+    while (match := _PART.match(text, at)) is not None:
+        if match["key"] is not None:
+            if not parts and match["key"].startswith("."):
                 break
-            parts.append(found["key"].lstrip("."))
-        elif found["index"] is not None:
-            parts.append(int(found["index"]))
+            parts.append(match["key"].lstrip("."))
+        elif match["index"] is not None:
+            parts.append(int(match["index"]))
         else:
-            key = _unquoted(found["quoted"])
+            key = _unquoted(match["quoted"])
             if key is None:
                 break
             parts.append(key)
-        at = found.end()
+        at = match.end()
     return tuple(parts), text[at:]
 
 

@@ -14,8 +14,6 @@ from typing import Any, TypeGuard
 from slurm_forge.documents.keypath import KeyPath, dotted
 from slurm_forge.documents.reading import DEFAULT, Document
 
-__all__ = ["laid_over", "merged", "paths_in", "with_value", "without"]
-
 
 def merged(*layers: Document) -> Document:
     """One document of several, of which the later ones win; it is called as the last one is.
@@ -29,7 +27,7 @@ def laid_over(low: Document, high: Document) -> Document:
     """``high`` over ``low``."""
     lines = dict(low.lines)
     sources = {path: low.sources.get(path, low.path) for path in (*low.lines, *low.sources)}
-    whole = set(low.whole)
+    replaced = set(low.whole)
 
     def over(below: Mapping[str, Any], above: Mapping[str, Any], at: KeyPath) -> dict[str, Any]:
         values = dict(below)
@@ -44,7 +42,7 @@ def laid_over(low: Document, high: Document) -> Document:
             if key in below:
                 forget(here, there)
             if _is_mapping(value) and key in below and not _is_mapping(there):
-                whole.add(here)
+                replaced.add(here)
             for path in paths_in(value, here):
                 take(path)
             values[key] = value
@@ -56,23 +54,23 @@ def laid_over(low: Document, high: Document) -> Document:
             lines[path] = high.lines[path]
         sources[path] = high.sources.get(path, high.path)
         if path in high.whole:
-            whole.add(path)
+            replaced.add(path)
 
     def forget(path: KeyPath, value: Any) -> None:
         for each in paths_in(value, path):
             lines.pop(each, None)
             sources.pop(each, None)
-            whole.discard(each)
+            replaced.discard(each)
 
     data = over(low.data, high.data, ())
     if high.written_at(()) is not None:
         take(())
-    return Document(data, high.path, lines, sources, frozenset(whole))
+    return Document(data, high.path, lines, sources, frozenset(replaced))
 
 
 def without(document: Document, *keys: str) -> Document:
     """The document without these keys at the top."""
-    gone = {
+    removed = {
         path
         for key in keys
         if key in document.data
@@ -81,9 +79,9 @@ def without(document: Document, *keys: str) -> Document:
     return replace(
         document,
         data={key: value for key, value in document.data.items() if key not in keys},
-        lines={path: line for path, line in document.lines.items() if path not in gone},
-        sources={path: name for path, name in document.sources.items() if path not in gone},
-        whole=document.whole - gone,
+        lines={path: line for path, line in document.lines.items() if path not in removed},
+        sources={path: name for path, name in document.sources.items() if path not in removed},
+        whole=document.whole - removed,
     )
 
 
@@ -96,24 +94,24 @@ def with_value(
     written, it is that of ``defaults``, the values of all that is left out.
     """
     here: list[str | int] = []
-    found: Any = document.data
+    value_there: Any = document.data
     default: Any = defaults
     for position, part in enumerate(path):
-        items = default if found is None else found
+        items = default if value_there is None else value_there
         if isinstance(items, list):
             index = _index(items, tuple(here), path[position:])
-            if found is None:  # written out, to be changed in one place
+            if value_there is None:  # written out, to be changed in one place
                 document = _set(document, tuple(here), items, source, inside=DEFAULT)
             here.append(index)
-            found, default = items[index], None
+            value_there, default = items[index], None
             if isinstance(part, int):
                 continue
         if isinstance(part, int):
-            raise ValueError(f"{dotted(tuple(here))} is no list")
-        if not _is_mapping(found) and found is not None:
+            raise ValueError(f"{dotted(tuple(here))} is not a list")
+        if not _is_mapping(value_there) and value_there is not None:
             raise ValueError(f"{dotted(tuple(here))} has no keys; set it as a whole")
         here.append(part)
-        found = None if found is None else found.get(part)
+        value_there = None if value_there is None else value_there.get(part)
         default = default.get(part) if _is_mapping(default) else None
     return _set(document, tuple(here), value, source)
 

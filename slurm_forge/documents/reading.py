@@ -12,11 +12,9 @@ import yaml
 
 from slurm_forge.documents.indentation import misplaced
 from slurm_forge.documents.keypath import KeyPath, dotted
-from slurm_forge.documents.scalars import is_plain_text, plain_value, shorten
+from slurm_forge.documents.writing import is_plain_text, plain_value, shorten
 from slurm_forge.errors import ConfigError, UnsafeFileError
 from slurm_forge.files import read_bounded, read_trusted
-
-__all__ = ["DEFAULT", "MAX_BYTES", "MAX_DEPTH", "Document", "Place", "load", "load_value", "read"]
 
 MAX_BYTES = 1 << 20
 MAX_DEPTH = 32
@@ -36,7 +34,7 @@ DEFAULT = "default"
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class SourcePlace:
     """Where a value is written: a file and its line (from 1), or an option of the command line."""
 
     source: str | None
@@ -61,18 +59,18 @@ class Document:
     sources: Mapping[KeyPath, str | None] = field(default_factory=dict)
     whole: frozenset[KeyPath] = frozenset()
 
-    def place_of(self, path: KeyPath) -> Place:
+    def place_of(self, path: KeyPath) -> SourcePlace:
         """Where the key or item is written, or the nearest one around it that somebody wrote."""
         for end in range(len(path), -1, -1):
-            found = self.written_at(path[:end])
-            if found is not None and found.source != DEFAULT:
-                return found
-        return Place(self.path)
+            place = self.written_at(path[:end])
+            if place is not None and place.source != DEFAULT:
+                return place
+        return SourcePlace(self.path)
 
-    def written_at(self, path: KeyPath) -> Place | None:
+    def written_at(self, path: KeyPath) -> SourcePlace | None:
         """Where this very key or item is written; None where it is not."""
         if path in self.lines or path in self.sources:
-            return Place(self.sources.get(path, self.path), self.lines.get(path))
+            return SourcePlace(self.sources.get(path, self.path), self.lines.get(path))
         return None
 
     def line_of(self, path: KeyPath) -> int | None:
@@ -131,7 +129,7 @@ def load(
     name = None if path is None else os.fspath(path)
     if len(text) > MAX_BYTES:
         raise ConfigError(f"larger than {MAX_BYTES} bytes", path=name)
-    reader = _Reader(name)
+    reader = _EventReader(name)
     try:
         data = reader.read(text, may_be_empty=may_be_empty)
     except yaml.MarkedYAMLError as error:
@@ -154,9 +152,9 @@ def load_value(text: str, at: KeyPath) -> Any:
     if not text.strip():
         raise ConfigError(f'{dotted(at)}: no value; write null for none, or "" for an empty text')
     if not text.isprintable():
-        raise ConfigError(f"{dotted(at)}: one line of printable text, please")
+        raise ConfigError(f"{dotted(at)}: must be one line of printable text")
     try:
-        return _Reader(None, one_value=True).read_value(text, at)
+        return _EventReader(None, one_value=True).read_value(text, at)
     except yaml.MarkedYAMLError as error:
         problem = error.problem or error.context or "this can't be read"
         if "document start" in problem:
@@ -196,7 +194,7 @@ class _Remembering(Iterator[Any]):
         return self.last
 
 
-class _Reader:
+class _EventReader:
     """Turns the events of PyYAML's safe parser into values: anchors are visible only there."""
 
     def __init__(self, path: str | None, *, one_value: bool = False) -> None:
@@ -231,12 +229,12 @@ class _Reader:
         if isinstance(begin, yaml.StreamEndEvent):
             self._fail(path, begin, "no value, only a comment; quote it if it is text")
         if begin.explicit:
-            self._fail(path, begin, "one value, please, without the marks of a document")
+            self._fail(path, begin, "expected one value, without document markers")
         first = next(events)
         if isinstance(first, yaml.MappingStartEvent) and not first.flow_style:
-            self._fail(path, first, "keys and values stand in braces here: {key: value}")
+            self._fail(path, first, "write keys and values in braces here: {key: value}")
         if isinstance(first, yaml.SequenceStartEvent) and not first.flow_style:
-            self._fail(path, first, "a list stands in brackets here: [a, b]")
+            self._fail(path, first, "write a list in brackets here: [a, b]")
         if getattr(first, "style", None) in ("|", ">"):
             self._fail(path, first, f"{first.style} begins a text of several lines; quote it")
         value = self._value(path, first, events)

@@ -10,8 +10,6 @@ from types import TracebackType
 
 from slurm_forge.files.atomic import fsync_directory, write_all
 
-__all__ = ["AppendFile"]
-
 
 class AppendFile:
     """A new file that one process appends lines to: the name must not exist yet.

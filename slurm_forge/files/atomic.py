@@ -1,20 +1,24 @@
-"""Files that are there whole or not at all, whatever happens in between.
+"""Files of our own: whole or absent, and read only if nobody else can have planted them.
 
 Nothing here rests on ``flock`` or on shared appends, which are local to a node on some cluster
 file systems: only on rename, ``link(2)`` and exclusive creation, which their servers order.
+
+A file is opened once and what was opened is looked at: looking at a path and then opening it reads
+somebody else's file now and then.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import os
+import stat
+import tempfile
 from pathlib import Path
+from typing import Any, NoReturn
 
-from slurm_forge.errors import UnsafeFileError
-from slurm_forge.files.trusted import read_trusted
-
-__all__ = ["create_exclusive", "fsync_directory", "write_all", "write_atomic"]
+from slurm_forge.errors import RunDirectoryError, UnsafeFileError
 
 _NO_HARD_LINKS = frozenset(
     {errno.EPERM, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK, errno.EXDEV}
@@ -110,12 +114,12 @@ def _link(temporary: Path, target: Path, data: bytes) -> bool | None:
         os.link(temporary, target, follow_symlinks=False)
     except OSError as error:
         try:
-            ours = os.path.samestat(os.lstat(temporary), os.lstat(target))
+            same = os.path.samestat(os.lstat(temporary), os.lstat(target))
         except FileNotFoundError:
             if error.errno in _NO_HARD_LINKS:
                 return None
             raise error from None
-        if not ours:
+        if not same:
             return False
         # The reply to a link that was done got lost, and its retransmission found our own file.
         if not _holds(target, data):
@@ -152,3 +156,217 @@ def _holds(target: Path, data: bytes) -> bool:
 def _remove_quietly(path: Path) -> None:
     with contextlib.suppress(OSError):
         path.unlink()
+
+
+def private_directory(path: str | os.PathLike[str]) -> Path:
+    """As ``make_private_directory`` for one that is mostly there: then it is only looked at.
+
+    That its name is on disk is left to whoever made it, or claims what it belongs to.
+    """
+    target = Path(path).absolute()
+    if not os.path.lexists(target):
+        return make_private_directory(target)
+    _refuse_shared_folder(target)
+    return target
+
+
+def make_private_directory(path: str | os.PathLike[str]) -> Path:
+    """Make sure that ``path`` is a folder of ours that nobody else can write into.
+
+    It and its missing parents are created with mode 0700.  One that exists must be a real folder
+    (not a link), owned by the effective user and not writable for group or others, else
+    ``UnsafeFileError``.  Existing parents are left to the site: project folders are shared.
+    """
+    target = Path(path).absolute()
+    missing: list[Path] = []
+    here = target
+    while not os.path.lexists(here):
+        missing.append(here)
+        here = here.parent
+    for folder in reversed(missing):
+        # Somebody else may be as fast as we, so what is there now is looked at in any case.
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(folder, 0o700)  # noqa: PTH102
+        fsync_directory(folder.parent)
+        _refuse_shared_folder(folder)
+    if not missing:
+        _refuse_shared_folder(target)
+        # Whoever made it may have died before its name was on disk.
+        with contextlib.suppress(PermissionError):
+            fsync_directory(target.parent)
+    return target
+
+
+def refresh_listing(folder: str | os.PathLike[str]) -> None:
+    """Let the next listing of ``folder`` show what other nodes have made in it; best effort.
+
+    An NFS client may list a folder from memory for up to a minute.  It forgets what it remembers
+    when a change of its own tells it that the folder was changed by others before.
+    """
+    with contextlib.suppress(OSError):
+        descriptor, path = tempfile.mkstemp(prefix=".listing-", dir=folder)
+        os.close(descriptor)
+        os.unlink(path)  # noqa: PTH108
+
+
+def make_missing(path: str | os.PathLike[str], mode: int) -> tuple[Path, ...]:
+    """Make a folder and what is missing above it; those that were made, the deepest first.
+
+    ``mode`` is narrowed by the umask, for all of them: a umask of nothing opens none to others.
+    After an ``OSError`` (``NotADirectoryError`` where something else has the name) all are gone
+    again.
+    """
+    target = Path(path)
+    missing: list[Path] = []
+    for each in (target, *target.parents):
+        if os.path.lexists(each):
+            break
+        missing.append(each)
+    made: list[Path] = []
+    try:
+        for each in reversed(missing):
+            with contextlib.suppress(FileExistsError):  # somebody else was as fast
+                each.mkdir(mode)
+                made.insert(0, each)
+        if not target.is_dir():
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(target))
+    except OSError:
+        for each in made:
+            with contextlib.suppress(OSError):
+                each.rmdir()
+        raise
+    return tuple(made)
+
+
+def _refuse_shared_folder(path: Path) -> None:
+    status = os.lstat(path)
+    if not stat.S_ISDIR(status.st_mode):
+        kind = "a symbolic link" if stat.S_ISLNK(status.st_mode) else "not a folder"
+        raise UnsafeFileError(
+            f"{path} is {kind}", next_step="Give the real path of the folder, or another name."
+        )
+    refuse_foreign(path, status, os.geteuid(), root_too=False)
+
+
+_WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
+_STALE_RETRIES = 3
+
+
+def open_trusted(path: str | os.PathLike[str], *, owner: int | None = None) -> int:
+    """Open for reading a file that only ``owner`` (default: we) or root can have written.
+
+    Returns a file descriptor, which the caller reads from and closes: what was checked is what is
+    read.  ``UnsafeFileError`` for a link, anything but a regular file, a foreign owner, or a file
+    that group or others may write.
+    """
+    try:
+        # O_NONBLOCK: opening a planted FIFO would otherwise wait for ever.
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise UnsafeFileError(
+                f"{os.fspath(path)} is a symbolic link",
+                next_step="Check where it points, then replace it by the file itself.",
+            ) from None
+        raise
+    try:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            raise UnsafeFileError(
+                f"{os.fspath(path)} is not a regular file", next_step="Remove it and try again."
+            )
+        refuse_foreign(path, status, os.geteuid() if owner is None else owner, root_too=True)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def read_trusted(path: str | os.PathLike[str], limit: int, *, owner: int | None = None) -> bytes:
+    """Content of a file that passes ``open_trusted``; ``UnsafeFileError`` above ``limit`` bytes."""
+    for attempt in range(_STALE_RETRIES):
+        try:
+            return _read_and_close(open_trusted(path, owner=owner), path, limit)
+        except OSError as error:
+            # The file was replaced on the NFS server between our open and our read.
+            if error.errno != errno.ESTALE or attempt == _STALE_RETRIES - 1:
+                raise
+    raise AssertionError("the last attempt returns or raises")
+
+
+def read_bounded(path: str | os.PathLike[str], limit: int) -> bytes:
+    """Content of a file that the user named, whoever owns it; ``UnsafeFileError`` above ``limit``.
+
+    For files that the user pointed at with their own hand; anything found by itself is read with
+    ``read_trusted``.
+    """
+    return _read_and_close(os.open(path, os.O_RDONLY | os.O_CLOEXEC), path, limit)
+
+
+def read_json(path: str | os.PathLike[str], limit: int) -> dict[str, Any]:
+    """The JSON object in a file that passes ``open_trusted``.
+
+    ``RunDirectoryError`` where the text is damaged: not UTF-8, not JSON, not an object, a key
+    twice, NaN or Infinity, nested too deep.
+    """
+    data = read_trusted(path, limit)
+    try:
+        value = json.loads(
+            data.decode("utf-8"), object_pairs_hook=_no_duplicates, parse_constant=_no_constant
+        )
+    except (ValueError, RecursionError) as error:
+        raise _damaged(path, str(error)) from error
+    if not isinstance(value, dict):
+        raise _damaged(path, "not a JSON object")
+    return value
+
+
+def refuse_foreign(
+    path: str | os.PathLike[str], status: os.stat_result, owner: int, *, root_too: bool
+) -> None:
+    """``UnsafeFileError`` for another owner than ``owner`` (or root), or a writable mode."""
+    name = os.fspath(path)
+    if status.st_uid != owner and not (root_too and status.st_uid == 0):
+        raise UnsafeFileError(
+            f"{name} belongs to uid {status.st_uid}, not to uid {owner}",
+            next_step="Use a path of your own, or ask its owner.",
+        )
+    if status.st_mode & _WRITABLE_BY_OTHERS:
+        raise UnsafeFileError(
+            f"{name} can be written by other users (mode {stat.S_IMODE(status.st_mode):04o})",
+            next_step=f"Check that its content is yours, then: chmod go-w {name}",
+        )
+
+
+def _read_and_close(descriptor: int, path: str | os.PathLike[str], limit: int) -> bytes:
+    with os.fdopen(descriptor, "rb", buffering=0) as file:
+        chunks: list[bytes] = []
+        # What is larger already is not read at all; what grows meanwhile is found out below.
+        left = limit + 1 if os.fstat(descriptor).st_size <= limit else 0
+        while left > 0 and (chunk := file.read(min(left, 1 << 20))):
+            chunks.append(chunk)
+            left -= len(chunk)
+    if left <= 0:
+        raise UnsafeFileError(
+            f"{os.fspath(path)} is larger than {limit} bytes",
+            next_step="slurm_forge writes no file this large: check what it is, then remove it.",
+        )
+    return b"".join(chunks)
+
+
+def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    value = dict(pairs)
+    if len(value) != len(pairs):
+        raise ValueError("a key appears twice")
+    return value
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _damaged(path: str | os.PathLike[str], reason: str) -> RunDirectoryError:
+    return RunDirectoryError(
+        f"{os.fspath(path)} is damaged: {reason}",
+        next_step="Move the file away and try again; the journal holds what it said.",
+    )

@@ -1,4 +1,7 @@
-"""What other programs need to know of a run, without importing any of them."""
+"""What experiment trackers need to know of a run, without importing any; called by the user.
+
+Entry: ``trackers``.
+"""
 
 from __future__ import annotations
 

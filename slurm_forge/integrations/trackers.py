@@ -23,17 +23,6 @@ from slurm_forge.errors import ForgeError, UnsupportedError
 from slurm_forge.files import read_json, write_atomic
 from slurm_forge.run_directory import RunDirectory
 
-__all__ = [
-    "TensorBoardArguments",
-    "TrackedRun",
-    "WandbArguments",
-    "mlflow_run_id",
-    "remember_mlflow_run",
-    "tensorboard_arguments",
-    "tracker_variables",
-    "wandb_arguments",
-]
-
 _LIMIT = 1 << 20
 _FIRST_CLAIM = "1.json"
 _FILE = "trackers.json"
@@ -122,16 +111,16 @@ def tensorboard_arguments(run: TrackedRun, *, first: bool = False) -> TensorBoar
 
 
 def tracker_variables(
-    *, name: str, directory: Path, step: int | None, first: bool, given: Mapping[str, str]
+    *, name: str, directory: Path, step: int | None, first: bool, environment: Mapping[str, str]
 ) -> Mapping[str, str]:
     """Variables for a program that knows nothing of us: for rank 0, before its code is imported.
 
     ``step`` is the one that is resumed from (None: from the start), ``first`` says that no launch
-    of the run came before.  Variables in ``given`` stay as they are, and are not in the answer.
+    of the run came before.  Variables of ``environment`` stay as they are, and are not returned.
     """
     wanted: dict[str, str] = {}
     # A sweep gives ids itself and fails if somebody else does.
-    if not {"WANDB_RUN_ID", "WANDB_SWEEP_ID"} & set(given):
+    if not {"WANDB_RUN_ID", "WANDB_SWEEP_ID"} & set(environment):
         wanted["WANDB_RUN_ID"] = _wandb_id(name, directory)
         wanted["WANDB_RESUME"] = "allow"
     mlflow = _mlflow_id(directory)
@@ -140,7 +129,7 @@ def tracker_variables(
     purge = _purge_step(step or 0, first)
     if purge is not None:
         wanted["SLURM_FORGE_TB_PURGE_STEP"] = str(purge)
-    return {key: value for key, value in wanted.items() if key not in given}
+    return {key: value for key, value in wanted.items() if key not in environment}
 
 
 def _purge_step(step: int, first: bool) -> int | None:
@@ -162,7 +151,7 @@ def _wandb_id(name: str, directory: Path) -> str:
 
 def _mlflow_id(directory: Path) -> str | None:
     try:
-        found = read_json(directory / _FILE, _LIMIT).get("mlflow_run_id")
+        run_id = read_json(directory / _FILE, _LIMIT).get("mlflow_run_id")
     except (OSError, ForgeError):
         return None  # a tracker is no reason not to train
-    return found if isinstance(found, str) and _MLFLOW_ID.fullmatch(found) else None
+    return run_id if isinstance(run_id, str) and _MLFLOW_ID.fullmatch(run_id) else None

@@ -11,8 +11,6 @@ from pydantic import TypeAdapter, ValidationError
 
 from slurm_forge.journal.events import Event
 
-__all__ = ["FORMAT", "LINE_LIMIT", "NO_LAUNCH", "Record", "decode", "encode"]
-
 #: Version of the line format.  Readers skip lines of a kind they do not know.
 FORMAT = 1
 #: One event is small; a longer line is damage, or somebody filling the disk.

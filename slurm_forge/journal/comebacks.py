@@ -5,16 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = [
-    "FOUND_QUEUED",
-    "NEXT_TASK",
-    "Held",
-    "NodesStruck",
-    "RequeueDone",
-    "RequeueFailed",
-    "RequeueIntended",
-]
-
 #: ``method`` where the run is left to another task of its array, which Slurm starts by itself.
 NEXT_TASK = "next task of the array"
 #: ``method`` where somebody else, Slurm perhaps, had put the job back into the queue.

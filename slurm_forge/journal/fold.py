@@ -27,7 +27,6 @@ from slurm_forge.journal.order import (
 )
 from slurm_forge.journal.state import (
     AttemptState,
-    Baseline,
     BudgetUse,
     LaunchState,
     Rollback,
@@ -53,11 +52,11 @@ _SKIPS_KEPT = 255
 
 def fold(records: Iterable[Record]) -> RunState:
     """Compute the state of a run from its records, in any order, duplicates of a file excluded."""
-    read = list(records)
+    ordered = list(records)
     state = RunState()
-    for record in _telling(causal_order(without_fenced(read))):
+    for record in _telling(causal_order(without_fenced(ordered))):
         state = advance(state, record)
-    fenced = fenced_records(read)
+    fenced = fenced_records(ordered)
     return replace(state, fenced=fenced) if fenced else state
 
 
@@ -202,16 +201,14 @@ def advance(state: RunState, record: Record) -> RunState:
             )
             return replace(state, known=known)
         case ev.CheckpointsPruned():
-            gone = {name for text in event.names if (name := _name(text)) is not None}
-            return replace(state, known=pruned(state.known, gone), gone=state.gone | gone)
+            removed = {name for text in event.names if (name := _name(text)) is not None}
+            return replace(state, known=pruned(state.known, removed), gone=state.gone | removed)
         case ev.StepSkipped():
             return _in_attempt(
                 state, record, lambda a: replace(a, skipped=(*a.skipped[-_SKIPS_KEPT:], event))
             )
         case ev.StretchesLearned():
             return replace(state, stretches=tuple(sorted(event.seconds.items())))
-        case ev.PaceSampled():
-            return replace(state, baselines=_paced(state.baselines, event))
         case ev.ProbeMeasured():
             return _in_attempt(state, record, lambda a: replace(a, probes=a.probes + event.count))
         case ev.LaunchStarted() | ev.Resumed() | ev.Progress() | ev.LaunchEnded():
@@ -236,19 +233,6 @@ def _submitted(state: RunState) -> RunState:
         return state
     # What an attempt had left open is settled by a person's own request.
     return replace(state, status=RunStatus.SUBMITTED, open_intent=None, held=None, reason="")
-
-
-def _paced(known: tuple[Baseline, ...], event: ev.PaceSampled) -> tuple[Baseline, ...]:
-    """What is usual with so many ranks: what was measured last is what it was compared with."""
-    usual = Baseline(
-        world_size=event.world_size,
-        own_s=event.usual_own_s,
-        exchange_s=event.usual_exchange_s,
-        trial_s=event.usual_trial_s,
-        latency_s=event.usual_latency_s,
-        bandwidth=event.usual_bandwidth,
-    )
-    return (*(each for each in known if each.world_size != event.world_size), usual)
 
 
 def _over(attempt: AttemptState, time: float, outcome: str) -> AttemptState:

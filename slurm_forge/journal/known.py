@@ -11,21 +11,6 @@ from slurm_forge.store.identity import CheckpointName
 from slurm_forge.vocabulary.cause import Cause
 from slurm_forge.vocabulary.trust import Trust
 
-__all__ = [
-    "INSTABILITY",
-    "Branch",
-    "Known",
-    "KnownCheckpoint",
-    "after_instability",
-    "committed",
-    "judged",
-    "measured",
-    "newest_usable",
-    "pruned",
-    "rolled_back",
-    "witnessed",
-]
-
 #: Causes after which what was written last is not believed: its numbers may be bad already.
 INSTABILITY = frozenset({Cause.NON_FINITE, Cause.LOSS_SPIKE})
 
@@ -75,7 +60,7 @@ Known: TypeAlias = "tuple[KnownCheckpoint, ...]"
 
 def committed(known: Known, name: CheckpointName, event: CheckpointCommitted, time: float) -> Known:
     """A checkpoint was published; a judgement that came before its line stays."""
-    found = KnownCheckpoint(
+    checkpoint = KnownCheckpoint(
         name=name,
         trust=Trust.SUSPECT if event.findings else Trust.WRITTEN,
         why="; ".join(event.findings),
@@ -84,10 +69,10 @@ def committed(known: Known, name: CheckpointName, event: CheckpointCommitted, ti
         seconds=event.seconds,
         blocked_s=event.blocked_s,
     )
-    earlier = next((k for k in known if k.name == found.name), None)
+    earlier = next((k for k in known if k.name == checkpoint.name), None)
     if earlier is not None:
-        found = replace(
-            found,
+        checkpoint = replace(
+            checkpoint,
             trust=earlier.trust,
             why=earlier.why,
             by_person=earlier.by_person,
@@ -98,7 +83,7 @@ def committed(known: Known, name: CheckpointName, event: CheckpointCommitted, ti
             seconds=event.seconds or earlier.seconds,
             blocked_s=event.blocked_s or earlier.blocked_s,
         )
-    return (*(k for k in known if k.name != found.name), found)
+    return (*(k for k in known if k.name != checkpoint.name), checkpoint)
 
 
 def judged(known: Known, name: CheckpointName, trust: Trust, why: str, *, by_person: bool) -> Known:

@@ -16,16 +16,6 @@ from slurm_forge.journal.codec import NO_LAUNCH, Record
 from slurm_forge.journal.positions import ReadPosition, WriterPosition
 from slurm_forge.journal.state import FencedRecords
 
-__all__ = [
-    "by_person",
-    "causal_order",
-    "fenced_records",
-    "in_order",
-    "newest_attempt_in",
-    "read_position",
-    "without_fenced",
-]
-
 _BEGIN, _DURING, _END = range(3)
 _STARTS = (ev.AttemptStarted, ev.LaunchStarted)
 _ENDS = (
@@ -78,19 +68,19 @@ def _sorted(records: Iterable[Record], *, by_time: bool) -> list[Record]:
         for part, record in _parts(own):
             # Never against a writer's own sequence.
             latest, logical = max(latest, record.time), max(logical, record.logical_time)
-            told = by_time and launch != NO_LAUNCH and part == _DURING
-            place = (0.0, latest) if told or not logical else (float(logical), 0.0)
+            timed = by_time and launch != NO_LAUNCH and part == _DURING
+            place = (0.0, latest) if timed or not logical else (float(logical), 0.0)
             keyed.append(((attempt, launch, part, *place, writer, record.sequence), record))
     return [record for _, record in sorted(keyed, key=lambda pair: pair[0])]
 
 
 def _once(records: Iterable[Record]) -> Iterator[Record]:
     """What a writer wrote twice, because the first file could not be synced, is there once."""
-    seen: set[tuple[int, int, int, float, str]] = set()
+    identities: set[tuple[int, int, int, float, str]] = set()
     for record in records:
         key = (record.attempt, record.launch, record.sequence, record.time, _role(record))
-        if key not in seen:
-            seen.add(key)
+        if key not in identities:
+            identities.add(key)
             yield record
 
 

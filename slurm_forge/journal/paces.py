@@ -1,11 +1,9 @@
-"""Events about how fast a run is: samples now and then, and what has changed for good."""
+"""Events about slow nodes; ``pace`` and ``trend`` are read, and no longer written."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Literal
-
-__all__ = ["NodePace", "PaceSampled", "StragglerOver", "StragglerSeen", "TrendSeen"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -85,7 +85,7 @@ def read_journal(
         content = read_trusted(path, _FILE_LIMIT)
         if thin:
             content = thinned(content)
-        found, bad = read_lines(content, file=path.name, writer=match.group(1))
-        records += found
+        more, bad = read_lines(content, file=path.name, writer=match.group(1))
+        records += more
         damage += bad
     return records, damage

@@ -13,17 +13,6 @@ from slurm_forge.vocabulary.decision import Decision, Incident
 from slurm_forge.vocabulary.plan import RecoveryPlan
 from slurm_forge.vocabulary.trust import Trust
 
-__all__ = [
-    "AttemptState",
-    "Baseline",
-    "BudgetUse",
-    "FencedRecords",
-    "LaunchState",
-    "Rollback",
-    "RunState",
-    "RunStatus",
-]
-
 
 class RunStatus(str, Enum):
     """What the run is doing, in one word."""
@@ -81,21 +70,6 @@ class AttemptState:
     skipped: tuple[ev.StepSkipped, ...] = ()
     requeues: tuple[tuple[float, ev.RequeueDone], ...] = ()
     probes: int = 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Baseline:
-    """What is usual with so many ranks, in the middle of all; 0 where nothing is known.
-
-    Seconds, and bytes per second; ``trial_s`` tells hardware apart.
-    """
-
-    world_size: int
-    own_s: float = 0.0
-    exchange_s: float = 0.0
-    trial_s: float = 0.0
-    latency_s: float = 0.0
-    bandwidth: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,8 +138,6 @@ class RunState:
     unstable: tuple[int, int] | None = None
     #: The longest stretches of the last launch that told them, by kind: for the watchdog's limits.
     stretches: tuple[tuple[str, float], ...] = ()
-    #: How fast it usually is, once for each number of ranks.
-    baselines: tuple[Baseline, ...] = ()
     #: What was written too late to count.
     fenced: tuple[FencedRecords, ...] = ()
 
@@ -197,9 +169,9 @@ class RunState:
         if self.branch is not None and self.branch.excludes(name):
             later = self.branch.attempt
             return f"published by attempt {name.attempt} after attempt {later} had gone on"
-        found = next((each for each in self.known if each.name == name), None)
-        if found is not None:
-            return None if found.trust is not Trust.SUSPECT else found.why or "suspect"
+        checkpoint = next((each for each in self.known if each.name == name), None)
+        if checkpoint is not None:
+            return None if checkpoint.trust is not Trust.SUSPECT else checkpoint.why or "suspect"
         doubted = self.unstable is not None and (name.attempt, name.launch) <= self.unstable
         if doubted and any(each.trust is Trust.GOOD for each in self.known):
             return "the journal does not know it, and an instability came after it"

@@ -31,8 +31,6 @@ from slurm_forge.journal.events import (
 )
 from slurm_forge.run_directory import RunDirectory
 
-__all__ = ["JournalWriter"]
-
 #: What later decisions rest on is on disk before anything else happens.
 _DURABLE = (
     CheckpointCommitted,

@@ -21,12 +21,12 @@ from typing import Any, NoReturn
 from slurm_forge.control.addresses import connect, parse_addresses
 from slurm_forge.errors import ConfigError
 from slurm_forge.journal.events import VIA_THIS_MACHINE
-from slurm_forge.knobs import Knobs, LocalRanks
+from slurm_forge.knobs import Knobs, LocalRanks, process_environ
 from slurm_forge.launch.attempt.attempt import (
-    Refusal,
+    StartRefusal,
     begin,
 )
-from slurm_forge.launch.attempt.run_lock import present
+from slurm_forge.launch.attempt.run_lock import hold_run_lock
 from slurm_forge.launch.attempt.unrecognized import note_unrecognized
 from slurm_forge.launch.command.signal_listener import (
     SentinelStep,
@@ -37,7 +37,7 @@ from slurm_forge.launch.render.site_choice import find_site
 from slurm_forge.launch.submit.command_runs import open_run
 from slurm_forge.launch.submit.submission import note_asked
 from slurm_forge.launch.submitit.embedded import (
-    Embedded,
+    EmbeddedConductor,
     Rendezvous,
     await_rendezvous,
     withdraw,
@@ -45,10 +45,8 @@ from slurm_forge.launch.submitit.embedded import (
 from slurm_forge.run_directory import RunDirectory
 from slurm_forge.signals import SAVE_SIGNALS
 from slurm_forge.slurm.client import SubprocessSlurm
-from slurm_forge.slurm.environment import SlurmEnvironment, process_environ
+from slurm_forge.slurm.environment import SlurmEnvironment
 from slurm_forge.spec import JobSpec, job_from_mapping
-
-__all__ = ["STOPPED", "Attachment", "attach"]
 
 #: Exit status of a script that has saved and stopped, where there is no Slurm to start it again
 #: (EX_TEMPFAIL of sysexits.h: try again).
@@ -100,7 +98,7 @@ class Attachment:
         self._runs = runs
         self._rank: Any = None
         self._worker: Any = None
-        self._embedded: Embedded | None = None
+        self._embedded: EmbeddedConductor | None = None
         self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> Any:
@@ -137,7 +135,7 @@ class Attachment:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        outcome = self._worker.Outcome
+        outcome = self._worker.RankOutcome
         result = self._rank.leave(error)
         if self._embedded is not None:
             self._embedded.wait_over()  # where the run does not finish, the process ends in here
@@ -176,8 +174,8 @@ class Attachment:
         key = _key(place)
         withdraw(run, key)
         if slurm is None:
-            self._stack.enter_context(present(run)).name(place.job)
-        refused = None if not run.is_done() else Refusal.DONE
+            self._stack.enter_context(hold_run_lock(run)).name(place.job)
+        refused = None if not run.is_done() else StartRefusal.DONE
         begun = None
         if refused is None:
             if slurm is None:
@@ -192,22 +190,23 @@ class Attachment:
                 slurm=slurm,
                 command=True,
             )
-        if begun is None or isinstance(begun, Refusal):
+        if begun is None or isinstance(begun, StartRefusal):
             Rendezvous("", "", 0).publish(run, key)
             _nothing_to_do(run, refused or begun)
         if environment is not None:
             note_unrecognized(begun, environment.unrecognized)
-        embedded = Embedded(
+        embedded = EmbeddedConductor(
             begun,
             world_size=place.world_size,
             job=place.job,
             slurm=slurm,
+            environment=environment,
             requeue_exit_code=STOPPED if slurm is None else None,
             ear=None if environment is None else self._ear(environment),
         )
         if begun.verdict is not None:
             Rendezvous("", "", 0).publish(run, key)
-            embedded.carry_out(begun.verdict)
+            embedded.conclude()
         embedded.start()
         embedded.rendezvous.publish(run, key)
         self._embedded = embedded
@@ -241,15 +240,15 @@ class Attachment:
     def _join(self, place: Any) -> Any:
         """Any other rank: by what rank 0 has written into the run directory."""
         run = RunDirectory.at(self._folder() / self._named(place))
-        found = await_rendezvous(run, _key(place), _answers)
-        if found is None:
+        rendezvous = await_rendezvous(run, _key(place), _answers)
+        if rendezvous is None:
             _nothing_to_do(run, None)
         return self._worker.open_rank(
             run,
             place,
-            channel=found.channel,
-            nonce=found.nonce,
-            attempt=found.attempt,
+            channel=rendezvous.channel,
+            nonce=rendezvous.nonce,
+            attempt=rendezvous.attempt,
             keys=self._keys(run.name),
         )
 
@@ -290,9 +289,9 @@ class Attachment:
 
     def _keys(self, name: str) -> dict[str, Any]:
         """What the script says of the training itself, as its ranks are to take it."""
-        said = {key: self._spec[key] for key in _OF_THE_SCRIPT if key in self._spec}
-        job = job_from_mapping({"name": name, "entry": "the.script:itself", **said})
-        return {key: getattr(job, key) for key in said}
+        settings = {key: self._spec[key] for key in _OF_THE_SCRIPT if key in self._spec}
+        job = job_from_mapping({"name": name, "entry": "the.script:itself", **settings})
+        return {key: getattr(job, key) for key in settings}
 
 
 def _key(place: Any) -> str:
@@ -301,8 +300,8 @@ def _key(place: Any) -> str:
     return "-".join(filter(None, (place.job, str(place.restart_count), started)))
 
 
-def _answers(found: Rendezvous) -> bool:
-    hosts, port = parse_addresses(found.channel)
+def _answers(rendezvous: Rendezvous) -> bool:
+    hosts, port = parse_addresses(rendezvous.channel)
     try:
         connect(hosts, port, 2.0).close()
     except OSError:
@@ -310,7 +309,7 @@ def _answers(found: Rendezvous) -> bool:
     return True
 
 
-def _nothing_to_do(run: RunDirectory, refused: Refusal | None) -> NoReturn:
+def _nothing_to_do(run: RunDirectory, refused: StartRefusal | None) -> NoReturn:
     why = "" if refused is None else f" ({refused.value})"
     sys.stderr.write(f"slurm_forge: {run.name}: nothing to do{why}\n")
     raise SystemExit(0)

@@ -10,8 +10,6 @@ import sys
 
 from slurm_forge import process
 
-__all__ = ["main"]
-
 _NAMES = {
     "slurm_forge.launch.execute": "execute",
     "slurm_forge.launch.supervise": "supervise",

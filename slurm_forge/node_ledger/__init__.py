@@ -1,14 +1,16 @@
-"""What runs have seen of nodes, as files that all runs of a user, or of a group, share.
+"""What runs saw of nodes, as files that all runs of a user or a group share; used by ``launch``.
 
 ``<folder>/<uid>/<cluster>/<host>.jsonl``: every user writes below a folder of their own, and every
 host a file of its own, since two hosts appending to one file lose lines on several network file
-systems.  Everybody reads all of them.
+systems.  In the folder that a site names everybody reads all of them, in any other their own.
+
+Entry: ``files``.
 """
 
 from __future__ import annotations
 
-from slurm_forge.node_ledger.files import NodeLedger, Reading, merged
+from slurm_forge.node_ledger.files import NodeLedger
 from slurm_forge.node_ledger.places import LedgerPlace, ledger_place
-from slurm_forge.node_ledger.reading import Part
+from slurm_forge.node_ledger.reading import LedgerReading
 
-__all__ = ["LedgerPlace", "NodeLedger", "Part", "Reading", "ledger_place", "merged"]
+__all__ = ["LedgerPlace", "LedgerReading", "NodeLedger", "ledger_place"]

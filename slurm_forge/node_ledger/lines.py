@@ -7,18 +7,11 @@ import math
 from typing import Any
 
 from slurm_forge.errors import ConfigError
-from slurm_forge.recovery.nodes.exclusion import (
-    BY_HAND,
-    MOST_WEIGHT,
-    Release,
-    Strike,
-)
+from slurm_forge.recovery.nodes.statements import BY_HAND, MOST_WEIGHT, NodeRelease, Strike
 from slurm_forge.slurm.text.nodelist import check_node_name
 from slurm_forge.vocabulary.cause import Cause
 
-__all__ = ["Entry", "line_of", "parse_line", "parse_lines"]
-
-Entry = Strike | Release
+Entry = Strike | NodeRelease
 
 #: Longer lines are not ours.
 _MOST_LINE = 8192
@@ -44,12 +37,12 @@ def line_of(entry: Entry) -> bytes:
     for name, most in _LONGEST.items():
         if name in body:
             body[name] = _clean(body[name])[:most]
-    kept = {name: value for name, value in body.items() if value not in ("", None)}
-    return json.dumps(kept, ensure_ascii=False).encode() + b"\n"
+    fields = {name: value for name, value in body.items() if value not in ("", None)}
+    return json.dumps(fields, ensure_ascii=False).encode() + b"\n"
 
 
-def parse_line(line: bytes, now: float, uid: int | None = None) -> Entry | None:
-    """What the line says, in a file of ``uid``; None where that can't be believed."""
+def parse_line(line: bytes, now: float) -> Entry | None:
+    """What the line says; None where that can't be believed."""
     try:
         body = json.loads(line.decode("utf-8"))
         if not isinstance(body, dict) or body.get("v") != _VERSION:
@@ -60,7 +53,7 @@ def parse_line(line: bytes, now: float, uid: int | None = None) -> Entry | None:
             return None
         by, why = _text(body, "by"), _text(body, "why")
         if body.get("kind") == "release":
-            return Release(node=node, time=time, by=by, why=why, uid=uid)
+            return NodeRelease(node=node, time=time, by=by, why=why)
         if body.get("kind") != "strike":
             return None
         weight, cause = _number(body, "weight"), _text(body, "cause", 40)
@@ -77,29 +70,28 @@ def parse_line(line: bytes, now: float, uid: int | None = None) -> Entry | None:
             by=by,
             until=until if cause == BY_HAND else None,
             why=why,
-            uid=uid,
         )
     except (ValueError, ConfigError, RecursionError, OverflowError):
         return None
 
 
-def parse_lines(data: bytes, now: float, uid: int | None = None) -> tuple[list[Entry], int]:
-    """What the lines say, in a file of ``uid``, and how many say nothing."""
-    found: list[Entry] = []
+def parse_lines(data: bytes, now: float) -> tuple[list[Entry], int]:
+    """What the lines say, and how many say nothing."""
+    entries: list[Entry] = []
     bad = 0
     for line in data.split(b"\n"):
-        entry = parse_line(line, now, uid) if 0 < len(line) <= _MOST_LINE else None
+        entry = parse_line(line, now) if 0 < len(line) <= _MOST_LINE else None
         if entry is not None:
-            found.append(entry)
+            entries.append(entry)
         elif line.strip():
             bad += 1
-    return found, bad
+    return entries, bad
 
 
 def _text(body: dict[str, Any], name: str, most: int = 0) -> str:
     value = body.get(name, "")
     if not isinstance(value, str) or len(value) > (most or _LONGEST[name]):
-        raise ValueError(f"{name} is no text, or too long")
+        raise ValueError(f"{name} is not text, or too long")
     if not value.isprintable():
         raise ValueError(f"{name} can't be printed")
     return value
@@ -108,7 +100,7 @@ def _text(body: dict[str, Any], name: str, most: int = 0) -> str:
 def _number(body: dict[str, Any], name: str) -> float:
     value = body.get(name)
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise ValueError(f"{name} is no number")
+        raise ValueError(f"{name} is not a number")
     if not math.isfinite(value):
         raise ValueError(f"{name} is not finite")
     return float(value)

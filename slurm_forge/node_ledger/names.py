@@ -8,9 +8,7 @@ import stat
 from pathlib import Path
 
 from slurm_forge.errors import UnsafeFileError
-from slurm_forge.files.trusted import refuse_foreign
-
-__all__ = ["ENDING", "is_ours", "is_uid", "refuse_folder", "word"]
+from slurm_forge.files.atomic import refuse_foreign
 
 ENDING = ".jsonl"
 _WORD = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
@@ -37,9 +35,9 @@ def is_uid(name: str) -> bool:
 
 def refuse_folder(path: Path, owner: int) -> None:
     """``UnsafeFileError`` for anything but a real folder of ``owner`` that only they can fill."""
-    found = os.lstat(path)
-    if not stat.S_ISDIR(found.st_mode):
+    status = os.lstat(path)
+    if not stat.S_ISDIR(status.st_mode):
         raise UnsafeFileError(
-            f"{path} is not a folder", next_step="Remove it, after a look at what it is."
+            f"{path} is not a folder", next_step="Check what it is, then remove it."
         )
-    refuse_foreign(path, found, owner, root_too=False)
+    refuse_foreign(path, status, owner, root_too=False)

@@ -8,20 +8,18 @@ from pathlib import Path
 from slurm_forge.errors import ConfigError
 from slurm_forge.knobs import Knobs
 
-__all__ = ["LedgerPlace", "ledger_place"]
-
 _OFF = "off"
 
 
 @dataclass(frozen=True, slots=True)
 class LedgerPlace:
-    """The folder (None: no ledger is kept), and whether we make it where it is missing.
+    """The folder (None: no ledger is kept), and whether it is ``shared``: the site's.
 
-    A group's folder is made by the group: made by us, nobody else could write into it.
+    A group makes its folder itself: made by us, nobody else could write into it.
     """
 
     folder: Path | None
-    make: bool
+    shared: bool
 
 
 def ledger_place(knobs: Knobs, of_site: str | None) -> LedgerPlace:
@@ -30,15 +28,15 @@ def ledger_place(knobs: Knobs, of_site: str | None) -> LedgerPlace:
     ``ConfigError`` for a path that begins at whatever folder the command was started in.
     """
     if knobs.nodes == _OFF:
-        return LedgerPlace(None, make=False)
+        return LedgerPlace(None, shared=False)
     if knobs.nodes is not None:
-        return LedgerPlace(_absolute(knobs.nodes, "SLURM_FORGE_NODES"), make=True)
+        return LedgerPlace(_absolute(knobs.nodes, "SLURM_FORGE_NODES"), shared=False)
     if of_site is not None:
-        return LedgerPlace(_absolute(of_site, "node_ledger of the site"), make=False)
+        return LedgerPlace(_absolute(of_site, "node_ledger of the site"), shared=True)
     # The base directory specification: a relative path there is to be ignored.
     state = knobs.state_home
     home = state if state is not None and state.startswith("/") else "~/.local/state"
-    return LedgerPlace(_absolute(f"{home}/slurm_forge/nodes", "the home directory"), make=True)
+    return LedgerPlace(_absolute(f"{home}/slurm_forge/nodes", "the home directory"), shared=False)
 
 
 def _absolute(text: str, what: str) -> Path:

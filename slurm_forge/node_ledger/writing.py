@@ -9,18 +9,11 @@ from pathlib import Path
 
 from slurm_forge.errors import ForgeError, UnsafeFileError
 from slurm_forge.files import fsync_directory, make_private_directory, read_trusted, write_atomic
-from slurm_forge.files.atomic import write_all
-from slurm_forge.files.trusted import refuse_foreign
+from slurm_forge.files.atomic import refuse_foreign, write_all
 from slurm_forge.node_ledger.lines import Entry, line_of, parse_lines
 from slurm_forge.node_ledger.names import is_ours, refuse_folder, word
-from slurm_forge.recovery.nodes.exclusion import (
-    BY_HAND,
-    NodeRules,
-    Release,
-    faded,
-)
-
-__all__ = ["MOST_FILE", "append", "compact", "own_folder", "sweep"]
+from slurm_forge.recovery.nodes.score import faded
+from slurm_forge.recovery.nodes.statements import BY_HAND, NodeRelease, NodeRules
 
 #: A file that is larger is not read at all, nor written to; ours are compacted long before.
 MOST_FILE = 1 << 20
@@ -64,25 +57,25 @@ def append(path: Path, data: bytes) -> int:
             raise _not_plain(path) from error
         raise
     try:
-        found = os.fstat(descriptor)
-        if not stat.S_ISREG(found.st_mode) or found.st_nlink != 1:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode) or status.st_nlink != 1:
             raise _not_plain(path)
-        refuse_foreign(path, found, os.geteuid(), root_too=False)
-        if found.st_size > MOST_FILE:
+        refuse_foreign(path, status, os.geteuid(), root_too=False)
+        if status.st_size > MOST_FILE:
             raise UnsafeFileError(
                 f"{path} is larger than {MOST_FILE} bytes",
-                next_step="Nothing of ours grows that large: look what it is, then remove it.",
+                next_step="slurm_forge writes no such file: check what it is, then remove it.",
             )
-        if found.st_size == 0:
+        if status.st_size == 0:
             os.fchmod(descriptor, 0o600 | (path.parent.stat().st_mode & _READ_BY_OTHERS))
         # A line that was torn by a full disk spoils itself only.
-        torn = found.st_size > 0 and os.pread(descriptor, 1, found.st_size - 1) != b"\n"
+        torn = status.st_size > 0 and os.pread(descriptor, 1, status.st_size - 1) != b"\n"
         write_all(descriptor, (b"\n" if torn else b"") + data)
         os.fsync(descriptor)
         size = os.fstat(descriptor).st_size
     finally:
         os.close(descriptor)
-    if found.st_size == 0:
+    if status.st_size == 0:
         fsync_directory(path.parent)
     return size
 
@@ -90,10 +83,10 @@ def append(path: Path, data: bytes) -> int:
 def compact(path: Path, now: float, rules: NodeRules) -> None:
     """Write the file anew without what has faded, and the oldest of what is still too much."""
     entries, _ = parse_lines(read_trusted(path, 2 * MOST_FILE, owner=os.geteuid()), now)
-    kept = [each for each in entries if _counts(each, now, rules)]
-    kept.sort(key=lambda each: (_said_by_people(each), each.time))
+    counting = [each for each in entries if _counts(each, now, rules)]
+    counting.sort(key=lambda each: (_said_by_people(each), each.time))
     mode = stat.S_IMODE(path.stat().st_mode)
-    write_atomic(path, b"".join(map(line_of, kept[-_MOST_KEPT:])), mode=mode)
+    write_atomic(path, b"".join(map(line_of, counting[-_MOST_KEPT:])), mode=mode)
     path.chmod(mode)
 
 
@@ -111,16 +104,14 @@ def sweep(folder: Path, clock: Callable[[], float], rules: NodeRules) -> None:
 
 
 def _counts(entry: Entry, now: float, rules: NodeRules) -> bool:
-    if isinstance(entry, Release):
+    if isinstance(entry, NodeRelease):
         return now - entry.time < _OLD_S
     return faded(entry, now, rules) >= _NOISE
 
 
 def _said_by_people(entry: Entry) -> bool:
-    return isinstance(entry, Release) or entry.cause == BY_HAND
+    return isinstance(entry, NodeRelease) or entry.cause == BY_HAND
 
 
 def _not_plain(path: Path) -> UnsafeFileError:
-    return UnsafeFileError(
-        f"{path} is not a plain file of its own", next_step="Remove it and try again."
-    )
+    return UnsafeFileError(f"{path} is not a plain file", next_step="Remove it and try again.")

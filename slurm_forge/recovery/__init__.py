@@ -1,9 +1,10 @@
-"""Cause before cure: from observations to an incident, from an incident to a decision.  Pure."""
+"""Cause before cure: observations become an incident, an incident a decision; called by ``launch``.
 
-from slurm_forge.recovery.incident.classify import (
-    LaunchFacts,
-    classify,
-)
+Pure: values in, values out.
+"""
+
+from slurm_forge.recovery.incident.classify import classify
+from slurm_forge.recovery.incident.launch_facts import LaunchFacts
 from slurm_forge.recovery.policy.decide import decide
 
 __all__ = ["LaunchFacts", "classify", "decide"]

@@ -15,20 +15,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from slurm_forge.spec.environment import EnvironmentSpec, Policy
 from slurm_forge.spec.job import JobSpec
+from slurm_forge.spec.safeguards import EnvironmentSpec, Policy
 from slurm_forge.vocabulary.json_value import Json
-
-__all__ = [
-    "Difference",
-    "Fingerprint",
-    "Policy",
-    "compare",
-    "job_facts",
-    "refused",
-    "sampling_facts",
-    "shown_value",
-]
 
 _LONGEST = 200
 _MOST = 5_000
@@ -105,15 +94,15 @@ def compare(
     saved: Fingerprint, now: Fingerprint, policy: EnvironmentSpec
 ) -> tuple[Difference, ...]:
     """All differences that matter by ``policy``, refusals first, then in the order of the keys."""
-    found = []
+    results = []
     for key in sorted({*saved.facts, *now.facts}):
         was, is_now = saved.facts.get(key), now.facts.get(key)
         if was == is_now or not (saved._says(key) and now._says(key)):
             continue
         does = policy.of(_part(key)) or _default(key, was, is_now)
         if does is not Policy.IGNORE:
-            found.append(Difference(key, was, is_now, does))
-    return tuple(sorted(found, key=lambda difference: difference.policy is not Policy.REFUSE))
+            results.append(Difference(key, was, is_now, does))
+    return tuple(sorted(results, key=lambda difference: difference.policy is not Policy.REFUSE))
 
 
 def refused(differences: tuple[Difference, ...]) -> str | None:
@@ -122,9 +111,9 @@ def refused(differences: tuple[Difference, ...]) -> str | None:
     if not reasons:
         return None
     ways = ", ".join(f"{part}: warn" for part in dict.fromkeys(_part(each.key) for each in reasons))
-    told = "; ".join(str(each) for each in reasons[:5])
+    summary = "; ".join(str(each) for each in reasons[:5])
     more = f"; and {len(reasons) - 5} more" if len(reasons) > 5 else ""
-    return f"{told}{more} (to allow it: environment: {{{ways}}})"
+    return f"{summary}{more} (to allow it: environment: {{{ways}}})"
 
 
 def job_facts(spec: JobSpec) -> Fingerprint:

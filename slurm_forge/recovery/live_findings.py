@@ -16,17 +16,15 @@ from slurm_forge.recovery.live_observations import (
     LiveSeen,
     Meeting,
     NodeSeen,
-    Round,
+    Receiver,
     RoundKind,
     Sighting,
-    Way,
+    SignalRound,
 )
 from slurm_forge.recovery.policy.prediction import (
     BroughtBack,
     Prediction,
 )
-
-__all__ = ["Finding", "Mark", "SiteWords", "findings"]
 
 _GIB = 1 << 30
 _CLOCK_S = 2.0
@@ -50,7 +48,7 @@ class Mark(str, Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
+class LiveFinding:
     """One sentence, and what to do about it where something is to be done."""
 
     mark: Mark
@@ -70,27 +68,29 @@ class SiteWords:
     interface_there: bool | None = None
 
 
-def findings(seen: LiveSeen, prediction: Prediction | None, site: SiteWords) -> tuple[Finding, ...]:
+def findings(
+    observed: LiveSeen, prediction: Prediction | None, site: SiteWords
+) -> tuple[LiveFinding, ...]:
     """All of them, in the order in which they are shown; empty where there is no report."""
-    report = seen.report
+    report = observed.report
     if report is None:
         return ()
-    found = [*_signals(report), *_storage(report, seen.meeting)]
+    results = [*_signals(report), *_storage(report, observed.meeting)]
     for node in report.nodes[:1]:
-        found += _commands(node, prediction)
-        found += _machine(node, site, report)
-    found += _network(seen, site)
-    found += _requeued(seen, prediction)
-    return tuple(found)
+        results += _commands(node, prediction)
+        results += _machine(node, site, report)
+    results += _network(observed, site)
+    results += _requeued(observed, prediction)
+    return tuple(results)
 
 
 # --- signals --------------------------------------------------------------------------------------
 
 
-def _signals(report: JobSeen) -> Iterator[Finding]:
+def _signals(report: JobSeen) -> Iterator[LiveFinding]:
     for each in report.rounds:
         if each.problem and each.kind is not RoundKind.WARNING:
-            yield _told(Mark.WARNING, "signals", f"{each.kind.value}: {each.problem}.")
+            yield _finding(Mark.WARNING, "signals", f"{each.kind.value}: {each.problem}.")
             continue
         match each.kind:
             case RoundKind.WARNING:
@@ -98,41 +98,44 @@ def _signals(report: JobSeen) -> Iterator[Finding]:
             case RoundKind.STEPS_USER | RoundKind.STEPS_TERM:
                 yield from _steps(each)
             case RoundKind.BATCH_USER:
-                heard = _all(each.of(Way.BATCH), Fate.HEARD)
+                all_heard = _all(each.of(Receiver.BATCH), Fate.HEARD)
                 text = "the batch step hears what is sent to it alone"
-                if not heard:
+                if not all_heard:
                     text = "a signal that was sent to the batch step did not arrive there"
-                yield _told(Mark.OK if heard else Mark.WARNING, "signals", f"{text}.")
+                yield _finding(Mark.OK if all_heard else Mark.WARNING, "signals", f"{text}.")
 
 
-def _warning(each: Round) -> Iterator[Finding]:
+def _warning(each: SignalRound) -> Iterator[LiveFinding]:
     advice = "A run reads its end from Slurm and stops in time by its own clock."
-    heard = _all(each.of(Way.TASK), Fate.HEARD)
-    if each.before_end_s is None or each.asked_s is None or not heard:
+    all_heard = _all(each.of(Receiver.TASK), Fate.HEARD)
+    if each.before_end_s is None or each.asked_s is None or not all_heard:
         text = f"Slurm's own warning: {each.problem or 'the task has not heard it'}."
-        yield _told(Mark.WARNING, "signals", text, advice)
+        yield _finding(Mark.WARNING, "signals", text, advice)
         return
     early = each.before_end_s - each.asked_s
     came = f"Slurm's own warning came {each.before_end_s:.0f} s before the end of the limit"
-    asked = f"asked for: {each.asked_s:.0f} s"
+    requested = f"asked for: {each.asked_s:.0f} s"
     fine = -_LATE_S <= early <= _EARLY_S
-    yield _told(
-        Mark.OK if fine else Mark.WARNING, "signals", f"{came} ({asked}).", "" if fine else advice
+    yield _finding(
+        Mark.OK if fine else Mark.WARNING,
+        "signals",
+        f"{came} ({requested}).",
+        "" if fine else advice,
     )
 
 
-def _steps(each: Round) -> Iterator[Finding]:
-    tasks, plain = each.of(Way.TASK), each.of(Way.TASK_PLAIN)
+def _steps(each: SignalRound) -> Iterator[LiveFinding]:
+    tasks, plain = each.of(Receiver.TASK), each.of(Receiver.TASK_PLAIN)
     if _all(tasks, Fate.HEARD):
         latest = max(t.after_s or 0.0 for t in tasks)
         without = "; without a handler it would have died of it" if _all(plain, Fate.DIED) else ""
-        yield _told(
+        yield _finding(
             Mark.OK,
             "signals",
             f"a rank hears {each.signal} {latest:.2f} s after it is sent{without}.",
         )
     else:
-        yield _told(
+        yield _finding(
             Mark.PROBLEM,
             "signals",
             f"{each.signal} does not reach the tasks of a step ({_fates(tasks)}): no save can be "
@@ -143,12 +146,16 @@ def _steps(each: Round) -> Iterator[Finding]:
     yield from _workers(each)
 
 
-def _below(each: Round) -> Iterator[Finding]:
+def _below(each: SignalRound) -> Iterator[LiveFinding]:
     """Ranks that are no direct children of slurmstepd."""
     for way, what, advice in (
-        (Way.SHELL, "a shell", "Start ranks by exec, or leave their start to slurm-forge."),
         (
-            Way.TORCHRUN,
+            Receiver.SHELL,
+            "a shell",
+            "Start ranks by exec, or leave their start to slurm-forge.",
+        ),
+        (
+            Receiver.TORCHRUN,
             "torchrun",
             "Leave the signals to slurm-forge: it hears them in place of torchrun, and its ranks "
             "are told over the control channel.",
@@ -160,22 +167,22 @@ def _below(each: Round) -> Iterator[Finding]:
                 text = (
                     f"{each.signal} ends {what} and{when} the rank below it, which hears nothing."
                 )
-                yield _told(Mark.NOTE, "signals", text, advice)
+                yield _finding(Mark.NOTE, "signals", text, advice)
             elif sighting.fate is Fate.NOTHING:
                 text = f"below {what} a rank hears nothing of {each.signal}."
-                yield _told(Mark.NOTE, "signals", text, advice)
+                yield _finding(Mark.NOTE, "signals", text, advice)
 
 
-def _workers(each: Round) -> Iterator[Finding]:
-    if any(s.fate is Fate.DIED for s in each.of(Way.WORKER)):
-        yield _told(
+def _workers(each: SignalRound) -> Iterator[LiveFinding]:
+    if any(s.fate is Fate.DIED for s in each.of(Receiver.WORKER)):
+        yield _finding(
             Mark.PROBLEM,
             "signals",
             f"{each.signal} kills a loader worker that is shielded.",
             "Please report this; num_workers: 0 avoids it.",
         )
-    if any(s.fate is Fate.DIED for s in each.of(Way.WORKER_PLAIN)):
-        yield _told(
+    if any(s.fate is Fate.DIED for s in each.of(Receiver.WORKER_PLAIN)):
+        yield _finding(
             Mark.NOTE,
             "signals",
             f"{each.signal} reaches every process of a step here, and kills loader workers that "
@@ -184,22 +191,22 @@ def _workers(each: Round) -> Iterator[Finding]:
         )
 
 
-def _all(found: tuple[Sighting, ...], fate: Fate) -> bool:
-    return bool(found) and all(each.fate is fate for each in found)
+def _all(sightings: tuple[Sighting, ...], fate: Fate) -> bool:
+    return bool(sightings) and all(each.fate is fate for each in sightings)
 
 
-def _fates(found: tuple[Sighting, ...]) -> str:
-    return ", ".join(dict.fromkeys(each.fate.value for each in found)) or "none was there"
+def _fates(sightings: tuple[Sighting, ...]) -> str:
+    return ", ".join(dict.fromkeys(each.fate.value for each in sightings)) or "none was there"
 
 
 # --- storage --------------------------------------------------------------------------------------
 
 
-def _storage(report: JobSeen, meeting: Meeting) -> Iterator[Finding]:
+def _storage(report: JobSeen, meeting: Meeting) -> Iterator[LiveFinding]:
     where = "storage"
     bad = [node for node in report.nodes if not (node.storage.visible and node.storage.writable)]
     for node in bad:
-        yield _told(
+        yield _finding(
             Mark.PROBLEM,
             where,
             f"{node.host} can't use the folder of runs: {node.storage.problem or 'not writable'}.",
@@ -208,44 +215,46 @@ def _storage(report: JobSeen, meeting: Meeting) -> Iterator[Finding]:
     if report.nodes and not bad:
         slowest = max(node.storage.synced_s or 0.0 for node in report.nodes)
         text = f"every node has the folder of runs; a small file is durable in {_short(slowest)}."
-        yield _told(Mark.OK, where, text)
+        yield _finding(Mark.OK, where, text)
     if any(n.storage.exclusive is False for n in report.nodes) or meeting.exclusive is False:
-        yield _told(
+        yield _finding(
             Mark.PROBLEM,
             where,
             "two nodes could create the same file exclusively: claims can't be relied on here.",
             "Choose another file system for --runs.",
         )
     if meeting.content_right is False:
-        text = "what a node had synced and renamed was not whole on the login node."
-        yield _told(Mark.PROBLEM, where, text, "Choose another file system for --runs.")
+        text = "a file that a node synced and renamed was incomplete on the login node."
+        yield _finding(Mark.PROBLEM, where, text, "Choose another file system for --runs.")
     yield from _locks(report, meeting)
     yield from _together(meeting)
 
 
-def _locks(report: JobSeen, meeting: Meeting) -> Iterator[Finding]:
+def _locks(report: JobSeen, meeting: Meeting) -> Iterator[LiveFinding]:
     answers = [node.storage.lock_refused for node in report.nodes] + [meeting.lock_refused]
     if any(node.storage.no_locks for node in report.nodes):
-        text = "there are no file locks on this file system; nothing of a run rests on them."
-        yield _told(Mark.NOTE, "storage", text)
+        text = "this file system has no file locks; runs do not depend on them."
+        yield _finding(Mark.NOTE, "storage", text)
     elif False in answers:
-        yield _told(
+        yield _finding(
             Mark.NOTE,
             "storage",
             "file locks do not hold between nodes here; nothing of a run rests on them, but two "
             "commands on two nodes may do the same work twice.",
         )
     elif True in answers:
-        yield _told(Mark.OK, "storage", "file locks hold between the login node and compute nodes.")
+        yield _finding(
+            Mark.OK, "storage", "file locks hold between the login node and compute nodes."
+        )
 
 
-def _together(meeting: Meeting) -> Iterator[Finding]:
+def _together(meeting: Meeting) -> Iterator[LiveFinding]:
     late = meeting.seen_after_s
     if late is not None:
         slow = late > _FILES_LATE_S
         text = f"a file of one side is answered by one of the other within {late:.1f} s."
-        advice = "STOP and SAVE files work as late as that; slurm-forge stop is told at once."
-        yield _told(Mark.WARNING if slow else Mark.OK, "storage", text, advice if slow else "")
+        advice = "STOP and SAVE files take that long; slurm-forge stop takes effect at once."
+        yield _finding(Mark.WARNING if slow else Mark.OK, "storage", text, advice if slow else "")
     ahead, give = meeting.clock_ahead_s, meeting.clock_give_s or 0.0
     if ahead is None:
         return
@@ -253,70 +262,70 @@ def _together(meeting: Meeting) -> Iterator[Finding]:
     which = "ahead of" if ahead > 0 else "behind"
     clocks = f"the node's clock is {abs(ahead):.1f} s {which} the login node's"
     text = f"{clocks} (give or take {give:.1f} s)."
-    advice = "Times in explain are those of nodes; have the clocks set (chrony, ntp)."
-    yield _told(Mark.WARNING if off else Mark.OK, "clock", text, advice if off else "")
+    advice = "explain shows the nodes' times; ask the administrators for synchronised clocks."
+    yield _finding(Mark.WARNING if off else Mark.OK, "clock", text, advice if off else "")
 
 
 # --- the node -------------------------------------------------------------------------------------
 
 
-def _commands(node: NodeSeen, prediction: Prediction | None) -> Iterator[Finding]:
+def _commands(node: NodeSeen, prediction: Prediction | None) -> Iterator[LiveFinding]:
     where = "slurm"
     back = set() if prediction is None else {prediction.back_by, prediction.limit_back_by}
     lost = set(node.missing) | set(node.silent)
     if node.commands and not lost:
         text = f"{', '.join(node.commands)} answer on compute nodes."
-        yield _told(Mark.OK, where, text)
+        yield _finding(Mark.OK, where, text)
     if "scontrol" in lost:
         needed = BroughtBack.RUN in back
-        yield _told(
+        yield _finding(
             Mark.PROBLEM if needed else Mark.WARNING,
             where,
             "scontrol does not work on compute nodes: a run can't requeue itself there, nor ask "
             "whether it is being preempted.",
-            "What it wanted stays in its journal: run slurm-forge watch on a login node, which "
+            "Its request stays in its journal: run slurm-forge watch on a login node, which "
             "carries it out (or slurm-forge reconcile RUN).",
         )
     if "sacct" in lost:
-        text = "sacct does not answer on compute nodes: some causes are told with less certainty."
-        yield _told(Mark.NOTE, where, text)
+        text = "sacct does not answer on compute nodes: some causes will be less certain."
+        yield _finding(Mark.NOTE, where, text)
     if node.may_submit is not True:
         needed = BroughtBack.SUCCESSOR in back
-        told = "sbatch is missing" if "sbatch" in node.missing else "Slurm takes no job"
-        yield _told(
+        problem = "sbatch is missing" if "sbatch" in node.missing else "Slurm takes no job"
+        yield _finding(
             Mark.PROBLEM if needed else Mark.NOTE,
             where,
-            f"{told} on compute nodes: no successor can be submitted from there.",
+            f"{problem} on compute nodes: no successor can be submitted from there.",
             "slurm-forge watch on a login node submits it." if needed else "",
         )
 
 
-def _machine(node: NodeSeen, site: SiteWords, report: JobSeen) -> Iterator[Finding]:
+def _machine(node: NodeSeen, site: SiteWords, report: JobSeen) -> Iterator[LiveFinding]:
     if node.torch is None:
-        yield _told(
+        yield _finding(
             Mark.WARNING,
             "python",
             f"{node.python} can't import torch on {node.host}.",
-            "Is this the environment that ranks use? Say it by setup: or the site's modules.",
+            "Is this the environment that ranks use? Set it up in setup: or the site's modules.",
         )
     else:
-        yield _told(
+        yield _finding(
             Mark.OK, "python", f"torch {node.torch} is imported in {node.torch_s or 0:.1f} s."
         )
     if site.internet is not None and node.internet is not None and site.internet != node.internet:
-        said, is_so = ("has", "has none") if site.internet else ("has no", "has some")
-        yield _told(
+        claim, is_so = ("has", "has none") if site.internet else ("has no", "has some")
+        yield _finding(
             Mark.WARNING,
             "network",
-            f"the site file {site.name} says that nodes {said} internet; {node.host} {is_so}.",
+            f"the site file {site.name} says that nodes {claim} internet; {node.host} {is_so}.",
             "Correct internet_on_compute_nodes.",
         )
     elif node.internet is not None:
         without = "" if node.internet or not node.proxy else " but by a proxy"
         text = f"internet on {node.host}: {'yes' if node.internet else 'no'}{without}."
-        yield _told(Mark.OK, "network", text)
+        yield _finding(Mark.OK, "network", text)
     if node.shm_free is not None and node.shm_free < _SHM_LEAST:
-        yield _told(
+        yield _finding(
             Mark.WARNING,
             "memory",
             f"shared memory has {node.shm_free / _GIB:.1f} GiB left, which loader workers need.",
@@ -327,24 +336,24 @@ def _machine(node: NodeSeen, site: SiteWords, report: JobSeen) -> Iterator[Findi
         text = (
             "memory limits are not enforced here: a job that takes too much harms its neighbours."
             if limit is None
-            else f"memory is limited to {limit / _GIB:.1f} GiB, and whoever goes beyond is killed."
+            else f"memory is limited to {limit / _GIB:.1f} GiB, and processes beyond it are killed."
         )
-        yield _told(Mark.NOTE if limit is None else Mark.OK, "memory", text)
+        yield _finding(Mark.NOTE if limit is None else Mark.OK, "memory", text)
     if node.locked_memory is not None and node.locked_memory < _LOCKED_LEAST:
-        yield _told(
+        yield _finding(
             Mark.NOTE,
             "memory",
-            f"a process may lock {node.locked_memory >> 20} MiB of memory: InfiniBand wants more.",
+            f"a process may lock {node.locked_memory >> 20} MiB of memory: InfiniBand needs more.",
             "ulimit -l on compute nodes (the administrators, or PropagateResourceLimits).",
         )
 
 
-def _network(seen: LiveSeen, site: SiteWords) -> Iterator[Finding]:
-    report = seen.report
+def _network(observed: LiveSeen, site: SiteWords) -> Iterator[LiveFinding]:
+    report = observed.report
     if report is None:
         return
     if site.interface_there is False:
-        yield _told(
+        yield _finding(
             Mark.WARNING,
             "network",
             f"no interface of the nodes is called {site.socket_interface}, which the site file "
@@ -358,38 +367,40 @@ def _network(seen: LiveSeen, site: SiteWords) -> Iterator[Finding]:
             tried = "; ".join(f"{r.address}: {r.problem}" for r in node.reaches)
             text = f"{node.host} can't connect to {report.host} ({tried})."
             advice = "Ports between nodes of a job must be open; ask the administrators."
-            yield _told(Mark.PROBLEM, "network", text, advice)
+            yield _finding(Mark.PROBLEM, "network", text, advice)
         else:
             names = ", ".join(f"{r.address} ({1000 * (r.connected_s or 0):.1f} ms)" for r in ways)
-            yield _told(Mark.OK, "network", f"{node.host} reaches {report.host} by {names}.")
-    if seen.nodes > 1 and len(report.nodes) < seen.nodes:
-        text = f"only {len(report.nodes)} of {seen.nodes} nodes have answered."
-        yield _told(Mark.PROBLEM, "network", text, "Try again; then slurm-forge probe --nodes 2.")
+            yield _finding(Mark.OK, "network", f"{node.host} reaches {report.host} by {names}.")
+    if observed.nodes > 1 and len(report.nodes) < observed.nodes:
+        text = f"only {len(report.nodes)} of {observed.nodes} nodes have answered."
+        yield _finding(
+            Mark.PROBLEM, "network", text, "Try again; then slurm-forge probe --nodes 2."
+        )
 
 
-def _requeued(seen: LiveSeen, prediction: Prediction | None) -> Iterator[Finding]:
-    if not seen.requeue_tried:
+def _requeued(observed: LiveSeen, prediction: Prediction | None) -> Iterator[LiveFinding]:
+    if not observed.requeue_tried:
         return
-    if seen.requeued_s is None:
-        yield _told(
+    if observed.requeued_s is None:
+        yield _finding(
             Mark.PROBLEM,
             "requeue",
             "the job asked Slurm for its requeue and was not back within the time that was waited.",
-            "squeue --me says why it waits; a busy cluster is no fault.",
+            "squeue --me says why it waits; a busy cluster is not a fault.",
         )
         return
-    text = f"the job requeued itself and ran again {seen.requeued_s:.0f} s later."
+    text = f"the job requeued itself and ran again {observed.requeued_s:.0f} s later."
     expected = None if prediction is None else prediction.delay
-    if expected is not None and timedelta(seconds=seen.requeued_s) > expected + _BACK_LATE:
-        said = f" Predicted: {expected.total_seconds():.0f} s."
+    if expected is not None and timedelta(seconds=observed.requeued_s) > expected + _BACK_LATE:
+        forecast = f" Predicted: {expected.total_seconds():.0f} s."
         advice = "The rest is waiting for nodes: what a run pays for each requeue now."
-        yield _told(Mark.NOTE, "requeue", text + said, advice)
+        yield _finding(Mark.NOTE, "requeue", text + forecast, advice)
     else:
-        yield _told(Mark.OK, "requeue", text)
+        yield _finding(Mark.OK, "requeue", text)
 
 
-def _told(mark: Mark, about: str, text: str, advice: str = "") -> Finding:
-    return Finding(mark=mark, about=about, text=text, advice=advice)
+def _finding(mark: Mark, about: str, text: str, advice: str = "") -> LiveFinding:
+    return LiveFinding(mark=mark, about=about, text=text, advice=advice)
 
 
 def _short(seconds: float) -> str:

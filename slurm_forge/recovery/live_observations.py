@@ -9,22 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-__all__ = [
-    "Fate",
-    "JobSeen",
-    "LiveSeen",
-    "Meeting",
-    "NodeSeen",
-    "Reach",
-    "Round",
-    "RoundKind",
-    "Sighting",
-    "Storage",
-    "Way",
-]
 
-
-class Way(str, Enum):
+class Receiver(str, Enum):
     """Where a listener sits below Slurm, and whether it knows what to do with a signal."""
 
     #: What the batch script has become by ``exec``.
@@ -74,7 +60,7 @@ class Sighting:
     ``at`` is all there is.
     """
 
-    way: Way
+    way: Receiver
     host: str
     fate: Fate
     signals: tuple[str, ...] = ()
@@ -83,7 +69,7 @@ class Sighting:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Round:
+class SignalRound:
     """One signal and everybody's sightings.
 
     ``sent_at`` is when scancel was called, ``answered_s`` how long it took.  Of a WARNING it is
@@ -100,13 +86,13 @@ class Round:
     asked_s: float | None = None
     problem: str = ""
 
-    def of(self, way: Way) -> tuple[Sighting, ...]:
+    def of(self, way: Receiver) -> tuple[Sighting, ...]:
         """Of the listeners that sat there, on every host."""
         return tuple(each for each in self.sightings if each.way is way)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Storage:
+class NodeStorage:
     """The run folder as one node sees it.  None is "not tried", seconds are durations.
 
     ``lock_refused``: a lock that the login node holds was refused here.
@@ -139,7 +125,7 @@ class NodeSeen:
     """
 
     host: str
-    storage: Storage = Storage()
+    storage: NodeStorage = NodeStorage()
     commands: tuple[str, ...] = ()
     missing: tuple[str, ...] = ()
     silent: tuple[str, ...] = ()
@@ -170,7 +156,7 @@ class JobSeen:
     started_at: float
     ended_at: float
     end_time: float | None
-    rounds: tuple[Round, ...]
+    rounds: tuple[SignalRound, ...]
     nodes: tuple[NodeSeen, ...]
     torch_left_out: str = ""
     #: False while more is to come; a job that was cut off leaves it so.

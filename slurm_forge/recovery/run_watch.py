@@ -14,17 +14,6 @@ from slurm_forge.journal.state import RunStatus
 from slurm_forge.slurm.records import JobRecord, QueueRecord
 from slurm_forge.slurm.states import ACTIVE, HELD, PENDING_LIKE, TERMINAL, JobState
 
-__all__ = [
-    "Finding",
-    "FindingKind",
-    "Looked",
-    "Remedy",
-    "RunSeen",
-    "WatchLimits",
-    "has_question",
-    "look",
-]
-
 
 class FindingKind(str, Enum):
     """What was found."""
@@ -66,7 +55,7 @@ class Remedy(str, Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RunSeen:
+class RunSnapshot:
     """What a run's own files say.  Times are seconds since the epoch.
 
     ``attempt`` is the newest one in the journal, ``claimed`` the newest one on disk: between the
@@ -102,7 +91,7 @@ class RunSeen:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Looked:
+class JobInQueue:
     """What Slurm says of the run's job.
 
     ``answered``: squeue did.  ``line`` is the job's, None where it is not in the queue.  ``asked``:
@@ -143,7 +132,7 @@ class WatchLimits:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
+class WatchFinding:
     """What was found of one run, in words, and what is done about it.
 
     ``next`` is what a person can do; ``person`` whether anybody has to.  The same ``key`` again is
@@ -181,49 +170,51 @@ _BY_SLURM = (
 )
 
 
-def has_question(seen: RunSeen, looked: Looked, now: float, limits: WatchLimits) -> bool:
+def has_question(run: RunSnapshot, queue: JobInQueue, now: float, limits: WatchLimits) -> bool:
     """Whether the job itself has to be asked about before anything can be said of the run."""
-    if not looked.answered or looked.asked or seen.status not in _LIVE or not _of_slurm(seen):
+    if not queue.answered or queue.asked or run.status not in _LIVE or not _of_slurm(run):
         return False
-    if seen.intent is not None:
+    if run.intent is not None:
         return False
-    if looked.line is None:
-        return now - seen.changed >= limits.gone_s
-    return looked.line.state is JobState.RUNNING and _silence(seen, looked, now, limits) is not None
+    if queue.line is None:
+        return now - run.changed >= limits.gone_s
+    return queue.line.state is JobState.RUNNING and _silence(run, queue, now, limits) is not None
 
 
-def look(seen: RunSeen, looked: Looked, now: float, limits: WatchLimits) -> Finding | None:
+def assess_run(
+    run: RunSnapshot, queue: JobInQueue, now: float, limits: WatchLimits
+) -> WatchFinding | None:
     """The finding, None where all is well, or nothing is known for sure yet."""
-    if not _of_slurm(seen):
+    if not _of_slurm(run):
         return None
-    if seen.status is RunStatus.HELD:
-        return _held(seen, looked)
-    if seen.status not in _LIVE:
+    if run.status is RunStatus.HELD:
+        return _held(run, queue)
+    if run.status not in _LIVE:
         return None
-    if seen.intent is not None:
-        return _intent(seen, looked, now, limits)
-    if not looked.answered:
+    if run.intent is not None:
+        return _intent(run, queue, now, limits)
+    if not queue.answered:
         return None
-    if looked.line is None:
-        return _gone(seen, looked, now, limits)
-    if looked.line.state in PENDING_LIKE:
-        return _waiting(seen, looked.line, now, limits)
-    if looked.line.state is JobState.RUNNING:
-        return _running(seen, looked, now, limits)
+    if queue.line is None:
+        return _job_gone(run, queue, now, limits)
+    if queue.line.state in PENDING_LIKE:
+        return _waiting(run, queue.line, now, limits)
+    if queue.line.state is JobState.RUNNING:
+        return _running(run, queue, now, limits)
     return None
 
 
-def _of_slurm(seen: RunSeen) -> bool:
-    return seen.job[:1].isdigit()
+def _of_slurm(run: RunSnapshot) -> bool:
+    return run.job[:1].isdigit()
 
 
-def _owned(seen: RunSeen) -> bool:
+def _owned(run: RunSnapshot) -> bool:
     """Whether an attempt has taken the run over that has not written its first line yet."""
-    return seen.claimed > seen.attempt
+    return run.claimed > run.attempt
 
 
 def _finding(
-    seen: RunSeen,
+    run: RunSnapshot,
     kind: FindingKind,
     words: str,
     next_: str,
@@ -231,187 +222,197 @@ def _finding(
     remedy: Remedy = Remedy.NONE,
     person: bool = True,
     detail: str = "",
-) -> Finding:
-    return Finding(
-        run=seen.name,
+) -> WatchFinding:
+    return WatchFinding(
+        run=run.name,
         kind=kind,
-        job=seen.job,
+        job=run.job,
         words=words,
         next=next_,
         person=person and remedy is Remedy.NONE,
         remedy=remedy,
-        key=f"{kind.value}|{seen.job}|{seen.attempt}|{detail}",
+        key=f"{kind.value}|{run.job}|{run.attempt}|{detail}",
     )
 
 
-def _held(seen: RunSeen, looked: Looked) -> Finding | None:
-    line = looked.line
+def _held(run: RunSnapshot, queue: JobInQueue) -> WatchFinding | None:
+    line = queue.line
     if line is not None and line.state in ACTIVE:
         return None  # somebody has released it, and the journal does not know yet
     if line is not None and line.state in PENDING_LIKE and not _is_held(line):
         return None
-    why = seen.reason or "recovery has come to its end"
+    why = run.reason or "recovery is exhausted"
     return _finding(
-        seen,
+        run,
         FindingKind.HELD,
         f"held: {why}",
-        f"see slurm-forge explain {seen.name}, then slurm-forge requeue {seen.name}",
-        detail=seen.reason,
+        f"see slurm-forge explain {run.name}, then slurm-forge requeue {run.name}",
+        detail=run.reason,
     )
 
 
-def _intent(seen: RunSeen, looked: Looked, now: float, limits: WatchLimits) -> Finding | None:
-    age = now - (seen.intent or now)
-    lives = looked.line is not None and looked.line.state in ACTIVE and not seen.ended
+def _intent(
+    run: RunSnapshot, queue: JobInQueue, now: float, limits: WatchLimits
+) -> WatchFinding | None:
+    age = now - (run.intent or now)
+    lives = queue.line is not None and queue.line.state in ACTIVE and not run.ended
     if age < (limits.intent_of_living_s if lives else limits.intent_s):
         return None
-    can = looked.answered and not _owned(seen) and not seen.stop_asked
+    can = queue.answered and not _owned(run) and not run.stop_asked
     return _finding(
-        seen,
+        run,
         FindingKind.OPEN_INTENT,
-        f"Slurm was not asked, or did not answer, when it was to bring back job {seen.job}",
-        f"slurm-forge reconcile {seen.name}",
+        f"the requeue of job {run.job} was not sent to Slurm, or not confirmed by it",
+        f"slurm-forge reconcile {run.name}",
         remedy=Remedy.RECONCILE if can else Remedy.NONE,
     )
 
 
-def _gone(seen: RunSeen, looked: Looked, now: float, limits: WatchLimits) -> Finding | None:
-    if now - seen.changed < limits.gone_s or not looked.asked:
+def _job_gone(
+    run: RunSnapshot, queue: JobInQueue, now: float, limits: WatchLimits
+) -> WatchFinding | None:
+    if now - run.changed < limits.gone_s or not queue.asked:
         return None
-    record = looked.record
-    if looked.cancelled or (record is not None and record.state is JobState.CANCELLED):
+    record = queue.record
+    if queue.cancelled or (record is not None and record.state is JobState.CANCELLED):
         return _finding(
-            seen,
+            run,
             FindingKind.CANCELLED,
-            f"job {seen.job} was cancelled",
-            f"to let it go on: slurm-forge requeue {seen.name}",
+            f"job {run.job} was cancelled",
+            f"to continue: slurm-forge requeue {run.name}",
             person=False,
         )
     if record is not None and record.state not in TERMINAL:
         return None  # it is in the queue after all
-    began = seen.status is RunStatus.RUNNING
+    began = run.status is RunStatus.RUNNING
     kind = FindingKind.DEAD if began else FindingKind.VANISHED
-    how = "Slurm does not know it any more" if record is None else f"it ended: {record.state.value}"
-    said = "nothing in the journal says why" if began else "it never started"
-    words = f"job {seen.job} is not in the queue ({how}), and {said}"
-    again = f"slurm-forge requeue {seen.name}"
-    if seen.stop_asked:
-        return _finding(seen, kind, words, f"it was asked to stop; to let it go on: {again}")
-    if _owned(seen):
-        return _finding(seen, kind, f"{words}; attempt {seen.claimed} never began", again)
-    if limits.restart and looked.forgotten and (seen.noticed or not began):
+    how = "Slurm no longer knows it" if record is None else f"it ended: {record.state.value}"
+    reason = "the journal does not say why" if began else "it never started"
+    words = f"job {run.job} is not in the queue ({how}), and {reason}"
+    again = f"slurm-forge requeue {run.name}"
+    if run.stop_asked:
+        return _finding(run, kind, words, f"it was asked to stop; to continue: {again}")
+    if _owned(run):
+        return _finding(run, kind, f"{words}; attempt {run.claimed} never began", again)
+    if limits.restart and queue.forgotten and (run.noticed or not began):
         # Somebody may have cancelled it in the queue, where none of ours could note that, or ended
         # us before it was noted.
-        words = f"{words}; whether it was cancelled, nobody knows any more"
-        return _finding(seen, kind, words, again)
+        words = f"{words}; whether it was cancelled is unknown"
+        return _finding(run, kind, words, again)
     if not limits.restart:
-        return _finding(seen, kind, words, f"{again} (or watch with --restart)")
-    if seen.restarts >= limits.most_restarts:
-        tried = f"brought back {seen.restarts} times without a new checkpoint"
-        return _finding(seen, kind, f"{words}; {tried}", f"see slurm-forge explain {seen.name}")
-    return _finding(seen, kind, words, again, remedy=Remedy.RESTART, detail=str(seen.restarts))
+        return _finding(run, kind, words, f"{again} (or watch with --restart)")
+    if run.restarts >= limits.most_restarts:
+        tried = f"requeued {run.restarts} times without a new checkpoint"
+        return _finding(run, kind, f"{words}; {tried}", f"see slurm-forge explain {run.name}")
+    return _finding(run, kind, words, again, remedy=Remedy.RESTART, detail=str(run.restarts))
 
 
 def _is_held(line: QueueRecord) -> bool:
     reason = line.reason or ""
-    held = ("JobHeld", "job_requeued_in", "ReservationInvalid", "ReservationDeleted", *_BY_SLURM)
-    return line.state in HELD or reason.startswith(held)
+    reasons = ("JobHeld", "job_requeued_in", "ReservationInvalid", "ReservationDeleted", *_BY_SLURM)
+    return line.state in HELD or reason.startswith(reasons)
 
 
-def _waiting(seen: RunSeen, line: QueueRecord, now: float, limits: WatchLimits) -> Finding | None:
+def _waiting(
+    run: RunSnapshot, line: QueueRecord, now: float, limits: WatchLimits
+) -> WatchFinding | None:
     reason, job = line.reason or "", line.job_ref
-    release = f"scontrol release {job}, or slurm-forge requeue {seen.name}"
+    release = f"scontrol release {job}, or slurm-forge requeue {run.name}"
     if reason == "JobHeldAdmin":
         return _finding(
-            seen,
+            run,
             FindingKind.HELD_BY_ADMINISTRATOR,
             f"job {job} is held by an administrator",
             f"ask the cluster's support why, and to release job {job}",
         )
     if reason.startswith(_BY_SLURM):
         words = f"job {job} is held by Slurm ({reason})"
-        return _finding(seen, FindingKind.HELD_BY_SLURM, words, release, detail=reason)
+        return _finding(run, FindingKind.HELD_BY_SLURM, words, release, detail=reason)
     if _is_held(line) and not _IN_VAIN.match(reason):
         words = f"job {job} is held by hand ({reason or line.state.value})"
-        return _finding(seen, FindingKind.HELD_BY_USER, words, release, detail=reason)
+        return _finding(run, FindingKind.HELD_BY_USER, words, release, detail=reason)
     if _IN_VAIN.match(reason):
         return _finding(
-            seen,
+            run,
             FindingKind.WAITS_IN_VAIN,
-            f"job {job} waits for what waiting does not bring ({reason})",
-            f"slurm-forge status {seen.name} says what to change",
+            f"job {job} cannot start ({reason})",
+            f"what to change: slurm-forge status {run.name}",
             detail=reason,
         )
-    if reason == "BeginTime" and limits.shorten and _delayed(seen, line, now, limits):
+    if reason == "BeginTime" and limits.shorten and _delayed(run, line, now, limits):
         return _finding(
-            seen,
+            run,
             FindingKind.DELAYED,
-            f"job {job} waits for nothing but Slurm's delay after a requeue",
+            f"job {job} only waits for Slurm's delay after a requeue",
             "nothing to do",
             remedy=Remedy.SHORTEN,
-            detail=str(seen.requeued),
+            detail=str(run.requeued),
         )
     return None
 
 
-def _delayed(seen: RunSeen, line: QueueRecord, now: float, limits: WatchLimits) -> bool:
+def _delayed(run: RunSnapshot, line: QueueRecord, now: float, limits: WatchLimits) -> bool:
     """Whether the begin time is Slurm's own, past the second in which a start would be refused.
 
     One that lies further ahead than Slurm's delay was set by a person, or is a pause of ours.
     """
-    if seen.status is not RunStatus.REQUEUED or seen.requeued is None or line.start_time is None:
+    if run.status is not RunStatus.REQUEUED or run.requeued is None or line.start_time is None:
         return False
-    if _owned(seen) or seen.stop_asked or line.state is not JobState.PENDING:
+    if _owned(run) or run.stop_asked or line.state is not JobState.PENDING:
         return False
-    if seen.waits_until is not None and seen.waits_until > now:
+    if run.waits_until is not None and run.waits_until > now:
         return False
     ahead = line.start_time.timestamp() - now
-    since = now - seen.requeued
+    since = now - run.requeued
     return limits.settled_s <= since <= 2 * limits.delay_s and 2.0 < ahead <= limits.delay_s
 
 
-def _running(seen: RunSeen, looked: Looked, now: float, limits: WatchLimits) -> Finding | None:
-    silence = _silence(seen, looked, now, limits)
-    stop = f"slurm-forge explain {seen.name}; to end it: scancel {seen.job}"
+def _running(
+    run: RunSnapshot, queue: JobInQueue, now: float, limits: WatchLimits
+) -> WatchFinding | None:
+    silence = _silence(run, queue, now, limits)
+    stop = f"slurm-forge explain {run.name}; to end it: scancel {run.job}"
     if silence is not None:
-        if not looked.asked or looked.record is None:
+        if not queue.asked or queue.record is None:
             return None  # it may have been suspended meanwhile
-        if looked.record.state is not JobState.RUNNING:
+        if queue.record.state is not JobState.RUNNING:
             return None
-        if seen.status is not RunStatus.RUNNING:
-            words = f"job {seen.job} runs, and nothing was heard of it for {_span(silence)}"
+        if run.status is not RunStatus.RUNNING:
+            words = f"job {run.job} is running, but has reported nothing for {_span(silence)}"
         else:
-            words = f"job {seen.job} runs, and nothing has moved for {_span(silence)}"
-        return _finding(seen, FindingKind.STUCK, words, stop)
-    if seen.last_save is None or seen.saves_every_s is None or seen.status is not RunStatus.RUNNING:
+            words = f"job {run.job} is running without progress for {_span(silence)}"
+        return _finding(run, FindingKind.STUCK, words, stop)
+    if run.last_save is None or run.saves_every_s is None or run.status is not RunStatus.RUNNING:
         return None
-    since = now - seen.last_save
-    if since < max(limits.overdue_s, limits.overdue_times * seen.saves_every_s):
+    since = now - run.last_save
+    if since < max(limits.overdue_s, limits.overdue_times * run.saves_every_s):
         return None
-    words = f"no checkpoint for {_span(since)}; the usual is one every {_span(seen.saves_every_s)}"
+    words = (
+        f"no checkpoint for {_span(since)}; usually there is one every {_span(run.saves_every_s)}"
+    )
     return _finding(
-        seen, FindingKind.CHECKPOINT_OVERDUE, words, f"slurm-forge save {seen.name}, then status"
+        run, FindingKind.CHECKPOINT_OVERDUE, words, f"slurm-forge save {run.name}, then status"
     )
 
 
-def _silence(seen: RunSeen, looked: Looked, now: float, limits: WatchLimits) -> float | None:
+def _silence(run: RunSnapshot, queue: JobInQueue, now: float, limits: WatchLimits) -> float | None:
     """How long nothing has moved, where that is far longer than it used to be.
 
     A job that was suspended is silent from when it was resumed.
     """
-    line = looked.line
+    line = queue.line
     if line is None or line.state in _PAUSED:
         return None
-    since = seen.changed
+    since = run.changed
     if line.start_time is not None:
         since = max(since, line.start_time.timestamp())
-    if looked.record is not None and looked.record.suspend_time is not None:
-        since = max(since, looked.record.suspend_time.timestamp())
-    usual = seen.usual_silence_s
-    if usual is None and seen.program and seen.status is RunStatus.RUNNING:
+    if queue.record is not None and queue.record.suspend_time is not None:
+        since = max(since, queue.record.suspend_time.timestamp())
+    usual = run.usual_silence_s
+    if usual is None and run.program and run.status is RunStatus.RUNNING:
         return None
     bound = limits.silent_before_training_s
-    if usual is not None and seen.status is RunStatus.RUNNING:
+    if usual is not None and run.status is RunStatus.RUNNING:
         bound = max(limits.silent_s, limits.times_the_usual * usual)
     return now - since if now - since >= bound else None
 

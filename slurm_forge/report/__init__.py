@@ -1,4 +1,4 @@
-"""What a person reads about a run: pure functions from journal records to values to text.
+"""What a person reads about a run: pure functions from journal records to text; called by ``cli``.
 
-Nothing here reads a file, a clock or the environment: all of that comes in as ``RunFacts``.
+Nothing here reads a file, a clock or the environment: all of that is passed in as ``RunFacts``.
 """

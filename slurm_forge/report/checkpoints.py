@@ -9,20 +9,9 @@ from slurm_forge.journal import KnownCheckpoint, RunState, RunStatus
 from slurm_forge.store.identity import CheckpointName
 from slurm_forge.store.manifest import Manifest
 
-__all__ = [
-    "CheckpointLine",
-    "CheckpointsListed",
-    "Found",
-    "Leftover",
-    "list_checkpoints",
-    "missing_checkpoint",
-    "newest_step",
-    "resumed_next",
-]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
+class StoredCheckpoint:
     """A checkpoint on disk.  ``manifest`` is None where it can't be read; ``problem`` says why."""
 
     name: CheckpointName
@@ -74,9 +63,9 @@ class CheckpointsListed:
     leftovers: tuple[Leftover, ...]
 
 
-def resumed_next(state: RunState, found: Sequence[Found]) -> CheckpointName | None:
+def resumed_next(state: RunState, stored: Sequence[StoredCheckpoint]) -> CheckpointName | None:
     """What a start would resume from now; ``found`` is newest first."""
-    for each in found:
+    for each in stored:
         if each.manifest is not None and state.refusal(each.name) is None:
             return each.name
     return None
@@ -103,22 +92,24 @@ def list_checkpoints(
     run: str,
     path: str,
     state: RunState,
-    found: Sequence[Found],
+    stored: Sequence[StoredCheckpoint],
     leftovers: Sequence[Leftover],
 ) -> CheckpointsListed:
     """Put together what is there (newest first) and what is known."""
     # A finished run is not started again.
-    next_ = None if state.status is RunStatus.FINISHED else resumed_next(state, found)
-    lines = [_present(state, each, next_) for each in found]
-    lines += _gone(state, {each.name for each in found})
+    next_ = None if state.status is RunStatus.FINISHED else resumed_next(state, stored)
+    lines = [_present(state, each, next_) for each in stored]
+    lines += _gone(state, {each.name for each in stored})
     return CheckpointsListed(
         run=run, path=path, checkpoints=tuple(lines), leftovers=tuple(leftovers)
     )
 
 
-def _present(state: RunState, found: Found, next_: CheckpointName | None) -> CheckpointLine:
-    name, manifest, known = found.name, found.manifest, _known(state, found.name)
-    why = found.problem or state.refusal(name) or ("" if known is None else known.why)
+def _present(
+    state: RunState, stored: StoredCheckpoint, next_: CheckpointName | None
+) -> CheckpointLine:
+    name, manifest, known = stored.name, stored.manifest, _known(state, stored.name)
+    why = stored.problem or state.refusal(name) or ("" if known is None else known.why)
     time = None if manifest is None else manifest.created_at.timestamp()
     return CheckpointLine(
         name=str(name),
@@ -129,7 +120,7 @@ def _present(state: RunState, found: Found, next_: CheckpointName | None) -> Che
         trust="unknown" if known is None else known.trust.value,
         why=why,
         time=time if time is not None else (known.time or None if known is not None else None),
-        size=found.size,
+        size=stored.size,
         save_s=None if known is None or not known.time else known.seconds,
         reason=_reason(manifest, known),
         world_size=None if manifest is None else manifest.world_size,

@@ -8,8 +8,6 @@ from datetime import tzinfo
 from slurm_forge.report import text as t
 from slurm_forge.report.checkpoints import CheckpointLine, CheckpointsListed
 
-__all__ = ["amount", "checkpoints_text"]
-
 _SHOWN_GONE = 8
 _UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
 
@@ -73,18 +71,18 @@ def _missing(gone: Sequence[CheckpointLine]) -> Iterator[str]:
         shown = ", ".join(t.number(each.step) for each in gone[:_SHOWN_GONE])
         more = len(gone) - _SHOWN_GONE
         rest = f" and {t.number(more)} more" if more > 0 else ""
-        yield f"  no longer on disk, though no line of the journal says so: step {shown}{rest}"
+        yield f"  missing on disk, though never deleted by the run: step {shown}{rest}"
 
 
 def _left(listed: CheckpointsListed) -> Iterator[str]:
     for kind, words in (
-        ("stage", "of saves that are under way or came to nothing"),
-        ("trash", "of deletions that were interrupted"),
+        ("stage", "of saves in progress or interrupted"),
+        ("trash", "of interrupted deletions"),
     ):
-        found = [each for each in listed.leftovers if each.kind == kind]
-        if found:
-            size = amount(sum(each.size for each in found))
-            yield f"  {t.plural(len(found), 'folder')} {words}: {size}"
+        leftovers = [each for each in listed.leftovers if each.kind == kind]
+        if leftovers:
+            size = amount(sum(each.size for each in leftovers))
+            yield f"  {t.plural(len(leftovers), 'folder')} {words}: {size}"
 
 
 def _nothing_to_resume(
@@ -93,6 +91,6 @@ def _nothing_to_resume(
     usable = any(each.where == "disk" and each.trust != "suspect" for each in present)
     if present and not usable:
         yield (
-            "  none of them would be resumed from.   after a look at one: "
+            "  none of them can be resumed from.   to trust one after checking it: "
             f"slurm-forge checkpoints promote {reference} STEP --reason TEXT"
         )

@@ -7,8 +7,6 @@ from datetime import timedelta
 
 from slurm_forge.report.text import clean, span
 
-__all__ = ["PurgeRule", "counts_from", "purge_outlook", "purge_warning"]
-
 #: From this share of the time on it is told.
 _LATE = 0.7
 
@@ -21,7 +19,7 @@ class PurgeRule:
     basis: str = ""
 
 
-def counts_from(basis: str, *, read: float, written: float) -> float:
+def counts_from(basis: str, *, accessed: float, written: float) -> float:
     """The time that a file's age counts from, of when it was last read and last written."""
     words = basis.lower()
     by_reading = any(word in words for word in ("atime", "access", "read", "unused", "used"))
@@ -29,15 +27,15 @@ def counts_from(basis: str, *, read: float, written: float) -> float:
     if "do not count" in words or (by_writing and not by_reading):
         return written
     if by_reading and by_writing:
-        return max(read, written)
-    return read if by_reading else written
+        return max(accessed, written)
+    return accessed if by_reading else written
 
 
 def purge_outlook(rule: PurgeRule) -> str:
     """What a person should know before a run rests there."""
     return (
         f"files here are deleted after {span(rule.after.total_seconds())}{_basis(rule)}: "
-        "a run that rests for longer loses its checkpoints."
+        "a run that is stopped for longer loses its checkpoints."
     )
 
 
@@ -48,7 +46,7 @@ def purge_warning(rule: PurgeRule | None, oldest: float | None, now: float) -> s
     age, after = span(now - oldest), span(rule.after.total_seconds())
     return (
         f"a file that this run needs is {age} old, and the centre deletes files after {after}"
-        f"{_basis(rule)}: let the run go on, or copy what you need to a place that lasts"
+        f"{_basis(rule)}: continue the run, or copy what you need to permanent storage"
     )
 
 

@@ -10,26 +10,6 @@ from datetime import datetime, tzinfo
 from slurm_forge.errors import ConfigError
 from slurm_forge.slurm.text.nodelist import fold_nodes
 
-__all__ = [
-    "ago",
-    "chain",
-    "clean",
-    "clock",
-    "moment",
-    "nodes",
-    "number",
-    "observed",
-    "paragraph",
-    "period",
-    "plural",
-    "rank_time",
-    "share",
-    "some_nodes",
-    "span",
-    "steps",
-    "weekday",
-]
-
 _UNKNOWN = "?"
 #: Jobs of a chain that are named at either end of a long one.
 _SHOWN_JOBS = 3
@@ -51,10 +31,17 @@ def clean(text: object, limit: int = 0) -> str:
     return shown[: limit - 1] + "…" if 0 < limit < len(shown) else shown
 
 
+def first_line(reason: str) -> str:
+    """Why, without the advice that the error ended with."""
+    return reason.partition("\n")[0]
+
+
 def observed(source: str, text: str, limit: int = 0) -> str:
     """Evidence with where it was seen, said once, and without what we have printed ourselves."""
-    told = _OUR_OWN.sub("", text).strip().removeprefix(f"{source}: ")
-    return f"{clean(source, 60)}: {clean(told, limit)}"
+    shown = _OUR_OWN.sub("", text).strip().removeprefix(f"{source}: ")
+    if source == "exit status":
+        return f"exit code {clean(shown, limit)}"
+    return f"{clean(source, 60)}: {clean(shown, limit)}"
 
 
 def paragraph(text: str) -> str:
@@ -67,9 +54,9 @@ def _lines(text: str) -> list[str]:
 
 
 def number(value: int) -> str:
-    """``20 000``."""
+    """``20000``: as it is typed, searched for and copied."""
     try:
-        return f"{value:,}".replace(",", " ")
+        return str(value)
     except ValueError:  # more digits than Python is willing to write
         return _UNKNOWN
 
@@ -145,25 +132,25 @@ def ago(time: float | None, now: float) -> str:
 
 def clock(time: float | None, zone: tzinfo | None = None) -> str:
     """``11:02:10`` in ``zone`` (None: this machine's)."""
-    found = _datetime(time, zone)
-    return "??:??:??" if found is None else f"{found:%H:%M:%S}"
+    date = _datetime(time, zone)
+    return "??:??:??" if date is None else f"{date:%H:%M:%S}"
 
 
 def moment(time: float | None, now: float, zone: tzinfo | None = None) -> str:
     """``Tue 11 Aug 09:14``, with the year where it is not this one."""
-    found, today = _datetime(time, zone), _datetime(now, zone)
-    if found is None:
+    date, today = _datetime(time, zone), _datetime(now, zone)
+    if date is None:
         return _UNKNOWN
-    year = "" if today is not None and today.year == found.year else f" {found:%Y}"
-    return f"{found:%a} {found.day} {found:%b}{year} {found:%H:%M}"
+    year = "" if today is not None and today.year == date.year else f" {date:%Y}"
+    return f"{date:%a} {date.day} {date:%b}{year} {date:%H:%M}"
 
 
 def weekday(time: float | None, now: float, zone: tzinfo | None = None) -> str:
     """``Thu 14:00``, with the date where that is not within a week."""
-    found = _datetime(time, zone)
-    if found is None or time is None or not 0 <= time - now < _WEEK_S:
+    date = _datetime(time, zone)
+    if date is None or time is None or not 0 <= time - now < _WEEK_S:
         return moment(time, now, zone)
-    return f"{found:%a %H:%M}"
+    return f"{date:%a %H:%M}"
 
 
 def period(start: float | None, end: float | None, now: float, zone: tzinfo | None = None) -> str:
@@ -178,22 +165,22 @@ def period(start: float | None, end: float | None, now: float, zone: tzinfo | No
 
 def nodes(names: Iterable[str]) -> str:
     """``n[01-04]``, or the plain names where they can't be folded; all of them."""
-    given = tuple(names)
+    hosts = tuple(names)
     try:
-        return fold_nodes(given)
+        return fold_nodes(hosts)
     except ConfigError:
-        return ",".join(clean(name, 64) for name in given)
+        return ",".join(clean(name, 64) for name in hosts)
 
 
 def some_nodes(names: Iterable[str]) -> str:
     """As ``nodes``; of what is longer than a line the first ones, and how many there are more."""
-    given = tuple(names)
-    told, kept = nodes(given), len(given)
-    while len(told) > _NODES_WIDTH and kept > 1:
-        kept = max(1, kept * _NODES_WIDTH // len(told))
-        told = nodes(given[:kept])
-    more = len(given) - kept
-    return f"{told} and {plural(more, 'more node')}" if more else told
+    hosts = tuple(names)
+    text, count = nodes(hosts), len(hosts)
+    while len(text) > _NODES_WIDTH and count > 1:
+        count = max(1, count * _NODES_WIDTH // len(text))
+        text = nodes(hosts[:count])
+    more = len(hosts) - count
+    return f"{text} and {plural(more, 'more node')}" if more else text
 
 
 def _datetime(time: float | None, zone: tzinfo | None) -> datetime | None:

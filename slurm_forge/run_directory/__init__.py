@@ -1,4 +1,7 @@
-"""The run directory: the database of a run, on shared storage."""
+"""The run directory: the database of a run, on shared storage; used by every room above.
+
+Entry: ``layout``.
+"""
 
 from slurm_forge.run_directory.claims import (
     Claim,

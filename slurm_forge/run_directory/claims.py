@@ -18,8 +18,6 @@ from slurm_forge.errors import FencedError, RunDirectoryError
 from slurm_forge.files import create_exclusive, make_private_directory, read_json
 from slurm_forge.run_directory.layout import RunDirectory
 
-__all__ = ["Claim", "Fence", "claim_attempt", "list_claims", "mark_launch", "newest_claim"]
-
 _CLAIM_LIMIT = 1 << 20
 #: As we write them: a leading zero would make a second name for the same number.
 _CLAIM_NAME = re.compile(r"[1-9][0-9]{0,8}\.json")
@@ -70,12 +68,12 @@ def claim_attempt(
     """Take the next attempt number; fences every older attempt from this moment on."""
     make_private_directory(run.path)  # whoever made it may have died before its name was on disk
     make_private_directory(run.attempts)
-    taken = 0
+    newest = 0
     for _ in range(tries):
         # A listing may be seconds old on network storage: what was found taken counts as well.
-        taken = max(taken, *list_claims(run), 0)
+        newest = max(newest, *list_claims(run), 0)
         claim = Claim(
-            attempt=taken + 1,
+            attempt=newest + 1,
             nonce=secrets.token_hex(8),
             job=job,
             restart_count=restart_count,
@@ -88,7 +86,7 @@ def claim_attempt(
         if create_exclusive(_claim_file(run, claim.attempt), body):
             make_private_directory(run.attempt(claim.attempt))
             return claim
-        taken = claim.attempt
+        newest = claim.attempt
     raise RunDirectoryError(
         f"no attempt could be claimed in {run.attempts} after {tries} tries",
         next_step="Is something starting this run in a loop?  See slurm-forge status.",

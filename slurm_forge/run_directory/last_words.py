@@ -8,14 +8,12 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-from dataclasses import asdict, dataclass, fields
-from typing import Any
+from dataclasses import asdict, dataclass
 
 from slurm_forge.errors import ForgeError
 from slurm_forge.files import private_directory, read_json, write_atomic
+from slurm_forge.json_codec import from_json
 from slurm_forge.run_directory.layout import RunDirectory
-
-__all__ = ["LAUNCH_BEGINS", "LastWords", "read_last_words", "write_last_words"]
 
 #: With this, attempt and launch a rank begins its output: what stands before it was another's.
 LAUNCH_BEGINS = "slurm_forge: launch "
@@ -63,25 +61,18 @@ def read_last_words(run: RunDirectory, attempt: int, launch: int) -> tuple[LastW
 
     Never raises: a file that is damaged or not to be trusted says nothing.
     """
-    found: list[LastWords] = []
+    words: list[LastWords] = []
     with contextlib.suppress(OSError):
         names = (_NAME.fullmatch(entry.name) for entry in run.attempt(attempt).iterdir())
         ranks = {int(name["rank"]) for name in names if name and int(name["launch"]) == launch}
         for rank in sorted(ranks)[:_MOST]:
-            with contextlib.suppress(OSError, ForgeError, ValueError, TypeError, KeyError):
-                found.append(_read(run, attempt, launch, rank))
-    return tuple(sorted(found, key=lambda words: (words.time, words.rank)))
+            with contextlib.suppress(OSError, ForgeError, ValueError):
+                words.append(_read(run, attempt, launch, rank))
+    return tuple(sorted(words, key=lambda each: (each.time, each.rank)))
 
 
 def _read(run: RunDirectory, attempt: int, launch: int, rank: int) -> LastWords:
-    body = read_json(run.last_words(attempt, launch, rank), _LIMIT)
-    given: dict[str, Any] = {each.name: body[each.name] for each in fields(LastWords)}
-    for each in fields(LastWords):
-        value = given[each.name]
-        right = (int, float) if each.type == "float" else {"int": int, "str": str}[str(each.type)]
-        if isinstance(value, bool) or not isinstance(value, right):
-            raise TypeError(each.name)
-    words = LastWords(**given)
+    words = from_json(LastWords, read_json(run.last_words(attempt, launch, rank), _LIMIT))
     if words.rank != rank or words.step < 0 or words.micro_batch < 0:
-        raise ValueError("numbers that can't be")
+        raise ValueError("numbers out of range")
     return words

@@ -9,8 +9,6 @@ from pathlib import Path
 from slurm_forge.errors import RunDirectoryError
 from slurm_forge.files import create_exclusive, make_private_directory, write_atomic
 
-__all__ = ["NEXT_STEP", "RunDirectory"]
-
 #: How the last line of a note in ``not_started`` begins, where it says what a person does next.
 NEXT_STEP = "  next step: "
 
@@ -43,7 +41,7 @@ class RunDirectory:
             make_private_directory(folder)
         if not create_exclusive(self.spec_file, spec):
             raise RunDirectoryError(
-                f"a run already lives in {self.path}",
+                f"a run already exists in {self.path}",
                 next_step="Choose another name, or continue it: slurm-forge requeue "
                 f"{self.path.name}",
             )

@@ -16,8 +16,6 @@ from slurm_forge.errors import ForgeError, RunDirectoryError
 from slurm_forge.files import make_private_directory, read_json, write_atomic
 from slurm_forge.run_directory.layout import RunDirectory
 
-__all__ = ["BegunFile", "LearnedFiles", "MicroBatchNote"]
-
 _LIMIT = 1 << 14
 _KEY = re.compile(r"[0-9a-f]{16,64}")
 _MOST = 1 << 40
@@ -88,7 +86,10 @@ class LearnedFiles:
     def path(self, key: str) -> Path:
         """The file of one key."""
         if not _KEY.fullmatch(key):
-            raise ForgeError(f"{key[:80]!r} is no key", next_step="This is a fault of ours.")
+            raise ForgeError(
+                f"invalid key {key[:80]!r}",
+                next_step="This is a bug in slurm_forge; please report it.",
+            )
         return self.folder / f"{key}.json"
 
 
@@ -113,7 +114,7 @@ class BegunFile:
             return _count(body.get("micro_batch"), 1)
         except ValueError as error:
             raise RunDirectoryError(
-                f"{self._path} is damaged: {error}", next_step="Remove it; it is made anew."
+                f"{self._path} is damaged: {error}", next_step="Remove it; it is written again."
             ) from error
 
     def write(self, key: str, micro_batch: int) -> None:
@@ -128,5 +129,5 @@ class BegunFile:
 
 def _count(value: object, least: int) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= _MOST:
-        raise ValueError(f"{value!r} is no number of samples")
+        raise ValueError(f"{value!r} is not a sample count")
     return value

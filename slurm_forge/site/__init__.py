@@ -1,4 +1,6 @@
-"""What is true of one cluster and not of Slurm in general: facts in YAML files, never in code.
+"""Facts about one cluster, in YAML files, never in code; used by ``launch`` and ``cli``.
 
-Unknown is ``None`` throughout, and ``None`` means "ask Slurm" or "nobody has told us yet".
+Unknown is ``None`` throughout: "ask Slurm", or "not known yet".
+
+Entry: ``model``.
 """

@@ -16,8 +16,6 @@ from slurm_forge.slurm.accounts import QosRecord
 from slurm_forge.slurm.records import ConfigRecord, PartitionRecord
 from slurm_forge.slurm.text.nodelist import expand_nodes
 
-__all__ = ["Contract", "contract_of", "goes_by_qos", "preemption_of", "preemption_of_qos"]
-
 _PRIO, _QOS, _NONE = "partition_prio", "qos", "none"
 
 
@@ -86,14 +84,18 @@ def contract_of(
         return Contract(preemption=preemption_of_qos(qos, known, config), above=bool(by), by=by)
     if kind != _PRIO or partition is None:
         return Contract()
-    found = preemption_of(partition, config)
-    if found.mode is not PreemptionMode.OFF and qos is not None and qos.exempt_time is not None:
-        found = _with_times(found.mode, partition.grace_time, qos.exempt_time)
-    if found.mode is PreemptionMode.OFF:
-        return Contract(preemption=found, above=False)
+    preemption = preemption_of(partition, config)
+    if (
+        preemption.mode is not PreemptionMode.OFF
+        and qos is not None
+        and qos.exempt_time is not None
+    ):
+        preemption = _with_times(preemption.mode, partition.grace_time, qos.exempt_time)
+    if preemption.mode is PreemptionMode.OFF:
+        return Contract(preemption=preemption, above=False)
     by = _higher(partition, partitions)
     above = True if by else None if _may_be_higher(partition, partitions) else False
-    return Contract(preemption=found, above=above, by=by)
+    return Contract(preemption=preemption, above=above, by=by)
 
 
 def _above(qos: QosRecord, known: Sequence[QosRecord], config: ConfigRecord) -> tuple[str, ...]:
@@ -108,13 +110,15 @@ def _higher(partition: PartitionRecord, partitions: Sequence[PartitionRecord]) -
     tier = partition.priority_tier
     if tier is None:
         return ()
-    mine = _nodes(partition.nodes)
+    nodes = _nodes(partition.nodes)
     return tuple(
         each.name
         for each in partitions
         if each.priority_tier is not None
         and each.priority_tier > tier
-        and (mine is None or (theirs := _nodes(each.nodes)) is None or not mine.isdisjoint(theirs))
+        and (
+            nodes is None or (theirs := _nodes(each.nodes)) is None or not nodes.isdisjoint(theirs)
+        )
     )
 
 

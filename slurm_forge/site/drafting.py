@@ -11,18 +11,19 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import date, timedelta
 
-from slurm_forge.documents.scalars import is_plain_text
-from slurm_forge.site.comparing import gpus_per_node
-from slurm_forge.site.contract import contract_of, goes_by_qos
-from slurm_forge.site.detection import GENERIC
-from slurm_forge.site.model import Preemption, PreemptionMode
+from slurm_forge.documents.writing import is_plain_text
+from slurm_forge.site.contract import (
+    contract_of,
+    goes_by_qos,
+    preemption_of,
+    preemption_of_qos,
+)
+from slurm_forge.site.loading import GENERIC
+from slurm_forge.site.model import PartitionFacts, Preemption, PreemptionMode, Site
 from slurm_forge.site.parts import Architecture
-from slurm_forge.slurm.accounts import QosRecord
 from slurm_forge.slurm.records import ConfigRecord, PartitionRecord
 from slurm_forge.slurm.survey import Survey
 from slurm_forge.units import format_duration
-
-__all__ = ["Draft", "draft_site"]
 
 #: As site files allow (``site.fields``); other names are told in a comment.
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")
@@ -43,11 +44,68 @@ class Draft:
 
 def draft_site(survey: Survey, today: date, *, name: str | None = None) -> Draft | None:
     """The file, its site called ``name`` or like the cluster; None where Slurm did not answer."""
-    config = survey.config
-    if config is None or config.cluster_name is None:
+    config, site = survey.config, site_in_slurm(survey)
+    if config is None or site is None or config.cluster_name is None:
         return None
     name = _file_name(config.cluster_name if name is None else name)
-    return Draft(name, "\n".join(_lines(name, config, survey, today)) + "\n")
+    return Draft(name, "\n".join(_lines(name, config, survey, site, today)) + "\n")
+
+
+def site_in_slurm(survey: Survey) -> Site | None:
+    """The cluster as Slurm describes it; None where Slurm did not answer.
+
+    Names are Slurm's own, also those that no site file can hold.
+    """
+    config = survey.config
+    if config is None:
+        return None
+    names = tuple(filter(None, (config.cluster_name,)))
+    partitions, all_qos = survey.partitions or (), survey.qos or ()
+    machine = survey.architecture
+    return Site(name="slurm").model_copy(
+        update={
+            "requeue_delay": config.requeue_delay,
+            "cluster_names": names,
+            "partitions": {each.name: _partition(each, config, survey) for each in partitions},
+            "qos": {
+                each.name: PartitionFacts(
+                    preemption=preemption_of_qos(each, all_qos, config), max_time=each.max_wall
+                )
+                for each in all_qos
+            },
+            "architecture": next((each for each in Architecture if each.value == machine), None),
+        }
+    )
+
+
+def _partition(record: PartitionRecord, config: ConfigRecord, survey: Survey) -> PartitionFacts:
+    contract = contract_of(config, record, survey.partitions or (), None, survey.qos)
+    # Whatever Slurm's word is, nobody preempts where nobody stands above.
+    off = Preemption(mode=PreemptionMode.OFF)
+    limit = next((each.max_wall for each in survey.qos or () if each.name == record.qos), None)
+    longest = min((each for each in (record.max_time, limit) if each), default=None)
+    default = record.default_time
+    groups = [each for each in survey.nodes or () if each.partition == record.name]
+    kinds = {gpu.kind for group in groups for gpu in group.gpus if gpu.kind is not None}
+    counts = {sum(gpu.count for gpu in group.gpus) for group in groups}
+    return PartitionFacts().model_copy(
+        update={
+            "preemption": off if contract.above is False else contract.preemption,
+            "max_time": longest,
+            "default_time": default if default and default <= (longest or default) else None,
+            "max_nodes": record.max_nodes or None,
+            "gpu": _plain(kinds.pop()) if len(kinds) == 1 else None,
+            # Nothing can be said of a partition whose nodes differ.
+            "gpus_per_node": counts.pop() if len(counts) == 1 else None,
+            "exclusive_nodes": record.exclusive or None,
+        }
+    )
+
+
+def features_of(survey: Survey, partition: str | None = None) -> set[str]:
+    """The features of the nodes of a partition, or of all."""
+    groups = [each for each in survey.nodes or () if partition in (None, each.partition)]
+    return {feature for group in groups for feature in group.features}
 
 
 def _file_name(cluster: str) -> str:
@@ -56,12 +114,14 @@ def _file_name(cluster: str) -> str:
     return name if _FILE_NAME.fullmatch(name) and name != GENERIC else "cluster"
 
 
-def _lines(name: str, config: ConfigRecord, survey: Survey, today: date) -> Iterator[str]:
+def _lines(
+    name: str, config: ConfigRecord, survey: Survey, site: Site, today: date
+) -> Iterator[str]:
     cluster = config.cluster_name or ""
     version = config.version or "unknown version"
-    asked = ["scontrol show config", "scontrol show partition"]
-    asked += ["sinfo"] if survey.nodes is not None else []
-    asked += ["sacctmgr show qos"] if survey.qos else []
+    commands = ["scontrol show config", "scontrol show partition"]
+    commands += ["sinfo"] if survey.nodes is not None else []
+    commands += ["sacctmgr show qos"] if survey.qos else []
     yield "# yaml-language-server: $schema=./site.schema.json"
     yield "#"
     yield f"# What Slurm ({_comment(version)}) said of itself on {today}, written by"
@@ -76,99 +136,75 @@ def _lines(name: str, config: ConfigRecord, survey: Survey, today: date) -> Iter
     yield f"contact: {_quoted(f'{survey.user[:64]}, who ran sites detect')}"
     yield "confidence: tried"
     yield "sources:"
-    yield f'  - {{page: {_quoted("; ".join(asked) + f" (Slurm {version})")}, seen: "{today}"}}'
+    yield f'  - {{page: {_quoted("; ".join(commands) + f" (Slurm {version})")}, seen: "{today}"}}'
     yield f'checked: "{today}"'
     yield ""
-    yield from _partitions(config, survey)
-    yield from _qos(config, survey)
-    yield from _rest(config, survey)
+    yield from _partitions(config, survey, site)
+    yield from _qos(survey, site)
+    yield from _rest(config, survey, site)
 
 
-def _partitions(config: ConfigRecord, survey: Survey) -> Iterator[str]:
+def _partitions(config: ConfigRecord, survey: Survey, site: Site) -> Iterator[str]:
     if survey.partitions is None:
         yield "partitions: {}                    # could not be asked"
         return
     if goes_by_qos(config):
         yield "# Preemption goes by QOS here (PreemptType=preempt/qos): see below."
-    yield "partitions:" if any(_named(each) for each in survey.partitions) else "partitions: {}"
+    yield "partitions:" if any(map(_NAME.fullmatch, site.partitions)) else "partitions: {}"
     for record in survey.partitions:
-        if not _named(record):
-            yield f"  # left out, for its name: {_comment(record.name)}"
+        if not _NAME.fullmatch(record.name):
+            yield f"  # left out because of its name: {_comment(record.name)}"
             continue
-        contract = contract_of(config, record, survey.partitions, None, survey.qos)
-        safe = contract.above is False and contract.preemption.mode is not PreemptionMode.OFF
-        found = Preemption(mode=PreemptionMode.OFF) if safe else contract.preemption
-        if safe:
+        facts = site.partitions[record.name]
+        off = PreemptionMode.OFF
+        if facts.preemption.mode is off and preemption_of(record, config).mode is not off:
             yield (
                 f"  # {record.name}: PreemptMode={_comment(record.preempt_mode or '')}, but no "
                 "partition of a higher tier shares its nodes."
             )
-        yield f"  {_key(record.name)}: {_flow(_facts(record, found, survey))}"
-        features = _features(survey, record.name)
-        if features:
-            yield f"  # features of its nodes, for --constraint: {', '.join(features)}"
+        yield f"  {_key(record.name)}: {facts_text(_plausible(facts))}"
+        if features := sorted(features_of(survey, record.name)):
+            shown = ", ".join(map(_comment, features[:12]))
+            yield f"  # features of its nodes, for --constraint: {shown}"
 
 
-def _named(record: PartitionRecord) -> bool:
-    return _NAME.fullmatch(record.name) is not None
-
-
-def _facts(
-    record: PartitionRecord, preemption: Preemption, survey: Survey
-) -> list[tuple[str, str]]:
-    told = _preemption(preemption)
-    limit = {each.name: each for each in survey.qos or ()}.get(record.qos or "")
-    longest = min(
-        (each for each in (record.max_time, limit and limit.max_wall) if each), default=None
-    )
-    told += _time("max_time", longest)
-    shorter = longest is None or record.default_time is None or record.default_time <= longest
-    told += _time("default_time", record.default_time) if shorter else []
-    if record.max_nodes:
-        told.append(("max_nodes", str(record.max_nodes)))
-    kinds = {
-        kind.kind
-        for group in survey.nodes or ()
-        if group.partition == record.name
-        for kind in group.gpus
-        if kind.kind is not None
-    }
-    if len(kinds) == 1:
-        told.append(("gpu", _quoted(kinds.pop())))
-    count = gpus_per_node(survey, record.name)
-    if count is not None:
-        told.append(("gpus_per_node", str(count)))
-    if record.exclusive:
-        told.append(("exclusive_nodes", "true"))
-    return told
-
-
-def _qos(config: ConfigRecord, survey: Survey) -> Iterator[str]:
-    records = [each for each in survey.qos or () if _NAME.fullmatch(each.name)]
-    told = [(each, _qos_facts(each, config, survey)) for each in records]
-    told = [(each, facts) for each, facts in told if facts]
-    if not told:
+def _qos(survey: Survey, site: Site) -> Iterator[str]:
+    known = {name: _plausible(facts) for name, facts in site.qos.items() if _NAME.fullmatch(name)}
+    known = {name: facts for name, facts in known.items() if facts != PartitionFacts()}
+    if not known:
         why = "could not be asked" if survey.qos is None else "nothing that matters to a run"
         yield f"qos: {{}}                           # {why}"
         return
     yield "qos:"
-    for each, facts in told:
-        yield f"  {_key(each.name)}: {_flow(facts)}"
+    for name, facts in known.items():
+        yield f"  {_key(name)}: {facts_text(facts)}"
 
 
-def _qos_facts(record: QosRecord, config: ConfigRecord, survey: Survey) -> list[tuple[str, str]]:
-    told: list[tuple[str, str]] = []
-    if goes_by_qos(config):
-        contract = contract_of(config, None, (), record, survey.qos)
-        told += _preemption(contract.preemption)
-    told += _time("max_time", record.max_wall)
-    return told
+def _plausible(facts: PartitionFacts) -> PartitionFacts:
+    """Without durations that ``sites check`` rejects, such as 68 years for "no limit"."""
+    preemption = facts.preemption.model_copy(
+        update={
+            "grace": _at_most(facts.preemption.grace, _LONGEST_NOTICE),
+            "exempt": _at_most(facts.preemption.exempt, _LONGEST_EXEMPT),
+        }
+    )
+    return facts.model_copy(
+        update={
+            "preemption": preemption,
+            "max_time": _at_most(facts.max_time, _LONGEST_TIME),
+            "default_time": _at_most(facts.default_time, _LONGEST_TIME),
+        }
+    )
 
 
-def _rest(config: ConfigRecord, survey: Survey) -> Iterator[str]:
+def _at_most(value: timedelta | None, longest: timedelta) -> timedelta | None:
+    return None if value is None or value > longest else value
+
+
+def _rest(config: ConfigRecord, survey: Survey, site: Site) -> Iterator[str]:
     yield ""
-    delay = _quoted(format_duration(config.requeue_delay))
-    yield f"requeue_delay: {delay if config.requeue_delay <= _LONGEST_NOTICE else 'null'}"
+    delay = _at_most(site.requeue_delay, _LONGEST_NOTICE)
+    yield f"requeue_delay: {_quoted(format_duration(delay)) if delay else 'null'}"
     yield "self_requeue_allowed: null        # false where jobs must not requeue themselves"
     request, why = _gpu_request(config, survey)
     yield f"gpu_request: {request:<21}# {why}"
@@ -176,10 +212,8 @@ def _rest(config: ConfigRecord, survey: Survey) -> Iterator[str]:
     yield f"account_required: null            # {_account(survey, enforced=enforced)}"
     if config.job_submit_plugins:
         plugins = ", ".join(_comment(each) for each in config.job_submit_plugins)
-        yield f"# Rules of its own may change or refuse jobs here: JobSubmitPlugins={plugins}."
-    known = {each.value for each in Architecture}
-    machine = survey.architecture if survey.architecture in known else None
-    yield f"architecture: {machine or 'null'}"
+        yield f"# A plugin may change or refuse jobs here: JobSubmitPlugins={plugins}."
+    yield f"architecture: {site.architecture.value if site.architecture else 'null'}"
     yield "socket_interface: null            # the fast network's, on a compute node: ip address"
     yield "internet_on_compute_nodes: null   # slurm-forge doctor --live finds it out"
     yield 'storage: []                       # - {role: scratch, env: SCRATCH, purge_after: "90d"}'
@@ -194,7 +228,7 @@ def _gpu_request(config: ConfigRecord, survey: Survey) -> tuple[str, str]:
     if config.job_submit_plugins:
         return (
             "null",
-            "a plugin has rules of its own: gpus_per_node or gres?",
+            "a job submit plugin decides: gpus_per_node or gres?",
         )
     if config.select_type == "select/cons_tres":
         return "gpus_per_node", "Gres=gpu and select/cons_tres: --gpus-per-node is understood"
@@ -209,35 +243,15 @@ def _account(survey: Survey, *, enforced: bool) -> str:
     return f"accounts are enforced; yours by default: {_comment(survey.default_account)}"
 
 
-def _preemption(found: Preemption) -> list[tuple[str, str]]:
-    if found.mode is None:
-        return []
-    told = [("mode", '"OFF"' if found.mode is PreemptionMode.OFF else found.mode.value)]
-    if found.grace is not None and found.grace <= _LONGEST_NOTICE:
-        told.append(("grace", _quoted(format_duration(found.grace))))
-    if found.exempt is not None and found.exempt <= _LONGEST_EXEMPT:
-        told.append(("exempt", _quoted(format_duration(found.exempt))))
-    return [("preemption", _flow(told))]
+def facts_text(facts: PartitionFacts) -> str:
+    """Facts as a site file has them, in one line."""
+    return _flow(facts.model_dump(mode="json", exclude_defaults=True))
 
 
-def _time(key: str, value: timedelta | None) -> list[tuple[str, str]]:
-    if not value or value > _LONGEST_TIME:
-        return []
-    return [(key, _quoted(format_duration(value)))]
-
-
-def _features(survey: Survey, partition: str) -> list[str]:
-    found = {
-        feature
-        for group in survey.nodes or ()
-        if group.partition == partition
-        for feature in group.features
-    }
-    return [_comment(each) for each in sorted(found)[:12]]
-
-
-def _flow(pairs: list[tuple[str, str]]) -> str:
-    return "{" + ", ".join(f"{key}: {value}" for key, value in pairs) + "}"
+def _flow(value: object) -> str:
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key}: {_flow(each)}" for key, each in value.items()) + "}"
+    return _quoted(value) if isinstance(value, str) else json.dumps(value)
 
 
 def _key(text: str) -> str:

@@ -26,26 +26,6 @@ from slurm_forge.units import (
     parse_memory,
 )
 
-__all__ = [
-    "Bandwidth",
-    "Day",
-    "Duration",
-    "Facts",
-    "Feature",
-    "FolderPath",
-    "HostPattern",
-    "Line",
-    "Memory",
-    "ModuleName",
-    "Name",
-    "Option",
-    "OrText",
-    "Variables",
-    "check_line",
-    "check_option",
-    "wholly",
-]
-
 
 def _duration(value: object) -> timedelta | None:
     return None if value is None else parse_duration(value)
@@ -60,7 +40,7 @@ def _bandwidth(value: object) -> float | None:
 def check_line(text: str) -> str:
     """One line of printable text; ``ValueError`` otherwise."""
     if not text.isprintable():
-        raise ValueError("one line of printable text, please")
+        raise ValueError("must be one line of printable text")
     return text
 
 
@@ -74,7 +54,7 @@ def check_option(text: str) -> str:
 def _variables(values: dict[str, str]) -> dict[str, str]:
     for name, value in values.items():
         if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
-            raise ValueError(f"{name[:40]!r} is no name of an environment variable")
+            raise ValueError(f"{name[:40]!r} is not a valid environment variable name")
         check_line(value)
     return values
 
@@ -112,12 +92,12 @@ def _feature(text: str) -> str:
 
 def _day(text: str) -> str:
     # "2026-8" would sort and compare wrongly.
-    found = re.fullmatch(r"([0-9]{4})-([0-9]{2})(?:-([0-9]{2}))?", text)
+    match = re.fullmatch(r"([0-9]{4})-([0-9]{2})(?:-([0-9]{2}))?", text)
     try:
-        date(*(int(part or 1) for part in found.groups())) if found else None
+        date(*(int(part or 1) for part in match.groups())) if match else None
     except ValueError:
-        found = None
-    if found is None:
+        match = None
+    if match is None:
         raise ValueError('a day like "2026-08-20", or a month like "2026-08"')
     return text
 

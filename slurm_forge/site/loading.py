@@ -1,8 +1,8 @@
-"""Finds and reads site files.
+"""Finds and reads site files, and tells which site this is.
 
 The places are, in order: what the command line names, what the knob names, what a file of settings
 names, the user's own folder, the sites that come with the package.  Where none is named, the one
-that claims this cluster is taken (``site.detection``); nothing is executed to find that out.
+that claims this cluster is taken (``detect_site``); nothing is executed to find that out.
 Nothing is taken from the current directory unless it is named: a folder somebody else can write
 into must not decide what our job script runs.
 """
@@ -10,7 +10,7 @@ into must not decide what our job script runs.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -18,10 +18,65 @@ from slurm_forge.documents import Document, build, nearest, read
 from slurm_forge.documents.reading import MAX_BYTES
 from slurm_forge.errors import ConfigError, ForgeError
 from slurm_forge.files import read_bounded
-from slurm_forge.site.detection import Surroundings, detect_site
+from slurm_forge.site.fields import wholly
 from slurm_forge.site.model import Site
 
-__all__ = ["LoadedSite", "SitePlaces", "SiteSaid", "packaged_folder"]
+#: The site that knows nothing, for clusters that nobody has described.
+GENERIC = "generic"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Surroundings:
+    """What a process can tell of the cluster that it is on, without executing anything."""
+
+    #: ClusterName, from Slurm or from the environment of a job.
+    cluster_name: str | None = None
+    variables: Mapping[str, str] = field(default_factory=dict)
+    #: The name of this host, as ``hostname`` prints it.
+    host: str | None = None
+
+    @classmethod
+    def of(cls, environ: Mapping[str, str], host: str | None) -> Surroundings:
+        """From the environment of a process: inside a job Slurm says the ClusterName there."""
+        return cls(
+            cluster_name=environ.get("SLURM_CLUSTER_NAME") or None, variables=environ, host=host
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class DetectedSite:
+    """A site that was recognised, which of its clusters this is, and by what."""
+
+    name: str
+    cluster: str | None
+    because: str
+
+
+def detect_site(here: Surroundings, sites: Iterable[Site]) -> DetectedSite:
+    """The site that claims these surroundings, else ``generic``.
+
+    The ClusterName is Slurm's own word and comes first, then the variables that a site sets, then
+    the name of the host; of several that claim the same, the first.
+    """
+    known = tuple(sites)
+    if here.cluster_name:
+        for site in known:
+            if here.cluster_name in site.cluster_names:
+                because = f"Slurm's ClusterName is {here.cluster_name}"
+                return DetectedSite(site.name, here.cluster_name, because)
+    for site in known:
+        for name, values in site.detect.variables.items():
+            if (value := here.variables.get(name)) is not None and value in values:
+                return DetectedSite(site.name, value, f"{name} is {value}")
+    if here.host:
+        for site in known:
+            for pattern in site.detect.hosts:
+                if wholly(pattern).fullmatch(here.host):
+                    return DetectedSite(site.name, None, f"this host is called {here.host}")
+    if here.cluster_name:
+        return DetectedSite(GENERIC, None, f"no site describes ClusterName {here.cluster_name}")
+    return DetectedSite(GENERIC, None, "no Slurm")
+
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]{0,63}")
 _SUFFIX = ".yaml"
@@ -51,14 +106,14 @@ class LoadedSite:
 
 
 @dataclass(frozen=True, slots=True)
-class SiteSaid:
+class SiteSetting:
     """A site or its file as something other than the command line names it, and what that is."""
 
     wanted: str
     by: str
 
 
-def _nothing_said() -> SiteSaid | None:
+def _no_setting() -> SiteSetting | None:
     return None
 
 
@@ -74,15 +129,17 @@ class SitePlaces:
     packaged: Path
     user_folder: Path | None = None
     knob: str | None = None
-    settings: Callable[[], SiteSaid | None] = _nothing_said
+    settings: Callable[[], SiteSetting | None] = _no_setting
     here: Surroundings = field(default_factory=Surroundings)
 
-    def said(self) -> SiteSaid | None:
+    def preset(self) -> SiteSetting | None:
         """The site that the environment or a file of settings names: the knob comes first."""
-        return SiteSaid(self.knob, "SLURM_FORGE_SITE") if self.knob is not None else self.settings()
+        return (
+            SiteSetting(self.knob, "SLURM_FORGE_SITE") if self.knob is not None else self.settings()
+        )
 
     def load(self, wanted: str | None = None, *, cluster_name: str | None = None) -> LoadedSite:
-        """The site that is ``wanted`` (a name or a file), else the ``said``, else the detected one.
+        """The site that is ``wanted`` (a name or a file), else ``preset()``, else the detected one.
 
         Raises ``ConfigError`` for an unknown name or a mistake in the file, ``UnsafeFileError``
         for a file outside the package that others can write.
@@ -90,20 +147,20 @@ class SitePlaces:
         here = self.here if not cluster_name else replace(self.here, cluster_name=cluster_name)
         if wanted is not None:
             return self._named(wanted, "it was asked for", here)
-        if (said := self.said()) is not None:
-            return self._named(said.wanted, f"{said.by} names it", here)
+        if (setting := self.preset()) is not None:
+            return self._named(setting.wanted, f"{setting.by} names it", here)
         claiming = (path for path in self._files() if _may_claim(path, here))
-        found = detect_site(here, (self._read(path)[0] for path in claiming))
-        return self._named(found.name, found.because, here)
+        detected = detect_site(here, (self._read(path)[0] for path in claiming))
+        return self._named(detected.name, detected.because, here)
 
     def named_file(self, wanted: str | None) -> str | None:
-        """The file, from ``/`` on, that ``wanted`` or ``said`` names by its path; None for names.
+        """The absolute path of the file that ``wanted`` or ``preset()`` names; None for a name.
 
         A run keeps it: it is not found by the name in it.
         """
-        said = self.said() if wanted is None else None
-        given = wanted if said is None else said.wanted
-        return str(Path(given).absolute()) if given is not None and _is_path(given) else None
+        setting = self.preset() if wanted is None else None
+        name = wanted if setting is None else setting.wanted
+        return str(Path(name).absolute()) if name is not None and _is_path(name) else None
 
     def names(self) -> tuple[str, ...]:
         """Names of all sites that can be found, sorted."""
@@ -140,9 +197,9 @@ class SitePlaces:
                 yield from sorted(path for path in files if _NAME.fullmatch(path.stem))
 
     def _read(self, path: Path) -> tuple[Site, Document]:
-        ours = path.parent == self.packaged
+        packaged = path.parent == self.packaged
         # The package is as trustworthy as the code in it, whoever installed it.
-        site = build(Site, document := read(path, trusted=not ours))
+        site = build(Site, document := read(path, trusted=not packaged))
         if site.name != path.stem:
             raise ConfigError(
                 f"the site is called {site.name!r} and its file {path.name!r}",

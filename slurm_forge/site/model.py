@@ -1,9 +1,15 @@
-"""The form of a site file (``site_configs/*.yaml``): pydantic models, frozen, no unknown keys."""
+"""The form of a site file (``site_configs/*.yaml``): pydantic models, frozen, no unknown keys.
+
+And which of a site's storages a path lies on (``storage_at``).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+import re
+from collections.abc import Iterator, Mapping
 from enum import Enum
+from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
 from pydantic import Field, model_validator
@@ -27,28 +33,15 @@ from slurm_forge.site.parts import (
     AccountRule,
     Architecture,
     Backend,
-    Confidence,
     Container,
     Detection,
-    GpuRequest,
+    FactConfidence,
+    GpuOption,
     LauncherStyle,
     MasterAddress,
     OptionEntry,
     SourceEntry,
 )
-
-__all__ = [
-    "Bandwidth",
-    "ClusterFacts",
-    "EnvironmentSets",
-    "GpuRequest",
-    "LimitBySize",
-    "PartitionFacts",
-    "Preemption",
-    "PreemptionMode",
-    "Site",
-    "Storage",
-]
 
 AtLeastOne = Annotated[int, Field(ge=1)]
 
@@ -139,8 +132,8 @@ class EnvironmentSets(Facts):
 
     @model_validator(mode="after")
     def _nothing_is_set_and_forbidden(self) -> EnvironmentSets:
-        for key, given in (("always", self.always), ("on_hang", self.on_hang)):
-            for name in sorted(self.never.keys() & given.keys()):
+        for key, variables in (("always", self.always), ("on_hang", self.on_hang)):
+            for name in sorted(self.never.keys() & variables.keys()):
                 raise wrong_key((key, name), "env.never says that it must not be set")
         return self
 
@@ -205,7 +198,7 @@ class Site(Facts):
     #: value of the variable that tells it.
     clusters: dict[Name, ClusterFacts] = Field(default_factory=dict)
     contact: Line | None = None
-    confidence: Confidence | None = None
+    confidence: FactConfidence | None = None
     sources: tuple[SourceEntry, ...] = ()
     #: When the facts were last compared with the sources.
     checked: Day | None = None
@@ -227,7 +220,7 @@ class Site(Facts):
     #: Whether the centre lets jobs requeue themselves or submit their successors.
     self_requeue_allowed: bool | None = None
 
-    gpu_request: GpuRequest | None = None
+    gpu_request: GpuOption | None = None
     #: Kinds of GPU that are asked for by a feature: "a100" in the job file, the constraint here.
     gpu_types: dict[Name, Feature] = Field(default_factory=dict)
     account_required: bool | None = None
@@ -265,10 +258,12 @@ class Site(Facts):
     @model_validator(mode="after")
     def _interface_can_be_one(self) -> Site:
         if self.socket_interface is not None and " " in self.socket_interface.strip():
-            raise wrong_key("socket_interface", 'names are parted by commas: "hsn,ib"')
-        told = {"NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"} & self.env.never.keys()
-        if self.socket_interface is not None and told:
-            raise wrong_key("socket_interface", f"env.never says that {min(told)} must not be set")
+            raise wrong_key("socket_interface", 'separate names by commas: "hsn,ib"')
+        forbidden = {"NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"} & self.env.never.keys()
+        if self.socket_interface is not None and forbidden:
+            raise wrong_key(
+                "socket_interface", f"env.never says that {min(forbidden)} must not be set"
+            )
         return self
 
     def facts(self, partition: str | None, qos: str | None = None) -> PartitionFacts:
@@ -285,24 +280,24 @@ class Site(Facts):
     def preemption(self, partition: str | None, qos: str | None = None) -> Preemption:
         """The contract of a job: the first of QOS, partition and default that knows its mode."""
         candidates = [facts.preemption for facts in self._known(partition, qos)]
-        return next((found for found in candidates if found.mode), self.preemption_default)
+        return next((each for each in candidates if each.mode), self.preemption_default)
 
     def on(self, cluster: str | None) -> Site:
         """The facts of one of the clusters that the file describes; the same for any other."""
-        found = self.clusters.get(cluster or "")
-        if found is None:
+        facts = self.clusters.get(cluster or "")
+        if facts is None:
             return self
         differs = {
             name: value
             for name in PartitionFacts.model_fields
-            if (value := getattr(found.everywhere, name)) not in (None, (), Preemption())
+            if (value := getattr(facts.everywhere, name)) not in (None, (), Preemption())
         }
         changes: dict[str, object] = {
             "everywhere": self.everywhere.model_copy(update=differs),
-            "notes": (*self.notes, *found.notes),
+            "notes": (*self.notes, *facts.notes),
         }
-        if found.internet_on_compute_nodes is not None:
-            changes["internet_on_compute_nodes"] = found.internet_on_compute_nodes
+        if facts.internet_on_compute_nodes is not None:
+            changes["internet_on_compute_nodes"] = facts.internet_on_compute_nodes
         return self.model_copy(update=changes)
 
     def _known(self, partition: str | None, qos: str | None) -> tuple[PartitionFacts, ...]:
@@ -312,3 +307,35 @@ class Site(Facts):
             self.everywhere,
         )
         return tuple(facts for facts in known if facts is not None)
+
+
+#: Site files write what differs from user to user as <lab>, $USER or ${USER}.
+_OPEN = re.compile(r"<[^<>/]+>|\$\{?[A-Za-z_][A-Za-z0-9_]*\}?")
+
+
+def storage_at(site: Site, path: Path, variables: Mapping[str, str]) -> Storage | None:
+    """The storage that ``path`` lies on, the innermost of several; None where the site knows none.
+
+    ``variables`` are the environment: a site names places by ``$SCRATCH`` and the like.
+    """
+    places = {os.path.abspath(path), os.path.realpath(path)}  # noqa: PTH100 (links are both)
+    best: tuple[int, Storage] | None = None
+    for storage in site.storage:
+        for pattern, depth in _patterns(storage, variables):
+            lies_there = any(pattern.match(place) for place in places)
+            if lies_there and (best is None or depth > best[0]):
+                best = (depth, storage)
+    return None if best is None else best[1]
+
+
+def _patterns(
+    storage: Storage, variables: Mapping[str, str]
+) -> Iterator[tuple[re.Pattern[str], int]]:
+    """What paths on the storage begin with, and how deep that is."""
+    if storage.path is not None:
+        # Each open part is one folder.
+        parts = [re.escape(part) for part in _OPEN.split(storage.path.rstrip("/"))]
+        yield re.compile("[^/]+".join(parts) + "(/|$)"), storage.path.count("/")
+    value = variables.get(storage.env or "", "").rstrip("/")
+    if value.startswith("/"):
+        yield re.compile(re.escape(value) + "(/|$)"), value.count("/")

@@ -10,8 +10,6 @@ from typing import Any
 from slurm_forge.documents import Document, KeyPath
 from slurm_forge.site.model import Site
 
-__all__ = ["SiteValue", "unknown_keys", "values_of"]
-
 
 @dataclass(frozen=True, slots=True)
 class SiteValue:

@@ -22,25 +22,8 @@ from slurm_forge.site.fields import (
     check_option,
 )
 
-__all__ = [
-    "AccountRule",
-    "Architecture",
-    "Backend",
-    "Confidence",
-    "Container",
-    "ContainerRuntime",
-    "Detection",
-    "GpuRequest",
-    "LauncherStyle",
-    "MasterAddress",
-    "OptionEntry",
-    "OptionRule",
-    "Source",
-    "SourceEntry",
-]
 
-
-class Confidence(str, Enum):
+class FactConfidence(str, Enum):
     """How sure the facts of a file are."""
 
     #: Seen on the cluster itself.
@@ -53,7 +36,7 @@ class Confidence(str, Enum):
     COMMUNITY = "community"
 
 
-class GpuRequest(str, Enum):
+class GpuOption(str, Enum):
     """The option by which GPUs are asked for; ``none`` where the partition implies them."""
 
     GPUS_PER_NODE = "gpus_per_node"
@@ -130,7 +113,7 @@ class Container(Facts):
     note: Line | None = None
 
 
-class Source(OrText):
+class FactSource(OrText):
     """Where facts come from: a page (best at a fixed version), its date, when it was read."""
 
     known_as: ClassVar[Mapping[str, str]] = {
@@ -175,7 +158,7 @@ class AccountRule(Facts):
     def _goes_with_something(self) -> AccountRule:
         if not self.constraint and not self.partitions:
             raise ValueError(
-                "says no constraint and no partitions that these accounts go with; for all jobs "
+                "has no constraint and no partitions that these accounts go with; for all jobs "
                 "write account_required and account_example"
             )
         return self
@@ -194,7 +177,7 @@ class Detection(Facts):
 
 
 def _as_source(value: Any) -> Any:
-    return Source.model_construct(page=check_line(value)) if isinstance(value, str) else value
+    return FactSource.model_construct(page=check_line(value)) if isinstance(value, str) else value
 
 
 def _as_rule(value: Any) -> Any:
@@ -204,6 +187,6 @@ def _as_rule(value: Any) -> Any:
 
 
 #: A page alone, or with its dates.
-SourceEntry = Annotated[Source, BeforeValidator(_as_source)]
+SourceEntry = Annotated[FactSource, BeforeValidator(_as_source)]
 #: An option alone, or with the reason.
 OptionEntry = Annotated[OptionRule, BeforeValidator(_as_rule)]

@@ -14,20 +14,9 @@ from enum import Enum
 
 from slurm_forge.site.fields import wholly
 from slurm_forge.site.model import PartitionFacts, Site
-from slurm_forge.site.parts import AccountRule, GpuRequest, OptionRule
+from slurm_forge.site.parts import AccountRule, GpuOption, OptionRule
 from slurm_forge.slurm.sbatch_words import long_name, value_of
 from slurm_forge.units import format_memory, words_for_duration
-
-__all__ = [
-    "Asked",
-    "Finding",
-    "Severity",
-    "features_of",
-    "findings",
-    "longest_run",
-    "refused",
-    "refuses",
-]
 
 
 class Severity(str, Enum):
@@ -40,7 +29,7 @@ class Severity(str, Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
+class RuleFinding:
     """One thing about a job at a site.
 
     ``option`` is the sbatch option that it is about (its long name, or None), by which the caller
@@ -54,7 +43,7 @@ class Finding:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class JobRequest:
     """What a job asks for.  ``gpus`` are those of each node, None where it asks for none.
 
     ``options`` are the lines that sbatch is given; ``cpus`` those of a node, None where the job
@@ -79,25 +68,25 @@ class Asked:
     chained: bool = False
 
 
-def findings(asked: Asked, site: Site) -> tuple[Finding, ...]:
+def findings(request: JobRequest, site: Site) -> tuple[RuleFinding, ...]:
     """Everything that the site's facts say about this job, errors first; each sentence once."""
-    found = [*_options(asked, site), *_accounts(asked, site)]
-    for partition in asked.partitions or (None,):
-        facts = site.facts(partition, asked.qos)
-        place = _place(site, partition, asked.qos)
-        found += [*_limits(asked, facts, place), *_gpus(asked, site, facts, place)]
-    found += _site_wide(asked, site)
-    once: dict[str, Finding] = {}
-    for each in found:
+    results = [*_options(request, site), *_accounts(request, site)]
+    for partition in request.partitions or (None,):
+        facts = site.facts(partition, request.qos)
+        place = _place(site, partition, request.qos)
+        results += [*_limits(request, facts, place), *_gpus(request, site, facts, place)]
+    results += _site_wide(request, site)
+    once: dict[str, RuleFinding] = {}
+    for each in results:
         once.setdefault(each.message, each)
     order = list(Severity)
     return tuple(sorted(once.values(), key=lambda each: order.index(each.severity)))
 
 
-def refused(options: Iterable[str], site: Site) -> Finding | None:
+def refused(options: Iterable[str], site: Site) -> RuleFinding | None:
     """The first option that the site rejects, or requires and does not get."""
-    found = _options(Asked(options=tuple(options)), site)
-    return next((each for each in found if each.severity is Severity.ERROR), None)
+    results = _options(JobRequest(options=tuple(options)), site)
+    return next((each for each in results if each.severity is Severity.ERROR), None)
 
 
 def refuses(site: Site, option: str) -> bool:
@@ -122,27 +111,27 @@ def features_of(constraint: str | None) -> frozenset[str]:
     return frozenset(word.strip() for word in words if word.strip())
 
 
-def _options(asked: Asked, site: Site) -> Iterator[Finding]:
+def _options(request: JobRequest, site: Site) -> Iterator[RuleFinding]:
     for rule in site.rejected_options:
-        for line in asked.options:
+        for line in request.options:
             if _is(line, rule):
-                yield Finding(
+                yield RuleFinding(
                     severity=Severity.ERROR,
                     message=f"{site.name} refuses the option {_with_why(rule)}",
                     option=long_name(rule.option),
                     advice=f"Leave it out; the rules here: slurm-forge sites show {site.name}",
                 )
     for rule in site.required_options:
-        if not any(_is(line, rule) for line in asked.options):
-            yield Finding(
+        if not any(_is(line, rule) for line in request.options):
+            yield RuleFinding(
                 severity=Severity.ERROR,
                 message=f"{site.name} requires the option {_with_why(rule)}",
                 option=long_name(rule.option),
                 advice=f"Add it; the rules here: slurm-forge sites show {site.name}",
             )
     for rule in site.discouraged_options:
-        if any(_is(line, rule) for line in asked.options):
-            yield Finding(
+        if any(_is(line, rule) for line in request.options):
+            yield RuleFinding(
                 severity=Severity.WARNING,
                 message=f"{site.name} advises against the option {_with_why(rule)}.",
                 option=long_name(rule.option),
@@ -159,26 +148,26 @@ def _with_why(rule: OptionRule) -> str:
     return rule.option if rule.why is None else f"{rule.option}: {rule.why.rstrip('.')}"
 
 
-def _accounts(asked: Asked, site: Site) -> Iterator[Finding]:
-    if asked.account is None:
+def _accounts(request: JobRequest, site: Site) -> Iterator[RuleFinding]:
+    if request.account is None:
         if site.account_required:
             such = "" if site.account_example is None else f", such as {site.account_example}"
-            yield Finding(
+            yield RuleFinding(
                 severity=Severity.WARNING,
-                message=f"{site.name} wants an account (resources.account){such}.",
+                message=f"{site.name} requires an account (resources.account){such}.",
                 option="account",
             )
         return
     for rule in site.accounts:
-        fits = any(wholly(pattern).fullmatch(asked.account) for pattern in rule.accounts)
-        goes = _goes_with(asked, rule)
+        fits = any(wholly(pattern).fullmatch(request.account) for pattern in rule.accounts)
+        goes = _goes_with(request, rule)
         such = " or ".join(rule.accounts)
         why = "" if rule.why is None else f" ({rule.why.rstrip('.')})"
         if goes and not fits:
-            yield Finding(
+            yield RuleFinding(
                 severity=Severity.ERROR,
                 message=f"{site.name}: with {goes} goes an account like {such}, and the job names "
-                f"{asked.account}{why}",
+                f"{request.account}{why}",
                 option="account",
                 advice="Name the account for these GPUs, or ask for those that it pays for.",
             )
@@ -187,89 +176,90 @@ def _accounts(asked: Asked, site: Site) -> Iterator[Finding]:
                 *(f"constraint: {each}" for each in rule.constraint),
                 *(f"partition: {each}" for each in rule.partitions),
             ]
-            yield Finding(
+            yield RuleFinding(
                 severity=Severity.ERROR,
-                message=f"{site.name}: the account {asked.account} goes with "
+                message=f"{site.name}: the account {request.account} goes with "
                 f"{' or '.join(wanted)}, and the job does not ask for that{why}",
                 option="constraint",
                 advice="Add it, or name the account for the GPUs that the job asks for.",
             )
 
 
-def _goes_with(asked: Asked, rule: AccountRule) -> str | None:
+def _goes_with(request: JobRequest, rule: AccountRule) -> str | None:
     """What of the rule the job asks for."""
-    features = features_of(asked.constraint)
+    features = features_of(request.constraint)
     for feature in rule.constraint:
-        if feature in features or feature == asked.constraint:
+        if feature in features or feature == request.constraint:
             return f"constraint {feature}"
     for partition in rule.partitions:
-        if partition in asked.partitions:
+        if partition in request.partitions:
             return f"partition {partition}"
     return None
 
 
-def _limits(asked: Asked, facts: PartitionFacts, place: str) -> Iterator[Finding]:
-    longest = longest_run(facts, asked.nodes)
+def _limits(request: JobRequest, facts: PartitionFacts, place: str) -> Iterator[RuleFinding]:
+    longest = longest_run(facts, request.nodes)
     never = "Slurm will refuse it or never start it."
-    if asked.time is not None and longest is not None and asked.time > longest:
-        size = f" for {asked.nodes} nodes" if facts.max_time_by_nodes else ""
+    if request.time is not None and longest is not None and request.time > longest:
+        size = f" for {request.nodes} nodes" if facts.max_time_by_nodes else ""
         yield _warning(
             f"{place} allows {words_for_duration(longest)} at most{size} and the job asks for "
-            f"{words_for_duration(asked.time)}: {never}",
+            f"{words_for_duration(request.time)}: {never}",
             "time",
         )
-    if asked.time is None and facts.default_time is not None:
+    if request.time is None and facts.default_time is not None:
         yield _warning(
             f"{place} gives a job that asks for no time limit "
             f"{words_for_duration(facts.default_time)} (resources.time).",
             "time",
         )
-    if facts.max_nodes is not None and asked.nodes > facts.max_nodes:
+    if facts.max_nodes is not None and request.nodes > facts.max_nodes:
         yield _warning(
-            f"{place} allows {facts.max_nodes} nodes at most and the job asks for {asked.nodes}: "
+            f"{place} allows {facts.max_nodes} nodes at most and the job asks for {request.nodes}: "
             f"{never}",
             "nodes",
         )
-    if facts.constraint is not None and facts.constraint != asked.constraint:
-        missing = features_of(facts.constraint) - features_of(asked.constraint)
+    if facts.constraint is not None and facts.constraint != request.constraint:
+        missing = features_of(facts.constraint) - features_of(request.constraint)
         if missing:
             yield _warning(
-                f"{place} is asked for with a constraint: add resources.constraint: "
-                f"{facts.constraint}.",
+                f"{place} requires a constraint: add resources.constraint: {facts.constraint}.",
                 "constraint",
             )
-    if facts.self_requeue_allowed is False and not asked.chained:
+    if facts.self_requeue_allowed is False and not request.chained:
         yield _warning(
-            f"{place} does not let jobs requeue themselves: where the run would, it is held, "
-            "and goes on with slurm-forge requeue (template: array needs no requeue).",
+            f"{place} does not let jobs requeue themselves: the run is held instead, "
+            "and continues with slurm-forge requeue (template: array needs no requeue).",
             None,
         )
 
 
-def _gpus(asked: Asked, site: Site, facts: PartitionFacts, place: str) -> Iterator[Finding]:
-    there, gpus = facts.gpus_per_node, asked.gpus
+def _gpus(
+    request: JobRequest, site: Site, facts: PartitionFacts, place: str
+) -> Iterator[RuleFinding]:
+    there, gpus = facts.gpus_per_node, request.gpus
     if gpus is None:
         if facts.gpus_required:
             yield _warning(
-                f"{place} turns jobs without GPUs away (resources.gpus_per_node).", "gpus-per-node"
+                f"{place} rejects jobs without GPUs (resources.gpus_per_node).", "gpus-per-node"
             )
     elif there is not None and gpus > there:
-        told = (
+        advice = (
             f"{place} has {_count(there, 'GPU')} per node and the job asks for {gpus}"
             if there
             else f"{place} has no GPUs and the job asks for {gpus}"
         )
-        if site.gpu_request is GpuRequest.NONE:
+        if site.gpu_request is GpuOption.NONE:
             # Slurm is not told of them, and so can't refuse them.
-            yield Finding(
+            yield RuleFinding(
                 severity=Severity.ERROR,
-                message=told,
+                message=advice,
                 option="gpus-per-node",
                 advice="Ask for more nodes, or for another partition.",
             )
         else:
-            yield _warning(f"{told}: Slurm will refuse it or never start it.", "gpus-per-node")
-    total = asked.nodes * (gpus or 0)
+            yield _warning(f"{advice}: Slurm will refuse it or never start it.", "gpus-per-node")
+    total = request.nodes * (gpus or 0)
     if facts.max_gpus_per_job is not None and total > facts.max_gpus_per_job:
         yield _warning(
             f"{place} allows {_count(facts.max_gpus_per_job, 'GPU')} per job and the job asks for "
@@ -278,74 +268,74 @@ def _gpus(asked: Asked, site: Site, facts: PartitionFacts, place: str) -> Iterat
         )
     if facts.exclusive_nodes and there and (gpus or 0) < there and site.gpu_request:
         yield _warning(
-            f"{place} gives whole nodes: {there} GPUs are charged per node and the job asks for "
-            f"{gpus or 'none'}.",
+            f"{place} allocates whole nodes: {there} GPUs are charged per node and the job asks "
+            f"for {gpus or 'none'}.",
             "gpus-per-node",
         )
-    yield from _shares(asked, facts, place)
+    yield from _shares(request, facts, place)
 
 
-def _shares(asked: Asked, facts: PartitionFacts, place: str) -> Iterator[Finding]:
+def _shares(request: JobRequest, facts: PartitionFacts, place: str) -> Iterator[RuleFinding]:
     """What goes with each GPU; of whole nodes all is the job's anyway."""
-    if not asked.gpus or facts.exclusive_nodes:
+    if not request.gpus or facts.exclusive_nodes:
         return
     if facts.cpus_per_gpu is not None:
-        most = asked.gpus * facts.cpus_per_gpu
-        if asked.cpus is None:
-            yield Finding(
+        most = request.gpus * facts.cpus_per_gpu
+        if request.cpus is None:
+            yield RuleFinding(
                 severity=Severity.NOTE,
                 message=f"{place}: {facts.cpus_per_gpu} CPUs go with each GPU, and the job does "
                 "not say how many it wants (resources.cpus_per_task).",
                 option="cpus-per-task",
             )
-        elif asked.cpus > most:
+        elif request.cpus > most:
             yield _warning(
                 f"{place}: {facts.cpus_per_gpu} CPUs go with each GPU, so {most} with those of a "
-                f"node, and the job asks for {asked.cpus}.",
+                f"node, and the job asks for {request.cpus}.",
                 "cpus-per-task",
             )
-    if facts.memory_per_gpu is not None and asked.memory is not None:
-        share = asked.gpus * facts.memory_per_gpu
-        if asked.memory > share:
+    if facts.memory_per_gpu is not None and request.memory is not None:
+        share = request.gpus * facts.memory_per_gpu
+        if request.memory > share:
             yield _warning(
                 f"{place}: {format_memory(facts.memory_per_gpu)} of memory go with each GPU, so "
                 f"{format_memory(share)} with those of a node, and the job asks for "
-                f"{format_memory(asked.memory)}.",
+                f"{format_memory(request.memory)}.",
                 "mem",
             )
 
 
-def _site_wide(asked: Asked, site: Site) -> Iterator[Finding]:
-    if site.default_qos is not None and asked.qos is None:
-        yield Finding(
+def _site_wide(request: JobRequest, site: Site) -> Iterator[RuleFinding]:
+    if site.default_qos is not None and request.qos is None:
+        yield RuleFinding(
             severity=Severity.NOTE,
             message=f"{site.name}: a job that names no QOS gets {site.default_qos}.",
             option="qos",
         )
     if site.internet_on_compute_nodes is False:
-        yield Finding(
+        yield RuleFinding(
             severity=Severity.NOTE,
             message=f"{site.name}: compute nodes can't reach the internet; download before, and "
             "let trackers work offline.",
         )
     has = [each.runtime.value for each in site.containers]
-    if asked.runtime is not None and has and asked.runtime not in has:
+    if request.runtime is not None and has and request.runtime not in has:
         yield _warning(
             f"{site.name} runs containers with {' or '.join(has)} and the job asks for "
-            f"{asked.runtime} (container.runtime).",
+            f"{request.runtime} (container.runtime).",
             None,
         )
     wanted = None if site.architecture is None else site.architecture.value
-    if wanted is not None and asked.machine is not None and asked.machine != wanted:
+    if wanted is not None and request.machine is not None and request.machine != wanted:
         yield _warning(
-            f"{site.name}: the compute nodes are {wanted} and this machine is {asked.machine}: "
-            "the ranks' Python has to be one of theirs.",
+            f"{site.name}: the compute nodes are {wanted} and this machine is {request.machine}: "
+            "the ranks' Python must be built for theirs.",
             None,
         )
 
 
-def _warning(message: str, option: str | None) -> Finding:
-    return Finding(severity=Severity.WARNING, message=message, option=option)
+def _warning(message: str, option: str | None) -> RuleFinding:
+    return RuleFinding(severity=Severity.WARNING, message=message, option=option)
 
 
 def _place(site: Site, partition: str | None, qos: str | None) -> str:

@@ -7,8 +7,6 @@ from typing import Any
 
 from slurm_forge.site.model import Site
 
-__all__ = ["schema_text", "site_schema"]
-
 
 def site_schema() -> dict[str, Any]:
     """JSON Schema (2020-12) of a site file."""

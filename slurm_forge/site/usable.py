@@ -10,8 +10,6 @@ from slurm_forge.slurm.accounts import AssociationRecord, QosRecord
 from slurm_forge.slurm.records import PartitionRecord
 from slurm_forge.slurm.survey import Survey
 
-__all__ = ["Person", "account_of", "longest", "qos_of", "usable_qos", "why_not"]
-
 _UP = "UP"
 #: Flags by which a QOS overrides limits of the partition, and of the QOS of the partition.
 _TIME_OF_QOS = "PartitionTimeLimit"
@@ -119,8 +117,8 @@ def _state_up(state: str) -> bool:
     return state.upper().split("+")[0] == _UP
 
 
-def _shut_out(allowed: Collection[str] | None, mine: Collection[str]) -> bool:
-    return allowed is not None and not set(allowed) & set(mine)
+def _shut_out(allowed: Collection[str] | None, names: Collection[str]) -> bool:
+    return allowed is not None and not set(allowed) & set(names)
 
 
 def _some(names: Collection[str] | None) -> str:

@@ -13,17 +13,6 @@ from enum import Enum
 from slurm_forge.site.model import EnvironmentSets
 from slurm_forge.vocabulary.plan import Variable
 
-__all__ = [
-    "GLOO_INTERFACE",
-    "NCCL_INTERFACE",
-    "Difference",
-    "DifferenceKind",
-    "differences",
-    "effective",
-    "reaches_forks",
-    "settled",
-]
-
 #: Which interfaces NCCL's sockets use, by its own rules (``control.interfaces``).
 NCCL_INTERFACE = "NCCL_SOCKET_IFNAME"
 #: Gloo's: whole names, and it fails for one that is not there.
@@ -37,7 +26,7 @@ _SECRET = re.compile(r"TOKEN|SECRET|PASSW|KEY|CREDENTIAL|AUTH", re.IGNORECASE)
 _LOGIN = re.compile(r"//[^/@\s]+@")
 
 
-class DifferenceKind(str, Enum):
+class VariableDifferenceKind(str, Enum):
     """How a variable is not as the site says."""
 
     MISSING = "missing"
@@ -47,20 +36,20 @@ class DifferenceKind(str, Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Difference:
+class VariableDifference:
     """One variable that is not as the site says; ``why`` is the site's word on a forbidden one."""
 
     name: str
-    kind: DifferenceKind
+    kind: VariableDifferenceKind
     wanted: str | None = None
     found: str | None = None
     why: str = ""
 
     def __str__(self) -> str:
         match self.kind:
-            case DifferenceKind.MISSING:
+            case VariableDifferenceKind.MISSING:
                 return f"{self.name} is not set; the site sets {self.name}={self.wanted}"
-            case DifferenceKind.OTHER:
+            case VariableDifferenceKind.OTHER:
                 return f"{self.name}={self.shown}; the site sets {self.wanted}"
             case _:
                 return f"{self.name}={self.shown} is set, and must not be here: {self.why}"
@@ -75,15 +64,18 @@ class Difference:
 
 def differences(
     sets: EnvironmentSets, environment: Mapping[str, str], *, on_hang: bool = False
-) -> tuple[Difference, ...]:
+) -> tuple[VariableDifference, ...]:
     """What of an environment is not as the site's sets say, what is forbidden first.
 
     ``on_hang``: the set for after a hang is in force, too, and wins over the one for always.
     """
     wanted = {**sets.always, **(sets.on_hang if on_hang else {})}
-    found = [
-        Difference(
-            name=name, kind=DifferenceKind.FORBIDDEN, found=environment[name], why=sets.never[name]
+    results = [
+        VariableDifference(
+            name=name,
+            kind=VariableDifferenceKind.FORBIDDEN,
+            found=environment[name],
+            why=sets.never[name],
         )
         for name in sorted(sets.never)
         if name in environment
@@ -91,12 +83,28 @@ def differences(
     for name, value in sorted(wanted.items()):
         there = environment.get(name)
         if there is None:
-            found.append(Difference(name=name, kind=DifferenceKind.MISSING, wanted=value))
-        elif there != value:
-            found.append(
-                Difference(name=name, kind=DifferenceKind.OTHER, wanted=value, found=there)
+            results.append(
+                VariableDifference(name=name, kind=VariableDifferenceKind.MISSING, wanted=value)
             )
-    return tuple(found)
+        elif there != value:
+            results.append(
+                VariableDifference(
+                    name=name, kind=VariableDifferenceKind.OTHER, wanted=value, found=there
+                )
+            )
+    return tuple(results)
+
+
+def forbidden_notes(
+    site: str, sets: EnvironmentSets, own: Mapping[str, str], job: Mapping[str, str]
+) -> tuple[str, ...]:
+    """What somebody who submits from the environment ``own`` hears: sbatch takes it along."""
+    return tuple(
+        f"{site}: {'the job file sets' if each.name in job else 'your environment has'} "
+        f"{each.name}={each.shown}, which must not be set here: {each.why}"
+        for each in differences(sets, {**own, **job})
+        if each.kind is VariableDifferenceKind.FORBIDDEN
+    )
 
 
 def settled(
@@ -112,12 +120,12 @@ def settled(
     as the site's.
     """
     added = {each.name: each.value for each in in_force}
-    kept = {
+    personal = {
         name: value
         for name, value in own.items()
         if not (name in added and always.get(name) == value)
     }
-    return {**always, **added, **kept, **job}
+    return {**always, **added, **personal, **job}
 
 
 def effective(

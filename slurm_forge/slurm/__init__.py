@@ -1,4 +1,6 @@
-"""Slurm as facts (environment, node lists, states, records) and one module of effects (client).
+"""Slurm as values, and one client that runs its commands; used by every room above.
 
-Nothing here decides anything: texts become values, and the client runs Slurm's own commands.
+Nothing here decides anything: text becomes values, and the client runs Slurm's own commands.
+
+Entry: ``client``.
 """

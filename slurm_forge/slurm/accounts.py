@@ -14,26 +14,10 @@ from typing import TypeVar
 from slurm_forge.errors import SlurmCommandError
 from slurm_forge.units import parse_slurm_duration
 
-__all__ = [
-    "ASSOCIATION_FIELDS",
-    "QOS_FIELDS",
-    "USER_FIELDS",
-    "AssociationRecord",
-    "QosRecord",
-    "parse_associations",
-    "parse_default_account",
-    "parse_qos",
-]
-
 _Record = TypeVar("_Record")
 
-QOS_FIELDS = (
-    "Name,Priority,GraceTime,Preempt,PreemptExemptTime,PreemptMode,Flags,MaxWall,MaxTRES,"
-    "MaxTRESPU,MaxJobsPU,MaxSubmitPU"
-)
-ASSOCIATION_FIELDS = (
-    "Cluster,Account,User,Partition,QOS,DefaultQOS,MaxWall,MaxTRES,MaxJobs,MaxSubmit"
-)
+QOS_FIELDS = "Name,GraceTime,Preempt,PreemptExemptTime,PreemptMode,Flags,MaxWall"
+ASSOCIATION_FIELDS = "Account,User,Partition,QOS,DefaultQOS,MaxWall"
 USER_FIELDS = "User,DefaultAccount"
 
 
@@ -43,22 +27,16 @@ class QosRecord:
 
     ``preempt_mode`` None is the cluster's own, also where somebody has written OFF: a QOS is kept
     from preemption by being in nobody's ``preempts``.  ``grace_time`` and ``exempt_time`` are those
-    of jobs *in* this QOS.  ``max_tres`` is per job, ``max_tres_per_user`` of all that run, as
-    ``(("gres/gpu", "4"), …)``; memory as Slurm writes it.
+    of jobs *in* this QOS.
     """
 
     name: str
-    priority: int | None = None
     grace_time: timedelta = timedelta(0)
     preempts: tuple[str, ...] = ()
     exempt_time: timedelta | None = None
     preempt_mode: str | None = None
     flags: tuple[str, ...] = ()
     max_wall: timedelta | None = None
-    max_tres: tuple[tuple[str, str], ...] = ()
-    max_tres_per_user: tuple[tuple[str, str], ...] = ()
-    max_jobs_per_user: int | None = None
-    max_submit_per_user: int | None = None
 
     @property
     def preempts_within(self) -> bool:
@@ -73,16 +51,12 @@ class AssociationRecord:
     ``qos`` are the QOS that may be named, ``default_qos`` the one of jobs that name none.
     """
 
-    cluster: str
     account: str
     user: str
     partition: str | None = None
     qos: tuple[str, ...] = ()
     default_qos: str | None = None
     max_wall: timedelta | None = None
-    max_tres: tuple[tuple[str, str], ...] = ()
-    max_jobs: int | None = None
-    max_submit: int | None = None
 
 
 def parse_qos(text: str) -> tuple[QosRecord, ...]:
@@ -92,45 +66,36 @@ def parse_qos(text: str) -> tuple[QosRecord, ...]:
 
 def parse_associations(text: str) -> tuple[AssociationRecord, ...]:
     """Rows of ``sacctmgr show assoc format=ASSOCIATION_FIELDS``; those of accounts left out."""
-    found = _read("sacctmgr show assoc", ASSOCIATION_FIELDS, text, _association)
-    return tuple(each for each in found if each.user)
+    records = _read("sacctmgr show assoc", ASSOCIATION_FIELDS, text, _association)
+    return tuple(each for each in records if each.user)
 
 
 def parse_default_account(text: str) -> str | None:
     """The default account in a row of ``sacctmgr show user format=USER_FIELDS``; None without."""
-    found = _read("sacctmgr show user", USER_FIELDS, text, lambda row: row["DefaultAccount"])
-    return (found[0] or None) if found else None
+    names = _read("sacctmgr show user", USER_FIELDS, text, lambda row: row["DefaultAccount"])
+    return (names[0] or None) if names else None
 
 
 def _qos(row: Mapping[str, str]) -> QosRecord:
     return QosRecord(
         name=row["Name"],
-        priority=_number(row["Priority"]),
         grace_time=_duration(row["GraceTime"]) or timedelta(0),
         preempts=tuple(sorted(_names(row["Preempt"]))),
         exempt_time=_duration(row["PreemptExemptTime"]),
         preempt_mode=_mode(row["PreemptMode"]),
         flags=_names(row["Flags"]),
         max_wall=_duration(row["MaxWall"]),
-        max_tres=_tres(row["MaxTRES"]),
-        max_tres_per_user=_tres(row["MaxTRESPU"]),
-        max_jobs_per_user=_number(row["MaxJobsPU"]),
-        max_submit_per_user=_number(row["MaxSubmitPU"]),
     )
 
 
 def _association(row: Mapping[str, str]) -> AssociationRecord:
     return AssociationRecord(
-        cluster=row["Cluster"],
         account=row["Account"],
         user=row["User"],
         partition=row["Partition"] or None,
         qos=tuple(sorted(_names(row["QOS"]))),
         default_qos=row["DefaultQOS"] or None,
         max_wall=_duration(row["MaxWall"]),
-        max_tres=_tres(row["MaxTRES"]),
-        max_jobs=_number(row["MaxJobs"]),
-        max_submit=_number(row["MaxSubmit"]),
     )
 
 
@@ -138,16 +103,16 @@ def _read(
     command: str, fields: str, text: str, make: Callable[[Mapping[str, str]], _Record]
 ) -> tuple[_Record, ...]:
     names = fields.split(",")
-    found = []
+    records = []
     for line in filter(str.strip, text.splitlines()):
         columns = [part.strip() for part in line.split("|")]
         if len(columns) != len(names) or not columns[0]:
             raise _not_understood(command, f"a row of {len(columns)} columns", line)
         try:
-            found.append(make(dict(zip(names, columns, strict=True))))
+            records.append(make(dict(zip(names, columns, strict=True))))
         except ValueError as error:
             raise _not_understood(command, str(error), line) from None
-    return tuple(found)
+    return tuple(records)
 
 
 def _names(text: str) -> tuple[str, ...]:
@@ -158,23 +123,8 @@ def _mode(text: str) -> str | None:
     return None if text.lower() in {"", "cluster", "off", "disabled"} else text
 
 
-def _number(text: str) -> int | None:
-    if not text:
-        return None
-    if not (text.isascii() and text.isdigit() and len(text) < 19):
-        raise ValueError(f"{text[:40]!r} is not a number")
-    return int(text)
-
-
 def _duration(text: str) -> timedelta | None:
     return parse_slurm_duration(text) if text else None
-
-
-def _tres(text: str) -> tuple[tuple[str, str], ...]:
-    pairs = tuple(part.partition("=") for part in _names(text))
-    if any(not name or not equals for name, equals, _ in pairs):
-        raise ValueError(f"{text[:60]!r} is not a list of NAME=COUNT")
-    return tuple(sorted((name, count) for name, _, count in pairs))
 
 
 def _not_understood(command: str, why: str, text: str) -> SlurmCommandError:

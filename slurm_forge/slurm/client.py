@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Protocol
 
 from slurm_forge.errors import ConfigError, SlurmCommandError, SlurmUnreachableError
-from slurm_forge.slurm.environment import process_environ
+from slurm_forge.knobs import process_environ
 from slurm_forge.slurm.process import Completed, Runner, run_command
 from slurm_forge.slurm.records import (
     AccountingRecord,
@@ -25,7 +25,7 @@ from slurm_forge.slurm.records import (
 )
 from slurm_forge.slurm.sbatch_variables import without_overrides
 from slurm_forge.slurm.text.answers import (
-    RequeueOutcome,
+    RequeueAnswer,
     RequeueReply,
     is_unknown_job,
     is_unreachable,
@@ -44,8 +44,6 @@ from slurm_forge.slurm.text.parsing import (
     parse_queue,
 )
 from slurm_forge.units import format_slurm_duration
-
-__all__ = ["COMMAND_NOT_FOUND", "JobUpdate", "Slurm", "SubprocessSlurm"]
 
 # A leading dash would be an option, a comma or a bracket would name further jobs.
 _JOB = re.compile(r"[0-9]{1,10}(?:[_+][0-9]{1,10})?")
@@ -320,7 +318,7 @@ class SubprocessSlurm:
             done = self._ask("scontrol", verb, _job(job))
         except SlurmUnreachableError as error:
             missing = error.returncode == COMMAND_NOT_FOUND
-            outcome = RequeueOutcome.NO_COMMAND if missing else RequeueOutcome.UNREACHABLE
+            outcome = RequeueAnswer.NO_COMMAND if missing else RequeueAnswer.UNREACHABLE
             return RequeueReply(outcome, error.stderr)
         return RequeueReply(requeue_outcome(done), done.stderr.strip())
 
@@ -396,19 +394,19 @@ def _accepted(done: Completed, *, next_step: str = "") -> Completed:
 
 def _correct(refusal: str) -> str:
     """What to do about the commonest refusals of sbatch (slurm_errno.c); empty for others."""
-    said = refusal.casefold()
-    return next((step for words, step in _CORRECTED if words in said), "")
+    refusal_text = refusal.casefold()
+    return next((step for words, step in _CORRECTED if words in refusal_text), "")
 
 
 def _for_a_question(environment: Mapping[str, str]) -> dict[str, str]:
     """Environment in which the answer's form depends on nothing that the user has set."""
-    kept = {
+    variables = {
         name: value
         for name, value in environment.items()
         if not name.startswith(("SQUEUE_", "SACCT_", "SCONTROL_", "SCANCEL_"))
         and name != "SLURM_BITSTR_LEN"
     }
-    return {**kept, "LC_ALL": "C", "SLURM_TIME_FORMAT": _TIME_FORMAT}
+    return {**variables, "LC_ALL": "C", "SLURM_TIME_FORMAT": _TIME_FORMAT}
 
 
 def _for_a_new_job(environment: Mapping[str, str]) -> dict[str, str]:

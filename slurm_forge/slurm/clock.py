@@ -7,8 +7,6 @@ from datetime import datetime, timedelta
 
 from slurm_forge.slurm.records import ConfigRecord
 
-__all__ = ["SlurmClock", "clock_ahead", "slurm_clock"]
-
 #: Clocks that are set over the network differ by less; then this node's own, which goes on being
 #: set, is as good.
 _WORTH_MINDING_S = 30.0

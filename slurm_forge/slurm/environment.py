@@ -1,7 +1,4 @@
-"""What Slurm tells a process in its environment, as one value.
-
-Besides ``slurm_forge.knobs`` this is the only module that reads ``os.environ``.
-"""
+"""What Slurm tells a process in its environment, as one value."""
 
 from __future__ import annotations
 
@@ -18,8 +15,6 @@ from slurm_forge.slurm.text.nodelist import (
     expand_nodes,
 )
 from slurm_forge.slurm.versions import Unrecognized
-
-__all__ = ["SlurmEnvironment", "SpecialStep", "job_named_in", "node_name", "process_environ"]
 
 _NUMBER = re.compile(r"[0-9]{1,18}")
 _STEP = re.compile(r"-?[0-9]{1,10}")
@@ -57,8 +52,8 @@ class SlurmEnvironment:
     """The job, the step and the place in it that this process belongs to.
 
     ``None`` is "Slurm did not say": a batch script without ``--ntasks`` has no ``ntasks``, and
-    start and end are only set by newer versions (23.11 does, 22.05 does not).  Inside a step,
-    ``nnodes`` and ``ntasks`` are the step's, ``nodes`` is always the job's whole allocation.
+    the end is only set by newer versions (23.11 does, 22.05 does not).  Inside a step, ``ntasks``
+    is the step's, ``nodes`` is always the job's whole allocation.
     ``step`` is the number of a step that srun started, or one of Slurm's own steps.
     ``unrecognized`` are variables whose value could not be read and that a run can do without.
     """
@@ -72,15 +67,11 @@ class SlurmEnvironment:
     localid: int | None = None
     nodeid: int | None = None
     ntasks: int | None = None
-    nnodes: int | None = None
-    nodelist: str = ""
     nodes: tuple[str, ...] = ()
-    step_nodes: tuple[str, ...] = ()
     node_name: str | None = None
     partition: str | None = None
     cluster_name: str | None = None
     job_name: str = ""
-    start_time: datetime | None = None
     end_time: datetime | None = None
     heterogeneous: bool = False
     unrecognized: tuple[Unrecognized, ...] = ()
@@ -108,44 +99,34 @@ class SlurmEnvironment:
         srun's, raises ``ConfigError`` where it can't be read; anything else becomes ``None`` and is
         ``unrecognized``.
         """
-        read = _Reader(environ)
-        job_id = read.required_number("SLURM_JOB_ID", "SLURM_JOBID")
+        reader = _VariableReader(environ)
+        job_id = reader.required_number("SLURM_JOB_ID", "SLURM_JOBID")
         if job_id is None:
             return None
-        step = read.step("SLURM_STEP_ID", "SLURM_STEPID")
+        step = reader.step("SLURM_STEP_ID", "SLURM_STEPID")
         # A rank that takes itself for another one, or for the only one, trains a model of its own.
-        place = read.required_number if isinstance(step, int) else read.number
-        nodelist = read.text("SLURM_JOB_NODELIST", "SLURM_NODELIST")
+        place = reader.required_number if isinstance(step, int) else reader.number
         return cls(
             job_id=job_id,
             # Without its number, a task would be requeued by the id of the whole array.
-            array_job_id=read.required_number("SLURM_ARRAY_JOB_ID"),
-            array_task_id=read.required_number("SLURM_ARRAY_TASK_ID"),
+            array_job_id=reader.required_number("SLURM_ARRAY_JOB_ID"),
+            array_task_id=reader.required_number("SLURM_ARRAY_TASK_ID"),
             # Slurm sets it only when it is above zero (setup_env in src/common/env.c).
-            restart_count=read.number("SLURM_RESTART_COUNT") or 0,
+            restart_count=reader.number("SLURM_RESTART_COUNT") or 0,
             step=step,
             procid=place("SLURM_PROCID"),
             localid=place("SLURM_LOCALID"),
             nodeid=place("SLURM_NODEID"),
             ntasks=place("SLURM_NTASKS", "SLURM_NPROCS"),
-            nnodes=read.number("SLURM_NNODES", "SLURM_JOB_NUM_NODES"),
-            nodelist=nodelist,
-            nodes=expand_nodes(nodelist),
-            step_nodes=read.nodes("SLURM_STEP_NODELIST"),
-            node_name=read.node("SLURMD_NODENAME"),
-            partition=read.word("SLURM_JOB_PARTITION"),
-            cluster_name=read.word("SLURM_CLUSTER_NAME"),
-            job_name=read.text("SLURM_JOB_NAME"),
-            start_time=read.moment("SLURM_JOB_START_TIME"),
-            end_time=read.moment("SLURM_JOB_END_TIME"),
-            heterogeneous=bool(read.text("SLURM_HET_SIZE")),
-            unrecognized=read.unrecognized,
+            nodes=expand_nodes(reader.text("SLURM_JOB_NODELIST", "SLURM_NODELIST")),
+            node_name=reader.node("SLURMD_NODENAME"),
+            partition=reader.word("SLURM_JOB_PARTITION"),
+            cluster_name=reader.word("SLURM_CLUSTER_NAME"),
+            job_name=reader.text("SLURM_JOB_NAME"),
+            end_time=reader.moment("SLURM_JOB_END_TIME"),
+            heterogeneous=bool(reader.text("SLURM_HET_SIZE")),
+            unrecognized=reader.unrecognized,
         )
-
-
-def process_environ() -> Mapping[str, str]:
-    """Copy of this process's environment, for whoever needs to be given one."""
-    return dict(os.environ)
 
 
 def node_name(environ: Mapping[str, str]) -> str:
@@ -161,7 +142,7 @@ def job_named_in(environ: Mapping[str, str]) -> str | None:
     return "_".join(words) if all(_NUMBER.fullmatch(word) for word in words) else None
 
 
-class _Reader:
+class _VariableReader:
     """Reads single variables by full match; an empty value counts as absent."""
 
     def __init__(self, environ: Mapping[str, str]) -> None:
@@ -219,14 +200,6 @@ class _Reader:
             self._skip(name, text)
             return None
 
-    def nodes(self, name: str) -> tuple[str, ...]:
-        text = self.text(name)
-        try:
-            return expand_nodes(text)
-        except ConfigError:
-            self._skip(name, text)
-            return ()
-
     def moment(self, name: str) -> datetime | None:
         seconds = self.number(name)
         if not seconds:
@@ -242,9 +215,9 @@ class _Reader:
 
 
 def _refused(name: str, text: str, what: str) -> ConfigError:
-    shown = text if len(text) <= 60 else text[:57] + "…"
+    excerpt = text if len(text) <= 60 else text[:57] + "…"
     return ConfigError(
-        f"{name}={shown!r} is not {what}, so it was not written by Slurm",
+        f"{name}={excerpt!r} is not {what}, so it was not written by Slurm",
         path="environment",
         next_step=f"Unset {name} in the job's script, or start the job with sbatch again.",
     )

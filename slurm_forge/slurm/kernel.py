@@ -10,16 +10,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-__all__ = [
-    "OomKills",
-    "controller_groups",
-    "killed_since",
-    "memory_groups",
-    "parse_counters",
-    "read_memory_limit",
-    "read_oom_kills",
-]
-
 _ROOT = Path("/")
 #: Where version 1 mounts the memory controller, and version 2, alone or beside it, any.
 _V1 = PurePosixPath("sys/fs/cgroup/memory")
@@ -62,12 +52,12 @@ def killed_since(before: OomKills, now: OomKills) -> str | None:
 
 def parse_counters(text: str) -> dict[str, int]:
     """``name number`` per line, as in memory.events, memory.oom_control and /proc/vmstat."""
-    found: dict[str, int] = {}
+    counters: dict[str, int] = {}
     for line in text.splitlines():
         name, _, value = line.partition(" ")
         if value.strip().isdecimal():
-            found[name] = int(value)
-    return found
+            counters[name] = int(value)
+    return counters
 
 
 def memory_groups(cgroup: str) -> tuple[PurePosixPath, ...]:
@@ -83,7 +73,7 @@ def controller_groups(
     ``cgroup`` is the text of ``/proc/self/cgroup``, ``v1`` where version 1 mounts the controller.
     In a container the path is that of the host, and what is mounted is the group itself.
     """
-    found: list[PurePosixPath] = []
+    groups: list[PurePosixPath] = []
     for line in cgroup.splitlines():
         number, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")
@@ -91,10 +81,10 @@ def controller_groups(
         if ".." in below.parts:
             below = PurePosixPath()
         if controller in controllers.split(","):
-            found[:0] = [place for root in v1 for place in (root / below, root)]
+            groups[:0] = [place for root in v1 for place in (root / below, root)]
         elif number == "0" and not controllers:
-            found += [place for root in _V2 for place in (root / below, root)]
-    return tuple(dict.fromkeys(found))
+            groups += [place for root in _V2 for place in (root / below, root)]
+    return tuple(dict.fromkeys(groups))
 
 
 def read_oom_kills(root: Path = _ROOT) -> OomKills:

@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Protocol
 
-__all__ = ["Completed", "Runner", "run_command"]
-
 #: How long the pipes of a killed command may take to drain, in seconds.
 _DRAIN_S = 2.0
 

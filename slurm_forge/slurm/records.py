@@ -9,17 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 
-from slurm_forge.slurm.states import ACTIVE, HELD, PENDING_LIKE, JobState
+from slurm_forge.slurm.states import HELD, PENDING_LIKE, JobState
 from slurm_forge.slurm.versions import Unrecognized
-
-__all__ = [
-    "AccountingRecord",
-    "ConfigRecord",
-    "JobRecord",
-    "NodeRecord",
-    "PartitionRecord",
-    "QueueRecord",
-]
 
 #: Reasons for which a job stays in the queue until somebody releases it (job_reason_string and
 #: the state descriptions in src/slurmctld/job_mgr.c; spaces are printed as underscores).
@@ -60,10 +51,6 @@ class JobRecord:
     array_job_id: int | None = None
     #: ``7``, or what is left of the array while it waits: ``3-10%2``.
     array_task: str | None = None
-    het_job_id: int | None = None
-    user: str | None = None
-    user_id: int | None = None
-    account: str | None = None
     qos: str | None = None
     priority: int | None = None
     reason: str | None = None
@@ -72,14 +59,11 @@ class JobRecord:
     #: Whether Slurm may start it again by itself (``--requeue``, JobRequeue).
     requeue: bool | None = None
     restarts: int = 0
-    batch_flag: int | None = None
     exit_code: tuple[int, int] | None = None
-    derived_exit_code: tuple[int, int] | None = None
     submit_time: datetime | None = None
     eligible_time: datetime | None = None
     start_time: datetime | None = None
     end_time: datetime | None = None
-    preempt_eligible_time: datetime | None = None
     preempt_time: datetime | None = None
     #: When it was suspended or resumed last, and how long it had run by then.
     suspend_time: datetime | None = None
@@ -88,19 +72,14 @@ class JobRecord:
     time_limit: timedelta | None = None
     partition: str | None = None
     nodelist: str | None = None
-    requested_nodes: str | None = None
     excluded_nodes: str | None = None
-    batch_host: str | None = None
     #: The smaller number where Slurm prints a range.
     num_nodes: int | None = None
-    num_tasks: int | None = None
     memory_per_node: int | None = None
     memory_per_cpu: int | None = None
     #: The script and its arguments; from 25.11 on the script alone, and the rest in the next.
     command: str | None = None
     submit_line: str | None = None
-    work_dir: str | None = None
-    stdout: str | None = None
     comment: str | None = None
     unrecognized: tuple[Unrecognized, ...] = ()
 
@@ -147,11 +126,6 @@ class JobRecord:
             waiting and (self.priority == 0 or self.reason in _HELD_REASONS)
         )
 
-    @property
-    def preempted_in_grace(self) -> bool:
-        """Whether it still holds its nodes and has been chosen for preemption."""
-        return self.preempt_time is not None and self.state in ACTIVE
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartitionRecord:
@@ -189,18 +163,12 @@ class PartitionRecord:
 class NodeRecord:
     """One node.  ``state`` is a base state and its flags: ``("IDLE", "DRAIN", "NOT_RESPONDING")``.
 
-    ``reason`` is why it is drained or down, in the words of ``reason_by`` at ``reason_time``.
-    A ``slurmd_start_time`` or ``boot_time`` that has changed tells of a restart.
+    ``reason`` is why it is drained or down.
     """
 
     name: str
     state: tuple[str, ...]
     reason: str | None = None
-    reason_by: str | None = None
-    reason_time: datetime | None = None
-    boot_time: datetime | None = None
-    slurmd_start_time: datetime | None = None
-    partitions: tuple[str, ...] = ()
     unrecognized: tuple[Unrecognized, ...] = ()
 
     @property
@@ -231,26 +199,20 @@ class ConfigRecord:
     auth_info: tuple[str, ...] = ()
     kill_wait: timedelta | None = None
     slurmd_timeout: timedelta | None = None
-    message_timeout: timedelta | None = None
     min_job_age: timedelta | None = None
     job_requeue: bool | None = None
     max_batch_requeue: int | None = None
-    job_file_append: bool | None = None
     select_type: str | None = None
     proctrack_type: str | None = None
-    task_plugin: tuple[str, ...] = ()
     accounting_storage_type: str | None = None
     #: Whether anything is run after a job before its nodes are free again.
     has_epilog: bool | None = None
     #: Plugins that may change or refuse a job by rules of their own.
     job_submit_plugins: tuple[str, ...] = ()
-    enforce_part_limits: str | None = None
     accounting_storage_enforce: tuple[str, ...] = ()
-    launch_parameters: tuple[str, ...] = ()
     #: Exit codes after which Slurm itself requeues a job, and requeues it held.
     requeue_exit: str | None = None
     requeue_exit_hold: str | None = None
-    max_array_size: int | None = None
     #: Whether the memory that a job asked for is also its limit (cgroup.conf), where Slurm says.
     constrain_ram: bool | None = None
     unrecognized: tuple[Unrecognized, ...] = ()
@@ -292,11 +254,9 @@ class AccountingRecord:
     state: JobState
     state_text: str
     exit_code: tuple[int, int] | None = None
-    derived_exit_code: tuple[int, int] | None = None
     submit_time: datetime | None = None
     start_time: datetime | None = None
     end_time: datetime | None = None
-    nodelist: str | None = None
     #: User id in ``CANCELLED by 1000``.
     cancelled_by: int | None = None
     unrecognized: tuple[Unrecognized, ...] = ()
@@ -309,9 +269,7 @@ class QueueRecord:
     job_ref: str
     job_id: int
     state: JobState
-    state_text: str
     reason: str | None
-    partition: str | None
     start_time: datetime | None = None
     unrecognized: tuple[Unrecognized, ...] = ()
 

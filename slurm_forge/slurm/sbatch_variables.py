@@ -12,8 +12,6 @@ from collections.abc import Iterable, Mapping
 from slurm_forge.slurm.sbatch_words import long_name
 from slurm_forge.slurm.text.directives import read_directives
 
-__all__ = ["without_overrides"]
-
 _PREFIX = "SBATCH_"
 #: Variables that are not called as their option is (22.05.8, the names in sbatch itself).
 _CALLED = {
@@ -30,15 +28,17 @@ def without_overrides(environment: Mapping[str, str], script: str) -> dict[str, 
     What only a variable says (SBATCH_ACCOUNT) stays, and counts.
     """
     try:
-        said = _NEVER.union(map(long_name, read_directives(script)))
+        options = _NEVER.union(map(long_name, read_directives(script)))
     except ValueError:  # sbatch will say so
-        said = _NEVER
-    return dict(_kept(environment.items(), said))
+        options = _NEVER
+    return dict(_without(environment.items(), options))
 
 
-def _kept(variables: Iterable[tuple[str, str]], said: frozenset[str]) -> Iterable[tuple[str, str]]:
+def _without(
+    variables: Iterable[tuple[str, str]], options: frozenset[str]
+) -> Iterable[tuple[str, str]]:
     for name, value in variables:
         rest = name.removeprefix(_PREFIX)
         option = _CALLED.get(rest, rest.lower().replace("_", "-"))
-        if rest == name or option not in said:
+        if rest == name or option not in options:
             yield name, value

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-__all__ = ["LONG_OPTIONS", "PLUGIN_OPTIONS", "asks_for_requeue", "long_name", "value_of"]
-
 _LONG = """
     account acctg-freq array batch bb bbf begin chdir cluster-constraint clusters comment
     consolidate-segments constraint container container-id contiguous core-spec cores-per-socket
@@ -64,7 +62,7 @@ def asks_for_requeue(options: Iterable[str]) -> bool | None:
 def value_of(option: str) -> str | None:
     """What stands behind ``=`` or a space in an option as it is typed; None where nothing does."""
     for sign in ("=", " "):
-        name, found, value = option.partition(sign)
-        if found and not set("= ") & set(name):
+        name, equals, value = option.partition(sign)
+        if equals and not set("= ") & set(name):
             return value.strip()
     return None

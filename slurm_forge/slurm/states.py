@@ -5,8 +5,6 @@ from __future__ import annotations
 import re
 from enum import Enum
 
-__all__ = ["ACTIVE", "HELD", "PENDING_LIKE", "TERMINAL", "JobState", "cancelled_by", "parse_state"]
-
 
 class JobState(str, Enum):
     """One word of ``scontrol show job``, squeue or sacct (job_state_string in Slurm's sources).

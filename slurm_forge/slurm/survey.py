@@ -43,8 +43,6 @@ from slurm_forge.slurm.text.sinfo import (
     parse_sinfo,
 )
 
-__all__ = ["Asks", "Question", "Reply", "Survey", "survey_accounts", "take_survey"]
-
 #: Per command: somebody waits.
 PATIENCE = timedelta(seconds=10)
 _ARCHITECTURE = re.compile(r"(?:^|\s)Arch=(\S+)")
@@ -111,17 +109,17 @@ class Survey:
 
 def take_survey(slurm: Asks, user: str, *, wall: Callable[[], float] = time.time) -> Survey:
     """Ask everything, in the order in which it matters; a controller that is gone is asked once."""
-    asked = _Asked(slurm)
+    interview = _Interview(slurm)
     before = wall()
-    config = asked.of("scontrol", "show", "config", read=parse_config)
+    config = interview.of("scontrol", "show", "config", read=parse_config)
     clock_ahead_s = None if config is None else clock_ahead(config, before, wall())
-    partitions = asked.of("scontrol", "-a", "show", "partition", read=parse_partitions)
+    partitions = interview.of("scontrol", "-a", "show", "partition", read=parse_partitions)
     if partitions is None:
-        partitions = asked.again(
+        partitions = interview.again(
             "scontrol", "-a", "show", "partition", "--json", read=json_partitions
         )
-    nodes = asked.of("sinfo", "-a", "--noheader", f"--format={SINFO_FORMAT}", read=parse_sinfo)
-    architecture = _architecture(asked, partitions or ())
+    nodes = interview.of("sinfo", "-a", "--noheader", f"--format={SINFO_FORMAT}", read=parse_sinfo)
+    architecture = _architecture(interview, partitions or ())
     survey = Survey(
         user=user,
         config=config,
@@ -129,7 +127,7 @@ def take_survey(slurm: Asks, user: str, *, wall: Callable[[], float] = time.time
         nodes=nodes,
         architecture=architecture,
     )
-    qos, associations, account = _accounts(asked, survey)
+    qos, associations, account = _accounts(interview, survey)
     return Survey(
         user=user,
         config=config,
@@ -139,38 +137,38 @@ def take_survey(slurm: Asks, user: str, *, wall: Callable[[], float] = time.time
         qos=qos,
         associations=associations,
         default_account=account,
-        questions=tuple(asked.questions),
+        questions=tuple(interview.questions),
         clock_ahead_s=clock_ahead_s,
     )
 
 
 def survey_accounts(slurm: Asks, user: str, config: ConfigRecord) -> Survey:
     """Only QOS and what this user may ask for, where ``config`` is known already."""
-    asked = _Asked(slurm)
-    qos, associations, account = _accounts(asked, Survey(user=user, config=config))
+    interview = _Interview(slurm)
+    qos, associations, account = _accounts(interview, Survey(user=user, config=config))
     return Survey(
         user=user,
         config=config,
         qos=qos,
         associations=associations,
         default_account=account,
-        questions=tuple(asked.questions),
+        questions=tuple(interview.questions),
     )
 
 
-class _Asked:
+class _Interview:
     """Asks, and notes what became of it."""
 
     def __init__(self, slurm: Asks) -> None:
         self._slurm = slurm
-        self._gone: dict[str, str] = {}
+        self._unreachable: dict[str, str] = {}
         self.questions: list[Question] = []
 
     def of(self, *argv: str, read: Callable[[str], _T]) -> _T | None:
         shown, program = _shown(argv), argv[0]
         # Whoever waits for a controller that is gone need not wait for each question.
         server = "database" if program == "sacctmgr" else "controller"
-        why = self._gone.get(program) or self._gone.get(server)
+        why = self._unreachable.get(program) or self._unreachable.get(server)
         if why is not None:
             self.questions.append(Question(shown, Reply.NOT_ASKED, why))
             return None
@@ -179,7 +177,7 @@ class _Asked:
         except SlurmUnreachableError as error:
             missing = error.returncode == 127
             reply = Reply.NO_COMMAND if missing else Reply.NO_ANSWER
-            self._gone[program if missing else server] = f"{program}: {reply.value}"
+            self._unreachable[program if missing else server] = f"{program}: {reply.value}"
             self.questions.append(Question(shown, reply, _why(error)))
             return None
         except SlurmCommandError as error:
@@ -194,24 +192,24 @@ class _Asked:
         """In another form, where the first was not understood or refused."""
         if self.questions[-1].reply not in (Reply.NOT_UNDERSTOOD, Reply.REFUSED):
             return None
-        found = self.of(*argv, read=read)
-        if found is None:
+        value = self.of(*argv, read=read)
+        if value is None:
             self.questions.pop()  # one that no old version has: what was said first counts
         else:
             self.questions.pop(-2)
-        return found
+        return value
 
 
 def _accounts(
-    asked: _Asked, survey: Survey
+    interview: _Interview, survey: Survey
 ) -> tuple[tuple[QosRecord, ...] | None, tuple[AssociationRecord, ...] | None, str | None]:
     if survey.has_database is False:
         return (), (), None
-    qos = asked.of(*_SACCTMGR, "show", "qos", f"format={QOS_FIELDS}", read=parse_qos)
+    qos = interview.of(*_SACCTMGR, "show", "qos", f"format={QOS_FIELDS}", read=parse_qos)
     if qos is None:
-        qos = asked.again("sacctmgr", "--json", "show", "qos", read=json_qos)
+        qos = interview.again("sacctmgr", "--json", "show", "qos", read=json_qos)
     if not _NAME.fullmatch(survey.user):
-        asked.questions.append(
+        interview.questions.append(
             Question("sacctmgr show assoc", Reply.NOT_ASKED, "the user's name is not known")
         )
         return qos, None, None
@@ -219,14 +217,14 @@ def _accounts(
     cluster = survey.config.cluster_name if survey.config else None
     # One database may serve several clusters.
     where += [f"cluster={cluster}"] if cluster and _NAME.fullmatch(cluster) else []
-    associations = asked.of(
+    associations = interview.of(
         *_SACCTMGR, "show", "assoc", *where, f"format={ASSOCIATION_FIELDS}", read=parse_associations
     )
     if associations is None:
-        associations = asked.again(
+        associations = interview.again(
             "sacctmgr", "--json", "show", "assoc", *where, read=json_associations
         )
-    account = asked.of(
+    account = interview.of(
         *_SACCTMGR, "show", "user", survey.user, f"format={USER_FIELDS}", read=parse_default_account
     )
     return qos, associations, account
@@ -235,7 +233,7 @@ def _accounts(
 _SACCTMGR = ("sacctmgr", "--noheader", "--parsable2")
 
 
-def _architecture(asked: _Asked, partitions: tuple[PartitionRecord, ...]) -> str | None:
+def _architecture(interview: _Interview, partitions: tuple[PartitionRecord, ...]) -> str | None:
     """Of one node of the default partition, else of the first: a cluster of several is rare."""
     ordered = sorted(partitions, key=lambda each: not each.is_default)
     names = next((each.nodes for each in ordered if each.nodes), None)
@@ -245,17 +243,17 @@ def _architecture(asked: _Asked, partitions: tuple[PartitionRecord, ...]) -> str
         first = None
     if first is None or not _NAME.fullmatch(first):
         return None
-    return asked.of("scontrol", "show", "node", first, read=_arch_in)
+    return interview.of("scontrol", "show", "node", first, read=_arch_in)
 
 
 def _arch_in(text: str) -> str | None:
-    found = _ARCHITECTURE.search(text)
-    return None if found is None else found[1]
+    match = _ARCHITECTURE.search(text)
+    return None if match is None else match[1]
 
 
 def _shown(argv: tuple[str, ...]) -> str:
-    kept = [word for word in argv if not word.startswith(("-", "format="))]
-    return " ".join([*kept, "--json"] if "--json" in argv else kept)
+    words = [word for word in argv if not word.startswith(("-", "format="))]
+    return " ".join([*words, "--json"] if "--json" in argv else words)
 
 
 def _why(error: SlurmCommandError) -> str:

@@ -11,17 +11,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 
-__all__ = [
-    "CHANGES",
-    "NEWEST",
-    "Change",
-    "Kind",
-    "Release",
-    "Unrecognized",
-    "batch_variables",
-    "has",
-]
-
 _RELEASE = re.compile(r"\b([0-9]{2})\.([0-9]{2})\b")
 
 
@@ -38,23 +27,23 @@ class Unrecognized:
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class Release:
+class SlurmRelease:
     """A major release, such as 24.11; what came later in it counts as having come with it."""
 
     year: int
     month: int
 
     @classmethod
-    def parse(cls, text: str | None) -> Release | None:
+    def parse(cls, text: str | None) -> SlurmRelease | None:
         """Of ``24.11.7`` or ``slurm-wlm 22.05.8``; None where no version can be read."""
-        found = _RELEASE.search(text or "")
-        return None if found is None else cls(int(found[1]), int(found[2]))
+        match = _RELEASE.search(text or "")
+        return None if match is None else cls(int(match[1]), int(match[2]))
 
     def __str__(self) -> str:
         return f"{self.year:02d}.{self.month:02d}"
 
 
-class Kind(Enum):
+class ChangeKind(Enum):
     """What has changed."""
 
     VARIABLE = "environment variable of the batch step"
@@ -67,25 +56,25 @@ class Kind(Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Change:
+class SlurmChange:
     """One thing that a release brought, and where in Slurm's sources that is to be seen.
 
     ``value`` is what Slurm writes there, of a variable.
     """
 
-    kind: Kind
+    kind: ChangeKind
     name: str
-    since: Release
+    since: SlurmRelease
     source: str
     value: str = ""
 
 
-def _change(kind: Kind, name: str, since: str, source: str, value: str = "") -> Change:
+def _change(kind: ChangeKind, name: str, since: str, source: str, value: str = "") -> SlurmChange:
     year, month = since.split(".")
-    return Change(
+    return SlurmChange(
         kind=kind,
         name=name,
-        since=Release(int(year), int(month)),
+        since=SlurmRelease(int(year), int(month)),
         source=source,
         value=value,
     )
@@ -96,40 +85,43 @@ _REASONS = "src/common/slurm_protocol_defs.c, src/common/job_state_reason.c"
 
 #: Compared in the sources of 22.05.8, 23.02.0 and each .0 release after it; variables, states and
 #: words also on builds of 22.05.8, 23.11.11, 24.11.7, 25.05.8 and 26.05.3.
-CHANGES: tuple[Change, ...] = (
-    _change(Kind.VARIABLE, "SLURM_JOB_START_TIME", "23.02", _ENV, "1795407286"),
-    _change(Kind.VARIABLE, "SLURM_JOB_END_TIME", "23.02", _ENV, "1795407886"),
-    _change(Kind.VARIABLE, "SLURM_OOM_KILL_STEP", "24.11", _ENV, "0"),
-    _change(Kind.VARIABLE, "SLURM_JOB_SLUID", "26.05", _ENV, "sDZNM839T30K00"),
-    _change(Kind.VARIABLE, "SLURM_JOB_EXCLUSIVE", "26.05", _ENV, "NO"),
+CHANGES: tuple[SlurmChange, ...] = (
+    _change(ChangeKind.VARIABLE, "SLURM_JOB_START_TIME", "23.02", _ENV, "1795407286"),
+    _change(ChangeKind.VARIABLE, "SLURM_JOB_END_TIME", "23.02", _ENV, "1795407886"),
+    _change(ChangeKind.VARIABLE, "SLURM_OOM_KILL_STEP", "24.11", _ENV, "0"),
+    _change(ChangeKind.VARIABLE, "SLURM_JOB_SLUID", "26.05", _ENV, "sDZNM839T30K00"),
+    _change(ChangeKind.VARIABLE, "SLURM_JOB_EXCLUSIVE", "26.05", _ENV, "NO"),
     # Reserved numbers with a sign: SLURM_BATCH_SCRIPT in slurm/slurm.h.
-    _change(Kind.VARIABLE, "SLURM_STEP_ID", "26.05", f"{_ENV}, setup_env", "-5"),
-    _change(Kind.VARIABLE, "SLURM_STEPID", "26.05", f"{_ENV}, setup_env", "-5"),
-    _change(Kind.STATE, "EXPEDITING", "25.11", "src/common/slurm_protocol_defs.c"),
-    _change(Kind.REASON, "RaisedSignal", "23.02", _REASONS),
-    _change(Kind.REASON, "ReservationInvalid", "23.02", _REASONS),
-    _change(Kind.REASON, "Constraints", "23.11", _REASONS),
-    _change(Kind.REASON, "MaxPoweredUpNodes", "24.05", _REASONS),
-    _change(Kind.REASON, "MpiPortsBusy", "24.05", _REASONS),
-    _change(Kind.REASON, "NvidiaImexChannels", "25.11", _REASONS),
-    _change(Kind.FIELD, "sacct Restarts", "24.11", "src/sacct/sacct.c"),
+    _change(ChangeKind.VARIABLE, "SLURM_STEP_ID", "26.05", f"{_ENV}, setup_env", "-5"),
+    _change(ChangeKind.VARIABLE, "SLURM_STEPID", "26.05", f"{_ENV}, setup_env", "-5"),
+    _change(ChangeKind.STATE, "EXPEDITING", "25.11", "src/common/slurm_protocol_defs.c"),
+    _change(ChangeKind.REASON, "RaisedSignal", "23.02", _REASONS),
+    _change(ChangeKind.REASON, "ReservationInvalid", "23.02", _REASONS),
+    _change(ChangeKind.REASON, "Constraints", "23.11", _REASONS),
+    _change(ChangeKind.REASON, "MaxPoweredUpNodes", "24.05", _REASONS),
+    _change(ChangeKind.REASON, "MpiPortsBusy", "24.05", _REASONS),
+    _change(ChangeKind.REASON, "NvidiaImexChannels", "25.11", _REASONS),
+    _change(ChangeKind.FIELD, "sacct Restarts", "24.11", "src/sacct/sacct.c"),
     # Where it is, Command is the script without its arguments (tried on 26.05.3).
-    _change(Kind.FIELD, "scontrol SubmitLine", "25.11", "src/scontrol/info_job.c"),
-    _change(Kind.WORDS, "DUE to SIGNAL", "25.05", "src/slurmd/slurmstepd/req.c"),
-    _change(Kind.WORDS, "DUE TO TASK FAILURE", "25.05", "src/slurmd/slurmstepd/req.c"),
+    _change(ChangeKind.FIELD, "scontrol SubmitLine", "25.11", "src/scontrol/info_job.c"),
+    _change(ChangeKind.WORDS, "DUE to SIGNAL", "25.05", "src/slurmd/slurmstepd/req.c"),
+    _change(ChangeKind.WORDS, "DUE TO TASK FAILURE", "25.05", "src/slurmd/slurmstepd/req.c"),
     # Before: SlurmctldParameters=preempt_send_user_signal.
     _change(
-        Kind.SETTING, "PreemptParameters=send_user_signal", "23.02", "src/interfaces/preempt.c"
+        ChangeKind.SETTING,
+        "PreemptParameters=send_user_signal",
+        "23.02",
+        "src/interfaces/preempt.c",
     ),
     # Before: a constant, 5.
-    _change(Kind.SETTING, "MaxBatchRequeue", "23.02", "src/common/read_config.c"),
-    _change(Kind.SETTING, "SchedulerParameters=requeue_delay", "25.11", _JOB_MGR),
+    _change(ChangeKind.SETTING, "MaxBatchRequeue", "23.02", "src/common/read_config.c"),
+    _change(ChangeKind.SETTING, "SchedulerParameters=requeue_delay", "25.11", _JOB_MGR),
     # Tried on 22.05.8 and 26.05.3.
-    _change(Kind.BEHAVIOUR, "requeues a job that exits in its grace time", "24.05", _JOB_MGR),
+    _change(ChangeKind.BEHAVIOUR, "requeues a job that exits in its grace time", "24.05", _JOB_MGR),
 )
 
 #: The newest release that this was written for, and tried on.
-NEWEST = Release(26, 5)
+NEWEST = SlurmRelease(26, 5)
 
 _SINCE = {change.name: change.since for change in CHANGES}
 _OF_EVERY_VERSION = {
@@ -146,16 +138,16 @@ _OF_EVERY_VERSION = {
 }
 
 
-def has(release: Release, name: str) -> bool:
+def has(release: SlurmRelease, name: str) -> bool:
     """Whether that release has what ``CHANGES`` calls by this name; KeyError for another name."""
     return release >= _SINCE[name]
 
 
-def batch_variables(release: Release) -> Mapping[str, str]:
+def batch_variables(release: SlurmRelease) -> Mapping[str, str]:
     """What that release sets in a batch step, as far as anything here reads it, or it is new."""
     new = {
         change.name: change.value
         for change in CHANGES
-        if change.kind is Kind.VARIABLE and release >= change.since
+        if change.kind is ChangeKind.VARIABLE and release >= change.since
     }
     return {**_OF_EVERY_VERSION, **new}

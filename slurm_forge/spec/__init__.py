@@ -1,8 +1,10 @@
-"""What the user asks for: the job file as a frozen value, with a default for nearly everything."""
+"""The job file as a frozen value, with a default for nearly everything; read by every room above.
+
+Entry: ``job``.
+"""
 
 from __future__ import annotations
 
-from slurm_forge.spec.environment import EnvironmentSpec, Policy
 from slurm_forge.spec.job import BestMode, CheckpointSpec, JobSpec, KeepBest, ProbeSpec
 from slurm_forge.spec.loading import (
     from_yaml,
@@ -14,14 +16,14 @@ from slurm_forge.spec.loading import (
 )
 from slurm_forge.spec.recovery import Ladder, Recovery, Rung, SkipSamples, default_recovery
 from slurm_forge.spec.resources import Resources
-from slurm_forge.spec.types import GpuRequest
-from slurm_forge.spec.watchdog import WatchdogSpec
+from slurm_forge.spec.safeguards import EnvironmentSpec, Policy, WatchdogSpec
+from slurm_forge.spec.types import GpuCount
 
 __all__ = [
     "BestMode",
     "CheckpointSpec",
     "EnvironmentSpec",
-    "GpuRequest",
+    "GpuCount",
     "JobSpec",
     "KeepBest",
     "Ladder",

@@ -20,8 +20,6 @@ from slurm_forge.documents import did_you_mean
 from slurm_forge.errors import ConfigError
 from slurm_forge.vocabulary.plan import SampleWindow
 
-__all__ = ["Fault", "FaultKind", "Target", "parse_fault", "parse_faults"]
-
 
 class FaultKind(str, Enum):
     """What goes wrong."""
@@ -50,7 +48,7 @@ class FaultKind(str, Enum):
     WRONG = "wrong"
 
 
-class Target(str, Enum):
+class FaultTarget(str, Enum):
     """What ``corrupt`` writes its value into: one element of it; of the loss all there is.
 
     ``node`` is for ``slow``: it is the node that is slow, not what the rank has to do.
@@ -84,7 +82,7 @@ _NUMBER = re.compile(r"[+-]?(?:[0-9]{1,30}(?:\.[0-9]{0,30})?(?:[eE][+-]?[0-9]{1,
 _GOES_ON = re.compile(r"[a-z_]+=|rank[0-9]|always\Z|always:")
 _WHOLE_KEYS = ("step", "until", "rank", "attempt", "above")
 _KEYS = (*_WHOLE_KEYS, "samples", "factor", "seconds", "host")
-_STATE = (Target.WEIGHT, Target.ADAM_M, Target.ADAM_V, Target.BUFFER)
+_STATE = (FaultTarget.WEIGHT, FaultTarget.ADAM_M, FaultTarget.ADAM_V, FaultTarget.BUFFER)
 _HOST = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,252}")
 _OF_START = (FaultKind.BAD_NODE, FaultKind.BAD_LINK, FaultKind.BAD_SUM)
 _OPTIONS = {
@@ -109,7 +107,7 @@ class Fault:
     attempt: int | None = None
     above: int | None = None
     samples: SampleWindow | None = None
-    target: Target | None = None
+    target: FaultTarget | None = None
     value: str | None = None
     factor: float | None = None
     seconds: float | None = None
@@ -162,14 +160,18 @@ class Fault:
             return _SPIKE if self.factor is None else self.factor
         if self.kind in (FaultKind.NAN, FaultKind.INF):
             return float(self.kind.value)
-        return self.number if self.target is Target.LOSS else None
+        return self.number if self.target is FaultTarget.LOSS else None
 
     @property
     def of_batch(self) -> bool:
         """Whether it depends on, or acts on, the loss of a micro-batch."""
         on_loss = (FaultKind.NAN, FaultKind.INF, FaultKind.SPIKE, FaultKind.OOM)
         chosen_by_batch = self.above is not None or self.samples is not None
-        return self.kind in on_loss or self.target in (Target.LOSS, Target.GRAD) or chosen_by_batch
+        return (
+            self.kind in on_loss
+            or self.target in (FaultTarget.LOSS, FaultTarget.GRAD)
+            or chosen_by_batch
+        )
 
     def comes(self, *, step: int, rank: int, attempt: int) -> bool:
         """Whether step, rank and attempt are its own."""
@@ -197,51 +199,51 @@ class Fault:
 def parse_fault(text: str) -> Fault:
     """The fault that a text says; ``ValueError`` with a sentence where it says none."""
     head, sign, rest = _HEAD.fullmatch(text.strip()).groups()  # type: ignore[union-attr]
-    given: dict[str, Any] = {"kind": _kind(head.strip())}
+    fields: dict[str, Any] = {"kind": _kind(head.strip())}
     parts = [part.strip() for part in re.split("[:,]", rest)] if sign else []
     if sign == "@":
         step = _STEP.fullmatch(parts[0])
         if step is not None:
-            given["step"] = int(step[1])
-            given |= {} if step[2] is None else {"times": int(step[2])}
+            fields["step"] = int(step[1])
+            fields |= {} if step[2] is None else {"times": int(step[2])}
             parts.pop(0)
         elif "=" not in parts[0]:
-            raise ValueError(f'"{parts[0]}" in "{text}" is no step; write {head}@120')
+            raise ValueError(f'"{parts[0]}" in "{text}" is not a step; write {head}@120')
     for part in parts:
         key, value = _condition(part, text)
-        if key in given:
+        if key in fields:
             raise ValueError(f'"{text}" says its {key} twice')
-        given[key] = value
-    until = given.pop("until", None)
+        fields[key] = value
+    until = fields.pop("until", None)
     if until is not None:
-        if given.get("step") is None or "times" in given or until < given["step"]:
+        if fields.get("step") is None or "times" in fields or until < fields["step"]:
             raise ValueError(f'"until" in "{text}" goes with a step=, and is not before it')
-        given["times"] = until - given["step"] + 1
+        fields["times"] = until - fields["step"] + 1
     try:
-        return Fault(**given)
+        return Fault(**fields)
     except ValueError as error:
         raise ValueError(f'"{text}": {error}') from None
 
 
 def parse_faults(text: str) -> tuple[Fault, ...]:
     """The faults of a list with commas, as ``--inject`` has it; ``ValueError`` for a wrong one."""
-    found: list[str] = []
+    texts: list[str] = []
     for part in (each.strip() for each in text.split(",")):
-        if found and _GOES_ON.match(part):
-            found[-1] += f",{part}"
+        if texts and _GOES_ON.match(part):
+            texts[-1] += f",{part}"
         else:
-            found.append(part)
-    return without_repeats(map(parse_fault, found))
+            texts.append(part)
+    return without_repeats(map(parse_fault, texts))
 
 
 def without_repeats(faults: Iterable[Fault]) -> tuple[Fault, ...]:
     """The faults as they are; ``ValueError`` where one is there twice."""
-    found: list[Fault] = []
+    unique: list[Fault] = []
     for fault in faults:
-        if fault in found:
+        if fault in unique:
             raise ValueError(f'"{fault}" is there twice')
-        found.append(fault)
-    return tuple(found)
+        unique.append(fault)
+    return tuple(unique)
 
 
 def _kind(word: str) -> FaultKind:
@@ -250,7 +252,7 @@ def _kind(word: str) -> FaultKind:
     except ValueError:
         kinds = [kind.value for kind in FaultKind]
         hint = did_you_mean(word, kinds, _KNOWN_AS)
-        raise ValueError(f'"{word[:40]}" is no fault {hint}') from None
+        raise ValueError(f'"{word[:40]}" is not a known fault {hint}') from None
 
 
 def _condition(part: str, text: str) -> tuple[str, Any]:
@@ -261,12 +263,12 @@ def _condition(part: str, text: str) -> tuple[str, Any]:
         return "rank", int(rank[1])
     if part == "always":
         return "always", True
-    if part in {target.value for target in Target}:
-        return "target", Target(part)
+    if part in {target.value for target in FaultTarget}:
+        return "target", FaultTarget(part)
     if not equals:
         if _NUMBER.fullmatch(part):
             return "value", repr(float(part))
-        words = ["rank0", "always", *(f"{key}=" for key in _KEYS), *(t.value for t in Target)]
+        words = ["rank0", "always", *(f"{key}=" for key in _KEYS), *(t.value for t in FaultTarget)]
         raise ValueError(f'"{part[:40]}" in "{text}" is not understood {did_you_mean(part, words)}')
     if key in _WHOLE_KEYS and _WHOLE.fullmatch(value):
         return key, int(value)
@@ -293,7 +295,7 @@ def _check(fault: Fault) -> None:
     if fault.host is not None:
         raise ValueError("host= is for bad_node, bad_link and bad_sum; others strike a rank")
     if fault.step is None and not chosen_by_batch:
-        raise ValueError(f"says no step; write {fault.kind.value}@120")
+        raise ValueError(f"missing step; write {fault.kind.value}@120")
     if fault.samples is not None and fault.step is not None:
         raise ValueError("give a step or samples, not both")
     if fault.samples is not None and fault.samples.first >= fault.samples.stop:
@@ -304,19 +306,19 @@ def _check(fault: Fault) -> None:
         raise ValueError("attempts are counted from 1")
     if corrupts and (fault.target is None or fault.value is None):
         raise ValueError(
-            "say what is changed into what, such as corrupt@40:weight:nan "
-            f"({', '.join(target.value for target in Target if target is not Target.NODE)})"
+            "name the target and the value, such as corrupt@40:weight:nan "
+            f"({', '.join(each.value for each in FaultTarget if each is not FaultTarget.NODE)})"
         )
-    if fault.target is Target.NODE:
+    if fault.target is FaultTarget.NODE:
         if not fault.drags:
             raise ValueError(
                 "node goes with slow and a factor, such as slow@5x400:rank1:factor=2:node"
             )
     elif not corrupts and (fault.target is not None or fault.value is not None):
-        said = fault.value if fault.target is None else fault.target.value
-        raise ValueError(f"{said} is for corrupt, such as corrupt@40:weight:nan")
+        condition = fault.value if fault.target is None else fault.target.value
+        raise ValueError(f"{condition} is for corrupt, such as corrupt@40:weight:nan")
     if fault.of_state and chosen_by_batch:
-        raise ValueError("what is changed between two steps is told by a step alone")
+        raise ValueError("a change between two steps takes a step alone, no samples")
     for key, kinds in _OPTIONS.items():
         number = getattr(fault, key)
         if number is None:
@@ -333,8 +335,11 @@ def _check_of_start(fault: Fault) -> None:
     name = fault.kind.value
     if (fault.rank is None) == (fault.host is None):
         raise ValueError(f"say where: {name}:rank1, or {name}:host=n2")
-    said = (fault.step, fault.above, fault.samples, fault.target, fault.value)
-    if any(each is not None for each in (*said, fault.factor, fault.seconds)) or fault.times != 1:
+    conditions = (fault.step, fault.above, fault.samples, fault.target, fault.value)
+    if (
+        any(each is not None for each in (*conditions, fault.factor, fault.seconds))
+        or fault.times != 1
+    ):
         raise ValueError(f"it is there before the first step; write {name}:rank1")
     if fault.attempt == 0:
         raise ValueError("attempts are counted from 1")

@@ -19,35 +19,36 @@ from pydantic import (
 )
 
 from slurm_forge.documents import wrong_key
-from slurm_forge.spec.chain import MOST_TASKS, check_chain
-from slurm_forge.spec.environment import EnvironmentSpec
 from slurm_forge.spec.faults import Fault, parse_faults, without_repeats
-from slurm_forge.spec.launchers import ContainerSpec, Template, check_started
-from slurm_forge.spec.preflight import PreflightSpec
-from slurm_forge.spec.program import ProgramSpec
+from slurm_forge.spec.launchers import (
+    MOST_TASKS,
+    ContainerSpec,
+    ProgramSpec,
+    Template,
+    check_chain,
+    check_started,
+)
 from slurm_forge.spec.recovery import Recovery
 from slurm_forge.spec.resources import Resources
+from slurm_forge.spec.safeguards import EnvironmentSpec, PreflightSpec, WatchdogSpec
 from slurm_forge.spec.types import (
     AUTO,
     Arguments,
     Count,
     Environment,
     Factor,
+    JobSection,
     Memory,
     Minutes,
     PositiveDuration,
-    Section,
     ShellText,
     Steps,
     check_printable,
 )
-from slurm_forge.spec.watchdog import WatchdogSpec
-from slurm_forge.store.retention import Rules
+from slurm_forge.store.retention import RetentionRules
 from slurm_forge.units import format_duration
 from slurm_forge.vocabulary.cause import Cause
 from slurm_forge.vocabulary.decision import Action
-
-__all__ = ["BandwidthSpec", "BestMode", "CheckpointSpec", "JobSpec", "KeepBest", "ProbeSpec"]
 
 #: Several heartbeats, and what ranks of one job may be stopped apart.
 _LEAST_SILENCE = timedelta(seconds=4)
@@ -61,7 +62,7 @@ class BestMode(str, Enum):
     MAX = "max"
 
 
-class KeepBest(Section):
+class KeepBest(JobSection):
     """Keep the checkpoint with the best value of a metric that the program logs."""
 
     metric: str = Field(
@@ -70,7 +71,7 @@ class KeepBest(Section):
     mode: BestMode = Field(default=BestMode.MIN, description="min: smaller is better.")
 
 
-class CheckpointSpec(Section):
+class CheckpointSpec(JobSection):
     """When checkpoints are written, and which of them stay."""
 
     known_as: ClassVar[Mapping[str, str]] = {
@@ -117,10 +118,10 @@ class CheckpointSpec(Section):
         return timedelta(minutes=self.every_minutes)
 
     @property
-    def rules(self) -> Rules:
+    def rules(self) -> RetentionRules:
         """Which checkpoints stay."""
         minutes, best = self.keep_every_minutes, self.keep_best
-        return Rules(
+        return RetentionRules(
             last=self.keep_last,
             every_steps=self.keep_every_steps,
             every=None if minutes is None else timedelta(minutes=minutes),
@@ -137,7 +138,7 @@ class CheckpointSpec(Section):
 _PACE_EVERY = timedelta(seconds=15)
 
 
-class BandwidthSpec(Section):
+class BandwidthSpec(JobSection):
     """Now and then a probe that is large enough to measure the bandwidth of an all-reduce."""
 
     known_as: ClassVar[Mapping[str, str]] = {
@@ -155,7 +156,7 @@ class BandwidthSpec(Section):
     )
 
 
-class ProbeSpec(Section):
+class ProbeSpec(JobSection):
     """The regular check that all ranks still answer, with the right values."""
 
     known_as: ClassVar[Mapping[str, str]] = {
@@ -184,7 +185,7 @@ class ProbeSpec(Section):
         default=1.25,
         gt=1,
         description="A node whose own part of the steps takes this many times as long as that of "
-        "the others counts as slow, and so does the run against its own past; null: nobody looks.",
+        "the others counts as slow; null: nobody looks.",
     )
 
     @model_validator(mode="before")
@@ -222,7 +223,7 @@ def _check_entry(text: str) -> str:
     check_printable(text)
     place, colon, function = text.rpartition(":")
     if not colon:
-        raise ValueError('says no function; write "package.module:train" or "path/file.py:train"')
+        raise ValueError('names no function; write "package.module:train" or "path/file.py:train"')
     if not _is_dotted_name(function):
         raise ValueError(f'"{function}" is not the name of a function')
     if place.endswith(".py"):
@@ -258,18 +259,18 @@ def _inject(value: object) -> object:
         return parse_faults(value)
     if not isinstance(value, (list, tuple)):
         raise ValueError('expected faults such as "nan@120", or a list of them')
-    found: list[Fault] = []
+    faults: list[Fault] = []
     for index, item in enumerate(value):
         if isinstance(item, Fault):
-            found.append(item)
+            faults.append(item)
             continue
         try:
             if not isinstance(item, str):
                 raise ValueError("expected a fault such as nan@120")
-            found += parse_faults(item)
+            faults += parse_faults(item)
         except ValueError as error:
             raise wrong_key((index,), str(error)) from None
-    return without_repeats(found)
+    return without_repeats(faults)
 
 
 Inject = Annotated[
@@ -286,7 +287,7 @@ Inject = Annotated[
 ]
 
 
-class JobSpec(Section):
+class JobSpec(JobSection):
     """One job file.  Everything has a default but ``name`` and one of ``entry`` and ``command``."""
 
     known_as: ClassVar[Mapping[str, str]] = {

@@ -1,19 +1,24 @@
-"""How the ranks are started: the template of the batch script, and the container around them."""
+"""What is started, and how: the template of the batch script, the container, the array of attempts.
+
+And how a program that knows nothing of slurm_forge is stopped, resumed, and known to be done.
+"""
 
 from __future__ import annotations
 
+import re
+import signal
 from collections.abc import Mapping
+from datetime import timedelta
 from enum import Enum
 from pathlib import PurePath
 from typing import Annotated, ClassVar
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from slurm_forge.documents import wrong_key
 from slurm_forge.site.parts import ContainerRuntime
-from slurm_forge.spec.types import Section, ShellText
-
-__all__ = ["RUNTIMES", "ContainerSpec", "Runtime", "Template", "check_started"]
+from slurm_forge.spec.templates import check_template
+from slurm_forge.spec.types import JobSection, PositiveDuration, ShellText
 
 
 class Template(str, Enum):
@@ -84,7 +89,7 @@ def _option(text: str) -> str:
     return text
 
 
-class ContainerSpec(Section):
+class ContainerSpec(JobSection):
     """The container that the ranks run in; slurm_forge has to be installed in its image, too."""
 
     known_as: ClassVar[Mapping[str, str]] = {
@@ -136,3 +141,170 @@ def check_started(
             'the command starts with srun, which no container has: write "template: srun" and the '
             "program alone as the command",
         )
+
+
+#: Slurm's own default (MaxArraySize 1001); nobody needs that many segments of one run.
+MOST_TASKS = 1000
+
+
+def check_chain(template: Template | None, chain: int | None) -> None:
+    """``ValueError`` for an array without tasks, and for tasks without an array."""
+    if template is Template.ARRAY and chain is None:
+        raise wrong_key(
+            "template",
+            'how many tasks the array has is missing: "chain: 10" (each is an attempt as long as '
+            "resources.time)",
+        )
+    if chain is not None and template is not Template.ARRAY:
+        raise wrong_key("chain", 'only an array has tasks: write "template: array", too')
+
+
+class Convention(str, Enum):
+    """Whose habits the program has; docs/how-to/exec.md says what each really does."""
+
+    PLAIN = "plain"
+    TORCHRUN = "torchrun"
+    LIGHTNING = "lightning"
+    HF = "hf"
+    SUBMITIT = "submitit"
+    ACCELERATE = "accelerate"
+
+
+class NotifyTo(str, Enum):
+    """Which processes hear that the time is up."""
+
+    #: The command itself.
+    CHILD = "child"
+    #: The command and everything in its process group.
+    GROUP = "group"
+    #: The tasks of the job's steps, through Slurm.
+    RANKS = "ranks"
+    #: What launchers and shells below the command have started; steps of srun through Slurm.
+    TREE = "tree"
+
+
+#: What can't be caught, or means something else to a process.
+_NO_NOTICE = frozenset({"SIGKILL", "SIGSTOP", "SIGCONT", "SIGCHLD", "SIGTSTP"})
+_EXIT_CODES = (1, 255)
+
+
+def signal_name(text: str) -> str:
+    """``TERM`` or ``SIGTERM`` as ``SIGTERM``; ``ValueError`` for what is no notice."""
+    name = text.upper() if text.upper().startswith("SIG") else f"SIG{text.upper()}"
+    if name not in signal.Signals.__members__:
+        raise ValueError(f'"{text}" is not the name of a signal; write TERM, USR1, USR2 or INT')
+    if name in _NO_NOTICE:
+        raise ValueError(f"{name} can't be a notice: a program can't act on it")
+    return name
+
+
+def _signal(value: object) -> object:
+    return signal_name(value) if isinstance(value, str) else value
+
+
+def _pattern(text: str) -> str:
+    try:
+        re.compile(text)
+    except re.error as error:
+        raise ValueError(f"not a regular expression: {error}") from None
+    return text
+
+
+def _step_pattern(text: str) -> str:
+    if re.compile(_pattern(text)).groups != 1:
+        raise ValueError(
+            r'needs exactly one group, which is the step number: "step (\d+)" or "Iter: (\d+)/"'
+        )
+    return text
+
+
+def _word(kind: type[Enum]) -> BeforeValidator:
+    def made(value: object) -> object:
+        known = {each.value: each for each in kind}
+        if isinstance(value, str) and not isinstance(value, kind):
+            if value not in known:
+                raise ValueError(f'unknown value "{value}" (one of: {", ".join(known)})')
+            return known[value]
+        return value
+
+    return BeforeValidator(made)
+
+
+def _exit_code(value: int) -> int:
+    low, high = _EXIT_CODES
+    if not low <= value <= high:
+        raise ValueError(f"an exit status that means something is {low} to {high}, got {value}")
+    return value
+
+
+Pattern = Annotated[ShellText, AfterValidator(_pattern)]
+ExitCode = Annotated[int, Field(strict=True), AfterValidator(_exit_code)]
+
+
+class ProgramSpec(JobSection):
+    """What is to be known of a ``command``; everything has a default."""
+
+    known_as: ClassVar[Mapping[str, str]] = {
+        "signal": "notify", "notify_signal": "notify", "to": "notify_to", "resume": "resume_arg",
+        "resume_args": "resume_arg", "checkpoints": "checkpoint_glob", "glob": "checkpoint_glob",
+        "progress": "progress_file", "steps": "step_pattern", "done": "done_file",
+        "preset": "convention", "framework": "convention",
+    }  # fmt: skip
+
+    convention: Annotated[Convention, _word(Convention)] = Field(
+        default=Convention.PLAIN, description="Whose habits the program has."
+    )
+    notify: Annotated[ShellText, BeforeValidator(_signal)] | None = Field(
+        default=None, description="Signal that tells the program to save; the convention's own."
+    )
+    notify_to: Annotated[NotifyTo, _word(NotifyTo)] | None = Field(
+        default=None, description="Who gets it: child, group, ranks or tree; the convention's own."
+    )
+    notify_again: bool = Field(
+        default=False,
+        strict=True,
+        description="Signal the tasks of steps also where Slurm has sent them the same already.",
+    )
+    resume_arg: Annotated[ShellText, AfterValidator(check_template)] | None = Field(
+        default=None,
+        description="Words that are added from the second start on, where there is something to "
+        'resume from: "--resume_from_checkpoint {latest}".',
+    )
+    checkpoint_glob: ShellText | None = Field(
+        default=None, description='Checkpoints of the program: "out/checkpoint-*".'
+    )
+    progress_file: ShellText | None = Field(
+        default=None,
+        description="Files whose newest tells how far the program is; without it, its checkpoints.",
+    )
+    step_pattern: Annotated[ShellText, AfterValidator(_step_pattern)] | None = Field(
+        default=None, description=r'Where its output tells the step: "step (\d+)".'
+    )
+    progress_after: PositiveDuration = Field(
+        default=timedelta(minutes=10),
+        description="Where nothing else tells: a start that ran for so long has made progress.",
+    )
+    done_file: ShellText | None = Field(
+        default=None, description="Exists once the program is through, whatever it exits with."
+    )
+    done_pattern: Pattern | None = Field(
+        default=None, description="Printed once the program is through."
+    )
+    done_exit_code: ExitCode | None = Field(
+        default=None, description="Exit status by which the program says that it is through."
+    )
+    requeue_exit_code: ExitCode | None = Field(
+        default=None, description="Exit status by which the program asks to be started again."
+    )
+
+    @model_validator(mode="after")
+    def _parts_fit(self) -> ProgramSpec:
+        if "{latest}" in (self.resume_arg or "") and self.checkpoint_glob is None:
+            raise wrong_key("resume_arg", "{latest} is the newest match of checkpoint_glob: add it")
+        if self.done_exit_code is not None and self.done_exit_code == self.requeue_exit_code:
+            raise wrong_key(
+                "requeue_exit_code",
+                f"{self.done_exit_code} says already that the program is through (done_exit_code): "
+                "choose another",
+            )
+        return self

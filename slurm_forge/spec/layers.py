@@ -1,11 +1,18 @@
-"""A job from several files and the command line: user < project < job file < ``--set``.  Pure.
+"""A job from several files and the command line: user < project < job file < ``--set``.
 
-What the user's and the project's files may say is what a job file may say, but for what makes a
-job that very job, and which site and which folder of runs are meant.
+The user's file is ``config.yaml`` in their configuration folder.  A project's is
+``slurm_forge.yaml`` beside the job file, or in a folder above it as far as the git working tree
+reaches.  Nothing is taken from the current folder, and nothing that others can write.  They may say
+what a job file may say, but for what makes a job that very job, and they name the site and the
+folder of runs.
+
+``combined`` is pure; ``layered_job`` and ``user_setting`` read the files.
 """
 
 from __future__ import annotations
 
+import contextlib
+import os
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -20,7 +27,7 @@ from slurm_forge.documents import (
     Document,
     KeyPath,
     Mistake,
-    Place,
+    SourcePlace,
     build,
     did_you_mean,
     dotted,
@@ -30,25 +37,16 @@ from slurm_forge.documents import (
     merged,
     mistakes,
     paths_in,
+    read,
     with_value,
     without,
 )
 from slurm_forge.documents.reading import MAX_DEPTH
-from slurm_forge.documents.scalars import shorten
+from slurm_forge.documents.writing import shorten
 from slurm_forge.errors import ConfigError
+from slurm_forge.knobs import Knobs
 from slurm_forge.spec.job import JobSpec
-from slurm_forge.spec.types import Section
-
-__all__ = [
-    "OF_THE_JOB",
-    "Layer",
-    "Layered",
-    "Said",
-    "Setting",
-    "combined",
-    "places_said",
-    "settings_schema",
-]
+from slurm_forge.spec.types import JobSection
 
 #: What only a job file (or the command line) says.
 OF_THE_JOB = ("name", "entry", "command", "args", "inject")
@@ -67,11 +65,11 @@ class Layer:
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
+class PlaceSetting:
     """Which site or which folder of runs a file names (paths from ``/`` on), and where."""
 
     value: str
-    place: Place
+    place: SourcePlace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,8 +83,8 @@ class Layered:
     job: JobSpec
     document: Document
     files: tuple[str, ...]
-    site: Said | None = None
-    runs: Said | None = None
+    site: PlaceSetting | None = None
+    runs: PlaceSetting | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +119,7 @@ class Setting:
             ) from None
 
 
-class _Places(Section):
+class _Places(JobSection):
     """What the files below a job file say besides the keys of a job."""
 
     site: str | None = Field(
@@ -138,38 +136,38 @@ def combined(
     One ``ConfigError`` names all mistakes, each by the file and line, or the option, that it stands
     in: also those of values that a higher layer replaces.
     """
-    asked = [Setting.parsed(text) for text in settings]
-    found = [mistake for layer in shared for mistake in _of_shared(layer)]
+    overrides = [Setting.parsed(text) for text in settings]
+    problems = [mistake for layer in shared for mistake in _of_shared(layer)]
     layers = [_keys_of_jobs(each.document) for each in shared]
     if job is None:
-        layers.append(_nameless(layers, asked))
+        layers.append(_nameless(layers, overrides))
     else:
-        found += _places_in_a_job(job)
+        problems += _places_in_a_job(job)
         layers.append(without(job, *_PLACES))
     whole = merged(*layers)
-    for setting in asked:
+    for setting in overrides:
         whole = _with(whole, setting)
-    spec = build(JobSpec, whole, besides=found)
-    said = {key: value for layer in shared for key, value in places_said(layer).items()}
+    spec = build(JobSpec, whole, besides=problems)
+    places = {key: value for layer in shared for key, value in place_settings(layer).items()}
     read = [*(layer.document for layer in shared), *([] if job is None else [job])]
     return Layered(
         job=spec,
         document=whole,
         files=tuple(each.path for each in read if each.path is not None),
-        site=said.get("site"),
-        runs=said.get("runs"),
+        site=places.get("site"),
+        runs=places.get("runs"),
     )
 
 
-def places_said(layer: Layer) -> dict[str, Said]:
+def place_settings(layer: Layer) -> dict[str, PlaceSetting]:
     """The site and the folder of runs that a file names; ``ConfigError`` where they can't be."""
     wrong = _of_places(layer)
     if wrong:
         raise error_of(wrong)
-    found = {key: layer.document.data.get(key) for key in _PLACES}
+    places = {key: layer.document.data.get(key) for key in _PLACES}
     return {
-        key: Said(_from_folder(key, value, layer.folder), layer.document.place_of((key,)))
-        for key, value in found.items()
+        key: PlaceSetting(_from_folder(key, value, layer.folder), layer.document.place_of((key,)))
+        for key, value in places.items()
         if value is not None
     }
 
@@ -200,11 +198,11 @@ def _keys_of_jobs(document: Document) -> Document:
 
 def _of_places(layer: Layer) -> tuple[Mistake, ...]:
     document = layer.document
-    given = {key: document.data[key] for key in _PLACES if key in document.data}
-    found = mistakes(_Places, replace(document, data=given))
-    return found or tuple(
+    places = {key: document.data[key] for key in _PLACES if key in document.data}
+    problems = mistakes(_Places, replace(document, data=places))
+    return problems or tuple(
         Mistake(f"{key}: {text}", document.place_of((key,)))
-        for key, value in given.items()
+        for key, value in places.items()
         if value is not None and (text := _no_place(key, value, layer))
     )
 
@@ -214,7 +212,7 @@ def _no_place(key: str, value: str, layer: Layer) -> str:
     if not value:
         return "is empty; leave the key out"
     if not value.isprintable():
-        return "one line of printable text, please"
+        return "must be one line of printable text"
     if "$" in value:
         variable = {"site": "SLURM_FORGE_SITE", "runs": "SLURM_FORGE_RUNS"}[key]
         return f"variables are not read here; write the path, or set {variable} in your shell"
@@ -249,9 +247,9 @@ def _places_in_a_job(job: Document) -> Iterator[Mistake]:
 
 def _nameless(layers: Sequence[Document], settings: Sequence[Setting]) -> Document:
     """What every job has to say, where there is no job file."""
-    asked = {key for layer in layers for key in layer.data} | {each.path[0] for each in settings}
+    keys = {key for layer in layers for key in layer.data} | {each.path[0] for each in settings}
     runs: dict[str, Any] = {"entry": "x:x"}
-    if asked & {"program", "command"}:
+    if keys & {"program", "command"}:
         runs = {"command": ["x"]}
     data = {"name": "x", **runs}
     return Document(data, sources=dict.fromkeys(paths_in(data), DEFAULT))
@@ -305,3 +303,72 @@ def settings_schema() -> dict[str, Any]:
         "description": "Keys of a job file that hold for all jobs of a user or a project.",
         "properties": {**places, **keys},
     }
+
+
+PROJECT_FILE = "slurm_forge.yaml"
+
+
+def project_file(folder: Path) -> Path | None:
+    """The nearest ``slurm_forge.yaml`` for job files in ``folder``, or None.
+
+    Looked for up to the top of the git working tree; outside of one, in the folder alone.
+    """
+    # Not resolve(), which trips over links that lead in a circle: reading the job says so.
+    here = Path(os.path.realpath(folder))
+    above = (here, *here.parents)
+    top = next((each for each in above if os.path.lexists(each / ".git")), here)
+    for each in above:
+        candidate = each / PROJECT_FILE
+        if os.path.lexists(candidate):
+            return candidate
+        if each == top:
+            return None
+    return None
+
+
+def layered_job(job: Path | None, knobs: Knobs, settings: Sequence[str] = ()) -> Layered:
+    """The job of a file, over the project's and the user's settings, under those of ``--set``.
+
+    Without a file it is a job that says nothing but what every one has to.  ``ConfigError`` names
+    each mistake by the file (or option) that it stands in, ``UnsafeFileError`` a file of settings
+    that others can write.
+    """
+    return combined(
+        tuple(_shared(job, knobs)), None if job is None else read(job), settings=settings
+    )
+
+
+def user_setting(knobs: Knobs, key: str) -> PlaceSetting | None:
+    """What the user's own file says of ``site`` or ``runs``."""
+    path = knobs.settings_file
+    if not os.path.lexists(path):
+        return None
+    return place_settings(_layer(path, own=True)).get(key)
+
+
+def shown(path: Path) -> str:
+    """A path as short as it can be typed here: from the current folder, from ``~``, or whole."""
+    with contextlib.suppress(OSError, RuntimeError):
+        if path.is_relative_to(Path.cwd()):
+            return str(path.relative_to(Path.cwd()))
+        if path.is_relative_to(Path.home()):
+            return f"~/{path.relative_to(Path.home())}"
+    return str(path)
+
+
+def _shared(job: Path | None, knobs: Knobs) -> Iterator[Layer]:
+    """The files below the job file, lowest first."""
+    own = knobs.settings_file
+    if os.path.lexists(own):
+        yield _layer(own, own=True)
+    beside = Path() if job is None else job.parent
+    itself = None if job is None else Path(os.path.realpath(beside)) / job.name
+    project = project_file(beside)
+    if project is not None and project != itself:
+        yield _layer(project, own=False)
+
+
+def _layer(path: Path, *, own: bool) -> Layer:
+    return Layer(
+        read(path, trusted=True, shown=shown(path), may_be_empty=True), path.parent, own=own
+    )

@@ -9,8 +9,6 @@ from typing import Any
 from slurm_forge.documents import build, build_plain, dump, load, read
 from slurm_forge.spec.job import JobSpec
 
-__all__ = ["from_yaml", "job_from_mapping", "job_schema", "load_job", "to_mapping", "to_yaml"]
-
 
 def load_job(path: str | os.PathLike[str], *, trusted: bool = False) -> JobSpec:
     """Job in a file; ``ConfigError`` names file, line and nearest key of every mistake.

@@ -6,11 +6,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from slurm_forge.documents import DEFAULT, Document, KeyPath, Place, dotted, flow
+from slurm_forge.documents import DEFAULT, Document, KeyPath, SourcePlace, dotted, flow
 from slurm_forge.spec.layers import Layered
 from slurm_forge.spec.loading import to_mapping
-
-__all__ = ["JobValue", "job_values"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +17,7 @@ class JobValue:
 
     path: KeyPath
     value: Any
-    place: Place
+    place: SourcePlace
 
     @property
     def key(self) -> str:
@@ -60,20 +58,20 @@ def _is_told_by_item(value: list[Any], path: KeyPath, document: Document) -> boo
     return any(item is not None and whole and item.source != whole.source for item in items)
 
 
-def _origin(document: Document, path: KeyPath) -> Place:
+def _origin(document: Document, path: KeyPath) -> SourcePlace:
     """Where the value is written: by its own key, or in a short form of what is around it."""
-    found = document.written_at(path)
-    if found is not None:
-        return found
+    place = document.written_at(path)
+    if place is not None:
+        return place
     value: Any = document.data
     for end, part in enumerate(path):
         inner = _inside(value, part)
         if inner is _NOT_THERE:
             # What is around it says it in another form, or nobody does.
             short = not isinstance(value, (Mapping, list)) and value is not None
-            return document.place_of(path[:end]) if short else Place(DEFAULT)
+            return document.place_of(path[:end]) if short else SourcePlace(DEFAULT)
         value = inner
-    return Place(DEFAULT)
+    return SourcePlace(DEFAULT)
 
 
 _NOT_THERE = object()

@@ -23,8 +23,8 @@ from pydantic import (
 )
 
 from slurm_forge.documents import did_you_mean, wrong_key
-from slurm_forge.spec.limits import Limits
-from slurm_forge.spec.types import Count, Duration, Factor, Section, Steps
+from slurm_forge.spec.safeguards import Limits
+from slurm_forge.spec.types import Count, Duration, Factor, JobSection, Steps
 from slurm_forge.vocabulary.cause import Cause
 from slurm_forge.vocabulary.decision import Action, Start
 
@@ -111,7 +111,7 @@ def _rung_action(value: object) -> Action:
     raise ValueError(f"unknown value {json.dumps(str(value))} {did_you_mean(str(value), words)}")
 
 
-class Rung(Section):
+class Rung(JobSection):
     """One thing to do about a cause, and how often.  Keys that its ``do`` ignores are errors."""
 
     known_as: ClassVar[Mapping[str, str]] = {
@@ -336,7 +336,7 @@ def _ladder(cause: Cause, description: str) -> Ladder:
     return field
 
 
-class Recovery(Section):
+class Recovery(JobSection):
     """What is done about each cause, in order; after the last rung the run is held."""
 
     known_as: ClassVar[Mapping[str, str]] = {
@@ -347,7 +347,7 @@ class Recovery(Section):
         "ceilings": "limits", "ceiling": "limits", "budget": "limits", "budgets": "limits",
     }  # fmt: skip
 
-    preempted: Ladder = _ladder(Cause.PREEMPTED, "A job with more right took the nodes.")
+    preempted: Ladder = _ladder(Cause.PREEMPTED, "A job with higher priority took the nodes.")
     time_limit: Ladder = _ladder(Cause.TIME_LIMIT, "The time limit of the attempt ended.")
     admin_requeue: Ladder = _ladder(Cause.ADMIN_REQUEUE, "An administrator requeued the job.")
     node_fail: Ladder = _ladder(Cause.NODE_FAIL, "Slurm lost a node of the job.")
@@ -364,7 +364,9 @@ class Recovery(Section):
     app_error: Ladder = _ladder(Cause.APP_ERROR, "The program raised an exception.")
     env_mismatch: Ladder = _ladder(Cause.ENV_MISMATCH, "The environment is not that of the start.")
     checkpoint_bad: Ladder = _ladder(Cause.CHECKPOINT_BAD, "Checkpoints exist, none can be used.")
-    external_service: Ladder = _ladder(Cause.EXTERNAL_SERVICE, "A service outside is silent.")
+    external_service: Ladder = _ladder(
+        Cause.EXTERNAL_SERVICE, "An external service did not answer."
+    )
     unknown: Ladder = _ladder(Cause.UNKNOWN, "It ended, and nothing says why.")
     limits: Limits = Field(
         default_factory=Limits,

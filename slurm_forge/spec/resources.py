@@ -13,14 +13,12 @@ from slurm_forge.spec.types import (
     Count,
     DirectiveText,
     Gpus,
+    JobSection,
     Memory,
-    Section,
     TimeLimit,
     check_printable,
     text_of_number,
 )
-
-__all__ = ["Resources", "key_of_option"]
 
 _OPTION = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)*")
 
@@ -55,7 +53,7 @@ def _extra(value: Any) -> Any:
     if not isinstance(value, Mapping):
         return value
     options = {}
-    for option, given in value.items():
+    for option, raw in value.items():
         if not isinstance(option, str) or not _OPTION.fullmatch(option):
             raise wrong_key(
                 str(option),
@@ -83,18 +81,18 @@ def _extra(value: Any) -> Any:
         if option in _RESERVED:
             raise wrong_key(option, "slurm_forge sets this option itself; remove it")
         try:
-            options[option] = _option_value(given)
+            options[option] = _option_value(raw)
         except ValueError as error:
             raise wrong_key(option, str(error)) from None
     return options
 
 
-def _option_value(given: Any) -> str:
-    if given is True:
+def _option_value(raw: Any) -> str:
+    if raw is True:
         return ""
-    if given is None or given is False:
+    if raw is None or raw is False:
         raise ValueError("write true for an option without a value, or remove it")
-    text = text_of_number(given)
+    text = text_of_number(raw)
     if not isinstance(text, str):
         raise ValueError("expected text, a whole number or true")
     if not text:
@@ -114,7 +112,7 @@ def _written(options: dict[str, str]) -> dict[str, Any]:
     return {name: value or True for name, value in options.items()}
 
 
-class Resources(Section):
+class Resources(JobSection):
     """What the job asks of Slurm; what is left out is left to the site and the partition."""
 
     known_as: ClassVar[Mapping[str, str]] = {
@@ -204,3 +202,15 @@ class Resources(Section):
     def allocation(self) -> int:
         """Number of nodes that Slurm is asked for: those of the ranks, and the spare ones."""
         return self.nodes + self.spares
+
+    @property
+    def gpus_on_node(self) -> int | None:
+        """How many GPUs are asked for on each node; None where none are."""
+        if self.gpus_per_node is not None:
+            return self.gpus_per_node.count
+        if self.gpus_per_task is not None:
+            return self.gpus_per_task.count * self.tasks_per_node
+        numbers = re.findall(
+            r"(?:^|,)gpu(?::[A-Za-z_][^:,(]*)?(?::([0-9]+))?(?:\([^)]*\))?(?=,|$)", self.gres or ""
+        )
+        return sum(int(number or 1) for number in numbers) if numbers else None

@@ -7,15 +7,14 @@ from pathlib import Path
 from pydantic import Field
 
 from slurm_forge.documents import build, dump, read
-from slurm_forge.site.model import Bandwidth, EnvironmentSets
+from slurm_forge.site.fields import Bandwidth
+from slurm_forge.site.model import EnvironmentSets
 from slurm_forge.site.parts import MasterAddress
 from slurm_forge.spec.job import JobSpec
-from slurm_forge.spec.types import PositiveDuration, Section
-
-__all__ = ["RunFile", "read_run_file"]
+from slurm_forge.spec.types import JobSection, PositiveDuration
 
 
-class RunFile(Section):
+class RunFile(JobSection):
     """Everything that a later start of the run needs and that nobody may change in between.
 
     ``submitted_from`` is the folder that relative paths and module names start from, ``python`` the

@@ -10,10 +10,8 @@ import string
 from collections.abc import Mapping
 from enum import Enum
 
-__all__ = ["Field", "check_template", "fields_of", "fill"]
 
-
-class Field(str, Enum):
+class Placeholder(str, Enum):
     """What can be filled in."""
 
     #: The newest match of ``checkpoint_glob``, as an absolute path.
@@ -25,7 +23,7 @@ class Field(str, Enum):
     RUN_DIR = "run_dir"
 
 
-_KNOWN = ", ".join("{" + each.value + "}" for each in Field)
+_KNOWN = ", ".join("{" + each.value + "}" for each in Placeholder)
 
 
 def check_template(text: str) -> str:
@@ -41,15 +39,15 @@ def check_template(text: str) -> str:
     return text
 
 
-def fields_of(text: str) -> frozenset[Field]:
+def fields_of(text: str) -> frozenset[Placeholder]:
     """The fields of a template that was checked."""
     return frozenset(field for word in shlex.split(text) for field in _fields(word))
 
 
-def fill(text: str, values: Mapping[Field, str]) -> tuple[str, ...]:
+def fill(text: str, values: Mapping[Placeholder, str]) -> tuple[str, ...]:
     """The words, with every field filled in."""
-    given = {field.value: value for field, value in values.items()}
-    return tuple(_filled(word, given) for word in shlex.split(text))
+    texts = {field.value: value for field, value in values.items()}
+    return tuple(_filled(word, texts) for word in shlex.split(text))
 
 
 def _parts(word: str) -> list[tuple[str, str | None, str | None, str | None]]:
@@ -61,20 +59,20 @@ def _parts(word: str) -> list[tuple[str, str | None, str | None, str | None]]:
         ) from None
 
 
-def _fields(word: str) -> list[Field]:
-    found = []
+def _fields(word: str) -> list[Placeholder]:
+    fields = []
     for _, name, spec, conversion in _parts(word):
         if name is None:
             continue
-        if spec or conversion or name not in {each.value for each in Field}:
+        if spec or conversion or name not in {each.value for each in Placeholder}:
             shown = "{" + name + (f"!{conversion}" if conversion else "")
             shown += (f":{spec}" if spec else "") + "}"
             raise ValueError(f"unknown field {shown} (known: {_KNOWN})")
-        found.append(Field(name))
-    return found
+        fields.append(Placeholder(name))
+    return fields
 
 
-def _filled(word: str, given: Mapping[str, str]) -> str:
+def _filled(word: str, texts: Mapping[str, str]) -> str:
     return "".join(
-        literal + ("" if name is None else given[name]) for literal, name, _, _ in _parts(word)
+        literal + ("" if name is None else texts[name]) for literal, name, _, _ in _parts(word)
     )

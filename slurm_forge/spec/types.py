@@ -30,26 +30,6 @@ from slurm_forge.units import (
     parse_memory,
 )
 
-__all__ = [
-    "AUTO",
-    "Arguments",
-    "Count",
-    "DirectiveText",
-    "Duration",
-    "Environment",
-    "Factor",
-    "GpuRequest",
-    "Gpus",
-    "Memory",
-    "Minutes",
-    "PositiveDuration",
-    "Section",
-    "ShellText",
-    "Steps",
-    "TimeLimit",
-    "text_of_number",
-]
-
 _QUOTING = re.compile(r"[\s\"'\\]")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _GPUS = re.compile(r"(?:(?P<kind>[A-Za-z][A-Za-z0-9_.-]{0,63}):)?(?P<count>[0-9]{1,6})")
@@ -58,14 +38,14 @@ _LARGEST_BARE_MEMORY = 16 * MIB
 _MAX_ARGUMENT_DEPTH = 24
 
 
-class Section(BaseModel):
+class JobSection(BaseModel):
     """Base of everything users write: frozen, and an unknown key is an error."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True)
 
 
 @dataclass(frozen=True, slots=True)
-class GpuRequest:
+class GpuCount:
     """A number of GPUs, of one kind where the user says which (``a100:4``)."""
 
     count: int
@@ -93,9 +73,9 @@ def check_directive(text: str) -> str:
         raise ValueError("is empty; leave the key out")
     if text.startswith("-"):
         raise ValueError('starts with "-", which Slurm would read as another option')
-    found = _QUOTING.search(text)
-    if found is not None:
-        raise ValueError(f"holds {_named(found[0])}; spaces, quotes and \\ are not allowed here")
+    match = _QUOTING.search(text)
+    if match is not None:
+        raise ValueError(f"holds {_named(match[0])}; spaces, quotes and \\ are not allowed here")
     return text
 
 
@@ -137,17 +117,17 @@ def _parse_memory(value: object) -> int:
     return parse_memory(value)
 
 
-def _parse_gpus(value: object) -> GpuRequest:
-    if isinstance(value, GpuRequest):
+def _parse_gpus(value: object) -> GpuCount:
+    if isinstance(value, GpuCount):
         return value
     if isinstance(value, (int, str)) and not isinstance(value, bool):
         match = _GPUS.fullmatch(str(value))
         if match is not None:
-            return GpuRequest(int(match["count"]), match["kind"])
+            return GpuCount(int(match["count"]), match["kind"])
     raise ValueError('expected a number of GPUs, or kind and number like "a100:4"')
 
 
-def _write_gpus(value: GpuRequest) -> int | str:
+def _write_gpus(value: GpuCount) -> int | str:
     return value.count if value.kind is None else str(value)
 
 
@@ -155,11 +135,11 @@ def _environment(value: Any) -> Any:
     if not isinstance(value, Mapping):
         return value
     texts = {}
-    for name, given in value.items():
+    for name, raw in value.items():
         if not isinstance(name, str) or not _VARIABLE.fullmatch(name):
             raise wrong_key(str(name), "not a name for an environment variable")
         try:
-            text = text_of_number(given)
+            text = text_of_number(raw)
             if not isinstance(text, str):
                 raise ValueError("expected text")
             texts[name] = check_printable(text)
@@ -234,7 +214,7 @@ Memory = Annotated[
     WithJsonSchema({"type": ["string", "integer"], "examples": ["1500M", "4G"]}),
 ]
 Gpus = Annotated[
-    GpuRequest,
+    GpuCount,
     BeforeValidator(_parse_gpus),
     PlainSerializer(_write_gpus),
     WithJsonSchema({"type": ["string", "integer"], "examples": [8, "a100:4"]}),

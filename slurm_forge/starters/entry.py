@@ -1,4 +1,4 @@
-"""A small training: slurm_forge calls train(run) on every rank.  On GPUs where there are some."""
+"""A small training: every rank calls train(run).  On GPUs where there are some."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def train(
     lr: float = 3e-3,
     pace: float = 0.0,
 ) -> None:
-    """Called on every rank; the job file's args are the other parameters."""
+    """Called on every rank; the other parameters are the args of the job."""
     torch.manual_seed(1234)  # the same weights on every rank
     model: nn.Module = nn.Sequential(
         nn.Linear(2, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 3)

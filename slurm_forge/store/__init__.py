@@ -1,4 +1,6 @@
-"""The directory of a run's checkpoints: names, manifests, hashed blocks, what stays and what goes.
+"""The directory of checkpoints as files, not tensors; used by ``checkpoint`` and ``cli``.
 
-Knows files and no tensors: nothing here imports torch, so that the command line may look, too.
+Names, manifests and hashes.  Nothing here imports torch, so that the command line can use it.
+
+Entry: ``directory``.
 """

@@ -16,8 +16,6 @@ import xxhash
 from slurm_forge.files import open_trusted
 from slurm_forge.store.manifest import BLOCK_SIZE, FileEntry, rejected
 
-__all__ = ["open_entry", "read_block", "read_whole", "verify_blocks"]
-
 _RETRY_S = 0.1
 
 

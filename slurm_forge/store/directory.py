@@ -30,8 +30,6 @@ from slurm_forge.store.blocks import open_entry
 from slurm_forge.store.identity import STAGE_PREFIX, TRASH_PREFIX, CheckpointName
 from slurm_forge.store.manifest import MANIFEST_LIMIT, MANIFEST_NAME, Manifest, rejected
 
-__all__ = ["CheckpointStore", "Pruned", "Retention"]
-
 #: Which of the present checkpoints (newest first) are to be kept.
 Retention = Callable[[Sequence[CheckpointName]], Collection[CheckpointName]]
 
@@ -249,10 +247,10 @@ def _is_abandoned(entry: str, current: tuple[int, int] | None) -> bool:
 
 
 def _refuse_unsafe_directory(path: Path) -> None:
-    found = os.lstat(path)
-    if not stat.S_ISDIR(found.st_mode):
+    status = os.lstat(path)
+    if not stat.S_ISDIR(status.st_mode):
         raise rejected("it is not a directory")
-    if found.st_uid not in (os.geteuid(), 0):
-        raise rejected(f"it belongs to uid {found.st_uid}")
-    if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        raise rejected(f"other users can write into it (mode {stat.S_IMODE(found.st_mode):04o})")
+    if status.st_uid not in (os.geteuid(), 0):
+        raise rejected(f"it belongs to uid {status.st_uid}")
+    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise rejected(f"other users can write into it (mode {stat.S_IMODE(status.st_mode):04o})")

@@ -10,12 +10,6 @@ import re
 import secrets
 from dataclasses import dataclass
 
-__all__ = [
-    "STAGE_PREFIX",
-    "TRASH_PREFIX",
-    "CheckpointName",
-]
-
 #: A checkpoint that is being written; published by renaming it.
 STAGE_PREFIX = ".stage-"
 #: A checkpoint that is being deleted; nobody reads it any more.
@@ -59,10 +53,10 @@ class CheckpointName:
     @classmethod
     def parse(cls, text: str) -> CheckpointName:
         """Read a name; ``ValueError`` for anything that ``str()`` of a name can't have produced."""
-        found = _PATTERN.fullmatch(text)
-        if found is None:
+        match = _PATTERN.fullmatch(text)
+        if match is None:
             raise ValueError(f"not a checkpoint name: {text!r}")
-        name = cls(int(found[1]), int(found[2]), int(found[3]), found[4])
+        name = cls(int(match[1]), int(match[2]), int(match[3]), match[4])
         if str(name) != text:
             # 'a02' or a step with nine digits and a leading zero: two spellings of one name.
             raise ValueError(f"not a checkpoint name: {text!r} (would be spelled {name})")

@@ -19,17 +19,6 @@ from slurm_forge.errors import CheckpointRejectedError
 from slurm_forge.store.identity import CheckpointName
 from slurm_forge.vocabulary.json_value import Json
 
-__all__ = [
-    "BLOCK_SIZE",
-    "INDEX_NAME",
-    "MANIFEST_LIMIT",
-    "MANIFEST_NAME",
-    "FileEntry",
-    "Manifest",
-    "plain_name",
-    "rejected",
-]
-
 MANIFEST_NAME = "manifest.json"
 #: Which tensors there are, and where their shards lie.
 INDEX_NAME = "index.json"
@@ -181,8 +170,8 @@ def _read_body(value: object) -> Manifest:
         raise rejected(f"its format is {value.get('format')!r}, this version reads {_FORMAT}")
     body = _dict(value, "body", keys)
     name = _name(body["name"], "name")
-    told = (body["step"], body["attempt"], body["launch"], body["nonce"])
-    if told != (name.step, name.attempt, name.launch, name.nonce):
+    named_as = (body["step"], body["attempt"], body["launch"], body["nonce"])
+    if named_as != (name.step, name.attempt, name.launch, name.nonce):
         raise rejected("step, attempt, launch or nonce differ from its name")
     block_size = _int(body["block_size"], "block_size", 1 << 12, 1 << 30)
     files = tuple(_file(item, block_size) for item in _list(body["files"], "files"))
@@ -229,8 +218,8 @@ def _file(value: object, block_size: int) -> FileEntry:
 
 def _dict(value: object, where: str, keys: set[str]) -> dict[str, Any]:
     if not isinstance(value, dict) or set(value) != keys:
-        found = sorted(value)[:20] if isinstance(value, dict) else type(value).__name__
-        raise rejected(f"{where}: expected the keys {sorted(keys)}, found {found}")
+        fields_there = sorted(value)[:20] if isinstance(value, dict) else type(value).__name__
+        raise rejected(f"{where}: expected the keys {sorted(keys)}, found {fields_there}")
     return value
 
 
@@ -248,7 +237,7 @@ def _int(value: object, where: str, least: int, most: int) -> int:
 
 def _text(value: object, where: str) -> str:
     if type(value) is not str or len(value) > 10_000:
-        raise rejected(f"{where} is not a text")
+        raise rejected(f"{where} is not text")
     return value
 
 
@@ -268,12 +257,12 @@ def _name(value: object, where: str) -> CheckpointName:
 
 def _time(value: object) -> datetime:
     try:
-        found = datetime.fromisoformat(_text(value, "created_at"))
+        time = datetime.fromisoformat(_text(value, "created_at"))
     except ValueError as error:
         raise rejected(f"created_at: {error}") from error
-    if found.tzinfo is None:
+    if time.tzinfo is None:
         raise rejected("created_at has no time zone")
-    return found
+    return time
 
 
 def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

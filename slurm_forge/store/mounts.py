@@ -8,8 +8,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["Mount", "mount_of", "parse_mounts", "read_mounts"]
-
 _ESCAPE = re.compile(r"\\([0-7]{3})")
 
 
@@ -47,17 +45,17 @@ _SHARED = frozenset(
 
 def parse_mounts(text: str) -> tuple[Mount, ...]:
     """Lines of ``/proc/self/mountinfo`` (proc(5)), in order; others are left out."""
-    found = []
+    mounts = []
     for line in text.splitlines():
         before, separator, after = line.partition(" - ")
         fields, rest = before.split(" "), after.split(" ")
         if not separator or len(fields) < 6 or len(rest) < 2:
             continue
         options = (*fields[5].split(","), *(rest[2].split(",") if len(rest) > 2 else ()))
-        found.append(
+        mounts.append(
             Mount(_plain(fields[4]), rest[0], _plain(rest[1]), tuple(dict.fromkeys(options)))
         )
-    return tuple(found)
+    return tuple(mounts)
 
 
 def mount_of(path: str, mounts: Iterable[Mount]) -> Mount | None:
@@ -82,5 +80,5 @@ def read_mounts() -> tuple[Mount, ...]:
 def _plain(text: str) -> str:
     # The kernel writes spaces and the like as \040.
     return os.fsdecode(
-        _ESCAPE.sub(lambda found: chr(int(found[1], 8)), text).encode("latin-1", "replace")
+        _ESCAPE.sub(lambda match: chr(int(match[1], 8)), text).encode("latin-1", "replace")
     )

@@ -16,8 +16,6 @@ from slurm_forge.slurm.process import Runner
 from slurm_forge.store.mounts import Mount
 from slurm_forge.units import KIB
 
-__all__ = ["Quota", "QuotaAnswer", "ask_quota", "parse_mmlsquota", "parse_quota"]
-
 _PATIENCE = timedelta(seconds=5)
 _NUMBER = re.compile(r"\[?(?P<number>[0-9]{1,18})\]?\*?")
 _PERSON = re.compile(r"[A-Za-z0-9_.@-]{1,64}")
@@ -66,7 +64,7 @@ def parse_quota(text: str) -> tuple[Quota, ...]:
     Blocks are KiB.  A long name stands on a line of its own; ``*`` marks what is over its limit,
     brackets what not all servers have told.
     """
-    found = []
+    quotas = []
     for name, fields in _quota_rows(text):
         numbers = [_number(each) for each in fields]
         if len(numbers) < 3 or any(number is None for number in numbers[:3]):
@@ -77,7 +75,7 @@ def parse_quota(text: str) -> tuple[Quota, ...]:
         of_files = [_number(each) for each in rest[:3]]
         known = len(of_files) == 3 and all(number is not None for number in of_files)
         files, files_soft, files_hard = of_files if known else (None, None, None)
-        found.append(
+        quotas.append(
             Quota(
                 filesystem=name,
                 used=used * KIB,
@@ -88,13 +86,13 @@ def parse_quota(text: str) -> tuple[Quota, ...]:
                 files_hard=files_hard or None,
             )
         )
-    return tuple(found)
+    return tuple(quotas)
 
 
 def parse_mmlsquota(text: str) -> tuple[Quota, ...]:
     """Rows of ``mmlsquota -Y``: colons, percent-encoded, a header that names the columns; KiB."""
     names: list[str] = []
-    found = []
+    quotas = []
     for line in text.splitlines():
         columns = line.split(":")
         if columns[:1] != ["mmlsquota"] or len(columns) < 3:
@@ -106,7 +104,7 @@ def parse_mmlsquota(text: str) -> tuple[Quota, ...]:
         used = _number(row.get("blockUsage", ""))
         if used is None or row.get("quotaType") not in (None, "USR"):
             continue
-        found.append(
+        quotas.append(
             Quota(
                 filesystem=unquote(row.get("filesystemName", "")),
                 used=used * KIB,
@@ -117,7 +115,7 @@ def parse_mmlsquota(text: str) -> tuple[Quota, ...]:
                 files_hard=_limit(row, "filesLimit", 1),
             )
         )
-    return tuple(found)
+    return tuple(quotas)
 
 
 def ask_quota(
@@ -136,8 +134,8 @@ def ask_quota(
     program, words, parse = _command(mount, user)
     path = find(program)
     if path is None:
-        told = f"{program} is not installed here" if mount.kind in ("lustre", "gpfs") else ""
-        return QuotaAnswer(program, problem=told) if told else None
+        missing = f"{program} is not installed here" if mount.kind in ("lustre", "gpfs") else ""
+        return QuotaAnswer(program, problem=missing) if missing else None
     command = " ".join((program, *words))
     try:
         done = runner((path, *words), _PATIENCE, {**environment, "LC_ALL": "C"})

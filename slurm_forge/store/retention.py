@@ -9,8 +9,6 @@ from datetime import timedelta
 from slurm_forge.store.identity import CheckpointName
 from slurm_forge.vocabulary.trust import Trust
 
-__all__ = ["Present", "Rules", "wanted"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Present:
@@ -23,7 +21,7 @@ class Present:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rules:
+class RetentionRules:
     """What a job asks to keep.  ``smaller_is_better`` is None where no metric is asked for."""
 
     last: int
@@ -32,7 +30,7 @@ class Rules:
     smaller_is_better: bool | None = None
 
 
-def wanted(present: Sequence[Present], rules: Rules) -> frozenset[CheckpointName]:
+def wanted(present: Sequence[Present], rules: RetentionRules) -> frozenset[CheckpointName]:
     """The names to keep, in any case the newest good one.
 
     Suspect ones fill no place among the last; the newest of them stays, for a person to look at.
@@ -41,19 +39,19 @@ def wanted(present: Sequence[Present], rules: Rules) -> frozenset[CheckpointName
     usable = [each for each in newest_first if each.trust is not Trust.SUSPECT]
     suspect = [each for each in newest_first if each.trust is Trust.SUSPECT]
     good = [each for each in usable if each.trust is Trust.GOOD]
-    kept = [*usable[: rules.last], *good[:1], *suspect[:1], *_best(usable, rules)]
+    chosen = [*usable[: rules.last], *good[:1], *suspect[:1], *_best(usable, rules)]
     oldest_first = usable[::-1]
     if rules.every_steps is not None:
         steps = rules.every_steps
-        kept += _first_of_each(oldest_first, [each.name.step // steps for each in oldest_first])
+        chosen += _first_of_each(oldest_first, [each.name.step // steps for each in oldest_first])
     if rules.every is not None:
         timed = [each for each in oldest_first if each.time is not None]
         width = rules.every.total_seconds()
-        kept += _first_of_each(timed, [int((each.time or 0.0) // width) for each in timed])
-    return frozenset(each.name for each in kept)
+        chosen += _first_of_each(timed, [int((each.time or 0.0) // width) for each in timed])
+    return frozenset(each.name for each in chosen)
 
 
-def _best(usable: Sequence[Present], rules: Rules) -> list[Present]:
+def _best(usable: Sequence[Present], rules: RetentionRules) -> list[Present]:
     measured = [each for each in usable if each.metric is not None]
     if rules.smaller_is_better is None or not measured:
         return []

@@ -9,8 +9,6 @@ from pathlib import Path
 from slurm_forge.errors import CheckpointError
 from slurm_forge.units import format_memory
 
-__all__ = ["Room", "room_in", "shortage"]
-
 #: Manifest and index of a checkpoint, and the lines of the journal that tell of it.
 _BESIDE_BYTES = 1 << 20
 _BESIDE_FILES = 4
@@ -21,23 +19,23 @@ _SPARE_FILES = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
+class FreeSpace:
     """Bytes and files that may still be written; None where the file system does not say."""
 
     size: int | None
     files: int | None
 
 
-def room_in(directory: Path) -> Room:
+def free_space(directory: Path) -> FreeSpace:
     """What statvfs tells an ordinary user; quotas are not in it on every file system."""
-    found = os.statvfs(directory)
+    status = os.statvfs(directory)
     # Of file systems without a fixed number of inodes both counts are 0.
-    files = found.f_favail if found.f_files else None
-    return Room(found.f_bavail * found.f_frsize if found.f_blocks else None, files)
+    files = status.f_favail if status.f_files else None
+    return FreeSpace(status.f_bavail * status.f_frsize if status.f_blocks else None, files)
 
 
 def shortage(
-    room: Room, *, size: int, files: int, use_spare: bool = False
+    room: FreeSpace, *, size: int, files: int, use_spare: bool = False
 ) -> CheckpointError | None:
     """Why ``size`` bytes in ``files`` files had better not be begun; None if there is room.
 

@@ -19,8 +19,6 @@ from pathlib import Path
 from slurm_forge.errors import ForgeError
 from slurm_forge.lock import exclusive
 
-__all__ = ["Locks", "Tried", "try_folder"]
-
 #: Another process, which must not get the lock: 3 says that it did not.
 _OTHER = (
     "import fcntl, os, sys\n"
@@ -64,8 +62,8 @@ def try_folder(
 ) -> Tried:
     """Try it in ``folder``, which must exist; raises nothing but what an interrupt is."""
     try:
-        with tempfile.TemporaryDirectory(prefix=".forge-doctor-", dir=folder) as made:
-            place = Path(made)
+        with tempfile.TemporaryDirectory(prefix=".forge-doctor-", dir=folder) as scratch:
+            place = Path(scratch)
             took = _publish(place, clock)
             if took is None:
                 return Tried(problem="a file that exists was created a second time (O_EXCL)")
@@ -116,8 +114,8 @@ def _clock_ahead(place: Path, wall: Callable[[], float]) -> float:
 
 def _try_lock(path: Path) -> Locks:
     try:
-        with exclusive(path, timedelta(seconds=2)) as held:
-            if not held:
+        with exclusive(path, timedelta(seconds=2)) as locked:
+            if not locked:
                 return Locks.NONE
             # A process of its own: on NFS a lock is the process's and not the file's.
             code = subprocess.run(

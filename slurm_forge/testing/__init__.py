@@ -1,1 +1,4 @@
-"""What slurm_forge is tested with, for other projects to use as well; nothing imports it."""
+"""What slurm_forge is tested with, for other projects to use as well; nothing imports it.
+
+Entry: ``faults``.
+"""

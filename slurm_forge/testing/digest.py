@@ -30,8 +30,6 @@ from slurm_forge.spec.run_file import read_run_file
 from slurm_forge.store.directory import CheckpointStore
 from slurm_forge.store.identity import CheckpointName
 
-__all__ = ["digest"]
-
 
 def digest(run: Path | str, *, step: int | None = None, random: bool = False) -> str:
     """Digest of the newest checkpoint (or the newest of ``step``); verifies what it reads."""

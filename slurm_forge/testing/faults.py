@@ -21,8 +21,9 @@ from typing import Any
 import torch
 
 from slurm_forge.errors import ConfigError
-from slurm_forge.spec.faults import Fault, FaultKind, Target
-from slurm_forge.training.faults.injector import Injecting
+from slurm_forge.spec.faults import Fault, FaultKind
+from slurm_forge.spec.faults import FaultTarget as Target
+from slurm_forge.training.faults.injector import FaultInjector
 
 __all__ = ["Fault", "FaultKind", "Faults", "Target"]
 
@@ -35,8 +36,8 @@ class Faults:
     """
 
     def __init__(self, texts: Iterable[str | Fault] | str = ()) -> None:
-        given = [texts] if isinstance(texts, str) else texts
-        self._faults = tuple(f if isinstance(f, Fault) else Fault.parse(f) for f in given)
+        items = [texts] if isinstance(texts, str) else texts
+        self._faults = tuple(f if isinstance(f, Fault) else Fault.parse(f) for f in items)
         for fault in self._faults:
             if fault.of_state or fault.samples is not None:
                 raise ConfigError(
@@ -44,7 +45,7 @@ class Faults:
                     next_step="Write it under inject: of the job file, or give it to "
                     "slurm-forge run --inject.",
                 )
-        self._injecting: Injecting | None = None
+        self._injecting: FaultInjector | None = None
         self._step = -1
 
     def loss(self, loss: torch.Tensor, run: Any, *, samples: int = 0) -> torch.Tensor:
@@ -52,7 +53,7 @@ class Faults:
         if not self._faults:
             return loss
         if self._injecting is None:
-            self._injecting = Injecting(
+            self._injecting = FaultInjector(
                 self._faults,
                 rank=run.rank,
                 world_size=run.world_size,

@@ -1,4 +1,5 @@
-"""Inside a rank: the run object and the parts that it is made of.  The only rooms besides
-``slurm_forge.checkpoint`` that import torch; nothing is imported here, so that looking at the
-package costs nothing.
+"""Inside a rank: the ``Run`` object and its parts; started by ``srun`` as processes of their own.
+
+Besides ``slurm_forge.checkpoint`` the only room that imports torch.  Nothing is imported here, so
+that importing the package costs nothing.
 """

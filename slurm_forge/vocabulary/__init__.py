@@ -1,4 +1,6 @@
-"""The nouns that every layer shares: cause, evidence, incident, decision, recovery plan, position.
+"""The nouns that every layer shares: cause, incident, decision, plan; used by every room above.
 
 Values only: nothing here reads a file, a clock or the environment.
+
+Entry: ``cause``.
 """

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-__all__ = ["Cause", "Confidence", "Evidence"]
-
 
 class Cause(str, Enum):
     """What went wrong, or what was asked for.  The values are the keys of ``recovery:``."""

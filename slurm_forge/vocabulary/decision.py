@@ -8,8 +8,6 @@ from enum import Enum
 from slurm_forge.vocabulary.cause import Cause, Confidence, Evidence
 from slurm_forge.vocabulary.plan import RecoveryPlan, SampleWindow
 
-__all__ = ["Action", "Change", "Decision", "Incident", "Start"]
-
 
 class Action(str, Enum):
     """What can be done about an incident.  The values are what ``do:`` takes in a job file."""

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-__all__ = ["LAST", "Position"]
-
 #: Compares greater than any poll count: the end of a phase, where every rank comes by.
 LAST = 2**62
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from enum import Enum
 
-__all__ = ["Trust"]
-
 
 class Trust(str, Enum):
     """Earned from the top to GOOD; SUSPECT ones are never resumed from unless a person says so."""

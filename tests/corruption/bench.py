@@ -30,8 +30,6 @@ from tests.corruption.damage import (
 )
 from tests.distributed.ranks import run_ranks
 
-__all__ = ["Bench", "Shape", "Verdict", "catalogue"]
-
 OLDER, NEWEST = 1, 2
 
 

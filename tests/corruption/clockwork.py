@@ -16,8 +16,6 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-__all__ = ["Actor", "Clockwork", "Happening"]
-
 _CALLS = ("listdir", "mkdir", "open", "link", "rename", "unlink", "rmdir")
 #: Nothing here takes that long; a test that waits for ever tells nothing.
 _STUCK_S = 30.0

@@ -22,8 +22,6 @@ from slurm_forge.checkpoint.write.save import save_checkpoint
 from slurm_forge.store.directory import CheckpointStore
 from slurm_forge.store.identity import CheckpointName
 
-__all__ = ["Contents", "Part", "Wrapping", "fill_store", "memory_directory", "open_store"]
-
 RUN = "run"
 
 

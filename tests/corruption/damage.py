@@ -15,8 +15,6 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
-__all__ = ["Damage", "Files", "file_damages", "json_damages", "manifest_damages"]
-
 PAGE = 4096
 BLOCK = 4 << 20
 MANIFEST = "manifest.json"

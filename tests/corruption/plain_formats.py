@@ -18,8 +18,6 @@ from torch.distributed.checkpoint.api import CheckpointException
 from tests.corruption.contents import Contents
 from tests.corruption.damage import Damage, Files, file_damages
 
-__all__ = ["FORMATS", "Outcome", "PlainFormat", "plain_damages", "try_all"]
-
 _MEMORY = 16 << 30
 
 

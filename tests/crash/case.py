@@ -10,8 +10,6 @@ from typing import Protocol
 from tests.crash.disk import Loss
 from tests.crash.shim import Shim, Strike, Watch
 
-__all__ = ["AFTER_ACK", "KINDS", "Case", "Look", "LostError", "Report", "Result", "Way"]
-
 
 @dataclass(frozen=True, slots=True)
 class Case:

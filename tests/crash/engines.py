@@ -27,8 +27,6 @@ from slurm_forge.errors import CheckpointError, CheckpointMissingError, RanksLos
 from slurm_forge.store.directory import CheckpointStore
 from slurm_forge.store.identity import STAGE_PREFIX, TRASH_PREFIX, CheckpointName
 
-__all__ = ["DcpFresh", "DcpInPlace", "Engine", "Forge", "Mixture", "Value"]
-
 WORLD = 2
 
 

@@ -25,8 +25,6 @@ from tests.crash.saves import dcp_paths, save_paths
 from tests.crash.shim import SETTLED, Op, Record, Shim, Strike
 from tests.distributed.ranks import Outcome, start_ranks
 
-__all__ = ["PATHS", "enumerate_cases", "run_all", "run_case"]
-
 #: Seconds: a whole case; what is left of it once a rank is gone, before that is called a hang.
 _DEADLINE, _GRACE = 40.0, 10.0
 _LETHAL = frozenset({Strike.KILL_BEFORE, Strike.KILL_AFTER, Strike.TORN, Strike.POWER})

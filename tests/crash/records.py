@@ -18,8 +18,6 @@ from tests.crash.engines import Forge
 from tests.crash.saves import AGAIN, CHANGES, arm
 from tests.crash.shim import Shim, Strike, Watch
 
-__all__ = ["Claiming", "Journalling", "Submitting"]
-
 _EVENTS = 9
 _CLOCK = 1_750_000_000.0
 

@@ -20,8 +20,6 @@ from tests.crash.matrix import PATHS, enumerate_cases, remove, run_all, scratch_
 from tests.crash.sabotage import SABOTAGE
 from tests.crash.saves import dcp_paths
 
-__all__ = ["run", "sample", "table"]
-
 _THEIRS = {path.name for path in dcp_paths()}
 _COLUMNS = (
     "injections",

@@ -16,8 +16,6 @@ from tests.crash.case import Case, Look, LostError, Report
 from tests.crash.engines import DcpFresh, DcpInPlace, Forge, Mixture
 from tests.crash.shim import SETTLED, Shim, Strike, Watch
 
-__all__ = ["CHANGES", "Pruning", "Resuming", "Saving"]
-
 CHANGES = (
     Strike.KILL_BEFORE,
     Strike.KILL_AFTER,

@@ -1,4 +1,4 @@
-"""A part of the crash matrix, in about a minute: scripts/crash-matrix runs all of it."""
+"""A part of the crash matrix, in half a minute: scripts/crash-matrix runs all of it."""
 
 from __future__ import annotations
 
@@ -15,10 +15,8 @@ from tests.crash.disk import Disk, Loss
 from tests.crash.shim import Op, Record
 
 ROOT = Path(__file__).parents[2]
-LEAST = 250
 pytestmark = [
     pytest.mark.distributed,
-    pytest.mark.timeout(400),
     pytest.mark.skipif(
         shim.compiler() is None,
         reason="the crash matrix is LEFT OUT: no C compiler here to build its shim with",
@@ -41,12 +39,16 @@ def bad(result):
     return result["wrong"] or result["lost"] or result["blocked"] or result["hang"]
 
 
-def test_nothing_is_lost_mixed_blocked_or_hung(tmp_path):
-    status, results, text = crash_matrix(tmp_path, "--sample", "140", "--jobs", "2")
+@pytest.mark.parametrize(
+    ("sample", "injections", "calls"),
+    [(60, 150, 40), pytest.param(140, 250, 80, marks=pytest.mark.slow)],
+)
+def test_nothing_is_lost_mixed_blocked_or_hung(tmp_path, sample, injections, calls):
+    status, results, text = crash_matrix(tmp_path, "--sample", str(sample), "--jobs", "2")
     assert [result for result in results if bad(result)] == [], text
     assert status == 0, text
     struck = Counter(result["kind"] for result in results)
-    assert len(results) >= LEAST, struck
+    assert len(results) >= injections, struck
     assert {
         "kill before", "kill after", "torn", "ENOSPC once", "ENOSPC sticky", "EIO once",
         *(loss.value for loss in Loss), *(f"after ack: {loss.value}" for loss in Loss),
@@ -54,7 +56,7 @@ def test_nothing_is_lost_mixed_blocked_or_hung(tmp_path):
     assert {result["rank"] for result in results} >= {0, 1}
     assert {result["state"] for result in results} >= {"old", "new"}
     assert any(result["direct_writes"] for result in results), "direct I/O was never tried"
-    assert len({(r["path"], r["rank"], r["call"]) for r in results}) > 80
+    assert len({(r["path"], r["rank"], r["call"]) for r in results}) > calls
 
 
 @pytest.mark.parametrize(
@@ -66,7 +68,7 @@ def test_nothing_is_lost_mixed_blocked_or_hung(tmp_path):
     ],
 )
 def test_a_broken_protocol_is_noticed(tmp_path, sabotage, kinds):
-    arguments = ["--path", "save", "--sample", "70", "--jobs", "2"]
+    arguments = ["--path", "save", "--sample", "30", "--jobs", "2"]
     status, results, text = crash_matrix(tmp_path, "--sabotage", sabotage, *arguments)
     assert status == 1, text
     assert kinds <= {result["kind"] for result in results if bad(result)}, text

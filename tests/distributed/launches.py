@@ -26,15 +26,16 @@ from typing import Any
 from unittest import mock
 
 import slurm_forge as forge
-from slurm_forge.control import Hub, RequestKind
+from slurm_forge.control import Hub
 from slurm_forge.control import member as member_module
+from slurm_forge.control.messages.hub import RequestKind
 from slurm_forge.knobs import Knobs
 from slurm_forge.launch.attempt.attempt import (
     Attempt,
     begin,
 )
 from slurm_forge.launch.conductor.conductor import Conductor
-from slurm_forge.launch.conductor.job_poller import JobWatch
+from slurm_forge.launch.conductor.job_poller import JobPoller
 from slurm_forge.launch.render.schedule import timing
 from slurm_forge.launch.render.site_choice import find_site
 from slurm_forge.launch.submit.submission import create_run
@@ -44,7 +45,7 @@ from slurm_forge.spec import job_from_mapping
 from slurm_forge.store.directory import CheckpointStore
 from slurm_forge.store.manifest import Manifest
 from slurm_forge.training.rank.main import (
-    Outcome,
+    RankOutcome,
     RankPlace,
     run_rank,
 )
@@ -53,13 +54,11 @@ from slurm_forge.vocabulary.decision import Decision
 from tests.distributed.ranks import Outcome as HowItEnded
 from tests.distributed.ranks import RankGroup, start_ranks
 
-__all__ = ["Gate", "Launch", "Told", "launched", "new_run", "newest_manifest"]
-
 Program = Callable[[forge.Run], None]
 
 #: Ranks say every second what they are doing; tests wait for it too often for that.
 _BEAT_S = 0.05
-_LONG_S = 60.0
+_LONG_S = 240.0
 
 _program: Program | None = None
 
@@ -137,7 +136,7 @@ class Told:
     ``children`` are the processes (data-loader workers) that it still had.
     """
 
-    outcome: Outcome
+    outcome: RankOutcome
     step: int
     returned: float
     children: tuple[int, ...]
@@ -181,7 +180,7 @@ class Launch:
         self.kill(rank, signal.SIGSTOP)
         self.until(lambda: state_of(self.group.pids[rank]) == "T", f"rank {rank} to be frozen")
 
-    def until(self, condition: Callable[[], Any], what: str, seconds: float = 30.0) -> None:
+    def until(self, condition: Callable[[], Any], what: str, seconds: float = 120.0) -> None:
         """Wait for a condition; looks a hundred times a second, and not once the launch is over."""
         deadline = time.monotonic() + seconds
         while not condition():
@@ -223,7 +222,7 @@ class Launch:
 
     def asked_to_stop(self) -> int:
         """Wait until a stop was asked for, or all were told to leave (0); the request's number."""
-        assert self.hub.spoke.wait(20), "nobody asked for a stop"
+        assert self.hub.spoke.wait(_LONG_S), "nobody asked for a stop"
         return next((n for n, kind in self.hub.asked if kind is RequestKind.STOP), 0)
 
     def heard(self) -> None:
@@ -273,7 +272,7 @@ def launched(
     assert isinstance(attempt, Attempt), attempt
     hub = _ListenedHub(ranks)
     attempt.next_launch(hub)
-    watch = JobWatch(None, "test")
+    watch = JobPoller(None, "test")
     conductor = Conductor(
         hub,
         journal=attempt.journal,

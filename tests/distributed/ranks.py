@@ -46,8 +46,6 @@ import torch.distributed.checkpoint.state_dict
 import torch.distributed.fsdp
 import torch.distributed.tensor
 
-__all__ = ["Outcome", "RankGroup", "RanksFailedError", "run_ranks", "start_ranks"]
-
 #: Not used by Slurm, by torch, or by the code under test.
 STACKS_SIGNAL = signal.SIGRTMAX - 1
 _PR_SET_PDEATHSIG = 1

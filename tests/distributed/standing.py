@@ -27,12 +27,12 @@ from slurm_forge.launch.attempt.attempt import (
     begin,
 )
 from slurm_forge.launch.conductor.conductor import Conductor
-from slurm_forge.launch.conductor.job_poller import JobWatch
+from slurm_forge.launch.conductor.job_poller import JobPoller
 from slurm_forge.launch.render.rank_environment import for_launch
 from slurm_forge.launch.render.schedule import timing
 from slurm_forge.launch.supervisor.agent_launch import AgentsLaunch
 from slurm_forge.launch.supervisor.job_step import (
-    StandingStep,
+    JobStep,
     StepOptions,
 )
 from slurm_forge.recovery import LaunchFacts
@@ -41,10 +41,8 @@ from slurm_forge.run_directory import RunDirectory
 from slurm_forge.spec.recovery import trusts_process
 from slurm_forge.vocabulary.decision import Decision, Start
 
-__all__ = ["Job", "below", "children_of", "standing"]
-
 REPOSITORY = Path(__file__).resolve().parents[2]
-_LONG_S = 60.0
+_LONG_S = 240.0
 
 #: What srun does as far as agents can tell: a process per task, and the first bad exit ends all.
 _SRUN = """#!{python} -S
@@ -80,7 +78,7 @@ class Job:
         attempt = begin(run, job="1", restart_count=0, nodes=("here",), via="test")
         assert isinstance(attempt, Attempt), attempt
         self.attempt = attempt
-        self.step = StandingStep(str(run.path), unwinds=trusts_process(attempt.file.job.recovery))
+        self.step = JobStep(str(run.path), unwinds=trusts_process(attempt.file.job.recovery))
         self.launched: AgentsLaunch | None = None
         self.facts: LaunchFacts | None = None
         self.began = 0.0
@@ -118,7 +116,7 @@ class Job:
         )
         plan = self.attempt.state().plan
         variables = for_launch(self.attempt.file, self._variables, plan)
-        if not self.step.stands_for(options, self.ranks, variables):
+        if not self.step.can_reuse(options, self.ranks, variables):
             start = Start.COLD
         hub = Hub(world_size=self.ranks, nonce=secrets.token_hex(16))
         self.hub = hub
@@ -137,7 +135,7 @@ class Job:
         )
         assert isinstance(launched, AgentsLaunch)
         self.launched = launched
-        watch = JobWatch(None, "1")
+        watch = JobPoller(None, "1")
         conductor = Conductor(
             hub,
             journal=self.attempt.journal,

@@ -18,17 +18,12 @@ from slurm_forge.run_directory import RunDirectory
 from slurm_forge.vocabulary.cause import Cause
 from tests.strange import not_understood, strange_task
 
-pytestmark = [pytest.mark.distributed, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.distributed]
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node", "2")
 
-HEAD = """
-import os, sys
-import torch, torch.distributed as dist
-import slurm_forge as forge
-from tests.jobs import train
-"""
+HEAD = "import os, sys, slurm_forge as forge\n"
 
 
 class Scripts:
@@ -96,6 +91,8 @@ def test_the_default_group_of_the_script(scripts: Scripts) -> None:
     """Used where it has all ranks; exec claims the attempt, and the script does not again."""
     script = scripts.write(
         """
+import torch, torch.distributed as dist
+from tests.jobs import train
 dist.init_process_group("gloo")
 mine = dist.group.WORLD
 with forge.attach(spec={"args": {"steps": 10}}) as run:
@@ -118,6 +115,7 @@ print(f"after {run.name}: {value.item():.0f}", flush=True)
 def test_what_is_refused(scripts: Scripts) -> None:
     script = scripts.write(
         """
+import torch.distributed as dist
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 os.environ.update(RANK="0", WORLD_SIZE="2", TORCHELASTIC_RUN_ID="x")
 try:
@@ -152,6 +150,7 @@ print("behind the block")
     assert code in (1, STOPPED)
 
 
+@pytest.mark.slow
 def test_what_is_not_understood_of_slurm_is_noted(scripts: Scripts) -> None:
     code, out = scripts(*attached(3, 0), **strange_task())
     assert code == 0, out

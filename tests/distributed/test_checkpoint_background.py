@@ -17,7 +17,7 @@ from slurm_forge.checkpoint.content.training_state import TrainingState
 from slurm_forge.checkpoint.read.load import resume
 from slurm_forge.checkpoint.write.arena import Arena
 from slurm_forge.checkpoint.write.copying import Copier
-from slurm_forge.checkpoint.write.pending_save import Flight
+from slurm_forge.checkpoint.write.pending_save import PendingSave
 from slurm_forge.checkpoint.write.save import CheckpointWriter
 from slurm_forge.errors import CheckpointError, FencedError, RanksLostError, StorageFullError
 from slurm_forge.store.directory import CheckpointStore
@@ -88,16 +88,17 @@ class Gate:
     """Holds everything up that a save does on its own thread, until it is opened."""
 
     def __init__(self, monkeypatch):
-        self.open, self.reached, real = threading.Event(), threading.Event(), Flight.fly
+        self.open, self.reached, real = threading.Event(), threading.Event(), PendingSave.fly
 
         def held(*args):
             self.reached.set()
             assert self.open.wait(SOON), "nobody opened the gate"
             real(*args)
 
-        monkeypatch.setattr(Flight, "fly", held)
+        monkeypatch.setattr(PendingSave, "fly", held)
 
 
+@pytest.mark.core
 def test_what_happens_to_the_state_afterwards_is_not_saved(tmp_path, monkeypatch):
     def body(rank):
         training = Training(tmp_path / "c", rank)

@@ -246,6 +246,7 @@ def test_a_kill_at_every_call_of_every_rank(tmp_path):
 
 
 @pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.core
 def test_an_exception_on_one_rank_is_the_same_error_on_all(tmp_path, world):
     class Broken(Value):
         def state_dict(self):
@@ -392,6 +393,7 @@ def damage(directory, name, what, rank=-1):
 
 
 @pytest.mark.parametrize("world", [1, 3])
+@pytest.mark.core
 def test_damaged_checkpoints_are_passed_over_by_all_ranks_alike(tmp_path, world):
     kinds = ["flip", "truncate", "delete", "swap", "zero"]
     directory = tmp_path / "checkpoints"

@@ -95,6 +95,7 @@ def test_one_rank_that_changes_makes_all_plan_anew(tmp_path, monkeypatch):
     assert run_ranks(2, body) == [[True, False] * 5] * 2
 
 
+@pytest.mark.core
 def test_another_placement_is_planned_anew(tmp_path, monkeypatch):
     def body(rank):
         saves = Saves(tmp_path / "c", rank, monkeypatch)

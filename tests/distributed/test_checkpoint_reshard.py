@@ -212,6 +212,7 @@ def test_hybrid_sharding(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["fsdp2", "ddp"])
+@pytest.mark.core
 def test_the_same_number_of_ranks_goes_on_exactly(tmp_path, kind):
     def straight(rank):
         parts = build(kind, seed=1)

@@ -17,12 +17,10 @@ from slurm_forge.training.core.loss import (
     BatchLoss,
     Loss,
 )
+from slurm_forge.training.core.rng import Generators
 from slurm_forge.training.core.run_state import Registry
 from slurm_forge.training.data.batches import Batch
-from slurm_forge.training.instability.diagnosis import (
-    Examiner,
-    Generators,
-)
+from slurm_forge.training.instability.diagnosis import StepDiagnoser
 from slurm_forge.training.step.buffer_snapshot import BufferSnapshot
 from slurm_forge.training.step.gradient_guard import apply_gradients
 from tests.distributed.ranks import RanksFailedError, run_ranks
@@ -109,6 +107,7 @@ WRAPS = {
 }
 
 SOME = ["DDP", "DDP reentrant", "FSDP2", "FSDP2 low", "FSDP2 checkpointed", "FSDP2 reentrant"]
+ALL = [each if each in SOME else pytest.param(each, marks=pytest.mark.slow) for each in WRAPS]
 
 
 def inner(net):
@@ -143,7 +142,9 @@ class Training:
         self.registry.add("optimizer", self.optimizer)
         self.snapshot = BufferSnapshot([self.net])
         self.group = dist.new_group(backend="gloo")
-        self.examiner = Examiner(self.registry, CPU, rank=rank, host=f"n0{rank}", group=self.group)
+        self.examiner = StepDiagnoser(
+            self.registry, CPU, rank=rank, host=f"n0{rank}", group=self.group
+        )
         self.found = []
         torch.manual_seed(100 + rank)
 
@@ -194,7 +195,7 @@ def texts(found):
     return {each.source: each.text for each in found.evidence()}
 
 
-@pytest.mark.parametrize("wrap", WRAPS)
+@pytest.mark.parametrize("wrap", ALL)
 def test_a_run_with_examined_steps_goes_on_bit_for_bit_as_one_without(wrap):
     def body(rank):
         digests = []
@@ -232,7 +233,9 @@ def test_gradients_are_synchronised_again_afterwards(wrap):
     assert one == other
 
 
-@pytest.mark.parametrize("wrap", [name for name in WRAPS if name != "DDP static"])
+@pytest.mark.parametrize(
+    "wrap", [each for name, each in zip(WRAPS, ALL, strict=True) if name != "DDP static"]
+)
 def test_the_replay_computes_what_the_step_computed_bit_for_bit(wrap):
     def body(rank):
         training = Training(rank, wrap)
@@ -326,6 +329,7 @@ def test_the_parameter_at_which_a_bad_gradient_begins_is_named(wrap):
 
 
 @pytest.mark.parametrize("wrap", ["DDP", "FSDP2"])
+@pytest.mark.core
 def test_losses_given_as_sum_and_count_accuse_the_rank_of_the_replay(wrap):
     def body(rank):
         training = Training(rank, wrap)

@@ -17,8 +17,8 @@ from slurm_forge.training.core.loss import (
     BatchLoss,
     Loss,
 )
+from slurm_forge.training.step.buffer_snapshot import BufferSnapshot
 from slurm_forge.training.step.gradient_guard import (
-    BufferSnapshot,
     apply_gradients,
     skips_on_device,
 )
@@ -107,16 +107,17 @@ def train(rank, wrap, name, bad, poison):
 
 
 def possible(*names):
-    """Ways to wrap and optimizers; torch 2.13's fused SGD knows no sharded tensors."""
-    return pytest.mark.parametrize(
-        ("wrap", "name"),
-        [
-            (wrap, name)
-            for wrap in ("DDP", "FSDP2")
-            for name in names
-            if (wrap, name) != ("FSDP2", "fused SGD momentum")
-        ],
-    )
+    """Ways to wrap and optimizers; torch 2.13's fused SGD knows no sharded tensors.
+
+    Each optimizer is in the short run, wrapped in turn in one way and in the other.
+    """
+    pairs = [
+        pytest.param(wrap, name, marks=() if number % 2 == turn else pytest.mark.slow)
+        for turn, wrap in enumerate(("FSDP2", "DDP"))
+        for number, name in enumerate(names)
+        if (wrap, name) != ("FSDP2", "fused SGD momentum")
+    ]
+    return pytest.mark.parametrize(("wrap", "name"), pairs)
 
 
 @possible(*OPTIMIZERS)
@@ -189,6 +190,7 @@ def test_ranks_with_different_parameters_share_one_verdict_over_their_group(scal
 
 
 @pytest.mark.parametrize("wrap", ["DDP", "FSDP2"])
+@pytest.mark.core
 def test_tokens_count_alike_on_all_ranks_whatever_each_of_them_has(wrap):
     samples, width = 12, 4
     generator = torch.Generator().manual_seed(3)

@@ -23,7 +23,7 @@ from slurm_forge.vocabulary.cause import Cause
 from slurm_forge.vocabulary.decision import Action, Incident
 from tests.distributed.launches import Launch, launched, new_run
 
-pytestmark = [pytest.mark.distributed, pytest.mark.timeout(100)]
+pytestmark = [pytest.mark.distributed]
 
 #: A second where thirty are shipped: the limits that follow from it are as much shorter.
 WATCHDOG = {"at_least": "1s", "at_most": "10s"}
@@ -93,6 +93,7 @@ def stacks_of(launch: Launch, rank: int) -> str:
     return (launch.run.stacks(1, 1) / f"rank-{rank:05d}.txt").read_text()
 
 
+@pytest.mark.core
 def test_a_stopped_rank_is_named_and_the_launch_is_ended(tmp_path: Path) -> None:
     run = new_run(tmp_path, watchdog=WATCHDOG, inject=["stop@9:rank1"])
     with launched(run, 2, train) as launch:
@@ -190,8 +191,8 @@ def test_a_save_that_the_file_system_blocks_is_a_matter_of_storage(
                     os.read(reader, 1)
                 before(self, size)
 
-            before: Callable[[Any, int], None] = shardfile._File.finish
-            monkeypatch.setattr(shardfile._File, "finish", blocked)
+            before: Callable[[Any, int], None] = shardfile._ShardFile.finish
+            monkeypatch.setattr(shardfile._ShardFile, "finish", blocked)
         train(run)
 
     checkpoint = {"every_steps": 10, "background": background}
@@ -204,7 +205,6 @@ def test_a_save_that_the_file_system_blocks_is_a_matter_of_storage(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
 def test_a_long_run_with_everything_that_only_looks_like_a_hang(tmp_path: Path) -> None:
     """Limits of one second (saves and phases: four), and not one false alarm."""
     gates = [tmp_path / name for name in ("groups", "workers")]

@@ -39,13 +39,13 @@ from slurm_forge.journal.fold import in_order
 from slurm_forge.run_directory import RunDirectory
 from slurm_forge.store.directory import CheckpointStore
 from slurm_forge.store.identity import CheckpointName
-from slurm_forge.training.rank.main import Outcome
+from slurm_forge.training.rank.main import RankOutcome
 from slurm_forge.vocabulary.cause import Cause
 from slurm_forge.vocabulary.decision import Action
 from slurm_forge.vocabulary.trust import Trust
 from tests.distributed.launches import Launch, launched, new_run
 
-pytestmark = [pytest.mark.distributed, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.distributed]
 
 BATCH, STEPS, SAVE_EVERY = 8, 16, 4
 #: No weight, moment or statistic of this training comes near it.
@@ -190,7 +190,7 @@ def check_end(run: RunDirectory, launches: list[Launch], setup: str) -> None:
     """The run is finished, its result is sound, and the same on all ranks."""
     state = state_of(run)
     assert state.status is RunStatus.FINISHED, state.reason
-    assert [told.outcome for told in launches[-1].told] == [Outcome.FINISHED] * SETUPS[setup]
+    assert [told.outcome for told in launches[-1].told] == [RankOutcome.FINISHED] * SETUPS[setup]
     ends = [torch.load(run.path / f"end-{rank}.pt") for rank in range(SETUPS[setup])]
     for end in ends:
         assert unsound(end) == []
@@ -203,12 +203,12 @@ def check_end(run: RunDirectory, launches: list[Launch], setup: str) -> None:
 
 
 def cells() -> Iterator[Any]:
-    """All of them; one for each target and value is in the short run."""
+    """All of them; each target is in the short run with half of the values, in turn."""
     for cell in itertools.starmap(Cell, itertools.product(TARGETS, VALUES, MOMENTS, SETUPS)):
         target, value = TARGETS.index(cell.target), VALUES.index(cell.value)
         moment = tuple(MOMENTS)[(target + value) % 3]
         setup = tuple(SETUPS)[(target + 2 * value) % 3]
-        short = (cell.moment, cell.setup) == (moment, setup)
+        short = (cell.moment, cell.setup) == (moment, setup) and (target + value) % 2 == 0
         yield pytest.param(cell, id=str(cell), marks=() if short else pytest.mark.slow)
 
 
@@ -248,6 +248,7 @@ def test_a_state_that_goes_bad_whenever_its_step_comes_ends_with_a_person(
 
 
 @pytest.mark.parametrize("setup", ["ddp", pytest.param("one", marks=pytest.mark.slow)])
+@pytest.mark.core
 def test_a_poisoned_window_of_samples_is_left_out(setup: str, tmp_path: Path) -> None:
     first, last = 9 * BATCH, 13 * BATCH - 1
     run, launches = lived(tmp_path, setup, f"nan:samples={first}-{last}")

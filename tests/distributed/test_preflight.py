@@ -39,6 +39,7 @@ def _incident(launch: Launch) -> Incident:
     return found
 
 
+@pytest.mark.core
 def test_good_nodes_try_one_collective_and_train(tmp_path: Path) -> None:
     run = new_run(tmp_path, preflight={"enabled": True})
     with launched(run, 4, _train, hosts=NODES) as launch:
@@ -99,7 +100,7 @@ def test_a_stop_in_the_middle_of_a_look_is_no_verdict(tmp_path: Path) -> None:
 
     try:
         with (
-            mock.patch.object(preflight_child, "look", look),
+            mock.patch.object(preflight_child, "run_checks", look),
             launched(run, 4, _train, hosts=NODES, exits=True) as launch,
         ):
             launch.at(gate, 4)

@@ -22,13 +22,13 @@ from slurm_forge.journal.events import ProbeMeasured, ProbeOff
 from slurm_forge.run_directory import RunDirectory
 from slurm_forge.testing.digest import digest
 from slurm_forge.training.core import process_group
-from slurm_forge.training.rank.main import Outcome
+from slurm_forge.training.rank.main import RankOutcome
 from slurm_forge.vocabulary.cause import Cause, Confidence
 from slurm_forge.vocabulary.decision import Action
 from tests.distributed.launches import launched, new_run, state_of
 from tests.distributed.test_hangs import Net, Points, incident, text_of
 
-pytestmark = [pytest.mark.distributed, pytest.mark.timeout(100)]
+pytestmark = [pytest.mark.distributed]
 
 PROBE = {"every": "1s", "deadline": "2s", "silence": "4s"}
 FOREVER = 100_000
@@ -80,6 +80,7 @@ def test_a_rank_whose_values_arrive_changed_is_named(tmp_path: Path) -> None:
     assert "values of rank 2 arrived changed, read by ranks 0, 1, 2 of 3" in text_of(launch)
 
 
+@pytest.mark.core
 def test_a_killed_rank_is_noticed_at_once_in_whatever_the_others_are(tmp_path: Path) -> None:
     run = new_run(tmp_path, probe=PROBE)
     with launched(run, 3, lambda run: train(run, pace=0.01)) as launch:
@@ -140,7 +141,7 @@ def test_a_probe_that_is_broken_alone_leaves_the_training_as_it_is(
     run = new_run(tmp_path, name=how, probe=PROBE)
     with launched(run, 3, program) as launch:
         pass
-    assert [told.outcome for told in launch.told] == [Outcome.FINISHED] * 3
+    assert [told.outcome for told in launch.told] == [RankOutcome.FINISHED] * 3
     assert digest(run.path) == digest(alone.path)
     (off,) = events(run, ProbeOff)
     assert ("did not end" if how == "hung" else "onnection") in off.why, off
@@ -175,7 +176,7 @@ def test_a_job_that_is_suspended_is_not_judged(tmp_path: Path, everything: bool)
                 launch.until(lambda: state_of(launch.group.pids[2]) == "T", "all to be stopped")
                 threading.Event().wait(7.0)  # beyond what counts as silent
     assert failed(run) == []
-    assert [told.outcome for told in launch.told] == [Outcome.FINISHED] * 3
+    assert [told.outcome for told in launch.told] == [RankOutcome.FINISHED] * 3
 
 
 @pytest.mark.slow
@@ -187,7 +188,7 @@ def test_nobody_is_judged_while_a_debugger_holds_a_rank(tmp_path: Path) -> None:
             launch.until(lambda: state_of(launch.group.pids[1]) == "t", "the debugger")
             threading.Event().wait(9.0)
     assert failed(run) == []
-    assert [told.outcome for told in launch.told] == [Outcome.FINISHED] * 3
+    assert [told.outcome for told in launch.told] == [RankOutcome.FINISHED] * 3
 
 
 @contextlib.contextmanager
@@ -211,7 +212,6 @@ def held_by_a_debugger(pid: int) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("steps", [4, pytest.param(40, marks=pytest.mark.slow)])
-@pytest.mark.timeout(400)
 def test_slow_is_not_dead(tmp_path: Path, steps: int) -> None:
     """Steps, evaluations and saves that take longer than a probe's deadline, on one rank only."""
 
@@ -236,7 +236,7 @@ def test_slow_is_not_dead(tmp_path: Path, steps: int) -> None:
     assert failed(run) == []
     assert events(run, ProbeOff) == []
     assert fine(run)
-    assert [told.outcome for told in launch.told] == [Outcome.FINISHED] * 3
+    assert [told.outcome for told in launch.told] == [RankOutcome.FINISHED] * 3
 
 
 def test_bandwidth_is_measured_and_written_down(tmp_path: Path) -> None:
@@ -247,4 +247,4 @@ def test_bandwidth_is_measured_and_written_down(tmp_path: Path) -> None:
     first = fine(run)[0]
     assert first.latency_s is not None and 0 < first.latency_s < 10
     assert first.bandwidth is not None and first.bandwidth > 1e5
-    assert [told.outcome for told in launch.told] == [Outcome.STOPPED] * 2
+    assert [told.outcome for told in launch.told] == [RankOutcome.STOPPED] * 2

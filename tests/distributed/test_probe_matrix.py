@@ -12,7 +12,7 @@ import pytest
 from tests.netbed.bed import why_not
 from tests.netbed.cases import Case, Fault, Found, Moment, Who, all_cases, play, play_all
 
-pytestmark = [pytest.mark.distributed, pytest.mark.timeout(200)]
+pytestmark = [pytest.mark.distributed]
 
 ONE_OF_EACH = (
     Case(Fault.STOPPED, Who.PAIR, Moment.EVALUATION),

@@ -16,6 +16,7 @@ from tests.distributed.ranks import RanksFailedError, run_ranks, start_ranks
 pytestmark = pytest.mark.distributed
 
 
+@pytest.mark.core
 def test_results_come_in_rank_order_and_closures_work():
     word = "closure"
 
@@ -55,7 +56,7 @@ def test_a_hang_ends_at_the_deadline_with_stacks_and_nothing_left():
     begin = time.monotonic()
     with pytest.raises(RanksFailedError) as caught:
         run_ranks(2, hang_here, timeout=1.0)
-    assert time.monotonic() - begin < 5
+    assert time.monotonic() - begin < 60
     assert "hang_here" in str(caught.value) and "still running" in str(caught.value)
     for outcome in caught.value.outcomes:
         with pytest.raises(ProcessLookupError):

@@ -14,7 +14,7 @@ from slurm_forge.journal import RunStatus
 from slurm_forge.launch.submit.submission import run_state
 from slurm_forge.run_directory import RunDirectory
 
-pytestmark = [pytest.mark.distributed, pytest.mark.timeout(90)]
+pytestmark = [pytest.mark.distributed]
 
 README = Path(__file__).parents[2] / "README.md"
 

@@ -15,11 +15,11 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import slurm_forge as forge
-from slurm_forge.control import RequestKind
+from slurm_forge.control.messages.hub import RequestKind
 from slurm_forge.journal import RunState, RunStatus, fold, read_journal
 from slurm_forge.journal import events as ev
 from slurm_forge.launch.attempt.attempt import (
-    Refusal,
+    StartRefusal,
     begin,
 )
 from slurm_forge.recovery.monitor.loss_anomaly import (
@@ -27,9 +27,9 @@ from slurm_forge.recovery.monitor.loss_anomaly import (
     announce,
 )
 from slurm_forge.run_directory import RunDirectory
-from slurm_forge.training.loop.batch_loop import Feeding
-from slurm_forge.training.loop.recovery import Recovering
-from slurm_forge.training.rank.main import Outcome
+from slurm_forge.training.loop.batch_loop import BatchLoop
+from slurm_forge.training.loop.recovery import InstabilityHandler
+from slurm_forge.training.rank.main import RankOutcome
 from slurm_forge.vocabulary.cause import Cause
 from slurm_forge.vocabulary.decision import Action
 from slurm_forge.vocabulary.plan import SampleWindow
@@ -37,7 +37,7 @@ from slurm_forge.vocabulary.trust import Trust
 from tests.distributed.launches import Gate, Launch, launched, new_run
 from tests.jobs import FEATURES, Net, Samples, build
 
-pytestmark = [pytest.mark.distributed, pytest.mark.timeout(60)]
+pytestmark = [pytest.mark.distributed]
 
 BATCH = 16
 #: Good after two steps, so that there is something to go back to.
@@ -72,7 +72,7 @@ def resumed_at(run: RunDirectory) -> list[int]:
     return [r.event.step for r in read_journal(run)[0] if isinstance(r.event, ev.Resumed)]
 
 
-def ended(launch: Launch, outcome: Outcome, step: int) -> None:
+def ended(launch: Launch, outcome: RankOutcome, step: int) -> None:
     assert [(told.outcome, told.step) for told in launch.told] == [
         (outcome, step)
     ] * launch.hub.world_size
@@ -99,7 +99,7 @@ def test_a_loss_that_goes_bad_in_the_very_last_steps_is_rolled_back_before_the_e
     )
     with launched(run, 2, train) as launch:
         pass
-    ended(launch, Outcome.FINISHED, 80)
+    ended(launch, RankOutcome.FINISHED, 80)
     state = state_of(run)
     (attempt,) = state.attempts
     assert len(attempt.launches) == 1
@@ -130,7 +130,7 @@ def test_a_loop_that_is_left_and_kept_does_not_hide_what_its_last_steps_were(
     run = run_of(tmp_path, inject=["nan@12x3"])
     with launched(run, 1, train) as launch:
         pass
-    ended(launch, Outcome.GIVEN_UP, 15)
+    ended(launch, RankOutcome.GIVEN_UP, 15)
     assert not run.is_done()
     assert launch.decision is not None
     assert (launch.decision.cause, launch.decision.action) == (Cause.NON_FINITE, Action.ROLLBACK)
@@ -162,7 +162,7 @@ def test_an_epoch_whose_last_batches_are_left_out_ends_in_the_same_launch(tmp_pa
     with launched(run, 2, train) as launch:
         pass
     assert launch.facts is not None and launch.facts.failures == ()
-    ended(launch, Outcome.FINISHED, 9)
+    ended(launch, RankOutcome.FINISHED, 9)
     assert run.is_done()
     state = state_of(run)
     assert [d.action for _, d in state.attempts[0].decisions] == [Action.ROLLBACK]
@@ -201,10 +201,10 @@ def test_a_mask_of_minus_infinity_is_no_incident_where_a_launch_takes_no_step(
         launch.at(gate, 1)
         launch.stop_together()
         gate.open()
-    ended(launch, Outcome.STOPPED, 6)
+    ended(launch, RankOutcome.STOPPED, 6)
     with launched(run, 1, train) as launch:
         pass
-    ended(launch, Outcome.FINISHED, 6)
+    ended(launch, RankOutcome.FINISHED, 6)
     assert state_of(run).attempts[-1].incidents == ()
     assert resumed_at(run) == [0, 6]
 
@@ -235,28 +235,28 @@ def test_what_is_saved_at_a_stop_is_suspect_where_a_rollback_was_due(
         launch.until(lambda: not launch.hub.unanswered(asked), "an answer")
         launch.stop_together()
         gate.open()
-    ended(launch, Outcome.STOPPED, 10)
+    ended(launch, RankOutcome.STOPPED, 10)
     (saved,) = [each for each in state_of(run).known if each.name.step == 10]
     assert saved.trust is Trust.SUSPECT
     assert "the loss is 9, 2 was usual" in saved.why
     with launched(run, 1, train) as launch:
         pass
-    ended(launch, Outcome.FINISHED, 14)
+    ended(launch, RankOutcome.FINISHED, 14)
     assert resumed_at(run) == [0, 8]
 
 
 def test_who_wants_the_run_to_stop_is_heard_after_rank_0_has_decided(tmp_path: Path) -> None:
     gate = Gate()
-    give_up = Recovering._give_up
+    give_up = InstabilityHandler._give_up
 
-    def waiting(self: Recovering, *args: Any, **options: Any) -> Any:
+    def waiting(self: InstabilityHandler, *args: Any, **options: Any) -> Any:
         gate.wait(0)  # the decision is in the journal
         give_up(self, *args, **options)
 
     def train(run: forge.Run) -> None:
         model, _ = built(run)
-        mock.patch.object(Feeding, "_rewindable", False).start()
-        mock.patch.object(Recovering, "_give_up", waiting).start()
+        mock.patch.object(BatchLoop, "_rewindable", False).start()
+        mock.patch.object(InstabilityHandler, "_give_up", waiting).start()
         for batch in run.batches(Samples(), global_batch_size=BATCH, until=forge.Steps(20)):
             run.train_step(batch, loss_of(model))
 
@@ -268,11 +268,11 @@ def test_who_wants_the_run_to_stop_is_heard_after_rank_0_has_decided(tmp_path: P
         run.stop_file.touch()
         launch.asked_to_stop()
         gate.open()
-    ended(launch, Outcome.GIVEN_UP, 12)
+    ended(launch, RankOutcome.GIVEN_UP, 12)
     assert launch.decision is not None
     assert (launch.decision.cause, launch.decision.action) == (Cause.STOP_REQUESTED, Action.STOP)
     assert state_of(run).status is RunStatus.STOPPED
-    assert begin(run, job="2", restart_count=0, nodes=("n",), via="test") is Refusal.STOP_FILE
+    assert begin(run, job="2", restart_count=0, nodes=("n",), via="test") is StartRefusal.STOP_FILE
 
 
 # -- what lies around a rollback ---------------------------------------------------------------
@@ -300,7 +300,7 @@ def test_an_evaluation_right_before_a_rollback_leaves_none_of_its_weights(tmp_pa
                     model.eval()
                     model(torch.ones(4, FEATURES))
                     model.train()
-                run._skips.announced(Anomaly(Cause.LOSS_SPIKE, 9, 10, "made up"))
+                run._skip_tracker.announced(Anomaly(Cause.LOSS_SPIKE, 9, 10, "made up"))
         (run.directory / f"seen-{run.rank}").write_text(json.dumps(seen))
 
     # With the learning rate as it was.
@@ -308,7 +308,7 @@ def test_an_evaluation_right_before_a_rollback_leaves_none_of_its_weights(tmp_pa
     run = run_of(tmp_path, args={"parallel": "fsdp2"}, recovery=again)
     with launched(run, 2, train) as launch:
         pass
-    ended(launch, Outcome.FINISHED, 12)
+    ended(launch, RankOutcome.FINISHED, 12)
     _, back = resumed_at(run)
     assert 0 < back < 10
     for rank in range(2):
@@ -330,12 +330,12 @@ def test_a_second_loop_is_not_rewound_into_the_samples_of_the_first(tmp_path: Pa
     run = run_of(tmp_path, inject=["nan@7x3"])
     with launched(run, 1, train) as launch:
         pass
-    ended(launch, Outcome.GIVEN_UP, 10)
+    ended(launch, RankOutcome.GIVEN_UP, 10)
     assert launch.decision is not None
     assert launch.decision.action is Action.ROLLBACK
     with launched(run, 1, train) as launch:
         pass
-    ended(launch, Outcome.FINISHED, 12)
+    ended(launch, RankOutcome.FINISHED, 12)
     assert resumed_at(run) == [0, 4]
     assert json.loads((run.path / "lines").read_text()) == [
         *(["first", step] for step in range(4, 6)),
@@ -368,7 +368,7 @@ def test_a_weight_that_is_nan_is_found_behind_the_search_of_a_gradient_scaler(
     )
     with launched(run, 1, train) as launch:
         pass
-    ended(launch, Outcome.FINISHED, 20)
+    ended(launch, RankOutcome.FINISHED, 20)
     state = state_of(run)
     (_, incident), *more = state.attempts[0].incidents
     assert not more
@@ -380,6 +380,7 @@ def test_a_weight_that_is_nan_is_found_behind_the_search_of_a_gradient_scaler(
     assert state.plan.skipped == ()
 
 
+@pytest.mark.core
 def test_a_hook_that_raises_is_the_programs_error_on_every_rank(tmp_path: Path) -> None:
     def train(run: forge.Run) -> None:
         model, _ = built(run)
@@ -394,7 +395,7 @@ def test_a_hook_that_raises_is_the_programs_error_on_every_rank(tmp_path: Path) 
     run = run_of(tmp_path, inject=["nan@5x3"])
     with launched(run, 2, train) as launch:
         pass
-    ended(launch, Outcome.FAILED, 8)
+    ended(launch, RankOutcome.FAILED, 8)
     assert launch.decision is not None
     assert launch.decision.cause is Cause.APP_ERROR
     assert launch.facts is not None and launch.facts.failures
@@ -428,7 +429,7 @@ def test_out_of_memory_in_the_backward_of_ddp_is_decided_once_and_outside(tmp_pa
     run = run_of(tmp_path, recovery={})
     with launched(run, 1, train) as launch:
         pass
-    ended(launch, Outcome.FAILED, 3)
+    ended(launch, RankOutcome.FAILED, 3)
     attempt = state_of(run).attempts[0]
     assert [i.cause for _, i in attempt.incidents] == [Cause.CUDA_OOM]
     assert [(d.action, d.plan.micro_batch) for _, d in attempt.decisions] == [
@@ -436,7 +437,7 @@ def test_out_of_memory_in_the_backward_of_ddp_is_decided_once_and_outside(tmp_pa
     ]
     with launched(run, 1, train) as launch:
         pass
-    ended(launch, Outcome.FINISHED, 6)
+    ended(launch, RankOutcome.FINISHED, 6)
 
 
 def test_the_dropout_of_a_try_that_failed_is_as_if_it_had_never_been(tmp_path: Path) -> None:
@@ -460,7 +461,7 @@ def test_the_dropout_of_a_try_that_failed_is_as_if_it_had_never_been(tmp_path: P
         ):
             asked = batch
             if run.name == "planned" and run.step_number == 2:
-                asked = run._feeding.smaller(batch, 2) or batch
+                asked = run._batch_loop.smaller(batch, 2) or batch
             run.train_step(asked, compute_loss)
         (run.directory / "seen").write_text(json.dumps(seen))
 
@@ -469,7 +470,7 @@ def test_the_dropout_of_a_try_that_failed_is_as_if_it_had_never_been(tmp_path: P
         run = new_run(tmp_path / name, name)  # apart: what was learned is not told
         with launched(run, 1, train) as launch:
             pass
-        ended(launch, Outcome.FINISHED, 4)
+        ended(launch, RankOutcome.FINISHED, 4)
         found[name] = json.loads((run.path / "seen").read_text())
         actions = [d.action for _, d in state_of(run).attempts[0].decisions]
         assert actions == ([] if name == "planned" else [Action.SHRINK_MICRO_BATCH])

@@ -26,7 +26,7 @@ import torch
 import torch.nn.functional as F
 
 import slurm_forge as forge
-from slurm_forge.control import RequestKind
+from slurm_forge.control.messages.hub import RequestKind
 from slurm_forge.journal import RunState, RunStatus, fold, read_journal, writer
 from slurm_forge.journal import events as ev
 from slurm_forge.journal.fold import in_order
@@ -41,8 +41,8 @@ from slurm_forge.training.core.sample_order import (
     Windows,
 )
 from slurm_forge.training.data.batches import BatchSource
-from slurm_forge.training.loop.save_schedule import Saves
-from slurm_forge.training.rank.main import Outcome
+from slurm_forge.training.loop.save_schedule import SaveSchedule
+from slurm_forge.training.rank.main import RankOutcome
 from slurm_forge.vocabulary.cause import Cause
 from slurm_forge.vocabulary.decision import Action
 from slurm_forge.vocabulary.trust import Trust
@@ -50,7 +50,7 @@ from tests.distributed import launches
 from tests.distributed.launches import Gate, Launch, is_alive, launched, new_run
 from tests.jobs import Samples, build
 
-pytestmark = [pytest.mark.distributed, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.distributed]
 
 BATCH, LENGTH = 8, 997
 #: Not in the background: which checkpoint is good by when must not depend on the disk's pace.
@@ -315,7 +315,7 @@ def test_a_preemption_around_a_rollback_stops_all_at_the_same_step(
     check_launch(launch)
     (told,) = {(each.outcome, each.step) for each in launch.told}
     # Of one that has resumed already the next boundary is that of the step it is about to take.
-    assert told in [(Outcome.STOPPED, 4), (Outcome.STOPPED, 5 if moment == "after" else 4)]
+    assert told in [(RankOutcome.STOPPED, 4), (RankOutcome.STOPPED, 5 if moment == "after" else 4)]
     assert launch.facts is not None and launch.facts.checkpoint is not None
     assert CheckpointName.parse(launch.facts.checkpoint).step == told[1]
     assert launch.decision is not None and launch.decision.action is Action.REQUEUE
@@ -348,6 +348,7 @@ def test_saves_asked_for_around_a_rollback_come_in_the_new_turn(
     ("moment", "hit"),
     [("load", 1), slow("decide", 0), slow("decide", 1), slow("load", 0), slow("after", 0)],
 )
+@pytest.mark.core
 def test_a_rank_killed_in_a_rollback_costs_no_second_decision(
     moment: str, hit: int, tmp_path: Path
 ) -> None:
@@ -594,10 +595,10 @@ def test_a_hold_that_rank_0_could_not_tell_any_more_is_a_hold(tmp_path: Path) ->
     """It was written down; that its rank was killed right then does not make a relaunch of it."""
 
     def before(run: forge.Run) -> None:
-        def killed(self: Saves) -> None:
+        def killed(self: SaveSchedule) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
-        mock.patch.object(Saves, "let_land", killed).start()
+        mock.patch.object(SaveSchedule, "wait_for_save", killed).start()
 
     run = run_of(tmp_path, inject=["nan@5x3:rank0"], recovery={"non_finite": [{"do": "hold"}]})
     with launched(run, 2, program(12, before=before)) as launch:
@@ -761,7 +762,7 @@ def test_an_instability_that_a_stop_comes_with_is_not_forgotten(tmp_path: Path) 
         launch.heard()
         gate.open()
     check_launch(launch)
-    assert {told.outcome for told in launch.told} == {Outcome.STOPPED}
+    assert {told.outcome for told in launch.told} == {RankOutcome.STOPPED}
     lived(run, 2, program(12))
     check_finished(run, 12, 2)
     # What was saved on the way out is of the spike: it is not what training goes on from.

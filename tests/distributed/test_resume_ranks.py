@@ -28,10 +28,10 @@ import slurm_forge as forge
 from slurm_forge.run_directory import RunDirectory
 from slurm_forge.testing.digest import digest
 from slurm_forge.training.core.sample_order import SampleOrder
-from slurm_forge.training.rank.main import Outcome
+from slurm_forge.training.rank.main import RankOutcome
 from tests.distributed.launches import Gate, launched, new_run, newest_manifest
 
-pytestmark = [pytest.mark.distributed, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.distributed]
 
 LENGTH, BATCH, STEPS, EVAL_EVERY, SAVE_EVERY, SEED = 50, 8, 20, 5, 4, 11
 WIDTH = 12
@@ -166,9 +166,9 @@ def train_in_parts(run: RunDirectory, parts: list[Part], *, random_model: bool =
             # A save that was begun a moment before may not have been through.
             assert manifest is None or manifest.name.step < part.until
         elif part.until is not None:
-            assert {(t.outcome, t.step) for t in launch.told} == {(Outcome.STOPPED, part.until)}
+            assert {(t.outcome, t.step) for t in launch.told} == {(RankOutcome.STOPPED, part.until)}
         else:
-            assert {(t.outcome, t.step) for t in launch.told} == {(Outcome.FINISHED, STEPS)}
+            assert {(t.outcome, t.step) for t in launch.told} == {(RankOutcome.FINISHED, STEPS)}
     assert run.is_done()
 
 
@@ -278,6 +278,7 @@ INTERRUPTIONS = [
         pytest.param(2, "fsdp2", marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.core
 def test_interrupted_is_bitwise_uninterrupted(ranks: int, parallel: str, tmp_path: Path) -> None:
     """With dropout, BatchNorm, accumulation, augmentation, evaluations that draw random numbers."""
     micro_batch = 2 if ranks < 4 else None

@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import slurm_forge as forge
-from slurm_forge.control import RequestKind
-from slurm_forge.control.messages.protocol import Propose
+from slurm_forge.control.messages.hub import RequestKind
+from slurm_forge.control.messages.rank import RequestProposal
 from slurm_forge.journal import RunState, fold, read_journal
 from slurm_forge.journal import events as ev
 from slurm_forge.recovery.monitor.loss_anomaly import (
@@ -26,15 +26,15 @@ from slurm_forge.recovery.monitor.loss_anomaly import (
 )
 from slurm_forge.run_directory import RunDirectory
 from slurm_forge.testing.digest import digest
-from slurm_forge.training.loop.batch_loop import Feeding
-from slurm_forge.training.rank.main import Outcome
+from slurm_forge.training.loop.batch_loop import BatchLoop
+from slurm_forge.training.rank.main import RankOutcome
 from slurm_forge.vocabulary.cause import Cause
 from slurm_forge.vocabulary.decision import Action
 from slurm_forge.vocabulary.trust import Trust
 from tests.distributed.launches import Launch, launched, new_run
 from tests.jobs import Samples, build
 
-pytestmark = [pytest.mark.distributed, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.distributed]
 
 BATCH = 16
 #: Good after two steps, so that there is something to go back to.
@@ -54,7 +54,7 @@ def program(
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=5, gamma=0.9)
         run.register(model=model, optimizer=optimizer, scheduler=scheduler)
         if not rewindable:
-            mock.patch.object(Feeding, "_rewindable", False).start()
+            mock.patch.object(BatchLoop, "_rewindable", False).start()
 
         def compute_loss(micro: Any) -> torch.Tensor:
             return F.cross_entropy(model(micro[0]), micro[1])
@@ -102,13 +102,14 @@ def steps(run: RunDirectory, launch: int = 1, rank: int = 0) -> list[Any]:
 
 def finished(launch: Launch, count: int) -> None:
     assert [(told.outcome, told.step) for told in launch.told] == [
-        (Outcome.FINISHED, count)
+        (RankOutcome.FINISHED, count)
     ] * launch.hub.world_size
 
 
 @pytest.mark.parametrize(
     ("ranks", "parallel"), [(1, "plain"), (2, "ddp"), (2, "fsdp2")], ids=["plain", "ddp", "fsdp2"]
 )
+@pytest.mark.core
 def test_three_bad_steps_are_rolled_back_without_a_restart(
     tmp_path: Path, ranks: int, parallel: str
 ) -> None:
@@ -137,6 +138,7 @@ def test_three_bad_steps_are_rolled_back_without_a_restart(
     assert all(c.trust is not Trust.SUSPECT for c in state.known if c.name.step > 12)
 
 
+@pytest.mark.core
 def test_a_rollback_in_the_process_is_the_same_as_one_by_a_new_launch(tmp_path: Path) -> None:
     """Bit by bit: weights, moments, schedule, samples, dropout."""
     found = {}
@@ -146,7 +148,7 @@ def test_a_rollback_in_the_process_is_the_same_as_one_by_a_new_launch(tmp_path: 
         with launched(run, 2, body) as launch:
             pass
         if not rewindable:
-            assert {told.outcome for told in launch.told} == {Outcome.GIVEN_UP}
+            assert {told.outcome for told in launch.told} == {RankOutcome.GIVEN_UP}
             assert launch.decision is not None
             assert launch.decision.action is Action.ROLLBACK
             # Decided by rank 0, carried out by whoever conducts, and charged once.
@@ -289,20 +291,22 @@ def test_what_is_proposed_while_a_batch_is_out_waits_for_its_step(tmp_path: Path
     inner = program(24)
 
     def train(run: forge.Run) -> None:
-        original = run._feeding.batches
+        original = run._batch_loop.batches
 
         def batches(asked: Any) -> Any:
             for batch in original(asked):
                 if run.step_number == 13 and run._boundaries.turn == 0:
                     with run.phase("eval"):
                         if run.rank == 0:
-                            run._member.send(Propose(kind=RequestKind.RECOVER, reason=reason))
+                            run._member.send(
+                                RequestProposal(kind=RequestKind.RECOVER, reason=reason)
+                            )
                         while not run._member.pending:
                             time.sleep(0.001)
                         run.poll()
                 yield batch
 
-        with mock.patch.object(run._feeding, "batches", batches):
+        with mock.patch.object(run._batch_loop, "batches", batches):
             inner(run)
 
     reason = announce(Anomaly(Cause.LOSS_SPIKE, 11, 13, "the loss is 9, 2 was usual"))

@@ -19,7 +19,7 @@ from slurm_forge.vocabulary.decision import Action
 from tests.distributed.launches import launched, new_run
 from tests.jobs import FEATURES, Samples
 
-pytestmark = [pytest.mark.distributed, pytest.mark.timeout(60)]
+pytestmark = [pytest.mark.distributed]
 
 
 def train(run: forge.Run) -> None:
@@ -57,6 +57,7 @@ def outcome(folder: Path, name: str, **spec: Any) -> tuple[Any, list[Any], list[
     return state, json.loads((run.path / "steps").read_text()), weights
 
 
+@pytest.mark.core
 def test_the_step_is_taken_with_smaller_micro_batches_and_the_same_samples(tmp_path: Path) -> None:
     state, steps, weights = outcome(tmp_path, "oom", inject=["oom@5x100:above=3:always"])
     (attempt,) = state.attempts

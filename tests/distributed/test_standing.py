@@ -31,6 +31,8 @@ IN_PROCESS = {
     )
 }
 STEPS = 24
+#: For a run that is stopped: it never finishes before that, however busy the machine is.
+ENDLESS = 1_000_000
 
 
 def new_run(
@@ -79,10 +81,11 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[i
         pytest.param({"crash": IN_PROCESS["crash"]}, id="in_process", marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.core
 def test_a_killed_rank_is_relaunched_without_a_new_interpreter(
     tmp_path: Path, uninterrupted: tuple[str, dict[int, Any]], recovery: dict[str, Any]
 ) -> None:
-    args = {"pace": 0.1, "workers": 1, "misbehave": ["orphan@2:rank0", "orphan@2:rank1"]}
+    args = {"hold": 10, "workers": 1, "misbehave": ["orphan@2:rank0", "orphan@2:rank1"]}
     run = new_run(tmp_path, "killed", args, recovery=recovery)
     with standing(run, 2, tmp_path) as job:
         job.launch()
@@ -207,7 +210,7 @@ def to_the_end_from(job: Job) -> list[Cause | None]:
 
 def test_a_signal_for_the_agent_alone_stops_all_ranks_together(tmp_path: Path) -> None:
     """What Slurm does where it tracks processes by control groups."""
-    run = new_run(tmp_path, "signalled", {"pace": 0.1})
+    run = new_run(tmp_path, "signalled", {"pace": 0.02, "steps": ENDLESS})
     with standing(run, 2, tmp_path) as job:
         job.launch()
         job.until(lambda: job.training(3), "step 3")
@@ -221,7 +224,7 @@ def test_a_signal_for_the_agent_alone_stops_all_ranks_together(tmp_path: Path) -
 
 @pytest.mark.slow
 def test_with_its_agent_a_rank_goes_and_the_next_launch_is_cold(tmp_path: Path) -> None:
-    run = new_run(tmp_path, "agent", {"pace": 0.1, "workers": 1})
+    run = new_run(tmp_path, "agent", {"hold": 10, "workers": 1})
     with standing(run, 2, tmp_path) as job:
         job.launch()
         job.until(lambda: job.training(3), "step 3")
@@ -240,7 +243,7 @@ def test_with_its_agent_a_rank_goes_and_the_next_launch_is_cold(tmp_path: Path) 
 
 @pytest.mark.slow
 def test_agents_go_when_the_supervisor_is_gone(tmp_path: Path) -> None:
-    run = new_run(tmp_path, "alone", {"pace": 0.1, "workers": 1})
+    run = new_run(tmp_path, "alone", {"pace": 0.02, "workers": 1, "steps": ENDLESS})
     with standing(run, 2, tmp_path) as job:
         job.launch()
         job.until(lambda: job.training(3), "step 3")

@@ -10,13 +10,13 @@ import torch
 
 import slurm_forge as forge
 from slurm_forge.journal import read_journal
-from slurm_forge.journal.events import IncidentSeen, PaceSampled, StragglerOver, StragglerSeen
+from slurm_forge.journal.events import IncidentSeen, StragglerOver, StragglerSeen
 from slurm_forge.run_directory import RunDirectory
 from slurm_forge.vocabulary.cause import Cause, Confidence
 from slurm_forge.vocabulary.decision import Action
 from tests.distributed.launches import Launch, launched, new_run, newest_manifest
 
-pytestmark = [pytest.mark.distributed, pytest.mark.timeout(100)]
+pytestmark = [pytest.mark.distributed]
 
 #: Windows of a fifth of a second: named within seconds.
 PROBE = {"every": "0.8s", "deadline": "30s"}
@@ -95,12 +95,13 @@ def test_a_job_file_may_have_a_slow_node_left_out(tmp_path: Path) -> None:
 def test_nobody_is_named_where_rank_0_has_more_to_do(tmp_path: Path) -> None:
     run = new_run(tmp_path, probe=PROBE)
     with launched(run, 4, lambda run: train(run, extra_on_0_s=OWN_S), hosts=HOSTS) as launch:
-        launch.until(lambda: events(run, PaceSampled), "a sample of the pace", 60)
+        launch.until(
+            lambda: any(each.step > 400 for each in launch.hub.members().values()),
+            "400 steps",
+            90,
+        )
         stopped(launch)
     assert not events(run, StragglerSeen)
-    (sampled, *_) = events(run, PaceSampled)
-    assert sampled.own_s > OWN_S
-    assert {node.host for node in sampled.nodes} == set(HOSTS)
 
 
 @pytest.mark.slow
@@ -118,7 +119,6 @@ def test_nobody_is_named_in_an_even_run_however_busy_the_machine(
         )
         stopped(launch)
     assert not events(run, StragglerSeen, StragglerOver)
-    assert events(run, PaceSampled)
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ from slurm_forge.journal.events import Logged, Resumed
 from slurm_forge.launch.submit.submission import run_state
 from slurm_forge.run_directory import RunDirectory
 
-pytestmark = [pytest.mark.distributed, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.distributed]
 
 TUTORIALS = Path(__file__).parents[2] / "docs" / "tutorials"
 #: A block that is run as it stands there; with an sbatch that says yes where it asks for one.
@@ -52,7 +52,7 @@ def finished(run: Path) -> None:
         ),
         pytest.param("submitit", ["tried"], "submitted job 4000", marks=pytest.mark.slow),
         ("sbatch", [], "wrote demo/train.yaml"),
-        ("existing-script", ["tried"], "finished"),
+        pytest.param("existing-script", ["tried"], "finished", marks=pytest.mark.slow),
         pytest.param("attach", ["tried"], "finished", marks=pytest.mark.slow),
     ],
 )

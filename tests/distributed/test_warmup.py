@@ -82,6 +82,7 @@ def interrupted_is_uninterrupted(rank, settle):
     return bits(net, optimizer) == expected
 
 
+@pytest.mark.core
 def test_a_resumed_run_is_bitwise_the_uninterrupted_one():
     assert run_ranks(4, interrupted_is_uninterrupted, True) == [True] * 4
 

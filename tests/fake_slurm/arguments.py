@@ -14,8 +14,6 @@ from slurm_forge.slurm.text.directives import read_directives
 from slurm_forge.slurm.text.nodelist import expand_nodes
 from slurm_forge.units import parse_memory, parse_slurm_duration
 
-__all__ = ["Asked", "Refused", "parse_sbatch", "sbatch_lines"]
-
 
 class Refused(Exception):
     """What Slurm writes when it says no."""

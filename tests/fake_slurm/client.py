@@ -22,7 +22,7 @@ from slurm_forge.slurm.records import (
 )
 from slurm_forge.slurm.states import JobState
 from slurm_forge.slurm.text.answers import (
-    RequeueOutcome,
+    RequeueAnswer,
     RequeueReply,
     requeue_outcome,
 )
@@ -33,8 +33,6 @@ from tests.fake_slurm.controller import Controller
 from tests.fake_slurm.job import FakeJob
 from tests.fake_slurm.programs import Start
 from tests.fake_slurm.registry import FakeNode
-
-__all__ = ["Disturbance", "FakeClient", "Network", "Request"]
 
 _T = TypeVar("_T")
 _UNKNOWN = "Invalid job id specified"
@@ -305,7 +303,7 @@ class FakeClient:
         except SlurmCommandError as error:
             if isinstance(error, SlurmUnreachableError):
                 missing = error.returncode == _NOT_THERE
-                outcome = RequeueOutcome.NO_COMMAND if missing else RequeueOutcome.UNREACHABLE
+                outcome = RequeueAnswer.NO_COMMAND if missing else RequeueAnswer.UNREACHABLE
                 return RequeueReply(outcome, error.stderr)
             told = Completed(argv, error.returncode, "", error.stderr)
             return RequeueReply(requeue_outcome(told), error.stderr)
@@ -364,10 +362,7 @@ class FakeClient:
         flags = (("DRAIN",) if node.drained else ()) + (
             () if node.responds else ("NOT_RESPONDING",)
         )
-        names = tuple(partition.name for partition in self._controller.spec.partitions)
-        return NodeRecord(
-            name=node.name, state=(base, *flags), reason=node.reason, partitions=names
-        )
+        return NodeRecord(name=node.name, state=(base, *flags), reason=node.reason)
 
 
 _SILENCE = {

@@ -6,8 +6,6 @@ import heapq
 from collections.abc import Callable
 from datetime import datetime, timedelta
 
-__all__ = ["Timer", "VirtualClock"]
-
 #: More happenings than this at one instant are a loop.
 _MOST_AT_ONCE = 100_000
 

@@ -9,8 +9,6 @@ from tests.fake_slurm.life import JobLife
 from tests.fake_slurm.programs import BATCH, STEPS
 from tests.fake_slurm.registry import FakeNode
 
-__all__ = ["Controller"]
-
 
 class Controller(JobLife):
     """The scheduler, what can be asked for, and what becomes of nodes."""

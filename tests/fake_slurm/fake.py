@@ -15,8 +15,6 @@ from tests.fake_slurm.controller import Controller
 from tests.fake_slurm.programs import Programs, Runs
 from tests.fake_slurm.spec import FakeSlurmSpec
 
-__all__ = ["FakeSlurm"]
-
 _PREEMPTOR = Path("preemptor")
 
 

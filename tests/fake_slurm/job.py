@@ -13,8 +13,6 @@ from tests.fake_slurm.arguments import Asked
 from tests.fake_slurm.clock import Timer
 from tests.fake_slurm.programs import Start
 
-__all__ = ["FakeJob"]
-
 #: What Slurm computes matters to nobody here; 0 is what makes a job held.
 _SOME_PRIORITY = 4_294_901_000
 
@@ -31,7 +29,6 @@ class FakeJob:
     partition: str
     asked: Asked
     user: str
-    user_id: int
     requeue: bool
     submitted: datetime
     array: int | None = None
@@ -116,15 +113,12 @@ class FakeJob:
             state_text=self.state.value,
             array_job_id=self.array,
             array_task=None if self.task is None else str(self.task),
-            user=self.user,
-            user_id=self.user_id,
             priority=0 if self.held else _SOME_PRIORITY,
             reason=self.reason,
             failed_node=self.failed_node,
             dependency=",".join(f"{kind}:{job}" for kind, job in self.asked.dependencies) or None,
             requeue=self.requeue,
             restarts=self.restarts,
-            batch_flag=1 + self.exits_in_grace,
             exit_code=self.exit_code,
             submit_time=self.submitted,
             eligible_time=self.begin if waiting and self.begin is not None else self.eligible,
@@ -134,9 +128,7 @@ class FakeJob:
             time_limit=self.time_limit,
             partition=self.partition,
             nodelist=fold_nodes(self.nodes) if self.nodes else None,
-            requested_nodes=fold_nodes(self.asked.nodelist) if self.asked.nodelist else None,
             excluded_nodes=fold_nodes(self.excluded) if self.excluded else None,
-            batch_host=self.nodes[0] if self.nodes else None,
             num_nodes=self.num_nodes - self.without,
             memory_per_node=self.memory,
             command=str(self.script),
@@ -150,9 +142,7 @@ class FakeJob:
             job_ref=self.ref,
             job_id=self.number,
             state=self.state,
-            state_text=self.state.value,
             reason=self.reason,
-            partition=self.partition,
             start_time=self.begin if waiting else self.started,
         )
 
@@ -169,6 +159,5 @@ class FakeJob:
             submit_time=self.submitted,
             start_time=self.started,
             end_time=self.ended,
-            nodelist=fold_nodes(self.nodes) if self.nodes else None,
             cancelled_by=by,
         )

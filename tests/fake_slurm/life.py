@@ -10,8 +10,6 @@ from tests.fake_slurm.job import FakeJob
 from tests.fake_slurm.programs import BATCH, STEPS, Runs, Start
 from tests.fake_slurm.registry import Registry
 
-__all__ = ["JobLife"]
-
 #: Whatever KillWait says, slurmd leaves a job this long between SIGTERM and SIGKILL.
 _SHORTEST_KILL_WAIT = timedelta(seconds=5)
 

@@ -14,7 +14,6 @@ from tests.fake_slurm.clock import Timer, VirtualClock
 if TYPE_CHECKING:
     from slurm_forge.slurm.client import Slurm
 
-__all__ = ["BATCH", "STEPS", "Program", "Programs", "Runs", "Start", "StartOver"]
 
 #: Who gets a signal: the batch shell, or the tasks of all steps.
 BATCH = "batch"

@@ -15,8 +15,6 @@ from tests.fake_slurm.job import FakeJob
 from tests.fake_slurm.programs import Program, Programs, Start
 from tests.fake_slurm.spec import FakeSlurmSpec
 
-__all__ = ["FakeNode", "Registry"]
-
 _SUBMISSION = "sbatch: error: Batch job submission failed: "
 
 
@@ -88,7 +86,6 @@ class Registry:
                 partition=partition,
                 asked=asked,
                 user=self.spec.user,
-                user_id=self.spec.user_id,
                 requeue=self.spec.job_requeue if asked.requeue is None else asked.requeue,
                 submitted=self.clock.now,
                 array=None if task is None else first,

@@ -5,14 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from datetime import datetime, timedelta, timezone
 
-from slurm_forge.slurm.versions import Release, has
+from slurm_forge.slurm.versions import SlurmRelease, has
 from slurm_forge.testing.cluster.spec import (
     PartitionPreemption,
     PartitionSpec,
     default_partitions,
 )
-
-__all__ = ["FakeSlurmSpec"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +62,7 @@ class FakeSlurmSpec:
     @property
     def requeues_exit_in_grace(self) -> bool:
         """Whether a job that exits by itself inside its grace time is started again."""
-        release = Release.parse(self.version)
+        release = SlurmRelease.parse(self.version)
         return release is not None and has(release, "requeues a job that exits in its grace time")
 
     @property

@@ -25,47 +25,37 @@ from slurm_forge.checkpoint.content.index import (
     SavedTensor,
 )
 from slurm_forge.checkpoint.content.shard_layout import (
-    Place,
     Shard,
+    ShardPlacement,
 )
-from slurm_forge.control.messages import agent as agents
 from slurm_forge.control.messages import protocol
-from slurm_forge.control.messages.live import Told as LiveTold
-from slurm_forge.control.messages.live import (
-    hear,
-    line_of,
-)
-from slurm_forge.control.messages.preflight import (
-    Groups,
-    NodeReport,
-)
+from slurm_forge.control.messages.agent import AgentMessage, decode_agents
+from slurm_forge.control.messages.live import ListenerEvent as LiveTold
+from slurm_forge.control.messages.live import format_event, parse_event
+from slurm_forge.control.messages.preflight import NodeReport, PreflightRound
 from slurm_forge.documents import build, load
 from slurm_forge.journal import codec
 from slurm_forge.journal.events import Event
+from slurm_forge.json_codec import parse
 from slurm_forge.knobs import Knobs
+from slurm_forge.launch.render.save_times import SaveNote, SaveNotes
 from slurm_forge.launch.submitit.embedded import (
     Rendezvous,
     await_rendezvous,
 )
 from slurm_forge.node_ledger import lines as ledger
 from slurm_forge.process import MODULES
-from slurm_forge.recovery.nodes.exclusion import (
-    Release,
-    Strike,
-)
+from slurm_forge.recovery.nodes.statements import NodeRelease, Strike
 from slurm_forge.run_directory import Claim, RunDirectory, claim_attempt, newest_claim
 from slurm_forge.run_directory.last_words import LastWords, read_last_words, write_last_words
 from slurm_forge.run_directory.learned import BegunFile, LearnedFiles, MicroBatchNote
-from slurm_forge.run_directory.save_notes import SaveNote, SaveNotes
-from slurm_forge.run_directory.told import Told
+from slurm_forge.run_directory.reported_findings import ReportedFindings
 from slurm_forge.site.model import Site
 from slurm_forge.spec import job_from_mapping
 from slurm_forge.spec.run_file import RunFile, read_run_file
 from slurm_forge.store.identity import CheckpointName
 from slurm_forge.store.manifest import FileEntry, Manifest
 from tests.golden.samples import NOW, kinds_of, sample, words_of
-
-__all__ = ["ENTRIES", "FILES", "Entry"]
 
 FILES = Path(__file__).parent / "files"
 _KEY = "0123456789abcdef"
@@ -266,11 +256,11 @@ def _index() -> Entry:
     halves = tuple(
         (
             Shard("model.w", "float32", 4, (4, 3), (2 * at, 0), (2, 3)),
-            Place(file=at, at=0),
+            ShardPlacement(file=at, at=0),
         )
         for at in range(2)
     )
-    scalar = (Shard("optimizer.step", "int64", 8, (), (), ()), Place(file=0, at=64))
+    scalar = (Shard("optimizer.step", "int64", 8, (), (), ()), ShardPlacement(file=0, at=64))
     index = Index(
         files=("rank-00000.data", "rank-00001.data"),
         tensors={
@@ -325,12 +315,12 @@ def _learned() -> tuple[Entry, ...]:
 
 
 def _ledger() -> Entry:
-    strike, release = sample(Strike), sample(Release)
+    strike, release = sample(Strike), sample(NodeRelease)
     cause = "node_fail"
     values = [
-        Strike(**{**vars_of(strike), "cause": cause, "weight": 1.5, "until": None, "uid": None}),
-        Strike(**{**vars_of(strike), "cause": "by_hand", "weight": 1.0, "uid": None}),
-        Release(**{**vars_of(release), "uid": None}),
+        Strike(**{**vars_of(strike), "cause": cause, "weight": 1.5, "until": None}),
+        Strike(**{**vars_of(strike), "cause": "by_hand", "weight": 1.0}),
+        release,
     ]
     parts = _lines(values, ledger.line_of, lambda line: ledger.parse_line(line, 1e10))
     return Entry("nodes.jsonl", *parts)
@@ -345,12 +335,12 @@ def _told() -> Entry:
     runs = Path("/runs")
 
     def file(folder: Path) -> Path:
-        return Told(folder, runs).lock.with_suffix(".json")
+        return ReportedFindings(folder, runs).lock.with_suffix(".json")
 
     parts = _in_folder(
         file,
-        lambda folder, value: Told(folder, runs).write(value),
-        lambda folder: Told(folder, runs).read(),
+        lambda folder, value: ReportedFindings(folder, runs).write(value),
+        lambda folder: ReportedFindings(folder, runs).read(),
     )
     return Entry("watch.json", {"tiny": ("held 2", "finished")}, *parts)
 
@@ -358,11 +348,11 @@ def _told() -> Entry:
 # -- between processes -----------------------------------------------------------------------------
 
 
-def _channel(file: str, kinds: Sequence[type[protocol.Message]]) -> Entry:
+def _channel(file: str, kinds: Any, decode: Callable[[bytes], Any]) -> Entry:
     parts = _lines(
-        [sample(kind) for kind in kinds],
+        [sample(kind) for kind in kinds_of(kinds)],
         protocol.encode,
-        lambda line: protocol.decode(line, kinds),
+        decode,
     )
     return Entry(file, *parts)
 
@@ -377,15 +367,15 @@ def _preflight() -> tuple[Entry, ...]:
         ),
         Entry(
             "preflight-groups.json",
-            Groups(groups=((0, 1), (2, 3)), within_s=20.0, backend="nccl"),
+            PreflightRound(groups=((0, 1), (2, 3)), within_s=20.0, backend="nccl"),
             lambda value: value.to_text().encode(),
-            lambda data: Groups.from_text(data.decode()),
+            lambda data: parse(PreflightRound, data),
         ),
         Entry(
             "live.txt",
             LiveTold(way="task", host="n01", what="saw", at=1795437000.25, signal="SIGTERM"),
-            line_of,
-            lambda data: hear(data.decode()),
+            format_event,
+            lambda data: parse_event(data.decode()),
         ),
     )
 
@@ -410,7 +400,7 @@ def _processes() -> Entry:
 def _words() -> Entry:
     """Every word that an event or a message may hold where only some are known."""
     found: dict[Any, None] = {}
-    for each in (Event, *protocol._KINDS, *agents._KINDS, NodeReport):
+    for each in (Event, protocol.ControlMessage, AgentMessage, NodeReport):
         words_of(each, found)
     values = sorted([word.value for word in kind] for kind in found)
     return Entry("words.json", values, _json, json.loads)
@@ -455,8 +445,8 @@ ENTRIES: tuple[Entry, ...] = (
     *_learned(),
     _ledger(),
     _told(),
-    _channel("control.jsonl", protocol._KINDS),
-    _channel("agents.jsonl", agents._KINDS),
+    _channel("control.jsonl", protocol.ControlMessage, protocol.decode),
+    _channel("agents.jsonl", AgentMessage, decode_agents),
     *_preflight(),
     _environment(),
     _processes(),

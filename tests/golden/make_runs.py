@@ -14,8 +14,6 @@ import sys
 import time
 from pathlib import Path
 
-__all__ = ["INTERPRETER", "JOBS", "PROJECT"]
-
 PROJECT = Path(__file__).parents[1] / "acceptance" / "project"
 #: Stands for the interpreter in what is kept; the folder is FOLDER.
 INTERPRETER = "/golden/bin/python"

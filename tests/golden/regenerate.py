@@ -15,8 +15,6 @@ from pathlib import Path
 from tests.golden.entries import ENTRIES, FILES
 from tests.golden.scripts import rendered_files
 
-__all__ = ["differences", "golden_files"]
-
 #: Kept by hand: nobody writes them.
 _BY_HAND = frozenset({"earlier", "kept"})
 

@@ -14,8 +14,6 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-__all__ = ["NOW", "kinds_of", "sample", "words_of"]
-
 NOW = datetime(2026, 11, 23, 12, 30, tzinfo=timezone.utc)
 _NOTHING = type(None)
 

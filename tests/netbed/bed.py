@@ -29,8 +29,6 @@ import tempfile
 import time
 from pathlib import Path
 
-__all__ = ["Netbed", "why_not"]
-
 _NEWNS, _NEWUTS, _NEWNET = 0x00020000, 0x04000000, 0x40000000
 _MS_BIND, _MS_REC, _MS_PRIVATE = 4096, 16384, 1 << 18
 _TUNSETIFF, _IFF_TUN, _IFF_NO_PI = 0x400454CA, 1, 0x1000

@@ -28,8 +28,6 @@ from slurm_forge.launch.conductor import hang_watchdog as watchdog_module
 from tests.distributed.launches import Launch, launched, new_run, state_of
 from tests.netbed.bed import Netbed
 
-__all__ = ["Case", "Fault", "Found", "Moment", "Who", "all_cases", "found_from", "play", "play_all"]
-
 #: Shipped are 60 s and 30 s, and thirty seconds for the watchdog.
 SETTINGS = {
     "probe": {"every": "1s", "deadline": "3s", "silence": "4s"},

@@ -9,14 +9,14 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
+from slurm_forge.launch.submit.submission import keep_start_file
+from slurm_forge.run_directory import RunDirectory
 from slurm_forge.spec.run_file import RunFile
-
-__all__ = ["Bench"]
 
 #: What the scripts' own lines use.
 _TOOLS = (
     "timeout", "tail", "cat", "date", "tee", "grep", "sed", "sort", "sleep", "ln", "cp", "rm",
-    "env", "true", "false",
+    "env", "true", "false", "stat",
 )  # fmt: skip
 _STUBS = ("scontrol", "srun", "sbatch", "module", "touch", "owned", "apptainer")
 #: Whoever is called notes its name and its words, each with a NUL behind it, and a newline.
@@ -53,13 +53,20 @@ class Bench:
             self._stub(name, _NOTES)
         self._stub("python", _PYTHON)
 
-    def run(self, text: str, words: Sequence[str], file: RunFile) -> str:
+    @property
+    def base(self) -> Path:
+        """What the folder of runs is to lie in."""
+        return self._folder / "base"
+
+    def run(self, text: str, words: Sequence[str], file: RunFile, run: RunDirectory) -> str:
         """``started``: the words arrived, the site's variables too, and nothing else happened.
 
-        ``not started``: the interpreter is none that there is, and that was told.  Anything else
+        ``not started``: the interpreter is none that there is, or the run's folder can't be made
+        in our ``base``, and that was told.  Anything else
         says what happened.
         """
         self._tidy()
+        whole = self._make(run, text)
         self._script.write_text(text, encoding="utf-8", errors="surrogateescape")
         done = subprocess.run(
             [self._bash, str(self._script)],
@@ -86,7 +93,7 @@ class Bench:
             return f"commands were run: {called}"
         started = Path(f"{self._notes}.python")
         if not started.exists():
-            if file.python == "python" or done.returncode != 1:
+            if (file.python == "python" and whole) or done.returncode != 1:
                 return f"did not start: {done.stderr!r}"
             asked = [words[1:2] for words in called if words[0] == "scontrol"]
             return "not started" if ["requeuehold"] in asked else f"held by nobody: {called}"
@@ -109,6 +116,17 @@ class Bench:
             if name not in own and os.fsencode(f"{name}={value}") not in handed:
                 return f"{name} did not arrive: {handed}"
         return None
+
+    def _make(self, run: RunDirectory, text: str) -> bool:
+        """What the script sources; False where the run can't lie in our own folder."""
+        if not Path(os.path.normpath(run.path)).is_relative_to(self.base):
+            return False
+        try:
+            run.submissions.mkdir(parents=True, exist_ok=True)
+            keep_start_file(run.submissions, text)
+        except OSError:
+            return False
+        return True
 
     def _called(self) -> list[list[str]]:
         if not self._notes.exists():

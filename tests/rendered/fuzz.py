@@ -18,8 +18,7 @@ from typing import Any
 
 from slurm_forge.documents import build_plain
 from slurm_forge.errors import ForgeError
-from slurm_forge.launch.render.batch_script import render
-from slurm_forge.launch.render.launch_command import payload
+from slurm_forge.launch.render.batch_script import payload, render
 from slurm_forge.launch.submit.submission import run_file
 from slurm_forge.run_directory import RunDirectory
 from slurm_forge.site.model import Site
@@ -28,8 +27,6 @@ from slurm_forge.spec import job_from_mapping
 from slurm_forge.spec.run_file import RunFile
 from tests.rendered.bench import Bench
 from tests.rendered.hostile import hostile
-
-__all__ = ["FIELDS", "Fuzzed", "Tally", "cases", "rendered_case", "verdict"]
 
 HARMLESS = "plain"
 
@@ -40,7 +37,7 @@ class Draft:
 
     job: dict[str, Any]
     site: dict[str, Any]
-    runs: str = "/nowhere/runs"
+    runs: str = "runs"
     submitted_from: str = "/home/me"
     python: str = "python"
 
@@ -153,7 +150,7 @@ FIELDS: dict[str, Setter] = {
     "container.mounts (both)": _job_list("container", "mounts", form="/{}:/{}:ro"),
     "container.options": _job_list("container", "options"),
     "container.options (value)": _job_list("container", "options", form="--env={}"),
-    "runs": _place("runs", form="/nowhere/{}"),
+    "runs": _place("runs"),
     "submitted_from": _place("submitted_from", form="/home/{}"),
     "python": _place("python"),
     "site.name": _site("name"),
@@ -261,11 +258,11 @@ class Case:
         return (*own, *(word for line in payload(self.file, self.site, self.run) for word in line))
 
 
-def rendered_case(draft: Draft) -> Case:
-    """As ``submit`` does it; ``ForgeError`` where it refuses."""
+def rendered_case(draft: Draft, base: Path = Path("/nowhere")) -> Case:
+    """As ``submit`` does it, with runs below ``base``; ``ForgeError`` where it refuses."""
     site = build_plain(Site, draft.site)
     job = job_from_mapping(draft.job)
-    run = RunDirectory.at(Path(draft.runs) / job.name)
+    run = RunDirectory.at(Path(f"{base}/{draft.runs}") / job.name)
     python = None if draft.site.get("python") else draft.python or "python"
     file = run_file(
         job, run=run, site=site, submitted_from=Path(draft.submitted_from), python=python
@@ -309,7 +306,7 @@ def verdict(case: Fuzzed, bench: Bench) -> str | None:
     try:
         if "\0" in draft.runs + draft.submitted_from + draft.python:
             return None  # the system has no such paths
-        made = rendered_case(draft)
+        made = rendered_case(draft, bench.base)
     except ForgeError as error:
         text = str(error)
         clear = bool(error.message) and all(c.isprintable() or c in "\n\t" for c in text)
@@ -321,7 +318,7 @@ def verdict(case: Fuzzed, bench: Bench) -> str | None:
     except ValueError as error:
         return f"sbatch can't read it: {error}"
     problem = _smuggled(case, options)
-    return problem if problem is not None else bench.run(made.text, made.words, made.file)
+    return problem if problem is not None else bench.run(made.text, made.words, made.file, made.run)
 
 
 #: Fields whose text is the name of an option itself.

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import random
 
-__all__ = ["hostile"]
-
 _WHOLE = (
     "$(touch owned)", "`touch owned`", "; touch owned;", "&& touch owned", "| touch owned",
     "\ntouch owned\n", "> owned", "<(touch owned)", "$(<owned)", "'$(touch owned)'",

@@ -9,20 +9,15 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from slurm_forge.launch.render.batch_script import (
-    asked_options,
-    render,
-)
-from slurm_forge.launch.render.gpu_options import asked_of
+from slurm_forge.launch.render.batch_script import render
+from slurm_forge.launch.render.sbatch_options import asked_options, job_request
 from slurm_forge.launch.submit.submission import run_file
 from slurm_forge.run_directory import RunDirectory
 from slurm_forge.site.loading import SitePlaces, packaged_folder
 from slurm_forge.site.model import Site
-from slurm_forge.site.rules import Finding, findings
+from slurm_forge.site.rules import RuleFinding, findings
 from slurm_forge.spec import JobSpec, job_from_mapping
 from tests.unit.site.asked import ASKED, NODES
-
-__all__ = ["Kind", "Rendered", "all_scripts", "job_at", "rendered", "site_named"]
 
 RUN = RunDirectory(Path("/runs/tiny"))
 
@@ -67,7 +62,7 @@ class Rendered:
     kind: Kind
     nodes: int
     options: tuple[str, ...]
-    told: tuple[Finding, ...]
+    told: tuple[RuleFinding, ...]
     text: str
 
     @property
@@ -96,7 +91,7 @@ def rendered(name: str, kind: Kind, nodes: int) -> Rendered:
         job, run=RUN, site=site, submitted_from=Path("/home/me"), python="/opt/py/bin/python"
     )
     options = asked_options(job, site, RUN)
-    told = findings(asked_of(job, site, options), site)
+    told = findings(job_request(job, site, options), site)
     return Rendered(name, kind, nodes, options, told, render(file, site, RUN))
 
 

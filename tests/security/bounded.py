@@ -11,8 +11,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["NOBODY", "Spent", "as_nobody", "bounded"]
-
 #: A user that owns nothing here.
 NOBODY = 65534
 

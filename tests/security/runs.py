@@ -10,12 +10,10 @@ from slurm_forge.errors import ForgeError
 from slurm_forge.files import write_atomic
 from slurm_forge.journal import JournalWriter
 from slurm_forge.journal.events import UserAsked
-from slurm_forge.launch.attempt.run_lock import present
+from slurm_forge.launch.attempt.run_lock import hold_run_lock
 from slurm_forge.run_directory import Fence, RunDirectory, claim_attempt
 from slurm_forge.store.directory import CheckpointStore
 from tests.unit.checkpoint.helpers import save, weights
-
-__all__ = ["live", "snapshot", "tolerant"]
 
 
 def live(run: RunDirectory, *, steps: int = 3) -> None:
@@ -26,7 +24,7 @@ def live(run: RunDirectory, *, steps: int = 3) -> None:
     ).attempt
     with contextlib.closing(JournalWriter(run, attempt=attempt, writer="rank0")) as journal:
         journal.write(UserAsked(verb="submit", user="me"))
-    with present(run):
+    with hold_run_lock(run):
         write_atomic(run.rendezvous("key"), b"{}")
     store = CheckpointStore(run.checkpoints, run.name)
     for step in range(1, steps + 1):

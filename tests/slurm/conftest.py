@@ -13,8 +13,7 @@ import pytest
 
 from slurm_forge.testing.cluster import SlurmCluster
 from slurm_forge.testing.cluster.machine import why_not_here
-from tests.jobs import consumed
-from tests.slurm.harness import submit
+from tests.slurm.harness import left_in_peace
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -70,15 +69,9 @@ def slurm(cluster: SlurmCluster) -> Iterator[SlurmCluster]:
 
 
 @pytest.fixture(scope="session")
-def undisturbed(
-    cluster: SlurmCluster, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[str, dict]:
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict]:
     """Digest and samples of 60 steps of ``tests/jobs.py`` on two ranks that nothing happened to."""
-    folder = tmp_path_factory.mktemp("undisturbed")
-    watched = submit(cluster, folder, name="plain", partition="normal", nodes=2, args={"steps": 60})
-    watched.wait_finished()
-    cluster.wait_state(watched.job, ["COMPLETED"], 30)
-    return watched.digest(), consumed(watched.run.path)
+    return left_in_peace(tmp_path_factory.mktemp("undisturbed"), ranks=2, args={"steps": 60})
 
 
 @contextlib.contextmanager

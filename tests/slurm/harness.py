@@ -32,6 +32,8 @@ from slurm_forge.spec import job_from_mapping
 from slurm_forge.spec.run_file import RunFile
 from slurm_forge.testing.cluster import SlurmCluster
 from slurm_forge.testing.digest import digest
+from tests import jobs
+from tests.distributed.launches import launched, new_run
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -145,6 +147,17 @@ def environment(cluster: SlurmCluster, ledger: Path | None = None) -> Iterator[N
     finally:
         os.environ.clear()
         os.environ.update(before)
+
+
+def left_in_peace(folder: Path, *, ranks: int, args: Mapping[str, Any]) -> tuple[str, dict]:
+    """Digest and samples of a run of ``tests/jobs.py`` that nothing happens to.
+
+    Its ranks are forked here: what they compute depends neither on Slurm nor on interpreters.
+    """
+    run = new_run(folder, "peace", args=dict(args), checkpoint={"every_steps": 20})
+    with launched(run, ranks, jobs.train):
+        pass
+    return digest(run.path, random=True), jobs.consumed(run.path)
 
 
 def job_mapping(

@@ -19,7 +19,7 @@ from slurm_forge.vocabulary.cause import Cause
 from tests.jobs import consumed
 from tests.slurm.harness import REPOSITORY, Watched
 
-pytestmark = [pytest.mark.slurm, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slurm]
 
 STEPS = 80
 TORCHRUN = "-m torch.distributed.run --nproc-per-node 2"

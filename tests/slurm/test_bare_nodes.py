@@ -19,7 +19,7 @@ from slurm_forge.vocabulary.cause import Cause
 from tests.slurm.harness import REPOSITORY, Watched, environment, submit
 from tests.slurm.test_survival import causes, repeated_steps
 
-pytestmark = [pytest.mark.slurm, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slurm]
 
 #: Slurm's programs that a login node has and these compute nodes do not.
 MISSING = frozenset(
@@ -84,6 +84,7 @@ def check_it_went_on(watched: Watched, cause: Cause) -> None:
     assert repeated_steps(watched) == 0
 
 
+@pytest.mark.slow
 def test_preempted_where_nobody_can_be_asked_it_is_slurm_that_requeues(
     slurm: SlurmCluster, tmp_path: Path, bare: str
 ) -> None:

@@ -18,7 +18,7 @@ from tests.jobs import consumed
 from tests.slurm.harness import REPOSITORY, Watched, environment, submit
 
 SLURM_FORGE = (sys.executable, "-m", "slurm_forge.cli.main")
-pytestmark = [pytest.mark.slurm, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slurm]
 
 STEPS = 60
 
@@ -102,7 +102,7 @@ def test_three_tasks_finish_a_run_where_nothing_may_requeue_itself(
         "accounting to say of the task that finished the run that it was not cancelled",
     )
     story = told(slurm, watched, "explain")
-    assert f"goes on as task {watched.job}_2 of its array" in story, story
+    assert f"continues as task {watched.job}_2 of its array" in story, story
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ import pytest
 from slurm_forge.testing.cluster import SlurmCluster
 from tests.slurm.test_chain import chained, in_queue, told
 
-pytestmark = [pytest.mark.slurm, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slurm]
 
 
 def supervisors(run: Path) -> list[int]:

@@ -25,7 +25,7 @@ from slurm_forge.vocabulary.trust import Trust
 from tests.jobs import consumed
 from tests.slurm.harness import Watched, environment, submit
 
-pytestmark = [pytest.mark.slurm, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.slurm]
 
 STEPS = 80
 #: Bad samples: the run rolls back once, halves the learning rate and leaves them out.

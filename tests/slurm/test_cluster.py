@@ -197,6 +197,7 @@ def test_a_node_that_only_lost_its_network_leaves_its_tasks_alive(slurm: SlurmCl
     assert len(job_processes(slurm.layout, lost)) == 1
 
 
+@pytest.mark.slow
 def test_two_clusters_side_by_side_do_not_meet(slurm: SlurmCluster, slurm_directory: Path) -> None:
     mine = slurm.sbatch("sleep 60", "--nodelist", slurm.nodes[0])
     slurm.wait_state(mine, "RUNNING")

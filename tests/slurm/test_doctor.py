@@ -15,7 +15,7 @@ from slurm_forge.testing.cluster import SlurmCluster
 from tests.slurm.harness import environment
 
 SLURM_FORGE = (sys.executable, "-m", "slurm_forge.cli.main")
-pytestmark = [pytest.mark.slurm, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.slurm]
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ from slurm_forge.testing.cluster import SlurmCluster
 from tests.slurm.harness import REPOSITORY
 from tests.slurm.truth.promises import PROMISES, VERB, Promise, keep
 
-pytestmark = [pytest.mark.slurm, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.slurm]
 
 
 @pytest.mark.parametrize(
@@ -49,6 +49,7 @@ def looking(slurm: SlurmCluster, runs: Path, *more: str, **env: str) -> subproce
     )
 
 
+@pytest.mark.slow
 def test_a_look_that_is_interrupted_leaves_neither_job_nor_folder(
     slurm: SlurmCluster, tmp_path: Path
 ) -> None:

@@ -25,7 +25,7 @@ from slurm_forge.testing.cluster import SlurmCluster
 from slurm_forge.vocabulary.cause import Cause, Confidence
 from tests.slurm.harness import REPOSITORY, Watched, environment, left_of_limit
 
-pytestmark = [pytest.mark.slurm, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slurm]
 
 EXAMPLES = REPOSITORY / "examples" / "exec"
 
@@ -93,6 +93,7 @@ def preempted_once(script: Script) -> RunState:
     return state
 
 
+@pytest.mark.slow
 def test_a_torchrun_script(slurm: SlurmCluster, tmp_path: Path) -> None:
     script = submit(slurm, tmp_path, "torchrun", steps=160)
     script.wait_file("checkpoint-20.pt")
@@ -145,6 +146,7 @@ def test_a_program_that_ignores_the_notice(slurm: SlurmCluster, tmp_path: Path) 
     assert (script.out / "result").read_text() == "200\n"
 
 
+@pytest.mark.slow
 def test_after_scancel_nothing_comes_back(slurm: SlurmCluster, tmp_path: Path) -> None:
     script = submit(slurm, tmp_path, "loop", steps=1000, partition="normal")
     script.wait_file("done")

@@ -16,7 +16,7 @@ from slurm_forge.run_directory import RunDirectory
 from slurm_forge.testing.cluster import SlurmCluster
 from slurm_forge.vocabulary.cause import Cause
 
-pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.slurm, pytest.mark.slow]
 
 PLAIN = "--name demo --yes --nodes 2 --cpus-per-task 1 --mem 1500M --time 20m --partition preempt"
 

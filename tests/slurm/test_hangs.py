@@ -14,7 +14,7 @@ from slurm_forge.vocabulary.decision import Action
 from tests.jobs import consumed
 from tests.slurm.harness import Watched, submit
 
-pytestmark = [pytest.mark.slurm, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slurm]
 
 STEPS = 60
 #: Ranks of a test stand still for seconds, not for half a minute.

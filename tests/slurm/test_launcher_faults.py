@@ -22,7 +22,7 @@ from tests.slurm.test_launchers import (
     words_of,
 )
 
-pytestmark = [pytest.mark.slurm, pytest.mark.timeout(300), pytest.mark.slow]
+pytestmark = [pytest.mark.slurm, pytest.mark.slow]
 
 
 def test_a_killed_torchrun_takes_its_ranks_along(slurm: SlurmCluster, tmp_path: Path) -> None:

@@ -15,9 +15,9 @@ from slurm_forge.journal.events import NoticeSeen
 from slurm_forge.testing.cluster import SlurmCluster
 from slurm_forge.vocabulary.cause import Cause
 from tests.jobs import consumed, told_variables
-from tests.slurm.harness import Watched, submit
+from tests.slurm.harness import Watched, left_in_peace, submit
 
-pytestmark = [pytest.mark.slurm, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.slurm]
 
 SHIELD, WORKER, AGENT = (["slurm_forge.process", name] for name in ("shield", "worker", "agent"))
 STAND_IN = Path(__file__).resolve().with_name("apptainer.py")
@@ -89,8 +89,7 @@ def left_of(watched: Watched) -> list[list[str]]:
 
 def test_preempted_below_torchrun_loses_nothing(slurm: SlurmCluster, tmp_path: Path) -> None:
     """Its agent would end the ranks 30 seconds after a SIGTERM; it never hears of one."""
-    plain = run_of(slurm, tmp_path / "plain", "plain", "normal", args={"steps": STEPS})
-    plain.wait_finished()
+    reference, samples = left_in_peace(tmp_path / "reference", ranks=4, args={"steps": STEPS})
     watched = run_of(slurm, tmp_path, "below", "preempt", template="torchrun")
     watched.wait_step(20)
     ranks_of(slurm, watched)
@@ -101,10 +100,11 @@ def test_preempted_below_torchrun_loses_nothing(slurm: SlurmCluster, tmp_path: P
     assert first.incidents[0][1].step == first.checkpoints[-1][1].step, watched.story()
     heard = {event.source for _, event in watched.events(NoticeSeen) if event.what == "SIGTERM"}
     assert heard & {"rank 0", "rank 2"}, watched.story()  # the shields, by the first rank of each
-    assert watched.digest() == plain.digest()
-    assert consumed(watched.run.path) == consumed(plain.run.path)
+    assert watched.digest() == reference
+    assert consumed(watched.run.path) == samples
 
 
+@pytest.mark.slow
 def test_a_killed_rank_below_torchrun_is_relaunched(slurm: SlurmCluster, tmp_path: Path) -> None:
     watched = run_of(slurm, tmp_path, "killed", "normal", template="torchrun")
     watched.wait(lambda s: (s.committed_step or 0) >= 20, 90, "a checkpoint")

@@ -14,7 +14,7 @@ from slurm_forge.vocabulary.cause import Cause, Confidence
 from slurm_forge.vocabulary.decision import Action
 from tests.slurm.harness import submit
 
-pytestmark = [pytest.mark.slurm, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slurm]
 
 STEPS, GREEDY_FROM = 12, 6
 MIB = 1 << 20

@@ -10,9 +10,9 @@ import pytest
 from slurm_forge.cli.observe.run_reading import gather
 from slurm_forge.journal.events import LaunchStarted, NodesStruck
 from slurm_forge.knobs import Knobs
-from slurm_forge.launch.nodes.excluded_nodes import leaving_now
+from slurm_forge.launch.nodes.excluded_nodes import exclusion_now
 from slurm_forge.node_ledger import NodeLedger
-from slurm_forge.recovery.nodes.exclusion import Strike
+from slurm_forge.recovery.nodes.statements import Strike
 from slurm_forge.report.explain.explain import explain
 from slurm_forge.report.explain.explain_text import explain_text
 from slurm_forge.site.model import EnvironmentSets, Site
@@ -24,7 +24,7 @@ from slurm_forge.vocabulary.decision import Action, Incident
 from tests.jobs import consumed, told_variables
 from tests.slurm.harness import Watched, environment, submit
 
-pytestmark = [pytest.mark.slurm, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slurm]
 
 STEPS = 60
 DAY_S = 86_400.0
@@ -99,14 +99,14 @@ def test_a_spare_node_takes_the_place_of_the_one_that_the_probe_names(
     assert second[1] not in first, "the node that was named was used again"
     assert (watched.digest(), consumed(watched.run.path)) == undisturbed
 
-    # The ranks of the next launch have the site's variables for after a hang.
+    # The ranks of the next launch have the site's post-hang variables.
     for rank in (0, 1):
         assert told_variables(watched.run.path, rank) == [USUAL, AFTER]
     facts = gather(watched.run)
     story = explain_text(explain(facts), now=facts.now, reference=facts.reference)
     assert "with FORGE_TESTED=after a hang NCCL_DEBUG=INFO" in story, story
     assert first[1] in story
-    assert not state.plan.variables, "training is past the trouble: the next launch is as usual"
+    assert not state.plan.variables, "training is recovered: the next launch is as usual"
 
     # The ledger keeps the strike, which with one of another run is enough to leave the node out.
     ((_, struck),) = watched.events(NodesStruck)
@@ -175,7 +175,7 @@ def left_out(slurm: SlurmCluster, folder: Path, watched: Watched) -> set[str]:
     with environment(slurm, folder / "nodes"):
         client = SubprocessSlurm.of_this_process()
         knobs = Knobs(nodes=str(folder / "nodes"))
-        leaving = leaving_now(client, watched.file.job, SITE, knobs)
+        leaving = exclusion_now(client, watched.file.job, SITE, knobs)
     assert not leaving.problems
     return {each.node for each in leaving.nodes}
 

@@ -13,7 +13,7 @@ from slurm_forge.testing.cluster import SlurmCluster
 from slurm_forge.vocabulary.cause import Cause, Confidence
 from tests.slurm.harness import environment, submit
 
-pytestmark = [pytest.mark.slurm, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slurm]
 
 VERB = (sys.executable, "-m", "slurm_forge.cli.main", "probe")
 #: An interpreter with torch on each of four nodes, all on one machine.
@@ -46,6 +46,7 @@ def test_nodes_are_looked_at_and_the_bad_one_is_struck(slurm: SlurmCluster, tmp_
     assert bad in listed.stdout and slurm.nodes[0] not in listed.stdout
 
 
+@pytest.mark.slow
 def test_the_nodes_of_a_running_job_are_looked_at_beside_it(
     slurm: SlurmCluster, tmp_path: Path
 ) -> None:

@@ -24,7 +24,6 @@ IMAGE = os.environ.get("FORGE_PYXIS_IMAGE", "")
 pytestmark = [
     pytest.mark.slurm,
     pytest.mark.slow,
-    pytest.mark.timeout(400),
     pytest.mark.skipif(not (PLUGIN and IMAGE), reason="pyxis is not installed (FORGE_PYXIS)"),
 ]
 ARGS = {"steps": 120, "pace": 0.05, "variables": ["CONTAINER_SAYS"]}

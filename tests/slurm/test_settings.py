@@ -17,7 +17,7 @@ from slurm_forge.vocabulary.cause import Cause
 from tests.slurm.harness import REPOSITORY
 
 SLURM_FORGE = (sys.executable, "-m", "slurm_forge.cli.main")
-pytestmark = [pytest.mark.slurm, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slurm]
 
 USER = """\
 site: generic

@@ -30,7 +30,7 @@ from tests.slurm.harness import REPOSITORY, environment, submit
 from tests.unit.site.asked import ASKED
 
 SLURM_FORGE = (sys.executable, "-m", "slurm_forge.cli.main")
-pytestmark = [pytest.mark.slurm, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slurm]
 
 
 def _known_qos(slurm: SlurmCluster) -> set[str]:

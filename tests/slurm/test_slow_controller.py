@@ -27,7 +27,7 @@ from slurm_forge.testing.cluster import SlurmCluster
 from slurm_forge.vocabulary.cause import Cause, Confidence
 from tests.slurm.harness import REPOSITORY, Watched, environment, submit
 
-pytestmark = [pytest.mark.slurm, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.slurm]
 
 STEPS = 160
 
@@ -185,13 +185,12 @@ def _comes_back(watched: Watched) -> None:
     watched.wait(finished, 150, "the end of the run")
 
 
-@pytest.mark.parametrize(
-    "how", ["controller", pytest.param("grace-of-5-s", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("how", ["controller", "grace-of-5-s"])
+@pytest.mark.slow
 def test_a_controller_that_is_away_at_the_notice(
     slurm: SlurmCluster, tmp_path: Path, how: str
 ) -> None:
-    """slurmctld stands still for most of the grace time, right after it has sent the notice."""
+    """slurmctld no progress for most of the grace time, right after it has sent the notice."""
     grace = timedelta(seconds=30 if how == "controller" else 5)
     partitions = tuple(
         replace(each, grace_time=grace) if each.name == "preempt" else each
@@ -213,6 +212,7 @@ def test_a_controller_that_is_away_at_the_notice(
     assert causes == [Cause.PREEMPTED], watched.story()
 
 
+@pytest.mark.slow
 def test_a_scancel_in_the_moment_of_the_notice(slurm: SlurmCluster, tmp_path: Path) -> None:
     """PreemptTime stays set, and the job is the person's to end all the same."""
     watched = submit(

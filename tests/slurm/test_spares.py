@@ -14,9 +14,9 @@ from slurm_forge.testing.cluster.processes import is_alive
 from slurm_forge.vocabulary.cause import Cause, Confidence
 from slurm_forge.vocabulary.decision import Action
 from tests.jobs import consumed
-from tests.slurm.harness import Watched, Way, environment, submit
+from tests.slurm.harness import Watched, Way, environment, left_in_peace, submit
 
-pytestmark = [pytest.mark.slurm, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.slurm]
 
 STEPS = 60
 #: Of three ranks and of two.
@@ -27,14 +27,9 @@ EVERY = 20
 
 
 @pytest.fixture(scope="module")
-def uninterrupted(
-    cluster: SlurmCluster, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[tuple[str, dict]]:
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict]:
     """Digest and samples of three ranks that nothing happened to."""
-    folder = tmp_path_factory.mktemp("reference")
-    watched = submit(cluster, folder, name="reference", partition="normal", nodes=3, args=BATCH)
-    watched.wait_finished()
-    yield watched.digest(), consumed(watched.run.path)
+    return left_in_peace(tmp_path_factory.mktemp("reference"), ranks=3, args=BATCH)
 
 
 @contextlib.contextmanager

@@ -13,7 +13,7 @@ from slurm_forge.vocabulary.decision import Action
 from tests.jobs import consumed
 from tests.slurm.harness import submit
 
-pytestmark = [pytest.mark.slurm, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.slurm]
 
 STEPS = 300
 LADDER = {"straggler": [{"do": "requeue", "times": 1, "exclude_node": True}]}

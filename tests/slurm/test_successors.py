@@ -12,7 +12,7 @@ import submitit
 from submitit.slurm.slurm import SlurmJob
 
 from slurm_forge.journal import RunStatus
-from slurm_forge.launch.render.batch_script import leave_out
+from slurm_forge.launch.render.sbatch_options import leave_out
 from slurm_forge.launch.render.site_choice import find_site
 from slurm_forge.launch.requeue.reconcile import bring_back
 from slurm_forge.launch.submit.submission import (
@@ -31,7 +31,7 @@ from slurm_forge.testing.cluster import SlurmCluster
 from tests.jobs import consumed
 from tests.slurm.harness import REPOSITORY, Watched, environment
 
-pytestmark = [pytest.mark.slurm, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slurm]
 
 STEPS = 80
 ARGS = {"steps": STEPS, "pace": 0.1, "global_batch": 4}
@@ -246,7 +246,7 @@ def test_nodes_on_the_command_line_replace_those_of_the_script(
         tmp_path,
         "excluded",
         partition="normal",
-        resources={"exclude": nodes[0], "partition": "normal", "extra": {"hold": ""}},
+        resources={"exclude": nodes[0], "partition": "normal", "extra": {"hold": True}},
     )
     with environment(slurm):
         client = SubprocessSlurm.of_this_process()
@@ -263,6 +263,7 @@ def _waits_held(client: SubprocessSlurm, job: str) -> bool:
     return record is not None and record.state is JobState.PENDING and record.held
 
 
+@pytest.mark.slow
 def test_a_held_run_is_released_and_its_handle_follows(slurm: SlurmCluster, tmp_path: Path) -> None:
     run = made(tmp_path, "wrong", args={**ARGS, "faults": ["exception@10"]}, recovery=HOLD_AT_ONCE)
     (watched,) = forge(slurm, tmp_path / "logs", [run], again=True)

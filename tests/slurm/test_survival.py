@@ -18,9 +18,16 @@ from slurm_forge.testing.cluster import SlurmCluster
 from slurm_forge.vocabulary.cause import Cause, Confidence
 from slurm_forge.vocabulary.decision import Action
 from tests.jobs import consumed
-from tests.slurm.harness import Watched, Way, environment, left_of_limit, submit
+from tests.slurm.harness import (
+    Watched,
+    Way,
+    environment,
+    left_in_peace,
+    left_of_limit,
+    submit,
+)
 
-pytestmark = [pytest.mark.slurm, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.slurm]
 
 STEPS = 120
 #: Seconds per step: long enough to be preempted in the middle, short enough for a test.
@@ -30,27 +37,20 @@ PACE = {"steps": STEPS, "pace": 0.05}
 class Uninterrupted(dict[tuple[str, int], tuple[str, dict]]):
     """Digest and samples of the run that nothing happened to, per kind of parallelism and nodes."""
 
-    def __init__(self, cluster: SlurmCluster, folders: pytest.TempPathFactory) -> None:
-        self.cluster, self.folders = cluster, folders
+    def __init__(self, folders: pytest.TempPathFactory) -> None:
+        self.folders = folders
 
     def __missing__(self, which: tuple[str, int]) -> tuple[str, dict]:
         parallel, nodes = which
-        watched = submit(
-            self.cluster,
-            self.folders.mktemp(f"reference-{parallel}-{nodes}"),
-            name="reference",
-            partition="normal",
-            nodes=nodes,
-            args={"steps": STEPS, "parallel": parallel},
-        )
-        watched.wait_finished()
-        self[which] = (watched.digest(), consumed(watched.run.path))
+        folder = self.folders.mktemp(f"reference-{parallel}-{nodes}")
+        args = {"steps": STEPS, "parallel": parallel}
+        self[which] = left_in_peace(folder, ranks=nodes, args=args)
         return self[which]
 
 
 @pytest.fixture(scope="module")
-def uninterrupted(cluster: SlurmCluster, tmp_path_factory: pytest.TempPathFactory) -> Uninterrupted:
-    return Uninterrupted(cluster, tmp_path_factory)
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Uninterrupted:
+    return Uninterrupted(tmp_path_factory)
 
 
 def causes(watched: Watched) -> list[Cause]:
@@ -71,8 +71,8 @@ def repeated_steps(watched: Watched) -> int:
     ("way", "parallel", "nodes"),
     [
         pytest.param(Way.TEMPLATE, "ddp", 2, marks=pytest.mark.versions),
-        (Way.FORGE, "fsdp2", 4),
-        (Way.STOCK, "ddp", 2),
+        pytest.param(Way.STOCK, "ddp", 2, marks=pytest.mark.slow),
+        pytest.param(Way.FORGE, "fsdp2", 4, marks=pytest.mark.slow),
         pytest.param(Way.TEMPLATE, "fsdp2", 4, marks=pytest.mark.slow),
         pytest.param(Way.FORGE, "ddp", 4, marks=pytest.mark.slow),
         pytest.param(Way.STOCK, "fsdp2", 4, marks=pytest.mark.slow),
@@ -109,7 +109,7 @@ def test_preempted_with_grace_loses_nothing(
     assert watched.digest() == reference
     notice = watched.events(NoticeSeen)[0][0]
     committed = next(t for t, e in watched.events(CheckpointCommitted) if e.step == stopped.step)
-    assert committed - notice < 10, "not within the grace time"
+    assert committed - notice < 10, "not within the grace period"
     if way is Way.FORGE:
         with environment(slurm):
             slurm.wait_for(lambda: watched.handle.done(force_check=True), 30, "submitit's result")
@@ -232,6 +232,7 @@ def test_step_longer_than_the_lead_time_is_requeued_all_the_same(
     assert watched.digest() == reference
 
 
+@pytest.mark.slow
 def test_scancel_stays_cancelled(slurm: SlurmCluster, tmp_path: Path) -> None:
     watched = submit(slurm, tmp_path, name="cancelled", args=PACE, nodes=2)
     watched.wait_step(5)

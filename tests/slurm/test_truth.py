@@ -17,8 +17,8 @@ pytestmark = [pytest.mark.slurm, pytest.mark.timeout(900)]
 
 
 @pytest.fixture(scope="module")
-def references(cluster: SlurmCluster, tmp_path_factory: pytest.TempPathFactory) -> References:
-    return References(cluster, tmp_path_factory.mktemp("references"))
+def references(tmp_path_factory: pytest.TempPathFactory) -> References:
+    return References(tmp_path_factory.mktemp("references"))
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from tests.distributed.standing import below, children_of
 from tests.jobs import consumed
 from tests.slurm.harness import Watched, Way, submit, worker_of
 
-pytestmark = [pytest.mark.slurm, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slurm]
 
 STEPS = 60
 EVERY = {"every_steps": 10, "every_minutes": None}
@@ -56,6 +56,7 @@ def test_warm_relaunch_after_sigkill(
     assert watched.digest() == undisturbed[0]
 
 
+@pytest.mark.slow
 def test_the_others_go_on_in_their_process(
     slurm: SlurmCluster, tmp_path: Path, undisturbed: tuple[str, dict]
 ) -> None:

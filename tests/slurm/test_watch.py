@@ -12,6 +12,8 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
+import pytest
+
 from slurm_forge.journal import JournalWriter, RunStatus
 from slurm_forge.journal.events import (
     AttemptEnded,
@@ -26,7 +28,7 @@ from slurm_forge.launch.submit.submission import (
     run_state,
 )
 from slurm_forge.launch.watch.watcher import (
-    Found,
+    HandledFinding,
     Watcher,
 )
 from slurm_forge.recovery.run_watch import (
@@ -138,7 +140,7 @@ def test_an_open_intent_is_carried_out_and_a_held_run_told_once(
 
 def look(
     slurm: SlurmCluster, run: RunDirectory, *, ahead: float = 0.0, restart: bool = False
-) -> list[Found]:
+) -> list[HandledFinding]:
     """One round as if it were so many seconds later."""
     with environment(slurm):
         watcher = Watcher(
@@ -148,7 +150,7 @@ def look(
             site_of=lambda name: SITE,
             clock=lambda: time.time() + ahead,
         )
-        return list(watcher.round([run]).found)
+        return list(watcher.round([run]).findings)
 
 
 def kill_all(watched: Watched) -> None:
@@ -217,6 +219,7 @@ def test_a_requeue_at_slurms_default_delay(slurm_directory: Path, tmp_path: Path
         assert cluster.job(watched.job).restarts == 1, "started once more, and no more"
 
 
+@pytest.mark.slow
 def test_slurms_delay_seen_from_outside(slurm_directory: Path, tmp_path: Path) -> None:
     """A job that was requeued without us waits for Slurm's delay; the watcher gives it away."""
     spec = ClusterSpec(nodes=1, cred_expire=DEFAULT_CRED_EXPIRE, accounting=False, gpus=0)
@@ -234,7 +237,7 @@ def test_slurms_delay_seen_from_outside(slurm_directory: Path, tmp_path: Path) -
         cluster.wait_for(
             lambda: cluster.job(job).field("Reason") == "BeginTime", 20, "Slurm's delay"
         )
-        done: list[Found] = []
+        done: list[HandledFinding] = []
         cluster.wait_for(
             lambda: bool(done.extend(look(cluster, run)) or done), 30, "the watcher to act"
         )

@@ -1,1 +1,4 @@
-"""What a checkpoint holds: a training state as tensors and JSON, and its index."""
+"""What a checkpoint holds: a training state as tensors and JSON; used by ``write`` and ``read``.
+
+Entry: ``training_state``.
+"""

@@ -15,8 +15,6 @@ from types import MappingProxyType
 
 import torch
 
-__all__ = ["NOTES", "NotFinite", "about_state", "infinite_by_design", "unhealthy", "unhealthy_here"]
-
 #: Keys under it are figures about the training, not state: they may hold anything.
 NOTES = "notes/"
 
@@ -56,17 +54,17 @@ def unhealthy(
 
     Of keys in ``allowed`` what stands there is taken as meant, and what is less bad than that.
     """
-    found: list[str] = []
+    findings: list[str] = []
     for key, tensor in tensors:
         if key.startswith(NOTES):
             continue
         what = _not_finite(tensor)
         meant = allowed.get(key)
         if what is not None and (meant is None or _ORDER.index(meant) < _ORDER.index(what)):
-            found.append(f"{what.value} in {key}")
-    if len(found) > _MOST_NAMED:
-        found[_MOST_NAMED:] = [f"and {len(found) - _MOST_NAMED} more tensors"]
-    return tuple(found)
+            findings.append(f"{what.value} in {key}")
+    if len(findings) > _MOST_NAMED:
+        findings[_MOST_NAMED:] = [f"and {len(findings) - _MOST_NAMED} more tensors"]
+    return tuple(findings)
 
 
 def unhealthy_here(
@@ -105,8 +103,8 @@ def infinite_by_design(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str,
 
     Only of those that are not learned it can be meant so.  Waits for the device.
     """
-    looked = ((key, _not_finite(tensor)) for key, tensor in tensors)
-    return {key: what for key, what in looked if what is not None}
+    judged = ((key, _not_finite(tensor)) for key, tensor in tensors)
+    return {key: what for key, what in judged if what is not None}
 
 
 def _not_finite(tensor: torch.Tensor) -> NotFinite | None:
@@ -123,7 +121,7 @@ def _not_finite(tensor: torch.Tensor) -> NotFinite | None:
             return None
     kind, infinity, huge = pattern
     bits = tensor.detach().cpu().contiguous().reshape(-1).view(kind).numpy()
-    found = None
+    worst = None
     for at in range(0, bits.size, _PIECE):
         piece = bits[at : at + _PIECE]
         # Without its sign a number is the larger the larger its bits are; infinity is above all
@@ -133,7 +131,7 @@ def _not_finite(tensor: torch.Tensor) -> NotFinite | None:
         if largest > infinity:
             return NotFinite.NAN
         if largest == infinity:
-            found = NotFinite.INFINITY
-        elif largest >= huge and found is None:
-            found = NotFinite.HUGE
-    return found
+            worst = NotFinite.INFINITY
+        elif largest >= huge and worst is None:
+            worst = NotFinite.HUGE
+    return worst

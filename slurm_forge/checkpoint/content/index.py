@@ -25,14 +25,12 @@ from slurm_forge.checkpoint.content.json_state import (
     dtype_named,
 )
 from slurm_forge.checkpoint.content.shard_layout import (
-    Place,
     Shard,
+    ShardPlacement,
     tiles,
 )
 from slurm_forge.errors import CheckpointRejectedError
 from slurm_forge.store.manifest import rejected
-
-__all__ = ["INDEX_LIMIT", "Index", "SavedTensor", "data_file"]
 
 #: Bytes of an index that are read at most.
 INDEX_LIMIT = 2 << 30
@@ -50,7 +48,7 @@ class SavedTensor:
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    shards: tuple[tuple[Shard, Place], ...]
+    shards: tuple[tuple[Shard, ShardPlacement], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +101,7 @@ class Index:
             if not isinstance(body, dict) or body.get("format") != _FORMAT:
                 raise ValueError(f"its format is not {_FORMAT}")
             if type(body["format"]) is not int or type(body["files"]) is not list:
-                raise TypeError("its format is no number, or its files are no list")
+                raise TypeError("its format is not a number, or its files are not a list")
             files = tuple(_file(name, sizes) for name in body["files"])
             ends = [sizes[name] for name in files]
             tensors = {key: _tensor(key, value, ends) for key, value in body["tensors"].items()}
@@ -133,7 +131,7 @@ def _tensor(key: str, value: Any, ends: Sequence[int]) -> SavedTensor:
 
 def _shard(
     key: str, dtype: torch.dtype, whole: tuple[int, ...], row: Any, ends: Sequence[int]
-) -> tuple[Shard, Place]:
+) -> tuple[Shard, ShardPlacement]:
     file, at, offsets, sizes = row
     _numbers([file, at])
     shard = Shard(
@@ -150,7 +148,7 @@ def _shard(
         raise rejected(f"the index: {key} has a shard outside of it")
     if file >= len(ends) or at + shard.nbytes > ends[file] or at % max(dtype.itemsize, 1):
         raise rejected(f"the index: {key} reaches beyond its file")
-    return shard, Place(file, at)
+    return shard, ShardPlacement(file, at)
 
 
 def _numbers(value: Any) -> tuple[int, ...]:

@@ -21,8 +21,6 @@ import torch
 from slurm_forge.errors import CheckpointError
 from slurm_forge.vocabulary.json_value import Json
 
-__all__ = ["SaveTensor", "decode", "dtype_name", "dtype_named", "encode", "escape", "unescape"]
-
 _DEEPEST = 100
 #: Longer ints are written in hexadecimal: Python refuses to read decimals above 4300 digits.
 _DECIMAL_BITS = 4096
@@ -40,10 +38,10 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 def dtype_named(name: str) -> torch.dtype:
     """The dtype of that name; ValueError if torch has none."""
-    found = getattr(torch, name, None)
-    if not isinstance(found, torch.dtype):
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
         raise ValueError(f"torch has no dtype {name[:40]!r}")
-    return found
+    return dtype
 
 
 def escape(component: str) -> str:

@@ -35,15 +35,6 @@ from slurm_forge.checkpoint.content.tensors import (
 from slurm_forge.errors import CheckpointError, MismatchError
 from slurm_forge.vocabulary.json_value import Json
 
-__all__ = [
-    "ParameterName",
-    "apply_model",
-    "capture_model",
-    "name_parameters",
-    "target_model",
-    "wrapped_attribute",
-]
-
 #: The attribute under which a wrapper keeps what it wraps, by the wrapper's class name (imported
 #: by name: torch._dynamo takes more than a second).
 _WRAPPED = {
@@ -120,7 +111,7 @@ def target_model(
     saved_names = {unescape(key.removeprefix(prefix)) for key in saved} | set(rest)
     if saved_names != set(current):
         raise MismatchError(
-            f"model {name!r} is not the one that was saved: "
+            f"model {name!r} differs from the saved one: "
             f"missing in the checkpoint: {some(set(current) - saved_names) or 'nothing'}; "
             f"only in the checkpoint: {some(saved_names - set(current)) or 'nothing'}",
             next_step="Build the model as it was when the checkpoint was written.",
@@ -159,14 +150,14 @@ def _state_of(module: nn.Module) -> dict[str, object]:
     torch's get_model_state_dict gives the same and takes five times as long (2.13).
     """
     prefixes = dict(_prefixes(module, "", ""))
-    found: dict[str, object] = {}
+    state: dict[str, object] = {}
     for key, value in module.state_dict().items():
         prefix = key
         while prefix not in prefixes:  # hooks of a module may name what they please below it
             prefix = prefix[:-1].rpartition(".")[0]
             prefix = f"{prefix}." if prefix else ""
-        found[prefixes[prefix] + key[len(prefix) :]] = value
-    return found
+        state[prefixes[prefix] + key[len(prefix) :]] = value
+    return state
 
 
 def _prefixes(module: nn.Module, raw: str, clean: str) -> Iterator[tuple[str, str]]:
@@ -188,11 +179,11 @@ def wrapped_attribute(module: nn.Module) -> str | None:
 
 
 def _walk(
-    module: nn.Module, prefix: str, replicated: bool, seen: set[int]
+    module: nn.Module, prefix: str, replicated: bool, visited: set[int]
 ) -> Iterator[tuple[str, nn.Parameter, bool]]:
-    if id(module) in seen:
+    if id(module) in visited:
         return
-    seen.add(id(module))
+    visited.add(id(module))
     is_ddp = isinstance(module, DistributedDataParallel)
     ignored = set(getattr(module, "parameters_to_ignore", ())) if is_ddp else set()
     replicated = (replicated or is_ddp) and not ignored
@@ -201,7 +192,7 @@ def _walk(
     wrapped = wrapped_attribute(module)
     for name, child in module.named_children():
         below = prefix if name == wrapped else f"{prefix}{name}."
-        yield from _walk(child, below, replicated, seen)
+        yield from _walk(child, below, replicated, visited)
 
 
 def _refuse_fsdp1(name: str, module: nn.Module) -> None:

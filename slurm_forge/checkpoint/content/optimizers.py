@@ -35,8 +35,6 @@ from slurm_forge.checkpoint.content.tensors import (
 from slurm_forge.errors import CheckpointError, MismatchError
 from slurm_forge.vocabulary.json_value import Json
 
-__all__ = ["OptimizerTarget", "capture_optimizer", "capture_options", "target_optimizer"]
-
 
 def capture_optimizer(
     name: str,
@@ -80,7 +78,7 @@ def capture_optimizer(
                 continue
             if not isinstance(entry, str):
                 raise CheckpointError(
-                    f"{prefix}/state/{key}: a tensor is kept under {entry!r}, which is no string",
+                    f"{prefix}/state/{key}: a tensor has the key {entry!r}, which is not a string",
                     next_step="Let the optimizer keep it in its state under a name.",
                 )
             path = f"{prefix}/state/{key}/{escape(entry)}"
@@ -169,7 +167,7 @@ def target_optimizer(
     current = [[_key(name, p, names) for p in group["params"]] for group in optimizer.param_groups]
     if current != [group["params"] for group in document["groups"]]:
         raise MismatchError(
-            f"optimizer {name!r} has other parameter groups than the one that was saved",
+            f"optimizer {name!r} has different parameter groups from the saved one",
             next_step="Build the optimizer from the same parameters, in the same groups and order.",
         )
     flat = [p for group in optimizer.param_groups for p in group["params"]]
@@ -224,14 +222,14 @@ def _by_packed_id(
 
 
 def _key(name: str, parameter: torch.nn.Parameter, names: Mapping[int, ParameterName]) -> str:
-    found = names.get(id(parameter))
-    if found is None:
+    parameter_name = names.get(id(parameter))
+    if parameter_name is None:
         raise CheckpointError(
             f"optimizer {name!r} has a parameter of shape {list(parameter.shape)} that belongs to "
             "no registered model",
             next_step="Register the module that holds it, too.",
         )
-    return found.key
+    return parameter_name.key
 
 
 def _refuse_local_part(path: str, parameter: torch.nn.Parameter, value: torch.Tensor) -> None:

@@ -27,8 +27,6 @@ from slurm_forge.checkpoint.content.tensors import (
     local_part,
 )
 
-__all__ = ["Outline", "Sight", "look"]
-
 _PARAMETERS = operator.attrgetter("_parameters")
 _BUFFERS = operator.attrgetter("_buffers")
 _CHILDREN = operator.attrgetter("_modules")
@@ -40,7 +38,7 @@ _MODULE_STATE = ("state_dict", "_save_to_state_dict", "get_extra_state")
 
 
 @dataclass(frozen=True, slots=True)
-class Sight:
+class ObjectOutline:
     """What is there at one moment: ``where`` tells whether names hold, ``tensors`` are live."""
 
     where: list[object]
@@ -60,7 +58,7 @@ class Outline:
     @classmethod
     def of(
         cls,
-        sight: Sight,
+        sight: ObjectOutline,
         models: Mapping[str, nn.Module],
         optimizers: Mapping[str, Optimizer],
         names: Mapping[int, ParameterName],
@@ -87,15 +85,17 @@ class Outline:
             tuple(captured), tuple(places[key] for key in captured), sight.where, sight.kinds
         )
 
-    def tensors(self, sight: Sight) -> Tensors | None:
+    def tensors(self, sight: ObjectOutline) -> Tensors | None:
         """The tensors under their keys; None where something stands elsewhere than it did."""
         if sight.where != self.where or sight.kinds != self.kinds:
             return None
-        found: Iterable[Any] = map(sight.tensors.__getitem__, self.places)
-        return dict(zip(self.keys, found, strict=True))
+        tensors: Iterable[Any] = map(sight.tensors.__getitem__, self.places)
+        return dict(zip(self.keys, tensors, strict=True))
 
 
-def look(models: Mapping[str, nn.Module], optimizers: Mapping[str, Optimizer]) -> Sight | None:
+def outline_of(
+    models: Mapping[str, nn.Module], optimizers: Mapping[str, Optimizer]
+) -> ObjectOutline | None:
     """See what is there; None where an object may decide on its own what its state is."""
     where: list[object] = [*models, *optimizers]
     tensors: list[object] = []
@@ -132,7 +132,7 @@ def look(models: Mapping[str, nn.Module], optimizers: Mapping[str, Optimizer]) -
             where += map(id, group["params"])
             where.append(len(group["params"]))
         tensors += _values(states.values())
-    return Sight(where, list(map(type, tensors)), tensors)
+    return ObjectOutline(where, list(map(type, tensors)), tensors)
 
 
 def _values(of: Iterable[Any]) -> Iterator[object]:
@@ -141,11 +141,11 @@ def _values(of: Iterable[Any]) -> Iterator[object]:
 
 def _modules(root: nn.Module) -> list[nn.Module]:
     """Every module, as often as it is held: parents before children."""
-    found = [root]
-    for module in found:  # grows on the way
+    modules = [root]
+    for module in modules:  # grows on the way
         if module._modules:
-            found += [child for child in module._modules.values() if child is not None]
-    return found
+            modules += [child for child in module._modules.values() if child is not None]
+    return modules
 
 
 def _are_dicts(values: Iterable[object]) -> bool:
@@ -175,7 +175,7 @@ def _is_plain_optimizer(optimizer: Optimizer) -> bool:
 
 
 def _model_keys(name: str, root: nn.Module) -> Iterator[str | None]:
-    """In the order of ``look``: parameters of all modules, then buffers of all modules."""
+    """In the order of ``outline_of``: parameters of all modules, then buffers of all modules."""
     prefixes = [(root, "")]
     for module, prefix in prefixes:
         inner = wrapped_attribute(module)
@@ -190,20 +190,20 @@ def _model_keys(name: str, root: nn.Module) -> Iterator[str | None]:
             yield None if value is None else f"{model}/{escape(prefix + own)}"
     for module, prefix in prefixes:
         for own, buffer in module._buffers.items():
-            kept = buffer is not None and own not in module._non_persistent_buffers_set
-            yield f"{model}/{escape(prefix + own)}" if kept else None
+            persistent = buffer is not None and own not in module._non_persistent_buffers_set
+            yield f"{model}/{escape(prefix + own)}" if persistent else None
 
 
 def _optimizer_keys(
     name: str, optimizer: Optimizer, names: Mapping[int, ParameterName]
 ) -> Iterator[str | None]:
     for parameter, state in optimizer.state.items():
-        found = names.get(id(parameter))
+        parameter_name = names.get(id(parameter))
         for entry in state:
-            if found is None:
+            if parameter_name is None:
                 yield None
             else:
-                yield f"optimizers/{escape(name)}/state/{found.key}/{escape(str(entry))}"
+                yield f"optimizers/{escape(name)}/state/{parameter_name.key}/{escape(str(entry))}"
 
 
 def _is_same(live: object, captured: torch.Tensor) -> bool:

@@ -11,8 +11,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["ALIGN", "Place", "Shard", "lay_out", "tiles"]
-
 #: A shard begins at a multiple of this: any dtype can be viewed in place.
 ALIGN = 64
 
@@ -35,7 +33,7 @@ class Shard:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class ShardPlacement:
     """Where a shard lies: in the file numbered ``file``, at byte ``at``."""
 
     file: int

@@ -11,16 +11,6 @@ from torch.distributed.tensor import DTensor
 
 from slurm_forge.errors import CheckpointError, MismatchError
 
-__all__ = [
-    "Tensors",
-    "check_fits",
-    "check_savable",
-    "local_part",
-    "new_target",
-    "saved_tensors",
-    "some",
-]
-
 Tensors: TypeAlias = dict[str, torch.Tensor]
 
 

@@ -35,9 +35,9 @@ from slurm_forge.checkpoint.content.optimizers import (
     target_optimizer,
 )
 from slurm_forge.checkpoint.content.outline import (
+    ObjectOutline,
     Outline,
-    Sight,
-    look,
+    outline_of,
 )
 from slurm_forge.checkpoint.content.tensors import (
     Tensors,
@@ -48,9 +48,6 @@ from slurm_forge.checkpoint.content.tensors import (
 )
 from slurm_forge.errors import MismatchError
 from slurm_forge.vocabulary.json_value import Json
-
-__all__ = ["Captured", "Known", "LoadTarget", "Stateful", "TrainingState"]
-
 
 _NO_OUTLINE = Outline((), (), [], [])
 
@@ -141,14 +138,14 @@ class TrainingState:
         placements are not looked at then (``Planner.known`` compares them).
         """
         with torch.no_grad():
-            sight = look(self.models, self.optimizers)
+            sight = outline_of(self.models, self.optimizers)
             if known is not None and sight is not None:
                 again = self._again(known, sight)
                 if again is not None:
                     return again
             return self._anew(sight)
 
-    def _again(self, known: Known, sight: Sight) -> Captured | None:
+    def _again(self, known: Known, sight: ObjectOutline) -> Captured | None:
         tensors = known.outline.tensors(sight)
         if tensors is None:
             return None
@@ -165,7 +162,7 @@ class TrainingState:
             return None
         return self._captured(known, {**tensors, **loose}, loose, optimizers, objects)
 
-    def _anew(self, sight: Sight | None) -> Captured:
+    def _anew(self, sight: ObjectOutline | None) -> Captured:
         tensors: Tensors = {}
         alike: set[str] = set()
         names = name_parameters(self.models)
@@ -241,8 +238,8 @@ class TrainingState:
     def target(self, document: Mapping[str, Any], metadata: Metadata) -> LoadTarget:
         """Make room for what was saved; CheckpointError, before anything changed, if it differs."""
         registered = {"models": self.models, "optimizers": self.optimizers, "objects": self.objects}
-        for section, mine in registered.items():
-            _compare_names(section, set(mine), set(document[section]))
+        for section, parts in registered.items():
+            _compare_names(section, set(parts), set(document[section]))
         names = name_parameters(self.models)
         targets: Tensors = {}
         for name, module in self.models.items():
@@ -300,11 +297,11 @@ def _target_object(name: str, item: Stateful, metadata: Metadata, targets: Tenso
             targets[key] = new_target(saved, present.get(key))
 
 
-def _compare_names(section: str, mine: set[str], saved: set[str]) -> None:
-    if mine != saved:
-        here, there = some(mine - saved) or "none", some(saved - mine) or "none"
+def _compare_names(section: str, registered: set[str], saved: set[str]) -> None:
+    if registered != saved:
+        here, there = some(registered - saved) or "none", some(saved - registered) or "none"
         raise MismatchError(
-            f"other {section} are registered than were saved; only here: {here}, "
+            f"the registered {section} differ from the saved ones; only here: {here}, "
             f"only in the checkpoint: {there}",
             next_step="Register the same objects under the same names as when it was written.",
         )

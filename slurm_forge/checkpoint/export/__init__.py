@@ -1,1 +1,4 @@
-"""A checkpoint as files that need no slurm_forge; a process of its own."""
+"""A checkpoint as safetensors, torch or plain DCP, in a process of its own; started by ``export``.
+
+Entry: ``main``.
+"""

@@ -26,8 +26,6 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from slurm_forge.errors import CheckpointError
 from slurm_forge.files import fsync_directory
 
-__all__ = ["Described", "Format", "Tensors", "refuse_existing", "write_export"]
-
 #: Shape and dtype of each tensor, by its name in the export.
 Described: TypeAlias = "Mapping[str, tuple[tuple[int, ...], torch.dtype]]"
 #: The tensors, each once, in any order; one is dropped before the next is read.
@@ -68,7 +66,7 @@ def refuse_existing(target: Path, kind: Format, *, force: bool) -> None:
     if kind is Format.DCP:
         if not _is_dcp(target):
             raise CheckpointError(
-                f"{target} holds something else than a checkpoint of torch.distributed.checkpoint",
+                f"{target} holds something other than a checkpoint of torch.distributed.checkpoint",
                 next_step="Choose another name: it is not replaced, even with --force.",
             )
     elif target.is_dir():
@@ -147,11 +145,11 @@ def _safetensors_header(
     nameless = [name for name in described if _text(name) != name]
     if nameless:
         raise CheckpointError(
-            f"the tensor name {nameless[0]!r} is no Unicode text, which safetensors' names must be",
+            f"tensor name {nameless[0]!r} is not valid Unicode, as safetensors requires",
             next_step="Write a torch file instead (.pt), or choose without it: --only.",
         )
-    said = {key: _text(value) for key, value in about.items()}
-    entries: dict[str, object] = {"__metadata__": {"format": "pt", **said}}
+    metadata = {key: _text(value) for key, value in about.items()}
+    entries: dict[str, object] = {"__metadata__": {"format": "pt", **metadata}}
     places: dict[str, int] = {}
     end = 0
     # The widest first: every tensor then begins at a multiple of its own width.

@@ -38,8 +38,6 @@ from slurm_forge.errors import CheckpointError, CheckpointRejectedError, ForgeEr
 from slurm_forge.store.directory import CheckpointStore
 from slurm_forge.store.identity import CheckpointName
 
-__all__ = ["Exported", "Source", "export", "main", "plain_source", "run_source"]
-
 #: Bytes of small tensors that are read together.
 _LEAST_GROUP = 64 << 20
 _MOST_GROUP = 1 << 30
@@ -48,7 +46,7 @@ _INTERRUPTED = 130
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Source:
+class ExportSource:
     """Tensors that can be exported, by the names they get.
 
     ``tensors`` reads them, each once, in the order that suits the source.  ``about`` says where
@@ -62,7 +60,7 @@ class Source:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Exported:
+class ExportResult:
     """What was written: ``size`` in bytes."""
 
     path: str
@@ -74,7 +72,7 @@ class Exported:
 
 def run_source(
     store: CheckpointStore, name: CheckpointName, *, only: Sequence[str], everything: bool
-) -> Source:
+) -> ExportSource:
     """A run's checkpoint: every block is verified before a byte of it is handed out."""
     manifest = store.verify_manifest(name)
     directory = store.path(name)
@@ -93,18 +91,18 @@ def run_source(
         metadata = index.to_metadata()
         reader = ShardReader(directory, manifest, index)
         for group in _groups(sorted(names, key=order), limit, lambda key: _size(index, key)):
-            found = {
+            buffers = {
                 key: torch.empty(index.tensors[key].shape, dtype=index.tensors[key].dtype)
                 for key in group
             }
             planner = ForgeLoadPlanner()
-            planner.set_up_planner(found, metadata, is_coordinator=True)
+            planner.set_up_planner(buffers, metadata, is_coordinator=True)
             reader.read_data(planner.finish_plan(planner.create_local_plan()), planner)
             for key in group:
-                yield names[key], found.pop(key)
+                yield names[key], buffers.pop(key)
 
     described = {names[key]: (index.tensors[key].shape, index.tensors[key].dtype) for key in names}
-    return Source(
+    return ExportSource(
         described=described,
         tensors=tensors,
         about={"run": manifest.run_id, "checkpoint": str(name), "step": str(manifest.step)},
@@ -112,7 +110,7 @@ def run_source(
     )
 
 
-def plain_source(path: Path, *, only: Sequence[str]) -> Source:
+def plain_source(path: Path, *, only: Sequence[str]) -> ExportSource:
     """A directory that ``dcp.save`` wrote: tensors only, nothing in it is executed."""
     if (path / "manifest.json").is_file() and not (path / ".metadata").exists():
         raise CheckpointError(
@@ -126,19 +124,19 @@ def plain_source(path: Path, *, only: Sequence[str]) -> Source:
         for key, name in names.items():
             yield name, plain.read(key)
 
-    left = plain.left_out
-    return Source(
+    ignored = plain.left_out
+    return ExportSource(
         described={
             name: (plain.tensors[key].shape, plain.tensors[key].dtype)
             for key, name in names.items()
         },
         tensors=tensors,
         about={"from": path.name},
-        notes=(f"left out, because they are no tensors: {some(list(left))}",) if left else (),
+        notes=(f"left out, because they are no tensors: {some(list(ignored))}",) if ignored else (),
     )
 
 
-def export(source: Source, target: Path, kind: Format, *, force: bool) -> Exported:
+def export(source: ExportSource, target: Path, kind: Format, *, force: bool) -> ExportResult:
     """Write a source to ``target``; CheckpointError where there is nothing to write."""
     if not source.described:
         raise CheckpointError(
@@ -148,7 +146,7 @@ def export(source: Source, target: Path, kind: Format, *, force: bool) -> Export
     size = write_export(
         target, kind, source.described, source.tensors(), about=source.about, force=force
     )
-    return Exported(
+    return ExportResult(
         path=str(target),
         format=kind.value,
         tensors=len(source.described),
@@ -206,22 +204,26 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", action="append", default=[])
     parser.add_argument("--all", action="store_true")
     parser.add_argument("--force", action="store_true")
-    asked = parser.parse_args(words)
-    if asked.plain is None and (asked.checkpoints is None or asked.name is None):
+    arguments = parser.parse_args(words)
+    if arguments.plain is None and (arguments.checkpoints is None or arguments.name is None):
         parser.error("--plain, or --checkpoints and --name")
     try:
-        refuse_existing(asked.to, asked.format, force=asked.force)  # before anything is read
-        if asked.plain is not None:
-            source = plain_source(asked.plain, only=asked.only)
+        refuse_existing(
+            arguments.to, arguments.format, force=arguments.force
+        )  # before anything is read
+        if arguments.plain is not None:
+            source = plain_source(arguments.plain, only=arguments.only)
         else:
-            store = CheckpointStore(asked.checkpoints, asked.run_id)
-            source = run_source(store, asked.name, only=asked.only, everything=asked.all)
-        done = export(source, asked.to, asked.format, force=asked.force)
+            store = CheckpointStore(arguments.checkpoints, arguments.run_id)
+            source = run_source(
+                store, arguments.name, only=arguments.only, everything=arguments.all
+            )
+        done = export(source, arguments.to, arguments.format, force=arguments.force)
     except CheckpointRejectedError as error:
-        if asked.plain is not None:
+        if arguments.plain is not None:
             return _say(str(error))
         again = "See which are whole: slurm-forge checkpoints verify RUN; then choose: --checkpoint"
-        return _say(f"{asked.name} is not whole: {error.reason}\n  {again}.")
+        return _say(f"{arguments.name} is not whole: {error.reason}\n  {again}.")
     except ForgeError as error:
         return _say(str(error))
     except OSError as error:

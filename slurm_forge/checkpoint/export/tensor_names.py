@@ -9,8 +9,6 @@ from typing import Any
 from slurm_forge.checkpoint.content.json_state import unescape
 from slurm_forge.errors import CheckpointError
 
-__all__ = ["names_of_plain", "names_of_run"]
-
 #: Where registered objects are kept, in the manifest's state and as the first part of a key.
 _REGISTERED = ("models", "optimizers", "objects")
 
@@ -51,14 +49,14 @@ def names_of_run(
 
 def names_of_plain(keys: Iterable[str], only: Collection[str]) -> dict[str, str]:
     """As they are; with ``only``, what lies below those names, which one alone is cut off."""
-    given = list(keys)
+    names = list(keys)
     if not only:
-        return {key: key for key in given}
-    known = {key.partition(".")[0] for key in given}
+        return {key: key for key in names}
+    known = {key.partition(".")[0] for key in names}
     for prefix in only:
-        if not any(_below(key, prefix) for key in given):
+        if not any(_below(key, prefix) for key in names):
             raise _unknown(prefix, known)
-    chosen = [key for key in given if any(_below(key, prefix) for prefix in only)]
+    chosen = [key for key in names if any(_below(key, prefix) for prefix in only)]
     (prefix, *more) = only
     cut = len(prefix) + 1 if not more and prefix not in chosen else 0
     return {key: key[cut:] for key in chosen}

@@ -32,8 +32,6 @@ from slurm_forge.checkpoint.read.restricted_unpickler import read_restricted
 from slurm_forge.errors import CheckpointRejectedError
 from slurm_forge.store.manifest import plain_name, rejected
 
-__all__ = ["METADATA_LIMIT", "parse_metadata"]
-
 #: Bytes of a ``.metadata`` that are read at most; about 160 bytes go to a shard.
 METADATA_LIMIT = 2 << 30
 
@@ -41,7 +39,7 @@ METADATA_LIMIT = 2 << 30
 def _path(*parts: Any) -> str:
     """What DCP noted of the place: read as a text, and not looked at."""
     if not all(type(part) is str for part in parts):
-        raise pickle.UnpicklingError("a path of something else than texts")
+        raise pickle.UnpicklingError("a path that is not text")
     return "/".join(parts)
 
 
@@ -83,13 +81,13 @@ _VALUES = frozenset(
 
 def _find(module: str, name: str) -> Any:
     """What is in ``_ALLOWED``, torch's dtypes, and nothing else."""
-    found = _ALLOWED.get((module, name))
-    if found is None and module == "torch":
+    value = _ALLOWED.get((module, name))
+    if value is None and module == "torch":
         dtype = getattr(torch, name, None) if name.isidentifier() else None
-        found = dtype if isinstance(dtype, torch.dtype) else None
-    if found is None:
-        raise pickle.UnpicklingError(f"it names {module}.{name}, which has no business there")
-    return found
+        value = dtype if isinstance(dtype, torch.dtype) else None
+    if value is None:
+        raise pickle.UnpicklingError(f"it names {module}.{name}, which is not allowed there")
+    return value
 
 
 def parse_metadata(data: bytes, sizes: Mapping[str, int]) -> Metadata:
@@ -109,7 +107,7 @@ def parse_metadata(data: bytes, sizes: Mapping[str, int]) -> Metadata:
 
 def _check(metadata: object, sizes: Mapping[str, int]) -> None:
     if type(metadata) is not Metadata or type(metadata.state_dict_metadata) is not dict:
-        raise rejected(".metadata holds something else than an index")
+        raise rejected(".metadata holds something other than an index")
     tensors = {
         key: _check_tensor(key, entry)
         for key, entry in metadata.state_dict_metadata.items()
@@ -165,12 +163,12 @@ def _check_storage(index: object, info: object, sizes: Mapping[str, int]) -> Non
     ):
         raise rejected(".metadata: a shard without a name")
     if type(info) is not dcp_filesystem._StorageInfo:
-        raise rejected(f".metadata: {index.fqn} lies nowhere")
+        raise rejected(f".metadata: {index.fqn} has no location")
     path, offset, length = info.relative_path, info.offset, info.length
     if type(path) is not str or not plain_name(path) or path not in sizes:
         raise rejected(f".metadata: {index.fqn} lies in {str(path)[:200]!r}, which is not listed")
     if type(offset) is not int or type(length) is not int or offset < 0 or length < 0:
-        raise rejected(f".metadata: {index.fqn} lies at no place")
+        raise rejected(f".metadata: {index.fqn} has no location")
     if offset + length > sizes[path]:
         raise rejected(f".metadata: {index.fqn} reaches beyond the end of {path}")
     if getattr(info, "transform_descriptors", None) is not None:  # torch < 2.7 has none

@@ -41,8 +41,6 @@ from slurm_forge.store.directory import CheckpointStore
 from slurm_forge.store.identity import CheckpointName
 from slurm_forge.store.manifest import INDEX_NAME, Manifest, rejected
 
-__all__ = ["LoadedState", "read_index", "resume"]
-
 
 @dataclass(frozen=True, slots=True)
 class LoadedState:
@@ -90,15 +88,15 @@ def resume(
                 names = store.candidates()
                 if not names:
                     return None
-            found = _next_candidate(store, names, on_reject, eligible)
-            return "" if found is None else found.to_bytes().decode("ascii")
+            candidate = _next_candidate(store, names, on_reject, eligible)
+            return "" if candidate is None else candidate.to_bytes().decode("ascii")
 
         chosen = ranks.agree(None, None, choose, doing="Looking for a checkpoint")
         if chosen is None:
             return None
         if not chosen:
             raise CheckpointMissingError(
-                "there are checkpoints, and none of them can be used",
+                "there are checkpoints, but none can be used",
                 next_step="The journal says why of each, and so does slurm-forge checkpoints list. "
                 "Promote one, bring the folder back, or begin a new run under another name.",
             )
@@ -133,7 +131,7 @@ def _load(
         reason = _why(caught, ranks)
     except Exception as caught:
         error = caught
-    reasons = _reasons(ranks.agree(error, list(reason), _told, doing=doing))
+    reasons = _reasons(ranks.agree(error, list(reason), _with_text, doing=doing))
     if reasons or target is None or reader is None:
         return None, reasons
     try:
@@ -142,7 +140,7 @@ def _load(
         reason = _why(caught, ranks)
     except Exception as caught:
         error = caught
-    reasons = _reasons(ranks.agree(error, list(reason), _told, doing=doing))
+    reasons = _reasons(ranks.agree(error, list(reason), _with_text, doing=doing))
     if reasons:
         return None, reasons
     try:
@@ -165,12 +163,12 @@ _Reason: TypeAlias = tuple[str, bool]
 _FINAL = (FileNotFoundError, PermissionError, NotADirectoryError, IsADirectoryError)
 
 
-def _told(reasons: Any) -> Any:
+def _with_text(reasons: Any) -> Any:
     return [reason for reason in reasons if reason[0]]
 
 
-def _reasons(told: Any) -> list[_Reason]:
-    return [(str(text), bool(passing)) for text, passing in told]
+def _reasons(reports: Any) -> list[_Reason]:
+    return [(str(text), bool(passing)) for text, passing in reports]
 
 
 def _why(error: Exception, ranks: Ranks) -> _Reason:

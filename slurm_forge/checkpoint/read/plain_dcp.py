@@ -43,8 +43,6 @@ from slurm_forge.checkpoint.read.dcp_metadata import (
 from slurm_forge.errors import CheckpointError, CheckpointRejectedError
 from slurm_forge.files import open_trusted, read_trusted
 
-__all__ = ["PlainDcp", "PlainTensor", "load_plain_dcp"]
-
 _INDEX = ".metadata"
 #: An item is one tensor as torch.save writes it: its bytes, and no more than this around them.
 _AROUND = 1 << 20
@@ -84,8 +82,8 @@ class PlainDcp:
         except (FileNotFoundError, NotADirectoryError) as error:
             raise _refused(directory, "it has no .metadata") from error
         with os.scandir(directory) as entries:
-            found = {entry.name: entry.stat(follow_symlinks=False) for entry in entries}
-        sizes = {name: each.st_size for name, each in found.items() if stat.S_ISREG(each.st_mode)}
+            files = {entry.name: entry.stat(follow_symlinks=False) for entry in entries}
+        sizes = {name: each.st_size for name, each in files.items() if stat.S_ISREG(each.st_mode)}
         try:
             metadata = parse_metadata(data, sizes)
         except CheckpointRejectedError as error:
@@ -104,11 +102,11 @@ class PlainDcp:
         chunks = _chunks(self.metadata, name)
         if len(chunks) == 1:
             return self.read_shard(MetadataIndex(name, chunks[0].offsets), chunks[0].sizes)
-        whole = torch.empty(tensor.shape, dtype=tensor.dtype)
+        result = torch.empty(tensor.shape, dtype=tensor.dtype)
         for chunk in chunks:
             part = self.read_shard(MetadataIndex(name, chunk.offsets), chunk.sizes)
-            _narrow(whole, chunk.offsets, chunk.sizes).copy_(part)
-        return whole
+            _narrow(result, chunk.offsets, chunk.sizes).copy_(part)
+        return result
 
     def read_shard(self, index: MetadataIndex, shape: torch.Size) -> torch.Tensor:
         """One shard as it lies in its file, checked against what the index says of it."""
@@ -125,7 +123,7 @@ class PlainDcp:
         except (RuntimeError, pickle.UnpicklingError, EOFError, ValueError, KeyError) as error:
             raise self._damaged(index, f"{type(error).__name__}: {str(error)[:200]}") from error
         if type(tensor) is not torch.Tensor or tensor.shape != shape or tensor.dtype != dtype:
-            raise self._damaged(index, "something else lies there than the index says")
+            raise self._damaged(index, "the data there is not what the index says")
         return tensor
 
     def _bytes(self, index: MetadataIndex, file: str, offset: int, length: int) -> bytes:
@@ -139,9 +137,7 @@ class PlainDcp:
     def _check_archive(self, index: MetadataIndex, data: bytes) -> None:
         """A zip of plain records with the checksums that were meant: torch looks at neither."""
         if not data.startswith(_ZIP):
-            raise self._damaged(
-                index, "it is stored in another way than torch.save writes by default"
-            )
+            raise self._damaged(index, "it is not stored the way torch.save writes by default")
         try:
             with zipfile.ZipFile(io.BytesIO(data)) as archive:
                 records = archive.infolist()
@@ -154,7 +150,7 @@ class PlainDcp:
         if packed:
             raise self._damaged(index, "it is compressed, which torch.save never does")
         if wrong is not None:
-            raise self._damaged(index, "its checksum is not the one that was written")
+            raise self._damaged(index, "its checksum does not match")
 
     def _damaged(self, index: MetadataIndex, why: str) -> CheckpointRejectedError:
         return _refused(self.directory, f"{index.fqn}: {why}")

@@ -12,8 +12,6 @@ import pickle
 from collections.abc import Callable, Collection
 from typing import Any, ClassVar
 
-__all__ = ["read_restricted"]
-
 #: What pickles of dataclasses, enums, numbers, texts, tuples, lists and dicts consist of.
 _OPCODES = (
     "PROTO", "FRAME", "STOP", "MARK", "NONE", "NEWTRUE", "NEWFALSE", "INT", "BININT", "BININT1",
@@ -49,7 +47,7 @@ class _Restricted(_Plain):  # type: ignore[misc]
 
     def load_build(self) -> None:
         if type(self.stack[-2]) not in self._buildable:
-            raise pickle.UnpicklingError("it changes something that is not its own")
+            raise pickle.UnpicklingError("it changes an object that it does not own")
         _Plain.load_build(self)
 
     dispatch[pickle.BUILD[0]] = load_build
@@ -84,4 +82,4 @@ def read_restricted(
     try:
         return _Restricted(data, find, buildable).load()
     except KeyError as error:
-        raise pickle.UnpicklingError(f"instruction {error} has no business there") from error
+        raise pickle.UnpicklingError(f"instruction {error} is not allowed there") from error

@@ -18,8 +18,8 @@ from torch.futures import Future
 
 from slurm_forge.checkpoint.content.index import Index
 from slurm_forge.checkpoint.content.shard_layout import (
-    Place,
     Shard,
+    ShardPlacement,
 )
 from slurm_forge.checkpoint.write.arena import Arena
 from slurm_forge.checkpoint.write.direct_io import (
@@ -32,8 +32,6 @@ from slurm_forge.checkpoint.write.direct_io import (
 from slurm_forge.checkpoint.write.shard_writer import hash_blocks
 from slurm_forge.store.blocks import open_entry
 from slurm_forge.store.manifest import FileEntry, Manifest, rejected
-
-__all__ = ["ShardReader"]
 
 #: Bytes read at once: whole blocks of the manifest.
 _WINDOW = 16 << 20
@@ -69,7 +67,7 @@ class ShardReader(StorageReader):
         self._direct = direct
         self._deadline = time.monotonic() + patience
         self._metadata = index.to_metadata()
-        self._places: dict[MetadataIndex, tuple[Shard, Place]] = {
+        self._places: dict[MetadataIndex, tuple[Shard, ShardPlacement]] = {
             MetadataIndex(key, torch.Size(shard.offsets)): (shard, place)
             for key, saved in index.tensors.items()
             for shard, place in saved.shards
@@ -224,6 +222,6 @@ def _fill(
 
 
 def _verify(data: memoryview, entry: FileEntry, first: int, block_size: int) -> None:
-    for number, found in enumerate(hash_blocks(data, block_size), start=first):
-        if found != entry.block_hashes[number]:
+    for number, digest in enumerate(hash_blocks(data, block_size), start=first):
+        if digest != entry.block_hashes[number]:
             raise rejected(f"{entry.name}: block {number} (of {block_size} bytes) has changed")

@@ -17,8 +17,6 @@ from slurm_forge.checkpoint.write.direct_io import (
     round_up,
 )
 
-__all__ = ["Arena"]
-
 _PIECE = 8 << 20
 
 

@@ -17,8 +17,6 @@ import torch
 
 from slurm_forge.errors import CheckpointError
 
-__all__ = ["Copier", "Filling"]
-
 #: Below this torch copies on the calling thread.
 _SMALL = 64 << 10
 _PIECE = 8 << 20
@@ -108,10 +106,10 @@ class Copier:
         rest_into, rest, pieces = [], [], []
         for target, source in zip(into, sources, strict=True):
             if source.nbytes > _SMALL and _is_plain(source):
-                mine, theirs = _bytes(target), _bytes(source)
+                target_bytes, source_bytes = _bytes(target), _bytes(source)
                 pieces += [
-                    (mine[at : at + _PIECE], theirs[at : at + _PIECE])
-                    for at in range(0, len(mine), _PIECE)
+                    (target_bytes[at : at + _PIECE], source_bytes[at : at + _PIECE])
+                    for at in range(0, len(target_bytes), _PIECE)
                 ]
             else:
                 rest_into.append(target)
@@ -134,7 +132,7 @@ def _is_plain(source: torch.Tensor) -> bool:
 
 
 def _bytes(tensor: torch.Tensor) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
-    found: np.ndarray[tuple[int], np.dtype[np.uint8]] = (
+    view: np.ndarray[tuple[int], np.dtype[np.uint8]] = (
         tensor.detach().reshape(-1).view(torch.uint8).numpy()
     )
-    return found
+    return view

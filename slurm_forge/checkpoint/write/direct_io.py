@@ -6,8 +6,6 @@ import errno
 import fcntl
 import os
 
-__all__ = ["NOT_DIRECT", "PAGE", "bypass_cache", "round_up", "through_cache"]
-
 #: Direct I/O wants addresses, offsets and lengths in multiples of this at most.
 PAGE = 4096
 #: What a read or write fails with that would succeed through the cache.

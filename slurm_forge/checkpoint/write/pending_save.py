@@ -12,8 +12,6 @@ from typing import TypeAlias
 from slurm_forge.errors import CheckpointError
 from slurm_forge.store.identity import CheckpointName
 
-__all__ = ["After", "Flight", "Saved"]
-
 #: Called with how a save ended, before anybody who waits for it goes on; on its thread.
 After: TypeAlias = "Callable[[Saved | CheckpointError], None]"
 
@@ -36,7 +34,7 @@ class Saved:
     findings: tuple[str, ...] = ()
 
 
-class Flight:
+class PendingSave:
     """A save that has been begun; the same end on all ranks."""
 
     def __init__(self, name: CheckpointName) -> None:

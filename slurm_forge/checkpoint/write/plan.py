@@ -40,16 +40,14 @@ from slurm_forge.checkpoint.content.json_state import (
     dtype_named,
 )
 from slurm_forge.checkpoint.content.shard_layout import (
-    Place,
     Shard,
+    ShardPlacement,
     lay_out,
 )
 from slurm_forge.checkpoint.content.training_state import Captured
 from slurm_forge.checkpoint.write.planner import ForgeSavePlanner
 from slurm_forge.errors import CheckpointError
 from slurm_forge.vocabulary.json_value import Json
-
-__all__ = ["Plan", "Planner"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,10 +74,10 @@ class Planner:
         """The number of the plan that fits this rank's tensors as they are now; 0 if none does."""
         if self._plan is None:
             return 0
-        found = _Shape.of(captured)
-        if found != self._made_for:
+        shape = _Shape.of(captured)
+        if shape != self._made_for:
             return 0
-        self._made_for = found  # equal, and next time mostly the same objects: seen at once
+        self._made_for = shape  # equal, and next time mostly the same objects: seen at once
         return self._plan.number
 
     @property
@@ -111,15 +109,15 @@ class Planner:
                     f"the index has {len(index)} bytes, {INDEX_LIMIT} can be read back",
                     next_step="Please report it with the number of tensors and ranks.",
                 )
-            return list[Json](list[Json](mine) for mine in chosen)
+            return list[Json](list[Json](own) for own in chosen)
 
         chosen = ranks.agree(
             error, [_to_row(shard) for shard in shards], plan_all, doing="Planning a checkpoint"
         )
-        mine = tuple(shards[number] for number in chosen[ranks.rank])
-        places, size = lay_out(mine)
-        ends = tuple(at + shard.nbytes for at, shard in zip(places, mine, strict=True))
-        self._plan = Plan(next(self._numbers), mine, tuple(places), ends, size, index)
+        own = tuple(shards[number] for number in chosen[ranks.rank])
+        places, size = lay_out(own)
+        ends = tuple(at + shard.nbytes for at, shard in zip(places, own, strict=True))
+        self._plan = Plan(next(self._numbers), own, tuple(places), ends, size, index)
         self._made_for = _Shape.of(captured)
         return self._plan
 
@@ -134,14 +132,14 @@ def choose(dcp: ForgeSavePlanner, everybody: Sequence[Sequence[Shard]]) -> list[
 
 def index_of(everybody: Sequence[Sequence[Shard]], chosen: Sequence[Sequence[int]]) -> Index:
     """The index of a checkpoint in which each rank writes what is chosen for it."""
-    found: dict[str, list[tuple[Shard, Place]]] = {}
+    placements: dict[str, list[tuple[Shard, ShardPlacement]]] = {}
     for rank, (shards, numbers) in enumerate(zip(everybody, chosen, strict=True)):
-        mine = [shards[number] for number in numbers]
-        for shard, at in zip(mine, lay_out(mine)[0], strict=True):
-            found.setdefault(shard.key, []).append((shard, Place(rank, at)))
+        own = [shards[number] for number in numbers]
+        for shard, at in zip(own, lay_out(own)[0], strict=True):
+            placements.setdefault(shard.key, []).append((shard, ShardPlacement(rank, at)))
     tensors = {
         key: SavedTensor(parts[0][0].shape, dtype_named(parts[0][0].dtype), tuple(parts))
-        for key, parts in found.items()
+        for key, parts in placements.items()
     }
     return Index(tuple(data_file(rank) for rank in range(len(everybody))), tensors)
 

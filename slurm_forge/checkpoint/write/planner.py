@@ -13,8 +13,6 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, Def
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 
-__all__ = ["ForgeLoadPlanner", "ForgeSavePlanner", "deduplicate"]
-
 
 class ForgeSavePlanner(DefaultSavePlanner):
     """Plans tensors only, and spreads those that all ranks hold alike.

@@ -44,7 +44,7 @@ from slurm_forge.checkpoint.write.direct_io import (
 )
 from slurm_forge.checkpoint.write.pending_save import (
     After,
-    Flight,
+    PendingSave,
     Saved,
 )
 from slurm_forge.checkpoint.write.plan import (
@@ -67,8 +67,6 @@ from slurm_forge.store.directory import CheckpointStore
 from slurm_forge.store.identity import CheckpointName
 from slurm_forge.store.manifest import INDEX_NAME, FileEntry
 from slurm_forge.vocabulary.json_value import Json
-
-__all__ = ["CheckpointWriter", "save_checkpoint"]
 
 
 class CheckpointWriter:
@@ -100,7 +98,7 @@ class CheckpointWriter:
         self._known: Known | None = None
         self._rough = 0
         self._copier = Copier()
-        self._flight: Flight | None = None
+        self._flight: PendingSave | None = None
         self._warming: threading.Thread | None = None
 
     def begin(
@@ -117,7 +115,7 @@ class CheckpointWriter:
         about: Mapping[str, Json] | None = None,
         doubts: Callable[[], Sequence[str]] = tuple,
         all_copies: bool = False,
-    ) -> Flight:
+    ) -> PendingSave:
         """Begin a save and return when the state may change again.  Waits for the one before.
 
         Rank 0's ``name`` counts (the nonce may differ, the step may not).  ``fence`` is called on
@@ -181,7 +179,7 @@ class CheckpointWriter:
                 findings=tuple(agreed_end["findings"]),
             )
 
-        flight = Flight(name)
+        flight = PendingSave(name)
         self._make_room(plan, captured, filling)
         # What has been copied is written while the rest is copied, also where this is waited for.
         thread = threading.Thread(
@@ -206,7 +204,7 @@ class CheckpointWriter:
             flight.wait()
         return flight
 
-    def look(self, state: TrainingState) -> tuple[str, ...]:
+    def unsound_parts(self, state: TrainingState) -> tuple[str, ...]:
         """What a save of this state would find not sound in this rank's part.  Not collective."""
         captured, error = _capture(state, None)
         error = error or self._accept(state, captured)
@@ -345,13 +343,13 @@ class CheckpointWriter:
             with ThreadPoolExecutor(1, thread_name_prefix="forge-health") as looking:
                 # Beside the write, which waits for the disk most of the time; not beside the copy,
                 # which training waits for.
-                looked = looking.submit(self._unhealthy, plan, filling)
+                check = looking.submit(self._unhealthy, plan, filling)
                 entries.append(write_shard_file(target, memory, plan.size, ready=filling.wait))
-                findings += looked.result()
+                findings += check.result()
             findings += doubts()
-            mine = f"on rank {self._later.rank}"
-            seen = unhealthy_here(held, allowed=self._infinite or {})
-            findings += [f"{each} {mine}" for each in seen if each not in findings]
+            place = f"on rank {self._later.rank}"
+            problems = unhealthy_here(held, allowed=self._infinite or {})
+            findings += [f"{each} {place}" for each in problems if each not in findings]
             if self._later.rank == 0:
                 index = memoryview(plan.index)
                 entries.append(write_shard_file(stage / INDEX_NAME, index, len(index)))

@@ -13,8 +13,6 @@ from slurm_forge.store.identity import CheckpointName
 from slurm_forge.store.manifest import FileEntry, Manifest
 from slurm_forge.vocabulary.json_value import Json
 
-__all__ = ["open_stage", "report_of", "same_shape", "sealed"]
-
 
 def open_stage(
     store: CheckpointStore,

@@ -20,8 +20,6 @@ from slurm_forge.checkpoint.write.direct_io import (
 )
 from slurm_forge.store.manifest import BLOCK_SIZE, FileEntry
 
-__all__ = ["hash_blocks", "write_shard_file"]
-
 #: Bytes per write: below 16 MiB a local NVMe is not kept busy by one thread.
 _CHUNK = 16 << 20
 #: Shorter files gain nothing from direct I/O.
@@ -49,7 +47,7 @@ def write_shard_file(
     descriptor = os.open(path, flags, 0o600)
     try:
         with ThreadPoolExecutor(1, thread_name_prefix="forge-hash") as hasher:
-            file = _File(descriptor, direct=direct and bypass_cache(descriptor, on=True))
+            file = _ShardFile(descriptor, direct=direct and bypass_cache(descriptor, on=True))
             hashes: list[Future[list[str]]] = []
             chunk = max(_CHUNK // block_size, 1) * block_size
             for start in range(0, size, chunk):
@@ -59,12 +57,12 @@ def write_shard_file(
                 hashes.append(hasher.submit(hash_blocks, memory[start:end], block_size))
                 file.write(memory, start, end)
             file.finish(size)
-            found = tuple(itertools.chain.from_iterable(each.result() for each in hashes))
+            digests = tuple(itertools.chain.from_iterable(each.result() for each in hashes))
     except BaseException:
         os.close(descriptor)
         raise
     os.close(descriptor)  # some file systems report a failed write only here
-    return FileEntry(path.name, size, found)
+    return FileEntry(path.name, size, digests)
 
 
 def hash_blocks(data: memoryview, block_size: int = BLOCK_SIZE) -> list[str]:
@@ -75,7 +73,7 @@ def hash_blocks(data: memoryview, block_size: int = BLOCK_SIZE) -> list[str]:
     ]
 
 
-class _File:
+class _ShardFile:
     """Writes stretches in order; direct as long as the file system goes along."""
 
     def __init__(self, descriptor: int, *, direct: bool) -> None:

@@ -14,16 +14,14 @@ from slurm_forge.checkpoint.content.tensors import local_part
 from slurm_forge.checkpoint.content.training_state import Captured
 from slurm_forge.checkpoint.write.plan import Plan
 
-__all__ = ["copies", "share_of"]
-
 
 def share_of(captured: Captured | None, rank: int) -> int:
     """This rank's share of all bytes, about, before it is known who writes what.
 
     What several ranks hold alike is written once: over all ranks it adds up to one copy.
     """
-    found = captured.tensors.items() if captured else ()
-    return sum(_share(key, tensor, rank) for key, tensor in found)
+    tensors = captured.tensors.items() if captured else ()
+    return sum(_share(key, tensor, rank) for key, tensor in tensors)
 
 
 def copies(captured: Captured, plan: Plan) -> Sequence[tuple[str, torch.Tensor]]:
@@ -31,8 +29,8 @@ def copies(captured: Captured, plan: Plan) -> Sequence[tuple[str, torch.Tensor]]
     written: Counter[str] = Counter()
     for shard in plan.shards:
         written[shard.key] += shard.nbytes
-    found = ((key, local_part(tensor).detach()) for key, tensor in captured.tensors.items())
-    return [(key, tensor) for key, tensor in found if written[key] < tensor.nbytes]
+    parts = ((key, local_part(tensor).detach()) for key, tensor in captured.tensors.items())
+    return [(key, tensor) for key, tensor in parts if written[key] < tensor.nbytes]
 
 
 def _share(key: str, tensor: torch.Tensor, rank: int) -> int:

@@ -1,1 +1,4 @@
-"""``checkpoints`` and ``export``."""
+"""The verbs ``checkpoints`` and ``export``; called by ``cli.main``.
+
+Entry: ``checkpoints``.
+"""

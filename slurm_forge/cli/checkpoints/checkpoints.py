@@ -23,11 +23,9 @@ from slurm_forge.cli.checkpoints.run_checkpoints import (
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from slurm_forge.cli.checkpoints.disk import Verdict
+    from slurm_forge.cli.checkpoints.disk import VerifyResult
     from slurm_forge.store.identity import CheckpointName
     from slurm_forge.vocabulary.trust import Trust
-
-__all__ = ["app"]
 
 _DAMAGED = 1
 _TELL_EVERY_S = 0.2
@@ -44,7 +42,7 @@ Which = Annotated[
     str,
     typer.Argument(
         metavar="CHECKPOINT",
-        help="Its name or the beginning of it, its step, or latest, good, next.",
+        help="Its name (or a prefix), its step, or latest, good, next.",
     ),
 ]
 
@@ -93,16 +91,16 @@ def list_(run: RunName, json: AsJson = False, runs: Runs = None) -> None:
       slurm-forge checkpoints list tiny-gpt
       slurm-forge checkpoints list tiny-gpt --json
     """
-    from slurm_forge.cli.checkpoints.disk import look
+    from slurm_forge.cli.checkpoints.disk import list_stored
     from slurm_forge.cli.run_choice import reference
     from slurm_forge.report.checkpoints import list_checkpoints
     from slurm_forge.report.checkpoints_text import checkpoints_text
     from slurm_forge.report.encoding import to_json
 
     opened = open_run(run, runs)
-    found, leftovers = look(opened.store)
+    stored, leftovers = list_stored(opened.store)
     listed = list_checkpoints(
-        opened.run.name, str(opened.store.directory), opened.state, found, leftovers
+        opened.run.name, str(opened.store.directory), opened.state, stored, leftovers
     )
     if json:
         typer.echo(to_json(listed))
@@ -118,7 +116,7 @@ def verify(
         list[str] | None,
         typer.Argument(
             metavar="CHECKPOINT...",
-            help="Names or beginnings of them, steps, or latest, good, next; without any, all.",
+            help="Names (or prefixes), steps, or latest, good, next (default: all).",
         ),
     ] = None,
     json: AsJson = False,
@@ -134,16 +132,16 @@ def verify(
       slurm-forge checkpoints verify tiny-gpt
       slurm-forge checkpoints verify tiny-gpt latest
     """
-    from slurm_forge.cli.checkpoints.disk import look
+    from slurm_forge.cli.checkpoints.disk import list_stored
     from slurm_forge.cli.checkpoints.names import meant
     from slurm_forge.cli.failure import INTERRUPTED
     from slurm_forge.report.encoding import to_json
 
     opened = open_run(run, runs)
-    found, _ = look(opened.store)
-    names = [meant(each, opened.state, found) for each in checkpoints or ()]
+    stored, _ = list_stored(opened.store)
+    names = [meant(each, opened.state, stored) for each in checkpoints or ()]
     if not checkpoints:
-        names = [each.name for each in found]
+        names = [each.name for each in stored]
     if not names and not json:
         typer.echo(f"{opened.run.name} has no checkpoints yet")
     read = []
@@ -152,9 +150,9 @@ def verify(
             each = _verified(opened, name)
             read.append(each)
             if not json:
-                typer.echo(_told(each))
+                typer.echo(_line_of(each))
     except KeyboardInterrupt:
-        typer.echo("\ninterrupted.   what was told above is in the journal", err=True)
+        typer.echo("\ninterrupted.   what is shown above is recorded", err=True)
         raise typer.Exit(INTERRUPTED) from None
     if json:
         path = str(opened.store.directory)
@@ -167,9 +165,12 @@ def verify(
 def promote(
     run: RunName,
     checkpoint: Which,
-    reason: Annotated[str, typer.Option(metavar="TEXT", help="Why, for whoever reads it later.")],
+    reason: Annotated[str, typer.Option(metavar="TEXT", help="Why, for later readers.")],
     verify: Annotated[
-        bool, typer.Option("--verify/--no-verify", help="Read all of it first; damaged: refuse.")
+        bool,
+        typer.Option(
+            "--verify/--no-verify", help="Read all of it first and refuse if it is damaged."
+        ),
     ] = True,
     json: AsJson = False,
     runs: Runs = None,
@@ -193,8 +194,8 @@ def promote(
         verdict = read_all(opened.store, name, _progress(name))
         if verdict.problem:
             raise CheckpointError(
-                f"{name} is not whole, so it is not promoted: {verdict.problem}",
-                next_step="Look at the storage, or promote another one; --no-verify insists.",
+                f"{name} is damaged, so it is not promoted: {verdict.problem}",
+                next_step="Check the storage, or promote another one; --no-verify overrides.",
             )
     _judge(opened, name, Trust.GOOD, reason, as_json=json)
 
@@ -203,7 +204,7 @@ def promote(
 def suspect(
     run: RunName,
     checkpoint: Which,
-    reason: Annotated[str, typer.Option(metavar="TEXT", help="Why, for whoever reads it later.")],
+    reason: Annotated[str, typer.Option(metavar="TEXT", help="Why, for later readers.")],
     json: AsJson = False,
     runs: Runs = None,
 ) -> None:
@@ -224,10 +225,10 @@ def suspect(
 
 
 def _meant(opened: Opened, wanted: str) -> CheckpointName:
-    from slurm_forge.cli.checkpoints.disk import look
+    from slurm_forge.cli.checkpoints.disk import list_stored
     from slurm_forge.cli.checkpoints.names import meant
 
-    return meant(wanted, opened.state, look(opened.store)[0])
+    return meant(wanted, opened.state, list_stored(opened.store)[0])
 
 
 def _verified(opened: Opened, name: CheckpointName) -> Read:
@@ -254,7 +255,7 @@ def _verified(opened: Opened, name: CheckpointName) -> Read:
     )
 
 
-def _word(verdict: Verdict) -> str:
+def _word(verdict: VerifyResult) -> str:
     if verdict.gone:
         return "gone"
     if verdict.damaged:
@@ -262,7 +263,7 @@ def _word(verdict: Verdict) -> str:
     return "unreadable" if verdict.problem else "whole"
 
 
-def _told(read: Read) -> str:
+def _line_of(read: Read) -> str:
     from slurm_forge.report import text as t
     from slurm_forge.report.checkpoints_text import amount
 
@@ -281,7 +282,7 @@ def _progress(name: CheckpointName) -> Callable[[int, int], None]:
         return lambda done, total: None
     next_time = [time.monotonic() + _TELL_EVERY_S]
 
-    def tell(done: int, total: int) -> None:
+    def show(done: int, total: int) -> None:
         over = done >= total
         if over or time.monotonic() >= next_time[0]:
             next_time[0] = time.monotonic() + _TELL_EVERY_S
@@ -289,7 +290,7 @@ def _progress(name: CheckpointName) -> Callable[[int, int], None]:
             sys.stderr.write("\r\033[K" + ("" if over else line))
             sys.stderr.flush()
 
-    return tell
+    return show
 
 
 def _judge(
@@ -319,7 +320,7 @@ def _judge(
             )
         )
         return
-    typer.echo(f"{opened.run.name}: {name} is {trust.value} from now on")
+    typer.echo(f"{opened.run.name}: {name} is now {trust.value}")
 
 
 app.command()(deleting.prune)

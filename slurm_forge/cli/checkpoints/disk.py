@@ -10,13 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from slurm_forge.errors import CheckpointRejectedError, UnsafeFileError
-from slurm_forge.report.checkpoints import Found, Leftover
+from slurm_forge.report.checkpoints import Leftover, StoredCheckpoint
 from slurm_forge.store.blocks import verify_blocks
 from slurm_forge.store.directory import CheckpointStore
 from slurm_forge.store.identity import STAGE_PREFIX, TRASH_PREFIX, CheckpointName
 from slurm_forge.store.manifest import FileEntry, Manifest
-
-__all__ = ["Verdict", "look", "look_at", "read_all"]
 
 _THREADS = 4
 #: Blocks that a thread reads before it takes the next stretch: 256 MiB, one in memory at a time.
@@ -25,7 +23,7 @@ _SHOWN = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
+class VerifyResult:
     """What reading all of a checkpoint gave.  ``problem`` is empty where nothing is wrong.
 
     ``damaged``: what lies there is not what was written.  Else a problem is one of reading it:
@@ -39,29 +37,31 @@ class Verdict:
     size: int = 0
 
 
-def look(store: CheckpointStore) -> tuple[list[Found], list[Leftover]]:
+def list_stored(store: CheckpointStore) -> tuple[list[StoredCheckpoint], list[Leftover]]:
     """Everything that lies in the directory of checkpoints, newest first."""
-    found = [look_at(store, name) for name in store.candidates()]
-    left = []
+    stored = [look_at(store, name) for name in store.candidates()]
+    leftovers = []
     for path in sorted(store.directory.iterdir()):
         for prefix, kind in ((STAGE_PREFIX, "stage"), (TRASH_PREFIX, "trash")):
             if path.name.startswith(prefix):
-                left.append(Leftover(name=path.name, kind=kind, size=_bytes_below(path)))
-    return found, left
+                leftovers.append(Leftover(name=path.name, kind=kind, size=_bytes_below(path)))
+    return stored, leftovers
 
 
-def look_at(store: CheckpointStore, name: CheckpointName) -> Found:
+def look_at(store: CheckpointStore, name: CheckpointName) -> StoredCheckpoint:
     """One checkpoint: its manifest and the sizes of its files; their content is not read."""
     try:
         manifest = store.verify_manifest(name)
     except CheckpointRejectedError as error:
-        return Found(name=name, problem=error.reason, size=_bytes_below(store.path(name)))
-    return Found(name=name, manifest=manifest, size=manifest.size)
+        return StoredCheckpoint(
+            name=name, problem=error.reason, size=_bytes_below(store.path(name))
+        )
+    return StoredCheckpoint(name=name, manifest=manifest, size=manifest.size)
 
 
 def read_all(
     store: CheckpointStore, name: CheckpointName, tell: Callable[[int, int], None]
-) -> Verdict:
+) -> VerifyResult:
     """Read and check every block of every file; ``tell(done, total)`` after each, in bytes."""
     try:
         manifest = store.verify_manifest(name)
@@ -100,7 +100,7 @@ def read_all(
     _forget(directory, manifest)  # nobody reads it a second time, and others need the memory
     errors = [result for result in results if result is not None]
     if not errors:
-        return Verdict(name=name, size=manifest.size)
+        return VerifyResult(name=name, size=manifest.size)
     rejections = [error for error in errors if isinstance(error, CheckpointRejectedError)]
     if rejections:
         return _judged(store, name, *rejections)
@@ -109,23 +109,23 @@ def read_all(
 
 def _judged(
     store: CheckpointStore, name: CheckpointName, *errors: CheckpointRejectedError
-) -> Verdict:
+) -> VerifyResult:
     cause = errors[0].__cause__
     missing = isinstance(cause, FileNotFoundError)
     if isinstance(cause, (OSError, UnsafeFileError)) and not missing:
         return _unreadable(store, name, errors[0].reason)
     if not os.path.lexists(store.path(name)):
-        return Verdict(name=name, gone=True, problem="it has been deleted meanwhile")
+        return VerifyResult(name=name, gone=True, problem="it has been deleted meanwhile")
     reasons = sorted({error.reason for error in errors})
     more = len(reasons) - _SHOWN
     shown = "; ".join(reasons[:_SHOWN]) + (f"; and {more} more" if more > 0 else "")
-    return Verdict(name=name, damaged=True, problem=shown)
+    return VerifyResult(name=name, damaged=True, problem=shown)
 
 
-def _unreadable(store: CheckpointStore, name: CheckpointName, why: str) -> Verdict:
+def _unreadable(store: CheckpointStore, name: CheckpointName, why: str) -> VerifyResult:
     if not os.path.lexists(store.path(name)):
-        return Verdict(name=name, gone=True, problem="it has been deleted meanwhile")
-    return Verdict(name=name, problem=why)
+        return VerifyResult(name=name, gone=True, problem="it has been deleted meanwhile")
+    return VerifyResult(name=name, problem=why)
 
 
 def _forget(directory: Path, manifest: Manifest) -> None:

@@ -20,8 +20,6 @@ from slurm_forge.cli.checkpoints.run_checkpoints import (
 from slurm_forge.cli.completion import run_names
 from slurm_forge.process import process_words
 
-__all__ = ["export"]
-
 
 class Kind(str, Enum):
     """What can be written."""
@@ -40,7 +38,7 @@ _SUFFIXES = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Exported:
+class ExportSummary:
     """What ``export`` prints with ``--json``; ``notes`` say what was left out."""
 
     path: str
@@ -75,15 +73,16 @@ def export(
         str, typer.Option(metavar="CHECKPOINT", help="A name, a step, latest, good or next.")
     ] = "next",
     only: Annotated[
-        str, typer.Option(metavar="NAME,...", help="Registered objects; without it, the models.")
+        str, typer.Option(metavar="NAME,...", help="Registered objects (default: the models).")
     ] = "",
     everything: Annotated[
-        bool, typer.Option("--all", help="Every tensor: optimizers and random states, too.")
+        bool, typer.Option("--all", help="Every tensor, including optimizers and random states.")
     ] = False,
     kind: Annotated[
-        Kind | None, typer.Option("--format", help="Where the name of the file does not say it.")
+        Kind | None,
+        typer.Option("--format", help="File format (default: by the name of the file)."),
     ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace what is there.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite an existing file.")] = False,
     json: AsJson = False,
     runs: Runs = None,
 ) -> None:
@@ -118,23 +117,23 @@ def export(
     if json:
         typer.echo(to_json(done))
         return
-    _tell(done)
+    _print_result(done)
 
 
 def _of_run(run: str, checkpoint: str, runs: Path | None) -> list[str]:
-    from slurm_forge.cli.checkpoints.disk import look
+    from slurm_forge.cli.checkpoints.disk import list_stored
     from slurm_forge.cli.checkpoints.names import meant
 
     opened = open_run(run, runs)
-    name = meant(checkpoint, opened.state, look(opened.store)[0])
+    name = meant(checkpoint, opened.state, list_stored(opened.store)[0])
     doubt = opened.state.refusal(name)
     if doubt is not None:
-        typer.echo(f"note: {name} would not be resumed from: {doubt}", err=True)
+        typer.echo(f"note: {name} is not resumed from: {doubt}", err=True)
     store = opened.store
     return ["--checkpoints", str(store.directory), "--run-id", store.run_id, "--name", str(name)]
 
 
-def _child(words: list[str]) -> Exported:
+def _child(words: list[str]) -> ExportSummary:
     """Have it done by a process with torch: this one starts without."""
     import json
     import signal
@@ -145,7 +144,7 @@ def _child(words: list[str]) -> Exported:
         INTERRUPTED,
     )
     from slurm_forge.errors import CheckpointError
-    from slurm_forge.slurm.environment import process_environ
+    from slurm_forge.knobs import process_environ
 
     _need("torch")
     # Not from here: a torch.py that lies in this folder would be taken for the real one.
@@ -161,13 +160,12 @@ def _child(words: list[str]) -> Exported:
         name = signal.Signals(-child.returncode).name
         raise CheckpointError(
             f"the export was ended by {name}",
-            next_step="Where memory may have been short, write a .safetensors file: it takes the "
-            "least.",
+            next_step="If memory was short, write a .safetensors file: it takes the least.",
         )
     if child.returncode != 0:
         raise typer.Exit(FAILED)  # it has said why
-    told = json.loads(out)
-    return Exported(**{**told, "notes": tuple(told["notes"])})
+    summary = json.loads(out)
+    return ExportSummary(**{**summary, "notes": tuple(summary["notes"])})
 
 
 def _from_anywhere(variables: Mapping[str, str]) -> dict[str, str]:
@@ -175,11 +173,11 @@ def _from_anywhere(variables: Mapping[str, str]) -> dict[str, str]:
 
     An empty entry means this folder, mostly by mistake (``$UNSET:/there``), and is left out.
     """
-    found = dict(variables)
-    entries = [each for each in found.pop("PYTHONPATH", "").split(os.pathsep) if each]
+    environment = dict(variables)
+    entries = [each for each in environment.pop("PYTHONPATH", "").split(os.pathsep) if each]
     if entries:
-        found["PYTHONPATH"] = os.pathsep.join(str(Path(each).absolute()) for each in entries)
-    return found
+        environment["PYTHONPATH"] = os.pathsep.join(str(Path(each).absolute()) for each in entries)
+    return environment
 
 
 def _need(package: str) -> None:
@@ -195,7 +193,7 @@ def _need(package: str) -> None:
         )
 
 
-def _tell(done: Exported) -> None:
+def _print_result(done: ExportSummary) -> None:
     from slurm_forge.report import text as t
     from slurm_forge.report.checkpoints_text import amount
 

@@ -6,11 +6,9 @@ from collections.abc import Sequence
 
 from slurm_forge.errors import CheckpointMissingError
 from slurm_forge.journal import RunState
-from slurm_forge.report.checkpoints import Found, resumed_next
+from slurm_forge.report.checkpoints import StoredCheckpoint, resumed_next
 from slurm_forge.store.identity import CheckpointName
 from slurm_forge.vocabulary.trust import Trust
-
-__all__ = ["GOOD", "LATEST", "NEXT", "meant"]
 
 LATEST = "latest"
 GOOD = "good"
@@ -18,18 +16,18 @@ NEXT = "next"
 _SHOWN = 8
 
 
-def meant(wanted: str, state: RunState, found: Sequence[Found]) -> CheckpointName:
-    """The checkpoint on disk that ``wanted`` means; ``found`` is newest first.
+def meant(wanted: str, state: RunState, stored: Sequence[StoredCheckpoint]) -> CheckpointName:
+    """The checkpoint on disk that ``wanted`` means; ``stored`` is newest first.
 
     CheckpointMissingError, naming the nearest, where there is none or more than one.
     """
-    if not found:
+    if not stored:
         raise CheckpointMissingError(
             "the run has no checkpoints yet", next_step="To ask for one: slurm-forge save RUN."
         )
     if wanted in (LATEST, GOOD, NEXT):
-        return _word(wanted, state, found)
-    names = [each.name for each in found]
+        return _word(wanted, state, stored)
+    names = [each.name for each in stored]
     if wanted.isascii() and wanted.isdecimal():
         same = [name for name in names if name.step == int(wanted)]
         if not same:
@@ -44,29 +42,29 @@ def meant(wanted: str, state: RunState, found: Sequence[Found]) -> CheckpointNam
             raise _unknown(wanted, names)
     if len(same) > 1:
         raise CheckpointMissingError(
-            f"{wanted!r} may be any of {len(same)} checkpoints",
+            f"{wanted!r} matches {len(same)} checkpoints",
             next_step=f"Give more of its name: {_listed(same)}.",
         )
     return same[0]
 
 
-def _word(word: str, state: RunState, found: Sequence[Found]) -> CheckpointName:
+def _word(word: str, state: RunState, stored: Sequence[StoredCheckpoint]) -> CheckpointName:
     if word == LATEST:
-        return found[0].name
+        return stored[0].name
     if word == GOOD:
         trusted = {each.name for each in state.known if each.trust is Trust.GOOD}
-        for each in found:
+        for each in stored:
             if each.name in trusted:
                 return each.name
         raise CheckpointMissingError(
             "no checkpoint is known to be good yet",
-            next_step=f"There are: {_listed([each.name for each in found])}.",
+            next_step=f"There are: {_listed([each.name for each in stored])}.",
         )
-    name = resumed_next(state, found)
+    name = resumed_next(state, stored)
     if name is None:
         raise CheckpointMissingError(
-            "none of the checkpoints would be resumed from: all are suspect or unreadable",
-            next_step=f"Name the one that you mean: {_listed([each.name for each in found])}.",
+            "none of the checkpoints can be resumed from: all are suspect or unreadable",
+            next_step=f"Name one: {_listed([each.name for each in stored])}.",
         )
     return name
 
@@ -80,7 +78,7 @@ def _unknown(wanted: str, names: Sequence[CheckpointName]) -> CheckpointMissingE
     likely = f' (did you mean "{close[0]}"?)' if close else ""
     return CheckpointMissingError(
         f"there is no checkpoint {wanted!r}{likely}",
-        next_step=f"There are: {_listed(names)}.  Or say {LATEST}, {GOOD}, {NEXT}, or a step.",
+        next_step=f"There are: {_listed(names)}.  Or use {LATEST}, {GOOD}, {NEXT}, or a step.",
     )
 
 

@@ -21,10 +21,8 @@ from slurm_forge.cli.checkpoints.run_checkpoints import (
 if TYPE_CHECKING:
     from slurm_forge.cli.checkpoints.prune_selection import PrunePlan
     from slurm_forge.errors import RunDirectoryError
-    from slurm_forge.report.checkpoints import Found
+    from slurm_forge.report.checkpoints import StoredCheckpoint
     from slurm_forge.store.identity import CheckpointName
-
-__all__ = ["prune"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,15 +45,15 @@ def prune(
     run: RunName,
     keep_last: Annotated[
         int | None,
-        typer.Option(min=1, metavar="N", help="How many stay; without it, what the job says."),
+        typer.Option(min=1, metavar="N", help="How many to keep (default: as the job says)."),
     ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show what would go.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Only show what would be deleted.")
+    ] = False,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Don't ask.")] = False,
     while_running: Annotated[
         bool,
-        typer.Option(
-            "--while-running", help="Also where the journal says that the run is going on."
-        ),
+        typer.Option("--while-running", help="Even if the journal says that the run is active."),
     ] = False,
     json: AsJson = False,
     runs: Runs = None,
@@ -71,7 +69,7 @@ def prune(
       slurm-forge checkpoints prune tiny-gpt --dry-run
       slurm-forge checkpoints prune tiny-gpt --keep-last 2
     """
-    from slurm_forge.cli.checkpoints.disk import look
+    from slurm_forge.cli.checkpoints.disk import list_stored
     from slurm_forge.cli.checkpoints.prune_selection import plan_prune
     from slurm_forge.run_directory import list_claims
 
@@ -80,8 +78,8 @@ def prune(
     running = _is_running(opened)
     if running and not (dry_run or while_running):
         raise _refused(opened)
-    found, _ = look(opened.store)
-    plan = plan_prune(found, opened.state, opened.file.job.checkpoint, last=keep_last)
+    stored, _ = list_stored(opened.store)
+    plan = plan_prune(stored, opened.state, opened.file.job.checkpoint, last=keep_last)
     removed = tuple(each.name for each in plan.goes)
     problems: tuple[str, ...] = ()
     if not json:
@@ -96,15 +94,15 @@ def prune(
     if json:
         _print(opened, plan, removed, problems, size=size, dry_run=dry_run)
     elif not dry_run:
-        _tell(removed, problems, size)
+        _print_result(removed, problems, size)
 
 
 def _is_running(opened: Opened) -> bool:
     """Whether its ranks may be alive, as far as can be told from here."""
     from slurm_forge.journal import RunStatus
-    from slurm_forge.launch.attempt.run_lock import left
+    from slurm_forge.launch.attempt.run_lock import has_left
 
-    return opened.state.status is RunStatus.RUNNING and not left(opened.run, opened.state.job)
+    return opened.state.status is RunStatus.RUNNING and not has_left(opened.run, opened.state.job)
 
 
 def _refused(opened: Opened) -> RunDirectoryError:
@@ -113,10 +111,10 @@ def _refused(opened: Opened) -> RunDirectoryError:
     from slurm_forge.errors import RunDirectoryError
 
     return RunDirectoryError(
-        f"{opened.run.name} is going on: it deletes old checkpoints by itself, and may be reading "
-        "one of them",
-        next_step=f"Let it save and stop first: slurm-forge stop {reference(opened.run)}.  If "
-        "nothing of it is left, or you know better: --while-running.",
+        f"{opened.run.name} is active: it deletes old checkpoints itself, and may be reading one "
+        "of them",
+        next_step=f"Stop it first: slurm-forge stop {reference(opened.run)}.  If "
+        "it is no longer alive: --while-running.",
     )
 
 
@@ -126,12 +124,12 @@ def _show(plan: PrunePlan) -> None:
 
     for each in plan.goes:
         mark = "   suspect" if each.name in plan.suspect else ""
-        typer.echo(f"goes   step {t.number(each.name.step)}   {each.name}   {_size(each)}{mark}")
+        typer.echo(f"delete  step {t.number(each.name.step)}   {each.name}   {_size(each)}{mark}")
     for each in plan.stays:
-        typer.echo(f"stays  step {t.number(each.name.step)}   {each.name}   {_size(each)}")
+        typer.echo(f"keep    step {t.number(each.name.step)}   {each.name}   {_size(each)}")
     for each in plan.unreadable:
         why = t.clean(each.problem, 200)
-        typer.echo(f"not touched, because it can't be read: {each.name}: {why}")
+        typer.echo(f"left alone, because it can't be read: {each.name}: {why}")
     if plan.goes:
         total = sum(each.size for each in plan.goes)
         typer.echo(f"{t.plural(len(plan.goes), 'checkpoint')} to delete, {amount(total)}")
@@ -139,10 +137,10 @@ def _show(plan: PrunePlan) -> None:
         typer.echo("no checkpoint to delete")
 
 
-def _size(found: Found) -> str:
+def _size(checkpoint: StoredCheckpoint) -> str:
     from slurm_forge.report.checkpoints_text import amount
 
-    return amount(found.size)
+    return amount(checkpoint.size)
 
 
 def _ask(*, json: bool) -> None:
@@ -151,8 +149,8 @@ def _ask(*, json: bool) -> None:
 
     if json or not sys.stdin.isatty():
         raise RunDirectoryError(
-            "nothing was deleted: there is nobody here to ask",
-            next_step="Look with --dry-run, then say --yes.",
+            "nothing was deleted: there is no terminal to ask for confirmation",
+            next_step="Check with --dry-run, then pass --yes.",
         )
     typer.confirm("Delete them?", abort=True)
 
@@ -192,14 +190,14 @@ def _fence(opened: Opened, newest: int) -> Callable[[], None]:
 
         if max(list_claims(opened.run), default=0) != newest:
             raise FencedError(
-                f"{opened.run.name} has been started meanwhile: no more is deleted",
+                f"{opened.run.name} has been started meanwhile: nothing more is deleted",
                 next_step="It deletes old checkpoints by itself.",
             )
 
     return check
 
 
-def _tell(removed: Sequence[CheckpointName], problems: Sequence[str], size: int) -> None:
+def _print_result(removed: Sequence[CheckpointName], problems: Sequence[str], size: int) -> None:
     from slurm_forge.report import text as t
     from slurm_forge.report.checkpoints_text import amount
 

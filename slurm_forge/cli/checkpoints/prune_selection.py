@@ -6,13 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from slurm_forge.journal import RunState
-from slurm_forge.report.checkpoints import Found
+from slurm_forge.report.checkpoints import StoredCheckpoint
 from slurm_forge.spec.job import CheckpointSpec
 from slurm_forge.store.identity import CheckpointName
 from slurm_forge.store.retention import Present, wanted
 from slurm_forge.vocabulary.trust import Trust
-
-__all__ = ["PrunePlan", "plan_prune"]
 
 _LEAST_WHOLE = 2
 
@@ -21,44 +19,49 @@ _LEAST_WHOLE = 2
 class PrunePlan:
     """What goes, oldest first, what stays, and what is not touched because it can't be read."""
 
-    goes: tuple[Found, ...]
-    stays: tuple[Found, ...]
-    unreadable: tuple[Found, ...]
+    goes: tuple[StoredCheckpoint, ...]
+    stays: tuple[StoredCheckpoint, ...]
+    unreadable: tuple[StoredCheckpoint, ...]
     suspect: frozenset[CheckpointName]
 
 
 def plan_prune(
-    found: Sequence[Found], state: RunState, asked: CheckpointSpec, *, last: int | None
+    stored: Sequence[StoredCheckpoint], state: RunState, spec: CheckpointSpec, *, last: int | None
 ) -> PrunePlan:
-    """Decide; ``found`` is newest first.  ``last`` stands for the job's ``keep_last`` where given.
+    """Decide; ``stored`` is newest first.  ``last`` stands for the job's ``keep_last`` where given.
 
     Stays in any case: the newest, the two newest that may be resumed from and are whole, the newest
     good one, what the job keeps for good, and everything while fewer than two are whole.
     """
-    whole = [each for each in found if each.manifest is not None]
+    whole = [each for each in stored if each.manifest is not None]
     known = {each.name: each for each in state.known}
 
-    def present(each: Found) -> Present:
-        mine = known.get(each.name)
-        if mine is None:
+    def present(each: StoredCheckpoint) -> Present:
+        entry = known.get(each.name)
+        if entry is None:
             return Present(name=each.name)
-        return Present(name=each.name, trust=mine.trust, time=mine.time or None, metric=mine.metric)
+        return Present(
+            name=each.name,
+            trust=entry.trust,
+            time=entry.time or None,
+            metric=entry.metric,
+        )
 
     suspect = frozenset(name for name, each in known.items() if each.trust is Trust.SUSPECT)
     usable = [each.name for each in whole if each.name not in suspect]
-    kept = set(
+    keeps = set(
         wanted(
             [present(each) for each in whole],
-            asked.rules if last is None else replace(asked.rules, last=last),
+            spec.rules if last is None else replace(spec.rules, last=last),
         )
     )
-    kept.update(each.name for each in whole[:1])
-    kept.update(usable[:_LEAST_WHOLE])
+    keeps.update(each.name for each in whole[:1])
+    keeps.update(usable[:_LEAST_WHOLE])
     enough = len(usable) >= _LEAST_WHOLE
-    goes = [each for each in whole if each.name not in kept] if enough else []
+    goes = [each for each in whole if each.name not in keeps] if enough else []
     return PrunePlan(
         goes=tuple(reversed(goes)),
         stays=tuple(each for each in whole if each not in goes),
-        unreadable=tuple(each for each in found if each.manifest is None),
+        unreadable=tuple(each for each in stored if each.manifest is None),
         suspect=suspect,
     )

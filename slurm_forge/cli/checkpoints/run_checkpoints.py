@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from slurm_forge.spec.run_file import RunFile
     from slurm_forge.store.directory import CheckpointStore
 
-__all__ = ["AsJson", "Opened", "RunName", "Runs", "open_run", "write_line"]
-
 RunName = Annotated[
     str,
     typer.Argument(
@@ -29,9 +27,11 @@ RunName = Annotated[
 ]
 Runs = Annotated[
     Path | None,
-    typer.Option("--runs", metavar="DIR", help="Folder of runs (SLURM_FORGE_RUNS, else ./runs)."),
+    typer.Option(
+        "--runs", metavar="DIR", help="Folder of runs (default: SLURM_FORGE_RUNS, ./runs)."
+    ),
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON with stable keys.")]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,10 +51,10 @@ def open_run(run: str, runs: Path | None) -> Opened:
     from slurm_forge.spec.run_file import read_run_file
     from slurm_forge.store.directory import CheckpointStore
 
-    found = find_run(run, runs)
-    file = read_run_file(found.spec_file)
-    store = CheckpointStore(found.checkpoints, file.job.name)
-    return Opened(found, file, store, fold(read_journal(found, thin=True)[0]))
+    directory = find_run(run, runs)
+    file = read_run_file(directory.spec_file)
+    store = CheckpointStore(directory.checkpoints, file.job.name)
+    return Opened(directory, file, store, fold(read_journal(directory, thin=True)[0]))
 
 
 def write_line(opened: Opened, event: Event) -> None:

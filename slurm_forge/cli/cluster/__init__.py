@@ -1,1 +1,4 @@
-"""``doctor``, ``probe``, ``sites`` and ``nodes``: verbs about a cluster."""
+"""Verbs about a cluster (``doctor``, ``probe``, ``sites``, ``nodes``); called by ``cli.main``.
+
+Entry: ``doctor``.
+"""

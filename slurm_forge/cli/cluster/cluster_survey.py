@@ -15,32 +15,22 @@ from pathlib import Path
 from slurm_forge.cli.run_choice import run_names
 from slurm_forge.errors import ForgeError
 from slurm_forge.journal import RunState, fold, read_journal
-from slurm_forge.launch.render.save_history import seen_in
+from slurm_forge.knobs import process_environ
+from slurm_forge.launch.render.save_times import save_note_in
 from slurm_forge.person import person
 from slurm_forge.recovery.policy.save_interval import advised_interval
 from slurm_forge.report.doctor.slurm_section import Machine
 from slurm_forge.report.doctor.storage_section import StorageFacts
 from slurm_forge.run_directory import RunDirectory
-from slurm_forge.site.model import Site
-from slurm_forge.site.storage import storage_at
+from slurm_forge.site.model import Site, storage_at
 from slurm_forge.site.usable import Person
 from slurm_forge.slurm.client import SubprocessSlurm
-from slurm_forge.slurm.environment import process_environ
 from slurm_forge.slurm.process import run_command
 from slurm_forge.slurm.survey import PATIENCE, Survey, take_survey
 from slurm_forge.store.mounts import mount_of, read_mounts
 from slurm_forge.store.quota import ask_quota
-from slurm_forge.store.room import room_in
+from slurm_forge.store.room import free_space
 from slurm_forge.store.trying import try_folder
-
-__all__ = [
-    "EarlierRuns",
-    "look_at_machine",
-    "look_at_runs",
-    "look_at_slurm",
-    "look_at_storage",
-    "who",
-]
 
 _COMMANDS = ("sbatch", "scontrol", "srun", "squeue", "sacct", "sacctmgr", "sinfo")
 #: Of many runs the newest tell how things are now.
@@ -62,7 +52,7 @@ class EarlierRuns:
     @property
     def save(self) -> timedelta | None:
         """The slowest of the newest saves; None where none was seen."""
-        took = [note.seconds for state in self.states if (note := seen_in(state)) is not None]
+        took = [note.seconds for state in self.states if (note := save_note_in(state)) is not None]
         return timedelta(seconds=max(took)) if took else None
 
 
@@ -100,7 +90,7 @@ def look_at_storage(folder: Path, site: Site, checkpoint: int | None) -> Storage
     there = next((each for each in (absolute, *absolute.parents) if each.is_dir()), Path("/"))
     mount = mount_of(os.path.realpath(there), read_mounts())
     try:
-        room = room_in(there)
+        room = free_space(there)
     except OSError:
         room = None
     return StorageFacts(
@@ -117,14 +107,14 @@ def look_at_storage(folder: Path, site: Site, checkpoint: int | None) -> Storage
 
 def look_at_runs(folder: Path) -> EarlierRuns:
     """The journals of the newest runs in the folder; what can't be read is left out."""
-    found: list[tuple[float, RunDirectory]] = []
+    runs_by_time: list[tuple[float, RunDirectory]] = []
     for name in run_names(folder):
         try:
             run = RunDirectory.existing(folder / name)
-            found.append((run.journal.stat().st_mtime, run))
+            runs_by_time.append((run.journal.stat().st_mtime, run))
         except (ForgeError, OSError):
             continue
-    newest = sorted(found, key=lambda each: each[0], reverse=True)[:_MOST_RUNS]
+    newest = sorted(runs_by_time, key=lambda each: each[0], reverse=True)[:_MOST_RUNS]
     states = []
     for _, run in newest:
         try:

@@ -12,18 +12,16 @@ from slurm_forge.cli.completion import site_names
 
 if TYPE_CHECKING:
     from slurm_forge.cli.preparation import Checked
-    from slurm_forge.launch.render.prediction import Foreseen
+    from slurm_forge.launch.render.prediction import PreemptionForecast
     from slurm_forge.report.doctor.sections import (
         PlaceShown,
-        Section,
-        Told,
+        Remark,
+        ReportSection,
     )
-    from slurm_forge.site.comparing import Difference
+    from slurm_forge.site.comparing import SiteDifference
     from slurm_forge.site.loading import LoadedSite
     from slurm_forge.slurm.survey import Question, Survey
     from slurm_forge.spec import JobSpec
-
-__all__ = ["Checkup", "doctor"]
 
 _PROBLEMS = 1
 _COULD_NOT_LOOK = 2
@@ -38,10 +36,10 @@ class Checkup:
     cluster: str | None
     slurm_version: str | None
     questions: tuple[Question, ...]
-    differences: tuple[Difference, ...]
+    differences: tuple[SiteDifference, ...]
     places: tuple[PlaceShown, ...]
     save_every_s: float
-    sections: tuple[Section, ...]
+    sections: tuple[ReportSection, ...]
 
 
 def doctor(
@@ -49,7 +47,7 @@ def doctor(
         Path | None,
         typer.Argument(
             metavar="[JOB.yaml]",
-            help="A job file: what happens to that job; else to jobs of every partition.",
+            help="A job file: what happens to that job (default: to jobs of every partition).",
             show_default=False,
         ),
     ] = None,
@@ -58,7 +56,7 @@ def doctor(
         typer.Option(
             "--site",
             metavar="NAME|FILE",
-            help="The site file to compare with (SLURM_FORGE_SITE, else what Slurm is called).",
+            help="The site file to compare with (default: SLURM_FORGE_SITE, Slurm's ClusterName).",
             autocompletion=site_names,
         ),
     ] = None,
@@ -72,31 +70,31 @@ def doctor(
     runs: Annotated[
         Path | None,
         typer.Option(
-            "--runs", metavar="DIR", help="Folder of runs (SLURM_FORGE_RUNS, else ./runs)."
+            "--runs", metavar="DIR", help="Folder of runs (default: SLURM_FORGE_RUNS, ./runs)."
         ),
     ] = None,
     live: Annotated[
-        bool, typer.Option("--live", help="Submit a job of about a minute, and see it happen.")
+        bool, typer.Option("--live", help="Submit a job of about a minute and watch it.")
     ] = False,
     nodes: Annotated[
         int, typer.Option("--nodes", metavar="N", min=1, max=2, help="For --live: 1 or 2 nodes.")
     ] = 1,
     requeue_too: Annotated[
         bool,
-        typer.Option("--requeue-too", help="For --live: the job requeues itself once, timed."),
+        typer.Option("--requeue-too", help="For --live: also time a requeue of the job."),
     ] = False,
     quick: Annotated[
         bool,
-        typer.Option("--quick", help="For --live: not Slurm's own warning, which takes a minute."),
+        typer.Option(
+            "--quick", help="For --live: skip Slurm's own warning signal, which takes a minute."
+        ),
     ] = False,
-    keep: Annotated[bool, typer.Option("--keep", help="For --live: its folder stays.")] = False,
-    json: Annotated[
-        bool, typer.Option("--json", help="For programs: the keys stay as they are.")
-    ] = False,
+    keep: Annotated[bool, typer.Option("--keep", help="For --live: keep its folder.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON with stable keys.")] = False,
 ) -> None:
-    """What this cluster will do to a run, what the site file says otherwise, and the storage.
+    """What this cluster does to a run, where the site file disagrees, and the storage.
 
-    Exit status: 0 all is well, 1 there are problems, 2 it could not be looked at.
+    Exit status: 0 all is well, 1 there are problems, 2 it could not check.
 
     \b
     Examples:
@@ -154,7 +152,7 @@ def _examine(
         site_places,
     )
     from slurm_forge.launch.render.prediction import (
-        Asked,
+        ForecastRequest,
         foreseen,
     )
     from slurm_forge.recovery.policy.save_interval import advised_interval
@@ -172,7 +170,7 @@ def _examine(
         storage_section,
     )
     from slurm_forge.site.comparing import compare, unchecked
-    from slurm_forge.site.detection import GENERIC
+    from slurm_forge.site.loading import GENERIC
 
     checked = None if job is None else _read(job)
     wanted = None if checked is None else checked.job
@@ -187,13 +185,13 @@ def _examine(
         survey,
         loaded.site,
         who,
-        Asked(job=wanted, partition=partition, qos=qos, save=earlier.save),
+        ForecastRequest(job=wanted, partition=partition, qos=qos, save=earlier.save),
     )
     differences = compare(loaded, survey)
     advice = advised_interval(earlier.states, now=examining.now())
     of_job = None if wanted is None else wanted.name
     about_job = () if wanted is None else _job_section(wanted, loaded, survey, folder, places)
-    sections: tuple[Section, ...] = (
+    sections: tuple[ReportSection, ...] = (
         machine_section(examining.look_at_machine(), slurm_answers=config is not None),
         slurm_section(survey),
         site_section(
@@ -230,18 +228,18 @@ def _read(job: Path) -> Checked:
 
 
 def _job_section(
-    job: JobSpec, loaded: LoadedSite, survey: Survey, folder: Path, places: tuple[Foreseen, ...]
-) -> tuple[Section, ...]:
+    job: JobSpec,
+    loaded: LoadedSite,
+    survey: Survey,
+    folder: Path,
+    places: tuple[PreemptionForecast, ...],
+) -> tuple[ReportSection, ...]:
     """What the site's rules and Slurm's limits say of the job file."""
     import os
 
-    from slurm_forge.launch.render.batch_script import asked_options
-    from slurm_forge.launch.render.gpu_options import asked_of
-    from slurm_forge.report.doctor.sections import (
-        Mark,
-        Section,
-        Told,
-    )
+    from slurm_forge.launch.render.sbatch_options import asked_options, job_request
+    from slurm_forge.recovery.live_findings import Mark
+    from slurm_forge.report.doctor.sections import Remark, ReportSection
     from slurm_forge.run_directory import RunDirectory
     from slurm_forge.site.detection import fill_from_slurm
     from slurm_forge.site.rules import Severity, findings
@@ -252,19 +250,19 @@ def _job_section(
         site = fill_from_slurm(site, survey.config, survey.partitions or (), survey.qos or (), qos)
     options = asked_options(job, site, RunDirectory.at(folder / job.name))
     default = next((each.name for each in survey.partitions or () if each.is_default), None)
-    asked = asked_of(job, site, options, default_partition=default, machine=os.uname().machine)
+    request = job_request(job, site, options, default_partition=default, machine=os.uname().machine)
     marks = {Severity.ERROR: Mark.PROBLEM, Severity.WARNING: Mark.WARNING}
-    told: list[Told] = [
-        Told(marks.get(each.severity, Mark.NOTE), each.message, each.advice or "")
-        for each in findings(asked, site)
+    lines: list[Remark] = [
+        Remark(marks.get(each.severity, Mark.NOTE), each.message, each.advice or "")
+        for each in findings(request, site)
     ]
-    return (Section("the job", job.name, tuple(told)),) if told else ()
+    return (ReportSection("the job", job.name, tuple(lines)),) if lines else ()
 
 
 def _status(checkup: Checkup) -> int:
-    from slurm_forge.report.doctor.sections import Mark
+    from slurm_forge.recovery.live_findings import Mark
 
     if checkup.cluster is None:
         return _COULD_NOT_LOOK
-    marks = {told.mark for section in checkup.sections for told in section.told}
+    marks = {line.mark for section in checkup.sections for line in section.told}
     return _PROBLEMS if Mark.PROBLEM in marks else 0

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from slurm_forge.slurm.survey import Survey
     from slurm_forge.spec import JobSpec
 
-__all__ = ["LiveRequest", "examine_live"]
-
 _PROBLEMS = 1
 _COULD_NOT_LOOK = 2
 
@@ -67,13 +65,13 @@ def examine_live(request: LiveRequest) -> int:
 
     slurm = SubprocessSlurm.of_this_process()
     checked = _checked(request.job)
-    asked = None if checked is None else checked.job
+    wanted = None if checked is None else checked.job
     survey = look_at_slurm(slurm)
     cluster = survey.config.cluster_name if survey.config is not None else None
-    said = None if checked is None else checked.site
-    site = site_places(said).load(request.site, cluster_name=cluster).site
+    site_name = None if checked is None else checked.site
+    site = site_places(site_name).load(request.site, cluster_name=cluster).site
     job = live_job(
-        asked,
+        wanted,
         nodes=request.nodes,
         partition=request.partition,
         qos=request.qos,
@@ -89,22 +87,22 @@ def examine_live(request: LiveRequest) -> int:
         keep=request.keep,
     )
     with _recorded_signals() as interrupted:
-        seen = look_live(
+        observed = look_live(
             wish,
             slurm,
             say=lambda text: typer.echo(clean(text, 400), err=True),
             interrupted=interrupted,
         )
-    account = request.account or (None if asked is None else asked.resources.account)
-    prediction = _prediction(asked, seen, site, survey, account)
-    found = findings(seen, prediction, _site_words(site, seen))
+    account = request.account or (None if wanted is None else wanted.resources.account)
+    prediction = _prediction(wanted, observed, site, survey, account)
+    results = findings(observed, prediction, _site_words(site, observed))
     if request.json:
-        typer.echo(live_json(seen, found, prediction))
+        typer.echo(live_json(observed, results, prediction))
     else:
-        typer.echo(live_text(seen, found), nl=False)
-    if seen.report is None:
+        typer.echo(live_text(observed, results), nl=False)
+    if observed.report is None:
         return _COULD_NOT_LOOK
-    bad = seen.problem or any(each.mark is Mark.PROBLEM for each in found)
+    bad = observed.problem or any(each.mark is Mark.PROBLEM for each in results)
     return _PROBLEMS if bad else 0
 
 
@@ -117,12 +115,12 @@ def _checked(path: Path | None) -> Checked | None:
 
 
 def _prediction(
-    asked: JobSpec | None, seen: LiveSeen, site: Site, survey: Survey, account: str | None
+    wanted: JobSpec | None, observed: LiveSeen, site: Site, survey: Survey, account: str | None
 ) -> Prediction | None:
     """What ``doctor`` says of jobs in the place where the job has run."""
     from slurm_forge.cli.cluster.cluster_survey import who
     from slurm_forge.launch.render.prediction import (
-        Asked,
+        ForecastRequest,
         foreseen,
     )
 
@@ -130,18 +128,18 @@ def _prediction(
         survey,
         site,
         who(account),
-        Asked(job=asked, partition=seen.partition, qos=seen.qos),
+        ForecastRequest(job=wanted, partition=observed.partition, qos=observed.qos),
     )
     return places[0].prediction if places else None
 
 
-def _site_words(site: Site, seen: LiveSeen) -> SiteWords:
+def _site_words(site: Site, observed: LiveSeen) -> SiteWords:
     from slurm_forge.control.interfaces import interface_of
     from slurm_forge.recovery.live_findings import SiteWords
 
     wanted, there = site.socket_interface, None
-    if wanted is not None and seen.report is not None and seen.report.nodes:
-        there = all(interface_of(wanted, n.interfaces) is not None for n in seen.report.nodes)
+    if wanted is not None and observed.report is not None and observed.report.nodes:
+        there = all(interface_of(wanted, n.interfaces) is not None for n in observed.report.nodes)
     return SiteWords(
         name=site.name,
         internet=site.internet_on_compute_nodes,
@@ -164,8 +162,8 @@ def _recorded_signals() -> Iterator[Callable[[], bool]]:
 
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     # What nohup, or a shell that has put us into the background, ignores stays ignored.
-    heard = [each for each in numbers if signal.getsignal(each) is not signal.SIG_IGN]
-    before = {number: signal.signal(number, record) for number in heard}
+    caught = [each for each in numbers if signal.getsignal(each) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, record) for number in caught}
     try:
         yield lambda: bool(came)
     finally:

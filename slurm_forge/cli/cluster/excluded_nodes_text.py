@@ -7,25 +7,22 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from slurm_forge.cli.cluster.nodes_text import leaves_out
-from slurm_forge.knobs import Knobs
+from slurm_forge.knobs import Knobs, process_environ
 from slurm_forge.launch.nodes.excluded_nodes import (
-    Leaving,
-    leaving_at_submission,
-    leaving_now,
+    Exclusion,
+    exclusion_at_submission,
+    exclusion_now,
 )
 from slurm_forge.site.model import Site
 from slurm_forge.slurm.client import Slurm
-from slurm_forge.slurm.environment import process_environ
 from slurm_forge.slurm.records import PartitionRecord
 from slurm_forge.spec import JobSpec
-
-__all__ = ["LeftOut", "left_out", "left_out_now"]
 
 _MOST_PROBLEMS = 3
 
 
 @dataclass(frozen=True, slots=True)
-class LeftOut:
+class ExcludedNodes:
     """Nodes for sbatch, the job's own included (none: as the job says), and notes for people."""
 
     exclude: tuple[str, ...] = ()
@@ -34,21 +31,21 @@ class LeftOut:
 
 def left_out(
     job: JobSpec, site: Site, cluster: str | None, partitions: Iterable[PartitionRecord]
-) -> LeftOut:
+) -> ExcludedNodes:
     """What to leave out of a job that is submitted now, to the cluster with these partitions."""
     knobs = Knobs.from_environ(process_environ())
-    return _told(
-        leaving_at_submission(job, site, knobs=knobs, cluster=cluster, partitions=partitions)
+    return _as_excluded(
+        exclusion_at_submission(job, site, knobs=knobs, cluster=cluster, partitions=partitions)
     )
 
 
-def left_out_now(slurm: Slurm, job: JobSpec, site: Site) -> LeftOut:
+def left_out_now(slurm: Slurm, job: JobSpec, site: Site) -> ExcludedNodes:
     """As ``left_out``, asking Slurm where it is; nothing where it does not answer."""
-    return _told(leaving_now(slurm, job, site, Knobs.from_environ(process_environ())))
+    return _as_excluded(exclusion_now(slurm, job, site, Knobs.from_environ(process_environ())))
 
 
-def _told(left: Leaving) -> LeftOut:
-    problems = left.problems[:_MOST_PROBLEMS]
-    if not left.nodes:
-        return LeftOut(notes=problems)
-    return LeftOut(left.exclude, (leaves_out(left.nodes, time.time()), *problems))
+def _as_excluded(exclusion: Exclusion) -> ExcludedNodes:
+    problems = exclusion.problems[:_MOST_PROBLEMS]
+    if not exclusion.nodes:
+        return ExcludedNodes(notes=problems)
+    return ExcludedNodes(exclusion.exclude, (leaves_out(exclusion.nodes, time.time()), *problems))

@@ -6,20 +6,18 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-from slurm_forge.recovery.live_findings import Finding, Mark
+from slurm_forge.recovery.live_findings import LiveFinding, Mark
 from slurm_forge.recovery.live_observations import (
     Fate,
     JobSeen,
     LiveSeen,
+    Receiver,
     RoundKind,
     Sighting,
-    Way,
 )
 from slurm_forge.recovery.policy.prediction import Prediction
 from slurm_forge.report import text as t
 from slurm_forge.report.encoding import to_json
-
-__all__ = ["live_json", "live_text"]
 
 _COLUMNS = {
     RoundKind.WARNING: "Slurm's warning",
@@ -29,22 +27,22 @@ _COLUMNS = {
 }
 
 
-def live_text(seen: LiveSeen, found: tuple[Finding, ...]) -> str:
+def live_text(observed: LiveSeen, results: tuple[LiveFinding, ...]) -> str:
     """For people."""
-    partition, qos = t.clean(seen.partition or "?", 64), t.clean(seen.qos or "?", 64)
-    where = f"job {seen.job} in partition {partition}, QOS {qos}"
-    report = seen.report
+    partition, qos = t.clean(observed.partition or "?", 64), t.clean(observed.qos or "?", 64)
+    where = f"job {observed.job} in partition {partition}, QOS {qos}"
+    report = observed.report
     lines = []
     if report is not None:
         lines = [f"{where}, on {t.nodes(_hosts(report))}", "", *_table(report), ""]
         lines += [f"  {t.clean(report.torch_left_out, 200)}", ""] if report.torch_left_out else []
-        for each in found:
+        for each in results:
             lines.append(f"{each.mark.value:<8} {each.about:<8} {t.clean(each.text, 400)}")
             lines += [f"{'':<17} {t.clean(each.advice, 400)}"] if each.advice else []
-    if seen.problem:
-        lines.append(f"{where}: {t.clean(seen.problem, 1000)}")
-    if seen.folder:
-        lines.append(f"kept: {seen.folder}")
+    if observed.problem:
+        lines.append(f"{where}: {t.clean(observed.problem, 1000)}")
+    if observed.folder:
+        lines.append(f"kept: {observed.folder}")
     return "\n".join(lines) + "\n"
 
 
@@ -53,12 +51,12 @@ def _table(report: JobSeen) -> list[str]:
     rounds = [each for each in report.rounds if each.sightings]
     rows: list[tuple[str, ...]] = [("", *(_COLUMNS[each.kind] for each in rounds))]
     hosts = {s.host for each in rounds for s in each.sightings}
-    for way in Way:
+    for way in Receiver:
         for host in sorted({s.host for each in rounds for s in each.of(way)}):
             cells = []
             for each in rounds:
-                mine = [s for s in each.of(way) if s.host == host]
-                cells.append(_cell(mine[0], each.before_end_s) if mine else "")
+                sightings = [s for s in each.of(way) if s.host == host]
+                cells.append(_cell(sightings[0], each.before_end_s) if sightings else "")
             name = f"{way.value} on {host}" if len(hosts) > 1 else way.value
             rows.append((name, *cells))
     widths = [max(len(row[at]) for row in rows) for at in range(len(rows[0]))]
@@ -86,37 +84,39 @@ def _hosts(report: JobSeen) -> tuple[str, ...]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Document:
+class _LiveDocument:
     ok: bool | None
     seen: dict[str, Any]
     prediction: dict[str, Any] | None
-    findings: tuple[Finding, ...]
+    findings: tuple[LiveFinding, ...]
 
 
-def live_json(seen: LiveSeen, found: tuple[Finding, ...], prediction: Prediction | None) -> str:
+def live_json(
+    observed: LiveSeen, results: tuple[LiveFinding, ...], prediction: Prediction | None
+) -> str:
     """For programs: the keys stay as they are."""
     fine = None
-    if seen.report is not None:
-        fine = not seen.problem and all(each.mark is not Mark.PROBLEM for each in found)
+    if observed.report is not None:
+        fine = not observed.problem and all(each.mark is not Mark.PROBLEM for each in results)
     return to_json(
-        _Document(
+        _LiveDocument(
             ok=fine,
-            seen=dataclasses.asdict(seen),
+            seen=dataclasses.asdict(observed),
             prediction=None if prediction is None else _plain(prediction),
-            findings=found,
+            findings=results,
         )
     )
 
 
 def _plain(prediction: Prediction) -> dict[str, Any]:
     """Durations as seconds, under names that end in ``_s``."""
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for field in dataclasses.fields(prediction):
         value = getattr(prediction, field.name)
         if hasattr(value, "total_seconds"):
-            found[f"{field.name}_s"] = value.total_seconds()
+            values[f"{field.name}_s"] = value.total_seconds()
         elif value is None and field.name in ("notice", "delay", "exempt", "lead"):
-            found[f"{field.name}_s"] = None
+            values[f"{field.name}_s"] = None
         else:
-            found[field.name] = value
-    return found
+            values[field.name] = value
+    return values

@@ -14,11 +14,9 @@ if TYPE_CHECKING:
 
     from slurm_forge.node_ledger import NodeLedger
 
-__all__ = ["app"]
-
 app = typer.Typer(
     name="nodes",
-    help="Which nodes runs leave out; strike and release them.",
+    help="Which nodes runs exclude; strike and release them.",
     no_args_is_help=True,
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -32,27 +30,27 @@ SiteName = Annotated[
     typer.Option(
         "--site",
         metavar="NAME|FILE",
-        help="Site (SLURM_FORGE_SITE, else what Slurm is called).",
+        help="Site (default: SLURM_FORGE_SITE, Slurm's ClusterName).",
         autocompletion=site_names,
     ),
 ]
 Cluster = Annotated[
     str | None,
-    typer.Option("--cluster", metavar="NAME", help="Slurm's ClusterName; without it, this one."),
+    typer.Option("--cluster", metavar="NAME", help="Slurm's ClusterName (default: this cluster)."),
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON with stable keys.")]
 
 
 @app.command("list")
 def list_(
     every: Annotated[
-        bool, typer.Option("--all", help="Every node that anything counts against, every strike.")
+        bool, typer.Option("--all", help="All nodes with strikes, and every strike.")
     ] = False,
     json: AsJson = False,
     cluster: Cluster = None,
     site: SiteName = None,
 ) -> None:
-    """A line for every node that runs had trouble with.
+    """A line for every node with strikes.
 
     The worst come first.  A strike loses half of its weight in three days.  A node is to be left
     out while what is left of its strikes is 1 or more, or because a person struck it, as long as
@@ -78,12 +76,12 @@ def list_(
 @app.command()
 def release(
     nodes: Nodes,
-    why: Annotated[str, typer.Option(metavar="TEXT", help="Why, for whoever reads it later.")] = "",
+    why: Annotated[str, typer.Option(metavar="TEXT", help="Why, for later readers.")] = "",
     json: AsJson = False,
     cluster: Cluster = None,
     site: SiteName = None,
 ) -> None:
-    """Trust nodes again: what was said of them so far no longer counts.
+    """Trust nodes again: their strikes so far no longer count.
 
     Jobs that already wait in the queue keep what they were submitted with.
 
@@ -93,28 +91,26 @@ def release(
       slurm-forge nodes release "n[08-09]"
     """
     from slurm_forge.person import person
-    from slurm_forge.recovery.nodes.exclusion import (
-        Release,
-        standings,
-    )
+    from slurm_forge.recovery.nodes.score import node_scores
+    from slurm_forge.recovery.nodes.statements import NodeRelease
 
     ledger, _ = _open(cluster, site)
     names = _names(nodes)
     now = time.time()
-    known = {each.node for each in standings(ledger.read().ledger, now, ledger.rules)}
-    ledger.add([Release(node=name, time=now, by=person(), why=why) for name in names])
+    known = {each.node for each in node_scores(ledger.read().ledger, now, ledger.rules)}
+    ledger.add([NodeRelease(node=name, time=now, by=person(), why=why) for name in names])
     _noted(ledger, "release", names, None, why, as_json=json)
     unknown = [name for name in names if name not in known]
     if unknown and not json:
         from slurm_forge.report import text as t
 
-        typer.echo(f"nothing was known against {t.nodes(unknown)}")
+        typer.echo(f"no strikes against {t.nodes(unknown)}")
 
 
 @app.command()
 def strike(
     nodes: Nodes,
-    why: Annotated[str, typer.Option(metavar="TEXT", help="Why, for whoever reads it later.")],
+    why: Annotated[str, typer.Option(metavar="TEXT", help="Why, for later readers.")],
     for_: Annotated[
         str | None, typer.Option("--for", metavar="TIME", help="2d, 12h; else until released.")
     ] = None,
@@ -122,7 +118,7 @@ def strike(
     cluster: Cluster = None,
     site: SiteName = None,
 ) -> None:
-    """Leave nodes out from now on, whatever runs have seen of them.
+    """Exclude nodes from now on, whatever runs have seen of them.
 
     A job that could not start without one of them gets it all the same.
 
@@ -133,10 +129,7 @@ def strike(
     """
     from slurm_forge.errors import ConfigError
     from slurm_forge.person import person
-    from slurm_forge.recovery.nodes.exclusion import (
-        BY_HAND,
-        Strike,
-    )
+    from slurm_forge.recovery.nodes.statements import BY_HAND, Strike
     from slurm_forge.units import parse_duration
 
     try:
@@ -144,7 +137,7 @@ def strike(
     except ValueError as error:
         raise ConfigError(f"--for: {error}", next_step="For example: --for 2d.") from None
     if length == 0:
-        raise ConfigError("--for: no time at all", next_step="For example: --for 2d.")
+        raise ConfigError("--for must be longer than 0", next_step="For example: --for 2d.")
     names = _names(nodes)
     ledger, partitions = _open(cluster, site)
     _refuse_unknown(names, partitions)
@@ -231,13 +224,13 @@ def _noted(
     from slurm_forge.report import text as t
 
     if ledger.folder is None:
-        typer.echo("nothing was written: SLURM_FORGE_NODES=off keeps no node ledger")
+        typer.echo("nothing was written: SLURM_FORGE_NODES=off disables the node ledger")
     elif verb == "release":
         typer.echo(f"{t.nodes(names)}: trusted again.")
     else:
         end = "released" if until is None else t.moment(until, time.time())
         again = f"slurm-forge nodes release {t.nodes(names)}"
         typer.echo(
-            f"{t.nodes(names)}: left out until {end} by your jobs, as long as enough others are "
-            f"left for them.   trust again: {again}"
+            f"{t.nodes(names)}: excluded from your jobs until {end}, as long as enough other "
+            f"nodes remain.   trust again: {again}"
         )

@@ -6,14 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from slurm_forge.node_ledger import NodeLedger
-from slurm_forge.recovery.nodes.exclusion import (
-    Standing,
-    avoided,
-    most_left_out,
-    standings,
-)
-
-__all__ = ["NodeLine", "NodesListed", "Noted", "StrikeLine", "list_nodes"]
+from slurm_forge.recovery.nodes.exclusion import excluded_by_ledger, most_excluded
+from slurm_forge.recovery.nodes.score import NodeScore, node_scores
 
 _SHOWN = 5
 #: Below it a node is only listed when all are asked for.
@@ -88,32 +82,32 @@ def list_nodes(
     ``partitions`` are the cluster's with their nodes; empty where they are not known.
     """
     reading, rules, now = ledger.read(), ledger.rules, ledger.clock()
-    found = standings(reading.ledger, now, rules)
-    shown = [each for each in found if every or each.convicted or each.score >= _LITTLE]
+    scores = node_scores(reading.ledger, now, rules)
+    shown = [each for each in scores if every or each.convicted or each.score >= _LITTLE]
     out = {
         each.node
         for nodes in set(partitions.values())
-        for each in avoided(reading.ledger, now, rules, partition=nodes, needed=1)
+        for each in excluded_by_ledger(reading.ledger, now, rules, partition=nodes, needed=1)
     }
     sizes = {name: len(nodes) for name, nodes in partitions.items()}
-    named = [f"{most_left_out(n, rules)} of {n} in {name}" for name, n in sizes.items()]
+    named = [f"{most_excluded(n, rules)} of {n} in {name}" for name, n in sizes.items()]
     more = ", …" if len(named) > _SHOWN else ""
     return NodesListed(
         cluster=ledger.cluster,
         folder=None if ledger.folder is None else str(ledger.folder),
         threshold=rules.threshold,
-        cap=f"a job leaves out at most {100 * rules.most_share:.0f} % of its partition for what "
-        "runs or others say, one node at least"
+        cap=f"a job excludes at most {100 * rules.most_share:.0f} % of its partition for what runs "
+        "report, at least one node"
         + (f" ({', '.join(named[:_SHOWN])}{more})" if named else "")
-        + ", the worst first, and never more than it can do without",
-        known=len(found),
+        + ", the worst first, and always keeps as many nodes as it needs",
+        known=len(scores),
         nodes=tuple(_line(each, each.node in out if partitions else None) for each in shown),
         skipped=reading.skipped,
         problems=(*reading.problems, *reading.of_others),
     )
 
 
-def _line(standing: Standing, left_out: bool | None) -> NodeLine:
+def _line(standing: NodeScore, left_out: bool | None) -> NodeLine:
     strikes = standing.strikes
     return NodeLine(
         node=standing.node,

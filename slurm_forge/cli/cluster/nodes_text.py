@@ -11,13 +11,9 @@ from slurm_forge.cli.cluster.nodes_listing import (
     NodeLine,
     NodesListed,
 )
-from slurm_forge.recovery.nodes.exclusion import (
-    BY_HAND,
-    Avoided,
-)
+from slurm_forge.recovery.nodes.exclusion import ExcludedNode
+from slurm_forge.recovery.nodes.statements import BY_HAND
 from slurm_forge.report import text as t
-
-__all__ = ["leaves_out", "nodes_text", "word"]
 
 _SHOWN = 5
 _DAY_S = 86_400.0
@@ -25,17 +21,17 @@ _DAY_S = 86_400.0
 
 def word(cause: str) -> str:
     """A cause in a sentence."""
-    return "struck by a person" if cause == BY_HAND else cause
+    return "struck by a user" if cause == BY_HAND else cause
 
 
-def leaves_out(nodes: Sequence[Avoided], now: float, zone: tzinfo | None = None) -> str:
+def leaves_out(nodes: Sequence[ExcludedNode], now: float, zone: tzinfo | None = None) -> str:
     """One sentence for whoever submits a job."""
     shown = ", ".join(
         f"{each.node} ({word(each.causes[0])} {t.ago(each.last, now)}, {_until(each, now, zone)})"
         for each in nodes[:_SHOWN]
     )
     more = f" and {t.number(len(nodes) - _SHOWN)} more" if len(nodes) > _SHOWN else ""
-    return f"leaves out {shown}{more}: slurm-forge nodes list"
+    return f"excluding {shown}{more}: slurm-forge nodes list"
 
 
 def nodes_text(
@@ -46,12 +42,12 @@ def nodes_text(
         return "no node ledger is kept: SLURM_FORGE_NODES=off\n"
     out = sum(map(_is_out, listed.nodes))
     over = sum(node.convicted for node in listed.nodes) - out
-    count = f"{t.plural(out, 'node')} left out" + (f", {over} in use all the same" if over else "")
+    count = f"{t.plural(out, 'node')} excluded" + (f", {over} used anyway" if over else "")
     head = f"{listed.cluster}   {count}   {t.clean(listed.folder, 300)}"
     lines = [head, *_table(listed.nodes, now, every, zone)]
     hidden = listed.known - len(listed.nodes)
     if hidden:
-        lines.append(f"  and {t.plural(hidden, 'node')} with little against it: --all")
+        lines.append(f"  and {t.plural(hidden, 'node')} with a low score: --all")
     if out or over:
         lines.append(f"  {listed.cap}")
         lines.append("  trust one again: slurm-forge nodes release NODE")
@@ -70,11 +66,11 @@ def _table(
         cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
         yield f"  {'   '.join(cells)}".rstrip()
         for strike in node.strikes if every else ():
-            told = [t.moment(strike.time, now, zone), word(strike.cause), f"{strike.weight:.2f}"]
-            told += [f"{PurePath(strike.run).name} {strike.incident}"] if strike.run else []
-            told += [f"by {strike.by}"] if strike.by else []
-            told += [f'"{strike.why}"'] if strike.why else []
-            yield f"      {'   '.join(t.clean(each, 200) for each in told)}"
+            words = [t.moment(strike.time, now, zone), word(strike.cause), f"{strike.weight:.2f}"]
+            words += [f"{PurePath(strike.run).name} {strike.incident}"] if strike.run else []
+            words += [f"by {strike.by}"] if strike.by else []
+            words += [f'"{strike.why}"'] if strike.why else []
+            yield f"      {'   '.join(t.clean(each, 200) for each in words)}"
 
 
 def _cells(node: NodeLine, now: float, zone: tzinfo | None) -> tuple[str, ...]:
@@ -104,7 +100,7 @@ def _in_use(node: NodeLine) -> str:
     return "in use: too many" if node.convicted else "in use"
 
 
-def _until(node: NodeLine | Avoided, now: float, zone: tzinfo | None) -> str:
+def _until(node: NodeLine | ExcludedNode, now: float, zone: tzinfo | None) -> str:
     if node.until is None:
         return "until released"
     if node.until - now < _DAY_S:

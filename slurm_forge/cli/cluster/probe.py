@@ -12,11 +12,9 @@ import typer
 
 if TYPE_CHECKING:
     from slurm_forge.launch.diagnose.node_probe import (
-        Looked,
-        Place,
+        ProbeResult,
+        ProbeTarget,
     )
-
-__all__ = ["probe"]
 
 _BAD = 1
 _START_S = 300.0
@@ -25,7 +23,7 @@ _START_S = 300.0
 def probe(
     job: Annotated[
         str | None,
-        typer.Option("--job", metavar="ID", help="The nodes of that running job of yours."),
+        typer.Option("--job", metavar="ID", help="The nodes of your running job ID."),
     ] = None,
     local: Annotated[
         int | None,
@@ -33,25 +31,29 @@ def probe(
     ] = None,
     nodes: Annotated[
         int | None,
-        typer.Option("--nodes", metavar="N", min=1, help="N nodes of a small job made for it."),
+        typer.Option(
+            "--nodes", metavar="N", min=1, help="N nodes of a small job submitted for this."
+        ),
     ] = None,
     partition: Annotated[
-        str | None, typer.Option("--partition", "-p", help="For --nodes: of which partition.")
+        str | None, typer.Option("--partition", "-p", help="Partition, for --nodes.")
     ] = None,
     folder: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="Storage to try: a folder that all nodes see (here)."),
+        typer.Option(
+            metavar="DIR", help="Storage to test: a folder that all nodes see (default: here)."
+        ),
     ] = None,
     gpus: Annotated[
-        int | None, typer.Option(min=0, help="How many GPUs a node must have; else what it has.")
+        int | None, typer.Option(min=0, help="GPUs that a node must have (default: what it has).")
     ] = None,
     within: Annotated[
-        str, typer.Option(metavar="TIME", help="How long a node may take to be looked at.")
+        str, typer.Option(metavar="TIME", help="Time limit for checking a node.")
     ] = "60s",
     strike: Annotated[
-        bool, typer.Option("--strike", help="Note in the node ledger what was found.")
+        bool, typer.Option("--strike", help="Record the findings in the node ledger.")
     ] = False,
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON with stable keys.")] = False,
     broken: Annotated[str, typer.Option("--broken", hidden=True)] = "",
 ) -> None:
     """Whether nodes are fit to train on: GPUs, memory, storage, and all of them together.
@@ -88,42 +90,42 @@ def probe(
             "--within must be longer than that", next_step="For example: --within 60s."
         )
     if strike and local is not None:
-        raise ConfigError("--strike is for nodes of a cluster", next_step="Leave it out here.")
+        raise ConfigError("--strike is for nodes of a cluster", next_step="Remove --strike.")
     payload = node_words((folder or Path.cwd()).absolute(), limit)
     payload += () if gpus is None else (f"--gpus={gpus}",)
     payload += (f"--broken={broken}",) if broken else ()
     place = _place(job, local, nodes, partition, payload, gpus)
-    looked = look_at(
+    result = look_at(
         place,
         within=limit,
         start_within=timedelta(seconds=_START_S) + limit,
         environ=_environment(os.environ, of_its_own=nodes is not None),
     )
-    struck = _strike(looked) if strike else ()
-    typer.echo(probe_json(looked, struck) if json else probe_text(looked, struck), nl=json)
-    if looked.measured is None:
+    struck = _strike(result) if strike else ()
+    typer.echo(probe_json(result, struck) if json else probe_text(result, struck), nl=json)
+    if result.measured is None:
         raise typer.Exit(2)
-    bad = looked.refused is not None or bool(looked.measured.told and _any_bad(looked))
+    bad = result.refused is not None or bool(result.measured.told and _any_bad(result))
     if bad:
         raise typer.Exit(_BAD)
 
 
 def _environment(environ: Mapping[str, str], *, of_its_own: bool) -> dict[str, str]:
     """For srun, which makes a step of an allocation that it knows of, and no job ``of_its_own``."""
-    kept = ("SLURM_CONF",)
+    needed = ("SLURM_CONF",)
     return {
         name: value
         for name, value in environ.items()
-        if not of_its_own or not name.startswith("SLURM_") or name in kept
+        if not of_its_own or not name.startswith("SLURM_") or name in needed
     }
 
 
-def _any_bad(looked: Looked) -> bool:
-    from slurm_forge.control.messages.preflight import Verdict
+def _any_bad(result: ProbeResult) -> bool:
+    from slurm_forge.control.messages.preflight import CheckVerdict
     from slurm_forge.recovery.monitor.isolation import Why
 
-    failed = looked.isolated is not None and looked.isolated.why not in (Why.FINE, Why.NOT_AGAIN)
-    return failed or any(c.verdict is Verdict.BAD for r in looked.reports for c in r.checks)
+    failed = result.isolated is not None and result.isolated.why not in (Why.FINE, Why.NOT_AGAIN)
+    return failed or any(c.verdict is CheckVerdict.BAD for r in result.reports for c in r.checks)
 
 
 def _place(
@@ -133,18 +135,18 @@ def _place(
     partition: str | None,
     payload: tuple[str, ...],
     gpus: int | None,
-) -> Place:
+) -> ProbeTarget:
     """Where to look, and with what."""
     from slurm_forge.errors import ConfigError
     from slurm_forge.launch.diagnose.node_probe import (
-        Place,
+        ProbeTarget,
         srun_words,
     )
     from slurm_forge.slurm.environment import SlurmEnvironment
 
     if sum(each is not None for each in (job, local, nodes)) > 1:
         raise ConfigError(
-            "--job, --local and --nodes each say where", next_step="Keep one of the three."
+            "--job, --local and --nodes are mutually exclusive", next_step="Give one of the three."
         )
     if partition is not None and nodes is None:
         raise ConfigError(
@@ -153,25 +155,25 @@ def _place(
         )
     if local is not None:
         commands = tuple((*payload, f"--place={rank}/{local}") for rank in range(local))
-        return Place(commands=commands, world=local)
+        return ProbeTarget(commands=commands, world=local)
     if nodes is not None:
         options = ["--time=10", *([f"--partition={partition}"] if partition else [])]
         options += [f"--gpus-per-node={gpus}"] if gpus else []
         words = srun_words(payload, nodes, options)
-        return Place(commands=(words,), world=nodes)
+        return ProbeTarget(commands=(words,), world=nodes)
     if job is not None:
         named = _nodes_of(job)
         options = [f"--jobid={job}", "--overlap"]
         words = srun_words((*payload, "--busy"), len(named), options)
-        return Place(commands=(words,), world=len(named), nodes=named)
+        return ProbeTarget(commands=(words,), world=len(named), nodes=named)
     environment = SlurmEnvironment.from_environ(os.environ)
     if environment is None or not environment.nodes:
         raise ConfigError(
-            "which nodes?  This is no allocation of Slurm's",
-            next_step="Say --job ID, --nodes N or --local N, or call it inside salloc or sbatch.",
+            "which nodes?  This shell is not inside a Slurm allocation",
+            next_step="Give --job ID, --nodes N or --local N, or run it inside salloc or sbatch.",
         )
     words = srun_words(payload, len(environment.nodes), ("--overlap",))
-    return Place(commands=(words,), world=len(environment.nodes), nodes=environment.nodes)
+    return ProbeTarget(commands=(words,), world=len(environment.nodes), nodes=environment.nodes)
 
 
 def _nodes_of(job: str) -> tuple[str, ...]:
@@ -184,12 +186,12 @@ def _nodes_of(job: str) -> tuple[str, ...]:
     if record is None or record.state is not JobState.RUNNING or not record.nodelist:
         state = "not known to Slurm" if record is None else record.state.value
         raise ConfigError(
-            f"job {job} does not run ({state})", next_step="Running jobs: squeue --me -t R."
+            f"job {job} is not running ({state})", next_step="Running jobs: squeue --me -t R."
         )
     return expand_nodes(record.nodelist)
 
 
-def _strike(looked: Looked) -> tuple[str, ...]:
+def _strike(result: ProbeResult) -> tuple[str, ...]:
     """Write what was found into the ledger; the nodes that were struck."""
     import time
 
@@ -202,7 +204,7 @@ def _strike(looked: Looked) -> tuple[str, ...]:
     from slurm_forge.slurm.client import SubprocessSlurm
     from slurm_forge.vocabulary.decision import Incident
 
-    refused = looked.refused
+    refused = result.refused
     if refused is None:
         return ()
     incident = Incident(
@@ -212,7 +214,7 @@ def _strike(looked: Looked) -> tuple[str, ...]:
         evidence=refused.evidence,
         hosts=refused.hosts,
     )
-    hosts = {report.host for report in looked.reports}
+    hosts = {report.host for report in result.reports}
     strikes = strikes_of(incident, run="probe", nodes=hosts, time=time.time(), by=person())
     if not strikes:
         return ()

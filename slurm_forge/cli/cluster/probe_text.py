@@ -5,47 +5,46 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from slurm_forge.control.messages.preflight import (
-    Check,
-    NodeReport,
-    Verdict,
-)
-from slurm_forge.launch.diagnose.node_probe import Looked
+from slurm_forge.control.messages.preflight import Check, CheckVerdict, NodeReport
+from slurm_forge.launch.diagnose.node_probe import ProbeResult
 from slurm_forge.report import text as t
 from slurm_forge.report.encoding import to_json
 
-__all__ = ["probe_json", "probe_text"]
-
-_SIGN = {Verdict.FINE: "ok", Verdict.ODD: "odd", Verdict.BAD: "BAD", Verdict.SKIPPED: "-"}
+_SIGN = {
+    CheckVerdict.FINE: "ok",
+    CheckVerdict.ODD: "odd",
+    CheckVerdict.BAD: "BAD",
+    CheckVerdict.SKIPPED: "-",
+}
 _COLUMNS = ("gpu", "cpu", "memory", "storage", "other")
 _OF = {
     "gpu": "gpu", "gpu memory": "gpu", "gpu computes": "gpu", "gpu health": "gpu",
     "cpu computes": "cpu", "memory": "memory", "storage": "storage", "lock": "storage",
 }  # fmt: skip
-_ORDER = (Verdict.SKIPPED, Verdict.FINE, Verdict.ODD, Verdict.BAD)
+_ORDER = (CheckVerdict.SKIPPED, CheckVerdict.FINE, CheckVerdict.ODD, CheckVerdict.BAD)
 _CLOCK_SHOWN_S = 0.5
 
 
-def probe_text(looked: Looked, struck: tuple[str, ...] = ()) -> str:
+def probe_text(result: ProbeResult, struck: tuple[str, ...] = ()) -> str:
     """For people: a row per node, then what was seen, then the verdict."""
-    bad = () if looked.refused is None else looked.refused.hosts
+    bad = () if result.refused is None else result.refused.hosts
     rows: list[tuple[str, ...]] = [("node", *_COLUMNS, "clock", "")]
     lines: list[str] = []
-    for report in looked.reports:
-        ahead = looked.ahead.get(report.rank, 0.0)
+    for report in result.reports:
+        ahead = result.ahead.get(report.rank, 0.0)
         clock = f"{ahead:+.1f} s" if abs(ahead) > _CLOCK_SHOWN_S else "ok"
         rows.append((report.host, *_cells(report), clock, "refused" if report.host in bad else ""))
         lines += [
             f"  {report.host}: {check.name}: {t.clean(check.text, 300)}"
             for check in report.checks
-            if check.verdict in (Verdict.ODD, Verdict.BAD)
+            if check.verdict in (CheckVerdict.ODD, CheckVerdict.BAD)
         ]
-    rows += [(node, *("-" for _ in _COLUMNS), "-", "no answer") for node in looked.silent]
+    rows += [(node, *("-" for _ in _COLUMNS), "-", "no answer") for node in result.silent]
     widths = [max(len(row[at]) for row in rows) for at in range(len(rows[0]))]
     table = ["  ".join(f"{c:<{w}}" for c, w in zip(r, widths, strict=True)).rstrip() for r in rows]
     if len(rows) == 1:
         table = []
-    return "\n".join([*table, *lines, *_verdict(looked, struck)]) + "\n"
+    return "\n".join([*table, *lines, *_verdict(result, struck)]) + "\n"
 
 
 #: What a look rests on, where nobody has answered.
@@ -58,9 +57,9 @@ _NEEDED = (
 def _cells(report: NodeReport) -> list[str]:
     cells = []
     for column in _COLUMNS:
-        mine = [c.verdict for c in report.checks if _OF.get(c.name, "other") == column]
-        worst = max(mine, key=_ORDER.index, default=Verdict.SKIPPED)
-        fine = column == "gpu" and worst is Verdict.FINE
+        verdicts = [c.verdict for c in report.checks if _OF.get(c.name, "other") == column]
+        worst = max(verdicts, key=_ORDER.index, default=CheckVerdict.SKIPPED)
+        fine = column == "gpu" and worst is CheckVerdict.FINE
         cells.append(_gpus(report.checks) if fine else _SIGN[worst])
     return cells
 
@@ -70,19 +69,19 @@ def _gpus(checks: tuple[Check, ...]) -> str:
     return "none" if text.startswith("0 ") else text.partition(" ")[0] + " ok"
 
 
-def _verdict(looked: Looked, struck: tuple[str, ...]) -> list[str]:
-    measured, found = looked.measured, looked.isolated
+def _verdict(result: ProbeResult, struck: tuple[str, ...]) -> list[str]:
+    measured, isolated = result.measured, result.isolated
     if measured is None:
-        return [f"could not look: {t.clean(looked.problem, 1000)}", _NEEDED]
+        return [f"could not look: {t.clean(result.problem, 1000)}", _NEEDED]
     lines = []
     if measured.bytes_per_s:
         speed = f"{measured.bytes_per_s / 1e9:.2f} GB/s"
         lines.append(f"together: {measured.hosts} nodes, all-reduce {speed} on the bus")
-    elif found is not None and found.rounds:
-        tried = f"{t.plural(found.rounds, 'round')}, {t.plural(found.groups, 'group')}"
+    elif isolated is not None and isolated.rounds:
+        tried = f"{t.plural(isolated.rounds, 'round')}, {t.plural(isolated.groups, 'group')}"
         lines.append(f"together: a collective failed; {tried} tried")
-    if looked.refused is not None:
-        refused = looked.refused
+    if result.refused is not None:
+        refused = result.refused
         lines += [f"  {t.clean(each.text, 300)}" for each in refused.evidence]
         names = t.nodes(refused.hosts)
         lines.append(f"bad: {names}: {refused.cause.value} ({refused.confidence.value})")
@@ -91,12 +90,12 @@ def _verdict(looked: Looked, struck: tuple[str, ...]) -> list[str]:
     else:
         shown = [text for text in measured.told if "collective" in text]
         lines += [f"  {t.clean(text, 300)}" for text in shown]
-        lines.append(f"nothing speaks against a node ({t.span(looked.seconds)})")
+        lines.append(f"nothing speaks against a node ({t.span(result.seconds)})")
     return lines
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Document:
+class _ProbeDocument:
     ok: bool | None
     nodes: tuple[dict[str, Any], ...]
     silent: tuple[str, ...]
@@ -113,28 +112,28 @@ class _Document:
     problem: str
 
 
-def probe_json(looked: Looked, struck: tuple[str, ...] = ()) -> str:
+def probe_json(result: ProbeResult, struck: tuple[str, ...] = ()) -> str:
     """For programs: the keys stay as they are."""
-    refused, measured, found = looked.refused, looked.measured, looked.isolated
+    refused, measured, isolated = result.refused, result.measured, result.isolated
     nodes = tuple(
-        {**asdict(report), "clock_ahead_s": round(looked.ahead.get(report.rank, 0.0), 3)}
-        for report in looked.reports
+        {**asdict(report), "clock_ahead_s": round(result.ahead.get(report.rank, 0.0), 3)}
+        for report in result.reports
     )
     return to_json(
-        _Document(
+        _ProbeDocument(
             ok=None if measured is None else measured.ok,
             nodes=nodes,
-            silent=looked.silent,
+            silent=result.silent,
             bad=() if refused is None else refused.hosts,
             cause=None if refused is None else refused.cause.value,
             confidence=None if refused is None else refused.confidence.value,
             evidence=() if refused is None else tuple(each.text for each in refused.evidence),
-            links=() if found is None else found.links,
-            rounds=0 if found is None else found.rounds,
-            groups=0 if found is None else found.groups,
+            links=() if isolated is None else isolated.links,
+            rounds=0 if isolated is None else isolated.rounds,
+            groups=0 if isolated is None else isolated.groups,
             bytes_per_s=None if measured is None else measured.bytes_per_s,
             struck=struck,
-            seconds=round(looked.seconds, 3),
-            problem=looked.problem,
+            seconds=round(result.seconds, 3),
+            problem=result.problem,
         )
     )

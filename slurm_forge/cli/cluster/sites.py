@@ -17,19 +17,17 @@ from slurm_forge.cli.completion import site_names
 if TYPE_CHECKING:
     from slurm_forge.site.loading import LoadedSite, SitePlaces
 
-__all__ = ["ValueShown", "app", "cluster_name", "values_here"]
-
 _PATIENCE_S = 5.0
 
 app = typer.Typer(
     name="sites",
-    help="Which clusters are known, and what of them.",
+    help="Which clusters are known, and their site files.",
     no_args_is_help=True,
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-AsJson = Annotated[bool, typer.Option("--json", help="For programs: the keys stay as they are.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON with stable keys.")]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,10 +124,10 @@ def list_(json: AsJson = False) -> None:
         return
     width = max((len(each.name) for each in lines), default=0)
     for each in lines:
-        told = each.problem or each.title
+        shown = each.problem or each.title
         note = "   (replaced by yours)" if each.replaced else ""
         file = "" if each.origin == "packaged" else f"   {from_here(Path(each.path))}"
-        typer.echo(f"{each.name:<{width}}   {each.origin:<8}   {clean(told, 200)}{file}{note}")
+        typer.echo(f"{each.name:<{width}}   {each.origin:<8}   {clean(shown, 200)}{file}{note}")
 
 
 @app.command()
@@ -145,11 +143,11 @@ def show(
         ),
     ] = None,
     origin: Annotated[
-        bool, typer.Option("--origin", help="With the file and the line of each value.")
+        bool, typer.Option("--origin", help="Show file and line of each value.")
     ] = False,
     json: AsJson = False,
 ) -> None:
-    """Everything that is known of a site.
+    """Everything that is known about a site.
 
     What your environment has instead of the site's variables is told beside them: yours wins.
 
@@ -167,7 +165,7 @@ def show(
     from slurm_forge.site.origins import unknown_keys
 
     places = site_places()
-    named = site is not None or places.said() is not None
+    named = site is not None or places.preset() is not None
     loaded = places.load(site, cluster_name=None if named else cluster_name())
     shown = SiteShown(
         name=loaded.site.name,
@@ -197,9 +195,9 @@ def show(
 
 def values_here(loaded: LoadedSite) -> tuple[ValueShown, ...]:
     """Everything that is known, beside what the environment of this command has."""
+    from slurm_forge.knobs import process_environ
     from slurm_forge.site.origins import values_of
-    from slurm_forge.site.variables import NCCL_INTERFACE, DifferenceKind, differences
-    from slurm_forge.slurm.environment import process_environ
+    from slurm_forge.site.variables import NCCL_INTERFACE, VariableDifferenceKind, differences
 
     here: dict[str, str] = {}
     environment = process_environ()
@@ -207,9 +205,9 @@ def values_here(loaded: LoadedSite) -> tuple[ValueShown, ...]:
     if interface is not None and interface != loaded.site.socket_interface:
         here["socket_interface"] = f"(your environment has {NCCL_INTERFACE}={interface})"
     for each in differences(loaded.site.env, environment):
-        if each.kind is DifferenceKind.FORBIDDEN:
+        if each.kind is VariableDifferenceKind.FORBIDDEN:
             here[f"env.never.{each.name}"] = f"(your environment has {each.found})"
-        elif each.kind is DifferenceKind.OTHER:
+        elif each.kind is VariableDifferenceKind.OTHER:
             here[f"env.always.{each.name}"] = f"(your environment has {each.found}, which wins)"
     return tuple(
         ValueShown(key=each.key, value=each.value, line=each.line, here=here.get(each.key, ""))

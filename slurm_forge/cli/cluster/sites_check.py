@@ -12,10 +12,8 @@ if TYPE_CHECKING:
     from datetime import date
 
     from slurm_forge.documents import Document
-    from slurm_forge.site.checking import Remark
+    from slurm_forge.site.checking import SiteRemark
     from slurm_forge.site.model import Site
-
-__all__ = ["check", "schema"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,13 +38,11 @@ def check(
         list[Path],
         typer.Argument(metavar="FILE…", help="Site files; several are compared with each other."),
     ],
-    json: Annotated[
-        bool, typer.Option("--json", help="For programs: the keys stay as they are.")
-    ] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON with stable keys.")] = False,
 ) -> None:
     """Read site files strictly, and look for facts without sources, guesses, contradictions.
 
-    Exit status: 0 nothing is wrong, 1 there are mistakes.
+    Exit status: 0 no mistakes, 1 mistakes.
 
     Example:  slurm-forge sites check ~/.config/slurm_forge/sites/hill.yaml
     """
@@ -55,20 +51,20 @@ def check(
     from slurm_forge.report.encoding import to_json
     from slurm_forge.report.text import clean, plural
 
-    told, read = _read(files)
-    told += _remarks(read, datetime.now(timezone.utc).date())
-    told.sort(key=lambda each: (each.file, each.line or 0))
-    mistakes = [each for each in told if each.kind == "mistake"]
+    remarks, read = _read(files)
+    remarks += _remarks(read, datetime.now(timezone.utc).date())
+    remarks.sort(key=lambda each: (each.file, each.line or 0))
+    mistakes = [each for each in remarks if each.kind == "mistake"]
     if json:
-        typer.echo(to_json(SitesChecked(tuple(told))))
+        typer.echo(to_json(SitesChecked(tuple(remarks))))
     else:
-        for each in told:
+        for each in remarks:
             where = each.file if each.line is None else f"{each.file}:{each.line}"
             advice = "advice: " if each.kind == "advice" else ""
             typer.echo(f"{where}: {advice}{clean(each.message, 400)}")
         for file in read:
             if not any(each.file == file for each in mistakes):
-                typer.echo(f"{file}: nothing is wrong")
+                typer.echo(f"{file}: no mistakes")
         if mistakes:
             count = plural(len(mistakes), "mistake")
             typer.echo(f"{count}; how a site file is written: docs/sites/contributing.md")
@@ -91,7 +87,7 @@ def _read(files: list[Path]) -> tuple[list[RemarkShown], dict[str, tuple[Site, D
     from slurm_forge.errors import ConfigError, ForgeError
     from slurm_forge.site.loading import SitePlaces, packaged_folder
 
-    told: list[RemarkShown] = []
+    remarks: list[RemarkShown] = []
     read: dict[str, tuple[Site, Document]] = {}
     for path in files:
         try:
@@ -102,7 +98,7 @@ def _read(files: list[Path]) -> tuple[list[RemarkShown], dict[str, tuple[Site, D
             text = error.message if isinstance(error, ForgeError) else str(error)
             step = error.next_step if isinstance(error, ConfigError) else ""
             # One error may tell of several lines, each with its file in front.
-            told.append(
+            remarks.append(
                 RemarkShown(
                     file=str(path),
                     line=line,
@@ -112,20 +108,20 @@ def _read(files: list[Path]) -> tuple[list[RemarkShown], dict[str, tuple[Site, D
             )
         else:
             read[str(path)] = (loaded.whole, loaded.document)
-    return told, read
+    return remarks, read
 
 
 def _remarks(read: dict[str, tuple[Site, Document]], today: date) -> list[RemarkShown]:
 
     from slurm_forge.site.checking import check_site, check_together
 
-    found: list[tuple[str, Remark]] = [
+    pairs: list[tuple[str, SiteRemark]] = [
         (file, remark) for file, (site, _) in read.items() for remark in check_site(site, today)
     ]
-    found += check_together({file: site for file, (site, _) in read.items()})
-    told = []
-    for file, remark in found:
+    pairs += check_together({file: site for file, (site, _) in read.items()})
+    remarks = []
+    for file, remark in pairs:
         line, message = remark.at(read[file][1])
         kind = "mistake" if remark.mistake else "advice"
-        told.append(RemarkShown(file=file, line=line, kind=kind, message=message))
-    return told
+        remarks.append(RemarkShown(file=file, line=line, kind=kind, message=message))
+    return remarks

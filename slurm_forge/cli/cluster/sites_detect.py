@@ -10,28 +10,24 @@ import typer
 if TYPE_CHECKING:
     from slurm_forge.site.drafting import Draft
 
-__all__ = ["detect"]
-
 _LATEST_MODE, _LATEST_FOLDER_MODE = 0o644, 0o755
 
 
 def detect(
     write: Annotated[
         bool,
-        typer.Option("--write", help="Write it where your site files are, instead of printing it."),
+        typer.Option("--write", help="Write it to your site files instead of printing it."),
     ] = False,
     to: Annotated[
         Path | None,
         typer.Option(
             "--to",
             metavar="FILE",
-            help="Write it there; FILE is called like the site, with .yaml.",
+            help="Write it to FILE, named like the site, with .yaml.",
             show_default=False,
         ),
     ] = None,
-    force: Annotated[
-        bool, typer.Option("--force", help="Replace a file that is there already.")
-    ] = False,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite an existing file.")] = False,
 ) -> None:
     """Describe this cluster in a site file: partitions, QOS, preemption, limits, GPUs.
 
@@ -61,7 +57,7 @@ def detect(
     if draft is None:
         question = survey.questions[0]
         raise ConfigError(
-            f"Slurm could not be asked: {question.command}: {question.reply.value}"
+            f"Slurm could not be queried: {question.command}: {question.reply.value}"
             + (f" ({question.words})" if question.words else ""),
             next_step="Go to a login node of the cluster, or load its Slurm module.",
         )
@@ -84,9 +80,9 @@ def detect(
         path = (folder or Path("~/.config/slurm_forge/sites").expanduser()) / f"{draft.name}.yaml"
     _write(path, draft, force=force)
     typer.echo(f"wrote {from_here(path)}")
-    asked = str(path) if to is not None else draft.name
+    site_argument = str(path) if to is not None else draft.name
     typer.echo(
-        f"look at it: slurm-forge sites show {asked} --origin   complete it, then: "
+        f"look at it: slurm-forge sites show {site_argument} --origin   complete it, then: "
         f"slurm-forge sites check {path}"
     )
 
@@ -102,7 +98,7 @@ def _write(path: Path, draft: Draft, *, force: bool) -> None:
         write_atomic(path, data, mode=_LATEST_MODE)
     elif not create_exclusive(path, data, mode=_LATEST_MODE):
         raise ConfigError(
-            f"{path} is there already, and stays as it is",
+            f"{path} already exists and was left as it is",
             next_step="Compare first: slurm-forge doctor. Then --force replaces it, or --to FILE "
             "writes another.",
         )

@@ -1,1 +1,4 @@
-"""``status``, ``explain`` and ``watch``: verbs that only read, and how they read."""
+"""Verbs that only read (``status``, ``explain``, ``watch``); called by ``cli.main``.
+
+Entry: ``status``.
+"""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -9,7 +10,7 @@ from typing import IO, TYPE_CHECKING, Protocol
 
 import typer
 
-from slurm_forge.cli.observe.run_reading import Gathering
+from slurm_forge.cli.observe.run_reading import RunReader
 from slurm_forge.journal import Record
 from slurm_forge.journal import events as ev
 from slurm_forge.report.status.event_lines import happening
@@ -18,10 +19,10 @@ from slurm_forge.report.text import number
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
-__all__ = ["PlainScreen", "Screen", "Watcher", "screen_for"]
-
 #: Without a terminal, how often a line tells how far training is.
 _STEP_LINE_EVERY_S = 30.0
+#: Epochs of a small dataset follow each other fast: one in so many seconds has a line.
+_EPOCH_LINE_EVERY_S = 10.0
 
 
 class Screen(Protocol):
@@ -93,22 +94,32 @@ def screen_for(stream: IO[str]) -> Iterator[Screen]:
         yield _BarScreen(progress, progress.add_task("step", total=None))
 
 
-class Watcher:
+class RunFollower:
     """Reads on and tells it to a screen."""
 
-    def __init__(self, gathering: Gathering, screen: Screen) -> None:
+    def __init__(self, gathering: RunReader, screen: Screen) -> None:
         self._gathering = gathering
         self._screen = screen
+        self._next_epoch_line = -math.inf
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """Tell what is new since the last look."""
-        for record in self._gathering.look():
-            told = happening(record)
-            if told is not None:
-                self._screen.line(told)
+        for record in self._gathering.poll():
+            line = happening(record)
+            if line is not None and not self._is_too_soon(record):
+                self._screen.line(line)
             step = _step_of(record)
             if step is not None:
                 self._screen.step(step, self._gathering.total_steps)
+
+    def _is_too_soon(self, record: Record) -> bool:
+        """Whether it is the end of an epoch right after another one's."""
+        if not isinstance(record.event, ev.EpochEnded):
+            return False
+        if record.time < self._next_epoch_line:
+            return True
+        self._next_epoch_line = record.time + _EPOCH_LINE_EVERY_S
+        return False
 
 
 def _step_of(record: Record) -> int | None:

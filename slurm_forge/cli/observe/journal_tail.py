@@ -23,8 +23,6 @@ from slurm_forge.journal.reader import read_lines, thinned
 from slurm_forge.report.story.history import GO_ON
 from slurm_forge.run_directory import RunDirectory
 
-__all__ = ["JournalTail"]
-
 _NAME = re.compile(r"\d{1,9}-([a-z0-9]+-[0-9a-f]{8})\.jsonl")
 _FILE_LIMIT = 1 << 28
 _CHUNK = 1 << 20
@@ -36,7 +34,7 @@ _FIGURE = re.compile(rb'"((?:[^"\\]|\\.)*)":')
 
 
 @dataclass(slots=True)
-class _File:
+class _JournalFile:
     """How far a file has been read, in bytes and in whole lines, and when it was written last.
 
     ``attempt`` is the one of which its lines are a sign of life, 0 where they are none.  ``asks``:
@@ -49,7 +47,7 @@ class _File:
     attempt: int = 0
     asks: bool = False
 
-    def hear(self, records: Iterable[Record]) -> None:
+    def note(self, records: Iterable[Record]) -> None:
         for record in records:
             if not by_person(record) and record.launch < NO_LAUNCH:
                 self.attempt = max(self.attempt, record.attempt)
@@ -61,7 +59,7 @@ class JournalTail:
 
     def __init__(self, run: RunDirectory) -> None:
         self._folder = run.journal
-        self._files: dict[str, _File] = {}
+        self._files: dict[str, _JournalFile] = {}
 
     def poll(self) -> tuple[list[Record], list[Damage]]:
         """New records and damaged lines, in no particular order; the first call returns all.
@@ -78,12 +76,12 @@ class JournalTail:
             match = _NAME.fullmatch(path.name)
             if match is None:
                 continue
-            known = self._files.setdefault(path.name, _File())
+            known = self._files.setdefault(path.name, _JournalFile())
             content, known.written = _read_from(path, known.offset)
             whole = content[: content.rfind(b"\n") + 1]
-            found, bad = read_lines(_thinned(whole), file=path.name, writer=match.group(1))
-            known.hear(found)
-            records += found
+            new, bad = read_lines(_thinned(whole), file=path.name, writer=match.group(1))
+            known.note(new)
+            records += new
             damage += [replace(one, line=one.line + known.lines) for one in bad]
             known.offset += len(whole)
             known.lines += whole.count(b"\n")
@@ -93,11 +91,11 @@ class JournalTail:
     def last_written(self) -> float | None:
         """When the newest attempt wrote its last line, by the clock of its files."""
         newest = max((file.attempt for file in self._files.values()), default=0)
-        mine = (file.written for file in self._files.values() if file.attempt == newest > 0)
-        return max(mine, default=None)
+        times = (file.written for file in self._files.values() if file.attempt == newest > 0)
+        return max(times, default=None)
 
     @property
-    def asked(self) -> float | None:
+    def resume_asked_at(self) -> float | None:
         """When a person last asked for the run to go on, by the same clock."""
         return max((file.written for file in self._files.values() if file.asks), default=None)
 
@@ -109,13 +107,13 @@ def _is_to_go_on(record: Record) -> bool:
 
 def _thinned(content: bytes) -> bytes:
     lines, thin = content.split(b"\n"), thinned(content).split(b"\n")
-    seen: set[bytes] = set()
+    figures: set[bytes] = set()
     logged = (index for index in range(len(lines) - 1, -1, -1) if _LOGGED in lines[index])
     for index in islice(logged, _LOOKED_AT):
         names = set(_FIGURE.findall(lines[index].partition(b'"values":')[2]))
-        if not names <= seen:
+        if not names <= figures:
             thin[index] = lines[index]
-            seen |= names
+            figures |= names
     return b"\n".join(thin)
 
 

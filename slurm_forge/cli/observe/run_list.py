@@ -10,9 +10,7 @@ from typing import Any
 from slurm_forge.cli.run_choice import state_folder
 from slurm_forge.report.status.run_listing import ListedRun
 from slurm_forge.run_directory import RunDirectory
-from slurm_forge.run_directory.remembered import Remembered, signature
-
-__all__ = ["Lister"]
+from slurm_forge.run_directory.snapshot_file import SnapshotFile, signature
 
 #: Grows with what a line is worked out by.
 _VERSION = "2"
@@ -29,15 +27,15 @@ class Lister:
 
     def __init__(self, folder: Path, *, words: bool) -> None:
         self._words = words
-        self._remembered = Remembered(state_folder() / "listing", folder, _VERSION)
+        self._remembered = SnapshotFile(state_folder() / "listing", folder, _VERSION)
 
     def line(self, run: RunDirectory) -> ListedRun:
         """The line of one run.  Raises what reading its files raises."""
         signed = signature(run)
         value = self._remembered.get(run, signed)
-        kept = None if value is None else _line(value, run)
-        if kept is not None and not (self._words and kept.status not in _RESTS):
-            return kept
+        remembered = None if value is None else _line(value, run)
+        if remembered is not None and not (self._words and remembered.status not in _RESTS):
+            return remembered
         line, newest = self._made(run)
         # Whether a local run is still there is no matter of files.
         if line.job[:1].isdigit() or not line.job or line.status in _RESTS:
@@ -49,13 +47,13 @@ class Lister:
         self._remembered.save()
 
     def _made(self, run: RunDirectory) -> tuple[ListedRun, float | None]:
-        from slurm_forge.cli.observe.run_reading import Gathering
+        from slurm_forge.cli.observe.run_reading import RunReader
         from slurm_forge.cli.observe.surroundings import surrounded
         from slurm_forge.report.status.run_listing import listed
         from slurm_forge.report.status.status import take_status
 
-        gathering = Gathering(run, spec=False)
-        gathering.look()
+        gathering = RunReader(run, spec=False)
+        gathering.poll()
         facts = surrounded(gathering.facts(), run, resources=False)
         newest = max((record.time for record in facts.records), default=None)
         return listed(facts, take_status(facts)), newest

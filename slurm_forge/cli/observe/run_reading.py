@@ -25,12 +25,10 @@ from slurm_forge.run_directory import RunDirectory, list_claims
 from slurm_forge.store.identity import CheckpointName
 from slurm_forge.units import parse_duration, parse_memory
 
-__all__ = ["Gathering", "gather"]
-
 _LOG_ENDINGS = (".out", "_log.err")
 
 
-class Gathering:
+class RunReader:
     """A run that is looked at again and again.
 
     Without ``spec`` run.yaml is read only for what the journal does not say, the last step.
@@ -79,7 +77,7 @@ class Gathering:
             return f"run.yaml can't be read: {error}"
         return None
 
-    def look(self) -> list[Record]:
+    def poll(self) -> list[Record]:
         """Read on; what is new, the earliest first."""
         records, damage = self._tail.poll()
         self._records += records
@@ -117,7 +115,7 @@ class Gathering:
             on_disk=_on_disk(run),
             last_written=self._tail.last_written,
             claimed=_claimed(run),
-            asked=self._tail.asked,
+            asked=self._tail.resume_asked_at,
         )
 
 
@@ -130,8 +128,8 @@ def _memory(body: Any) -> int | None:
 
 def gather(run: RunDirectory, *, logs: bool = True) -> RunFacts:
     """Read everything once; with ``logs`` also look where the output lies."""
-    gathering = Gathering(run)
-    gathering.look()
+    gathering = RunReader(run)
+    gathering.poll()
     facts = gathering.facts()
     return replace(facts, logs=_logs(run)) if logs else facts
 
@@ -161,7 +159,7 @@ def _on_disk(run: RunDirectory) -> frozenset[CheckpointName] | None:
 
     To be listed after the journal was read: what that tells of has been published by then.
     """
-    found = set()
+    checkpoints = set()
     try:
         entries = os.listdir(run.checkpoints)  # noqa: PTH208  (a Path per entry is not needed)
     except FileNotFoundError:
@@ -170,8 +168,8 @@ def _on_disk(run: RunDirectory) -> frozenset[CheckpointName] | None:
         return None
     for entry in entries:
         with contextlib.suppress(ValueError):
-            found.add(CheckpointName.parse(entry))
-    return frozenset(found)
+            checkpoints.add(CheckpointName.parse(entry))
+    return frozenset(checkpoints)
 
 
 def _claimed(run: RunDirectory) -> float | None:
@@ -185,9 +183,9 @@ def _oldest_file(run: RunDirectory, rule: PurgeRule | None) -> float | None:
     """Of run.yaml and one file of each checkpoint; the others are as old."""
     if rule is None:
         return None
-    found = []
+    times = []
     for path in (run.spec_file, *run.checkpoints.glob("step-*/manifest.json")):
         with contextlib.suppress(OSError):
-            seen = path.stat()
-            found.append(counts_from(rule.basis, read=seen.st_atime, written=seen.st_mtime))
-    return min(found, default=None)
+            stat = path.stat()
+            times.append(counts_from(rule.basis, accessed=stat.st_atime, written=stat.st_mtime))
+    return min(times, default=None)

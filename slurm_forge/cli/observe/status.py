@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from slurm_forge.report.status.report_facts import RunFacts
     from slurm_forge.run_directory import RunDirectory
 
-__all__ = ["explain", "status"]
-
 _LOOK_EVERY_S = 1.0
 _FIGURES_EVERY_S = 30.0
 
@@ -30,9 +28,11 @@ RunName = Annotated[
 ]
 Runs = Annotated[
     Path | None,
-    typer.Option("--runs", metavar="DIR", help="Folder of runs (SLURM_FORGE_RUNS, else ./runs)."),
+    typer.Option(
+        "--runs", metavar="DIR", help="Folder of runs (default: SLURM_FORGE_RUNS, ./runs)."
+    ),
 ]
-Json = Annotated[bool, typer.Option("--json", help="For programs: the keys stay as they are.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON with stable keys.")]
 
 
 def status(
@@ -40,12 +40,12 @@ def status(
         str | None,
         typer.Argument(
             metavar="RUN",
-            help="Name of a run, or the path of its folder; without it, all runs.",
+            help="Name of a run, or the path of its folder (default: all runs).",
             autocompletion=run_names,
         ),
     ] = None,
     follow: Annotated[
-        bool, typer.Option("--follow", "-f", help="Stay, and tell what happens.")
+        bool, typer.Option("--follow", "-f", help="Keep running and print what happens.")
     ] = False,
     json: Json = False,
     runs: Runs = None,
@@ -67,11 +67,11 @@ def status(
             raise typer.BadParameter("--follow needs the name of a run")
         _list(runs, as_json=json)
         return
-    found = find_run(run, runs)
+    directory = find_run(run, runs)
     if follow and json:
         raise typer.BadParameter("--follow is for people; ask for --json again and again instead")
     if follow:
-        _follow(found)
+        _follow(directory)
         return
     from slurm_forge.cli.observe.run_reading import gather
     from slurm_forge.cli.observe.surroundings import (
@@ -82,20 +82,22 @@ def status(
     from slurm_forge.report.status.status import take_status
     from slurm_forge.report.status.status_text import status_text
 
-    facts = with_queue(lambda: surrounded(gather(found, logs=False), found, resources=False))
-    taken = take_status(facts)
-    typer.echo(to_json(taken) if json else status_text(taken), nl=json)
+    facts = with_queue(
+        lambda: surrounded(gather(directory, logs=False), directory, resources=False)
+    )
+    report = take_status(facts)
+    typer.echo(to_json(report) if json else status_text(report), nl=json)
 
 
 def explain(
     run: RunName,
     attempt: Annotated[
-        int | None, typer.Option(min=1, help="Tell this attempt in full.", metavar="N")
+        int | None, typer.Option(min=1, help="Show this attempt in full.", metavar="N")
     ] = None,
     json: Json = False,
     runs: Runs = None,
 ) -> None:
-    """What happened, why, what was changed, what it cost.
+    """What happened, why, what changed, what it cost.
 
     \b
     Examples:
@@ -115,8 +117,8 @@ def explain(
     from slurm_forge.report.explain.explain import only_attempt
     from slurm_forge.report.explain.explain_text import explain_text
 
-    found = find_run(run, runs)
-    facts = with_queue(lambda: surrounded(gather(found), found))
+    directory = find_run(run, runs)
+    facts = with_queue(lambda: surrounded(gather(directory), directory))
     story = told_by(facts)
     chosen = story if attempt is None else only_attempt(story, attempt)
     if chosen is None:
@@ -154,24 +156,24 @@ def _list(runs: Path | None, *, as_json: bool) -> None:
     lines = []
     lister = Lister(folder.absolute(), words=as_json)
     for name in run_names(folder):
-        found = RunDirectory.at(folder / name)
+        run = RunDirectory.at(folder / name)
         try:
-            lines.append(lister.line(found))
+            lines.append(lister.line(run))
         except (ForgeError, OSError) as error:
-            lines.append(unreadable(name, str(found.path), str(error)))
+            lines.append(unreadable(name, str(run.path), str(error)))
     lister.close()
     others = [] if runs is not None else [from_here(path) for path in runs_of_submitit()]
-    told = listing(str(folder.absolute()), lines, elsewhere=others)
-    typer.echo(to_json(told) if as_json else listing_text(told), nl=as_json)
+    runs_shown = listing(str(folder.absolute()), lines, elsewhere=others)
+    typer.echo(to_json(runs_shown) if as_json else listing_text(runs_shown), nl=as_json)
 
 
 def _follow(run: RunDirectory) -> None:
     """Status once, then a line for everything that happens, until the run is at rest."""
     from slurm_forge.cli.observe.follow import (
-        Watcher,
+        RunFollower,
         screen_for,
     )
-    from slurm_forge.cli.observe.run_reading import Gathering
+    from slurm_forge.cli.observe.run_reading import RunReader
     from slurm_forge.cli.observe.surroundings import (
         surrounded,
         with_queue,
@@ -185,30 +187,30 @@ def _follow(run: RunDirectory) -> None:
     from slurm_forge.report.text import clock
 
     at_rest = {status.value for status in AT_REST}
-    gathering = Gathering(run)
+    gathering = RunReader(run)
 
     def read() -> RunFacts:
-        gathering.look()
+        gathering.poll()
         return surrounded(gathering.facts(), run, resources=False)
 
     # Asked once: what changes is told by the journal, and Slurm has better to do.
     facts = with_queue(read)
-    taken = take_status(facts)
-    typer.echo(status_text(taken), nl=False)
-    if taken.status in at_rest:
+    report = take_status(facts)
+    typer.echo(status_text(report), nl=False)
+    if report.status in at_rest:
         return
     try:
         with screen_for(sys.stdout) as screen:
-            watcher = Watcher(gathering, screen)
-            told, tell_from = taken.logged, time.monotonic() + _FIGURES_EVERY_S
-            while taken.status not in at_rest:
+            watcher = RunFollower(gathering, screen)
+            logged, tell_from = report.logged, time.monotonic() + _FIGURES_EVERY_S
+            while report.status not in at_rest:
                 time.sleep(_LOOK_EVERY_S)
-                watcher.look()
+                watcher.poll()
                 facts = surrounded(gathering.facts(), run, resources=False)
-                taken = take_status(facts)
-                if taken.logged != told and time.monotonic() >= tell_from:
-                    told, tell_from = taken.logged, time.monotonic() + _FIGURES_EVERY_S
-                    screen.line(f"{clock(time.time())}  {figures(told)}")
+                report = take_status(facts)
+                if report.logged != logged and time.monotonic() >= tell_from:
+                    logged, tell_from = report.logged, time.monotonic() + _FIGURES_EVERY_S
+                    screen.line(f"{clock(time.time())}  {figures(logged)}")
     except KeyboardInterrupt:
         return  # the person has seen enough; the run does not notice
-    typer.echo(status_text(taken), nl=False)
+    typer.echo(status_text(report), nl=False)

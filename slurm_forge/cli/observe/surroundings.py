@@ -13,7 +13,7 @@ from typing import Any
 
 from slurm_forge.errors import ForgeError
 from slurm_forge.files import open_trusted
-from slurm_forge.launch.attempt.run_lock import gone_here
+from slurm_forge.launch.attempt.run_lock import ended_local_job
 from slurm_forge.launch.render.array_chain import tasks_waiting
 from slurm_forge.report.status.report_facts import (
     NotStarted,
@@ -28,8 +28,6 @@ from slurm_forge.slurm.client import Slurm, SubprocessSlurm
 from slurm_forge.slurm.records import AccountingRecord
 from slurm_forge.slurm.states import ACTIVE
 
-__all__ = ["ask_slurm", "surrounded", "with_queue"]
-
 #: What a batch script leaves behind where Python or slurm_forge can't be imported.
 _NOT_STARTED = re.compile(r"not-started-(\d{1,10}(?:_\d{1,10})?)\.txt")
 _MOST_TEXT = 4096
@@ -41,16 +39,16 @@ _PATIENCE = timedelta(seconds=3)
 def surrounded(facts: RunFacts, run: RunDirectory, *, resources: bool = True) -> RunFacts:
     """The facts with what lies around the journal; ``resources`` of the job as well."""
     facts = replace(
-        facts, not_started=tuple(_not_started(run.submissions)), gone_here=gone_here(run)
+        facts, not_started=tuple(_not_started(run.submissions)), gone_here=ended_local_job(run)
     )
     if not resources:
         return facts
-    asked = _resources(run)
-    nodes = asked.get("nodes", 1)
+    requested = _resources(run)
+    nodes = requested.get("nodes", 1)
     return replace(
         facts,
-        gpus_per_rank=_gpus_per_rank(asked),
-        nodes_asked=nodes if isinstance(nodes, int) and asked else None,
+        gpus_per_rank=_gpus_per_rank(requested),
+        nodes_asked=nodes if isinstance(nodes, int) and requested else None,
     )
 
 
@@ -98,15 +96,15 @@ def _accounted(slurm: Slurm, job: str) -> AccountingRecord | None:
         rows = slurm.accounting(job)
     except ForgeError:
         return None
-    mine = (row for row in rows if row.step is None and row.job_ref == job)
-    return next(reversed(list(mine)), None)
+    own_rows = (row for row in rows if row.step is None and row.job_ref == job)
+    return next(reversed(list(own_rows)), None)
 
 
 def _not_started(folder: Path) -> Iterator[NotStarted]:
     """The newest of them; what can't be trusted is left out."""
     try:
         with os.scandir(folder) as entries:
-            named = [(entry, found) for entry in entries if (found := _match(entry)) is not None]
+            named = [(entry, job_id) for entry in entries if (job_id := _match(entry)) is not None]
             dated = sorted(((e.stat().st_mtime, e.path, job) for e, job in named), reverse=True)
     except OSError:
         return
@@ -123,8 +121,8 @@ def _not_started(folder: Path) -> Iterator[NotStarted]:
 
 
 def _match(entry: os.DirEntry[str]) -> str | None:
-    found = _NOT_STARTED.fullmatch(entry.name)
-    return None if found is None else found[1]
+    match = _NOT_STARTED.fullmatch(entry.name)
+    return None if match is None else match[1]
 
 
 def _resources(run: RunDirectory) -> dict[str, Any]:
@@ -140,21 +138,21 @@ def _resources(run: RunDirectory) -> dict[str, Any]:
     return body if isinstance(body, dict) else {}
 
 
-def _gpus_per_rank(asked: dict[str, Any]) -> float | None:
+def _gpus_per_rank(requested: dict[str, Any]) -> float | None:
     """GPUs of each rank; None where none are asked for."""
-    per_task = _count(asked.get("gpus_per_task"))
+    per_task = _count(requested.get("gpus_per_task"))
     if per_task:
         return float(per_task)
-    generic = str(asked.get("gres") or "")
+    generic = str(requested.get("gres") or "")
     of_gres = generic if generic.startswith("gpu") else None
-    per_node = _count(asked.get("gpus_per_node")) or _count(of_gres)
-    tasks = asked.get("tasks_per_node", 1)
+    per_node = _count(requested.get("gpus_per_node")) or _count(of_gres)
+    tasks = requested.get("tasks_per_node", 1)
     return per_node / tasks if per_node and isinstance(tasks, int) and tasks > 0 else None
 
 
-def _count(given: object) -> int:
+def _count(option: object) -> int:
     """``8``, ``a100:8``, ``gpu:a100:4``; a kind alone is one."""
-    if given is None or given == "" or isinstance(given, bool):
+    if option is None or option == "" or isinstance(option, bool):
         return 0
-    last = str(given).split(",")[0].split("(")[0].rpartition(":")[2]
+    last = str(option).split(",")[0].split("(")[0].rpartition(":")[2]
     return int(last) if last.isascii() and last.isdigit() and len(last) < 6 else 1

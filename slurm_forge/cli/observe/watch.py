@@ -14,16 +14,14 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from slurm_forge.launch.watch.watcher import (
-        Found,
+        HandledFinding,
         Round,
         Watcher,
     )
     from slurm_forge.recovery.run_watch import WatchLimits
     from slurm_forge.run_directory import RunDirectory
-    from slurm_forge.run_directory.told import Told
+    from slurm_forge.run_directory.reported_findings import ReportedFindings
     from slurm_forge.slurm.client import Slurm
-
-__all__ = ["watch"]
 
 #: Exit status where something new needs a person.
 _NEWS = 1
@@ -39,34 +37,34 @@ def watch(
         list[str] | None,
         typer.Argument(
             metavar="RUN",
-            help="Names or folders of runs; without any, all in the folder of runs.",
+            help="Names or folders of runs (default: all in the folder of runs).",
             autocompletion=run_names,
         ),
     ] = None,
-    once: Annotated[bool, typer.Option("--once", help="One look, for cron; then leave.")] = False,
+    once: Annotated[bool, typer.Option("--once", help="Check once and exit, for cron.")] = False,
     every: Annotated[
-        str, typer.Option("--every", metavar="TIME", help="Between two looks: 60s, 5m.")
+        str, typer.Option("--every", metavar="TIME", help="Time between checks: 60s, 5m.")
     ] = "60s",
     hook: Annotated[
         str | None,
-        typer.Option("--hook", metavar="CMD", help="Program that gets what is new as JSON."),
+        typer.Option("--hook", metavar="CMD", help="Program that gets new findings as JSON."),
     ] = None,
     restart: Annotated[
         bool,
-        typer.Option("--restart", help="Bring runs back whose job is gone without a word."),
+        typer.Option("--restart", help="Requeue runs whose job has disappeared."),
     ] = False,
     json: Annotated[
-        bool, typer.Option("--json", help="For programs: one document per look.")
+        bool, typer.Option("--json", help="Print JSON with stable keys, one document per check.")
     ] = False,
     runs: Annotated[
         Path | None,
         typer.Option("--runs", metavar="DIR", help="Folder of runs (SLURM_FORGE_RUNS, ./runs)."),
     ] = None,
 ) -> None:
-    """Look after runs: what is held, gone, stuck or waits in vain is told, once.
+    """Watch over runs: report, once, what is held, gone, stuck or waiting in vain.
 
-    Requeues that Slurm did not answer are carried out.  One question to Slurm for all runs.
-    With --once, exit status 1: something new needs a person; 2: it could not look.
+    Requeues that Slurm did not confirm are retried.  Slurm is queried once for all runs.
+    With --once, exit status 1: something new needs attention; 2: it could not check.
 
     \b
     Examples:
@@ -87,8 +85,7 @@ def watch(
     from slurm_forge.launch.watch.notify import hook_words
     from slurm_forge.launch.watch.watcher import Watcher
     from slurm_forge.run_directory import RunDirectory
-    from slurm_forge.run_directory.remembered import Remembered
-    from slurm_forge.run_directory.told import Told
+    from slurm_forge.run_directory.reported_findings import ReportedFindings
     from slurm_forge.slurm.client import SubprocessSlurm
     from slurm_forge.units import parse_duration
 
@@ -100,36 +97,35 @@ def watch(
     folder = runs_folder(runs).absolute()
     if not run and not folder.is_dir():
         raise RunDirectoryError(
-            f"there is no folder {folder}: nothing would be looked after",
-            next_step="Say where runs are: --runs DIR or SLURM_FORGE_RUNS.",
+            f"there is no folder {folder}: nothing would be watched",
+            next_step="Give the folder of runs: --runs DIR or SLURM_FORGE_RUNS.",
         )
     slurm = SubprocessSlurm.of_this_process()
-    told = Told(state_folder() / "watch", folder)
-    told.make()
+    reported = ReportedFindings(state_folder() / "watch", folder)
+    reported.make()
     places = site_places()
     # What goes before the name of each run there; worked out once, and not for each of thousands.
     before = reference(RunDirectory.at(folder / "x"))[:-1]
 
-    def name_of(found: RunDirectory) -> str:
-        return before + found.name if found.path.parent == folder else reference(found)
+    def name_of(target: RunDirectory) -> str:
+        return before + target.name if target.path.parent == folder else reference(target)
 
     watcher = Watcher(
         slurm,
         limits=_limits(slurm, restart=restart),
         name_of=name_of,
         site_of=lambda name: places.load(name).site,
-        remembered=Remembered(state_folder() / "seen", folder, "3") if once else None,
     )
-    asked = None if not run else [find_run(name, runs) for name in run]
+    selection = None if not run else [find_run(name, runs) for name in run]
 
     def chosen() -> list[RunDirectory]:
-        return asked or [RunDirectory.at(folder / name) for name in run_names(folder)]
+        return selection or [RunDirectory.at(folder / name) for name in run_names(folder)]
 
     pause, answered = pause_s, True
     while True:
         try:
-            round_, news = _look(watcher, chosen(), told, whole=not asked)
-            _tell(round_, news, folder, words, as_json=json)
+            round_, news = _check(watcher, chosen(), reported, whole=not selection)
+            _report(round_, news, folder, words, as_json=json)
             if round_.answered is not answered and not json:
                 _say_whether_it_answers(round_)
             answered = round_.answered
@@ -139,7 +135,7 @@ def watch(
             if once:
                 raise
             # Another watcher that takes long, a disk that is full for a while: it looks again.
-            typer.echo(f"not looked: {' '.join(str(error).split())}", err=True)
+            typer.echo(f"check failed: {' '.join(str(error).split())}", err=True)
             pause = min(2 * pause, max(_LONGEST_PAUSE_S, pause_s))
             if not _rested(pause):
                 return
@@ -163,7 +159,7 @@ def _rested(seconds: float) -> bool:
 
 def _say_whether_it_answers(round_: Round) -> None:
     """When it begins and when it ends, and not with every look between."""
-    words = "answers again" if round_.answered else f"could not be asked: {round_.why}"
+    words = "answers again" if round_.answered else f"could not be queried: {round_.why}"
     typer.echo(f"Slurm's queue {words}", err=True)
 
 
@@ -183,34 +179,34 @@ def _limits(slurm: Slurm, *, restart: bool) -> WatchLimits:
     return WatchLimits(restart=restart, delay_s=delay, shorten=delay > _SHARE)
 
 
-def _look(
-    watcher: Watcher, runs: Sequence[RunDirectory], told: Told, *, whole: bool
-) -> tuple[Round, list[Found]]:
+def _check(
+    watcher: Watcher, runs: Sequence[RunDirectory], reported: ReportedFindings, *, whole: bool
+) -> tuple[Round, list[HandledFinding]]:
     """One round, alone on this host, and what of it has not been told before."""
     from datetime import timedelta
 
     from slurm_forge.lock import exclusive
 
-    with exclusive(told.lock, timedelta(seconds=_MINUTE_S)):
+    with exclusive(reported.lock, timedelta(seconds=_MINUTE_S)):
         round_ = watcher.round(runs)
-        before = told.read()
-        news = [one for one in round_.found if one.finding.key not in before.get(one.path, ())]
+        before = reported.read()
+        news = [one for one in round_.findings if one.finding.key not in before.get(one.path, ())]
         now: dict[str, tuple[str, ...]] = {}
-        for one in round_.found:
+        for one in round_.findings:
             now[one.path] = (*now.get(one.path, ()), one.finding.key)
         if not whole or not round_.answered or round_.left:
             # What was not looked at now is not over.
             looked = {str(run.path) for run in runs} if round_.answered and not round_.left else ()
-            kept = {path: keys for path, keys in before.items() if path not in looked}
-            now = {**kept, **now}
+            others = {path: keys for path, keys in before.items() if path not in looked}
+            now = {**others, **now}
         if now != before:
-            told.write(now)
+            reported.write(now)
     return round_, news
 
 
-def _tell(
+def _report(
     round_: Round,
-    news: Sequence[Found],
+    news: Sequence[HandledFinding],
     folder: Path,
     hook: tuple[str, ...] | None,
     *,
@@ -226,25 +222,25 @@ def _tell(
 
     # A shortened wait is of no interest to anybody, unless it failed.
     quiet = FindingKind.DELAYED
-    told = [one for one in news if one.finding.kind is not quiet or one.finding.person]
+    findings = [one for one in news if one.finding.kind is not quiet or one.finding.person]
     if as_json:
         typer.echo(to_json(watch_report(round_, news, str(folder))))
     else:
-        for one in told:
+        for one in findings:
             for line in finding_lines(one):
                 typer.echo(line)
-    if hook is None or not told:
+    if hook is None or not findings:
         return
     import socket
     from datetime import timedelta
 
+    from slurm_forge.knobs import process_environ
     from slurm_forge.launch.watch.notify import run_hook
     from slurm_forge.person import person
-    from slurm_forge.slurm.environment import process_environ
 
     body = to_json(
         alert(
-            told,
+            findings,
             time=round_.time,
             host=socket.gethostname(),
             user=person(),

@@ -1,3 +1,4 @@
-"""Verbs that begin a run: ``init``, ``config``, ``render``, ``submit``, ``run``, ``exec``,
-``policy``.
+"""Verbs that begin a run (``init``, ``submit``, ``run``, ``exec``, …); called by ``cli.main``.
+
+Entry: ``submit``.
 """

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from slurm_forge.spec import JobSpec
     from slurm_forge.spec.layers import Layered
 
-__all__ = ["app"]
-
 #: What of a site file reaches a job beside what the job says itself.
 _OF_THE_SITE = (
     "modules", "setup", "sbatch_options", "srun_options", "python", "env", "socket_interface",
@@ -28,13 +26,13 @@ _OF_A_JOB = ("name", "entry", "command")
 
 app = typer.Typer(
     name="config",
-    help="What a job comes to, from all files and options.",
+    help="The resolved job, from all files and options.",
     no_args_is_help=True,
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-AsJson = Annotated[bool, typer.Option("--json", help="For programs: the keys stay as they are.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON with stable keys.")]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +81,7 @@ def show(
         Path | None,
         typer.Argument(
             metavar="[JOB.yaml]",
-            help="The job file; without it, what one in this folder would begin with.",
+            help="The job file (default: what one in this folder would start from).",
             show_default=False,
         ),
     ] = None,
@@ -92,7 +90,7 @@ def show(
         typer.Option(
             "--site",
             metavar="NAME|FILE",
-            help="Site (SLURM_FORGE_SITE, site: of your settings, else what Slurm is called).",
+            help="Site (default: SLURM_FORGE_SITE, site: in your settings, Slurm's ClusterName).",
             autocompletion=site_names,
         ),
     ] = None,
@@ -102,11 +100,11 @@ def show(
     ] = None,
     settings: Settings = None,
     origin: Annotated[
-        bool, typer.Option("--origin", help="With the file and the line of each value.")
+        bool, typer.Option("--origin", help="Show file and line of each value.")
     ] = False,
     json: AsJson = False,
 ) -> None:
-    """The whole job, defaults too, and how site and folder of runs are chosen.
+    """The whole job with defaults, and how site and folder of runs are chosen.
 
     A value wins over those of the files before it: your own config.yaml, the project's
     slurm_forge.yaml, the job file, --set.  Nothing is made or submitted.
@@ -123,26 +121,25 @@ def show(
         runs_chosen,
         site_places,
     )
-    from slurm_forge.knobs import Knobs
+    from slurm_forge.knobs import Knobs, process_environ
     from slurm_forge.report.encoding import to_json
-    from slurm_forge.slurm.environment import process_environ
-    from slurm_forge.spec.config_files import layered_job
+    from slurm_forge.spec.layers import layered_job
 
-    found = layered_job(job, Knobs.from_environ(process_environ()), settings or [])
-    places = site_places(found.site)
-    named = site is not None or places.said() is not None
+    layered = layered_job(job, Knobs.from_environ(process_environ()), settings or [])
+    places = site_places(layered.site)
+    named = site is not None or places.preset() is not None
     loaded = places.load(site, cluster_name=None if named else cluster_name())
-    folder, by = runs_chosen(runs, found.runs)
+    folder, by = runs_chosen(runs, layered.runs)
     shown = ConfigShown(
-        files=found.files,
+        files=layered.files,
         site=Chosen(
             name=loaded.site.name,
             path=from_here(loaded.path.absolute()),
             because=loaded.because,
         ),
         runs=Chosen(name=folder.name, path=from_here(folder.absolute()), because=by),
-        values=_values(found, nameless=job is None),
-        from_site=_from_site(loaded, found.job),
+        values=_values(layered, nameless=job is None),
+        from_site=_from_site(loaded, layered.job),
     )
     typer.echo(to_json(shown) if json else _text(shown, origin=origin))
 
@@ -166,11 +163,11 @@ def schema(
     from slurm_forge.spec.layers import settings_schema
     from slurm_forge.spec.loading import job_schema
 
-    found = settings_schema() if of_settings else job_schema()
-    typer.echo(json.dumps(found, indent=1, ensure_ascii=False))
+    document = settings_schema() if of_settings else job_schema()
+    typer.echo(json.dumps(document, indent=1, ensure_ascii=False))
 
 
-def _values(found: Layered, *, nameless: bool) -> tuple[ValueOf, ...]:
+def _values(layered: Layered, *, nameless: bool) -> tuple[ValueOf, ...]:
     from slurm_forge.spec.origins import job_values
 
     return tuple(
@@ -180,7 +177,7 @@ def _values(found: Layered, *, nameless: bool) -> tuple[ValueOf, ...]:
             origin=each.place.source or "",
             line=each.place.line,
         )
-        for each in job_values(found)
+        for each in job_values(layered)
         if not (nameless and each.path[0] in _OF_A_JOB and each.place.source == "default")
     )
 

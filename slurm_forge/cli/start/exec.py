@@ -11,13 +11,13 @@ import typer
 if TYPE_CHECKING:
     from slurm_forge.run_directory import RunDirectory
 
-__all__ = ["execute"]
-
 
 def execute(
     command: Annotated[
         list[str] | None,
-        typer.Argument(metavar="-- CMD …", help="The program and its words.", show_default=False),
+        typer.Argument(
+            metavar="-- CMD …", help="The program and its arguments.", show_default=False
+        ),
     ] = None,
     name: Annotated[
         str | None,
@@ -32,27 +32,30 @@ def execute(
     runs: Annotated[
         Path | None,
         typer.Option(
-            "--runs", metavar="DIR", help="Folder of runs (SLURM_FORGE_RUNS, else ./runs)."
+            "--runs", metavar="DIR", help="Folder of runs (default: SLURM_FORGE_RUNS, ./runs)."
         ),
     ] = None,
     convention: Annotated[
         str | None,
         typer.Option(
             metavar="NAME",
-            help="Habits: plain, torchrun, lightning, hf, submitit, accelerate.",
+            help="Signal convention: plain, torchrun, lightning, hf, submitit, accelerate.",
         ),
     ] = None,
     notify: Annotated[
         str | None,
-        typer.Option(metavar="SIGNAL", help="Tells the program to save (TERM)."),
+        typer.Option(metavar="SIGNAL", help="Signal that makes the program save (TERM)."),
     ] = None,
     notify_to: Annotated[
         str | None,
-        typer.Option(metavar="WHOM", help="child, group, ranks (tasks of steps), tree (leaves)."),
+        typer.Option(
+            metavar="WHOM",
+            help="Who gets it: child, group, ranks (tasks of steps), tree (leaf processes).",
+        ),
     ] = None,
     notify_again: Annotated[
         bool,
-        typer.Option("--notify-again", help="Also those that Slurm has signalled already."),
+        typer.Option("--notify-again", help="Also processes that Slurm has already signalled."),
     ] = False,
     lead: Annotated[
         str | None,
@@ -66,47 +69,49 @@ def execute(
         str | None,
         typer.Option(
             metavar="WORDS",
-            help="Added from the second start on: '--resume {latest}'. Fields: latest, attempt, "
-            "launch, restarts, run_dir.",
+            help="Appended from the second start on: '--resume {latest}'. Fields: latest, "
+            "attempt, launch, restarts, run_dir.",
         ),
     ] = None,
     progress_file: Annotated[
         str | None,
-        typer.Option(metavar="GLOB", help="Files that tell progress; else the checkpoints."),
+        typer.Option(metavar="GLOB", help="Files that show progress (default: the checkpoints)."),
     ] = None,
     step_pattern: Annotated[
         str | None,
-        typer.Option(metavar="REGEX", help=r"Tells the step in its output: 'step (\d+)'."),
+        typer.Option(metavar="REGEX", help=r"Finds the step in its output: 'step (\d+)'."),
     ] = None,
     progress_after: Annotated[
         str | None,
-        typer.Option(metavar="TIME", help="Else: a start that ran for so long got on (10m)."),
+        typer.Option(
+            metavar="TIME", help="Without either: a start that ran this long made progress (10m)."
+        ),
     ] = None,
     done_file: Annotated[
-        str | None, typer.Option(metavar="FILE", help="Exists once the program is through.")
+        str | None, typer.Option(metavar="FILE", help="File that exists once the program is done.")
     ] = None,
     done_pattern: Annotated[
-        str | None, typer.Option(metavar="REGEX", help="Printed once it is through.")
+        str | None, typer.Option(metavar="REGEX", help="Output that says it is done.")
     ] = None,
     done_exit_code: Annotated[
-        int | None, typer.Option(metavar="N", help="Exit status: it is through.")
+        int | None, typer.Option(metavar="N", help="Exit code that says it is done.")
     ] = None,
     requeue_exit_code: Annotated[
-        int | None, typer.Option(metavar="N", help="Exit status: start me again.")
+        int | None, typer.Option(metavar="N", help="Exit code that asks for a restart.")
     ] = None,
 ) -> None:
     """Run a command until it is done: in your own sbatch script, or here.
 
-    It is told when Slurm wants the nodes, given the time that there is, started again or
-    requeued within budgets, and resumes by its own means.  Exit 0 is done; exit 0 after it
-    was told to stop is not.  Write it as the last line of the script, with exec in front:
+    The command is signalled when Slurm wants the nodes, given the remaining time, restarted
+    or requeued within budgets, and resumes by its own means.  Exit code 0 means done, unless
+    it was signalled to stop.  Write it as the last line of the script, with exec in front:
 
     exec slurm-forge exec --name big -- srun python train.py
 
-    Exit status: 0 done, requeued, held or stopped by somebody (so a script with set -e goes
-    on); the command's own where it failed for good and nobody brings it back (without Slurm,
-    or where the job file says raise); 2 a wrong command line, nothing was started; 130, 143
-    a person's signal, without Slurm.
+    Exit status: 0 done, requeued, held or stopped by a user (so that a script with set -e
+    continues); the command's own where it failed for good and is not brought back (without
+    Slurm, or where the job file says raise); 2 a wrong command line, nothing was started;
+    130, 143 a signal from a user, without Slurm.
 
     \b
     Examples:
@@ -122,9 +127,10 @@ def execute(
         site_places,
     )
     from slurm_forge.errors import ForgeError
+    from slurm_forge.knobs import process_environ
     from slurm_forge.launch.attempt.failed_start import (
-        telling_why_not_started,
-        why_not_started,
+        report_failed_start,
+        reporting_failed_start,
     )
     from slurm_forge.launch.command.main import (
         VIA_EXEC,
@@ -134,9 +140,9 @@ def execute(
         open_run,
         program_job,
     )
-    from slurm_forge.site.detection import GENERIC
+    from slurm_forge.site.loading import GENERIC
     from slurm_forge.slurm.client import SubprocessSlurm
-    from slurm_forge.slurm.environment import SlurmEnvironment, process_environ
+    from slurm_forge.slurm.environment import SlurmEnvironment
 
     variables = dict(process_environ())
     try:
@@ -181,9 +187,9 @@ def execute(
         )
     except (ForgeError, OSError) as error:
         if isinstance(error, ForgeError):
-            why_not_started(None if name is None else _begun(name, runs), variables, error)
+            report_failed_start(None if name is None else _begun(name, runs), variables, error)
         fail(error, "nothing was started.")
-    with telling_why_not_started(run, variables):
+    with reporting_failed_start(run, variables):
         status = execute(
             run,
             environment=environment,
@@ -216,8 +222,8 @@ def _refuse_missing(command: Sequence[str], run: Path) -> None:
     if not (run / "run.yaml").is_file() and shutil.which(command[0]) is None:
         raise ConfigError(
             f"there is no program {command[0]!r} here",
-            next_step="Write what comes after -- as you would type it; a script of your own needs "
-            "its path (./train.sh), and shell syntax a shell: -- bash -c '…'",
+            next_step="Write the command after -- as you would type it; your own script needs its "
+            "path (./train.sh), and shell syntax needs a shell: -- bash -c '…'",
         )
 
 

@@ -20,15 +20,12 @@ from typing import Any
 
 import jinja2
 
-from slurm_forge.documents import nearest
-from slurm_forge.documents.scalars import is_plain_text
+from slurm_forge.documents.writing import is_plain_text
 from slurm_forge.errors import ConfigError
-from slurm_forge.slurm.text.directives import as_directive
+from slurm_forge.launch.render.sbatch_options import as_directive
 from slurm_forge.spec import JobSpec
 from slurm_forge.spec.launchers import Template
 from slurm_forge.spec.loading import from_yaml, job_from_mapping, to_mapping
-
-__all__ = ["FirstFiles", "NewFile", "Way", "Wishes", "first_files", "name_from"]
 
 JOB_FILE = "train.yaml"
 _PROGRAM = "train.py"
@@ -39,7 +36,7 @@ _STARTERS = Path(__file__).resolve().parents[2] / "starters"
 _PLAIN = re.compile(r"[A-Za-z][A-Za-z0-9_./-]*")
 
 
-class Way(str, Enum):
+class StartMethod(str, Enum):
     """How a run is started: the tutorials of docs/tutorials, one each."""
 
     #: A job file and a function: slurm-forge submit.
@@ -57,7 +54,7 @@ class Wishes:
     """What a person wants: as typed, not checked.  Without entry and command a program is made."""
 
     name: str
-    way: Way = Way.JOB
+    way: StartMethod = StartMethod.JOB
     entry: str | None = None
     command: str | None = None
     site: str | None = None
@@ -95,16 +92,13 @@ def name_from(folder: Path) -> str:
     return name or "my-run"
 
 
-def first_files(wishes: Wishes, *, templates: Sequence[str]) -> FirstFiles:
-    """The files for what is wished for; ``templates`` are the sbatch templates that there are.
-
-    ``ConfigError`` names the option that can't be.
-    """
-    _check(wishes, templates)
+def first_files(wishes: Wishes) -> FirstFiles:
+    """The files for what is wished for; ``ConfigError`` names the option that can't be."""
+    _check(wishes)
     job = _job(wishes)
     here, there = _commands(wishes, job)
-    given = to_mapping(job)
-    own = wishes.way is Way.EXEC
+    settings = to_mapping(job)
+    own = wishes.way is StartMethod.EXEC
     made = wishes.entry is None and wishes.command is None
     text = _rendered(
         "job.yaml.j2",
@@ -112,8 +106,8 @@ def first_files(wishes: Wishes, *, templates: Sequence[str]) -> FirstFiles:
             "name": job.name,
             "entry": job.entry,
             "command": job.command,
-            "resources": given["resources"],
-            "template": given.get("template") if wishes.template else None,
+            "resources": settings["resources"],
+            "template": settings.get("template") if wishes.template else None,
             "chain": job.chain,
             "made": made,
             "own": own,
@@ -128,26 +122,26 @@ def first_files(wishes: Wishes, *, templates: Sequence[str]) -> FirstFiles:
     files = [NewFile(JOB_FILE, text)]
     if made:
         files.append(NewFile(_PROGRAM, _starter(wishes.way, job)))
-    if wishes.way is Way.SUBMITIT:
+    if wishes.way is StartMethod.SUBMITIT:
         values = {
             "name": job.name,
-            "parameters": _parameters(given["resources"], job),
+            "parameters": _parameters(settings["resources"], job),
             "global_batch": _global_batch(job),
         }
         files.append(NewFile("submit.py", _rendered("submit.py.j2", values)))
-    elif wishes.way is not Way.JOB:
+    elif wishes.way is not StartMethod.JOB:
         values = {"options": _directives(job), "file": JOB_FILE}
         files.append(NewFile("job.sbatch", _rendered("job.sbatch.j2", values)))
     return FirstFiles(files=tuple(files), here=here, there=there)
 
 
-def _check(wishes: Wishes, templates: Sequence[str]) -> None:
+def _check(wishes: Wishes) -> None:
     if wishes.entry is not None and wishes.command is not None:
         raise ConfigError(
             "--entry and --command: a job runs one of the two",
             next_step="--entry is a function of yours that gets the run, --command a program.",
         )
-    takes_command = wishes.way in (Way.EXEC, Way.ATTACH)
+    takes_command = wishes.way in (StartMethod.EXEC, StartMethod.ATTACH)
     if wishes.entry is not None and takes_command:
         raise ConfigError(
             f"--entry: slurm-forge starts a command with --way {wishes.way.value}",
@@ -158,26 +152,13 @@ def _check(wishes: Wishes, templates: Sequence[str]) -> None:
             f"--command: --way {wishes.way.value} calls a function",
             next_step="Give --entry package.module:train, or --way exec for a command.",
         )
-    if wishes.way is Way.SUBMITIT and wishes.entry is not None:
+    if wishes.way is StartMethod.SUBMITIT and wishes.entry is not None:
         raise ConfigError(
             "--entry: submit.py imports the function train of train.py",
             next_step="Leave --entry out and change the import in submit.py.",
         )
     if wishes.site is not None and not (wishes.site and wishes.site.isprintable()):
         raise ConfigError("--site: not the name of a site", next_step="slurm-forge init --help")
-    if wishes.template is not None:
-        _check_template(wishes.template, templates)
-
-
-def _check_template(wanted: str, templates: Sequence[str]) -> None:
-    known = ", ".join(templates)
-    if wanted not in templates:
-        close = nearest(wanted, templates)
-        raise ConfigError(
-            f"--template: there is no template {wanted[:40]!r}"
-            + (f' (did you mean "{close}"?)' if close else ""),
-            next_step=f"There are: {known}.",
-        )
 
 
 #: Options of ``init`` that are keys of ``resources:``.
@@ -201,7 +182,7 @@ def _job(wishes: Wishes) -> JobSpec:
         "name": wishes.name,
         "resources": {key: value for key, value in resources.items() if value is not None},
     }
-    if wishes.way in (Way.EXEC, Way.ATTACH):
+    if wishes.way in (StartMethod.EXEC, StartMethod.ATTACH):
         data["command"] = _words(wishes.command)
     else:
         data["entry"] = f"{_PROGRAM}:train" if wishes.entry is None else wishes.entry
@@ -227,7 +208,7 @@ def _as_options(message: str) -> str:
     """Keys as they are written on the command line: ``--time: …``."""
     return re.sub(
         r"^(?:resources\.)?([a-z_]+)(?:\[\d+\])?: ",
-        lambda found: f"--{found[1].replace('_', '-')}: ",
+        lambda match: f"--{match[1].replace('_', '-')}: ",
         message,
         flags=re.MULTILINE,
     )
@@ -255,7 +236,7 @@ def _commands(wishes: Wishes, job: JobSpec) -> tuple[str, str]:
         here = f"slurm-forge run {JOB_FILE} --runs {TRIED}"
         there = (
             f"{knob}python submit.py"
-            if wishes.way is Way.SUBMITIT
+            if wishes.way is StartMethod.SUBMITIT
             else f"slurm-forge submit {JOB_FILE}{site}"
         )
         return here, there
@@ -273,10 +254,21 @@ def _without_srun(command: Sequence[str]) -> list[str]:
     return alone or ["python", _PROGRAM]
 
 
-def _starter(way: Way, job: JobSpec) -> str:
-    names = {Way.EXEC: "own.py", Way.ATTACH: "attached.py"}
-    text = (_STARTERS / names.get(way, "entry.py")).read_text(encoding="utf-8")
-    return text.replace("GLOBAL_BATCH = 240", f"GLOBAL_BATCH = {_global_batch(job)}")
+def _starter(way: StartMethod, job: JobSpec) -> str:
+    own = way is StartMethod.EXEC
+    text = (_STARTERS / ("own.py" if own else "entry.py")).read_text(encoding="utf-8")
+    text = text.replace("global_batch: int = 240", f"global_batch: int = {_global_batch(job)}")
+    return f"{text}{_ATTACHED}" if way is StartMethod.ATTACH else text
+
+
+#: What makes the starter a script that srun or torchrun starts.
+_ATTACHED = """
+
+if __name__ == "__main__":
+    # The name is that of slurm-forge exec, else that of the Slurm job, else this script's.
+    with forge.attach(spec={"args": {"max_steps": 300, "pace": 0.0}}) as run:
+        train(run, **run.args)
+"""
 
 
 def _global_batch(job: JobSpec) -> int:
@@ -303,12 +295,12 @@ def _parameters(resources: Mapping[str, Any], job: JobSpec) -> dict[str, object]
 
 def _directives(job: JobSpec) -> tuple[str, ...]:
     """The ``#SBATCH`` options; every value has been checked as one by the job file's model."""
-    given = to_mapping(job)["resources"]
+    resources = to_mapping(job)["resources"]
     named = {
         "job-name": job.name,
-        "nodes": given["nodes"],
-        "ntasks-per-node": given["tasks_per_node"],
-        **{key.replace("_", "-"): given[key] for key in RESOURCES[2:]},
+        "nodes": resources["nodes"],
+        "ntasks-per-node": resources["tasks_per_node"],
+        **{key.replace("_", "-"): resources[key] for key in RESOURCES[2:]},
     }
     return tuple(
         as_directive(f"--{key}={value}") for key, value in named.items() if value is not None

@@ -19,34 +19,34 @@ if TYPE_CHECKING:
         Wishes,
     )
 
-__all__ = ["init"]
-
 
 def init(
     folder: Annotated[
-        Path, typer.Argument(metavar="FOLDER", help="Where they go; made if it is not there.")
+        Path, typer.Argument(metavar="FOLDER", help="Where they go; created if missing.")
     ] = Path(),
     way: Annotated[
         str | None,
         typer.Option(metavar="WAY", help="job, submitit, exec or attach (see below)."),
     ] = None,
     name: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Name of the run; else the folder's.")
+        str | None, typer.Option(metavar="NAME", help="Name of the run (default: the folder's).")
     ] = None,
     entry: Annotated[
         str | None,
-        typer.Option(metavar="FILE:FUNCTION", help="Your own function, instead of a new train.py."),
+        typer.Option(metavar="FILE:FUNCTION", help="Your own function instead of a new train.py."),
     ] = None,
     command: Annotated[
         str | None,
-        typer.Option(metavar="CMD", help="Your own program and its words, for exec and attach."),
+        typer.Option(
+            metavar="CMD", help="Your own program and its arguments, for exec and attach."
+        ),
     ] = None,
     nodes: Annotated[int | None, typer.Option(metavar="N", help="Nodes (1).")] = None,
     gpus_per_node: Annotated[
         str | None, typer.Option(metavar="N", help="GPUs per node: 4, a100:4.")
     ] = None,
     tasks_per_node: Annotated[
-        int | None, typer.Option(metavar="N", help="Ranks per node; else one per GPU.")
+        int | None, typer.Option(metavar="N", help="Ranks per node (default: one per GPU).")
     ] = None,
     cpus_per_task: Annotated[int | None, typer.Option(metavar="N", help="Cores per rank.")] = None,
     mem: Annotated[str | None, typer.Option(metavar="SIZE", help="Memory per node: 64G.")] = None,
@@ -66,16 +66,14 @@ def init(
     template: Annotated[
         str | None, typer.Option(metavar="NAME", help="How ranks are started: srun, torchrun.")
     ] = None,
-    force: Annotated[
-        bool, typer.Option("--force", help="Write over files that are there.")
-    ] = False,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite existing files.")] = False,
     yes: Annotated[
-        bool, typer.Option("--yes", "-y", help="Ask nothing, also in a terminal.")
+        bool, typer.Option("--yes", "-y", help="Ask nothing, even in a terminal.")
     ] = False,
 ) -> None:
     """Write a commented job file and a training script that runs.
 
-    In a terminal it asks for what no option says.  Nothing is written over without --force.
+    In a terminal it asks for what no option gives.  Nothing is overwritten without --force.
 
     \b
     --way job       a job file and a function: slurm-forge submit (the default)
@@ -91,7 +89,7 @@ def init(
     """
     from slurm_forge.cli.failure import fail
     from slurm_forge.cli.start.first_files import (
-        Way,
+        StartMethod,
         Wishes,
         first_files,
         name_from,
@@ -99,16 +97,16 @@ def init(
     from slurm_forge.documents import did_you_mean
     from slurm_forge.errors import ConfigError, ForgeError
 
-    known = [each.value for each in Way]
+    known = [each.value for each in StartMethod]
     try:
         if way is not None and way not in known:
             raise ConfigError(
                 f"--way: unknown value {way[:40]!r} {did_you_mean(way, known)}",
                 next_step="slurm-forge init --help says what they are.",
             )
-        of_command = Way.JOB if command is None else Way.EXEC
+        of_command = StartMethod.JOB if command is None else StartMethod.EXEC
         wishes = Wishes(
-            way=of_command if way is None else Way(way),
+            way=of_command if way is None else StartMethod(way),
             name=name_from(folder) if name is None else name,
             entry=entry,
             command=command,
@@ -124,35 +122,38 @@ def init(
             account=account,
         )
         if not yes and sys.stdin.isatty() and sys.stdout.isatty():
-            wishes = _asked(wishes, known, ask_way=way is None, ask_name=name is None)
-        made = first_files(wishes, templates=_templates())
+            wishes = _prompted(wishes, known, ask_way=way is None, ask_name=name is None)
+        made = first_files(wishes)
         _write(folder, made, force=force)
     except (ForgeError, OSError) as error:
         fail(error, "nothing was written.")
     _say(folder, made)
 
 
-def _asked(wishes: Wishes, ways: list[str], *, ask_way: bool, ask_name: bool) -> Wishes:
+def _prompted(wishes: Wishes, ways: list[str], *, ask_way: bool, ask_name: bool) -> Wishes:
     """What no option said, from the person who sits there; a wrong answer is asked for again."""
-    from slurm_forge.cli.start.first_files import Way
+    from slurm_forge.cli.start.first_files import StartMethod
 
     typer.echo("Return takes what is in brackets.")
     own = wishes.entry is not None or wishes.command is not None
     if ask_way and not own:
         typer.echo("job: a job file and a function.  submitit: a script that submits with it.")
         typer.echo("exec: a program of yours as it is.  attach: a script of yours, as a run.")
-        wishes = _one(wishes, "way", f"Way ({', '.join(ways)})", wishes.way.value, Way)
+        wishes = _one(wishes, "way", f"Way ({', '.join(ways)})", wishes.way.value, StartMethod)
     if ask_name:
         wishes = _one(wishes, "name", "Name of the run", wishes.name, str)
-    if wishes.nodes is None:
-        wishes = _one(wishes, "nodes", "Nodes", "1", int)
-    if wishes.gpus_per_node is None:
-        wishes = _one(wishes, "gpus_per_node", "GPUs per node (0: none)", "0", str)
-    if wishes.time is None:
-        wishes = _one(wishes, "time", "Time limit of one attempt", "12h", str)
-    if wishes.partition is None:
-        wishes = _one(wishes, "partition", "Partition (empty: Slurm's default)", "", str)
+    for key, question, default, read in _QUESTIONS:
+        if getattr(wishes, key) is None:
+            wishes = _one(wishes, key, question, default, read)
     return wishes
+
+
+_QUESTIONS: tuple[tuple[str, str, str, Callable[[str], object]], ...] = (
+    ("nodes", "Nodes", "1", int),
+    ("gpus_per_node", "GPUs per node (0: none)", "0", str),
+    ("time", "Time limit of one attempt", "12h", str),
+    ("partition", "Partition (empty: Slurm's default)", "", str),
+)
 
 
 def _one(
@@ -167,19 +168,11 @@ def _one(
             return wishes
         try:
             changed = replace(wishes, **{key: cast(Any, read(answer))})
-            first_files(changed, templates=_templates())
+            first_files(changed)
         except (ForgeError, ValueError) as error:
             typer.echo(f"  {error}" if isinstance(error, ForgeError) else f"  not {answer!r}")
             continue
         return changed
-
-
-def _templates() -> list[str]:
-    from slurm_forge.launch.render.batch_script import template_folder
-    from slurm_forge.spec.launchers import Template
-
-    there = template_folder()
-    return [each.value for each in Template if (there / f"{each.value}.sbatch").is_file()]
 
 
 def _write(folder: Path, made: FirstFiles, *, force: bool) -> None:
@@ -194,9 +187,9 @@ def _write(folder: Path, made: FirstFiles, *, force: bool) -> None:
             next_step="Give another folder, or write over what is there: --force.",
         )
 
-    found = [each.name for each in made.files if (folder / each.name).exists()]
-    if found and not force:
-        raise there(found)
+    existing = [each.name for each in made.files if (folder / each.name).exists()]
+    if existing and not force:
+        raise there(existing)
     folder.mkdir(parents=True, exist_ok=True)
     for each in made.files:
         path, data = folder / each.name, each.text.encode()

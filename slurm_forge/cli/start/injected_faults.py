@@ -11,14 +11,12 @@ import typer
 if TYPE_CHECKING:
     from slurm_forge.cli.preparation import Checked
 
-__all__ = ["Inject", "rehearsed"]
-
 Inject = Annotated[
     list[str] | None,
     typer.Option(
         "--inject",
         metavar="FAULTS",
-        help="Faults on purpose, besides those of the job file: nan@120,oom@200:rank1,kill@350.",
+        help="Faults to inject, besides those of the job file: nan@120,oom@200:rank1,kill@350.",
     ),
 ]
 
@@ -32,16 +30,16 @@ def rehearsed(checked: Checked, texts: Sequence[str], *, ranks: int) -> Checked:
     from slurm_forge.spec.faults import parse_faults
 
     job = checked.job
-    found = list(job.inject)
+    injected = list(job.inject)
     for text in texts:
         try:
-            found += parse_faults(text)
+            injected += parse_faults(text)
         except ValueError as error:
             raise ConfigError(
                 f"--inject: {error}",
                 next_step="Write kind@step, such as --inject nan@120,kill@350:rank0.",
             ) from None
-    faults = tuple(dict.fromkeys(found))
+    faults = tuple(dict.fromkeys(injected))
     if not faults:
         return checked
     for fault in faults:
@@ -51,11 +49,11 @@ def rehearsed(checked: Checked, texts: Sequence[str], *, ranks: int) -> Checked:
                 path=None if fault not in job.inject else checked.path,
                 next_step=f"There are {ranks} ranks, counted from 0.",
             )
-    told = f"faults on purpose: {', '.join(map(str, faults))}"
+    notice = f"injected faults: {', '.join(map(str, faults))}"
     if job.entry is None:
-        told += "; of a command they strike only ranks that join the run (slurm_forge.attach)"
+        notice += "; in a command they strike only ranks that join the run (slurm_forge.attach)"
     return replace(
         checked,
         job=job.model_copy(update={"inject": faults}),
-        doubts=(*checked.doubts, told),
+        doubts=(*checked.doubts, notice),
     )

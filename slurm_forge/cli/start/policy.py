@@ -13,14 +13,12 @@ from slurm_forge.cli.start.settings import Settings
 if TYPE_CHECKING:
     from slurm_forge.vocabulary.cause import Cause
 
-__all__ = ["app"]
-
 _MOST = 1_000_000_000
 _DEFAULT_EVERY = 100
 
 app = typer.Typer(
     name="policy",
-    help="What would be done about trouble.",
+    help="What recovery would do.",
     no_args_is_help=True,
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -48,9 +46,11 @@ def test(
             autocompletion=cause_names,
         ),
     ],
-    at: Annotated[int, typer.Option(metavar="STEP", min=1, max=_MOST, help="Where.")] = 1000,
+    at: Annotated[
+        int, typer.Option(metavar="STEP", min=1, max=_MOST, help="Step at which it strikes.")
+    ] = 1000,
     repeat: Annotated[
-        int, typer.Option(metavar="N", min=1, max=100, help="How often, each time as before.")
+        int, typer.Option(metavar="N", min=1, max=100, help="How many times in a row.")
     ] = 1,
     every_steps: Steps = None,
     global_batch: Annotated[
@@ -66,13 +66,11 @@ def test(
         ),
     ] = None,
     settings: Settings = None,
-    json: Annotated[
-        bool, typer.Option("--json", help="For programs: the keys stay as they are.")
-    ] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON with stable keys.")] = False,
 ) -> None:
     """Print what would be done if a cause struck, step by step; nothing is started.
 
-    The decisions are the real ones, the events are made up.  The program's hooks are not asked.
+    The decisions are real, the events are made up.  The program's hooks are not called.
 
     \b
     Examples:
@@ -83,7 +81,7 @@ def test(
     from slurm_forge.cli.failure import fail
     from slurm_forge.cli.run_choice import site_places
     from slurm_forge.errors import ForgeError
-    from slurm_forge.knobs import Knobs
+    from slurm_forge.knobs import Knobs, process_environ
     from slurm_forge.recovery.policy.rehearsal import (
         Assumed,
         rehearse,
@@ -94,15 +92,14 @@ def test(
         policy_text,
     )
     from slurm_forge.site.variables import effective
-    from slurm_forge.slurm.environment import process_environ
-    from slurm_forge.spec.config_files import layered_job
+    from slurm_forge.spec.layers import layered_job
 
     try:
         meant = _cause(cause)
         found_job = layered_job(job, Knobs.from_environ(process_environ()), settings or [])
         spec = found_job.job
         places = site_places(found_job.site)
-        known = None if site is None and places.said() is None else places.load(site).site
+        known = None if site is None and places.preset() is None else places.load(site).site
     except (ForgeError, OSError) as error:
         fail(error)
     assumed = Assumed(
@@ -113,8 +110,10 @@ def test(
         if known is None
         else effective(known.env.on_hang, known.env.always, process_environ(), spec.env),
     )
-    found = rehearse(spec, meant, at=at, repeat=repeat, assumed=assumed)
-    typer.echo(to_json(policy_test(spec, found)) if json else policy_text(spec, found), nl=json)
+    rehearsal = rehearse(spec, meant, at=at, repeat=repeat, assumed=assumed)
+    typer.echo(
+        to_json(policy_test(spec, rehearsal)) if json else policy_text(spec, rehearsal), nl=json
+    )
 
 
 def _cause(text: str) -> Cause:

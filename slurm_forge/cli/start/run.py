@@ -13,9 +13,8 @@ from slurm_forge.cli.start.settings import Settings
 
 if TYPE_CHECKING:
     from slurm_forge.run_directory import RunDirectory
+    from slurm_forge.spec.resources import Resources
     from slurm_forge.spec.run_file import RunFile
-
-__all__ = ["run"]
 
 
 def run(
@@ -29,20 +28,20 @@ def run(
         typer.Option(
             "--runs",
             metavar="DIR",
-            help="Folder of runs (SLURM_FORGE_RUNS, runs: of your settings, else ./runs).",
+            help="Folder of runs (default: SLURM_FORGE_RUNS, runs: in your settings, ./runs).",
         ),
     ] = None,
     inject: Inject = None,
     settings: Settings = None,
     json: Annotated[
-        bool, typer.Option("--json", help="Say nothing until the end, then explain as JSON.")
+        bool, typer.Option("--json", help="Print nothing until the end, then explain as JSON.")
     ] = False,
 ) -> None:
     """Train on this machine until the run is finished.
 
-    A run that was begun with the same job goes on.  Ctrl-C (or SIGTERM) lets it save at
-    its next step and stop; once more ends it at once.  Exit status 0: it is finished.
-    1: it was held, stopped or failed, and explain says why.  130, 143: ended by a signal.
+    A run that was started with the same job continues.  Ctrl-C (or SIGTERM) makes it save
+    at its next step and stop; a second one ends it at once.  Exit status 0: it is finished.
+    1: it was held, stopped or failed; explain says why.  130, 143: ended by a signal.
 
     \b
     Examples:
@@ -54,41 +53,58 @@ def run(
     from slurm_forge.cli.failure import INTERRUPTED
     from slurm_forge.cli.run_choice import reference
     from slurm_forge.launch.local.runner import ENDED_BY_SIGNAL
+    from slurm_forge.recovery.policy.remedies import train_further
 
-    found, file = _prepared(job, runs, inject or [], settings or [], ranks)
-    if found.is_done():
+    directory, file = _prepared(job, runs, inject or [], settings or [], ranks)
+    if directory.is_done():
         if json:
-            _tell(found, as_json=True)
+            _print_story(directory, as_json=True)
         else:
-            how = f"slurm-forge explain {reference(found)}"
-            typer.echo(f"{found.name} is finished already.   how it went: {how}")
+            name = reference(directory)
+            typer.echo(
+                f"{directory.name} is already finished.   how it went: slurm-forge explain {name}\n"
+                f"to train further: {train_further(name)}"
+            )
         return
     count = ranks or file.job.resources.tasks_per_node
+    if not json:
+        _announce(directory, file.job.resources, count)
     try:
-        code = _unwatched(found, file, count) if json else _watched(found, file, count)
+        code = _unwatched(directory, file, count) if json else _watched(directory, file, count)
     except KeyboardInterrupt:  # before it listened for it
-        typer.echo(f"\ninterrupted.   see: slurm-forge status {reference(found)}", err=True)
+        typer.echo(f"\ninterrupted.   see: slurm-forge status {reference(directory)}", err=True)
         raise typer.Exit(INTERRUPTED) from None
     stopped = code > ENDED_BY_SIGNAL and _stopped(
-        found, again=_typed(job, ranks, runs, inject or [], settings or [])
+        directory, again=_typed(job, ranks, runs, inject or [], settings or [])
     )
     if json or not stopped:
         if not json:
             typer.echo("")
-        _tell(found, as_json=json)
+        _print_story(directory, as_json=json)
     raise typer.Exit(code)
 
 
-def _stopped(found: RunDirectory, *, again: str) -> bool:
+def _stopped(directory: RunDirectory, *, again: str) -> bool:
     """After a signal: where the run stands and how it goes on; False where there is more to it."""
     from slurm_forge.journal import RunStatus
     from slurm_forge.launch.submit.submission import run_state
 
-    state = run_state(found)
+    state = run_state(directory)
     step = state.committed_step
     where = "no checkpoint yet" if step is None else f"the last checkpoint is of step {step}"
-    typer.echo(f"{found.name}: stopped, {where}.   go on: {again}", err=True)
+    typer.echo(f"{directory.name}: stopped, {where}.   to continue: {again}", err=True)
     return state.status not in (RunStatus.HELD, RunStatus.FINISHED)
+
+
+def _announce(run: RunDirectory, resources: Resources, ranks: int) -> None:
+    """What of the job file is ignored here, and the files that hold what the ranks print."""
+    from slurm_forge.cli.run_choice import from_here
+
+    if resources.nodes > 1:
+        count = "1 rank" if ranks == 1 else f"{ranks} ranks"
+        ignored = f"resources.nodes: {resources.nodes} is ignored"
+        typer.echo(f"{ignored}: {count} on this machine (--ranks N)", err=True)
+    typer.echo(f"output of the ranks: {from_here(run.submissions)}/*_log.out (and .err)", err=True)
 
 
 def _typed(
@@ -128,7 +144,7 @@ def _prepared(
         untouched,
     )
     from slurm_forge.run_directory import RunDirectory
-    from slurm_forge.site.detection import GENERIC
+    from slurm_forge.site.loading import GENERIC
     from slurm_forge.spec.run_file import read_run_file
 
     checked = check(path, settings)
@@ -143,47 +159,47 @@ def _prepared(
     for doubt in checked.doubts:
         typer.echo(doubt, err=True)
     folder = runs_folder(runs, checked.runs)
-    found = RunDirectory.at(folder / checked.job.name)
-    if not found.spec_file.is_file() or untouched(found):
+    directory = RunDirectory.at(folder / checked.job.name)
+    if not directory.spec_file.is_file() or untouched(directory):
         return make(checked, runs=folder, site=site_places().load(GENERIC).site)
-    file = read_run_file(found.spec_file)
-    return found, renew_run(found, file, checked.job, path)
+    file = read_run_file(directory.spec_file)
+    return directory, renew_run(directory, file, checked.job, path)
 
 
-def _watched(found: RunDirectory, file: RunFile, ranks: int) -> int:
+def _watched(directory: RunDirectory, file: RunFile, ranks: int) -> int:
     from slurm_forge.cli.observe.follow import (
-        Watcher,
+        RunFollower,
         screen_for,
     )
-    from slurm_forge.cli.observe.run_reading import Gathering
+    from slurm_forge.cli.observe.run_reading import RunReader
     from slurm_forge.launch.local.runner import run_locally
 
-    gathering = Gathering(found)
-    gathering.look()  # what happened before today is for explain
+    gathering = RunReader(directory)
+    gathering.poll()  # what happened before today is for explain
     with screen_for(sys.stdout) as screen:
-        watcher = Watcher(gathering, screen)
+        watcher = RunFollower(gathering, screen)
         code = run_locally(
-            found, file, ranks, lambda state: watcher.look(), say=screen.line, again=True
+            directory, file, ranks, lambda state: watcher.poll(), say=screen.line, again=True
         )
-        watcher.look()
+        watcher.poll()
     return code
 
 
-def _unwatched(found: RunDirectory, file: RunFile, ranks: int) -> int:
+def _unwatched(directory: RunDirectory, file: RunFile, ranks: int) -> int:
     from slurm_forge.launch.local.runner import run_locally
 
     def say(text: str) -> None:
         typer.echo(text, err=True)
 
-    return run_locally(found, file, ranks, lambda state: None, say=say, again=True)
+    return run_locally(directory, file, ranks, lambda state: None, say=say, again=True)
 
 
-def _tell(found: RunDirectory, *, as_json: bool) -> None:
+def _print_story(directory: RunDirectory, *, as_json: bool) -> None:
     from slurm_forge.cli.observe.run_reading import gather
     from slurm_forge.report.explain.explain import explain
     from slurm_forge.report.explain.explain_text import explain_text
 
-    facts = gather(found)
+    facts = gather(directory)
     if as_json:
         from slurm_forge.report.encoding import to_json
 

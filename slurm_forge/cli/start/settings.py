@@ -8,8 +8,6 @@ import typer
 
 from slurm_forge.cli.completion import setting_keys
 
-__all__ = ["Settings"]
-
 Settings = Annotated[
     list[str] | None,
     typer.Option(

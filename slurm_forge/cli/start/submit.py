@@ -18,9 +18,7 @@ if TYPE_CHECKING:
     from slurm_forge.slurm.accounts import QosRecord
     from slurm_forge.slurm.client import Slurm
     from slurm_forge.slurm.records import ConfigRecord, PartitionRecord
-    from slurm_forge.spec.layers import Said
-
-__all__ = ["Submission", "render", "submit"]
+    from slurm_forge.spec.layers import PlaceSetting
 
 Job = Annotated[Path, typer.Argument(metavar="JOB.yaml", help="The job file.")]
 SiteName = Annotated[
@@ -28,7 +26,7 @@ SiteName = Annotated[
     typer.Option(
         "--site",
         metavar="NAME|FILE",
-        help="Site (SLURM_FORGE_SITE, site: of your settings, else what Slurm is called).",
+        help="Site (default: SLURM_FORGE_SITE, site: in your settings, Slurm's ClusterName).",
         autocompletion=site_names,
     ),
 ]
@@ -37,10 +35,10 @@ Runs = Annotated[
     typer.Option(
         "--runs",
         metavar="DIR",
-        help="Folder of runs (SLURM_FORGE_RUNS, runs: of your settings, else ./runs).",
+        help="Folder of runs (default: SLURM_FORGE_RUNS, runs: in your settings, ./runs).",
     ),
 ]
-Json = Annotated[bool, typer.Option("--json", help="For programs: the keys stay as they are.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON with stable keys.")]
 
 _NOTHING = "nothing was submitted."
 
@@ -74,7 +72,7 @@ def submit(
     settings: Settings = None,
     json: Json = False,
 ) -> None:
-    """Check a job, make its run, hand it to Slurm.
+    """Check a job, make its run, submit it to Slurm.
 
     \b
     Examples:
@@ -84,6 +82,7 @@ def submit(
       slurm-forge submit train.yaml --inject term@100:rank0
     """
     from slurm_forge.cli.failure import fail
+    from slurm_forge.cli.run_choice import from_here
     from slurm_forge.errors import ForgeError, SlurmUnreachableError
     from slurm_forge.slurm.client import SubprocessSlurm
 
@@ -93,8 +92,8 @@ def submit(
             job, site, runs, inject or [], settings or [], slurm, quiet=json
         )
     except SlurmUnreachableError as error:
-        asked = error.argv[:1] == ("sbatch",)
-        fail(error, _UNKNOWN if asked and error.returncode != _NOT_THERE else _NOTHING)
+        submitted = error.argv[:1] == ("sbatch",)
+        fail(error, _UNKNOWN if submitted and error.returncode != _NOT_THERE else _NOTHING)
     except (ForgeError, OSError) as error:
         fail(error, _NOTHING)
     if json:
@@ -102,15 +101,16 @@ def submit(
 
         typer.echo(to_json(submission))
         return
-    told = f"submitted {submission.run} as job {submission.job}."
-    typer.echo(f"{told}   follow: slurm-forge status {follow} --follow")
+    typer.echo(
+        f"submitted {submission.run} as job {submission.job}.   "
+        f"follow: slurm-forge status {follow} --follow\n"
+        f"output: {from_here(Path(submission.path))}/submissions/"
+    )
 
 
 #: Shells say this of a command that does not exist; then no job can have been made.
 _NOT_THERE = 127
-_UNKNOWN = (
-    "it is not known whether the job was submitted: look with squeue before you submit again."
-)
+_UNKNOWN = "it is unknown whether the job was submitted: check with squeue before you submit again."
 
 
 def _submit(
@@ -124,25 +124,17 @@ def _submit(
     quiet: bool,
 ) -> tuple[Submission, str]:
     from slurm_forge.cli.cluster.excluded_nodes_text import left_out
-    from slurm_forge.cli.preparation import (
-        check,
-        make,
-        place_of,
-        refuse,
-    )
-    from slurm_forge.cli.run_choice import (
-        reference,
-        runs_folder,
-    )
+    from slurm_forge.cli.preparation import check, make, place_of, refuse
+    from slurm_forge.cli.run_choice import reference, runs_folder
     from slurm_forge.cli.start.injected_faults import rehearsed
-    from slurm_forge.launch.render.batch_script import asked_options
-    from slurm_forge.launch.render.rank_environment import warnings
-    from slurm_forge.launch.render.save_history import usual_saves
+    from slurm_forge.knobs import process_environ
+    from slurm_forge.launch.render.save_times import usual_saves
+    from slurm_forge.launch.render.sbatch_options import asked_options
     from slurm_forge.launch.submit.submission import submit_script
     from slurm_forge.report.submission.submit_notes import outlook
     from slurm_forge.run_directory import RunDirectory
-    from slurm_forge.site.storage import storage_at
-    from slurm_forge.slurm.environment import process_environ
+    from slurm_forge.site.model import storage_at
+    from slurm_forge.site.variables import forbidden_notes
 
     checked = check(path, settings)
     checked = rehearsed(checked, inject, ranks=checked.job.resources.tasks)
@@ -154,7 +146,7 @@ def _submit(
     notes = (
         f"site {chosen.site.name}: {chosen.because}.",
         *checked.doubts,
-        *warnings(checked.job, chosen.site, process_environ()),
+        *forbidden_notes(chosen.site.name, chosen.site.env, process_environ(), checked.job.env),
         *outlook(
             checked.job,
             chosen.site,
@@ -198,8 +190,8 @@ def render(
 ) -> None:
     """Make the run of a job and print its batch script.
 
-    The script starts the run, so the run's folder is made, as submit does; rendering again
-    renews it as long as the run has never been started.
+    The script starts the run, so the run's folder is created, as by submit; rendering again
+    replaces it as long as the run has never been started.
 
     \b
     Examples:
@@ -208,17 +200,13 @@ def render(
       slurm-forge render train.yaml --set resources.partition=long
     """
     from slurm_forge.cli.failure import fail
-    from slurm_forge.cli.preparation import (
-        check,
-        keep_script,
-        make,
-    )
+    from slurm_forge.cli.preparation import check, keep_script, make
     from slurm_forge.cli.run_choice import runs_folder
     from slurm_forge.errors import ForgeError
+    from slurm_forge.knobs import process_environ
     from slurm_forge.launch.render.batch_script import render as script_of
-    from slurm_forge.launch.render.rank_environment import warnings
+    from slurm_forge.site.variables import forbidden_notes
     from slurm_forge.slurm.client import SubprocessSlurm
-    from slurm_forge.slurm.environment import process_environ
 
     try:
         checked = check(job, settings or [])
@@ -230,7 +218,10 @@ def render(
             site=chosen.site,
             site_file=chosen.named_file,
         )
-        notes = (*checked.doubts, *warnings(checked.job, chosen.site, process_environ()))
+        notes = (
+            *checked.doubts,
+            *forbidden_notes(chosen.site.name, chosen.site.env, process_environ(), checked.job.env),
+        )
         text = script_of(file, chosen.site, run)
         keep_script(run, text)
     except (ForgeError, OSError) as error:
@@ -253,14 +244,16 @@ def render(
     typer.echo(text, nl=False)
 
 
-def _choose(wanted: str | None, slurm: Slurm, said: Said | None, *, need_slurm: bool) -> _Chosen:
-    """The site with what Slurm itself says filled in; ``said`` is the one of the settings."""
+def _choose(
+    wanted: str | None, slurm: Slurm, setting: PlaceSetting | None, *, need_slurm: bool
+) -> _Chosen:
+    """The site with what Slurm itself says filled in; ``setting`` is the one of the settings."""
     from slurm_forge.cli.run_choice import site_places
     from slurm_forge.errors import SlurmCommandError
     from slurm_forge.site.detection import fill_from_slurm
 
-    places = site_places(said)
-    if wanted is not None or places.said() is not None:
+    places = site_places(setting)
+    if wanted is not None or places.preset() is not None:
         places.load(wanted)  # a wrong name is told before Slurm is asked anything
     try:
         config, partitions = slurm.show_config(), slurm.show_partitions()

@@ -1,1 +1,4 @@
-"""The messages of the control channel, and their lines."""
+"""The messages of the control channel and their encoding; used by both of its ends.
+
+Entry: ``protocol``.
+"""

@@ -7,61 +7,49 @@ launches, and has a nonce of its own.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from functools import cache
+from typing import Annotated, Literal
 
-from slurm_forge.control.messages.protocol import (
-    Message,
-    decode,
-)
+from pydantic import Field, TypeAdapter
 
-__all__ = [
-    "AgentHello",
-    "AgentWelcome",
-    "Begin",
-    "Begun",
-    "End",
-    "Ended",
-    "Leave",
-    "Noticed",
-    "Ready",
-    "decode_agents",
-]
+from slurm_forge.control.messages.message import Int, Message
+from slurm_forge.control.messages.protocol import decode_by
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentHello(Message):
     """First line of an agent: whose it is, and that it belongs to this step (the nonce)."""
 
-    tag: ClassVar[str] = "agent"
+    m: Literal["agent"] = "agent"
     nonce: str
-    rank: int
-    world: int
+    rank: Int
+    world: Int
     host: str
-    pid: int
+    pid: Int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentWelcome(Message):
     """The supervisor's answer: it knows the nonce too."""
 
-    tag: ClassVar[str] = "welcome_agent"
+    m: Literal["welcome_agent"] = "welcome_agent"
     nonce: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ready(Message):
+class AgentReady(Message):
     """What a rank needs is imported, which took ``seconds``.
 
     ``why_not`` says why this process can't be forked, and workers start from nothing; else empty.
     """
 
-    tag: ClassVar[str] = "ready"
+    m: Literal["ready"] = "ready"
     seconds: float
     why_not: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Begin(Message):
+class StartWorker(Message):
     """Start the rank of a launch: its control channel, and when the launch was begun (epoch).
 
     ``in_process``: a worker that has unwound may go on instead of a new one.  ``variables``
@@ -69,9 +57,9 @@ class Begin(Message):
     too many.
     """
 
-    tag: ClassVar[str] = "begin"
-    attempt: int
-    launch: int
+    m: Literal["begin"] = "begin"
+    attempt: Int
+    launch: Int
     channel: str
     nonce: str
     started: float
@@ -81,25 +69,25 @@ class Begin(Message):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Begun(Message):
+class WorkerStarted(Message):
     """The rank of the launch runs as ``pid``; ``how`` is a word of ``Start``."""
 
-    tag: ClassVar[str] = "begun"
-    launch: int
-    pid: int
+    m: Literal["begun"] = "begun"
+    launch: Int
+    pid: Int
     how: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Noticed(Message):
+class AgentNotice(Message):
     """The agent got a signal, which is recorded and nothing else."""
 
-    tag: ClassVar[str] = "noticed"
+    m: Literal["noticed"] = "noticed"
     what: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ended(Message):
+class WorkerEnded(Message):
     """The worker of a launch is reaped, and so is everything that it had started.
 
     ``signal`` is ``"SIGSEGV"`` or empty, ``code`` the exit status otherwise.  ``ours``: the agent
@@ -108,46 +96,52 @@ class Ended(Message):
     ``parked``: the process lives on, unwound, and waits for the next launch.
     """
 
-    tag: ClassVar[str] = "ended"
-    launch: int
-    pid: int
+    m: Literal["ended"] = "ended"
+    launch: Int
+    pid: Int
     signal: str
-    code: int
+    code: Int
     ours: bool
     memory: str
-    others: int
+    others: Int
     left: str
     parked: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class End(Message):
+class KillWorker(Message):
     """Kill the worker of that launch, and all that it started, now."""
 
-    tag: ClassVar[str] = "end"
-    launch: int
+    m: Literal["end"] = "end"
+    launch: Int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Leave(Message):
+class AgentShutdown(Message):
     """Nothing follows: kill what is left and exit with 0."""
 
-    tag: ClassVar[str] = "leave"
+    m: Literal["leave"] = "leave"
 
 
-_KINDS: tuple[type[Message], ...] = (
-    AgentHello,
-    AgentWelcome,
-    Ready,
-    Begin,
-    Begun,
-    Noticed,
-    Ended,
-    End,
-    Leave,
-)
+AgentMessage = Annotated[
+    AgentHello
+    | AgentWelcome
+    | AgentReady
+    | StartWorker
+    | WorkerStarted
+    | AgentNotice
+    | WorkerEnded
+    | KillWorker
+    | AgentShutdown,
+    Field(discriminator="m"),
+]
+
+
+@cache
+def _adapter() -> TypeAdapter[Message]:
+    return TypeAdapter(AgentMessage)
 
 
 def decode_agents(line: bytes) -> Message:
     """The message on a line; ``ControlChannelError`` when it is none of these."""
-    return decode(line, _KINDS)
+    return decode_by(_adapter(), line)

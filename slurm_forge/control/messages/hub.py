@@ -4,21 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
-from typing import ClassVar
+from typing import Literal
 
-from slurm_forge.control.messages.message import Message
-from slurm_forge.vocabulary.position import Position
-
-__all__ = [
-    "Abort",
-    "Publish",
-    "Request",
-    "RequestKind",
-    "Target",
-    "TimeLeft",
-    "Welcome",
-    "Withdrawn",
-]
+from slurm_forge.control.messages.message import Int, Message, WirePosition
 
 
 class RequestKind(str, Enum):
@@ -37,7 +25,7 @@ class RequestKind(str, Enum):
 class Welcome(Message):
     """The hub's answer: it knows the nonce too."""
 
-    tag: ClassVar[str] = "welcome"
+    m: Literal["welcome"] = "welcome"
     nonce: str
 
 
@@ -48,29 +36,29 @@ class Request(Message):
     ``round`` counts how often it was asked anew.
     """
 
-    tag: ClassVar[str] = "request"
-    id: int
+    m: Literal["request"] = "request"
+    id: Int
     kind: RequestKind
     reason: str
-    round: int = 0
+    round: Int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Target(Message):
+class RequestTarget(Message):
     """The agreed position: every rank acts at the first position not before it."""
 
-    tag: ClassVar[str] = "target"
-    id: int
-    round: int
-    position: Position
+    m: Literal["target"] = "target"
+    id: Int
+    round: Int
+    position: WirePosition
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Withdrawn(Message):
+class RequestWithdrawn(Message):
     """The hub gives a request up that found no target in time: nobody waits for one any more."""
 
-    tag: ClassVar[str] = "withdrawn"
-    id: int
+    m: Literal["withdrawn"] = "withdrawn"
+    id: Int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,17 +68,17 @@ class Publish(Message):
     ``to`` are the ranks that it is for, where not for all: who joins later does not get it then.
     """
 
-    tag: ClassVar[str] = "publish"
+    m: Literal["publish"] = "publish"
     key: str
     value: str
-    to: tuple[int, ...] = ()
+    to: tuple[Int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimeLeft(Message):
     """The hub knows how long the ranks have until they are ended, counted from now."""
 
-    tag: ClassVar[str] = "time_left"
+    m: Literal["time_left"] = "time_left"
     seconds: float
 
 
@@ -98,5 +86,5 @@ class TimeLeft(Message):
 class Abort(Message):
     """The launch is over: every rank leaves at once, without another collective."""
 
-    tag: ClassVar[str] = "abort"
+    m: Literal["abort"] = "abort"
     reason: str

@@ -5,14 +5,12 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass
 
-__all__ = ["Told", "hear", "line_of"]
-
 _MARK = "forge-live "
 _KINDS = frozenset({"here", "saw", "died"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Told:
+class ListenerEvent:
     """``here``: it listens; ``saw``: its handler ran; ``died``: it was killed, says its parent.
 
     ``way`` and ``host`` say which listener is meant, ``signal`` is a name, ``at`` seconds since the
@@ -26,25 +24,25 @@ class Told:
     signal: str = ""
 
 
-def line_of(told: Told) -> bytes:
+def format_event(event: ListenerEvent) -> bytes:
     """The line, with its end."""
-    return f"{_MARK}{json.dumps(asdict(told))}\n".encode()
+    return f"{_MARK}{json.dumps(asdict(event))}\n".encode()
 
 
-def hear(line: str) -> Told | None:
+def parse_event(line: str) -> ListenerEvent | None:
     """What a line says; None for one that is somebody else's, torchrun's for one."""
     _, mark, text = line.partition(_MARK)
     if not mark:
         return None
     try:
-        said = json.loads(text)
-        told = Told(
-            way=str(said["way"]),
-            host=str(said["host"]),
-            what=str(said["what"]),
-            at=float(said["at"]),
-            signal=str(said["signal"]),
+        body = json.loads(text)
+        event = ListenerEvent(
+            way=str(body["way"]),
+            host=str(body["host"]),
+            what=str(body["what"]),
+            at=float(body["at"]),
+            signal=str(body["signal"]),
         )
     except (ValueError, KeyError, TypeError, RecursionError):
         return None
-    return told if told.what in _KINDS else None
+    return event if event.what in _KINDS else None

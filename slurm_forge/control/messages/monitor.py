@@ -1,48 +1,40 @@
-"""What a rank's witness says of its worker, and what it is asked for."""
+"""What a rank's monitor says of its worker, and what it is asked for."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Literal
 
-from slurm_forge.control.messages.message import Message
-
-__all__ = [
-    "Attend",
-    "Lasted",
-    "Pulse",
-    "Stacks",
-    "TakeStacks",
-]
+from slurm_forge.control.messages.message import Int, Message
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Attend(Message):
-    """First line of a rank's witness, which belongs to the launch and is no member of it."""
+class MonitorHello(Message):
+    """First line of a rank's monitor, which belongs to the launch and is no member of it."""
 
-    tag: ClassVar[str] = "attend"
+    m: Literal["attend"] = "attend"
     nonce: str
-    rank: int
-    world: int
+    rank: Int
+    world: Int
     host: str
-    pid: int
+    pid: Int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pulse(Message):
-    """A witness, every second: where its worker is, in what, and since when.
+class MonitorHeartbeat(Message):
+    """A monitor, every second: where its worker is, in what, and since when.
 
     ``phase_no`` and ``poll`` are those of its position, ``kind`` is what its durations are compared
-    with.  ``since_s`` leaves out the time that the witness was stopped itself.  ``mute_s``: since
+    with.  ``since_s`` leaves out the time that the monitor was stopped itself.  ``mute_s``: since
     any Python thread of the worker ran.  ``state`` is the kernel's letter, ``cpu_s`` what it used.
     """
 
-    tag: ClassVar[str] = "pulse"
-    turn: int
-    step: int
-    begun: int
-    phase_no: int
-    poll: int
+    m: Literal["pulse"] = "pulse"
+    turn: Int
+    step: Int
+    begun: Int
+    phase_no: Int
+    poll: Int
     phase: str
     kind: str
     since_s: float
@@ -52,33 +44,33 @@ class Pulse(Message):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Lasted(Message):
-    """A witness: its worker was in a stretch of this kind for so long, and went on."""
+class PhaseDuration(Message):
+    """A monitor: its worker was in a stretch of this kind for so long, and went on."""
 
-    tag: ClassVar[str] = "lasted"
+    m: Literal["lasted"] = "lasted"
     kind: str
     seconds: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TakeStacks(Message):
-    """The hub asks all witnesses for their workers' stacks, to be kept with that launch."""
+    """The hub asks all monitors for their workers' stacks, to be kept with that launch."""
 
-    tag: ClassVar[str] = "take_stacks"
-    id: int
-    attempt: int
-    launch: int
+    m: Literal["take_stacks"] = "take_stacks"
+    id: Int
+    attempt: Int
+    launch: Int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stacks(Message):
-    """What a witness has found: the main thread's stack as ``text``, the whole in ``file``.
+class StackReport(Message):
+    """What a monitor has found: the main thread's stack as ``text``, the whole in ``file``.
 
     ``how`` is where it comes from; ``state`` the kernel's letter for the process then.
     """
 
-    tag: ClassVar[str] = "stacks"
-    id: int
+    m: Literal["stacks"] = "stacks"
+    id: Int
     how: str
     state: str
     cpu_s: float

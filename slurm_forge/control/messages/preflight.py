@@ -1,8 +1,8 @@
-"""What ranks and the hub say to each other before training begins, to see whether nodes are fit.
+"""What ranks and the hub exchange before training begins, to see whether nodes are fit.
 
-A rank looks at its node and says what it found (``PreflightReport``).  Where all have, the hub
-publishes under ``round_key`` which ranks are to try a collective together (``Groups``), again and
-again until it knows enough; each of them says how that went (``PreflightTried``).
+A rank checks its node and reports (``PreflightReport``).  When all have, the hub publishes under
+``round_key`` which ranks are to try a collective together (``PreflightRound``), again and again
+until it knows enough; each of them reports how that went (``PreflightTried``).
 """
 
 from __future__ import annotations
@@ -10,22 +10,11 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass, field
 from enum import Enum
-from typing import Any, ClassVar
+from typing import Literal
 
-from slurm_forge.control.messages.message import Message
+from slurm_forge.control.messages.message import Int, Message
 from slurm_forge.errors import ControlChannelError
-
-__all__ = [
-    "Check",
-    "Groups",
-    "NodeReport",
-    "PreflightReport",
-    "PreflightTried",
-    "Thoroughness",
-    "Verdict",
-    "round_key",
-    "store_key",
-]
+from slurm_forge.json_codec import dumps, parse
 
 
 class Thoroughness(str, Enum):
@@ -36,7 +25,7 @@ class Thoroughness(str, Enum):
     FULL = "full"
 
 
-class Verdict(str, Enum):
+class CheckVerdict(str, Enum):
     """What a check came to.  ``odd`` is told and nothing is done about it."""
 
     FINE = "fine"
@@ -50,7 +39,7 @@ class Check:
     """One thing that was looked at; ``text`` says what was seen, in a few words."""
 
     name: str
-    verdict: Verdict
+    verdict: CheckVerdict
     text: str = ""
     seconds: float = 0.0
 
@@ -64,9 +53,9 @@ class NodeReport:
     seconds since the epoch, ``seconds`` how long it took to look.
     """
 
-    rank: int
+    rank: Int
     host: str
-    local_rank: int = 0
+    local_rank: Int = 0
     device: str = "cpu"
     python: str = ""
     torch: str = ""
@@ -80,37 +69,16 @@ class NodeReport:
         body = asdict(self)
         for check in body["checks"]:
             check["text"] = check["text"][:400]
-        return json.dumps(body)
+        return dumps(body).decode()
 
     @classmethod
     def from_text(cls, text: str) -> NodeReport:
         """Read what ``to_text`` wrote; ``ControlChannelError`` for anything else."""
         try:
-            body: dict[str, Any] = json.loads(text)
-            checks = tuple(
-                Check(
-                    name=str(each["name"]),
-                    verdict=Verdict(each["verdict"]),
-                    text=str(each["text"]),
-                    seconds=float(each["seconds"]),
-                )
-                for each in body.pop("checks")
-            )
-            return cls(
-                rank=int(body["rank"]),
-                host=str(body["host"]),
-                local_rank=int(body["local_rank"]),
-                device=str(body["device"]),
-                python=str(body["python"]),
-                torch=str(body["torch"]),
-                full=bool(body["full"]),
-                sent=float(body["sent"]),
-                seconds=float(body["seconds"]),
-                checks=checks,
-            )
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            return parse(cls, text)
+        except ValueError as error:
             raise ControlChannelError(
-                f"what a rank says of its node can't be read: {error!r}",
+                f"a rank's report about its node can't be read: {error}",
                 next_step="Are all ranks running the same version of slurm_forge?",
             ) from error
 
@@ -119,7 +87,7 @@ class NodeReport:
 class PreflightReport(Message):
     """A rank has looked at its node: ``body`` is a ``NodeReport`` as text."""
 
-    tag: ClassVar[str] = "preflight_report"
+    m: Literal["preflight_report"] = "preflight_report"
     body: str
 
 
@@ -130,8 +98,8 @@ class PreflightTried(Message):
     ``bytes_per_s`` is the bus bandwidth of a large all-reduce, 0 where it was not measured.
     """
 
-    tag: ClassVar[str] = "preflight_tried"
-    round: int
+    m: Literal["preflight_tried"] = "preflight_tried"
+    round: Int
     ok: bool
     seconds: float
     bytes_per_s: float
@@ -139,30 +107,20 @@ class PreflightTried(Message):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Groups:
+class PreflightRound:
     """What the hub has the ranks do in a round: these groups of them try a collective each.
 
     None at all: the preflight is over, and training begins.  ``within_s`` is how long a group may
     take, ``backend`` is ``gloo`` or ``nccl``.
     """
 
-    groups: tuple[tuple[int, ...], ...] = ()
+    groups: tuple[tuple[Int, ...], ...] = ()
     within_s: float = 0.0
     backend: str = "gloo"
 
     def to_text(self) -> str:
         """JSON, as short as can be: it names every rank."""
         return json.dumps(asdict(self), separators=(",", ":"))
-
-    @classmethod
-    def from_text(cls, text: str) -> Groups:
-        """Read what ``to_text`` wrote."""
-        body = json.loads(text)
-        return cls(
-            groups=tuple(tuple(int(rank) for rank in group) for group in body["groups"]),
-            within_s=float(body["within_s"]),
-            backend=str(body["backend"]),
-        )
 
 
 def round_key(number: int) -> str:

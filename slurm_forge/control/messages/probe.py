@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Literal
 
-from slurm_forge.control.messages.message import Message
-
-__all__ = ["BANDWIDTH", "ProbeArrived", "ProbeBroke", "ProbeDone"]
+from slurm_forge.control.messages.message import Int, Message
 
 #: The reason of a request for a probe that measures bandwidth, too.
 BANDWIDTH = "bandwidth"
@@ -17,8 +15,8 @@ BANDWIDTH = "bandwidth"
 class ProbeArrived(Message):
     """A rank has issued its part of probe ``id``; ``gpu``: on a device that a hung one occupies."""
 
-    tag: ClassVar[str] = "probe_arrived"
-    id: int
+    m: Literal["probe_arrived"] = "probe_arrived"
+    id: Int
     gpu: bool = False
 
 
@@ -30,10 +28,10 @@ class ProbeDone(Message):
     bytes per second, 0 where none was measured.
     """
 
-    tag: ClassVar[str] = "probe_done"
-    id: int
+    m: Literal["probe_done"] = "probe_done"
+    id: Int
     latency_s: float
-    wrong: tuple[int, ...]
+    wrong: tuple[Int, ...]
     bandwidth: float
 
 
@@ -41,6 +39,6 @@ class ProbeDone(Message):
 class ProbeBroke(Message):
     """A rank's part of probe ``id`` ended in an error: its group can't be used any more."""
 
-    tag: ClassVar[str] = "probe_broke"
-    id: int
+    m: Literal["probe_broke"] = "probe_broke"
+    id: Int
     text: str

@@ -3,54 +3,36 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Literal
 
 from slurm_forge.control.messages.hub import RequestKind
-from slurm_forge.control.messages.message import Message
-from slurm_forge.vocabulary.position import Position
-
-__all__ = [
-    "At",
-    "Beat",
-    "Committed",
-    "Cured",
-    "Failed",
-    "Finished",
-    "Hello",
-    "LeftOut",
-    "NotCommitted",
-    "Notice",
-    "Propose",
-    "Recover",
-    "Stopped",
-    "Through",
-]
+from slurm_forge.control.messages.message import Int, Message, WirePosition
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hello(Message):
     """First line of a rank: who it is, and that it belongs to this launch (the nonce)."""
 
-    tag: ClassVar[str] = "hello"
+    m: Literal["hello"] = "hello"
     nonce: str
-    rank: int
-    world: int
+    rank: Int
+    world: Int
     host: str
-    pid: int
+    pid: Int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Beat(Message):
+class Heartbeat(Message):
     """Every second: steps done, phase, and for how long the main thread has been there.
 
     ``begun`` counts steps that were begun, too: one more than ``step`` inside of one.  ``turn``
     counts rollbacks: the steps come again in each.
     """
 
-    tag: ClassVar[str] = "beat"
-    turn: int
-    step: int
-    begun: int
+    m: Literal["beat"] = "beat"
+    turn: Int
+    step: Int
+    begun: Int
     phase: str
     since_s: float
     started: bool
@@ -60,125 +42,125 @@ class Beat(Message):
 class Notice(Message):
     """A rank saw something (a signal); what it meant is decided later, from evidence."""
 
-    tag: ClassVar[str] = "notice"
+    m: Literal["notice"] = "notice"
     what: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class At(Message):
+class PositionReport(Message):
     """A rank's answer: the last position it passed, or the one it is ``waiting`` in front of.
 
     ``path`` names the phases since the step boundary.  A ``round`` one above that of the request
     asks the hub to ask everybody anew.
     """
 
-    tag: ClassVar[str] = "at"
-    id: int
-    round: int
-    position: Position
+    m: Literal["at"] = "at"
+    id: Int
+    round: Int
+    position: WirePosition
     path: str
     waiting: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Committed(Message):
+class SaveCommitted(Message):
     """Rank 0: a checkpoint is on disk, and what it cost."""
 
-    tag: ClassVar[str] = "committed"
-    step: int
+    m: Literal["committed"] = "committed"
+    step: Int
     seconds: float
     blocked_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NotCommitted(Message):
+class SaveFailed(Message):
     """Rank 0: a save came to nothing; training goes on."""
 
-    tag: ClassVar[str] = "not_committed"
-    step: int
+    m: Literal["not_committed"] = "not_committed"
+    step: Int
     reason: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stopped(Message):
+class RankStopped(Message):
     """This rank stopped, as all did, after ``step`` steps; ``checkpoint`` is what was committed."""
 
-    tag: ClassVar[str] = "stopped"
-    step: int
+    m: Literal["stopped"] = "stopped"
+    step: Int
     checkpoint: str | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Through(Message):
+class FunctionReturned(Message):
     """The program of this rank has returned after ``step`` steps; the end is still to be agreed."""
 
-    tag: ClassVar[str] = "through"
-    step: int
+    m: Literal["through"] = "through"
+    step: Int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Finished(Message):
+class RankFinished(Message):
     """The program reached its end and the last checkpoint is committed."""
 
-    tag: ClassVar[str] = "finished"
-    step: int
+    m: Literal["finished"] = "finished"
+    step: Int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Failed(Message):
+class RankFailed(Message):
     """Last words of a rank: what was raised, where.  It issues no collective any more."""
 
-    tag: ClassVar[str] = "failed"
-    step: int
+    m: Literal["failed"] = "failed"
+    step: Int
     phase: str
     error: str
     text: str
     trace: str
     cause: str
-    micro_batch: int
+    micro_batch: Int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Recover(Message):
+class RecoveryNeeded(Message):
     """The run can't cure this in the process; the launch is to be ended and decided on.
 
     ``decided`` is the id of the incident where rank 0 has written the decision down already.
     """
 
-    tag: ClassVar[str] = "recover"
+    m: Literal["recover"] = "recover"
     cause: str
-    step: int
+    step: Int
     text: str
     decided: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Propose(Message):
+class RequestProposal(Message):
     """Rank 0: all ranks are to be asked for this, at a step that they agree on."""
 
-    tag: ClassVar[str] = "propose"
+    m: Literal["propose"] = "propose"
     kind: RequestKind
     reason: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Cured(Message):
+class RolledBack(Message):
     """Rank 0: an incident was dealt with in the process; ``text`` is one line for people.
 
     Training goes on after ``step`` steps, which may be fewer than before.
     """
 
-    tag: ClassVar[str] = "cured"
-    step: int
+    m: Literal["cured"] = "cured"
+    step: Int
     text: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LeftOut(Message):
+class UpdateSkipped(Message):
     """This rank left out the update of ``step`` because its gradient norm was above the limit.
 
     All ranks say it, or they have parted.
     """
 
-    tag: ClassVar[str] = "left_out"
-    step: int
+    m: Literal["left_out"] = "left_out"
+    step: Int

@@ -6,10 +6,8 @@ import ipaddress
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from slurm_forge.control.messages.links import Links
+from slurm_forge.control.messages.links import LinkReport
 from slurm_forge.control.tcp.tcp_info import TcpInfo
-
-__all__ = ["Connection", "Link", "plain_address", "read_links", "say_links", "summarize"]
 
 #: A round trip that was measured longer ago says nothing of now.
 _FRESH_S = 3.0
@@ -67,30 +65,32 @@ def _of_peer(peer: str, infos: Sequence[TcpInfo]) -> Link:
     )
 
 
-def say_links(number: int, addresses: Sequence[str], links: Sequence[Link], *, how: str) -> Links:
+def say_links(
+    number: int, addresses: Sequence[str], links: Sequence[Link], *, how: str
+) -> LinkReport:
     """As a message.  Of very many links those that look worst, so that it fits on a line."""
-    kept = sorted(links, key=lambda each: (-each.retransmits, -(each.rtt or 0.0), each.peer))
-    kept = kept[:_MOST]
-    return Links(
+    worst = sorted(links, key=lambda each: (-each.retransmits, -(each.rtt or 0.0), each.peer))
+    worst = worst[:_MOST]
+    return LinkReport(
         id=number,
         how=how,
         addresses=tuple(addresses),
-        peers=tuple(each.peer for each in kept),
-        rtt_us=tuple(round(1e6 * (each.rtt or 0.0)) for each in kept),
-        min_rtt_us=tuple(round(1e6 * (each.min_rtt or 0.0)) for each in kept),
-        retransmits=tuple(each.retransmits for each in kept),
-        unanswered_ms=tuple(round(1e3 * each.unanswered) for each in kept),
+        peers=tuple(each.peer for each in worst),
+        rtt_us=tuple(round(1e6 * (each.rtt or 0.0)) for each in worst),
+        min_rtt_us=tuple(round(1e6 * (each.min_rtt or 0.0)) for each in worst),
+        retransmits=tuple(each.retransmits for each in worst),
+        unanswered_ms=tuple(round(1e3 * each.unanswered) for each in worst),
     )
 
 
-def read_links(said: Links) -> tuple[Link, ...]:
+def read_links(report: LinkReport) -> tuple[Link, ...]:
     """What ``say_links`` was given; of lists of different lengths what all of them have."""
     rows = zip(
-        said.peers,
-        said.rtt_us,
-        said.min_rtt_us,
-        said.retransmits,
-        said.unanswered_ms,
+        report.peers,
+        report.rtt_us,
+        report.min_rtt_us,
+        report.retransmits,
+        report.unanswered_ms,
         strict=False,
     )
     return tuple(
@@ -108,8 +108,8 @@ def read_links(said: Links) -> tuple[Link, ...]:
 def plain_address(text: str) -> str:
     """One text per address: ``::ffff:10.0.0.1`` is ``10.0.0.1``; without a zone."""
     try:
-        found = ipaddress.ip_address(text.partition("%")[0])
+        address = ipaddress.ip_address(text.partition("%")[0])
     except ValueError:
         return text
-    mapped = getattr(found, "ipv4_mapped", None)
-    return str(mapped or found)
+    mapped = getattr(address, "ipv4_mapped", None)
+    return str(mapped or address)

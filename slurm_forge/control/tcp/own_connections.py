@@ -17,8 +17,6 @@ from slurm_forge.control.tcp.tcp_info import (
     parse_tcp_info,
 )
 
-__all__ = ["connection_of", "own_connections"]
-
 #: Longer than any kernel's; the kernel gives what it has.
 _ROOM = 512
 _FAMILIES = (socket.AF_INET, socket.AF_INET6)
@@ -48,7 +46,7 @@ def info_of(one: socket.socket) -> TcpInfo | None:
 
 def own_connections() -> tuple[Connection, ...]:
     """Whoever in this process opened them: torch's too."""
-    found: list[Connection] = []
+    connections: list[Connection] = []
     try:
         names = os.listdir("/proc/self/fd")  # noqa: PTH208  numbers, not paths
     except OSError:
@@ -61,5 +59,5 @@ def own_connections() -> tuple[Connection, ...]:
             with socket.socket(fileno=os.dup(int(name))) as one:
                 each = connection_of(one)
             if each is not None:
-                found.append(each)
-    return tuple(found)
+                connections.append(each)
+    return tuple(connections)

@@ -9,8 +9,6 @@ from __future__ import annotations
 import struct
 from dataclasses import dataclass
 
-__all__ = ["LISTENING", "TcpInfo", "parse_tcp_info"]
-
 #: ``TCP_LISTEN``: such a socket has no other end, and its numbers mean something else.
 LISTENING = 10
 _HEAD = struct.Struct("=BBBBBBBBIIII")

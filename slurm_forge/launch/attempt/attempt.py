@@ -8,6 +8,7 @@ import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from datetime import datetime, timezone
 from enum import Enum
 
 from slurm_forge.control import BRIEF_KEY, Hub, LaunchBrief
@@ -37,47 +38,41 @@ from slurm_forge.journal.events import (
     Note,
     UserAsked,
 )
+from slurm_forge.knobs import process_environ
+from slurm_forge.launch.attempt.next_decision import next_decision
 from slurm_forge.launch.attempt.post_mortem import post_mortem
 from slurm_forge.launch.attempt.stop_between_attempts import (
-    before_next_start,
-    stay_stopped,
-    stopped,
+    keep_stopped,
+    stop_decision,
+    stopped_before_start,
 )
 from slurm_forge.launch.render.rank_environment import (
     effective_on_hang,
     forbidden,
     with_suspects,
 )
-from slurm_forge.launch.render.save_history import remember_saves
-from slurm_forge.launch.requeue.job_update import (
-    memory_asked,
-    nodes_asked,
-    time_asked,
-)
+from slurm_forge.launch.render.save_times import remember_saves
 from slurm_forge.recovery import LaunchFacts, classify, decide
 from slurm_forge.recovery.incident.classify import is_unexplained
 from slurm_forge.recovery.monitor.preflight_verdict import thoroughness
-from slurm_forge.recovery.nodes.placement import Room
+from slurm_forge.recovery.nodes.placement import AllocationState
 from slurm_forge.run_directory import Claim, Fence, RunDirectory, claim_attempt, mark_launch
-from slurm_forge.site.variables import Difference
+from slurm_forge.site.variables import VariableDifference
 from slurm_forge.slurm.client import Slurm
-from slurm_forge.slurm.environment import process_environ
+from slurm_forge.slurm.records import JobRecord
 from slurm_forge.spec.recovery import Recovery
 from slurm_forge.spec.run_file import RunFile, read_run_file
 from slurm_forge.vocabulary.cause import Cause
 from slurm_forge.vocabulary.decision import Action, Decision, Incident, Start
 from slurm_forge.vocabulary.plan import Variable
 
-__all__ = ["RELAUNCHING", "REQUEUEING", "TAKEN_OVER", "Attempt", "Refusal", "begin"]
-
 #: How an attempt ends that was fenced: nothing was wrong with it, and nothing is to be done.
 TAKEN_OVER = "taken over"
 #: What a run does not come back from by itself.
 _ENDS = frozenset({Action.HOLD, Action.RAISE, Action.STOP})
-#: Statuses in which a start that nobody asked for does nothing.
 
 
-class Refusal(str, Enum):
+class StartRefusal(str, Enum):
     """Why an attempt is not begun.  Each one exits 0: starting again would change nothing."""
 
     DONE = "done"
@@ -98,11 +93,22 @@ class Attempt:
     verdict: Decision | None = None
     #: The site's variables for after a hang, and what is set that must not be.
     on_hang: tuple[Variable, ...] = ()
-    forbidden: tuple[Difference, ...] = ()
+    forbidden: tuple[VariableDifference, ...] = ()
     #: What was seen of the last launch, and the incident that was made of it.
     facts: LaunchFacts | None = None
     incident: Incident | None = None
+    #: When the last launch began, by this node's clock.
+    launched_at: datetime | None = None
     _warnings: int = 0
+
+    @classmethod
+    def abandoned(cls, run: RunDirectory, claim: Claim, *, writer: str, launch: int) -> Attempt:
+        """An attempt whose process is gone, for whoever writes down how its ``launch`` ended."""
+        file = read_run_file(run.spec_file)
+        journal = JournalWriter(run, attempt=claim.attempt, writer=writer, launch=launch)
+        journal.follow(read_journal(run, thin=True)[0])
+        on_hang = effective_on_hang(file, process_environ())
+        return cls(run, file, claim, journal, launch, on_hang=on_hang)
 
     @property
     def fence(self) -> Fence:
@@ -143,6 +149,7 @@ class Attempt:
             preflight=thoroughness(self.file.job.preflight.enabled, start, state),
         )
         hub.publish(BRIEF_KEY, brief.to_text())
+        self.launched_at = datetime.now(timezone.utc)
         self.journal.write(
             LaunchStarted(
                 world_size=hub.world_size,
@@ -159,16 +166,16 @@ class Attempt:
         """
         from slurm_forge.store.directory import CheckpointStore
 
-        known = {each.name for each in fold(read_journal(self.run, fresh=True)[0]).known}
-        ours = (self.claim.attempt, self.launch)
+        journaled = {each.name for each in fold(read_journal(self.run, fresh=True)[0]).known}
+        launch = (self.claim.attempt, self.launch)
         with contextlib.suppress(OSError, UnsafeFileError):
             store = CheckpointStore(self.run.checkpoints, self.file.job.name)
             for name in reversed(store.candidates()):
-                if (name.attempt, name.launch) != ours or name in known:
+                if (name.attempt, name.launch) != launch or name in journaled:
                     continue
                 with contextlib.suppress(CheckpointRejectedError):
                     manifest = store.verify_manifest(name)
-                    self._cannot_write(
+                    self._write(
                         CheckpointCommitted(
                             name=str(name),
                             step=name.step,
@@ -179,10 +186,8 @@ class Attempt:
                         )
                     )
 
-    def conclude(self, facts: LaunchFacts, room: Room | None = None) -> Decision | None:
+    def conclude(self, facts: LaunchFacts) -> Decision | None:
         """Journal how the launch ended; the decision, or None when the run is finished.
-
-        ``room`` is what is left of the allocation, where the job outlives nodes that it loses.
 
         ``FencedError`` if another attempt has taken over: then it is not ours to judge.
         """
@@ -199,44 +204,63 @@ class Attempt:
         self.facts, self.incident = facts, incident
         # Whoever wants the run to stop has said so after rank 0 decided how it should go on.
         wanted = incident.cause in (Cause.USER_CANCELLED, Cause.STOP_REQUESTED)
-        decided = None if wanted else self._decided(facts)
+        decided = None if wanted else self._decision_of_rank_0(facts)
         if decided is not None:
             return decided
-        policy = self.file.job.recovery
-        full = self._cannot_write(
-            LaunchEnded(
-                outcome=incident.cause.value,
-                step=max(
-                    (s for s in (facts.furthest, incident.step) if s is not None), default=None
-                ),
-                exact=facts.is_furthest_exact,
-            ),
-            IncidentSeen(incident=incident),
+        ended = LaunchEnded(
+            outcome=incident.cause.value,
+            step=max((s for s in (facts.furthest, incident.step) if s is not None), default=None),
+            exact=facts.is_furthest_exact,
         )
-        record = facts.job_now or facts.job or facts.job_first
-        state = self.state()
-        decision = decide(
-            policy,
-            state,
+        decision, full = self.decide_on(
             incident,
-            batch_coupled=self.file.job.batch_coupled,
-            mem=memory_asked(self.file.job, record),
-            time=time_asked(self.file.job, record),
-            nodes=state.plan.nodes or nodes_asked(self.file.job),
-            now=facts.now.timestamp(),
-            room=room,
-            on_hang=self.on_hang,
+            ended,
+            record=facts.job_now or facts.job or facts.job_first,
+            now=facts.now,
+            room=facts.room,
         )
-        full = self._cannot_write(DecisionTaken(decision=decision)) or full
-        if full is not None and not _unlimited(policy, decision):
+        if full is not None and not _is_unlimited(self.file.job.recovery, decision):
             # A budget that is charged nowhere would never be used up.
             raise RunDirectoryError(
-                f"the journal of {self.run.name} can't be written ({full}), and "
-                f"{decision.reason} must be counted",
+                f"the journal of {self.run.name} can't be written ({full}), so "
+                f"that '{decision.reason}' can't be charged to its budget: the run is held",
                 next_step=f"Make room or check the quota of {self.run.path}, then: "
                 f"slurm-forge requeue {self.run.name}",
             ) from full
         return decision
+
+    def decide_on(
+        self,
+        incident: Incident,
+        ended: LaunchEnded,
+        *,
+        record: JobRecord | None,
+        now: datetime,
+        room: AllocationState | None = None,
+        allocation: bool = True,
+    ) -> tuple[Decision, OSError | None]:
+        """Journal how the launch ended and what is done about it; an error where that failed.
+
+        Args:
+            incident: What ended the launch.
+            ended: How far it came.
+            record: What Slurm says of the job.
+            now: The wall clock.
+            room: What is left of the allocation, where the job outlives nodes that it loses.
+            allocation: Whether the job still has its nodes.
+        """
+        full = self._write(ended, IncidentSeen(incident=incident))
+        decision = next_decision(
+            self.file,
+            self.state(),
+            incident,
+            record=record,
+            now=now.timestamp(),
+            on_hang=self.on_hang,
+            room=room,
+            allocation=allocation,
+        )
+        return decision, self._write(DecisionTaken(decision=decision)) or full
 
     def learn(self, incident: Incident) -> None:
         """Journal what is better known by now about the end of the last launch, if anything is.
@@ -253,10 +277,10 @@ class Attempt:
         else:
             incident = replace(incident, id=f"{incident.id}.cancelled")
         self.incident = incident
-        self._cannot_write(IncidentSeen(incident=incident))
+        self._write(IncidentSeen(incident=incident))
         if cancelled:
             decision = decide(self.file.job.recovery, self.state(), incident)
-            self._cannot_write(DecisionTaken(decision=decision))
+            self._write(DecisionTaken(decision=decision))
 
     def only_warns(self, facts: LaunchFacts) -> bool:
         """Whether the ladder has nothing but a warning for it: then that is written down.
@@ -275,11 +299,9 @@ class Attempt:
             return True  # the ladder is used up
         if decision.action is not Action.WARN:
             return False
-        return not self._cannot_write(
-            IncidentSeen(incident=incident), DecisionTaken(decision=decision)
-        )
+        return not self._write(IncidentSeen(incident=incident), DecisionTaken(decision=decision))
 
-    def _decided(self, facts: LaunchFacts) -> Decision | None:
+    def _decision_of_rank_0(self, facts: LaunchFacts) -> Decision | None:
         """What rank 0 has decided on and written down before it gave the launch up, if it has.
 
         Deciding twice would charge two budgets for one incident.  An end that it could not tell of
@@ -287,24 +309,24 @@ class Attempt:
         """
         attempts = self.state().attempts
         decisions = attempts[-1].decisions if attempts else ()
-        mine = f"{self.claim.attempt}.{self.launch}."
-        found = [
+        prefix = f"{self.claim.attempt}.{self.launch}."
+        matching = [
             each
             for _, each in decisions
             if each.incident_id == facts.decided
-            or (each.action in _ENDS and each.incident_id.startswith(mine))
+            or (each.action in _ENDS and each.incident_id.startswith(prefix))
         ]
-        if found:
-            self._cannot_write(
-                LaunchEnded(outcome=found[-1].cause.value, step=facts.furthest, exact=True)
+        if matching:
+            self._write(
+                LaunchEnded(outcome=matching[-1].cause.value, step=facts.furthest, exact=True)
             )
-        return found[-1] if found else None
+        return matching[-1] if matching else None
 
     def stop(self, why: str) -> None:
         """A person wants the run to stop before it is started again: journal that."""
-        self._cannot_write(stopped(self.claim.attempt, self.state(), why))
+        self._write(stop_decision(self.claim.attempt, self.state(), why))
 
-    def _cannot_write(self, *events: Event) -> OSError | None:
+    def _write(self, *events: Event) -> OSError | None:
         try:
             for event in events:
                 self.journal.write(event)
@@ -321,7 +343,7 @@ class Attempt:
             remember_saves(self.run, self.file.job, self.state())
 
 
-def _unlimited(policy: Recovery, decision: Decision) -> bool:
+def _is_unlimited(policy: Recovery, decision: Decision) -> bool:
     """Whether the decision may be taken any number of times (a requeue after a preemption)."""
     if decision.rung is None:
         return decision.action is Action.STOP
@@ -339,7 +361,7 @@ def begin(
     command: bool = False,
     unwanted: str = "",
     clock: Callable[[], float] = time.time,
-) -> Attempt | Refusal:
+) -> Attempt | StartRefusal:
     """Claim the run for a new attempt, unless there is nothing to do or nobody wants it.
 
     Where the attempt before it ended without a word, ``slurm`` is asked how; ``FencedError`` where
@@ -347,19 +369,19 @@ def begin(
     ``unwanted``: why whoever started this wants no attempt any more, empty where they do.
     """
     if run.is_done():
-        return Refusal.DONE
+        return StartRefusal.DONE
     records, _ = read_journal(run, thin=True, fresh=True)
     state = fold(records)
     if run.stop_file.exists():
-        stay_stopped(run, state, records, "the file STOP exists")
-        return Refusal.STOP_FILE
+        keep_stopped(run, state, records, "the file STOP exists")
+        return StartRefusal.STOP_FILE
     if unwanted:
-        stay_stopped(run, state, records, before_next_start(unwanted))
-        return Refusal.AT_REST
+        keep_stopped(run, state, records, stopped_before_start(unwanted))
+        return StartRefusal.AT_REST
     file = read_run_file(run.spec_file)
-    released = _released(state, job, restart_count)
+    released = _is_released(state, job, restart_count)
     if state.status.is_at_rest and not released:
-        return Refusal.AT_REST
+        return StartRefusal.AT_REST
     if file.job.entry is None and not command:
         raise ForgeError(
             f"{run.name} has a command, not an entry",
@@ -425,18 +447,18 @@ def _needs_another_job(decision: Decision) -> bool:
 _OF_THE_JOB = frozenset({"mem_factor", "time_factor", "nodes"})
 
 
-def _released(state: RunState, job: str, restart_count: int) -> bool:
+def _is_released(state: RunState, job: str, restart_count: int) -> bool:
     """Whether this start is one that we had put into the queue, held, and somebody released.
 
     Nothing else starts a held job: it is a person's wish that the run goes on.  Of a chain of array
     tasks those were held that waited, not the one that held them.
     """
-    held = state.held
-    if held is None or not held.confirmed:
+    hold = state.held
+    if hold is None or not hold.confirmed:
         return False
-    if job.startswith(f"{held.job}_"):
+    if job.startswith(f"{hold.job}_"):
         return not state.attempts or job != state.attempts[-1].job
-    return held.job == job and restart_count > held.restart_count
+    return hold.job == job and restart_count > hold.restart_count
 
 
 #: What a decision means for somebody who can't start ranks again in the same job.

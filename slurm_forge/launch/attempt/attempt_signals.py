@@ -1,27 +1,24 @@
-"""Signals by which somebody tells this process to end: counted, acted on elsewhere.
-
-Signals for the batch step, and the launch that they are for.
-"""
+"""Signals by which somebody tells this process to end, and the launch that they are for."""
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from signal import Signals
+from collections.abc import Callable, Iterator
 from types import FrameType, TracebackType
 from typing import Any
 
-from slurm_forge.launch.conductor.conductor import Conductor
+from slurm_forge.launch.conductor.stop_monitor import BATCH_STEP, STEPS, StopMonitor
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 #: ``timeout`` and other wrappers pass one request on twice: to the child, and to its group.
 _ONE_REQUEST_S = 1.0
+_ENDING = frozenset({"SIGTERM", "SIGINT"})
 
 
-class AskedToStop:
+class StopRequest:
     """While entered, ``number`` is that of the first one that came; one more sets ``insists``.
 
     Signals that were ignored stay ignored (nohup, ``&``).  Off the main thread it hears nothing.
@@ -42,12 +39,12 @@ class AskedToStop:
         """As it is written: SIGTERM."""
         return signal.Signals(self.number).name if self else ""
 
-    def __enter__(self) -> AskedToStop:
+    def __enter__(self) -> StopRequest:
         if threading.current_thread() is threading.main_thread():
             for number in _SIGNALS:
                 before = signal.getsignal(number)
                 if before is not signal.SIG_IGN:
-                    signal.signal(number, self._hear)
+                    signal.signal(number, self._on_signal)
                     self._before.append((number, before))
         return self
 
@@ -61,7 +58,7 @@ class AskedToStop:
             signal.signal(number, before)
         self._before.clear()
 
-    def _hear(self, number: int, frame: FrameType | None) -> None:
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
         now = self._clock()
         if not self:
             self.number, self._first = number, now
@@ -69,45 +66,70 @@ class AskedToStop:
             self.insists = True
 
 
-@dataclass(slots=True)
-class BatchSignals:
-    """Passes signals for the batch step on to the conductor of the launch that is on."""
+class LaunchSignals:
+    """Passes signals for the job on to the launch that is on; others are for the next launch."""
 
-    early: tuple[str, ...] = ()
-    #: Whether one has told the batch step to end, of whichever launch.
-    terminated: bool = False
-    _conductor: Conductor | None = None
-    _seen: threading.Event = field(default_factory=threading.Event)
-    _lock: threading.Lock = field(default_factory=threading.Lock)
+    def __init__(self) -> None:
+        self._stops: StopMonitor | None = None
+        self._early: list[tuple[str, str]] = []
+        self._lock = threading.Lock()
+        self._arrived = threading.Event()
+        self._terminated = threading.Event()
 
-    def signal(self, signal: Signals) -> None:
-        """One has come: for the launch that is on, else for the next."""
+    def batch(self, signal: signal.Signals) -> None:
+        """The batch step got one."""
+        if signal.name in _ENDING:
+            self._terminated.set()
+        self._pass_on(signal.name, BATCH_STEP)
+
+    def steps(self, name: str) -> None:
+        """Every step got one, as a sentinel says."""
+        self._pass_on(name, STEPS)
+
+    @property
+    def terminated(self) -> bool:
+        """Whether one has told the batch step to end, in whichever launch."""
+        return self._terminated.is_set()
+
+    @contextlib.contextmanager
+    def go_to(self, stops: StopMonitor) -> Iterator[None]:
+        """While entered, signals go to this launch; first those that came before it."""
         with self._lock:
-            self.terminated = self.terminated or signal is Signals.SIGTERM
-            if self._conductor is not None:
-                self._conductor.signal(signal.name)
-            else:
-                self.early = (*self.early, signal.name)
-                self._seen.set()
+            self._stops = stops
+            self._hand_over(stops)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._stops = None
+                self._early += [(name, BATCH_STEP) for name in stops.unhandled_signals()]
 
-    def begin(self, conductor: Conductor) -> None:
-        """A launch is on, which hears of what came before it, too."""
-        with self._lock:
-            self._conductor = conductor
-            for name in self.early:
-                conductor.signal(name)
-            self.early = ()
+    def _hand_over(self, stops: StopMonitor) -> None:
+        """What came before the launch, under the lock: nothing is told twice."""
+        for name, source in self._early:
+            stops.add_signal(name, source)
+        self._early = []
 
-    def end(self) -> None:
-        """It is over; what its conductor did not look at any more is for the next."""
+    def batch_signals_since(self) -> tuple[str, ...]:
+        """Those for the batch step since the last launch ended."""
         with self._lock:
-            if self._conductor is not None:
-                self.early = (*self.early, *self._conductor.unheard())
-            self._conductor = None
+            return tuple(name for name, source in self._early if source == BATCH_STEP)
 
     def wait(self, seconds: float) -> None:
-        """Between two launches; a signal is acted on at once, by the next of them."""
+        """Between two launches; a signal ends the wait, for the next launch to act on."""
         if seconds > 0:
-            self._seen.clear()
-            if not self.early:
-                self._seen.wait(seconds)
+            self._arrived.clear()
+            if not self._early:
+                self._arrived.wait(seconds)
+
+    def wait_for_the_end(self, seconds: float) -> None:
+        """Slurm is about to end the job: until it says so, or ``seconds`` are over."""
+        self._terminated.wait(seconds)
+
+    def _pass_on(self, name: str, source: str) -> None:
+        with self._lock:
+            if self._stops is None:
+                self._early.append((name, source))
+            else:
+                self._stops.add_signal(name, source)
+        self._arrived.set()

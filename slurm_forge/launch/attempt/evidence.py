@@ -28,8 +28,6 @@ from slurm_forge.slurm.client import Slurm, SubprocessSlurm
 from slurm_forge.slurm.records import AccountingRecord
 from slurm_forge.vocabulary.cause import Cause
 
-__all__ = ["gathered", "left_behind", "tail_of", "with_accounting"]
-
 _PATIENCE = timedelta(seconds=4)
 #: Slurm is about to kill us.
 _LITTLE_PATIENCE = timedelta(seconds=2)
@@ -40,7 +38,7 @@ _CLOCKS = timedelta(seconds=5)
 _NOT_OURS = frozenset({"batch", "extern", "interactive"})
 
 
-def gathered(
+def gather_evidence(
     facts: LaunchFacts,
     *,
     run: RunDirectory,
@@ -76,13 +74,13 @@ def gathered(
         return facts
     if slurm is None or facts.killed_for_memory or urgent or facts.deadline_passed:
         return facts
-    asked = _limited(slurm, _PATIENCE)
+    client = _limited(slurm, _PATIENCE)
     hosts = tuple(dict.fromkeys(each.host for each in missed if each.host != "?"))
     with contextlib.suppress(ForgeError, ValueError):
-        facts = replace(facts, nodes=asked.show_nodes(hosts))
+        facts = replace(facts, nodes=client.show_nodes(hosts))
     if not facts.failures and not any(node.is_down for node in facts.nodes):
         with contextlib.suppress(ForgeError):
-            facts = replace(facts, rows=_newest_step(asked.accounting(job), since, facts))
+            facts = replace(facts, rows=_newest_step(client.accounting(job), since, facts))
     return facts
 
 
@@ -107,9 +105,9 @@ def _agents_know(facts: LaunchFacts) -> bool:
     """Whether the parents of all lost ranks are there to say how each ended: their nodes live, and
     the step goes on, so that Slurm has nothing to add.
     """
-    told = {end.rank for end in facts.ends}
+    ended_ranks = {end.rank for end in facts.ends}
     return "Job step aborted" not in facts.launcher_text and all(
-        lost.rank in told for lost in facts.lost
+        lost.rank in ended_ranks for lost in facts.lost
     )
 
 
@@ -131,23 +129,23 @@ def tail_of(path: Path, *, since: int = 0, most: int = _TAIL) -> str:
         os.close(descriptor)
 
 
-def _of_launch(text: str, which: str) -> str:
+def _output_of_launch(text: str, which: str) -> str:
     """What a rank has printed in that launch: logs go on over launches and attempts."""
     before, mark, after = text.rpartition(LAUNCH_BEGINS)
     if not mark:
         return before + after
-    named, _, said = after.partition("\n")
-    return said if named.strip() == which else ""
+    which_launch, _, output = after.partition("\n")
+    return output if which_launch.strip() == which else ""
 
 
-def left_behind(run: RunDirectory, *, attempt: int, launch: int) -> tuple[RankFailure, ...]:
+def read_rank_failures(run: RunDirectory, *, attempt: int, launch: int) -> tuple[RankFailure, ...]:
     """The words of ranks that could not say them over the channel any more."""
-    known = {cause.value for cause in Cause}
+    causes = {cause.value for cause in Cause}
     return tuple(
         RankFailure(
             rank=words.rank,
             host=words.host,
-            cause=Cause(words.cause) if words.cause in known else Cause.UNKNOWN,
+            cause=Cause(words.cause) if words.cause in causes else Cause.UNKNOWN,
             step=words.step,
             text=words.text,
             micro_batch=words.micro_batch or None,
@@ -160,19 +158,19 @@ def left_behind(run: RunDirectory, *, attempt: int, launch: int) -> tuple[RankFa
 def _with_last_words(
     facts: LaunchFacts, run: RunDirectory, attempt: int, launch: int
 ) -> LaunchFacts:
-    said = {failure.rank for failure in facts.failures}
+    reported = {failure.rank for failure in facts.failures}
     hosts = {lost.rank: lost.host for lost in facts.lost}
-    found = [
+    failures = [
         replace(words, host=hosts.get(words.rank, words.host))
-        for words in left_behind(run, attempt=attempt, launch=launch)
-        if words.rank not in said
+        for words in read_rank_failures(run, attempt=attempt, launch=launch)
+        if words.rank not in reported
     ]
-    if not found:
+    if not failures:
         return facts
-    spoke = {failure.rank for failure in found}
+    spoke = {failure.rank for failure in failures}
     return replace(
         facts,
-        failures=(*facts.failures, *found),
+        failures=(*facts.failures, *failures),
         lost=tuple(lost for lost in facts.lost if lost.rank not in spoke),
     )
 
@@ -184,7 +182,7 @@ def _with_output(
     for index, each in enumerate(facts.lost):
         path = output_of(each.rank) if index < _MOST_LOGS else None
         lost.append(
-            each if path is None else replace(each, output=_of_launch(tail_of(path), which))
+            each if path is None else replace(each, output=_output_of_launch(tail_of(path), which))
         )
     return replace(facts, lost=tuple(lost))
 

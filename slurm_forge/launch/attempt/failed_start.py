@@ -24,14 +24,12 @@ from slurm_forge.run_directory.layout import NEXT_STEP
 from slurm_forge.slurm.client import JobUpdate, Slurm, SubprocessSlurm
 from slurm_forge.slurm.environment import job_named_in, node_name
 
-__all__ = ["telling_why_not_started", "why_not_started"]
-
 _PATIENCE = timedelta(seconds=10)
 _LONGEST = 400
 
 
 @contextlib.contextmanager
-def telling_why_not_started(
+def reporting_failed_start(
     run: RunDirectory, environ: Mapping[str, str], slurm: Slurm | None = None
 ) -> Iterator[None]:
     """Whatever ends the block before it has claimed an attempt is told, and raised again."""
@@ -40,11 +38,11 @@ def telling_why_not_started(
         yield
     except ForgeError as error:
         if list_claims(run) == before:
-            why_not_started(run, environ, error, slurm)
+            report_failed_start(run, environ, error, slurm)
         raise
 
 
-def why_not_started(
+def report_failed_start(
     run: RunDirectory | None,
     environ: Mapping[str, str],
     error: ForgeError,
@@ -56,16 +54,16 @@ def why_not_started(
         return
     if run is not None:
         with contextlib.suppress(OSError, ForgeError):
-            _beside_the_run(run, job, node_name(environ), error)
+            _note_beside_run(run, job, node_name(environ), error)
         with contextlib.suppress(OSError, ForgeError):
-            _in_the_journal(run, job, error)
+            _note_in_journal(run, job, error)
     # Last: a controller that does not answer takes its time.
     with contextlib.suppress(ForgeError, OSError):
-        asked = slurm or SubprocessSlurm.of_this_process().with_timeout(_PATIENCE)
-        asked.update_job(job, JobUpdate(comment=comment_of(f"not started: {error.message}")))
+        client = slurm or SubprocessSlurm.of_this_process().with_timeout(_PATIENCE)
+        client.update_job(job, JobUpdate(comment=comment_of(f"not started: {error.message}")))
 
 
-def _beside_the_run(run: RunDirectory, job: str, node: str, error: ForgeError) -> None:
+def _note_beside_run(run: RunDirectory, job: str, node: str, error: ForgeError) -> None:
     now = datetime.now(timezone.utc)
     lines = [f"{now:%Y-%m-%dT%H:%M:%SZ} job {job} on {node}", " ".join(error.message.split())]
     if error.next_step:
@@ -76,7 +74,7 @@ def _beside_the_run(run: RunDirectory, job: str, node: str, error: ForgeError) -
         file.write("\n".join(lines) + "\n")
 
 
-def _in_the_journal(run: RunDirectory, job: str, error: ForgeError) -> None:
+def _note_in_journal(run: RunDirectory, job: str, error: ForgeError) -> None:
     newest = max(list_claims(run), default=0)
     # Beside whatever was the newest attempt: it is no sign of life of that one.
     writer = JournalWriter(

@@ -12,10 +12,8 @@ import stat
 import threading
 from collections.abc import Callable
 
-__all__ = ["GONE", "Lifeline", "LifelineHeld"]
-
 #: What the reader is told where the starter did not say why.
-GONE = "gone without a word"
+GONE = "the process that started it is gone"
 _LONGEST = 80
 
 
@@ -42,7 +40,7 @@ class Lifeline:
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
         self._reading = threading.Lock()
-        self._said: str | None = None
+        self._reason: str | None = None
 
     @classmethod
     def of_standard_input(cls) -> Lifeline | None:
@@ -52,17 +50,17 @@ class Lifeline:
                 return None
         except OSError:
             return None  # closed
-        kept = os.dup(0)
+        descriptor = os.dup(0)
         nothing = os.open(os.devnull, os.O_RDONLY)
         os.dup2(nothing, 0)
         os.close(nothing)
-        return cls(kept)
+        return cls(descriptor)
 
     def is_cut(self) -> bool:
         """Whether the starter is gone, or wants the run to stop."""
         poll = select.poll()
         poll.register(self._descriptor, 0)
-        return any(found & select.POLLHUP for _, found in poll.poll(0))
+        return any(events & select.POLLHUP for _, events in poll.poll(0))
 
     def why_cut(self) -> str:
         """What the starter said when it was cut; empty while it is not."""
@@ -79,9 +77,9 @@ class Lifeline:
 
     def _read(self) -> str:
         with self._reading:
-            if self._said is None:
-                said = b""
+            if self._reason is None:
+                reason = b""
                 while part := os.read(self._descriptor, _LONGEST):
-                    said += part
-                self._said = said.decode(errors="replace") or GONE
-            return self._said
+                    reason += part
+                self._reason = reason.decode(errors="replace") or GONE
+            return self._reason

@@ -10,27 +10,20 @@ from slurm_forge.errors import ForgeError
 from slurm_forge.journal import JournalWriter, RunState, RunStatus, fold, read_journal
 from slurm_forge.journal.events import DecisionTaken, IncidentSeen
 from slurm_forge.journal.state import AttemptState
-from slurm_forge.launch.attempt.evidence import left_behind
+from slurm_forge.knobs import process_environ
+from slurm_forge.launch.attempt.evidence import read_rank_failures
+from slurm_forge.launch.attempt.next_decision import next_decision
 from slurm_forge.launch.render.rank_environment import effective_on_hang
-from slurm_forge.launch.requeue.job_update import (
-    memory_asked,
-    nodes_asked,
-    time_asked,
-)
-from slurm_forge.recovery import decide
 from slurm_forge.recovery.incident.attempt_end import (
-    Ending,
+    SilentEnd,
     cause_of_ending,
 )
 from slurm_forge.run_directory import Claim, Fence, RunDirectory
 from slurm_forge.slurm.client import Slurm, SubprocessSlurm
-from slurm_forge.slurm.environment import process_environ
 from slurm_forge.slurm.states import ACTIVE
 from slurm_forge.spec.run_file import RunFile
 from slurm_forge.vocabulary.cause import Cause
 from slurm_forge.vocabulary.decision import Decision
-
-__all__ = ["post_mortem"]
 
 #: Nobody waits longer than this for what is only evidence.
 _PATIENCE = timedelta(seconds=5)
@@ -51,18 +44,18 @@ def post_mortem(
     one is.  None where nothing is to be
     decided: it ended by itself, it was cancelled, or a person has asked for the run to go on since.
     """
-    job = file.job
     last = state.attempts[-1] if state.attempts else None
     if last is None or last.ended is not None:
         return None
     newest = last.launches[-1] if last.launches else None
     launch = 0 if newest is None else newest.number
     incident_id = f"{last.number}.{launch}"
-    told = state.incident(incident_id) is not None
-    if told or (newest is not None and newest.ended is not None):
+    is_explained = state.incident(incident_id) is not None
+    if is_explained or (newest is not None and newest.ended is not None):
         return None  # it was killed after it had said what became of it
     ending = replace(
-        _ending(last, claim, slurm), left=left_behind(run, attempt=last.number, launch=launch)
+        _gather_ending(last, claim, slurm),
+        left=read_rank_failures(run, attempt=last.number, launch=launch),
     )
     if not ending.restarted and ending.record is not None and ending.record.state in ACTIVE:
         return None  # another job, which is fenced from now on, and has not ended
@@ -81,14 +74,11 @@ def post_mortem(
         journal.write(IncidentSeen(incident=incident))
         if incident.cause is Cause.USER_CANCELLED or state.status is not RunStatus.RUNNING:
             return None  # whoever has started it again since has decided
-        decision = decide(
-            job.recovery,
+        decision = next_decision(
+            file,
             state,
             incident,
-            batch_coupled=job.batch_coupled,
-            mem=memory_asked(job, ending.record),
-            time=time_asked(job, ending.record),
-            nodes=state.plan.nodes or nodes_asked(job),
+            record=ending.record,
             now=now,
             allocation=False,
             on_hang=effective_on_hang(file, process_environ()),
@@ -99,9 +89,9 @@ def post_mortem(
     return decision
 
 
-def _ending(last: AttemptState, claim: Claim, slurm: Slurm | None) -> Ending:
+def _gather_ending(last: AttemptState, claim: Claim, slurm: Slurm | None) -> SilentEnd:
     launch = last.launches[-1] if last.launches else None
-    ending = Ending(
+    ending = SilentEnd(
         restart_count=last.restart_count,
         host=last.nodes[0] if last.nodes else "its node",
         step=None if launch is None else launch.step,
@@ -111,11 +101,11 @@ def _ending(last: AttemptState, claim: Claim, slurm: Slurm | None) -> Ending:
     )
     if slurm is None:
         return ending
-    asked = slurm.with_timeout(_PATIENCE) if isinstance(slurm, SubprocessSlurm) else slurm
+    client = slurm.with_timeout(_PATIENCE) if isinstance(slurm, SubprocessSlurm) else slurm
     with contextlib.suppress(ForgeError):
-        ending = replace(ending, record=asked.show_job(last.job))
+        ending = replace(ending, record=client.show_job(last.job))
     with contextlib.suppress(ForgeError):
-        ending = replace(ending, rows=asked.accounting(last.job))
+        ending = replace(ending, rows=client.accounting(last.job))
     with contextlib.suppress(ForgeError):
-        ending = replace(ending, nodes=asked.show_nodes(last.nodes))
+        ending = replace(ending, nodes=client.show_nodes(last.nodes))
     return ending

@@ -20,8 +20,6 @@ from slurm_forge.errors import RunDirectoryError, UnsafeFileError
 from slurm_forge.lock import NO_LOCKS
 from slurm_forge.run_directory import RunDirectory
 
-__all__ = ["Presence", "gone_here", "left", "present"]
-
 _LIMIT = 4096
 #: ``status`` holds the lock for an instant; a process that was just killed is a moment in ending.
 _PATIENCE_S = 1.0
@@ -36,7 +34,7 @@ class _Starter:
     job: str = ""
 
 
-class Presence:
+class RunLock:
     """The held lock; ``descriptor`` is what children inherit, None where there are no locks."""
 
     def __init__(self, descriptor: int | None) -> None:
@@ -52,7 +50,7 @@ class Presence:
 
 
 @contextmanager
-def present(run: RunDirectory) -> Iterator[Presence]:
+def hold_run_lock(run: RunDirectory) -> Iterator[RunLock]:
     """Hold the run for the length of the block, and for as long as a child inherits it.
 
     ``RunDirectoryError`` while somebody else on this machine trains it.
@@ -65,23 +63,23 @@ def present(run: RunDirectory) -> Iterator[Presence]:
                 f"{run.local_lock} is a hard link to some other file",
                 next_step="Look what it is, then remove it.",
             )
-        held = _lock(descriptor, fcntl.LOCK_EX, _PATIENCE_S)
-        if held is False:
-            raise _taken(run, _read(descriptor))
-        yield Presence(descriptor if held else None)
+        locked = _lock(descriptor, fcntl.LOCK_EX, _PATIENCE_S)
+        if locked is False:
+            raise _already_training(run, _read(descriptor))
+        yield RunLock(descriptor if locked else None)
     finally:
         os.close(descriptor)
 
 
-def left(run: RunDirectory, job: str) -> bool:
+def has_left(run: RunDirectory, job: str) -> bool:
     """Whether ``job`` was started on this machine and none of its processes is left.
 
     False where that can't be known: another machine, another way of starting it, no locks.
     """
-    return job != "" and gone_here(run) == job
+    return job != "" and ended_local_job(run) == job
 
 
-def gone_here(run: RunDirectory) -> str:
+def ended_local_job(run: RunDirectory) -> str:
     """The job that was started on this machine last, if none of its processes is left; else ""."""
     try:
         descriptor = os.open(run.local_lock, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
@@ -122,7 +120,7 @@ def _read(descriptor: int) -> _Starter | None:
         return None
 
 
-def _taken(run: RunDirectory, starter: _Starter | None) -> RunDirectoryError:
+def _already_training(run: RunDirectory, starter: _Starter | None) -> RunDirectoryError:
     if starter is None:
         return RunDirectoryError(
             f"{run.name} is being trained already",

@@ -12,15 +12,13 @@ from slurm_forge.run_directory import RunDirectory
 from slurm_forge.vocabulary.cause import Cause
 from slurm_forge.vocabulary.decision import Action, Decision
 
-__all__ = ["before_next_start", "stay_stopped", "stopped"]
 
-
-def before_next_start(why: str) -> str:
+def stopped_before_start(why: str) -> str:
     """Why a run rests that nobody was training when it was told to stop."""
     return f"{why} before the next attempt began"
 
 
-def stay_stopped(run: RunDirectory, state: RunState, records: Sequence[Record], why: str) -> None:
+def keep_stopped(run: RunDirectory, state: RunState, records: Sequence[Record], why: str) -> None:
     """Say so in the journal, where that still has the run wait for its next start."""
     if state.status not in (RunStatus.REQUEUED, RunStatus.SUBMITTED):
         return
@@ -28,11 +26,11 @@ def stay_stopped(run: RunDirectory, state: RunState, records: Sequence[Record], 
     with contextlib.suppress(OSError):
         journal = JournalWriter(run, attempt=number, writer="supervisor", launch=NO_LAUNCH)
         journal.follow(records)
-        journal.write(stopped(number, state, why))
+        journal.write(stop_decision(number, state, why))
         journal.close()
 
 
-def stopped(attempt: int, state: RunState, why: str) -> DecisionTaken:
+def stop_decision(attempt: int, state: RunState, why: str) -> DecisionTaken:
     """The line by which a run rests after an attempt that is over."""
     return DecisionTaken(
         decision=Decision(

@@ -18,8 +18,6 @@ from slurm_forge.slurm.client import Slurm
 from slurm_forge.slurm.records import JobRecord
 from slurm_forge.vocabulary.cause import Cause
 
-__all__ = ["StopExplanation"]
-
 
 class StopExplanation:
     """Explains the end of one attempt's last launch by what Slurm says later; for one thread.

@@ -25,8 +25,6 @@ from slurm_forge.slurm.client import JobUpdate, Slurm
 from slurm_forge.slurm.records import JobRecord
 from slurm_forge.vocabulary.cause import Cause
 
-__all__ = ["leave_to_slurm"]
-
 _LATER = timedelta(minutes=3)
 _BETWEEN_S = 1.0
 #: Storage that has not come back after so many starts in a row is for a person to see to.
@@ -36,7 +34,7 @@ _TRIED = re.compile(r"\(try ([0-9]{1,4}) in a row, restart ([0-9]{1,9})\)")
 _LONGEST_REASON = 140
 
 
-def leave_to_slurm(
+def hand_to_slurm(
     slurm: Slurm,
     job: str,
     reason: str,
@@ -116,10 +114,10 @@ def _record(
 
 def _tries_before(record: JobRecord | None, restart_count: int) -> int:
     """How many starts in a row came to this, up to the last one before ours."""
-    found = None if record is None else _TRIED.search(record.comment or "")
-    if found is None or int(found[2]) != restart_count - 1:
+    match = None if record is None else _TRIED.search(record.comment or "")
+    if match is None or int(match[2]) != restart_count - 1:
         return 0  # what the comment says is of an earlier trouble
-    return int(found[1])
+    return int(match[1])
 
 
 def _is_cancelled(slurm: Slurm, job: str, record: JobRecord, restart_count: int) -> bool:

@@ -10,20 +10,18 @@ from slurm_forge.journal.events import Note
 from slurm_forge.launch.attempt.attempt import Attempt
 from slurm_forge.slurm.versions import Unrecognized
 
-__all__ = ["note_unrecognized"]
-
 _LONGEST = 400
 
 
-def note_unrecognized(attempt: Attempt, found: Iterable[Unrecognized]) -> None:
+def note_unrecognized(attempt: Attempt, fields: Iterable[Unrecognized]) -> None:
     """Best effort: a journal that can't be written keeps nothing from going on."""
-    named = {each.name: each for each in reversed(tuple(found))}
-    if not named:
+    by_name = {each.name: each for each in reversed(tuple(fields))}
+    if not by_name:
         return
     with contextlib.suppress(OSError):
         records, _ = read_journal(attempt.run)
         texts = [record.event.text for record in records if isinstance(record.event, Note)]
-        for name, each in named.items():
+        for name, each in by_name.items():
             begins = f"not understood, and done without: {name}="
             if not any(text.startswith(begins) for text in texts):
                 text = f"not understood, and done without: {each}"

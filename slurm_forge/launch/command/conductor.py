@@ -8,8 +8,6 @@ takes over.
 from __future__ import annotations
 
 import contextlib
-import queue
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -18,7 +16,7 @@ from pathlib import Path
 
 from slurm_forge.control import Hub
 from slurm_forge.journal import JournalWriter
-from slurm_forge.journal.events import Event, Note, NoticeSeen
+from slurm_forge.journal.events import Event, Note
 from slurm_forge.launch.command.program_end import (
     ProgramEnd,
     ended,
@@ -27,27 +25,18 @@ from slurm_forge.launch.command.program_process import ProgramProcess
 from slurm_forge.launch.command.progress import ProgressWatch
 from slurm_forge.launch.command.signal_listener import SentinelStep
 from slurm_forge.launch.conductor.conductor import Conductor
-from slurm_forge.launch.conductor.final_query import last_word
-from slurm_forge.launch.conductor.job_poller import JobWatch
-from slurm_forge.launch.conductor.observations import Seen
-from slurm_forge.launch.conductor.shutdown import Deadline
-from slurm_forge.launch.conductor.warning_signals import WarningSignals
+from slurm_forge.launch.conductor.job_poller import JobPoller
+from slurm_forge.launch.conductor.observations import Observations
+from slurm_forge.launch.conductor.stop_monitor import STEPS, StopMonitor
 from slurm_forge.launch.render.schedule import Timing
 from slurm_forge.launch.render.signal_convention import Forwarding
 from slurm_forge.recovery import LaunchFacts
 from slurm_forge.recovery.incident.slurm_evidence import is_ending
 from slurm_forge.slurm.kernel import killed_since, read_oom_kills
-from slurm_forge.spec.program import ProgramSpec
-
-__all__ = ["ProgramConductor"]
+from slurm_forge.spec.launchers import ProgramSpec
 
 _TICK_S = 0.05
-_FILES_EVERY_S = 1.0
 _FENCE_EVERY_S = 5.0
-_ASK_AGAIN_S = 5.0
-#: Where no sentinel hears of a preemption, Slurm is asked: this seldom, for the sake of those who
-#: run thousands of jobs.
-_ASK_SELDOM_S = 20.0
 #: What a sentinel that hears of it at the same time as the program ended may still say.
 _MOMENT_S = 0.3
 #: The last part of the time that is given goes to SIGTERM, for a program that ignored the notice.
@@ -58,14 +47,33 @@ _TERMINATED_S = 10.0
 
 
 class ProgramConductor:
-    """Watches one start until it is over.  ``signal``, ``hear`` and ``stop`` from any thread."""
+    """Watches one start of a program until it is over.
+
+    Args:
+        hub: Ranks of ours may join it: then ``Conductor`` takes over.
+        journal: Of the attempt.
+        watch: Asks Slurm about the job.
+        timing: How long before its end the job is stopped.
+        program: How the program says what it does.
+        how: How it is told to stop.
+        process: The program.
+        progress: What it writes as it gets on.
+        folder: Where it runs.
+        stop_file: Whose existence asks for a stop.
+        save_file: Whose existence asks for a save.
+        sentinel: Hears what the batch step does not.
+        restart_count: How often the job was started before.
+        fence: ``FencedError`` once a newer attempt owns the run.
+        clock: Seconds.
+        now: The wall clock.
+    """
 
     def __init__(
         self,
         hub: Hub,
         *,
         journal: JournalWriter,
-        watch: JobWatch,
+        watch: JobPoller,
         timing: Timing,
         program: ProgramSpec,
         how: Forwarding,
@@ -97,45 +105,22 @@ class ProgramConductor:
         self._next_fence = clock() + _FENCE_EVERY_S
         self._clock = clock
         self._now = now
-        self._words: queue.SimpleQueue[tuple[str, str]] = queue.SimpleQueue()
-        self._seen = Seen()
-        self._deadline = Deadline(hub, watch, timing, self._seen, clock(), now)
-        self._warnings = WarningSignals(
+        self.stops = StopMonitor(
+            hub,
             watch,
             timing,
+            Observations(),
             note=self._note,
+            stop_file=stop_file,
+            save_file=save_file,
             clock=clock,
-            now=lambda: self._deadline.slurm_time(clock()),
+            now=now,
+            is_deaf=lambda: not (sentinel and sentinel.alive),
         )
-        self._next_files = 0.0
-        self._next_query = clock() + _ASK_SELDOM_S
-        self._terminated: float | None = None
+        self._observations = self.stops.observations
+        self._terminated = False
         self._insisted = False
         self._kills = read_oom_kills()
-        self._own: Conductor | None = None
-        self._lock = threading.Lock()
-
-    def signal(self, name: str) -> None:
-        """The batch step itself got a signal."""
-        self._say(name, _BATCH)
-
-    def hear(self, name: str) -> None:
-        """The sentinel's step got one, and so did every other."""
-        self._say(name, _STEPS)
-
-    def stop(self, why: str) -> None:
-        """A person wants it to stop; a second time, at once."""
-        self._say(why, _STARTER)
-
-    def unheard(self) -> tuple[str, ...]:
-        """Signals for the batch step that came too late to be looked at."""
-        names: list[str] = []
-        with self._lock:
-            with contextlib.suppress(queue.Empty):
-                while True:
-                    what, source = self._words.get_nowait()
-                    names += [what] if source == _BATCH else []
-            return (*names, *(() if self._own is None else self._own.unheard()))
 
     def watch(self) -> LaunchFacts:
         """Conduct until it is over; what was seen.
@@ -143,19 +128,18 @@ class ProgramConductor:
         ``FencedError`` once a newer attempt owns the run: the program must not write beside it.
         """
         self._watch.ask()
-        while not self._over():
+        self.stops.watch_for(self)
+        while self._process.poll() is None and not self._observations.deadline_passed:
             if self._hub.members():
                 return self._hand_over()
-            self._look()
+            self._poll()
             time.sleep(_TICK_S)
-        self._learn_of_the_end()
+        self._gather_end()
         return self._facts()
-
-    # -- a program with ranks of ours --------------------------------------------------------
 
     def _hand_over(self) -> LaunchFacts:
         """From here on the ranks are asked, who know how to stop together."""
-        own = Conductor(
+        return Conductor(
             self._hub,
             journal=self._journal,
             watch=self._watch,
@@ -163,130 +147,65 @@ class ProgramConductor:
             stop_file=self._stop_file,
             save_file=self._save_file,
             launched=self._process,
-            stays=True,
+            stops=self.stops,
             clock=self._clock,
             now=self._now,
-        )
-        for what in self._seen.rank_signals:
-            own.hear(what, _STEPS)
-        for what in self._seen.batch_signals:
-            own.signal(what)
-        for what, source in self._warnings.close():
-            _pass_on(own, what, source)
-        if self._seen.stopped_by:
-            own.stop(self._seen.stopped_by)
-        with self._lock:
-            self._own = own
-            with contextlib.suppress(queue.Empty):
-                while True:
-                    _pass_on(own, *self._words.get_nowait())
-        return own.watch()
+        ).watch()
 
-    def _say(self, what: str, source: str) -> None:
-        with self._lock:
-            if self._own is None:
-                self._words.put((what, source))
-            else:
-                _pass_on(self._own, what, source)
-
-    # -- looking -----------------------------------------------------------------------------
-
-    def _look(self) -> None:
-        now, seen = self._clock(), self._seen
-        with contextlib.suppress(queue.Empty):
-            while True:
-                self._take(*self._words.get_nowait())
+    def _poll(self) -> None:
+        now = self._clock()
         for each in self._progress.news():
             self._note(each)
-        self._take_record(now)
-        for what, source in self._warnings.due():
-            self._act_on(what, source)
         if now >= self._next_fence:
             self._next_fence = now + _FENCE_EVERY_S
             with contextlib.suppress(OSError):
                 self._fence()
-        if now >= self._next_files and seen.stop_asked is None:
-            self._next_files = now + _FILES_EVERY_S
-            with contextlib.suppress(OSError):
-                if self._stop_file.exists():
-                    seen.stop_file = True
-                    self._noticed("STOP", "file")
-                elif self._save_file.exists():
-                    self._save_file.unlink(missing_ok=True)
-                    self._note(Note(text="SAVE: a program of its own can't be asked to save"))
-        if self._deadline.time_is_up(now):
-            seen.due_time_limit = True
-            self._noticed("end of the time limit", "clock")
-        self._deadline.look(now)
-        self._press(now)
+        self.stops.poll(now)
+        self._enforce_deadline(now)
 
-    def _take(self, what: str, source: str) -> None:
-        # Tasks of the program's own have got it from Slurm, and may be saving: then it is a stop.
-        alone = source == _BATCH or (source == _STEPS and not self._process.has_steps())
-        if not alone or not self._warnings.keep(what, source):
-            self._act_on(what, source)
+    # -- what somebody wants -----------------------------------------------------------------
 
-    def _act_on(self, what: str, source: str) -> None:
-        seen = self._seen
-        if source == _BATCH:
-            stopping = seen.stop_asked is not None
-            seen.note_batch_signal(what, self._watch, self._clock())
-            if stopping:  # what Slurm said before does not explain it
-                seen.evidence_query = self._watch.ask()
-        elif source == _STEPS:
-            seen.rank_signals.append(what)
-        else:
-            if seen.stopped_by:
-                self._insisted = True
-                self._process.kill()
-            seen.stopped_by = seen.stopped_by or what
-        self._noticed(what, source)
-
-    def _noticed(self, what: str, source: str) -> None:
-        """Somebody wants it to stop: the program is told, once."""
-        seen = self._seen
-        if seen.stop_asked is not None:
-            return
-        self._note(NoticeSeen(what=what, source=source))
-        seen.stop_asked = self._clock()
-        seen.stop_query = seen.evidence_query = self._watch.ask()
-        self._next_query = seen.stop_asked + _ASK_AGAIN_S
+    def stop(self, what: str, source: str) -> None:
+        """Tell the program, by its own convention."""
         # The tasks of steps were sent what the sentinel was, which is one of them.
-        known = source == _STEPS and what == self._how.signal
-        told = self._process.tell(self._how, steps_know=known)
-        self._note(Note(text=f"told the program: {told}"))
+        steps_know = source == STEPS and what == self._how.signal
+        self._note(
+            Note(
+                text=f"told the program: {self._process.forward(self._how, steps_know=steps_know)}"
+            )
+        )
 
-    def _press(self, now: float) -> None:
+    def insist(self) -> None:
+        """End it now."""
+        self._insisted = True
+        self._process.kill()
+
+    def may_save(self) -> bool:
+        """The file SAVE is looked for, and answered."""
+        return True
+
+    def save(self) -> None:
+        """It has no convention for that."""
+        self._note(Note(text="SAVE ignored: this run's program has no save convention"))
+
+    def may_wait(self, source: str) -> bool:
+        """Tasks of the program's own have got it from Slurm, and may be saving: then it is a stop.
+
+        The batch step's was sent to nobody else.
+        """
+        return source != STEPS or not self._process.has_steps()
+
+    def _enforce_deadline(self, now: float) -> None:
         """A program that does not stop by itself is ended before its time is over."""
-        asked, ends_at = self._seen.stop_asked, self._deadline.ends_at
-        if asked is None or ends_at is None or self._terminated is not None:
+        asked_at, ends_at = self._observations.stop_asked, self.stops.deadline.ends_at
+        if asked_at is None or ends_at is None or self._terminated:
             return
-        last = min(_LAST_MOST_S, _LAST_SHARE * (ends_at - asked))
-        by_person = self._seen.stopped_by and now - asked >= _TERMINATED_S
+        last = min(_LAST_MOST_S, _LAST_SHARE * (ends_at - asked_at))
+        by_person = self._observations.stopped_by and now - asked_at >= _TERMINATED_S
         if now >= ends_at - last or by_person:
-            self._terminated = now
+            self._terminated = True
             self._note(Note(text="the program goes on: SIGTERM, then SIGKILL"))
             self._process.terminate()
-
-    def _take_record(self, now: float) -> None:
-        seen, watch = self._seen, self._watch
-        if watch.collect():
-            record = watch.latest
-            seen.first_record = seen.first_record or record
-            if seen.stop_asked is not None and watch.latest_query >= seen.stop_query:
-                seen.notice_record = seen.notice_record or record
-            before = seen.first_record
-            preempted = None if record is None else record.preempt_time
-            if preempted is not None and before is not None and preempted != before.preempt_time:
-                seen.notice_record = seen.notice_record or record
-                self._noticed(f"PreemptTime={preempted:%H:%M:%S}", "scontrol")
-        if watch.asking or now < self._next_query:
-            return
-        unknown = seen.stop_asked is not None and seen.notice_record is None
-        deaf = seen.stop_asked is None and not (self._sentinel and self._sentinel.alive)
-        if unknown or deaf:
-            self._next_query = now + (_ASK_AGAIN_S if unknown else _ASK_SELDOM_S)
-            watch.ask()
 
     def _note(self, event: Event) -> None:
         with contextlib.suppress(OSError):  # a full disk must not end the program
@@ -294,63 +213,50 @@ class ProgramConductor:
 
     # -- the end -----------------------------------------------------------------------------
 
-    def _over(self) -> bool:
-        return self._process.poll() is not None or self._seen.deadline_passed
-
-    def _learn_of_the_end(self) -> None:
+    def _gather_end(self) -> None:
         """What came in the same moment, and Slurm's last word: who ended it, if it was ended."""
         for each in self._progress.end():
             self._note(each)
         # Slurm has warned every step: one of the program's own that was not found may have obeyed.
-        warned = [each for each in self._warnings.warnings if each[1] == _STEPS]
-        for what, source in (*self._warnings.close(), *warned):
-            self._act_on(what, source)
-        seen = self._seen
-        if seen.deadline_passed:
+        self.stops.close(also_warnings_of=STEPS)
+        if self._observations.deadline_passed:
             return
         until = self._clock() + _MOMENT_S
-        while self._sentinel is not None and not seen.rank_signals and self._clock() < until:
-            if not self._sentinel.alive:
+        while self._sentinel and self._sentinel.alive and self._clock() < until:
+            self.stops.take_signals()
+            if self._observations.rank_signals:
                 break
-            with contextlib.suppress(queue.Empty):
-                self._take(*self._words.get(timeout=_TICK_S))
-        with contextlib.suppress(queue.Empty):
-            while True:
-                self._take(*self._words.get_nowait())
-        last_word(self._watch, seen, self._clock, self._take_record)
+            time.sleep(_TICK_S)
+        self.stops.take_signals()
+        self.stops.questions.last(self.stops.take_signals, of_program=True)
 
     def _facts(self) -> LaunchFacts:
-        seen, status = self._seen, self._process.poll()
-        seen.killed_for_memory = killed_since(self._kills, read_oom_kills()) or ""
-        facts = LaunchFacts(
+        observations, status = self._observations, self._process.poll()
+        observations.killed_for_memory = killed_since(self._kills, read_oom_kills()) or ""
+        facts = observations.facts(
+            {},
             now=self._now(),
-            clock_ahead=self._deadline.clock_ahead(self._clock()),
-            step=self._progress.step,
-            job_first=seen.first_record,
-            job=seen.notice_record,
-            job_now=seen.job_now(self._watch),
-            terminated_after=seen.terminated_after,
-            signalled_since=seen.signalled_since(self._watch),
-            restart_count=self._restart_count,
+            clock_ahead=self.stops.deadline.clock_ahead(self._clock()),
             lead=self._timing.lead,
             planned_end=self._timing.planned_end,
-            stop_file=seen.stop_file,
-            stopped_by=_how_stopped(seen.stopped_by, insisted=self._insisted),
-            due_time_limit=seen.due_time_limit,
-            deadline_passed=seen.deadline_passed,
-            rank_signals=tuple(dict.fromkeys(seen.rank_signals)),
-            batch_signals=tuple(dict.fromkeys(seen.batch_signals)),
-            exit_status=status,
+            probe=None,
+            watch=self._watch,
+            launched=self._process,
+        )
+        twice = ", twice: ended at once" if observations.stopped_by and self._insisted else ""
+        facts = replace(
+            facts,
+            step=self._progress.step,
+            restart_count=self._restart_count,
+            stopped_by=f"{observations.stopped_by}{twice}",
             launcher="output",
-            launcher_text=self._process.tail(),
             batch_text="" if self._sentinel is None else self._sentinel.words(),
-            killed_for_memory=seen.killed_for_memory,
         )
         return self._with_end(facts, status)
 
     def _with_end(self, facts: LaunchFacts, status: int | None) -> LaunchFacts:
-        noticed = self._seen.stop_asked is not None or is_ending(facts)
-        end = ended(self._program, status, noticed=noticed, said_done=self._said_done())
+        noticed = self._observations.stop_asked is not None or is_ending(facts)
+        end = ended(self._program, status, noticed=noticed, said_done=self._is_said_done())
         finished = end is ProgramEnd.FINISHED
         return replace(
             facts,
@@ -360,7 +266,7 @@ class ProgramConductor:
             asked_again=end is ProgramEnd.ASKED,
         )
 
-    def _said_done(self) -> bool:
+    def _is_said_done(self) -> bool:
         if self._process.printed_done:
             return True
         path = self._program.done_file
@@ -369,21 +275,3 @@ class ProgramConductor:
         with contextlib.suppress(OSError):
             return (self._folder / Path(path).expanduser()).exists()
         return False
-
-
-_BATCH = "batch step"
-_STEPS = "tasks of steps"
-_STARTER = "starter"
-
-
-def _pass_on(own: Conductor, what: str, source: str) -> None:
-    if source == _BATCH:
-        own.signal(what)
-    elif source == _STARTER:
-        own.stop(what)
-    else:
-        own.hear(what, source)
-
-
-def _how_stopped(by: str, *, insisted: bool) -> str:
-    return f"{by}, twice: ended at once" if by and insisted else by

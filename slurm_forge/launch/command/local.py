@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import os
 import socket
-import sys
 from collections.abc import Mapping
 
 from slurm_forge.errors import FencedError, RunDirectoryError
@@ -13,49 +13,41 @@ from slurm_forge.launch.attempt.attempt import (
     RELAUNCHING,
     REQUEUEING,
     TAKEN_OVER,
-    Attempt,
-    Refusal,
+    StartRefusal,
     begin,
 )
-from slurm_forge.launch.attempt.attempt_signals import AskedToStop
-from slurm_forge.launch.attempt.evidence import gathered
-from slurm_forge.launch.attempt.run_lock import present
+from slurm_forge.launch.attempt.attempt_loop import (
+    AttemptEnd,
+    AttemptLoop,
+    FrontEnd,
+    Requeuer,
+    print_line,
+)
+from slurm_forge.launch.attempt.attempt_signals import StopRequest
+from slurm_forge.launch.attempt.job_attempt import refusal_text
+from slurm_forge.launch.attempt.run_lock import hold_run_lock
+from slurm_forge.launch.command.launcher import CommandLauncher
 from slurm_forge.launch.command.program_signals import ProgramSignals
-from slurm_forge.launch.command.starts import Starts
-from slurm_forge.launch.conductor.job_poller import JobWatch
+from slurm_forge.launch.conductor.job_poller import JobPoller
+from slurm_forge.launch.requeue.requeue import RequeueResult
 from slurm_forge.launch.submit.submission import note_asked
+from slurm_forge.recovery import LaunchFacts
 from slurm_forge.run_directory import RunDirectory
-
-__all__ = ["ENDED_BY_SIGNAL", "execute_here", "refused", "say"]
+from slurm_forge.vocabulary.cause import Cause
+from slurm_forge.vocabulary.decision import Decision
 
 #: Added to the number of the signal by which a person ended it, as shells do.
 ENDED_BY_SIGNAL = 128
-_REFUSED = {
-    Refusal.DONE: "finished already: nothing to do.   another run: --name OTHER",
-    Refusal.STOP_FILE: "stopped: remove {stop} to let it go on",
-    Refusal.AT_REST: "at rest: slurm-forge explain {name} says why, slurm-forge requeue {name} "
-    "lets it go on",
-}
-
-
-def refused(run: RunDirectory, why: Refusal) -> str:
-    """Why nothing is started, in words."""
-    return f"{run.name}: {_REFUSED[why].format(name=run.name, stop=run.stop_file)}"
-
-
-def say(text: str) -> None:
-    """For whoever reads the output of the command."""
-    sys.stderr.write(f"slurm_forge: {text}\n")
 
 
 def execute_here(run: RunDirectory, variables: Mapping[str, str]) -> int:
     """Start the command until it is done, or left to a person; the exit status."""
     if run.is_done():
-        say(refused(run, Refusal.DONE))
+        print_line(f"{refusal_text(run, StartRefusal.DONE)}.   another run: --name OTHER")
         return 0
     job = f"exec-{os.getpid()}"
-    with ProgramSignals() as signals, present(run) as presence, AskedToStop() as asked:
-        signals.listen_to(asked)
+    with ProgramSignals() as signals, hold_run_lock(run) as presence, StopRequest() as request:
+        signals.listen_to(request)
         presence.name(job)
         run.stop_file.unlink(missing_ok=True)
         note_asked(run, job, 0, None)
@@ -68,13 +60,14 @@ def execute_here(run: RunDirectory, variables: Mapping[str, str]) -> int:
                 via=VIA_THIS_MACHINE,
                 command=True,
             )
-            if isinstance(begun, Refusal):
-                say(refused(run, begun))
+            if isinstance(begun, StartRefusal):
+                print_line(refusal_text(run, begun))
                 return 0
+            here = _LocalAttempt(begun, variables, signals, JobPoller(None, ""))
             try:
-                status = _attempt_here(begun, variables, signals)
+                end = here.run()
             except FencedError as error:
-                say(str(error))
+                print_line(str(error))
                 begun.end(TAKEN_OVER)
                 return 1
             except OSError as error:
@@ -82,47 +75,62 @@ def execute_here(run: RunDirectory, variables: Mapping[str, str]) -> int:
                     f"{run.path} can't be written: {error}",
                     next_step="Make room or check the quota, then start the same command again.",
                 ) from error
-            if asked and not run.is_done():
-                say(f"{run.name}: stopped.   go on: the same command again")
-                return ENDED_BY_SIGNAL + asked.number
-            if status is not None:
-                return status
+            finally:
+                here.clear()
+            if request and not run.is_done():
+                print_line(f"{run.name}: stopped.   go on: the same command again")
+                return ENDED_BY_SIGNAL + request.number
+            if end.decision is None:
+                return 0
+            if end.decision.action not in REQUEUEING:
+                return end.status or 1
 
 
-def _attempt_here(
-    attempt: Attempt, variables: Mapping[str, str], signals: ProgramSignals
-) -> int | None:
-    """The exit status, or None where another attempt is to follow."""
-    if attempt.verdict is not None:
-        attempt.end(attempt.verdict.action.value)
-        say(f"{attempt.run.name}: {attempt.verdict.reason}")
-        return 1
-    starts = Starts(attempt, variables, signals, JobWatch(None, ""))
-    while True:
-        started = starts.start()
-        facts = gathered(
-            started.facts,
-            run=attempt.run,
-            attempt=attempt.claim.attempt,
-            launch=attempt.launch,
-            since=starts.launched_at,
-        )
-        try:
-            decision = attempt.conclude(facts)
-        finally:
-            started.clear()
-        if decision is None:
-            attempt.end("finished")
-            return 0
-        going_on = decision.action in REQUEUEING
-        say(
-            f"{attempt.run.name}: {decision.reason}"
-            + (": started again" if going_on and not signals.stopping else "")
-        )
-        if not going_on:
-            attempt.end(decision.action.value)
-            return facts.exit_status or 1
-        signals.wait(decision.wait_s)
-        if decision.action not in RELAUNCHING or signals.stopping:
-            attempt.end("requeued")
-            return None
+class _LocalAttempt(CommandLauncher, FrontEnd, Requeuer):
+    """What would be a requeue is another attempt of the same process."""
+
+    _announced: Decision | None = None
+
+    def run(self) -> AttemptEnd:
+        """One attempt."""
+        return AttemptLoop(
+            self._attempt,
+            self,
+            self,
+            self._watch,
+            say=lambda _: None,
+            longest_pause_s=math.inf,
+        ).run()
+
+    def relaunch(self, decision: Decision, facts: LaunchFacts) -> bool:
+        """Unless a person stops it first."""
+        if decision.action not in RELAUNCHING:
+            return False
+        self.clear()
+        self._announce_and_wait(decision)
+        return not self._signals.stopping
+
+    def requeue(self, decision: Decision, *, urgent: bool = False) -> RequeueResult:
+        """Its caller begins another attempt."""
+        self._announce_and_wait(decision)
+        return super().requeue(decision, urgent=urgent)
+
+    def hold(self, reason: str) -> RequeueResult:
+        """Say why."""
+        print_line(f"{self._attempt.run.name}: {reason}")
+        return super().hold(reason)
+
+    def rest(self, decision: Decision) -> None:
+        """Say why."""
+        print_line(f"{self._attempt.run.name}: {decision.reason}")
+
+    def depart(self, result: RequeueResult | None, cause: Cause) -> None:
+        """Another attempt follows at once, or none."""
+
+    def _announce_and_wait(self, decision: Decision) -> None:
+        if decision is self._announced:
+            return
+        self._announced = decision
+        again = "" if self._signals.stopping else ": started again"
+        print_line(f"{self._attempt.run.name}: {decision.reason}{again}")
+        self._signals.wait(decision.wait_s)

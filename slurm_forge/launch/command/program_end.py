@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from enum import Enum
 
-from slurm_forge.spec.program import ProgramSpec
-
-__all__ = ["ProgramEnd", "ended", "status_of"]
+from slurm_forge.spec.launchers import ProgramSpec
 
 
 class ProgramEnd(str, Enum):

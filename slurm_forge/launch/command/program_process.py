@@ -34,7 +34,7 @@ from slurm_forge.launch.render.signal_convention import (
 )
 from slurm_forge.recovery.incident.launch_facts import WorkerEnd
 from slurm_forge.slurm.client import Slurm
-from slurm_forge.spec.program import NotifyTo, ProgramSpec
+from slurm_forge.spec.launchers import NotifyTo, ProgramSpec
 
 #: Output of a program that has ended may still be on its way; what it left running may hold on
 #: to it for ever.
@@ -42,7 +42,7 @@ _DRAIN_S = 1.0
 
 
 class ProgramProcess:
-    """The running command.  Its output passes through; ``heard`` are what it printed of interest.
+    """The running command.  Its output passes through and is searched for what is of interest.
 
     ``mark`` is in its environment and in nobody else's: torchrun's workers are in sessions of
     their own, and outlive it where it is killed.  ``ConfigError`` where it can't be started.
@@ -65,10 +65,10 @@ class ProgramProcess:
         self.printed_done = False
         self._slurm = slurm
         self._job = job
-        self._tail = Tail()
+        self._tail = OutputTail()
         self._step = None if program.step_pattern is None else re.compile(program.step_pattern)
         self._done = None if program.done_pattern is None else re.compile(program.done_pattern)
-        hearers = (self._hear,) if self._step or self._done else ()
+        hearers = (self._parse_line,) if self._step or self._done else ()
         sys.stdout.flush()
         sys.stderr.flush()
         streams = [open_stream(target, self._tail, hearers) for target in (1, 2)]
@@ -77,15 +77,15 @@ class ProgramProcess:
                 self.command,
                 env=dict(environment),
                 cwd=folder,
-                stdout=streams[0].given,
-                stderr=streams[1].given,
+                stdout=streams[0].child_end,
+                stderr=streams[1].child_end,
                 # A session of its own: what is for our process group (Ctrl-C, a signal of the
                 # site's for the batch step) is ours to interpret first.
                 start_new_session=True,
             )
         except OSError as error:
             for stream in streams:
-                os.close(stream.given)
+                os.close(stream.child_end)
             raise ConfigError(
                 f"{self.command[0]} can't be started: {error.strerror or error}",
                 next_step="Write what comes after -- as you would type it; a script of your own "
@@ -111,44 +111,44 @@ class ProgramProcess:
             reader.join(max(0.0, until - time.monotonic()))
         return status_of(status)
 
-    def tell(self, how: Forwarding, *, steps_know: bool) -> str:
+    def forward(self, how: Forwarding, *, steps_know: bool) -> str:
         """Signal whom it is for; in words, who that was.
 
         ``steps_know``: Slurm has sent the tasks of steps that signal already.
         """
         number = signal.Signals[how.signal]
-        told: list[str] = []
+        recipients: list[str] = []
         pids: tuple[int, ...] = (self.pid,)
         steps = how.to is NotifyTo.RANKS
         if how.to is NotifyTo.TREE:
-            found = below(read_processes(), self.pid)
-            pids, steps = found.pids, found.steps
+            below_program = below(read_processes(), self.pid)
+            pids, steps = below_program.pids, below_program.steps
         elif how.to is NotifyTo.RANKS:
             pids = ()
         if how.to is NotifyTo.GROUP:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.pid, number)
-                told.append(f"process group {self.pid}")
+                recipients.append(f"process group {self.pid}")
         else:
             for pid in pids:
                 if pid == self.pid and starts_steps(self.command):
                     continue  # srun would end the step
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.kill(pid, number)
-                    told.append(f"process {pid}")
+                    recipients.append(f"process {pid}")
         if steps and self._slurm is not None:
             if steps_know and not how.again:
-                told.append("tasks of steps (by Slurm itself)")
+                recipients.append("tasks of steps (by Slurm itself)")
             else:
-                told.append(self._tell_steps(how.signal))
-        return f"{how.signal} to {', '.join(told) or 'nobody: there is no process for it'}"
+                recipients.append(self._signal_steps(how.signal))
+        return f"{how.signal} to {', '.join(recipients) or 'nobody: there is no process for it'}"
 
     def has_steps(self) -> bool:
         """Whether srun runs in it: Slurm signals its tasks itself, whatever it is told by us."""
-        mine = {self.pid, *read_marked(self._mark)}
-        return any(starts_steps(each.words) for each in read_processes() if each.pid in mine)
+        pids = {self.pid, *read_marked(self._mark)}
+        return any(starts_steps(each.words) for each in read_processes() if each.pid in pids)
 
-    def _tell_steps(self, name: str) -> str:
+    def _signal_steps(self, name: str) -> str:
         assert self._slurm is not None  # noqa: S101  asked by the caller
         try:
             self._slurm.cancel(self._job, signal=name.removeprefix("SIG"))
@@ -159,7 +159,7 @@ class ProgramProcess:
     def terminate(self) -> None:
         """The last warning: SIGTERM to everything in its process group, whatever it was told."""
         if starts_steps(self.command) and self._slurm is not None:
-            self._tell_steps("SIGTERM")
+            self._signal_steps("SIGTERM")
             return
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGTERM)
@@ -201,14 +201,14 @@ class ProgramProcess:
         """Nothing: what ranks there may be are somebody else's."""
         return ()
 
-    def _hear(self, line: str) -> None:
+    def _parse_line(self, line: str) -> None:
         if self._done is not None and self._done.search(line):
             self.printed_done = True
         if self._step is not None:
             # A progress bar may write many of them without a line's end: the last one counts.
-            for found in self._step.finditer(line):
-                if found[1] and found[1].isdecimal() and len(found[1]) < 19:
-                    self.printed_step = int(found[1])
+            for match in self._step.finditer(line):
+                if match[1] and match[1].isdecimal() and len(match[1]) < 19:
+                    self.printed_step = int(match[1])
 
 
 _KEPT = 1 << 16
@@ -220,7 +220,7 @@ _NOBODY = frozenset({errno.EPIPE, errno.EBADF})
 _LINE_ENDS = re.compile(rb"[\r\n]+")
 
 
-class Tail:
+class OutputTail:
     """The last of what a program printed, errors and all, in the order that it came."""
 
     def __init__(self, most: int = _KEPT) -> None:
@@ -244,79 +244,85 @@ class Tail:
         return joined[-self._most :].decode(errors="replace")
 
 
-class Lines:
+class LineSplitter:
     """Cuts bytes into lines for whoever looks for something in them."""
 
     def __init__(self, hear: Callable[[str], None]) -> None:
-        self._hear = hear
+        self._parse_line = hear
         self._begun = b""
 
     def add(self, data: bytes) -> None:
         """A carriage return ends a line, too: progress bars know no other."""
-        *whole, rest = _LINE_ENDS.split(self._begun + data)
+        *complete, rest = _LINE_ENDS.split(self._begun + data)
         while len(rest) > _LONGEST_LINE:
-            whole.append(rest[:_LONGEST_LINE])
+            complete.append(rest[:_LONGEST_LINE])
             rest = rest[_LONGEST_LINE:]
         self._begun = rest
-        for line in whole:
+        for line in complete:
             for at in range(0, len(line), _LONGEST_LINE):
-                self._hear(line[at : at + _LONGEST_LINE].decode(errors="replace"))
+                self._parse_line(line[at : at + _LONGEST_LINE].decode(errors="replace"))
 
     def end(self) -> None:
         """What was left without a line's end."""
         if self._begun:
-            self._hear(self._begun.decode(errors="replace"))
+            self._parse_line(self._begun.decode(errors="replace"))
             self._begun = b""
 
 
 @dataclass(frozen=True, slots=True)
-class Stream:
+class OutputStream:
     """What the program writes to, and the thread that reads it once it was started."""
 
-    given: int
+    child_end: int
     reader: threading.Thread
 
     def begin(self) -> None:
         """The program has its end now."""
-        os.close(self.given)
+        os.close(self.child_end)
         self.reader.start()
 
 
-def open_stream(target: int, tail: Tail, hearers: Sequence[Callable[[str], None]] = ()) -> Stream:
+def open_stream(
+    target: int, tail: OutputTail, hearers: Sequence[Callable[[str], None]] = ()
+) -> OutputStream:
     """A stream whose output goes on to the descriptor ``target``.
 
     Where that is a terminal the program gets one, too: colours and progress bars stay.
     """
-    ours, given = _terminal_like(target) if os.isatty(target) else os.pipe2(os.O_CLOEXEC)
-    lines = [Lines(hear) for hear in hearers]
+    reading_end, writing_end = (
+        _terminal_like(target) if os.isatty(target) else os.pipe2(os.O_CLOEXEC)
+    )
+    lines = [LineSplitter(hear) for hear in hearers]
 
     def pump() -> None:
-        gone = False
-        while data := _read(ours):
+        is_broken = False
+        while data := _read(reading_end):
             tail.add(data)
             for each in lines:
                 each.add(data)
-            if not gone:
-                gone = not _write(target, data)
+            if not is_broken:
+                is_broken = not _write(target, data)
         for each in lines:
             each.end()
-        os.close(ours)
+        os.close(reading_end)
 
-    return Stream(given, threading.Thread(target=pump, name="forge-output", daemon=True))
+    return OutputStream(
+        writing_end, threading.Thread(target=pump, name="forge-output", daemon=True)
+    )
 
 
 def _terminal_like(target: int) -> tuple[int, int]:
-    ours, given = os.openpty()
-    for descriptor in (ours, given):
+    master, slave = os.openpty()
+    for descriptor in (master, slave):
         os.set_inheritable(descriptor, False)
     with contextlib.suppress(OSError):
         size = fcntl.ioctl(target, termios.TIOCGWINSZ, struct.pack("HHHH", 0, 0, 0, 0))
-        fcntl.ioctl(given, termios.TIOCSWINSZ, size)
+        fcntl.ioctl(slave, termios.TIOCSWINSZ, size)
     with contextlib.suppress(termios.error):
-        modes = termios.tcgetattr(given)
+        modes = termios.tcgetattr(slave)
         modes[1] &= ~termios.OPOST  # the terminal behind it turns line ends, once is enough
-        termios.tcsetattr(given, termios.TCSANOW, modes)
-    return ours, given
+        termios.tcsetattr(slave, termios.TCSANOW, modes)
+    return master, slave
 
 
 def _read(descriptor: int) -> bytes:
@@ -349,7 +355,7 @@ _LONGEST_COMMAND = 8192
 
 
 @dataclass(frozen=True, slots=True)
-class Process:
+class ProcessEntry:
     """One process: its number, its parent's, and the words it was started with."""
 
     pid: int
@@ -358,16 +364,16 @@ class Process:
 
 
 @dataclass(frozen=True, slots=True)
-class Below:
+class ProcessesBelow:
     """Who is to be told: processes here, and whether srun has started tasks somewhere."""
 
     pids: tuple[int, ...]
     steps: bool = False
 
 
-def read_processes(proc: Path = _PROC) -> tuple[Process, ...]:
+def read_processes(proc: Path = _PROC) -> tuple[ProcessEntry, ...]:
     """Every process of this user; what ends while it is looked at is left out."""
-    found = []
+    processes = []
     me = os.getuid()
     for entry in proc.iterdir():
         if not entry.name.isdigit():
@@ -381,9 +387,9 @@ def read_processes(proc: Path = _PROC) -> tuple[Process, ...]:
         except (OSError, ValueError):
             continue
         if state != "Z":
-            given = tuple(word.decode(errors="replace") for word in words)
-            found.append(Process(int(entry.name), int(parent), given))
-    return tuple(found)
+            arguments = tuple(word.decode(errors="replace") for word in words)
+            processes.append(ProcessEntry(int(entry.name), int(parent), arguments))
+    return tuple(processes)
 
 
 def read_marked(mark: str, proc: Path = _PROC) -> tuple[int, ...]:
@@ -391,7 +397,7 @@ def read_marked(mark: str, proc: Path = _PROC) -> tuple[int, ...]:
 
     Neither this one nor those that have started it.
     """
-    found = []
+    pids = []
     wanted = os.fsencode(mark)
     processes = read_processes(proc)
     spared = _line_of(os.getpid(), processes)
@@ -401,11 +407,11 @@ def read_marked(mark: str, proc: Path = _PROC) -> tuple[int, ...]:
         except OSError:
             continue
         if wanted in environment.split(b"\0") and process.pid not in spared:
-            found.append(process.pid)
-    return tuple(found)
+            pids.append(process.pid)
+    return tuple(pids)
 
 
-def _line_of(pid: int, processes: Iterable[Process]) -> frozenset[int]:
+def _line_of(pid: int, processes: Iterable[ProcessEntry]) -> frozenset[int]:
     """A process and its ancestors."""
     parents = {process.pid: process.parent for process in processes}
     line = {pid}
@@ -414,26 +420,26 @@ def _line_of(pid: int, processes: Iterable[Process]) -> frozenset[int]:
     return frozenset(line)
 
 
-def below(processes: Iterable[Process], root: int) -> Below:
+def below(processes: Iterable[ProcessEntry], root: int) -> ProcessesBelow:
     """What the launchers and shells from ``root`` on have started: the first that is none of them.
 
     Not what that starts in turn (workers of a data loader die of a signal that was meant for it).
     A launcher that has started nothing yet is told itself.
     """
-    children: defaultdict[int, list[Process]] = defaultdict(list)
+    children: defaultdict[int, list[ProcessEntry]] = defaultdict(list)
     table = {}
     for process in processes:
         children[process.parent].append(process)
         table[process.pid] = process
     pids: list[int] = []
     steps = False
-    seen: set[int] = set()
+    visited: set[int] = set()
     todo = [table[root]] if root in table else []
     while todo:
         process = todo.pop()
-        if process.pid in seen:
+        if process.pid in visited:
             continue
-        seen.add(process.pid)
+        visited.add(process.pid)
         own = children[process.pid]
         if starts_steps(process.words):
             steps = True
@@ -441,7 +447,7 @@ def below(processes: Iterable[Process], root: int) -> Below:
             todo += own
         elif _counts(process.words):
             pids.append(process.pid)
-    return Below(tuple(sorted(pids)), steps)
+    return ProcessesBelow(tuple(sorted(pids)), steps)
 
 
 def _counts(words: Sequence[str]) -> bool:

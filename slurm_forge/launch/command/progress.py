@@ -18,21 +18,21 @@ from pathlib import Path, PurePath
 
 from slurm_forge.journal import RunState
 from slurm_forge.journal.events import Advanced
-from slurm_forge.spec.program import Convention, ProgramSpec
+from slurm_forge.spec.launchers import Convention, ProgramSpec
 
 _EVERY_S = 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Looked:
+class ProgressSample:
     """What is to be seen of a program's progress: its newest file, the last step it printed."""
 
-    newest: Match | None = None
+    newest: ProgressFile | None = None
     printed: int | None = None
     ran: timedelta = timedelta(0)
 
 
-def look_at(program: ProgramSpec, folder: Path) -> Match | None:
+def sample_progress(program: ProgramSpec, folder: Path) -> ProgressFile | None:
     """The newest file that tells progress; None where there is none, or nothing is to be seen."""
     pattern = program.progress_file or program.checkpoint_glob
     if pattern is None:
@@ -41,27 +41,32 @@ def look_at(program: ProgramSpec, folder: Path) -> Match | None:
 
 
 def advanced(
-    program: ProgramSpec, before: Looked, now: Looked, furthest: int, *, told: bool
+    program: ProgramSpec,
+    before: ProgressSample,
+    now: ProgressSample,
+    furthest: int,
+    *,
+    is_reported: bool,
 ) -> Advanced | None:
     """Whether the program is further than ever, by the best of what it can be told by.  Pure.
 
     ``before`` is what was there when this start began, ``furthest`` the highest step of any start.
     A file with a number in its name counts by that number, one without by its time: a program that
-    writes the same numbers again gets nowhere.  ``told``: of this start it was said already, which
-    is enough where only time tells.
+    writes the same numbers again gets nowhere.  ``is_reported``: of this start it was said
+    already, which is enough where only time tells.
     """
     if program.progress_file or program.checkpoint_glob:
-        found = now.newest
-        if found is None or (before.newest is not None and found.order <= before.newest.order):
+        match = now.newest
+        if match is None or (before.newest is not None and match.order <= before.newest.order):
             return None
-        if found.number is not None and found.number <= furthest:
+        if match.number is not None and match.number <= furthest:
             return None
-        return Advanced(what=found.path.name[:200], step=found.number)
+        return Advanced(what=match.path.name[:200], step=match.number)
     if program.step_pattern:
         if now.printed is None or now.printed <= furthest:
             return None
         return Advanced(what=f"step {now.printed} of its output", step=now.printed)
-    if told or now.ran < program.progress_after:
+    if is_reported or now.ran < program.progress_after:
         return None
     minutes = now.ran.total_seconds() / 60
     return Advanced(what=f"it ran for {minutes:.0f} min")
@@ -90,7 +95,7 @@ class ProgressWatch:
         folder: Path,
         state: RunState,
         printed: Callable[[], int | None],
-        before: Match | None,
+        before: ProgressFile | None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._program = program
@@ -99,11 +104,11 @@ class ProgressWatch:
         self._clock = clock
         self._began = clock()
         self._furthest = furthest_of(state)
-        self._told = False
+        self._is_reported = False
         self._lock = threading.Lock()
         self._news: list[Advanced] = []
         self._over = threading.Event()
-        self._before = Looked(newest=before)
+        self._before = ProgressSample(newest=before)
         self._thread = threading.Thread(target=self._watch, name="forge-progress", daemon=True)
         self._thread.start()
 
@@ -134,27 +139,29 @@ class ProgressWatch:
 
     def _watch(self) -> None:
         while not self._over.wait(_EVERY_S):
-            self._look()
-        self._look()
+            self._sample()
+        self._sample()
 
-    def _look(self) -> None:
-        now = Looked(
+    def _sample(self) -> None:
+        now = ProgressSample(
             newest=self._newest(),
             printed=self._printed(),
             ran=timedelta(seconds=self._clock() - self._began),
         )
-        found = advanced(self._program, self._before, now, self._furthest, told=self._told)
-        if found is None:
+        advance = advanced(
+            self._program, self._before, now, self._furthest, is_reported=self._is_reported
+        )
+        if advance is None:
             return
-        self._told = True
+        self._is_reported = True
         self._before = now
-        self._furthest = self._furthest if found.step is None else found.step
+        self._furthest = self._furthest if advance.step is None else advance.step
         with self._lock:
-            self._news.append(found)
+            self._news.append(advance)
 
-    def _newest(self) -> Match | None:
+    def _newest(self) -> ProgressFile | None:
         with contextlib.suppress(OSError):
-            return look_at(self._program, self._folder)
+            return sample_progress(self._program, self._folder)
         return None
 
 
@@ -168,7 +175,7 @@ _HF_INCOMPLETE = "checkpoint-is-incomplete.txt"
 
 
 @dataclass(frozen=True, slots=True)
-class Match:
+class ProgressFile:
     """A file or folder: ``number`` is the last one in its name, such as the 400 of checkpoint-400.
 
     That of an ending (``.h5``) counts only where there is no other.  ``changed`` in nanoseconds
@@ -185,9 +192,9 @@ class Match:
         return (-1 if self.number is None else self.number, self.changed, str(self.path))
 
 
-def find_matches(pattern: str, folder: Path) -> tuple[Match, ...]:
+def find_matches(pattern: str, folder: Path) -> tuple[ProgressFile, ...]:
     """What a glob finds, from ``folder`` on.  Nothing in it is a shell's; ``**`` goes deeper."""
-    found: list[Match] = []
+    matches: list[ProgressFile] = []
     wanted = str(Path(pattern).expanduser())
     # pathlib's own takes no absolute pattern.
     names = glob.iglob(wanted, root_dir=folder, recursive=True)  # noqa: PTH207
@@ -198,8 +205,8 @@ def find_matches(pattern: str, folder: Path) -> tuple[Match, ...]:
             changed = path.stat().st_mtime_ns
         except OSError:
             continue  # gone since
-        found.append(Match(path.absolute(), _number(name), changed))
-    return tuple(found)
+        matches.append(ProgressFile(path.absolute(), _number(name), changed))
+    return tuple(matches)
 
 
 def _furthest(name: str) -> int:
@@ -214,8 +221,8 @@ def _number(name: str) -> int | None:
 
 
 def newest(
-    matches: Iterable[Match], *, but: Callable[[Path], bool] = lambda _: False
-) -> Match | None:
+    matches: Iterable[ProgressFile], *, but: Callable[[Path], bool] = lambda _: False
+) -> ProgressFile | None:
     """The one with the highest number in its name, else the one changed last."""
     for match in sorted(matches, key=lambda each: each.order, reverse=True):
         if not but(match.path):

@@ -14,8 +14,6 @@ from typing import IO
 
 from slurm_forge.launch.command import signal_listener_main as sentinel
 
-__all__ = ["SentinelStep", "sentinel_command", "sentinel_environment"]
-
 _TAIL_LINES = 20
 _LEAVES_S = 1.0
 #: What of the batch step's environment would ask for more than one small task.
@@ -62,8 +60,8 @@ class SentinelStep:
     def __init__(
         self, command: tuple[str, ...], environment: Mapping[str, str], tell: Callable[[str], None]
     ) -> None:
-        self._tell = tell
-        self._said: deque[str] = deque(maxlen=_TAIL_LINES)
+        self._on_signal = tell
+        self._error_lines: deque[str] = deque(maxlen=_TAIL_LINES)
         self._listens = threading.Event()
         self._process: subprocess.Popen[str] | None = None
         try:
@@ -78,11 +76,11 @@ class SentinelStep:
                 errors="replace",
             )
         except OSError as error:
-            self._said.append(f"{command[0]} can't be started: {error.strerror or error}")
+            self._error_lines.append(f"{command[0]} can't be started: {error.strerror or error}")
             return
         for stream, hear in (
-            (self._process.stdout, self._hear),
-            (self._process.stderr, self._said.append),
+            (self._process.stdout, self._on_line),
+            (self._process.stderr, self._error_lines.append),
         ):
             assert stream is not None  # noqa: S101  asked for above
             threading.Thread(
@@ -104,11 +102,11 @@ class SentinelStep:
         """Why it is not there, where its step has ended; empty while it may still come."""
         if self._process is not None and self._process.poll() is None:
             return ""
-        return " ".join(" ".join(self._said).split()) or "its step has ended"
+        return " ".join(" ".join(self._error_lines).split()) or "its step has ended"
 
     def words(self) -> str:
         """What Slurm has printed of its step: it speaks of the job's end, too."""
-        return "".join(self._said)
+        return "".join(self._error_lines)
 
     def close(self) -> None:
         """End it."""
@@ -124,12 +122,12 @@ class SentinelStep:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
 
-    def _hear(self, line: str) -> None:
+    def _on_line(self, line: str) -> None:
         word = line.strip()
         if word == sentinel.HERE:
             self._listens.set()
         elif word in signal.Signals.__members__:
-            self._tell(word)
+            self._on_signal(word)
 
 
 def _read(stream: IO[str], hear: Callable[[str], None]) -> None:

@@ -13,8 +13,6 @@ import select
 import signal
 import sys
 
-__all__ = ["HERE", "main"]
-
 #: The first line: it listens from now on.
 HERE = "here"
 _HEARD = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT)
@@ -25,8 +23,8 @@ def main() -> int:
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     signal.set_wakeup_fd(writer)
-    for heard in _HEARD:
-        signal.signal(heard, lambda *_: None)
+    for signal_number in _HEARD:
+        signal.signal(signal_number, lambda *_: None)
     _say(HERE)
     while True:
         ready, _, _ = select.select([reader, 0], [], [])

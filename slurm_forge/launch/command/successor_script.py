@@ -13,8 +13,6 @@ from pathlib import Path, PurePath
 
 from slurm_forge.slurm.records import JobRecord
 
-__all__ = ["arguments_of", "for_successor"]
-
 _SHELLS = frozenset({"sh", "bash", "dash", "ksh", "zsh"})
 
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from slurm_forge.launch.conductor.job_poller import JobWatch
-from slurm_forge.launch.conductor.observations import Seen
-
-__all__ = ["Questions", "last_word"]
+from slurm_forge.launch.conductor.job_poller import JobPoller
+from slurm_forge.launch.conductor.observations import Observations
 
 #: While a stop is under way and Slurm has not said yet when the job ends.
 _ASK_AGAIN_S = 5.0
+#: Where nobody hears of a preemption: this seldom, for the sake of those who run thousands of jobs.
+_ASK_SELDOM_S = 20.0
 _TICK_S = 0.05
 #: How long the last question to Slurm may hold up what comes after the launch.
 LAST_QUERY_S = 3.0
@@ -21,65 +21,95 @@ LAST_QUERY_OF_STOP_S = 1.0
 _LAST_QUERIES = 2
 
 
-class Questions:
-    """Asks, and notes in what was seen what the answers say.  Times are of the given clock."""
+class JobQueries:
+    """Asks, and notes in what was seen what the answers say.  Times are of the given clock.
 
-    def __init__(self, watch: JobWatch, seen: Seen, clock: Callable[[], float]) -> None:
+    ``is_deaf``: nobody hears of a preemption now, so that Slurm has to be asked now and then; None
+    where ranks do.
+    """
+
+    def __init__(
+        self,
+        watch: JobPoller,
+        observations: Observations,
+        clock: Callable[[], float],
+        is_deaf: Callable[[], bool] | None = None,
+    ) -> None:
         self._watch = watch
-        self._seen = seen
+        self._observations = observations
         self._clock = clock
-        self._next_stop_query = 0.0
+        self._is_deaf = is_deaf
+        self._next_query = clock() + _ASK_SELDOM_S
 
     def stop_asked(self, now: float) -> None:
         """A stop is asked for: why, and until when, Slurm knows."""
-        self._seen.stop_query = self._seen.evidence_query = self._watch.ask()
-        self._next_stop_query = now + _ASK_AGAIN_S
+        self._observations.stop_query = self._observations.evidence_query = self._watch.ask()
+        self._next_query = now + _ASK_AGAIN_S
 
     def batch_signalled(self) -> None:
         """The batch step got a signal: what Slurm said before does not explain it."""
-        self._seen.evidence_query = self._watch.ask()
+        self._observations.evidence_query = self._watch.ask()
 
-    def look(self, now: float) -> None:
-        """Take an answer that has come; ask again where one is still missing."""
-        seen = self._seen
-        if self._watch.collect():
-            record = self._watch.latest
-            seen.first_record = seen.first_record or record
+    def poll(self, now: float) -> str:
+        """Take an answer that has come, and ask again where one is missing.
+
+        Returns:
+            That Slurm preempts the job, where nobody has been signalled for it yet; else nothing.
+        """
+        observations, watch = self._observations, self._watch
+        preempted = ""
+        if watch.collect() and watch.latest is not None:
+            record = watch.latest
+            before = observations.first_record = observations.first_record or record
             # An answer to a question from before the notice says nothing about its cause.
-            after = seen.stop_asked is not None and self._watch.latest_query >= seen.stop_query
-            if after and seen.notice_record is None:
-                seen.notice_record = record
-        unknown = seen.stop_asked is not None and seen.notice_record is None
-        if unknown and not self._watch.asking and now >= self._next_stop_query:
-            self._next_stop_query = now + _ASK_AGAIN_S
-            self._watch.ask()
+            if (
+                observations.stop_asked is not None
+                and watch.latest_query >= observations.stop_query
+            ):
+                observations.notice_record = observations.notice_record or record
+            news = record.preempt_time not in (None, before.preempt_time)
+            if news and self._is_deaf is not None:
+                observations.notice_record = observations.notice_record or record
+                preempted = f"PreemptTime={record.preempt_time:%H:%M:%S}"
+        if watch.asking or now < self._next_query:
+            return preempted
+        unknown = observations.stop_asked is not None and observations.notice_record is None
+        deaf = observations.stop_asked is None and self._is_deaf is not None and self._is_deaf()
+        if unknown or deaf:
+            self._next_query = now + (_ASK_AGAIN_S if unknown else _ASK_SELDOM_S)
+            watch.ask()
+        return preempted
 
-    def last(self, signals: Callable[[], bool]) -> None:
+    def last(self, signals: Callable[[], bool], *, of_program: bool = False) -> None:
         """Slurm's last word on the job, if it comes soon: not for a launch that finished.
 
-        ``signals`` says whether the batch step got any since it was called last.
+        ``signals`` says whether the batch step got any since it was called last.  ``of_program``:
+        also where it is known why the launch was stopped: a program ends faster than ranks do.
         """
-        seen, watch = self._seen, self._watch
-        notice = seen.notice_record
+        observations, watch = self._observations, self._watch
+        notice = observations.notice_record
         # The batch step hears of a preemption at the end of its grace time, of scancel at once.
         preempted = notice is not None and notice.preempt_time is not None
-        known = preempted and not seen.batch_signals
-        if seen.is_finished or seen.deadline_passed or known:
+        is_explained = preempted and not observations.batch_signals and not of_program
+        if observations.is_finished or observations.deadline_passed or is_explained:
             return  # nothing to learn, or no time left for it
         for _ in range(_LAST_QUERIES):
-            last_word(watch, seen, self._clock, self.look)
+            ask_finally(watch, observations, self._clock, self.poll)
             if not signals():
                 return  # else the answer may be from before the signal
 
 
-def last_word(
-    watch: JobWatch, seen: Seen, clock: Callable[[], float], look: Callable[[float], None]
+def ask_finally(
+    watch: JobPoller,
+    observations: Observations,
+    clock: Callable[[], float],
+    poll: Callable[[float], object],
 ) -> None:
     """Ask Slurm once more and ``look`` for its answer, as long as what comes next can wait."""
-    seen.evidence_query = watch.ask()
-    stop = seen.stop_asked is not None
+    observations.evidence_query = watch.ask()
+    stop = observations.stop_asked is not None
     until = clock() + (LAST_QUERY_OF_STOP_S if stop else LAST_QUERY_S)
-    while watch.latest_query < seen.evidence_query and watch.asking and clock() < until:
-        look(clock())
+    while watch.latest_query < observations.evidence_query and watch.asking and clock() < until:
+        poll(clock())
         time.sleep(_TICK_S)
-    look(clock())
+    poll(clock())

@@ -1,6 +1,6 @@
-"""Watches that ranks get somewhere: hears witnesses, asks them for stacks, says when it is a hang.
+"""Watches the progress of ranks: has stacks taken where it stops, and declares a hang.
 
-Talks to the hub only.  What is a standstill, and who is late, is decided in ``recovery.stalls``.
+Talks to the hub only.  ``recovery.monitor.stalls`` decides what a standstill is, and who is late.
 """
 
 from __future__ import annotations
@@ -10,13 +10,14 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 
 from slurm_forge.control import Hub
-from slurm_forge.control.messages import protocol as p
+from slurm_forge.control.messages.message import Message
+from slurm_forge.control.messages.monitor import PhaseDuration, StackReport, TakeStacks
 from slurm_forge.journal.events import Event, StallSeen, StretchesLearned
-from slurm_forge.launch.conductor.network_monitor import NetworkWatch
+from slurm_forge.launch.conductor.network_monitor import NetworkMonitor
 from slurm_forge.launch.conductor.probe_monitor import look_of
-from slurm_forge.launch.conductor.rank_views import Sight
+from slurm_forge.launch.conductor.rank_views import RankViews
 from slurm_forge.recovery.monitor.phase_durations import (
-    Rules,
+    HangRules,
     Stretches,
 )
 from slurm_forge.recovery.monitor.stalls import (
@@ -30,14 +31,12 @@ from slurm_forge.recovery.monitor.stalls import (
 )
 from slurm_forge.recovery.monitor.unreachable_hosts import with_network
 
-__all__ = ["Watchdog"]
-
 _LOOK_EVERY_S = 0.5
 _STACKS_WITHIN_S = 6.0
 #: Between two looks at the stacks: long enough to see whether a rank computes.
 _BETWEEN_S = 2.0
 #: What limits are where the watchdog is switched off and others ask for them.
-_USUAL = Rules(5.0, timedelta(seconds=30), timedelta(minutes=10))
+_USUAL = HangRules(5.0, timedelta(seconds=30), timedelta(minutes=10))
 #: What was learned is written down after so long, then after twice as long, and so on.
 _FIRST_WRITE_S = 60.0
 
@@ -47,13 +46,13 @@ class _Suspicion:
     """Stacks are being taken: twice, some seconds apart."""
 
     number: int
-    asked: float
+    asked_at: float
     first: dict[int, Look] | None = None
     looks: dict[int, Look] = field(default_factory=dict)
 
 
 class Watchdog:
-    """``look`` several times a second, ``hear`` what witnesses say; ``stalled`` is the verdict.
+    """``poll`` it several times a second; ``stalled`` is the verdict.
 
     ``rules`` None switches it off.  ``learned`` are the longest stretches of earlier attempts.
     ``network`` is asked where all wait for each other, or somebody is silent.
@@ -62,28 +61,28 @@ class Watchdog:
     def __init__(
         self,
         hub: Hub,
-        rules: Rules | None,
+        rules: HangRules | None,
         clock: Callable[[], float],
         *,
         attempt: int,
         launch: int,
         learned: Mapping[str, float] | None = None,
-        network: NetworkWatch | None = None,
-        sight: Sight | None = None,
+        network: NetworkMonitor | None = None,
+        views: RankViews | None = None,
     ) -> None:
         self._hub = hub
-        self._network = network or NetworkWatch(hub, clock)
+        self._network = network or NetworkMonitor(hub, clock)
         self._rules = rules
         self._clock = clock
         self._attempt, self._launch = attempt, launch
         #: The verdict, once there is one.
         self.stalled: Stall | None = None
-        self._sight = sight or Sight(hub, clock)
+        self._views = views or RankViews(hub, clock)
         self._stretches = Stretches(rules or _USUAL)
         for kind, seconds in (learned or {}).items():
             self._stretches.note(kind, seconds)
         self._begun = self._next = clock()
-        self._fresh_from = self._sight.fresh_from
+        self._fresh_from = self._views.fresh_from
         self._next_write = self._begun + _FIRST_WRITE_S
         self._written: dict[str, float] = dict(learned or {})
         self._suspicion: _Suspicion | None = None
@@ -92,16 +91,16 @@ class Watchdog:
         self._number = 0
         self._not_before: tuple[str, timedelta] | None = None
 
-    def hear(self, rank: int, message: p.Message) -> None:
-        """A witness said how long something took, or what it has found."""
-        if isinstance(message, p.Lasted):
+    def on_message(self, rank: int, message: Message) -> None:
+        """A monitor said how long something took, or what it has found."""
+        if isinstance(message, PhaseDuration):
             self._stretches.note(message.kind, message.seconds)
-        elif isinstance(message, p.Stacks) and self._suspicion is not None:
+        elif isinstance(message, StackReport) and self._suspicion is not None:
             if message.id != self._suspicion.number:
                 return
             self._suspicion.looks[rank] = look_of(message, self._clock())
 
-    def forgive(self) -> None:
+    def acknowledge(self) -> None:
         """The policy only warns of it: not before they have been there for twice as long again."""
         if self.stalled is not None:
             self._not_before = ("warned of", 2 * self.stalled.since)
@@ -115,77 +114,79 @@ class Watchdog:
         """A checkpoint took so long to be durable: a rank may wait for that, too."""
         self._stretches.note("save", seconds)
 
-    def look(self, now: float, gone: Iterable[int] = ()) -> Event | None:
-        """What is to be written down, if anything.  ``gone`` are ranks that have said goodbye."""
+    def poll(self, now: float, left_ranks: Iterable[int] = ()) -> Event | None:
+        """What is to be written down, if anything.  ``left_ranks`` have reported their end."""
         if self._rules is None or self.stalled is not None or now < self._next:
             return None
-        self._sight.awake(now)
+        self._views.note_poll(now)
         self._next = now + _LOOK_EVERY_S
-        views = self._sight.views(now, frozenset(gone))
-        if len(views) < self._hub.world_size - len(frozenset(gone)):
+        views = self._views.views(now, frozenset(left_ranks))
+        if len(views) < self._hub.world_size - len(frozenset(left_ranks)):
             return None  # not all have come yet
         if views and all(view.silent or view.state == "T" for view in views.values()):
-            self._sight.begin_anew(now)
-        if self._fresh_from != self._sight.fresh_from:  # the job was suspended, or we were
-            self._fresh_from = self._sight.fresh_from
+            self._views.reset(now)
+        if self._fresh_from != self._views.fresh_from:  # the job was suspended, or we were
+            self._fresh_from = self._views.fresh_from
             self._suspicion = self._held = None
         event = self._judge(views, now)
-        return event or self._learned(now)
+        return event or self._longest_phases_event(now)
 
     def _judge(self, views: dict[int, RankView], now: float) -> Event | None:
-        found = standstill(tuple(views.values()), self._stretches)
-        if found is None:
+        stall = standstill(tuple(views.values()), self._stretches)
+        if stall is None:
             self._suspicion = self._held = self._not_before = None
             return None
         if self._held is not None:
             return self._weigh_network(self._held, views, now)
-        if self._not_before is not None and found.since < self._not_before[1]:
+        if self._not_before is not None and stall.since < self._not_before[1]:
             return None
         if self._suspicion is None:
-            self._suspicion = self._ask(now)
+            self._suspicion = self._begin_suspicion(now)
             return None
         suspicion = self._suspicion
         wanted = {
             rank
-            for rank, each in self._hub.witnesses().items()
+            for rank, each in self._hub.monitors().items()
             if each.connected and rank in views and not views[rank].silent
         }
-        since = now - suspicion.asked
+        since = now - suspicion.asked_at
         if not wanted <= set(suspicion.looks) and since < _STACKS_WITHIN_S:
             return None
-        frozen = any(views[r].silent or views[r].state in FROZEN for r in found.over)
+        frozen = any(views[r].silent or views[r].state in FROZEN for r in stall.over)
         if suspicion.first is None and frozen:
             suspicion.first = suspicion.looks  # a second look would show the same
         if suspicion.first is None:
             if since < _BETWEEN_S:
                 return None
-            self._suspicion = self._ask(now)
+            self._suspicion = self._begin_suspicion(now)
             self._suspicion.first = suspicion.looks
             return None
-        verdict = judge(found, views, suspicion.first, suspicion.looks, self._stretches)
+        verdict = judge(stall, views, suspicion.first, suspicion.looks, self._stretches)
         self._suspicion = None
         if isinstance(verdict, Excused):
             self._not_before = (verdict.why, verdict.until)
             return None
-        # Nor is it known of whom its witness says nothing: the way to it may be cut.
+        # Nor is it known of whom its monitor says nothing: the way to it may be cut.
         late = verdict.late_ranks
         if not late or any(views[r].silent or r not in suspicion.looks for r in late):
             self._held = verdict
             self._network.ask()
             return None
-        return self._see(verdict)
+        return self._stall_event(verdict)
 
     def _weigh_network(
-        self, held: Stall, views: Mapping[int, RankView], now: float
+        self, stall: Stall, views: Mapping[int, RankView], now: float
     ) -> Event | None:
         """All wait for each other, or nothing is heard of some: it may be the way to them."""
-        found = self._network.verdict(now)
-        if found is None:
+        verdict = self._network.verdict(now)
+        if verdict is None:
             return None
         self._held = None
-        return self._see(with_network(held, found, {r: view.host for r, view in views.items()}))
+        return self._stall_event(
+            with_network(stall, verdict, {r: view.host for r, view in views.items()})
+        )
 
-    def _see(self, verdict: Stall) -> StallSeen:
+    def _stall_event(self, verdict: Stall) -> StallSeen:
         self.stalled = verdict
         return StallSeen(
             step=verdict.step,
@@ -197,13 +198,13 @@ class Watchdog:
             files=verdict.files,
         )
 
-    def _ask(self, now: float) -> _Suspicion:
+    def _begin_suspicion(self, now: float) -> _Suspicion:
         self._number += 1
-        message = p.TakeStacks(id=self._number, attempt=self._attempt, launch=self._launch)
-        self._hub.ask_witnesses(message)
+        message = TakeStacks(id=self._number, attempt=self._attempt, launch=self._launch)
+        self._hub.ask_monitors(message)
         return _Suspicion(self._number, now)
 
-    def _learned(self, now: float) -> Event | None:
+    def _longest_phases_event(self, now: float) -> Event | None:
         """Now and then what has become longer, so that the next attempt starts with it."""
         if now < self._next_write:
             return None

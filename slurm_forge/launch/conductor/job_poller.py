@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import queue
 import threading
 import time
 from collections.abc import Callable
@@ -12,17 +11,46 @@ from functools import partial
 
 from slurm_forge.slurm.client import JobUpdate, Slurm
 from slurm_forge.slurm.clock import SlurmClock, slurm_clock
-from slurm_forge.slurm.records import JobRecord
-
-__all__ = ["JobWatch"]
-
+from slurm_forge.slurm.records import ConfigRecord, JobRecord
 
 _LONGEST_COMMENT = 200
 #: How long the controller's time is waited for before this node's clock is taken for it.
 _TIME_WITHIN_S = 30.0
 
 
-class JobWatch:
+class ConfigQuery:
+    """slurm.conf with the controller's time: one question for all who need the answer.
+
+    ``ask`` waits for the answer, from any thread; a question that failed may be asked again.
+    """
+
+    def __init__(
+        self,
+        slurm: Slurm,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        wall: Callable[[], float] = time.time,
+    ) -> None:
+        self._slurm = slurm
+        self._clock = clock
+        self._wall = wall
+        self._lock = threading.Lock()
+        self.answer: ConfigRecord | None = None
+        #: The controller's clock, once it is known.
+        self.clock: SlurmClock | None = None
+
+    def ask(self) -> None:
+        """Ask Slurm, unless it has answered; raises what the client does."""
+        with self._lock:
+            if self.answer is not None and self.clock is not None:
+                return
+            asked_at, before = self._clock(), self._wall()
+            answer = self._slurm.show_config()
+            self.clock = slurm_clock(answer, asked_at=asked_at, before=before, after=self._wall())
+            self.answer = answer
+
+
+class JobPoller:
     """The latest record of one job; ``ask`` returns at once, ``latest`` is what came back.
 
     The first queries also ask for the controller's time, until it has been told.  For one thread.
@@ -43,7 +71,7 @@ class JobWatch:
         self._background = background or _in_thread
         self._job = job
         self._clock = clock
-        self._wall = wall
+        self.config = None if slurm is None else ConfigQuery(slurm, clock=clock, wall=wall)
         self._asking: Future[JobRecord | None] | None = None
         self._begun = 0
         self._again = False
@@ -56,7 +84,11 @@ class JobWatch:
         self.clock: SlurmClock | None = None
         #: When Slurm was asked first.
         self._asked_at: float | None = None
-        self._clocks: queue.SimpleQueue[SlurmClock] = queue.SimpleQueue()
+
+    @property
+    def has_slurm(self) -> bool:
+        """Whether there is a Slurm to ask."""
+        return self._slurm is not None
 
     def ask(self) -> int:
         """Begin a query, after the one under way if there is one; its number."""
@@ -92,14 +124,9 @@ class JobWatch:
             # What Slurm says is evidence; an answer that can't be had or read is none, no more.
             answer.set_exception(error)
             return
-        if self.clock is not None:
-            return
-        with contextlib.suppress(Exception):
-            asked_at, before = self._clock(), self._wall()
-            config = slurm.show_config()
-            clock = slurm_clock(config, asked_at=asked_at, before=before, after=self._wall())
-            if clock is not None:
-                self._clocks.put(clock)
+        if self.config is not None:
+            with contextlib.suppress(Exception):
+                self.config.ask()
 
     @property
     def next_query(self) -> int:
@@ -120,8 +147,8 @@ class JobWatch:
 
     def collect(self) -> bool:
         """Take an answer in if there is one; True if ``latest`` is new."""
-        with contextlib.suppress(queue.Empty):
-            self.clock = self._clocks.get_nowait()
+        if self.clock is None and self.config is not None:
+            self.clock = self.config.clock
         if self._asking is None or not self._asking.done():
             return False
         asking, self._asking = self._asking, None

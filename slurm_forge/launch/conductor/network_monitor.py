@@ -1,6 +1,6 @@
 """Asks how the connections between hosts are, and says which host can't be reached.
 
-Talks to the hub only.  Asked for when something stands still and nobody knows why: witnesses look
+Talks to the hub only.  Asked for when something stands still and nobody knows why: monitors look
 at the connections of their ranks, the hub at its own, and ``recovery.unreached`` decides.
 """
 
@@ -11,7 +11,8 @@ from dataclasses import dataclass, field, replace
 from datetime import timedelta
 
 from slurm_forge.control import Hub
-from slurm_forge.control.messages import protocol as p
+from slurm_forge.control.messages.links import LinkReport, PortReport, QueryLinks
+from slurm_forge.control.messages.message import Message
 from slurm_forge.control.tcp.links import (
     Connection,
     Link,
@@ -26,9 +27,7 @@ from slurm_forge.recovery.monitor.unreachable_hosts import (
 )
 from slurm_forge.vocabulary.cause import Evidence
 
-__all__ = ["NetworkWatch"]
-
-#: Whoever has not answered by then is cut off, or has no witness that runs; what we asked it is
+#: Whoever has not answered by then is cut off, or has no monitor that runs; what we asked it is
 #: acknowledged by its kernel or it is not, and TCP has tried three times.
 _WITHIN_S = 3.0
 #: With all answers there: until then what we sent, the question, may be on its way still.
@@ -43,15 +42,15 @@ _SHOWN = 8
 @dataclass(slots=True)
 class _Inquiry:
     number: int
-    asked: float
+    asked_at: float
     answers: dict[int, tuple[Link, ...]] = field(default_factory=dict)
     verdict: Unreached | None = None
 
 
-class NetworkWatch:
-    """``ask``, ``hear`` what is answered, and take the ``verdict``.  One inquiry at a time.
+class NetworkMonitor:
+    """``ask``, pass answers to ``on_message``, and take the ``verdict``.  One inquiry at a time.
 
-    Its messages come by ``hear`` from the beginning of the launch: hosts say their addresses then.
+    It needs messages from the beginning of the launch: hosts say their addresses then.
     ``deadline`` is that of a probe.
     """
 
@@ -69,25 +68,25 @@ class NetworkWatch:
     def ask(self) -> None:
         """Begin to find out.  Does nothing while that is under way, or has just been found out."""
         now = self._clock()
-        if self._inquiry is not None and now - self._inquiry.asked < _STALE_S:
+        if self._inquiry is not None and now - self._inquiry.asked_at < _STALE_S:
             return
         self._number += 1
         self._inquiry = _Inquiry(self._number, now)
-        question = p.LookAtLinks(id=self._number)
-        self._hub.ask_witnesses(question)
-        witnesses = self._hub.witnesses()
+        question = QueryLinks(id=self._number)
+        self._hub.ask_monitors(question)
+        monitors = self._hub.monitors()
         for rank, member in self._hub.members().items():
-            if member.connected and (rank not in witnesses or not witnesses[rank].connected):
+            if member.connected and (rank not in monitors or not monitors[rank].connected):
                 self._hub.ask_rank(rank, question)
 
-    def hear(self, rank: int, message: p.Message) -> None:
-        """A witness, or a rank itself, says how its connections are, or what its ports counted."""
+    def on_message(self, rank: int, message: Message) -> None:
+        """A monitor, or a rank itself, says how its connections are, or what its ports counted."""
         member = self._hub.members().get(rank)
-        witness = self._hub.witnesses().get(rank)
-        host = member.host if member is not None else witness.host if witness is not None else ""
-        if isinstance(message, p.PortsSeen):
+        monitor = self._hub.monitors().get(rank)
+        host = member.host if member is not None else monitor.host if monitor is not None else ""
+        if isinstance(message, PortReport):
             self._ports[host] = message.lines[:_SHOWN]
-        if not isinstance(message, p.Links):
+        if not isinstance(message, LinkReport):
             return
         for address in message.addresses:
             self._addresses[address] = host
@@ -95,7 +94,7 @@ class NetworkWatch:
         if inquiry is None or message.id != inquiry.number:
             return
         if message.how == "refused":
-            self._hub.ask_rank(rank, p.LookAtLinks(id=message.id))
+            self._hub.ask_rank(rank, QueryLinks(id=message.id))
         else:
             inquiry.answers[rank] = read_links(message)
 
@@ -107,13 +106,13 @@ class NetworkWatch:
         if inquiry.verdict is None:
             members = self._hub.members()
             awaited = {rank for rank, member in members.items() if member.connected}
-            since = now - inquiry.asked
+            since = now - inquiry.asked_at
             if since < (_AT_LEAST_S if awaited <= set(inquiry.answers) else _WITHIN_S):
                 return None
-            inquiry.verdict = self._judge(inquiry)
+            inquiry.verdict = self._verdict_of(inquiry)
         return inquiry.verdict
 
-    def _judge(self, inquiry: _Inquiry) -> Unreached:
+    def _verdict_of(self, inquiry: _Inquiry) -> Unreached:
         ranks = {rank: member.host for rank, member in self._hub.members().items()}
         own = [(rank, each) for rank, each in self._hub.connections() if rank in ranks]
         # Who sits on the hub's host is connected from one address of it to another.
@@ -125,14 +124,14 @@ class NetworkWatch:
         for address in local:
             host_of.setdefault(address, here)
         reports = [(ranks[rank], links) for rank, links in inquiry.answers.items() if rank in ranks]
-        seen = [*seen_of(reports, host_of), *_own_view(here, own, ranks)]
-        found = unreached(seen, ranks, late=self._late_s)
+        link_views = [*seen_of(reports, host_of), *_own_view(here, own, ranks)]
+        verdict = unreached(link_views, ranks, late=self._late_s)
         lines = tuple(
             Evidence("ports", f"{host}: {', '.join(lines)}")
             for host, lines in sorted(self._ports.items())
-            if lines and (not found.hosts or host in found.hosts)
+            if lines and (not verdict.hosts or host in verdict.hosts)
         )
-        return replace(found, evidence=(*found.evidence, *lines))
+        return replace(verdict, evidence=(*verdict.evidence, *lines))
 
 
 def _own_view(

@@ -8,21 +8,19 @@ from datetime import datetime, timedelta
 from typing import Protocol
 
 from slurm_forge.control import MemberView
-from slurm_forge.control.messages import protocol as p
-from slurm_forge.launch.conductor.job_poller import JobWatch
+from slurm_forge.control.messages.rank import RankFinished, RankStopped
+from slurm_forge.launch.conductor.job_poller import JobPoller
 from slurm_forge.recovery.incident.launch_facts import (
     LaunchFacts,
     LostRank,
     RankFailure,
     WorkerEnd,
 )
-from slurm_forge.recovery.monitor.preflight_verdict import Refusal
-from slurm_forge.recovery.monitor.probe_verdict import Found
+from slurm_forge.recovery.monitor.preflight_verdict import PreflightRefusal
+from slurm_forge.recovery.monitor.probe_verdict import ProbeFailure
 from slurm_forge.recovery.monitor.stalls import Stall
 from slurm_forge.recovery.monitor.straggler_reports import Straggler
 from slurm_forge.slurm.records import JobRecord
-
-__all__ = ["Launched", "Seen"]
 
 #: Heartbeats come every second.
 _MUTE_S = 4.0
@@ -48,7 +46,7 @@ class Launched(Protocol):
 
 
 @dataclass(slots=True)
-class Seen:
+class Observations:
     """What has happened so far."""
 
     rank_signals: list[str] = field(default_factory=list)
@@ -56,10 +54,10 @@ class Seen:
     failures: list[RankFailure] = field(default_factory=list)
     lost: list[LostRank] = field(default_factory=list)
     said_goodbye: set[int] = field(default_factory=set)
-    stopped: p.Stopped | None = None
+    stopped: RankStopped | None = None
     #: After how many steps a rank's program has returned.
     through: dict[int, int] = field(default_factory=dict)
-    finished: dict[int, p.Finished] = field(default_factory=dict)
+    finished: dict[int, RankFinished] = field(default_factory=dict)
     given_up: bool = False
     #: The incident that rank 0 has decided on already.
     decided: str = ""
@@ -86,7 +84,7 @@ class Seen:
     ending_since: float | None = None
     aborted: bool = False
     #: What the look at the nodes before training came to, where the launch is ended for it.
-    refused: Refusal | None = None
+    refused: PreflightRefusal | None = None
     #: The watchdog's verdict.
     stalled: Stall | None = None
     #: The slow node that the launch is stopped for.
@@ -104,24 +102,24 @@ class Seen:
         return 0 in self.finished and not self.failures
 
     def _mute(
-        self, members: Mapping[int, MemberView], heard: Mapping[int, float], clock: float
+        self, members: Mapping[int, MemberView], last_heard: Mapping[int, float], clock: float
     ) -> Iterator[LostRank]:
         """Ranks whose connection is there still, with nobody at the other end of it.
 
-        A node that loses power closes none.  ``heard`` is when witnesses spoke last: that of a
+        A node that loses power closes none.  ``last_heard`` is when monitors spoke last: that of a
         frozen rank does.
         """
         for rank, member in sorted(members.items()):
-            silent = clock - max(member.heard, heard.get(rank, 0.0)) > _MUTE_S
+            silent = clock - max(member.heard_at, last_heard.get(rank, 0.0)) > _MUTE_S
             if member.connected and silent and rank not in self.said_goodbye:
                 yield LostRank(rank, member.host)
 
-    def job_now(self, watch: JobWatch) -> JobRecord | None:
+    def job_now(self, watch: JobPoller) -> JobRecord | None:
         """What Slurm has said of the job since the end, or else since the batch step's signal."""
         since_end = watch.since(self.evidence_query)
         return since_end or (watch.since(self.batch_query) if self.batch_signals else None)
 
-    def note_batch_signal(self, name: str, watch: JobWatch, now: float) -> None:
+    def note_batch_signal(self, name: str, watch: JobPoller, now: float) -> None:
         """The batch step got a signal: what Slurm said before does not explain it."""
         self.batch_query = watch.next_query
         self.batch_signals.append(name)
@@ -135,11 +133,11 @@ class Seen:
             return None
         return timedelta(seconds=max(0.0, self.terminated - self.stop_asked))
 
-    def signalled_since(self, watch: JobWatch) -> bool:
+    def signalled_since(self, watch: JobPoller) -> bool:
         """Whether the batch step was signalled after all that Slurm has answered."""
         return watch.latest_query < self.batch_query
 
-    def parted(self, members: Mapping[int, MemberView]) -> tuple[int, int] | None:
+    def diverged_ranks(self, members: Mapping[int, MemberView]) -> tuple[int, int] | None:
         """A rank whose program has returned, and one that has begun a step beyond that, if any.
 
         They can't meet again: the second waits for the first in a collective that never comes.
@@ -158,15 +156,15 @@ class Seen:
         clock_ahead: timedelta,
         lead: timedelta,
         planned_end: datetime | None,
-        probe: Found | None,
-        watch: JobWatch,
+        probe: ProbeFailure | None,
+        watch: JobPoller,
         launched: Launched | None,
         clock: float | None = None,
-        witnesses: Mapping[int, float] | None = None,
+        monitors: Mapping[int, float] | None = None,
     ) -> LaunchFacts:
         """Everything that classification rests on, as one value.
 
-        ``clock`` is the hub's now, ``witnesses`` when that of each rank was last heard on it.
+        ``clock`` is the hub's now, ``monitors`` when that of each rank was last heard on it.
         """
         step = max((member.step for member in members.values()), default=None)
         if self.stopped is not None:
@@ -175,6 +173,7 @@ class Seen:
             step = self.finished[0].step
         return LaunchFacts(
             now=now,
+            by_slurm=watch.has_slurm,
             clock_ahead=clock_ahead,
             step=step,
             finished=self.is_finished,
@@ -196,7 +195,7 @@ class Seen:
             failures=tuple(self.failures),
             lost=tuple(self.lost),
             absent=self.absent,
-            mute=() if clock is None else tuple(self._mute(members, witnesses or {}, clock)),
+            mute=() if clock is None else tuple(self._mute(members, monitors or {}, clock)),
             refused=self.refused,
             stalled=self.stalled,
             probe=probe,

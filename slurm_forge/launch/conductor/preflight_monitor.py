@@ -13,15 +13,17 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 
 from slurm_forge.control import Hub
-from slurm_forge.control.messages import protocol as p
+from slurm_forge.control.messages.message import Message
 from slurm_forge.control.messages.preflight import (
-    Groups,
     NodeReport,
+    PreflightReport,
+    PreflightRound,
+    PreflightTried,
     round_key,
 )
 from slurm_forge.errors import ControlChannelError
 from slurm_forge.journal.events import PreflightMeasured
-from slurm_forge.launch.conductor.rank_views import Sight
+from slurm_forge.launch.conductor.rank_views import RankViews
 from slurm_forge.recovery.monitor.isolation import (
     Group,
     Isolated,
@@ -30,14 +32,12 @@ from slurm_forge.recovery.monitor.isolation import (
     isolate,
 )
 from slurm_forge.recovery.monitor.preflight_verdict import (
-    Refusal,
+    PreflightRefusal,
     oddities,
     of_collectives,
     of_reports,
     of_silence,
 )
-
-__all__ = ["PreflightJudge"]
 
 #: A connected rank says something every second.
 _SILENT_S = 30.0
@@ -67,15 +67,15 @@ _SLOW = 0.5
 @dataclass(slots=True)
 class _Round:
     number: int
-    asked: float
+    asked_at: float
     within_s: float
     hosts: tuple[Group, ...]
     ranks: tuple[tuple[int, ...], ...]
-    said: dict[int, p.PreflightTried] = field(default_factory=dict)
+    results: dict[int, PreflightTried] = field(default_factory=dict)
 
 
-class PreflightJudge:
-    """``hear`` what ranks say, ``look`` several times a second; ``refused`` is the verdict.
+class PreflightMonitor:
+    """``on_message`` what ranks say, ``poll`` several times a second; ``refused`` is the verdict.
 
     ``expected`` is the bus bandwidth in bytes per second that the site says there is between nodes.
     ``reports`` and ``isolated`` tell afterwards what it rests on.
@@ -89,10 +89,10 @@ class PreflightJudge:
         *,
         expected: float | None = None,
         wall: Callable[[], float] = time.time,
-        sight: Sight | None = None,
+        views: RankViews | None = None,
     ) -> None:
         self._hub = hub
-        self._sight = sight or Sight(hub, clock)
+        self._views = views or RankViews(hub, clock)
         self._within_s = within.total_seconds()
         self._clock = clock
         self._wall = wall
@@ -102,7 +102,7 @@ class PreflightJudge:
         self.ahead: dict[int, float] = {}
         self.isolated: Isolated | None = None
         #: Why the launch must not go on.
-        self.refused: Refusal | None = None
+        self.refused: PreflightRefusal | None = None
         self.over = False
         self.bytes_per_s: float | None = None
         self._begun: float | None = None
@@ -115,9 +115,9 @@ class PreflightJudge:
         self._slow = self._too_many = False
         self._failures: dict[str, str] = {}
 
-    def hear(self, rank: int, message: p.Message) -> None:
+    def on_message(self, rank: int, message: Message) -> None:
         """A rank has looked at its node, or tried a collective."""
-        if isinstance(message, p.PreflightReport):
+        if isinstance(message, PreflightReport):
             try:
                 report = NodeReport.from_text(message.body)
             except ControlChannelError as error:
@@ -126,25 +126,25 @@ class PreflightJudge:
             self._begun = self._last if self._begun is None else self._begun
             self.reports[rank] = report
             self.ahead[rank] = report.sent - self._wall() if report.sent else 0.0
-        elif isinstance(message, p.PreflightTried):
+        elif isinstance(message, PreflightTried):
             round_ = self._round
             if round_ is not None and message.round == round_.number:
-                round_.said[rank] = message
+                round_.results[rank] = message
 
-    def look(self, now: float) -> PreflightMeasured | None:
+    def poll(self, now: float) -> PreflightMeasured | None:
         """Go on with it; what is to be written down once there is a verdict."""
-        self._sight.awake(now)
+        self._views.note_poll(now)
         if self.over or self._begun is None:
             return None
         if self._round is not None:
-            return self._look_at_round(self._round, now)
+            return self._poll_round(self._round, now)
         missing = [r for r in range(self._hub.world_size) if r not in self.reports]
         if missing:
             self.refused = self._of_silence(missing, now)
-            return self._ended(now) if self.refused is not None else None
+            return self._finish(now) if self.refused is not None else None
         self.refused = of_reports(self.reports.values())
         if self.refused is not None or not all(each.full for each in self.reports.values()):
-            return self._ended(now)
+            return self._finish(now)
         self._isolation = isolate(tuple(self._ranks()), most=self._most)
         return self._advance(None, now)
 
@@ -156,11 +156,11 @@ class PreflightJudge:
 
     def _ranks(self) -> dict[str, tuple[int, ...]]:
         """The ranks of each host that try collectives: all with NCCL, else one of them."""
-        found: defaultdict[str, list[int]] = defaultdict(list)
+        by_host: defaultdict[str, list[int]] = defaultdict(list)
         for rank in sorted(self.reports):
-            found[self.reports[rank].host].append(rank)
+            by_host[self.reports[rank].host].append(rank)
         every = self._backend == "nccl"
-        return {host: tuple(ranks if every else ranks[:1]) for host, ranks in found.items()}
+        return {host: tuple(ranks if every else ranks[:1]) for host, ranks in by_host.items()}
 
     @property
     def _backend(self) -> str:
@@ -175,11 +175,11 @@ class PreflightJudge:
     def _hosts(self) -> int:
         return len({each.host for each in self.reports.values()})
 
-    def _of_silence(self, missing: Iterable[int], now: float) -> Refusal | None:
-        members, waited = self._hub.members(), now - max(self._last, self._sight.fresh_from)
+    def _of_silence(self, missing: Iterable[int], now: float) -> PreflightRefusal | None:
+        members, waited = self._hub.members(), now - max(self._last, self._views.fresh_from)
         there = {r: members[r] for r in missing if r in members and members[r].connected}
         hosts = len({each.host for each in members.values()})
-        silent = {r: m.host for r, m in there.items() if now - m.heard > _SILENT_S}
+        silent = {r: m.host for r, m in there.items() if now - m.heard_at > _SILENT_S}
         frozen = {r: host for r, host in silent.items() if not self._is_at_it(r, now)}
         if frozen and waited > _SILENT_S:
             return of_silence(frozen, hosts, timedelta(seconds=waited), frozen=True)
@@ -191,9 +191,9 @@ class PreflightJudge:
         return None
 
     def _is_at_it(self, rank: int, now: float) -> bool:
-        """Whether its witness says that it lives: an import may hold the interpreter for long."""
-        view = self._hub.witnesses().get(rank)
-        if view is None or view.pulse is None or now - view.heard > _SILENT_S:
+        """Whether its monitor says that it lives: an import may hold the interpreter for long."""
+        view = self._hub.monitors().get(rank)
+        if view is None or view.pulse is None or now - view.heard_at > _SILENT_S:
             return False
         return view.pulse.state not in _ENDED
 
@@ -211,18 +211,18 @@ class PreflightJudge:
             self.refused = of_collectives(
                 stop.value, first, self._failures, self._hosts, slow=self._slow
             )
-            return self._ended(now)
+            return self._finish(now)
         ranks = self._ranks()
         within_s = min(self._within_s, self._limit_s)
         numbered = tuple(tuple(r for host in group for r in ranks[host]) for group in groups)
-        asked = Groups(groups=numbered, within_s=within_s, backend=self._backend)
-        if len(asked.to_text()) > _LONGEST:
+        order = PreflightRound(groups=numbered, within_s=within_s, backend=self._backend)
+        if len(order.to_text()) > _LONGEST:
             self._too_many = True
-            return self._ended(now)
+            return self._finish(now)
         self._rounds += 1
         self._groups += len(groups)
         self._round = _Round(self._rounds, now, within_s, groups, numbered)
-        self._publish(asked)
+        self._publish(order)
         return None
 
     @property
@@ -235,21 +235,21 @@ class PreflightJudge:
             return few
         return min(few, max(_FEW_LEAST_S, _TIMES_USUAL * self._usual_s))
 
-    def _look_at_round(self, round_: _Round, now: float) -> PreflightMeasured | None:
+    def _poll_round(self, round_: _Round, now: float) -> PreflightMeasured | None:
         wanted = {rank for group in round_.ranks for rank in group}
-        late = now - round_.asked > round_.within_s + _TO_SAY_SO_S
-        if not wanted <= set(round_.said) and not late:
+        late = now - round_.asked_at > round_.within_s + _TO_SAY_SO_S
+        if not wanted <= set(round_.results) and not late:
             return None
         self._round = None
         outcomes, slowest = [], []
         for hosts, ranks in zip(round_.hosts, round_.ranks, strict=True):
-            said = [round_.said.get(rank) for rank in ranks]
-            worked = all(each is not None and each.ok for each in said)
-            speeds = [each.bytes_per_s for each in said if each is not None]
+            answers = [round_.results.get(rank) for rank in ranks]
+            worked = all(each is not None and each.ok for each in answers)
+            speeds = [each.bytes_per_s for each in answers if each is not None]
             slowest += [min(speeds)] if worked else []
-            text = next((each.text for each in said if each and each.text), "no answer")
+            text = next((each.text for each in answers if each and each.text), "no answer")
             if worked and round_.number > 1:
-                self._usual_s = max(self._usual_s, *(each.seconds for each in said if each))
+                self._usual_s = max(self._usual_s, *(each.seconds for each in answers if each))
             if not worked:
                 self._failures.update(dict.fromkeys(hosts, text))
             outcomes.append(worked and not (self._slow and self._is_slow(min(speeds))))
@@ -268,27 +268,27 @@ class PreflightJudge:
 
     # -- the end -----------------------------------------------------------------------------
 
-    def _publish(self, groups: Groups) -> None:
+    def _publish(self, groups: PreflightRound) -> None:
         number = self._rounds if groups.groups else self._rounds + 1
         self._hub.publish(round_key(number), groups.to_text())
 
-    def _ended(self, now: float) -> PreflightMeasured:
+    def _finish(self, now: float) -> PreflightMeasured:
         self.over = True
         if self.refused is None:
-            self._publish(Groups())
-        told = list(oddities(self.reports.values(), self.ahead))
+            self._publish(PreflightRound())
+        findings = list(oddities(self.reports.values(), self.ahead))
         if self._too_many:
-            told.append("more ranks than can be told who tries a collective with whom")
-        found = self.isolated
-        if found is not None and found.why is not Why.FINE and self.refused is None:
-            told.append(_UNNAMED[found.why] + _first(self._failures.values()))
+            findings.append("more ranks than can be told who tries a collective with whom")
+        isolated = self.isolated
+        if isolated is not None and isolated.why is not Why.FINE and self.refused is None:
+            findings.append(_UNNAMED[isolated.why] + _first(self._failures.values()))
         refused = self.refused
         return PreflightMeasured(
             ok=refused is None,
             hosts=self._hosts,
             seconds=round(now - (self._begun or now), 3),
             bad=() if refused is None else refused.hosts,
-            told=tuple(told[:16]),
+            told=tuple(findings[:16]),
             rounds=self._rounds,
             groups=self._groups,
             bytes_per_s=self.bytes_per_s,

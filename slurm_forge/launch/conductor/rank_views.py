@@ -1,4 +1,4 @@
-"""How ranks look from the hub: what heartbeats and witnesses say, and since when that counts."""
+"""How ranks look from the hub: what heartbeats and monitors say, and since when that counts."""
 
 from __future__ import annotations
 
@@ -6,71 +6,72 @@ from collections.abc import Callable
 from datetime import timedelta
 
 from slurm_forge.control import Hub, MemberView
-from slurm_forge.control.hub import WitnessView
+from slurm_forge.control.hub import MonitorView
 from slurm_forge.recovery.monitor.probe_verdict import RankSeen
 from slurm_forge.recovery.monitor.stalls import RankView
 
-__all__ = ["Sight"]
-
-#: A witness says something every second.
+#: A monitor says something every second.
 _SILENT_S = 8.0
 #: Between two looks of ours: then the job was suspended, and everybody's clock begins anew.
 _GAP_S = 3.5
 
 
-class Sight:
+class RankViews:
     """One for all who judge the ranks of a launch: a gap that one of them sees, all do.
 
-    Whoever looks says so (``awake``), several times a second.
+    Whoever looks says so (``note_poll``), several times a second.
     """
 
     def __init__(self, hub: Hub, clock: Callable[[], float]) -> None:
         self._hub = hub
-        self._looked = clock()
+        self._last_poll = clock()
         #: How long anything took until then means nothing.
-        self.fresh_from = self._looked
+        self.fresh_from = self._last_poll
         self._places: dict[int, tuple[tuple[int, ...], float]] = {}
 
-    def awake(self, now: float) -> None:
+    def note_poll(self, now: float) -> None:
         """We look.  If the last look was long ago we were stopped, with the whole job as a rule."""
-        if now - self._looked > _GAP_S:
-            self.begin_anew(now)
-        self._looked = now
+        if now - self._last_poll > _GAP_S:
+            self.reset(now)
+        self._last_poll = now
 
-    def begin_anew(self, now: float) -> None:
+    def reset(self, now: float) -> None:
         """The job was suspended, or we were."""
         self.fresh_from = now
 
-    def views(self, now: float, gone: frozenset[int] = frozenset()) -> dict[int, RankView]:
-        """Every rank that has come, as the watchdog judges it; without those that are ``gone``."""
-        witnesses = self._hub.witnesses()
+    def views(self, now: float, left_ranks: frozenset[int] = frozenset()) -> dict[int, RankView]:
+        """Every rank that has come, as the watchdog judges it; without ``left_ranks``."""
+        monitors = self._hub.monitors()
         return {
-            rank: self._view(member, witnesses.get(rank), now)
+            rank: self._view(member, monitors.get(rank), now)
             for rank, member in self._hub.members().items()
-            if rank not in gone
+            if rank not in left_ranks
         }
 
     def anybody_silent(self, now: float, seconds: float) -> bool:
         """Whether a rank has said nothing for so long: cheap enough for every look."""
         members = self._hub.members().values()
-        return any(now - max(member.heard, self.fresh_from) >= seconds for member in members)
+        return any(now - max(member.heard_at, self.fresh_from) >= seconds for member in members)
 
-    def seen(
-        self, now: float, limit: Callable[[str], timedelta], gone: frozenset[int] = frozenset()
+    def for_probe(
+        self,
+        now: float,
+        limit: Callable[[str], timedelta],
+        left_ranks: frozenset[int] = frozenset(),
     ) -> tuple[RankSeen, ...]:
         """Every rank that has come, as the probe judges it; ``limit`` is of a kind of stretch."""
-        members, witnesses = self._hub.members(), self._hub.witnesses()
-        found = []
-        for rank, view in sorted(self.views(now, gone).items()):
-            witness = witnesses.get(rank)
-            known = witness is not None and witness.connected and witness.pulse is not None
-            heard = witness.heard if witness is not None and known else 0.0
-            found.append(
+        members, monitors = self._hub.members(), self._hub.monitors()
+        ranks = []
+        for rank, view in sorted(self.views(now, left_ranks).items()):
+            monitor = monitors.get(rank)
+            has_monitor = monitor is not None and monitor.connected and monitor.pulse is not None
+            last_heard = monitor.heard_at if monitor is not None and has_monitor else 0.0
+            ranks.append(
                 RankSeen(
                     rank=rank,
                     host=view.host,
-                    silent=now - max(members[rank].heard, self.fresh_from),
-                    witness=now - max(heard, self.fresh_from) if known else None,
+                    silent=now - max(members[rank].heard_at, self.fresh_from),
+                    witness=now - max(last_heard, self.fresh_from) if has_monitor else None,
                     state=view.state,
                     step=max(0, members[rank].step),
                     phase=view.phase,
@@ -79,15 +80,15 @@ class Sight:
                     limit=limit(view.kind).total_seconds(),
                 )
             )
-        return tuple(found)
+        return tuple(ranks)
 
-    def _view(self, member: MemberView, witness: WitnessView | None, now: float) -> RankView:
-        if witness is None or witness.pulse is None or not witness.connected:
+    def _view(self, member: MemberView, monitor: MonitorView | None, now: float) -> RankView:
+        if monitor is None or monitor.pulse is None or not monitor.connected:
             return self._by_heartbeat(member, now)
-        pulse = witness.pulse
-        silence = now - max(witness.heard, self.fresh_from)
-        if silence > _SILENT_S and now - max(member.heard, self.fresh_from) < _SILENT_S:
-            return self._by_heartbeat(member, now)  # it is the witness that is stuck
+        pulse = monitor.pulse
+        silence = now - max(monitor.heard_at, self.fresh_from)
+        if silence > _SILENT_S and now - max(member.heard_at, self.fresh_from) < _SILENT_S:
+            return self._by_heartbeat(member, now)  # it is the monitor that is stuck
         silent = silence > _SILENT_S
         since = min(pulse.since_s + (silence if silent else 0.0), now - self.fresh_from)
         return RankView(
@@ -104,16 +105,16 @@ class Sight:
         )
 
     def _by_heartbeat(self, member: MemberView, now: float) -> RankView:
-        """Of a rank without a witness: what its own thread says, while it can."""
+        """Of a rank without a monitor: what its own thread says, while it can."""
         place = (member.turn, member.step, member.begun, 0, 0)
-        known = self._places.get(member.rank)
-        if known is None or known[0] != place:
-            known = self._places[member.rank] = (place, now)
-        since = now - max(known[1], self.fresh_from)
-        # Of a phase of the program's own its length is not known: witnesses tell of its parts.
+        since_place = self._places.get(member.rank)
+        if since_place is None or since_place[0] != place:
+            since_place = self._places[member.rank] = (place, now)
+        since = now - max(since_place[1], self.fresh_from)
+        # Of a phase of the program's own its length is not known: monitors tell of its parts.
         plain = member.begun > 2 and member.phase in ("train", "data", "save")
         kind = member.phase if plain else f"first {member.phase}"
-        silent = now - max(member.heard, self.fresh_from) > _SILENT_S
+        silent = now - max(member.heard_at, self.fresh_from) > _SILENT_S
         return RankView(
             rank=member.rank,
             host=member.host,

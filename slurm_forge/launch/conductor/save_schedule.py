@@ -7,15 +7,13 @@ from datetime import timedelta
 from slurm_forge.launch.render.schedule import Timing
 from slurm_forge.recovery.policy.save_interval import best_interval
 
-__all__ = ["SavePace"]
-
 #: A save that came to nothing is tried again after this, then after twice as long, and so on.
 _TRY_AGAIN_S = 30.0
 #: More in a row, over an hour, and the launch is ended: training on would be for nothing.
 _MOST_FAILED = 8
 
 
-class SavePace:
+class SaveTimer:
     """Counts on a clock of seconds that the caller reads."""
 
     def __init__(self, timing: Timing, now: float) -> None:

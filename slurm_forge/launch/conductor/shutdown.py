@@ -9,10 +9,10 @@ from collections.abc import Callable
 from datetime import datetime, timedelta
 
 from slurm_forge.control import Hub
-from slurm_forge.launch.conductor.job_poller import JobWatch
+from slurm_forge.launch.conductor.job_poller import JobPoller
 from slurm_forge.launch.conductor.observations import (
     Launched,
-    Seen,
+    Observations,
 )
 from slurm_forge.launch.render.schedule import Timing
 from slurm_forge.slurm.states import JobState
@@ -30,7 +30,7 @@ _GOODBYE_S = 20.0
 _JOIN_S = 900.0
 
 
-class Ending:
+class Shutdown:
     """Ends one launch, and says when it is over.  Times are of the conductor's clock, in seconds.
 
     ``launched`` is None where nobody but the ranks themselves ends them.  ``stays``: it is a
@@ -40,14 +40,14 @@ class Ending:
     def __init__(
         self,
         hub: Hub,
-        seen: Seen,
+        observations: Observations,
         launched: Launched | None,
         started: float,
         *,
         stays: bool = False,
     ) -> None:
         self._hub = hub
-        self._seen = seen
+        self._observations = observations
         self._launched = launched
         self._started = started
         self._stays = stays
@@ -55,49 +55,49 @@ class Ending:
 
     def begin(self, now: float) -> None:
         """Somebody failed, is gone, or must be ended: the others may still say why."""
-        if self._seen.ending_since is None:
-            self._seen.ending_since = now
+        if self._observations.ending_since is None:
+            self._observations.ending_since = now
 
-    def look(self, now: float) -> None:
+    def poll(self, now: float) -> None:
         """Go on with it, if it has begun, or has to."""
-        seen = self._seen
-        self._look_for_absent(now)
-        if self._everybody_said_goodbye():
+        observations = self._observations
+        self._check_absent(now)
+        if self._all_said_goodbye():
             self._all_said = now if self._all_said is None else self._all_said
             over = now - self._all_said >= _GOODBYE_S and not self._stays
             if over and self._launched is not None:
                 self._launched.kill()
-        if seen.ending_since is None:
+        if observations.ending_since is None:
             return
-        since = now - seen.ending_since
+        since = now - observations.ending_since
         if since >= _LAST_WORDS_S:
-            seen.aborted = True
+            observations.aborted = True
             self._hub.abort("the launch is over")
         if since >= _LEAVE_S and self._launched is not None:
             self._launched.kill()
 
     def is_over(self, now: float) -> bool:
         """Whether no rank is left, or none is waited for any more."""
-        seen = self._seen
-        if seen.deadline_passed:
+        observations = self._observations
+        if observations.deadline_passed:
             return True
-        ending = 0.0 if seen.ending_since is None else now - seen.ending_since
+        ending = 0.0 if observations.ending_since is None else now - observations.ending_since
         if self._launched is not None:
             return self._launched.poll() is not None or ending > _GIVE_UP_S
         # Who has said goodbye leaves by itself; whoever has not may still be at it, or fail.
-        return self._everybody_said_goodbye() or ending > 2 * _LAST_WORDS_S
+        return self._all_said_goodbye() or ending > 2 * _LAST_WORDS_S
 
-    def _everybody_said_goodbye(self) -> bool:
-        return len(self._seen.said_goodbye) == self._hub.world_size
+    def _all_said_goodbye(self) -> bool:
+        return len(self._observations.said_goodbye) == self._hub.world_size
 
-    def _look_for_absent(self, now: float) -> None:
+    def _check_absent(self, now: float) -> None:
         """Ranks that never came: a node that does not start its tasks, a step that waits."""
-        if self._seen.ending_since is not None or now - self._started < _JOIN_S:
+        if self._observations.ending_since is not None or now - self._started < _JOIN_S:
             return
         there = self._hub.members()
         absent = [rank for rank in range(self._hub.world_size) if rank not in there]
         if absent:
-            self._seen.absent = tuple(absent)
+            self._observations.absent = tuple(absent)
             self.begin(now)
 
 
@@ -123,21 +123,21 @@ class Deadline:
     def __init__(
         self,
         hub: Hub,
-        watch: JobWatch,
+        watch: JobPoller,
         timing: Timing,
-        seen: Seen,
+        observations: Observations,
         started: float,
         now: Callable[[], datetime],
     ) -> None:
         self._hub = hub
         self._watch = watch
         self._timing = timing
-        self._seen = seen
+        self._observations = observations
         self._now = now
         self._started = started
-        self._told_left: float | None = None
+        self._announced_end: float | None = None
         self._next_refresh = started + _REFRESH_EVERY_S
-        self._looked = started
+        self._last_poll = started
         self._resumed: float | None = None
         self._resumed_query = 0
         #: When a stop that is under way is waited for no longer, on the conductor's clock.
@@ -176,53 +176,61 @@ class Deadline:
         # Looks that are slow themselves, on a storage that hangs, must not make us wait for ever.
         answered = self._watch.latest_query >= self._resumed_query
         first = self._resumed is None or now >= self._resumed + _NEW_END_WITHIN_S
-        if now - self._looked > _GAP_S and answered and first:
+        if now - self._last_poll > _GAP_S and answered and first:
             self._resumed, self._resumed_query = now, self._watch.ask()
-        self._looked = now
+        self._last_poll = now
         record = self._watch.latest
-        if self._seen.stop_asked is not None:
+        if self._observations.stop_asked is not None:
             return False
         end = self._timing.planned_end if record is None else record.end_time
-        left = None if end is None else end - self.slurm_time(now)
-        near = record is None or (left is not None and left <= self._timing.lead + _NEAR_THE_END)
+        remaining = None if end is None else end - self.slurm_time(now)
+        near = record is None or (
+            remaining is not None and remaining <= self._timing.lead + _NEAR_THE_END
+        )
         if now >= self._next_refresh and not self._watch.asking:
             # The limit may have been changed; near the end we look once a minute.
             self._next_refresh = now + (_REFRESH_EVERY_S if near else _REFRESH_FAR_S)
             self._watch.ask()
         if self._watch.awaits_time or self._awaits_new_end(now, _NEW_END_WITHIN_S):
             return False  # by a clock that is an hour ahead, each job's time is up
-        return left is not None and left <= self._timing.lead
+        return remaining is not None and remaining <= self._timing.lead
 
-    def look(self, now: float) -> None:
+    def poll(self, now: float) -> None:
         """At ``now`` on the conductor's clock: note in what was seen that it has passed."""
-        seen = self._seen
-        if seen.stop_asked is None or seen.deadline_passed:
+        observations = self._observations
+        if observations.stop_asked is None or observations.deadline_passed:
             return
         record = self._watch.latest
-        given = self._timing.stop_within
+        time_given = self._timing.stop_within
         end = self._timing.planned_end if record is None else record.end_time
         if end is not None:
-            asked_ago = timedelta(seconds=now - seen.stop_asked)
-            left = end - (self.slurm_time(now) - asked_ago)
+            asked_ago = timedelta(seconds=now - observations.stop_asked)
+            remaining = end - (self.slurm_time(now) - asked_ago)
             # A plan that is over was not what Slurm goes by.
-            given = min(given, left) if record is not None or left > timedelta(0) else given
-        after = seen.terminated_after
-        if after is not None and self._watch.latest_query < seen.terminated_query:
+            time_given = (
+                min(time_given, remaining)
+                if record is not None or remaining > timedelta(0)
+                else time_given
+            )
+        after = observations.terminated_after
+        if after is not None and self._watch.latest_query < observations.terminated_query:
             # Slurm ends the job KillWait after that, and has not told anything else.
-            given = min(given, after + self._timing.kill_wait)
+            time_given = min(time_given, after + self._timing.kill_wait)
         if record is not None and record.state in _ENDING:
             # It has been told to end already: no grace, or the grace is over.
-            given = min(given, self._timing.kill_wait)
-        ends_at = seen.stop_asked + (given - self._timing.margin(given)).total_seconds()
+            time_given = min(time_given, self._timing.kill_wait)
+        ends_at = (
+            observations.stop_asked + (time_given - self._timing.margin(time_given)).total_seconds()
+        )
         self.ends_at = ends_at
-        if self._told_left is None or abs(ends_at - self._told_left) > _TELL_AGAIN_S:
+        if self._announced_end is None or abs(ends_at - self._announced_end) > _TELL_AGAIN_S:
             # What can't be saved by then is better not begun.
-            self._told_left = ends_at
+            self._announced_end = ends_at
             self._hub.time_left(max(0.0, ends_at - now))
         if now >= ends_at:
             if self._awaits_new_end(now, _MOMENT_S):
                 return
-            first = seen.notice_record is None and self._watch.asking
+            first = observations.notice_record is None and self._watch.asking
             if first and now < ends_at + _FIRST_ANSWER_S:
                 return  # it is still to come, and may say that there is more time
-            seen.deadline_passed = True
+            observations.deadline_passed = True

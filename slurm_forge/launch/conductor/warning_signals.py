@@ -6,7 +6,7 @@ from collections.abc import Callable
 from datetime import datetime, timedelta
 
 from slurm_forge.journal.events import Event, Note
-from slurm_forge.launch.conductor.job_poller import JobWatch
+from slurm_forge.launch.conductor.job_poller import JobPoller
 from slurm_forge.launch.render.schedule import Timing
 from slurm_forge.recovery.incident.signal_meaning import (
     SignalMeaning,
@@ -14,21 +14,19 @@ from slurm_forge.recovery.incident.signal_meaning import (
 )
 from slurm_forge.slurm.records import JobRecord
 
-__all__ = ["WarningSignals"]
-
 #: The name of a signal, and who got it.
 Signalled = tuple[str, str]
 
 
 class WarningSignals:
-    """Keeps a signal back while it is judged.  For one thread, as ``JobWatch`` is.
+    """Keeps a signal back while it is judged.  For one thread, as ``JobPoller`` is.
 
     ``note`` journals what turned out to be a warning.  ``now`` is the time by Slurm's clock.
     """
 
     def __init__(
         self,
-        watch: JobWatch,
+        watch: JobPoller,
         timing: Timing,
         *,
         note: Callable[[Event], None],
@@ -51,7 +49,7 @@ class WarningSignals:
         """Whether the signal is kept back; else it is to be acted on now."""
         if self._closed:
             return False
-        meaning = self._judge(name, after=None, waited=timedelta(0))
+        meaning = self._meaning_of(name, after=None, waited=timedelta(0))
         if meaning is SignalMeaning.STOP:
             return False
         if not self._pending:
@@ -68,7 +66,7 @@ class WarningSignals:
         after = self._watch.latest if answered else None
         waited = timedelta(seconds=self._clock() - self._since)
         meanings = {
-            name: self._judge(name, after=after, waited=waited) for name, _ in self._pending
+            name: self._meaning_of(name, after=after, waited=waited) for name, _ in self._pending
         }
         if SignalMeaning.ASK in meanings.values():
             return ()
@@ -77,7 +75,7 @@ class WarningSignals:
         warnings = [each for each in pending if meanings[each[0]] is SignalMeaning.WARNING]
         if warnings and after is not None:
             self.warnings += warnings
-            self._note(Note(text=self._told(warnings, after)))
+            self._note(Note(text=self._warning_text(warnings, after)))
         return tuple(stops)
 
     def close(self) -> tuple[Signalled, ...]:
@@ -86,7 +84,9 @@ class WarningSignals:
         pending, self._pending = self._pending, []
         return tuple(pending)
 
-    def _judge(self, name: str, *, after: JobRecord | None, waited: timedelta) -> SignalMeaning:
+    def _meaning_of(
+        self, name: str, *, after: JobRecord | None, waited: timedelta
+    ) -> SignalMeaning:
         return judge_signal(
             name,
             before=self._watch.latest,
@@ -96,7 +96,7 @@ class WarningSignals:
             lead=self._lead,
         )
 
-    def _told(self, warnings: list[Signalled], record: JobRecord) -> str:
+    def _warning_text(self, warnings: list[Signalled], record: JobRecord) -> str:
         names = ", ".join(dict.fromkeys(name for name, _ in warnings))
         end = "" if record.end_time is None else f" (EndTime={record.end_time:%H:%M:%S})"
         lead = self._lead.total_seconds()

@@ -40,7 +40,7 @@ from slurm_forge.launch.diagnose.live_node import (
     LOGIN_LOCK,
     ONCE,
 )
-from slurm_forge.launch.render.batch_script import options
+from slurm_forge.launch.render.sbatch_options import options
 from slurm_forge.lock import exclusive
 from slurm_forge.person import person
 from slurm_forge.process import process_words
@@ -100,21 +100,21 @@ def look_live(
     ``ForgeError`` where nothing was submitted, ``KeyboardInterrupt`` once ``interrupted`` says so.
     """
     runs = wish.runs.expanduser().absolute()
-    made = make_missing(runs, 0o700)
+    created = make_missing(runs, 0o700)
     try:
         folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=runs))
     except BaseException:
-        remove_folders(made)
+        remove_folders(created)
         raise
     try:
-        return _Look(wish, slurm, folder, say, wall, sleep, interrupted).run()
+        return _LiveCheck(wish, slurm, folder, say, wall, sleep, interrupted).run()
     finally:
-        if not wish.keep and not remove_folders(made, whole=folder, wall=wall, sleep=sleep):
+        if not wish.keep and not remove_folders(created, whole=folder, wall=wall, sleep=sleep):
             with contextlib.suppress(OSError, ValueError):
                 say(f"{folder} could not be removed: remove it by hand")
 
 
-class _Look:
+class _LiveCheck:
     def __init__(
         self,
         wish: LiveWish,
@@ -136,7 +136,7 @@ class _Look:
         self._record: JobRecord | None = None
         #: Slurm forgets a job MinJobAge after its end.
         self._forgotten = False
-        self._asked = 0.0
+        self._last_poll = 0.0
         self._job = ""
 
     def run(self) -> LiveSeen:
@@ -157,7 +157,7 @@ class _Look:
         write_atomic(script, text.encode())
         with exclusive(self._folder / LOGIN_LOCK, timedelta(0)):
             submitted = self._wall()
-            leaving = Leaving(self._slurm, self._folder, self._say, self._wall, self._unhurried)
+            leaving = JobEnder(self._slurm, self._folder, self._say, self._wall, self._unhurried)
             self._sleep(0.0)
             try:
                 self._job = self._slurm.submit(script)
@@ -189,7 +189,7 @@ class _Look:
     def _followed(self, submitted: float) -> LiveSeen:
         wish, resources = self._wish, self._wish.job.resources
         self._say(f"job {self._job} submitted; it takes about a minute once it runs.")
-        seen = LiveSeen(
+        result = LiveSeen(
             job=self._job,
             partition=resources.partition,
             qos=resources.qos,
@@ -199,33 +199,37 @@ class _Look:
         problem = self._wait_start(submitted)
         record = self._record
         if record is not None:
-            seen = replace(
-                seen, partition=record.partition, qos=record.qos, pending_s=_pending(record)
+            result = replace(
+                result, partition=record.partition, qos=record.qos, pending_s=_pending(record)
             )
         if problem:
-            return replace(seen, problem=problem)
+            return replace(result, problem=problem)
         self._say(f"job {self._job} runs on {record.nodelist if record else 'its nodes'}.")
-        seen = replace(seen, meeting=self._met())
+        result = replace(result, meeting=self._met())
         report, problem = self._wait_report()
-        seen = replace(seen, report=report, problem=problem)
+        result = replace(result, report=report, problem=problem)
         if wish.requeue_too and report is not None and report.complete:
-            seen = replace(seen, requeue_tried=True, requeued_s=self._wait_back())
-        return seen
+            result = replace(result, requeue_tried=True, requeued_s=self._wait_back())
+        return result
 
     # --- waiting ----------------------------------------------------------------------------------
 
     def _wait_start(self, submitted: float) -> str:
         """Until the job says that it is here; why it does not, else."""
         until = submitted + self._wish.start_within.total_seconds()
-        told, over_since = "", None
+        pending_reason, over_since = "", None
         while True:
             if (self._folder / HERE).exists():
                 return ""
             record = self._ask()
-            if record is not None and record.state in PENDING_LIKE and record.reason != told:
-                told = record.reason or ""
-                if told not in ("", "None"):
-                    self._say(f"job {self._job} waits: {told}")
+            if (
+                record is not None
+                and record.state in PENDING_LIKE
+                and record.reason != pending_reason
+            ):
+                pending_reason = record.reason or ""
+                if pending_reason not in ("", "None"):
+                    self._say(f"job {self._job} waits: {pending_reason}")
             if record is not None and (_over(record) or self._forgotten):
                 over_since = over_since or self._wall()
                 if self._wall() > over_since + _SETTLES_S:
@@ -250,9 +254,9 @@ class _Look:
                 f"the job lost its nodes before it had begun, and was started once more ({state}): "
                 "it was preempted, or its node failed; try again"
             )
-        said = self._output()
-        if said:
-            return f"the job ended ({state}) before it had begun: {said}"
+        output = self._output()
+        if output:
+            return f"the job ended ({state}) before it had begun: {output}"
         return (
             f"the job ended ({state}) and has left nothing in {self._folder.parent}: compute nodes "
             "do not share that folder with this one, or this Python is not there on them"
@@ -266,8 +270,8 @@ class _Look:
             if report is not None and report.complete:
                 return report, ""
             record = self._ask()
-            gone = self._forgotten or (record is not None and _over(record))
-            if gone or (record is not None and record.state in PENDING_LIKE):
+            ended = self._forgotten or (record is not None and _over(record))
+            if ended or (record is not None and record.state in PENDING_LIKE):
                 over_since = over_since or self._wall()
                 if self._wall() > over_since + _SETTLES_S:
                     break
@@ -278,19 +282,19 @@ class _Look:
 
     def _wait_back(self) -> float | None:
         """Seconds from the job's own requeue until it ran again."""
-        asked = self._wall()
-        until = asked + self._wish.back_within.total_seconds()
+        since = self._wall()
+        until = since + self._wish.back_within.total_seconds()
         self._say(f"job {self._job} requeues itself; waiting until it is back.")
         while self._wall() < until:
             if (self._folder / AGAIN).exists():
-                return self._wall() - asked
+                return self._wall() - since
             self._sleep(_EVERY_S)
         return None
 
     # --- the folder -------------------------------------------------------------------------------
 
     def _met(self) -> Meeting:
-        found = meet(
+        meeting = meet(
             self._folder,
             lambda: not (self._record is not None and _over(self._record)),
             wall=self._wall,
@@ -298,12 +302,12 @@ class _Look:
         )
         refused: bool | None
         try:
-            with exclusive(self._folder / NODE_LOCK, timedelta(0)) as held:
-                refused = False if held else None
+            with exclusive(self._folder / NODE_LOCK, timedelta(0)) as locked:
+                refused = False if locked else None
         except ForgeError:
             refused = True
         return replace(
-            found,
+            meeting,
             lock_refused=refused,
             exclusive=self._exclusive(),
             content_right=self._content_right(),
@@ -330,8 +334,8 @@ class _Look:
 
     def _report(self) -> JobSeen | None:
         with contextlib.suppress(OSError, ForgeError, ValidationError):
-            found = read_json(self._folder / REPORT, _LARGEST)
-            report = _REPORT.validate_python(found)
+            document = read_json(self._folder / REPORT, _LARGEST)
+            report = _REPORT.validate_python(document)
             return report if report.nonce == self._nonce else None
         return None
 
@@ -345,13 +349,13 @@ class _Look:
     # --- Slurm ------------------------------------------------------------------------------------
 
     def _ask(self) -> JobRecord | None:
-        if self._wall() < self._asked + _ASK_EVERY_S:
+        if self._wall() < self._last_poll + _ASK_EVERY_S:
             return self._record
-        self._asked = self._wall()
+        self._last_poll = self._wall()
         with contextlib.suppress(SlurmCommandError):
-            found = self._slurm.show_job(self._job)
-            self._forgotten = found is None and self._record is not None
-            self._record = found or self._record
+            record = self._slurm.show_job(self._job)
+            self._forgotten = record is None and self._record is not None
+            self._record = record or self._record
         return self._record
 
 
@@ -380,7 +384,7 @@ _REMOVED_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
-class Leaving:
+class JobEnder:
     """Ends a job; ``say`` tells the user what is left to do by hand."""
 
     slurm: Slurm
@@ -409,12 +413,12 @@ class Leaving:
             if self.wall() > until:
                 break
             self.sleep(_EVERY_S)
-        self._tell(f"job {job} could not be seen to end: look at squeue --me, then scancel {job}")
+        self._print(f"job {job} has not ended yet: look at squeue --me, then scancel {job}")
 
     def cancel_unheard(self, script: Path) -> None:
         """End what came of a submission that was not answered, if anything did."""
         until = self.wall() + _LISTED_S
-        asked = False
+        requested = False
         while True:
             with contextlib.suppress(SlurmCommandError):
                 for job in self._newest():
@@ -422,20 +426,18 @@ class Leaving:
                     if record is not None and record.command == str(script):
                         self.cancel(job)
                         return
-                asked = True
+                requested = True
             if self.wall() > until:
                 break
             self.sleep(_EVERY_S)
-        if not asked:
-            self._tell(
-                "whether a job was submitted is not known: look at squeue --me --name=forge-doctor"
-            )
+        if not requested:
+            self._print("a job may have been submitted: look at squeue --me --name=forge-doctor")
 
     def _newest(self) -> list[str]:
         listed = sorted(self.slurm.queue(person()), key=lambda each: -each.job_id)
         return [each.job_ref for each in listed[:_NEWEST]]
 
-    def _tell(self, text: str) -> None:
+    def _print(self, text: str) -> None:
         with contextlib.suppress(OSError, ValueError):  # the terminal may be gone
             self.say(text)
 
@@ -451,19 +453,19 @@ def remove_folders(
 
     What still runs may write into it while it goes, so it is tried for a while.
     """
-    gone = True
+    removed = True
     if whole is not None:
         until = wall() + _REMOVED_S
         while True:
             shutil.rmtree(whole, ignore_errors=True)
-            gone = not os.path.lexists(whole)
-            if gone or wall() >= until:
+            removed = not os.path.lexists(whole)
+            if removed or wall() >= until:
                 break
             sleep(_EVERY_S)
     for each in empty:
         with contextlib.suppress(OSError):  # somebody has put something there meanwhile
             each.rmdir()
-    return gone
+    return removed
 
 
 #: The warning is due 40 s after the start.  Slurm looks every 30 s, and rather sends it early.
@@ -484,8 +486,8 @@ def live_job(
         "tasks_per_node": 1,
         "time": LIMIT,
     }
-    given = {"partition": partition, "qos": qos, "account": account}
-    changes |= {name: value for name, value in given.items() if value is not None}
+    chosen = {"partition": partition, "qos": qos, "account": account}
+    changes |= {name: value for name, value in chosen.items() if value is not None}
     setup = () if job is None else job.setup
     return base.model_copy(
         update={"resources": resources.model_copy(update=changes), "setup": setup}
@@ -496,13 +498,13 @@ def live_script(
     job: JobSpec, site: Site, folder: Path, *, python: str, quick: bool, torch: bool, requeue: bool
 ) -> str:
     """The script; ``ConfigError`` for what the site refuses of such a job."""
-    asked = list(options(job, site, RunDirectory.at(folder)))
+    option_lines = list(options(job, site, RunDirectory.at(folder)))
     warned = int(WARNED.total_seconds())
     warning = f"--signal=USR2@{warned}"
-    given = any(line.startswith("--signal=") for line in asked)
-    warns = not quick and not given and refused((*asked, warning), site) is None
+    has_signal = any(line.startswith("--signal=") for line in option_lines)
+    warns = not quick and not has_signal and refused((*option_lines, warning), site) is None
     if warns:
-        asked.append(warning)
+        option_lines.append(warning)
     facts = site.facts(job.resources.partition, job.resources.qos)
     modules = tuple(dict.fromkeys((*site.modules, *facts.modules)))
     command = [python, "-u", *process_words("live_job", str(folder))]
@@ -512,7 +514,7 @@ def live_script(
     command += [f"--srun-option={option}" for option in site.srun_options]
     lines = [
         "#!/bin/bash",
-        *(f"#SBATCH {line}" for line in asked),
+        *(f"#SBATCH {line}" for line in option_lines),
         *([f"module load {shlex.join(modules)}"] if modules else []),
         *site.setup,
         *job.setup,

@@ -28,12 +28,10 @@ from queue import Empty, SimpleQueue
 
 from pydantic import TypeAdapter, ValidationError
 
-from slurm_forge.control.messages.live import (
-    Told,
-    hear,
-)
+from slurm_forge.control.messages.live import ListenerEvent, parse_event
 from slurm_forge.errors import ForgeError, SlurmCommandError
 from slurm_forge.files import write_atomic
+from slurm_forge.knobs import process_environ
 from slurm_forge.launch.command.signal_listener import sentinel_environment
 from slurm_forge.launch.diagnose.live_meeting import (
     Answering,
@@ -41,11 +39,11 @@ from slurm_forge.launch.diagnose.live_meeting import (
 )
 from slurm_forge.launch.diagnose.live_node import (
     PREFIX,
-    look,
+    inspect_node,
     read_card,
 )
 from slurm_forge.launch.diagnose.live_rounds import (
-    Ended,
+    StepEnded,
     sightings,
 )
 from slurm_forge.lock import exclusive
@@ -53,14 +51,14 @@ from slurm_forge.process import process_words
 from slurm_forge.recovery.live_observations import (
     JobSeen,
     NodeSeen,
-    Round,
+    Receiver,
     RoundKind,
     Sighting,
-    Way,
+    SignalRound,
 )
 from slurm_forge.signals import SignalWatcher
 from slurm_forge.slurm.client import SubprocessSlurm
-from slurm_forge.slurm.environment import SlurmEnvironment, node_name, process_environ
+from slurm_forge.slurm.environment import SlurmEnvironment, node_name
 
 #: Files that the job leaves for the login node.
 HERE, REPORT, AGAIN, NODE_ONCE, NODE_LOCK = "here", "report", "again", "node-once", "node.lock"
@@ -82,41 +80,41 @@ _LOOKS_S = 0.5
 
 
 @dataclass
-class _Heard:
-    """What listeners and steps have told so far."""
+class _LiveEvents:
+    """What listeners and steps have reported so far."""
 
-    events: SimpleQueue[Told | Ended] = field(default_factory=SimpleQueue)
-    told: list[Told] = field(default_factory=list)
-    ended: list[Ended] = field(default_factory=list)
+    queue: SimpleQueue[ListenerEvent | StepEnded] = field(default_factory=SimpleQueue)
+    reports: list[ListenerEvent] = field(default_factory=list)
+    ended: list[StepEnded] = field(default_factory=list)
 
     def take(self, wait_s: float) -> None:
         with contextlib.suppress(Empty):
-            each = self.events.get(timeout=wait_s)
+            each = self.queue.get(timeout=wait_s)
             while True:
-                (self.ended if isinstance(each, Ended) else self.told).append(each)  # type: ignore[arg-type]
-                each = self.events.get_nowait()
+                (self.ended if isinstance(each, StepEnded) else self.reports).append(each)  # type: ignore[arg-type]
+                each = self.queue.get_nowait()
 
     def forget(self) -> None:
         self.take(0.0)
-        self.told.clear()
+        self.reports.clear()
         self.ended.clear()
 
 
-class _Job:
+class _LiveJob:
     """One live look from inside."""
 
-    def __init__(self, folder: Path, given: argparse.Namespace, here: SlurmEnvironment) -> None:
+    def __init__(self, folder: Path, arguments: argparse.Namespace, here: SlurmEnvironment) -> None:
         self._folder = folder
-        self._given = given
+        self._options = arguments
         self._here = here
-        self._heard = _Heard()
+        self._events = _LiveEvents()
         self._variables = dict(process_environ())
         self._slurm = SubprocessSlurm.of_this_process().with_timeout(timedelta(seconds=10))
         self._host = node_name(self._variables)
         self._nonce = read_card(folder)
         self._started = time.time()
-        self._steps: dict[Way, LiveStep] = {}
-        self._rounds: list[Round] = []
+        self._steps: dict[Receiver, LiveStep] = {}
+        self._rounds: list[SignalRound] = []
         self._nodes: list[NodeSeen] = []
         self._end: float | None = None
         self._torch_left_out = ""
@@ -133,7 +131,7 @@ class _Job:
             looking.start()
             self._end = self._known_end()
             self._stand(forget=False)  # the warning may have come already
-            if not self._given.quick:
+            if not self._options.quick:
                 self._wait_for_warning()
             self._send_all()
             looking.join(timeout=max(1.0, self._left() - _ROOM_S))
@@ -153,99 +151,103 @@ class _Job:
 
     # --- listeners --------------------------------------------------------------------------------
 
-    def _ways(self) -> tuple[Way, ...]:
-        ways = [Way.TASK, Way.TASK_PLAIN, Way.SHELL]
-        return (*ways, Way.TORCHRUN) if self._given.torch else tuple(ways)
+    def _ways(self) -> tuple[Receiver, ...]:
+        ways = [Receiver.TASK, Receiver.TASK_PLAIN, Receiver.SHELL]
+        return (*ways, Receiver.TORCHRUN) if self._options.torch else tuple(ways)
 
-    def _wanted(self) -> set[tuple[Way, str]]:
+    def _wanted(self) -> set[tuple[Receiver, str]]:
         hosts = self._hosts()
-        found = {(Way.BATCH, self._host)}
-        for way in (Way.TASK, Way.WORKER, Way.WORKER_PLAIN):
-            found |= {(way, host) for host in hosts}
-        found |= {(way, self._host) for way in self._ways() if way is not Way.TASK}
-        return found
+        receivers = {(Receiver.BATCH, self._host)}
+        for way in (Receiver.TASK, Receiver.WORKER, Receiver.WORKER_PLAIN):
+            receivers |= {(way, host) for host in hosts}
+        receivers |= {(way, self._host) for way in self._ways() if way is not Receiver.TASK}
+        return receivers
 
     def _hosts(self) -> set[str]:
-        step = self._steps.get(Way.TASK)
-        there = {host for way, host in step.present if way is Way.TASK} if step else set()
+        step = self._steps.get(Receiver.TASK)
+        there = {host for way, host in step.present if way is Receiver.TASK} if step else set()
         return there | {self._host}
 
-    def _present(self) -> set[tuple[Way, str]]:
-        found = {(Way.BATCH, self._host)}
+    def _present(self) -> set[tuple[Receiver, str]]:
+        receivers = {(Receiver.BATCH, self._host)}
         for step in self._steps.values():
             if step.alive:
-                found |= step.present
-        return found
+                receivers |= step.present
+        return receivers
 
     def _stand(self, *, forget: bool = True) -> None:
         """Start those that are not there, and wait until they say that they are."""
-        told_dead = {each.way for each in self._heard.told if each.what == "died"}
+        told_dead = {each.way for each in self._events.reports if each.what == "died"}
         for way in self._ways():
             step = self._steps.get(way)
-            lost = way is Way.TASK and told_dead
+            lost = way is Receiver.TASK and told_dead
             if step is not None and step.alive and not lost:
                 continue
             if step is not None:
                 step.close()
-            many = len(self._here.nodes) if way is Way.TASK else 1
+            many = len(self._here.nodes) if way is Receiver.TASK else 1
             command = srun_words(
                 payload_of(way, sys.executable),
                 nodes=max(1, many),
-                on=None if way is Way.TASK else self._here.node_name,
-                options=self._given.srun_option,
+                on=None if way is Receiver.TASK else self._here.node_name,
+                options=self._options.srun_option,
             )
             environment = sentinel_environment(self._variables)
-            self._steps[way] = LiveStep(way, command, environment, self._heard.events.put)
+            self._steps[way] = LiveStep(way, command, environment, self._events.queue.put)
         until = time.monotonic() + min(_STANDS_S, max(1.0, self._left() - _ROOM_S))
         while time.monotonic() < until and not self._all_stand():
-            self._heard.take(0.05)
+            self._events.take(0.05)
         if forget:
-            self._heard.forget()
+            self._events.forget()
 
     def _all_stand(self) -> bool:
         for way, step in self._steps.items():
-            names = {way} | ({Way.WORKER, Way.WORKER_PLAIN} if way is Way.TASK else set())
-            many = len(self._here.nodes) if way is Way.TASK else 1
+            names = {way} | (
+                {Receiver.WORKER, Receiver.WORKER_PLAIN} if way is Receiver.TASK else set()
+            )
+            many = len(self._here.nodes) if way is Receiver.TASK else 1
             if step.alive and len([1 for w, _ in step.present if w in names]) < many * len(names):
                 return False
         return True
 
     def _batch_saw(self, name: str) -> None:
-        told = Told(way=Way.BATCH.value, host=self._host, what="saw", signal=name, at=time.time())
-        self._heard.events.put(told)
+        event = ListenerEvent(
+            way=Receiver.BATCH.value, host=self._host, what="saw", signal=name, at=time.time()
+        )
+        self._events.queue.put(event)
 
     # --- rounds -----------------------------------------------------------------------------------
 
     def _wait_for_warning(self) -> None:
         """Slurm's own warning: nobody calls for it, and it comes when Slurm has looked."""
-        asked = float(self._given.warned)
+        expected_s = float(self._options.warned)
         kind, signal = RoundKind.WARNING, "SIGUSR2"
         if self._end is None:
-            self._add(Round(kind=kind, signal=signal, problem="the job's end is not known"))
+            self._add(SignalRound(kind=kind, signal=signal, problem="the job's end is not known"))
             return
         before = self._present()
-        latest = self._end - asked + _WARNING_LATE_S
+        latest = self._end - expected_s + _WARNING_LATE_S
         while time.time() < latest and self._first() is None:
-            self._heard.take(0.2)
+            self._events.take(0.2)
         self._collect()
         came = self._first()
         problem = "" if came is not None else "it has not come"
         early = None if came is None else self._end - came
-        seen = self._seen(before, signal, None)
+        sightings = self._sightings(before, signal, None)
         self._add(
-            Round(
+            SignalRound(
                 kind=kind,
                 signal=signal,
-                sightings=seen,
+                sightings=sightings,
                 before_end_s=early,
-                asked_s=asked,
+                asked_s=expected_s,
                 problem=problem,
             )
         )
 
     def _first(self) -> float | None:
-        """When anybody has felt a signal since what was told was last forgotten."""
-        return min((each.at for each in self._heard.told if each.what != "here"), default=None)
+        """When anybody has felt a signal since the reports were last cleared."""
+        return min((each.at for each in self._events.reports if each.what != "here"), default=None)
 
     def _send_all(self) -> None:
         for kind, name, batch in (
@@ -254,7 +256,9 @@ class _Job:
             (RoundKind.BATCH_USER, "USR2", True),
         ):
             if self._left() < _ROOM_S:
-                self._add(Round(kind=kind, signal=f"SIG{name}", problem="no time was left for it"))
+                self._add(
+                    SignalRound(kind=kind, signal=f"SIG{name}", problem="no time was left for it")
+                )
                 continue
             self._stand()
             before, sent_at = self._present(), time.time()
@@ -265,12 +269,12 @@ class _Job:
                 problem = error.message
             answered = time.time() - sent_at
             self._collect()
-            seen = self._seen(before, f"SIG{name}", sent_at)
+            sightings = self._sightings(before, f"SIG{name}", sent_at)
             self._add(
-                Round(
+                SignalRound(
                     kind=kind,
                     signal=f"SIG{name}",
-                    sightings=seen,
+                    sightings=sightings,
                     sent_at=sent_at,
                     answered_s=answered,
                     problem=problem,
@@ -280,29 +284,29 @@ class _Job:
     def _collect(self) -> None:
         until = time.monotonic() + _COLLECTS_S
         while time.monotonic() < until:
-            self._heard.take(0.1)
+            self._events.take(0.1)
 
-    def _seen(
-        self, before: set[tuple[Way, str]], signal: str, sent_at: float | None
+    def _sightings(
+        self, before: set[tuple[Receiver, str]], signal: str, sent_at: float | None
     ) -> tuple[Sighting, ...]:
         return sightings(
             before,
-            tuple(self._heard.told),
-            tuple(self._heard.ended),
+            tuple(self._events.reports),
+            tuple(self._events.ended),
             wanted=self._wanted(),
-            workers_of=Way.TASK,
+            workers_of=Receiver.TASK,
             signal=signal,
             sent_at=sent_at,
         )
 
-    def _add(self, done: Round) -> None:
+    def _add(self, done: SignalRound) -> None:
         self._rounds.append(done)
         self._report(complete=False)
 
     # --- nodes ------------------------------------------------------------------------------------
 
-    def _look_here(self, found: list[NodeSeen]) -> None:
-        found.append(look(self._folder, environ=self._variables))
+    def _look_here(self, nodes: list[NodeSeen]) -> None:
+        nodes.append(inspect_node(self._folder, environ=self._variables))
 
     def _peers(self) -> list[NodeSeen]:
         """The other nodes look by themselves, and knock at this one."""
@@ -315,7 +319,7 @@ class _Job:
                 *process_words("live_node", str(self._folder), door.addresses),
             )
             names = ",".join(n for n in self._here.nodes if n != self._here.node_name)
-            command = srun_words(payload, nodes=others, on=names, options=self._given.srun_option)
+            command = srun_words(payload, nodes=others, on=names, options=self._options.srun_option)
             try:
                 done = subprocess.run(
                     command,
@@ -329,12 +333,12 @@ class _Job:
                 )
             except subprocess.TimeoutExpired:
                 return []
-        found = []
+        addresses = []
         for line in done.stdout.splitlines():
             if line.startswith(PREFIX):
                 with contextlib.suppress(ValidationError):
-                    found.append(_NODE.validate_json(line[len(PREFIX) :]))
-        return found
+                    addresses.append(_NODE.validate_json(line[len(PREFIX) :]))
+        return addresses
 
     # --- telling ----------------------------------------------------------------------------------
 
@@ -350,7 +354,7 @@ class _Job:
         return 3600.0 if self._end is None else self._end - time.time()
 
     def _report(self, *, complete: bool) -> None:
-        seen = JobSeen(
+        report = JobSeen(
             nonce=self._nonce,
             job=self._here.job_ref,
             host=self._host,
@@ -362,7 +366,7 @@ class _Job:
             torch_left_out=self._torch_left_out,
             complete=complete,
         )
-        self._write(REPORT, asdict(seen))
+        self._write(REPORT, asdict(report))
 
     def _write(self, name: str, content: object) -> None:
         write_atomic(self._folder / name, json.dumps(content).encode())
@@ -382,7 +386,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--torch", action="store_true")
     parser.add_argument("--requeue", action="store_true")
     parser.add_argument("--srun-option", action="append", default=[])
-    given = parser.parse_args(argv)
+    arguments = parser.parse_args(argv)
     try:
         here = SlurmEnvironment.from_environ(process_environ())
         if here is None:
@@ -390,10 +394,10 @@ def main(argv: Sequence[str] | None = None) -> int:
                 "this is the job of doctor --live", next_step="Use slurm-forge doctor --live."
             )
         if here.restart_count:
-            write_atomic(given.folder / AGAIN, json.dumps({"at": time.time()}).encode())
+            write_atomic(arguments.folder / AGAIN, json.dumps({"at": time.time()}).encode())
             return 0
-        status = _Job(given.folder, given, here).run()
-        if given.requeue and not _is_over(given.folder):
+        status = _LiveJob(arguments.folder, arguments, here).run()
+        if arguments.requeue and not _is_over(arguments.folder):
             reply = SubprocessSlurm.of_this_process().requeue(here.job_ref)
             sys.stderr.write(f"slurm_forge: requeue: {reply.outcome.value} {reply.stderr}\n")
         return status
@@ -408,19 +412,24 @@ if __name__ == "__main__":
 _TAIL_LINES = 8
 
 
-def payload_of(way: Way, python: str) -> tuple[str, ...]:
+def payload_of(way: Receiver, python: str) -> tuple[str, ...]:
     """The command of one task that listens in this way."""
     listener = process_words("live_rank", way.value)
     rank = (python, "-u", *listener)
     match way:
-        case Way.TASK:
-            return (*rank, "--workers", Way.WORKER.value, Way.WORKER_PLAIN.value)
-        case Way.TASK_PLAIN:
+        case Receiver.TASK:
+            return (
+                *rank,
+                "--workers",
+                Receiver.WORKER.value,
+                Receiver.WORKER_PLAIN.value,
+            )
+        case Receiver.TASK_PLAIN:
             return (*rank, "--plain")
-        case Way.SHELL:
+        case Receiver.SHELL:
             # With something behind it the shell stays, as where a script starts the training.
             return ("bash", "-c", f"{shlex.join(rank)}; exit $?")
-        case Way.TORCHRUN:
+        case Receiver.TORCHRUN:
             options = ("--nproc-per-node=1", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0")
             return (python, "-m", "torch.distributed.run", *options, *listener)
         case _:
@@ -445,15 +454,15 @@ class LiveStep:
 
     def __init__(
         self,
-        way: Way,
+        way: Receiver,
         command: Sequence[str],
         environment: Mapping[str, str],
-        tell: Callable[[Told | Ended], None],
+        tell: Callable[[ListenerEvent | StepEnded], None],
     ) -> None:
         self.way = way
-        self.present: set[tuple[Way, str]] = set()
-        self._tell = tell
-        self._said: deque[str] = deque(maxlen=_TAIL_LINES)
+        self.present: set[tuple[Receiver, str]] = set()
+        self._publish = tell
+        self._output_lines: deque[str] = deque(maxlen=_TAIL_LINES)
         self._process = subprocess.Popen(
             list(command),
             env=dict(environment),
@@ -475,7 +484,7 @@ class LiveStep:
     @property
     def words(self) -> str:
         """The end of what it has printed beside the listeners' lines."""
-        return " ".join(" ".join(self._said).split())
+        return " ".join(" ".join(self._output_lines).split())
 
     def close(self, patience_s: float = 1.0) -> None:
         """End it: its listeners go with their input."""
@@ -494,11 +503,11 @@ class LiveStep:
         assert stream is not None  # noqa: S101  asked for above
         with contextlib.suppress(OSError, ValueError):
             for line in stream:
-                told = hear(line)
-                if told is None:
-                    self._said.append(line)
+                event = parse_event(line)
+                if event is None:
+                    self._output_lines.append(line)
                     continue
-                if told.what == "here":
-                    self.present.add((Way(told.way), told.host))
-                self._tell(told)
-        self._tell(Ended(self.way, time.time()))
+                if event.what == "here":
+                    self.present.add((Receiver(event.way), event.host))
+                self._publish(event)
+        self._publish(StepEnded(self.way, time.time()))

@@ -20,8 +20,6 @@ from slurm_forge.files import read_json, write_atomic
 from slurm_forge.launch.diagnose.live_node import GREETING
 from slurm_forge.recovery.live_observations import Meeting
 
-__all__ = ["Answering", "Door", "meet"]
-
 _EVERY_S = 0.05
 _QUESTIONS = 4
 #: How long an answer is waited for: attributes of files are cached for up to a minute on NFS.
@@ -73,24 +71,24 @@ def meet(
 
     Gives up on an answer that does not come, and as soon as nothing ``goes_on``.
     """
-    found = Meeting()
+    meeting = Meeting()
     for number in range(1, _QUESTIONS + 1):
-        asked = wall()
+        begun = wall()
         write_atomic(folder / f"ask-{number}", b"?", durable=False)
         at = None
-        while at is None and wall() < asked + _ANSWER_S and goes_on():
+        while at is None and wall() < begun + _ANSWER_S and goes_on():
             sleep(_EVERY_S)
             with contextlib.suppress(OSError, ForgeError, KeyError, TypeError, ValueError):
                 at = float(read_json(folder / f"answer-{number}", _LIMIT)["at"])
         if at is None:
             break
-        took = wall() - asked
-        longest = max(took, found.seen_after_s or 0.0)
-        found = replace(found, seen_after_s=longest)
-        if found.clock_give_s is None or took / 2 < found.clock_give_s:
-            ahead = at - (asked + took / 2)
-            found = replace(found, clock_ahead_s=ahead, clock_give_s=took / 2)
-    return found
+        took = wall() - begun
+        longest = max(took, meeting.seen_after_s or 0.0)
+        meeting = replace(meeting, seen_after_s=longest)
+        if meeting.clock_give_s is None or took / 2 < meeting.clock_give_s:
+            ahead = at - (begun + took / 2)
+            meeting = replace(meeting, clock_ahead_s=ahead, clock_give_s=took / 2)
+    return meeting
 
 
 class Door:

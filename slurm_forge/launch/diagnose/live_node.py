@@ -25,27 +25,16 @@ from slurm_forge.control.addresses import parse_addresses
 from slurm_forge.control.interfaces import interfaces
 from slurm_forge.errors import ForgeError
 from slurm_forge.files import fsync_directory, read_trusted
+from slurm_forge.knobs import process_environ
 from slurm_forge.lock import exclusive
 from slurm_forge.recovery.live_observations import (
     NodeSeen,
+    NodeStorage,
     Reach,
-    Storage,
 )
-from slurm_forge.slurm.environment import node_name, process_environ
+from slurm_forge.slurm.environment import node_name
 from slurm_forge.slurm.kernel import read_memory_limit
 from slurm_forge.slurm.process import Runner, run_command
-
-__all__ = [
-    "CARD",
-    "GREETING",
-    "LOGIN_LOCK",
-    "ONCE",
-    "PREFIX",
-    "knock",
-    "look",
-    "look_at_storage",
-    "read_card",
-]
 
 #: Files that the login node lays out, and what a node prints before its report.
 CARD, ONCE, LOGIN_LOCK = "card", "once", "login.lock"
@@ -65,7 +54,7 @@ def read_card(folder: Path) -> str:
     return read_trusted(folder / CARD, 256).decode()
 
 
-def look(
+def inspect_node(
     folder: Path,
     *,
     environ: Mapping[str, str],
@@ -74,7 +63,7 @@ def look(
 ) -> NodeSeen:
     """Everything but the way to other nodes; never raises for what the node is like."""
     job = environ.get("SLURM_JOB_ID", "")
-    seen = NodeSeen(
+    node = NodeSeen(
         host=node_name(environ),
         storage=look_at_storage(folder, node_name(environ)),
         python=python,
@@ -83,21 +72,21 @@ def look(
         memory_free=_available(),
         shm_free=_free("/dev/shm"),  # noqa: S108  nothing is written there
         memory_limit=read_memory_limit()[0],
-        memory_asked=_asked(environ),
+        memory_asked=_requested_memory(environ),
         locked_memory=_locked(),
         interfaces=interfaces(),
         package=True,
     )
-    seen = _with_commands(seen, job, environ, runner)
-    return _with_torch(seen, environ, runner, python)
+    node = _with_commands(node, job, environ, runner)
+    return _with_torch(node, environ, runner, python)
 
 
-def look_at_storage(folder: Path, host: str) -> Storage:
+def look_at_storage(folder: Path, host: str) -> NodeStorage:
     """Visible, writable, exclusive creation, rename, fsync, and whether the login's lock holds."""
-    found = Storage()
+    storage = NodeStorage()
     try:
         nonce = read_card(folder)
-        found = replace(found, visible=True)
+        storage = replace(storage, visible=True)
         name = f"from-{host}"
         began = time.monotonic()
         with (folder / f".{name}").open("xb") as file:
@@ -108,20 +97,22 @@ def look_at_storage(folder: Path, host: str) -> Storage:
         (folder / f".{name}").replace(folder / name)
         fsync_directory(folder)
         renamed = time.monotonic()
-        found = replace(found, writable=True, synced_s=synced - began, renamed_s=renamed - synced)
-        return _with_locks(replace(found, exclusive=_refused(folder / ONCE)), folder / LOGIN_LOCK)
+        storage = replace(
+            storage, writable=True, synced_s=synced - began, renamed_s=renamed - synced
+        )
+        return _with_locks(replace(storage, exclusive=_refused(folder / ONCE)), folder / LOGIN_LOCK)
     except OSError as error:
-        return replace(found, problem=f"{error.strerror or error}")
+        return replace(storage, problem=f"{error.strerror or error}")
     except ForgeError as error:
-        return replace(found, problem=error.message)
+        return replace(storage, problem=error.message)
 
 
-def _with_locks(found: Storage, lock: Path) -> Storage:
+def _with_locks(storage: NodeStorage, lock: Path) -> NodeStorage:
     try:
-        with exclusive(lock, timedelta(0)) as held:
-            return replace(found, lock_refused=False if held else None, no_locks=not held)
+        with exclusive(lock, timedelta(0)) as locked:
+            return replace(storage, lock_refused=False if locked else None, no_locks=not locked)
     except ForgeError:
-        return replace(found, lock_refused=True)
+        return replace(storage, lock_refused=True)
 
 
 def _refused(once: Path) -> bool:
@@ -137,7 +128,7 @@ def _refused(once: Path) -> bool:
 
 
 def _with_commands(
-    seen: NodeSeen, job: str, environ: Mapping[str, str], runner: Runner
+    node: NodeSeen, job: str, environ: Mapping[str, str], runner: Runner
 ) -> NodeSeen:
     """Which of Slurm's commands are here and answer; ``sbatch`` by a job that is not submitted."""
     path = environ.get("PATH", os.defpath)
@@ -160,7 +151,7 @@ def _with_commands(
     else:
         submits = _works(_nothing(environ), _outside_of_job(environ), runner)
     return replace(
-        seen,
+        node,
         commands=tuple(answered),
         missing=tuple(missing),
         silent=tuple(silent),
@@ -178,8 +169,8 @@ def _works(argv: Sequence[str], environ: Mapping[str, str], runner: Runner) -> b
 def _nothing(environ: Mapping[str, str]) -> tuple[str, ...]:
     """A job like this one, of which Slurm only says whether it would take it."""
     like = {"partition": "PARTITION", "account": "ACCOUNT", "qos": "QOS"}
-    given = {option: environ.get(f"SLURM_JOB_{name}", "") for option, name in like.items()}
-    options = [f"--{option}={value}" for option, value in given.items() if value]
+    values = {option: environ.get(f"SLURM_JOB_{name}", "") for option, name in like.items()}
+    options = [f"--{option}={value}" for option, value in values.items() if value]
     return ("sbatch", "--test-only", "--time=1", "--ntasks=1", *options, "--wrap=true")
 
 
@@ -188,17 +179,17 @@ def _outside_of_job(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def _with_torch(
-    seen: NodeSeen, environ: Mapping[str, str], runner: Runner, python: str
+    node: NodeSeen, environ: Mapping[str, str], runner: Runner, python: str
 ) -> NodeSeen:
     """The version of torch that ranks import, and how long that takes; None where they can't."""
     began = time.monotonic()
     try:
         done = runner([python, "-c", "import torch; print(torch.__version__)"], _TORCH, environ)
     except OSError:
-        return seen
+        return node
     if done.returncode != 0:
-        return seen
-    return replace(seen, torch=done.stdout.strip()[:60], torch_s=time.monotonic() - began)
+        return node
+    return replace(node, torch=done.stdout.strip()[:60], torch_s=time.monotonic() - began)
 
 
 # --- the machine ----------------------------------------------------------------------------------
@@ -222,17 +213,17 @@ def _available() -> int | None:
 
 def _free(place: str) -> int | None:
     try:
-        found = os.statvfs(place)
+        stat = os.statvfs(place)
     except OSError:
         return None
-    return found.f_bavail * found.f_frsize
+    return stat.f_bavail * stat.f_frsize
 
 
-def _asked(environ: Mapping[str, str]) -> int | None:
+def _requested_memory(environ: Mapping[str, str]) -> int | None:
     """What the job has been given on this node, in bytes; Slurm counts in MiB."""
-    whole = environ.get("SLURM_MEM_PER_NODE", "")
-    if whole.isdecimal():
-        return int(whole) * _MIB
+    per_node = environ.get("SLURM_MEM_PER_NODE", "")
+    if per_node.isdecimal():
+        return int(per_node) * _MIB
     each, cpus = environ.get("SLURM_MEM_PER_CPU", ""), environ.get("SLURM_CPUS_ON_NODE", "")
     return int(each) * int(cpus) * _MIB if each.isdecimal() and cpus.isdecimal() else None
 
@@ -265,10 +256,10 @@ def _one(host: str, port: int, nonce: str) -> Reach:
 def main(argv: Sequence[str] | None = None) -> int:
     """``FOLDER ADDRESSES``: look, knock at the first node, print the report."""
     folder, addresses = sys.argv[1:] if argv is None else argv
-    seen = look(Path(folder), environ=process_environ())
+    node = inspect_node(Path(folder), environ=process_environ())
     with suppress(OSError):  # without the card nobody would answer
-        seen = replace(seen, reaches=knock(addresses, read_card(Path(folder))))
-    sys.stdout.write(f"{PREFIX}{json.dumps(asdict(seen))}\n")
+        node = replace(node, reaches=knock(addresses, read_card(Path(folder))))
+    sys.stdout.write(f"{PREFIX}{json.dumps(asdict(node))}\n")
     return 0
 
 

@@ -5,64 +5,62 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from slurm_forge.control.messages.live import Told
+from slurm_forge.control.messages.live import ListenerEvent
 from slurm_forge.recovery.live_observations import (
     Fate,
+    Receiver,
     Sighting,
-    Way,
 )
 
-__all__ = ["Ended", "sightings"]
-
 #: Whose listener is a task itself: where its step ends without a word, the signal has killed it.
-_TASKS = frozenset({Way.TASK, Way.TASK_PLAIN})
+_TASKS = frozenset({Receiver.TASK, Receiver.TASK_PLAIN})
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
+class StepEnded:
     """A step that is over: the listeners of that way, and all of theirs, are gone."""
 
-    way: Way
+    way: Receiver
     at: float
 
 
 def sightings(
-    present: Collection[tuple[Way, str]],
-    told: Sequence[Told],
-    ended: Sequence[Ended],
+    present: Collection[tuple[Receiver, str]],
+    events: Sequence[ListenerEvent],
+    ended: Sequence[StepEnded],
     *,
-    wanted: Collection[tuple[Way, str]],
-    workers_of: Way,
+    wanted: Collection[tuple[Receiver, str]],
+    workers_of: Receiver,
     signal: str,
     sent_at: float | None,
 ) -> tuple[Sighting, ...]:
-    """One of each that was ``wanted`` to be there; ``told`` and ``ended`` since the sending.
+    """One of each that was ``wanted`` to be there; ``events`` and ``ended`` since the sending.
 
     ``workers_of`` is the way whose listeners have forked the loader workers.  ``signal`` is what a
     task that ended without a word is taken to have died of.
     """
     over = {each.way: each.at for each in ended}
-    found = []
-    for way, host in sorted(wanted, key=lambda pair: (list(Way).index(pair[0]), pair[1])):
+    results = []
+    for way, host in sorted(wanted, key=lambda pair: (list(Receiver).index(pair[0]), pair[1])):
         if (way, host) not in present:
-            found.append(Sighting(way=way, host=host, fate=Fate.ABSENT))
+            results.append(Sighting(way=way, host=host, fate=Fate.ABSENT))
             continue
-        mine = [each for each in told if (each.way, each.host) == (way.value, host)]
-        step = workers_of if way in (Way.WORKER, Way.WORKER_PLAIN) else way
-        found.append(_one(way, host, mine, over.get(step), signal, sent_at))
-    return tuple(found)
+        own = [each for each in events if (each.way, each.host) == (way.value, host)]
+        step = workers_of if way in (Receiver.WORKER, Receiver.WORKER_PLAIN) else way
+        results.append(_one(way, host, own, over.get(step), signal, sent_at))
+    return tuple(results)
 
 
 def _one(
-    way: Way,
+    way: Receiver,
     host: str,
-    told: Sequence[Told],
+    events: Sequence[ListenerEvent],
     over: float | None,
     signal: str,
     sent_at: float | None,
 ) -> Sighting:
-    saw = [each for each in told if each.what == "saw"]
-    died = [each for each in told if each.what == "died"]
+    saw = [each for each in events if each.what == "saw"]
+    died = [each for each in events if each.what == "died"]
     names = tuple(dict.fromkeys(each.signal for each in (*saw, *died)))
     if died:
         fate, at = Fate.DIED, died[0].at

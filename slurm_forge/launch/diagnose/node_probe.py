@@ -16,16 +16,14 @@ from pathlib import Path
 from queue import Empty
 
 from slurm_forge.control import Hub
-from slurm_forge.control.hub import Said
+from slurm_forge.control.hub import MessageReceived
 from slurm_forge.control.messages.preflight import NodeReport
 from slurm_forge.journal.events import PreflightMeasured
 from slurm_forge.knobs import Knobs
-from slurm_forge.launch.conductor.preflight_monitor import PreflightJudge
+from slurm_forge.launch.conductor.preflight_monitor import PreflightMonitor
 from slurm_forge.process import process_words
 from slurm_forge.recovery.monitor.isolation import Isolated
-from slurm_forge.recovery.monitor.preflight_verdict import Refusal
-
-__all__ = ["Looked", "Place", "look_at", "node_words", "srun_words"]
+from slurm_forge.recovery.monitor.preflight_verdict import PreflightRefusal
 
 _TICK_S = 0.05
 #: After the verdict: how long the processes may take to leave by themselves.
@@ -35,7 +33,7 @@ _EXPORT = "SLURM_EXPORT_ENV"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class ProbeTarget:
     """Where to look: commands that start ``world`` processes of ours in all.
 
     ``nodes`` are the names that are expected, empty where nobody knows them before.
@@ -47,13 +45,13 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Looked:
+class ProbeResult:
     """What was found.  ``measured`` is None where there was no verdict: ``problem`` says why."""
 
     reports: tuple[NodeReport, ...] = ()
     ahead: Mapping[int, float]
     measured: PreflightMeasured | None = None
-    refused: Refusal | None = None
+    refused: PreflightRefusal | None = None
     isolated: Isolated | None = None
     silent: tuple[str, ...] = ()
     problem: str = ""
@@ -81,14 +79,14 @@ def srun_words(payload: Sequence[str], nodes: int, options: Sequence[str]) -> tu
 
 
 def look_at(
-    place: Place,
+    place: ProbeTarget,
     *,
     within: timedelta,
     start_within: timedelta,
     environ: Mapping[str, str],
     expected: float | None = None,
     clock: Callable[[], float] = time.monotonic,
-) -> Looked:
+) -> ProbeResult:
     """Start what ``place`` says, and hear it until there is a verdict, or nobody is left to hear.
 
     ``start_within`` is how long the processes may take to be there: a step may wait for its nodes.
@@ -96,7 +94,7 @@ def look_at(
     begun = clock()
     hub = Hub(world_size=place.world, nonce=secrets.token_hex(16))
     hub.start()
-    judge = PreflightJudge(hub, within, clock, expected=expected)
+    judge = PreflightMonitor(hub, within, clock, expected=expected)
     knobs = Knobs(channel=hub.addresses, nonce=hub.nonce)
     variables = {**environ, **knobs.to_environ()}
     if _EXPORT in variables:  # left by sbatch --export=NONE, which is not about what is ours
@@ -115,14 +113,14 @@ def look_at(
     measured, problem = None, ""
     try:
         while measured is None and not problem:
-            _hear(hub, judge)
+            _receive(hub, judge)
             now = clock()
-            measured = judge.look(now)
+            measured = judge.poll(now)
             if measured is None:
                 problem = _problem(hub, judge, processes, now - begun, start_within)
-        heard = {report.host for report in judge.reports.values()}
-        silent = tuple(node for node in place.nodes if node not in heard)
-        return Looked(
+        answered = {report.host for report in judge.reports.values()}
+        silent = tuple(node for node in place.nodes if node not in answered)
+        return ProbeResult(
             reports=tuple(judge.reports[rank] for rank in sorted(judge.reports)),
             ahead=dict(judge.ahead),
             measured=measured,
@@ -138,18 +136,18 @@ def look_at(
         hub.close()
 
 
-def _hear(hub: Hub, judge: PreflightJudge) -> None:
+def _receive(hub: Hub, judge: PreflightMonitor) -> None:
     with suppress(Empty):
         event = hub.events.get(timeout=_TICK_S)
         while True:
-            if isinstance(event, Said):
-                judge.hear(event.rank, event.message)
+            if isinstance(event, MessageReceived):
+                judge.on_message(event.rank, event.message)
             event = hub.events.get_nowait()
 
 
 def _problem(
     hub: Hub,
-    judge: PreflightJudge,
+    judge: PreflightMonitor,
     processes: Sequence[subprocess.Popen[bytes]],
     since: float,
     start_within: timedelta,
@@ -159,10 +157,10 @@ def _problem(
     if processes and all(process.poll() is not None for process in processes):
         connected = any(member.connected for member in members.values())
         if not connected:
-            return "what was started on the nodes has ended before it could say anything"
-    gone = [m.host for r, m in members.items() if not m.connected and not judge.over]
-    if gone:
-        return f"the process on {', '.join(sorted(set(gone)))} has ended"
+            return "the processes on the nodes ended before they reported"
+    ended = [m.host for r, m in members.items() if not m.connected and not judge.over]
+    if ended:
+        return f"the process on {', '.join(sorted(set(ended)))} has ended"
     if since > start_within.total_seconds() and len(judge.reports) < hub.world_size:
         return f"after {since:.0f} s {len(judge.reports)} of {hub.world_size} nodes have answered"
     return ""

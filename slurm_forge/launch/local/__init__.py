@@ -1,1 +1,4 @@
-"""Front end for this machine without Slurm; called by ``run`` and the local executor."""
+"""Front end for this machine without Slurm; called by ``run`` and by the local executor.
+
+Entry: ``runner``.
+"""

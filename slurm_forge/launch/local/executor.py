@@ -19,22 +19,24 @@ from typing import Any
 import submitit
 from submitit.local.local import LocalJob
 
-from slurm_forge.knobs import Knobs
-from slurm_forge.slurm.environment import process_environ
-
-__all__ = ["LocalSession", "end_session", "is_over"]
+from slurm_forge.knobs import Knobs, process_environ
 
 #: Submitit ends a local job after this time; ours are ended by themselves.
 _A_YEAR_MIN = 60 * 24 * 365
 
 
 class LocalSession:
-    """Starts local jobs; ``stdin`` is what every process of them reads, ``kept`` what stays open
-    in the one that watches over the tasks.
+    """Starts local jobs.
+
+    Args:
+        folder: Of submitit's files.
+        ranks: How many tasks a job has.
+        stdin: What every process of a job reads.
+        inherited: Descriptors that stay open in the process that watches over the tasks.
     """
 
-    def __init__(self, folder: Path, *, ranks: int, stdin: int, kept: tuple[int, ...]) -> None:
-        self._executor = _Executor(folder, stdin, kept)
+    def __init__(self, folder: Path, *, ranks: int, stdin: int, inherited: tuple[int, ...]) -> None:
+        self._executor = _Executor(folder, stdin, inherited)
         self._executor.update_parameters(tasks_per_node=ranks, timeout_min=_A_YEAR_MIN, nodes=1)
 
     def start(self, task: Callable[[], Any]) -> subprocess.Popen[bytes]:
@@ -44,11 +46,11 @@ class LocalSession:
 
 
 class _Executor(submitit.LocalExecutor):
-    def __init__(self, folder: Path, stdin: int, kept: tuple[int, ...]) -> None:
+    def __init__(self, folder: Path, stdin: int, inherited: tuple[int, ...]) -> None:
         super().__init__(folder)
         self.started: list[subprocess.Popen[bytes]] = []
         self._stdin = stdin
-        self._kept = kept
+        self._inherited = inherited
 
     def _submit_command(self, command: str) -> LocalJob[Any]:
         ranks = self.parameters["tasks_per_node"]
@@ -69,7 +71,7 @@ class _Executor(submitit.LocalExecutor):
             [sys.executable, "-m", "submitit.local._local", str(self.folder)],
             env=variables,
             stdin=self._stdin,
-            pass_fds=self._kept,
+            pass_fds=self._inherited,
             start_new_session=True,
         )
         self.started.append(process)

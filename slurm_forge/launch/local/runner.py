@@ -15,22 +15,22 @@ from pathlib import Path
 from typing import Any
 
 from slurm_forge.errors import AlreadyFinishedError
-from slurm_forge.journal import JournalWriter, RunState, RunStatus, fold, read_journal
+from slurm_forge.journal import RunState, RunStatus, fold, read_journal
 from slurm_forge.journal.events import VIA_THIS_MACHINE, Submitted, UserAsked
 from slurm_forge.launch.attempt.attempt import (
     REQUEUEING,
     Attempt,
 )
-from slurm_forge.launch.attempt.attempt_signals import AskedToStop
+from slurm_forge.launch.attempt.attempt_signals import StopRequest
 from slurm_forge.launch.attempt.lifeline import LifelineHeld
 from slurm_forge.launch.attempt.post_mortem import post_mortem
 from slurm_forge.launch.attempt.run_lock import (
-    Presence,
-    present,
+    RunLock,
+    hold_run_lock,
 )
 from slurm_forge.launch.attempt.stop_between_attempts import (
-    before_next_start,
-    stay_stopped,
+    keep_stopped,
+    stopped_before_start,
 )
 from slurm_forge.launch.local.executor import (
     LocalSession,
@@ -47,6 +47,7 @@ from slurm_forge.launch.submit.submission import (
 from slurm_forge.launch.submitit.job import ForgeJob
 from slurm_forge.person import person
 from slurm_forge.recovery import LaunchFacts
+from slurm_forge.recovery.policy.remedies import train_further
 from slurm_forge.run_directory import RunDirectory, newest_claim
 from slurm_forge.spec import job_from_mapping
 from slurm_forge.spec.run_file import RunFile, read_run_file
@@ -79,20 +80,20 @@ def run_locally(
     if run.is_done():
         raise AlreadyFinishedError(
             f"{run.name} is finished",
-            next_step="Start a new run under another name to train further.",
+            next_step=f"To train further: {train_further(run.name)}.",
         )
-    with present(run) as presence, AskedToStop() as asked:
+    with hold_run_lock(run) as presence, StopRequest() as request:
         if again:
             run.stop_file.unlink(missing_ok=True)
         note(run, UserAsked(verb="run", user=person()))
         lifeline = LifelineHeld()
         try:
-            return _Here(run, file, progress, say, presence, asked, lifeline).train(ranks)
+            return _LocalRun(run, file, progress, say, presence, request, lifeline).train(ranks)
         finally:
             lifeline.let_go()
 
 
-class _Here:
+class _LocalRun:
     """Job after job of submitit's, until the run is finished or rests."""
 
     def __init__(
@@ -101,8 +102,8 @@ class _Here:
         file: RunFile,
         progress: Callable[[RunState], None],
         say: Callable[[str], None],
-        presence: Presence,
-        asked: AskedToStop,
+        presence: RunLock,
+        request: StopRequest,
         lifeline: LifelineHeld,
     ) -> None:
         self._run = run
@@ -110,20 +111,20 @@ class _Here:
         self._progress = progress
         self._say = say
         self._presence = presence
-        self._asked = asked
+        self._request = request
         self._lifeline = lifeline
         self._job = ""
 
     def train(self, ranks: int) -> int:
         run = self._run
-        kept = self._presence.descriptor
+        lock = self._presence.descriptor
         session = LocalSession(
             run.submissions,
             ranks=ranks,
             stdin=self._lifeline.reader,
-            kept=() if kept is None else (kept,),
+            inherited=() if lock is None else (lock,),
         )
-        while not self._asked:
+        while not self._request:
             before = len(run_state(run).attempts)
             process = session.start(ForgeJob(str(run.path)))
             self._job = job = f"local-{process.pid}"
@@ -131,35 +132,35 @@ class _Here:
             note(run, Submitted(job=job, via=VIA_THIS_MACHINE))
             self._wait(process)
             state = run_state(run)
-            ours = len(state.attempts) > before and state.attempts[-1].job == job
-            if self._asked and ours:
-                self._settle(state)
+            is_ours = len(state.attempts) > before and state.attempts[-1].job == job
+            if self._request and is_ours:
+                self._conclude_abandoned(state)
                 state = run_state(run)
             self._show(state)
             if run.is_done():
                 return 0
-            if self._asked:
+            if self._request:
                 break
-            if not ours and len(state.attempts) > before:
-                self._tell(f"{run.name} has been taken over by {state.attempts[-1].job}")
+            if not is_ours and len(state.attempts) > before:
+                self._say_line(f"{run.name} has been taken over by {state.attempts[-1].job}")
                 return 1
-            if state.status not in _GOES_ON or not ours:
+            if state.status not in _GOES_ON or not is_ours:
                 return 1
-            if not self._goes_on(state):
+            if not self._restarts(state):
                 return 1
-        self._rests()
-        return ENDED_BY_SIGNAL + self._asked.number
+        self._keep_stopped()
+        return ENDED_BY_SIGNAL + self._request.number
 
     def _wait(self, process: subprocess.Popen[bytes]) -> None:
         """Until every process of the job has ended."""
         stopping = insisted = False
         while not is_over(process):
-            if self._asked and not stopping:
+            if self._request and not stopping:
                 stopping = True
                 self._stop()
-            if self._asked.insists and not insisted:
+            if self._request.insists and not insisted:
                 insisted = True
-                self._tell("ending all processes")
+                self._say_line("ending all processes")
                 end_session(process)
             self._show(run_state(self._run))
             time.sleep(_LOOK_EVERY_S)
@@ -171,35 +172,33 @@ class _Here:
         with contextlib.suppress(OSError):
             note(self._run, UserAsked(verb="stop", user=person()))
         state = run_state(self._run)
-        self._lifeline.let_go(self._asked.name)
+        self._lifeline.let_go(self._request.name)
+        what = "saving at the next step; once more ends it at once"
         if _between_launches(state):
-            self._tell(f"{self._asked.name}: stopping: nothing was being trained, nothing is lost")
-        else:
-            self._tell(
-                f"{self._asked.name}: stopping: saving at the next step; once more ends it at once"
-            )
+            what = "nothing was being trained, nothing is lost"
+        self._say_line(f"{self._request.name}: stopping: {what}")
 
-    def _settle(self, state: RunState) -> None:
+    def _conclude_abandoned(self, state: RunState) -> None:
         """Nobody of an attempt that was ended at once could still say what had become of it."""
-        ended = self._left_open(state)
+        ended = self._abandoned_attempt(state)
         if ended is not None:
-            why = f"{self._asked.name}, and its processes were ended at once"
+            why = f"{self._request.name}, and its processes were ended at once"
             ended.conclude(LaunchFacts(now=datetime.now(timezone.utc), stopped_by=why))
             ended.end("stop")
 
-    def _rests(self) -> None:
+    def _keep_stopped(self) -> None:
         """The run waits for its next start, which is not to come: have its journal say so."""
         records, _ = read_journal(self._run, thin=True)
         state = fold(records)
         if state.job == self._job:
-            stay_stopped(self._run, state, records, before_next_start(self._asked.name))
+            keep_stopped(self._run, state, records, stopped_before_start(self._request.name))
 
-    def _goes_on(self, state: RunState) -> bool:
+    def _restarts(self, state: RunState) -> bool:
         """Whether the run is started again, after an attempt that is over.
 
         Where rank 0 was killed, nobody has decided: it conducts the attempt.
         """
-        ended = self._left_open(state)
+        ended = self._abandoned_attempt(state)
         if ended is None:
             return True
         decision = post_mortem(
@@ -212,33 +211,31 @@ class _Here:
         ended.end("requeued" if again else "held")
         self._show(run_state(self._run))
         until = time.monotonic() + (decision.wait_s if decision is not None and again else 0.0)
-        while time.monotonic() < until and not self._asked:
+        while time.monotonic() < until and not self._request:
             time.sleep(_LOOK_EVERY_S)
-        if again and self._asked:
+        if again and self._request:
             self._stop()
         return again
 
-    def _left_open(self, state: RunState) -> Attempt | None:
+    def _abandoned_attempt(self, state: RunState) -> Attempt | None:
         """The newest attempt, if nobody wrote down its end."""
         attempt, claim = state.attempts[-1], newest_claim(self._run)
         if attempt.ended is not None or claim is None or claim.attempt != attempt.number:
             return None
         launch = attempt.launches[-1].number if attempt.launches else 0
-        journal = JournalWriter(self._run, attempt=attempt.number, writer="cli", launch=launch)
-        journal.follow(read_journal(self._run, thin=True)[0])
-        return Attempt(self._run, self._file, claim, journal, launch)
+        return Attempt.abandoned(self._run, claim, writer="cli", launch=launch)
 
     def _show(self, state: RunState) -> None:
-        with self._ear():
+        with self._tolerate_hangup():
             self._progress(state)
 
-    def _tell(self, text: str) -> None:
-        with self._ear():
+    def _say_line(self, text: str) -> None:
+        with self._tolerate_hangup():
             self._say(text)
 
-    def _ear(self) -> contextlib.AbstractContextManager[None]:
+    def _tolerate_hangup(self) -> contextlib.AbstractContextManager[None]:
         """After a hangup nobody can be told anything, and the run is to be saved all the same."""
-        return contextlib.suppress(OSError) if self._asked else contextlib.nullcontext()
+        return contextlib.suppress(OSError) if self._request else contextlib.nullcontext()
 
 
 def _between_launches(state: RunState) -> bool:

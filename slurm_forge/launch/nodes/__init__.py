@@ -1,1 +1,4 @@
-"""The node ledger as a launch uses it: which nodes it excludes and what it records."""
+"""The node ledger as a launch uses it: whom it excludes, what it records; called by ``attempt``.
+
+Entry: ``excluded_nodes``.
+"""

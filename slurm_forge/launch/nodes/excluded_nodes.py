@@ -1,14 +1,11 @@
-"""Which nodes a job is to leave out, at whatever time it is handed to Slurm.
+"""Which nodes a job excludes when it is handed to Slurm, and what an attempt adds to the ledger.
 
-What an attempt takes from the node ledger, and what it adds to it.
-
-Nothing here stops a run: a ledger that can't be read is an empty one, and it is told once.  Nothing
-makes one late either: file systems hang, and a requeue must come before the grace time is over.
+Nothing here stops a run: a ledger that can't be read is an empty one, and is reported once.
+Nothing makes one late: file systems hang, and a requeue must come before the grace time is over.
 """
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -18,16 +15,11 @@ from slurm_forge.errors import ConfigError, SlurmCommandError
 from slurm_forge.journal import Record
 from slurm_forge.journal.events import DecisionTaken, NodesStruck
 from slurm_forge.knobs import Knobs
-from slurm_forge.launch.nodes.ledger_client import Heard
+from slurm_forge.launch.nodes.ledger_client import LedgerClient
 from slurm_forge.node_ledger import NodeLedger, ledger_place
 from slurm_forge.person import person
-from slurm_forge.recovery.nodes.exclusion import (
-    Avoided,
-    Ledger,
-    NodeRules,
-    Strike,
-    avoided,
-)
+from slurm_forge.recovery.nodes.exclusion import ExcludedNode, excluded_by_ledger
+from slurm_forge.recovery.nodes.statements import Ledger, NodeRules, Strike
 from slurm_forge.recovery.nodes.strikes import strikes_of
 from slurm_forge.run_directory import RunDirectory
 from slurm_forge.site.model import Site
@@ -50,13 +42,13 @@ def open_ledger(knobs: Knobs, *, cluster: str | None, of_site: str | None = None
     """
     place = ledger_place(knobs, of_site)
     return NodeLedger(
-        folder=place.folder, cluster=cluster or _DEFAULT_CLUSTER, make=place.make, rules=RULES
+        folder=place.folder, cluster=cluster or _DEFAULT_CLUSTER, shared=place.shared, rules=RULES
     )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Leaving:
-    """What a job leaves out: ``exclude`` is the complete list, the job's own names included.
+class Exclusion:
+    """What a job excludes: ``exclude`` is the complete list, the job's own names included.
 
     ``nodes`` are those that the ledger adds to it.  ``readable`` is false where the job's own list
     can't be added to (it is the name of a file): then ``exclude`` is empty, and is not to be used.
@@ -64,12 +56,12 @@ class Leaving:
     """
 
     exclude: tuple[str, ...] = ()
-    nodes: tuple[Avoided, ...] = ()
+    nodes: tuple[ExcludedNode, ...] = ()
     readable: bool = True
     problems: tuple[str, ...] = ()
 
 
-def leaving(
+def job_exclusion(
     ledger: Ledger,
     job: JobSpec,
     partition: Collection[str] | None,
@@ -79,23 +71,23 @@ def leaving(
     needed: int | None = None,
     there: Collection[str] = (),
     rules: NodeRules = RULES,
-) -> Leaving:
-    """What a job is to leave out now.
+) -> Exclusion:
+    """What a job is to exclude now.
 
     ``partition`` are the names of the nodes that it could have; where that is unknown (None) only
-    nodes that are ``there`` for sure are left out, because Slurm refuses a job that names one which
-    is gone (tried on 22.05.8).  ``also`` is what the recovery plan leaves out, ``needed`` how many
+    nodes that are ``there`` for sure are excluded, because Slurm refuses a job that names one which
+    is gone (tried on 22.05.8).  ``also`` is what the recovery plan excludes, ``needed`` how many
     nodes it asks for where not as the job says.  A node that the job asks for by name is never left
     out for the ledger's sake.
     """
     own = names_in(job.resources.exclude)
     if own is None:
-        return Leaving(readable=False)
+        return Exclusion(readable=False)
     wanted = names_in(job.resources.nodelist)
     fixed = tuple(dict.fromkeys((*own, *sorted(set(also)))))
-    found: tuple[Avoided, ...] = ()
+    chosen: tuple[ExcludedNode, ...] = ()
     if wanted is not None:
-        found = avoided(
+        chosen = excluded_by_ledger(
             ledger,
             now,
             rules,
@@ -105,11 +97,11 @@ def leaving(
             spared=wanted,
         )
     if partition is None:
-        found = tuple(each for each in found if each.node in there)
-    return Leaving(exclude=(*fixed, *sorted(each.node for each in found)), nodes=found)
+        chosen = tuple(each for each in chosen if each.node in there)
+    return Exclusion(exclude=(*fixed, *sorted(each.node for each in chosen)), nodes=chosen)
 
 
-def leaving_at_submission(
+def exclusion_at_submission(
     job: JobSpec,
     site: Site,
     *,
@@ -117,29 +109,29 @@ def leaving_at_submission(
     cluster: str | None,
     partitions: Iterable[PartitionRecord],
     patience: timedelta = timedelta(seconds=3),
-) -> Leaving:
-    """What a job is to leave out that is submitted now; nothing where the ledger can't be had.
+) -> Exclusion:
+    """What a job that is submitted now excludes; nothing where the ledger can't be read.
 
-    Takes little longer than three seconds, whatever the file system does.
+    Takes little longer than ``patience``, whatever the file system does.
     """
     try:
         ledger = open_ledger(knobs, cluster=cluster, of_site=site.node_ledger)
     except ConfigError as error:
-        return Leaving(problems=(f"the node ledger: {error.message}.",))
+        return Exclusion(problems=(f"the node ledger: {error.message}.",))
     problems: list[str] = []
     partition = nodes_of(partitions, job.resources.partition)
-    heard = Heard(ledger, tell=problems.append, patience=patience)
-    left = heard.weigh(lambda found: leaving(found, job, partition, time.time()))
-    return replace(left, problems=tuple(problems))
+    client = LedgerClient(ledger, tell=problems.append, patience=patience)
+    exclusion = job_exclusion(client.read(), job, partition, time.time())
+    return replace(exclusion, problems=tuple(problems))
 
 
-def leaving_now(slurm: Slurm, job: JobSpec, site: Site, knobs: Knobs) -> Leaving:
-    """As ``leaving_at_submission``, by asking Slurm; nothing where it does not answer."""
+def exclusion_now(slurm: Slurm, job: JobSpec, site: Site, knobs: Knobs) -> Exclusion:
+    """As ``exclusion_at_submission``, by asking Slurm; nothing where it does not answer."""
     try:
         config, partitions = slurm.show_config(), slurm.show_partitions()
     except SlurmCommandError:
-        return Leaving()
-    return leaving_at_submission(
+        return Exclusion()
+    return exclusion_at_submission(
         job, site, knobs=knobs, cluster=config.cluster_name, partitions=partitions
     )
 
@@ -148,16 +140,16 @@ def nodes_of(partitions: Iterable[PartitionRecord], names: str | None) -> frozen
     """The nodes that a job in these partitions (with commas; None: the default one) could have."""
     records = {record.name: record for record in partitions}
     wanted = names.split(",") if names else [r.name for r in records.values() if r.is_default]
-    found: set[str] = set()
+    nodes: set[str] = set()
     for name in wanted:
         record = records.get(name.strip())
         if record is None or not record.nodes:
             return None
         try:
-            found.update(expand_nodes(record.nodes))
+            nodes.update(expand_nodes(record.nodes))
         except ConfigError:
             return None
-    return frozenset(found) or None
+    return frozenset(nodes) or None
 
 
 def partition_of(slurm: Slurm, names: str | None) -> frozenset[str] | None:
@@ -183,25 +175,25 @@ def names_in(expression: str | None) -> tuple[str, ...] | None:
 
 
 def names_added(records: Iterable[Record]) -> frozenset[str]:
-    """Nodes that a run itself had its job leave out, by its journal: struck, or by its plans."""
-    found: set[str] = set()
+    """Nodes that a run itself had its job exclude, by its journal: struck, or by its plans."""
+    added: set[str] = set()
     for record in records:
         if isinstance(record.event, NodesStruck):
-            found.update(record.event.excluded)
+            added.update(record.event.excluded)
         elif isinstance(record.event, DecisionTaken):
-            found.update(record.event.decision.plan.exclude_nodes)
-    return frozenset(found)
+            added.update(record.event.decision.plan.exclude_nodes)
+    return frozenset(added)
 
 
 #: Slurm's and the driver's own word, which no fault on purpose brings about.
 _NEVER_INJECTED = frozenset({Cause.NODE_FAIL, Cause.GPU_ERROR})
 
 
-class Avoider:
+class NodeExcluder:
     """The node ledger as one attempt uses it.
 
     ``nodes`` are the attempt's own, ``partition`` the names of those it could have.  ``tell`` gets
-    each problem once.  No call takes much longer than ``patience``, reading and weighing together.
+    each problem once.  No call takes much longer than ``patience``.
     """
 
     def __init__(
@@ -216,7 +208,7 @@ class Avoider:
         clock: Callable[[], float] = time.time,
         patience: timedelta = timedelta(seconds=3),
     ) -> None:
-        self._heard = Heard(ledger, tell=tell, patience=patience)
+        self._ledger = LedgerClient(ledger, tell=tell, patience=patience)
         self._run = run
         self._job = job
         self._nodes = tuple(nodes)
@@ -224,7 +216,7 @@ class Avoider:
         self._clock = clock
         # What could not be written counts for this run all the same.
         self._own: tuple[Strike, ...] = ()
-        self._heard.read()
+        self._ledger.read()
 
     def strike(self, incident: Incident) -> NodesStruck | None:
         """Write down what an incident says against nodes; the event for the journal, if it does.
@@ -235,55 +227,48 @@ class Avoider:
         if self._job.inject and (nodes_are_bad or incident.cause not in _NEVER_INJECTED):
             return None
         hosts = tuple(filter(None, map(self._node, incident.hosts)))
-        found = strikes_of(
+        strikes = strikes_of(
             replace(incident, hosts=hosts),
             run=str(self._run.path),
             nodes=self._nodes,
             time=self._clock(),
             by=person(),
         )
-        if not found:
+        if not strikes:
             return None
-        # As it will be read: from a file of ours.
-        found = tuple(replace(each, uid=os.geteuid()) for each in found)
-        self._own += found
-        self._heard.add(found)
-        struck = {each.node for each in found}
-        out = [each for each in self.leaving().nodes if each.node in struck]
+        self._own += strikes
+        self._ledger.add(strikes)
+        struck = {each.node for each in strikes}
+        out = [each for each in self.exclusion().nodes if each.node in struck]
         ends = [each.until for each in out if each.until is not None]
         return NodesStruck(
-            nodes=tuple(each.node for each in found),
+            nodes=tuple(each.node for each in strikes),
             cause=incident.cause.value,
             incident_id=incident.id,
             excluded=tuple(sorted(each.node for each in out)),
             until=min(ends, default=None),
         )
 
-    def leaving(self, *, also: Iterable[str] = (), needed: int | None = None) -> Leaving:
-        """What the run's next job is to leave out: see ``leaving``."""
-        fixed = tuple(also)
+    def exclusion(self, *, also: Iterable[str] = (), needed: int | None = None) -> Exclusion:
+        """What the run's next job is to exclude: see ``job_exclusion``."""
+        return job_exclusion(
+            self._ledger.read(self._own),
+            self._job,
+            self._partition,
+            self._clock(),
+            also=also,
+            needed=needed,
+            there=self._nodes,
+        )
 
-        def weigh(ledger: Ledger) -> Leaving:
-            return leaving(
-                ledger,
-                self._job,
-                self._partition,
-                self._clock(),
-                also=fixed,
-                needed=needed,
-                there=self._nodes,
-            )
-
-        return self._heard.weigh(weigh, self._own)
-
-    def nodes_to_avoid(self, *, needed: int | None = None) -> tuple[str, ...]:
-        """Names that the ledger would leave out now, the worst first."""
-        return tuple(each.node for each in self.leaving(needed=needed).nodes)
+    def nodes_to_exclude(self, *, needed: int | None = None) -> tuple[str, ...]:
+        """Names that the ledger would exclude now, the worst first."""
+        return tuple(each.node for each in self.exclusion(needed=needed).nodes)
 
     def struck_here(self) -> tuple[str, ...]:
-        """Nodes of this attempt that it has struck itself and that are to be left out now."""
+        """Nodes of this attempt that it has struck itself and that are to be excluded now."""
         struck = {each.node for each in self._own}
-        return tuple(node for node in self.nodes_to_avoid() if node in struck)
+        return tuple(node for node in self.nodes_to_exclude() if node in struck)
 
     def excluded(
         self,
@@ -291,21 +276,21 @@ class Avoider:
         *,
         also: Iterable[str] = (),
         needed: int | None = None,
-        ours: Collection[str] = (),
+        own: Collection[str] = (),
     ) -> tuple[str, ...] | None:
-        """The complete list for a job that leaves out ``current`` so far; None: it stays as it is.
+        """The complete list for a job that excludes ``current`` so far; None: it stays as it is.
 
-        ``ours`` are names that this run added itself (``names_added``): those that are not to be
-        left out any more are used again.  All others are somebody else's and stay.
+        ``own`` are names that this run added itself (``names_added``): those that are not to be
+        excluded any more are used again.  All others are somebody else's and stay.
         """
         now = names_in(current)
         if now is None:
             return None
-        kept = [node for node in now if node not in ours]
-        left = self.leaving(also=(*also, *kept), needed=needed)
-        if not left.readable or set(left.exclude) == set(now):
+        others = [node for node in now if node not in own]
+        exclusion = self.exclusion(also=(*also, *others), needed=needed)
+        if not exclusion.readable or set(exclusion.exclude) == set(now):
             return None
-        return left.exclude
+        return exclusion.exclude
 
     def _node(self, host: str) -> str:
         """The name that Slurm gives to a host, which may know itself by a longer one."""

@@ -21,8 +21,6 @@ from slurm_forge.slurm.text.array_tasks import (
     tasks_of,
 )
 
-__all__ = ["VIA_ARRAY", "Chain", "chain_of", "comment_of", "tasks_waiting", "waiting_record"]
-
 #: ``--via`` of the supervisor in a task of such an array.
 VIA_ARRAY = "sbatch array"
 _QUICK = timedelta(seconds=5)
@@ -68,11 +66,11 @@ def comment_of(reason: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Chain:
-    """The array ``array`` of ``tasks`` tasks as its task number ``mine`` sees it."""
+    """The array ``array`` of ``tasks`` tasks as its task number ``task`` sees it."""
 
     slurm: Slurm
     array: str
-    mine: int
+    task: int
     tasks: int
 
     def ref(self, task: int) -> str:
@@ -82,10 +80,10 @@ class Chain:
     def waiting(self) -> tuple[int, ...] | None:
         """The other tasks that wait in the queue, in order; None where Slurm does not answer."""
         try:
-            found = tasks_waiting(self.array, self._quick())
+            tasks = tasks_waiting(self.array, self._quick())
         except SlurmCommandError:
             return None
-        return tuple(task for task in found if task != self.mine)
+        return tuple(task for task in tasks if task != self.task)
 
     def to_come(self) -> tuple[int, ...]:
         """As ``waiting``; where Slurm does not answer, those that have had no turn by their number.
@@ -93,7 +91,7 @@ class Chain:
         Slurm starts them without being asked for anything.
         """
         known = self.waiting()
-        return tuple(range(self.mine + 1, self.tasks + 1)) if known is None else known
+        return tuple(range(self.task + 1, self.tasks + 1)) if known is None else known
 
     def update(self, tasks: tuple[int, ...], update: JobUpdate) -> None:
         """Change ``tasks``, which wait; ``SlurmCommandError`` where Slurm refuses that.

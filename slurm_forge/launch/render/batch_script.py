@@ -1,67 +1,41 @@
-"""The batch script of a run: options from the job and the site, text from ``sbatch_templates/``."""
+"""The batch script of a run: options, setup, and what is started, in ``sbatch_templates/``.
+
+What is started stands behind ``--``, whole, as words that a person can read and edit: srun with its
+options where there is one, the shield where a launcher stands between Slurm and the ranks, the
+container, torchrun, and the program.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import re
 import shlex
 from collections.abc import Iterable, Mapping
 from datetime import timedelta
 from functools import cache
-from pathlib import Path
+from pathlib import Path, PurePath
 
 import jinja2
 
 from slurm_forge.errors import ConfigError
 from slurm_forge.launch.render.array_chain import VIA_ARRAY
-from slurm_forge.launch.render.containers import (
-    facts_of,
-    runtime_of,
-)
-from slurm_forge.launch.render.gpu_options import gpu_options
-from slurm_forge.launch.render.launch_command import (
-    by_torchrun,
-    payload,
-    per_node,
-)
-from slurm_forge.launch.render.save_history import (
-    lead_option,
-    seen_of_run,
-)
-from slurm_forge.launch.render.setup_lines import refuse_traps
+from slurm_forge.launch.render.containers import facts_of, inside, runtime_of, step_options
+from slurm_forge.launch.render.save_times import save_note_of_run
+from slurm_forge.launch.render.sbatch_options import as_directive, options
+from slurm_forge.launch.render.signal_convention import forwarding
 from slurm_forge.process import process_words
 from slurm_forge.run_directory import RunDirectory
 from slurm_forge.site.model import Site
-from slurm_forge.site.rules import refused
-from slurm_forge.slurm.sbatch_words import long_name, value_of
-from slurm_forge.slurm.text.directives import (
-    as_directive,
-    read_directives,
-)
-from slurm_forge.slurm.text.nodelist import (
-    expand_nodes,
-    fold_nodes,
-)
 from slurm_forge.spec import JobSpec
 from slurm_forge.spec.launchers import Template
 from slurm_forge.spec.run_file import RunFile
-from slurm_forge.units import format_memory, format_slurm_duration
-
-__all__ = [
-    "asked_options",
-    "guard_lines",
-    "leave_out",
-    "options",
-    "refuse_several_jobs",
-    "render",
-    "start_lines",
-    "successor_lines",
-    "template_folder",
-    "template_name",
-]
 
 _ARRAY = "array.sbatch"
-_STARTING = "starting.bash"
-_OPTION = re.compile(r"--[a-z][a-z0-9-]*(=.*)?")
+#: The names of ``start_file``, as scripts hold them.
+START_FILE = re.compile(r"start-[0-9a-f]{8}\.bash")
+_START, _PARTS = "start.bash", "parts.j2"
+#: Of the lines that hold the site's variables.
+_WIDTH = 90
 
 
 def template_folder() -> Path:
@@ -74,137 +48,6 @@ def template_folder() -> Path:
         "the sbatch templates are missing from this installation",
         next_step="Install slurm_forge again: pip install --force-reinstall slurm_forge.",
     )
-
-
-def options(
-    job: JobSpec, site: Site, run: RunDirectory, *, save: timedelta = timedelta(0)
-) -> tuple[str, ...]:
-    """The options for sbatch, in a fixed order.
-
-    ``save`` is how long saves of the run take, 0 where nobody knows.
-    ``ConfigError`` for what can't be an option, and for what the site refuses or misses.
-    """
-    lines = asked_options(job, site, run, save=save)
-    found = refused(lines, site)
-    if found is not None:
-        raise ConfigError(found.message, next_step=found.advice)
-    return lines
-
-
-def asked_options(
-    job: JobSpec, site: Site, run: RunDirectory, *, save: timedelta = timedelta(0)
-) -> tuple[str, ...]:
-    """As ``options``, whatever the site thinks of them."""
-    wanted = job.resources
-    if job.template is Template.TORCHRUN:
-        wanted = per_node(wanted)
-    gpus = gpu_options(wanted, site)
-    limit = wanted.time
-    chosen: list[tuple[str, object | None]] = [
-        ("job-name", job.name),
-        ("array", None if job.chain is None else f"1-{job.chain}%1"),
-        ("nodes", wanted.allocation),
-        ("ntasks-per-node", wanted.tasks_per_node),
-        ("cpus-per-task", wanted.cpus_per_task),
-        ("gpus-per-node", gpus.per_node),
-        ("gpus-per-task", gpus.per_task),
-        ("gpus", gpus.total),
-        ("mem", None if wanted.mem is None else format_memory(wanted.mem)),
-        ("time", None if limit is None else format_slurm_duration(limit)),
-        ("partition", wanted.partition),
-        ("account", wanted.account),
-        ("qos", wanted.qos),
-        ("constraint", gpus.constraint),
-        ("exclude", wanted.exclude),
-        ("nodelist", wanted.nodelist),
-        ("gres", gpus.gres),
-        ("reservation", wanted.reservation),
-        ("signal", lead_option(job, limit, save)),
-        ("requeue", ""),
-        ("no-kill", "" if job.outlives_nodes else None),
-        ("open-mode", "append"),
-        ("output", _log_of(run, "%x-%j.out" if job.chain is None else "%x-%A_%a.out")),
-    ]
-    refuse_several_jobs(wanted.extra)
-    refuse_several_jobs({long_name(each): value_of(each) or "" for each in site.sbatch_options})
-    chosen += list(wanted.extra.items())
-    lines = []
-    for name, value in chosen:
-        if value is None:
-            continue
-        lines.append(_checked(f"--{name}" if value == "" else f"--{name}={value}"))
-    # Of two the last one counts to sbatch, and the job's own word is worth more than the site's.
-    asked = {line.partition("=")[0] for line in lines}
-    lines += [
-        _checked(option) for option in site.sbatch_options if option.partition("=")[0] not in asked
-    ]
-    lines += [_checked(option) for option in _of_container(job, site)]
-    return tuple(lines)
-
-
-def _log_of(run: RunDirectory, name: str) -> str:
-    """``--output``: in the path of the run ``%`` is no more than that sign."""
-    folder = str(run.submissions)
-    if "\\" in folder:
-        raise ConfigError(
-            f"the path of the run holds a backslash: {folder}",
-            next_step="Slurm can't write the job's output there: choose another folder (--runs).",
-        )
-    return f"{folder.replace('%', '%%')}/{name}"
-
-
-def _checked(line: str) -> str:
-    if not line.isprintable() or not _OPTION.fullmatch(line):
-        raise ConfigError(
-            f"{line[:60]!r} can't be an sbatch option",
-            next_step="Options are one line of printable text: --name or --name=value.",
-        )
-    return line
-
-
-#: Options that make more than one job of a script.
-_SEVERAL = frozenset({"array", "hetjob", "packjob", "het-group", "pack-group"})
-
-
-def refuse_several_jobs(extra: Mapping[str, object]) -> None:
-    """``ConfigError`` for options of one run that would make an array or a heterogeneous job."""
-    for name, value in extra.items():
-        word = name.replace("_", "-").lstrip("-")
-        if word in _SEVERAL or ":" in str(value).split() or ":" in name.split():
-            raise ConfigError(
-                f"{name}={value} asks for several jobs in one, and a run is one job",
-                next_step="Leave it out.  For one run in many tasks, each an attempt, write "
-                '"template: array" and "chain: 10" into the job file; for many runs submit each, '
-                "or an array with submitit.  Nodes of two kinds in one run (a heterogeneous job) "
-                "are not supported.",
-            )
-
-
-def leave_out(script: str, nodes: Iterable[str]) -> tuple[str, ...]:
-    """The ``--exclude`` for sbatch's command line that adds ``nodes`` to those of ``script``.
-
-    One on the command line replaces the script's own (tried on 22.05.8).  Nodes that the script
-    asks for by name stay; a list that is kept in a file is the user's, and nothing is added to it.
-    """
-    own, asked = _last(script, "exclude"), _last(script, "nodelist")
-    if "/" in own + asked:
-        return ()
-    wanted = set(expand_nodes(asked))
-    added = [node for node in dict.fromkeys(nodes) if node not in wanted]
-    if not added:
-        return ()
-    merged = dict.fromkeys([*expand_nodes(own), *sorted(added)])
-    return (f"--exclude={fold_nodes(merged)}",)
-
-
-def _last(script: str, option: str) -> str:
-    """The value of an ``#SBATCH`` option, of which the last one counts; empty without one."""
-    try:
-        given = read_directives(script)
-    except ValueError:
-        return ""  # sbatch will say so
-    found = [each for each in given if each.startswith(f"--{option}=")]
-    return found[-1].partition("=")[2] if found else ""
 
 
 def render(file: RunFile, site: Site, run: RunDirectory) -> str:
@@ -223,21 +66,31 @@ def render(file: RunFile, site: Site, run: RunDirectory) -> str:
             chain=file.job.chain,
             started_by=started_by,
             options=options(file.job, site, run, save=_save(file, run)),
-            env=file.env,
+            env=_assignments(file.env),
             setup=(*_modules(file.job, site), *site.setup, *file.job.setup),
-            python=file.python,
-            by_torchrun=by_torchrun(file),
-            submissions=str(run.submissions),
+            by_torchrun=file.job.template is Template.TORCHRUN,
+            start=str(start_file(run.submissions)),
             command=" \\\n    ".join(shlex.join(line) for line in lines),
         )
     )
 
 
+def _assignments(env: Mapping[str, str]) -> str:
+    """Words of shell, in lines that are not too long."""
+    lines: list[str] = []
+    for word in (f"{name}={shlex.quote(value)}" for name, value in env.items()):
+        if lines and len(lines[-1]) + len(word) < _WIDTH:
+            lines[-1] += f" {word}"
+        else:
+            lines.append(word)
+    return " \\\n    ".join(lines)
+
+
 def _save(file: RunFile, run: RunDirectory) -> timedelta:
     """What saves of the run have taken, else those of an earlier one; 0 where nobody knows."""
-    seen = seen_of_run(run)
-    if seen is not None:
-        return timedelta(seconds=seen.seconds)
+    note = save_note_of_run(run)
+    if note is not None:
+        return timedelta(seconds=note.seconds)
     return file.usual_save or timedelta(0)
 
 
@@ -254,12 +107,6 @@ def template_name(job: JobSpec, site: Site) -> str:
     return "exec.sbatch" if job.starts_once else "srun.sbatch"
 
 
-def _of_container(job: JobSpec, site: Site) -> tuple[str, ...]:
-    """What the site has sbatch told of the job's container."""
-    facts = None if job.container is None else facts_of(job.container, site)
-    return () if facts is None else facts.sbatch_options
-
-
 def _modules(job: JobSpec, site: Site) -> tuple[str, ...]:
     """Commands that load what the site, and its partition, want loaded."""
     facts = site.facts(job.resources.partition, job.resources.qos)
@@ -269,21 +116,35 @@ def _modules(job: JobSpec, site: Site) -> tuple[str, ...]:
     return (f"module load {shlex.join(wanted)}",) if wanted else ()
 
 
-def guard_lines(submissions: str) -> str:
-    """What stands before a script's own commands: a broken environment is told and held.
+def start_file(folder: Path) -> Path:
+    """Where in ``folder`` the shell that a script of ours sources is kept.
 
-    ``submissions`` is shell text for the folder that the note goes into.
+    Its name holds its digest, so that another version never takes the place of what jobs that are
+    in the queue rely on.
     """
-    return _part("guard", submissions)
+    return folder / f"start-{hashlib.sha256(start_text().encode()).hexdigest()[:8]}.bash"
 
 
-def start_lines(interpreter: str, command: str, *, again: bool, teardown: bool) -> str:
-    """Check the ``interpreter``, then become ``command``; both are shell text.
+@cache
+def start_text() -> str:
+    """The shell that a script of ours sources: it reports a start that fails."""
+    return (template_folder() / _START).read_text()
 
-    ``again``: the command begins the script again where it can't import the supervisor; else that
-    is imported by the check, too.  With ``teardown`` the shell stays, for the commands that follow.
+
+def begin_lines(start: Path, *, notes: str = "") -> str:
+    """What comes before a script's own commands: source the file ``start``, or say what is wrong.
+
+    ``notes`` is shell text for the folder that notes go into, if not that of ``start``.
     """
-    return _part("start", interpreter, command, again, teardown)
+    return _part("begin", shlex.quote(str(start)), notes and f"--notes {notes}")
+
+
+def start_lines(command: str, *, teardown: bool) -> str:
+    """Check the interpreter of ``command``, which is shell text, then become it.
+
+    With ``teardown`` the shell stays, for the commands that follow.
+    """
+    return f"{'forge_run' if teardown else 'forge_exec'} {command}"
 
 
 def successor_lines(submitted: Path, folder: Path, *, first: str, tasks: int) -> str:
@@ -296,7 +157,7 @@ def successor_lines(submitted: Path, folder: Path, *, first: str, tasks: int) ->
 
 
 def _part(macro: str, *arguments: object) -> str:
-    text: str = getattr(_templates().get_template(_STARTING).module, macro)(*arguments)
+    text: str = getattr(_templates().get_template(_PARTS).module, macro)(*arguments)
     return text
 
 
@@ -311,3 +172,144 @@ def _templates() -> jinja2.Environment:
     environment.filters["shellquote"] = shlex.quote
     environment.filters["directive"] = as_directive
     return environment
+
+
+#: By name or number, as bash takes them; 0 is EXIT.
+_OURS = {
+    "EXIT": "EXIT", "0": "EXIT", "ERR": "ERR", "HUP": "HUP", "1": "HUP", "INT": "INT", "2": "INT",
+    "TERM": "TERM", "15": "TERM", "USR1": "USR1", "10": "USR1", "USR2": "USR2", "12": "USR2",
+}  # fmt: skip
+#: After these a command begins.
+_BEFORE = frozenset({"then", "do", "else", "{", "!", "builtin", "command", "time"})
+_ENDS = ";|&()\n"
+_PLAIN = re.compile(r"^(?:[^#]*[;&|({]\s*)?(?:builtin\s+)?trap\s+(.*)$", re.MULTILINE)
+
+
+def refuse_traps(lines: Iterable[str], where: str) -> None:
+    """``ConfigError`` for a ``trap`` on what the batch script itself has to hear of.
+
+    Whatever the setup sources is not looked into: the script sets its traps again after it.
+    """
+    names = sorted(set(_trapped("\n".join(lines))))
+    if names:
+        raise ConfigError(
+            f"{where}: a trap on {', '.join(names)} replaces that of the batch script, by which a "
+            "failed start is reported",
+            next_step="Leave the trap out: put the commands that need it into a script of their "
+            "own, and run that from the setup.",
+        )
+
+
+def _trapped(text: str) -> list[str]:
+    words = _words(text)
+    if words is None:  # quotes that only bash understands
+        parts = [word for rest in _PLAIN.findall(text) for word in re.split(r"[\s;&|)}]+", rest)]
+        return [name for word in parts if (name := _name(word)) and not word.isdigit()]
+    names: list[str] = []
+    first, at = True, 0
+    while at < len(words):
+        word = words[at]
+        at += 1
+        if word.startswith("#"):
+            while at < len(words) and words[at] != "\n":
+                at += 1
+        elif first and word == "trap":
+            arguments = []
+            while at < len(words) and words[at].strip(_ENDS):
+                arguments.append(words[at])
+                at += 1
+            names += [name for each in _signals(arguments) if (name := _name(each))]
+        first = not word.strip(_ENDS) or word in _BEFORE
+    return names
+
+
+def _signals(arguments: list[str]) -> list[str]:
+    operands = [each for each in arguments if each != "--"]
+    if operands and operands[0] in ("-p", "-l"):
+        return []  # only shown
+    # With one word alone it is the signal, and its trap is taken away.
+    return operands[1:] if len(operands) > 1 else operands
+
+
+def _name(word: str) -> str | None:
+    return _OURS.get(word.upper().removeprefix("SIG"))
+
+
+def _words(text: str) -> list[str] | None:
+    """Words and what stands between commands; None where the text can't be split like that."""
+    reader = shlex.shlex(text, posix=True, punctuation_chars=_ENDS)
+    reader.whitespace, reader.commenters = " \t\r", ""
+    try:
+        tokens = list(reader)
+    except ValueError:
+        return None
+    words: list[str] = []
+    for word in tokens:
+        # Runs of punctuation come as one word.
+        words += ["\n"] if word and not word.strip(_ENDS) else [word]
+    return words
+
+
+_TORCHRUN = "torch.distributed.run"
+
+
+#: The shield fills in what is another on each node.  Whether and where ranks are started again is
+#: not torchrun's to decide.
+_MEETING = (
+    "--nnodes={nnodes}",
+    "--node-rank={node_rank}",
+    "--master-addr={master_addr}",
+    "--master-port={master_port}",
+    "--max-restarts=0",
+)
+
+
+def payload(file: RunFile, site: Site, run: RunDirectory) -> tuple[tuple[str, ...], ...]:
+    """The words, in the lines of the script; ``ConfigError`` for what can't be started here."""
+    job = file.job
+    container, template = job.container, job.template
+    around = () if container is None else inside(container, file, site, run)
+    if job.starts_once and job.command is not None:
+        return tuple(line for line in (around, job.command) if line)
+    python = file.python if container is None else container.python
+    if job.command is None:
+        program: tuple[str, ...] = process_words("worker", str(run.path))
+        if template is not Template.TORCHRUN:
+            program = (python, "-u", *program)
+    else:
+        program = job.command
+        if template is Template.TORCHRUN:
+            python, program = _script(job.command, python)
+    lines = [("srun", "--kill-on-bad-exit=1", "--unbuffered", *file.srun_options)]
+    if container is not None:
+        lines.append(step_options(container, file, site, run))
+    torchrun = template is Template.TORCHRUN
+    if torchrun or around:
+        # Outside of a container, but for one that srun itself has put the task into.
+        own = file.python if around or container is None else container.python
+        lines.append((own, *process_words("shield", *_passes(file)), "--"))
+    lines.append(around)
+    if torchrun:
+        lines.append((python, "-m", _TORCHRUN, f"--nproc-per-node={job.resources.tasks_per_node}"))
+        lines.append(_MEETING)
+    return tuple(line for line in (*lines, program) if line)
+
+
+def _passes(file: RunFile) -> tuple[str, ...]:
+    """What the shield passes on: ranks of ours hear of signals over their channel."""
+    if file.job.command is None:
+        return ()
+    return (f"--pass={forwarding(file.job.program, ('srun',)).signal}",)
+
+
+def _script(command: tuple[str, ...], python: str) -> tuple[str, tuple[str, ...]]:
+    """The interpreter for torchrun, and the script with its words as torchrun takes them."""
+    first, rest = command[0], command[1:]
+    if first.endswith(".py"):
+        return python, command
+    if PurePath(first).name.startswith("python") and rest:
+        while rest[:1] == ("-u",):  # torchrun adds it
+            rest = rest[1:]
+        if rest and (rest[0] == "-m" or not rest[0].startswith("-")):
+            return first, rest
+    return python, ("--no-python", *command)

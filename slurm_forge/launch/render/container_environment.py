@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import PurePath
 
-__all__ = ["container_environment"]
-
 #: Words that make a container forget the environment of its host.
 _CLEAN = frozenset({"--cleanenv", "-e", "--containall", "-C"})
 #: What ranks have to know all the same.
@@ -21,10 +19,10 @@ def container_environment(
 
     What ranks have to know, and ``also``, is then passed under the runtime's own names for it.
     """
-    found = dict(variables)
+    environment = dict(variables)
     prefix = _CONTAINERS.get(PurePath(words[0]).name)
     if prefix is not None and not _CLEAN.isdisjoint(words):
         for name, value in variables.items():
             if name.startswith(_KEPT) or name in also:
-                found.setdefault(prefix + name, value)
-    return found
+                environment.setdefault(prefix + name, value)
+    return environment

@@ -9,7 +9,6 @@ from pathlib import PurePath
 
 from slurm_forge.errors import ConfigError
 from slurm_forge.launch.render.container_environment import container_environment
-from slurm_forge.launch.render.gpu_options import gpus_per_node
 from slurm_forge.run_directory import RunDirectory
 from slurm_forge.site.model import Site
 from slurm_forge.site.parts import Backend, Container
@@ -17,8 +16,6 @@ from slurm_forge.spec.job import JobSpec
 from slurm_forge.spec.launchers import RUNTIMES, ContainerSpec, Runtime
 from slurm_forge.spec.run_file import RunFile
 from slurm_forge.vocabulary.plan import RecoveryPlan
-
-__all__ = ["facts_of", "inside", "into_container", "runtime_of", "step_options"]
 
 _OUTSIDE = frozenset(each.value for each in Runtime if each.outside)
 _IMAGE = "<image>"
@@ -75,20 +72,20 @@ def step_options(
     """The options of srun: all of the container, or what the site wants beside it."""
     facts = facts_of(container, site)
     # What has a place to fill in (--container-image=<image>) we know ourselves.
-    given = (
+    options = (
         ()
         if facts is None
         else tuple(each for each in facts.srun_options if not _PLACE.search(each))
     )
     if runtime_of(container, site).outside:
-        return given
+        return options
     mounts = [f"{each}:{each}" for each in _folders(file, run)]
     mounts += [each if ":" in each else f"{each}:{each}" for each in container.mounts]
     return (
         f"--container-image={container.image}",
         f"--container-mounts={','.join(mounts)}",
         f"--container-workdir={file.submitted_from}",
-        *given,
+        *options,
         *container.options,
     )
 
@@ -126,19 +123,19 @@ def _hint(facts: Container | None) -> tuple[str, ...] | None:
 def _gpus(job: JobSpec, site: Site) -> tuple[str, ...]:
     if site.backend is Backend.RCCL:
         return ("--rocm",)
-    if site.backend is Backend.NCCL or gpus_per_node(job.resources):
+    if site.backend is Backend.NCCL or job.resources.gpus_on_node:
         return ("--nv",)
     return ()
 
 
 def _folders(file: RunFile, run: RunDirectory) -> Sequence[str]:
     """What the ranks need to see: the folder of the runs, and where the program is."""
-    found = tuple(dict.fromkeys((str(run.path.parent), file.submitted_from)))
-    for each in found:
+    folders = tuple(dict.fromkeys((str(run.path.parent), file.submitted_from)))
+    for each in folders:
         if any(character in each for character in ':,"'):
             raise ConfigError(
                 f"the folder {each} can't be mounted into a container: it holds a colon, a comma "
                 "or a quote",
                 next_step="Submit from a folder without them, and give --runs one, too.",
             )
-    return found
+    return folders

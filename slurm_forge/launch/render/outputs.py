@@ -10,8 +10,6 @@ from pathlib import Path
 
 from slurm_forge.slurm.environment import SlurmEnvironment
 
-__all__ = ["Output", "RankOutput", "own_output"]
-
 _ERRORS = ("--error", "-e")
 _OUTPUT = ("--output", "-o")
 
@@ -68,7 +66,7 @@ class RankOutput:
             if word in names:
                 return value
         for word in words:
-            name, given, value = word.partition("=")
-            if given and name in names:
+            name, separator, value = word.partition("=")
+            if separator and name in names:
                 return value
         return None

@@ -8,12 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from datetime import timedelta
 
-from slurm_forge.launch.render.schedule import (
-    WARNED_FROM,
-    lead_time,
-)
+from slurm_forge.launch.render.save_times import WARNED_FROM, lead_time
 from slurm_forge.recovery.policy.prediction import (
-    Circumstances,
+    JobConditions,
     Prediction,
     predict,
 )
@@ -25,11 +22,9 @@ from slurm_forge.slurm.sbatch_words import asks_for_requeue
 from slurm_forge.slurm.survey import Survey
 from slurm_forge.spec import JobSpec, job_from_mapping
 
-__all__ = ["Asked", "Foreseen", "foreseen"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class ForecastRequest:
     """Which places are meant: those of the job, else the named, else all that the user may use.
 
     ``save`` is how long a save takes, None where none was seen.
@@ -42,7 +37,7 @@ class Asked:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Foreseen:
+class PreemptionForecast:
     """What will happen to a run in one partition and QOS.
 
     ``limit`` is the time limit of the job, else the longest that there is.  ``by`` are who may
@@ -64,20 +59,22 @@ class Foreseen:
     too_long: timedelta | None = None
 
 
-def foreseen(survey: Survey, site: Site, person: Person, asked: Asked) -> tuple[Foreseen, ...]:
+def foreseen(
+    survey: Survey, site: Site, person: Person, request: ForecastRequest
+) -> tuple[PreemptionForecast, ...]:
     """A prediction for each place, the default partition first, then as Slurm lists them."""
     return tuple(
-        _at(survey, site, person, asked, partition, qos)
-        for partition, qos in _places(survey, site, person, asked)
+        _at(survey, site, person, request, partition, qos)
+        for partition, qos in _places(survey, site, person, request)
     )
 
 
 def _places(
-    survey: Survey, site: Site, person: Person, asked: Asked
+    survey: Survey, site: Site, person: Person, request: ForecastRequest
 ) -> list[tuple[str | None, str | None]]:
-    wanted = None if asked.job is None else asked.job.resources
-    named = asked.partition or (wanted.partition if wanted else None)
-    qos = asked.qos or (wanted.qos if wanted else None)
+    wanted = None if request.job is None else request.job.resources
+    named = request.partition or (wanted.partition if wanted else None)
+    qos = request.qos or (wanted.qos if wanted else None)
     records = survey.partitions or ()
     default = next((each.name for each in records if each.is_default), None)
     if named is not None:
@@ -100,10 +97,10 @@ def _at(
     survey: Survey,
     site: Site,
     person: Person,
-    asked: Asked,
+    request: ForecastRequest,
     name: str | None,
     qos_name: str | None,
-) -> Foreseen:
+) -> PreemptionForecast:
     partition = next((each for each in survey.partitions or () if each.name == name), None)
     known = {each.name: each for each in survey.qos or ()}
     qos, of_partition = known.get(qos_name or ""), known.get((partition and partition.qos) or "")
@@ -113,10 +110,10 @@ def _at(
         contract = contract_of(survey.config, partition, survey.partitions or (), qos, survey.qos)
     from_slurm = contract.preemption.mode is not None
     most = longest(partition, qos, of_partition, survey, person) or facts.max_time
-    job = asked.job or job_from_mapping({"name": "any", "command": ["any"]})
-    limit = job.resources.time if asked.job is not None else most
+    job = request.job or job_from_mapping({"name": "any", "command": ["any"]})
+    limit = job.resources.time if request.job is not None else most
     prediction = predict(
-        Circumstances(
+        JobConditions(
             preemption=contract.preemption if from_slurm else facts.preemption,
             above=contract.above if from_slurm else None,
             config=survey.config,
@@ -127,12 +124,12 @@ def _at(
             requeue=asks_for_requeue(("--requeue", *site.sbatch_options)),
             warned=limit is not None and limit >= WARNED_FROM,
             limit=limit,
-            lead=lead_time(job, limit, asked.save or timedelta(0)),
-            save=asked.save,
+            lead=lead_time(job, limit, request.save or timedelta(0)),
+            save=request.save,
             chained=job.chain is not None,
         )
     )
-    return Foreseen(
+    return PreemptionForecast(
         partition=name,
         qos=qos_name,
         prediction=prediction,
@@ -156,5 +153,5 @@ def _refused(
 ) -> str | None:
     if partition is not None:
         return why_not(partition, survey, person, qos)
-    gone = name is not None and survey.partitions is not None
-    return "Slurm has no partition of that name" if gone else None
+    unknown = name is not None and survey.partitions is not None
+    return "Slurm has no partition of that name" if unknown else None

@@ -7,31 +7,19 @@ from dataclasses import replace
 
 from slurm_forge.control.interfaces import interface_of
 from slurm_forge.knobs import without_torchrun
-from slurm_forge.site.model import Site
 from slurm_forge.site.variables import (
     GLOO_INTERFACE,
     NCCL_INTERFACE,
-    Difference,
-    DifferenceKind,
+    VariableDifference,
+    VariableDifferenceKind,
     differences,
     effective,
     settled,
 )
-from slurm_forge.spec.job import JobSpec
 from slurm_forge.spec.run_file import RunFile
 from slurm_forge.vocabulary.cause import Cause, Evidence
 from slurm_forge.vocabulary.decision import Incident
 from slurm_forge.vocabulary.plan import RecoveryPlan, Variable
-
-__all__ = [
-    "as_submitted",
-    "effective_on_hang",
-    "for_command",
-    "for_launch",
-    "forbidden",
-    "warnings",
-    "with_suspects",
-]
 
 _MASTER = "MASTER_ADDR"
 #: What sbatch leaves of its ``--export`` for every srun of the job to go by.
@@ -47,10 +35,10 @@ def for_launch(file: RunFile, own: Mapping[str, str], plan: RecoveryPlan) -> dic
     option is for what the job takes along from where it was submitted, and what its script has set
     since is meant for the ranks.
     """
-    found = settled(file.env, own, file.job.env, plan.variables)
-    if _EXPORT in found and _EXPORT not in file.job.env:
-        found[_EXPORT] = "ALL"
-    return found
+    environment = settled(file.env, own, file.job.env, plan.variables)
+    if _EXPORT in environment and _EXPORT not in file.job.env:
+        environment[_EXPORT] = "ALL"
+    return environment
 
 
 def for_command(
@@ -67,15 +55,15 @@ def for_command(
     site names its fast network gloo is told the interface.  In both cases only if the person has
     not said it.
     """
-    found = settled(file.env, own, file.job.env, plan.variables)
+    environment = settled(file.env, own, file.job.env, plan.variables)
     if master is not None:
-        found.setdefault(_MASTER, master)
-    if file.socket_interface is not None and GLOO_INTERFACE not in found:
+        environment.setdefault(_MASTER, master)
+    if file.socket_interface is not None and GLOO_INTERFACE not in environment:
         # Its ranks run on other nodes, too: only a name that is whole is the same on all of them.
         name = interface_of(file.socket_interface, interfaces)
         if name is not None and name in file.socket_interface.lstrip("=").split(","):
-            found[GLOO_INTERFACE] = name
-    return found
+            environment[GLOO_INTERFACE] = name
+    return environment
 
 
 def as_submitted(
@@ -90,17 +78,17 @@ def as_submitted(
     sbatch hands on what it is called with: in a successor that would count as the person's own,
     and stay for good.
     """
-    found = without_torchrun(here)
+    environment = without_torchrun(here)
     for each in plan.variables:
-        if found.get(each.name) == each.value and each.name not in file.job.env:
-            del found[each.name]
+        if environment.get(each.name) == each.value and each.name not in file.job.env:
+            del environment[each.name]
             if each.name in file.env:
-                found[each.name] = file.env[each.name]
+                environment[each.name] = file.env[each.name]
     if file.socket_interface is not None and GLOO_INTERFACE not in file.job.env:
-        told = found.get(NCCL_INTERFACE) or file.socket_interface
-        if found.get(GLOO_INTERFACE, "") == interface_of(told, interfaces):
-            del found[GLOO_INTERFACE]
-    return found
+        interface = environment.get(NCCL_INTERFACE) or file.socket_interface
+        if environment.get(GLOO_INTERFACE, "") == interface_of(interface, interfaces):
+            del environment[GLOO_INTERFACE]
+    return environment
 
 
 def effective_on_hang(file: RunFile, own: Mapping[str, str]) -> tuple[Variable, ...]:
@@ -108,28 +96,15 @@ def effective_on_hang(file: RunFile, own: Mapping[str, str]) -> tuple[Variable, 
     return effective(file.on_hang, file.env, own, file.job.env)
 
 
-def forbidden(file: RunFile, own: Mapping[str, str]) -> tuple[Difference, ...]:
+def forbidden(file: RunFile, own: Mapping[str, str]) -> tuple[VariableDifference, ...]:
     """What must not be set at this site, and is: in the environment or in the job file."""
-    found = differences(file.sets, {**own, **file.job.env})
-    return tuple(each for each in found if each.kind is DifferenceKind.FORBIDDEN)
+    deviations = differences(file.sets, {**own, **file.job.env})
+    return tuple(each for each in deviations if each.kind is VariableDifferenceKind.FORBIDDEN)
 
 
-def warnings(job: JobSpec, site: Site, own: Mapping[str, str]) -> tuple[str, ...]:
-    """What somebody who submits should hear: sbatch takes their environment along."""
-    told = []
-    for each in differences(site.env, {**own, **job.env}):
-        if each.kind is DifferenceKind.FORBIDDEN:
-            where = "the job file sets" if each.name in job.env else "your environment has"
-            told.append(
-                f"{site.name}: {where} {each.name}={each.shown}, which must not be set here: "
-                f"{each.why}"
-            )
-    return tuple(told)
-
-
-def with_suspects(incident: Incident, found: tuple[Difference, ...]) -> Incident:
+def with_suspects(incident: Incident, deviations: tuple[VariableDifference, ...]) -> Incident:
     """The incident, and beside its evidence what may have a part in trouble of the network."""
-    if incident.cause not in _NETWORK or not found:
+    if incident.cause not in _NETWORK or not deviations:
         return incident
-    told = tuple(Evidence("environment", str(each)) for each in found)
-    return replace(incident, evidence=(*incident.evidence, *told))
+    suspects = tuple(Evidence("environment", str(each)) for each in deviations)
+    return replace(incident, evidence=(*incident.evidence, *suspects))

@@ -6,19 +6,13 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta, timezone
 
 from slurm_forge.journal import RunState
-from slurm_forge.journal.state import Baseline
-from slurm_forge.recovery.monitor.phase_durations import Rules
-from slurm_forge.recovery.policy.save_interval import (
-    interruptions,
-    measured_interval,
-    seen_between,
-)
+from slurm_forge.launch.render.save_times import lead_time
+from slurm_forge.recovery.monitor.phase_durations import HangRules
+from slurm_forge.recovery.policy.save_interval import interruptions, measured_interval, seen_between
 from slurm_forge.slurm.records import JobRecord
 from slurm_forge.spec import JobSpec
 from slurm_forge.vocabulary.cause import Cause
 from slurm_forge.vocabulary.decision import Action
-
-__all__ = ["WARNED_FROM", "Timing", "lead_time", "planned_end", "timing"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,52 +38,23 @@ class Timing:
     #: When the job file's own time limit ends, for where Slurm can't be asked.
     planned_end: datetime | None = None
     #: When a rank counts as hung, and how long earlier attempts stayed in what.
-    hang: Rules | None = None
+    hang: HangRules | None = None
     stretches: tuple[tuple[str, float], ...] = ()
-    #: From how many times as slow a node counts as slow, how often ranks tell their pace, and what
-    #: was usual in earlier attempts.
+    #: From how many times as slow a node counts as slow, how often ranks tell their pace.
     straggler: float | None = None
     pace_every: timedelta = timedelta(seconds=15)
-    baselines: tuple[Baseline, ...] = ()
     #: Whether more is done about a slow node than to tell of it.
     acts_on_stragglers: bool = False
     #: How long a node may take to be looked at before training begins.
     preflight: timedelta = timedelta(minutes=1)
 
-    def margin(self, given: timedelta) -> timedelta:
+    def margin(self, lead: timedelta) -> timedelta:
         """How long before the end the requeue comes, whether or not a commit did."""
-        return min(timedelta(seconds=5), max(timedelta(seconds=1), 0.15 * given))
+        return min(timedelta(seconds=5), max(timedelta(seconds=1), 0.15 * lead))
 
 
-#: Slurm may send the warning signal up to a minute early; the supervisor's own clock is exact, so
-#: only long jobs, which lose nothing by it, carry the signal for nodes that can't ask Slurm.
-WARNED_FROM = timedelta(minutes=10)
 #: slurm.conf's default.
 _KILL_WAIT = timedelta(seconds=30)
-#: Share of the time limit that is kept for the last save where nothing is known better.
-_LEAD_SHARE = 0.2
-_LEAD_LEAST = timedelta(seconds=10)
-_LEAD_MOST = timedelta(minutes=2)
-
-
-#: The last save may have to wait for one that was begun right before it; and disks have bad days.
-_SAVES = 2 * 1.5
-#: More than this share of a limit is never kept back: something has to be trained.
-_LEAD_LARGEST_SHARE = 0.5
-
-
-def lead_time(job: JobSpec, limit: timedelta | None, save: timedelta = timedelta(0)) -> timedelta:
-    """How long before the end of the time limit the last save begins.
-
-    ``save`` is how long saves of this run were seen to take, 0 where none was.
-    """
-    if job.lead is not None:
-        return job.lead
-    measured = _SAVES * save + _LEAD_LEAST
-    if limit is None:
-        return max(_LEAD_MOST, measured)
-    usual = min(_LEAD_MOST, max(_LEAD_LEAST, _LEAD_SHARE * limit))
-    return max(usual, min(measured, _LEAD_LARGEST_SHARE * limit))
 
 
 def timing(
@@ -126,7 +91,6 @@ def timing(
         stretches=state.stretches,
         straggler=job.probe.straggler if job.probe.enabled else None,
         pace_every=job.probe.pace_every,
-        baselines=state.baselines,
         acts_on_stragglers=any(
             rung.do is not Action.WARN for rung in job.recovery.ladder(Cause.STRAGGLER)
         ),
@@ -134,9 +98,13 @@ def timing(
     )
 
 
-def _hang_rules(job: JobSpec) -> Rules | None:
-    asked = job.watchdog
-    return Rules(asked.factor, asked.at_least, asked.at_most) if asked.enabled else None
+def _hang_rules(job: JobSpec) -> HangRules | None:
+    watchdog = job.watchdog
+    return (
+        HangRules(watchdog.factor, watchdog.at_least, watchdog.at_most)
+        if watchdog.enabled
+        else None
+    )
 
 
 def planned_end(job: JobSpec, state: RunState) -> datetime | None:

@@ -9,9 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
 
-from slurm_forge.spec.program import Convention, NotifyTo, ProgramSpec
-
-__all__ = ["Forwarding", "forwarding", "is_shell", "is_starter", "starts_steps"]
+from slurm_forge.spec.launchers import Convention, NotifyTo, ProgramSpec
 
 #: What torchrun's agent passes on to its workers by default (torch/distributed/run.py); of
 #: anything else it dies, and its workers with it.

@@ -6,16 +6,12 @@ import os
 from datetime import timedelta
 
 from slurm_forge.errors import ConfigError, ForgeError
-from slurm_forge.knobs import Knobs
-from slurm_forge.site.detection import Surroundings
-from slurm_forge.site.loading import SitePlaces, SiteSaid, packaged_folder
+from slurm_forge.knobs import Knobs, process_environ
+from slurm_forge.site.loading import SitePlaces, SiteSetting, Surroundings, packaged_folder
 from slurm_forge.site.model import Site
 from slurm_forge.slurm.client import Slurm, SubprocessSlurm
-from slurm_forge.slurm.environment import SlurmEnvironment, process_environ
-from slurm_forge.spec.config_files import user_said
-from slurm_forge.spec.layers import Said
-
-__all__ = ["find_site", "site_places"]
+from slurm_forge.slurm.environment import SlurmEnvironment
+from slurm_forge.spec.layers import PlaceSetting, user_setting
 
 #: sbatch is asked next: who does not answer this will not take a job either.
 _PATIENCE = timedelta(seconds=10)
@@ -31,23 +27,23 @@ def find_site(
     that has ``begun`` the user's file is not read: it keeps what it has.
     """
     places = site_places(begun=begun)
-    if wanted is not None or places.said() is not None:
+    if wanted is not None or places.preset() is not None:
         return places.load(wanted).site
     return places.load(cluster_name=_cluster(slurm)).site
 
 
-def site_places(said: Said | None = None, *, begun: bool = False) -> SitePlaces:
+def site_places(setting: PlaceSetting | None = None, *, begun: bool = False) -> SitePlaces:
     """Where site files are looked for, and what tells this process which one is meant.
 
-    ``said`` is what the files of settings of a job say; without it, the user's own is asked, but
+    ``setting`` is what the files of settings of a job say; without it, the user's own is asked, but
     not for a run that has ``begun``.
     """
     environ = process_environ()
     knobs = Knobs.from_environ(environ)
 
-    def settings() -> SiteSaid | None:
-        found = said or (None if begun else user_said(knobs, "site"))
-        return None if found is None else SiteSaid(found.value, str(found.place))
+    def settings() -> SiteSetting | None:
+        chosen = setting or (None if begun else user_setting(knobs, "site"))
+        return None if chosen is None else SiteSetting(chosen.value, str(chosen.place))
 
     return SitePlaces(
         packaged=packaged_folder(),

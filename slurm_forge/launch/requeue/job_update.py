@@ -13,11 +13,7 @@ from datetime import timedelta
 
 from slurm_forge.errors import ConfigError, SlurmCommandError
 from slurm_forge.journal import RunState
-from slurm_forge.launch.nodes.excluded_nodes import (
-    names_in,
-    nodes_of,
-    partition_of,
-)
+from slurm_forge.launch.nodes.excluded_nodes import names_in, nodes_of, partition_of
 from slurm_forge.recovery.nodes.exclusion import spared
 from slurm_forge.slurm.client import JobUpdate, Slurm
 from slurm_forge.slurm.records import JobRecord
@@ -72,7 +68,7 @@ def update_for(decision: Decision, job: JobSpec, record: JobRecord | None) -> Jo
     # Every node that is allocated counts, the spare ones too.
     nodes = None if plan.nodes is None else plan.nodes + wanted.spares
     update = JobUpdate(
-        exclude_nodes=_left_out(job, plan.exclude_nodes) or None,
+        exclude_nodes=_with_own_excluded(job, plan.exclude_nodes) or None,
         memory_per_node=_memory(decision, job, record) if plan.mem_factor != 1.0 else None,
         time_limit=_time(decision, job, record) if plan.time_factor != 1.0 else None,
         num_nodes=nodes,
@@ -86,7 +82,7 @@ def arguments_for(update: JobUpdate | None, job: JobSpec) -> tuple[str, ...]:
     if update is None:
         return ()
     wanted: list[str] = []
-    excluded = _left_out(job, update.exclude_nodes or ())
+    excluded = _with_own_excluded(job, update.exclude_nodes or ())
     if excluded:
         wanted.append(f"--exclude={fold_nodes(excluded)}")
     if update.memory_per_node is not None:
@@ -100,7 +96,7 @@ def arguments_for(update: JobUpdate | None, job: JobSpec) -> tuple[str, ...]:
     return tuple(wanted)
 
 
-def _left_out(job: JobSpec, nodes: Sequence[str]) -> tuple[str, ...]:
+def _with_own_excluded(job: JobSpec, nodes: Sequence[str]) -> tuple[str, ...]:
     """Those and the job file's own; none where there is nothing to add to the job file's."""
     own = job.resources.exclude
     if not nodes or own is None:
@@ -113,22 +109,22 @@ def _left_out(job: JobSpec, nodes: Sequence[str]) -> tuple[str, ...]:
 
 def _memory(decision: Decision, job: JobSpec, record: JobRecord | None) -> int | None:
     """Bytes per node from now on; None: as it is."""
-    asked = memory_asked(job, record)
-    if not asked:
+    memory = memory_asked(job, record)
+    if not memory:
         return None
     if job.resources.mem is not None:
-        return int(asked * decision.plan.mem_factor)
-    return int(asked * _raise(decision, "mem_factor"))
+        return int(memory * decision.plan.mem_factor)
+    return int(memory * _raise(decision, "mem_factor"))
 
 
 def _time(decision: Decision, job: JobSpec, record: JobRecord | None) -> timedelta | None:
     """The time limit from now on; None: as it is."""
-    asked = time_asked(job, record)
-    if asked is None:
+    limit = time_asked(job, record)
+    if limit is None:
         return None
     if job.resources.time is not None:
-        return asked * decision.plan.time_factor
-    return asked * _raise(decision, "time_factor")
+        return limit * decision.plan.time_factor
+    return limit * _raise(decision, "time_factor")
 
 
 def _raise(decision: Decision, factor: str) -> float:
@@ -140,7 +136,7 @@ def _raise(decision: Decision, factor: str) -> float:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class ResourceChanges:
     """Other values for ``resources``, as a job file has them; None leaves one as it is.
 
     ``exclude`` is added to what the job leaves out, and nothing is taken away from it.
@@ -156,7 +152,7 @@ class Asked:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Move(JobUpdate):
+class PartitionMove(JobUpdate):
     """An update that may put a waiting job into another ``partition`` (several with commas)."""
 
     partition: str | None = None
@@ -167,17 +163,17 @@ class Move(JobUpdate):
         return (*JobUpdate.assignments(self), *moved)
 
 
-def changed(job: JobSpec, asked: Asked) -> JobSpec:
+def changed(job: JobSpec, changes: ResourceChanges) -> JobSpec:
     """The job as it is asked for; ``ConfigError`` names the key of a value that can't be."""
-    if not asked:
+    if not changes:
         return job
     body = to_mapping(job)
     resources = dict(body["resources"])
     for key in ("mem", "time", "partition"):
-        given = getattr(asked, key)
-        if given is not None:
-            resources[key] = given
-    if asked.exclude is not None:
+        value = getattr(changes, key)
+        if value is not None:
+            resources[key] = value
+    if changes.exclude is not None:
         own = names_in(job.resources.exclude)
         if own is None:
             raise ConfigError(
@@ -185,37 +181,37 @@ def changed(job: JobSpec, asked: Asked) -> JobSpec:
                 "nothing can be added here",
                 next_step="Write them into that file.",
             )
-        resources["exclude"] = fold_nodes(dict.fromkeys([*own, *expand_nodes(asked.exclude)]))
+        resources["exclude"] = fold_nodes(dict.fromkeys([*own, *expand_nodes(changes.exclude)]))
     return job_from_mapping({**body, "resources": resources})
 
 
-def update_of(asked: Asked, now: JobSpec, record: JobRecord) -> JobUpdate:
+def update_of(changes: ResourceChanges, now: JobSpec, record: JobRecord) -> JobUpdate:
     """What ``scontrol update`` is to say of the waiting job; ``now`` is the job as asked for.
 
     What somebody else has it leave out stays left out: Slurm replaces the whole list.
     """
     excluded = None
-    if asked.exclude is not None:
+    if changes.exclude is not None:
         there = names_in(record.excluded_nodes) or ()
         excluded = tuple(sorted({*there, *(names_in(now.resources.exclude) or ())}))
-    return Move(
-        memory_per_node=None if asked.mem is None else now.resources.mem,
-        time_limit=None if asked.time is None else now.resources.time,
+    return PartitionMove(
+        memory_per_node=None if changes.mem is None else now.resources.mem,
+        time_limit=None if changes.time is None else now.resources.time,
         exclude_nodes=excluded,
-        partition=None if asked.partition is None else now.resources.partition,
+        partition=None if changes.partition is None else now.resources.partition,
     )
 
 
-def arguments_of(asked: Asked, now: JobSpec) -> tuple[str, ...]:
+def arguments_of(changes: ResourceChanges, now: JobSpec) -> tuple[str, ...]:
     """The same for sbatch, but for the nodes: it wins over the script and the recovery plan."""
-    wanted, given = now.resources, []
-    if asked.mem is not None and wanted.mem is not None:
-        given.append(f"--mem={-(-wanted.mem // _MIB)}M")
-    if asked.time is not None and wanted.time is not None:
-        given.append(f"--time={format_slurm_duration(wanted.time)}")
-    if asked.partition is not None and wanted.partition is not None:
-        given.append(f"--partition={wanted.partition}")
-    return tuple(given)
+    wanted, options = now.resources, []
+    if changes.mem is not None and wanted.mem is not None:
+        options.append(f"--mem={-(-wanted.mem // _MIB)}M")
+    if changes.time is not None and wanted.time is not None:
+        options.append(f"--time={format_slurm_duration(wanted.time)}")
+    if changes.partition is not None and wanted.partition is not None:
+        options.append(f"--partition={wanted.partition}")
+    return tuple(options)
 
 
 def planned(
@@ -236,8 +232,10 @@ def planned(
     if not decisions:
         return None
     last = replace(decisions[-1], plan=state.plan)
-    nodes = left_out(last, job, record, slurm, also)
-    last = replace(last, plan=replace(last.plan, exclude_nodes=nodes))
+    if last.plan.exclude_nodes:
+        names = job.resources.partition or (None if record is None else record.partition)
+        nodes = excluded_nodes(last, job, _partition(slurm, names), also)
+        last = replace(last, plan=replace(last.plan, exclude_nodes=nodes))
     return update_for(replace(last, changes=()) if raised else last, job, record)
 
 
@@ -253,21 +251,18 @@ def and_without(update: JobUpdate | None, nodes: Sequence[str]) -> JobUpdate | N
     return replace(update, exclude_nodes=tuple(sorted({*update.exclude_nodes, *nodes})))
 
 
-def left_out(
+def excluded_nodes(
     decision: Decision,
     job: JobSpec,
-    record: JobRecord | None,
-    slurm: Slurm,
+    partition: Collection[str] | None,
     also: Collection[str] = (),
 ) -> tuple[str, ...]:
-    """Of the nodes that the plan of a decision leaves out, as many as the job can do without.
+    """Of the nodes that the plan of a decision excludes, as many as the job can do without.
 
-    ``also`` are left out beside them.  Asks Slurm where the plan leaves any out.
+    A job that asks for more nodes than the ``partition`` has (None: not known) would wait for ever.
+    ``also`` are excluded beside them.
     """
     plan = decision.plan
-    if not plan.exclude_nodes:
-        return ()
-    names = job.resources.partition or (None if record is None else record.partition)
     # The incident's own node, which made the decision, goes before older ones.
     newest = {
         name
@@ -277,7 +272,7 @@ def left_out(
     }
     return spared(
         plan.exclude_nodes,
-        _partition(slurm, names),
+        partition,
         (plan.nodes or job.resources.nodes) + job.resources.spares,
         newest=newest,
         excluded={*also, *(names_in(job.resources.exclude) or ())},

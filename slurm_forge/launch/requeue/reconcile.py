@@ -35,7 +35,7 @@ from slurm_forge.journal.events import (
 from slurm_forge.launch.nodes.excluded_nodes import names_in
 from slurm_forge.launch.render.array_chain import waiting_record
 from slurm_forge.launch.requeue.job_update import (
-    Asked,
+    ResourceChanges,
     and_without,
     arguments_for,
     arguments_of,
@@ -45,9 +45,9 @@ from slurm_forge.launch.requeue.job_update import (
     without_nodes,
 )
 from slurm_forge.launch.requeue.requeue import (
-    Comeback,
-    Ladder,
-    Taken,
+    RequeueLadder,
+    RequeueOutcome,
+    RequeueResult,
 )
 from slurm_forge.launch.submit.submission import (
     job_script,
@@ -55,6 +55,7 @@ from slurm_forge.launch.submit.submission import (
     own_script,
     payload,
     renew_run,
+    renew_start_file,
     run_state,
     submit_again,
     submit_script,
@@ -62,6 +63,7 @@ from slurm_forge.launch.submit.submission import (
 from slurm_forge.lock import exclusive
 from slurm_forge.person import person
 from slurm_forge.recovery.incident.classify import is_unexplained
+from slurm_forge.recovery.policy.remedies import train_further
 from slurm_forge.run_directory import Fence, RunDirectory, newest_claim
 from slurm_forge.site.model import Site
 from slurm_forge.slurm.client import COMMAND_NOT_FOUND, JobUpdate, Slurm
@@ -71,13 +73,11 @@ from slurm_forge.spec.run_file import RunFile, read_run_file
 from slurm_forge.vocabulary.cause import Cause
 from slurm_forge.vocabulary.decision import Action, Decision
 
-__all__ = ["Brought", "bring_back", "reconcile"]
-
-_AS_IT_IS = Asked()
+_AS_IT_IS = ResourceChanges()
 
 
 @dataclass(frozen=True, slots=True)
-class Brought:
+class ReconcileResult:
     """What was done to bring a run back: ``job`` is where it goes on.
 
     ``changed`` says whether anything was, ``submitted`` whether it is a new job.
@@ -96,12 +96,12 @@ def bring_back(
     site: Site,
     file: RunFile,
     exclude: Sequence[str] = (),
-    asked: Asked = _AS_IT_IS,
+    changes: ResourceChanges = _AS_IT_IS,
     unless: Callable[[RunState, JobRecord | None], str | None] | None = None,
-) -> Brought:
+) -> ReconcileResult:
     """A person asks for the run to go on: release its job, or submit the run again.
 
-    ``asked`` is kept as what the run asks for from now on; a job that runs can't be given it
+    ``changes`` is kept as what the run asks for from now on; a job that runs can't be given it
     (``RunDirectoryError``).  ``unless`` is asked when nobody else can act any more: a text is why
     nothing is to be done after all.
     Asking twice never makes two jobs on one host.  Where two hosts ask in the same second both may
@@ -111,10 +111,10 @@ def bring_back(
         if run.is_done():
             raise AlreadyFinishedError(
                 f"{run.name} is finished",
-                next_step="Start a new run under another name to train further.",
+                next_step=f"To train further: {train_further(run.name)}.",
             )
         state = run_state(run)
-        now = changed(file.job, asked)  # what can't be is told before anything is done
+        now = changed(file.job, changes)  # what can't be is told before anything is done
         record = _record(state.job, slurm)
         if record is None or record.state not in PENDING_LIKE | ACTIVE:
             record = _successor(run, slurm) or record
@@ -123,28 +123,30 @@ def bring_back(
         if over or (record is not None and record.held):
             record = waiting_record(state.job, file.job.chain, slurm) or record
         if unless is not None and (why := unless(state, record)) is not None:
-            return Brought(state.job, why, changed=False)
+            return ReconcileResult(state.job, why, changed=False)
         # Over is what Slurm says is over: a state that is not known here may be a live one.
         if record is not None and record.state in TERMINAL:
             record = None
         if record is not None and (_is_held(record) or record.state in PENDING_LIKE):
-            return _go_on(run, state, record, slurm, file, asked)
+            return _release_or_change(run, state, record, slurm, file, changes)
         ending = record is not None and record.state is JobState.COMPLETING
         if record is not None and not (ending and state.status.is_at_rest):
             job, word = record.job_ref, record.state.value
             if ending:
-                return Brought(job, f"job {job} is ending: ask again in a moment", changed=False)
+                return ReconcileResult(
+                    job, f"job {job} is ending: ask again in a moment", changed=False
+                )
             if record.state is JobState.UNKNOWN:
                 text = f"job {job} is {record.state_text}: ask again in a moment"
-                return Brought(job, text, changed=False)
-            if asked:
+                return ReconcileResult(job, text, changed=False)
+            if changes:
                 raise RunDirectoryError(
                     f"{run.name} runs as job {job}, and a job that runs can't be changed",
                     next_step=f"Let it save and stop first: slurm-forge stop {run.name}; when it "
                     "has ended, ask again.",
                 )
-            return Brought(job, f"job {job} is {word} already", changed=False)
-        if asked:
+            return ReconcileResult(job, f"job {job} is {word} already", changed=False)
+        if changes:
             file = renew_run(run, file, now, run.spec_file)
         run.stop_file.unlink(missing_ok=True)
         # What the record says has the raises of every decision in it, the last one's too.
@@ -153,19 +155,19 @@ def bring_back(
         args = () if update is None else arguments_for(without_nodes(update), file.job)
         if record is not None:
             args = (f"--dependency=afterany:{record.job_ref}", *args)
-        args = (*args, *arguments_of(asked, file.job))
+        args = (*args, *arguments_of(changes, file.job))
         left_out = () if update is None else tuple(update.exclude_nodes or ())
         left_out = (*left_out, *exclude)
         own = own_script(run).is_file()
         if (own or payload(run).is_file()) and job_script(run).is_file():
             if own:  # its relative paths are meant from where it was submitted
                 args = (f"--chdir={file.submitted_from}", *args)
-            if asked.exclude is not None:
+            if changes.exclude is not None:
                 left_out = (*left_out, *(names_in(file.job.resources.exclude) or ()))
             job = submit_again(run, slurm, exclude=left_out, args=args)
         else:
             job = submit_script(run, file, site, slurm, verb="requeue", exclude=left_out, args=args)
-        return Brought(job, f"submitted as job {job}", changed=True, submitted=True)
+        return ReconcileResult(job, f"submitted as job {job}", changed=True, submitted=True)
 
 
 def _is_held(record: JobRecord) -> bool:
@@ -174,31 +176,34 @@ def _is_held(record: JobRecord) -> bool:
     return record.held or ending
 
 
-def _go_on(
+def _release_or_change(
     run: RunDirectory,
     state: RunState,
     record: JobRecord,
     slurm: Slurm,
     file: RunFile,
-    asked: Asked,
-) -> Brought:
+    changes: ResourceChanges,
+) -> ReconcileResult:
     """The job waits in the queue: see to it that it starts, and that its start goes on."""
     job = record.waiting_ref
     held = _is_held(record)
     goes_on = not held and not state.status.is_at_rest and not run.stop_file.exists()
-    if goes_on and not asked:
-        return Brought(job, f"job {job} is {record.state.value} already", changed=False)
-    if asked:
-        now = changed(file.job, asked)
-        slurm.update_job(job, update_of(asked, now, record))  # what Slurm refuses is not kept
+    if goes_on and not changes:
+        return ReconcileResult(job, f"job {job} is {record.state.value} already", changed=False)
+    if changes:
+        now = changed(file.job, changes)
+        slurm.update_job(job, update_of(changes, now, record))  # what Slurm refuses is not kept
         renew_run(run, file, now, run.spec_file)
         if goes_on:
-            return Brought(job, f"changed job {job}, which waits in the queue", changed=True)
+            return ReconcileResult(
+                job, f"changed job {job}, which waits in the queue", changed=True
+            )
+    renew_start_file(run)
     # Before the release: the start that it leads to must not find the run at rest.
     note(run, UserAsked(verb="requeue", user=person()))
     run.stop_file.unlink(missing_ok=True)
     if not held:
-        return Brought(job, f"job {job} waits in the queue, and will go on", changed=True)
+        return ReconcileResult(job, f"job {job} waits in the queue, and will go on", changed=True)
     try:
         slurm.release(job)
     except SlurmCommandError as error:
@@ -208,8 +213,8 @@ def _go_on(
             f"{run.name} waits as job {job}, which an administrator holds",
             next_step=f"Only they can release it: ask them about job {job}.  It will go on then.",
         ) from error
-    done = "changed and released" if asked else "released"
-    return Brought(job, f"{done} job {job}, which was held", changed=True)
+    done = "changed and released" if changes else "released"
+    return ReconcileResult(job, f"{done} job {job}, which was held", changed=True)
 
 
 #: What a start that nobody asked for leaves as it is.
@@ -225,7 +230,7 @@ def reconcile(
     sleep: Callable[[float], None] = time.sleep,
     clock: Callable[[], float] = time.time,
     by_person: bool = True,
-) -> Brought:
+) -> ReconcileResult:
     """Carry out an intent that an attempt left open because Slurm did not answer it.
 
     What the attempt had decided to ask for (memory, nodes, a wait) is asked for now.  A job that
@@ -237,15 +242,15 @@ def reconcile(
         records, _ = read_journal(run, thin=True, fresh=True)
         state = fold(records)
         if run.is_done() or state.status is RunStatus.FINISHED:
-            return Brought(state.job, "the run is finished", changed=False)
+            return ReconcileResult(state.job, "the run is finished", changed=False)
         intent = state.open_intent
         if intent is None:
-            return Brought(state.job, "nothing is open", changed=False)
+            return ReconcileResult(state.job, "nothing is open", changed=False)
         claim = newest_claim(run)
         attempt = 0 if claim is None else claim.attempt
         restarts = 0 if claim is None else claim.restart_count
         job = read_run_file(run.spec_file).job
-        wait = _left_to_wait(state, records, intent, clock())
+        wait = _wait_answer(state, records, intent, clock())
 
         def decided() -> JobUpdate | None:
             record = _record(intent.job, slurm)
@@ -257,30 +262,30 @@ def reconcile(
         journal = JournalWriter(run, attempt=newest, writer="cli", launch=NO_LAUNCH)
         journal.follow(records)
         try:
-            found = _came_back(run, intent.job, restarts, slurm)
-            if found is not None:
+            job_after = _came_back(run, intent.job, restarts, slurm)
+            if job_after is not None:
                 # Taken although the answer was lost; a second one would end the new start.
-                successor = None if found.job_ref == intent.job else found.job_ref
+                successor = None if job_after.job_ref == intent.job else job_after.job_ref
                 done = RequeueDone(job=intent.job, method=FOUND_QUEUED, successor=successor)
                 journal.write(done)
-                text = f"job {found.job_ref} is {found.state.value} already"
-                if successor is None and found.state in PENDING_LIKE:
-                    text += _give(found.job_ref, decided(), wait, slurm, journal)
-                return Brought(found.job_ref, text, changed=False)
+                text = f"job {job_after.job_ref} is {job_after.state.value} already"
+                if successor is None and job_after.state in PENDING_LIKE:
+                    text += _give(job_after.job_ref, decided(), wait, slurm, journal)
+                return ReconcileResult(job_after.job_ref, text, changed=False)
             end = _end_of(intent.job, slurm, sure=not by_person)
             if end is JobState.CANCELLED:
                 return _stays_cancelled(run, state, intent.job, attempt, journal)
             if end is JobState.COMPLETING and not by_person:
                 # A scancel reads the same until the job has ended.
                 text = f"job {intent.job} is ending: ask again in a moment"
-                return Brought(intent.job, text, changed=False)
+                return ReconcileResult(intent.job, text, changed=False)
             if end is None and not by_person and _is_unexplained(state):
                 text = (
                     f"Slurm does not know job {intent.job} any more, and whether somebody has "
                     f"cancelled it is not known; to continue: slurm-forge reconcile {run.name}"
                 )
-                return Brought(intent.job, text, changed=False)
-            ladder = Ladder(
+                return ReconcileResult(intent.job, text, changed=False)
+            ladder = RequeueLadder(
                 slurm,
                 job=intent.job,
                 restart_count=restarts,
@@ -290,27 +295,27 @@ def reconcile(
                 sleep=sleep,
                 patience=_PATIENCE,
             )
-            comeback: Comeback = ladder.climb(
+            result: RequeueResult = ladder.requeue(
                 f"reconcile: {intent.reason}",
                 decided,
                 wait=wait,
                 arguments=lambda: arguments_for(decided(), job),
             )
-            if comeback.taken is Taken.CANCELLED:
+            if result.outcome is RequeueOutcome.CANCELLED:
                 return _stays_cancelled(run, state, intent.job, attempt, journal)
         finally:
             journal.close()
-        if comeback.taken is Taken.OPEN:
+        if result.outcome is RequeueOutcome.OPEN:
             raise RunDirectoryError(
-                f"the intent is still open: {comeback.text}",
+                f"Slurm has not confirmed the requeue yet: {result.text}",
                 next_step="Try slurm-forge reconcile again when Slurm answers.",
             )
-        return Brought(run_state(run).job, comeback.text, changed=True)
+        return ReconcileResult(run_state(run).job, result.text, changed=True)
 
 
 def _stays_cancelled(
     run: RunDirectory, state: RunState, job: str, attempt: int, journal: JournalWriter
-) -> Brought:
+) -> ReconcileResult:
     """Somebody has cancelled the job since: nothing is open any more."""
     decision = Decision(
         incident_id=f"{attempt}.cancelled",
@@ -321,7 +326,7 @@ def _stays_cancelled(
     )
     journal.write(DecisionTaken(decision=decision))
     text = f"job {job} was cancelled since; slurm-forge requeue {run.name} lets the run go on"
-    return Brought(job, text, changed=False)
+    return ReconcileResult(job, text, changed=False)
 
 
 def _end_of(job: str, slurm: Slurm, *, sure: bool) -> JobState | None:
@@ -349,7 +354,7 @@ def _is_unexplained(state: RunState) -> bool:
     return bool(incidents) and is_unexplained(incidents[-1][1])
 
 
-def _left_to_wait(
+def _wait_answer(
     state: RunState, records: Sequence[Record], intent: RequeueIntended, now: float
 ) -> timedelta:
     """What is left of the pause that was decided with the intent, counted from then."""

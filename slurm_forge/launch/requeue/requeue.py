@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from datetime import timedelta
 from enum import Enum
 from pathlib import Path
@@ -24,12 +24,10 @@ from slurm_forge.slurm.client import COMMAND_NOT_FOUND, JobUpdate, Slurm, Subpro
 from slurm_forge.slurm.records import JobRecord
 from slurm_forge.slurm.states import PENDING_LIKE, JobState
 from slurm_forge.slurm.text.answers import (
-    RequeueOutcome,
+    RequeueAnswer,
     RequeueReply,
 )
 from slurm_forge.vocabulary.cause import Cause
-
-__all__ = ["PATIENCE", "Comeback", "Explain", "Ladder", "Settled", "Taken", "waiting_update"]
 
 #: How often a controller that is busy ("try again later") is asked.
 _TRIES = 3
@@ -47,7 +45,7 @@ _QUICK = timedelta(seconds=3)
 _RUNS = frozenset({JobState.RUNNING, JobState.CONFIGURING, JobState.SUSPENDED})
 
 
-class Taken(str, Enum):
+class RequeueOutcome(str, Enum):
     """How the run comes back, or rests."""
 
     REQUEUED = "requeued"
@@ -59,11 +57,13 @@ class Taken(str, Enum):
     HELD = "held"
     #: Out of the queue: held by its journal alone.
     REST = "hold"
+    #: Not at all: whoever would start it again wants no more.
+    STOPPED = "stop"
     #: Not at all: somebody has cancelled the job meanwhile.
     CANCELLED = "cancelled"
 
 
-class Explain(Protocol):
+class StopExplainer(Protocol):
     """What Slurm's record means for the stop that the run comes back from."""
 
     def is_needed(self) -> bool:
@@ -79,7 +79,7 @@ class Explain(Protocol):
         """The newest record that is known of the job since the stop was asked for."""
 
 
-class Settled(Enum):
+class ExternalChange(Enum):
     """What somebody else has made of the job."""
 
     WAITS = 1
@@ -90,62 +90,59 @@ class Settled(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Comeback:
+class RequeueResult:
     """What became of a request to come back; ``OPEN`` leaves the intent to ``reconcile``."""
 
-    taken: Taken
+    outcome: RequeueOutcome
     text: str
 
 
-class Ladder:
-    """Brings one job back, or holds it.  ``fence`` raises once a newer attempt owns the run.
+@dataclass(eq=False)
+class RequeueLadder:
+    """Brings one job back, or holds it.
 
-    ``restart_count`` is that of the start we are in.  ``patience`` is how long a controller that
-    does not answer is asked again.  ``successor`` is one that an earlier start of this job has
-    submitted.  ``only_hold`` says why the job must not come back by itself: it is held instead.
-    ``explain``: while it is needed, nothing is asked of Slurm before Slurm has said what the job
-    is ended for, since the same request revives a job that somebody has cancelled.
+    Attributes:
+        slurm: Asked for everything.
+        job: The number of the job, with that of its array task.
+        script: What a successor is submitted with, None where there is none.
+        journal: Has every request before it is made.
+        fence: Raises once a newer attempt owns the run.
+        restart_count: That of the start we are in.
+        successor: One that an earlier start of this job has submitted.
+        patience: How long a controller that does not answer is asked again.
+        only_hold: Why the job must not come back by itself: it is held instead.
+        explain: While it is needed, nothing is asked of Slurm before Slurm has said what the job is
+            ended for, since the same request revives a job that somebody has cancelled.
     """
 
-    def __init__(
-        self,
-        slurm: Slurm,
-        *,
-        job: str,
-        script: Path | None,
-        journal: JournalWriter,
-        fence: Callable[[], None],
-        restart_count: int = 0,
-        successor: str | None = None,
-        sleep: Callable[[float], None] = time.sleep,
-        clock: Callable[[], float] = time.monotonic,
-        patience: timedelta = PATIENCE,
-        only_hold: str | None = None,
-        explain: Explain | None = None,
-    ) -> None:
-        self._slurm = slurm
-        self._explain = explain
-        self._only_hold = only_hold
-        self._job = job
-        self._script = script
-        self._journal = journal
-        self._fence = fence
-        self._restart_count = restart_count
-        self._is_requested = False
-        #: What Slurm has last said of this start of the job.
-        self._seen: JobRecord | None = None
-        self._known_successor = successor
-        #: For questions whose answer can be done without.
-        self._quick = slurm.with_timeout(_QUICK) if isinstance(slurm, SubprocessSlurm) else slurm
-        self._sleep = sleep
-        self._clock = clock
-        self._patience = patience.total_seconds()
-        self._soon: Callable[[], timedelta | None] | None = None
-        #: Once requeued: when, and before when it is not to start, on this ladder's clock.
-        self._asked: float | None = None
-        self._back: float | None = None
+    slurm: Slurm
+    _: KW_ONLY
+    job: str
+    script: Path | None
+    journal: JournalWriter
+    fence: Callable[[], None]
+    restart_count: int = 0
+    successor: str | None = None
+    sleep: Callable[[float], None] = time.sleep
+    clock: Callable[[], float] = time.monotonic
+    patience: timedelta = PATIENCE
+    only_hold: str | None = None
+    explain: StopExplainer | None = None
+    _is_requested: bool = field(default=False, init=False)
+    #: What Slurm has last said of this start of the job.
+    _last_record: JobRecord | None = field(default=None, init=False)
+    _soon: Callable[[], timedelta | None] | None = field(default=None, init=False)
+    #: Once requeued: when, and before when it is not to start, on this ladder's clock.
+    _requeued_at: float | None = field(default=None, init=False)
+    _not_before: float | None = field(default=None, init=False)
 
-    def climb(
+    @property
+    def _quick(self) -> Slurm:
+        """For questions whose answer can be done without."""
+        slurm = self.slurm
+        return slurm.with_timeout(_QUICK) if isinstance(slurm, SubprocessSlurm) else slurm
+
+    def requeue(
         self,
         reason: str,
         update: JobUpdate | Callable[[], JobUpdate | None] | None = None,
@@ -153,7 +150,7 @@ class Ladder:
         wait: timedelta = timedelta(0),
         arguments: Sequence[str] | Callable[[], Sequence[str]] = (),
         soon: Callable[[], timedelta | None] | None = None,
-    ) -> Comeback:
+    ) -> RequeueResult:
         """Requeue, or submit a successor where that can't work.  Idempotent; raises only a fence.
 
         ``update`` is applied to the pending job (excluded nodes, memory) once it is in the queue;
@@ -162,35 +159,34 @@ class Ladder:
         meanwhile is left alone.  ``soon`` says how far ahead it may start instead of after Slurm's
         own delay: past the end of all that runs in it.  It is asked once the job is requeued.
         """
-        if self._only_hold is not None:
-            return self.hold(f"{self._only_hold} ({reason})")
-        self._back = None
+        if self.only_hold is not None:
+            return self.hold(f"{self.only_hold} ({reason})")
+        self._not_before = None
         self._soon = soon
         self._check_fence()
-        self._note(RequeueIntended(job=self._job, method=_REQUEUE, reason=reason))
-        # A signal may have come while Slurm was asked.
-        settled = self._explained() or self._settled() or self._explained()
-        if settled is Settled.UNKNOWN:
-            return self._left_open(_REQUEUE, _NOT_SAID)
-        if settled is not None:
-            return self._found(settled, update, wait)
+        self._note(RequeueIntended(job=self.job, method=_REQUEUE, reason=reason))
+        change = self._change_before_request()
+        if change is ExternalChange.UNKNOWN:
+            return self._leave_open(_REQUEUE, _NOT_SAID)
+        if change is not None:
+            return self._follow_change(change, update, wait)
         self._check_fence()  # Slurm may have taken its time to answer
-        reply, settled = self._persist(self._slurm.requeue)
-        if settled is Settled.UNKNOWN:
-            return self._left_open(_REQUEUE, " ".join(reply.stderr.split()))
-        if settled is not None:
-            return self._found(settled, update, wait)
+        reply, change = self._persist(self.slurm.requeue)
+        if change is ExternalChange.UNKNOWN:
+            return self._leave_open(_REQUEUE, " ".join(reply.stderr.split()))
+        if change is not None:
+            return self._follow_change(change, update, wait)
         if reply.in_queue:
-            return self._came_back(reply.outcome.value, _REQUEUE, update, wait)
+            return self._confirm_requeue(reply.outcome.value, _REQUEUE, update, wait)
         text = " ".join(reply.stderr.split()) or reply.outcome.value
-        if reply.outcome is RequeueOutcome.UNREACHABLE:
-            return self._left_open(_REQUEUE, text)
-        return self._succeed(text, update, wait, arguments)
+        if reply.outcome is RequeueAnswer.UNREACHABLE:
+            return self._leave_open(_REQUEUE, text)
+        return self._submit_successor(text, update, wait, arguments)
 
     @property
     def requeued_ago(self) -> timedelta:
         """How long ago Slurm has taken the job back; nothing where it has not."""
-        ago = 0.0 if self._asked is None else self._clock() - self._asked
+        ago = 0.0 if self._requeued_at is None else self.clock() - self._requeued_at
         return timedelta(seconds=ago)
 
     def start_soon(self, ahead: timedelta) -> None:
@@ -199,51 +195,53 @@ class Ladder:
         Not before the ``wait`` that was asked for; nothing where the job was not requeued by this
         ladder, or was not to start soon.  Where Slurm refuses it, its own delay counts.
         """
-        if self._back is None:
+        if self._not_before is None:
             return
-        left = timedelta(seconds=max(0.0, self._back - self._clock()))
-        self._begin_in(max(ahead, left))
+        remaining = timedelta(seconds=max(0.0, self._not_before - self.clock()))
+        self._begin_in(max(ahead, remaining))
 
     def _begin_in(self, ahead: timedelta) -> None:
         """On its own: what else is asked for must not be lost where a site refuses this."""
         with contextlib.suppress(SlurmCommandError):
-            self._quick.update_job(self._job, JobUpdate(start_after=ahead))
+            self._quick.update_job(self.job, JobUpdate(start_after=ahead))
 
-    def hold(self, reason: str) -> Comeback:
+    def hold(self, reason: str) -> RequeueResult:
         """Put the job into the queue, held, with the reason beside it; raises only a fence.
 
         Where Slurm refuses that, or does not say what the job is ended for, the run rests out of
         the queue: that it is held, and why, is in its journal in any case.
         """
         self._check_fence()
-        settled = self._explained()
-        if settled is Settled.CANCELLED:
-            return Comeback(Taken.CANCELLED, "the job was cancelled")
-        held = Held(job=self._job, restart_count=self._restart_count, reason=reason)
-        if settled is Settled.UNKNOWN:  # the same request revives a job that was cancelled
-            self._note(held)
+        change = self._await_explanation()
+        if change is ExternalChange.CANCELLED:
+            return RequeueResult(RequeueOutcome.CANCELLED, "the job was cancelled")
+        hold = Held(job=self.job, restart_count=self.restart_count, reason=reason)
+        if change is ExternalChange.UNKNOWN:  # the same request revives a job that was cancelled
+            self._note(hold)
             return self._at_rest(_NOT_SAID)
         with contextlib.suppress(SlurmCommandError):  # a comment is for people; the journal has it
-            self._quick.update_job(self._job, JobUpdate(comment=comment_of(reason)))
+            self._quick.update_job(self.job, JobUpdate(comment=comment_of(reason)))
         # Before Slurm is asked, because it ends us.
-        self._note(held)
-        reply, settled = self._persist(self._slurm.requeue_hold)
-        if settled is Settled.CANCELLED:
-            return Comeback(Taken.CANCELLED, "the job was cancelled")
-        if settled is Settled.WAITS:  # by our own request, of which the answer was lost, or another
-            reply = RequeueReply(RequeueOutcome.ALREADY_PENDING, "")
-        if reply.outcome is RequeueOutcome.ALREADY_PENDING and not self._hold_pending():
+        self._note(hold)
+        reply, change = self._persist(self.slurm.requeue_hold)
+        if change is ExternalChange.CANCELLED:
+            return RequeueResult(RequeueOutcome.CANCELLED, "the job was cancelled")
+        if (
+            change is ExternalChange.WAITS
+        ):  # by our own request, of which the answer was lost, or another
+            reply = RequeueReply(RequeueAnswer.ALREADY_PENDING, "")
+        if reply.outcome is RequeueAnswer.ALREADY_PENDING and not self._hold_pending():
             # Somebody has requeued it meanwhile, and it would start again.
-            reply = RequeueReply(RequeueOutcome.REFUSED, "it waits in the queue, and can't be held")
+            reply = RequeueReply(RequeueAnswer.REFUSED, "it waits in the queue, and can't be held")
         if not reply.in_queue:
             return self._at_rest(" ".join(reply.stderr.split()) or reply.outcome.value)
         # Whoever releases the job is believed by this: without it Slurm may have started it itself.
-        self._note(replace(held, confirmed=True))
-        return Comeback(Taken.HELD, reply.outcome.value)
+        self._note(replace(hold, confirmed=True))
+        return RequeueResult(RequeueOutcome.HELD, reply.outcome.value)
 
-    def _at_rest(self, why: str) -> Comeback:
-        self._note(RequeueFailed(job=self._job, method=_HOLD, reason=why))
-        return Comeback(Taken.REST, why)
+    def _at_rest(self, why: str) -> RequeueResult:
+        self._note(RequeueFailed(job=self.job, method=_HOLD, reason=why))
+        return RequeueResult(RequeueOutcome.REST, why)
 
     def rest(self, reason: str) -> None:
         """The run rests without its job being put into the queue: nothing else is there."""
@@ -255,53 +253,61 @@ class Ladder:
         """Hold a job that waits already."""
         for last in (False, True):
             try:
-                self._slurm.hold(self._job)
+                self.slurm.hold(self.job)
             except SlurmCommandError:
                 if not last:
-                    self._sleep(_BETWEEN_S)
+                    self.sleep(_BETWEEN_S)
             else:
                 return True
         return False
 
-    def _explained(self) -> Settled | None:
+    def _change_before_request(self, *, again: bool = False) -> ExternalChange | None:
+        """What somebody else has made of the job; a signal may have come while Slurm was asked."""
+        return (
+            self._await_explanation()
+            or self._external_change(again=again)
+            or self._await_explanation()
+        )
+
+    def _await_explanation(self) -> ExternalChange | None:
         """None once nothing is left to be explained: the job may be requeued.
 
         Slurm is asked until it answers or our patience ends.  An error is no answer.
         """
-        began, pause = self._clock(), _BETWEEN_S
-        until = began + self._patience
-        while self._explain is not None and self._explain.is_needed():
+        began, pause = self.clock(), _BETWEEN_S
+        until = began + self.patience.total_seconds()
+        while self.explain is not None and self.explain.is_needed():
             record: JobRecord | None = None
             no_command = False
             try:
-                record = self._slurm.show_job(self._job)
+                record = self.slurm.show_job(self.job)
             except SlurmCommandError as error:
                 no_command = error.returncode == COMMAND_NOT_FOUND
-            if record is not None and self._is_requested and record.restarts > self._restart_count:
-                return self._settled_by(record)  # by a request of ours whose answer was lost
+            if record is not None and self._is_requested and record.restarts > self.restart_count:
+                return self._change_in(record)  # by a request of ours whose answer was lost
             if record is not None or no_command:
-                cause = self._explain.cause(record)
+                cause = self.explain.cause(record)
                 if cause is Cause.USER_CANCELLED:
-                    return Settled.CANCELLED
+                    return ExternalChange.CANCELLED
                 if record is None:
-                    return None if cause is not None else Settled.UNKNOWN
-                settled = self._settled_by(record)
-                if settled is not None:
-                    return settled
+                    return None if cause is not None else ExternalChange.UNKNOWN
+                change = self._change_in(record)
+                if change is not None:
+                    return change
                 continue
-            if self._clock() >= until:
-                return Settled.UNKNOWN
+            if self.clock() >= until:
+                return ExternalChange.UNKNOWN
             pause = self._pause(pause, began)
         return None
 
     def _pause(self, pause: float, began: float) -> float:
         """Wait so long; how long to wait the next time."""
-        self._sleep(pause)
+        self.sleep(pause)
         self._check_fence()
-        short = self._clock() - began < _SHORT_PAUSES_FOR_S
+        short = self.clock() - began < _SHORT_PAUSES_FOR_S
         return min(2 * pause, _SHORT_PAUSE_S if short else _LONGEST_PAUSE_S)
 
-    def _settled(self, *, again: bool = False) -> Settled | None:
+    def _external_change(self, *, again: bool = False) -> ExternalChange | None:
         """What somebody else has made of the job since we began, as far as Slurm answers quickly.
 
         Somebody else's requeue is as good as ours: a second one would end the new start.  And a job
@@ -309,63 +315,63 @@ class Ladder:
         end before its time that has begun since is somebody's wish.
         """
         try:
-            record = self._quick.show_job(self._job)
+            record = self._quick.show_job(self.job)
         except SlurmCommandError:
             # Once it is back in the queue only a person takes it out again.
-            known = None if self._explain is None else self._explain.record()
-            is_back = known is not None and known.restarts > self._restart_count
-            record = known if is_back else None
-        return None if record is None else self._settled_by(record, again=again)
+            explained = None if self.explain is None else self.explain.record()
+            is_back = explained is not None and explained.restarts > self.restart_count
+            record = explained if is_back else None
+        return None if record is None else self._change_in(record, again=again)
 
-    def _settled_by(self, record: JobRecord, *, again: bool = False) -> Settled | None:
+    def _change_in(self, record: JobRecord, *, again: bool = False) -> ExternalChange | None:
         if record.state is JobState.CANCELLED:
-            return Settled.CANCELLED
-        if record.restarts > self._restart_count:
-            return Settled.RUNS if record.state in _RUNS else Settled.WAITS
-        before, self._seen = self._seen, record
+            return ExternalChange.CANCELLED
+        if record.restarts > self.restart_count:
+            return ExternalChange.RUNS if record.state in _RUNS else ExternalChange.WAITS
+        before, self._last_record = self._last_record, record
         if not again or not is_cancelled(record):
             return None
         if before is not None and before.state is not JobState.COMPLETING:
-            return Settled.CANCELLED
+            return ExternalChange.CANCELLED
         # It may have been ending before it was requested.
-        if self._explain is None:
-            return Settled.CANCELLED if before is None else None
-        known = self._explain.record()
-        if known is not None and known.state is JobState.COMPLETING:
+        if self.explain is None:
+            return ExternalChange.CANCELLED if before is None else None
+        explained = self.explain.record()
+        if explained is not None and explained.state is JobState.COMPLETING:
             return None  # that end is explained
-        cancelled = self._explain.cause(record) is Cause.USER_CANCELLED
-        return Settled.CANCELLED if cancelled else None
+        cancelled = self.explain.cause(record) is Cause.USER_CANCELLED
+        return ExternalChange.CANCELLED if cancelled else None
 
-    def _found(
+    def _follow_change(
         self,
-        settled: Settled,
+        change: ExternalChange,
         update: JobUpdate | Callable[[], JobUpdate | None] | None,
         wait: timedelta,
-    ) -> Comeback:
-        if settled is Settled.CANCELLED:
-            self._note(RequeueFailed(job=self._job, method=_REQUEUE, reason="it was cancelled"))
-            return Comeback(Taken.CANCELLED, "the job was cancelled")
+    ) -> RequeueResult:
+        if change is ExternalChange.CANCELLED:
+            self._note(RequeueFailed(job=self.job, method=_REQUEUE, reason="it was cancelled"))
+            return RequeueResult(RequeueOutcome.CANCELLED, "the job was cancelled")
         # What runs is not to be changed: NumNodes would take nodes away from it.
-        changes = update if settled is Settled.WAITS else None
-        return self._came_back("in the queue already", FOUND_QUEUED, changes, wait)
+        changes = update if change is ExternalChange.WAITS else None
+        return self._confirm_requeue("in the queue already", FOUND_QUEUED, changes, wait)
 
-    def _came_back(
+    def _confirm_requeue(
         self,
         text: str,
         method: str,
         update: JobUpdate | Callable[[], JobUpdate | None] | None,
         wait: timedelta,
-    ) -> Comeback:
-        self._note(RequeueDone(job=self._job, method=method))
+    ) -> RequeueResult:
+        self._note(RequeueDone(job=self.job, method=method))
         ahead = self._soon() if method == _REQUEUE and self._soon is not None else None
         if ahead is not None:
-            self._asked = self._clock()
-            self._back = self._asked + wait.total_seconds()
+            self._requeued_at = self.clock()
+            self._not_before = self._requeued_at + wait.total_seconds()
             if wait <= timedelta(0):
                 self._begin_in(ahead)
         changes = update() if callable(update) else update
-        self._update(self._job, waiting_update(changes, wait))
-        return Comeback(Taken.REQUEUED, text)
+        self._update(self.job, waiting_update(changes, wait))
+        return RequeueResult(RequeueOutcome.REQUEUED, text)
 
     def _check_fence(self) -> None:
         """Raise where a newer attempt is known.  A failing storage is no reason not to ask Slurm.
@@ -373,103 +379,107 @@ class Ladder:
         What is asked of Slurm is idempotent, and a new start claims the run before it trains.
         """
         with contextlib.suppress(OSError):
-            self._fence()
+            self.fence()
 
-    def _persist(self, ask: Callable[[str], RequeueReply]) -> tuple[RequeueReply, Settled | None]:
+    def _persist(
+        self, ask: Callable[[str], RequeueReply]
+    ) -> tuple[RequeueReply, ExternalChange | None]:
         """The answer to a request that may be asked again while it can help.
 
         A request of which the answer was lost may have been carried out: then the job is pending,
         which is an answer, or we are ended.  Before each further try it is looked whether somebody
-        has settled the matter.
+        has change the matter.
         """
-        began, pause = self._clock(), _BETWEEN_S
-        until = began + self._patience
+        began, pause = self.clock(), _BETWEEN_S
+        until = began + self.patience.total_seconds()
         busy = 1
         while True:
             self._is_requested = True
-            reply = ask(self._job)
-            if reply.outcome is RequeueOutcome.TRY_AGAIN and busy < _TRIES:
+            reply = ask(self.job)
+            if reply.outcome is RequeueAnswer.TRY_AGAIN and busy < _TRIES:
                 busy += 1
-            elif reply.outcome is not RequeueOutcome.UNREACHABLE or self._clock() >= until:
+            elif reply.outcome is not RequeueAnswer.UNREACHABLE or self.clock() >= until:
                 return reply, None
             pause = self._pause(pause, began)
-            settled = self._explained() or self._settled(again=True) or self._explained()
-            if settled is not None:
-                return reply, settled
+            change = self._change_before_request(again=True)
+            if change is not None:
+                return reply, change
 
-    def _succeed(
+    def _submit_successor(
         self,
         why: str,
         update: JobUpdate | Callable[[], JobUpdate | None] | None,
         wait: timedelta,
         arguments: Sequence[str] | Callable[[], Sequence[str]],
-    ) -> Comeback:
+    ) -> RequeueResult:
         """A new job with the same script, which starts when this one has ended."""
         method = "sbatch --dependency=afterany"
-        if self._script is None:
-            return self._left_open(_REQUEUE, why)
-        earlier = self._successor()
+        if self.script is None:
+            return self._leave_open(_REQUEUE, why)
+        earlier = self._waiting_successor()
         if earlier is not None:
-            self._note(RequeueDone(job=self._job, method=FOUND_QUEUED, successor=earlier))
-            return Comeback(Taken.SUCCESSOR, f"{why}; successor {earlier} waits already")
-        self._note(RequeueIntended(job=self._job, method=method, reason=why))
+            self._note(RequeueDone(job=self.job, method=FOUND_QUEUED, successor=earlier))
+            return RequeueResult(
+                RequeueOutcome.SUCCESSOR, f"{why}; successor {earlier} waits already"
+            )
+        self._note(RequeueIntended(job=self.job, method=method, reason=why))
         # What the script says of its beginning was meant for the first start.
         begin = f"now+{int(wait.total_seconds())}" if wait > timedelta(0) else "now"
-        given = arguments() if callable(arguments) else arguments
-        options = [f"--dependency=afterany:{self._job}", f"--begin={begin}", *given]
+        extra = arguments() if callable(arguments) else arguments
+        options = [f"--dependency=afterany:{self.job}", f"--begin={begin}", *extra]
         try:
-            successor = self._submit(self._script, options)
+            successor = self._submit(self.script, options)
         except SlurmCommandError as error:
-            return self._left_open(method, str(error))
-        self._note(RequeueDone(job=self._job, method=method, successor=successor))
-        if not given:
+            return self._leave_open(method, str(error))
+        self._note(RequeueDone(job=self.job, method=method, successor=successor))
+        if not extra:
             self._update(successor, update() if callable(update) else update)
-        return Comeback(Taken.SUCCESSOR, f"{why}; successor {successor}")
+        return RequeueResult(RequeueOutcome.SUCCESSOR, f"{why}; successor {successor}")
 
-    def _successor(self) -> str | None:
+    def _waiting_successor(self) -> str | None:
         """A successor of this job that waits already: from 24.05 on Slurm requeues a job that exits
         in its grace time, and each such start would add one more.
         """
-        if self._known_successor is None:
+        if self.successor is None:
             return None
         try:
-            record = self._quick.show_job(self._known_successor)
+            record = self._quick.show_job(self.successor)
         except SlurmUnreachableError:
-            return self._known_successor  # nobody can tell: one too few is found by reconcile
+            return self.successor  # nobody can tell: one too few is found by reconcile
         except SlurmCommandError:
             return None
         waits = record is not None and record.state in PENDING_LIKE
-        return self._known_successor if waits else None
+        return self.successor if waits else None
 
     def _submit(self, script: Path, options: Sequence[str]) -> str:
         """One successor.  A second try only where it is sure that the first made none."""
-        until = self._clock() + self._patience
+        until = self.clock() + self.patience.total_seconds()
         pause = _BETWEEN_S
         while True:
             try:
-                return self._slurm.submit(script, options)
+                return self.slurm.submit(script, options)
             except SlurmUnreachableError as error:
                 refused = _never_connected(error)
-                if not refused or self._clock() >= until:
+                if not refused or self.clock() >= until:
                     raise
-            self._sleep(pause)
+            self.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE_S)
             self._check_fence()
 
-    def _left_open(self, method: str, text: str) -> Comeback:
-        self._note(RequeueFailed(job=self._job, method=method, reason=text))
-        return Comeback(Taken.OPEN, text)
+    def _leave_open(self, method: str, text: str) -> RequeueResult:
+        self._note(RequeueFailed(job=self.job, method=method, reason=text))
+        return RequeueResult(RequeueOutcome.OPEN, text)
 
     def _note(self, event: Held | RequeueIntended | RequeueDone | RequeueFailed) -> None:
         """Journal it.  A full disk must not prevent what is asked of Slurm, which is durable."""
         with contextlib.suppress(OSError):
-            self._journal.write(event)
+            self.journal.write(event)
 
     def _update(self, job: str, update: JobUpdate | None) -> None:
         if update is None or not update.assignments():
             return
         try:
-            self._slurm.update_job(job, update)
+            self.slurm.update_job(job, update)
         except SlurmCommandError as error:
             self._note(RequeueFailed(job=job, method="scontrol update", reason=str(error)))
             if update.exclude_nodes and "node name" in error.stderr.lower():

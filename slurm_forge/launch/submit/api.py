@@ -6,15 +6,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from slurm_forge.knobs import Knobs
-from slurm_forge.launch.nodes.excluded_nodes import leaving_now
+from slurm_forge.knobs import Knobs, process_environ
+from slurm_forge.launch.nodes.excluded_nodes import exclusion_now
 from slurm_forge.launch.render.site_choice import (
     find_site,
     site_places,
-)
-from slurm_forge.launch.submit.entry_check import (
-    check_entry,
-    require_arguments,
 )
 from slurm_forge.launch.submit.submission import (
     create_run,
@@ -23,10 +19,11 @@ from slurm_forge.launch.submit.submission import (
 )
 from slurm_forge.run_directory import RunDirectory
 from slurm_forge.slurm.client import Slurm, SubprocessSlurm
-from slurm_forge.slurm.environment import process_environ
 from slurm_forge.spec import job_from_mapping
-
-__all__ = ["submit"]
+from slurm_forge.spec.entry import (
+    check_entry,
+    require_arguments,
+)
 
 
 def submit(
@@ -51,7 +48,9 @@ def submit(
 
     Raises:
         ConfigError: A key, a value, or the function's parameters do not fit.
-        SubmissionError: Nothing was submitted.
+        RunDirectoryError: A run of that name has begun, or its directory cannot be made.
+        SlurmCommandError: sbatch refused the job; nothing was submitted.
+        SlurmUnreachableError: Slurm did not answer, so that the job may be in the queue.
     """
     entry = train if isinstance(train, str) else entry_of(train)
     job = job_from_mapping({**spec, "entry": entry})
@@ -68,7 +67,7 @@ def submit(
         submitted_from=Path.cwd(),
         site_file=site_places().named_file(site),
     )
-    left_out = leaving_now(client, job, chosen, Knobs.from_environ(process_environ()))
+    left_out = exclusion_now(client, job, chosen, Knobs.from_environ(process_environ()))
     exclude = left_out.exclude if left_out.nodes else ()
     submit_script(run, file, chosen, client, exclude=exclude)
     return run

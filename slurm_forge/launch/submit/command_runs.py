@@ -22,10 +22,8 @@ from slurm_forge.person import person
 from slurm_forge.run_directory import RunDirectory
 from slurm_forge.site.model import Site
 from slurm_forge.spec import JobSpec
-from slurm_forge.spec.program import ProgramSpec
+from slurm_forge.spec.launchers import ProgramSpec
 from slurm_forge.spec.run_file import RunFile, read_run_file
-
-__all__ = ["open_run", "program_job"]
 
 _KEY = re.compile(r"^(?:[^\n]*?: )?(?P<key>[a-z_]+): ")
 _SHOWN = 5
@@ -85,9 +83,9 @@ def program_job(
             next_step="Give it one: slurm-forge exec --name big -- …  A run goes on under its name "
             "in every job.",
         )
-    given = {key: value for key, value in (("name", name), ("lead", lead)) if value is not None}
-    if given:
-        _check_options(JobSpec, {"name": "x", "command": ["true"], **given})
+    settings = {key: value for key, value in (("name", name), ("lead", lead)) if value is not None}
+    if settings:
+        _check_options(JobSpec, {"name": "x", "command": ["true"], **settings})
     data["name"] = chosen
     if chosen == job_name:
         _check_job_name(job_name)
@@ -100,7 +98,7 @@ def _check_options(model: type[ProgramSpec | JobSpec], values: Mapping[str, Any]
         build_plain(model, values)
     except ConfigError as error:
         lines = [
-            _as_options(_KEY.sub(lambda found: f"{found['key']}: ", line))
+            _as_options(_KEY.sub(lambda match: f"{match['key']}: ", line))
             for line in error.message.splitlines()
         ]
         raise ConfigError(
@@ -110,7 +108,7 @@ def _check_options(model: type[ProgramSpec | JobSpec], values: Mapping[str, Any]
 
 def _as_options(line: str) -> str:
     """Keys as they are written there: ``--resume-arg: … of --checkpoint-glob``."""
-    line = re.sub(r"^([a-z_]+): ", lambda found: f"--{found[1].replace('_', '-')}: ", line)
+    line = re.sub(r"^([a-z_]+): ", lambda match: f"--{match[1].replace('_', '-')}: ", line)
     for key in ProgramSpec.model_fields:
         if "_" in key:
             line = line.replace(key, f"--{key.replace('_', '-')}")

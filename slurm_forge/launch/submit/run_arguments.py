@@ -11,8 +11,6 @@ from slurm_forge.files import read_trusted
 from slurm_forge.run_directory import RunDirectory
 from slurm_forge.slurm.environment import SlurmEnvironment
 
-__all__ = ["run_of_arguments"]
-
 _SCRIPT = "job.sbatch"
 
 

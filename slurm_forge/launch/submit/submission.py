@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import os
 import sys
 import tempfile
 import time
@@ -13,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from slurm_forge.documents import differences
-from slurm_forge.errors import ConfigError, ForgeError
-from slurm_forge.files import write_atomic
+from slurm_forge.errors import ConfigError, ForgeError, UnsafeFileError
+from slurm_forge.files import open_trusted, write_atomic
 from slurm_forge.journal import (
     JournalWriter,
     RunState,
@@ -24,41 +25,18 @@ from slurm_forge.journal import (
 )
 from slurm_forge.journal.codec import NO_LAUNCH
 from slurm_forge.journal.events import VIA_THIS_MACHINE, Submitted, UserAsked
+from slurm_forge.knobs import process_environ
 from slurm_forge.launch.render.array_chain import VIA_ARRAY
-from slurm_forge.launch.render.batch_script import (
-    leave_out,
-    render,
-)
-from slurm_forge.launch.render.save_history import usual_saves
+from slurm_forge.launch.render.batch_script import START_FILE, render, start_text
+from slurm_forge.launch.render.save_times import usual_saves
+from slurm_forge.launch.render.sbatch_options import leave_out
 from slurm_forge.person import person
 from slurm_forge.run_directory import RunDirectory, list_claims
-from slurm_forge.site.model import Site
-from slurm_forge.site.storage import storage_at
+from slurm_forge.site.model import Site, storage_at
 from slurm_forge.site.variables import NCCL_INTERFACE
 from slurm_forge.slurm.client import Slurm
-from slurm_forge.slurm.environment import process_environ
 from slurm_forge.spec import JobSpec
 from slurm_forge.spec.run_file import RunFile
-
-__all__ = [
-    "create_run",
-    "entry_of",
-    "job_script",
-    "keep_own_script",
-    "keep_payload",
-    "keep_successor",
-    "note",
-    "note_asked",
-    "own_script",
-    "payload",
-    "refuse_other_job",
-    "renew_run",
-    "run_file",
-    "run_state",
-    "submit_again",
-    "submit_script",
-    "untouched",
-]
 
 
 def entry_of(function: Callable[..., Any]) -> str:
@@ -105,7 +83,7 @@ def create_run(
         qos=qos,
         site_file=site_file,
     )
-    if untouched(run):
+    if run.spec_file.exists() and untouched(run):
         run.spec_file.unlink(missing_ok=True)  # made once and never started: a refused submission
     run.create(file.to_yaml().encode())
     return run, file
@@ -160,10 +138,10 @@ def refuse_other_job(run: RunDirectory, begun: JobSpec, now: JobSpec, path: Path
     """``ConfigError`` where the job file at ``path`` says another job than the run began with."""
     if begun == now:
         return
-    found = differences(begun.model_dump(mode="json"), now.model_dump(mode="json"))
-    shown = [f"  {one}" for one in found[:_SHOWN_DIFFERENCES]]
-    if len(found) > _SHOWN_DIFFERENCES:
-        shown.append(f"  and {len(found) - _SHOWN_DIFFERENCES} more")
+    changes = differences(begun.model_dump(mode="json"), now.model_dump(mode="json"))
+    shown = [f"  {one}" for one in changes[:_SHOWN_DIFFERENCES]]
+    if len(changes) > _SHOWN_DIFFERENCES:
+        shown.append(f"  and {len(changes) - _SHOWN_DIFFERENCES} more")
     raise ConfigError(
         "\n".join([f"the run {run.path} was begun with another job than this file says:", *shown]),
         path=path,
@@ -195,10 +173,10 @@ def renew_run(run: RunDirectory, file: RunFile, now: JobSpec, path: Path) -> Run
     """
     wanted = {key: getattr(now.resources, key) for key in _RESOURCES}
     resources = file.job.resources.model_copy(update=wanted)
-    kept = file.job.model_copy(
+    allowed = file.job.model_copy(
         update={**{key: getattr(now, key) for key in _MAY_CHANGE}, "resources": resources}
     )
-    refuse_other_job(run, kept, now, path)
+    refuse_other_job(run, allowed, now, path)
     if file.job == now:
         return file
     renewed = file.model_copy(update={"job": now})
@@ -226,7 +204,7 @@ def submit_script(
     text = render(file, site, run)
     for other in (payload(run), own_script(run)):
         other.unlink(missing_ok=True)  # from now on this script is the run's
-    write_atomic(job_script(run), text.encode(), mode=0o700)
+    keep_successor(run, text)
     via = "sbatch" if file.job.chain is None else VIA_ARRAY
     return _hand_over(run, slurm, verb, via, (*leave_out(text, exclude), *args))
 
@@ -238,14 +216,36 @@ def submit_again(
 
     ``exclude`` and ``args`` as for ``submit_script``.
     """
-    given = (*leave_out(job_script(run).read_text(), exclude), *args)
+    script = job_script(run).read_text()
+    keep_start_file(run.submissions, script)
+    arguments = (*leave_out(script, exclude), *args)
     via = "exec" if own_script(run).is_file() else "submitit forge"
-    return _hand_over(run, slurm, "requeue", via, given)
+    return _hand_over(run, slurm, "requeue", via, arguments)
 
 
 def keep_successor(run: RunDirectory, script: str) -> None:
     """Keep the ``script`` that a job with another id is to go on with, for this run alone."""
+    keep_start_file(run.submissions, script)
     write_atomic(job_script(run), script.encode(), mode=0o700)
+
+
+def keep_start_file(folder: Path, script: str) -> None:
+    """Write the file in ``folder`` that ``script`` sources, unless it is there and private.
+
+    An older script asks for a file of an older version: it gets the one of now under that name,
+    which knows all that earlier ones knew.
+    """
+    for name in START_FILE.findall(script):
+        try:
+            os.close(open_trusted(folder / name))
+        except (OSError, UnsafeFileError):
+            write_atomic(folder / name, start_text().encode())
+
+
+def renew_start_file(run: RunDirectory) -> None:
+    """Write what the run's kept script sources, where it has been lost."""
+    with contextlib.suppress(FileNotFoundError):
+        keep_start_file(run.submissions, job_script(run).read_text(errors="replace"))
 
 
 def keep_payload(run: RunDirectory, dump: Callable[[Path], object]) -> None:

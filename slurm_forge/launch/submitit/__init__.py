@@ -1,1 +1,4 @@
-"""Front end for functions submitted through submitit."""
+"""Front end for submitit: rank 0 hosts the hub and the conductor on a thread; called by submitit.
+
+Entry: ``job``.
+"""

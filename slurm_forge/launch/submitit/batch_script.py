@@ -13,17 +13,16 @@ from submitit.core import utils
 
 from slurm_forge.errors import ConfigError, SubmissionError
 from slurm_forge.launch.render.batch_script import (
-    guard_lines,
-    refuse_several_jobs,
+    begin_lines,
+    refuse_traps,
+    start_file,
     start_lines,
     successor_lines,
 )
-from slurm_forge.launch.render.schedule import WARNED_FROM
-from slurm_forge.launch.render.setup_lines import refuse_traps
+from slurm_forge.launch.render.save_times import WARNED_FROM
+from slurm_forge.launch.render.sbatch_options import refuse_several_jobs
 from slurm_forge.process import process_words
 from slurm_forge.units import parse_slurm_duration
-
-__all__ = ["Array", "Successor", "batch_script", "directives"]
 
 #: A line of its own in submitit's script, to be exchanged for ours.
 _PAYLOAD = ":slurm_forge payload"
@@ -89,28 +88,26 @@ def batch_script(
         )
     if isinstance(subject, Array):
         parameters["map_count"] = subject.size
-        which, notes = ["--array", str(subject.index)], _folder_of_task(subject)
+        which = ["--array", str(subject.index)]
+        begin = begin_lines(start_file(subject.index.parent), notes=_folder_of_task(subject))
     else:
         run = subject.run if isinstance(subject, Successor) else subject
-        which, notes = [str(run)], shlex.quote(str(run / "submissions"))
-    given = list(parameters.pop("setup", None) or [])
+        which, begin = [str(run)], begin_lines(start_file(run / "submissions"))
+    own_setup = list(parameters.pop("setup", None) or [])
     try:
-        refuse_traps(given, "setup")
+        refuse_traps(own_setup, "setup")
     except ConfigError as error:
         raise SubmissionError(error.message, next_step=error.next_step) from error
-    setup = [guard_lines(notes), *given]
+    setup = [begin, *own_setup]
     if isinstance(subject, Successor):
         first = [subject.pickle, folder]
         setup += [successor_lines(*first, first=subject.first, tasks=subject.tasks)]
     step = _step_options(folder, parameters, srun_args)
-    teardown = bool(parameters.get("teardown"))
-    # Out of a container, or below a shell that stays, the script can't be begun again.
-    again = not teardown and len(shlex.split(python)) == 1
     supervise = process_words("supervise", *which, "--via", "submitit forge", "--")
     # The payload is submitit's own: it loads the pickle, calls the pointer, stores the result.
     task = f"{python} -u -m submitit.core._submit {shlex.quote(str(folder))}"
     command = " ".join([python, shlex.join([*supervise, *step]), task])
-    started = start_lines(python, command, again=again, teardown=teardown)
+    started = start_lines(command, teardown=bool(parameters.get("teardown")))
     warned = "signal" in extra or _warns(parameters.get("time", 5))
     lines = _submitits(_PAYLOAD, folder, setup, parameters).split("\n")
     return "\n".join(
@@ -135,8 +132,8 @@ def _submitits(command: str, folder: Path, setup: list[str], parameters: dict[st
     )
 
 
-def _without(given: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in given.items() if name not in _ONCE}
+def _without(parameters: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in parameters.items() if name not in _ONCE}
 
 
 def _folder_of_task(array: Array) -> str:
@@ -171,10 +168,10 @@ def _warns(limit: Any) -> bool:
     try:
         # Submitit means minutes, and passes on whatever else Slurm understands.
         text = isinstance(limit, str)
-        given = parse_slurm_duration(limit) if text else timedelta(minutes=limit)
+        time_limit = parse_slurm_duration(limit) if text else timedelta(minutes=limit)
     except ValueError as error:
         raise SubmissionError(
             f"time={limit!r} is no time limit ({error})",
             next_step='Give minutes as a number, or Slurm\'s own form: "1-12:00:00".',
         ) from error
-    return given is None or given >= WARNED_FROM
+    return time_limit is None or time_limit >= WARNED_FROM

@@ -17,37 +17,36 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import datetime, timedelta, timezone
+from pathlib import Path
 
 from slurm_forge.control import Hub
 from slurm_forge.control.interfaces import preferred_address
-from slurm_forge.errors import FencedError, ForgeError, RunDirectoryError
+from slurm_forge.errors import FencedError, RunDirectoryError
 from slurm_forge.files import read_json, write_atomic
+from slurm_forge.knobs import Knobs, process_environ
 from slurm_forge.launch.attempt.attempt import (
     REQUEUEING,
     TAKEN_OVER,
     Attempt,
 )
-from slurm_forge.launch.attempt.evidence import gathered
+from slurm_forge.launch.attempt.attempt_loop import AttemptLoop, FrontEnd, Requeuer
 from slurm_forge.launch.attempt.lifeline import Lifeline
-from slurm_forge.launch.attempt.stop_between_attempts import before_next_start
+from slurm_forge.launch.attempt.requeuer import SlurmRequeuer, make_ladder
+from slurm_forge.launch.attempt.stop_between_attempts import stopped_before_start
 from slurm_forge.launch.attempt.stop_explanation import StopExplanation
-from slurm_forge.launch.attempt.unrecognized import note_unrecognized
 from slurm_forge.launch.conductor.conductor import Conductor
-from slurm_forge.launch.conductor.job_poller import JobWatch
+from slurm_forge.launch.conductor.job_poller import JobPoller
 from slurm_forge.launch.render.schedule import (
     planned_end,
     timing,
 )
-from slurm_forge.launch.requeue.job_update import update_for
-from slurm_forge.launch.requeue.requeue import Ladder
+from slurm_forge.launch.requeue.requeue import RequeueOutcome, RequeueResult
 from slurm_forge.recovery import LaunchFacts
-from slurm_forge.recovery.policy.requeue_delay import sooner
 from slurm_forge.run_directory import RunDirectory
 from slurm_forge.slurm.client import Slurm
-from slurm_forge.vocabulary.decision import Action, Decision
-
-__all__ = ["Embedded", "Rendezvous", "await_rendezvous", "withdraw"]
+from slurm_forge.slurm.environment import SlurmEnvironment
+from slurm_forge.vocabulary.cause import Cause
+from slurm_forge.vocabulary.decision import Decision
 
 _LIMIT = 1 << 16
 #: How long ranks that were told to leave may take.
@@ -93,21 +92,21 @@ def await_rendezvous(
             return None
         try:
             body = read_json(run.rendezvous(key), _LIMIT)
-            found = Rendezvous(str(body["channel"]), str(body["nonce"]), int(body["attempt"]))
+            rendezvous = Rendezvous(str(body["channel"]), str(body["nonce"]), int(body["attempt"]))
         except (OSError, RunDirectoryError, KeyError, ValueError, TypeError):
-            found = None
-        if found is not None and not found.channel:
+            rendezvous = None
+        if rendezvous is not None and not rendezvous.channel:
             return None
-        if found is not None and usable(found):
-            return found
+        if rendezvous is not None and usable(rendezvous):
+            return rendezvous
         time.sleep(0.05)
     raise RunDirectoryError(
-        f"rank 0 did not say where it is within {wait_s:.0f} s ({run.rendezvous(key)})",
+        f"rank 0 did not publish its address within {wait_s:.0f} s ({run.rendezvous(key)})",
         next_step="Look at the log of rank 0; is the run directory on storage that all nodes see?",
     )
 
 
-class Embedded:
+class EmbeddedConductor(FrontEnd):
     """Conducts from a thread of rank 0; ``exit_code`` decides how this process then ends."""
 
     def __init__(
@@ -117,6 +116,7 @@ class Embedded:
         world_size: int,
         job: str,
         slurm: Slurm | None,
+        environment: SlurmEnvironment | None,
         requeue_exit_code: int | None,
         leave: Callable[[int], None] | None = None,
         lifeline: Lifeline | None = None,
@@ -124,26 +124,42 @@ class Embedded:
     ) -> None:
         self._attempt = attempt
         self._slurm = slurm
-        self._job = job
         self._requeue_exit_code = requeue_exit_code
         self._exit = leave or os._exit
         self._lifeline = lifeline
-        #: Given the conductor's ``hear``: for signals that reach none of the ranks.
-        self._ear = ear
+        #: Receives the conductor's ``add_signal``, for signals that reach none of the ranks.
+        self._listen = ear
         file = attempt.file
         self.hub = Hub(
             world_size=world_size,
             nonce=secrets.token_hex(16),
             interface_address=preferred_address(file.socket_interface, file.host_suffix),
         )
-        self._watch = JobWatch(slurm, job)
-        self._began = datetime.now(timezone.utc)
+        self._watch = JobPoller(slurm, job)
+        self._loop = AttemptLoop(
+            attempt, self, self._requeuer(job, environment), self._watch, slurm=slurm, job=job
+        )
         self._thread = threading.Thread(target=self._conduct, name="forge-conductor", daemon=True)
         self._over = threading.Event()
-        self._decision: Decision | None = None
-        #: Set once the attempt is over (and this process still lives).
+        #: Why the attempt ended, for the user; set once it is over (and this process still lives).
+        self.reason = ""
         self.finished = False
         self.code = 0
+
+    def _requeuer(self, job: str, environment: SlurmEnvironment | None) -> Requeuer:
+        attempt, slurm = self._attempt, self._slurm
+        if slurm is None:
+            return _RestartedTasks(self)
+        return SlurmRequeuer(
+            attempt,
+            make_ladder(attempt, slurm, job=job, explain=StopExplanation(slurm, attempt)),
+            slurm,
+            partition=None if environment is None else environment.partition,
+            cluster=None if environment is None else environment.cluster_name,
+            knobs=Knobs.from_environ(process_environ()),
+            latest=lambda: self._watch.latest,
+            config=self._watch.config,
+        )
 
     def start(self) -> None:
         """Open the channel and begin to conduct."""
@@ -156,7 +172,8 @@ class Embedded:
         """What the other ranks need to know."""
         return Rendezvous(self.hub.addresses, self.hub.nonce, self._attempt.claim.attempt)
 
-    def _conduct(self) -> None:
+    def launch(self) -> LaunchFacts:
+        """Its ranks are there already, and this process is one of them."""
         file, run = self._attempt.file, self._attempt.run
         state = self._attempt.state()
         conductor = Conductor(
@@ -178,12 +195,28 @@ class Embedded:
             expected_bandwidth=file.expected_bandwidth,
         )
         if self._lifeline is not None:
-            self._lifeline.await_cut(conductor.stop)
-        if self._ear is not None:
-            self._ear(conductor.hear)
+            self._lifeline.await_cut(conductor.stops.add_request)
+        if self._listen is not None:
+            self._listen(conductor.stops.add_signal)
+        return conductor.watch()
+
+    def relaunch(self, decision: Decision, facts: LaunchFacts) -> bool:
+        """Never: this process is one of the ranks."""
+        return False
+
+    def output_of(self, rank: int) -> Path | None:
+        """Submitit's business."""
+        return None
+
+    def clear(self) -> None:
+        """The ranks leave with this process."""
+
+    def depart(self, result: RequeueResult | None, cause: Cause) -> None:
+        """This process ends right after: ranks end later, so the next start can't be sooner."""
+
+    def _conduct(self) -> None:
         try:
-            facts = conductor.watch()
-            self._conclude(facts)
+            self.conclude()
         except FencedError as error:
             sys.stderr.write(f"slurm_forge: {error}\n")
             self._attempt.end(TAKEN_OVER)
@@ -193,88 +226,29 @@ class Embedded:
             sys.stderr.write(f"slurm_forge: the conductor failed: {error!r}\n")
             self._leave(1)
 
-    def _conclude(self, facts: LaunchFacts) -> None:
-        attempt = self._attempt
-        if self._watch.latest is not None:
-            note_unrecognized(attempt, self._watch.latest.unrecognized)
-        self._decision = attempt.conclude(
-            gathered(
-                facts,
-                run=attempt.run,
-                attempt=attempt.claim.attempt,
-                launch=attempt.launch,
-                job=self._job,
-                slurm=self._slurm,
-                restart_count=attempt.claim.restart_count,
-                since=self._began,
-            )
-        )
-        if self._decision is None:
-            self._attempt.end("finished")
+    def conclude(self) -> None:
+        """Conduct the attempt, or carry out its verdict; mostly the process ends in here."""
+        end = self._loop.run()
+        if end.decision is None:
             self.finished = True
             self._over.set()
             return
-        self.carry_out(self._decision)
-
-    def carry_out(self, decision: Decision) -> None:
-        """Do what was decided, and leave."""
-        self._decision = decision
-        code = 0
-        outcome = self._decision.action.value
-        if self._decision.action in REQUEUEING:
-            if self._slurm is None:
-                outcome, code = "requeued", self._requeue_exit_code or 0
-                self._attempt.fence()
-                why = self._wait(self._decision.wait_s)
-                if why:
-                    self._attempt.stop(before_next_start(why))
-                    outcome, code = "stop", 1
-            else:
-                update = update_for(self._decision, self._attempt.file.job, self._watch.latest)
-                wait = timedelta(seconds=self._decision.wait_s)
-                climbed = self._ladder(self._slurm).climb(
-                    self._decision.reason, update, wait=wait, soon=self._sooner
-                )
-                outcome = climbed.taken.value
-        else:
-            code = 1
-            if self._decision.action is Action.HOLD and self._slurm is not None:
-                outcome = self._ladder(self._slurm).hold(self._decision.reason).taken.value
-        self._attempt.end(outcome)
-        sys.stderr.write(f"slurm_forge: {self._decision.reason}: {outcome}\n")
+        self.reason = end.decision.reason
+        code = 1
+        if end.decision.action in REQUEUEING and end.outcome != RequeueOutcome.STOPPED.value:
+            code = self._requeue_exit_code or 0
         self._leave(code)
 
-    def _sooner(self) -> timedelta | None:
-        """The ranks end after this one, and nobody is left to say when: the longest of all."""
-        attempt = self._attempt
-        if self._slurm is None or not attempt.file.shorten_requeue:
-            return None
-        try:
-            soon = sooner(self._slurm.show_config(), attempt.state().attempts)
-        except ForgeError:
-            return None
-        return None if soon is None else soon.at_worst
-
-    def _ladder(self, slurm: Slurm) -> Ladder:
-        return Ladder(
-            slurm,
-            job=self._job,
-            restart_count=self._attempt.claim.restart_count,
-            script=None,
-            journal=self._attempt.journal,
-            fence=self._attempt.fence,
-            patience=self._attempt.file.job.recovery.limits.controller_patience,
-            only_hold=self._attempt.file.only_hold,
-            explain=StopExplanation(slurm, self._attempt),
-        )
-
-    def _wait(self, seconds: float) -> str:
+    def wait_before_restart(self, seconds: float) -> str:
         """Before whoever started the tasks starts them again; why the starter wants no more."""
+        self._attempt.fence()
         self.hub.abort("the launch is over")
         until = time.monotonic() + seconds
         while True:
             why = "" if self._lifeline is None else self._lifeline.why_cut()
             if why or time.monotonic() >= until:
+                if why:
+                    self._attempt.stop(stopped_before_start(why))
                 return why
             time.sleep(_LOOK_EVERY_S)
 
@@ -283,22 +257,22 @@ class Embedded:
         self.hub.abort("the launch is over")
         # The others leave when they read that, or when the channel closes with this process.
         if self._slurm is None:
-            self._end_frozen()
+            self._kill_frozen()
         sys.stdout.flush()
         sys.stderr.flush()
         self._exit(code)
         self.code = code
         self._over.set()
 
-    def _end_frozen(self) -> None:
+    def _kill_frozen(self) -> None:
         """Kill the ranks beside this one that don't leave: a stopped process hears of nothing.
 
         Where there is no Slurm nobody else does, and whoever waits for them would wait for ever.
         """
         until = time.monotonic() + _LEAVE_S
-        while (left := self._others_here()) and time.monotonic() < until:
+        while (others := self._others_here()) and time.monotonic() < until:
             time.sleep(0.05)
-        for pid in left:
+        for pid in others:
             with contextlib.suppress(OSError):
                 os.kill(pid, signal.SIGKILL)
 
@@ -310,13 +284,22 @@ class Embedded:
             if member.connected and member.host == here and member.pid != os.getpid()
         ]
 
-    @property
-    def reason(self) -> str:
-        """Why the attempt ended, for the user."""
-        return "" if self._decision is None else self._decision.reason
-
     def wait_over(self) -> None:
         """For rank 0's main thread after its last words; mostly the process ends in here."""
         self._over.wait()
         self.hub.close()
         self._watch.close()
+
+
+class _RestartedTasks(Requeuer):
+    """On this machine whoever started the tasks starts them again."""
+
+    def __init__(self, embedded: EmbeddedConductor) -> None:
+        self._embedded = embedded
+
+    def requeue(self, decision: Decision, *, urgent: bool = False) -> RequeueResult:
+        """After the decision's wait, unless the starter wants no more."""
+        why = self._embedded.wait_before_restart(decision.wait_s)
+        return RequeueResult(
+            RequeueOutcome.STOPPED if why else RequeueOutcome.REQUEUED, why or decision.reason
+        )

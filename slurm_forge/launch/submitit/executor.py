@@ -1,7 +1,7 @@
 """``submitit.AutoExecutor(folder, cluster="forge")``: submitit's Slurm executor with a supervisor.
 
 Takes every parameter of submitit's own Slurm executor, as ``forge_*`` and under the ``slurm_*``
-names that existing code has (``submitit_names`` sees to that).  What is submitted is a ``ForgeJob``
+names that existing code has (``slurm_aliases``).  What is submitted is a ``ForgeJob``
 or a plain training function, for which a run directory is made under ``<folder>/runs``.
 """
 
@@ -27,11 +27,11 @@ from slurm_forge.launch.render.site_choice import (
     find_site,
     site_places,
 )
-from slurm_forge.launch.submit.entry_check import require_arguments
 from slurm_forge.launch.submit.submission import (
     create_run,
     entry_of,
     keep_payload,
+    keep_start_file,
     keep_successor,
     note,
     payload,
@@ -51,9 +51,8 @@ from slurm_forge.site.model import Site
 from slurm_forge.site.rules import refused
 from slurm_forge.slurm.client import SubprocessSlurm
 from slurm_forge.spec import job_from_mapping
+from slurm_forge.spec.entry import require_arguments
 from slurm_forge.spec.run_file import read_run_file
-
-__all__ = ["ForgeExecutor"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,23 +177,23 @@ class ForgeExecutor(SlurmExecutor):
 
     def _site(self) -> Site:
         """Asked for once: an array has many runs."""
-        if self._found is None:
-            self._found = find_site(slurm=SubprocessSlurm.of_this_process())
-        return self._found
+        if self._own_site is None:
+            self._own_site = find_site(slurm=SubprocessSlurm.of_this_process())
+        return self._own_site
 
-    _found: Site | None = None
+    _own_site: Site | None = None
 
     @staticmethod
     def _room_of(runs: list[RunDirectory]) -> _Room:
         """What one job, or each task of an array, has to ask for."""
         jobs = [read_run_file(run.spec_file).job for run in runs]
-        found = {_Room(job.resources.spares, job.outlives_nodes) for job in jobs}
-        if len(found) > 1:
+        rooms = {_Room(job.resources.spares, job.outlives_nodes) for job in jobs}
+        if len(rooms) > 1:
             raise SubmissionError(
                 "runs with and without spare nodes can't be tasks of one array",
                 next_step="Submit those with spare_nodes (or fewer_nodes) apart from the others.",
             )
-        return found.pop()
+        return rooms.pop()
 
     def _submit_one(self, delayed: utils.DelayedSubmission, run: RunDirectory) -> core.Job[Any]:
         self._subject = run.path
@@ -252,9 +251,13 @@ class ForgeExecutor(SlurmExecutor):
             outlives_nodes=self._room.outlives_nodes,
         )
         # A run that was made elsewhere has been looked at there.
-        found = None if self._found is None else refused(directives(text), self._found)
-        if found is not None:
-            raise SubmissionError(found.message, next_step=found.advice)
+        refusal = None if self._own_site is None else refused(directives(text), self._own_site)
+        if refusal is not None:
+            raise SubmissionError(refusal.message, next_step=refusal.advice)
+        if isinstance(subject, Array):
+            keep_start_file(subject.index.parent, text)
+        elif isinstance(subject, Path):
+            keep_start_file(subject / "submissions", text)
         return text
 
 

@@ -24,8 +24,6 @@ from slurm_forge.run_directory import RunDirectory
 from slurm_forge.slurm.client import SubprocessSlurm
 from slurm_forge.slurm.states import TERMINAL, JobState, parse_state
 
-__all__ = ["RunHandle", "Standing", "standing"]
-
 _UNCERTAIN = frozenset({JobState.UNKNOWN, *TERMINAL})
 #: A job that Slurm calls over may be on its way back into the queue.
 _SURELY_GONE = timedelta(seconds=30)
@@ -35,7 +33,7 @@ _LEAST_PAUSE_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class HandleState:
     """How a run is, in Slurm's ``word``; ``over`` when nothing will happen without a person."""
 
     word: str
@@ -43,39 +41,39 @@ class Standing:
     reason: str = ""
 
 
-def standing(state: RunState, slurm: JobState, *, done: bool, gone: bool) -> Standing:
+def handle_state(state: RunState, slurm: JobState, *, done: bool, forgotten: bool) -> HandleState:
     """What the journal's ``state`` and Slurm's word for the newest job come to.
 
-    ``done`` is whether the run has left its marker, ``gone`` whether Slurm has said often enough
-    that the newest job is over or unknown.
+    ``done`` is whether the run has left its marker, ``forgotten`` whether Slurm has said often
+    enough that the newest job is over or unknown.
     """
     if done or state.status is RunStatus.FINISHED:
-        return Standing(JobState.COMPLETED.value, over=True)
+        return HandleState(JobState.COMPLETED.value, over=True)
     if state.status is RunStatus.HELD:
         word = JobState.FAILED if state.held is None else JobState.REQUEUE_HOLD
-        return Standing(word.value, over=True, reason=f"held: {state.reason}")
+        return HandleState(word.value, over=True, reason=f"held: {state.reason}")
     if state.status in (RunStatus.STOPPED, RunStatus.CANCELLED):
         reason = f"{state.status.value}: {state.reason}".rstrip(": ")
-        return Standing(JobState.CANCELLED.value, over=True, reason=reason)
+        return HandleState(JobState.CANCELLED.value, over=True, reason=reason)
     if slurm not in _UNCERTAIN:
-        return Standing(slurm.value, over=False)
+        return HandleState(slurm.value, over=False)
     waited = state.status in (RunStatus.SUBMITTED, RunStatus.REQUEUED)
-    if gone or (waited and slurm is JobState.CANCELLED):
+    if forgotten or (waited and slurm is JobState.CANCELLED):
         word = slurm if slurm is not JobState.COMPLETED else JobState.FAILED
-        return Standing(word.value, over=True, reason="its job is over and did not come back")
+        return HandleState(word.value, over=True, reason="its job is over and did not come back")
     running = state.status is RunStatus.RUNNING
-    return Standing((JobState.RUNNING if running else JobState.PENDING).value, over=False)
+    return HandleState((JobState.RUNNING if running else JobState.PENDING).value, over=False)
 
 
 @dataclass(frozen=True, slots=True)
-class _Look:
+class _ControllerAnswer:
     """What the controller said of a job, and from when on it is asked ``again`` (monotonic)."""
 
     job: str
     word: JobState
     again: float
     over_since: float | None = None
-    gone: bool = False
+    forgotten: bool = False
 
 
 class RunHandle(SlurmJob[Any]):
@@ -84,11 +82,11 @@ class RunHandle(SlurmJob[Any]):
     _run_of_job: RunDirectory | None = None
     _state: RunState | None = None
     _read_next = 0.0
-    _looked: _Look | None = None
+    _last_answer: _ControllerAnswer | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         # Times are this process's.
-        own = ("_state", "_read_next", "_looked")
+        own = ("_state", "_read_next", "_last_answer")
         return {name: value for name, value in super().__getstate__().items() if name not in own}
 
     def done(self, force_check: bool = False) -> bool:
@@ -174,46 +172,54 @@ class RunHandle(SlurmJob[Any]):
     def _newest(self, state: RunState) -> str:
         return state.job if state.job[:1].isdigit() else self.job_id
 
-    def _standing(self, run: RunDirectory, *, force: bool = False) -> Standing:
+    def _standing(self, run: RunDirectory, *, force: bool = False) -> HandleState:
         done = run.is_done()
         state = self._read(run, force=force and not done)
-        plain = standing(state, JobState.UNKNOWN, done=done, gone=False)
+        plain = handle_state(state, JobState.UNKNOWN, done=done, forgotten=False)
         if plain.over:
             return plain
         newest = self._newest(state)
-        said = self.watcher.get_state(newest, mode="force" if force else "standard")
-        word = parse_state(said) if said != "UNKNOWN" else JobState.UNKNOWN
-        gone = False
+        answer = self.watcher.get_state(newest, mode="force" if force else "standard")
+        word = parse_state(answer) if answer != "UNKNOWN" else JobState.UNKNOWN
+        forgotten = False
         if word in _UNCERTAIN:
-            word, gone = self._look(newest, word, force=force)
-        return standing(state, word, done=False, gone=gone)
+            word, forgotten = self._ask_controller(newest, word, force=force)
+        return handle_state(state, word, done=False, forgotten=forgotten)
 
-    def _look(self, newest: str, word: JobState, *, force: bool) -> tuple[JobState, bool]:
+    def _ask_controller(self, newest: str, word: JobState, *, force: bool) -> tuple[JobState, bool]:
         """Ask the controller itself: the database lags behind, and knows nothing of requeues."""
         now = time.monotonic()
-        known = self._looked if self._looked is not None and self._looked.job == newest else None
-        if known is not None and now < known.again and not force:
-            return known.word, known.gone
+        last = (
+            self._last_answer
+            if self._last_answer is not None and self._last_answer.job == newest
+            else None
+        )
+        if last is not None and now < last.again and not force:
+            return last.word, last.forgotten
         again = now + _SURELY_GONE.total_seconds() / 2
         try:
             record = SubprocessSlurm.of_this_process().show_job(newest)
         except ForgeError:
-            self._looked = _Look(newest, word, again)
+            self._last_answer = _ControllerAnswer(newest, word, again)
             return word, False
         if record is not None and record.state not in TERMINAL:
-            self._looked = _Look(newest, record.state, again)
+            self._last_answer = _ControllerAnswer(newest, record.state, again)
             return record.state, False
-        since = now if known is None or known.over_since is None else known.over_since
-        gone = now - since >= _SURELY_GONE.total_seconds()
+        since = now if last is None or last.over_since is None else last.over_since
+        forgotten = now - since >= _SURELY_GONE.total_seconds()
         word = word if record is None else record.state
-        self._looked = _Look(newest, word, again, over_since=since, gone=gone)
-        return word, gone
+        self._last_answer = _ControllerAnswer(
+            newest, word, again, over_since=since, forgotten=forgotten
+        )
+        return word, forgotten
 
     def _all_paths(self, state: RunState) -> list[utils.JobPaths]:
         """Submitit's files of every job that the run has had since this one, in their order."""
         jobs = [each.job for each in state.attempts] + [state.job]
-        known = [job for job in dict.fromkeys(jobs) if job[:1].isdigit()]
-        later = known[known.index(self.job_id) + 1 :] if self.job_id in known else []
+        job_numbers = [job for job in dict.fromkeys(jobs) if job[:1].isdigit()]
+        later = (
+            job_numbers[job_numbers.index(self.job_id) + 1 :] if self.job_id in job_numbers else []
+        )
         folder = self.paths.folder
         others = [utils.JobPaths(folder, job_id=job, task_id=self.task_id) for job in later]
         return [self.paths, *others]

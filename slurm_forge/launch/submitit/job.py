@@ -25,13 +25,13 @@ from slurm_forge.errors import ForgeError
 from slurm_forge.journal.events import VIA_THIS_MACHINE
 from slurm_forge.knobs import Knobs
 from slurm_forge.launch.attempt.attempt import (
-    Refusal,
+    StartRefusal,
     begin,
 )
 from slurm_forge.launch.attempt.lifeline import Lifeline
 from slurm_forge.launch.attempt.unrecognized import note_unrecognized
 from slurm_forge.launch.submitit.embedded import (
-    Embedded,
+    EmbeddedConductor,
     Rendezvous,
     await_rendezvous,
     withdraw,
@@ -40,8 +40,6 @@ from slurm_forge.run_directory import RunDirectory
 from slurm_forge.signals import SAVE_SIGNALS
 from slurm_forge.slurm.client import SubprocessSlurm
 from slurm_forge.slurm.environment import SlurmEnvironment
-
-__all__ = ["ForgeJob"]
 
 #: The exit status by which submitit's local executor is asked to start the tasks again.
 _LOCAL_REQUEUE = 144
@@ -86,13 +84,15 @@ class ForgeJob:
                 nonce=knobs.nonce,
                 launch_started=knobs.started,
             )
-            return _ended(run, worker, result)
+            return _end_rank(run, worker, result)
         if not _in_process(os.environ):
             lifeline = Lifeline.of_standard_input() if knobs.lifeline else None
-            return _Stock(run, worker, place, lifeline=lifeline).be_a_rank()
+            return _StockTask(run, worker, place, lifeline=lifeline).be_a_rank()
         # Whatever surrounds the user's process (an interactive job, say) is not the run's.
         with _signals_given_back(), _environment_given_back():
-            return _Stock(run, worker, worker.place_from_environ({}), in_process=True).be_a_rank()
+            return _StockTask(
+                run, worker, worker.place_from_environ({}), in_process=True
+            ).be_a_rank()
 
     def checkpoint(self) -> DelayedSubmission:
         """Submitit's protocol for a requeue: run the same pointer again.
@@ -103,7 +103,7 @@ class ForgeJob:
         return DelayedSubmission(self)
 
 
-class _Stock:
+class _StockTask:
     """A task under a stock executor, or (``in_process``) the user's own process."""
 
     def __init__(
@@ -124,21 +124,21 @@ class _Stock:
 
     def be_a_rank(self) -> str:
         if self._place.rank == 0:
-            return self._host()
+            return self._conduct()
         unwanted = (lambda: False) if self._lifeline is None else self._lifeline.is_cut
-        found = await_rendezvous(self._run, self._key, _answers, unwanted=unwanted)
-        if found is None:
+        rendezvous = await_rendezvous(self._run, self._key, _is_reachable, unwanted=unwanted)
+        if rendezvous is None:
             return _summary(self._run)
         result = self._worker.run_rank(
             self._run,
             self._place,
-            channel=found.channel,
-            nonce=found.nonce,
-            attempt=found.attempt,
+            channel=rendezvous.channel,
+            nonce=rendezvous.nonce,
+            attempt=rendezvous.attempt,
         )
-        return _ended(self._run, self._worker, result)
+        return _end_rank(self._run, self._worker, result)
 
-    def _host(self) -> str:
+    def _conduct(self) -> str:
         """Rank 0: claim, conduct, and be a rank too."""
         withdraw(self._run, self._key)
         environment = SlurmEnvironment.from_environ(os.environ)
@@ -153,23 +153,24 @@ class _Stock:
             slurm=SubprocessSlurm.of_this_process() if in_slurm else None,
             unwanted="" if self._lifeline is None else self._lifeline.why_cut(),
         )
-        if isinstance(begun, Refusal):
+        if isinstance(begun, StartRefusal):
             Rendezvous("", "", 0).publish(self._run, self._key)
             return _summary(self._run, begun)
         if in_slurm and environment:
             note_unrecognized(begun, environment.unrecognized)
-        embedded = Embedded(
+        embedded = EmbeddedConductor(
             begun,
             world_size=self._place.world_size,
             job=self._place.job,
             slurm=SubprocessSlurm.of_this_process() if in_slurm else None,
+            environment=environment if in_slurm else None,
             requeue_exit_code=None if in_slurm else _LOCAL_REQUEUE,
             leave=_raise_in_main if self._in_process else None,
             lifeline=self._lifeline,
         )
         if begun.verdict is not None:
             Rendezvous("", "", 0).publish(self._run, self._key)
-            embedded.carry_out(begun.verdict)
+            embedded.conclude()
             raise ForgeError(
                 f"{self._run.name} does not go on: {embedded.reason}",
                 next_step=f"slurm-forge explain {self._run.name}",
@@ -233,8 +234,8 @@ def _raise_in_main(code: int) -> None:
     del code
 
 
-def _answers(found: Rendezvous) -> bool:
-    hosts, port = parse_addresses(found.channel)
+def _is_reachable(rendezvous: Rendezvous) -> bool:
+    hosts, port = parse_addresses(rendezvous.channel)
     try:
         connect(hosts, port, 2.0).close()
     except OSError:
@@ -242,16 +243,16 @@ def _answers(found: Rendezvous) -> bool:
     return True
 
 
-def _summary(run: RunDirectory, refusal: Refusal | None = None) -> str:
-    word = "finished" if refusal in (None, Refusal.DONE) else f"not started ({refusal.value})"
+def _summary(run: RunDirectory, refusal: StartRefusal | None = None) -> str:
+    word = "finished" if refusal in (None, StartRefusal.DONE) else f"not started ({refusal.value})"
     return f"{run.name}: {word}"
 
 
-def _ended(run: RunDirectory, worker: Any, result: Any) -> str:
+def _end_rank(run: RunDirectory, worker: Any, result: Any) -> str:
     """A rank that is not the conductor's: done, or gone without a result of its own."""
-    if result.outcome is worker.Outcome.FINISHED:
+    if result.outcome is worker.RankOutcome.FINISHED:
         return _summary(run)
     sys.stdout.flush()
     sys.stderr.flush()
     # Not sys.exit: submitit would pickle an error, and job.done() would stay "failed" for ever.
-    os._exit(1 if result.outcome is worker.Outcome.FAILED else 0)
+    os._exit(1 if result.outcome is worker.RankOutcome.FAILED else 0)

@@ -20,8 +20,6 @@ from submitit.core.core import Executor
 
 from slurm_forge.errors import SubmissionError
 
-__all__ = ["accept_slurm_names"]
-
 _CLUSTER = "forge"
 _OURS = "forge_"
 _THEIRS = "slurm_"
@@ -35,27 +33,27 @@ def accept_slurm_names() -> None:
         return
 
     @functools.wraps(original)
-    def update(self: AutoExecutor, **given: Any) -> None:
-        ours = self.cluster == _CLUSTER
-        self._deprecated_args = _deprecated(self, ours)
-        original(self, **(renamed(given) if ours else given))
+    def update(self: AutoExecutor, **parameters: Any) -> None:
+        is_forge = self.cluster == _CLUSTER
+        self._deprecated_args = _deprecated(self, is_forge)
+        original(self, **(renamed(parameters) if is_forge else parameters))
 
     @functools.wraps(make)
-    def initialised(cls: type[Executor], folder: str | Path, **given: Any) -> Executor:
+    def initialised(cls: type[Executor], folder: str | Path, **parameters: Any) -> Executor:
         # Looked up anew whenever an AutoExecutor is made: the first one loads us in the middle.
-        return make(cls, folder, **(renamed(given) if cls.name() == _CLUSTER else given))
+        return make(cls, folder, **(renamed(parameters) if cls.name() == _CLUSTER else parameters))
 
     setattr(update, _DONE, True)
     AutoExecutor._internal_update_parameters = update  # type: ignore[method-assign]
     auto.flexible_init = initialised
 
 
-def _deprecated(executor: AutoExecutor, ours: bool) -> dict[str, str]:
+def _deprecated(executor: AutoExecutor, is_forge: bool) -> dict[str, str]:
     """What submitit's names without prefix stand for; the later executor wins, as in submitit."""
     shared = executor._valid_parameters()
     executors = dict(plugins.get_executors())
     last = executors.pop(_CLUSTER, None)
-    if ours and last is not None:
+    if is_forge and last is not None:
         executors[_CLUSTER] = last
     return {
         name: f"{cluster}_{name}"
@@ -65,17 +63,17 @@ def _deprecated(executor: AutoExecutor, ours: bool) -> dict[str, str]:
     }
 
 
-def renamed(given: dict[str, Any]) -> dict[str, Any]:
+def renamed(parameters: dict[str, Any]) -> dict[str, Any]:
     """``slurm_x`` as ``forge_x``; both at once is an error, whatever the values."""
-    result = dict(given)
-    for name in given:
+    result = dict(parameters)
+    for name in parameters:
         if not name.startswith(_THEIRS):
             continue
-        ours = _OURS + name.removeprefix(_THEIRS)
-        if ours in given:
+        own_name = _OURS + name.removeprefix(_THEIRS)
+        if own_name in parameters:
             raise SubmissionError(
-                f"{name} and {ours} are both given",
+                f"{name} and {own_name} are both given",
                 next_step="Keep one of them: with cluster=forge they mean the same.",
             )
-        result[ours] = result.pop(name)
+        result[own_name] = result.pop(name)
     return result

@@ -15,8 +15,6 @@ from slurm_forge.control.agent_hub import (
 from slurm_forge.launch.supervisor.srun import StepProcess
 from slurm_forge.recovery.incident.launch_facts import WorkerEnd
 
-__all__ = ["AgentsLaunch"]
-
 #: A rank that ended badly ends the others, as ``srun --kill-on-bad-exit`` does: they get this long
 #: for last words of their own, and to leave by themselves.
 _BAD_EXIT_S = 2.0
@@ -55,12 +53,12 @@ class AgentsLaunch:
         self._status: int | None = None
 
     @property
-    def gone_for_sure(self) -> bool:
+    def has_ended(self) -> bool:
         """Whether every worker is reaped, with all that it had started, and every agent stands."""
         ends = self._agents.ends(self._launch)
         return (
             len(ends) == self._agents.world_size
-            and not any(end.said.left for end in ends)
+            and not any(end.message.left for end in ends)
             and self._agent_gone_at is None
             and self._step.poll() is None
         )
@@ -68,27 +66,27 @@ class AgentsLaunch:
     def poll(self) -> int | None:
         """0 when every worker came out well, else what the first that did not ended with."""
         if self._status is None:
-            self._status = self._look()
+            self._status = self._poll_agents()
         return self._status
 
-    def _look(self) -> int | None:
+    def _poll_agents(self) -> int | None:
         over = self._step.poll()
         if over is not None:
             return over
         now = self._clock()
-        known = self._agents.agents()
-        if any(not agent.connected for agent in known.values()):
+        agents = self._agents.agents()
+        if any(not agent.connected for agent in agents.values()):
             self._agent_gone_at = self._agent_gone_at or now
         ends = self._agents.ends(self._launch)
-        bad = [end for end in ends if end.said.signal or end.said.code]
-        if self._hub.over and any(agent.begun < self._launch for agent in known.values()):
+        bad = [end for end in ends if end.message.signal or end.message.code]
+        if self._hub.over and any(agent.begun < self._launch for agent in agents.values()):
             self._agents.end(self._launch)  # who has not begun needs not
         if len(ends) == self._agents.world_size:
             return self._all_ended(ends, bad, now)
         if self._agent_gone_at is not None and now - self._agent_gone_at > _SRUN_S:
-            gone = [agent for agent in known.values() if not agent.connected]
-            never_begins = any(agent.begun < self._launch for agent in gone)
-            if never_begins or len(ends) + len(gone) >= len(known):
+            disconnected = [agent for agent in agents.values() if not agent.connected]
+            never_begins = any(agent.begun < self._launch for agent in disconnected)
+            if never_begins or len(ends) + len(disconnected) >= len(agents):
                 self._step.kill()
         elif bad and now - bad[0].at > self._patience_s and self._killed_at is None:
             self.kill()
@@ -97,10 +95,12 @@ class AgentsLaunch:
         return None
 
     def _all_ended(self, ends: tuple[AgentEnd, ...], bad: list[AgentEnd], now: float) -> int | None:
-        if any(end.said.left for end in ends):
+        if any(end.message.left for end in ends):
             self._step.kill()
             return None
-        unexplained = [end.at for end in bad if end.said.signal == "SIGKILL" and not end.said.ours]
+        unexplained = [
+            end.at for end in bad if end.message.signal == "SIGKILL" and not end.message.ours
+        ]
         if unexplained and now - max(unexplained) < _STEP_ENDS_S:
             return None
         if unexplained and self._agent_gone_at is not None:
@@ -131,18 +131,18 @@ class AgentsLaunch:
             WorkerEnd(
                 rank=end.rank,
                 host=end.host,
-                signal=end.said.signal,
-                exit_code=None if end.said.signal else end.said.code,
+                signal=end.message.signal,
+                exit_code=None if end.message.signal else end.message.code,
                 after=timedelta(seconds=max(0.0, end.at - self._began)),
-                ours=end.said.ours,
-                memory=end.said.memory,
+                ours=end.message.ours,
+                memory=end.message.memory,
             )
             for end in self._agents.ends(self._launch)
         )
 
 
 def _status(end: AgentEnd) -> int:
-    if not end.said.signal:
-        return end.said.code
-    number = getattr(signal, end.said.signal, None)
+    if not end.message.signal:
+        return end.message.code
+    number = getattr(signal, end.message.signal, None)
     return 128 + int(number or 0)

@@ -5,12 +5,10 @@ its steps, and does not start it again (tried on 22.05.8: FAILED, JobLaunchFailu
 inside those seconds is taken).  So the rank that noticed first writes down what happened and brings
 the run back.  Imports no torch.
 
-Who stands in for a supervisor whose node is gone, in a job that goes on without its nodes.
-
 With ``--no-kill`` Slurm takes a lost node out of the job and lets the job run, also where it is the
 node of the batch script: nobody would ever start anything in it again, until its time limit.  Rank
-0 is mostly on that node, too.  So the first rank of another node waits until Slurm does not hear
-from the batch node any more, and then does what the deputy does.  Not longer: with the node Slurm
+0 is mostly on that node, too.  So the first rank of another node waits (``--second``) until Slurm
+does not hear from the batch node any more, and then does the same.  Not longer: with the node Slurm
 gives up its steps, and SIGKILL comes to all that is left of them in the same moment.
 """
 
@@ -29,37 +27,26 @@ from pathlib import Path
 
 from slurm_forge.control.interfaces import interfaces
 from slurm_forge.errors import ConfigError, FencedError, ForgeError
-from slurm_forge.journal import JournalWriter, fold, read_journal
-from slurm_forge.journal.events import AttemptEnded, DecisionTaken, IncidentSeen, LaunchEnded
+from slurm_forge.journal import fold, read_journal
+from slurm_forge.journal.events import LaunchEnded
 from slurm_forge.knobs import Knobs
-from slurm_forge.launch.attempt.requeuer import ladder_of
+from slurm_forge.launch.attempt.attempt import Attempt
+from slurm_forge.launch.attempt.attempt_loop import settle
+from slurm_forge.launch.attempt.requeuer import SlurmRequeuer, make_ladder
 from slurm_forge.launch.render.rank_environment import (
     as_submitted,
-    effective_on_hang,
 )
-from slurm_forge.launch.requeue.job_update import (
-    arguments_for,
-    left_out,
-    memory_asked,
-    nodes_asked,
-    time_asked,
-    update_for,
-)
-from slurm_forge.launch.requeue.requeue import Ladder
-from slurm_forge.recovery import decide
+from slurm_forge.launch.submit.submission import job_script
 from slurm_forge.recovery.incident.attempt_end import supervisor_lost
-from slurm_forge.recovery.policy.requeue_delay import sooner
 from slurm_forge.run_directory import Claim, Fence, RunDirectory, newest_claim
 from slurm_forge.signals import SAVE_SIGNALS
-from slurm_forge.slurm.client import JobUpdate, Slurm, SubprocessSlurm
-from slurm_forge.slurm.environment import SlurmEnvironment, process_environ
+from slurm_forge.slurm.client import Slurm, SubprocessSlurm
+from slurm_forge.slurm.environment import SlurmEnvironment
 from slurm_forge.slurm.records import JobRecord
 from slurm_forge.slurm.states import JobState
 from slurm_forge.slurm.text.nodelist import expand_nodes
-from slurm_forge.spec import JobSpec
-from slurm_forge.spec.run_file import read_run_file
 from slurm_forge.vocabulary.cause import Cause, Confidence, Evidence
-from slurm_forge.vocabulary.decision import Action, Decision, Incident
+from slurm_forge.vocabulary.decision import Incident
 
 #: For a rank that is not rank 0.
 SECOND = "--second"
@@ -74,11 +61,11 @@ _BETWEEN_LOOKS_S = 0.5
 def bring_back(
     run: RunDirectory,
     *,
-    attempt: int,
-    launch: int,
+    knobs: Knobs,
     job: str,
     slurm: Slurm,
     second: bool = False,
+    cluster: str | None = None,
     lives: Callable[[Claim], bool] | None = None,
     pause: Callable[[float], None] = time.sleep,
 ) -> str:
@@ -87,8 +74,8 @@ def bring_back(
     Does nothing where it had ended on purpose, or where a newer attempt owns the run.  ``second``:
     only where the node of the supervisor is lost, and with it whoever comes before us.
     """
-    fence = Fence(run, attempt)
-    fence()
+    attempt, launch = knobs.attempt, knobs.launch
+    Fence(run, attempt)()
     claim = newest_claim(run)
     if second and not (
         claim is not None
@@ -97,15 +84,21 @@ def bring_back(
         return "nothing to do: others see to it"
     records, _ = read_journal(run, thin=True)
     state = fold(records)
-    mine = next((each for each in state.attempts if each.number == attempt), None)
+    attempt_state = next((each for each in state.attempts if each.number == attempt), None)
     incident_id = f"{attempt}.{launch}"
-    settled = mine is None or mine.ended is not None or state.incident(incident_id) is not None
+    settled = (
+        attempt_state is None
+        or attempt_state.ended is not None
+        or state.incident(incident_id) is not None
+    )
     if run.is_done() or settled or claim is None or (lives or _lives)(claim):
         return "nothing to do"
     record = _queried_record(slurm, job, (lambda _: None) if second else pause)
     if not second and not _sure(claim, record):
         return "nothing to do: Slurm says that the job runs"
-    newest = mine.launches[-1] if mine is not None and mine.launches else None
+    newest = (
+        attempt_state.launches[-1] if attempt_state is not None and attempt_state.launches else None
+    )
     incident = supervisor_lost(
         record,
         incident_id,
@@ -115,57 +108,33 @@ def bring_back(
     )
     if second:
         incident = lost_with_its_node(incident, claim)
-    journal = JournalWriter(run, attempt=attempt, writer="deputy", launch=launch)
-    journal.follow(records)
-    try:
-        # A full disk must not keep the run from coming back.
-        with contextlib.suppress(OSError):
-            journal.write(LaunchEnded(outcome=incident.cause.value, step=incident.step))
-            journal.write(IncidentSeen(incident=incident))
-        file = read_run_file(run.spec_file)
-        spec = file.job
-        if isinstance(slurm, SubprocessSlurm):
-            mine_now = as_submitted(file, slurm.environment, state.plan, interfaces=interfaces())
-            slurm = replace(slurm, environment=mine_now)
-        decision = decide(
-            spec.recovery,
-            state,
-            incident,
-            batch_coupled=spec.batch_coupled,
-            allocation=False,
-            mem=memory_asked(spec, record),
-            time=time_asked(spec, record),
-            nodes=state.plan.nodes or nodes_asked(spec),
-            now=datetime.now(timezone.utc).timestamp(),
-            on_hang=effective_on_hang(file, process_environ()),
+    abandoned = Attempt.abandoned(run, claim, writer="deputy", launch=launch)
+    if isinstance(slurm, SubprocessSlurm):
+        as_job = as_submitted(
+            abandoned.file, slurm.environment, state.plan, interfaces=interfaces()
         )
-        with contextlib.suppress(OSError):
-            journal.write(DecisionTaken(decision=decision))
-        script = run.submissions / "job.sbatch"
-        ladder = ladder_of(
-            file,
-            slurm,
-            job=job,
-            restart_count=claim.restart_count,
-            script=script if script.is_file() else None,
-            journal=journal,
-            fence=fence,
-            patience=_PATIENCE,
-        )
-
-        def soon() -> timedelta | None:
-            with contextlib.suppress(ForgeError):
-                config = slurm.show_config() if file.shorten_requeue else None
-                ahead = sooner(config, state.attempts)
-                return None if ahead is None else ahead.at_worst
-            return None
-
-        outcome = _act(decision, ladder, spec, record, slurm, soon)
-        with contextlib.suppress(OSError):
-            journal.write(AttemptEnded(outcome=outcome), durable=True)
-        return f"{decision.reason}: {outcome}"
-    finally:
-        journal.close()
+        slurm = replace(slurm, environment=as_job)
+    # A full disk must not keep the run from coming back.
+    decision, _ = abandoned.decide_on(
+        incident,
+        LaunchEnded(outcome=incident.cause.value, step=incident.step),
+        record=record,
+        now=datetime.now(timezone.utc),
+        allocation=False,
+    )
+    script = job_script(run) if job_script(run).is_file() else None
+    requeuer = SlurmRequeuer(
+        abandoned,
+        make_ladder(abandoned, slurm, job=job, script=script, patience=_PATIENCE),
+        slurm,
+        partition=None if record is None else record.partition,
+        cluster=cluster,
+        knobs=knobs,
+        latest=lambda: record,
+    )
+    outcome, _ = settle(decision, requeuer)
+    abandoned.end(outcome)
+    return f"{decision.reason}: {outcome}"
 
 
 def _queried_record(slurm: Slurm, job: str, pause: Callable[[float], None]) -> JobRecord | None:
@@ -203,37 +172,6 @@ def _lives(claim: Claim) -> bool:
         return False
 
 
-def _act(
-    decision: Decision,
-    ladder: Ladder,
-    job: JobSpec,
-    record: JobRecord | None,
-    slurm: Slurm,
-    soon: Callable[[], timedelta | None],
-) -> str:
-    def update() -> JobUpdate | None:
-        """Asked for once the job is in the queue: a job without enough nodes never starts."""
-        nodes = left_out(decision, job, record, slurm)
-        plan = replace(decision.plan, exclude_nodes=nodes)
-        return update_for(replace(decision, plan=plan), job, record)
-
-    outcome = decision.action.value
-    if decision.action is Action.HOLD:
-        outcome = ladder.hold(decision.reason).taken.value
-    elif decision.action in (Action.STOP, Action.RAISE):
-        ladder.rest(decision.reason)
-    else:
-        comeback = ladder.climb(
-            decision.reason,
-            update,
-            wait=timedelta(seconds=decision.wait_s),
-            arguments=lambda: arguments_for(update(), job),
-            soon=soon,
-        )
-        outcome = comeback.taken.value
-    return str(outcome)
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """``RUN [--second]``; attempt and launch are in the environment that ranks were given."""
     for number in SAVE_SIGNALS:
@@ -252,16 +190,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         run = RunDirectory.existing(arguments[0])
         done = bring_back(
             run,
-            attempt=knobs.attempt,
-            launch=knobs.launch,
+            knobs=knobs,
             job=environment.job_ref,
             second=second,
+            cluster=environment.cluster_name,
             slurm=SubprocessSlurm.of_this_process().with_timeout(_PER_CALL),
         )
     except FencedError as error:
         done = str(error)
     except (ForgeError, OSError) as error:
-        sys.stderr.write(f"slurm_forge: the supervisor is gone, and nobody could act: {error}\n")
+        sys.stderr.write(
+            f"slurm_forge: the supervisor is gone, and the run can't be requeued: {error}\n"
+        )
         return 1
     sys.stderr.write(f"slurm_forge: the supervisor is gone; {done}\n")
     return 0
@@ -301,9 +241,9 @@ def batch_node_lost(
         if run.is_done() or _has_launch_event(run, claim.attempt, launch):
             return False
         looks += 1
-        found = _is_lost(slurm, job, claim.nodes[0] if claim.nodes else "")
-        if found is False or (found and looks >= _LOOKS_FOR_SECOND):
-            return found
+        is_lost = _is_lost(slurm, job, claim.nodes[0] if claim.nodes else "")
+        if is_lost is False or (is_lost and looks >= _LOOKS_FOR_SECOND):
+            return is_lost
         pause(_BETWEEN_S)
     return False
 
@@ -311,21 +251,21 @@ def batch_node_lost(
 def lost_with_its_node(incident: Incident, claim: Claim) -> Incident:
     """The incident of a supervisor that is gone, where its node is, too."""
     host = claim.nodes[0]
-    seen = Evidence("scontrol", f"the node of the batch script, {host}, does not respond")
+    evidence = Evidence("scontrol", f"the node of the batch script, {host}, does not respond")
     return replace(
         incident,
         cause=Cause.NODE_FAIL,
         confidence=Confidence.LIKELY,
         hosts=(host,),
-        evidence=(seen, *incident.evidence),
+        evidence=(evidence, *incident.evidence),
     )
 
 
 def _has_launch_event(run: RunDirectory, attempt: int, launch: int) -> bool:
     """Whether the supervisor, or rank 0 in its place, has said how the launch ended."""
     state = fold(read_journal(run, thin=True)[0])
-    mine = next((each for each in state.attempts if each.number == attempt), None)
-    if mine is None or mine.ended is not None:
+    attempt_state = next((each for each in state.attempts if each.number == attempt), None)
+    if attempt_state is None or attempt_state.ended is not None:
         return True
     return state.incident(f"{attempt}.{launch}") is not None
 

@@ -10,9 +10,9 @@ from pathlib import Path, PurePath
 from slurm_forge.control import Hub
 from slurm_forge.control.addresses import parse_addresses
 from slurm_forge.control.agent_hub import AgentsHub
-from slurm_forge.control.hub import Said
-from slurm_forge.control.messages import protocol as p
-from slurm_forge.control.messages.agent import Begin
+from slurm_forge.control.hub import MessageReceived
+from slurm_forge.control.messages.agent import StartWorker
+from slurm_forge.control.messages.rank import Notice
 from slurm_forge.knobs import Knobs
 from slurm_forge.launch.conductor.observations import Launched
 from slurm_forge.launch.render.launch_command import has_shield
@@ -22,11 +22,9 @@ from slurm_forge.launch.supervisor.srun import (
     srun_command,
 )
 from slurm_forge.process import old_process_words, process_words
-from slurm_forge.recovery.nodes.placement import Seats
-from slurm_forge.recovery.policy.start_mode import Start
+from slurm_forge.recovery.nodes.placement import Placement
 from slurm_forge.site.variables import reaches_forks
-
-__all__ = ["StandingStep", "StepOptions", "with_agent"]
+from slurm_forge.vocabulary.decision import Start
 
 #: After Leave, or after the last words, srun returns a moment later.
 _SRUN_RETURNS_S = 5.0
@@ -48,7 +46,7 @@ class StepOptions:
     ranks_per_task: int = 1
 
     def command(
-        self, *, again: bool, seats: Seats | None = None, seat_file: Path | None = None
+        self, *, again: bool, seats: Placement | None = None, seat_file: Path | None = None
     ) -> tuple[str, ...]:
         """srun's arguments."""
         each = self.ranks_per_task
@@ -87,7 +85,7 @@ def with_agent(payload: Sequence[str], run: str) -> tuple[str, ...] | None:
     return None
 
 
-class StandingStep:
+class JobStep:
     """Starts launches: on the agents that stand already, or with a new step.
 
     ``run`` is the run directory as the payload names it; ``unwinds``: ranks may go on in their
@@ -105,11 +103,11 @@ class StandingStep:
         self._hub: Hub | None = None
         #: What the agents were started with, and what the ranks of the last launch had.
         self._variables: Mapping[str, str] = {}
-        self._given: Mapping[str, str] = {}
+        self._rank_variables: Mapping[str, str] = {}
         #: Signals that agents got while no launch was on: the next one on them hears of it.
-        self._early: list[Said] = []
+        self._early: list[MessageReceived] = []
 
-    def stands_for(
+    def can_reuse(
         self, options: StepOptions, world_size: int, variables: Mapping[str, str] | None = None
     ) -> bool:
         """Whether the agents of the launch before can start another one with these options.
@@ -120,7 +118,7 @@ class StandingStep:
         return (
             agents is not None
             and launch is not None
-            and launch.gone_for_sure
+            and launch.has_ended
             and options == self._options
             and agents.world_size == world_size
             and (variables is None or all(map(reaches_forks, self._other(variables))))
@@ -139,7 +137,7 @@ class StandingStep:
         options: StepOptions,
         start: Start,
         *,
-        seats: Seats | None = None,
+        seats: Placement | None = None,
         seat_file: Path | None = None,
         hub: Hub,
         knobs: Knobs,
@@ -152,9 +150,9 @@ class StandingStep:
         """
         self._hub = hub
         # What a process has read of its environment it does not read again.
-        going_on = start is Start.IN_PROCESS and variables == self._given
-        self._given = dict(variables)
-        order = Begin(
+        going_on = start is Start.IN_PROCESS and variables == self._rank_variables
+        self._rank_variables = dict(variables)
+        order = StartWorker(
             attempt=knobs.attempt,
             launch=knobs.launch,
             channel=hub.addresses,
@@ -169,7 +167,7 @@ class StandingStep:
                 self._shields = shields = AgentsHub(
                     world_size=hub.world_size // each,
                     nonce=secrets.token_hex(16),
-                    on_notice=lambda task, what: self._noticed(task * each, what),
+                    on_notice=lambda task, what: self._on_notice(task * each, what),
                     interface_address=parse_addresses(hub.addresses)[0][0],
                 )
                 knobs = replace(knobs, shields=shields.addresses, shields_nonce=shields.nonce)
@@ -183,7 +181,7 @@ class StandingStep:
             agents = AgentsHub(
                 world_size=hub.world_size,
                 nonce=secrets.token_hex(16),
-                on_notice=self._noticed,
+                on_notice=self._on_notice,
                 interface_address=parse_addresses(hub.addresses)[0][0],
             )
             self._variables = dict(variables)
@@ -210,8 +208,8 @@ class StandingStep:
         )
         self._agents.begin(order)
         early, self._early = self._early, []
-        for said in early:
-            hub.events.put(said)
+        for notice in early:
+            hub.events.put(notice)
         return self._current
 
     def leave(self) -> None:
@@ -228,10 +226,10 @@ class StandingStep:
             if listening is not None:
                 listening.close()
 
-    def _noticed(self, rank: int, what: str) -> None:
+    def _on_notice(self, rank: int, what: str) -> None:
         """Slurm signals direct children only: what an agent got is what its rank is told of."""
-        hub, said = self._hub, Said(rank, p.Notice(what=what))
+        hub, event = self._hub, MessageReceived(rank, Notice(what=what))
         if hub is None or hub.over:
-            self._early.append(said)
+            self._early.append(event)
         else:
-            hub.events.put(said)
+            hub.events.put(event)

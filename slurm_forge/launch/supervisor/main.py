@@ -13,61 +13,43 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from datetime import datetime, timedelta, timezone
 from pathlib import Path
 
 from slurm_forge.control import Hub
 from slurm_forge.control.addresses import parse_addresses
 from slurm_forge.control.interfaces import preferred_address
-from slurm_forge.errors import FencedError, ForgeError, RunDirectoryError
+from slurm_forge.errors import ForgeError
 from slurm_forge.knobs import Knobs
-from slurm_forge.launch.attempt.attempt import (
-    REQUEUEING,
-    TAKEN_OVER,
-    Attempt,
-    Refusal,
-    begin,
-)
-from slurm_forge.launch.attempt.attempt_signals import BatchSignals
-from slurm_forge.launch.attempt.evidence import gathered
-from slurm_forge.launch.attempt.failed_start import telling_why_not_started
-from slurm_forge.launch.attempt.requeuer import (
-    ComingBack,
-    nothing_to_do,
-    stays_on,
-    way_back,
-)
-from slurm_forge.launch.attempt.storage_lost import leave_to_slurm
-from slurm_forge.launch.attempt.unrecognized import note_unrecognized
+from slurm_forge.launch.attempt.attempt_loop import FrontEnd, print_line
+from slurm_forge.launch.attempt.attempt_signals import LaunchSignals
+from slurm_forge.launch.attempt.failed_start import reporting_failed_start
+from slurm_forge.launch.attempt.job_attempt import JobAttempt, conduct_in_job, slurm_kill_patience
 from slurm_forge.launch.conductor.conductor import Conductor
-from slurm_forge.launch.conductor.job_poller import JobWatch
-from slurm_forge.launch.render.array_chain import VIA_ARRAY
 from slurm_forge.launch.render.launch_command import (
     by_torchrun,
     for_torchrun,
     master_address,
     meeting_port,
-    step_of,
+    step_command,
 )
 from slurm_forge.launch.render.outputs import (
     RankOutput,
-    own_output,
 )
 from slurm_forge.launch.render.rank_environment import for_launch
 from slurm_forge.launch.render.schedule import (
     planned_end,
     timing,
 )
+from slurm_forge.launch.requeue.requeue import RequeueResult
 from slurm_forge.launch.submit.run_arguments import run_of_arguments
 from slurm_forge.launch.supervisor.job_step import (
-    StandingStep,
+    JobStep,
     StepOptions,
 )
-from slurm_forge.launch.supervisor.placement import Seating
+from slurm_forge.launch.supervisor.placement import RankPlacement
 from slurm_forge.process import process_words
 from slurm_forge.recovery import LaunchFacts
-from slurm_forge.recovery.incident.slurm_evidence import is_ending
-from slurm_forge.recovery.nodes.placement import Seats
+from slurm_forge.recovery.nodes.placement import Placement
 from slurm_forge.recovery.policy.start_mode import start_after
 from slurm_forge.run_directory import RunDirectory
 from slurm_forge.signals import SignalWatcher
@@ -75,13 +57,7 @@ from slurm_forge.slurm.client import Slurm, SubprocessSlurm
 from slurm_forge.slurm.environment import SlurmEnvironment
 from slurm_forge.spec.recovery import trusts_process
 from slurm_forge.vocabulary.cause import Cause
-from slurm_forge.vocabulary.decision import Action, Decision, Start
-
-__all__ = ["main", "supervise"]
-
-_LONGEST_PAUSE_S = 120.0
-#: Time is short, and no node is to blame.
-_URGENT = frozenset({Cause.PREEMPTED, Cause.TIME_LIMIT, Cause.ADMIN_REQUEUE})
+from slurm_forge.vocabulary.decision import Decision, Start
 
 
 def supervise(
@@ -98,187 +74,97 @@ def supervise(
 
     0 also for a run that is held: what it waits for is a person, and its verdict is in the journal.
     """
-    current = BatchSignals()
-    SignalWatcher(current.signal)
+    signals = LaunchSignals()
+    SignalWatcher(signals.batch)
     if environment.heterogeneous:
         raise ForgeError(
             f"job {environment.job_ref} is heterogeneous: Slurm requeues all of its parts together "
             "and starts the ranks of each apart, so that a run can't be brought back from it",
             next_step="Ask for one kind of node: no hetjob, no ':' between options of sbatch.",
         )
-    try:
-        begun = begin(
-            run,
-            job=environment.job_ref,
-            restart_count=environment.restart_count,
-            nodes=environment.nodes,
-            via=via,
-            slurm=slurm,
-        )
-    except FencedError as error:
-        sys.stderr.write(f"slurm_forge: {error}\n")
-        return 0
-    except OSError as error:
-        return _stranded(slurm, environment, via, error, current)
-    if isinstance(begun, Refusal):
-        sys.stderr.write(f"slurm_forge: {run.name}: nothing to do ({begun.value})\n")
-        nothing_to_do(run, begun, environment.job_ref, slurm)
-        return 0
-    note_unrecognized(begun, environment.unrecognized)
-    watch = JobWatch(slurm, environment.job_ref)
-    try:
-        back = way_back(
-            begun,
-            slurm,
-            environment,
-            watch,
-            variables=variables,
-            script=script,
-            signals=lambda: current.early,
-            output=own_output(),
-        )
-        back.prepare()
-        return _Supervisor(
-            begun, payload, environment, variables, watch, back, current, slurm
-        ).run()
-    except FencedError as error:
-        sys.stderr.write(f"slurm_forge: {error}\n")
-        begun.end(TAKEN_OVER)
-        return 0
-    except OSError as error:
-        return _stranded(slurm, environment, via, error, current)
-    finally:
-        watch.close()
+    return conduct_in_job(
+        run,
+        lambda job: _Supervisor(job, payload, signals),
+        environment=environment,
+        variables=variables,
+        slurm=slurm,
+        via=via,
+        signals=signals,
+        script=lambda: script,
+    ).code
 
 
-def _stranded(
-    slurm: Slurm, environment: SlurmEnvironment, via: str, error: OSError, current: BatchSignals
-) -> int:
-    """The run directory can't be used: nothing of the run can be known, or written down."""
-    done = leave_to_slurm(
-        slurm,
-        environment.job_ref,
-        f"the run directory: {error}",
-        restart_count=environment.restart_count,
-        in_chain=via == VIA_ARRAY,
-        signalled=lambda: current.terminated,
-    )
-    sys.stderr.write(f"slurm_forge: the run directory can't be used ({error}): {done}\n")
-    return 1
+class _Supervisor(FrontEnd):
+    """Starts the launches of one attempt with srun."""
 
-
-class _Supervisor:
-    """Launch after launch inside one attempt."""
-
-    def __init__(
-        self,
-        attempt: Attempt,
-        payload: Sequence[str],
-        environment: SlurmEnvironment,
-        variables: dict[str, str],
-        watch: JobWatch,
-        back: ComingBack,
-        current: BatchSignals,
-        slurm: Slurm,
-    ) -> None:
-        self._attempt = attempt
-        self._slurm = slurm
-        self._step_words = step_of(payload, attempt.file.srun_options)
-        self._environment = environment
-        self._variables = variables
-        self._watch = watch
-        self._back = back
-        self._seating = Seating(
+    def __init__(self, job: JobAttempt, payload: Sequence[str], signals: LaunchSignals) -> None:
+        self._job = job
+        self._attempt = attempt = job.attempt
+        self._step_words = step_command(payload, attempt.file.srun_options)
+        self._seating = RankPlacement(
             attempt,
-            environment,
-            slurm,
-            latest=lambda: watch.latest,
-            known=back.doubted,
+            job.environment,
+            job.slurm,
+            latest=lambda: job.watch.latest,
+            doubted_nodes=job.requeuer.doubted,
         )
-        self._current = current
-        self._launched_at = datetime.now(timezone.utc)
-        #: What earlier starts of the job have left in the same file says nothing of this one.
-        self._own_output = own_output()
-        self._step = StandingStep(
+        self._signals = signals
+        self._step = JobStep(
             str(attempt.run.path), unwinds=trusts_process(attempt.file.job.recovery)
         )
         self._start = Start.COLD
 
-    def run(self) -> int:
-        if self._attempt.verdict is not None:
-            return self._go(self._attempt.verdict)
-        seats = self._seating.first()
-        while True:
-            facts = self._launch(seats)
-            decision = self._concluded(facts, seats)
-            if decision is None:
-                self._step.leave()
-                self._back.finished()
-                self._attempt.end("finished")
-                return 0
-            staying = self._seating.stays(decision) and _may_stay(facts)
-            if decision.cause not in _URGENT:
-                self._back.strike(decision)
-            long = decision.wait_s > _LONGEST_PAUSE_S  # the queue is cheaper to wait in
-            again = None
-            if staying and not long:
-                again = self._seating.next(self._back.avoided(decision))
-            if again is not None:
-                self._start = start_after(self._attempt.file.job.recovery, decision, facts)
-                self._tell(again.moved(seats), decision)
-                self._current.wait(decision.wait_s)
-                seats = again
-                continue
-            return self._go(decision)
+    def launch(self) -> LaunchFacts:
+        """With srun, or on the agents of the launch before."""
+        seats = self._seating.current or self._seating.first()
+        facts = self._conduct(seats)
+        if not facts.finished and facts.stopped_at is None and not facts.deadline_passed:
+            self._attempt.note_published()
+        return replace(
+            facts,
+            seats=seats,
+            room=self._seating.room(),
+            outlives_nodes=self._seating.outlives,
+            ranks_per_task=seats.tasks_per_node if by_torchrun(self._attempt.file) else 1,
+        )
 
-    def _tell(self, moved: str, decision: Decision) -> None:
-        """Where the ranks are now, for whoever looks at the queue or the log of the job."""
-        if moved:
+    def relaunch(self, decision: Decision, facts: LaunchFacts) -> bool:
+        """On nodes of the allocation that are not to be avoided."""
+        if not self._seating.stays(decision):
+            return False
+        before = self._seating.current
+        seats = self._seating.next(self._job.requeuer.avoided(decision))
+        if seats is None:
+            return False
+        self._start = start_after(self._attempt.file.job.recovery, decision, facts)
+        moved = "" if before is None else seats.moved(before)
+        if moved:  # for whoever looks at the queue, or the log of the job
             text = f"{decision.cause.value}: relaunched on {moved}"
-            sys.stderr.write(f"slurm_forge: {text}\n")
-            self._watch.comment(text)
+            print_line(text)
+            self._job.watch.comment(text)
+        self._signals.wait(decision.wait_s)
+        return True
 
-    def _concluded(self, facts: LaunchFacts, seats: Seats) -> Decision | None:
-        """What is done about it.  Where nothing can be written down, a person has to see to it."""
-        attempt = self._attempt
-        if self._watch.latest is not None:
-            note_unrecognized(attempt, self._watch.latest.unrecognized)
-        try:
-            if not facts.finished and facts.stopped_at is None and not facts.deadline_passed:
-                attempt.note_published()
-            return attempt.conclude(
-                gathered(
-                    replace(
-                        facts,
-                        seats=seats,
-                        outlives_nodes=self._seating.outlives,
-                        grace=self._back.grace_time,
-                        ranks_per_task=seats.tasks_per_node
-                        if by_torchrun(self._attempt.file)
-                        else 1,
-                    ),
-                    run=attempt.run,
-                    attempt=attempt.claim.attempt,
-                    launch=attempt.launch,
-                    job=self._environment.job_ref,
-                    slurm=self._slurm,
-                    output_of=RankOutput(self._step_words.words, self._environment).path,
-                    batch_output=self._own_output,
-                    restart_count=self._environment.restart_count,
-                    since=self._launched_at,
-                ),
-                room=self._seating.room(),
-            )
-        except RunDirectoryError as error:
-            self._back.hold(error.message)
-            raise
+    def output_of(self, rank: int) -> Path | None:
+        """Where srun was told to write it."""
+        return RankOutput(self._step_words.words, self._job.environment).path(rank)
 
-    def _launch(self, seats: Seats) -> LaunchFacts:
-        file, attempt = self._attempt.file, self._attempt
+    def clear(self) -> None:
+        """The step ends."""
+        self._step.leave()
+
+    def depart(self, result: RequeueResult | None, cause: Cause) -> None:
+        """Nothing of the job runs any more, so the next start may come soon."""
+        if result is not None:
+            self._signals.wait(slurm_kill_patience(result.outcome, cause).total_seconds())
+        self._job.requeuer.leave()
+
+    def _conduct(self, seats: Placement) -> LaunchFacts:
+        file, attempt, job = self._attempt.file, self._attempt, self._job
         wanted, state = file.job.resources, attempt.state()
         torchrun = by_torchrun(file)
-        asked = wanted.nodes * wanted.tasks_per_node
-        world = asked if torchrun else self._environment.ntasks or asked
+        ranks = wanted.nodes * wanted.tasks_per_node
+        world = ranks if torchrun else job.environment.ntasks or ranks
         tasks = None
         if not seats.everywhere or state.plan.nodes is not None:
             world = tasks = seats.tasks
@@ -297,7 +183,7 @@ class _Supervisor:
                 tasks=tasks,
                 ranks_per_task=seats.tasks_per_node if torchrun else 1,
             )
-            variables = for_launch(file, self._variables, state.plan)
+            variables = for_launch(file, job.variables, state.plan)
             if torchrun:
                 variables = self._meeting(variables, seats, hub)
             # sbatch's --cpus-per-task is no longer inherited by srun since Slurm 22.05.
@@ -305,7 +191,7 @@ class _Supervisor:
                 cpus = variables["SLURM_CPUS_PER_TASK"]
                 variables.setdefault("SRUN_CPUS_PER_TASK", cpus)
                 variables.setdefault("OMP_NUM_THREADS", cpus)
-            if not self._step.stands_for(options, world, variables):
+            if not self._step.can_reuse(options, world, variables):
                 self._start = Start.COLD
             if self._start is Start.COLD:
                 self._step.leave()  # every rank is gone before another launch begins
@@ -317,7 +203,6 @@ class _Supervisor:
                 launch=attempt.launch,
                 started=time.time(),
             )
-            self._launched_at = datetime.now(timezone.utc)
             launched = self._step.begin(
                 options,
                 self._start,
@@ -331,14 +216,14 @@ class _Supervisor:
             conductor = Conductor(
                 hub,
                 journal=attempt.journal,
-                watch=self._watch,
+                watch=job.watch,
                 timing=timing(
                     file.job,
-                    self._watch.latest,
+                    job.watch.latest,
                     state=state,
                     now=time.time(),
-                    end=self._environment.end_time or planned_end(file.job, state),
-                    kill_wait=self._back.kill_wait,
+                    end=job.environment.end_time or planned_end(file.job, state),
+                    kill_wait=job.requeuer.kill_wait,
                     usual_save=file.usual_save,
                 ),
                 stop_file=attempt.run.stop_file,
@@ -347,17 +232,16 @@ class _Supervisor:
                 only_warns=attempt.only_warns,
                 expected_bandwidth=file.expected_bandwidth,
             )
-            self._current.begin(conductor)
-            return conductor.watch()
+            with self._signals.go_to(conductor.stops):
+                return conductor.watch()
         finally:
-            self._current.end()
             # Else rank 0 would take the end of the channel for ours.
             hub.abort("the launch is over")
             hub.close()
 
-    def _meeting(self, variables: dict[str, str], seats: Seats, hub: Hub) -> dict[str, str]:
+    def _meeting(self, variables: dict[str, str], seats: Placement, hub: Hub) -> dict[str, str]:
         """Where torchrun's agents of this launch meet: on the first node of the ranks."""
-        file, environment = self._attempt.file, self._environment
+        file, environment = self._attempt.file, self._job.environment
         first = seats.nodes[0] if seats.nodes else None
         here = first is None or first == environment.node_name
         master = master_address(file, first, this_node=environment.node_name)
@@ -366,34 +250,6 @@ class _Supervisor:
             master = parse_addresses(hub.addresses)[0][0] if here else str(first)
         port = meeting_port(environment.job_id, self._attempt.launch + 1, here=here)
         return for_torchrun(variables, file, master=master, port=port)
-
-    def _go(self, decision: Decision) -> int:
-        """Give the nodes back: requeue first where time is short, then end what is left."""
-        outcome, stay = decision.action.value, timedelta(0)
-        if decision.action in REQUEUEING:
-            urgent = decision.cause in _URGENT
-            taken = self._back.come_back(decision, urgent=urgent).taken
-            outcome, stay = taken.value, stays_on(taken, decision.cause)
-        elif decision.action is Action.HOLD:
-            outcome = self._back.hold(decision.reason).taken.value
-        else:
-            self._back.rest(decision)
-            outcome = "raised" if decision.action is Action.RAISE else outcome
-        self._step.leave()
-        self._attempt.end(outcome)
-        sys.stderr.write(f"slurm_forge: {decision.reason}: {outcome}\n")
-        self._back.leave()
-        self._current.wait(stay.total_seconds())
-        return 1 if decision.action is Action.RAISE else 0
-
-
-def _may_stay(facts: LaunchFacts) -> bool:
-    """Whether the allocation is still ours to start ranks in.
-
-    A signal that only ranks have heard proves nothing: srun sends it to the others when one fails.
-    """
-    wanted = facts.batch_signals or facts.due_time_limit or facts.stop_file
-    return not wanted and not is_ending(facts)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -408,7 +264,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         arguments, payload = arguments[:split], arguments[split + 1 :]
     try:
         run, via, script = run_of_arguments(arguments)
-        with telling_why_not_started(run, os.environ):
+        with reporting_failed_start(run, os.environ):
             environment = SlurmEnvironment.from_environ(os.environ)
             if environment is None:
                 raise ForgeError(

@@ -15,12 +15,12 @@ from slurm_forge.launch.attempt.attempt import (
 from slurm_forge.launch.render.launch_command import by_torchrun
 from slurm_forge.launch.supervisor.srun import takes_seat_file
 from slurm_forge.recovery.nodes.placement import (
-    Room,
-    Seats,
-    doubted,
+    AllocationState,
+    Placement,
     launch_nodes,
-    lost_here,
-    seats,
+    lost_nodes,
+    place_ranks,
+    suspected_nodes,
 )
 from slurm_forge.slurm.client import Slurm, SubprocessSlurm
 from slurm_forge.slurm.environment import SlurmEnvironment
@@ -29,17 +29,15 @@ from slurm_forge.slurm.states import JobState
 from slurm_forge.slurm.text.nodelist import expand_nodes
 from slurm_forge.vocabulary.decision import Action, Decision, Incident
 
-__all__ = ["Seating"]
-
 #: Ranks wait for what is only worth a choice between nodes.
 _PATIENCE = timedelta(seconds=3)
 
 
-class Seating:
+class RankPlacement:
     """The seats of an attempt, launch after launch.
 
-    ``latest`` is the newest record of the job, ``known`` are nodes that something was said against
-    before, the worst first (asked for only where there is a choice).
+    ``latest`` is the newest record of the job; ``doubted_nodes`` have a record of faults, the worst
+    first (read only where there is a choice).
     """
 
     def __init__(
@@ -49,20 +47,20 @@ class Seating:
         slurm: Slurm,
         *,
         latest: Callable[[], JobRecord | None],
-        known: Callable[[], Sequence[str]] = tuple,
+        doubted_nodes: Callable[[], Sequence[str]] = tuple,
     ) -> None:
         self._attempt = attempt
         self._environment = environment
         self._slurm = slurm.with_timeout(_PATIENCE) if isinstance(slurm, SubprocessSlurm) else slurm
         self._latest = latest
-        self._known = known
+        self._known = doubted_nodes
         self._allocation = environment.nodes
         job = attempt.file.job
         #: Whether the job goes on without a node that it loses.
         self.outlives = job.outlives_nodes
         self._spares = job.resources.spares
         #: Those of the launch under way, or of the last one.
-        self.taken: Seats | None = None
+        self.current: Placement | None = None
 
     @property
     def tasks_per_node(self) -> int:
@@ -74,24 +72,24 @@ class Seating:
             return tasks // there
         return self._attempt.file.job.resources.tasks_per_node
 
-    def first(self) -> Seats:
+    def first(self) -> Placement:
         """Those of the first launch.  What is doubted becomes a spare node."""
-        found = self._seats(records=(), avoid=())
+        seats = self._seats(records=(), avoid=())
         # Whatever is said of them: something must be tried.
-        return self._take(found or self._whole())
+        return self._use(seats or self._whole())
 
-    def next(self, avoid: Collection[str] = ()) -> Seats | None:
+    def next(self, avoid: Collection[str] = ()) -> Placement | None:
         """Those of another launch, without the nodes to ``avoid``; None where too few are left."""
-        found = self._seats(records=self._asked() if self.outlives else (), avoid=avoid)
-        return None if found is None else self._take(found)
+        seats = self._seats(records=self._query_nodes() if self.outlives else (), avoid=avoid)
+        return None if seats is None else self._use(seats)
 
-    def room(self) -> Room | None:
+    def room(self) -> AllocationState | None:
         """What is left of the allocation; None where Slurm ends a job that loses a node."""
         if not self.outlives or not self._allocation:
             return None
-        gone = lost_here(self._incidents()) | self._left_job()
-        usable = tuple(node for node in self._allocation if node not in gone)
-        return Room(nodes=usable, wanted=self._wanted(), outlives=True)
+        lost = lost_nodes(self._incidents()) | self._nodes_out_of_job()
+        usable = tuple(node for node in self._allocation if node not in lost)
+        return AllocationState(nodes=usable, wanted=self._wanted(), outlives=True)
 
     def stays(self, decision: Decision) -> bool:
         """Whether what was decided can be done in the allocation, if its nodes suffice."""
@@ -100,41 +98,43 @@ class Seating:
 
     def seat_file(self, words: Sequence[str]) -> Path | None:
         """A file with the node of each task, where srun needs one; ``words`` are its options."""
-        taken, attempt = self.taken, self._attempt
-        if taken is None or not takes_seat_file(taken, words):
+        seats, attempt = self.current, self._attempt
+        if seats is None or not takes_seat_file(seats, words):
             return None
         path = attempt.run.seat_file(attempt.claim.attempt, attempt.launch)
         make_private_directory(path.parent)
-        each = 1 if by_torchrun(attempt.file) else taken.tasks_per_node
-        lines = [f"{node}\n" for node in taken.nodes for _ in range(each)]
+        each = 1 if by_torchrun(attempt.file) else seats.tasks_per_node
+        lines = [f"{node}\n" for node in seats.nodes for _ in range(each)]
         write_atomic(path, "".join(lines).encode())
         return path
 
-    def _take(self, found: Seats) -> Seats:
-        self.taken = found
-        return found
+    def _use(self, seats: Placement) -> Placement:
+        self.current = seats
+        return seats
 
-    def _seats(self, *, records: Sequence[NodeRecord], avoid: Collection[str]) -> Seats | None:
+    def _seats(self, *, records: Sequence[NodeRecord], avoid: Collection[str]) -> Placement | None:
         if not self._allocation:
             return self._whole()  # nobody says where we are: Slurm knows
         incidents = self._incidents()
         plan = self._attempt.state().plan
-        lost = lost_here(incidents) | self._left_job()
+        lost = lost_nodes(incidents) | self._nodes_out_of_job()
         down = {each.name for each in records if "DOWN" in each.state}
         choice = self._wanted() < len(self._allocation)
         before = (*plan.exclude_nodes, *self._known()) if choice else plan.exclude_nodes
-        return seats(
+        return place_ranks(
             self._allocation,
             wanted=self._wanted(),
             tasks_per_node=self.tasks_per_node,
-            before=() if self.taken is None else self.taken.nodes,
+            before=() if self.current is None else self.current.nodes,
             unusable={*avoid, *down, *(lost if self.outlives else ())},
-            doubted=doubted(incidents, before, records),
+            suspected=suspected_nodes(incidents, before, records),
         )
 
-    def _whole(self) -> Seats:
+    def _whole(self) -> Placement:
         nodes = self._allocation[: self._wanted()]
-        return Seats(nodes=nodes, tasks_per_node=self.tasks_per_node, allocation=self._allocation)
+        return Placement(
+            nodes=nodes, tasks_per_node=self.tasks_per_node, allocation=self._allocation
+        )
 
     def _wanted(self) -> int:
         planned = self._attempt.state().plan.nodes
@@ -143,10 +143,10 @@ class Seating:
     def _incidents(self) -> tuple[Incident, ...]:
         """Those of this attempt: what an allocation before it has seen is in the plan."""
         attempts = self._attempt.state().attempts
-        mine = [each for each in attempts if each.number == self._attempt.claim.attempt]
-        return tuple(incident for each in mine for _, incident in each.incidents)
+        own_attempts = [each for each in attempts if each.number == self._attempt.claim.attempt]
+        return tuple(incident for each in own_attempts for _, incident in each.incidents)
 
-    def _left_job(self) -> frozenset[str]:
+    def _nodes_out_of_job(self) -> frozenset[str]:
         """Nodes that Slurm has taken out of the job meanwhile, because they are down."""
         record = self._latest()
         if record is None or record.state is not JobState.RUNNING or not record.nodelist:
@@ -157,7 +157,7 @@ class Seating:
             return frozenset()
         return frozenset(self._allocation) - there if there else frozenset()
 
-    def _asked(self) -> tuple[NodeRecord, ...]:
+    def _query_nodes(self) -> tuple[NodeRecord, ...]:
         """What Slurm says of the nodes now; nothing where it does not answer at once."""
         try:
             return self._slurm.show_nodes(self._allocation)

@@ -24,8 +24,8 @@ from types import FrameType
 from typing import NoReturn
 
 from slurm_forge.control.addresses import connect, parse_addresses
-from slurm_forge.control.messages import agent as a
-from slurm_forge.control.messages import protocol as p
+from slurm_forge.control.messages import protocol
+from slurm_forge.control.messages.agent import AgentHello, AgentNotice
 from slurm_forge.descendants import (
     adopt_orphans,
     children,
@@ -34,38 +34,36 @@ from slurm_forge.descendants import (
     what_is_left,
 )
 from slurm_forge.errors import ForgeError
-from slurm_forge.knobs import Knobs, torchrun_variables
+from slurm_forge.knobs import Knobs, process_environ, torchrun_variables
 from slurm_forge.launch.render.container_environment import container_environment
 from slurm_forge.signals import SAVE_SIGNALS
-from slurm_forge.slurm.environment import SlurmEnvironment, process_environ
-
-__all__ = ["Teller", "filled", "main", "ranks_below", "variables_for"]
+from slurm_forge.slurm.environment import SlurmEnvironment
 
 _CONNECT_S = 30.0
 _END_WITHIN_S = 5.0
 _LAST_WORDS_S = 1.0
 
 
-class Teller:
+class SignalReporter:
     """Tells the supervisor of signals, from a thread: connecting may take its time."""
 
-    def __init__(self, hello: a.AgentHello, addresses: str) -> None:
+    def __init__(self, hello: AgentHello, addresses: str) -> None:
         self._hello = hello
         self._addresses = addresses
-        self._said: queue.SimpleQueue[str | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._tell, name="forge-shield", daemon=True)
+        self._names: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._send_names, name="forge-shield", daemon=True)
         self._thread.start()
 
-    def tell(self, name: str) -> None:
+    def report(self, name: str) -> None:
         """Say that a signal came."""
-        self._said.put(name)
+        self._names.put(name)
 
     def close(self) -> None:
         """Wait a moment until everything is said."""
-        self._said.put(None)
+        self._names.put(None)
         self._thread.join(_LAST_WORDS_S)
 
-    def _tell(self) -> None:
+    def _send_names(self) -> None:
         try:
             hosts, port = parse_addresses(self._addresses)
             connection = connect(hosts, port, _CONNECT_S)
@@ -73,9 +71,9 @@ class Teller:
             _say(f"the supervisor can't be told of signals: {error}")
             return
         with contextlib.suppress(OSError), connection:
-            connection.sendall(p.encode(self._hello))
-            while (name := self._said.get()) is not None:
-                connection.sendall(p.encode(a.Noticed(what=name)))
+            connection.sendall(protocol.encode(self._hello))
+            while (name := self._names.get()) is not None:
+                connection.sendall(protocol.encode(AgentNotice(what=name)))
 
 
 def filled(
@@ -86,26 +84,26 @@ def filled(
     ``--nnodes={nnodes}``, ``--node-rank={node_rank}``, ``--master-addr={master_addr}`` and
     ``--master-port={master_port}``.  ``ForgeError`` where one is needed and not known.
     """
-    known = {
+    values = {
         "--nnodes={nnodes}": None if environment is None else environment.ntasks,
         "--node-rank={node_rank}": None if environment is None else environment.procid,
         "--master-addr={master_addr}": variables.get("MASTER_ADDR"),
         "--master-port={master_port}": variables.get("MASTER_PORT"),
     }
-    found = []
+    command = []
     for word in words:
-        if word not in known:
-            found.append(word)
+        if word not in values:
+            command.append(word)
             continue
-        value = known[word]
+        value = values[word]
         if value is None:
             raise ForgeError(
-                f"nobody has said what {word} is",
+                f"no value known for {word}",
                 next_step="The shield is started by srun, under slurm-forge's supervisor: hand the "
                 "script to sbatch.",
             )
-        found.append(f"{word.partition('=')[0]}={value}")
-    return tuple(found)
+        command.append(f"{word.partition('=')[0]}={value}")
+    return tuple(command)
 
 
 def variables_for(
@@ -113,17 +111,17 @@ def variables_for(
     environment: SlurmEnvironment | None,
     variables: Mapping[str, str],
     *,
-    ours: bool,
+    of_shield: bool,
 ) -> dict[str, str]:
     """The command's environment: which ranks torchrun numbers, and what a container may forget.
 
-    ``ours``: ranks that hear of signals over their own channel.
+    ``of_shield``: the ranks get signals over their own channel.
     """
-    found = dict(variables)
+    result = dict(variables)
     if "--node-rank={node_rank}" in words and environment is not None:
         step = f"{environment.job_id}.{environment.step}"
-        found.update(torchrun_variables(step, ours=ours))
-    return container_environment(words, found)
+        result.update(torchrun_variables(step, own_step=of_shield))
+    return container_environment(words, result)
 
 
 def ranks_below(root: int, proc: Path = Path("/proc")) -> tuple[int, ...]:
@@ -146,13 +144,13 @@ def ranks_below(root: int, proc: Path = Path("/proc")) -> tuple[int, ...]:
 
 def _is_below(pid: int, root: int, above: Mapping[int, int], leads: set[int]) -> bool:
     """Whether the way from a process up to ``root`` passes nobody who leads a session."""
-    seen = {pid}
-    while (pid := above.get(pid, 0)) not in seen:
+    visited = {pid}
+    while (pid := above.get(pid, 0)) not in visited:
         if pid == root:
             return True
         if pid in leads or pid == 0:
             return False
-        seen.add(pid)
+        visited.add(pid)
     return False
 
 
@@ -191,7 +189,7 @@ class _Shield:
             finally:
                 os._exit(127)
 
-    def watch(self, teller: Teller | None) -> int:
+    def watch(self, reporter: SignalReporter | None) -> int:
         """Until the command has ended; its wait status."""
         while self._status is None:
             for number in os.read(self._reader, 64):
@@ -199,8 +197,8 @@ class _Shield:
                     self._collect()
                 elif number in SAVE_SIGNALS:
                     name = signal.Signals(number).name
-                    if teller is not None:
-                        teller.tell(name)
+                    if reporter is not None:
+                        reporter.report(name)
                     if name in self._passes:
                         self._pass_on(number)
         return self._status
@@ -234,7 +232,7 @@ def _clear() -> None:
         time.sleep(0.005)
 
 
-def _end_as(status: int) -> NoReturn:
+def _exit_as(status: int) -> NoReturn:
     """With the same status; srun tells of a signal only where one ended its task."""
     if os.WIFSIGNALED(status):
         number = os.WTERMSIG(status)
@@ -267,8 +265,8 @@ def _parsed(arguments: Sequence[str]) -> tuple[frozenset[str], tuple[str, ...]]:
     wrong = [each for each in options if not each.startswith("--pass=")]
     for each in options:
         passes.update(each.partition("=")[2].split(","))
-    known = {each.name for each in SAVE_SIGNALS}
-    if wrong or not words or not passes <= known:
+    signals = {each.name for each in SAVE_SIGNALS}
+    if wrong or not words or not passes <= signals:
         raise ForgeError(
             f"the shield was started with {list(arguments)}",
             next_step="python -m slurm_forge.process shield [--pass=SIGTERM,SIGUSR1] -- COMMAND…",
@@ -284,26 +282,26 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
         environment = SlurmEnvironment.from_environ(variables)
         knobs = Knobs.from_environ(variables)
         shield = _Shield(passes)
-        given = variables_for(words, environment, variables, ours=not passes)
-        shield.start(filled(words, environment, variables), given)
+        task_variables = variables_for(words, environment, variables, of_shield=not passes)
+        shield.start(filled(words, environment, variables), task_variables)
     except ForgeError as error:
         _say(str(error))
         os._exit(1)
-    teller = None
+    reporter = None
     if knobs.shields is not None and environment is not None and environment.procid is not None:
-        hello = a.AgentHello(
+        hello = AgentHello(
             nonce=knobs.shields_nonce,
             rank=environment.procid,
             world=environment.ntasks or 1,
             host=environment.node_name or socket.gethostname(),
             pid=os.getpid(),
         )
-        teller = Teller(hello, knobs.shields)
-    status = shield.watch(teller)
+        reporter = SignalReporter(hello, knobs.shields)
+    status = shield.watch(reporter)
     _clear()
-    if teller is not None:
-        teller.close()
-    _end_as(status)
+    if reporter is not None:
+        reporter.close()
+    _exit_as(status)
 
 
 if __name__ == "__main__":

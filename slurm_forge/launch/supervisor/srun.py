@@ -14,11 +14,9 @@ from pathlib import Path, PurePath
 from typing import IO
 
 from slurm_forge.recovery.incident.launch_facts import WorkerEnd
-from slurm_forge.recovery.nodes.placement import Seats
+from slurm_forge.recovery.nodes.placement import Placement
 from slurm_forge.signals import signal_name
 from slurm_forge.slurm.text.nodelist import fold_nodes
-
-__all__ = ["StepProcess", "srun_command", "takes_seat_file"]
 
 _TAIL_LINES = 60
 
@@ -27,7 +25,7 @@ def srun_command(
     payload: Sequence[str],
     *,
     options: Sequence[str] = (),
-    seats: Seats | None = None,
+    seats: Placement | None = None,
     seat_file: Path | None = None,
     tasks: int | None = None,
     again: bool = False,
@@ -58,17 +56,17 @@ def srun_command(
     )
 
 
-def takes_seat_file(seats: Seats, words: Sequence[str]) -> bool:
+def takes_seat_file(seats: Placement, words: Sequence[str]) -> bool:
     """Whether ranks must be placed one by one; not where somebody has said how to place them.
 
     ``words`` are srun's, with the command behind them: an interpreter's ``-m`` says no such thing.
     """
     own = takewhile(lambda word: not PurePath(word).name.startswith("python"), words)
-    said = any(word.startswith(("--distribution", "-m")) for word in own)
-    return not seats.in_order and not said
+    has_distribution = any(word.startswith(("--distribution", "-m")) for word in own)
+    return not seats.in_order and not has_distribution
 
 
-def _placed(seats: Seats, seat_file: Path | None) -> tuple[str, ...]:
+def _placed(seats: Placement, seat_file: Path | None) -> tuple[str, ...]:
     several = (f"--nodes={len(seats.nodes)}", f"--ntasks={seats.tasks}", "--no-kill=off")
     if seat_file is not None:
         # By "arbitrary" the file's lines are the ranks, whatever the order of the nodes.

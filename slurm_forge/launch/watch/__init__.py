@@ -1,1 +1,4 @@
-"""Looks after many runs from outside their jobs; called by ``watch``."""
+"""Looks after many runs from outside their jobs; called by the verb ``watch``.
+
+Entry: ``watcher``.
+"""

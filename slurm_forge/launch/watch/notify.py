@@ -19,8 +19,6 @@ from typing import IO
 
 from slurm_forge.errors import ConfigError
 
-__all__ = ["hook_words", "run_hook"]
-
 _KEPT = 2000
 _CHUNK = 1 << 16
 #: How long the pipes of a program that was killed may take to close, in seconds.
@@ -61,10 +59,10 @@ def run_hook(
         return f"{words[0]} can't be started: {error.strerror or error}"
     if process.stdin is None or process.stderr is None:
         raise AssertionError("both are pipes")
-    said: list[bytes] = []
+    errors: list[bytes] = []
     threads = (
         threading.Thread(target=_give, args=(process.stdin, body.encode()), daemon=True),
-        threading.Thread(target=_keep_the_beginning, args=(process.stderr, said), daemon=True),
+        threading.Thread(target=_keep_the_beginning, args=(process.stderr, errors), daemon=True),
     )
     for thread in threads:
         thread.start()
@@ -84,7 +82,7 @@ def run_hook(
         return f"{words[0]} was killed after {timeout.total_seconds():g} s"
     if process.returncode == 0:
         return None
-    text = b"".join(said)[:_KEPT].decode(errors="replace")
+    text = b"".join(errors)[:_KEPT].decode(errors="replace")
     line = " ".join("".join(c if c.isprintable() else " " for c in text).split())[:200]
     return f"{words[0]} ended with {process.returncode}" + (f": {line}" if line else "")
 
@@ -97,11 +95,11 @@ def _give(pipe: IO[bytes], body: bytes) -> None:
         pipe.close()
 
 
-def _keep_the_beginning(pipe: IO[bytes], said: list[bytes]) -> None:
+def _keep_the_beginning(pipe: IO[bytes], chunks: list[bytes]) -> None:
     """Read on to the end, so that it never blocks, and keep little."""
-    kept = 0
+    size = 0
     with contextlib.suppress(OSError, ValueError):
         while chunk := os.read(pipe.fileno(), _CHUNK):
-            if kept < _KEPT:
-                said.append(chunk[: _KEPT - kept])
-                kept += len(said[-1])
+            if size < _KEPT:
+                chunks.append(chunk[: _KEPT - size])
+                size += len(chunks[-1])

@@ -6,7 +6,7 @@ import itertools
 import os
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 from slurm_forge.files import read_trusted
 from slurm_forge.journal import Record, RunState, RunStatus, fold
@@ -15,11 +15,9 @@ from slurm_forge.journal.fold import in_order, without_fenced
 from slurm_forge.journal.reader import read_lines, thinned
 from slurm_forge.journal.state import AttemptState
 from slurm_forge.launch.render.array_chain import VIA_ARRAY
-from slurm_forge.recovery.run_watch import RunSeen
+from slurm_forge.recovery.run_watch import RunSnapshot
 from slurm_forge.run_directory import RunDirectory
-from slurm_forge.run_directory.remembered import Remembered, signature
-
-__all__ = ["RESTARTED", "SeenRuns"]
+from slurm_forge.run_directory.snapshot_file import signature
 
 #: The verb that a watcher's own restarts are noted with: their budget is counted by it.
 RESTARTED = "watch --restart"
@@ -36,68 +34,46 @@ _LAST_SAVES = 6
 _Listed = tuple[tuple[str, float], ...]
 
 
-class SeenRuns:
-    """Runs that are looked at again and again; what has not changed is not read a second time.
+class SnapshotCache:
+    """Runs that are looked at again and again; what has not changed is not read a second time."""
 
-    ``remembered`` is what an earlier process has read.
-    """
+    def __init__(self) -> None:
+        self._snapshots: dict[str, tuple[str, RunSnapshot]] = {}
 
-    def __init__(self, remembered: Remembered | None = None) -> None:
-        self._remembered = remembered
-        self._kept: dict[str, tuple[str, RunSeen]] = {}
-
-    def look(self, run: RunDirectory, name: str) -> RunSeen:
+    def read(self, run: RunDirectory, name: str) -> RunSnapshot:
         """The run as its files are now; ``name`` is what a person types to mean it.
 
         A run with DONE is not read at all.  Errors: those of ``read_trusted``.
         """
         if run.is_done():
-            return RunSeen(name=name, status=RunStatus.FINISHED)
+            return RunSnapshot(name=name, status=RunStatus.FINISHED)
         key, signed = str(run.path), signature(run)
-        kept, seen = self._kept.get(key, ("", None))
-        if seen is None or kept != signed:
-            seen = self._again(run, signed)
-            if seen is None:
-                seen = _read(run)
-                if self._remembered is not None:
-                    self._remembered.put(run, signed, asdict(seen))
-            self._kept[key] = (signed, seen)
-        return replace(seen, name=name, stop_asked=run.stop_file.exists())
-
-    def _again(self, run: RunDirectory, signed: str) -> RunSeen | None:
-        value = None if self._remembered is None else self._remembered.get(run, signed)
-        if value is None:
-            return None
-        try:
-            return RunSeen(**{**value, "status": RunStatus(value["status"])})
-        except (TypeError, ValueError, KeyError):
-            return None  # written by another version
-
-    def save(self) -> None:
-        """Keep it for the next process."""
-        if self._remembered is not None:
-            self._remembered.save()
+        known_signature, snapshot = self._snapshots.get(key, ("", None))
+        if snapshot is None or known_signature != signed:
+            snapshot = _read(run)
+            self._snapshots[key] = (signed, snapshot)
+        return replace(snapshot, name=name, stop_asked=run.stop_file.exists())
 
     def forget(self, run: RunDirectory) -> None:
         """Read it anew the next time."""
-        self._kept.pop(str(run.path), None)
+        self._snapshots.pop(str(run.path), None)
 
 
 def _listed(folder: str, name: re.Pattern[str]) -> _Listed:
     """Names and times of the files of that kind, sorted."""
     try:
         with os.scandir(folder) as entries:
-            found = [
+            files = [
                 (entry.name, entry.stat(follow_symlinks=False).st_mtime)
                 for entry in entries
                 if name.fullmatch(entry.name)
             ]
     except FileNotFoundError:
         return ()
-    return tuple(sorted(found))
+    return tuple(sorted(files))
 
 
-def _read(run: RunDirectory) -> RunSeen:
+def _read(run: RunDirectory) -> RunSnapshot:
     journal, claims = _listed(str(run.journal), _NAME), _listed(str(run.attempts), _CLAIM)
     records: list[Record] = []
     tails: list[bytes] = []
@@ -106,8 +82,8 @@ def _read(run: RunDirectory) -> RunSeen:
     for file, _ in journal:
         content = read_trusted(run.journal / file, _FILE_LIMIT)
         number, _, writer = file.removesuffix(".jsonl").partition("-")
-        found, _ = read_lines(thinned(content), file=file, writer=writer)
-        records += found
+        lines, _ = read_lines(thinned(content), file=file, writer=writer)
+        records += lines
         ahead[writer] = _clock_ahead(content, (run.journal / file).stat().st_mtime)
         if int(number) == newest and writer.startswith("rank0"):
             tails.append(content[-_TAIL:])
@@ -120,7 +96,7 @@ def _read(run: RunDirectory) -> RunSeen:
     attempt = state.attempts[-1] if state.attempts else None
     current = 0 if attempt is None else attempt.number
     in_attempt = [record for record in ordered if record.attempt == current]
-    return RunSeen(
+    return RunSnapshot(
         name=run.name,
         status=state.status,
         job=state.job,
@@ -147,8 +123,8 @@ def _read(run: RunDirectory) -> RunSeen:
 def _clock_ahead(content: bytes, written: float) -> float:
     """By how much the writer's clock is ahead of that of its file, which was ``written`` then."""
     end = max(0, content.rfind(b"\n"))
-    found = _TIME.search(content, content.rfind(b"\n", 0, end) + 1, end)
-    return 0.0 if found is None else float(found[1]) - written
+    match = _TIME.search(content, content.rfind(b"\n", 0, end) + 1, end)
+    return 0.0 if match is None else float(match[1]) - written
 
 
 def _noticed(in_attempt: Sequence[Record]) -> bool:

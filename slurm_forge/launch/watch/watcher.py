@@ -17,21 +17,20 @@ from slurm_forge.journal import RunState, RunStatus
 from slurm_forge.journal.events import UserAsked
 from slurm_forge.launch.watch.run_snapshot import (
     RESTARTED,
-    SeenRuns,
+    SnapshotCache,
 )
 from slurm_forge.person import person
 from slurm_forge.recovery.run_watch import (
-    Finding,
     FindingKind,
-    Looked,
+    JobInQueue,
     Remedy,
-    RunSeen,
+    RunSnapshot,
+    WatchFinding,
     WatchLimits,
+    assess_run,
     has_question,
-    look,
 )
 from slurm_forge.run_directory import RunDirectory, list_claims
-from slurm_forge.run_directory.remembered import Remembered
 from slurm_forge.site.model import Site
 from slurm_forge.slurm.client import JobUpdate, Slurm
 from slurm_forge.slurm.records import JobRecord, QueueRecord
@@ -39,9 +38,7 @@ from slurm_forge.slurm.states import TERMINAL, JobState
 from slurm_forge.slurm.text.array_tasks import tasks_of
 
 if TYPE_CHECKING:
-    from slurm_forge.launch.requeue.reconcile import Brought
-
-__all__ = ["Found", "Round", "Watcher"]
+    from slurm_forge.launch.requeue.reconcile import ReconcileResult
 
 #: Jobs that are asked about one by one in a round; the others have their turn in the next.
 _MOST_QUESTIONS = 20
@@ -52,11 +49,11 @@ _ANSWER_KEEPS_S = 600.0
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class HandledFinding:
     """A finding, where its run lies, and what the watcher has done about it (else empty)."""
 
     path: str
-    finding: Finding
+    finding: WatchFinding
     done: str = ""
 
 
@@ -73,14 +70,14 @@ class Round:
     why: str
     asked_s: float
     left: int
-    found: tuple[Found, ...]
+    findings: tuple[HandledFinding, ...]
 
 
 class Watcher:
     """Looks at the runs of one user, round after round.
 
     ``name_of`` is what a person types to mean a run, ``site_of`` finds a site by its name.
-    ``remembered`` is what an earlier process has read of the runs' files.
+
     """
 
     def __init__(
@@ -91,7 +88,6 @@ class Watcher:
         name_of: Callable[[RunDirectory], str],
         site_of: Callable[[str], Site],
         user: str | None = None,
-        remembered: Remembered | None = None,
         clock: Callable[[], float] = time.time,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
@@ -102,8 +98,8 @@ class Watcher:
         self._user = user or person()
         self._clock = clock
         self._sleep = sleep
-        self._seen = SeenRuns(remembered)
-        self._answers: dict[str, tuple[float, float, Looked]] = {}
+        self._snapshots = SnapshotCache()
+        self._answers: dict[str, tuple[float, float, JobInQueue]] = {}
 
     def round(self, runs: Sequence[RunDirectory]) -> Round:
         """Look at each of them once, and do what is to be done.  Raises no ``ForgeError``."""
@@ -111,43 +107,43 @@ class Watcher:
         queue, why = self._queue()
         asked_s = time.perf_counter() - began
         questions, acts = _MOST_QUESTIONS, _MOST_ACTS
-        found: list[Found] = []
+        findings: list[HandledFinding] = []
         left = 0
         # Whoever looks only once starts elsewhere each minute: each has its turn to be asked about.
         first = int(self._clock() // _MINUTE_S) * _MOST_QUESTIONS % max(1, len(runs))
         for run in (*runs[first:], *runs[:first]):
             name = self._name_of(run)
             try:
-                seen = self._seen.look(run, name)
+                snapshot = self._snapshots.read(run, name)
                 now = self._clock()
-                line = None if queue is None else _line_of(seen, queue)
-                looked = Looked(answered=queue is not None, line=line)
-                if has_question(seen, looked, now, self._limits):
-                    kept = self._kept(seen, looked, now)
-                    if kept is None and questions > 0:
+                line = None if queue is None else _line_of(snapshot, queue)
+                in_queue = JobInQueue(answered=queue is not None, line=line)
+                if has_question(snapshot, in_queue, now, self._limits):
+                    answer = self._recent_answer(snapshot, in_queue, now)
+                    if answer is None and questions > 0:
                         questions -= 1
-                        kept = self._ask(seen, looked)
-                    if kept is None:
+                        answer = self._ask(snapshot, in_queue)
+                    if answer is None:
                         left += 1
                         continue
-                    looked = kept
-                finding = look(seen, looked, now, self._limits)
+                    in_queue = answer
+                finding = assess_run(snapshot, in_queue, now, self._limits)
             except Exception as error:  # whatever is wrong with one run, the others are looked at
-                found.append(Found(str(run.path), _unreadable(name, error)))
+                findings.append(HandledFinding(str(run.path), _unreadable(name, error)))
                 continue
             if finding is None:
                 continue
             if finding.remedy is Remedy.NONE:
-                found.append(Found(str(run.path), finding))
+                findings.append(HandledFinding(str(run.path), finding))
             elif acts <= 0:
                 left += 1
             else:
                 acts -= 1
-                done = self._act(run, seen, finding)
+                done = self._act(run, snapshot, finding)
                 if done is not None:
-                    found.append(done)
-                self._seen.forget(run)
-        self._seen.save()
+                    findings.append(done)
+                self._snapshots.forget(run)
+
         return Round(
             time=self._clock(),
             runs=len(runs),
@@ -155,7 +151,7 @@ class Watcher:
             why=why,
             asked_s=asked_s,
             left=left,
-            found=tuple(sorted(found, key=lambda one: one.path)),
+            findings=tuple(sorted(findings, key=lambda one: one.path)),
         )
 
     # -- asking -------------------------------------------------------------------------------
@@ -167,24 +163,26 @@ class Watcher:
         except SlurmCommandError as error:
             return None, error.message
 
-    def _kept(self, seen: RunSeen, looked: Looked, now: float) -> Looked | None:
+    def _recent_answer(
+        self, snapshot: RunSnapshot, in_queue: JobInQueue, now: float
+    ) -> JobInQueue | None:
         """What Slurm said of the job before, if nothing has changed since."""
-        asked, changed, kept = self._answers.get(seen.job, (0.0, 0.0, looked))
-        if changed != seen.changed or now - asked > _ANSWER_KEEPS_S:
+        answered_at, changed, answer = self._answers.get(snapshot.job, (0.0, 0.0, in_queue))
+        if changed != snapshot.changed or now - answered_at > _ANSWER_KEEPS_S:
             return None
-        same = (kept.line is None) == (looked.line is None)
-        return replace(kept, line=looked.line) if same and kept.asked else None
+        same = (answer.line is None) == (in_queue.line is None)
+        return replace(answer, line=in_queue.line) if same and answer.asked else None
 
-    def _ask(self, seen: RunSeen, looked: Looked) -> Looked | None:
+    def _ask(self, snapshot: RunSnapshot, in_queue: JobInQueue) -> JobInQueue | None:
         """The job itself; of one that Slurm has forgotten, whether it was cancelled."""
         try:
-            record = self._slurm.show_job(seen.job)
+            record = self._slurm.show_job(snapshot.job)
         except SlurmCommandError:
             return None
         cancelled = forgotten = False
         if record is None:
             try:
-                rows = [row for row in self._slurm.accounting(seen.job) if row.step is None]
+                rows = [row for row in self._slurm.accounting(snapshot.job) if row.step is None]
             except SlurmUnreachableError:
                 return None  # without it a cancelled run could be brought back
             except SlurmCommandError:
@@ -192,14 +190,16 @@ class Watcher:
             cancelled = bool(rows) and rows[-1].state is JobState.CANCELLED
             forgotten = not rows
         answer = replace(
-            looked, asked=True, record=record, cancelled=cancelled, forgotten=forgotten
+            in_queue, asked=True, record=record, cancelled=cancelled, forgotten=forgotten
         )
-        self._answers[seen.job] = (self._clock(), seen.changed, answer)
+        self._answers[snapshot.job] = (self._clock(), snapshot.changed, answer)
         return answer
 
     # -- doing --------------------------------------------------------------------------------
 
-    def _act(self, run: RunDirectory, seen: RunSeen, finding: Finding) -> Found | None:
+    def _act(
+        self, run: RunDirectory, snapshot: RunSnapshot, finding: WatchFinding
+    ) -> HandledFinding | None:
         """Carry the remedy out; None where it was not needed any more."""
         # Most looks find nothing to do, and what is needed for it takes longer to load than they.
         from slurm_forge.launch.requeue.reconcile import reconcile
@@ -211,20 +211,20 @@ class Watcher:
                 if not read_run_file(run.spec_file).shorten_requeue:
                     return None
                 self._slurm.update_job(finding.job, JobUpdate(start_after=timedelta(0)))
-                return Found(path, finding, f"job {finding.job} may start now")
+                return HandledFinding(path, finding, f"job {finding.job} may start now")
             if finding.remedy is Remedy.RECONCILE:
                 brought = reconcile(
                     run, self._slurm, sleep=self._sleep, clock=self._clock, by_person=False
                 )
             else:
-                brought = self._restart(run, seen)
+                brought = self._restart(run, snapshot)
         except (ForgeError, OSError) as error:
-            told = getattr(error, "message", str(error))
-            failed = replace(finding, words=f"{finding.words}; tried: {told}", person=True)
-            return Found(path, replace(failed, key=f"{finding.key}|failed"))
-        return Found(path, finding, brought.text) if brought.changed else None
+            message = getattr(error, "message", str(error))
+            failed = replace(finding, words=f"{finding.words}; tried: {message}", person=True)
+            return HandledFinding(path, replace(failed, key=f"{finding.key}|failed"))
+        return HandledFinding(path, finding, brought.text) if brought.changed else None
 
-    def _restart(self, run: RunDirectory, seen: RunSeen) -> Brought:
+    def _restart(self, run: RunDirectory, snapshot: RunSnapshot) -> ReconcileResult:
         """As ``slurm-forge requeue``, unless anything has changed since it was looked at."""
         from slurm_forge.launch.requeue.reconcile import bring_back
         from slurm_forge.launch.submit.submission import note
@@ -235,7 +235,7 @@ class Watcher:
                 return f"it is {state.status.value} meanwhile"
             if run.stop_file.exists() or run.is_done():
                 return "it was asked to stop"
-            if max(list_claims(run), default=0) != seen.claimed or state.job != seen.job:
+            if max(list_claims(run), default=0) != snapshot.claimed or state.job != snapshot.job:
                 return "another attempt has taken it over"
             if record is not None and record.state not in TERMINAL:
                 return f"job {record.job_ref} is {record.state.value}"
@@ -258,29 +258,29 @@ def _by_job(lines: Iterable[QueueRecord]) -> dict[str, QueueRecord]:
 
     Tasks that wait together share a line.
     """
-    found: dict[str, QueueRecord] = {}
+    records: dict[str, QueueRecord] = {}
     for line in lines:
-        found[line.job_ref] = line
-        found.setdefault(str(line.job_id), line)
+        records[line.job_ref] = line
+        records.setdefault(str(line.job_id), line)
         array, _, tasks = line.job_ref.partition("_")
-        found.setdefault(array, line)
+        records.setdefault(array, line)
         if tasks.startswith("["):
             for task in tasks_of(tasks):
-                found.setdefault(f"{array}_{task}", line)
-    return found
+                records.setdefault(f"{array}_{task}", line)
+    return records
 
 
-def _line_of(seen: RunSeen, queue: Mapping[str, QueueRecord]) -> QueueRecord | None:
+def _line_of(snapshot: RunSnapshot, queue: Mapping[str, QueueRecord]) -> QueueRecord | None:
     """The line of its job; where that is over, of a task of its chain that is not."""
-    line = queue.get(seen.job)
-    if line is None and seen.chain:
-        line = queue.get(seen.job.partition("_")[0])
+    line = queue.get(snapshot.job)
+    if line is None and snapshot.chain:
+        line = queue.get(snapshot.job.partition("_")[0])
     return line
 
 
-def _unreadable(name: str, error: Exception) -> Finding:
+def _unreadable(name: str, error: Exception) -> WatchFinding:
     words = getattr(error, "message", None) or str(error)
-    return Finding(
+    return WatchFinding(
         run=name,
         kind=FindingKind.UNREADABLE,
         job="",

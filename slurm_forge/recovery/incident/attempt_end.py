@@ -20,11 +20,9 @@ from slurm_forge.slurm.states import JobState
 from slurm_forge.vocabulary.cause import Cause, Confidence, Evidence
 from slurm_forge.vocabulary.decision import Incident
 
-__all__ = ["Ending", "cause_of_ending", "is_cancelled", "supervisor_lost"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ending:
+class SilentEnd:
     """What is left of an attempt that ended without a word.
 
     ``record`` is what Slurm says of its job now, ``rows`` what accounting knows of its starts, the
@@ -45,14 +43,14 @@ class Ending:
     left: Sequence[RankFailure] = ()
 
 
-def cause_of_ending(ending: Ending, incident_id: str) -> Incident:
+def cause_of_ending(ending: SilentEnd, incident_id: str) -> Incident:
     """The incident behind it, as far as anybody knows."""
     cause, confidence, evidence = _judged(ending)
     hosts: tuple[str, ...] = ()
     failed = None if ending.record is None else ending.record.failed_node
     if cause is Cause.NODE_FAIL:
-        hosts = (failed,) if failed else tuple(node.name for node in _gone(ending))
-    told = next((each for each in ending.left if each.cause is cause), None)
+        hosts = (failed,) if failed else tuple(node.name for node in _nodes_down(ending))
+    verdict = next((each for each in ending.left if each.cause is cause), None)
     steps = [each.step for each in ending.left]
     steps += [] if ending.step is None else [ending.step]
     return Incident(
@@ -60,35 +58,35 @@ def cause_of_ending(ending: Ending, incident_id: str) -> Incident:
         cause=cause,
         confidence=confidence,
         evidence=(*evidence, *_noticed(ending)),
-        step=max(steps, default=None) if told is None else told.step,
-        rank=None if told is None else told.rank,
-        hosts=hosts if told is None else (told.host,),
+        step=max(steps, default=None) if verdict is None else verdict.step,
+        rank=None if verdict is None else verdict.rank,
+        hosts=hosts if verdict is None else (verdict.host,),
     )
 
 
-def _judged(ending: Ending) -> tuple[Cause, Confidence, tuple[Evidence, ...]]:
+def _judged(ending: SilentEnd) -> tuple[Cause, Confidence, tuple[Evidence, ...]]:
     silence = Evidence("journal", f"the supervisor on {ending.host} ended without a word")
     row = _row(ending)
     # Who only lost a peer may have been the first to say so.
     own = (each for each in ending.left if each.cause is not Cause.NCCL_ERROR)
-    told = next(own, next(iter(ending.left), None))
-    if told is not None and (row is None or row.state is JobState.FAILED):
-        words = Evidence(f"rank {told.rank} on {told.host}", told.text)
-        return told.cause, Confidence.LIKELY, (words, silence)
+    verdict = next(own, next(iter(ending.left), None))
+    if verdict is not None and (row is None or row.state is JobState.FAILED):
+        words = Evidence(f"rank {verdict.rank} on {verdict.host}", verdict.text)
+        return verdict.cause, Confidence.LIKELY, (words, silence)
     if row is not None and row.state in BY_STATE:
         text = f"State={row.state_text}"
         if row.exit_code is not None:
             text += f" ExitCode={row.exit_code[0]}:{row.exit_code[1]}"
-        said = Evidence("sacct", text)
+        evidence = Evidence("sacct", text)
         cause = BY_STATE[row.state]
         sure = Confidence.LIKELY if cause is Cause.CRASH else Confidence.CERTAIN
         of_nodes = _of_nodes(ending) if cause is Cause.NODE_FAIL else ()
-        return cause, sure, (said, *of_nodes, silence)
+        return cause, sure, (evidence, *of_nodes, silence)
     record = ending.record
     if record is not None and record.failed_node and ending.restarted:
-        said = Evidence("scontrol", f"FailedNode={record.failed_node}")
-        return Cause.NODE_FAIL, Confidence.LIKELY, (said, silence)
-    if _gone(ending):
+        evidence = Evidence("scontrol", f"FailedNode={record.failed_node}")
+        return Cause.NODE_FAIL, Confidence.LIKELY, (evidence, silence)
+    if _nodes_down(ending):
         return Cause.NODE_FAIL, Confidence.LIKELY, (*_of_nodes(ending), silence)
     if ending.restarted:
         # A plain end of the batch script is not followed by a start of the same job.
@@ -98,16 +96,16 @@ def _judged(ending: Ending) -> tuple[Cause, Confidence, tuple[Evidence, ...]]:
     return Cause.UNKNOWN, Confidence.GUESS, (silence,)
 
 
-def _gone(ending: Ending) -> list[NodeRecord]:
+def _nodes_down(ending: SilentEnd) -> list[NodeRecord]:
     """The nodes of the attempt that Slurm has given up."""
     return [node for node in ending.nodes if node.is_down]
 
 
-def _of_nodes(ending: Ending) -> tuple[Evidence, ...]:
-    return tuple(Evidence("scontrol", of_node(node)) for node in _gone(ending))
+def _of_nodes(ending: SilentEnd) -> tuple[Evidence, ...]:
+    return tuple(Evidence("scontrol", of_node(node)) for node in _nodes_down(ending))
 
 
-def _row(ending: Ending) -> AccountingRecord | None:
+def _row(ending: SilentEnd) -> AccountingRecord | None:
     """The accounting of that very start, found by its number: clocks of nodes are not compared.
 
     Slurm gives a job a new SubmitTime at each requeue (tried on 22.05.8 and 26.05.3).  Where the
@@ -132,7 +130,7 @@ def _row(ending: Ending) -> AccountingRecord | None:
     return row if row is not None and row.state in BY_STATE else None
 
 
-def _noticed(ending: Ending) -> tuple[Evidence, ...]:
+def _noticed(ending: SilentEnd) -> tuple[Evidence, ...]:
     names = ", ".join(dict.fromkeys(ending.notices))
     return (Evidence("signals", f"{names} had been seen"),) if names else ()
 
@@ -149,14 +147,14 @@ def supervisor_lost(
 
     ``record`` is what Slurm says of the job right then, ``restart_count`` of the start we are in.
     """
-    seen = Evidence("control channel", f"the supervisor on {host} is gone without a word")
+    loss = Evidence("control channel", f"the supervisor on {host} is gone without a word")
     cause, confidence = Cause.CRASH, Confidence.LIKELY
-    evidence: tuple[Evidence, ...] = (seen,)
+    evidence: tuple[Evidence, ...] = (loss,)
     if record is not None:
         text = f"JobState={record.state.value} Reason={record.reason}"
         if record.exit_code is not None:
             text += f" ExitCode={record.exit_code[0]}:{record.exit_code[1]}"
-        evidence = (seen, Evidence("scontrol", text))
+        evidence = (loss, Evidence("scontrol", text))
         again = record.restarts > restart_count
         if record.preempt_time is not None:
             cause, confidence = Cause.PREEMPTED, Confidence.CERTAIN

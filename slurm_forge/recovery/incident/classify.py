@@ -7,8 +7,8 @@ probe, Slurm's and the kernel's words about those that went without any, and las
 from __future__ import annotations
 
 from slurm_forge.recovery.incident.launch_facts import (
+    STARTER,
     LaunchFacts,
-    LostRank,
     RankFailure,
 )
 from slurm_forge.recovery.incident.lost_nodes import vanished
@@ -30,8 +30,6 @@ from slurm_forge.recovery.incident.slurm_evidence import (
 from slurm_forge.recovery.monitor.straggler_reports import in_words
 from slurm_forge.vocabulary.cause import Cause, Confidence, Evidence
 from slurm_forge.vocabulary.decision import Incident
-
-__all__ = ["LaunchFacts", "LostRank", "RankFailure", "classify", "is_unexplained"]
 
 #: What a rank may say when a process of the launch, its own loader worker for one, was killed.
 _MAY_BE_MEMORY = frozenset({Cause.NCCL_ERROR, Cause.CRASH, Cause.UNKNOWN, Cause.HOST_OOM})
@@ -144,12 +142,12 @@ def _judge(facts: LaunchFacts) -> Judged:
     if facts.stop_file:
         return Cause.STOP_REQUESTED, Confidence.CERTAIN, (Evidence("STOP", "the file exists"),)
     if facts.stopped_by:
-        words = Evidence("starter", facts.stopped_by)
+        words = Evidence(STARTER, facts.stopped_by)
         return Cause.STOP_REQUESTED, Confidence.CERTAIN, (words,)
-    heard = bool(facts.rank_signals or facts.batch_signals or facts.due_time_limit)
-    asked = heard or is_ending(facts)
+    signalled = bool(facts.rank_signals or facts.batch_signals or facts.due_time_limit)
+    stop_requested = signalled or is_ending(facts)
     explained = not facts.signalled_since or says_why(facts)
-    if asked:
+    if stop_requested:
         from_slurm = of_a_stop(facts)
         # Somebody may have cancelled a job that was preempted before.
         cancelled = from_slurm is not None and from_slurm[0] is Cause.USER_CANCELLED
@@ -160,12 +158,12 @@ def _judge(facts: LaunchFacts) -> Judged:
     first = _first_failure(facts)
     # Who only lost a peer says nothing about why: of a whole node nothing is heard any more.
     silent = vanished(facts)
-    gone = silent and not killed_for_memory(facts) and not facts.lost
+    lost = silent and not killed_for_memory(facts) and not facts.lost
     # Who can't reach the others hears nothing of them: then it is not they who are gone.
     named = _named(facts)
     if named and not named & set(silent):
-        gone = ()
-    if gone and (first is None or first.cause is Cause.NCCL_ERROR):
+        lost = ()
+    if lost and (first is None or first.cause is Cause.NCCL_ERROR):
         without = node_lost(facts)
         if without is not None:
             return without
@@ -187,9 +185,9 @@ def _judge(facts: LaunchFacts) -> Judged:
     if facts.straggler is not None:
         sure = Confidence.LIKELY if facts.straggler.why.of_node else Confidence.GUESS
         return Cause.STRAGGLER, sure, (Evidence("pace", in_words(facts.straggler)),)
-    told = killed_for_memory(facts) or node_lost(facts)
-    unexplained = facts.stopped_at is not None or not (told or facts.failures)
-    if heard and unexplained and not by_srun_alone(facts):
+    memory_or_node = killed_for_memory(facts) or node_lost(facts)
+    unexplained = facts.stopped_at is not None or not (memory_or_node or facts.failures)
+    if signalled and unexplained and not by_srun_alone(facts):
         return _not_known_yet(facts)
     return of_a_silence(facts)
 
@@ -197,10 +195,12 @@ def _judge(facts: LaunchFacts) -> Judged:
 def _not_known_yet(facts: LaunchFacts) -> Judged:
     """A stop that nothing explains so far: treated as a preemption until Slurm says more."""
     signals = ", ".join((*facts.rank_signals, *facts.batch_signals)) or "the end of the time"
-    if facts.signalled_since or (facts.job is None and facts.job_now is None):
+    if not facts.by_slurm:
+        text = f"{signals}, of unknown origin"
+    elif facts.signalled_since or (facts.job is None and facts.job_now is None):
         text = f"{signals}; Slurm has not answered since, so the cause is not known yet"
     else:
-        text = f"{signals} without anything in Slurm's records that explains it"
+        text = f"{signals}, unexplained by Slurm's records"
     return Cause.PREEMPTED, Confidence.GUESS, (Evidence("signals", text),)
 
 

@@ -9,8 +9,6 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-__all__ = ["Dump", "Traceback", "find_dump", "find_traceback", "find_tracebacks"]
-
 #: What is read of a text from its end, of a dump from its beginning, and of a line.
 _LONGEST = 1 << 20
 _LONGEST_DUMP = 1 << 17
@@ -105,7 +103,7 @@ def find_dump(text: str) -> Dump | None:
     words = [each for each in re.finditer(_ABORT, text, re.M) if each.start() >= before]
     if at < 0:
         last = words[-1] if words else None
-        return None if last is None else Dump(_said(last), "SIGABRT", at=skipped + last.start())
+        return None if last is None else Dump(_what(last), "SIGABRT", at=skipped + last.start())
     fatal, *lines = text[at : at + _LONGEST_DUMP].splitlines()
     error = fatal.removeprefix(_FATAL).strip()
     signal = _SIGNALS.get(error, "SIGABRT")
@@ -113,20 +111,12 @@ def find_dump(text: str) -> Dump | None:
     own = _own(frames)
     earlier = [each for each in words if each.start() < at]
     return Dump(
-        error=_said(earlier[-1]) if earlier and signal == "SIGABRT" else fatal.strip()[:_LINE],
+        error=_what(earlier[-1]) if earlier and signal == "SIGABRT" else fatal.strip()[:_LINE],
         signal=signal,
         frames=own or tuple(dict.fromkeys(_short(each) for each in frames))[:_MOST_FRAMES],
         innermost=_short(frames[0]) if frames else "",
         at=skipped + (earlier[-1].start() if earlier else at),
     )
-
-
-def find_traceback(text: str) -> Traceback | None:
-    """The last Python traceback in the end of an output; None where there is none.
-
-    What srun (``2: ``) and torch (``[rank2]: ``) put in front of its lines is taken away.
-    """
-    return next(find_tracebacks(text), None)
 
 
 def find_tracebacks(text: str) -> Iterator[Traceback]:
@@ -138,9 +128,9 @@ def find_tracebacks(text: str) -> Iterator[Traceback]:
         end, at = at, text.rfind(_TRACEBACK, 0, at)
         if at < 0:
             return
-        found = _traceback_at(text[:end], at, skipped)
-        if found is not None:
-            yield found
+        traceback = _traceback_at(text[:end], at, skipped)
+        if traceback is not None:
+            yield traceback
 
 
 def _traceback_at(text: str, at: int, skipped: int) -> Traceback | None:
@@ -152,9 +142,9 @@ def _traceback_at(text: str, at: int, skipped: int) -> Traceback | None:
     for line in lines:
         end += 1 + len(line)
         bare = line.removeprefix(prefix).rstrip("\r")
-        found = _FRAME.match(bare)
-        if found is not None:
-            frames.append(found)
+        frame = _FRAME.match(bare)
+        if frame is not None:
+            frames.append(frame)
         elif _RAISED.match(bare):
             own = _own(frames[::-1])
             return Traceback(
@@ -176,10 +166,10 @@ def _frames(lines: Sequence[str]) -> list[re.Match[str]]:
         return []
     frames = []
     for line in lines[(named or starts)[0] + 1 :]:
-        found = _FRAME.match(line)
-        if found is None:
+        frame = _FRAME.match(line)
+        if frame is None:
             break
-        frames.append(found)
+        frames.append(frame)
     return frames
 
 
@@ -193,8 +183,8 @@ def _short(frame: re.Match[str]) -> str:
     return f"{file}:{frame['line']} in {frame['name'].strip()}"[:_LINE]
 
 
-def _said(found: re.Match[str]) -> str:
-    if found["kind"]:
-        what = (found["what"] or "").strip()
-        return f"{found['kind']}: {what}"[:_LINE] if what else found["kind"]
-    return " ".join(found[0].split())[:_LINE]
+def _what(match: re.Match[str]) -> str:
+    if match["kind"]:
+        what = (match["what"] or "").strip()
+        return f"{match['kind']}: {what}"[:_LINE] if what else match["kind"]
+    return " ".join(match[0].split())[:_LINE]

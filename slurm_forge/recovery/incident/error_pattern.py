@@ -6,8 +6,6 @@ from dataclasses import dataclass
 
 from slurm_forge.vocabulary.cause import Cause
 
-__all__ = ["Pattern", "row"]
-
 
 @dataclass(frozen=True, slots=True)
 class Pattern:

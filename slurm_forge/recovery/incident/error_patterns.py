@@ -1,6 +1,6 @@
 """Known texts of errors in what an exception says, or in the end of a log: text into a value.
 
-The table is ``known_errors`` and ``known_outside``.  That a text matches is an observation and no
+The table is ``KNOWN_ERRORS``.  That a text matches is an observation and no
 verdict: ``classify`` weighs it against everything else that was seen.
 """
 
@@ -17,8 +17,6 @@ from slurm_forge.recovery.incident.remote_errors import (
     SERVICE_ERRORS,
 )
 from slurm_forge.vocabulary.cause import Cause
-
-__all__ = ["KNOWN_ERRORS", "Match", "Pattern", "find_cause", "find_causes", "find_last"]
 
 #: In order of authority: the first row that matches is what ``find_cause`` tells.
 KNOWN_ERRORS: tuple[Pattern, ...] = (*LOCAL_ERRORS, *SERVICE_ERRORS, *RANK_ERRORS)
@@ -53,7 +51,7 @@ _GOES_ON = re.compile(
 
 
 @dataclass(frozen=True, slots=True)
-class Match:
+class ErrorMatch:
     """A known text: what it tells, a label of a few words, and the line it stands in.
 
     ``follows``: who says so was hit by another rank's end, or waited for it in vain.
@@ -67,33 +65,30 @@ class Match:
     behind: int = 0
 
 
-def find_cause(text: str) -> Match | None:
+def find_cause(text: str) -> ErrorMatch | None:
     """The known text of the highest authority in ``text``; None where there is none."""
     return next(_matches(text), None)
 
 
-def find_causes(text: str) -> tuple[Match, ...]:
-    """All kinds of known texts in ``text``, each once, those of the highest authority first."""
-    return tuple(_matches(text))
-
-
-def find_last(text: str, *, followers: bool = True) -> Iterator[Match]:
+def find_last(text: str, *, followers: bool = True) -> Iterator[ErrorMatch]:
     """The known texts, the last line of each kind, from the end of ``text`` backwards.
 
     Of several in one line the one of the highest authority comes first.  Without ``followers``
     those are left out who were only hit by the end of another.
     """
     text = text[-_LONGEST:]
-    found = []
+    hits = []
     for authority, pattern in enumerate(KNOWN_ERRORS):
         if pattern.follows and not followers:
             continue
         last = _line_of(pattern, text, from_end=True)
         if last is not None:
             at, line = last
-            found.append((_line_begin(text, at), -authority, at, line, pattern))
-    for _, _, at, line, pattern in sorted(found, key=lambda each: each[:2], reverse=True):
-        yield Match(pattern.cause, pattern.label, line, pattern.follows, _lines_behind(text, at))
+            hits.append((_line_begin(text, at), -authority, at, line, pattern))
+    for _, _, at, line, pattern in sorted(hits, key=lambda each: each[:2], reverse=True):
+        yield ErrorMatch(
+            pattern.cause, pattern.label, line, pattern.follows, _lines_behind(text, at)
+        )
 
 
 def _lines_behind(text: str, at: int) -> int:
@@ -101,33 +96,33 @@ def _lines_behind(text: str, at: int) -> int:
     return sum(1 for line in rest.split("\n") if line.strip() and not _OF_SLURM.match(line))
 
 
-def _matches(text: str) -> Iterator[Match]:
+def _matches(text: str) -> Iterator[ErrorMatch]:
     text = text[-_LONGEST:]
     for pattern in KNOWN_ERRORS:
         first = _line_of(pattern, text)
         if first is not None:
-            yield Match(pattern.cause, pattern.label, first[1], pattern.follows)
+            yield ErrorMatch(pattern.cause, pattern.label, first[1], pattern.follows)
 
 
 def _line_of(pattern: Pattern, text: str, *, from_end: bool = False) -> tuple[int, str] | None:
     """The first line, or the last, that says it and means it, and where."""
     all_of_it = re.finditer(pattern.words, text, re.M)
     places = reversed(list(all_of_it)) if from_end else all_of_it
-    for tries, found in enumerate(places):
+    for tries, match in enumerate(places):
         if tries == _MOST_TRIES:
             return None
-        begin = _line_begin(text, found.start())
-        end = text.find("\n", found.end(), found.end() + _LINE)
-        line = text[begin : end if end >= 0 else found.end() + _LINE]
-        said = found.start() - begin
-        if _SOURCE.match(line) or _PASSING.search(line) or _ADVICE.search(line, 0, said):
+        begin = _line_begin(text, match.start())
+        end = text.find("\n", match.end(), match.end() + _LINE)
+        line = text[begin : end if end >= 0 else match.end() + _LINE]
+        column = match.start() - begin
+        if _SOURCE.match(line) or _PASSING.search(line) or _ADVICE.search(line, 0, column):
             continue
         if _GOES_ON.search(line):
             continue
         if pattern.unless is not None and re.search(pattern.unless, line):
             continue
-        shown = line[max(0, min(said, len(line) - _SHOWN)) :] if len(line) > _SHOWN else line
-        return found.start(), " ".join(shown[:_SHOWN].split())
+        shown = line[max(0, min(column, len(line) - _SHOWN)) :] if len(line) > _SHOWN else line
+        return match.start(), " ".join(shown[:_SHOWN].split())
     return None
 
 

@@ -12,8 +12,6 @@ from collections.abc import Collection
 from slurm_forge.vocabulary.cause import Cause, Evidence
 from slurm_forge.vocabulary.decision import Incident
 
-__all__ = ["alike", "essence"]
-
 _HERE = "#"
 _DATE = r"\d{4}-\d\d-\d\d"
 _CLOCK = r"\d{1,2}:\d\d:\d\d(?:[.,]\d+)?"
@@ -58,13 +56,13 @@ def alike(one: Incident, other: Incident, nodes: Collection[str] = ()) -> bool:
     if (one.cause, one.step) != (other.cause, other.step) or not (one.evidence and other.evidence):
         return False
     names = {*nodes, *one.hosts, *other.hosts}
-    mine = [_said(each, names) for each in one.evidence]
-    theirs = [_said(each, names) for each in other.evidence]
-    if mine[0] != theirs[0]:
+    texts = [_comparable(each, names) for each in one.evidence]
+    theirs = [_comparable(each, names) for each in other.evidence]
+    if texts[0] != theirs[0]:
         return False
     if one.cause is not Cause.CRASH:
         return True
-    return set(mine) <= set(theirs) or set(theirs) <= set(mine)
+    return set(texts) <= set(theirs) or set(theirs) <= set(texts)
 
 
 def essence(text: str, hosts: Collection[str] = ()) -> str:
@@ -79,13 +77,13 @@ def essence(text: str, hosts: Collection[str] = ()) -> str:
     return re.sub(rf"{_HERE}(?::\d{{1,5}}\b)?(?:[ ,]*{_HERE})*", _HERE, text)
 
 
-def _said(evidence: Evidence, hosts: Collection[str]) -> tuple[str, str]:
+def _comparable(evidence: Evidence, hosts: Collection[str]) -> tuple[str, str]:
     source = re.sub(r"\bon \S+", "on #", evidence.source)
     return essence(source, hosts), essence(evidence.text, hosts)
 
 
-def _without_numbers(found: re.Match[str]) -> str:
-    path = found[0]
+def _without_numbers(match: re.Match[str]) -> str:
+    path = match[0]
     line = _LINE.search(path)
     end = len(path) if line is None else line.start()
     return _NUMBER.sub(_HERE, _SCRATCH.sub(_HERE, path[:end])) + path[end:]

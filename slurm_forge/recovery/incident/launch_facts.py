@@ -6,16 +6,16 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 
 from slurm_forge.errors import UsageError
-from slurm_forge.recovery.monitor.preflight_verdict import Refusal
-from slurm_forge.recovery.monitor.probe_verdict import Found
+from slurm_forge.recovery.monitor.preflight_verdict import PreflightRefusal
+from slurm_forge.recovery.monitor.probe_verdict import ProbeFailure
 from slurm_forge.recovery.monitor.stalls import Stall
 from slurm_forge.recovery.monitor.straggler_reports import Straggler
-from slurm_forge.recovery.nodes.placement import Seats
+from slurm_forge.recovery.nodes.placement import AllocationState, Placement
 from slurm_forge.slurm.records import AccountingRecord, JobRecord, NodeRecord
 from slurm_forge.vocabulary.cause import Cause
 
-__all__ = ["LaunchFacts", "LostRank", "RankFailure", "WorkerEnd", "is_usage_error"]
-
+#: How evidence names the process that started the run here (``slurm-forge run`` or ``exec``).
+STARTER = "starter"
 _USAGE_ERROR = f"{UsageError.__module__}.{UsageError.__qualname__}"
 
 
@@ -91,6 +91,8 @@ class LaunchFacts:
     finished: bool = False
     stopped_at: int | None = None
     checkpoint: str | None = None
+    #: Slurm runs the job, and can be asked about it.
+    by_slurm: bool = True
     #: How often the job had been started before, as its environment says.
     restart_count: int | None = None
     job_first: JobRecord | None = None
@@ -120,11 +122,11 @@ class LaunchFacts:
     #: The watchdog's verdict, if the launch stood still.
     stalled: Stall | None = None
     #: The verdict of a probe that failed, or of ranks that fell silent.
-    probe: Found | None = None
+    probe: ProbeFailure | None = None
     #: The slow node that the launch was stopped for.
     straggler: Straggler | None = None
     #: What was found before training began, and the launch is ended for.
-    refused: Refusal | None = None
+    refused: PreflightRefusal | None = None
     exit_status: int | None = None
     #: In the order in which agents said it, where ranks have agents.
     ends: tuple[WorkerEnd, ...] = ()
@@ -149,7 +151,9 @@ class LaunchFacts:
     #: Ranks that were still connected at the end, and had not been heard of for seconds.
     mute: tuple[LostRank, ...] = ()
     #: Where the ranks were, as far as whoever started them knows.
-    seats: Seats | None = None
+    seats: Placement | None = None
+    #: What is left of the allocation; None where Slurm ends a job that loses a node.
+    room: AllocationState | None = None
     #: How many ranks each task of srun stands for: those of its node, where torchrun starts them.
     ranks_per_task: int = 1
     #: Whether the job goes on without a node that it loses (``sbatch --no-kill``).

@@ -12,8 +12,6 @@ from slurm_forge.recovery.incident.error_pattern import (
 )
 from slurm_forge.vocabulary.cause import Cause
 
-__all__ = ["LOCAL_ERRORS"]
-
 # NVIDIA's Xid catalogue: those whose remedy is a reset of the GPU, its repair, or its link's
 # (48 double-bit error, 63/64 row remapping, 74 NVLink, 79 off the bus, 94/95 contained and
 # uncontained memory error, 119/120 GSP, 144-150 NVLink of later ones).  13, 31, 43, 45, 68 and 109

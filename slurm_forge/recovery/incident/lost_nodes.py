@@ -14,8 +14,6 @@ from slurm_forge.recovery.incident.launch_facts import LaunchFacts
 from slurm_forge.slurm.text.srun_messages import task_ends
 from slurm_forge.vocabulary.cause import Cause, Evidence
 
-__all__ = ["no_word_from", "vanished"]
-
 
 def vanished(facts: LaunchFacts) -> tuple[str, ...]:
     """The nodes of the launch that are gone by all that was seen, in the order of their ranks.
@@ -23,36 +21,36 @@ def vanished(facts: LaunchFacts) -> tuple[str, ...]:
     Empty for a job that would not outlive them, where srun ended by itself, and where nothing was
     heard of any node: then it is the way to them, or this one.
     """
-    given = facts.seats
-    if given is None or not facts.outlives_nodes or facts.launcher_signal:
+    seats = facts.seats
+    if seats is None or not facts.outlives_nodes or facts.launcher_signal:
         return ()
     if facts.exit_status != -signal.SIGKILL:
         return ()
     if any(each.cause is not Cause.NCCL_ERROR for each in facts.failures if not each.after_loss):
         return ()  # somebody said what it was
-    gone = {each.rank for each in (*facts.lost, *facts.mute)}
-    gone -= {each.rank for each in facts.failures}
+    ranks = {each.rank for each in (*facts.lost, *facts.mute)}
+    ranks -= {each.rank for each in facts.failures}
     for end in task_ends(facts.launcher_text):
-        gone -= set(end.tasks)
-    gone -= {end.rank for end in facts.ends}  # an agent was there to tell of it
-    per_node = given.tasks_per_node
+        ranks -= set(end.tasks)
+    ranks -= {end.rank for end in facts.ends}  # an agent was there to tell of it
+    per_node = seats.tasks_per_node
     silent = tuple(
         node
-        for number, node in enumerate(given.nodes)
-        if gone >= set(range(number * per_node, (number + 1) * per_node))
+        for number, node in enumerate(seats.nodes)
+        if ranks >= set(range(number * per_node, (number + 1) * per_node))
     )
-    return silent if len(silent) < len(given.nodes) else ()
+    return silent if len(silent) < len(seats.nodes) else ()
 
 
 def no_word_from(facts: LaunchFacts, nodes: tuple[str, ...]) -> Evidence:
     """What speaks for it."""
-    given = facts.seats
-    assert given is not None  # noqa: S101  nothing vanishes without
+    seats = facts.seats
+    assert seats is not None  # noqa: S101  nothing vanishes without
     ranks = [
-        number * given.tasks_per_node + local
-        for number, node in enumerate(given.nodes)
+        number * seats.tasks_per_node + local
+        for number, node in enumerate(seats.nodes)
         if node in nodes
-        for local in range(given.tasks_per_node)
+        for local in range(seats.tasks_per_node)
     ]
     shown = ", ".join(map(str, ranks[:8])) + (", …" if len(ranks) > 8 else "")
     whose = f"rank{'s' if len(ranks) > 1 else ''} {shown}"

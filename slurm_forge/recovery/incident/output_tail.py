@@ -19,13 +19,11 @@ from slurm_forge.recovery.incident.crash_dumps import (
     find_tracebacks,
 )
 from slurm_forge.recovery.incident.error_patterns import (
-    Match,
+    ErrorMatch,
     find_cause,
     find_last,
 )
 from slurm_forge.vocabulary.cause import Cause, Confidence
-
-__all__ = ["MISTAKES", "OutputEnd", "even_of_a_mistake", "judge_end", "reruns_of_megatron"]
 
 #: Types that Python and programs raise for mistakes: their texts are anybody's.
 MISTAKES = (
@@ -82,14 +80,15 @@ class OutputEnd:
 
 
 def judge_end(
-    text: str, *, shared: bool, by_signal: bool, aborted: bool, said: Sequence[str] = ()
+    text: str, *, shared: bool, by_signal: bool, aborted: bool, quoted: Sequence[str] = ()
 ) -> OutputEnd | None:
     """Why a process that printed this went without last words; None where the text does not tell.
 
-    ``shared``: other ranks print there too, and say what the loss of this one did to them; ``said``
-    is what ranks said of themselves, as ``Type: text``.  ``by_signal``, ``aborted``: how it ended.
+    ``shared``: other ranks print there too, and say what the loss of this one did to them.
+    ``quoted``: what ranks said of themselves, as ``Type: text``.  ``by_signal``, ``aborted``: how
+    it ended.
     """
-    trace, behind = _uncaught(text, shared=shared, said=said)
+    trace, behind = _uncaught(text, shared=shared, quoted=quoted)
     dump = find_dump(text)
     if dump is not None and (trace is None or dump.at >= trace.at):
         known = _of_a_dump(text, dump, shared=shared, aborted=aborted)
@@ -99,9 +98,9 @@ def judge_end(
         if trace is None or _lines(text[trace.end : dump.at]) > _NEAR:
             return None
     if trace is not None and behind <= _STILL_THE_END:
-        told = _of_an_exception(text, trace)
+        verdict = _of_an_exception(text, trace)
         crashed = by_signal or (dump is not None and dump.at >= trace.at)
-        return None if crashed and told.cause in _NO_CRASH else told
+        return None if crashed and verdict.cause in _NO_CRASH else verdict
     for known in _last_words(text, shared=shared, aborted=aborted):
         near = known.behind <= _NEAR
         if near or known.cause not in _HOLDS_OR_STRIKES:
@@ -110,7 +109,7 @@ def judge_end(
     return None
 
 
-def _uncaught(text: str, *, shared: bool, said: Sequence[str]) -> tuple[Traceback | None, int]:
+def _uncaught(text: str, *, shared: bool, quoted: Sequence[str]) -> tuple[Traceback | None, int]:
     """The last traceback that may tell why, and how many lines stand behind it.
 
     Left out are those of ranks that only lost another one, and the lines of these are not counted.
@@ -121,24 +120,24 @@ def _uncaught(text: str, *, shared: bool, said: Sequence[str]) -> tuple[Tracebac
         end = trace.at
         if trace.in_passing or _OF_A_STARTER.match(trace.error):
             continue
-        if shared and (_follows(trace.error) or _has_been_said(trace.error, said)):
+        if shared and (_follows(trace.error) or _has_been_said(trace.error, quoted)):
             continue
         return trace, behind
     return None, 0
 
 
 def _follows(error: str) -> bool:
-    ours = _OURS.match(error)
-    if ours is not None:
-        return ours[1] in _OUR_FOLLOWERS
+    match = _OURS.match(error)
+    if match is not None:
+        return match[1] in _OUR_FOLLOWERS
     known = find_cause(error)
     return known is not None and known.follows
 
 
-def _has_been_said(error: str, said: Sequence[str]) -> bool:
+def _has_been_said(error: str, quoted: Sequence[str]) -> bool:
     kind, _, words = error.partition(": ")
     bare = f"{kind.rpartition('.')[2]}: {words}".rstrip(" .:,;")[:80]
-    return any(each.startswith(bare) for each in said)
+    return any(each.startswith(bare) for each in quoted)
 
 
 def _of_an_exception(text: str, trace: Traceback) -> OutputEnd:
@@ -149,9 +148,9 @@ def _of_an_exception(text: str, trace: Traceback) -> OutputEnd:
 
 def _cause_of(text: str, trace: Traceback) -> Cause:
     error = trace.error
-    ours = _OURS.match(error)
-    if ours is not None:
-        return _OUR_CAUSES.get(ours[1], Cause.APP_ERROR)
+    match = _OURS.match(error)
+    if match is not None:
+        return _OUR_CAUSES.get(match[1], Cause.APP_ERROR)
     known = find_cause(error)
     if known is None:
         return Cause.APP_ERROR
@@ -171,12 +170,12 @@ def _cause_of(text: str, trace: Traceback) -> Cause:
     return known.cause
 
 
-def even_of_a_mistake(known: Match) -> bool:
+def even_of_a_mistake(known: ErrorMatch) -> bool:
     """Whether a text is so much a library's own that it counts whatever type it is raised with."""
     return known.cause is Cause.NON_FINITE or "memory for the cache blocks" in known.text
 
 
-def _last_words(text: str, *, shared: bool, aborted: bool) -> Iterator[Match]:
+def _last_words(text: str, *, shared: bool, aborted: bool) -> Iterator[ErrorMatch]:
     """From the last one backwards; in a shared output none of who only lost another rank.
 
     Who was aborted was so by a watchdog that had waited in vain, if one says so.
@@ -186,17 +185,17 @@ def _last_words(text: str, *, shared: bool, aborted: bool) -> Iterator[Match]:
             yield known
 
 
-def _of_a_dump(text: str, dump: Dump, *, shared: bool, aborted: bool) -> Match | None:
+def _of_a_dump(text: str, dump: Dump, *, shared: bool, aborted: bool) -> ErrorMatch | None:
     """What the crash itself says, else the lines right before it."""
     own = "\n".join(text[dump.at :].split("\n")[:_OF_A_DUMP])
     before = "\n".join(text[: dump.at].splitlines()[-_NEAR:])
     # That NCCL's watchdog ends the process says nothing of what it saw before.
-    said = next(_last_words(own, shared=shared, aborted=aborted), None)
-    if said is not None and said.cause is not Cause.NCCL_ERROR:
-        return said
+    last_word = next(_last_words(own, shared=shared, aborted=aborted), None)
+    if last_word is not None and last_word.cause is not Cause.NCCL_ERROR:
+        return last_word
     weak = _NO_CRASH | {Cause.NCCL_ERROR}
     earlier = _last_words(before, shared=shared, aborted=aborted)
-    return next((each for each in earlier if each.cause not in weak), said)
+    return next((each for each in earlier if each.cause not in weak), last_word)
 
 
 def _lines(text: str) -> int:

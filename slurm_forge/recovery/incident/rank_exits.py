@@ -30,8 +30,6 @@ from slurm_forge.slurm.text.srun_messages import (
 )
 from slurm_forge.vocabulary.cause import Cause, Confidence, Evidence
 
-__all__ = ["SUSPECTED_HARDWARE", "first_lost", "launcher_killed", "of_a_silence"]
-
 #: With these Megatron says that its own check of a result points to the hardware of that rank
 #: (EXIT_CODE_RESUME_TO_DISAMBIGUATE and EXIT_CODE_FAILED_ON_RESULT_VALIDATION of its rerun state
 #: machine): another node may tell.
@@ -47,35 +45,38 @@ _ABORTED_STEP = "srun: Job step aborted"
 
 def of_a_silence(facts: LaunchFacts) -> Judged:
     """The launch ended and nobody who counts had said anything."""
-    gone = tuple(Evidence(f"rank {lost.rank}", f"on {lost.host}: gone") for lost in facts.lost)
+    evidence = tuple(
+        Evidence(f"rank {lost.rank}", f"on {lost.host}: ended without a message")
+        for lost in facts.lost
+    )
     killed = killed_for_memory(facts)
     if killed:
-        return Cause.HOST_OOM, Confidence.LIKELY, (*gone, *killed)
+        return Cause.HOST_OOM, Confidence.LIKELY, (*evidence, *killed)
     row = next(iter(facts.rows), None)
     if row is not None and row.state is JobState.OUT_OF_MEMORY:
-        said = Evidence("sacct", f"step {row.step}: State={row.state_text}")
-        return Cause.HOST_OOM, Confidence.CERTAIN, (*gone, said)
+        step_state = Evidence("sacct", f"step {row.step}: State={row.state_text}")
+        return Cause.HOST_OOM, Confidence.CERTAIN, (*evidence, step_state)
     ends = _ends(facts)
     first = _first(facts, ends)
     # Who saw a rank end of a fault of its own was there: that node has not gone.
     lost_node = None if first is not None and first.died_of in _OWN_FAULTS else node_lost(facts)
     if lost_node is not None:
         cause, confidence, words = lost_node
-        return cause, confidence, (*gone, *words)
-    told = _cancelled(facts, ends) or _by_end(facts, first)
-    if told is not None:
-        cause, confidence, words = told
-        return cause, confidence, (*gone, *words)
+        return cause, confidence, (*evidence, *words)
+    verdict = _cancelled(facts, ends) or _by_end(facts, first)
+    if verdict is not None:
+        cause, confidence, words = verdict
+        return cause, confidence, (*evidence, *words)
     words = launcher_words(facts)
     if facts.absent:
         ranks = ", ".join(map(str, facts.absent[:8]))
-        text = f"{len(facts.absent)} did not come ({ranks}{', …' if len(facts.absent) > 8 else ''})"
+        text = f"{len(facts.absent)} never joined ({ranks}{', …' if len(facts.absent) > 8 else ''})"
         return Cause.HANG, Confidence.LIKELY, (Evidence("ranks", text), *words)
     status = facts.exit_status
     if status not in (None, 0):
         words = (*words, Evidence("exit status", _exit_status(status)))
     if status not in (None, 0) or facts.lost:
-        return Cause.CRASH, Confidence.LIKELY, (*gone, *words)
+        return Cause.CRASH, Confidence.LIKELY, (*evidence, *words)
     return Cause.UNKNOWN, Confidence.GUESS, words
 
 
@@ -148,7 +149,7 @@ def _first(facts: LaunchFacts, ends: tuple[TaskEnd, ...]) -> TaskEnd | None:
     lost = {each.rank for each in facts.lost}
     bad = [each for each in facts.ends if each.signal or each.exit_code]
     # Who said something before it went has told its own story.
-    told = [each for each in bad if each.rank in lost] or bad
+    candidates = [each for each in bad if each.rank in lost] or bad
     return first_end(
         [
             TaskEnd(
@@ -159,7 +160,7 @@ def _first(facts: LaunchFacts, ends: tuple[TaskEnd, ...]) -> TaskEnd | None:
                 text=f"{each.host}: rank {each.rank}: {each.signal or f'exit {each.exit_code}'}",
                 follows=each.ours,
             )
-            for each in told
+            for each in candidates
         ]
     )
 
@@ -179,38 +180,38 @@ def first_lost(facts: LaunchFacts) -> LostRank | None:
 def _by_end(facts: LaunchFacts, end: TaskEnd | None) -> Judged | None:
     """By how the first task ended, and by what it printed before."""
     source = "srun" if "srun" in (end.text if end else "") else "agent"
-    said = () if end is None else (Evidence(source, _short(end.text)),)
+    quoted = () if end is None else (Evidence(source, _short(end.text)),)
     lost = first_lost(facts)
     own = "" if lost is None else lost.output
     printed = own or facts.launcher_text
     suspects = end is not None and end.exit_code in SUSPECTED_HARDWARE
     if end is not None and suspects and reruns_of_megatron(printed):
         text = f"exit {end.exit_code}: Megatron suspects the hardware that this rank ran on"
-        return Cause.GPU_ERROR, Confidence.LIKELY, (*said, Evidence("exit status", text))
+        return Cause.GPU_ERROR, Confidence.LIKELY, (*quoted, Evidence("exit status", text))
     source = "output" if lost is None else f"output of rank {lost.rank}"
     dump = find_dump(printed)
     if dump is not None:
         shown = f"{dump.error}; {', '.join(dump.frames[:3])}" if dump.frames else dump.error
-        said = (*said, Evidence(source, _short(shown)))
+        quoted = (*quoted, Evidence(source, _short(shown)))
     died_of = "" if end is None else end.died_of
     fault = died_of in _FAULTS or (end is None and facts.exit_status in _FAULT_STATUS)
     # What was printed before a fault of the process, or a kill, need not be why.
-    told = None
+    verdict = None
     if not fault:
-        told = judge_end(
+        verdict = judge_end(
             printed,
             shared=not own,
             by_signal=bool(died_of),
             aborted=died_of == "SIGABRT" or (end is None and facts.exit_status == _ABORTED),
-            said=[each.text for each in facts.failures],
+            quoted=[each.text for each in facts.failures],
         )
-    if told is not None:
-        return told.cause, told.confidence, (*said, Evidence(source, _short(told.text)))
+    if verdict is not None:
+        return verdict.cause, verdict.confidence, (*quoted, Evidence(source, _short(verdict.text)))
     if dump is None and end is None:
         return None
     if suspects:
-        return Cause.APP_ERROR, Confidence.LIKELY, said
-    return Cause.CRASH, Confidence.LIKELY, said
+        return Cause.APP_ERROR, Confidence.LIKELY, quoted
+    return Cause.CRASH, Confidence.LIKELY, quoted
 
 
 def _short(text: str) -> str:

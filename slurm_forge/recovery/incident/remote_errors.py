@@ -8,8 +8,6 @@ from slurm_forge.recovery.incident.error_pattern import (
 )
 from slurm_forge.vocabulary.cause import Cause
 
-__all__ = ["RANK_ERRORS", "SERVICE_ERRORS"]
-
 # Connections between ranks fail with the same words as those to a service.
 _BETWEEN_RANKS = r"c10d|[Gg]loo|TCPStore|NCCL|nccl|ProcessGroup|[Rr]endezvous|socket\.cpp"
 _HTTP_5XX = r"(?:500|502|503|504|520|521|522|523|524|529)"

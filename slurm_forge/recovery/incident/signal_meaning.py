@@ -14,8 +14,6 @@ from enum import Enum
 from slurm_forge.slurm.records import JobRecord
 from slurm_forge.slurm.states import JobState
 
-__all__ = ["SignalMeaning", "judge_signal", "patience"]
-
 _WARNING_SIGNALS = frozenset({"SIGUSR1", "SIGUSR2"})
 #: While Slurm sends the signal the job reads SIGNALING (tried on 22.05.8).
 _RUNS = frozenset({JobState.RUNNING, JobState.SIGNALING})

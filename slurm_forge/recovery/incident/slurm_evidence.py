@@ -25,23 +25,6 @@ from slurm_forge.slurm.text.srun_messages import (
 )
 from slurm_forge.vocabulary.cause import Cause, Confidence, Evidence
 
-__all__ = [
-    "BY_STATE",
-    "SAME_START",
-    "Judged",
-    "by_srun_alone",
-    "failed_node",
-    "failed_nodes",
-    "is_ending",
-    "killed_for_memory",
-    "launcher_words",
-    "needs_accounting",
-    "node_lost",
-    "of_a_stop",
-    "of_node",
-    "says_why",
-]
-
 #: Cause, confidence, and what that rests on.
 Judged = tuple[Cause, Confidence, tuple[Evidence, ...]]
 
@@ -302,16 +285,17 @@ def _requeued(facts: LaunchFacts, record: Evidence) -> Judged:
 
 def _printed(facts: LaunchFacts) -> list[tuple[str, Cancelled]]:
     """What slurmstepd has printed of the end of this job and its steps, and where."""
-    found = [
+    matches = [
         *(("batch step", each) for each in step_cancelled(facts.batch_text)),
         *(("srun", each) for each in step_cancelled(facts.launcher_text)),
     ]
-    ours = "" if facts.job_now is None else str(facts.job_now.job_id)
+    job_id = "" if facts.job_now is None else str(facts.job_now.job_id)
     own = ended_by_srun(facts.batch_text + facts.launcher_text)
     return [
         (source, each)
-        for source, each in found
-        if (not ours or each.id.partition(".")[0] == ours) and (each.reason or each.id not in own)
+        for source, each in matches
+        if (not job_id or each.id.partition(".")[0] == job_id)
+        and (each.reason or each.id not in own)
     ]
 
 
@@ -383,7 +367,7 @@ def failed_node(facts: LaunchFacts) -> str:
     """The node that Slurm lost in this launch: by srun's words, else newly by the records."""
     for words in (_NODE_FAILURE, _NOT_LAUNCHED):
         # slurmstepd's line, which names none, may come before srun's.
-        named = (found["node"] for found in words.finditer(facts.launcher_text) if found["node"])
+        named = (match["node"] for match in words.finditer(facts.launcher_text) if match["node"])
         node = next(named, None)
         if node is not None:
             return str(node)
@@ -400,12 +384,12 @@ def failed_nodes(facts: LaunchFacts) -> tuple[str, ...]:
     first = failed_node(facts)
     if not first or not facts.outlives_nodes:
         return (first,) if first else ()
-    told = [*left_job(facts), *(node.name for node in facts.nodes if "DOWN" in node.state)]
+    nodes = [*left_job(facts), *(node.name for node in facts.nodes if "DOWN" in node.state)]
     for expression in lost_nodes(facts.launcher_text):
         with contextlib.suppress(ConfigError):
-            told += expand_nodes(expression)
-    told += [each["node"] for each in _NOT_LAUNCHED.finditer(facts.launcher_text)]
-    return tuple(dict.fromkeys((first, *told, *vanished(facts))))
+            nodes += expand_nodes(expression)
+    nodes += [each["node"] for each in _NOT_LAUNCHED.finditer(facts.launcher_text)]
+    return tuple(dict.fromkeys((first, *nodes, *vanished(facts))))
 
 
 def left_job(facts: LaunchFacts) -> tuple[str, ...]:
@@ -414,8 +398,8 @@ def left_job(facts: LaunchFacts) -> tuple[str, ...]:
     So it does with one that is down where the job has ``--no-kill``; ``NodeList`` names it no more
     (tried on 22.05.8), while the environment of the batch step stays as it was.
     """
-    now, given = facts.job_now, facts.seats
-    if now is None or given is None or not facts.outlives_nodes or now.nodelist is None:
+    now, seats = facts.job_now, facts.seats
+    if now is None or seats is None or not facts.outlives_nodes or now.nodelist is None:
         return ()
     if now.state is not JobState.RUNNING:
         return ()
@@ -423,7 +407,7 @@ def left_job(facts: LaunchFacts) -> tuple[str, ...]:
         there = frozenset(expand_nodes(now.nodelist))
     except ConfigError:
         return ()
-    return tuple(node for node in given.nodes if there and node not in there)
+    return tuple(node for node in seats.nodes if there and node not in there)
 
 
 def node_lost(facts: LaunchFacts) -> Judged | None:
@@ -435,19 +419,19 @@ def node_lost(facts: LaunchFacts) -> Judged | None:
     node = failed_node(facts)
     if not node:
         return None
-    told = tuple(_told_of(facts, node))
+    evidence = tuple(_told_of(facts, node))
     missing = left_job(facts)
     if missing:
         text = f"NodeList={facts.job_now.nodelist if facts.job_now else ''}"
-        return Cause.NODE_FAIL, Confidence.CERTAIN, (Evidence("scontrol", text), *told, *words)
+        return Cause.NODE_FAIL, Confidence.CERTAIN, (Evidence("scontrol", text), *evidence, *words)
     by_job = any(job is not None and job.failed_node == node for job in (facts.job, facts.job_now))
     known = by_job or any(record.name == node and record.is_down for record in facts.nodes)
     if not known:
         without = no_word_from(facts, vanished(facts))
-        return Cause.NODE_FAIL, Confidence.GUESS, (without, *told, *words)
+        return Cause.NODE_FAIL, Confidence.GUESS, (without, *evidence, *words)
     given_up = any(record.name == node and "DOWN" in record.state for record in facts.nodes)
     sure = Confidence.CERTAIN if by_job or given_up else Confidence.LIKELY
-    return Cause.NODE_FAIL, sure, (*told, *words)
+    return Cause.NODE_FAIL, sure, (*evidence, *words)
 
 
 def _told_of(facts: LaunchFacts, node: str) -> Iterator[Evidence]:
@@ -472,11 +456,11 @@ def launcher_words(facts: LaunchFacts) -> tuple[Evidence, ...]:
 
 def killed_for_memory(facts: LaunchFacts) -> tuple[Evidence, ...]:
     """What Slurm and the kernel say about processes that were killed for memory."""
-    lines = [" ".join(found[0].split()) for found in _OOM_KILL.finditer(facts.launcher_text)]
-    told = [Evidence("slurm", text[-400:]) for text in dict.fromkeys(lines[:3])]
+    lines = [" ".join(match[0].split()) for match in _OOM_KILL.finditer(facts.launcher_text)]
+    evidence = [Evidence("slurm", text[-400:]) for text in dict.fromkeys(lines[:3])]
     if facts.killed_for_memory:
-        told.append(Evidence("kernel", facts.killed_for_memory))
-    return tuple(told)
+        evidence.append(Evidence("kernel", facts.killed_for_memory))
+    return tuple(evidence)
 
 
 def _clock(time: datetime | None) -> str:

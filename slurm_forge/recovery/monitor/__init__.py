@@ -1,1 +1,4 @@
-"""Verdicts during a launch: stalls, probes, stragglers, trends, preflight.  Pure."""
+"""Verdicts during a launch: stalls, probes, stragglers, preflight; called by ``launch.conductor``.
+
+Entry: ``probe_verdict``.
+"""

@@ -20,8 +20,6 @@ from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
-__all__ = ["Group", "Isolated", "Isolation", "Outcomes", "Why", "isolate"]
-
 Group = tuple[str, ...]
 #: Whether each group of the round worked, in the order in which they were asked for.
 Outcomes = Sequence[bool]
@@ -109,9 +107,9 @@ def isolate(nodes: Sequence[str], *, most: int | None = None) -> Isolation:
         return count.result(Why.EVERYBODY)
     alone = [part[-1] for part in worse if len(part) % 2]
     if failed or alone:
-        found = yield from _beside_good_ones(count, failed, alone)
-        if failed or found.why is Why.FOUND:
-            return found
+        isolated = yield from _beside_good_ones(count, failed, alone)
+        if failed or isolated.why is Why.FOUND:
+            return isolated
     return (yield from _between(count, worse))
 
 
@@ -262,22 +260,22 @@ def _between(
 ) -> Generator[tuple[Group, ...], Outcomes, Isolated]:
     """All pairs of neighbours work, all together don't: halve until two nodes are left."""
     regions = tuple(map(_Region, failing))
-    found: set[tuple[str, str]] = set()
+    pairs: set[tuple[str, str]] = set()
     while regions:
-        asked = [region.groups() for region in regions]
-        outcomes = list((yield from _round(count, [group for each in asked for group in each])))
+        trials = [region.groups() for region in regions]
+        outcomes = list((yield from _round(count, [group for each in trials for group in each])))
         following: list[_Region] = []
-        for region, groups in zip(regions, asked, strict=True):
-            mine, outcomes = outcomes[: len(groups)], outcomes[len(groups) :]
-            following += region.next(mine)
-        found |= {link for region in following if (link := region.link) is not None}
+        for region, groups in zip(regions, trials, strict=True):
+            answers, outcomes = outcomes[: len(groups)], outcomes[len(groups) :]
+            following += region.next(answers)
+        pairs |= {link for region in following if (link := region.link) is not None}
         regions = tuple(region for region in following if region.link is None)
-    if not found:
+    if not pairs:
         outcomes = list((yield from _round(count, failing)))
         return count.result(Why.NOT_AGAIN if all(outcomes) else Why.AT_SCALE)
     # Once more: the two alone were in no group yet.
     links = []
-    for link in sorted(found):  # regions are disjoint, but a link may be found beside its region
+    for link in sorted(pairs):  # regions are disjoint, but a link may be found beside its region
         (worked,) = yield from _round(count, [link])
         if not worked:
             links.append(link)

@@ -28,8 +28,6 @@ from dataclasses import dataclass
 from slurm_forge.errors import ControlChannelError
 from slurm_forge.vocabulary.cause import Cause
 
-__all__ = ["Anomaly", "Spikes", "announce", "announced"]
-
 #: Losses and norms that what is usual rests on; fewer than the least say nothing.
 _LOSSES, _LEAST_LOSSES = 256, 32
 _NORMS, _LEAST_NORMS = 256, 64

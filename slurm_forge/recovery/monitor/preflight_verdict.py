@@ -11,12 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
-from slurm_forge.control.messages.preflight import (
-    Check,
-    NodeReport,
-    Thoroughness,
-    Verdict,
-)
+from slurm_forge.control.messages.preflight import Check, CheckVerdict, NodeReport, Thoroughness
 from slurm_forge.journal.state import RunState
 from slurm_forge.recovery.monitor.isolation import (
     Isolated,
@@ -24,8 +19,6 @@ from slurm_forge.recovery.monitor.isolation import (
 )
 from slurm_forge.vocabulary.cause import Cause, Confidence, Evidence
 from slurm_forge.vocabulary.decision import Start
-
-__all__ = ["Refusal", "oddities", "of_collectives", "of_reports", "of_silence", "thoroughness"]
 
 #: Checks that say something about a node whatever the others say, and their cause.
 _ABSOLUTE = {
@@ -51,7 +44,7 @@ _MOST_TOLD = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Refusal:
+class PreflightRefusal:
     """Why a launch does not go on, and the hosts that it is to go on without.
 
     ``rank`` is one that speaks for the first of them.
@@ -79,80 +72,80 @@ def thoroughness(enabled: bool, start: Start, state: RunState) -> Thoroughness:
     return Thoroughness.FULL if last.cause in _SUSPICIOUS else Thoroughness.CHEAP
 
 
-def of_reports(reports: Iterable[NodeReport]) -> Refusal | None:
+def of_reports(reports: Iterable[NodeReport]) -> PreflightRefusal | None:
     """Whether what ranks found on their nodes speaks against a minority of them."""
-    told = tuple(reports)
-    hosts = tuple(dict.fromkeys(report.host for report in told))
+    reports = tuple(reports)
+    hosts = tuple(dict.fromkeys(report.host for report in reports))
     bad: defaultdict[str, dict[str, tuple[NodeReport, Check]]] = defaultdict(dict)
-    for report in told:
+    for report in reports:
         for check in report.checks:
-            if check.verdict is Verdict.BAD:
+            if check.verdict is CheckVerdict.BAD:
                 bad[check.name].setdefault(report.host, (report, check))
-    for name, found in _other_versions(told).items():
-        bad[name].update(found)
+    for name, failed in _other_versions(reports).items():
+        bad[name].update(failed)
     for name, cause in (_ABSOLUTE | _COMPARED).items():
-        found = bad.get(name, {})
-        if not _is_minority(len(found), len(hosts), alone=name in _ABSOLUTE):
+        failed = bad.get(name, {})
+        if not _is_minority(len(failed), len(hosts), alone=name in _ABSOLUTE):
             continue
-        return Refusal(
+        return PreflightRefusal(
             cause=cause,
             confidence=Confidence.LIKELY,
-            hosts=tuple(sorted(found)),
+            hosts=tuple(sorted(failed)),
             evidence=_evidence(
                 (report.rank, host, f"{name}: {check.text}")
-                for host, (report, check) in found.items()
+                for host, (report, check) in failed.items()
             ),
-            rank=min(report.rank for report, _ in found.values()),
+            rank=min(report.rank for report, _ in failed.values()),
         )
     return None
 
 
 def of_collectives(
-    found: Isolated,
+    isolated: Isolated,
     ranks: Mapping[str, int],
-    seen: Mapping[str, str],
+    details: Mapping[str, str],
     hosts: int,
     *,
     slow: bool = False,
-) -> Refusal | None:
+) -> PreflightRefusal | None:
     """Whether the search for who spoils a collective has found a minority.
 
-    ``ranks`` is the first rank of each host, ``seen`` what the last failure looked like there.
+    ``ranks`` is the first rank of each host, ``details`` what the last failure looked like there.
     ``slow``: collectives come, but far slower than the site says that they do.
     """
-    if found.why is not Why.FOUND:
+    if isolated.why is not Why.FOUND:
         return None
     cause, confidence = Cause.NCCL_ERROR, Confidence.GUESS
-    if _is_minority(len(found.nodes), hosts):
-        named = found.nodes
+    if _is_minority(len(isolated.nodes), hosts):
+        named = isolated.nodes
         if not slow:  # it failed beside several others, each of which works
             cause, confidence = Cause.NODE_FAIL, Confidence.LIKELY
         how = "every collective with it is slow" if slow else "no collective with it works"
-        told = [(ranks.get(h), h, f"{how}{_how(seen, h)}") for h in named]
-    elif found.links and not found.nodes:
+        rows = [(ranks.get(h), h, f"{how}{_how(details, h)}") for h in named]
+    elif isolated.links and not isolated.nodes:
         # Either end may be it: half a strike for both, and whichever is left out will do.
-        named = tuple(sorted({host for link in found.links for host in link}))
+        named = tuple(sorted({host for link in isolated.links for host in link}))
         if not _is_minority(len(named), hosts):
-            named = tuple(sorted({second for _, second in found.links}))
+            named = tuple(sorted({second for _, second in isolated.links}))
         how = "slow together" if slow else "they don't reach each other"
-        told = [
-            (ranks.get(a), f"{a} with {b}", f"{how}, each works with others{_how(seen, a)}")
-            for a, b in found.links
+        rows = [
+            (ranks.get(a), f"{a} with {b}", f"{how}, each works with others{_how(details, a)}")
+            for a, b in isolated.links
         ]
     else:
         return None
-    return Refusal(
+    return PreflightRefusal(
         cause=cause,
         confidence=confidence,
         hosts=named,
-        evidence=_evidence(told),
+        evidence=_evidence(rows),
         rank=min((ranks[host] for host in named if host in ranks), default=None),
     )
 
 
 def of_silence(
     silent: Mapping[int, str], hosts: int, waited: timedelta, *, frozen: bool
-) -> Refusal | None:
+) -> PreflightRefusal | None:
     """Whether ranks (with their hosts) that are waited for in vain are a minority.
 
     ``frozen``: nothing is heard of them at all, though they had joined.
@@ -163,7 +156,7 @@ def of_silence(
         return None
     what = "joined, and has said nothing since" if frozen else "has not come"
     text = f"{what}, while all others have looked at their nodes for {waited.total_seconds():.0f} s"
-    return Refusal(
+    return PreflightRefusal(
         cause=Cause.HANG,
         confidence=Confidence.LIKELY if frozen else Confidence.GUESS,
         hosts=named,
@@ -173,18 +166,18 @@ def of_silence(
 
 
 def oddities(reports: Iterable[NodeReport], ahead: Mapping[int, float]) -> tuple[str, ...]:
-    """What is told and nothing is done about, a line each; the same on many hosts is one line.
+    """What is reported only, a line each; the same on many hosts is one line.
 
     ``ahead`` is by how many seconds the clock of each rank's host is ahead of ours.
     """
-    told = tuple(reports)
+    reports = tuple(reports)
     lines: defaultdict[str, list[str]] = defaultdict(list)
-    differ = len({(report.python, report.torch) for report in told}) > 1
-    for report in told:
+    differ = len({(report.python, report.torch) for report in reports}) > 1
+    for report in reports:
         if differ:
             lines[f"versions: python {report.python}, torch {report.torch}"].append(report.host)
         for check in report.checks:
-            if check.verdict in (Verdict.ODD, Verdict.BAD):
+            if check.verdict in (CheckVerdict.ODD, CheckVerdict.BAD):
                 lines[f"{check.name}: {check.text}"].append(report.host)
         apart = ahead.get(report.rank, 0.0)
         if abs(apart) > _CLOCK_APART_S:
@@ -210,13 +203,13 @@ def _other_versions(
     ((usual, count),) = versions.most_common(1)
     if 2 * count <= len({host for host, _, _ in on_hosts}):
         return {}  # of two that differ nobody can tell which is the odd one
-    found: dict[str, tuple[NodeReport, Check]] = {}
+    outliers: dict[str, tuple[NodeReport, Check]] = {}
     for each in reports:
         if (each.python, each.torch) != usual:
             text = f"python {each.python}, torch {each.torch}; others have {usual[0]}, {usual[1]}"
-            check = Check(name="versions", verdict=Verdict.BAD, text=text)
-            found.setdefault(each.host, (each, check))
-    return {"versions": found}
+            check = Check(name="versions", verdict=CheckVerdict.BAD, text=text)
+            outliers.setdefault(each.host, (each, check))
+    return {"versions": outliers}
 
 
 def _is_minority(bad: int, hosts: int, *, alone: bool = False) -> bool:
@@ -224,13 +217,13 @@ def _is_minority(bad: int, hosts: int, *, alone: bool = False) -> bool:
     return bad > 0 and ((2 * bad <= hosts and bad < hosts) or (alone and hosts == 1))
 
 
-def _how(seen: Mapping[str, str], host: str) -> str:
-    return f" ({seen[host]})" if seen.get(host) else ""
+def _how(details: Mapping[str, str], host: str) -> str:
+    return f" ({details[host]})" if details.get(host) else ""
 
 
-def _evidence(told: Iterable[tuple[int | None, str, str]]) -> tuple[Evidence, ...]:
+def _evidence(rows: Iterable[tuple[int | None, str, str]]) -> tuple[Evidence, ...]:
     lines = [
         Evidence("preflight", f"{host}{'' if rank is None else f' (rank {rank})'}: {text}")
-        for rank, host, text in told
+        for rank, host, text in rows
     ]
     return tuple(lines[:_MOST_TOLD])

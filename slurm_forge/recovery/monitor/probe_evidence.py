@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from slurm_forge.recovery.monitor.probe_verdict import Found
+from slurm_forge.recovery.monitor.probe_verdict import ProbeFailure
 from slurm_forge.recovery.monitor.rank_phrases import (
     SHOWN,
     some_ranks,
@@ -13,18 +13,16 @@ from slurm_forge.recovery.monitor.rank_phrases import (
 from slurm_forge.recovery.monitor.stalls import Look
 from slurm_forge.vocabulary.cause import Evidence
 
-__all__ = ["with_stacks"]
 
-
-def with_stacks(found: Found, looks: Mapping[int, Look]) -> Found:
+def with_stacks(failure: ProbeFailure, looks: Mapping[int, Look]) -> ProbeFailure:
     """The verdict with what the others were doing, and where the stacks are kept."""
     waiting = [
         rank
         for rank, look in sorted(looks.items())
-        if rank not in found.ranks and look.where is not None and look.where.together
+        if rank not in failure.ranks and look.where is not None and look.where.together
     ]
-    lines = list(found.evidence)
-    for rank in found.ranks[:SHOWN]:
+    lines = list(failure.evidence)
+    for rank in failure.ranks[:SHOWN]:
         look = looks.get(rank)
         if look is not None and look.where is not None and look.where.top:
             lines.append(Evidence(f"rank {rank}", look.where.top))
@@ -32,11 +30,11 @@ def with_stacks(found: Found, looks: Mapping[int, Look]) -> Found:
         calls = {look.where.call for look in looks.values() if look.where is not None}
         where = " and ".join(sorted(calls - {""}))
         lines.append(Evidence("others", f"{some_ranks(waiting)} waiting in {where}"))
-    files = tuple(looks[r].file for r in (found.ranks or sorted(looks)) if _file(looks, r))
+    files = tuple(looks[r].file for r in (failure.ranks or sorted(looks)) if _file(looks, r))
     files = files or tuple(look.file for look in looks.values() if look.file)[:1]
     if files:
         lines.append(Evidence("stacks", files[0]))
-    return replace(found, evidence=tuple(lines), files=files)
+    return replace(failure, evidence=tuple(lines), files=files)
 
 
 def _file(looks: Mapping[int, Look], rank: int) -> bool:

@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 
-from slurm_forge.recovery.monitor.phase_durations import Rules
+from slurm_forge.recovery.monitor.phase_durations import HangRules
 from slurm_forge.recovery.monitor.rank_phrases import (
     FROZEN_WORDS,
     SHOWN,
@@ -19,23 +19,6 @@ from slurm_forge.recovery.monitor.rank_phrases import (
 )
 from slurm_forge.recovery.monitor.stalls import longest_excuse
 from slurm_forge.vocabulary.cause import Cause, Confidence, Evidence
-
-__all__ = [
-    "NOTHING",
-    "SUSPENDED",
-    "AskNetwork",
-    "Fine",
-    "Flight",
-    "Found",
-    "Nothing",
-    "Off",
-    "ProbeRules",
-    "RankSeen",
-    "Suspended",
-    "blamed",
-    "weigh_probe",
-    "weigh_silence",
-]
 
 #: Whoever was heard within this time talks: heartbeats and pulses come every second.
 FRESH_S = 2.5
@@ -58,7 +41,7 @@ class ProbeRules:
 
     silence: timedelta
     deadline: timedelta
-    hang: Rules | None = None
+    hang: HangRules | None = None
 
     def patience(self, limit: float) -> float:
         """Seconds for one that talks, and may compute or compile: never less than the watchdog
@@ -114,7 +97,7 @@ class Flight:
     so, ``broke`` the texts of errors.  ``step`` is the furthest at the last arrival.
     """
 
-    asked: float
+    asked_at: float
     arrived: Mapping[int, float] = field(default_factory=dict)
     latency: Mapping[int, float] = field(default_factory=dict)
     bandwidth: Mapping[int, float] = field(default_factory=dict)
@@ -141,17 +124,15 @@ NOTHING, SUSPENDED = Nothing(), Suspended()
 class Fine:
     """All answered with the right values.
 
-    ``latency_s`` is from the last arrival on, ``bandwidth`` in bytes per second (0 unknown),
-    ``arrivals`` by rank, on the hub's clock.
+    ``latency_s`` is from the last arrival on, ``bandwidth`` in bytes per second (0 unknown).
     """
 
     latency_s: float
     bandwidth: float
-    arrivals: Mapping[int, float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
+class ProbeFailure:
     """The launch is not well: who is to blame, as far as that can be told, and on what evidence.
 
     ``silent``: for saying nothing, which is given up if one of them talks again.  ``wrong``: for
@@ -173,7 +154,7 @@ class Found:
 class AskNetwork:
     """Whether links are bad decides; ``otherwise`` is the verdict where none is."""
 
-    otherwise: Found | Off | Nothing
+    otherwise: ProbeFailure | Off | Nothing
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,8 +169,8 @@ class Off:
 
 
 def weigh_silence(
-    seen: Sequence[RankSeen], rules: ProbeRules
-) -> Nothing | Suspended | Found | AskNetwork:
+    ranks: Sequence[RankSeen], rules: ProbeRules
+) -> Nothing | Suspended | ProbeFailure | AskNetwork:
     """Whether ranks that say nothing are stopped or gone, while others talk.
 
     Nobody is judged while a debugger holds one of them, nor while others have just fallen silent
@@ -197,13 +178,13 @@ def weigh_silence(
     the watchdog; so is a launch of which nobody talks for that reason: it is not suspended.
     """
     limit = rules.silence.total_seconds()
-    if seen and not any(each.talks for each in seen):
-        return NOTHING if any(each.runs for each in seen) else SUSPENDED
-    quiet = [each for each in seen if each.silent >= limit]
-    if not quiet or any(each.watched and each.state == _TRACED for each in seen):
+    if ranks and not any(each.talks for each in ranks):
+        return NOTHING if any(each.runs for each in ranks) else SUSPENDED
+    quiet = [each for each in ranks if each.silent >= limit]
+    if not quiet or any(each.watched and each.state == _TRACED for each in ranks):
         return NOTHING
     longest = max(each.silent for each in quiet)
-    if longest < 2 * limit and any(FRESH_S <= each.silent < limit for each in seen):
+    if longest < 2 * limit and any(FRESH_S <= each.silent < limit for each in ranks):
         return NOTHING  # somebody else is just falling silent, or waking up
     deadline = max(2 * limit, rules.deadline.total_seconds())
     stopped = [
@@ -212,8 +193,8 @@ def weigh_silence(
         if each.watched
         and (each.state in _STOPPED or (each.state == _IN_KERNEL and each.silent >= deadline))
     ]
-    if stopped and (_is_minority(stopped, seen) or longest >= deadline):
-        return _silent_found(stopped, seen, Confidence.LIKELY)
+    if stopped and (_is_minority(stopped, ranks) or longest >= deadline):
+        return _silent_found(stopped, ranks, Confidence.LIKELY)
     dark = [
         each
         for each in quiet
@@ -226,20 +207,20 @@ def weigh_silence(
     if longest < deadline:
         return AskNetwork(NOTHING)
     # Those count whose witness was heard a moment longer, too: they may all be behind one cut.
-    if _is_minority([each for each in quiet if not each.watched], seen):
-        two = len({each.host for each in seen}) == 2
+    if _is_minority([each for each in quiet if not each.watched], ranks):
+        two = len({each.host for each in ranks}) == 2
         # Of two hosts either may be the one that is cut off.
         confidence = Confidence.GUESS if two else Confidence.LIKELY
-        return AskNetwork(_silent_found(dark, seen, confidence))
+        return AskNetwork(_silent_found(dark, ranks, confidence))
     text = (
         f"{some_ranks([each.rank for each in dark])} silent for {longest:.0f} s, most of the launch"
     )
     return AskNetwork(
-        Found(
+        ProbeFailure(
             cause=Cause.HANG,
             ranks=(),
             hosts=(),
-            step=max(each.step for each in seen),
+            step=max(each.step for each in ranks),
             confidence=Confidence.GUESS,
             evidence=(Evidence("heartbeat", text),),
             silent=True,
@@ -248,23 +229,22 @@ def weigh_silence(
 
 
 def weigh_probe(
-    flight: Flight, seen: Sequence[RankSeen], rules: ProbeRules, now: float
-) -> Nothing | Fine | Found | AskNetwork | Off:
+    flight: Flight, ranks: Sequence[RankSeen], rules: ProbeRules, now: float
+) -> Nothing | Fine | ProbeFailure | AskNetwork | Off:
     """What a probe under way has come to; silence is not judged here."""
-    ranks = [each.rank for each in seen]
     if flight.latency and len(flight.latency) == len(ranks):
-        return _complete(flight, seen)
+        return _complete(flight, ranks)
     if flight.broke:
-        return _broken(flight, seen, now)
+        return _broken(flight, ranks, now)
     deadline = rules.deadline.total_seconds()
-    missing = [each for each in seen if each.rank not in flight.arrived]
+    missing = [each for each in ranks if each.rank not in flight.arrived]
     if missing:
-        since = now - min(flight.arrived.values(), default=flight.asked)
-        return _not_come(flight, missing, since, rules, seen)
+        since = now - min(flight.arrived.values(), default=flight.asked_at)
+        return _not_come(flight, missing, since, rules, ranks)
     since = now - max(flight.arrived.values())
     if since < deadline:
         return NOTHING
-    return _overdue(flight, seen, since, deadline)
+    return _overdue(flight, ranks, since, deadline)
 
 
 def blamed(wrong: Mapping[int, tuple[int, ...]], world: int) -> tuple[tuple[int, ...], bool]:
@@ -287,7 +267,7 @@ def blamed(wrong: Mapping[int, tuple[int, ...]], world: int) -> tuple[tuple[int,
 # -- a probe under way -----------------------------------------------------------------------------
 
 
-def _complete(flight: Flight, seen: Sequence[RankSeen]) -> Fine | Found:
+def _complete(flight: Flight, ranks: Sequence[RankSeen]) -> Fine | ProbeFailure:
     wrong = {reader: sent for reader, sent in flight.wrong.items() if sent}
     if not wrong:
         measured = [each for each in flight.bandwidth.values() if each > 0]
@@ -295,42 +275,41 @@ def _complete(flight: Flight, seen: Sequence[RankSeen]) -> Fine | Found:
             # Who came last waited for nobody.
             latency_s=min(flight.latency.values()),
             bandwidth=min(measured, default=0.0),
-            arrivals=dict(sorted(flight.arrived.items())),
         )
-    ranks, agreed = blamed(wrong, len(seen))
+    culprits, agreed = blamed(wrong, len(ranks))
     evidence = [
         Evidence(
             "probe",
-            f"values of {some_ranks(ranks)} arrived changed, "
-            f"read by {some_ranks(sorted(wrong))} of {len(seen)}",
+            f"values of {some_ranks(culprits)} arrived changed, "
+            f"read by {some_ranks(sorted(wrong))} of {len(ranks)}",
         )
     ]
-    few = [each for each in seen if each.rank in ranks]
-    if not _is_minority(few, seen):
+    few = [each for each in ranks if each.rank in culprits]
+    if not _is_minority(few, ranks):
         evidence.append(Evidence("probe", "too many to blame one: suspect what joins them"))
         few = []
-    return Found(
+    return ProbeFailure(
         cause=Cause.NCCL_ERROR,
         ranks=tuple(each.rank for each in few),
         hosts=tuple(each.host for each in few),
-        step=max(each.step for each in seen),
+        step=max(each.step for each in ranks),
         confidence=Confidence.CERTAIN if agreed and few else Confidence.LIKELY,
         evidence=tuple(evidence),
         wrong=True,
     )
 
 
-def _broken(flight: Flight, seen: Sequence[RankSeen], now: float) -> Nothing | AskNetwork:
+def _broken(flight: Flight, ranks: Sequence[RankSeen], now: float) -> Nothing | AskNetwork:
     """Its group raised an error: a peer is gone, which is noticed by itself, or a link."""
     rank, text = min(flight.broke.items())
     if not flight.gpu:
         return AskNetwork(Off(f"rank {rank}: {text}"))
     return AskNetwork(
-        Found(
+        ProbeFailure(
             cause=Cause.NCCL_ERROR,
             ranks=(),
             hosts=(),
-            step=max(each.step for each in seen),
+            step=max(each.step for each in ranks),
             confidence=Confidence.LIKELY,
             evidence=(Evidence(f"probe, rank {rank}", text),),
         )
@@ -342,57 +321,57 @@ def _not_come(
     missing: Sequence[RankSeen],
     since: float,
     rules: ProbeRules,
-    seen: Sequence[RankSeen],
-) -> Nothing | Found | AskNetwork:
+    ranks: Sequence[RankSeen],
+) -> Nothing | ProbeFailure | AskNetwork:
     """They talk: a matter for the watchdog, until patience is at its end."""
     deadline = rules.deadline.total_seconds()
     late = [each for each in missing if each.phase in _PLAIN and each.since > each.limit]
     if len(late) < len(missing) or since < max(rules.patience(each.limit) for each in late):
         # Where links are bad the step before may take for ever, while everybody talks.
-        plain = all(each.phase in _PLAIN for each in seen)
+        plain = all(each.phase in _PLAIN for each in ranks)
         return AskNetwork(NOTHING) if since >= deadline and plain else NOTHING
-    named = late if _is_minority(late, seen) else []
-    lines = [Evidence("probe", f"late: {_named(late)} for {since:.0f} s, {_came(flight, seen)}")]
+    named = late if _is_minority(late, ranks) else []
+    lines = [Evidence("probe", f"late: {_named(late)} for {since:.0f} s, {_came(flight, ranks)}")]
     lines += [Evidence("heartbeat", _pulse(each)) for each in late[:SHOWN]]
-    return Found(
+    return ProbeFailure(
         cause=Cause.HANG,
         ranks=tuple(each.rank for each in named),
         hosts=tuple(each.host for each in named),
-        step=max(each.step for each in seen),
+        step=max(each.step for each in ranks),
         confidence=Confidence.LIKELY,
         evidence=tuple(lines),
     )
 
 
 def _overdue(
-    flight: Flight, seen: Sequence[RankSeen], since: float, deadline: float
+    flight: Flight, ranks: Sequence[RankSeen], since: float, deadline: float
 ) -> Nothing | AskNetwork:
     """All have issued it and it does not end.
 
     Where it runs on the CPU and training goes on, it is the probe that is broken.  On a GPU it
     waits for the work before it, which may take as long as a step.
     """
-    left = [each for each in seen if each.rank not in flight.latency]
-    goes_on = min(each.step for each in seen) >= flight.step + _GOES_ON
+    left = [each for each in ranks if each.rank not in flight.latency]
+    goes_on = min(each.step for each in ranks) >= flight.step + _GOES_ON
     if goes_on and not flight.gpu:
         why = f"it did not end within {since:.0f} s, and training goes on"
         return AskNetwork(Off(why, goes_on=True))
     patience = _PATIENCE * deadline
     if flight.gpu:
-        patience = max(deadline, *(each.limit for each in seen))
-    if since < patience or any(each.phase not in _PLAIN for each in seen):
+        patience = max(deadline, *(each.limit for each in ranks))
+    if since < patience or any(each.phase not in _PLAIN for each in ranks):
         return AskNetwork(NOTHING)
-    named = left if 2 * len(left) < len(seen) and _is_minority(left, seen) else []
+    named = left if 2 * len(left) < len(ranks) and _is_minority(left, ranks) else []
     lines = [
         Evidence("probe", f"all arrived, and after {since:.0f} s it was not over on {_named(left)}")
     ]
     lines += [Evidence("heartbeat", _pulse(each)) for each in left[:SHOWN]]
     return AskNetwork(
-        Found(
+        ProbeFailure(
             cause=Cause.HANG,
             ranks=tuple(each.rank for each in named),
             hosts=tuple(each.host for each in named),
-            step=max(each.step for each in seen),
+            step=max(each.step for each in ranks),
             confidence=Confidence.GUESS,
             evidence=tuple(lines),
         )
@@ -403,30 +382,30 @@ def _overdue(
 
 
 def _silent_found(
-    late: Sequence[RankSeen], seen: Sequence[RankSeen], confidence: Confidence
-) -> Found:
+    late: Sequence[RankSeen], ranks: Sequence[RankSeen], confidence: Confidence
+) -> ProbeFailure:
     late = sorted(late, key=lambda each: each.rank)
-    talking = sum(each.talks for each in seen)
-    head = f"late: {_named(late)}; {talking} of {len(seen)} ranks talk"
+    talking = sum(each.talks for each in ranks)
+    head = f"late: {_named(late)}; {talking} of {len(ranks)} ranks talk"
     lines = [Evidence("probe", head)]
     lines += [Evidence("heartbeat", _pulse(each)) for each in late[:SHOWN]]
-    return Found(
+    return ProbeFailure(
         cause=Cause.HANG,
         ranks=tuple(each.rank for each in late),
         hosts=tuple(each.host for each in late),
-        step=max(each.step for each in seen),
+        step=max(each.step for each in ranks),
         confidence=confidence,
         evidence=tuple(lines),
         silent=True,
     )
 
 
-def _is_minority(few: Collection[RankSeen], seen: Collection[RankSeen]) -> bool:
+def _is_minority(few: Collection[RankSeen], ranks: Collection[RankSeen]) -> bool:
     """Whether they may be to blame: half of the hosts at most, or half of the ranks of one host."""
-    hosts, theirs = {each.host for each in seen}, {each.host for each in few}
+    hosts, theirs = {each.host for each in ranks}, {each.host for each in few}
     if len(hosts) > 1 and 2 * len(theirs) <= len(hosts):
         return True
-    return 2 * len(few) <= len(seen)
+    return 2 * len(few) <= len(ranks)
 
 
 def _pulse(each: RankSeen) -> str:
@@ -449,5 +428,5 @@ def _named(ranks: Sequence[RankSeen]) -> str:
     return f"{shown} and {more} more" if more > 0 else shown
 
 
-def _came(flight: Flight, seen: Sequence[RankSeen]) -> str:
-    return f"{len(flight.arrived)} of {len(seen)} came"
+def _came(flight: Flight, ranks: Sequence[RankSeen]) -> str:
+    return f"{len(flight.arrived)} of {len(ranks)} came"

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-__all__ = ["FROZEN_WORDS", "SHOWN", "some_ranks"]
-
 #: So many ranks are named in a line; of more it says that there are more.
 SHOWN = 8
 

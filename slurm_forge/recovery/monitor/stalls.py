@@ -12,7 +12,7 @@ from datetime import timedelta
 
 from slurm_forge.control.stack_text import Where
 from slurm_forge.recovery.monitor.phase_durations import (
-    Rules,
+    HangRules,
     Stretches,
 )
 from slurm_forge.recovery.monitor.rank_phrases import (
@@ -21,8 +21,6 @@ from slurm_forge.recovery.monitor.rank_phrases import (
     some_ranks,
 )
 from slurm_forge.vocabulary.cause import Cause, Confidence, Evidence
-
-__all__ = ["FROZEN", "Excused", "Look", "RankView", "Stall", "Standstill", "judge", "standstill"]
 
 _STOPPED = frozenset("T")
 _TRACED = frozenset("t")
@@ -128,7 +126,7 @@ def standstill(views: Sequence[RankView], stretches: Stretches) -> Standstill | 
 
 
 def judge(
-    found: Standstill,
+    overrun: Standstill,
     views: Mapping[int, RankView],
     first: Mapping[int, Look],
     second: Mapping[int, Look],
@@ -140,55 +138,57 @@ def judge(
     all wait together, nobody.  A rank that compiles, or computes, has until ``at_most``,
     or twice its limit.
     """
-    late = _late(found, views, second)
-    judged = late or found.over
-    patience = _patience(stretches.rules, found.limit)
-    compiling = [r for r in found.over if _where(first, r).compiling or _where(second, r).compiling]
-    if compiling and found.since < _COMPILING * patience:
+    late = _late(overrun, views, second)
+    judged = late or overrun.over
+    patience = _patience(stretches.rules, overrun.limit)
+    compiling = [
+        r for r in overrun.over if _where(first, r).compiling or _where(second, r).compiling
+    ]
+    if compiling and overrun.since < _COMPILING * patience:
         return Excused(
-            f"{some_ranks(compiling)} compiling", min(_COMPILING * patience, 2 * found.since)
+            f"{some_ranks(compiling)} compiling", min(_COMPILING * patience, 2 * overrun.since)
         )
     frozen = any(_is_frozen(views[rank], second.get(rank)) for rank in judged)
     busy = [] if frozen else [r for r in judged if _busy(r, views, first, second)]
-    if busy and found.since < patience:
-        return Excused(f"{some_ranks(busy)} computing", min(patience, 2 * found.since))
+    if busy and overrun.since < patience:
+        return Excused(f"{some_ranks(busy)} computing", min(patience, 2 * overrun.since))
     step = max(0, min(views[rank].step for rank in judged))
     return Stall(
         cause=_cause(late, views, second),
         late_ranks=late,
         late_hosts=tuple(views[rank].host for rank in late),
         step=step,
-        since=found.since,
-        limit=found.limit,
-        evidence=_evidence(found, late, views, second, stretches),
+        since=overrun.since,
+        limit=overrun.limit,
+        evidence=_evidence(overrun, late, views, second, stretches),
         files=tuple(second[r].file for r in (late or sorted(second)) if _file(second, r)),
     )
 
 
-def longest_excuse(rules: Rules, limit: timedelta) -> timedelta:
+def longest_excuse(rules: HangRules, limit: timedelta) -> timedelta:
     """How long a rank that compiles is left alone at most; one that computes has a part of it."""
     return _COMPILING * _patience(rules, limit)
 
 
-def _patience(rules: Rules, limit: timedelta) -> timedelta:
+def _patience(rules: HangRules, limit: timedelta) -> timedelta:
     return max(rules.at_most, 2 * limit)
 
 
 def _late(
-    found: Standstill, views: Mapping[int, RankView], looks: Mapping[int, Look]
+    overrun: Standstill, views: Mapping[int, RankView], looks: Mapping[int, Look]
 ) -> tuple[int, ...]:
-    frozen = tuple(r for r in found.over if _is_frozen(views[r], looks.get(r)))
+    frozen = tuple(r for r in overrun.over if _is_frozen(views[r], looks.get(r)))
     if frozen:
-        return frozen if len(frozen) < len(views) or len(views) == 1 else found.first
-    known = [rank for rank in found.over if _where(looks, rank).top]
+        return frozen if len(frozen) < len(views) or len(views) == 1 else overrun.first
+    known = [rank for rank in overrun.over if _where(looks, rank).top]
     together = [rank for rank in known if _where(looks, rank).together]
     apart = tuple(rank for rank in known if rank not in together)
     if together and apart:
         return apart
     if together and len(together) == len(views) > 1:
         return ()
-    if len(found.first) < len(views) or len(views) == 1:
-        return found.first
+    if len(overrun.first) < len(views) or len(views) == 1:
+        return overrun.first
     return ()
 
 
@@ -233,23 +233,25 @@ def _cause(
 
 
 def _evidence(
-    found: Standstill,
+    overrun: Standstill,
     late: tuple[int, ...],
     views: Mapping[int, RankView],
     looks: Mapping[int, Look],
     stretches: Stretches,
 ) -> tuple[Evidence, ...]:
-    shown = (late or found.over)[:SHOWN]
+    shown = (late or overrun.over)[:SHOWN]
     one = views[shown[0]]
     usual = stretches.usual(one.kind)
     took = "never seen before" if usual is None else f"took up to {_seconds(usual)} before"
     who = ", ".join(f"rank {rank} ({views[rank].host})" for rank in late[:SHOWN]) or "all ranks"
-    calls = sorted({_where(looks, r).call for r in found.over if _where(looks, r).together} - {""})
+    calls = sorted(
+        {_where(looks, r).call for r in overrun.over if _where(looks, r).together} - {""}
+    )
     if not late and calls:
         who = f"all ranks inside {' and '.join(calls)}:"
     head = (
         f"{who} no progress for {_seconds(one.since.total_seconds())} in {one.phase} at step "
-        f"{_number(one.step)} ({one.kind} {took}, limit {_seconds(found.limit.total_seconds())})"
+        f"{_number(one.step)} ({one.kind} {took}, limit {_seconds(overrun.limit.total_seconds())})"
     )
     lines = [Evidence("watchdog", head)]
     lines += [Evidence(f"rank {rank}", _state(views[rank], looks.get(rank))) for rank in shown]
@@ -290,7 +292,7 @@ def _file(looks: Mapping[int, Look], rank: int) -> bool:
 
 def _number(step: int) -> str:
     """``9 831``, as everywhere in what people read."""
-    return f"{max(0, step):,}".replace(",", " ")
+    return str(max(0, step))
 
 
 def _seconds(seconds: float) -> str:

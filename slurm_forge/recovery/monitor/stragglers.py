@@ -3,7 +3,7 @@
 Ranks are compared with those of the other hosts (on one host: with each other) by medians, window
 by window.  Somebody is told of who was slower in several windows in a row, by more than the others
 differ among themselves; and of a node it is said to be slow only where a trial, the same piece of
-work everywhere, or the kernel's own accounts say so too.  Who has more to do by its program (rank 0
+work everywhere, says so too.  Who has more to do by its program (rank 0
 that logs, longer samples, another stage of a pipeline) has that from the beginning and its trial is
 as fast as everybody's: nobody is told of it.  A rank whose own part has *become* longer is.
 """
@@ -15,21 +15,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
 
-from slurm_forge.recovery.monitor.peer_statistics import (
-    Rest,
-    by_host,
-    lower,
-    others_of,
-    too_many,
-)
 from slurm_forge.recovery.monitor.straggler_reports import (
-    Over,
-    Reading,
+    StepTimes,
     Straggler,
-    Why,
+    StragglerCause,
+    StragglerEnd,
 )
-
-__all__ = ["Straggling"]
 
 #: Windows in a row, and steps in them, before anything is said; and windows before it is over.
 _ROW = 3
@@ -48,14 +39,20 @@ _MANY_TRIALS = 6
 _NEW_TRIALS = 3
 #: A trial agrees if it explains this much of what the rank is slower by.
 _EXPLAINS = 0.4
-#: Nobody is kept from its processors for ever.
-_LEAST = 1e-3
-#: Windows that must say that a thread is kept from its processors: each by itself scatters.
-_QUEUED = 6
+#: Above so many hosts the median of all is as good as that of all others.
+_MANY_HOSTS = 8
 #: Windows of a row that count, an hour at shipped settings: who has more to do has it for weeks.
 _KEPT = 240
 #: Whoever has been slow for so many windows has had more to do for long.
 _LONG = 24
+
+
+@dataclass(frozen=True, slots=True)
+class Peers:
+    """The others of a rank: what is in the middle of them, and how they differ."""
+
+    middle: float
+    spread: float
 
 
 @dataclass(slots=True)
@@ -71,8 +68,6 @@ class _Row:
     trials: int = 0
     factors: deque[float] = field(default_factory=lambda: deque(maxlen=_KEPT))
     lost: deque[float] = field(default_factory=lambda: deque(maxlen=_KEPT))
-    queued: deque[float] = field(default_factory=lambda: deque(maxlen=_KEPT))
-    throttled: int = -1
 
     @property
     def members(self) -> tuple[int, ...]:
@@ -91,7 +86,7 @@ class _Named:
     lost_s: float = 0.0
 
 
-class Straggling:
+class StragglerDetector:
     """``window`` with what all ranks said last, again and again.
 
     ``factor``: from how many times as slow somebody counts.
@@ -101,7 +96,7 @@ class Straggling:
         self._factor = factor
         #: Where it is over: in between nothing changes.
         self._exit = 1 + (factor - 1) / 2
-        self._seen = 0
+        self._windows = 0
         self._rows: dict[str, _Row] = {}
         self._named: dict[str, _Named] = {}
         self._trials: dict[int, deque[float]] = {}
@@ -121,42 +116,44 @@ class Straggling:
     def _newest(self, rank: int, count: int = _TRIALS) -> list[float]:
         return list(self._trials.get(rank, ()))[-count:]
 
-    def window(self, readings: Sequence[Reading]) -> tuple[Straggler | Over, ...]:
+    def window(self, readings: Sequence[StepTimes]) -> tuple[Straggler | StragglerEnd, ...]:
         """One more window of all ranks; who has become slow by it, or has ceased to be."""
         for each in readings:
             if each.trial_s > 0:
-                kept = self._trials.setdefault(each.rank, deque(maxlen=_MANY_TRIALS))
-                kept.append(each.trial_s)
-        self._seen += 1
+                trials = self._trials.setdefault(each.rank, deque(maxlen=_MANY_TRIALS))
+                trials.append(each.trial_s)
+        self._windows += 1
         self._latest_step = max((each.step for each in readings), default=0)
-        if self._seen <= _SKIPPED or len(readings) < 2:
+        if self._windows <= _SKIPPED or len(readings) < 2:
             return ()
-        hosts = by_host(readings)
-        own = others_of(hosts, {r.rank: r.own_s for r in readings if r.own_s > 0})
-        found: list[Straggler | Over] = []
+        hosts = _by_host(readings)
+        own = _others_of(hosts, {r.rank: r.own_s for r in readings if r.own_s > 0})
+        changes: list[Straggler | StragglerEnd] = []
         slow = {
             host: members
             for host, on_it in hosts.items()
             if (members := [r for r in on_it if self._is_slow(r, own)])
         }
-        told = any(reading.own_s > 0 for reading in readings)
-        if not told:
+        has_own_times = any(reading.own_s > 0 for reading in readings)
+        if not has_own_times:
             slow = self._slow_by_trial(hosts)
-        if too_many(slow, hosts, readings):
+        if _too_many(slow, hosts, readings):
             slow = {}
         for host in hosts:
             if host in self._named:
-                found += self._go_on(host, slow.get(host, []), hosts, own, told=told)
+                changes += self._go_on(
+                    host, slow.get(host, []), hosts, own, has_own_times=has_own_times
+                )
             elif host in slow:
-                found += self._add(host, slow[host], hosts, own, told=told)
+                changes += self._add(host, slow[host], hosts, own, has_own_times=has_own_times)
             else:
                 self._rows.pop(host, None)
         self._learn(readings, own)
-        return tuple(found)
+        return tuple(changes)
 
     # -- who is slow in this window ------------------------------------------------------------
 
-    def _is_slow(self, one: Reading, own: Mapping[int, Rest]) -> bool:
+    def _is_slow(self, one: StepTimes, own: Mapping[int, Peers]) -> bool:
         others = own.get(one.rank)
         if one.own_s <= 0 or others is None or others.middle <= 0:
             return False
@@ -168,10 +165,10 @@ class Straggling:
         error = 1.25 * 1.5 * one.spread_s / max(1, one.count) ** 0.5
         return named or one.own_s - others.middle > _SPREADS * max(others.spread, error)
 
-    def _slow_by_trial(self, hosts: Mapping[str, list[Reading]]) -> dict[str, list[Reading]]:
+    def _slow_by_trial(self, hosts: Mapping[str, list[StepTimes]]) -> dict[str, list[StepTimes]]:
         """Where steps can't be told apart: who was slow in all of its newest trials."""
-        rest = others_of(hosts, {rank: self.trial(rank) for rank in self._trials})
-        slow: dict[str, list[Reading]] = {}
+        rest = _others_of(hosts, {rank: self.trial(rank) for rank in self._trials})
+        slow: dict[str, list[StepTimes]] = {}
         for host, on_it in hosts.items():
             limit = self._exit if host in self._named else self._factor
             for one in on_it:
@@ -191,12 +188,12 @@ class Straggling:
     def _add(
         self,
         host: str,
-        slow: list[Reading],
-        hosts: Mapping[str, list[Reading]],
-        own: Mapping[int, Rest],
+        slow: list[StepTimes],
+        hosts: Mapping[str, list[StepTimes]],
+        own: Mapping[int, Peers],
         *,
-        told: bool,
-    ) -> list[Straggler | Over]:
+        has_own_times: bool,
+    ) -> list[Straggler | StragglerEnd]:
         ranks = frozenset(each.rank for each in slow)
         row = self._rows.get(host)
         if row is None or not row.last & ranks:
@@ -206,16 +203,12 @@ class Straggling:
         row.windows += 1
         row.steps += min(each.count for each in members)
         row.trials += any(each.trial_s > 0 for each in members)
-        if told:
+        if has_own_times:
             row.factors.append(median(each.own_s / own[each.rank].middle for each in members))
             row.lost.append(max(each.own_s - own[each.rank].middle for each in members))
-        queued = self._queued(members, hosts)
-        if queued is not None:
-            row.queued.append(queued)
-        row.throttled = max(row.throttled, *(each.throttled for each in members))
-        if row.windows < _ROW or (told and row.steps < _STEPS):
+        if row.windows < _ROW or (has_own_times and row.steps < _STEPS):
             return []
-        straggler = self._judge(host, row, hosts, told=told)
+        straggler = self._judge(host, row, hosts, has_own_times=has_own_times)
         if straggler is None:
             return []
         before = self._named.get(host)
@@ -230,23 +223,22 @@ class Straggling:
         return [straggler]
 
     def _judge(
-        self, host: str, row: _Row, hosts: Mapping[str, list[Reading]], *, told: bool
+        self, host: str, row: _Row, hosts: Mapping[str, list[StepTimes]], *, has_own_times: bool
     ) -> Straggler | None:
         """Who is slow for good: why, or None while that can't be told or is the program's way."""
         if not row.members:
             return None
         factor = median(row.factors) if row.factors else 0.0
-        if told and factor < self._factor:
+        if has_own_times and factor < self._factor:
             return None
         trial = self._trial_factor(row, hosts)
-        kept = lower(row.queued) if len(row.queued) >= _QUEUED else 0.0
-        why: Why | None = None
-        if not told or (trial and row.trials >= _NEW_TRIALS and self._explains(trial, factor)):
-            why = Why.NODE
-        elif self._explains(kept, factor):
-            why = Why.STARVED
+        why: StragglerCause | None = None
+        if not has_own_times or (
+            trial and row.trials >= _NEW_TRIALS and self._explains(trial, factor)
+        ):
+            why = StragglerCause.NODE
         elif row.trials >= _NEW_TRIALS and self._tries_well(row, hosts, factor):
-            why = Why.WORK if self._is_new(row, factor) else None
+            why = StragglerCause.WORK if self._is_new(row, factor) else None
         if why is None:
             return None
         return Straggler(
@@ -257,12 +249,10 @@ class Straggling:
             why=why,
             since_step=max(0, row.since_step),
             lost_s=round(median(row.lost), 6) if row.lost else 0.0,
-            queued=round(1 - 1 / kept, 4) if kept > 1 else 0.0 if row.queued else -1.0,
-            throttled=row.throttled,
         )
 
-    def _explains(self, seen: float, factor: float) -> bool:
-        return seen >= self._exit and seen - 1 >= _EXPLAINS * (factor - 1)
+    def _explains(self, trial: float, factor: float) -> bool:
+        return trial >= self._exit and trial - 1 >= _EXPLAINS * (factor - 1)
 
     def _is_new(self, row: _Row, factor: float) -> bool:
         """Whether it has not always been so: then it is not how the program shares the work."""
@@ -271,9 +261,9 @@ class Straggling:
             return False
         return factor >= self._factor * median(median(each) for each in usual)
 
-    def _trial_factor(self, row: _Row, hosts: Mapping[str, list[Reading]]) -> float:
-        rest = others_of(hosts, {rank: self.trial(rank) for rank in self._trials})
-        found = []
+    def _trial_factor(self, row: _Row, hosts: Mapping[str, list[StepTimes]]) -> float:
+        rest = _others_of(hosts, {rank: self.trial(rank) for rank in self._trials})
+        factors = []
         for rank in row.members:
             if rank not in rest or rest[rank].middle <= 0:
                 continue
@@ -281,52 +271,35 @@ class Straggling:
             many = _TRIALS if row.windows <= _LONG else _MANY_TRIALS
             least, others = min(self._newest(rank, many)), rest[rank]
             surely = least - others.middle > _SPREADS * others.spread
-            found.append(least / others.middle if surely else min(1.0, least / others.middle))
-        return median(found) if found else 0.0
+            factors.append(least / others.middle if surely else min(1.0, least / others.middle))
+        return median(factors) if factors else 0.0
 
-    def _tries_well(self, row: _Row, hosts: Mapping[str, list[Reading]], factor: float) -> bool:
+    def _tries_well(self, row: _Row, hosts: Mapping[str, list[StepTimes]], factor: float) -> bool:
         """Whether the trial says that the node is as fast: not where it says nothing clear."""
-        rest = others_of(hosts, {rank: self.trial(rank) for rank in self._trials})
+        rest = _others_of(hosts, {rank: self.trial(rank) for rank in self._trials})
         tried = [r for r in row.members if r in rest and rest[r].middle > 0]
         usual = 1 + (1 - _EXPLAINS) * (factor - 1)
         return bool(tried) and all(
             self.trial(r) < min(self._exit, usual) * rest[r].middle for r in tried
         )
 
-    def _queued(
-        self, members: Sequence[Reading], hosts: Mapping[str, list[Reading]]
-    ) -> float | None:
-        """How many times as long it takes for want of a processor, in times of the others."""
-        rest = others_of(
-            hosts,
-            {r.rank: r.starved for on_it in hosts.values() for r in on_it if r.starved >= 0},
-        )
-        found = []
-        for each in members:
-            if each.rank not in rest or each.starved < 0 or each.own_s <= 0:
-                continue
-            # Per step, all of which are as long for everybody: they wait for each other.
-            more = (each.starved - rest[each.rank].middle) * (each.own_s + each.wait_s)
-            found.append(each.own_s / max(_LEAST * each.own_s, each.own_s - max(0.0, more)))
-        return median(found) if found else None
-
     # -- who has been told of ------------------------------------------------------------------
 
     def _go_on(
         self,
         host: str,
-        slow: list[Reading],
-        hosts: Mapping[str, list[Reading]],
-        own: Mapping[int, Rest],
+        slow: list[StepTimes],
+        hosts: Mapping[str, list[StepTimes]],
+        own: Mapping[int, Peers],
         *,
-        told: bool,
-    ) -> list[Straggler | Over]:
+        has_own_times: bool,
+    ) -> list[Straggler | StragglerEnd]:
         named = self._named[host]
         if slow:
             if not named.straggler.why.of_node:  # it may turn out to be the node all the same
-                found = self._add(host, slow, hosts, own, told=told)
-                if found:
-                    return found
+                changes = self._add(host, slow, hosts, own, has_own_times=has_own_times)
+                if changes:
+                    return changes
             named.well = 0
             steps = min(each.count for each in slow)
             named.steps += steps
@@ -339,7 +312,7 @@ class Straggling:
             return []
         del self._named[host]
         return [
-            Over(
+            StragglerEnd(
                 straggler=named.straggler,
                 step=self._latest_step,
                 steps=named.steps,
@@ -352,10 +325,64 @@ class Straggling:
         named = self._named.get(host)
         return (0, 0.0) if named is None else (named.steps, named.lost_s)
 
-    def _learn(self, readings: Sequence[Reading], own: Mapping[int, Rest]) -> None:
+    def _learn(self, readings: Sequence[StepTimes], own: Mapping[int, Peers]) -> None:
         """What is usual for a rank, from the first windows."""
         for each in readings:
             others = own.get(each.rank)
             known = self._usual.setdefault(each.rank, [])
             if others is not None and others.middle > 0 and each.own_s > 0 and len(known) < _USUAL:
                 known.append(each.own_s / others.middle)
+
+
+def _by_host(readings: Sequence[StepTimes]) -> dict[str, list[StepTimes]]:
+    """Readings of every host, by rank."""
+    hosts: dict[str, list[StepTimes]] = {}
+    for each in sorted(readings, key=lambda one: one.rank):
+        hosts.setdefault(each.host, []).append(each)
+    return hosts
+
+
+def _others_of(
+    hosts: Mapping[str, list[StepTimes]], values: Mapping[int, float]
+) -> dict[int, Peers]:
+    """For each rank the ranks of other hosts; on a single host all other ranks of it."""
+    on_hosts = {
+        host: known
+        for host, on_it in hosts.items()
+        if (known := {r.rank: values[r.rank] for r in on_it if r.rank in values})
+    }
+    peers: dict[int, Peers] = {}
+    if len(on_hosts) > _MANY_HOSTS:
+        everybody = list(values.values())
+        rest = Peers(median(everybody), _spread_of(everybody))
+        return dict.fromkeys(values, rest)
+    for host, own in on_hosts.items():
+        if len(on_hosts) > 1:
+            others = [v for other, each in on_hosts.items() if other != host for v in each.values()]
+            peers.update(dict.fromkeys(own, Peers(median(others), _spread_of(others))))
+            continue
+        for rank in own:
+            others = [value for other, value in own.items() if other != rank]
+            if others:
+                peers[rank] = Peers(median(others), _spread_of(others))
+    return peers
+
+
+def _too_many(
+    slow: Mapping[str, list[StepTimes]],
+    hosts: Mapping[str, list[StepTimes]],
+    readings: Sequence[StepTimes],
+) -> bool:
+    """Never more than a minority: of most it is the program, or the others that are fast."""
+    if len(hosts) > 1:
+        return len(slow) > max(1, (len(hosts) - 1) // 2)
+    ranks = sum(len(each) for each in slow.values())
+    return ranks > max(1, (len(readings) - 1) // 2)
+
+
+def _spread_of(values: Sequence[float]) -> float:
+    """A robust standard deviation: from the median distance to the median."""
+    if not values:
+        return 0.0
+    middle = median(values)
+    return 1.4826 * median(abs(value - middle) for value in values)

@@ -17,8 +17,6 @@ from slurm_forge.control.tcp.links import Link
 from slurm_forge.recovery.monitor.stalls import Stall
 from slurm_forge.vocabulary.cause import Cause, Confidence, Evidence
 
-__all__ = ["LinkSeen", "Trouble", "Unreached", "seen_of", "unreached", "with_network"]
-
 #: Timers of TCP run out after 0.2, 0.6, 1.4 s: twice in a row, and it is no lost packet.
 _LATE_AFTER = 2
 #: Whatever is only late would have been acknowledged by then, as a rule.
@@ -75,17 +73,17 @@ def seen_of(
 
 
 def unreached(
-    seen: Sequence[LinkSeen], ranks: Mapping[int, str], *, late: float = 0.0
+    links: Sequence[LinkSeen], ranks: Mapping[int, str], *, late: float = 0.0
 ) -> Unreached:
     """Who explains what was seen with the fewest hosts; ``ranks`` are the hosts of all ranks.
 
     A link is delayed whose round trip takes ``late`` seconds, a tenth of a second at least, and
     many times what is usual.
     """
-    limit = max(_DELAYED_S, late, _TIMES_USUAL * _usual(seen))
+    limit = max(_DELAYED_S, late, _TIMES_USUAL * _usual(links))
     bad: dict[frozenset[str], list[tuple[Trouble, Link]]] = {}
     good: dict[frozenset[str], list[Link]] = {}
-    for each in seen:
+    for each in links:
         pair, trouble = frozenset((each.seer, each.other)), _trouble(each.link, limit)
         if trouble is Trouble.NONE:
             good.setdefault(pair, []).append(each.link)
@@ -106,8 +104,8 @@ def unreached(
         confidence = Confidence.GUESS
     else:
         lines = [_line(host, bad, fine, good, how) for host in named[:_LINES]]
-        told = all(sum(host in pair for pair in bad) > 1 for host in named) or bool(fine)
-        confidence = Confidence.LIKELY if told else Confidence.GUESS
+        confirmed = all(sum(host in pair for pair in bad) > 1 for host in named) or bool(fine)
+        confidence = Confidence.LIKELY if confirmed else Confidence.GUESS
     if 2 * len(named) >= len(hosts) or "" in named:
         if not between:
             lines.append(Evidence("network", "no minority of the hosts: nobody is named"))
@@ -121,24 +119,24 @@ def unreached(
     )
 
 
-def with_network(stall: Stall, found: Unreached, ranks: Mapping[int, str]) -> Stall:
+def with_network(stall: Stall, network: Unreached, ranks: Mapping[int, str]) -> Stall:
     """A standstill in the light of the network: whom it names is late, and nobody else is.
 
     Ranks that are silent because the way to them is cut may be all but one.  ``ranks`` are the
     hosts of all.
     """
-    if found.how is Trouble.NONE:
+    if network.how is Trouble.NONE:
         return stall
-    evidence = (*found.evidence, *stall.evidence)
-    if not found.ranks:
+    evidence = (*network.evidence, *stall.evidence)
+    if not network.ranks:
         return replace(stall, evidence=evidence)
     return replace(
         stall,
         cause=Cause.NCCL_ERROR,
-        late_ranks=found.ranks,
-        late_hosts=tuple(ranks[rank] for rank in found.ranks),
+        late_ranks=network.ranks,
+        late_hosts=tuple(ranks[rank] for rank in network.ranks),
         evidence=evidence,
-        confidence=found.confidence,
+        confidence=network.confidence,
     )
 
 
@@ -150,12 +148,12 @@ _PAIR = {
 }
 
 
-def _usual(seen: Sequence[LinkSeen]) -> float:
+def _usual(links: Sequence[LinkSeen]) -> float:
     """What a round trip took before there was any trouble, seconds: the least ones that are known.
 
     Of the present ones half may be late: all that are known, where it is the supervisor's host.
     """
-    least = [each.link.min_rtt for each in seen if each.link.min_rtt]
+    least = [each.link.min_rtt for each in links if each.link.min_rtt]
     return median(least) if least else 0.0
 
 
@@ -196,8 +194,8 @@ def _how(
     bad: Mapping[frozenset[str], Sequence[tuple[Trouble, Link]]], named: Collection[str]
 ) -> Trouble:
     """Cut where most of the pairs are, by any of their connections."""
-    pairs = [seen for pair, seen in bad.items() if not named or pair & set(named)]
-    cut = sum(any(trouble is Trouble.CUT for trouble, _ in seen) for seen in pairs)
+    pairs = [troubles for pair, troubles in bad.items() if not named or pair & set(named)]
+    cut = sum(any(trouble is Trouble.CUT for trouble, _ in troubles) for troubles in pairs)
     return Trouble.CUT if 2 * cut >= len(pairs) else Trouble.DELAYED
 
 
@@ -208,20 +206,20 @@ def _line(
     good: Mapping[frozenset[str], Sequence[Link]],
     how: Trouble,
 ) -> Evidence:
-    own = [seen for pair, seen in bad.items() if host in pair]
+    own = [troubles for pair, troubles in bad.items() if host in pair]
     known = len(own) + sum(host in pair for pair in fine)
     verb = "does not acknowledge" if how is Trouble.CUT else "answers late"
     text = f"{host or _SUPERVISOR} {verb} ({len(own)} of {known} {'peers' if known > 1 else 'peer'}"
-    text += f"{_figures([each for seen in own for each in seen], open_bracket=False)})"
+    text += f"{_figures([each for troubles in own for each in troubles], open_bracket=False)})"
     rtts = [link.rtt for pair in fine if host not in pair for link in good[pair] if link.rtt]
     if rtts:
         text += f"; among the others rtt {_seconds(median(rtts))}"
     return Evidence("network", text)
 
 
-def _figures(seen: Sequence[tuple[Trouble, Link]], *, open_bracket: bool = True) -> str:
+def _figures(troubles: Sequence[tuple[Trouble, Link]], *, open_bracket: bool = True) -> str:
     """``, 4.2 s, 5 retransmits`` or ``, rtt 2.1 s, 0.3 ms before``."""
-    links = [link for _, link in seen]
+    links = [link for _, link in troubles]
     worst = max(links, key=lambda link: (link.retransmits, link.unanswered))
     late = max((link.rtt for link in links if link.rtt), default=None)
     parts = []

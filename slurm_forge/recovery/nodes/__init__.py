@@ -1,1 +1,4 @@
-"""Which nodes are excluded, and where ranks are placed.  Pure."""
+"""Which nodes are excluded and where ranks are placed; called by ``launch``.
+
+Entry: ``exclusion``.
+"""

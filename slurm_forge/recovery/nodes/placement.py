@@ -15,8 +15,6 @@ from slurm_forge.slurm.text.nodelist import fold_nodes
 from slurm_forge.vocabulary.cause import Cause
 from slurm_forge.vocabulary.decision import Incident
 
-__all__ = ["Room", "Seats", "doubted", "launch_nodes", "lost_here", "seats"]
-
 #: What lies with a node, or may: another one is worth a try where it costs nothing.
 _OF_NODES = frozenset({
     Cause.NODE_FAIL, Cause.GPU_ERROR, Cause.HANG, Cause.NCCL_ERROR, Cause.CRASH, Cause.STRAGGLER,
@@ -24,7 +22,7 @@ _OF_NODES = frozenset({
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Seats:
+class Placement:
     """The nodes of a launch by rank: the first ``tasks_per_node`` ranks are on the first of them.
 
     ``allocation`` are all nodes of the job in Slurm's order, ``spares`` those that could take part
@@ -49,21 +47,21 @@ class Seats:
     @property
     def in_order(self) -> bool:
         """Whether Slurm's own order of these nodes is the order of the ranks."""
-        kept = frozenset(self.nodes)
-        return self.nodes == tuple(node for node in self.allocation if node in kept)
+        chosen = frozenset(self.nodes)
+        return self.nodes == tuple(node for node in self.allocation if node in chosen)
 
-    def moved(self, before: Seats) -> str:
+    def moved(self, before: Placement) -> str:
         """In words what is other than before: ``n[1,3] + spare n4``; empty where nothing is."""
         if set(self.nodes) == set(before.nodes):
             return ""
-        kept = [node for node in self.nodes if node in before.nodes]
+        same = [node for node in self.nodes if node in before.nodes]
         new = [node for node in self.nodes if node not in before.nodes]
-        parts = ([fold_nodes(kept)] if kept else []) + ([f"spare {fold_nodes(new)}"] if new else [])
+        parts = ([fold_nodes(same)] if same else []) + ([f"spare {fold_nodes(new)}"] if new else [])
         return " + ".join(parts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Room:
+class AllocationState:
     """What is left of an allocation: ``nodes`` to be had, of which a launch takes ``wanted``.
 
     ``outlives``: the job goes on without a node that it loses (``sbatch --no-kill``).
@@ -82,36 +80,36 @@ class Room:
         return self.without(hosts) >= self.wanted
 
 
-def seats(
+def place_ranks(
     allocation: Sequence[str],
     *,
     wanted: int,
     tasks_per_node: int,
     before: Sequence[str] = (),
     unusable: Collection[str] = (),
-    doubted: Sequence[str] = (),
-) -> Seats | None:
+    suspected: Sequence[str] = (),
+) -> Placement | None:
     """The seats of the next launch; None where fewer than ``wanted`` nodes can be used.
 
-    ``before`` are the nodes of the launch before in the order of its ranks.  ``doubted`` may be
+    ``before`` are the nodes of the launch before in the order of its ranks.  ``suspected`` may be
     used, but not while there is another; the first of them is the worst.
     """
     usable = [node for node in dict.fromkeys(allocation) if node not in unusable]
     if wanted < 1 or len(usable) < wanted:
         return None
-    worst_first = [node for node in dict.fromkeys(doubted) if node in usable]
+    worst_first = [node for node in dict.fromkeys(suspected) if node in usable]
     sound = [node for node in usable if node not in worst_first]
     # Of nodes that are as good as each other those go first that ranks were on.
     seat = {node: number for number, node in enumerate(before)}
     sound.sort(key=lambda node: seat.get(node, len(seat)))
     chosen = frozenset([*sound, *reversed(worst_first)][:wanted])
     # Of another number of ranks none is who it was: those are in Slurm's own order again.
-    kept = before if len(before) == wanted else (None,) * wanted
-    placed = [node if node in chosen else None for node in kept]
+    earlier = before if len(before) == wanted else (None,) * wanted
+    placed = [node if node in chosen else None for node in earlier]
     # Those that have no seat yet, in Slurm's order: at the first launch that is all of them.
     rest = iter([node for node in usable if node in chosen and node not in placed])
     nodes = tuple(next(rest) if node is None else node for node in placed)
-    return Seats(
+    return Placement(
         nodes=nodes,
         tasks_per_node=tasks_per_node,
         allocation=tuple(allocation),
@@ -125,7 +123,7 @@ def launch_nodes(allocation: int, spares: int, planned: int | None) -> int:
     return there if planned is None else min(planned, there)
 
 
-def lost_here(incidents: Iterable[Incident]) -> frozenset[str]:
+def lost_nodes(incidents: Iterable[Incident]) -> frozenset[str]:
     """Nodes that this allocation has lost, by the incidents of the attempt: they don't come back.
 
     One that is up again has another boot behind it, and Slurm gives it to the job no more.
@@ -135,7 +133,7 @@ def lost_here(incidents: Iterable[Incident]) -> frozenset[str]:
     )
 
 
-def doubted(
+def suspected_nodes(
     incidents: Sequence[Incident], known: Iterable[str] = (), records: Iterable[NodeRecord] = ()
 ) -> tuple[str, ...]:
     """Nodes that something speaks against, the worst first.
@@ -144,10 +142,10 @@ def doubted(
     of them, newest first, and what was ``known`` of them before, the worst first.
     """
     now = [each.name for each in records if each.is_down or each.is_drained]
-    seen = [
+    blamed = [
         host
         for each in reversed(incidents)
         if each.cause in _OF_NODES or each.repeats is False
         for host in each.hosts
     ]
-    return tuple(dict.fromkeys([*now, *seen, *known]))
+    return tuple(dict.fromkeys([*now, *blamed, *known]))

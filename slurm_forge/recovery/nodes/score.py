@@ -25,54 +25,45 @@ from slurm_forge.recovery.nodes.statements import (
 )
 from slurm_forge.vocabulary.cause import Cause
 
-__all__ = ["Standing", "faded", "standings"]
-
 #: Who said it, and what.
 _Source = tuple[str, str]
 #: Said by a driver or by Slurm, not concluded from how a program ended.
-_TOLD = frozenset({Cause.GPU_ERROR.value, Cause.NODE_FAIL.value})
-_ROOT = 0
+_BY_AUTHORITY = frozenset({Cause.GPU_ERROR.value, Cause.NODE_FAIL.value})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Standing:
+class NodeScore:
     """What the ledger says of one node.
 
-    ``convicted``: it is to be left out where the cap allows, until ``until`` (None: until somebody
-    releases it, or not convicted).  ``by_hand``: somebody struck it; ``own_hand``: the reader did;
-    ``mine``: what the reader and their runs said is enough.  ``strikes`` are those that nobody has
-    released, the newest first.
+    ``convicted``: it is to be excluded where the cap allows, until ``until`` (None: until somebody
+    releases it, or not convicted).  ``by_hand``: a person struck it.  ``strikes`` are those that
+    nobody has released, the newest first.
     """
 
     node: str
     score: float
     convicted: bool
     by_hand: bool
-    own_hand: bool
-    mine: bool
     until: float | None
     strikes: tuple[Strike, ...]
 
 
-def standings(ledger: Ledger, now: float, rules: NodeRules) -> tuple[Standing, ...]:
+def node_scores(ledger: Ledger, now: float, rules: NodeRules) -> tuple[NodeScore, ...]:
     """What is said of every node that anything counts against, the worst first.
 
-    First those that the reader's own word convicts, then those that a person struck, then by
-    score, then by name.
+    First those that a person struck, then by score, then by name.
     """
     strikes = _once(ledger.strikes)
     freed = _released(ledger, now)
-    held = {each for each in strikes if not _is_released(each, freed)}
+    held = {each for each in strikes if each.time > freed.get(each.node, -math.inf)}
     fraction = _shares(_one_of_a_run(strikes, held, rules), rules)
     of_node: defaultdict[str, list[Strike]] = defaultdict(list)
     for strike in strikes:
         if strike in held and not _expired(strike, now):
             of_node[strike.node].append(strike)
-    weighed = _Weighing(ledger, fraction, now, rules)
-    found = [weighed.standing(node, given) for node, given in of_node.items()]
-    return tuple(
-        sorted(found, key=lambda each: (not each.mine, not each.by_hand, -each.score, each.node))
-    )
+    weighing = _Weighing(fraction, now, rules)
+    scores = [weighing.score(node, each) for node, each in of_node.items()]
+    return tuple(sorted(scores, key=lambda each: (not each.by_hand, -each.score, each.node)))
 
 
 def faded(strike: Strike, now: float, rules: NodeRules) -> float:
@@ -84,19 +75,19 @@ def faded(strike: Strike, now: float, rules: NodeRules) -> float:
 
 def _once(strikes: Iterable[Strike]) -> list[Strike]:
     """Without doubles: of one incident a node is struck once, by the heaviest, the earliest."""
-    kept: dict[tuple[str, ...], Strike] = {}
+    unique: dict[tuple[str, ...], Strike] = {}
     for strike in sorted(set(strikes), key=_order):
         if not strike.incident_id:
-            kept[strike.node, repr(_order(strike))] = strike
+            unique[strike.node, repr(_order(strike))] = strike
         else:
             key = (strike.node, _who(strike), strike.run, strike.incident_id)
-            best = kept.setdefault(key, strike)
+            best = unique.setdefault(key, strike)
             if strike.weight > best.weight:
-                kept[key] = strike
-    return sorted(kept.values(), key=_order)
+                unique[key] = strike
+    return sorted(unique.values(), key=_order)
 
 
-def _order(strike: Strike) -> tuple[float, str, str, str, str, str, float, float, str, int]:
+def _order(strike: Strike) -> tuple[float, str, str, str, str, str, float, float, str]:
     until = math.inf if strike.until is None else strike.until
     return (
         strike.time,
@@ -108,7 +99,6 @@ def _order(strike: Strike) -> tuple[float, str, str, str, str, str, float, float
         strike.weight,
         until,
         strike.why,
-        -1 if strike.uid is None else strike.uid,
     )
 
 
@@ -121,23 +111,23 @@ def _one_of_a_run(
     """
     reach = rules.together.total_seconds()
     begun: dict[tuple[object, ...], float] = {}
-    kept: dict[tuple[object, ...], Strike] = {}
+    heaviest: dict[tuple[object, ...], Strike] = {}
     for strike in strikes:
         key: tuple[object, ...] = (strike,)
-        if strike.cause != BY_HAND and not _is_told(strike, rules):
+        if strike.cause != BY_HAND and not _is_authoritative(strike, rules):
             group = (_who(strike), strike.run, strike.node, strike.cause, strike in held)
             if strike.time > begun.get(group, -math.inf) + reach:
                 begun[group] = strike.time
             key = (*group, begun[group])
-        best = kept.setdefault(key, strike)
+        best = heaviest.setdefault(key, strike)
         if strike.weight > best.weight:
-            kept[key] = strike
-    return sorted(kept.values(), key=_order)
+            heaviest[key] = strike
+    return sorted(heaviest.values(), key=_order)
 
 
-def _is_told(strike: Strike, rules: NodeRules) -> bool:
+def _is_authoritative(strike: Strike, rules: NodeRules) -> bool:
     """Whether a driver or Slurm said it of this very node."""
-    return strike.cause in _TOLD and strike.weight >= rules.sure
+    return strike.cause in _BY_AUTHORITY and strike.weight >= rules.sure
 
 
 def _shares(strikes: Sequence[Strike], rules: NodeRules) -> dict[Strike, float]:
@@ -148,22 +138,22 @@ def _shares(strikes: Sequence[Strike], rules: NodeRules) -> dict[Strike, float]:
     groups: defaultdict[_Source, list[Strike]] = defaultdict(list)
     fraction: dict[Strike, float] = {}
     for strike in strikes:
-        if strike.cause != BY_HAND and _is_told(strike, rules):
+        if strike.cause != BY_HAND and _is_authoritative(strike, rules):
             fraction[strike] = 1.0
         elif strike.cause != BY_HAND:
             groups[_source(strike)].append(strike)
     reach = rules.together.total_seconds()
     for group in groups.values():
-        whole = _Sums(group)
+        everywhere = _Sums(group)
         by_node: defaultdict[str, list[Strike]] = defaultdict(list)
         for strike in group:
             by_node[strike.node].append(strike)
-        for mine in by_node.values():
-            own = _Sums(mine)
-            for strike in mine:
+        for here in by_node.values():
+            on_node = _Sums(here)
+            for strike in here:
                 span = strike.time - reach, strike.time + reach
-                total = whole.between(*span)
-                fraction[strike] = min(1.0, own.between(*span) / total) if total > 0 else 0.0
+                total = everywhere.between(*span)
+                fraction[strike] = min(1.0, on_node.between(*span) / total) if total > 0 else 0.0
     return fraction
 
 
@@ -181,30 +171,23 @@ class _Sums:
 
 
 def _who(strike: Strike) -> str:
-    """Who said it: the owner of the file, else a user, else a run."""
-    return f"uid {strike.uid}" if strike.uid is not None else strike.by or strike.run
+    """Who said it: a user, else a run."""
+    return strike.by or strike.run
 
 
 def _source(strike: Strike) -> _Source:
     return _who(strike), strike.cause
 
 
-def _released(ledger: Ledger, now: float) -> dict[tuple[str, int | None], float]:
-    """Until when a node is released, by whom (None: the reader, or root).
+def _released(ledger: Ledger, now: float) -> dict[str, float]:
+    """Until when a node is released.
 
     A release that claims to be of the future would clear what has not happened yet.
     """
-    latest: dict[tuple[str, int | None], float] = {}
+    latest: dict[str, float] = {}
     for release in ledger.releases:
-        by = None if ledger.is_mine(release) or release.uid == _ROOT else release.uid
-        key = release.node, by
-        latest[key] = max(min(release.time, now), latest.get(key, -math.inf))
+        latest[release.node] = max(min(release.time, now), latest.get(release.node, -math.inf))
     return latest
-
-
-def _is_released(strike: Strike, freed: Mapping[tuple[str, int | None], float]) -> bool:
-    by_reader = freed.get((strike.node, None), -math.inf)
-    return strike.time <= max(by_reader, freed.get((strike.node, strike.uid), -math.inf))
 
 
 def _expired(strike: Strike, now: float) -> bool:
@@ -212,51 +195,46 @@ def _expired(strike: Strike, now: float) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class _Said:
+class _SourceWeight:
     """What one source says against one node now: what counts of it, and all of it."""
 
     counts: float
-    whole: float
+    total: float
 
-    def at(self, left: float, most: float) -> float:
+    def at(self, factor: float, most: float) -> float:
         """When everything has faded to ``left`` of now."""
-        whole = self.whole * left
-        return self.counts * left * (min(1.0, most / whole) if whole > 0 else 1.0)
+        total = self.total * factor
+        return self.counts * factor * (min(1.0, most / total) if total > 0 else 1.0)
 
 
 @dataclass(frozen=True, slots=True)
 class _Weighing:
     """What is needed to weigh what is said of one node."""
 
-    ledger: Ledger
     fraction: Mapping[Strike, float]
     now: float
     rules: NodeRules
 
-    def standing(self, node: str, strikes: list[Strike]) -> Standing:
+    def score(self, node: str, strikes: list[Strike]) -> NodeScore:
         rules, now = self.rules, self.now
         by_hand = [strike for strike in strikes if strike.cause == BY_HAND]
-        said = self._said(strikes)
-        score = _score(said, 1.0, rules)
-        until = now + _seconds_above(said, rules)
+        sources = self._sources(strikes)
+        score = _score(sources, 1.0, rules)
+        until = now + _seconds_above(sources, rules)
         if by_hand:
             ends = [math.inf if strike.until is None else strike.until for strike in by_hand]
             until = max(until, *ends)
         convicted = bool(by_hand) or score >= rules.threshold
-        own_hand = any(map(self.ledger.is_mine, by_hand))
-        mine = self._said([strike for strike in strikes if self.ledger.is_mine(strike)])
-        return Standing(
+        return NodeScore(
             node=node,
             score=score + rules.threshold if by_hand else score,
             convicted=convicted,
             by_hand=bool(by_hand),
-            own_hand=own_hand,
-            mine=own_hand or _score(mine, 1.0, rules) >= rules.threshold,
             until=until if convicted and math.isfinite(until) else None,
             strikes=tuple(sorted(strikes, key=_order, reverse=True)),
         )
 
-    def _said(self, strikes: Iterable[Strike]) -> list[_Said]:
+    def _sources(self, strikes: Iterable[Strike]) -> list[_SourceWeight]:
         counts: defaultdict[_Source, list[tuple[float, float]]] = defaultdict(list)
         for strike in strikes:
             part = self.fraction.get(strike)  # none by hand, nor what a run has repeated
@@ -264,26 +242,28 @@ class _Weighing:
                 weight = strike.weight * _left(self.now - strike.time, self.rules)
                 counts[_source(strike)].append((weight * part, weight))
         return [
-            _Said(math.fsum(part for part, _ in each), math.fsum(whole for _, whole in each))
+            _SourceWeight(
+                math.fsum(part for part, _ in each), math.fsum(total for _, total in each)
+            )
             for each in counts.values()
         ]
 
 
-def _score(said: Sequence[_Said], left: float, rules: NodeRules) -> float:
-    return math.fsum(each.at(left, rules.most_alone) for each in said)
+def _score(sources: Sequence[_SourceWeight], factor: float, rules: NodeRules) -> float:
+    return math.fsum(each.at(factor, rules.most_alone) for each in sources)
 
 
-def _seconds_above(said: Sequence[_Said], rules: NodeRules) -> float:
+def _seconds_above(sources: Sequence[_SourceWeight], rules: NodeRules) -> float:
     """For how long the score stays at the threshold or above, to the second; 0 if it is below."""
-    if _score(said, 1.0, rules) < rules.threshold:
+    if _score(sources, 1.0, rules) < rules.threshold:
         return 0.0
     low, high = 0.0, 1.0
     half_life = rules.half_life.total_seconds()
-    while _score(said, 0.5 ** (high / half_life), rules) >= rules.threshold:
+    while _score(sources, 0.5 ** (high / half_life), rules) >= rules.threshold:
         low, high = high, high * 2
     while high - low > 1.0:
         middle = (low + high) / 2
-        if _score(said, 0.5 ** (middle / half_life), rules) >= rules.threshold:
+        if _score(sources, 0.5 ** (middle / half_life), rules) >= rules.threshold:
             low = middle
         else:
             high = middle

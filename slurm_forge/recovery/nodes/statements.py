@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from datetime import timedelta
 
-__all__ = ["BY_HAND", "MOST_WEIGHT", "Ledger", "NodeRules", "Release", "Strike"]
-
 #: The cause of a strike that a person made.
 BY_HAND = "by_hand"
 #: No single strike weighs more.
@@ -17,11 +15,9 @@ MOST_WEIGHT = 2.0
 class Strike:
     """Something that speaks against a node.
 
-    ``time`` and ``until`` are seconds since the epoch.  ``run`` is the path of the run.  ``by`` is
-    a name to show, which anybody can write; ``uid`` is whose file it was found in (None: what this
-    process says itself), and that is who said it.  A person's strike (``cause`` is ``BY_HAND``)
-    does not fade: it is enough by itself until ``until``, and where that is None until somebody
-    releases the node.
+    ``time`` and ``until`` are seconds since the epoch.  ``run`` is the path of the run, ``by`` the
+    name of its user.  A person's strike (``cause`` is ``BY_HAND``) does not fade: it is enough by
+    itself until ``until``, and where that is None until somebody releases the node.
     """
 
     node: str
@@ -33,35 +29,24 @@ class Strike:
     by: str = ""
     until: float | None = None
     why: str = ""
-    uid: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Release:
-    """A person trusts a node again: what was said of it up to ``time`` no longer counts.
-
-    One's own release and root's are of everything, anybody else's is of what they said themselves.
-    ``by`` and ``uid`` as in ``Strike``.
-    """
+class NodeRelease:
+    """A person trusts a node again: what was said of it up to ``time`` no longer counts."""
 
     node: str
     time: float
     by: str = ""
     why: str = ""
-    uid: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Ledger:
-    """Everything that is known, in any order; doubles do no harm.  ``me`` is who reads it."""
+    """Everything that is known, in any order; doubles do no harm."""
 
     strikes: tuple[Strike, ...] = ()
-    releases: tuple[Release, ...] = ()
-    me: int | None = None
-
-    def is_mine(self, said: Strike | Release) -> bool:
-        """Whether the reader said it."""
-        return said.uid is None or said.uid == self.me
+    releases: tuple[NodeRelease, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from slurm_forge.recovery.nodes.exclusion import Strike
+from slurm_forge.recovery.nodes.statements import Strike
 from slurm_forge.vocabulary.cause import Cause, Confidence
 from slurm_forge.vocabulary.decision import Incident
-
-__all__ = ["strikes_of"]
 
 # Weights by how far the evidence carries.  With the threshold at 1: what an authority said of a
 # node (a driver's error text, Slurm's node failure) is enough for about three days, what points at
@@ -42,16 +40,16 @@ def strikes_of(
     Nothing where its cause says nothing of a node, where it names none, or all of several: then it
     is not a node that is to blame.
     """
-    named = tuple(dict.fromkeys(host for host in incident.hosts if host in nodes))
+    blamed = tuple(dict.fromkeys(host for host in incident.hosts if host in nodes))
     weight = _weight(incident)
-    if not named or weight <= 0:
+    if not blamed or weight <= 0:
         return ()
     if incident.cause in _OF_PROGRAMS and len(set(nodes)) == 1:
         weight *= _ALONE
     if incident.cause not in _EACH_BY_ITSELF:
-        if 1 < len(set(nodes)) == len(named):
+        if 1 < len(set(nodes)) == len(blamed):
             return ()
-        weight /= len(named)
+        weight /= len(blamed)
     return tuple(
         Strike(
             node=node,
@@ -62,7 +60,7 @@ def strikes_of(
             incident_id=incident.id,
             by=by,
         )
-        for node in named
+        for node in blamed
     )
 
 

@@ -10,8 +10,6 @@ from slurm_forge.journal.state import AttemptState, RunState
 from slurm_forge.store.identity import CheckpointName
 from slurm_forge.vocabulary.decision import Action, Decision, Incident
 
-__all__ = ["Outcome", "attempt_of", "attempts_of", "let_go_since", "made_progress", "outcomes"]
-
 
 def attempts_of(state: RunState) -> tuple[AttemptState, ...]:
     """Every attempt once, in order."""
@@ -36,17 +34,17 @@ def let_go_since(state: RunState) -> int:
 
     Nobody else brings back what was held.
     """
-    held = (
+    on_hold = (
         attempt.number
         for attempt in reversed(state.attempts)
         for _, decision in attempt.decisions
         if decision.action in (Action.HOLD, Action.RAISE)
     )
-    return max(next(held, 0), state.asked_after or 0)
+    return max(next(on_hold, 0), state.asked_after or 0)
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class AttemptOutcome:
     """What an attempt came to: ``mark`` is the furthest checkpoint before it."""
 
     attempt: AttemptState
@@ -54,7 +52,7 @@ class Outcome:
     progress: bool
 
 
-def outcomes(state: RunState) -> Iterator[Outcome]:
+def outcomes(state: RunState) -> Iterator[AttemptOutcome]:
     """What every attempt came to, in order.
 
     Only a checkpoint that is healthy and past all before it is progress.  A rollback, whose budget
@@ -63,18 +61,18 @@ def outcomes(state: RunState) -> Iterator[Outcome]:
     """
     mark = 0
     since = let_go_since(state)
-    asked = False
+    rolled_back = False
     for attempt in attempts_of(state):
         begins = next((each.resumed.step for each in attempt.launches if each.resumed), None)
-        if attempt.number > since and not asked and begins is not None:
-            asked, mark = True, min(mark, begins)
+        if attempt.number > since and not rolled_back and begins is not None:
+            rolled_back, mark = True, min(mark, begins)
         before, progress = mark, any(each.advanced for each in attempt.launches)
         for what in _in_order(attempt):
             if isinstance(what, Decision):
                 mark = min(mark, _target_step(what))
             elif what > mark:
                 mark, progress = what, True
-        yield Outcome(attempt, before, progress)
+        yield AttemptOutcome(attempt, before, progress)
 
 
 def _in_order(attempt: AttemptState) -> Iterator[int | Decision]:

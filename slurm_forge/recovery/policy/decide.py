@@ -5,21 +5,19 @@ from __future__ import annotations
 from datetime import timedelta
 
 from slurm_forge.journal.state import RunState
-from slurm_forge.recovery.nodes.placement import Room
+from slurm_forge.recovery.incident.launch_facts import STARTER
+from slurm_forge.recovery.nodes.placement import AllocationState
 from slurm_forge.recovery.policy.loop_detection import looping
 from slurm_forge.recovery.policy.remedies import remedy
 from slurm_forge.recovery.policy.rungs import (
-    LR_FLOOR,
-    Applied,
-    Circumstances,
+    AppliedRung,
+    RungContext,
     apply,
 )
 from slurm_forge.spec.recovery import LONGEST_WAIT, Recovery, Rung
 from slurm_forge.vocabulary.cause import Cause
 from slurm_forge.vocabulary.decision import Action, Decision, Incident
 from slurm_forge.vocabulary.plan import Variable
-
-__all__ = ["LR_FLOOR", "asks_hook_first", "decide", "skips_allowed"]
 
 #: The run is over because somebody wanted it so.
 _WANTED = frozenset({Cause.USER_CANCELLED, Cause.STOP_REQUESTED})
@@ -49,14 +47,14 @@ def decide(
     in_process: bool = False,
     hook: bool = False,
     allocation: bool = True,
-    room: Room | None = None,
+    room: AllocationState | None = None,
     on_hang: tuple[Variable, ...] = (),
 ) -> Decision:
     """What is done about an incident; the same again for one that was decided on already.
 
     Takes the first rung of the cause's ladder whose budget is left and that can be applied; budgets
     were charged by earlier decisions and are freed by progress past the old high-water step.  Where
-    going on would be a loop (``recovery.loops``) it is a hold, whatever the ladder says.
+    going on would be a loop (``loop_detection``) it is a hold, whatever the ladder says.
     ``mem`` is the memory per node that the job asks for, in bytes, ``time`` its time limit,
     ``nodes`` how many; None is not known.  ``now`` is in seconds since the epoch.  ``in_process``:
     the launch has not ended, so that ``warn`` may be chosen.  With ``hook`` the answer may be
@@ -69,11 +67,11 @@ def decide(
     if earlier is not None and earlier.cause is incident.cause:
         return earlier
     if incident.cause in _WANTED:
-        return _rest(state, incident, Action.STOP, _WHY_STOPPED[incident.cause])
+        return _rest(state, incident, Action.STOP, _why_stopped(incident))
     loop = None if in_process else looping(policy.limits, state, incident, now=now)
     if loop is not None:
         return _held(state, incident, f"{incident.cause.value}: {loop.why}", loop.next_step)
-    given = Circumstances(
+    context = RungContext(
         batch_coupled=batch_coupled,
         mem=mem,
         time=time,
@@ -91,20 +89,20 @@ def decide(
         if rung.times is not None and state.times(incident.cause, index) >= rung.times:
             refused.append(f"{rung.do.value} used {_times(rung.times)}")
             continue
-        applied = apply(rung, state, incident, given)
+        applied = apply(rung, state, incident, context)
         if isinstance(applied, str):
             refused.append(f"no {rung.do.value}: {applied}")
             continue
         wait = _wait(rung, state.times(incident.cause, index))
-        return _taken(incident, applied.instead or rung.do, index, applied, wait)
+        return _step_taken(incident, applied.instead or rung.do, index, applied, wait)
     reason = f"{incident.cause.value}: nothing left to try ({'; '.join(refused)})"
     if not refused:
-        reason = f"{incident.cause.value}: for a person to judge; starting again changes nothing"
+        reason = f"{incident.cause.value}: needs a human decision; a restart would not help"
     return _held(state, incident, reason)
 
 
-def _taken(
-    incident: Incident, action: Action, rung: int, applied: Applied, wait: timedelta
+def _step_taken(
+    incident: Incident, action: Action, rung: int, applied: AppliedRung, wait: timedelta
 ) -> Decision:
     target = None if applied.target is None else applied.target.name
     reason = f"{incident.cause.value}: {action.value}"
@@ -150,7 +148,10 @@ def _times(count: int) -> str:
     return "once" if count == 1 else f"{count} times"
 
 
-_WHY_STOPPED = {
-    Cause.USER_CANCELLED: "the job was cancelled; it stays cancelled",
-    Cause.STOP_REQUESTED: "somebody asked the run to stop",
-}
+def _why_stopped(incident: Incident) -> str:
+    if incident.cause is Cause.USER_CANCELLED:
+        return "the job was cancelled; it stays cancelled"
+    words = [each.text for each in incident.evidence if each.source == STARTER]
+    if not words:
+        return "a stop was requested"
+    return f"received {words[0]}" if words[0].startswith("SIG") else words[0]

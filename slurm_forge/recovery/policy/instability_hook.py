@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from slurm_forge.journal.state import RunState
 from slurm_forge.recovery.policy.rollback_targets import (
-    Target,
+    RollbackTarget,
     may_be_used,
     target_of,
 )
@@ -19,8 +19,6 @@ from slurm_forge.recovery.policy.rungs import (
 from slurm_forge.recovery.policy.skip_windows import merged
 from slurm_forge.vocabulary.decision import Action, Change, Decision, Incident
 from slurm_forge.vocabulary.plan import RecoveryPlan
-
-__all__ = ["HOOK_TIMES", "answered"]
 
 #: How often a hook without a rung of its own is heard before training has to get further.
 HOOK_TIMES = 10
@@ -67,30 +65,30 @@ def answered(
     )
 
 
-def _target(state: RunState, incident: Incident, answer: Decision) -> Target | str:
+def _target(state: RunState, incident: Incident, answer: Decision) -> RollbackTarget | str:
     named = next(
         (each for each in may_be_used(state, incident) if str(each) == answer.target), None
     )
-    return target_of(state, incident) if named is None else Target(named)
+    return target_of(state, incident) if named is None else RollbackTarget(named)
 
 
-def _bounded(asked: RecoveryPlan, before: RecoveryPlan, *, batch_coupled: bool) -> RecoveryPlan:
-    micro = asked.micro_batch
+def _bounded(proposed: RecoveryPlan, before: RecoveryPlan, *, batch_coupled: bool) -> RecoveryPlan:
+    micro = proposed.micro_batch
     keep = batch_coupled or micro is None or micro < 1
-    nodes = asked.nodes
+    nodes = proposed.nodes
     all_of_them = batch_coupled or nodes is None or nodes < 1
     return replace(
-        asked,
-        lr_factor=min(1.0, max(LR_FLOOR, _positive(asked.lr_factor, before.lr_factor))),
-        lr_ramp_steps=max(0, asked.lr_ramp_steps),
+        proposed,
+        lr_factor=min(1.0, max(LR_FLOOR, _positive(proposed.lr_factor, before.lr_factor))),
+        lr_ramp_steps=max(0, proposed.lr_ramp_steps),
         micro_batch=before.micro_batch if keep else micro,
-        mem_factor=_positive(asked.mem_factor, before.mem_factor),
-        time_factor=min(MOST_TIME, max(1.0, _positive(asked.time_factor, before.time_factor))),
+        mem_factor=_positive(proposed.mem_factor, before.mem_factor),
+        time_factor=min(MOST_TIME, max(1.0, _positive(proposed.time_factor, before.time_factor))),
         nodes=before.nodes if all_of_them else nodes,
-        worker_factor=_positive(asked.worker_factor, before.worker_factor),
-        skipped=merged([*before.skipped, *asked.skipped]),
-        reseeded=max(before.reseeded, asked.reseeded),
-        exclude_nodes=tuple(sorted(set(asked.exclude_nodes))),
+        worker_factor=_positive(proposed.worker_factor, before.worker_factor),
+        skipped=merged([*before.skipped, *proposed.skipped]),
+        reseeded=max(before.reseeded, proposed.reseeded),
+        exclude_nodes=tuple(sorted(set(proposed.exclude_nodes))),
         variables=before.variables,
         variables_past=before.variables_past,
     )

@@ -22,8 +22,6 @@ from slurm_forge.spec.recovery import Limits
 from slurm_forge.vocabulary.cause import Cause
 from slurm_forge.vocabulary.decision import Incident
 
-__all__ = ["Loop", "looping"]
-
 #: Nobody's fault: another attempt may well fare better.
 _INTERRUPTIONS = frozenset({Cause.PREEMPTED, Cause.NODE_FAIL, Cause.ADMIN_REQUEUE})
 #: Nothing of the run's own either: what they may cost is for their ladders to say.
@@ -74,7 +72,7 @@ def looping(
 def _usage_error(incident: Incident) -> Loop | None:
     if not incident.usage_error:
         return None
-    return Loop("what the program asks for can't work, and another start would ask the same")
+    return Loop("the program asks for something that cannot work, and would ask for it again")
 
 
 # -- the same error once more ----------------------------------------------------------------------
@@ -99,7 +97,8 @@ def _repeat(state: RunState, incident: Incident, since: int) -> Loop | None:
     if len(row) < enough:
         return None
     times = "twice" if len(row) == 2 else f"{len(row)} times"
-    return Loop(f"the same error at the same step {times} in a row")
+    where = " at the same step" if known_step else ""
+    return Loop(f"the same error{where} {times} in a row")
 
 
 def _advanced_since(state: RunState, earlier: Incident, incident: Incident) -> bool:
@@ -125,11 +124,11 @@ def _failures(state: RunState, since: int, incident: Incident) -> Iterator[Incid
     """
     known = {incident.id}
     for attempt in reversed(state.attempts):
-        for _, seen in reversed(attempt.incidents):
-            ours = seen.cause not in _INTERRUPTIONS | _WANTED | {Cause.TIME_LIMIT}
-            if attempt.number > since and ours and seen.id not in known:
-                yield seen
-            known.add(seen.id)  # what is written twice counts once
+        for _, each in reversed(attempt.incidents):
+            counts = each.cause not in _INTERRUPTIONS | _WANTED | {Cause.TIME_LIMIT}
+            if attempt.number > since and counts and each.id not in known:
+                yield each
+            known.add(each.id)  # what is written twice counts once
 
 
 # -- launches that never get to training -----------------------------------------------------------
@@ -195,7 +194,7 @@ def _no_progress(
         return None
     where = f"a checkpoint past step {mark}" if mark else "a checkpoint"
     allowed = "the most that recovery.limits allows"
-    return Loop(f"{_attempts(len(causes))} ended without {where} ({_told(causes)}), {allowed}")
+    return Loop(f"{_attempts(len(causes))} ended without {where} ({_counted(causes)}), {allowed}")
 
 
 def _changes(attempt: AttemptState) -> bool:
@@ -218,8 +217,8 @@ def _attempts(count: int) -> str:
     return "1 attempt" if count == 1 else f"{count} attempts in a row"
 
 
-def _told(causes: Iterable[Cause | None]) -> str:
-    words = Counter("without a word" if cause is None else cause.value for cause in causes)
+def _counted(causes: Iterable[Cause | None]) -> str:
+    words = Counter("for an unknown reason" if cause is None else cause.value for cause in causes)
     return ", ".join(
         word if count == 1 else f"{word} {count} times" for word, count in words.most_common()
     )
@@ -248,5 +247,5 @@ def _ceiling(limits: Limits, state: RunState, now: float | None, since: int) -> 
 def _raise(key: str) -> str:
     return (
         f"see why it starts so often (slurm-forge explain), raise recovery.limits.{key} if that "
-        "is as it should be, and let it go on (slurm-forge requeue)"
+        "is intended, then slurm-forge requeue"
     )

@@ -14,8 +14,6 @@ from slurm_forge.spec.recovery import Recovery
 from slurm_forge.vocabulary.cause import Cause
 from slurm_forge.vocabulary.decision import Action
 
-__all__ = ["Learned", "may_shrink", "propose", "ran_out", "try_begins", "waits", "worked"]
-
 #: A larger micro-batch is tried again after this time, doubled after each try that failed.
 _TRY_AFTER = timedelta(days=7)
 _MOST_DOUBLINGS = 5
@@ -46,13 +44,13 @@ def waits(learned: Learned) -> timedelta:
     return _TRY_AFTER * (1 << min(learned.tries, _MOST_DOUBLINGS))
 
 
-def propose(asked: int, learned: Learned | None, now: datetime) -> int:
-    """The micro-batch to begin a run with that asks for ``asked``."""
-    if learned is None or learned.micro_batch >= asked:
-        return asked
+def propose(configured: int, learned: Learned | None, now: datetime) -> int:
+    """The micro-batch to begin a run with that asks for ``configured``."""
+    if learned is None or learned.micro_batch >= configured:
+        return configured
     if now - learned.since < waits(learned):
         return learned.micro_batch
-    return min(asked, 2 * learned.micro_batch)
+    return min(configured, 2 * learned.micro_batch)
 
 
 def try_begins(learned: Learned, now: datetime) -> Learned:
@@ -68,9 +66,11 @@ def ran_out(learned: Learned | None, micro_batch: int, smaller: int, now: dateti
     return Learned(micro_batch=smaller, proven=False, since=now, tries=tries)
 
 
-def worked(learned: Learned | None, micro_batch: int, asked: int, now: datetime) -> Learned | None:
+def worked(
+    learned: Learned | None, micro_batch: int, configured: int, now: datetime
+) -> Learned | None:
     """Healthy steps were made with ``micro_batch``; None: there is nothing to know any more."""
-    if micro_batch >= asked:
+    if micro_batch >= configured:
         return None
     if learned is None or micro_batch > learned.micro_batch:
         return Learned(micro_batch=micro_batch, proven=True, since=now)

@@ -14,17 +14,7 @@ from enum import Enum
 from slurm_forge.recovery.policy.requeue_delay import sooner
 from slurm_forge.site.model import Preemption, PreemptionMode
 from slurm_forge.slurm.records import ConfigRecord
-from slurm_forge.slurm.versions import Release, has
-
-__all__ = [
-    "BroughtBack",
-    "Circumstances",
-    "FirstSignal",
-    "Prediction",
-    "ResumesFrom",
-    "brought_back",
-    "predict",
-]
+from slurm_forge.slurm.versions import SlurmRelease, has
 
 #: slurm.conf, KillWait: its default.
 _KILL_WAIT = timedelta(seconds=30)
@@ -76,7 +66,7 @@ class ResumesFrom(str, Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Circumstances:
+class JobConditions:
     """A job and what Slurm and the site say of the place that it runs in.
 
     ``preemption`` is what is in force there.  ``above`` is whether anybody may preempt jobs there
@@ -128,7 +118,7 @@ class Prediction:
     caveats: tuple[str, ...] = ()
 
 
-def predict(here: Circumstances) -> Prediction:
+def predict(here: JobConditions) -> Prediction:
     """What will happen to a run in these circumstances."""
     config = here.config
     kill_wait = (config and config.kill_wait) or _KILL_WAIT
@@ -154,14 +144,14 @@ def predict(here: Circumstances) -> Prediction:
     )
 
 
-def _requeueable(here: Circumstances) -> bool:
+def _requeueable(here: JobConditions) -> bool:
     """Whether ``scontrol requeue`` works: JobRequeue counts only for jobs that say nothing."""
     if here.requeue is not None:
         return here.requeue
     return here.config is None or here.config.job_requeue is not False
 
 
-def _after_limit(here: Circumstances) -> BroughtBack:
+def _after_limit(here: JobConditions) -> BroughtBack:
     if here.chained:
         return BroughtBack.CHAIN
     if here.self_requeue_allowed is False:
@@ -169,16 +159,16 @@ def _after_limit(here: Circumstances) -> BroughtBack:
     return BroughtBack.RUN if _requeueable(here) else BroughtBack.SUCCESSOR
 
 
-def _mode(here: Circumstances) -> PreemptionMode | None:
+def _mode(here: JobConditions) -> PreemptionMode | None:
     return PreemptionMode.OFF if here.above is False else here.preemption.mode
 
 
-def _notice(here: Circumstances) -> timedelta | None:
+def _notice(here: JobConditions) -> timedelta | None:
     ends = _mode(here) in (PreemptionMode.REQUEUE, PreemptionMode.CANCEL)
     return here.preemption.grace if ends else None
 
 
-def brought_back(here: Circumstances) -> BroughtBack:
+def brought_back(here: JobConditions) -> BroughtBack:
     """Who puts a run that was preempted back into the queue."""
     mode, notice = _mode(here), _notice(here)
     if mode in (PreemptionMode.OFF, PreemptionMode.SUSPEND):
@@ -195,7 +185,7 @@ def _same_job(back_by: BroughtBack) -> bool | None:
     return back_by in (BroughtBack.RUN, BroughtBack.SLURM)
 
 
-def _delay(here: Circumstances, back_by: BroughtBack) -> timedelta | None:
+def _delay(here: JobConditions, back_by: BroughtBack) -> timedelta | None:
     if back_by is BroughtBack.SUCCESSOR:
         return _SUCCESSOR
     if back_by not in (BroughtBack.RUN, BroughtBack.SLURM):
@@ -206,7 +196,7 @@ def _delay(here: Circumstances, back_by: BroughtBack) -> timedelta | None:
     return _SHORTENED if shortened else here.config.requeue_delay
 
 
-def _first_signal(here: Circumstances, mode: PreemptionMode | None) -> FirstSignal:
+def _first_signal(here: JobConditions, mode: PreemptionMode | None) -> FirstSignal:
     if mode in (PreemptionMode.OFF, PreemptionMode.SUSPEND):
         return FirstSignal.NONE
     sent = here.config is not None and here.config.sends_user_signal
@@ -214,7 +204,7 @@ def _first_signal(here: Circumstances, mode: PreemptionMode | None) -> FirstSign
 
 
 def _resumes_from(
-    here: Circumstances, mode: PreemptionMode | None, notice: timedelta | None
+    here: JobConditions, mode: PreemptionMode | None, notice: timedelta | None
 ) -> ResumesFrom:
     if mode is PreemptionMode.SUSPEND:
         return ResumesFrom.MEMORY
@@ -225,63 +215,63 @@ def _resumes_from(
 
 
 def _impossible(
-    here: Circumstances, mode: PreemptionMode | None, notice: timedelta | None
+    here: JobConditions, mode: PreemptionMode | None, notice: timedelta | None
 ) -> list[str]:
-    told = []
+    reasons = []
     if here.self_requeue_allowed is False and not here.chained:
-        told.append(
+        reasons.append(
             "the site does not let jobs requeue themselves or submit their successors: a run that "
             "is interrupted is held until somebody releases it."
         )
     if not _requeueable(here):
         why = "--no-requeue" if here.requeue is False else "JobRequeue=0 and no --requeue"
-        told.append(
+        reasons.append(
             f"this job can't be requeued ({why}): once a preemption has ended it, it does not come "
             "back, and the run goes on in another job only if it could submit one in time."
         )
     if mode in (PreemptionMode.REQUEUE, PreemptionMode.CANCEL):
         if notice == timedelta(0):
-            told.append("no save at a preemption can be counted on: Slurm gives no notice.")
+            reasons.append("a save at a preemption is not guaranteed: Slurm gives no notice.")
         elif notice is not None and here.save is not None and here.save >= notice:
-            told.append(
+            reasons.append(
                 f"a save takes {_seconds(here.save)} and the notice is {_seconds(notice)}: only "
                 "periodic checkpoints protect here."
             )
     if mode is PreemptionMode.SUSPEND:
-        told.append(
-            "memory can't be given up: a suspended job keeps its processes and the memory of its "
+        reasons.append(
+            "a suspended job keeps its processes and the memory of its "
             "GPUs, and connections to other hosts may run into their time limits."
         )
-    return told
+    return reasons
 
 
 def _caveats(
-    here: Circumstances,
+    here: JobConditions,
     mode: PreemptionMode | None,
     notice: timedelta | None,
     kill_wait: timedelta,
 ) -> list[str]:
-    told, config = [], here.config
+    caveats, config = [], here.config
     if mode is None:
-        told.append(
-            "nobody says what happens to preempted jobs here; the run requeues itself, and submits "
-            "a successor where Slurm refuses that."
+        caveats.append(
+            "the site file does not say what happens to preempted jobs; the run requeues itself, "
+            "and submits a successor where Slurm refuses that."
         )
     if mode in (PreemptionMode.REQUEUE, PreemptionMode.CANCEL):
         if notice is None:
-            told.append("the length of the notice is not known.")
+            caveats.append("the length of the notice is not known.")
         elif notice == timedelta(0):
-            told.append(
+            caveats.append(
                 f"from SIGTERM to SIGKILL there are {_seconds(kill_wait)} (KillWait): a quick save "
                 "may come through."
             )
     if mode is PreemptionMode.REQUEUE and config is not None and notice:
-        told += _exits_in_grace(config)
-    return told
+        caveats += _exits_in_grace(config)
+    return caveats
 
 
 def _exits_in_grace(config: ConfigRecord) -> list[str]:
-    release = Release.parse(config.version)
+    release = SlurmRelease.parse(config.version)
     if release is None:
         return []
     if not has(release, _REQUEUES_WHAT_EXITS):

@@ -10,7 +10,7 @@ from slurm_forge.journal.codec import Record
 from slurm_forge.journal.fold import advance
 from slurm_forge.journal.known import INSTABILITY, newest_usable
 from slurm_forge.journal.state import RunState
-from slurm_forge.recovery.nodes.placement import Room
+from slurm_forge.recovery.nodes.placement import AllocationState
 from slurm_forge.recovery.policy.decide import (
     decide,
     skips_allowed,
@@ -22,8 +22,6 @@ from slurm_forge.vocabulary.cause import Cause, Confidence, Evidence
 from slurm_forge.vocabulary.decision import Action, Decision, Incident
 from slurm_forge.vocabulary.plan import SampleWindow, Variable
 from slurm_forge.vocabulary.trust import Trust
-
-__all__ = ["Act", "Assumed", "Further", "Rehearsal", "rehearse"]
 
 _FINAL = frozenset({Action.HOLD, Action.RAISE, Action.STOP})
 #: All ranks stop and save before these end the attempt: the next one is further on.
@@ -124,7 +122,7 @@ class _Stage:
         self._at = at
         self._assumed = assumed
         self._state = RunState()
-        self._attempt = self._launch = self._told = self._struck = 0
+        self._attempt = self._launch = self._events = self._struck = 0
         self._now = 0.0
         self._start_attempt()
 
@@ -141,9 +139,9 @@ class _Stage:
         decision = self._warned(incident) if cause in _SEEN_ALIVE else None
         if decision is None and cause is Cause.STRAGGLER:
             self._save(self._at)
-        self._tell(ev.IncidentSeen(incident=incident))
+        self._record(ev.IncidentSeen(incident=incident))
         decision = decision or self._decided(incident, in_process=cause in INSTABILITY)
-        self._tell(ev.DecisionTaken(decision=decision))
+        self._record(ev.DecisionTaken(decision=decision))
         act = Act(
             number=self._struck,
             step=incident.step or self._at,
@@ -179,7 +177,7 @@ class _Stage:
             in_process=in_process,
         )
 
-    def _room(self, incident: Incident) -> Room | None:
+    def _room(self, incident: Incident) -> AllocationState | None:
         """What is left of the allocation: each node that was lost has a name of its own."""
         job = self._job
         if not job.outlives_nodes:
@@ -196,7 +194,7 @@ class _Stage:
         others = job.resources.allocation - len(lost | set(incident.hosts))
         nodes = (*(set(incident.hosts) - lost), *(f"other{n}" for n in range(others)))
         takes = self._state.plan.nodes or job.resources.nodes
-        return Room(nodes=nodes, wanted=takes, outlives=True)
+        return AllocationState(nodes=nodes, wanted=takes, outlives=True)
 
     def _left(self, decision: Decision) -> int | None:
         if decision.rung is None:
@@ -240,16 +238,16 @@ class _Stage:
             name = self._save(number * every)
             if number * every + spec.good_after_steps < onset:
                 reason = f"{spec.good_after_steps} healthy steps"
-                self._tell(ev.CheckpointJudged(name=str(name), trust=Trust.GOOD, reason=reason))
+                self._record(ev.CheckpointJudged(name=str(name), trust=Trust.GOOD, reason=reason))
         known = self._state.known
-        kept = wanted([Present(name=k.name, trust=k.trust) for k in known], spec.rules)
-        gone = tuple(str(each.name) for each in known if each.name not in kept)
-        if gone:
-            self._tell(ev.CheckpointsPruned(names=gone, reason="keep_last"))
+        keeps = wanted([Present(name=k.name, trust=k.trust) for k in known], spec.rules)
+        removed = tuple(str(each.name) for each in known if each.name not in keeps)
+        if removed:
+            self._record(ev.CheckpointsPruned(names=removed, reason="keep_last"))
 
     def _save(self, step: int) -> CheckpointName:
-        name = CheckpointName(step, self._attempt, self._launch, f"{self._told:08x}")
-        self._tell(
+        name = CheckpointName(step, self._attempt, self._launch, f"{self._events:08x}")
+        self._record(
             ev.CheckpointCommitted(name=str(name), step=step, reason="", seconds=0.0, size=0)
         )
         return name
@@ -266,18 +264,18 @@ class _Stage:
 
     def _start_attempt(self) -> None:
         self._attempt, self._launch = self._attempt + 1, 1
-        self._tell(
+        self._record(
             ev.AttemptStarted(
                 job="rehearsal", restart_count=self._attempt - 1, nodes=(), host="", via="rehearsal"
             )
         )
 
-    def _tell(self, event: ev.Event) -> None:
-        self._told += 1
+    def _record(self, event: ev.Event) -> None:
+        self._events += 1
         record = Record(
             attempt=self._attempt,
             launch=self._launch,
-            sequence=self._told,
+            sequence=self._events,
             time=self._now,
             writer="rehearsal-0",
             event=event,

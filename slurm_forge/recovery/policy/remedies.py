@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from slurm_forge.vocabulary.cause import Cause
 
-__all__ = ["remedy"]
-
 _UNSTABLE = (
-    "look at the loss, the data and the learning rate around that step; to go on from further back "
-    "see slurm-forge checkpoints"
+    "look at the loss, the data and the learning rate around that step; to resume from an earlier "
+    "checkpoint: slurm-forge checkpoints --help"
 )
 _REMEDIES = {
     Cause.CUDA_OOM: "use smaller models or sequences, activation checkpointing, or more GPUs",
@@ -21,22 +19,30 @@ _REMEDIES = {
     Cause.PREEMPTED: "save more often (checkpoint.every_minutes), or choose a partition that is "
     "preempted less",
     Cause.ADMIN_REQUEUE: "ask the cluster's support why it is requeued",
-    Cause.NODE_FAIL: "leave the failing nodes out (slurm-forge requeue RUN --exclude NODES)",
-    Cause.HANG: "look in the output for what the rank that the evidence names was waiting for",
-    Cause.STRAGGLER: "leave the slow node out (slurm-forge requeue RUN --exclude NODES), or allow "
+    Cause.NODE_FAIL: "exclude the failing nodes (slurm-forge requeue RUN --exclude NODES)",
+    Cause.HANG: "look in the output for what the rank named in the evidence was waiting for",
+    Cause.STRAGGLER: "exclude the slow node (slurm-forge requeue RUN --exclude NODES), or tolerate "
     "it (recovery: {straggler: [{do: warn}]})",
     Cause.NCCL_ERROR: "look at the network settings of the site (socket_interface)",
-    Cause.GPU_ERROR: "report the node to the cluster's support and leave it out "
+    Cause.GPU_ERROR: "report the node to the cluster's support and exclude it "
     "(slurm-forge requeue RUN --exclude NODES)",
-    Cause.STORAGE: "look at quota and free space of the run's file system",
+    Cause.STORAGE: "check quota and free space of the run's file system",
     Cause.CHECKPOINT_BAD: "see why none is used (slurm-forge checkpoints list): promote one, or "
-    "bring the folder back",
-    Cause.APP_ERROR: "correct the error that the evidence shows",
-    Cause.CRASH: "look at the end of the output (of the rank that died, where there are several)",
-    Cause.ENV_MISMATCH: "see the evidence: put back what differs (or allow it under environment:), "
-    "install what is missing",
-    Cause.EXTERNAL_SERVICE: "see whether the service answers again",
+    "restore its folder",
+    Cause.APP_ERROR: "fix the error shown in the evidence",
+    Cause.CRASH: "look at the end of the output (of the rank that died, if there are several)",
+    Cause.ENV_MISMATCH: "restore what differs (or allow it under environment:), and install what "
+    "is missing",
+    Cause.EXTERNAL_SERVICE: "check whether the service answers again",
 }
+
+
+def train_further(run: str) -> str:
+    """What to type to go beyond the end of a finished run; ``run`` is what a person types."""
+    return (
+        f"slurm-forge export {run} --to weights.pt, then load them in a new run "
+        "(slurm-forge run JOB.yaml --set name=NEW)"
+    )
 
 
 def remedy(cause: Cause) -> str:

@@ -15,8 +15,6 @@ from datetime import timedelta
 from slurm_forge.journal.state import AttemptState
 from slurm_forge.slurm.records import ConfigRecord
 
-__all__ = ["Soon", "sooner"]
-
 #: A shorter delay is not worth a request to the controller.
 _WORTH_IT = timedelta(seconds=30)
 #: From the end of our process until the job has ended on its nodes.
@@ -75,6 +73,6 @@ def _fell_back(attempts: Sequence[AttemptState], delay: timedelta) -> int:
             continue
         waited = later.started - done[-1][0]
         # Longer is the queue's doing.
-        whole = delay.total_seconds()
-        count += whole - 1 <= waited <= whole + 60
+        seconds = delay.total_seconds()
+        count += seconds - 1 <= waited <= seconds + 60
     return count

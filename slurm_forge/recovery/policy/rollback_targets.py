@@ -10,11 +10,9 @@ from slurm_forge.store.identity import CheckpointName
 from slurm_forge.vocabulary.decision import Incident
 from slurm_forge.vocabulary.trust import Trust
 
-__all__ = ["Target", "again", "may_be_used", "next_start", "target_of"]
-
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class RollbackTarget:
     """The checkpoint to go back to; None where nothing was ever saved: training starts over.
 
     ``further``: it is an older one than the last time.
@@ -41,10 +39,10 @@ def again(state: RunState, incident: Incident) -> bool:
     return onset is None or place is None or onset <= place
 
 
-def next_start(state: RunState) -> Target:
+def next_start(state: RunState) -> RollbackTarget:
     """Where a start would go on from now."""
     names = (each.name for each in state.known if state.refusal(each.name) is None)
-    return Target(max(names, default=None))
+    return RollbackTarget(max(names, default=None))
 
 
 def may_be_used(state: RunState, incident: Incident) -> tuple[CheckpointName, ...]:
@@ -70,7 +68,7 @@ def may_be_used(state: RunState, incident: Incident) -> tuple[CheckpointName, ..
     return tuple(names)
 
 
-def target_of(state: RunState, incident: Incident, depth: int = 0) -> Target | str:
+def target_of(state: RunState, incident: Incident, depth: int = 0) -> RollbackTarget | str:
     """Where a rollback goes back to, ``depth`` good ones further than the newest, or why nowhere.
 
     The same trouble once more goes one further back than the last time, where there is one.
@@ -79,11 +77,11 @@ def target_of(state: RunState, incident: Incident, depth: int = 0) -> Target | s
     if not names:
         if state.known or state.gone or state.committed_step is not None:
             return "no checkpoint from before it may be used (slurm-forge checkpoints list)"
-        return Target(None)
+        return RollbackTarget(None)
     last = None if state.rollback is None else state.rollback.target
     if last is not None and again(state, incident):
         older = [name for name in names if name.step < last.step]
         if older:
-            return Target(older[0], further=True)
-        return Target(names[-1])
-    return Target(names[min(depth, len(names) - 1)])
+            return RollbackTarget(older[0], further=True)
+        return RollbackTarget(names[-1])
+    return RollbackTarget(names[min(depth, len(names) - 1)])

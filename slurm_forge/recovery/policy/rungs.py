@@ -10,10 +10,10 @@ from slurm_forge.errors import ConfigError
 from slurm_forge.journal.events import VIA_THIS_MACHINE
 from slurm_forge.journal.known import INSTABILITY
 from slurm_forge.journal.state import RunState
-from slurm_forge.recovery.nodes.placement import Room
+from slurm_forge.recovery.nodes.placement import AllocationState
 from slurm_forge.recovery.policy.attempt_progress import made_progress
 from slurm_forge.recovery.policy.rollback_targets import (
-    Target,
+    RollbackTarget,
     again,
     next_start,
     target_of,
@@ -29,8 +29,6 @@ from slurm_forge.vocabulary.cause import Cause
 from slurm_forge.vocabulary.decision import Action, Change, Incident
 from slurm_forge.vocabulary.plan import RecoveryPlan, Variable
 
-__all__ = ["LR_FLOOR", "MOST_TIME", "Applied", "Circumstances", "apply", "changes_between"]
-
 #: The learning rate is never cut below this share of the scheduler's own, however often.
 LR_FLOOR = 1 / 16
 #: And the time limit never raised to more than this many times what was asked for.
@@ -38,7 +36,7 @@ MOST_TIME = 16.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Circumstances:
+class RungContext:
     """What a decision rests on beside policy, state and incident.
 
     ``mem`` is the memory per node that the job asks for, in bytes (None: it does not say, 0: all
@@ -56,12 +54,12 @@ class Circumstances:
     in_process: bool = False
     hook: bool = False
     allocation: bool = True
-    room: Room | None = None
+    room: AllocationState | None = None
     on_hang: tuple[Variable, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Applied:
+class AppliedRung:
     """The plan in force afterwards, what changed, and what else there is to say.
 
     ``instead`` is what the rung comes to here, where that is not what it says.
@@ -69,76 +67,80 @@ class Applied:
 
     plan: RecoveryPlan
     changes: tuple[Change, ...] = ()
-    target: Target | None = None
+    target: RollbackTarget | None = None
     remarks: tuple[str, ...] = ()
     instead: Action | None = None
 
 
-def apply(rung: Rung, state: RunState, incident: Incident, given: Circumstances) -> Applied | str:
+def apply(
+    rung: Rung, state: RunState, incident: Incident, context: RungContext
+) -> AppliedRung | str:
     """The plan after a rung, or in a few words why the rung can't be applied."""
-    applied = _applied(rung, state, incident, given)
+    applied = _applied(rung, state, incident, context)
     if isinstance(applied, str):
         return applied
     before = after = applied.plan
     if rung.variables is VariableSet.NONE:
         after = replace(before, variables=(), variables_past=0)
-    elif given.on_hang and takes_variables(incident.cause, rung):
-        after = replace(before, variables=given.on_hang, variables_past=state.high_water)
+    elif context.on_hang and takes_variables(incident.cause, rung):
+        after = replace(before, variables=context.on_hang, variables_past=state.high_water)
     changes = (*applied.changes, *changes_between(before, after))
     return replace(applied, plan=after, changes=changes)
 
 
 def _applied(
-    rung: Rung, state: RunState, incident: Incident, given: Circumstances
-) -> Applied | str:
+    rung: Rung, state: RunState, incident: Incident, context: RungContext
+) -> AppliedRung | str:
     plan = state.plan
     match rung.do:
         case Action.SHRINK_MICRO_BATCH:
-            smaller = _smaller_micro_batch(rung, plan, incident, given)
+            smaller = _smaller_micro_batch(rung, plan, incident, context)
             if isinstance(smaller, str):
                 return smaller
             now = incident.micro_batch or plan.micro_batch
             changes = (Change("micro_batch", str(now), str(smaller)),)
-            return Applied(plan=replace(plan, micro_batch=smaller), changes=changes)
+            return AppliedRung(plan=replace(plan, micro_batch=smaller), changes=changes)
         case Action.RAISE_MEM:
             if _here(state):
-                return "nobody limits memory on this machine"
-            if given.mem is None:
-                return "the job file names no resources.mem, so what to raise is not known"
-            if given.mem == 0:
+                return "this machine has no memory limit"
+            if context.mem is None:
+                return "the job file names no resources.mem, so there is nothing to raise"
+            if context.mem == 0:
                 return "resources.mem: 0 is all of the node's memory already"
             raised = replace(plan, mem_factor=plan.mem_factor * (rung.factor or 1.5))
-            return Applied(plan=raised, changes=changes_between(plan, raised))
+            return AppliedRung(plan=raised, changes=changes_between(plan, raised))
         case Action.RAISE_TIME:
-            return _more_time(rung, state, incident, given)
+            return _more_time(rung, state, incident, context)
         case Action.FEWER_NODES:
-            return _fewer_nodes(rung, state, incident, given)
+            return _fewer_nodes(rung, state, incident, context)
         case Action.FEWER_WORKERS:
             fewer = replace(plan, worker_factor=plan.worker_factor * (rung.factor or 0.5))
-            return Applied(plan=fewer, changes=changes_between(plan, fewer))
-        case Action.RELAUNCH if not given.allocation:
-            return "nobody is left in the allocation to start ranks again"
+            return AppliedRung(plan=fewer, changes=changes_between(plan, fewer))
+        case Action.RELAUNCH if not context.allocation:
+            return "no node is left in the allocation to restart ranks"
         case Action.ROLLBACK | Action.RELAUNCH:
-            short = _too_little_room(incident, given.room)
+            short = _too_little_room(incident, context.room)
             return short if short is not None else _go_back(rung, state, incident)
         case Action.REQUEUE:
             excluded = _excluded(rung, state, incident)
             moved = changes_between(plan, excluded)
-            if not _others_can_take_over(rung, incident, given.room, plan.exclude_nodes):
-                return Applied(plan=excluded, changes=moved)
+            if not _others_can_take_over(rung, incident, context.room, plan.exclude_nodes):
+                return AppliedRung(plan=excluded, changes=moved)
             names = ", ".join(incident.hosts)
             remark = f"another node of the allocation in place of {names}"
-            return Applied(plan=excluded, changes=moved, remarks=(remark,), instead=Action.RELAUNCH)
-        case Action.WARN if not given.in_process:
-            return "the launch is over: nothing to go on with"
-        case Action.HOOK if not given.hook:
+            return AppliedRung(
+                plan=excluded, changes=moved, remarks=(remark,), instead=Action.RELAUNCH
+            )
+        case Action.WARN if not context.in_process:
+            return "the launch is over"
+        case Action.HOOK if not context.hook:
             return "no hook decided"
         case _:
-            return Applied(plan=plan)
+            return AppliedRung(plan=plan)
 
 
 def _others_can_take_over(
-    rung: Rung, incident: Incident, room: Room | None, left: Sequence[str]
+    rung: Rung, incident: Incident, room: AllocationState | None, remaining: Sequence[str]
 ) -> bool:
     """Whether what a requeue is for, other nodes, can be had without the queue.
 
@@ -147,10 +149,10 @@ def _others_can_take_over(
     """
     leaves = rung.exclude_node or incident.cause is Cause.NODE_FAIL
     known = room is not None and room.outlives and bool(incident.hosts)
-    return leaves and known and room is not None and room.suffices({*incident.hosts, *left})
+    return leaves and known and room is not None and room.suffices({*incident.hosts, *remaining})
 
 
-def _too_little_room(incident: Incident, room: Room | None) -> str | None:
+def _too_little_room(incident: Incident, room: AllocationState | None) -> str | None:
     """Why ranks can't be started again in the allocation, where too many of its nodes are lost."""
     if room is None or not room.outlives:
         return None
@@ -161,55 +163,55 @@ def _too_little_room(incident: Incident, room: Room | None) -> str | None:
 
 
 def _more_time(
-    rung: Rung, state: RunState, incident: Incident, given: Circumstances
-) -> Applied | str:
+    rung: Rung, state: RunState, incident: Incident, context: RungContext
+) -> AppliedRung | str:
     plan = state.plan
     if _here(state):
-        return "nobody limits time on this machine"
+        return "this machine has no time limit"
     if made_progress(state, incident):
         # The limit ends every attempt: one that got further needs no longer one.
-        return Applied(plan=plan, remarks=("the limit stays: this attempt got further",))
-    if given.time is None:
-        return "the job file names no resources.time, so what to raise is not known"
+        return AppliedRung(plan=plan, remarks=("the limit stays: this attempt got further",))
+    if context.time is None:
+        return "the job file names no resources.time, so there is nothing to raise"
     factor = min(MOST_TIME, plan.time_factor * (rung.factor or 1.5))
     if factor <= plan.time_factor:
         return f"the limit is {plan.time_factor:g} times what was asked for already"
     raised = replace(plan, time_factor=factor)
-    return Applied(plan=raised, changes=changes_between(plan, raised))
+    return AppliedRung(plan=raised, changes=changes_between(plan, raised))
 
 
 def _fewer_nodes(
-    rung: Rung, state: RunState, incident: Incident, given: Circumstances
-) -> Applied | str:
-    now = state.plan.nodes or given.nodes
+    rung: Rung, state: RunState, incident: Incident, context: RungContext
+) -> AppliedRung | str:
+    now = state.plan.nodes or context.nodes
     if _here(state):
         return "there is one machine only"
-    if given.batch_coupled:
+    if context.batch_coupled:
         return "batch_coupled: what the ranks compute together is part of the result"
     if now is None:
-        return "how many nodes the job asks for is not known"
+        return "the job's number of nodes is not known"
     if now <= 1:
         return "there is one node only"
     fewer = min(now - 1, max(1, int(now * (rung.factor or 0.5))))
     excluded = _excluded(rung, state, incident)
     changes = (Change("nodes", str(now), str(fewer)), *changes_between(state.plan, excluded))
-    return Applied(plan=replace(excluded, nodes=fewer), changes=changes)
+    return AppliedRung(plan=replace(excluded, nodes=fewer), changes=changes)
 
 
 def _smaller_micro_batch(
-    rung: Rung, plan: RecoveryPlan, incident: Incident, given: Circumstances
+    rung: Rung, plan: RecoveryPlan, incident: Incident, context: RungContext
 ) -> int | str:
-    if given.batch_coupled:
+    if context.batch_coupled:
         return "batch_coupled: the micro-batch is part of the result"
     now = incident.micro_batch or plan.micro_batch
     if now is None:
-        return "what the micro-batch was is not known (the rank said nothing)"
+        return "the micro-batch is not known (the rank did not report it)"
     if now <= 1:
         return "the micro-batch can't get any smaller"
     return min(now - 1, max(1, int(now * (rung.factor or 0.5))))
 
 
-def _go_back(rung: Rung, state: RunState, incident: Incident) -> Applied | str:
+def _go_back(rung: Rung, state: RunState, incident: Incident) -> AppliedRung | str:
     """A rollback, or a relaunch, which goes on from the newest checkpoint that may be used."""
     plan = state.plan
     remarks: list[str] = []
@@ -258,7 +260,7 @@ def _go_back(rung: Rung, state: RunState, incident: Incident) -> Applied | str:
     if scale != before:
         changes = (Change("lr_scale", f"{before:g}", f"{scale:g}"), *changes)
     going_back = target if rung.do is Action.ROLLBACK else None
-    return Applied(plan=after, changes=changes, target=going_back, remarks=tuple(remarks))
+    return AppliedRung(plan=after, changes=changes, target=going_back, remarks=tuple(remarks))
 
 
 def _ramp(steps: int, distance: int, *, same: bool) -> int:
@@ -271,10 +273,10 @@ def _ramp(steps: int, distance: int, *, same: bool) -> int:
     return steps + distance if same or steps <= distance else steps
 
 
-def _where(target: Target) -> str:
+def _where(target: RollbackTarget) -> str:
     if target.name is None:
-        return "nothing was saved yet: from the start"
-    further = ", one further back than the last time" if target.further else ""
+        return "no checkpoint yet: from the start"
+    further = ", further back than last time" if target.further else ""
     return f"to step {target.step}{further}"
 
 

@@ -14,18 +14,6 @@ from datetime import timedelta
 from slurm_forge.journal.state import AttemptState, RunState
 from slurm_forge.vocabulary.cause import Cause
 
-__all__ = [
-    "ASSUMED",
-    "FIRST",
-    "Advice",
-    "advised_interval",
-    "best_interval",
-    "interruptions",
-    "mean_time_between",
-    "measured_interval",
-    "seen_between",
-]
-
 #: Before anything is known.
 FIRST = timedelta(minutes=10)
 #: Assumed of what has not been interrupted yet: that it will be after so much more time.
@@ -83,12 +71,12 @@ def _incidents(attempt: AttemptState) -> int:
 
 def measured_interval(state: RunState, *, now: float) -> timedelta:
     """What the journal of a run says about how often it should save."""
-    seen = [each for each in state.known[-5:] if each.seconds]  # how long others took is not known
-    if not seen:
+    timed = [each for each in state.known[-5:] if each.seconds]  # how long others took is not known
+    if not timed:
         return FIRST
     return best_interval(
-        blocked=timedelta(seconds=max(each.blocked_s for each in seen)),
-        durable=timedelta(seconds=max(each.seconds for each in seen)),
+        blocked=timedelta(seconds=max(each.blocked_s for each in timed)),
+        durable=timedelta(seconds=max(each.seconds for each in timed)),
         between=seen_between(state, now=now),
     )
 

@@ -7,17 +7,6 @@ from collections.abc import Iterable
 from slurm_forge.vocabulary.decision import Incident
 from slurm_forge.vocabulary.plan import SampleWindow
 
-__all__ = [
-    "GROWTH",
-    "MOST_SHARE",
-    "MOST_STEPS",
-    "left_out",
-    "merged",
-    "shown",
-    "too_short",
-    "total",
-]
-
 #: How much longer a window becomes at least when what lies right behind it is bad too.
 GROWTH = 4
 #: Without a limit of the user's no more is left out than the samples of so many steps, or than
@@ -75,15 +64,15 @@ def too_short(skipped: Iterable[SampleWindow], incident: Incident) -> bool:
 
 def merged(windows: Iterable[SampleWindow]) -> tuple[SampleWindow, ...]:
     """Ordered, apart from each other, none of them empty."""
-    found: list[SampleWindow] = []
+    result: list[SampleWindow] = []
     for each in sorted(windows):
         if each.stop <= each.first:
             continue
-        if found and each.first <= found[-1].stop:
-            found[-1] = SampleWindow(found[-1].first, max(found[-1].stop, each.stop))
+        if result and each.first <= result[-1].stop:
+            result[-1] = SampleWindow(result[-1].first, max(result[-1].stop, each.stop))
         else:
-            found.append(each)
-    return tuple(found)
+            result.append(each)
+    return tuple(result)
 
 
 def total(windows: Iterable[SampleWindow]) -> int:

@@ -10,8 +10,6 @@ from slurm_forge.recovery.incident.slurm_evidence import (
 from slurm_forge.spec.recovery import Recovery
 from slurm_forge.vocabulary.decision import Decision, Start
 
-__all__ = ["Start", "start_after"]
-
 
 def start_after(policy: Recovery, decision: Decision, facts: LaunchFacts) -> Start:
     """How the launch behind this decision may start at best; colder where agents don't stand.
@@ -20,8 +18,8 @@ def start_after(policy: Recovery, decision: Decision, facts: LaunchFacts) -> Sta
     wanted.
     """
     ladder = policy.ladder(decision.cause)
-    asked = Start.WARM
+    start = Start.WARM
     if decision.rung is not None and decision.rung < len(ladder):
-        asked = ladder[decision.rung].start
+        start = ladder[decision.rung].start
     doubtful = failed_node(facts) or killed_for_memory(facts) or facts.absent
-    return Start.COLD if doubtful else asked
+    return Start.COLD if doubtful else start

@@ -1,1 +1,4 @@
-"""The report of ``doctor``, section by section.  Pure."""
+"""The report of ``doctor``, section by section; called by the verb ``doctor``.
+
+Entry: ``sections``.
+"""

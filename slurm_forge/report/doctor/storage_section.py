@@ -6,28 +6,22 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 
-from slurm_forge.launch.render.prediction import Foreseen
+from slurm_forge.launch.render.prediction import PreemptionForecast
+from slurm_forge.recovery.live_findings import Mark
 from slurm_forge.recovery.policy.prediction import ResumesFrom
 from slurm_forge.recovery.policy.save_interval import (
     ASSUMED,
     Advice,
 )
-from slurm_forge.report.doctor.sections import (
-    Mark,
-    Section,
-    Told,
-    clock_difference,
-)
+from slurm_forge.report.doctor.sections import Remark, ReportSection, clock_difference
 from slurm_forge.report.purge import PurgeRule, purge_outlook
 from slurm_forge.report.text import clean, plural, span
 from slurm_forge.site.model import Storage
 from slurm_forge.store.mounts import Mount
 from slurm_forge.store.quota import Quota, QuotaAnswer
-from slurm_forge.store.room import Room
+from slurm_forge.store.room import FreeSpace
 from slurm_forge.store.trying import Locks, Tried
 from slurm_forge.units import words_for_duration
-
-__all__ = ["StorageFacts", "checkpoint_section", "storage_section"]
 
 _LITTLE = 10 << 30
 _FEW_FILES = 10_000
@@ -43,7 +37,7 @@ class StorageFacts:
     folder: str
     exists: bool = True
     mount: Mount | None = None
-    room: Room | None = None
+    room: FreeSpace | None = None
     quota: QuotaAnswer | None = None
     tried: Tried | None = None
     purge: Storage | None = None
@@ -51,9 +45,9 @@ class StorageFacts:
     checkpoint: int | None = None
 
 
-def storage_section(facts: StorageFacts) -> Section:
+def storage_section(facts: StorageFacts) -> ReportSection:
     """Room, quota, purge, locks, and what is different about the file system."""
-    return Section(
+    return ReportSection(
         "storage",
         clean(facts.folder, 200),
         (
@@ -66,40 +60,39 @@ def storage_section(facts: StorageFacts) -> Section:
     )
 
 
-def _kind(facts: StorageFacts) -> Iterator[Told]:
+def _kind(facts: StorageFacts) -> Iterator[Remark]:
     if not facts.exists:
-        yield Told(Mark.OK, "the folder is not there yet; the one above it was looked at.")
+        yield Remark(Mark.OK, "the folder does not exist yet; the one above it was checked.")
     mount = facts.mount
     if mount is None:
-        yield Told(Mark.NOTE, "which file system it lies on can't be told here.")
+        yield Remark(Mark.NOTE, "its file system could not be determined.")
         return
     where = f"{clean(mount.kind, 20)}, mounted at {clean(mount.point, 120)}"
     if mount.is_read_only:
-        yield Told(
+        yield Remark(
             Mark.PROBLEM,
             f"{where}: read-only.",
             "Choose another folder: --runs DIR or SLURM_FORGE_RUNS.",
         )
     elif mount.over_network:
-        yield Told(Mark.OK, f"{where}.")
+        yield Remark(Mark.OK, f"{where}.")
     elif mount.kind in _OF_ONE_HOST:
-        yield Told(
+        yield Remark(
             Mark.WARNING,
-            f"{where}: usually one host's own, and then compute nodes do not see it.",
+            f"{where}: usually local to one host, in which case compute nodes do not see it.",
             "slurm-forge doctor --live tries it from a compute node.",
         )
     else:
-        yield Told(Mark.NOTE, f"{where}: whether compute nodes see it can't be told from here.")
+        yield Remark(Mark.NOTE, f"{where}: whether compute nodes see it is unknown.")
     if mount.caches_attributes:
-        yield Told(
+        yield Remark(
             Mark.NOTE,
-            "this NFS caches attributes: what another host has written may be seen up to a minute "
-            "late. Runs do not wait for files, and a file that a person touches (STOP, SAVE) is "
-            "seen as late.",
+            "this NFS caches attributes: what another host has written may appear up to a minute "
+            "late. Runs do not wait for files; STOP and SAVE files are noticed that much later.",
         )
 
 
-def _room(facts: StorageFacts) -> Iterator[Told]:
+def _room(facts: StorageFacts) -> Iterator[Remark]:
     room = facts.room
     if room is None:
         return
@@ -107,18 +100,18 @@ def _room(facts: StorageFacts) -> Iterator[Told]:
         needed = 2 * (facts.checkpoint or 0)
         text = f"{_size(room.size)} free"
         if room.size < max(needed, 64 << 20):
-            yield Told(
+            yield Remark(
                 Mark.PROBLEM,
                 f"{text}{_too_little(facts.checkpoint)}.",
                 "Make room, or keep fewer checkpoints (checkpoint.keep_last).",
             )
         else:
             mark = Mark.WARNING if room.size < _LITTLE else Mark.OK
-            yield Told(mark, f"{text}.")
+            yield Remark(mark, f"{text}.")
     if room.files is not None:
         few = room.files < _FEW_FILES
         step = "Delete files on this file system, or ask for more inodes." if few else ""
-        yield Told(Mark.WARNING if few else Mark.OK, f"{_count(room.files)} inodes free.", step)
+        yield Remark(Mark.WARNING if few else Mark.OK, f"{_count(room.files)} inodes free.", step)
 
 
 def _too_little(checkpoint: int | None) -> str:
@@ -127,20 +120,22 @@ def _too_little(checkpoint: int | None) -> str:
     return f", and a checkpoint here takes {_size(checkpoint)}: saves fail"
 
 
-def _quota(facts: StorageFacts) -> Iterator[Told]:
+def _quota(facts: StorageFacts) -> Iterator[Remark]:
     answer = facts.quota
     if answer is None:
         return
     if answer.problem:
-        yield Told(Mark.NOTE, f"quota: {clean(answer.command, 80)}: {clean(answer.problem, 160)}.")
+        yield Remark(
+            Mark.NOTE, f"quota: {clean(answer.command, 80)}: {clean(answer.problem, 160)}."
+        )
         return
     if not answer.quotas:
-        yield Told(Mark.OK, f"no quota ({clean(answer.command, 80)}).")
+        yield Remark(Mark.OK, f"no quota ({clean(answer.command, 80)}).")
     for quota in answer.quotas:
         yield _one_quota(quota, facts.checkpoint)
 
 
-def _one_quota(quota: Quota, checkpoint: int | None) -> Told:
+def _one_quota(quota: Quota, checkpoint: int | None) -> Remark:
     parts = [f"{_size(quota.used)} used"]
     if quota.left is not None:
         parts.append(f"{_size(quota.left)} left")
@@ -151,17 +146,17 @@ def _one_quota(quota: Quota, checkpoint: int | None) -> Told:
     text = f"quota of {clean(quota.filesystem, 120)}: {', '.join(parts)}."
     full = quota.left is not None and quota.left < max(2 * (checkpoint or 0), 64 << 20)
     if full or quota.files_left == 0:
-        return Told(Mark.PROBLEM, text, "Delete what you do not need, or ask for a larger quota.")
+        return Remark(Mark.PROBLEM, text, "Delete what you do not need, or ask for a larger quota.")
     close = quota.left is not None and quota.left < _LITTLE
     few = quota.files_left is not None and quota.files_left < _FEW_FILES
-    return Told(Mark.WARNING if close or few else Mark.OK, text)
+    return Remark(Mark.WARNING if close or few else Mark.OK, text)
 
 
-def _tried(tried: Tried | None) -> Iterator[Told]:
+def _tried(tried: Tried | None) -> Iterator[Remark]:
     if tried is None:
         return
     if tried.problem is not None:
-        yield Told(
+        yield Remark(
             Mark.PROBLEM,
             f"a file can't be written there: {clean(tried.problem, 200)}.",
             "Choose another folder: --runs DIR or SLURM_FORGE_RUNS.",
@@ -169,43 +164,43 @@ def _tried(tried: Tried | None) -> Iterator[Told]:
         return
     if tried.publish_s is not None:
         slow = tried.publish_s > _SLOW_S
-        yield Told(
+        yield Remark(
             Mark.WARNING if slow else Mark.OK,
             f"exclusive creation, fsync and rename work: {span(tried.publish_s)} for a small file.",
         )
     yield from clock_difference(
         tried.clock_ahead_s,
         "the file system's",
-        "No decision rests on that; times that are told are off by as much.",
+        "No decision depends on that; the times shown are off by as much.",
     )
     match tried.locks:
         case Locks.WORK:
-            yield Told(Mark.OK, "locks hold between processes of this host.")
+            yield Remark(Mark.OK, "locks hold between processes of this host.")
         case Locks.NONE | Locks.DO_NOT_HOLD:
-            yield Told(
+            yield Remark(
                 Mark.NOTE,
-                f"locks: {tried.locks.value}. Nothing that must not go wrong rests on them; two "
-                "commands at the same time may do the same work twice.",
+                f"locks: {tried.locks.value}. Nothing critical depends on them; two commands at "
+                "the same time may do the same work twice.",
             )
         case _:
-            yield Told(Mark.NOTE, f"locks: {tried.locks.value}.")
+            yield Remark(Mark.NOTE, f"locks: {tried.locks.value}.")
 
 
-def _purge(storage: Storage | None) -> Iterator[Told]:
+def _purge(storage: Storage | None) -> Iterator[Remark]:
     if storage is None:
         return
     if storage.purge_after is None:
-        yield Told(
+        yield Remark(
             Mark.OK, f"the site file calls it {clean(storage.role, 40)}, and knows no purge."
         )
         return
     rule = PurgeRule(storage.purge_after, storage.purge_basis or "")
-    yield Told(Mark.NOTE, purge_outlook(rule))
+    yield Remark(Mark.NOTE, purge_outlook(rule))
 
 
-def checkpoint_section(advice: Advice, places: tuple[Foreseen, ...]) -> Section:
+def checkpoint_section(advice: Advice, places: tuple[PreemptionForecast, ...]) -> ReportSection:
     """How often to save, and what that rests on."""
-    told = [Told(Mark.OK, _advice(advice))]
+    remarks = [Remark(Mark.OK, _advice(advice))]
     bare = [
         each.partition or each.qos or "?"
         for each in places
@@ -215,27 +210,27 @@ def checkpoint_section(advice: Advice, places: tuple[Foreseen, ...]) -> Section:
     ]
     if bare:
         names = ", ".join(clean(name, 40) for name in bare[:6]) + (", …" if len(bare) > 6 else "")
-        told.append(
-            Told(
+        remarks.append(
+            Remark(
                 Mark.NOTE,
-                f"without (enough) notice only periodic checkpoints protect: {names}. What lies "
-                "between two of them is computed again.",
+                f"without enough notice only periodic checkpoints protect a run: {names}. Work "
+                "since the last one is repeated.",
             )
         )
-    return Section("checkpoints", told=tuple(told))
+    return ReportSection("checkpoints", told=tuple(remarks))
 
 
 def _advice(advice: Advice) -> str:
     every = _words(advice.every)
     if not advice.saves or advice.blocked is None or advice.durable is None:
-        looked = f"{plural(advice.runs, 'run')} here" if advice.runs else "no run here yet"
+        where = f"{plural(advice.runs, 'run')} here" if advice.runs else "no run here yet"
         return (
-            f"every {every}: nothing was measured ({looked}). With every_minutes: auto, the "
+            f"every {every}: nothing was measured ({where}). With every_minutes: auto, the "
             "default, a run measures its saves and goes by that."
         )
     return (
         f"every {every}: {plural(advice.saves, 'save')} in {plural(advice.runs, 'run')} here took "
-        f"{span(advice.durable.total_seconds())} at most and held training up for "
+        f"{span(advice.durable.total_seconds())} at most and blocked training for "
         f"{span(advice.blocked.total_seconds())}; {_interrupted(advice)}. every_minutes: auto does "
         "the same."
     )
@@ -252,8 +247,8 @@ def _interrupted(advice: Advice) -> str:
 
 def _words(value: timedelta) -> str:
     seconds = round(value.total_seconds())
-    whole = timedelta(seconds=seconds if seconds < 300 else round(seconds / 60) * 60)
-    return words_for_duration(whole)
+    rounded = timedelta(seconds=seconds if seconds < 300 else round(seconds / 60) * 60)
+    return words_for_duration(rounded)
 
 
 def _size(size: int) -> str:

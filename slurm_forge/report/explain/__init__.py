@@ -1,1 +1,4 @@
-"""The whole history of a run, as values and as text.  Pure; called by ``explain``."""
+"""The whole history of a run, as values and as text; called by the verb ``explain``.
+
+Entry: ``explain``.
+"""

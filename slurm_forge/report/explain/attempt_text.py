@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator, Sequence
 from datetime import tzinfo
 
+from slurm_forge.journal import events as ev
 from slurm_forge.report import text as t
 from slurm_forge.report.explain.logs import where
 from slurm_forge.report.story import story as s
@@ -16,15 +17,14 @@ from slurm_forge.report.story.consequences import (
     strike,
 )
 from slurm_forge.report.story.pace_story import (
-    told_slow,
-    told_trend,
+    slow_line,
+    trend_line,
 )
 from slurm_forge.report.story.plan_text import step_of
 from slurm_forge.report.story.skipped_steps import row_of
 from slurm_forge.report.story.unresolved_failure import is_fault
+from slurm_forge.vocabulary.cause import Evidence
 from slurm_forge.vocabulary.decision import Action
-
-__all__ = ["AttemptTeller"]
 
 _GAP = "   "
 #: Longer evidence is cut where a whole run is told, not where one attempt is.
@@ -44,6 +44,7 @@ _SHOWN_EVIDENCE = 3
 _FOLLOWERS = "followers"
 #: Where the stacks of a standstill lie: who reads of one wants them next.
 _STACKS = "stacks"
+_EXIT_CODE = "exit status"
 _SHORT = 80
 #: Why a save failed fits on its line.
 _SAVE_REASON = 100
@@ -56,7 +57,7 @@ _SILENT = re.compile(r"rank (\d{1,9}): on (\S+): gone")
 _Moment = tuple[float, Sequence[str]]
 
 
-class AttemptTeller:
+class AttemptText:
     """Tells attempts of a run, briefly or in full."""
 
     def __init__(self, story: s.RunStory, now: float, zone: tzinfo | None, *, full: bool) -> None:
@@ -77,7 +78,7 @@ class AttemptTeller:
         for launch in one.launches:
             yield from self._launch(one, launch, over=over)
         if one.ended is None and over and one.found_out is None:
-            yield f"  ended without a word, last heard of {self._at(one.last_seen)}"
+            yield f"  ended unexpectedly, last heard from at {self._at(one.last_seen)}"
         yield from self._failures(one)
         yield from (f"  {strike(each, one.last_seen, self._zone)}" for each in one.struck)
         yield from self._output(one, silent=one.ended is None and over)
@@ -90,13 +91,11 @@ class AttemptTeller:
             yield f"  and {t.plural(len(known) - len(notes), 'more note')}"
 
     def _output(self, one: s.AttemptStory, *, silent: bool) -> Iterator[str]:
-        """Where its output lies: needed where something went wrong, and asked for in full."""
+        """Where its output lies: errors first, where something went wrong."""
         faults = [i for launch in one.launches for i in launch.incidents if is_fault(i)]
-        if not (faults or silent or self._full):
-            return
-        found = where(one.logs, faults[-1].rank if faults else None)
-        if found:
-            yield f"  output: {t.clean(found, 400)}"
+        path = where(one.logs, faults[-1].rank if faults else None, errors=bool(faults) or silent)
+        if path:
+            yield f"  output: {t.clean(path, 400)}"
 
     def _held(self, one: s.AttemptStory) -> Iterator[str]:
         """In full: that it was put into the queue, held, and with which words."""
@@ -126,7 +125,7 @@ class AttemptTeller:
         if launch.program is not None:
             ranks = "external program"
             far = t.clean(launch.program, 120)
-            begun = f"as far as {far}" if far else "no progress seen"
+            begun = f"reached {far}" if far else "no progress seen"
         yield f"  launch {launch.number}{_GAP}{ranks}{_GAP}{begun}"
         moments = [
             *self._resumes(launch),
@@ -146,37 +145,37 @@ class AttemptTeller:
             speed = launch.bandwidth
             fast = "" if speed is None else f", {speed / 1e9:.2g} GB/s over all ranks"
             # Not each is written down: those behind the last of them are missing.
-            yield f"  at least {t.plural(launch.probes, 'probe')} fine{took}{fast}"
+            yield f"  at least {t.plural(launch.probes, 'probe')} passed{took}{fast}"
         if launch.probe_off:
             why = t.clean(launch.probe_off, self._limit)
-            yield f"  the probe broke and training went on without it: {why}"
+            yield f"  the probe failed and training continued without it: {why}"
         yield from self._end(launch, over=over)
 
     def _resumes(self, launch: s.LaunchStory) -> Iterator[_Moment]:
         """Training that began again inside the launch; in short told with the incident."""
         for resume in launch.resumes[1:]:
             if self._full or self._decision(resume.after) is None:
-                name = "the start"
-                if resume.checkpoint is not None:
-                    name = f"step {t.number(resume.step)} ({t.clean(resume.checkpoint, 80)})"
-                loaded = f", loaded in {t.span(resume.load_s)}"
-                told = f"training again from {name}{loaded}"
-                yield resume.time, [f"{self._at(resume.time)}  {told}"]
+                event, name = resume.event, "the start"
+                if event.checkpoint is not None:
+                    name = f"step {t.number(event.step)} ({t.clean(event.checkpoint, 80)})"
+                loaded = f", loaded in {t.span(event.load_s)}"
+                yield resume.time, [f"{self._at(resume.time)}  resumed from {name}{loaded}"]
 
     def _rejected(self, launch: s.LaunchStory) -> Iterator[_Moment]:
         for rejected in launch.rejected:
             if self._full or not self._meant(launch, rejected):
-                name, why = t.clean(rejected.name, 80), t.clean(rejected.reason, self._limit)
+                event = rejected.event
+                name, why = t.clean(event.name, 80), t.clean(event.reason, self._limit)
                 at = self._at(rejected.time)
-                yield rejected.time, [f"{at}  passed over checkpoint {name}: {why}"]
+                yield rejected.time, [f"{at}  did not resume from {name}: {why}"]
 
-    def _meant(self, launch: s.LaunchStory, rejected: s.RejectedCheckpoint) -> bool:
+    def _meant(self, launch: s.LaunchStory, rejected: s.Timed[ev.CheckpointRejected]) -> bool:
         """Whether it was younger than what a rollback was to go back to."""
         after = next((r.after for r in launch.resumes if r.time >= rejected.time), None)
         decision = self._decision(after)
         if decision is None or decision.action != Action.ROLLBACK.value:
             return False
-        step = step_of(rejected.name)
+        step = step_of(rejected.event.name)
         return step is not None and step > (decision.target_step or 0)
 
     def _decision(self, incident_id: str | None) -> s.DecisionStory | None:
@@ -185,35 +184,35 @@ class AttemptTeller:
 
     def _skips(self, launch: s.LaunchStory) -> Iterator[_Moment]:
         """Rows of skipped steps that no incident was made of, else they are told with that."""
-        whole, in_part = _rows_of_incidents(launch)
-        rows = [row for row in launch.skipped if self._full or id(row) not in whole]
+        complete, in_part = _rows_of_incidents(launch)
+        rows = [row for row in launch.skipped if self._full or id(row) not in complete]
         shown = rows if self._full else rows[:_SHOWN_ROWS]
         for row in shown:
-            yield row.time, list(self._skip(row, seen=id(row) not in in_part))
+            yield row.time, list(self._skip(row, with_evidence=id(row) not in in_part))
         hidden = rows[len(shown) :]
         if hidden:
             first = min(row.first_step for row in hidden)
             last = max(row.last_step for row in hidden)
-            count = t.plural(sum(row.count for row in hidden), "more step")
+            count = t.plural(sum(row.count for row in hidden), "more update")
             yield (
                 hidden[0].time,
                 [
                     f"{self._at(hidden[0].time)}  {count} skipped in "
-                    f"{t.plural(len(hidden), 'row')}, between {t.number(first)} "
+                    f"{t.plural(len(hidden), 'row')}, between steps {t.number(first)} "
                     f"and {t.number(last)}"
                 ],
             )
 
-    def _skip(self, row: s.SkipStory, *, seen: bool) -> Iterator[str]:
-        """``seen``: what was found out about it is told here, and not with its incident."""
-        undone = "; undone by going back" if row.undone else ""
-        evidence = _told(row.evidence, self._limit) if seen else []
+    def _skip(self, row: s.SkipStory, *, with_evidence: bool) -> Iterator[str]:
+        """``with_evidence``: its evidence stands here, and not with its incident."""
+        undone = "; undone by a rollback" if row.undone else ""
+        evidence = _observations(row.evidence, self._limit) if with_evidence else []
         first, rest = "; ".join(evidence), []
         if len(first) > _ONE_LINE:
             first, *rest = evidence
         yield (
-            f"{self._at(row.time)}  {t.plural(row.count, 'step')} skipped "
-            f"({t.steps(row.first_step, row.last_step)}, "
+            f"{self._at(row.time)}  {t.plural(row.count, 'update')} skipped "
+            f"({_steps(row.first_step, row.last_step)}, "
             f"samples {t.steps(row.first_sample, row.last_sample)}{undone})"
             f"{': ' if first else ''}{first}"
         )
@@ -239,14 +238,17 @@ class AttemptTeller:
     def _incident(
         self, one: s.AttemptStory, launch: s.LaunchStory, incident: s.IncidentStory, *, last: bool
     ) -> Iterator[str]:
-        seen = self._evidence(incident.evidence, one.number)
+        evidence = incident.evidence
+        if launch.program is not None:  # of a command the exit code says more than its last words
+            evidence = tuple(sorted(evidence, key=lambda each: each.source != _EXIT_CODE))
+        lines = self._evidence(evidence, one.number)
         sure = incident.confidence or "its evidence was lost"
         if incident.found_out is not None:
-            sure += f"; found out {t.moment(incident.found_out, self._now, self._zone)}"
+            sure += f"; discovered {t.moment(incident.found_out, self._now, self._zone)}"
         step = f"{_bad_steps(incident)}   " if incident.onset is not None else ""
-        first, rest = "; ".join(seen) or "no evidence", []
+        first, rest = "; ".join(lines) or "no evidence", []
         if len(first) > _ONE_LINE:
-            first, *rest = seen
+            first, *rest = lines
         yield f"{incident.cause:<16} {self._at(incident.time)}   {step}{first}   ({sure})"
         yield from (f"  {line}" for line in rest)
         where_ = _where(incident)
@@ -254,50 +256,52 @@ class AttemptTeller:
             yield f"  {where_}"
         if self._full and incident.decision is not None:
             yield f"  decided: {t.clean(incident.decision.reason, 400)}"
-        told = list(consequences(one, launch, incident, last=last, run=self._run, zone=self._zone))
-        yield from (f"  {line}" for line in _wrapped(told))
+        phrases = list(
+            consequences(one, launch, incident, last=last, run=self._run, zone=self._zone)
+        )
+        yield from (f"  {line}" for line in _wrapped(phrases))
 
-    def _evidence(self, evidence: Sequence[s.Observation], attempt: int) -> list[str]:
+    def _evidence(self, evidence: Sequence[Evidence], attempt: int) -> list[str]:
         """All of it in full; else the strongest, and in a few words who only followed."""
         if self._full:
-            return _told(evidence, 0)
+            return _observations(evidence, 0)
         followed = [each for each in evidence if each.source == _FOLLOWERS]
         silent = [each for each in evidence if _SILENT.fullmatch(f"{each.source}: {each.text}")]
         stacks = [each for each in evidence if each.source == _STACKS]
         own = [each for each in evidence if each not in (*followed, *silent, *stacks)]
-        told = _told(own[:_SHOWN_EVIDENCE], self._limit)
+        lines = _observations(own[:_SHOWN_EVIDENCE], self._limit)
         if len(own) > _SHOWN_EVIDENCE:
             more = t.plural(len(own) - _SHOWN_EVIDENCE, "more piece")
-            told.append(f"{more} with --attempt {attempt}")
-        told += [*_gone(silent), *_told(stacks, 0)]
-        told += [_only_followed(each.text) for each in followed]
-        return told
+            lines.append(f"{more} with --attempt {attempt}")
+        lines += [*_gone(silent), *_observations(stacks, 0)]
+        lines += [_only_followed(each.text) for each in followed]
+        return lines
 
     def _probes(self, launch: s.LaunchStory) -> Iterator[_Moment]:
         for row in _in_a_row(launch):
             first, last = row[0], row[-1]
-            why = t.clean(first.cause, _SAVE_REASON)
-            what = f"save at step {t.number(first.step)}"
+            why = t.clean(t.first_line(first.event.reason), _SAVE_REASON)
+            what = f"save at step {t.number(first.event.step)}"
             if len(row) > 1:
-                where = f"steps {t.number(first.step)} to {t.number(last.step)}"
+                where = f"steps {t.number(first.event.step)} to {t.number(last.event.step)}"
                 what = f"{t.plural(len(row), 'save')} in a row, at {where},"
             yield first.time, [f"{self._at(first.time)}  {what} failed: {why}"]
         for late in launch.late_probes:
-            what = "values arrived changed" if late.wrong else "late"
-            yield late.time, [f"{self._at(late.time)}  probe failed, {what}: {_late(late)}"]
+            what = "values corrupted" if late.event.wrong else "late"
+            yield late.time, [f"{self._at(late.time)}  probe failed, {what}: {_late(late.event)}"]
 
     def _paces(self, launch: s.LaunchStory) -> Iterator[_Moment]:
         """Slow nodes, and what became slower for everybody; of many the first ones."""
         shown = None if self._full else _SHOWN_PACES
         for slow in launch.slow[:shown]:
-            yield slow.time, [f"{self._at(slow.time)}  {told_slow(slow, self._zone)}"]
+            yield slow.time, [f"{self._at(slow.time)}  {slow_line(slow, self._zone)}"]
         for trend in launch.trends[:shown]:
-            yield trend.time, [f"{self._at(trend.time)}  {told_trend(trend, self._zone)}"]
+            yield trend.time, [f"{self._at(trend.time)}  {trend_line(trend, self._zone)}"]
 
     def _details(self, launch: s.LaunchStory) -> Iterator[_Moment]:
         """What is told in full only."""
         for notice in launch.notices:
-            what, source = t.clean(notice.what, 120), t.clean(notice.source, 120)
+            what, source = t.clean(notice.event.what, 120), t.clean(notice.event.source, 120)
             yield notice.time, [f"{self._at(notice.time)}  notice: {what} ({source})"]
         if launch.stop_step is not None and launch.notices:
             agreed = launch.notices[0].time + (launch.agreed_s or 0.0)
@@ -306,10 +310,10 @@ class AttemptTeller:
             line = f"{self._at(agreed)}  all ranks agreed to stop at step {step} {within}"
             yield agreed, [line]
         for saved in launch.checkpoints:
-            name, why = t.clean(saved.name, 80), t.clean(saved.reason, 60)
-            found = t.clean("; ".join(saved.findings), self._limit)
-            doubt = f"; suspect: {found}" if found else ""
-            took = t.span(saved.save_s)
+            name, why = t.clean(saved.event.name, 80), t.clean(saved.event.reason, 60)
+            findings = t.clean("; ".join(saved.event.findings), self._limit)
+            doubt = f"; suspect: {findings}" if findings else ""
+            took = t.span(saved.event.seconds)
             yield (
                 saved.time,
                 [f"{self._at(saved.time)}  saved {name} in {took} ({why}){doubt}"],
@@ -322,8 +326,8 @@ class AttemptTeller:
             yield f"  finished{step}{_GAP}{self._at(launch.ended)}{_GAP}{summary}".rstrip()
         elif launch.ended is None and not over:
             step = "" if launch.step is None else f"step {t.number(launch.step)}, "
-            heard = t.ago(launch.last_seen, self._now)
-            yield f"  running{_GAP}{step}last heard of {heard}{_GAP}{summary}".rstrip()
+            age = t.ago(launch.last_seen, self._now)
+            yield f"  running{_GAP}{step}last heard from {age}{_GAP}{summary}".rstrip()
         elif not launch.incidents and (launch.outcome or summary):
             outcome = f"ended: {t.clean(launch.outcome, 60)}" if launch.outcome else ""
             yield f"  {outcome}{_GAP if outcome else ''}{summary}".rstrip()
@@ -344,19 +348,19 @@ class AttemptTeller:
 
 def _rows_of_incidents(launch: s.LaunchStory) -> tuple[set[int], set[int]]:
     """By identity: rows of which every step is told with an incident, and all that one is in."""
-    whole, in_part = set[int](), set[int]()
+    complete, in_part = set[int](), set[int]()
     for incident in launch.incidents:
         row = row_of(launch, incident)
         if row is not None:
             in_part.add(id(row))
             if (row.first_step, row.last_step) == (incident.onset, incident.step):
-                whole.add(id(row))
-    return whole, in_part
+                complete.add(id(row))
+    return complete, in_part
 
 
-def _in_a_row(launch: s.LaunchStory) -> Iterator[Sequence[s.FailedSave]]:
+def _in_a_row(launch: s.LaunchStory) -> Iterator[Sequence[s.Timed[ev.CheckpointFailed]]]:
     """Failed saves with no checkpoint between them, by what kind of failure it was."""
-    row: list[s.FailedSave] = []
+    row: list[s.Timed[ev.CheckpointFailed]] = []
     for failed in launch.failed_saves:
         apart = row and (
             any(row[-1].time < saved.time <= failed.time for saved in launch.checkpoints)
@@ -370,13 +374,13 @@ def _in_a_row(launch: s.LaunchStory) -> Iterator[Sequence[s.FailedSave]]:
         yield row
 
 
-def _kind(failed: s.FailedSave) -> str:
+def _kind(failed: s.Timed[ev.CheckpointFailed]) -> str:
     """The reason without what differs from save to save: steps, sizes, paths."""
-    return _DIFFERS.sub("", failed.cause)
+    return _DIFFERS.sub("", t.first_line(failed.event.reason))
 
 
-def _told(evidence: Sequence[s.Observation], limit: int) -> list[str]:
-    return [t.observed(seen.source, seen.text, limit) for seen in evidence]
+def _observations(evidence: Sequence[Evidence], limit: int) -> list[str]:
+    return [t.observed(each.source, each.text, limit) for each in evidence]
 
 
 def _only_followed(ranks: str) -> str:
@@ -384,13 +388,13 @@ def _only_followed(ranks: str) -> str:
     return f"{t.clean(ranks, _SHORT)} only lost {whose} peer"
 
 
-def _gone(silent: Sequence[s.Observation]) -> list[str]:
+def _gone(silent: Sequence[Evidence]) -> list[str]:
     """``ranks 4, 5 on n06 gone``: by host, in a few words."""
     by_host: dict[str, list[str]] = {}
     for each in silent:
-        found = _SILENT.fullmatch(f"{each.source}: {each.text}")
-        if found is not None:
-            by_host.setdefault(found[2], []).append(found[1])
+        match = _SILENT.fullmatch(f"{each.source}: {each.text}")
+        if match is not None:
+            by_host.setdefault(match[2], []).append(match[1])
     return [
         t.clean(f"rank{'s' if len(ranks) > 1 else ''} {', '.join(ranks)}", _SHORT)
         + f" on {t.clean(host, 64)} gone"
@@ -414,8 +418,11 @@ def _wrapped(phrases: Sequence[str]) -> Iterator[str]:
 def _bad_steps(incident: s.IncidentStory) -> str:
     if incident.onset is None or incident.step is None:
         return ""
-    word = "step" if incident.onset == incident.step else "steps"
-    return f"{word} {t.steps(incident.onset, incident.step)}"
+    return _steps(incident.onset, incident.step)
+
+
+def _steps(first: int, last: int) -> str:
+    return f"{'step' if first == last else 'steps'} {t.steps(first, last)}"
 
 
 def _where(incident: s.IncidentStory) -> str:
@@ -423,7 +430,7 @@ def _where(incident: s.IncidentStory) -> str:
     if incident.step is not None:
         parts.append(f"step {t.number(incident.step)}")
     if incident.samples is not None:
-        parts.append(f"samples {t.steps(incident.samples.first, incident.samples.last)}")
+        parts.append(f"samples {t.steps(incident.samples.first, incident.samples.stop - 1)}")
     if incident.rank is not None:
         parts.append(f"rank {t.number(incident.rank)}")
     if incident.hosts:
@@ -431,10 +438,10 @@ def _where(incident: s.IncidentStory) -> str:
     return ", ".join(parts)
 
 
-def _late(late: s.LateProbe) -> str:
-    hosts = dict(zip(late.ranks, late.hosts, strict=False))
-    named = (
+def _late(late: ev.ProbeMeasured) -> str:
+    hosts = dict(zip(late.late_ranks, late.late_hosts, strict=False))
+    names = (
         f"rank {rank}" + (f" ({t.clean(hosts[rank], 64)})" if rank in hosts else "")
-        for rank in late.ranks
+        for rank in late.late_ranks
     )
-    return ", ".join(named) or "no single rank"
+    return ", ".join(names) or "no single rank"

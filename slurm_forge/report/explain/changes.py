@@ -13,18 +13,15 @@ from slurm_forge.report.story.lineage import (
 from slurm_forge.report.story.plan_text import (
     back_to_schedule,
     factor,
-    left_out,
     nodes_in_words,
-    ranges,
     samples_in,
+    windows_in_words,
 )
 from slurm_forge.report.story.skipped_steps import skip_rows
 from slurm_forge.report.story.story import ScienceChange
 from slurm_forge.report.text import clean, number, plural, steps
 from slurm_forge.vocabulary.decision import Change, Decision
 from slurm_forge.vocabulary.plan import RecoveryPlan
-
-__all__ = ["what_changed"]
 
 #: Parameters whose part in the result is told from the plans themselves.
 _PLANNED = frozenset({"lr_scale", "skipped_samples", "reseeded"})
@@ -48,7 +45,7 @@ def what_changed(
     ordered = list(ordered)
     decisions = list(_decisions(ordered))
     last = decisions[-1].plan if decisions else RecoveryPlan()
-    found = [
+    changes = [
         *_learning_rate(lineage, total_steps, over=over),
         *_samples(last),
         *_random_numbers(lineage, last),
@@ -58,7 +55,7 @@ def what_changed(
         *_beside(decisions, global_batch, nodes_asked),
         *_by_persons(ordered),
     ]
-    return tuple(sorted(found, key=lambda change: not change.science))
+    return tuple(sorted(changes, key=lambda change: not change.science))
 
 
 def _decisions(ordered: Iterable[Record]) -> Iterator[Decision]:
@@ -92,11 +89,11 @@ def _learning_rate(lineage: Lineage, total: int | None, *, over: bool) -> Iterat
             and (period.plan.lr_ramp_steps <= 0 or back > reached)
         ):
             text += " so far"
-        yield _lr(f"{text} ({period.told(total)})")
+        yield _lr(f"{text} ({period.words(total)})")
     coming = lineage.coming
     if coming is not None and coming.lr_factor != 1.0 and not over:
         lowered = _Lowered(coming.lr_from_step, coming.lr_from_step, coming.lr_factor, coming)
-        yield _lr(f"learning rate to be lowered ({lowered.told(total)})")
+        yield _lr(f"learning rate to be lowered ({lowered.words(total)})")
 
 
 def _lr(text: str) -> ScienceChange:
@@ -113,8 +110,8 @@ class _Lowered:
         self.stop, self.plan = later.stop, later.plan
         self.scale = min(self.scale, later.scale)
 
-    def told(self, total: int | None) -> str:
-        back = back_to_schedule(self.plan, total) or ", and it stays"
+    def words(self, total: int | None) -> str:
+        back = back_to_schedule(self.plan, total) or ", permanently"
         return f"x{factor(self.scale)} from step {number(self.first)} on{back}"
 
 
@@ -136,12 +133,11 @@ def _lowered(span: PlanSpan, stop: int, *, lasts: bool) -> _Lowered | None:
 
 
 def _samples(plan: RecoveryPlan) -> Iterator[ScienceChange]:
-    windows = ranges(plan)
-    if windows:
-        count = plural(samples_in(windows), "sample")
+    if plan.skipped:
+        count = plural(samples_in(plan.skipped), "sample")
         yield ScienceChange(
             parameter="skipped_samples",
-            text=f"{count} left out ({left_out(windows)})",
+            text=f"{count} skipped ({windows_in_words(plan.skipped)})",
             science=True,
         )
 
@@ -150,11 +146,11 @@ def _random_numbers(lineage: Lineage, last: RecoveryPlan) -> Iterator[ScienceCha
     before = 0
     for span in lineage.plans:
         if span.plan.reseeded > before:
-            text = f"random numbers (dropout, …) drawn anew from step {number(span.first)} on"
+            text = f"random numbers (dropout, …) re-seeded from step {number(span.first)} on"
             yield ScienceChange(parameter="reseeded", text=text, science=True)
         before = span.plan.reseeded
     if last.reseeded > before:
-        text = "random numbers (dropout, …) to be drawn anew"
+        text = "random numbers (dropout, …) to be re-seeded"
         yield ScienceChange(parameter="reseeded", text=text, science=True)
 
 
@@ -183,7 +179,7 @@ def _beside(
             yield ScienceChange(parameter=parameter, text=text, science=False)
 
 
-def _way(first: Change, last: Change, global_batch: int | None, asked: int | None) -> str:
+def _way(first: Change, last: Change, global_batch: int | None, nodes_asked: int | None) -> str:
     """From the first value to the last one."""
     old, new = clean(first.old, 120), clean(last.new, 200)
     match first.parameter:
@@ -196,17 +192,17 @@ def _way(first: Change, last: Change, global_batch: int | None, asked: int | Non
             )
             return f"micro-batch {before}{new} with more accumulation, {same} throughout"
         case "mem_factor":
-            return f"memory x{factor(new)} of what was asked"
+            return f"memory request x{factor(new)}"
         case "worker_factor":
             return f"data-loader workers x{factor(new)}"
         case "time_factor":
-            return f"time limit x{factor(new)} of what was asked"
+            return f"time limit x{factor(new)}"
         case "nodes":
-            return nodes_in_words(old, new, asked)
+            return nodes_in_words(old, new, nodes_asked)
         case "variables":
-            return f"after trouble ranks were started with {new or 'the usual variables again'}"
+            return f"ranks restarted with {new or 'the usual variables again'}"
         case _:
-            return f"nodes left out: {new or 'none any more'}"
+            return f"nodes excluded: {new or 'none any more'}"
 
 
 def _by_persons(ordered: Iterable[Record]) -> Iterator[ScienceChange]:
@@ -214,7 +210,7 @@ def _by_persons(ordered: Iterable[Record]) -> Iterator[ScienceChange]:
     for record in ordered:
         event = record.event
         if isinstance(event, ev.UserAsked) and event.verb.startswith(_CHANGE):
-            who = f", asked for by {clean(event.user, 64)}" if event.user else ""
+            who = f", by {clean(event.user, 64)}" if event.user else ""
             text = f"{clean(event.verb.removeprefix(_CHANGE), 300)}{who}"
             yield ScienceChange(parameter="asked", text=text, science=False)
 
@@ -230,11 +226,11 @@ def _from_resumes(ordered: Iterable[Record]) -> Iterator[ScienceChange]:
     for record in ordered:
         event = record.event
         if isinstance(event, ev.ResumeCompared) and not event.refused:
-            told = [line for line in event.differences if line.startswith(_SCIENCE)]
-            if told:
-                shown = "; ".join(clean(line, 120) for line in told[:3])
-                more = f"; and {len(told) - 3} more" if len(told) > 3 else ""
-                text = f"resumed on something else in attempt {record.attempt}: {shown}{more}"
+            differences = [line for line in event.differences if line.startswith(_SCIENCE)]
+            if differences:
+                shown = "; ".join(clean(line, 120) for line in differences[:3])
+                more = f"; and {len(differences) - 3} more" if len(differences) > 3 else ""
+                text = f"resumed with differences in attempt {record.attempt}: {shown}{more}"
                 yield ScienceChange(parameter="resumed", text=text, science=True)
 
 
@@ -248,7 +244,7 @@ def _from_training(lineage: Lineage) -> Iterator[ScienceChange]:
         unused = plural(samples, "sample")
         undone = ""
         if lineage.undone:
-            undone = f"; {plural(len(lineage.undone), 'more skip')} undone by going back"
+            undone = f"; {plural(len(lineage.undone), 'more skip')} undone by a rollback"
         yield ScienceChange(
             parameter="skipped",
             text=f"{count} skipped (step {where}{more}: {unused} without effect{undone})",
@@ -257,7 +253,7 @@ def _from_training(lineage: Lineage) -> Iterator[ScienceChange]:
     for resumed in lineage.inexact:
         yield ScienceChange(
             parameter="randomness",
-            text=f"randomness derived anew at step {number(resumed.step)} "
-            f"({plural(resumed.world_size, 'rank')}; the checkpoint is of another start)",
+            text=f"random states re-derived at step {number(resumed.step)} "
+            f"({plural(resumed.world_size, 'rank')}, unlike the checkpoint)",
             science=True,
         )

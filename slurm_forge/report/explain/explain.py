@@ -23,12 +23,10 @@ from slurm_forge.report.status.run_status import (
 from slurm_forge.report.story.history import (
     History,
     end_of,
-    tell,
+    history_of,
 )
 from slurm_forge.report.story.lineage import Lineage
 from slurm_forge.report.story.story import RunStory
-
-__all__ = ["AT_REST", "explain", "only_attempt"]
 
 #: Nothing happens any more until a person asks for it.
 AT_REST = frozenset({RunStatus.HELD, RunStatus.STOPPED, RunStatus.CANCELLED, RunStatus.FINISHED})
@@ -38,11 +36,11 @@ def explain(facts: RunFacts) -> RunStory:
     """Tell the run as its journal tells it.  Never raises, whatever the journal holds."""
     ordered = in_order(without_fenced(facts.records))
     state = fold(facts.records)
-    history = tell(ordered)
+    history = history_of(ordered)
     now = standing(facts, state, history)
     started = history.attempts[0].started if history.attempts else None
     if now.status is RunStatus.RUNNING and history.attempts:
-        history = _heard(history, facts)
+        history = _with_last_seen(history, facts)
     last_seen = max((a.last_seen for a in history.attempts), default=None)
     until = last_seen if now.status in AT_REST else facts.now
     if now.status is RunStatus.RUNNING and not now.doubtful and _trains(history):
@@ -52,7 +50,7 @@ def explain(facts: RunFacts) -> RunStory:
     line = history.lineage
     training = sum(line.training_s.values())
     repeated = sum(line.repeated_s.values())
-    kept = max(0.0, training - repeated)
+    kept_s = max(0.0, training - repeated)
     waits, rest = _between(history, now.status, until)
     spent = history.spending
     story = RunStory(
@@ -69,10 +67,10 @@ def explain(facts: RunFacts) -> RunStory:
         last_seen=last_seen,
         elapsed_s=elapsed,
         training_s=training,
-        kept_s=kept,
+        kept_s=kept_s,
         repeated_s=repeated,
         repeated_steps=sum(line.repeated_steps.values()),
-        goodput=None if history.of_program else _ratio(kept, elapsed),
+        goodput=None if history.of_program else _ratio(kept_s, elapsed),
         startup_s=_startup(history, now.status, elapsed or 0.0),
         ending_s=_ending(line, now.status, last_seen),
         attempts=tuple(replace(a, logs=output_of(a.job, facts.logs)) for a in history.attempts),
@@ -112,14 +110,14 @@ def only_attempt(story: RunStory, number: int) -> RunStory | None:
     return replace(story, attempts=chosen) if chosen else None
 
 
-def _heard(history: History, facts: RunFacts) -> History:
+def _with_last_seen(history: History, facts: RunFacts) -> History:
     """The same, with the last sign of life of what runs by the clock of its files."""
     *before, newest = history.attempts
-    seen = last_heard(facts, newest)
+    last_seen = last_heard(facts, newest)
     launches = newest.launches
     if launches and launches[-1].ended is None:
-        launches = (*launches[:-1], replace(launches[-1], last_seen=seen))
-    newest = replace(newest, last_seen=seen, launches=launches)
+        launches = (*launches[:-1], replace(launches[-1], last_seen=last_seen))
+    newest = replace(newest, last_seen=last_seen, launches=launches)
     return replace(history, attempts=(*before, newest))
 
 
@@ -184,7 +182,7 @@ def _step(state: RunState, history: History) -> int | None:
     return history.step if history.step is not None else state.committed_step
 
 
-def _ratio(part: float, whole: float | None) -> float | None:
-    if whole is None or not math.isfinite(whole) or not math.isfinite(part) or whole <= 0:
+def _ratio(part: float, total: float | None) -> float | None:
+    if total is None or not math.isfinite(total) or not math.isfinite(part) or total <= 0:
         return None
-    return min(1.0, part / whole)
+    return min(1.0, part / total)

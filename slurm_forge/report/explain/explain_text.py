@@ -7,19 +7,15 @@ from datetime import tzinfo
 
 from slurm_forge.journal import RunStatus
 from slurm_forge.report import text as t
-from slurm_forge.report.explain.attempt_text import AttemptTeller
+from slurm_forge.report.explain.attempt_text import AttemptText
 from slurm_forge.report.status.status_text import failing_saves_text
 from slurm_forge.report.story import story as s
 from slurm_forge.report.story.unresolved_failure import is_fault
 
-__all__ = ["explain_text"]
-
 _GAP = "   "
-#: What is shorter than this, in time and as a share of all, is not worth a word in the header.
+#: What is shorter than this, in time and as a share of all, is not worth a word.
 _WORTH_TELLING_S = 1.0
 _WORTH_TELLING = 0.001
-#: The same of every rank's time in the closing line, in seconds.
-_COSTS_S = 5.0
 _SHOWN_ATTEMPTS = 5
 _ONE_LINE = 130
 
@@ -41,14 +37,14 @@ def explain_text(
     if story.failing_saves is not None:
         lines.append(f"{_GAP}saves: {failing_saves_text(story.failing_saves, zone)}")
     lines += [f"{_GAP}warning: {warning}" for warning in story.warnings]
-    told = [a for a in story.attempts if attempt in (None, a.number)]
-    if not told:
+    attempts = [a for a in story.attempts if attempt in (None, a.number)]
+    if not attempts:
         lines += ["", "no attempt has been started yet" if attempt is None else "no such attempt"]
-    teller = AttemptTeller(story, now, zone, full=attempt is not None)
+    text = AttemptText(story, now, zone, full=attempt is not None)
     last = story.attempts[-1].number if story.attempts else None
-    for one in told:
+    for one in attempts:
         rests = story.status not in (RunStatus.RUNNING.value, RunStatus.SUBMITTED.value)
-        lines += ["", *teller.attempt(one, over=one.number != last or rests)]
+        lines += ["", *text.attempt(one, over=one.number != last or rests)]
     lines += ["", *_closing(story, reference, attempt)]
     return "\n".join(lines) + "\n"
 
@@ -74,37 +70,46 @@ def _spent(story: s.RunStory, elapsed: float) -> str:
     """Where the rest of the time went: what every run pays apart from what this one lost."""
     elsewhere = story.startup_s + story.ending_s + story.queued_s + story.rest_s
     lost = elapsed - story.kept_s - elsewhere
-    told = [
+    parts = [
         f"{word} {t.span(seconds)}"
         for word, seconds in (
             ("start-up", story.startup_s),
             ("waiting", story.queued_s),
-            ("at rest", story.rest_s),
-            ("ending", story.ending_s),
+            ("stopped", story.rest_s),
+            ("shutdown", story.ending_s),
             ("lost", lost),
         )
-        if seconds >= max(_WORTH_TELLING_S, _WORTH_TELLING * elapsed)
+        if seconds >= _worth_telling_s(story)
     ]
-    return f"{', '.join(told)} " if told else ""
+    return f"{', '.join(parts)} " if parts else ""
+
+
+def _worth_telling_s(story: s.RunStory) -> float:
+    return max(_WORTH_TELLING_S, _WORTH_TELLING * (story.elapsed_s or 0.0))
 
 
 def _cost(story: s.RunStory) -> Iterator[str]:
     """What the nodes were held for in vain, and how long the run waited for them."""
-    worth = _COSTS_S * max((each.ranks or 1 for each in _incidents(story)), default=1)
+    ranks = max((each.ranks or 1 for each in _incidents(story)), default=1)
+    worth = _worth_telling_s(story) * ranks
     if story.lost_rank_s >= worth:
         why = []
         if story.repeated_steps:
             least = "at least " if story.repeated_at_least else ""
             why.append(f"{least}{t.plural(story.repeated_steps, 'step')} repeated")
         if story.starts:
-            why.append(t.plural(story.starts, "more start"))
+            why.append(t.plural(story.starts, "restart"))
         because = f" ({', '.join(why)})" if why else ""
         yield f"{t.rank_time(story.lost_rank_s, story.gpus_per_rank)} lost{because}"
     if story.idle_rank_s >= worth:
         yield f"{t.rank_time(story.idle_rank_s, story.gpus_per_rank)} idle"
-    if story.waited_s >= _WORTH_TELLING_S:
-        where = " in the queue" if story.job[:1].isdigit() else ""
-        yield f"{t.span(story.waited_s)} waiting{where}"
+    where = " in the queue" if story.job[:1].isdigit() else ""
+    if story.queued_s >= _worth_telling_s(story):
+        yield f"{t.span(story.queued_s)} waiting{where}"
+    # The header's time counts from the first start on.
+    first = story.waited_s - story.queued_s
+    if first >= _WORTH_TELLING_S:
+        yield f"{t.span(first)} waiting{where} before the first start"
 
 
 def _incidents(story: s.RunStory) -> Iterator[s.IncidentStory]:
@@ -119,10 +124,10 @@ def _closing(story: s.RunStory, reference: str, attempt: int | None) -> Iterator
         yield from _listed("What it cost", [", ".join(cost)])
     science = [t.clean(change.text, 400) for change in story.changes if change.science]
     beside = [t.clean(change.text, 400) for change in story.changes if not change.science]
-    told = [*science, "nothing else"] if science else ["nothing"]
-    yield from _listed("What was changed for your science", told)
+    changed = [*science, "nothing else"] if science else ["none"]
+    yield from _listed("Changes that affect your results", changed)
     if beside:
-        yield from _listed("What was changed beside it", beside)
+        yield from _listed("Other changes", beside)
     if story.next:
         yield from _listed("Next", [t.clean(step, 400) for step in story.next])
     lessons = [t.clean(lesson, 400) for lesson in story.next_time]
@@ -132,14 +137,14 @@ def _closing(story: s.RunStory, reference: str, attempt: int | None) -> Iterator
         yield from _details(story, reference)
 
 
-def _listed(label: str, told: Sequence[str]) -> Iterator[str]:
+def _listed(label: str, items: Sequence[str]) -> Iterator[str]:
     """On one line where it is short enough to be read at a glance, else one below the other."""
-    line = f"{label}: {'; '.join(told)}."
-    if len(told) == 1 or len(line) <= _ONE_LINE:
+    line = f"{label}: {'; '.join(items)}."
+    if len(items) == 1 or len(line) <= _ONE_LINE:
         yield line
         return
     yield f"{label}:"
-    yield from (f"  {one}" for one in told)
+    yield from (f"  {one}" for one in items)
 
 
 def _details(story: s.RunStory, reference: str) -> Iterator[str]:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-__all__ = ["output_of", "where"]
-
 _LOCAL = "local-"
 
 
@@ -22,25 +20,21 @@ def output_of(job: str, logs: Sequence[str]) -> tuple[str, ...]:
     return tuple(path for path in logs if own.fullmatch(_name(path)))
 
 
-def where(output: Sequence[str], rank: int | None) -> str:
-    """Where to look first: the file of ``rank`` (errors first), else any; empty if there is none.
+def where(output: Sequence[str], rank: int | None, *, errors: bool = True) -> str:
+    """Where to look first: the file of ``rank``, else any; empty if there is none.
 
-    Of several files of which none is the rank's, their common beginning with a ``*``.
+    With ``errors`` what it wrote to stderr first, else to stdout.  Of several files of which none
+    is the rank's, their common beginning with a ``*``.
     """
+    ending = "_log.err" if errors else "_log.out"
+    ordered = sorted(output, key=lambda path: (not path.endswith(ending), path))
     if rank is not None:
-        of_rank = [path for path in output if re.search(rf"_{rank}_log\.(?:err|out)$", path)]
+        of_rank = [path for path in ordered if re.search(rf"_{rank}_log\.(?:err|out)$", path)]
         if of_rank:
-            return _errors_first(of_rank)[0]
-    errors = [path for path in _errors_first(output) if path.endswith("_log.err")]
-    if len(errors) > 1:
-        folder, _, name = errors[0].rpartition("/")
-        job = re.sub(r"_\d+_log\.err$", "", name)
-        return f"{folder}/{job}_*_log.err" if folder else f"{job}_*_log.err"
-    return _errors_first(output)[0] if output else ""
-
-
-def _errors_first(paths: Sequence[str]) -> list[str]:
-    return sorted(paths, key=lambda path: (not path.endswith("_log.err"), path))
+            return of_rank[0]
+    if sum(path.endswith(ending) for path in ordered) > 1:
+        return re.sub(r"_\d+_log\.(err|out)$", r"_*_log.\1", ordered[0])
+    return ordered[0] if ordered else ""
 
 
 def _name(path: str) -> str:

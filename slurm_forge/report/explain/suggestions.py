@@ -17,13 +17,10 @@ from slurm_forge.report.story.skipped_steps import row_of
 from slurm_forge.report.story.story import (
     IncidentStory,
     LaunchStory,
-    Observation,
     RunStory,
 )
-from slurm_forge.report.text import clean, plural, span
-from slurm_forge.vocabulary.cause import Cause
-
-__all__ = ["next_time"]
+from slurm_forge.report.text import clean, first_line, plural, span
+from slurm_forge.vocabulary.cause import Cause, Evidence
 
 #: More repeated work than this, in time and as a share of the training, is worth a line.
 _REPEATED_S = 60.0
@@ -37,7 +34,7 @@ _INDICES = re.compile(r"dataset\[.*$")
 #: How a note of the memory's watch begins.
 _ALLOCATOR = "allocator retries"
 #: And that of a run whose faults somebody asked for: no node is to blame for these.
-_ON_PURPOSE = "faults on purpose"
+_ON_PURPOSE = ("injected faults", "faults on purpose")
 #: How much is told of why a save failed.
 _REASON = 100
 
@@ -75,16 +72,17 @@ def _lessons(story: RunStory) -> Iterator[str]:
     failed = [each for launch in launches for each in launch.failed_saves]
     if failed:
         count = plural(len(failed), "save")
-        yield f"{remedy(Cause.STORAGE)}: {count} failed ({clean(failed[-1].cause, _REASON)})"
+        why = clean(first_line(failed[-1].event.reason), _REASON)
+        yield f"{remedy(Cause.STORAGE)}: {count} failed ({why})"
 
 
 def _was_of_no_use(launch: LaunchStory, later: LaunchStory | None) -> bool:
     """Whether the next launch resumed from before what this one had saved or begun at."""
     if later is None or not later.resumes:
         return False
-    saved = [each.step for each in launch.checkpoints]
-    begun = [each.step for each in launch.resumes]
-    return later.resumes[0].step < max(saved + begun, default=0)
+    saved = [each.event.step for each in launch.checkpoints]
+    begun = [each.event.step for each in launch.resumes]
+    return later.resumes[0].event.step < max(saved + begun, default=0)
 
 
 def _memory(story: RunStory, incidents: list[IncidentStory]) -> Iterator[str]:
@@ -94,18 +92,18 @@ def _memory(story: RunStory, incidents: list[IncidentStory]) -> Iterator[str]:
         yield f"write micro_batch_size={clean(shrunk[-1], 20)} in the program{often}"
     raised = _new_values(incidents, "mem_factor")
     if raised and _helped(story, incidents, "mem_factor"):
-        yield f"ask for {_memory_taken(story, raised[-1])}"
+        yield f"request {_memory_taken(story, raised[-1])}"
     longer = _new_values(incidents, "time_factor")
     if longer and _helped(story, incidents, "time_factor"):
-        yield f"ask for {factor(longer[-1])} times the time limit from the start (resources.time)"
+        yield f"request {factor(longer[-1])} times the time limit from the start (resources.time)"
     fewer = _new_values(incidents, "worker_factor")
     if fewer and _helped(story, incidents, "worker_factor"):
-        yield f"start with fewer data-loader workers (x{factor(fewer[-1])} did it), or more memory"
+        yield f"start with fewer data-loader workers (x{factor(fewer[-1])} helped) or more memory"
     notes = (note for attempt in story.attempts for note in attempt.notes)
     if not shrunk and any(note.startswith(_ALLOCATOR) for note in notes):
         yield (
-            "try a smaller micro_batch_size: the GPU's memory was nearly full, and the allocator "
-            "had to free and ask again, which takes time"
+            "try a smaller micro_batch_size: GPU memory was nearly full, and the allocator had to "
+            "free cached blocks and retry, which costs time"
         )
 
 
@@ -113,7 +111,7 @@ def _memory_taken(story: RunStory, raised: str) -> str:
     """``resources.mem: 24G`` where it is known what was asked for."""
     size = memory_times(story.memory, raised)
     if size:
-        return f"what it took from the start: resources.mem: {size}"
+        return f"what it needed from the start: resources.mem: {size}"
     return f"{factor(raised)} times the memory from the start (resources.mem)"
 
 
@@ -122,39 +120,39 @@ def _data(story: RunStory, launches: Iterable[LaunchStory]) -> Iterator[str]:
     rows = [row for launch in launches for row in launch.skipped]
     evidence = [row.evidence for row in rows]
     evidence += [i.evidence for launch in launches for i in launch.incidents if i.repeats]
-    named = [found[0] for told in evidence for e in told if (found := _INDICES.search(e.text))]
-    where = f", among them {clean(named[0], 160)}" if named else ""
+    indices = [match[0] for row in evidence for e in row if (match := _INDICES.search(e.text))]
+    where = f", among them {clean(indices[0], 160)}" if indices else ""
     if any(change.parameter == "skipped_samples" for change in story.changes):
-        yield f"look at the samples that were left out{where}"
-    elif named:
-        yield f"look at the samples of the bad steps: {clean(named[0], 160)}"
+        yield f"look at the samples that were skipped{where}"
+    elif indices:
+        yield f"look at the samples of the bad steps: {clean(indices[0], 160)}"
 
 
 def _nodes(launches: Iterable[LaunchStory]) -> Iterator[str]:
     """Nodes on which more than one step went wrong that was fine when computed again."""
-    seen: Counter[str] = Counter()
+    faults: Counter[str] = Counter()
     for launch in launches:
-        told = {id(row): set(_suspects(row.evidence)) for row in launch.skipped}
+        nodes = {id(row): set(_suspects(row.evidence)) for row in launch.skipped}
         for incident in launch.incidents:
             broken = incident.cause == Cause.GPU_ERROR.value
             if broken or incident.repeats is False:
                 row = row_of(launch, incident)
-                told.setdefault(id(incident if row is None else row), set()).update(incident.hosts)
-        seen.update(host for hosts in told.values() for host in hosts)
-    for host, times in sorted(seen.items()):
+                nodes.setdefault(id(incident if row is None else row), set()).update(incident.hosts)
+        faults.update(host for hosts in nodes.values() for host in hosts)
+    for host, times in sorted(faults.items()):
         if times >= _TWICE:
             name = clean(host, 64)
             yield (
-                f"suspect node {name}: {times} faults on it that did not come again when computed "
-                f"again; tell the cluster's support, and leave it out (resources.exclude: {name})"
+                f"suspect node {name}: {times} faults there that did not reproduce; report it to "
+                f"the cluster's support and exclude it (resources.exclude: {name})"
             )
 
 
-def _suspects(evidence: Iterable[Observation]) -> Iterator[str]:
+def _suspects(evidence: Iterable[Evidence]) -> Iterator[str]:
     for each in evidence:
-        found = _SUSPECT.search(each.text)
-        if found is not None:
-            yield from (host.strip() for host in found[1].split(",") if host.strip())
+        match = _SUSPECT.search(each.text)
+        if match is not None:
+            yield from (host.strip() for host in match[1].split(",") if host.strip())
 
 
 def _helped(story: RunStory, incidents: list[IncidentStory], parameter: str) -> bool:
@@ -179,12 +177,12 @@ def _came_too_late(launch: LaunchStory) -> bool:
 
 def _more_time(launch: LaunchStory) -> str:
     """What gives a final save more time, which depends on who ended the launch."""
-    slowest = max((c.save_s for c in launch.checkpoints), default=None)
+    slowest = max((c.event.seconds for c in launch.checkpoints), default=None)
     took = "" if slowest is None else f" (saves take up to {span(slowest)})"
     causes = {each.cause for each in launch.incidents}
     if Cause.TIME_LIMIT.value in causes:
         return f"increase lead: a final save did not finish in time{took}"
     if Cause.PREEMPTED.value in causes:
-        why = f"a final save did not finish within the grace time{took}"
+        why = f"a final save did not finish within the grace period{took}"
         return f"save more often (checkpoint.every_minutes): {why}"
     return ""  # after a scancel or a crash no setting gives it more time

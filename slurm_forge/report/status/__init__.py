@@ -1,1 +1,4 @@
-"""Where a run is now, as values and as text.  Pure; called by ``status`` and ``watch``."""
+"""Where a run is now, as values and as text; called by ``status`` and ``watch``.
+
+Entry: ``status``.
+"""

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 
 from slurm_forge.journal import RunState, RunStatus
-from slurm_forge.recovery.policy.remedies import remedy
+from slurm_forge.recovery.policy.remedies import remedy, train_further
 from slurm_forge.report.status.report_facts import RunFacts
 from slurm_forge.report.status.run_status import (
     Standing,
@@ -24,8 +24,6 @@ from slurm_forge.report.story.story import (
 from slurm_forge.report.text import clean, number, plural
 from slurm_forge.vocabulary.cause import Cause
 
-__all__ = ["go_on", "next_in_story", "next_steps"]
-
 _BY_ADMIN = "JobHeldAdmin"
 #: Commands in what a person can do, before the run has a name.
 _REQUEUE = "slurm-forge requeue RUN "
@@ -36,18 +34,18 @@ _REPAIR = "repair the environment that the job starts in (its modules, its Pytho
 def go_on(reference: str, job: str, standing: Standing | None = None) -> str:
     """The command that lets a run go on; ``job`` tells where it was started."""
     command = again(reference, job)
-    held = waiting = None
+    held_job = waiting = None
     if standing is not None:
-        held, waiting = standing.held_job, standing.waiting
+        held_job, waiting = standing.held_job, standing.waiting
         if standing.not_started is not None:  # its script has asked for it to be held
-            held = standing.not_started.job
+            held_job = standing.not_started.job
     if waiting is not None and not waiting.held:
-        held = None  # it is not in the queue any more, or nobody holds it
+        held_job = None  # it is not in the queue any more, or nobody holds it
     elif waiting is not None:
-        held = waiting.job
-    if held is None or (waiting is not None and waiting.reason == _BY_ADMIN):
+        held_job = waiting.job
+    if held_job is None or (waiting is not None and waiting.reason == _BY_ADMIN):
         return command
-    return f"scontrol release {clean(held, 40)}, or {command}"
+    return f"scontrol release {clean(held_job, 40)}, or {command}"
 
 
 def next_steps(facts: RunFacts, state: RunState, standing: Standing) -> tuple[str, ...]:
@@ -55,42 +53,45 @@ def next_steps(facts: RunFacts, state: RunState, standing: Standing) -> tuple[st
     name, status = facts.reference, standing.status
     onward = go_on(name, state.job, standing)
     if status is RunStatus.FINISHED:
-        return (f"nothing to do: slurm-forge explain {name} tells how it went",)
+        done = f"nothing to do; how it went: slurm-forge explain {name}"
+        return (
+            (done,) if standing.of_program else (done, f"to train further: {train_further(name)}")
+        )
     if state.open_intent is not None:
-        return (f"carry out the requeue that Slurm has not taken: slurm-forge reconcile {name}",)
+        return (f"retry the requeue that Slurm has not confirmed: slurm-forge reconcile {name}",)
     if standing.not_started is not None and standing.not_started.next_step:
         # A start of ours that failed: unlike those of batch scripts, nothing holds the job.
         first = clean(standing.not_started.next_step, 300)
-        return (first, f"then, to go on: {again(name, state.job)}")
+        return (first, f"then, to continue: {again(name, state.job)}")
     if standing.not_started is not None:
-        return (_REPAIR, f"then, to go on: {onward}")
+        return (_REPAIR, f"then, to continue: {onward}")
     if standing.gone is not None:
         if state.status is not RunStatus.RUNNING:
             return (standing.gone.next,)  # there is nothing more to see
         return _then_see(standing, name, standing.gone.next)
     waiting, job = standing.waiting, clean(state.job, 40)
     if ends_at_once(facts, status, waiting) and (waiting is None or waiting.state):
-        ends = f"{turn(waiting)} it ends at once, without training"
+        ends = f"{turn(waiting)} it ends at once without training"
         return (ends, f"to free the queue now: scancel {job}")
     if waiting is not None and status is not RunStatus.HELD:
         return (waiting.next,)
     match status:
         case RunStatus.NEW:
-            return (f"if it was not handed to sbatch by hand: {onward}",)
+            return (f"if you did not pass its script to sbatch yourself: {onward}",)
         case RunStatus.SUBMITTED | RunStatus.REQUEUED:
             where = f" (squeue -j {job})" if job[:1].isdigit() else ""
-            return (f"nothing to do: it starts when there is room{where}",)
+            return (f"nothing to do: it starts when resources are free{where}",)
         case RunStatus.RUNNING if standing.doubtful:
             look = f"squeue -j {job}" if job[:1].isdigit() else "look for its processes"
             return (f"see whether it is alive: {look}", f"if it is not: {onward}")
         case RunStatus.HELD:
             return (
                 f"see why: slurm-forge explain {name}",
-                _asks_administrator(standing) or f"then, to go on: {onward}",
+                _asks_administrator(standing) or f"then, to continue: {onward}",
             )
         case RunStatus.STOPPED | RunStatus.CANCELLED if standing.trouble is not None:
             return (
-                f"see what went wrong before: slurm-forge explain {name}",
+                f"see what went wrong before that: slurm-forge explain {name}",
                 f"then, {to_go_on(facts, state, of_program=standing.of_program)}: {onward}",
             )
         case RunStatus.STOPPED | RunStatus.CANCELLED:
@@ -101,7 +102,7 @@ def next_steps(facts: RunFacts, state: RunState, standing: Standing) -> tuple[st
                 f"to see each failed save: slurm-forge explain {name}",
             )
         case _ if facts.stop_asked:
-            return (f"nothing to do: it saves and stops; later, to go on: {onward}",)
+            return (f"nothing to do: it saves and stops; later, to continue: {onward}",)
         case _:
             return (f"nothing to do; to watch it: slurm-forge status {name} --follow",)
 
@@ -154,8 +155,8 @@ def _going_on(first: str, name: str, job: str, onward: str) -> str:
     """What to change and the command to go on with, which may be the one that changes it."""
     if again(name, job) != f"slurm-forge requeue {name}":  # it was started on this machine
         return _then(_COMMAND.sub("", first), onward)
-    named = first.replace(_REQUEUE, f"slurm-forge requeue {name} ")
-    return named if named != first else _then(first, onward)
+    command = first.replace(_REQUEUE, f"slurm-forge requeue {name} ")
+    return command if command != first else _then(first, onward)
 
 
 def _then(first: str, onward: str) -> str:

@@ -9,8 +9,6 @@ from slurm_forge.journal import events as ev
 from slurm_forge.journal.order import by_person
 from slurm_forge.report.text import span
 
-__all__ = ["clock_differences"]
-
 _WORTH_TELLING_S = 5.0
 
 
@@ -33,6 +31,6 @@ def clock_differences(ordered: Iterable[Record]) -> Iterator[str]:
             continue
         yield (
             f"the clocks of attempts {before} and {attempt} differ by at least "
-            f"{span(newest[before] - time)}: times and durations told here are off by as much; "
-            "which lines count is decided without them"
+            f"{span(newest[before] - time)}: times and durations shown are off by as much; "
+            "the order of events does not depend on them"
         )

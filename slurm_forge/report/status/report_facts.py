@@ -11,9 +11,7 @@ from slurm_forge.report.story.queue_reason import QueueAnswer
 from slurm_forge.run_directory.layout import NEXT_STEP
 from slurm_forge.store.identity import CheckpointName
 
-__all__ = ["NotStarted", "RunFacts"]
-
-#: How a batch script notes that a signal ended it (sbatch_templates/starting.bash).
+#: How a batch script notes that a signal ended it (sbatch_templates/start.bash).
 _ENDED_BY = re.compile(r"Slurm ended it \((SIG[A-Z0-9]{2,5})\) before it had begun\b")
 _NOTE_BEGINS = re.compile(r"^\S+Z job \S+ on \S+$", re.MULTILINE)
 
@@ -36,8 +34,8 @@ class NotStarted:
     def signal(self) -> str | None:
         """The signal that ended the start, by the last note of the file: nothing was broken."""
         last = _NOTE_BEGINS.split(self.text)[-1].lstrip()
-        found = _ENDED_BY.match(last)
-        return None if found is None else found[1]
+        match = _ENDED_BY.match(last)
+        return None if match is None else match[1]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,8 +12,6 @@ if TYPE_CHECKING:  # a thousand lines that are known already need nothing of a j
     from slurm_forge.report.status.report_facts import RunFacts
     from slurm_forge.report.status.status import Status
 
-__all__ = ["ListedRun", "Listing", "listed", "listing", "listing_text", "unreadable"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ListedRun:

@@ -37,25 +37,12 @@ from slurm_forge.report.story.story import (
     WaitingStory,
 )
 from slurm_forge.report.story.unresolved_failure import (
-    Trouble,
-    unmended,
+    UnresolvedFailure,
+    unresolved_failure,
 )
 from slurm_forge.report.text import ago, clean, number, observed, plural, span
 from slurm_forge.slurm.states import ACTIVE, PENDING_LIKE, JobState, parse_state
 from slurm_forge.vocabulary.cause import Cause
-
-__all__ = [
-    "Standing",
-    "again",
-    "ends_at_once",
-    "jobs_of",
-    "last_heard",
-    "saves_fail",
-    "standing",
-    "to_go_on",
-    "turn",
-    "warnings_of",
-]
 
 #: Progress is written every few seconds; a running attempt that says nothing for this long is
 #: compiling, in a very long step, or gone without a word.
@@ -64,9 +51,9 @@ _SILENT_S = 600.0
 _QUIET_S = 60.0
 #: What the job of a running run may be doing instead, in Slurm's states.
 _PAUSED = {
-    JobState.SUSPENDED: "suspended by Slurm: it goes on when Slurm resumes it",
-    JobState.STOPPED: "stopped with SIGSTOP: it goes on at SIGCONT",
-    JobState.COMPLETING: "ending on its nodes",
+    JobState.SUSPENDED: "suspended by Slurm until Slurm resumes it",
+    JobState.STOPPED: "paused with SIGSTOP until SIGCONT",
+    JobState.COMPLETING: "completing on its nodes",
 }
 _SAVE_REASON = 120
 _SHOWN_DAMAGE = 5
@@ -74,7 +61,7 @@ _SHOWN_DAMAGE = 5
 _NOTE = re.compile(r"\S+Z job \S+ on (\S+)")
 _LONGEST_WHY = 300
 #: Said of a job that waits, as far as the journal knows.
-_WAITS = ", waits"
+_WAITS = ", waiting"
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +80,7 @@ class Standing:
     status: RunStatus
     words: str
     doubtful: bool = False
-    trouble: Trouble | None = None
+    trouble: UnresolvedFailure | None = None
     held_job: str | None = None
     waiting: WaitingStory | None = None
     not_started: NotStarted | None = None
@@ -149,7 +136,7 @@ def standing(facts: RunFacts, state: RunState, history: History) -> Standing:
     stops = not_started is None and gone is None and ends_at_once(facts, status, waiting)
     if stops:
         words += (
-            f"; {_who_asked_to_stop(history)}: {turn(waiting)} it ends at once, without training"
+            f"; {_who_asked_to_stop(history)}: {turn(waiting)} it ends at once without training"
         )
     if held_job is not None and not_started is None:
         sure = held is not None and held.confirmed
@@ -168,11 +155,11 @@ def standing(facts: RunFacts, state: RunState, history: History) -> Standing:
             gone=gone,
             failing_saves=failing,
         )
-    trouble = unmended(history.attempts)
-    told = words if not_started is not None else words + _before_that(trouble)
+    trouble = unresolved_failure(history.attempts)
+    all_words = words if not_started is not None else words + _before_that(trouble)
     return Standing(
         status,
-        told,
+        all_words,
         doubtful,
         trouble,
         not_started=not_started,
@@ -189,11 +176,11 @@ def saves_fail(failing: FailingSaves) -> str:
 
 
 def to_go_on(facts: RunFacts, state: RunState, *, of_program: bool) -> str:
-    """``to go on from the last checkpoint``, as far as there is one."""
+    """``to continue from the last checkpoint``, as far as there is one."""
     if of_program:  # from where, it knows itself
-        return "to go on"
+        return "to continue"
     none = newest_step(state, facts.on_disk) is None
-    return f"to go on from {'the start' if none else 'the last checkpoint'}"
+    return f"to continue from {'the start' if none else 'the last checkpoint'}"
 
 
 def last_heard(facts: RunFacts, newest: AttemptStory) -> float:
@@ -212,7 +199,7 @@ def _gone_here(
         return None
     if not facts.gone_here or facts.gone_here != state.job:
         return None
-    words = "stopped without a word: none of its processes is left on this machine"
+    words = "ended unexpectedly: none of its processes is left on this machine"
     return JobGone(RunStatus.STOPPED, words, _onward(facts, state, history))
 
 
@@ -271,7 +258,7 @@ def turn(waiting: WaitingStory | None) -> str:
 def _who_asked_to_stop(history: History) -> str:
     acts = [act for act in history.acts if act.verb == "stop" or act.verb in GO_ON]
     user = acts[-1].user if acts and acts[-1].verb == "stop" else None
-    return "the file STOP asks it to stop" if not user else f"{clean(user, 60)} asked it to stop"
+    return "a STOP file asks it to stop" if not user else f"{clean(user, 60)} asked it to stop"
 
 
 def _not_started(facts: RunFacts, status: RunStatus, history: History) -> NotStarted | None:
@@ -280,13 +267,13 @@ def _not_started(facts: RunFacts, status: RunStatus, history: History) -> NotSta
     if newest is None or status is RunStatus.FINISHED:
         return None
     # It is told by the time of its file, and so is what may have come later.
-    begun, asked = facts.claimed, facts.asked
+    begun, requested = facts.claimed, facts.asked
     if begun is None:
         begun = max((attempt.started for attempt in history.attempts), default=-math.inf)
-    if asked is None:  # what a person has asked for since is another start
+    if requested is None:  # what a person has asked for since is another start
         acts = (act.time for act in history.acts if act.verb in GO_ON)
-        asked = max(acts, default=-math.inf)
-    return newest if newest.time > max(begun, asked) else None
+        requested = max(acts, default=-math.inf)
+    return newest if newest.time > max(begun, requested) else None
 
 
 def _why(note: NotStarted) -> str:
@@ -295,11 +282,11 @@ def _why(note: NotStarted) -> str:
     begins = [index for index, line in enumerate(lines) if _NOTE.fullmatch(line)]
     where = ""
     if begins:
-        found = _NOTE.fullmatch(lines[begins[-1]])
-        where = "" if found is None else f"on {found[1]}: "
+        match = _NOTE.fullmatch(lines[begins[-1]])
+        where = "" if match is None else f"on {match[1]}: "
         lines = lines[begins[-1] + 1 :]
-    told = " ".join(line for line in lines if not line.startswith((" ", "Traceback (")))
-    return clean(where + told, _LONGEST_WHY) or "it did not say why"
+    text = " ".join(line for line in lines if not line.startswith((" ", "Traceback (")))
+    return clean(where + text, _LONGEST_WHY) or "no reason was recorded"
 
 
 def _waiting(
@@ -343,13 +330,13 @@ def _in_the_queue(job: str, waiting: WaitingStory | None, *, sure: bool) -> str:
     return f"{held} by an administrator, who alone can release it" if admin else held
 
 
-def _before_that(trouble: Trouble | None) -> str:
+def _before_that(trouble: UnresolvedFailure | None) -> str:
     if trouble is None:
         return ""
     incident = trouble.incident
-    seen = "; ".join(observed(e.source, e.text, 160) for e in incident.evidence[:1])
-    told = f": {seen}" if seen else ""
-    return f"; before that, in attempt {trouble.attempt}, {clean(incident.cause, 40)}{told}"
+    evidence = "; ".join(observed(e.source, e.text, 160) for e in incident.evidence[:1])
+    suffix = f": {evidence}" if evidence else ""
+    return f"; before that, in attempt {trouble.attempt}, {clean(incident.cause, 40)}{suffix}"
 
 
 def _is_silent(facts: RunFacts, newest: AttemptStory) -> bool:
@@ -361,15 +348,15 @@ def _words(facts: RunFacts, state: RunState, status: RunStatus, newest: AttemptS
     if status is RunStatus.FINISHED:
         return "finished"
     if state.open_intent is not None:
-        return "waits for a requeue that Slurm has not taken"
+        return "waiting for a requeue that Slurm has not confirmed"
     match status:
         case RunStatus.NEW:
             return "not started yet"
         case RunStatus.SUBMITTED:
-            return "submitted, waits to be started"
+            return "submitted, waiting to start"
         case RunStatus.REQUEUED:
             since = None if newest is None else _end(newest)
-            return f"requeued {ago(since, facts.now)}, waits to be started again"
+            return f"requeued {ago(since, facts.now)}, waiting to start again"
         case RunStatus.RUNNING if newest is not None:
             return _running(facts, newest)
         case _:
@@ -385,22 +372,23 @@ def _running(facts: RunFacts, newest: AttemptStory) -> str:
     silent = facts.now - last_heard(facts, newest)
     answered = facts.queue is not None and facts.queue.answered
     if _is_silent(facts, newest):
-        sure = f", though job {clean(newest.job, 40)} runs" if answered else ""
-        return f"running, but nothing was heard of it for {span(silent)}{sure}"
+        sure = f", although job {clean(newest.job, 40)} is running" if answered else ""
+        return f"running, but silent for {span(silent)}{sure}"
     if answered and facts.queue is not None and facts.queue.record is not None:
         paused = _PAUSED.get(facts.queue.record.state)
         if paused is not None:
             return f"{paused} (job {clean(newest.job, 40)})"
     what = _doing(newest)
     if facts.queue is not None and not answered:
-        return f"{what} by its journal, last heard of {span(silent)} ago; Slurm does not answer"
-    return f"{what}, last heard of {span(silent)} ago" if silent >= _QUIET_S else what
+        silence = f"last heard from {span(silent)} ago"
+        return f"{what} according to its journal, {silence}; Slurm does not answer"
+    return f"{what}, last heard from {span(silent)} ago" if silent >= _QUIET_S else what
 
 
 def _doing(newest: AttemptStory) -> str:
     launch = newest.launches[-1] if newest.launches else None
     if launch is not None and launch.program is not None:
-        return "its program runs"
+        return "its program is running"
     if launch is None or not launch.resumes:
         return "starting"
     if launch.stop_step is not None:
@@ -414,36 +402,38 @@ def _end(attempt: AttemptStory) -> float:
 
 def warnings_of(facts: RunFacts, state: RunState, ordered: Iterable[Record]) -> tuple[str, ...]:
     """Sentences about the journal itself, and about files that will not be there for ever."""
-    found = [clean(problem, 500) for problem in facts.problems]
+    warnings = [clean(problem, 500) for problem in facts.problems]
     purge = purge_warning(facts.purge, facts.oldest_file, facts.now)
     if purge is not None:
-        found.append(purge)
+        warnings.append(purge)
     missing = missing_checkpoint(state, facts.on_disk)
     if missing is not None:
-        left = newest_step(state, facts.on_disk)
-        place = "none is left" if left is None else f"the newest one left is of step {number(left)}"
-        found.append(
-            f"checkpoint {missing} is in the journal and not on disk: {place}; "
-            f"put its folder back, or see slurm-forge checkpoints list {facts.reference}"
+        newest = newest_step(state, facts.on_disk)
+        place = (
+            "none is left" if newest is None else f"the newest one left is step {number(newest)}"
+        )
+        warnings.append(
+            f"checkpoint {missing} is in the journal but not on disk: {place}; "
+            f"restore its folder, or see slurm-forge checkpoints list {facts.reference}"
         )
     for damage in facts.damage[:_SHOWN_DAMAGE]:
         where = f"{clean(damage.file, 120)}, line {damage.line}"
-        found.append(f"damaged line left out: {where}: {clean(damage.reason, 160)}")
+        warnings.append(f"damaged line ignored: {where}: {clean(damage.reason, 160)}")
     if len(facts.damage) > _SHOWN_DAMAGE:
-        found.append(f"{plural(len(facts.damage) - _SHOWN_DAMAGE, 'more damaged line')} left out")
-    found += fenced_lines(state)
-    found += clock_differences(ordered)
-    return tuple(found)
+        warnings.append(f"{plural(len(facts.damage) - _SHOWN_DAMAGE, 'more damaged line')} ignored")
+    warnings += fenced_lines(state)
+    warnings += clock_differences(ordered)
+    return tuple(warnings)
 
 
 def fenced_lines(state: RunState) -> Iterator[str]:
     """A sentence for each attempt that wrote what the next one could not know of any more."""
     for attempt in sorted({each.attempt for each in state.fenced}):
-        mine = [each for each in state.fenced if each.attempt == attempt]
-        kinds = ", ".join(f"{each.kind} {each.count}" for each in mine)
-        count = sum(each.count for each in mine)
-        verb = "does" if count == 1 else "do"
+        of_attempt = [each for each in state.fenced if each.attempt == attempt]
+        kinds = ", ".join(f"{each.kind} {each.count}" for each in of_attempt)
+        count = sum(each.count for each in of_attempt)
+        verb = "is" if count == 1 else "are"
         yield (
             f"{plural(count, 'line')} that attempt {attempt} wrote after a newer one had taken "
-            f"over {verb} not count ({kinds})"
+            f"over {verb} ignored ({kinds})"
         )

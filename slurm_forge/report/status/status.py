@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from slurm_forge.journal import RunState, RunStatus, fold
+from slurm_forge.journal import events as ev
 from slurm_forge.journal.fold import in_order, without_fenced
 from slurm_forge.report.checkpoints import newest_step
 from slurm_forge.report.status.advice import next_steps
@@ -17,17 +18,17 @@ from slurm_forge.report.status.run_status import (
 )
 from slurm_forge.report.story.history import (
     History,
-    tell,
+    history_of,
 )
 from slurm_forge.report.story.pace_story import slow_now
 from slurm_forge.report.story.plan_text import planned
 from slurm_forge.report.story.story import (
-    CheckpointStory,
     FailingSaves,
     IncidentStory,
     LaunchStory,
     LoggedFigure,
     PlanInForce,
+    Timed,
     WaitingStory,
 )
 from slurm_forge.report.text import clean
@@ -101,7 +102,7 @@ def take_status(facts: RunFacts) -> Status:
     """Where the run stands.  Never raises, whatever the journal holds."""
     ordered = in_order(without_fenced(facts.records))
     state = fold(facts.records)
-    history = tell(ordered)
+    history = history_of(ordered)
     now = standing(facts, state, history)
     attempt = history.attempts[-1] if history.attempts else None
     launch = attempt.launches[-1] if attempt is not None and attempt.launches else None
@@ -145,21 +146,21 @@ def _probe_off(launch: LaunchStory | None, status: RunStatus) -> tuple[str, ...]
     """Nobody looks whether ranks answer right in what runs now."""
     if launch is None or not launch.probe_off or status is not RunStatus.RUNNING:
         return ()
-    return (f"the probe broke, and training goes on without it: {clean(launch.probe_off, 300)}",)
+    return (f"the probe failed, and training continues without it: {clean(launch.probe_off, 300)}",)
 
 
 def _last_checkpoint(history: History, state: RunState, facts: RunFacts) -> LastCheckpoint | None:
     there = None if facts.on_disk is None else {str(name) for name in facts.on_disk}
-    found: list[CheckpointStory] = [
+    commits: list[Timed[ev.CheckpointCommitted]] = [
         saved
         for attempt in history.attempts
         for launch in attempt.launches
         for saved in launch.checkpoints
-        if there is None or saved.name in there
+        if there is None or saved.event.name in there
     ]
-    if not found:
+    if not commits:
         return None
-    last = found[-1]
+    last, time = commits[-1].event, commits[-1].time
     known = next((each for each in state.known if str(each.name) == last.name), None)
     good = [
         each.name.step
@@ -169,8 +170,8 @@ def _last_checkpoint(history: History, state: RunState, facts: RunFacts) -> Last
     return LastCheckpoint(
         name=last.name,
         step=last.step,
-        time=last.time,
-        age_s=max(0.0, facts.now - last.time),
+        time=time,
+        age_s=max(0.0, facts.now - time),
         trust=(Trust.WRITTEN if known is None else known.trust).value,
         why="" if known is None else known.why,
         good_step=max(good, default=None),
@@ -214,14 +215,14 @@ def _last_rollback(history: History) -> IncidentStory | None:
 def _open(facts: RunFacts, state: RunState, status: RunStatus) -> tuple[str, ...]:
     if status is RunStatus.FINISHED:
         return ()
-    found = []
+    lines = []
     intent = state.open_intent
     if intent is not None:
         method, why = clean(intent.method, 60), clean(intent.reason, 200)
-        found.append(f"{method} of job {clean(intent.job, 40)} ({why})")
+        lines.append(f"{method} of job {clean(intent.job, 40)} ({why})")
     rests = status.is_at_rest
     if facts.stop_asked and not rests:
-        found.append("the file STOP asks it to save, stop and stay away")
+        lines.append("STOP file: it is to save and stop, and not to be started again")
     if facts.save_asked:
-        found.append("the file SAVE asks for a checkpoint")
-    return tuple(found)
+        lines.append("SAVE file: it is to save at its next step")
+    return tuple(lines)

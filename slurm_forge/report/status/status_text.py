@@ -19,8 +19,6 @@ from slurm_forge.report.story.story import (
 )
 from slurm_forge.vocabulary.trust import Trust
 
-__all__ = ["failing_saves_text", "figures", "status_text"]
-
 _SHOWN_FIGURES = 8
 
 
@@ -46,7 +44,7 @@ def _lines(status: Status, zone: tzinfo | None) -> Iterator[tuple[str, str]]:
         yield "checkpoint", _checkpoint(status, zone)
     else:
         far = t.clean(status.program, 120)
-        yield "progress", f"as far as {far}" if far else "none seen yet"
+        yield "progress", far or "none seen yet"
     if status.failing_saves is not None:
         yield "saves", failing_saves_text(status.failing_saves, zone)
     if status.last_seen_age_s is not None and status.status == "running":
@@ -68,8 +66,8 @@ def failing_saves_text(failing: FailingSaves, zone: tzinfo | None) -> str:
     """``8 in a row failed since 11:02:10: no space left; 80 steps since step 20 at risk``."""
     count = "1 failed at" if failing.count == 1 else f"{failing.count} in a row failed since"
     committed = failing.committed_step
-    kept = "the start" if committed is None else f"step {t.number(committed)}"
-    risk = f"{t.plural(failing.at_risk_steps, 'step')} since {kept} at risk"
+    saved = "the start" if committed is None else f"step {t.number(committed)}"
+    risk = f"{t.plural(failing.at_risk_steps, 'step')} since {saved} at risk"
     why = t.clean(failing.reason, 120)
     return f"{count} {t.clock(failing.since, zone)}: {why}; {risk}"
 
@@ -79,9 +77,9 @@ def figures(logged: tuple[LoggedFigure, ...]) -> str:
     by_step: dict[int, list[str]] = {}
     for one in logged[:_SHOWN_FIGURES]:
         by_step.setdefault(one.step, []).append(f"{t.clean(one.name, 40)} {one.value:.4g}")
-    told = "; ".join(f"{', '.join(all_)} (step {t.number(at)})" for at, all_ in by_step.items())
+    text = "; ".join(f"{', '.join(all_)} (step {t.number(at)})" for at, all_ in by_step.items())
     more = len(logged) - _SHOWN_FIGURES
-    return told if more <= 0 else f"{told}; {t.number(more)} more"
+    return text if more <= 0 else f"{text}; {t.number(more)} more"
 
 
 def _job(status: Status) -> str:
@@ -120,30 +118,30 @@ def _checkpoint(status: Status, zone: tzinfo | None) -> str:
     return f"step {t.number(last.step)}, {when}{trust}   {t.clean(last.name, 80)}"
 
 
-def _plan(plan: PlanInForce, total_steps: int | None) -> str:
-    """``rolled back to step 9 800, learning rate x0.5, back by step 10 000; micro-batch 16``."""
+def _plan(in_force: PlanInForce, total_steps: int | None) -> str:
+    """``rolled back to step 9800, learning rate x0.5, back by step 10000; micro-batch 16``."""
+    plan, place = in_force.plan, in_force.rolled_back_to
     unstable = []
-    if plan.rolled_back_to is not None:
-        place = plan.rolled_back_to
+    if place is not None:
         unstable.append(f"rolled back to {f'step {t.number(place)}' if place else 'the start'}")
-    if plan.lr_scale != 1.0:
+    if in_force.lr_scale != 1.0:
         back = back_to_schedule(plan, total_steps) or " from now on"
-        unstable.append(f"learning rate x{factor(plan.lr_scale)}{back}")
+        unstable.append(f"learning rate x{factor(in_force.lr_scale)}{back}")
     if unstable and plan.skipped:
-        unstable.append(f"{t.plural(samples_in(plan.skipped), 'sample')} left out")
+        unstable.append(f"{t.plural(samples_in(plan.skipped), 'sample')} skipped")
     parts = [", ".join(unstable)] if unstable else []
     if plan.micro_batch is not None:
         parts.append(f"micro-batch {t.number(plan.micro_batch)} (same global batch)")
     if plan.mem_factor != 1.0:
-        parts.append(f"memory x{factor(plan.mem_factor)} of what was asked")
+        parts.append(f"memory request x{factor(plan.mem_factor)}")
     if plan.worker_factor != 1.0:
         parts.append(f"data-loader workers x{factor(plan.worker_factor)}")
     if plan.time_factor != 1.0:
-        parts.append(f"time limit x{factor(plan.time_factor)} of what was asked")
+        parts.append(f"time limit x{factor(plan.time_factor)}")
     if plan.nodes is not None:
         parts.append(f"on {t.plural(plan.nodes, 'node')}")
     if plan.exclude_nodes:
-        parts.append(f"without {t.some_nodes(plan.exclude_nodes)}")
+        parts.append(f"excluding {t.some_nodes(plan.exclude_nodes)}")
     if plan.variables:
-        parts.append(f"with {t.clean(' '.join(plan.variables), 120)}")
+        parts.append(f"with {t.clean(' '.join(map(str, plan.variables)), 120)}")
     return "; ".join(parts)

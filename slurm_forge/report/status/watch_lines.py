@@ -6,13 +6,11 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from slurm_forge.launch.watch.watcher import (
-    Found,
+    HandledFinding,
     Round,
 )
 from slurm_forge.recovery.run_watch import Remedy
 from slurm_forge.report import text as t
-
-__all__ = ["Alert", "AlertedFinding", "WatchReport", "alert", "finding_lines", "watch_report"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,29 +62,31 @@ class WatchReport:
     findings: tuple[AlertedFinding, ...]
 
 
-def _alerted(found: Found, new: bool) -> AlertedFinding:
-    one = found.finding
+def _alerted(handled: HandledFinding, new: bool) -> AlertedFinding:
+    one = handled.finding
     return AlertedFinding(
         run=one.run,
-        path=found.path,
+        path=handled.path,
         kind=one.kind.value,
         job=one.job,
         words=one.words,
         next=one.next,
         person=one.person,
         remedy=one.remedy.value,
-        done=found.done,
+        done=handled.done,
         new=new,
     )
 
 
-def alert(news: Sequence[Found], *, time: float, host: str, user: str, folder: str) -> Alert:
+def alert(
+    news: Sequence[HandledFinding], *, time: float, host: str, user: str, folder: str
+) -> Alert:
     """What is told to a hook."""
     findings = tuple(_alerted(one, True) for one in news)
     return Alert(time=time, host=host, user=user, folder=folder, findings=findings)
 
 
-def watch_report(round_: Round, news: Collection[Found], folder: str) -> WatchReport:
+def watch_report(round_: Round, news: Collection[HandledFinding], folder: str) -> WatchReport:
     """One round for programs."""
     return WatchReport(
         time=round_.time,
@@ -96,16 +96,16 @@ def watch_report(round_: Round, news: Collection[Found], folder: str) -> WatchRe
         why=round_.why,
         queue_s=round_.asked_s,
         waiting_turn=round_.left,
-        findings=tuple(_alerted(one, one in news) for one in round_.found),
+        findings=tuple(_alerted(one, one in news) for one in round_.findings),
     )
 
 
-def finding_lines(found: Found) -> list[str]:
+def finding_lines(handled: HandledFinding) -> list[str]:
     """For people: what, and below it what was done or what to do."""
-    one = found.finding
+    one = handled.finding
     line = f"{t.clean(one.run, 200)}: {t.clean(one.words, 400)}"
-    if found.done:
-        return [line, f"  done: {t.clean(found.done, 300)}"]
+    if handled.done:
+        return [line, f"  done: {t.clean(handled.done, 300)}"]
     if one.remedy is not Remedy.NONE and not one.person:
         return [line]
     return [line, f"  next: {t.clean(one.next, 300)}"]

@@ -1,1 +1,4 @@
-"""What happened in a run, from journal records to values.  Pure; used by status and explain."""
+"""What happened in a run, from journal records to values; used by ``status`` and ``explain``.
+
+Entry: ``story``.
+"""

@@ -5,23 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from datetime import tzinfo
 
+from slurm_forge.journal import events as ev
 from slurm_forge.journal.comebacks import NEXT_TASK
 from slurm_forge.report import text as t
 from slurm_forge.report.story import story as s
 from slurm_forge.report.story.plan_text import in_words
 from slurm_forge.report.story.skipped_steps import row_of
 from slurm_forge.vocabulary.decision import Action
-
-__all__ = [
-    "NEXT",
-    "came_back",
-    "consequences",
-    "in_the_queue",
-    "restart",
-    "saves",
-    "strike",
-    "without_next",
-]
 
 _COMES_BACK = frozenset(
     {
@@ -53,8 +43,8 @@ _DEPUTY = "deputy"
 #: How Slurm's refusal of a hold begins where somebody else has requeued the job meanwhile.
 _STILL_WAITS = "it waits in the queue"
 _WORDS = {
-    Action.WARN.value: "warned, went on",
-    Action.SKIP.value: "went on",
+    Action.WARN.value: "warned and continued",
+    Action.SKIP.value: "continued",
     Action.RAISE.value: "raised",
     Action.STOP.value: "stopped",
 }
@@ -62,27 +52,27 @@ _WORDS = {
 
 def restart(resume: s.ResumeStory) -> str:
     """From where training began, and what the start took."""
-    where = "from the start"
-    if resume.checkpoint is not None:
-        where = f"from step {t.number(resume.step)} ({t.clean(resume.checkpoint, 80)})"
+    event, where = resume.event, "from the start"
+    if event.checkpoint is not None:
+        where = f"from step {t.number(event.step)} ({t.clean(event.checkpoint, 80)})"
     took = ""
     if resume.start_s is not None:
         took = f", training after {t.span(resume.start_s)}"
-    parts = f"interpreter {t.span(resume.interpreter_s)}, rendezvous {t.span(resume.rendezvous_s)}"
-    exact = "" if resume.exact else ", randomness derived anew"
-    return f"{where}{took} ({parts}, load {t.span(resume.load_s)}){exact}"
+    parts = f"interpreter {t.span(event.interpreter_s)}, rendezvous {t.span(event.rendezvous_s)}"
+    exact = "" if event.exact else ", random states re-derived"
+    return f"{where}{took} ({parts}, load {t.span(event.load_s)}){exact}"
 
 
 def saves(launch: s.LaunchStory) -> str:
     """How many checkpoints, the last one, and what they took."""
     if not launch.checkpoints:
         return ""
-    mean = sum(c.save_s for c in launch.checkpoints) / len(launch.checkpoints)
+    mean = sum(c.event.seconds for c in launch.checkpoints) / len(launch.checkpoints)
     last = launch.checkpoints[-1]
     count = t.plural(len(launch.checkpoints), "checkpoint")
-    suspect = sum(bool(c.findings) for c in launch.checkpoints)
+    suspect = sum(bool(c.event.findings) for c in launch.checkpoints)
     doubt = f", {t.number(suspect)} of them suspect" if suspect else ""
-    return f"{count}, the last at step {t.number(last.step)}, {t.span(mean)} each{doubt}"
+    return f"{count}, the last at step {t.number(last.event.step)}, {t.span(mean)} each{doubt}"
 
 
 #: From what; a new interpreter goes without saying.
@@ -102,15 +92,15 @@ def came_back(attempt: s.AttemptStory, launch: s.LaunchStory) -> str:
         if comeback.outcome == "done":
             deputy = comeback.by == _DEPUTY
             if comeback.successor is not None and comeback.method == NEXT_TASK:
-                return f"goes on as task {t.clean(comeback.successor, 40)} of its array"
+                return f"continues as task {t.clean(comeback.successor, 40)} of its array"
             if comeback.successor is not None:
                 successor = f"job {t.clean(comeback.successor, 40)}"
                 if deputy:
-                    return f"rank 0 submitted successor {successor} in the supervisor's place"
+                    return f"rank 0 submitted successor {successor} for the dead supervisor"
                 return f"successor {successor} submitted"
-            return "rank 0 requeued it in the supervisor's place" if deputy else "requeued"
+            return "rank 0 requeued it for the dead supervisor" if deputy else "requeued"
         if comeback.outcome == "failed":
-            return "requeue left open"
+            return "requeue failed"
     return "requeued" if attempt.outcome == "requeued" else ""
 
 
@@ -118,9 +108,9 @@ def _moved(before: tuple[str, ...], now: tuple[str, ...]) -> str:
     """Where ranks went that are on other nodes than before; empty where nobody knows, or is."""
     if not before or not now or set(before) == set(now):
         return ""
-    kept = [node for node in now if node in before]
+    same = [node for node in now if node in before]
     new = [node for node in now if node not in before]
-    parts = ([t.some_nodes(kept)] if kept else []) + ([f"spare {t.some_nodes(new)}"] if new else [])
+    parts = ([t.some_nodes(same)] if same else []) + ([f"spare {t.some_nodes(new)}"] if new else [])
     return " + ".join(parts)
 
 
@@ -141,7 +131,7 @@ def consequences(
     """Phrases for one incident; what became of the launch is told with its ``last`` one."""
     if row_of(launch, incident) is not None:
         skipped = (incident.step or 0) - (incident.onset or 0) + 1
-        yield f"{t.plural(skipped, 'step')} skipped"
+        yield f"{t.plural(skipped, 'update')} skipped"
     if last:
         yield from _saved(launch)
     if incident.decision is not None:
@@ -159,7 +149,7 @@ def _cost(incident: s.IncidentStory, gpus: float | None) -> Iterator[str]:
         pass
     elif steps == 0 and incident.repeated_at_least:
         # When it ended nobody could say how far it was.
-        yield "steps since its last sign of life repeated, if any"
+        yield "steps since its last progress report repeated, if any"
     elif steps == 0:
         yield "0 steps lost"
     elif lost is not None and t.span(lost) != t.span(0.0):
@@ -187,14 +177,14 @@ def _not_saved(run: s.RunStory, launch: s.LaunchStory) -> Iterator[str]:
         yield f"{least}{t.plural(missing, 'step')} not saved"
 
 
-def strike(struck: s.StrikeStory, time: float, zone: tzinfo | None = None) -> str:
+def strike(struck: ev.NodesStruck, time: float, zone: tzinfo | None = None) -> str:
     """Nodes that were noted in the ledger at ``time``: what for, and how long they stay out."""
-    told = f"{t.some_nodes(struck.nodes)} struck ({t.clean(struck.cause, 40)})"
+    phrase = f"{t.some_nodes(struck.nodes)} struck ({t.clean(struck.cause, 40)})"
     if not struck.excluded:
-        return told
+        return phrase
     who = "" if set(struck.excluded) == set(struck.nodes) else f"{t.some_nodes(struck.excluded)} "
     until = "" if struck.until is None else f" until {t.weekday(struck.until, time, zone)}"
-    return f"{told}; {who}left out{until} (slurm-forge nodes list)"
+    return f"{phrase}; {who}excluded{until} (slurm-forge nodes list)"
 
 
 def _saved(launch: s.LaunchStory) -> Iterator[str]:
@@ -202,9 +192,9 @@ def _saved(launch: s.LaunchStory) -> Iterator[str]:
     if saved is not None:
         after = launch.notice_to_saved_s
         since = "" if after is None else f", committed {t.span(after)} after the notice"
-        yield f"saved step {t.number(saved.step)} in {t.span(saved.save_s)}{since}"
+        yield f"saved step {t.number(saved.event.step)} in {t.span(saved.event.seconds)}{since}"
     elif launch.stop_step is not None and launch.ended is not None:
-        yield "the stop's checkpoint was not committed in time"
+        yield "the final checkpoint was not committed in time"
 
 
 def _done(
@@ -224,9 +214,9 @@ def _done(
         yield _rolled_back(incident, decision)
     for change in decision.changes:
         if run is None:
-            yield in_words(change, decision.plan, None)
+            yield in_words(change, decision.plan.plan, None)
         else:
-            yield in_words(change, decision.plan, run.total_steps, run.memory, run.nodes_asked)
+            yield in_words(change, decision.plan.plan, run.total_steps, run.memory, run.nodes_asked)
     if action == Action.HOLD.value:
         why = without_next(decision.reason).removeprefix(f"{incident.cause}: ")
         yield f"held: {t.clean(why, 300)}"
@@ -237,7 +227,7 @@ def _done(
         yield _WORDS.get(action, action)
     elif decision.in_process:
         if action != Action.ROLLBACK.value:
-            yield "went on without a restart"
+            yield "continued without a restart"
     else:
         back = came_back(attempt, launch) if last else ""
         begun_again = incident.resumed_step is not None or incident.found_out is not None
@@ -247,9 +237,9 @@ def _done(
         if back or pending:
             yield back or pending
         if decision.wait_s >= 1 and incident.resumed_step is None:
-            yield f"waits {t.span(decision.wait_s)} before the next start"
+            yield f"next start in {t.span(decision.wait_s)}"
         elif decision.wait_s >= 1:
-            yield f"the next start put off by {t.span(decision.wait_s)}"
+            yield f"next start delayed by {t.span(decision.wait_s)}"
 
 
 def in_the_queue(held: s.HeldStory) -> str:
@@ -257,11 +247,11 @@ def in_the_queue(held: s.HeldStory) -> str:
     job = t.clean(held.job, 40)
     if held.refused:
         why = t.clean(held.refusal, 160)
-        told = f"Slurm refused to hold job {job} in the queue{f': {why}' if why else ''}"
-        return told if held.refusal.startswith(_STILL_WAITS) else f"{told}; nothing waits there"
+        phrase = f"Slurm refused to hold job {job} in the queue{f': {why}' if why else ''}"
+        return phrase if held.refusal.startswith(_STILL_WAITS) else f"{phrase}; it is not queued"
     if held.confirmed:
-        return f"in Slurm's queue as job {job}, until it is released"
-    return f"asked Slurm to hold it in the queue as job {job}, until it is released"
+        return f"in Slurm's queue as job {job} until released"
+    return f"asked Slurm to hold job {job} in the queue until released"
 
 
 def _rolled_back(incident: s.IncidentStory, decision: s.DecisionStory) -> str:
@@ -269,10 +259,10 @@ def _rolled_back(incident: s.IncidentStory, decision: s.DecisionStory) -> str:
     reached, aim = incident.resumed_step, decision.target_step
     if reached is None:
         return f"to be rolled back{'' if aim is None else f' to {_place(aim, decision)}'}"
-    told = f"rolled back to {_place(reached, decision)}"
+    phrase = f"rolled back to {_place(reached, decision)}"
     if aim is not None and aim != reached:
-        told += f" (that of step {t.number(aim)} could not be used)"
-    return f"{told} without a restart" if decision.in_process else told
+        phrase += f" (that of step {t.number(aim)} could not be used)"
+    return f"{phrase} without a restart" if decision.in_process else phrase
 
 
 def _place(step: int, decision: s.DecisionStory) -> str:

@@ -17,8 +17,6 @@ from slurm_forge.report.story.lineage import (
 )
 from slurm_forge.vocabulary.decision import Action
 
-__all__ = ["MOST_RANKS", "Spending", "Spent", "spending"]
-
 #: More than this is a journal that somebody has edited.
 MOST_RANKS = 1 << 32
 
@@ -69,7 +67,7 @@ def spending(
     """
     meter = _Meter(unsaid_s or {})
     for record in ordered:
-        meter.hear(record)
+        meter.add(record)
     return meter.spent
 
 
@@ -93,7 +91,7 @@ class _Meter:
         self._seen_in: LaunchKey | None = None
         self._nameless = Spent()
 
-    def hear(self, record: Record) -> None:
+    def add(self, record: Record) -> None:
         event, time, key = record.event, record.time, (record.attempt, record.launch)
         match event:
             case ev.AttemptStarted():

@@ -16,16 +16,14 @@ from slurm_forge.report.story.cost import (
     spending,
 )
 from slurm_forge.report.story.launch_history import (
-    Beyond,
-    LaunchTelling,
-    strike_of,
+    LaunchBuilder,
+    RunContext,
 )
 from slurm_forge.report.story.lineage import (
     Lineage,
     trace,
 )
-
-__all__ = ["GO_ON", "History", "end_of", "tell"]
+from slurm_forge.report.text import first_line
 
 #: What a person does for a run to go on.
 GO_ON = frozenset({"submit", "run", "requeue", "release"})
@@ -47,7 +45,7 @@ class History:
     #: The jobs that the run has been, in the order of their claims.
     jobs: tuple[str, ...] = ()
     #: The saves that have failed since the last checkpoint, and the step of that one.
-    failed_saves: tuple[s.FailedSave, ...] = ()
+    failed_saves: tuple[s.Timed[ev.CheckpointFailed], ...] = ()
     committed_step: int | None = None
 
     def free_since(self) -> float | None:
@@ -83,22 +81,22 @@ class History:
         return s.FailingSaves(
             count=len(failed),
             since=failed[0].time,
-            first_step=failed[0].step,
-            last_step=failed[-1].step,
-            reason=failed[-1].cause,
+            first_step=failed[0].event.step,
+            last_step=failed[-1].event.step,
+            reason=first_line(failed[-1].event.reason),
             committed_step=committed,
             at_risk_steps=max(0, (self.step or 0) - (committed or 0)),
         )
 
 
-def tell(ordered: Sequence[Record]) -> History:
+def history_of(ordered: Sequence[Record]) -> History:
     """Tell the records of a run, in their order and without fenced ones."""
     line = trace(ordered)
-    beyond = Beyond(line, spending(ordered, line.unsaid_s))
+    beyond = RunContext(line, spending(ordered, line.unsaid_s))
     attempts: dict[int, _Attempt] = {}
     acts: list[s.ActStory] = []
     jobs: list[str] = []
-    failed: list[s.FailedSave] = []
+    failed: list[s.Timed[ev.CheckpointFailed]] = []
     committed: int | None = None
     for record in ordered:
         event, time = record.event, record.time
@@ -117,18 +115,18 @@ def tell(ordered: Sequence[Record]) -> History:
             case ev.CheckpointCommitted():
                 failed, committed = [], event.step
             case ev.CheckpointFailed():
-                failed.append(s.FailedSave(time, event.step, event.reason))
+                failed.append(s.Timed(time, event))
             case _:
-                beyond.hear(event)
+                beyond.add(event)
         if record.attempt > 0:
             attempt = attempts.setdefault(record.attempt, _Attempt(record.attempt, time))
-            attempt.hear(record)
-    told: list[s.AttemptStory] = []
+            attempt.add(record)
+    stories: list[s.AttemptStory] = []
     for number in sorted(attempts):
-        before = _free_since(told[-1] if told else None, acts, attempts[number].started)
-        told.append(attempts[number].told(before, beyond))
+        before = _free_since(stories[-1] if stories else None, acts, attempts[number].started)
+        stories.append(attempts[number].story(before, beyond))
     return History(
-        attempts=tuple(told),
+        attempts=tuple(stories),
         acts=tuple(sorted(acts, key=lambda act: act.time)),
         lineage=beyond.lineage,
         spending=beyond.spending,
@@ -181,11 +179,11 @@ class _Attempt:
     ended: float | None = None
     last_seen: float = -math.inf
     outcome: str = ""
-    launches: dict[int, LaunchTelling] = field(default_factory=dict)
+    launches: dict[int, LaunchBuilder] = field(default_factory=dict)
     comebacks: list[s.ComebackStory] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
-    def hear(self, record: Record) -> None:
+    def add(self, record: Record) -> None:
         event, time = record.event, record.time
         if record.launch >= NO_LAUNCH and isinstance(event, ev.DecisionTaken):
             # The start after this attempt found that there was nothing for it to do.
@@ -216,21 +214,21 @@ class _Attempt:
             case ev.Note():
                 self.notes.append(event.text)
             case ev.ResumeCompared():
-                said = "not resumed, because" if event.refused else "resumed, and not as it was"
-                self.notes += [f"{said}: {line}" for line in event.differences]
+                prefix = "not resumed, because" if event.refused else "resumed, and not as it was"
+                self.notes += [f"{prefix}: {line}" for line in event.differences]
             case _ if record.writer.startswith(_PERSON) or record.launch >= NO_LAUNCH:
                 pass
             case _:
-                self._launch(record).hear(record)
+                self._launch(record).add(record)
 
     def _failed(self, event: ev.RequeueFailed) -> None:
         if event.method.endswith(_HOLD) and self.held is not None:
             self.held = replace(self.held, refused=True, refusal=event.reason)
 
-    def _launch(self, record: Record) -> LaunchTelling:
+    def _launch(self, record: Record) -> LaunchBuilder:
         launch = self.launches.get(record.launch)
         if launch is None:
-            launch = self.launches[record.launch] = LaunchTelling(record.launch, record.time)
+            launch = self.launches[record.launch] = LaunchBuilder(record.launch, record.time)
         return launch
 
     def _is_of_a_later_one(self, record: Record) -> bool:
@@ -250,17 +248,17 @@ class _Attempt:
         launch = self.launches.get(record.launch)
         return launch is None or launch.ended is None
 
-    def _learn(self, seen: float) -> None:
+    def _learn(self, last_seen: float) -> None:
         last = max(self.launches, default=None)
         for record in self.found:
             known = record.launch in self.launches or last is None
             launch = self._launch(record) if known else self.launches[last or 0]
-            launch.learn(record, seen)
+            launch.learn(record, last_seen)
 
-    def told(self, free_since: float | None, beyond: Beyond) -> s.AttemptStory:
+    def story(self, free_since: float | None, beyond: RunContext) -> s.AttemptStory:
         event = self.event
-        seen = self.last_seen if math.isfinite(self.last_seen) else self.started
-        self._learn(seen)
+        last_seen = self.last_seen if math.isfinite(self.last_seen) else self.started
+        self._learn(last_seen)
         return s.AttemptStory(
             number=self.number,
             job="" if event is None else event.job,
@@ -270,18 +268,16 @@ class _Attempt:
             waited_s=None if free_since is None else max(0.0, self.started - free_since),
             started=self.started,
             ended=self.ended,
-            last_seen=seen,
+            last_seen=last_seen,
             outcome=self.outcome,
             launches=tuple(
-                self.launches[number].told((self.number, number), beyond)
+                self.launches[number].story((self.number, number), beyond)
                 for number in sorted(self.launches)
             ),
             comebacks=tuple(self.comebacks),
             notes=tuple(self.notes),
             held=self.held,
-            struck=tuple(
-                strike_of(one) for one in self.struck if one.incident_id not in beyond.known
-            ),
+            struck=tuple(one for one in self.struck if one.incident_id not in beyond.known),
             found_out=max((record.time for record in self.found), default=None),
         )
 

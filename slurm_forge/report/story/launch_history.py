@@ -18,25 +18,22 @@ from slurm_forge.report.story.lineage import (
     Lineage,
     by_rank_0,
 )
-from slurm_forge.report.story.pace_story import PaceTelling
+from slurm_forge.report.story.pace_story import PaceBuilder
 from slurm_forge.report.story.plan_text import (
     planned,
     step_of,
 )
 from slurm_forge.report.story.skipped_steps import (
-    TimedSkip,
     skip_rows,
 )
 from slurm_forge.vocabulary.decision import Action, Decision, Incident
-
-__all__ = ["Beyond", "LaunchTelling", "strike_of"]
 
 #: A request for a checkpoint is a notice too, but nobody wants the run to stop.
 _SAVE_NOTICE = "SAVE"
 
 
 @dataclass(slots=True)
-class Beyond:
+class RunContext:
     """What a launch can't tell of itself: what became of it later, what was known of others."""
 
     lineage: Lineage
@@ -48,9 +45,9 @@ class Beyond:
     recovered: dict[str, ev.Recovered] = field(default_factory=dict)
     #: Incidents that anything is known of, and the nodes that were struck for each.
     known: set[str] = field(default_factory=set)
-    struck: dict[str, list[s.StrikeStory]] = field(default_factory=dict)
+    struck: dict[str, list[ev.NodesStruck]] = field(default_factory=dict)
 
-    def hear(self, event: ev.Event) -> None:
+    def add(self, event: ev.Event) -> None:
         """One more event of the run."""
         match event:
             case ev.CheckpointJudged():
@@ -58,7 +55,7 @@ class Beyond:
             case ev.IncidentSeen():
                 self.known.add(event.incident.id)
             case ev.NodesStruck():
-                self.struck.setdefault(event.incident_id, []).append(strike_of(event))
+                self.struck.setdefault(event.incident_id, []).append(event)
             case ev.DecisionTaken():
                 self.known.add(event.decision.incident_id)
                 target = event.decision.target or ""
@@ -70,7 +67,7 @@ class Beyond:
 
 
 @dataclass(frozen=True, slots=True)
-class _Taken:
+class _RecordedDecision:
     """A decision as it was written down."""
 
     time: float
@@ -79,7 +76,7 @@ class _Taken:
 
 
 @dataclass(frozen=True, slots=True)
-class _Seen:
+class _RecordedIncident:
     """An incident as it was written down; ``found_out``: by a later attempt, at that time."""
 
     time: float
@@ -88,7 +85,7 @@ class _Seen:
 
 
 @dataclass(slots=True)
-class LaunchTelling:
+class LaunchBuilder:
     """A launch while its records are read."""
 
     number: int
@@ -98,24 +95,24 @@ class LaunchTelling:
     last_seen: float = -math.inf
     outcome: str = ""
     step: int | None = None
-    resumes: list[tuple[ev.Resumed, s.ResumeStory]] = field(default_factory=list)
-    notices: list[s.NoticeStory] = field(default_factory=list)
+    resumes: list[s.ResumeStory] = field(default_factory=list)
+    notices: list[s.Timed[ev.NoticeSeen]] = field(default_factory=list)
     agreed: ev.StopAgreed | None = None
-    incidents: list[_Seen] = field(default_factory=list)
-    decisions: list[_Taken] = field(default_factory=list)
-    checkpoints: list[s.CheckpointStory] = field(default_factory=list)
-    failed: list[s.FailedSave] = field(default_factory=list)
-    rejected: list[s.RejectedCheckpoint] = field(default_factory=list)
-    skipped: list[TimedSkip] = field(default_factory=list)
+    incidents: list[_RecordedIncident] = field(default_factory=list)
+    decisions: list[_RecordedDecision] = field(default_factory=list)
+    checkpoints: list[s.Timed[ev.CheckpointCommitted]] = field(default_factory=list)
+    failed: list[s.Timed[ev.CheckpointFailed]] = field(default_factory=list)
+    rejected: list[s.Timed[ev.CheckpointRejected]] = field(default_factory=list)
+    skipped: list[s.Timed[ev.StepSkipped]] = field(default_factory=list)
     probes: int = 0
     slowest: float | None = None
     bandwidth: float | None = None
     probe_off: str = ""
-    late: list[s.LateProbe] = field(default_factory=list)
+    late: list[s.Timed[ev.ProbeMeasured]] = field(default_factory=list)
     advanced: str = ""
-    paces: PaceTelling = field(default_factory=PaceTelling)
+    paces: PaceBuilder = field(default_factory=PaceBuilder)
 
-    def hear(self, record: Record) -> None:
+    def add(self, record: Record) -> None:
         """One more record of the launch."""
         event, time = record.event, record.time
         self.last_seen = max(self.last_seen, time)
@@ -137,50 +134,52 @@ class LaunchTelling:
                 self._reach(event.step)
                 self.advanced = event.what
             case ev.NoticeSeen():
-                self.notices.append(s.NoticeStory(time, event.what, event.source))
+                self.notices.append(s.Timed(time, event))
             case ev.StopAgreed():
                 self.agreed = event
             case ev.IncidentSeen():
-                self._incident(_Seen(time, event.incident))
+                self._incident(_RecordedIncident(time, event.incident))
             case ev.DecisionTaken():
-                self.decisions.append(_Taken(time, event.decision, by_rank_0(record)))
+                self.decisions.append(_RecordedDecision(time, event.decision, by_rank_0(record)))
             case ev.CheckpointCommitted():
                 self._reach(event.step)
-                self.checkpoints.append(_checkpoint(event, time))
+                self.checkpoints.append(s.Timed(time, event))
             case ev.CheckpointFailed():
-                self.failed.append(s.FailedSave(time, event.step, event.reason))
+                self.failed.append(s.Timed(time, event))
             case ev.CheckpointRejected():
-                self.rejected.append(s.RejectedCheckpoint(time, event.name, event.reason))
+                self.rejected.append(s.Timed(time, event))
             case ev.StepSkipped():
                 self._reach(event.step)
-                self.skipped.append((time, event))
+                self.skipped.append(s.Timed(time, event))
             case ev.ProbeMeasured():
                 self._probed(event, time)
             case ev.StragglerSeen() | ev.StragglerOver() | ev.TrendSeen():
-                self.paces.hear(event, time)
+                self.paces.add(event, time)
             case ev.ProbeOff():
                 self.probe_off = event.why
             case _:
                 pass
 
-    def learn(self, record: Record, seen: float) -> None:
+    def learn(self, record: Record, last_seen: float) -> None:
         """What a later attempt wrote down about this launch, ``seen`` last at that time."""
         event = record.event
         match event:
             case ev.IncidentSeen():
-                self._incident(_Seen(seen, event.incident, found_out=record.time))
+                self._incident(_RecordedIncident(last_seen, event.incident, found_out=record.time))
             case ev.DecisionTaken():
-                self.decisions.append(_Taken(record.time, event.decision, by_rank_0=False))
+                self.decisions.append(
+                    _RecordedDecision(record.time, event.decision, by_rank_0=False)
+                )
             case _:
                 pass
 
-    def _incident(self, seen: _Seen) -> None:
+    def _incident(self, record: _RecordedIncident) -> None:
         """What comes again under its id is the same incident, better known by then."""
         for index, each in enumerate(self.incidents):
-            if each.incident.id == seen.incident.id:
-                self.incidents[index] = replace(each, incident=seen.incident)
+            if each.incident.id == record.incident.id:
+                self.incidents[index] = replace(each, incident=record.incident)
                 return
-        self.incidents.append(seen)
+        self.incidents.append(record)
 
     def _is_program(self) -> bool:
         """Whether no rank of ours was in it: a program that slurm-forge exec has started."""
@@ -193,40 +192,22 @@ class LaunchTelling:
     def _resumed(self, event: ev.Resumed, time: float) -> None:
         self.step = event.step
         begun = self.started if self.event is not None and not self.resumes else None
-        resume = s.ResumeStory(
-            time=time,
-            step=event.step,
-            checkpoint=event.checkpoint,
-            world_size=event.world_size,
-            exact=event.exact,
-            start_s=None if begun is None else max(0.0, time - begun),
-            interpreter_s=event.interpreter_s,
-            rendezvous_s=event.rendezvous_s,
-            load_s=event.load_s,
-        )
-        self.resumes.append((event, resume))
+        start_s = None if begun is None else max(0.0, time - begun)
+        self.resumes.append(s.ResumeStory(time=time, event=event, start_s=start_s))
 
     def _probed(self, event: ev.ProbeMeasured, time: float) -> None:
         if not event.ok:
-            self.late.append(
-                s.LateProbe(
-                    time=time,
-                    step=event.step,
-                    ranks=event.late_ranks,
-                    hosts=event.late_hosts,
-                    wrong=event.wrong,
-                )
-            )
+            self.late.append(s.Timed(time, event))
             return
         self.probes += event.count
         self.bandwidth = event.bandwidth or self.bandwidth
         if event.latency_s is not None:
             self.slowest = max(event.latency_s, self.slowest or 0.0)
 
-    def told(self, key: LaunchKey, beyond: Beyond) -> s.LaunchStory:
+    def story(self, key: LaunchKey, beyond: RunContext) -> s.LaunchStory:
         """The story of what has been heard."""
         lineage = beyond.lineage
-        notice = next((n for n in self.notices if n.what != _SAVE_NOTICE), None)
+        notice = next((n for n in self.notices if n.event.what != _SAVE_NOTICE), None)
         stop = None if notice is None else self._stop_checkpoint(notice.time)
         return s.LaunchStory(
             number=self.number,
@@ -239,8 +220,8 @@ class LaunchTelling:
             start="cold" if self.event is None else self.event.start,
             step=self.step,
             resumes=tuple(
-                replace(resume, after=lineage.after.get(id(event)))
-                for event, resume in self.resumes
+                replace(resume, after=lineage.after.get(id(resume.event)))
+                for resume in self.resumes
             ),
             training_s=lineage.training_s.get(key, 0.0),
             repeated_steps=lineage.repeated_steps.get(key, 0) if key in lineage.followed else None,
@@ -252,27 +233,27 @@ class LaunchTelling:
             notice_to_saved_s=(
                 None if notice is None or stop is None else max(0.0, stop.time - notice.time)
             ),
-            incidents=self._told_incidents(beyond),
+            incidents=self._incident_stories(beyond),
             checkpoints=tuple(self.checkpoints),
             failed_saves=tuple(self.failed),
             rejected=tuple(self.rejected),
-            skipped=self._told_skips(lineage),
+            skipped=self._skip_rows(lineage),
             probes=self.probes,
             slowest_probe_s=self.slowest,
             late_probes=tuple(self.late),
             bandwidth=self.bandwidth,
             probe_off=self.probe_off,
             program=self.advanced if self._is_program() else None,
-            slow=self.paces.told_slow(self.step),
+            slow=self.paces.slow_until(self.step),
             trends=tuple(self.paces.trends),
         )
 
     def _world_size(self) -> int:
         if self.event is not None:
             return self.event.world_size
-        return self.resumes[-1][1].world_size if self.resumes else 0
+        return self.resumes[-1].event.world_size if self.resumes else 0
 
-    def _stop_checkpoint(self, notice: float) -> s.CheckpointStory | None:
+    def _stop_checkpoint(self, notice: float) -> s.Timed[ev.CheckpointCommitted] | None:
         """The commit that the stop was for: at the agreed step, else the first after the notice.
 
         A stop right after a regular save needs no new one: then nothing was waited for.
@@ -281,58 +262,58 @@ class LaunchTelling:
         if self.agreed is None:
             return after[0] if after else None
         wanted = self.agreed.step
-        at = [c for c in self.checkpoints if c.step == wanted]
+        at = [c for c in self.checkpoints if c.event.step == wanted]
         return at[-1] if at else None
 
-    def _told_skips(self, lineage: Lineage) -> tuple[s.SkipStory, ...]:
+    def _skip_rows(self, lineage: Lineage) -> tuple[s.SkipStory, ...]:
         # By identity: a step that is done again may be skipped again, with the same samples.
-        gone = {id(skip) for _, skip in lineage.undone}
-        stayed = skip_rows(each for each in self.skipped if id(each[1]) not in gone)
-        undone = skip_rows(each for each in self.skipped if id(each[1]) in gone)
-        told = [*stayed, *(replace(one, undone=True) for one in undone)]
-        return tuple(sorted(told, key=lambda one: one.time))
+        undone_events = {id(each.event) for each in lineage.undone}
+        stayed = skip_rows(each for each in self.skipped if id(each.event) not in undone_events)
+        undone = skip_rows(each for each in self.skipped if id(each.event) in undone_events)
+        rows = [*stayed, *(replace(one, undone=True) for one in undone)]
+        return tuple(sorted(rows, key=lambda one: one.time))
 
-    def _told_incidents(self, beyond: Beyond) -> tuple[s.IncidentStory, ...]:
-        first: dict[str, _Taken] = {}
-        for taken in self.decisions:
-            if taken.decision.action is Action.STOP:  # it was cancelled after all
-                first[taken.decision.incident_id] = taken
-            first.setdefault(taken.decision.incident_id, taken)
-        told = []
-        for seen in self.incidents:
-            incident = seen.incident
-            taken_then = first.pop(incident.id, None)
-            decided = None if taken_then is None else self._decision(taken_then, incident, beyond)
-            story = _incident(incident, seen.time, decided, beyond)
+    def _incident_stories(self, beyond: RunContext) -> tuple[s.IncidentStory, ...]:
+        first: dict[str, _RecordedDecision] = {}
+        for record in self.decisions:
+            if record.decision.action is Action.STOP:  # it was cancelled after all
+                first[record.decision.incident_id] = record
+            first.setdefault(record.decision.incident_id, record)
+        stories = []
+        for each in self.incidents:
+            incident = each.incident
+            decided = first.pop(incident.id, None)
+            decision = None if decided is None else self._decision(decided, incident, beyond)
+            story = _incident(incident, each.time, decision, beyond)
             struck = tuple(beyond.struck.get(story.id, ()))
             ranks = self._world_size() or None
             paid = _with_cost(replace(story, ranks=ranks), beyond)
-            told.append(replace(paid, struck=struck, found_out=seen.found_out))
+            stories.append(replace(paid, struck=struck, found_out=each.found_out))
         # The line of the incident itself was lost: the decision still says what it was about.
-        told += [
-            _without_incident(taken, self._decision(taken, None, beyond))
-            for taken in first.values()
+        stories += [
+            _without_incident(record, self._decision(record, None, beyond))
+            for record in first.values()
         ]
-        return tuple(told)
+        return tuple(stories)
 
     def _decision(
-        self, taken: _Taken, incident: Incident | None, beyond: Beyond
+        self, record: _RecordedDecision, incident: Incident | None, beyond: RunContext
     ) -> s.DecisionStory:
-        decision = taken.decision
+        decision = record.decision
         target_step = step_of(decision.target)
         going_back = decision.action is Action.ROLLBACK
         back_to = target_step if going_back else None
         place = None if incident is None else incident.step
         return s.DecisionStory(
-            time=taken.time,
+            time=record.time,
             action=decision.action.value,
             reason=decision.reason,
             rung=decision.rung,
-            changes=tuple(s.ParameterChange(c.parameter, c.old, c.new) for c in decision.changes),
+            changes=decision.changes,
             target=decision.target,
             target_step=target_step,
             target_trust=beyond.chosen.get(id(decision), ""),
-            in_process=self._in_process(taken, beyond.lineage),
+            in_process=self._in_process(record, beyond.lineage),
             plan=planned(
                 decision.plan,
                 at=back_to if back_to is not None else place or 0,
@@ -341,31 +322,19 @@ class LaunchTelling:
             wait_s=decision.wait_s,
         )
 
-    def _in_process(self, taken: _Taken, lineage: Lineage) -> bool:
-        if not taken.by_rank_0:
+    def _in_process(self, record: _RecordedDecision, lineage: Lineage) -> bool:
+        if not record.by_rank_0:
             return False
-        name, action = taken.decision.incident_id, taken.decision.action
+        name, action = record.decision.incident_id, record.decision.action
         if action in (Action.SKIP, Action.WARN, Action.SHRINK_MICRO_BATCH):
             return True
-        return any(lineage.after.get(id(event)) == name for event, _ in self.resumes)
-
-
-def _checkpoint(event: ev.CheckpointCommitted, time: float) -> s.CheckpointStory:
-    return s.CheckpointStory(
-        time=time,
-        name=event.name,
-        step=event.step,
-        reason=event.reason,
-        save_s=event.seconds,
-        size=event.size,
-        findings=event.findings,
-    )
+        return any(lineage.after.get(id(resume.event)) == name for resume in self.resumes)
 
 
 def _incident(
-    incident: Incident, time: float, decided: s.DecisionStory | None, beyond: Beyond
+    incident: Incident, time: float, decided: s.DecisionStory | None, beyond: RunContext
 ) -> s.IncidentStory:
-    lineage, window = beyond.lineage, incident.window
+    lineage = beyond.lineage
     cost = lineage.costs.get(incident.id)
     measured = beyond.recovered.get(incident.id)
     steps = None if cost is None else cost.steps
@@ -381,10 +350,10 @@ def _incident(
         step=incident.step,
         rank=incident.rank,
         hosts=incident.hosts,
-        evidence=tuple(s.Observation(e.source, e.text) for e in incident.evidence),
+        evidence=incident.evidence,
         decision=decided,
         onset=incident.onset,
-        samples=None if window is None else s.SampleRange(window.first, window.stop - 1),
+        samples=incident.window,
         repeats=incident.repeats,
         micro_batch=incident.micro_batch,
         resumed_step=None if cost is None else cost.resumed_step,
@@ -395,7 +364,7 @@ def _incident(
     )
 
 
-def _with_cost(incident: s.IncidentStory, beyond: Beyond) -> s.IncidentStory:
+def _with_cost(incident: s.IncidentStory, beyond: RunContext) -> s.IncidentStory:
     cost = beyond.lineage.costs.get(incident.id)
     repeated = 0.0 if cost is None else cost.seconds
     spent = beyond.spending.incidents.get(incident.id, Spent())
@@ -409,18 +378,11 @@ def _with_cost(incident: s.IncidentStory, beyond: Beyond) -> s.IncidentStory:
     )
 
 
-def strike_of(event: ev.NodesStruck) -> s.StrikeStory:
-    """What was noted in the node ledger."""
-    return s.StrikeStory(
-        nodes=event.nodes, cause=event.cause, excluded=event.excluded, until=event.until
-    )
-
-
-def _without_incident(taken: _Taken, decided: s.DecisionStory) -> s.IncidentStory:
+def _without_incident(record: _RecordedDecision, decided: s.DecisionStory) -> s.IncidentStory:
     return s.IncidentStory(
-        id=taken.decision.incident_id,
-        time=taken.time,
-        cause=taken.decision.cause.value,
+        id=record.decision.incident_id,
+        time=record.time,
+        cause=record.decision.cause.value,
         confidence="",
         step=None,
         rank=None,

@@ -14,12 +14,9 @@ from dataclasses import dataclass, field
 
 from slurm_forge.journal import Record
 from slurm_forge.journal import events as ev
-from slurm_forge.report.story.skipped_steps import TimedSkip
-from slurm_forge.report.story.story import LoggedFigure
+from slurm_forge.report.story.story import LoggedFigure, Timed
 from slurm_forge.vocabulary.decision import Action, Decision, Incident
 from slurm_forge.vocabulary.plan import RecoveryPlan
-
-__all__ = ["Cost", "LaunchKey", "Lineage", "PlanSpan", "by_rank_0", "trace"]
 
 #: Attempt and launch.
 LaunchKey = tuple[int, int]
@@ -73,8 +70,8 @@ class Lineage:
     #: The newest launch may have done more steps than are known of.
     may_be_further: bool = False
     followed: set[LaunchKey] = field(default_factory=set)
-    skipped: list[TimedSkip] = field(default_factory=list)
-    undone: list[TimedSkip] = field(default_factory=list)
+    skipped: list[Timed[ev.StepSkipped]] = field(default_factory=list)
+    undone: list[Timed[ev.StepSkipped]] = field(default_factory=list)
     figures: dict[str, LoggedFigure] = field(default_factory=dict)
     inexact: list[ev.Resumed] = field(default_factory=list)
     costs: dict[str, Cost] = field(default_factory=dict)
@@ -135,16 +132,16 @@ def by_rank_0(record: Record) -> bool:
 def trace(ordered: Iterable[Record]) -> Lineage:
     """Follow the line through records in their order, fenced ones left out."""
     records = list(ordered)
-    tracer = _heard(_Tracer(), records)
+    tracer = _traced(_Tracer(), records)
     if tracer.guessed and tracer.pace is not None:
         # A launch that died young says little of the run's pace: those after it say more.
-        tracer = _heard(_Tracer(tracer.pace), records)
+        tracer = _traced(_Tracer(tracer.pace), records)
     return tracer.done()
 
 
-def _heard(tracer: _Tracer, records: Iterable[Record]) -> _Tracer:
+def _traced(tracer: _Tracer, records: Iterable[Record]) -> _Tracer:
     for record in records:
-        tracer.hear(record)
+        tracer.add(record)
     return tracer
 
 
@@ -184,7 +181,7 @@ class _Tracer:
         self._line.may_be_further = newest is not None and newest.may_be_further
         return self._line
 
-    def hear(self, record: Record) -> None:
+    def add(self, record: Record) -> None:
         """One more record."""
         line, key, event = self._line, (record.attempt, record.launch), record.event
         match event:
@@ -194,12 +191,12 @@ class _Tracer:
                 self._reach(key, event.step, record.time)
                 line.step = max(event.step, line.step or 0)
                 if isinstance(event, ev.StepSkipped):
-                    line.skipped.append((record.time, event))
+                    line.skipped.append(Timed(record.time, event))
                 elif isinstance(event, ev.Logged):
                     self._log(event, record.time)
             case ev.LaunchEnded() if event.step is not None:
                 # A few steps may have come after the last line of progress; when, nobody knows.
-                if self._reach(key, event.step, record.time, said=False):
+                if self._reach(key, event.step, record.time, timed=False):
                     line.step = max(event.step, line.step or 0)
                     self._segments[-1].exact = event.exact
             case ev.StopAgreed():
@@ -215,15 +212,15 @@ class _Tracer:
             case _:
                 pass
 
-    def _reach(self, key: LaunchKey, step: int, time: float, *, said: bool = True) -> bool:
-        """Whether the launch trains; not ``said``: it was there at some time before ``time``."""
+    def _reach(self, key: LaunchKey, step: int, time: float, *, timed: bool = True) -> bool:
+        """Whether the launch trains; not ``timed``: it was there at some time before ``time``."""
         while self._ahead and self._ahead[0][0] < step:
             self._line.passed.add(heapq.heappop(self._ahead)[1])
         if not self._segments or self._segments[-1].key != key:
             return False
         segment = self._segments[-1]
         before, more = segment.until, max(0, step - segment.head)
-        if said:
+        if timed:
             segment.reach(step, time)
             self._timed_steps += more
             self._timed_s += segment.until - before
@@ -258,9 +255,12 @@ class _Tracer:
         steps, seconds = self._cut_back(step)
         ended = [name for name, training in self._waiting.items() if training]
         for name in self._waiting:
-            mine = name == (ended[-1] if ended else next(iter(self._waiting)))
+            pays = name == (ended[-1] if ended else next(iter(self._waiting)))
             line.costs[name] = Cost(
-                step, steps if mine else 0, seconds if mine else 0.0, at_least=mine and at_least
+                step,
+                steps if pays else 0,
+                seconds if pays else 0.0,
+                at_least=pays and at_least,
             )
         if self._waiting:
             line.after[id(event)] = next(reversed(self._waiting))
@@ -276,7 +276,7 @@ class _Tracer:
 
     def _incident(self, key: LaunchKey, incident: Incident, record: Record) -> None:
         line, step = self._line, incident.step
-        if step is not None and self._reach(key, step, record.time, said=by_rank_0(record)):
+        if step is not None and self._reach(key, step, record.time, timed=by_rank_0(record)):
             line.step = max(step, line.step or 0)
         trains = bool(self._segments) and self._segments[-1].key == key
         self._waiting.setdefault(incident.id, trains)
@@ -301,19 +301,19 @@ class _Tracer:
     def _cut_back(self, step: int) -> tuple[int, float]:
         """Training goes on from ``step``: what lies beyond it has to be done again."""
         line, segments = self._line, self._segments
-        line.undone += [skip for skip in line.skipped if skip[1].step > step]
-        line.skipped = [skip for skip in line.skipped if skip[1].step <= step]
+        line.undone += [skip for skip in line.skipped if skip.event.step > step]
+        line.skipped = [skip for skip in line.skipped if skip.event.step <= step]
         line.figures = {name: one for name, one in line.figures.items() if one.step <= step}
         steps, seconds = 0, 0.0
         while segments and segments[-1].head > step:
             last = segments[-1]
-            kept = max(step, last.first)
-            time = last.time_of(kept)
-            steps += last.head - kept
+            end = max(step, last.first)
+            time = last.time_of(end)
+            steps += last.head - end
             seconds += max(0.0, last.until - time)
-            line.repeated_steps[last.key] = line.repeated_steps.get(last.key, 0) + last.head - kept
+            line.repeated_steps[last.key] = line.repeated_steps.get(last.key, 0) + last.head - end
             _add(line.repeated_s, last.key, last.until - time)
-            last.cut(kept, time)
+            last.cut(end, time)
             if step > last.first:
                 break
             segments.pop()

@@ -9,20 +9,8 @@ from slurm_forge.report import text as t
 from slurm_forge.report.story import story as s
 from slurm_forge.store.identity import CheckpointName
 from slurm_forge.units import format_memory
-from slurm_forge.vocabulary.plan import RecoveryPlan
-
-__all__ = [
-    "back_to_schedule",
-    "factor",
-    "in_words",
-    "left_out",
-    "memory_times",
-    "nodes_in_words",
-    "planned",
-    "ranges",
-    "samples_in",
-    "step_of",
-]
+from slurm_forge.vocabulary.decision import Change
+from slurm_forge.vocabulary.plan import RecoveryPlan, SampleWindow
 
 _RANGE = re.compile(r"(\d{1,18})-(\d{1,18})")
 #: Windows of samples that are named; of more only how many there are.
@@ -38,27 +26,11 @@ def planned(plan: RecoveryPlan, *, at: int, rolled_back_to: int | None = None) -
     """The plan as it is at step ``at``."""
     ramps = plan.lr_factor != 1.0 and plan.lr_ramp_steps > 0
     return s.PlanInForce(
+        plan=plan,
         lr_scale=plan.lr_scale(at),
-        lr_factor=plan.lr_factor,
-        lr_from_step=plan.lr_from_step,
-        lr_ramp_steps=plan.lr_ramp_steps,
-        micro_batch=plan.micro_batch,
-        mem_factor=plan.mem_factor,
-        exclude_nodes=plan.exclude_nodes,
         lr_back_step=plan.lr_from_step + plan.lr_ramp_steps if ramps else None,
-        skipped=ranges(plan),
-        reseeded=plan.reseeded,
-        worker_factor=plan.worker_factor,
         rolled_back_to=rolled_back_to,
-        time_factor=plan.time_factor,
-        nodes=plan.nodes,
-        variables=tuple(map(str, plan.variables)),
     )
-
-
-def ranges(plan: RecoveryPlan) -> tuple[s.SampleRange, ...]:
-    """What the plan leaves out."""
-    return tuple(s.SampleRange(each.first, each.stop - 1) for each in plan.skipped)
 
 
 def step_of(name: str | None) -> int | None:
@@ -69,31 +41,28 @@ def step_of(name: str | None) -> int | None:
         return None
 
 
-def back_to_schedule(plan: RecoveryPlan | s.PlanInForce, total_steps: int | None) -> str:
+def back_to_schedule(plan: RecoveryPlan, total_steps: int | None) -> str:
     """When the learning rate is back, or how far it comes where the run ends before that."""
     if plan.lr_ramp_steps <= 0:
         return ""
     back = plan.lr_from_step + plan.lr_ramp_steps
     if total_steps is None or back <= total_steps:
         return f", back by step {t.number(back)}"
-    ramp = RecoveryPlan(
-        lr_factor=plan.lr_factor, lr_from_step=plan.lr_from_step, lr_ramp_steps=plan.lr_ramp_steps
-    )
-    scale = ramp.lr_scale(total_steps)
+    scale = plan.lr_scale(total_steps)
     return f", back up to x{scale:.2g} at the end, step {t.number(total_steps)}"
 
 
-def samples_in(windows: Iterable[s.SampleRange]) -> int:
+def samples_in(windows: Iterable[SampleWindow]) -> int:
     """How many samples they hold together."""
-    return sum(max(0, each.last - each.first + 1) for each in windows)
+    return sum(max(0, each.stop - each.first) for each in windows)
 
 
-def left_out(windows: Iterable[s.SampleRange]) -> str:
-    """``144-335``, ``144-335 and 5 000-5 047``; of many windows the first few."""
-    told = tuple(windows)
-    shown = [t.steps(each.first, each.last) for each in told[:_SHOWN_RANGES]]
-    more = len(told) - len(shown)
-    return f"{', '.join(shown)}, and {more} more" if more > 0 else " and ".join(shown)
+def windows_in_words(windows: Iterable[SampleWindow]) -> str:
+    """``144-335``, ``144-335 and 5000-5047``; of many windows the first few."""
+    windows = tuple(windows)
+    texts = [t.steps(each.first, each.stop - 1) for each in windows[:_SHOWN_RANGES]]
+    more = len(windows) - len(texts)
+    return f"{', '.join(texts)}, and {more} more" if more > 0 else " and ".join(texts)
 
 
 def factor(text: object) -> str:
@@ -104,20 +73,20 @@ def factor(text: object) -> str:
         return t.clean(text, 60)
 
 
-def memory_times(asked: int | None, times: str) -> str:
+def memory_times(requested: int | None, times: str) -> str:
     """``24G``; empty where it is not known what was asked for, or how often it is taken."""
     try:
         value = float(times)
     except ValueError:
         return ""
-    if not asked or not 0 < value < _MOST_MEMORY:
+    if not requested or not 0 < value < _MOST_MEMORY:
         return ""
-    return format_memory(-(-int(asked * value) // _MIB) * _MIB)
+    return format_memory(-(-int(requested * value) // _MIB) * _MIB)
 
 
 def in_words(
-    change: s.ParameterChange,
-    plan: s.PlanInForce,
+    change: Change,
+    plan: RecoveryPlan,
     total: int | None,
     memory: int | None = None,
     nodes: int | None = None,
@@ -135,42 +104,43 @@ def in_words(
             before = "" if old in ("", "-") else f"{old} → "
             return f"micro-batch {before}{new}, same global batch"
         case "skipped_samples":
-            return _left_out(old, new, plan)
+            return _skipped_samples(old, new, plan)
         case "mem_factor":
             before, after = memory_times(memory, old), memory_times(memory, new)
             if before and after:
                 return f"memory {before} → {after} per node"
-            return f"memory x{factor(old)} → x{factor(new)} of what was asked"
+            return f"memory request x{factor(old)} → x{factor(new)}"
         case "worker_factor":
             return f"data-loader workers x{factor(old)} → x{factor(new)}"
         case "time_factor":
-            before = "" if factor(old) == "1" or old in _NONE else f" (so far x{factor(old)})"
+            before = "" if factor(old) == "1" or old in _NONE else f" (before: x{factor(old)})"
             return f"time limit x{factor(new)}{before}"
         case "nodes":
             return nodes_in_words(old, new, nodes)
         case "reseeded":
-            return "random numbers drawn anew"
+            return "random numbers re-seeded"
         case "exclude_nodes":
-            before = "" if old in ("", "-") else f" (so far {old})"
-            return f"without {new or 'any node left out'}{before}"
+            before = "" if old in ("", "-") else f" (before: {old})"
+            return f"excluding {new or 'no node'}{before}"
         case "variables":
-            return f"with {new}" if new else "without the site's variables for after a hang"
+            return f"with {new}" if new else "without the site's post-hang variables"
         case _:
             return f"{t.clean(change.parameter, 64)} {old or 'none'} → {new}"
 
 
-def nodes_in_words(old: str, new: str, asked: int | None) -> str:
+def nodes_in_words(old: str, new: str, requested: int | None) -> str:
     """``nodes 4 → 3``: a plan that says nothing means what the job asks for."""
-    usual = "as asked" if asked is None else t.number(asked)
+    usual = "as requested" if requested is None else t.number(requested)
     before, after = (usual if each in _NONE else each for each in (old, new))
     return f"nodes {before} → {after}"
 
 
-def _left_out(old: str, new: str, plan: s.PlanInForce) -> str:
-    before = {s.SampleRange(int(a), int(b)) for a, b in _RANGE.findall(old)}
+def _skipped_samples(old: str, new: str, plan: RecoveryPlan) -> str:
+    before = {SampleWindow(int(a), int(b) + 1) for a, b in _RANGE.findall(old)}
     added = [each for each in plan.skipped if each not in before]
     if not added:
-        return f"samples left out: {old} → {new}"
+        return f"samples skipped: {old} → {new}"
     grown = sorted(each for each in before if each not in plan.skipped)
-    so_far = f", so far {left_out(grown)}" if grown else ""
-    return f"samples {left_out(added)} left out ({t.plural(samples_in(added), 'sample')}{so_far})"
+    so_far = f", before: {windows_in_words(grown)}" if grown else ""
+    count = t.plural(samples_in(added), "sample")
+    return f"samples {windows_in_words(added)} skipped ({count}{so_far})"

@@ -18,16 +18,6 @@ from slurm_forge.slurm.records import AccountingRecord, JobRecord
 from slurm_forge.slurm.states import ACTIVE, PENDING_LIKE, TERMINAL, JobState
 from slurm_forge.slurm.text.array_tasks import tasks_of
 
-__all__ = [
-    "JobGone",
-    "QueueAnswer",
-    "ended_by_signal",
-    "job_cancelled",
-    "job_gone",
-    "job_to_ask_about",
-    "why_waiting",
-]
-
 #: A sign of life is written every few seconds while a run trains.
 _FRESH_S = 30.0
 #: How a job waits that nobody but who releases it lets start.
@@ -63,39 +53,39 @@ _HELD_FOR = (
 #: How Slurm says the last two, with the name.
 _RESERVATION = re.compile(r"Reservation .+ (was deleted|is invalid)")
 _MAINTENANCE = (
-    "its time limit reaches into a maintenance of the nodes",
-    "nothing to do: it starts after it; with a shorter time limit it may start before",
+    "its time limit overlaps a maintenance window",
+    "nothing to do: it starts after the maintenance; with a shorter time limit it may start before",
 )
-_WITHOUT = "it will not start like this: cancel it and submit without it"
+_WITHOUT = "it will not start like this: cancel it and submit without the reservation"
 #: Reasons, which end there or at a comma: what it means, and what to do.  The first that fits.
 _PLAIN = (
     ("Priority", "other jobs come first", _NOTHING),
-    ("Resources", "it is next, and waits for free nodes", _NOTHING),
-    ("None", "Slurm has not looked at it yet", _NOTHING),
-    ("Cleaning", "what its last start left is still being cleaned up", _NOTHING),
+    ("Resources", "it is next in line, waiting for free nodes", _NOTHING),
+    ("None", "Slurm has not considered it yet", _NOTHING),
+    ("Cleaning", "its previous start is still being cleaned up", _NOTHING),
     ("Prolog", "its nodes are being prepared", _NOTHING),
-    ("SchedDefer", "Slurm starts nothing at the moment", _NOTHING),
-    ("JobArrayTaskLimit", "as many tasks of the array run as may at a time", _NOTHING),
+    ("SchedDefer", "Slurm starts no jobs at the moment", _NOTHING),
+    ("JobArrayTaskLimit", "the array already runs as many tasks as it may", _NOTHING),
     ("Licenses", "it waits for a licence", _NOTHING),
     ("ReservationDeleted", "its reservation is gone", _WITHOUT),
-    ("ReservationInvalid", "its reservation is not valid for it any more", _WITHOUT),
+    ("ReservationInvalid", "its reservation is no longer valid", _WITHOUT),
     ("Reservation", "it waits for its reservation to begin", _NOTHING),
     ("ReqNodeNotAvail, Reserved for maintenance", *_MAINTENANCE),
     ("Reserved for maintenance", *_MAINTENANCE),
     (
         "ReqNodeNotAvail",
-        "nodes that it needs can't be used now",
-        "see which: sinfo -R; nodes that the job asks for by name may be the reason",
+        "nodes that it needs are not available",
+        "see which: sinfo -R; nodes that the job requests by name may be the reason",
     ),
     (
         "Nodes required for job are DOWN",
         "nodes that it needs are down, drained or reserved for others",
-        "see which: sinfo -R; nodes left out, or a partition of few nodes, may be the reason "
+        "see which: sinfo -R; excluded nodes, or a partition of few nodes, may be the reason "
         "(slurm-forge nodes list)",
     ),
     ("NodeDown", "a node that it needs is down", "see which: sinfo -R"),
-    ("PartitionDown", "its partition takes no jobs to start", "see why: sinfo -s"),
-    ("PartitionInactive", "its partition is switched off", "see why: sinfo -s"),
+    ("PartitionDown", "its partition is down: it starts no jobs", "see why: sinfo -s"),
+    ("PartitionInactive", "its partition is inactive", "see why: sinfo -s"),
     (
         "PartitionTimeLimit",
         "it asks for more time than its partition allows",
@@ -108,7 +98,7 @@ _PLAIN = (
     ),
     (
         "PartitionConfig",
-        "its partition does not give what it asks for",
+        "its partition cannot provide what it asks for",
         "it will not start like this: see scontrol show partition, then ask for less or for "
         "another partition",
     ),
@@ -119,8 +109,8 @@ _PLAIN = (
     ),
     (
         "QOSUsageThreshold",
-        "too much was used already for this QOS",
-        "it will not start like this: ask for another QOS, or wait until the use has decayed",
+        "its QOS has exceeded its usage threshold",
+        "it will not start like this: ask for another QOS, or wait until the usage has decayed",
     ),
     (
         "BadConstraints",
@@ -129,14 +119,14 @@ _PLAIN = (
     ),
     (
         "DependencyNeverSatisfied",
-        "the job that it waits for ended in another way than it was to",
+        "the job it depends on did not end as required",
         "it will never start: scancel {job}, then {again}",
     ),
-    ("InvalidAccount", "its account is not known", "ask the cluster's support, or change it"),
-    ("InvalidQOS", "its QOS is not known", "ask the cluster's support, or change it"),
+    ("InvalidAccount", "its account is unknown", "ask the cluster's support, or change it"),
+    ("InvalidQOS", "its QOS is unknown", "ask the cluster's support, or change it"),
     ("AccountNotAllowed", "its account may not use this partition", "use another one"),
     ("QOSNotAllowed", "its QOS may not be used there", "use another one"),
-    ("DeadLine", "its deadline can't be met any more", "submit again: {again}"),
+    ("DeadLine", "its deadline can no longer be met", "submit again: {again}"),
 )
 #: The limit is about one job alone: waiting does not help.
 _PER_JOB = re.compile(r"PerJob|TimeLimit")
@@ -210,27 +200,27 @@ def job_gone(
     if not answer.answered:
         return None
     silent = now - last_seen
-    heard = f"last heard of {t.ago(last_seen, now)}"
+    silence = f"last heard from {t.ago(last_seen, now)}"
     if record is None:
         if -_FRESH_S < silent < _FRESH_S:
             return None
-        words = f"Slurm does not know job {job} any more, and the journal does not say how it ended"
-        return JobGone(RunStatus.STOPPED, f"{words}; {heard}", bring_back)
+        words = f"Slurm no longer knows job {job}, and the journal does not say how it ended"
+        return JobGone(RunStatus.STOPPED, f"{words}; {silence}", bring_back)
     if record.state in TERMINAL:
         ended = _timestamp(record.end_time)
         if 0 <= silent < _FRESH_S and ended is not None and last_seen > ended + 1:
             return None
         if record.state is JobState.CANCELLED:
-            return JobGone(RunStatus.CANCELLED, f"job {job} was cancelled; {heard}", bring_back)
+            return JobGone(RunStatus.CANCELLED, f"job {job} was cancelled; {silence}", bring_back)
         code = "" if record.exit_code is None else ", exit code {}:{}".format(*record.exit_code)
         how = f"{t.clean(record.state_text, 40)}{code}"
         words = f"job {job} has ended ({how}), and the journal does not say why"
-        return JobGone(RunStatus.STOPPED, f"{words}; {heard}", bring_back)
+        return JobGone(RunStatus.STOPPED, f"{words}; {silence}", bring_back)
     if record.state in PENDING_LIKE:
         waiting = why_waiting(answer, again=again, now=now, zone=zone)
         # Where the journal could not be written, the job's comment says why.
-        said = (record.comment or "").partition(_OUR_COMMENT)[2].strip()
-        why = t.clean(said, _LONGEST_WHY) if said else "the journal does not say why"
+        comment = (record.comment or "").partition(_OUR_COMMENT)[2].strip()
+        why = t.clean(comment, _LONGEST_WHY) if comment else "the journal does not say why"
         if waiting.held:
             return JobGone(RunStatus.HELD, f"job {job} is {waiting.text}: {why}", waiting.next)
         words = f"job {job} is back in the queue ({why}): {waiting.text}"
@@ -245,7 +235,7 @@ def job_cancelled(answer: QueueAnswer, *, again: str, started: bool) -> JobGone 
         return None
     when = "started again" if started else "started"
     words = f"job {t.clean(answer.job, 40)} was cancelled before it {when}"
-    return JobGone(RunStatus.CANCELLED, words, f"to let it go on: {again}")
+    return JobGone(RunStatus.CANCELLED, words, f"to continue: {again}")
 
 
 def ended_by_signal(
@@ -261,7 +251,7 @@ def ended_by_signal(
 
     Whoever is preempted or cancelled is sent the same signal: only Slurm knows which it was.
     """
-    job, onward = t.clean(job, 40), f"to let it go on: {again}"
+    job, onward = t.clean(job, 40), f"to continue: {again}"
     if answer is None or answer.job != job:
         answer = QueueAnswer(job, None, answered=False)
     record, end = answer.record, answer.end
@@ -273,7 +263,7 @@ def ended_by_signal(
         return JobGone(RunStatus.CANCELLED if cancelled else RunStatus.STOPPED, words, onward)
     ended = f"{signal} ended job {job} before it had begun"
     if end is not None:
-        words = f"{ended}; Slurm says that it is over ({t.clean(end.state_text, 40)})"
+        words = f"{ended}; Slurm reports it as ended ({t.clean(end.state_text, 40)})"
         return JobGone(RunStatus.STOPPED, words, onward)
     if record is not None and record.state in PENDING_LIKE:
         if record.preempt_time is not None:
@@ -282,12 +272,12 @@ def ended_by_signal(
         words = f"{ended}, and is back in the queue: {waiting.text}"
         return JobGone(RunStatus.HELD if waiting.held else RunStatus.REQUEUED, words, waiting.next)
     if record is not None:
-        words = f"{ended}; Slurm says that it is {t.clean(record.state_text, 40)}"
+        words = f"{ended}; Slurm reports it as {t.clean(record.state_text, 40)}"
         return JobGone(
             RunStatus.REQUEUED, words, f"see in a moment what it becomes: squeue -j {job}"
         )
-    words = f"{ended}; whether it was cancelled, preempted or out of time is not known"
-    look = f"see whether it is in the queue: squeue -j {job}; if it is not: {again}"
+    words = f"{ended}; whether it was cancelled, preempted or out of time is unknown"
+    look = f"check whether it is in the queue: squeue -j {job}; if it is not: {again}"
     return JobGone(RunStatus.STOPPED, words, look)
 
 
@@ -307,31 +297,31 @@ def why_waiting(
     """
     job, record = t.clean(answer.job, 40), answer.record
     if not answer.answered:
-        told = "Slurm does not answer: whether it waits is not known"
-        return _story(job, "", "", told, f"ask again later (squeue -j {job})")
+        words = "Slurm does not answer: whether it is queued is unknown"
+        return _story(job, "", "", words, f"ask again later (squeue -j {job})")
     if record is None:
-        told = f"Slurm does not know job {job} any more"
-        return _story(job, "", "", told, f"it will not start: {again}")
+        words = f"Slurm no longer knows job {job}"
+        return _story(job, "", "", words, f"it will not start: {again}")
     state, reason = t.clean(record.state_text, 40), _reason(record)
-    taken = preempted and record.state is JobState.PENDING and reason.startswith(_TAKEN)
+    preempting = preempted and record.state is JobState.PENDING and reason.startswith(_TAKEN)
     if record.state in TERMINAL:
-        told = f"Slurm says that job {job} is over ({state})"
-        return _story(job, state, reason, told, f"it will not start again: {again}")
+        words = f"Slurm reports job {job} as ended ({state})"
+        return _story(job, state, reason, words, f"it will not start again: {again}")
     if record.state is JobState.COMPLETING:
-        told = f"job {job} is still ending on its nodes"
-        return _story(job, state, reason, told, "nothing to do: it waits in the queue after that")
+        words = f"job {job} is still completing on its nodes"
+        return _story(job, state, reason, words, "nothing to do: it is queued again after that")
     if record.state in ACTIVE:
-        told = f"Slurm has started job {job} ({state}), and nothing was heard of it yet"
-        return _story(job, state, reason, told, "nothing to do: it should be heard of soon")
+        words = f"Slurm has started job {job} ({state}), but it has not reported yet"
+        return _story(job, state, reason, words, "nothing to do: it should report soon")
     expected = _timestamp(record.start_time) or _timestamp(record.eligible_time)
     text, next_, held = _pending(record, reason, job, again, expected, now, zone)
-    if taken:
-        told = f"others have its nodes, probably the job that preempted it ({reason})"
-        text, next_ = _expecting(told, expected, now, zone), _NOTHING
+    if preempting:
+        words = f"other jobs have its nodes, probably the one that preempted it ({reason})"
+        text, next_ = _expecting(words, expected, now, zone), _NOTHING
     if chained and record.array_task is not None:
-        left = len({*tasks_of(record.array_task), *answer.tasks})
-        are = "is" if left == 1 else "are"
-        text = f"{text}; {t.plural(left, 'task')} of its array {are} left"
+        tasks_left = len({*tasks_of(record.array_task), *answer.tasks})
+        are = "is" if tasks_left == 1 else "are"
+        text = f"{text}; {t.plural(tasks_left, 'task')} of its array {are} left"
     soon = expected is not None and expected > now and not held
     return s.WaitingStory(
         job=job,
@@ -359,7 +349,7 @@ def _pending(
     now: float,
     zone: tzinfo | None,
 ) -> tuple[str, str, bool]:
-    release = f"to let it go on: scontrol release {job}, or {again}"
+    release = f"to continue: scontrol release {job}, or {again}"
     if reason == "JobHeldAdmin":
         return (
             "held by an administrator: only they can release it",
@@ -370,42 +360,42 @@ def _pending(
         return _HELD[reason], release, True
     known = _known(reason)
     if record.held and known not in _HELD_FOR:
-        said = "" if reason in ("", "None") else f" (Slurm says: {reason})"
-        return f"{_BY_HAND}{said}", release, True
+        quoted = "" if reason in ("", "None") else f" (Slurm says: {reason})"
+        return f"{_BY_HAND}{quoted}", release, True
     if reason == "BeginTime":
         when = ""
         if expected is not None and expected > now:
             when = f" before {t.moment(expected, now, zone)} (in {t.span(expected - now)})"
-        return f"not to start{when or ' yet'}", "nothing to do: it starts after that", False
+        return f"it may not start{when or ' yet'}", "nothing to do: it starts after that", False
     if reason == "Dependency":
         first = _JOB_ID.search(record.dependency or "")
         whom = f"job {first[1]}" if first else "another job"
         return f"it starts when {whom} has ended", "nothing to do: it starts by itself", False
     for name, words, next_ in _PLAIN:
         if known == name or known.startswith(f"{name},"):
-            told = words if not reason else f"{words} ({reason})"
-            return _expecting(told, expected, now, zone), next_.format(job=job, again=again), False
+            text = words if not reason else f"{words} ({reason})"
+            return _expecting(text, expected, now, zone), next_.format(job=job, again=again), False
     if reason.startswith(("QOS", "Assoc", "MaxCpuPer", "MaxMemPer")):
         whose = "the QOS" if reason.startswith("QOS") else "the account or the user"
         if _TOO_LITTLE.match(reason):
-            told = f"it asks for less than the QOS wants ({reason})"
-            return told, "it will not start like this: ask for more, or for another QOS", False
+            text = f"it asks for less than the QOS requires ({reason})"
+            return text, "it will not start like this: ask for more, or for another QOS", False
         if _BUDGET.search(reason):
-            told = f"the budget of {whose} is used up ({reason})"
-            next_ = "it will not start before there is more: ask for more, or wait for its reset"
-            return told, next_, False
-        told = f"a limit of {whose} is reached ({reason})"
+            text = f"the budget of {whose} is used up ({reason})"
+            next_ = "it will not start until there is more: ask for more, or wait for the reset"
+            return text, next_, False
+        text = f"a limit of {whose} is reached ({reason})"
         if _PER_JOB.search(reason):
-            return told, "it will not start like this: ask for less, or for another QOS", False
-        return told, "nothing to do: it starts when others that count have ended", False
-    told = f"Slurm says: {reason}" if reason else "Slurm gives no reason"
-    return told, f"see squeue -j {job}", False
+            return text, "it will not start like this: ask for less, or for another QOS", False
+        return text, "nothing to do: it starts when other jobs under that limit have ended", False
+    text = f"Slurm says: {reason}" if reason else "Slurm gives no reason"
+    return text, f"see squeue -j {job}", False
 
 
-def _expecting(told: str, expected: float | None, now: float, zone: tzinfo | None) -> str:
+def _expecting(text: str, expected: float | None, now: float, zone: tzinfo | None) -> str:
     if expected is None or expected <= now:
-        return told
-    return f"{told}; Slurm expects to start it {t.moment(expected, now, zone)}"
+        return text
+    return f"{text}; Slurm expects to start it {t.moment(expected, now, zone)}"
 
 
 def _reason(record: JobRecord) -> str:
@@ -415,10 +405,10 @@ def _reason(record: JobRecord) -> str:
 
 def _known(reason: str) -> str:
     """The reason by the name that Slurm has for it."""
-    found = _RESERVATION.fullmatch(reason)
-    if found is None:
+    match = _RESERVATION.fullmatch(reason)
+    if match is None:
         return reason
-    return "ReservationDeleted" if found[1] == "was deleted" else "ReservationInvalid"
+    return "ReservationDeleted" if match[1] == "was deleted" else "ReservationInvalid"
 
 
 def _timestamp(moment: datetime | None) -> float | None:

@@ -9,17 +9,12 @@ from dataclasses import replace
 from slurm_forge.journal import events as ev
 from slurm_forge.report.story import story as s
 
-__all__ = ["TimedSkip", "row_of", "skip_rows"]
 
-#: When it was, and the event.
-TimedSkip = tuple[float, ev.StepSkipped]
-
-
-def skip_rows(skips: Iterable[TimedSkip]) -> tuple[s.SkipStory, ...]:
+def skip_rows(skips: Iterable[s.Timed[ev.StepSkipped]]) -> tuple[s.SkipStory, ...]:
     """Skipped steps in a row, put together where their samples are in a row too."""
     rows: list[s.SkipStory] = []
-    for time, skip in skips:
-        evidence = tuple(s.Observation(e.source, e.text) for e in skip.evidence)
+    for timed in skips:
+        skip = timed.event
         last_sample = skip.first_sample + max(1, skip.samples) - 1
         before = rows[-1] if rows else None
         if (
@@ -31,7 +26,7 @@ def skip_rows(skips: Iterable[TimedSkip]) -> tuple[s.SkipStory, ...]:
                 before,
                 last_step=skip.step,
                 last_sample=last_sample,
-                evidence=before.evidence or evidence,
+                evidence=before.evidence or skip.evidence,
             )
             continue
         rows.append(
@@ -40,8 +35,8 @@ def skip_rows(skips: Iterable[TimedSkip]) -> tuple[s.SkipStory, ...]:
                 last_step=skip.step,
                 first_sample=skip.first_sample,
                 last_sample=last_sample,
-                time=time,
-                evidence=evidence,
+                time=timed.time,
+                evidence=skip.evidence,
             )
         )
     return tuple(rows)

@@ -1,4 +1,6 @@
-"""What ``explain`` tells, as values.  Every field is a key of ``explain --json``.
+"""The story of a run, as values.
+
+Fields are the keys of ``explain --json``; of events and plans ``report/encoding.py`` names them.
 
 Times are seconds since the epoch, durations seconds (``…_s``), steps are optimizer steps done.
 None is "the journal does not say" (or "not yet") throughout.
@@ -6,60 +8,183 @@ None is "the journal does not say" (or "not yet") throughout.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
-from slurm_forge.report.story.pace_story import (
-    SlowStory,
-    TrendStory,
-)
-from slurm_forge.report.story.pieces import (
-    ActStory,
-    ComebackStory,
-    FailedSave,
-    FailingSaves,
-    HeldStory,
-    LateProbe,
-    LoggedFigure,
-    NoticeStory,
-    Observation,
-    ParameterChange,
-    PlanInForce,
-    RejectedCheckpoint,
-    SampleRange,
-    ScienceChange,
-    SkipStory,
-    StrikeStory,
-    WaitingStory,
-)
+from slurm_forge.journal import events as ev
+from slurm_forge.vocabulary.cause import Evidence
+from slurm_forge.vocabulary.decision import Change
+from slurm_forge.vocabulary.plan import RecoveryPlan, SampleWindow
 
-__all__ = [
-    "ActStory",
-    "AttemptStory",
-    "CheckpointStory",
-    "ComebackStory",
-    "DecisionStory",
-    "FailedSave",
-    "FailingSaves",
-    "HeldStory",
-    "IncidentStory",
-    "LateProbe",
-    "LaunchStory",
-    "LoggedFigure",
-    "NoticeStory",
-    "Observation",
-    "ParameterChange",
-    "PlanInForce",
-    "RejectedCheckpoint",
-    "ResumeStory",
-    "RunStory",
-    "SampleRange",
-    "ScienceChange",
-    "SkipStory",
-    "SlowStory",
-    "StrikeStory",
-    "TrendStory",
-    "WaitingStory",
-]
+E = TypeVar("E")
+
+
+@dataclass(frozen=True, slots=True)
+class Timed(Generic[E]):
+    """A journal event, and when it was written."""
+
+    time: float
+    event: E
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanInForce:
+    """A recovery plan; ``lr_scale`` is its factor on the learning rate at the step in question.
+
+    ``lr_back_step`` is where the ramp is back at 1 (None: it stays).  ``rolled_back_to`` is the
+    step that training went back to, None where it did not, or has long got past the trouble.
+    """
+
+    plan: RecoveryPlan
+    lr_scale: float
+    lr_back_step: int | None
+    rolled_back_to: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FailingSaves:
+    """Every save since the last checkpoint has failed: ``count`` of them, the first at ``since``.
+
+    ``reason`` is that of the last one.  ``committed_step`` is the step of the last checkpoint
+    (None: there is none); ``at_risk_steps`` are lost if the run stops now.
+    """
+
+    count: int
+    since: float
+    first_step: int
+    last_step: int
+    reason: str
+    committed_step: int | None
+    at_risk_steps: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SkipStory:
+    """Steps in a row whose update was not applied, and the samples they consumed (inclusive).
+
+    ``undone``: training went back to before them, so that they are no part of the result.
+    ``evidence`` is what was found out about the first of them.
+    """
+
+    first_step: int
+    last_step: int
+    first_sample: int
+    last_sample: int
+    undone: bool = False
+    time: float = math.nan
+    evidence: tuple[Evidence, ...] = ()
+
+    @property
+    def count(self) -> int:
+        """How many steps."""
+        return self.last_step - self.first_step + 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoggedFigure:
+    """The newest value that ``run.log`` was given under a name."""
+
+    name: str
+    value: float
+    step: int
+    time: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ComebackStory:
+    """A request to come back: ``outcome`` is ``intended``, ``done`` or ``failed``.
+
+    ``by`` is who asked: ``supervisor``, ``deputy`` (rank 0 in its place), ``cli`` (a person).
+    """
+
+    time: float
+    outcome: str
+    method: str
+    job: str
+    successor: str | None
+    reason: str
+    by: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeldStory:
+    """Slurm was asked to put the job back into the queue, held.
+
+    ``confirmed``: it said that it did; ``refused``: it did not take that, and ``refusal`` says why.
+    With neither, its answer was not heard: the hold ends whoever asks for it.
+    """
+
+    time: float
+    job: str
+    reason: str
+    refused: bool = False
+    confirmed: bool = False
+    refusal: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WaitingStory:
+    """Why a job waits, as Slurm said when it was asked: its words, and ours (``text``).
+
+    ``state`` and ``reason`` are empty where Slurm does not know the job; ``expected`` is when it
+    may, or is thought to, start.  ``next`` is what to do about it; ``held``: until it is released.
+    """
+
+    job: str
+    state: str
+    reason: str
+    text: str
+    held: bool
+    expected: float | None
+    next: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ActStory:
+    """A person used the command line: submitted the run as ``job``, or used another verb on it."""
+
+    time: float
+    verb: str
+    user: str | None
+    job: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScienceChange:
+    """One thing that makes this run differ from an undisturbed one.
+
+    ``science`` is False for what changes only how it is computed (the micro-batch, memory, nodes).
+    """
+
+    parameter: str
+    text: str
+    science: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlowStory:
+    """Ranks of a host that were slower than the others, in ``words`` too.
+
+    ``steps`` of them cost ``cost_s``.  ``over`` is when it had passed (None: not yet, or nobody saw
+    it).
+    """
+
+    time: float
+    event: ev.StragglerSeen
+    words: str
+    steps: int = 0
+    cost_s: float = 0.0
+    over: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrendStory:
+    """A figure of all ranks that was worse than it used to be, until ``over``."""
+
+    time: float
+    event: ev.TrendSeen
+    over: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +201,7 @@ class DecisionStory:
     action: str
     reason: str
     rung: int | None
-    changes: tuple[ParameterChange, ...]
+    changes: tuple[Change, ...]
     target: str | None
     target_step: int | None
     target_trust: str
@@ -111,10 +236,10 @@ class IncidentStory:
     step: int | None
     rank: int | None
     hosts: tuple[str, ...]
-    evidence: tuple[Observation, ...]
+    evidence: tuple[Evidence, ...]
     decision: DecisionStory | None
     onset: int | None = None
-    samples: SampleRange | None = None
+    samples: SampleWindow | None = None
     repeats: bool | None = None
     micro_batch: int | None = None
     resumed_step: int | None = None
@@ -127,45 +252,22 @@ class IncidentStory:
     idle_s: float = 0.0
     lost_rank_s: float = 0.0
     idle_rank_s: float = 0.0
-    struck: tuple[StrikeStory, ...] = ()
+    struck: tuple[ev.NodesStruck, ...] = ()
     found_out: float | None = None
     repeated_at_least: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResumeStory:
-    """Training began at ``step``, from ``checkpoint`` or from the start.
+    """Training began; ``start_s`` is from the start of the launch until here.
 
-    ``start_s`` is from the start of the launch until here; the other three say where it went.
     ``after`` is the incident that it was for.
     """
 
     time: float
-    step: int
-    checkpoint: str | None
-    world_size: int
-    exact: bool
+    event: ev.Resumed
     start_s: float | None
-    interpreter_s: float
-    rendezvous_s: float
-    load_s: float
     after: str | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CheckpointStory:
-    """A checkpoint that was committed at ``time``, ``save_s`` after its save began.
-
-    ``findings`` say what was not healthy in it.
-    """
-
-    time: float
-    name: str
-    step: int
-    reason: str
-    save_s: float
-    size: int
-    findings: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -194,19 +296,19 @@ class LaunchStory:
     training_s: float
     repeated_steps: int | None
     repeated_s: float
-    notices: tuple[NoticeStory, ...]
+    notices: tuple[Timed[ev.NoticeSeen], ...]
     stop_step: int | None
     agreed_s: float | None
-    stop_checkpoint: CheckpointStory | None
+    stop_checkpoint: Timed[ev.CheckpointCommitted] | None
     notice_to_saved_s: float | None
     incidents: tuple[IncidentStory, ...]
-    checkpoints: tuple[CheckpointStory, ...]
-    failed_saves: tuple[FailedSave, ...]
-    rejected: tuple[RejectedCheckpoint, ...]
+    checkpoints: tuple[Timed[ev.CheckpointCommitted], ...]
+    failed_saves: tuple[Timed[ev.CheckpointFailed], ...]
+    rejected: tuple[Timed[ev.CheckpointRejected], ...]
     skipped: tuple[SkipStory, ...]
     probes: int
     slowest_probe_s: float | None
-    late_probes: tuple[LateProbe, ...]
+    late_probes: tuple[Timed[ev.ProbeMeasured], ...]
     program: str | None = None
     slow: tuple[SlowStory, ...] = ()
     trends: tuple[TrendStory, ...] = ()
@@ -241,7 +343,7 @@ class AttemptStory:
     notes: tuple[str, ...]
     logs: tuple[str, ...] = ()
     held: HeldStory | None = None
-    struck: tuple[StrikeStory, ...] = ()
+    struck: tuple[ev.NodesStruck, ...] = ()
     found_out: float | None = None
 
 

@@ -11,8 +11,6 @@ from slurm_forge.report.story.story import (
 )
 from slurm_forge.vocabulary.cause import Cause
 
-__all__ = ["Trouble", "is_fault", "unmended"]
-
 #: Somebody or something wanted the run to stop: nothing is broken.
 _INTERRUPTIONS = frozenset(
     cause.value
@@ -27,7 +25,7 @@ _INTERRUPTIONS = frozenset(
 
 
 @dataclass(frozen=True, slots=True)
-class Trouble:
+class UnresolvedFailure:
     """A fault, and the attempt that it happened in."""
 
     attempt: int
@@ -39,11 +37,13 @@ def is_fault(incident: IncidentStory) -> bool:
     return incident.cause not in _INTERRUPTIONS
 
 
-def unmended(attempts: Sequence[AttemptStory]) -> Trouble | None:
+def unresolved_failure(attempts: Sequence[AttemptStory]) -> UnresolvedFailure | None:
     """The newest fault, unless training has got past it since; None if there is none."""
     for attempt in reversed(attempts):
         for launch in reversed(attempt.launches):
             for incident in reversed(launch.incidents):
                 if is_fault(incident):
-                    return None if incident.recovered else Trouble(attempt.number, incident)
+                    return (
+                        None if incident.recovered else UnresolvedFailure(attempt.number, incident)
+                    )
     return None

@@ -1,1 +1,4 @@
-"""What is reported before a job is submitted.  Pure."""
+"""What ``submit`` and ``policy`` print before a job is submitted; called by these verbs.
+
+Entry: ``submit_notes``.
+"""

@@ -6,8 +6,6 @@ from slurm_forge.report.text import plural
 from slurm_forge.spec import JobSpec
 from slurm_forge.units import words_for_duration
 
-__all__ = ["chain_outlook"]
-
 
 def chain_outlook(job: JobSpec, *, comes_back: bool) -> tuple[str, ...]:
     """Sentences; none for a job that is no array.
@@ -20,13 +18,12 @@ def chain_outlook(job: JobSpec, *, comes_back: bool) -> tuple[str, ...]:
     tasks = plural(job.chain, "task")
     long = "as long as the partition allows" if limit is None else words_for_duration(limit)
     total = "" if limit is None else f", {words_for_duration(job.chain * limit)} in all"
-    behind = (
-        "behind the last one the run is requeued"
+    after = (
+        "after the last one the run is requeued"
         if comes_back
-        else "behind the last one it is held, and slurm-forge requeue submits as many again"
+        else "after the last one it is held, and slurm-forge requeue submits as many again"
     )
     return (
-        f"an array of {tasks}, one at a time, each of them an attempt of {long}{total}: the next "
-        f"one starts when the one before has ended; {behind}. Tasks that are not needed are "
-        "cancelled.",
+        f"an array of {tasks}, one at a time, each an attempt of {long}{total}: each task starts "
+        f"when the previous one has ended; {after}. Unneeded tasks are cancelled.",
     )

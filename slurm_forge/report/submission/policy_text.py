@@ -17,9 +17,6 @@ from slurm_forge.store.identity import CheckpointName
 from slurm_forge.vocabulary.cause import Cause
 from slurm_forge.vocabulary.decision import Action, Change, Decision
 
-__all__ = ["PolicyTest", "policy_test", "policy_text"]
-
-
 _FINAL = frozenset({Action.HOLD, Action.RAISE, Action.STOP})
 
 
@@ -77,20 +74,20 @@ class PolicyTest:
     end_reason: str
 
 
-def policy_test(job: JobSpec, found: Rehearsal) -> PolicyTest:
+def policy_test(job: JobSpec, rehearsal: Rehearsal) -> PolicyTest:
     """A rehearsal as values for programs."""
     return PolicyTest(
         run=job.name,
-        cause=found.cause.value,
-        at=found.at,
-        every_steps=found.assumed.every_steps,
-        global_batch=found.assumed.global_batch,
-        micro_batch=found.assumed.micro_batch,
-        ladder=tuple(_rung(rung) for rung in job.recovery.ladder(found.cause)),
-        incidents=tuple(_incident(act) for act in found.acts),
-        then=tuple(FurtherTest(each.action.value, each.times) for each in found.then),
-        end=None if found.end is None else found.end.action.value,
-        end_reason="" if found.end is None else found.end.reason,
+        cause=rehearsal.cause.value,
+        at=rehearsal.at,
+        every_steps=rehearsal.assumed.every_steps,
+        global_batch=rehearsal.assumed.global_batch,
+        micro_batch=rehearsal.assumed.micro_batch,
+        ladder=tuple(_rung(rung) for rung in job.recovery.ladder(rehearsal.cause)),
+        incidents=tuple(_incident(act) for act in rehearsal.acts),
+        then=tuple(FurtherTest(each.action.value, each.times) for each in rehearsal.then),
+        end=None if rehearsal.end is None else rehearsal.end.action.value,
+        end_reason="" if rehearsal.end is None else rehearsal.end.reason,
     )
 
 
@@ -110,39 +107,39 @@ def _incident(act: Act) -> IncidentTest:
     )
 
 
-def policy_text(job: JobSpec, found: Rehearsal) -> str:
+def policy_text(job: JobSpec, rehearsal: Rehearsal) -> str:
     """A rehearsal for a person to read."""
-    return "\n".join(_lines(job, found)) + "\n"
+    return "\n".join(_lines(job, rehearsal)) + "\n"
 
 
-def _lines(job: JobSpec, found: Rehearsal) -> Iterator[str]:
-    ladder = job.recovery.ladder(found.cause)
-    times = "" if len(found.acts) == 1 else f", {len(found.acts)} times"
-    yield f"{job.name}: {found.cause.value} at step {t.number(found.at)}{times}"
-    yield f"assumed: {_assumed(job, found)}"
+def _lines(job: JobSpec, rehearsal: Rehearsal) -> Iterator[str]:
+    ladder = job.recovery.ladder(rehearsal.cause)
+    times = "" if len(rehearsal.acts) == 1 else f", {len(rehearsal.acts)} times"
+    yield f"{job.name}: {rehearsal.cause.value} at step {t.number(rehearsal.at)}{times}"
+    yield f"assumed: {_assumed(job, rehearsal)}"
     if ladder:
-        yield f"ladder:  {_ladder(ladder, found.cause)}"
-    for act in found.acts:
+        yield f"ladder:  {_ladder(ladder, rehearsal.cause)}"
+    for act in rehearsal.acts:
         yield ""
         yield from _act(act, ladder)
-    if found.acts[-1].decision.action in _FINAL:
+    if rehearsal.acts[-1].decision.action in _FINAL:
         return
     yield ""
-    yield from _end(found)
+    yield from _end(rehearsal)
 
 
-def _assumed(job: JobSpec, found: Rehearsal) -> str:
-    given, spec = found.assumed, job.checkpoint
+def _assumed(job: JobSpec, rehearsal: Rehearsal) -> str:
+    assumed, spec = rehearsal.assumed, job.checkpoint
     parts = [
-        f"a checkpoint every {t.plural(given.every_steps, 'step')} (--every-steps), "
+        f"a checkpoint every {t.plural(assumed.every_steps, 'step')} (--every-steps), "
         f"good {t.plural(spec.good_after_steps, 'step')} later, {t.number(spec.keep_last)} kept"
     ]
-    if found.cause in (Cause.NON_FINITE, Cause.LOSS_SPIKE):
-        parts.append(f"{t.plural(given.global_batch, 'sample')} a step (--global-batch)")
-    if found.cause is Cause.CUDA_OOM:
-        parts.append(f"{t.plural(given.micro_batch, 'sample')} a micro-batch (--micro-batch)")
-    if any(rung.do is Action.HOOK for rung in job.recovery.ladder(found.cause)):
-        parts.append("the program's hook says nothing")
+    if rehearsal.cause in (Cause.NON_FINITE, Cause.LOSS_SPIKE):
+        parts.append(f"{t.plural(assumed.global_batch, 'sample')} a step (--global-batch)")
+    if rehearsal.cause is Cause.CUDA_OOM:
+        parts.append(f"{t.plural(assumed.micro_batch, 'sample')} a micro-batch (--micro-batch)")
+    if any(rung.do is Action.HOOK for rung in job.recovery.ladder(rehearsal.cause)):
+        parts.append("the program's hook does not answer")
     return "; ".join(parts)
 
 
@@ -150,7 +147,7 @@ def _ladder(ladder: Ladder, cause: Cause) -> str:
     rungs = [_rung(rung) for rung in ladder]
     last = ladder[-1]
     if last.do not in _FINAL and last.times is not None:
-        rungs.append("go on" if cause is Cause.STRAGGLER else "hold")
+        rungs.append("continue" if cause is Cause.STRAGGLER else "hold")
     return " -> ".join(rungs)
 
 
@@ -172,14 +169,14 @@ def _rung(rung: Rung) -> str:
     if rung.depth:
         parts.append(f"{t.number(rung.depth)} further back")
     if rung.skip_samples is SkipSamples.WINDOW:
-        parts.append("bad samples left out")
+        parts.append("bad samples skipped")
     if rung.reseed:
         parts.append("reseeded")
     if rung.exclude_node:
-        parts.append("without the node")
+        parts.append("node excluded")
     if rung.variables is not None:
         none = rung.variables is VariableSet.NONE
-        parts.append("the usual variables" if none else "the site's variables for after a hang")
+        parts.append("the usual variables" if none else "the site's post-hang variables")
     return f"{rung.do.value} ({', '.join(parts)})" if parts else rung.do.value
 
 
@@ -201,7 +198,7 @@ def _act(act: Act, ladder: Ladder) -> Iterator[str]:
     for change in decision.changes:
         yield f"     {change.parameter}  {_change(change, decision)}"
     if decision.wait_s >= 1:
-        yield f"     waits {t.span(decision.wait_s)} before the next start"
+        yield f"     next start in {t.span(decision.wait_s)}"
     if decision.reason != f"{decision.cause.value}: {decision.action.value}":
         yield f"     {t.clean(decision.reason)}"
 
@@ -217,15 +214,15 @@ def _change(change: Change, decision: Decision) -> str:
     return f"{change.old or '-'} → {change.new}{back}"
 
 
-def _end(found: Rehearsal) -> Iterator[str]:
-    if found.end is None:
-        actions = " and ".join(dict.fromkeys(each.action.value for each in found.then))
-        yield f"then: {actions or found.acts[-1].decision.action.value} again, without limit"
+def _end(rehearsal: Rehearsal) -> Iterator[str]:
+    if rehearsal.end is None:
+        actions = " and ".join(dict.fromkeys(each.action.value for each in rehearsal.then))
+        yield f"then: {actions or rehearsal.acts[-1].decision.action.value} again, without limit"
         return
-    for each in found.then:
+    for each in rehearsal.then:
         yield f"then: {each.action.value} {t.plural(each.times, 'more time')}"
-    yield f"then: {found.end.action.value}"
-    yield f"     {t.clean(found.end.reason)}"
+    yield f"then: {rehearsal.end.action.value}"
+    yield f"     {t.clean(rehearsal.end.reason)}"
 
 
 def _target_step(decision: Decision) -> int | None:

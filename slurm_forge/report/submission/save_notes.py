@@ -5,18 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from datetime import timedelta
 
-from slurm_forge.launch.render.schedule import lead_time
+from slurm_forge.launch.render.save_times import SaveNote, lead_time
 from slurm_forge.recovery.policy.save_interval import (
     best_interval,
     mean_time_between,
 )
 from slurm_forge.report.text import clean
-from slurm_forge.run_directory.save_notes import SaveNote
 from slurm_forge.site.model import Preemption, PreemptionMode
 from slurm_forge.spec import JobSpec
 from slurm_forge.units import words_for_duration
-
-__all__ = ["saves_outlook"]
 
 #: The last save may have to wait for one that was begun right before it.
 _SAVES = 2
@@ -39,15 +36,15 @@ def saves_outlook(
 
 def _lead(job: JobSpec, save: timedelta) -> str:
     lead = lead_time(job, job.resources.time, save)
-    told = f"lead time {words_for_duration(lead)}"
+    text = f"lead time {words_for_duration(lead)}"
     if lead >= _SAVES * save:
-        return f"{told} is enough"
+        return f"{text} is enough"
     if job.lead is not None:
         fit = lead_time(job.model_copy(update={"lead": None}), job.resources.time, save)
-        advice = f"leave lead out (it would be {words_for_duration(fit)}), or make it longer"
+        advice = f"remove lead (it would be {words_for_duration(fit)}), or increase it"
     else:
-        advice = "no more is kept of a limit this short; ask for more time"
-    return f"{told} is not enough for two of them, of which the last may have to wait; {advice}"
+        advice = "a limit this short leaves no room for more; request more time"
+    return f"{text} is not enough for two saves, one of which may already be running; {advice}"
 
 
 def _graces(
@@ -61,7 +58,7 @@ def _graces(
     if shortest >= _SAVES * save:
         return
     if shortest >= save:
-        yield f"{notice} is enough for one save, not for one behind another."
+        yield f"{notice} is enough for one save, but not for two in a row."
         return
     best = best_interval(
         blocked=timedelta(seconds=known.blocked_s),
@@ -70,18 +67,18 @@ def _graces(
     )
     # Seconds would say more than is known: it rests on one interruption a day.
     minutes = max(1, round(best.total_seconds() / 60))
-    told = f"warning: {notice} is shorter than a save: what was saved periodically is what stays"
+    note = f"warning: {notice} is shorter than a save: only periodic checkpoints survive"
     if job.checkpoint.automatic:
         yield (
-            f"{told}; that is every {minutes} min or so where the run is interrupted once a day "
-            "(every_minutes: auto goes by what it measures)."
+            f"{note}; with one interruption a day, one about every {minutes} min "
+            "(every_minutes: auto adapts to what it measures)."
         )
     elif job.checkpoint.every is not None and job.checkpoint.every <= 2 * best:
-        yield f"{told}, every {words_for_duration(job.checkpoint.every)}."
+        yield f"{note}, every {words_for_duration(job.checkpoint.every)}."
     else:
         yield (
-            f"{told}; what loses least is checkpoint.every_minutes: {minutes}, where the run is "
-            "interrupted once a day (Young and Daly), or auto."
+            f"{note}; least is lost with checkpoint.every_minutes: {minutes}, assuming one "
+            "interruption a day (Young and Daly), or with auto."
         )
 
 

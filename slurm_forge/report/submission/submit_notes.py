@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 
-from slurm_forge.launch.render.gpu_options import asked_of
-from slurm_forge.launch.render.schedule import lead_time
+from slurm_forge.launch.render.save_times import SaveNote, lead_time
+from slurm_forge.launch.render.sbatch_options import job_request
 from slurm_forge.recovery.policy.prediction import (
     BroughtBack,
-    Circumstances,
+    JobConditions,
     brought_back,
 )
 from slurm_forge.recovery.policy.save_interval import FIRST
@@ -17,14 +17,11 @@ from slurm_forge.report.purge import PurgeRule, purge_outlook
 from slurm_forge.report.submission.chain_notes import chain_outlook
 from slurm_forge.report.submission.save_notes import saves_outlook
 from slurm_forge.report.text import clean
-from slurm_forge.run_directory.save_notes import SaveNote
 from slurm_forge.site.model import Preemption, PreemptionMode, Site, Storage
-from slurm_forge.site.rules import Finding, Severity, findings
+from slurm_forge.site.rules import RuleFinding, Severity, findings
 from slurm_forge.slurm.sbatch_words import asks_for_requeue
 from slurm_forge.spec import JobSpec
 from slurm_forge.units import words_for_duration
-
-__all__ = ["outlook"]
 
 
 def outlook(
@@ -54,7 +51,7 @@ def outlook(
         facts = site.facts(name, wanted.qos)
         place = _place(site, name, wanted.qos)
         back_by = brought_back(
-            Circumstances(
+            JobConditions(
                 preemption=facts.preemption,
                 self_requeue_allowed=facts.self_requeue_allowed,
                 requeue=asks_for_requeue(options or ("--requeue", *site.sbatch_options)),
@@ -65,14 +62,16 @@ def outlook(
         preemptions.append(facts.preemption)
         comes_back = comes_back and facts.self_requeue_allowed is not False
     lines += chain_outlook(job, comes_back=comes_back)
-    asked = asked_of(job, site, options, default_partition=default_partition, machine=machine)
+    request = job_request(job, site, options, default_partition=default_partition, machine=machine)
     # What is an error is told where the job is refused.
     lines += [
-        _told(each, where) for each in findings(asked, site) if each.severity is not Severity.ERROR
+        _finding_line(each, where)
+        for each in findings(request, site)
+        if each.severity is not Severity.ERROR
     ]
     if site.requeue_delay:
         lines.append(
-            f"a requeued job can start again after {words_for_duration(site.requeue_delay)} at the "
+            f"a requeued job starts again after {words_for_duration(site.requeue_delay)} at the "
             "earliest."
         )
     if storage is not None and storage.purge_after is not None:
@@ -84,10 +83,10 @@ def outlook(
 
 _BACK = {
     BroughtBack.RUN: "the run requeues itself, as the same job.",
-    BroughtBack.SLURM: "the run goes on from its last checkpoint.",
+    BroughtBack.SLURM: "the run continues from its last checkpoint.",
     BroughtBack.SUCCESSOR: "a successor job is submitted (afterany): --no-requeue is in force.",
-    BroughtBack.CHAIN: "the next task goes on.",
-    BroughtBack.PERSON: "the run is held until you let it go on (slurm-forge requeue).",
+    BroughtBack.CHAIN: "the next task continues.",
+    BroughtBack.PERSON: "the run is held until you requeue it (slurm-forge requeue).",
 }
 
 
@@ -107,31 +106,31 @@ def _preemption(known: Preemption, job: JobSpec, back_by: BroughtBack) -> str:
         case PreemptionMode.REQUEUE if back_by is not BroughtBack.SUCCESSOR:
             same = back_by is BroughtBack.RUN  # whoever is first
             back = _BACK[BroughtBack.SLURM if same else back_by]
-            told = f"preempted jobs are requeued {_notice(known, job)}; {back}"
+            sentence = f"preempted jobs are requeued {_notice(known, job)}; {back}"
         case PreemptionMode.REQUEUE | PreemptionMode.CANCEL:
             # Slurm cancels what it may not requeue.
-            told = f"preempted jobs are cancelled {_notice(known, job)}; {_BACK[back_by]}"
+            sentence = f"preempted jobs are cancelled {_notice(known, job)}; {_BACK[back_by]}"
         case PreemptionMode.SUSPEND:
-            told = "preempted jobs are suspended and go on later on the same nodes."
+            sentence = "preempted jobs are suspended and later resumed on the same nodes."
         case _:
             back = "the run is requeued, or a successor job submitted where Slurm refuses that."
-            return "nobody has said what happens to preempted jobs; " + (
-                "the next task goes on." if job.chain else back
+            return "the site file does not say what happens to preempted jobs; " + (
+                "the next task continues." if job.chain else back
             )
     if known.exempt:
-        told += f" Not before a job has run for {words_for_duration(known.exempt)}."
-    return told
+        sentence += f" Not before a job has run for {words_for_duration(known.exempt)}."
+    return sentence
 
 
 def _notice(known: Preemption, job: JobSpec) -> str:
     if known.grace is None:
         return "after a notice of unknown length"
     if known.grace == timedelta(0):
-        return f"without notice (only what was saved stays: {_schedule(job)})"
+        return f"without notice (only what was saved survives: {_schedule(job)})"
     return f"after {words_for_duration(known.grace)} of notice"
 
 
-def _told(finding: Finding, where: Callable[[str], str] | None) -> str:
+def _finding_line(finding: RuleFinding, where: Callable[[str], str] | None) -> str:
     """A sentence, and behind it the line of the job file that it is about."""
     text = clean(finding.message, 400)
     line = "" if where is None or finding.option is None else where(finding.option)
@@ -145,13 +144,13 @@ def _time_limit(job: JobSpec, site: Site, names: list[str | None], saves: SaveNo
     if limit is None:
         known = [site.facts(name, job.resources.qos).max_time for name in names]
         # The partition's DefaultTime may be shorter: only that there is a limit is sure.
-        told = "the partition's" if any(known) else "the partition's, if it has one"
-        return f"the time limit is {told}; the run goes on beyond it in another attempt; "
+        owner = "the partition's" if any(known) else "the partition's, if it has one"
+        return f"the time limit is {owner}; beyond it the run continues in another attempt; "
     lead = lead_time(job, limit, timedelta(seconds=0.0 if saves is None else saves.seconds))
-    begins = "the program is told" if _keeps_its_own(job) else "the last save begins"
+    begins = "the program is signalled" if _keeps_its_own(job) else "the last save begins"
     return (
         f"{begins} {words_for_duration(lead)} before the time limit of "
-        f"{words_for_duration(limit)}, and the run goes on beyond it in another attempt; "
+        f"{words_for_duration(limit)}; beyond it the run continues in another attempt; "
     )
 
 

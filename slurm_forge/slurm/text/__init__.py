@@ -1,1 +1,4 @@
-"""Text of Slurm's commands and files, as values and back.  Pure."""
+"""Text of Slurm's commands and files, parsed and written; called by ``slurm.client``.  Pure.
+
+Entry: ``parsing``.
+"""

@@ -12,8 +12,6 @@ from enum import Enum
 
 from slurm_forge.slurm.process import Completed
 
-__all__ = ["RequeueOutcome", "RequeueReply", "is_unknown_job", "is_unreachable", "requeue_outcome"]
-
 _UNREACHABLE = (
     "Unable to contact slurm controller",
     "Communication connection failure",
@@ -44,7 +42,7 @@ _UNKNOWN_JOB = ("Invalid job id specified",)
 _UNKNOWN_TASK = re.compile(r"^Job [0-9_+]+ not found$", re.M)
 
 
-class RequeueOutcome(str, Enum):
+class RequeueAnswer(str, Enum):
     """What became of a request to requeue."""
 
     #: Slurm took it: the job ends now and waits to be started again.
@@ -75,32 +73,23 @@ class RequeueOutcome(str, Enum):
 class RequeueReply:
     """A requeue's outcome and Slurm's own words."""
 
-    outcome: RequeueOutcome
+    outcome: RequeueAnswer
     stderr: str
 
     @property
     def in_queue(self) -> bool:
         """Whether the job now waits to be started again."""
-        return self.outcome in {RequeueOutcome.REQUEUED, RequeueOutcome.ALREADY_PENDING}
-
-    @property
-    def worth_retrying(self) -> bool:
-        """Whether the same request may succeed later.
-
-        After ``UNREACHABLE`` the first one may have been carried out, so look at the job first:
-        from outside, a second requeue would end the attempt that the first one started.
-        """
-        return self.outcome in {RequeueOutcome.TRY_AGAIN, RequeueOutcome.UNREACHABLE}
+        return self.outcome in {RequeueAnswer.REQUEUED, RequeueAnswer.ALREADY_PENDING}
 
 
 _REQUEUE_TEXTS = (
-    ("Job is pending execution", RequeueOutcome.ALREADY_PENDING),
-    ("Requested operation is presently disabled", RequeueOutcome.DISABLED),
-    ("Access/permission denied", RequeueOutcome.DENIED),
-    ("Invalid user id", RequeueOutcome.DENIED),
-    ("Only batch jobs are accepted or processed", RequeueOutcome.NOT_BATCH),
-    ("Job not heterogeneous job leader", RequeueOutcome.NOT_LEADER),
-    ("Job can not be altered now, try again later", RequeueOutcome.TRY_AGAIN),
+    ("Job is pending execution", RequeueAnswer.ALREADY_PENDING),
+    ("Requested operation is presently disabled", RequeueAnswer.DISABLED),
+    ("Access/permission denied", RequeueAnswer.DENIED),
+    ("Invalid user id", RequeueAnswer.DENIED),
+    ("Only batch jobs are accepted or processed", RequeueAnswer.NOT_BATCH),
+    ("Job not heterogeneous job leader", RequeueAnswer.NOT_LEADER),
+    ("Job can not be altered now, try again later", RequeueAnswer.TRY_AGAIN),
 )
 
 
@@ -120,18 +109,18 @@ def is_unknown_job(completed: Completed) -> bool:
     return _has(completed.stderr, _UNKNOWN_JOB)
 
 
-def requeue_outcome(completed: Completed) -> RequeueOutcome:
+def requeue_outcome(completed: Completed) -> RequeueAnswer:
     """What ``scontrol requeue`` or ``requeuehold`` answered for one job."""
     if completed.returncode == 0:
-        return RequeueOutcome.REQUEUED
+        return RequeueAnswer.REQUEUED
     if is_unreachable(completed):
-        return RequeueOutcome.UNREACHABLE
+        return RequeueAnswer.UNREACHABLE
     if is_unknown_job(completed):
-        return RequeueOutcome.UNKNOWN_JOB
+        return RequeueAnswer.UNKNOWN_JOB
     for text, outcome in _REQUEUE_TEXTS:
         if _has(completed.stderr, (text,)):
             return outcome
-    return RequeueOutcome.REFUSED
+    return RequeueAnswer.REFUSED
 
 
 def _has(text: str, phrases: tuple[str, ...]) -> bool:

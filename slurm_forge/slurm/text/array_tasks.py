@@ -5,8 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-__all__ = ["fold_tasks", "parts_of", "tasks_of"]
-
 _REF = re.compile(r"([0-9]{1,10})_([0-9]{1,10})")
 _PART = re.compile(r"([0-9]{1,10})(?:-([0-9]{1,10})(?::([0-9]{1,10}))?)?")
 #: More tasks than any array may have (MaxArraySize is 4,000,001 at most).
@@ -24,15 +22,15 @@ def tasks_of(expression: str) -> tuple[int, ...]:
 
     Brackets around it and the limit behind ``%`` are allowed.
     """
-    found: set[int] = set()
+    tasks: set[int] = set()
     for part in expression.strip("[]").partition("%")[0].split(","):
         match = _PART.fullmatch(part.strip())
         if match is None:
             continue
         first, last, step = int(match[1]), int(match[2] or match[1]), int(match[3] or 1)
         if step and 0 <= last - first < _MOST:
-            found.update(range(first, last + 1, step))
-    return tuple(sorted(found))
+            tasks.update(range(first, last + 1, step))
+    return tuple(sorted(tasks))
 
 
 def fold_tasks(tasks: Iterable[int]) -> str:

@@ -7,26 +7,8 @@ differs between them is never written here).
 
 from __future__ import annotations
 
-import re
-
-__all__ = ["as_directive", "read_directives"]
-
-#: Nothing of it is a quote, an escape, a comment or the end of a word to sbatch.
-_PLAIN = re.compile(r"[^\s\"'\\#]+")
 _MARKS = ("#SBATCH", "#SLURM")
 _SPACE = " \t\n\v\f\r"
-
-
-def as_directive(option: str) -> str:
-    """An option (``--name=value``) as one word of an ``#SBATCH`` line.
-
-    It must be one line of text; quotes are added where there is something to quote.
-    """
-    if _PLAIN.fullmatch(option):
-        return option
-    name, sign, value = option.partition("=")
-    escaped = value.replace("\\", "\\\\").replace("'", "\\'")
-    return f"{name}{sign}'{escaped}'"
 
 
 def read_directives(script: str) -> tuple[str, ...]:
@@ -35,14 +17,14 @@ def read_directives(script: str) -> tuple[str, ...]:
     ``ValueError`` for a line that sbatch refuses to read.  What belongs to the further parts of a
     heterogeneous job is read like the rest.
     """
-    found: list[str] = []
+    options: list[str] = []
     for line in script.split("\n"):
         mark = next((mark for mark in _MARKS if line.startswith(mark)), None)
         if mark is not None:
-            found += _words(line[len(mark) :])
+            options += _words(line[len(mark) :])
         elif not line.lstrip(_SPACE).startswith("#") and line.strip(_SPACE):
             break  # the first command
-    return tuple(found)
+    return tuple(options)
 
 
 def _words(line: str) -> list[str]:

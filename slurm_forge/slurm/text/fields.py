@@ -11,17 +11,6 @@ from datetime import datetime, timedelta, timezone, tzinfo
 
 from slurm_forge.units import parse_slurm_duration
 
-__all__ = [
-    "split_job_records",
-    "split_node_records",
-    "split_partition_records",
-    "to_exit_code",
-    "to_limit",
-    "to_optional",
-    "to_seconds",
-    "to_time",
-]
-
 # A key begins a line or follows a space: OverSubscribe=, CPUs/Task=, AllocNode:Sid=.
 _PAIR = re.compile(r"(?:^|(?<=\s))(?P<key>[A-Za-z][A-Za-z0-9_/:]*)=")
 
@@ -88,11 +77,11 @@ def split_node_records(text: str) -> list[dict[str, str]]:
     """
     records: list[dict[str, str]] = []
     for block in _blocks(text, "NodeName="):
-        found: dict[str, str] = {}
+        fields: dict[str, str] = {}
         for line in block.split("\n"):
             free = _FREE_OF_NODES.fullmatch(line)
-            _add(found, _pairs(line) if free is None else {free["key"]: free["value"].strip()})
-        records.append(found)
+            _add(fields, _pairs(line) if free is None else {free["key"]: free["value"].strip()})
+        records.append(fields)
     return records
 
 
@@ -165,45 +154,45 @@ def _blocks(text: str, first_key: str) -> list[str]:
 
 
 def _several_lines(block: str) -> dict[str, str]:
-    found: dict[str, str] = {}
+    fields: dict[str, str] = {}
     lines = block.split("\n")
     following = next((line for line in lines[1:] if not line.startswith(_BETWEEN)), "")
     if not following.startswith("   UserId=") or len(_USER_LINE.findall(block)) != 1:
         raise ValueError("the job's name holds a line break, so its record can't be told apart")
     for line in lines:
         free = _FREE_REST_OF_LINE.search(line)
-        _add(found, _pairs(line if free is None else line[: free.start()]))
+        _add(fields, _pairs(line if free is None else line[: free.start()]))
         if free is not None:
-            _add(found, {free["key"]: free["value"].strip()})
-    return found
+            _add(fields, {free["key"]: free["value"].strip()})
+    return fields
 
 
 def _one_line(block: str) -> dict[str, str]:
-    found: dict[str, str] = {}
+    fields: dict[str, str] = {}
     if len(re.findall(r"\sUserId=", block)) != 1:
         raise ValueError("the job's name holds UserId=, so its record can't be told apart")
     cut = _AFTER_NAME.search(block)
     head, rest = (block, "") if cut is None else (block[: cut.start()], block[cut.end() :])
     name = _FREE_REST_OF_LINE.search(head)
-    _add(found, _pairs(head if name is None else head[: name.start()]))
+    _add(fields, _pairs(head if name is None else head[: name.start()]))
     if name is not None:
-        _add(found, {name["key"]: name["value"].strip()})
+        _add(fields, {name["key"]: name["value"].strip()})
     tail = _TAIL.search(rest)
-    _add(found, _pairs(rest if tail is None else rest[: tail.start()]))
+    _add(fields, _pairs(rest if tail is None else rest[: tail.start()]))
     if tail is not None:
-        _add(found, _pairs(rest[tail.end() :], _TAIL_KEY))
-    return found
+        _add(fields, _pairs(rest[tail.end() :], _TAIL_KEY))
+    return fields
 
 
 def _pairs(text: str, key: re.Pattern[str] = _PAIR) -> dict[str, str]:
-    found: dict[str, str] = {}
+    fields: dict[str, str] = {}
     matches = list(key.finditer(text))
     for index, match in enumerate(matches):
         end = matches[index + 1].start() if index + 1 < len(matches) else len(text)
-        _add(found, {match["key"]: text[match.end() : end].strip()})
-    return found
+        _add(fields, {match["key"]: text[match.end() : end].strip()})
+    return fields
 
 
-def _add(found: dict[str, str], more: Mapping[str, str]) -> None:
+def _add(fields: dict[str, str], more: Mapping[str, str]) -> None:
     for key, value in more.items():
-        found.setdefault(key, value)
+        fields.setdefault(key, value)

@@ -12,8 +12,6 @@ from itertools import product
 
 from slurm_forge.errors import ConfigError
 
-__all__ = ["MAX_NODES", "check_node_name", "expand_nodes", "fold_nodes"]
-
 #: Slurm's own bound on one range is 64 k (MAX_RANGE in src/common/hostlist.c); ours is on the sum.
 MAX_NODES = 65_536
 _MAX_TEXT = 1 << 20
@@ -148,7 +146,7 @@ def _bracket(stem: str, runs: Sequence[tuple[str, str]]) -> str:
 def _checked(expression: str, name: str) -> str:
     # A leading dash would turn into an option on a command line.
     if len(name) > 255 or not _NAME.fullmatch(name):
-        raise _refused(expression, f"has {name[:40]!r}, which is no node name")
+        raise _refused(expression, f"has {name[:40]!r}, which is not a node name")
     return name
 
 

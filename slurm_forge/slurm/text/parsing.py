@@ -36,25 +36,12 @@ from slurm_forge.slurm.text.fields import (
 from slurm_forge.slurm.versions import Unrecognized
 from slurm_forge.units import parse_memory
 
-__all__ = [
-    "ACCOUNTING_FIELDS",
-    "QUEUE_FORMAT",
-    "parse_accounting",
-    "parse_config",
-    "parse_job_id",
-    "parse_jobs",
-    "parse_nodes",
-    "parse_partitions",
-    "parse_queue",
-]
-
 #: For ``sacct --format``: no column that a user can write, so that "|" always separates.
-ACCOUNTING_FIELDS = "JobID,JobIDRaw,State,ExitCode,DerivedExitCode,Submit,Start,End,NodeList"
+ACCOUNTING_FIELDS = "JobID,JobIDRaw,State,ExitCode,Submit,Start,End"
 #: For ``squeue --format``: without the name, which may hold "|" and line breaks.
-QUEUE_FORMAT = "%i|%A|%T|%r|%P|%S"
+QUEUE_FORMAT = "%i|%A|%T|%r|%S"
 
 _T = TypeVar("_T")
-_USER = re.compile(r"(?P<name>.*)\((?P<id>[0-9]{1,10})\)")
 _COUNT = re.compile(r"(?P<low>[0-9]{1,10})(?:-[0-9]{1,10})?")
 _CONFIG_LINE = re.compile(r"(?P<key>[A-Za-z][A-Za-z0-9_]*)\s*= ?(?P<value>.*)")
 #: One line for each of several in newer versions: ``Epilog[0]``.
@@ -64,7 +51,7 @@ _CONFIG_TIME = re.compile(r"^Configuration data as of (\S+)$", re.M)
 _YES_NO = {"yes": True, "no": False}
 _VERSION = re.compile(r"[0-9]+(?:\.[0-9A-Za-z-]+)+")
 #: scontrol adds who gave the reason, and when.
-_GIVEN = re.compile(r"(?P<reason>.*?) ?\[(?P<by>[^\s\[\]@]+)@(?P<time>[^\s\[\]]+)\]")
+_REASON = re.compile(r"(?P<reason>.*?) ?\[[^\s\[\]@]+@[^\s\[\]]+\]")
 _SUBMITTED = re.compile(r"(?P<id>[0-9]{1,10})(?:;(?P<cluster>\S+))?")
 
 
@@ -105,44 +92,38 @@ def parse_config(text: str) -> ConfigRecord:
         match = _CONFIG_LINE.fullmatch(line.rstrip())
         if match is not None:
             values.setdefault(match["key"], match["value"].strip())
-    read = _Fields("scontrol show config", values)
-    name = read.text("ClusterName")
+    fields = _Fields("scontrol show config", values)
+    name = fields.text("ClusterName")
     if name is None:
-        raise _not_understood(read.command, "no ClusterName in it", text)
+        raise _not_understood(fields.command, "no ClusterName in it", text)
     version = _VERSION.search(values.get("SLURM_VERSION", ""))
     answered = _CONFIG_TIME.search(text)
     return ConfigRecord(
         cluster_name=name,
         controller_time=None if answered is None else _time_or_none(answered[1], None),
         version=None if version is None else version[0],
-        preempt_type=read.text("PreemptType"),
-        preempt_mode=read.text("PreemptMode"),
-        preempt_parameters=read.options("PreemptParameters"),
-        preempt_exempt_time=read.value("PreemptExemptTime", to_limit),
-        slurmctld_parameters=read.options("SlurmctldParameters"),
-        scheduler_parameters=read.options("SchedulerParameters"),
-        auth_info=read.options("AuthInfo"),
-        kill_wait=read.value("KillWait", to_seconds),
-        slurmd_timeout=read.value("SlurmdTimeout", to_seconds),
-        message_timeout=read.value("MessageTimeout", to_seconds),
-        min_job_age=read.value("MinJobAge", to_seconds),
-        job_requeue=read.flag("JobRequeue"),
-        max_batch_requeue=read.number("MaxBatchRequeue"),
-        job_file_append=read.flag("JobFileAppend"),
-        select_type=read.text("SelectType"),
-        proctrack_type=read.text("ProctrackType"),
-        task_plugin=read.options("TaskPlugin"),
-        accounting_storage_type=read.text("AccountingStorageType"),
+        preempt_type=fields.text("PreemptType"),
+        preempt_mode=fields.text("PreemptMode"),
+        preempt_parameters=fields.options("PreemptParameters"),
+        preempt_exempt_time=fields.value("PreemptExemptTime", to_limit),
+        slurmctld_parameters=fields.options("SlurmctldParameters"),
+        scheduler_parameters=fields.options("SchedulerParameters"),
+        auth_info=fields.options("AuthInfo"),
+        kill_wait=fields.value("KillWait", to_seconds),
+        slurmd_timeout=fields.value("SlurmdTimeout", to_seconds),
+        min_job_age=fields.value("MinJobAge", to_seconds),
+        job_requeue=fields.flag("JobRequeue"),
+        max_batch_requeue=fields.number("MaxBatchRequeue"),
+        select_type=fields.text("SelectType"),
+        proctrack_type=fields.text("ProctrackType"),
+        accounting_storage_type=fields.text("AccountingStorageType"),
         has_epilog=_EPILOG.search(text) is not None,
-        job_submit_plugins=read.options("JobSubmitPlugins"),
-        enforce_part_limits=read.text("EnforcePartLimits"),
-        accounting_storage_enforce=read.options("AccountingStorageEnforce"),
-        launch_parameters=read.options("LaunchParameters"),
-        requeue_exit=read.text("RequeueExit"),
-        requeue_exit_hold=read.text("RequeueExitHold"),
-        max_array_size=read.number("MaxArraySize"),
-        constrain_ram=_YES_NO.get(read.raw("ConstrainRAMSpace").lower()),
-        unrecognized=read.unrecognized,
+        job_submit_plugins=fields.options("JobSubmitPlugins"),
+        accounting_storage_enforce=fields.options("AccountingStorageEnforce"),
+        requeue_exit=fields.text("RequeueExit"),
+        requeue_exit_hold=fields.text("RequeueExitHold"),
+        constrain_ram=_YES_NO.get(fields.raw("ConstrainRAMSpace").lower()),
+        unrecognized=fields.unrecognized,
     )
 
 
@@ -154,23 +135,21 @@ def parse_accounting(text: str, zone: tzinfo | None = None) -> tuple[AccountingR
         columns = line.split("|")
         if len(columns) != len(names):
             raise _not_understood("sacct", f"a row of {len(columns)} columns", line)
-        read = _Fields("sacct", dict(zip(names, columns, strict=True)), zone)
-        job_ref, _, step = read.required("JobID").partition(".")
+        fields = _Fields("sacct", dict(zip(names, columns, strict=True)), zone)
+        job_ref, _, step = fields.required("JobID").partition(".")
         rows.append(
             AccountingRecord(
                 job_ref=job_ref,
                 step=step or None,
-                job_id=read.required_number("JobIDRaw", before="."),
-                state=read.state("State"),
+                job_id=fields.required_number("JobIDRaw", before="."),
+                state=fields.state("State"),
                 state_text=columns[2].strip(),
-                exit_code=read.value("ExitCode", to_exit_code),
-                derived_exit_code=read.value("DerivedExitCode", to_exit_code),
-                submit_time=read.time("Submit"),
-                start_time=read.time("Start"),
-                end_time=read.time("End"),
-                nodelist=_assigned(read.text("NodeList")),
+                exit_code=fields.value("ExitCode", to_exit_code),
+                submit_time=fields.time("Submit"),
+                start_time=fields.time("Start"),
+                end_time=fields.time("End"),
                 cancelled_by=cancelled_by(columns[2]),
-                unrecognized=read.unrecognized,
+                unrecognized=fields.unrecognized,
             )
         )
     return tuple(rows)
@@ -178,24 +157,22 @@ def parse_accounting(text: str, zone: tzinfo | None = None) -> tuple[AccountingR
 
 def parse_queue(text: str, zone: tzinfo | None = None) -> tuple[QueueRecord, ...]:
     """Lines of ``squeue --noheader --format=QUEUE_FORMAT``, in squeue's order."""
-    names = ("JobRef", "JobId", "State", "Reason", "Partition", "Start")
+    names = ("JobRef", "JobId", "State", "Reason", "Start")
     rows: list[QueueRecord] = []
     for line in filter(str.strip, text.splitlines()):
         columns = line.split("|")
         if len(columns) != len(names):
             raise _not_understood("squeue", f"a line of {len(columns)} columns", line)
-        read = _Fields("squeue", dict(zip(names, columns, strict=True)), zone)
+        fields = _Fields("squeue", dict(zip(names, columns, strict=True)), zone)
         rows.append(
             QueueRecord(
-                job_ref=read.required("JobRef"),
-                job_id=read.required_number("JobId"),
-                state=read.state("State"),
-                state_text=columns[2].strip(),
+                job_ref=fields.required("JobRef"),
+                job_id=fields.required_number("JobId"),
+                state=fields.state("State"),
                 # With underscores, as scontrol writes it.
-                reason=(read.text("Reason") or "").replace(" ", "_") or None,
-                partition=read.text("Partition"),
-                start_time=read.time("Start"),
-                unrecognized=read.unrecognized,
+                reason=(fields.text("Reason") or "").replace(" ", "_") or None,
+                start_time=fields.time("Start"),
+                unrecognized=fields.unrecognized,
             )
         )
     return tuple(rows)
@@ -213,101 +190,83 @@ def parse_job_id(text: str) -> str:
     return match["id"]
 
 
-def _job(read: _Fields) -> JobRecord:
-    user = _USER.fullmatch(read.text("UserId") or "")
+def _job(fields: _Fields) -> JobRecord:
     return JobRecord(
-        job_id=read.required_number("JobId"),
-        name=read.raw("JobName"),
-        state=read.state("JobState"),
-        state_text=read.required("JobState"),
-        array_job_id=read.number("ArrayJobId"),
-        array_task=read.text("ArrayTaskId"),
-        het_job_id=read.number("HetJobId"),
-        user=None if user is None else user["name"],
-        user_id=None if user is None else int(user["id"]),
-        account=read.text("Account"),
-        qos=read.text("QOS"),
-        priority=read.number("Priority"),
-        reason=read.text("Reason"),
-        failed_node=read.text("FailedNode"),
-        dependency=read.text("Dependency"),
-        requeue=read.flag("Requeue"),
-        restarts=read.number("Restarts") or 0,
-        batch_flag=read.number("BatchFlag"),
-        exit_code=read.value("ExitCode", to_exit_code),
-        derived_exit_code=read.value("DerivedExitCode", to_exit_code),
-        submit_time=read.time("SubmitTime"),
-        eligible_time=read.time("EligibleTime"),
-        start_time=read.time("StartTime"),
-        end_time=read.time("EndTime"),
-        preempt_eligible_time=read.time("PreemptEligibleTime"),
-        preempt_time=read.time("PreemptTime"),
-        suspend_time=read.time("SuspendTime"),
-        before_suspension=read.value("SecsPreSuspend", _seconds),
-        time_limit=read.value("TimeLimit", to_limit),
-        partition=read.text("Partition"),
-        nodelist=read.text("NodeList"),
-        requested_nodes=read.text("ReqNodeList"),
-        excluded_nodes=read.text("ExcNodeList"),
-        batch_host=read.text("BatchHost"),
-        num_nodes=read.number("NumNodes"),
-        num_tasks=read.number("NumTasks"),
-        memory_per_node=read.value("MinMemoryNode", _memory),
-        memory_per_cpu=read.value("MinMemoryCPU", _memory),
-        command=read.text("Command"),
-        submit_line=read.text("SubmitLine"),
-        work_dir=read.text("WorkDir"),
-        stdout=read.text("StdOut"),
-        comment=read.text("Comment"),
-        unrecognized=read.unrecognized,
+        job_id=fields.required_number("JobId"),
+        name=fields.raw("JobName"),
+        state=fields.state("JobState"),
+        state_text=fields.required("JobState"),
+        array_job_id=fields.number("ArrayJobId"),
+        array_task=fields.text("ArrayTaskId"),
+        qos=fields.text("QOS"),
+        priority=fields.number("Priority"),
+        reason=fields.text("Reason"),
+        failed_node=fields.text("FailedNode"),
+        dependency=fields.text("Dependency"),
+        requeue=fields.flag("Requeue"),
+        restarts=fields.number("Restarts") or 0,
+        exit_code=fields.value("ExitCode", to_exit_code),
+        submit_time=fields.time("SubmitTime"),
+        eligible_time=fields.time("EligibleTime"),
+        start_time=fields.time("StartTime"),
+        end_time=fields.time("EndTime"),
+        preempt_time=fields.time("PreemptTime"),
+        suspend_time=fields.time("SuspendTime"),
+        before_suspension=fields.value("SecsPreSuspend", _seconds),
+        time_limit=fields.value("TimeLimit", to_limit),
+        partition=fields.text("Partition"),
+        nodelist=fields.text("NodeList"),
+        excluded_nodes=fields.text("ExcNodeList"),
+        num_nodes=fields.number("NumNodes"),
+        memory_per_node=fields.value("MinMemoryNode", _memory),
+        memory_per_cpu=fields.value("MinMemoryCPU", _memory),
+        command=fields.text("Command"),
+        submit_line=fields.text("SubmitLine"),
+        comment=fields.text("Comment"),
+        unrecognized=fields.unrecognized,
     )
 
 
-def _partition(read: _Fields) -> PartitionRecord:
+def _partition(fields: _Fields) -> PartitionRecord:
     return PartitionRecord(
-        name=read.required("PartitionName"),
-        state=read.text("State"),
-        preempt_mode=read.text("PreemptMode"),
-        grace_time=read.value("GraceTime", to_seconds),
-        max_time=read.value("MaxTime", to_limit),
-        default_time=read.value("DefaultTime", to_limit),
-        max_nodes=read.count("MaxNodes"),
-        nodes=read.text("Nodes"),
-        total_nodes=read.number("TotalNodes"),
-        priority_tier=read.number("PriorityTier"),
-        qos=read.text("QoS"),
-        is_default=read.raw("Default") == "YES",
-        allow_groups=_allowed(read, "AllowGroups"),
-        allow_accounts=_allowed(read, "AllowAccounts"),
-        deny_accounts=read.options("DenyAccounts"),
-        allow_qos=_allowed(read, "AllowQos"),
-        deny_qos=read.options("DenyQos"),
-        root_only=read.raw("RootOnly") == "YES",
-        exclusive=read.raw("OverSubscribe") == "EXCLUSIVE",
-        unrecognized=read.unrecognized,
+        name=fields.required("PartitionName"),
+        state=fields.text("State"),
+        preempt_mode=fields.text("PreemptMode"),
+        grace_time=fields.value("GraceTime", to_seconds),
+        max_time=fields.value("MaxTime", to_limit),
+        default_time=fields.value("DefaultTime", to_limit),
+        max_nodes=fields.count("MaxNodes"),
+        nodes=fields.text("Nodes"),
+        total_nodes=fields.number("TotalNodes"),
+        priority_tier=fields.number("PriorityTier"),
+        qos=fields.text("QoS"),
+        is_default=fields.raw("Default") == "YES",
+        allow_groups=_allowed(fields, "AllowGroups"),
+        allow_accounts=_allowed(fields, "AllowAccounts"),
+        deny_accounts=fields.options("DenyAccounts"),
+        allow_qos=_allowed(fields, "AllowQos"),
+        deny_qos=fields.options("DenyQos"),
+        root_only=fields.raw("RootOnly") == "YES",
+        exclusive=fields.raw("OverSubscribe") == "EXCLUSIVE",
+        unrecognized=fields.unrecognized,
     )
 
 
-def _allowed(read: _Fields, key: str) -> tuple[str, ...] | None:
-    given = read.options(key)
-    return None if not given or given == ("ALL",) else given
+def _allowed(fields: _Fields, key: str) -> tuple[str, ...] | None:
+    names = fields.options(key)
+    return None if not names or names == ("ALL",) else names
 
 
-def _node(read: _Fields) -> NodeRecord:
-    reason = read.text("Reason")
-    given = None if reason is None else _GIVEN.fullmatch(reason)
+def _node(fields: _Fields) -> NodeRecord:
+    reason = fields.text("Reason")
+    match = None if reason is None else _REASON.fullmatch(reason)
     # The short form of older versions: IDLE*+DRAIN.
-    state = read.required("State").upper().replace("*", "+NOT_RESPONDING")
+    state = fields.required("State").upper().replace("*", "+NOT_RESPONDING")
     return NodeRecord(
-        name=read.required("NodeName"),
+        name=fields.required("NodeName"),
         state=tuple(flag for flag in state.split("+") if flag),
-        reason=reason if given is None else given["reason"],
-        reason_by=None if given is None else given["by"],
-        reason_time=None if given is None else _time_or_none(given["time"], read.zone),
-        boot_time=read.time("BootTime"),
-        slurmd_start_time=read.time("SlurmdStartTime"),
-        partitions=read.options("Partitions"),
-        unrecognized=read.unrecognized,
+        reason=reason if match is None else match["reason"],
+        unrecognized=fields.unrecognized,
     )
 
 
@@ -375,7 +334,7 @@ class _Fields:
         except ValueError:
             number = None
         if number is None:
-            raise _not_understood(self.command, f"{key} is no number", text)
+            raise _not_understood(self.command, f"{key} is not a number", text)
         return number
 
     def count(self, key: str) -> int | None:
@@ -407,11 +366,6 @@ def _memory(text: str | None) -> int | None:
 def _seconds(text: str | None) -> timedelta | None:
     value = to_optional(text)
     return None if value is None else timedelta(seconds=int(value))
-
-
-def _assigned(nodelist: str | None) -> str | None:
-    # sacct's words for a job that never had nodes.
-    return None if nodelist == "None assigned" else nodelist
 
 
 def _not_understood(command: str, why: str, text: str) -> SlurmCommandError:

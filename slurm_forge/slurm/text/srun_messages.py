@@ -13,16 +13,6 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-__all__ = [
-    "Cancelled",
-    "TaskEnd",
-    "ended_by_srun",
-    "first_end",
-    "lost_nodes",
-    "step_cancelled",
-    "task_ends",
-]
-
 #: What is read of a text, from its end: a step's end stands there.
 _LONGEST = 1 << 20
 #: More lines, or tasks in all of them, than any launch has are nothing of srun's.
@@ -173,16 +163,16 @@ def first_end(ends: Sequence[TaskEnd]) -> TaskEnd | None:
     """
     own = [each for each in ends if not each.follows]
     faults = [each for each in ends if each.out_of_memory or each.died_of in _FAULTS]
-    told = [each for each in own if each.died_of not in _ENDED_BY_OTHERS]
-    return next(iter(faults or told or own), None)
+    unprovoked = [each for each in own if each.died_of not in _ENDED_BY_OTHERS]
+    return next(iter(faults or unprovoked or own), None)
 
 
 def step_cancelled(text: str) -> tuple[Cancelled, ...]:
     """Every job and step that is said to be cancelled, in order."""
-    found = []
+    cancellations = []
     for match in re.finditer(_CANCELLED, text[-_LONGEST:], re.I):
         what = match["id"]
-        found.append(
+        cancellations.append(
             Cancelled(
                 id=what,
                 is_step=match["what"].upper() == "STEP",
@@ -192,9 +182,9 @@ def step_cancelled(text: str) -> tuple[Cancelled, ...]:
                 text=match[0],
             )
         )
-        if len(found) == _MOST_LINES:
+        if len(cancellations) == _MOST_LINES:
             break
-    return tuple(found)
+    return tuple(cancellations)
 
 
 def ended_by_srun(text: str) -> frozenset[str]:
@@ -203,29 +193,29 @@ def ended_by_srun(text: str) -> frozenset[str]:
     Slurm's "CANCELLED" of such a step, and the signals that its tasks get, follow from that.
     """
     text = text[-_LONGEST:]
-    found = re.finditer(_ENDS_STEP + r"(?P<id>\d+(?:\.\d+)?)", text)
+    matches = re.finditer(_ENDS_STEP + r"(?P<id>\d+(?:\.\d+)?)", text)
     cancelled = (each for each in re.finditer(_CANCELLED, text, re.I))
-    failed = (each["id"] for each in cancelled if _told(each) == _TASK_FAILURE)
-    return frozenset((*(match["id"] for match in found), *failed))
+    failed = (each["id"] for each in cancelled if _reason_text(each) == _TASK_FAILURE)
+    return frozenset((*(match["id"] for match in matches), *failed))
 
 
 def lost_nodes(text: str) -> tuple[str, ...]:
     """Node expressions (``n2``, ``n[1-2]``) that srun says failed, each once."""
-    found = (match["nodes"] for match in _NODE_FAILURE.finditer(text[-_LONGEST:]))
-    return tuple(dict.fromkeys(found))
+    expressions = (match["nodes"] for match in _NODE_FAILURE.finditer(text[-_LONGEST:]))
+    return tuple(dict.fromkeys(expressions))
 
 
-def _told(match: re.Match[str]) -> str:
+def _reason_text(match: re.Match[str]) -> str:
     return (match["ume"] or match["reason"] or "").strip().upper()
 
 
 def _reason(match: re.Match[str]) -> str:
-    told = _told(match)
-    return "" if told == _TASK_FAILURE or told.startswith(_SIGNAL) else told
+    text = _reason_text(match)
+    return "" if text == _TASK_FAILURE or text.startswith(_SIGNAL) else text
 
 
 def _ends(text: str, ends_from: int) -> Iterator[TaskEnd]:
-    left = _MOST_TASKS
+    room = _MOST_TASKS
     for count, match in enumerate(re.finditer(_TASK, text, re.M)):
         if count == _MOST_LINES:
             return
@@ -233,8 +223,8 @@ def _ends(text: str, ends_from: int) -> Iterator[TaskEnd]:
         signal = "" if words is None else _signal(words)
         if words is not None and not signal:
             continue  # "running": how a task is, not how it ended
-        tasks = _tasks(match["tasks"], left)
-        left -= len(tasks)
+        tasks = _tasks(match["tasks"], room)
+        room -= len(tasks)
         yield TaskEnd(
             tasks=tasks,
             host=match["host"],
@@ -260,13 +250,13 @@ def _signal(words: str) -> str:
 
 def _tasks(text: str, most: int) -> tuple[int, ...]:
     """Numbers of ``0-1,3``; a range that can't be one, or is too long, is left out."""
-    found: list[int] = []
+    tasks: list[int] = []
     for part in text.split(","):
         match = _RANGE.fullmatch(part)
         if match is None:
             continue  # Slurm cuts long lists anywhere
         first = int(match["first"])
         last = int(match["last"] or first)
-        if last - first < most - len(found):
-            found.extend(range(first, last + 1))
-    return tuple(found)
+        if last - first < most - len(tasks):
+            tasks.extend(range(first, last + 1))
+    return tuple(tasks)

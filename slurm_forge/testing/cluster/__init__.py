@@ -1,7 +1,10 @@
-"""A real Slurm on one machine, for tests: ``python -m slurm_forge.testing.cluster up``."""
+"""A real Slurm on one machine; called by tests and by ``python -m slurm_forge.testing.cluster up``.
+
+Entry: ``cluster``.
+"""
 
 from slurm_forge.testing.cluster.cluster import SlurmCluster
-from slurm_forge.testing.cluster.records import AccountingRecord, JobRecord
+from slurm_forge.testing.cluster.records import SacctRow, ScontrolJob
 from slurm_forge.testing.cluster.spec import (
     ClusterSpec,
     PartitionPreemption,
@@ -11,11 +14,11 @@ from slurm_forge.testing.cluster.spec import (
 )
 
 __all__ = [
-    "AccountingRecord",
     "ClusterSpec",
-    "JobRecord",
     "PartitionPreemption",
     "PartitionSpec",
+    "SacctRow",
+    "ScontrolJob",
     "SlurmCluster",
     "Tracking",
     "default_partitions",

@@ -22,33 +22,33 @@ DEFAULT_DIRECTORY = Path("/tmp/slurm-forge-cluster")  # noqa: S108  ours, mode a
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line; the exit status."""
     parser = _parser()
-    given = parser.parse_args(argv)
+    arguments = parser.parse_args(argv)
     try:
-        return _run(given)
+        return _run(arguments)
     except ForgeError as error:
         sys.stderr.write(f"{error}\n")
         return 1
 
 
-def _run(given: argparse.Namespace) -> int:
-    if given.action == "install":
+def _run(arguments: argparse.Namespace) -> int:
+    if arguments.action == "install":
         return _install()
-    if given.action == "up":
-        return _up(given)
-    if given.action == "down":
-        SlurmCluster(given.dir).stop()
-        _say(f"stopped; the logs are in {given.dir}/log")
+    if arguments.action == "up":
+        return _up(arguments)
+    if arguments.action == "down":
+        SlurmCluster(arguments.dir).stop()
+        _say(f"stopped; the logs are in {arguments.dir}/log")
         return 0
-    cluster = SlurmCluster.attach(given.dir)
-    if given.action == "status":
+    cluster = SlurmCluster.attach(arguments.dir)
+    if arguments.action == "status":
         healthy = cluster.is_healthy()
         _say(_describe(cluster))
         _say(cluster.queue())
         return 0 if healthy else 1
-    if given.action == "env":
+    if arguments.action == "env":
         _say(_exports(cluster))
         return 0
-    command = list(given.command) if given.action == "exec" else [_shell(cluster)]
+    command = list(arguments.command) if arguments.action == "exec" else [_shell(cluster)]
     if command[:1] == ["--"]:
         command = command[1:]
     if not command:
@@ -67,36 +67,36 @@ def _install(*, accounting: bool = True, prefix: Path | None = None) -> int:
     return 0
 
 
-def _up(given: argparse.Namespace) -> int:
-    if given.install:
-        _install(accounting=given.accounting, prefix=given.slurm)
-    cluster = SlurmCluster(given.dir, _spec(given))
+def _up(arguments: argparse.Namespace) -> int:
+    if arguments.install:
+        _install(accounting=arguments.accounting, prefix=arguments.slurm)
+    cluster = SlurmCluster(arguments.dir, _spec(arguments))
     cluster.start()
     _say(_describe(cluster))
     _say(_exports(cluster))
-    _say(_next(given.dir))
+    _say(_next(arguments.dir))
     return 0
 
 
-def _spec(given: argparse.Namespace) -> ClusterSpec:
+def _spec(arguments: argparse.Namespace) -> ClusterSpec:
     try:
-        return _unchecked_spec(given)
+        return _unchecked_spec(arguments)
     except ValueError as error:
         raise ConfigError(str(error), next_step="Give 'up' another value.") from None
 
 
-def _unchecked_spec(given: argparse.Namespace) -> ClusterSpec:
+def _unchecked_spec(arguments: argparse.Namespace) -> ClusterSpec:
     return ClusterSpec(
-        nodes=given.nodes,
-        cpus=given.cpus,
-        tracking=Tracking(given.tracking),
-        kill_wait=timedelta(seconds=given.kill_wait),
-        cred_expire=timedelta(seconds=given.cred_expire),
-        slurmd_timeout=timedelta(seconds=given.slurmd_timeout),
-        job_requeue=given.job_requeue,
-        send_user_signal=given.send_user_signal,
-        accounting=given.accounting,
-        prefix=given.slurm,
+        nodes=arguments.nodes,
+        cpus=arguments.cpus,
+        tracking=Tracking(arguments.tracking),
+        kill_wait=timedelta(seconds=arguments.kill_wait),
+        cred_expire=timedelta(seconds=arguments.cred_expire),
+        slurmd_timeout=timedelta(seconds=arguments.slurmd_timeout),
+        job_requeue=arguments.job_requeue,
+        send_user_signal=arguments.send_user_signal,
+        accounting=arguments.accounting,
+        prefix=arguments.slurm,
     )
 
 

@@ -13,13 +13,11 @@ from slurm_forge.testing.cluster.layout import Layout
 from slurm_forge.testing.cluster.processes import wait_until
 from slurm_forge.testing.cluster.records import (
     SACCT_FORMAT,
-    AccountingRecord,
-    JobRecord,
+    SacctRow,
+    ScontrolJob,
     parse_accounting,
     parse_job,
 )
-
-__all__ = ["SlurmClients", "client_environment"]
 
 # A shell that runs inside a Slurm job, or is set up for another cluster, must not leak in.
 _FOREIGN = ("SLURM", "SBATCH_", "SALLOC_", "SRUN_", "SACCT_", "SQUEUE_", "SINFO_", "SCANCEL_")
@@ -29,8 +27,8 @@ NOMINAL_JOB_S = 1.0
 
 def client_environment(base: Mapping[str, str], slurm_conf: Path) -> Mapping[str, str]:
     """``base`` without anything of another Slurm, and with SLURM_CONF."""
-    kept = {name: value for name, value in base.items() if not name.startswith(_FOREIGN)}
-    return {**kept, "SLURM_CONF": str(slurm_conf)}
+    variables = {name: value for name, value in base.items() if not name.startswith(_FOREIGN)}
+    return {**variables, "SLURM_CONF": str(slurm_conf)}
 
 
 class SlurmClients:
@@ -120,16 +118,16 @@ class SlurmClients:
         done = self.run(*argv, stdin=text, cwd=cwd, settings=settings, user=user)
         return done.stdout.strip().partition(";")[0]
 
-    def jobs(self, job_id: str) -> tuple[JobRecord, ...]:
+    def jobs(self, job_id: str) -> tuple[ScontrolJob, ...]:
         """The job, or each task of an array, as the controller knows it now."""
         text = self.run("scontrol", "show", "job", "-o", job_id).stdout
         return tuple(parse_job(line) for line in text.splitlines() if line.strip())
 
-    def job(self, job_id: str) -> JobRecord:
+    def job(self, job_id: str) -> ScontrolJob:
         """The job as the controller knows it now (it forgets after ``min_job_age``)."""
         return self.jobs(job_id)[0]
 
-    def sacct(self, job_id: str) -> tuple[AccountingRecord, ...]:
+    def sacct(self, job_id: str) -> tuple[SacctRow, ...]:
         """All that accounting has on a job and its steps, each start of them; may lag a second."""
         argv = ("sacct", "-D", "-n", "-P", "-j", job_id, "-o", SACCT_FORMAT)
         return parse_accounting(self.run(*argv).stdout)
@@ -156,17 +154,17 @@ class SlurmClients:
 
     def wait_state(
         self, job_id: str, states: str | Collection[str], timeout: float = 30.0
-    ) -> JobRecord:
+    ) -> ScontrolJob:
         """Wait until the job is in one of the states (``RUNNING``, …); how it was then."""
         wanted = {states} if isinstance(states, str) else set(states)
-        seen: list[JobRecord] = []
+        records: list[ScontrolJob] = []
 
         def arrived() -> bool:
-            seen[:] = [self.job(job_id)]
-            return seen[0].state in wanted
+            records[:] = [self.job(job_id)]
+            return records[0].state in wanted
 
         self.wait_for(arrived, timeout, f"job {job_id} to be {' or '.join(sorted(wanted))}")
-        return seen[0]
+        return records[0]
 
     def queue(self) -> str:
         """squeue and sinfo, for a person to read; never an error."""

@@ -17,8 +17,6 @@ from slurm_forge.testing.cluster.running import RunningCluster
 from slurm_forge.testing.cluster.spec import ClusterSpec
 from slurm_forge.testing.cluster.state import read_state, write_state
 
-__all__ = ["SlurmCluster"]
-
 
 class SlurmCluster(RunningCluster):
     """Slurm's own daemons in one private directory; as many clusters as there are directories.

@@ -16,8 +16,6 @@ from slurm_forge.testing.cluster.layout import Layout, Ports
 from slurm_forge.testing.cluster.processes import is_alive, refer, wait_until
 from slurm_forge.testing.cluster.state import Daemon
 
-__all__ = ["MARKER", "DaemonStarter", "tail"]
-
 # In the environment of every daemon, and only there: finds the orphans of a crashed cluster.
 MARKER = "SLURM_FORGE_TEST_CLUSTER"
 

@@ -13,14 +13,6 @@ from slurm_forge.testing.cluster import render
 from slurm_forge.testing.cluster.layout import Layout, Platform, Ports
 from slurm_forge.testing.cluster.spec import ClusterSpec
 
-__all__ = [
-    "claim_directory",
-    "nodes_with_spool",
-    "wipe",
-    "write_configuration",
-    "write_credentials",
-]
-
 
 def claim_directory(layout: Layout) -> None:
     """Make the directory ours, or raise UnsafeFileError: it holds something else, or is shared."""

@@ -10,8 +10,6 @@ from collections.abc import Mapping
 from slurm_forge.errors import SlurmCommandError, UnsupportedError
 from slurm_forge.testing.cluster import machine
 
-__all__ = ["install_packages"]
-
 # Plugins that no program stands for; apt does nothing where they are installed.
 _PLUGINS = ("slurm-wlm-basic-plugins",)
 _APT_TIMEOUT_S = 900

@@ -7,9 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from slurm_forge.errors import ConfigError
-from slurm_forge.slurm.versions import Release
-
-__all__ = ["CgroupKind", "Layout", "Platform", "Ports", "SlurmVersion", "check_directory"]
+from slurm_forge.slurm.versions import SlurmRelease
 
 # A unix socket's path ends at 107 characters; the longest here is
 # <directory>/spool/<node>/<node>_<job id>.4294967291
@@ -25,7 +23,7 @@ class CgroupKind(str, enum.Enum):
 
 
 #: Such as 22.5 for ``slurm-wlm 22.05.8``.
-SlurmVersion = Release
+SlurmVersion = SlurmRelease
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,15 +16,6 @@ from slurm_forge.testing.cluster.processes import ProcessRef
 from slurm_forge.testing.cluster.spec import ClusterSpec, Tracking
 from slurm_forge.testing.cluster.state import ClusterState, Daemon, read_state, write_state
 
-__all__ = [
-    "boot",
-    "job_processes",
-    "living_daemons",
-    "node_processes",
-    "step_daemons",
-    "tear_down",
-]
-
 # Nothing they would save is kept; a slurmd that lost its munged takes ten seconds to see it.
 _STOP_PATIENCE_S = 2.0
 
@@ -134,9 +125,9 @@ def _kill_job_side(layout: Layout) -> None:
 
 def _nodes_elsewhere(layout: Layout) -> set[str]:
     """The names of the nodes that run for clusters in other directories."""
-    ours = set(processes.with_environment(f"{MARKER}={layout.directory}"))
+    own = set(processes.with_environment(f"{MARKER}={layout.directory}"))
     names: set[str] = set()
-    for process in set(processes.with_environment(f"{MARKER}=")) - ours:
+    for process in set(processes.with_environment(f"{MARKER}=")) - own:
         words = processes.command_line(process)
         names.update(name for flag, name in pairwise(words) if flag == "-N")
     return names
@@ -158,10 +149,10 @@ def node_processes(layout: Layout, node: str) -> tuple[ProcessRef, ...]:
     """Everything that would die with a node but its slurmd: slurmstepds and all below them."""
     steps = step_daemons(layout, node)
     in_groups = (processes.refer(pid) for pid in machine.processes_in_cgroups(node))
-    found = {
+    own = {
         *steps,
         *processes.descendants(steps),
         *job_processes(layout, node),
         *(process for process in in_groups if process is not None),
     }
-    return tuple(found)
+    return tuple(own)

@@ -13,8 +13,6 @@ from slurm_forge.testing.cluster import lifecycle, processes
 from slurm_forge.testing.cluster.layout import Layout
 from slurm_forge.testing.cluster.processes import ProcessRef
 
-__all__ = ["batch_script", "step_daemons", "tasks"]
-
 _BATCH_ID = "-5"
 
 
@@ -23,12 +21,12 @@ def step_daemons(
 ) -> tuple[ProcessRef, ...]:
     """The slurmstepd of a job, or of one of its steps (``0``, ``batch``), on all nodes or one."""
     titles = f"slurmstepd: [{job_id}.{step or ''}"
-    found = []
+    daemons = []
     for daemon in lifecycle.step_daemons(layout, node):
         title = " ".join(processes.command_line(daemon)).strip()
         if title.startswith(titles) and (step is None or title == f"{titles}]"):
-            found.append(daemon)
-    return tuple(found)
+            daemons.append(daemon)
+    return tuple(daemons)
 
 
 def tasks(layout: Layout, job_id: str) -> Mapping[int, ProcessRef]:
@@ -36,14 +34,14 @@ def tasks(layout: Layout, job_id: str) -> Mapping[int, ProcessRef]:
 
     With several steps at once, those of the newest.
     """
-    found: dict[int, tuple[int, ProcessRef]] = {}
+    tasks_by_rank: dict[int, tuple[int, ProcessRef]] = {}
     for process, settings in _direct(layout, job_id):
         step, rank = settings.get("SLURM_STEP_ID", ""), settings.get("SLURM_PROCID", "")
         if not (step.isdigit() and rank.isdigit()):
             continue
-        if int(rank) not in found or int(step) > found[int(rank)][0]:
-            found[int(rank)] = int(step), process
-    return {rank: process for rank, (_, process) in sorted(found.items())}
+        if int(rank) not in tasks_by_rank or int(step) > tasks_by_rank[int(rank)][0]:
+            tasks_by_rank[int(rank)] = int(step), process
+    return {rank: process for rank, (_, process) in sorted(tasks_by_rank.items())}
 
 
 def batch_script(layout: Layout, job_id: str) -> ProcessRef | None:
@@ -65,10 +63,10 @@ def _direct(layout: Layout, job_id: str) -> list[tuple[ProcessRef, Mapping[str, 
         for daemon in lifecycle.step_daemons(layout)
         if " ".join(processes.command_line(daemon)).startswith(f"slurmstepd: [{job_id}.")
     }
-    found = []
+    children = []
     for process in processes.with_environment(
         f"SLURM_CONF={layout.slurm_conf}", f"SLURM_JOB_ID={job_id}"
     ):
         if processes.parent(process) in daemons:
-            found.append((process, processes.environment(process)))
-    return found
+            children.append((process, processes.environment(process)))
+    return children

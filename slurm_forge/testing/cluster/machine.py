@@ -13,16 +13,6 @@ from pathlib import Path
 from slurm_forge.errors import ConfigError, UnsupportedError
 from slurm_forge.testing.cluster.layout import CgroupKind, Platform, Ports, SlurmVersion
 
-__all__ = [
-    "claimed_ports",
-    "detect_platform",
-    "missing_packages",
-    "parse_version",
-    "path_with_prefix",
-    "remove_cgroups",
-    "why_not_here",
-]
-
 # Debian's and Ubuntu's package for each program; a Slurm built from source has them as well.
 _PROGRAMS = (
     ("munged", "munge"),
@@ -139,12 +129,12 @@ def _groups_of(node: str) -> Iterator[Path]:
 
 def processes_in_cgroups(node: str) -> set[int]:
     """The ids of the processes in the control groups of a node."""
-    found: set[int] = set()
+    pids: set[int] = set()
     for top in _groups_of(node):
         for members in top.glob("**/cgroup.procs"):
             with contextlib.suppress(OSError):
-                found |= {int(line) for line in members.read_text().split()}
-    return found
+                pids |= {int(line) for line in members.read_text().split()}
+    return pids
 
 
 def remove_cgroups(node: str) -> bool:

@@ -14,22 +14,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = [
-    "ProcessRef",
-    "boot_id",
-    "command_line",
-    "descendants",
-    "environment",
-    "is_alive",
-    "kill",
-    "parent",
-    "refer",
-    "stop",
-    "wait_until",
-    "with_environment",
-    "with_file_below",
-]
-
 _PROC = Path("/proc")
 _POLL_S = 0.02
 
@@ -157,15 +141,15 @@ def descendants(roots: Iterable[ProcessRef]) -> tuple[ProcessRef, ...]:
         fields = _stat(pid)
         if fields is not None:
             children.setdefault(int(fields[1]), []).append(pid)
-    found: list[ProcessRef] = []
+    result: list[ProcessRef] = []
     queue = [root.pid for root in roots]
     while queue:
         for pid in children.get(queue.pop(), []):
             queue.append(pid)
             process = refer(pid)
             if process is not None:
-                found.append(process)
-    return tuple(found)
+                result.append(process)
+    return tuple(result)
 
 
 def _matches(entry: bytes, want: bytes) -> bool:

@@ -5,21 +5,13 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-__all__ = [
-    "SACCT_FORMAT",
-    "AccountingRecord",
-    "JobRecord",
-    "parse_accounting",
-    "parse_job",
-]
-
 # Keys such as CPUs/Task, AllocNode:Sid, NtasksPerN:B:S:C; values may hold '=' and even blanks.
 _KEY = re.compile(r"(?:^|(?<=\s))([A-Za-z][A-Za-z0-9/:_&]*)=")
 _NOTHING = frozenset({"(null)", "None", "N/A", "Unknown", ""})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class JobRecord:
+class ScontrolJob:
     """One line of ``scontrol show job -o``.  ``nodes`` is Slurm's own notation, maybe empty."""
 
     job_id: str
@@ -39,7 +31,7 @@ class JobRecord:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AccountingRecord:
+class SacctRow:
     """One line of ``sacct -D``: a job or a step, once for each time it was started."""
 
     job_id: str
@@ -53,29 +45,29 @@ class AccountingRecord:
 SACCT_FORMAT = "JobID,State,ExitCode,NodeList,Start,End"
 
 
-def parse_job(line: str) -> JobRecord:
+def parse_job(line: str) -> ScontrolJob:
     """One line of ``scontrol show job -o``; ValueError where it is none."""
     keys = list(_KEY.finditer(line))
     ends = [key.start() for key in keys[1:]] + [len(line)]
     fields = tuple(
         (key[1], line[key.end() : end].strip()) for key, end in zip(keys, ends, strict=True)
     )
-    found = dict(reversed(fields))  # the first of equals wins: a job's name comes late enough
-    if "JobId" not in found or "JobState" not in found:
+    values = dict(reversed(fields))  # the first of equals wins: a job's name comes late enough
+    if "JobId" not in values or "JobState" not in values:
         raise ValueError(f"not a line of scontrol show job -o: {line[:200]!r}")
-    nodes = found.get("NodeList", "")
-    return JobRecord(
-        job_id=found["JobId"],
-        state=found["JobState"],
-        reason=found.get("Reason", ""),
+    nodes = values.get("NodeList", "")
+    return ScontrolJob(
+        job_id=values["JobId"],
+        state=values["JobState"],
+        reason=values.get("Reason", ""),
         nodes="" if nodes in _NOTHING else nodes,
-        restarts=int(found.get("Restarts", "0")),
-        exit_code=found.get("ExitCode", ""),
+        restarts=int(values.get("Restarts", "0")),
+        exit_code=values.get("ExitCode", ""),
         fields=fields,
     )
 
 
-def parse_accounting(text: str) -> tuple[AccountingRecord, ...]:
+def parse_accounting(text: str) -> tuple[SacctRow, ...]:
     """The output of ``sacct -nP -o SACCT_FORMAT``.  ``CANCELLED by 0`` becomes ``CANCELLED``."""
     records = []
     for line in text.splitlines():
@@ -83,7 +75,7 @@ def parse_accounting(text: str) -> tuple[AccountingRecord, ...]:
         if len(parts) == len(SACCT_FORMAT.split(",")):
             job_id, state, exit_code, nodes, start, end = parts
             records.append(
-                AccountingRecord(
+                SacctRow(
                     job_id=job_id,
                     state=state.partition(" ")[0],
                     exit_code=exit_code,

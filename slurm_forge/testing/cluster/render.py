@@ -17,19 +17,6 @@ from slurm_forge.testing.cluster.spec import (
     Tracking,
 )
 
-__all__ = [
-    "cgroup_conf",
-    "database_conf",
-    "database_setup",
-    "effective_tracking",
-    "epilog",
-    "gres_conf",
-    "node_names",
-    "qos_commands",
-    "slurm_conf",
-    "slurmdbd_conf",
-]
-
 _QUICK = "SchedulerParameters=sched_interval=1,bf_interval=1,batch_sched_delay=0"
 _PREEMPT_PARAMETERS = "PreemptParameters=send_user_signal"
 _QOS_MODES = {

@@ -19,8 +19,6 @@ from slurm_forge.testing.cluster.processes import ProcessRef
 from slurm_forge.testing.cluster.spec import ClusterSpec, Tracking
 from slurm_forge.testing.cluster.state import ClusterState, Daemon, write_state
 
-__all__ = ["RunningCluster"]
-
 _FIXED = attrgetter("nodes", "accounting", "prefix")
 
 
@@ -172,10 +170,10 @@ class RunningCluster(SlurmClients):
         """Until none is left: one that was forking while it was listed has a child."""
 
         def gone() -> bool:
-            left = lifecycle.node_processes(self.layout, name)
-            for process in left:
+            remaining = lifecycle.node_processes(self.layout, name)
+            for process in remaining:
                 processes.kill(process, signal.SIGKILL)
-            return not left
+            return not remaining
 
         processes.wait_until(gone, timeout_s=5.0)
 
@@ -195,8 +193,8 @@ class RunningCluster(SlurmClients):
         )
 
     def _record(self, daemon: Daemon) -> None:
-        kept = tuple(d for d in self.state.daemons if d.name != daemon.name)
-        self._adopt(replace(self.state, daemons=(*kept, daemon)))
+        others = tuple(d for d in self.state.daemons if d.name != daemon.name)
+        self._adopt(replace(self.state, daemons=(*others, daemon)))
         write_state(self.layout, self.state)
 
     def _start_again(self) -> DaemonStarter:
@@ -232,11 +230,11 @@ class RunningCluster(SlurmClients):
         """The controller hears of each change from slurmdbd; known is what it prints itself."""
         for arguments in render.qos_commands(self.spec):
             done = self.run("sacctmgr", *arguments, check=False)
-            told = done.stdout + done.stderr
+            output = done.stdout + done.stderr
             harmless = ("lready existing", "Nothing modified", "Nothing new added")
-            if done.returncode != 0 and not any(words in told for words in harmless):
+            if done.returncode != 0 and not any(words in output for words in harmless):
                 raise ForgeError(
-                    f"sacctmgr {' '.join(arguments)}: {told.strip()}",
+                    f"sacctmgr {' '.join(arguments)}: {output.strip()}",
                     next_step=f"The log is {self.layout.log('slurmdbd')}.",
                 )
         wanted = {each.name for each in self.spec.qos}

@@ -8,16 +8,6 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
-__all__ = [
-    "DEFAULT_CRED_EXPIRE",
-    "ClusterSpec",
-    "PartitionPreemption",
-    "PartitionSpec",
-    "QosSpec",
-    "Tracking",
-    "default_partitions",
-]
-
 #: Slurm's own: a requeued job waits a second longer than that (slurm.conf, AuthInfo).
 DEFAULT_CRED_EXPIRE = timedelta(seconds=120)
 # Slurm takes anything shorter for a mistake, says so in slurmctld.log, and goes back to 120 s.

@@ -12,8 +12,6 @@ from slurm_forge.testing.cluster.layout import Layout, Platform, Ports
 from slurm_forge.testing.cluster.processes import ProcessRef
 from slurm_forge.testing.cluster.spec import ClusterSpec, Tracking
 
-__all__ = ["ClusterState", "Daemon", "read_state", "write_state"]
-
 
 @dataclass(frozen=True, slots=True)
 class Daemon:

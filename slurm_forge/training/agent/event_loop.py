@@ -11,8 +11,6 @@ from types import FrameType
 
 from slurm_forge.signals import SAVE_SIGNALS
 
-__all__ = ["AgentLoop"]
-
 
 def _recorded(signum: int, frame: FrameType | None) -> None:
     """Do nothing: the wakeup descriptor has told the loop already."""

@@ -12,8 +12,6 @@ import subprocess
 import time
 from pathlib import Path
 
-__all__ = ["parse_pids", "wait_until_given_back"]
-
 _DRIVER = Path("/dev/nvidiactl")
 _QUERY = ("--query-compute-apps=pid", "--format=csv,noheader,nounits")
 _PATIENCE_S = 3.0

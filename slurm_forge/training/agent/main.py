@@ -19,8 +19,20 @@ from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
 from slurm_forge.control.addresses import connect, parse_addresses
-from slurm_forge.control.messages import agent as a
-from slurm_forge.control.messages import protocol as p
+from slurm_forge.control.messages import protocol
+from slurm_forge.control.messages.agent import (
+    AgentHello,
+    AgentNotice,
+    AgentReady,
+    AgentShutdown,
+    AgentWelcome,
+    KillWorker,
+    StartWorker,
+    WorkerEnded,
+    WorkerStarted,
+    decode_agents,
+)
+from slurm_forge.control.messages.message import Message
 from slurm_forge.descendants import (
     adopt_orphans,
     children,
@@ -29,8 +41,8 @@ from slurm_forge.descendants import (
     what_is_left,
 )
 from slurm_forge.errors import ControlChannelError, ForgeError
-from slurm_forge.knobs import Knobs
-from slurm_forge.slurm.environment import SlurmEnvironment, process_environ
+from slurm_forge.knobs import Knobs, process_environ
+from slurm_forge.slurm.environment import SlurmEnvironment
 from slurm_forge.slurm.kernel import read_oom_kills
 from slurm_forge.training.agent.event_loop import AgentLoop
 from slurm_forge.training.agent.gpu_memory import wait_until_given_back
@@ -48,8 +60,6 @@ from slurm_forge.training.rank.preload import (
     preload,
     why_not_forkable,
 )
-
-__all__ = ["Agent", "main"]
 
 _CONNECT_S = 30.0
 _TICK_S = 1.0
@@ -89,7 +99,7 @@ class Agent:
         self._loop = AgentLoop(self._signalled)
         self._buffer = b""
         self._parking: ParkingPlace | None = None
-        self._orders: list[a.Begin] = []
+        self._orders: list[StartWorker] = []
         self._worker: ForkedWorker | None = None
         self._last_launch = 0
         self._why_not = ""
@@ -106,8 +116,8 @@ class Agent:
                 "name the interface (socket_interface).",
             ) from error
         self._socket.settimeout(_CONNECT_S)
-        self._say(a.AgentHello(nonce=nonce, rank=rank, world=world, host=host, pid=os.getpid()))
-        self._loop.watch(self._socket.fileno(), self._heard)
+        self._say(AgentHello(nonce=nonce, rank=rank, world=world, host=host, pid=os.getpid()))
+        self._loop.watch(self._socket.fileno(), self._on_hub_message)
 
     # -- the loop ------------------------------------------------------------------------------
 
@@ -126,13 +136,13 @@ class Agent:
         if problem:
             sys.stderr.write(f"slurm_forge: imported less than a rank needs ({problem})\n")
         self._why_not = why_not_forkable()
-        self._say(a.Ready(seconds=time.monotonic() - began, why_not=self._why_not))
+        self._say(AgentReady(seconds=time.monotonic() - began, why_not=self._why_not))
 
     def _listen(self, over: threading.Event) -> None:
         while not over.is_set():
             self._loop.turn(0.02)
 
-    def serve(self) -> a.Begin:
+    def serve(self) -> StartWorker:
         """Until the end of the agent; returns in the child that is to be the rank."""
         while True:
             if self._orders and (self._worker is None or self._worker.parked):
@@ -157,12 +167,12 @@ class Agent:
 
     # -- orders --------------------------------------------------------------------------------
 
-    def _heard(self) -> None:
+    def _on_hub_message(self) -> None:
         try:
             data = self._socket.recv(1 << 16)
         except OSError:
             data = b""
-        if not data or len(self._buffer) > p.LINE_LIMIT:
+        if not data or len(self._buffer) > protocol.LINE_LIMIT:
             # The supervisor is gone, or the way to it.  The worker sees the same on its own channel
             # and leaves; rank 0 may turn into the deputy, whose parent this is: it is left alone.
             self._loop.forget(self._socket.fileno())
@@ -172,26 +182,26 @@ class Agent:
         *lines, self._buffer = (self._buffer + data).split(b"\n")
         for line in lines:
             try:
-                self._take(a.decode_agents(line))
+                self._take(decode_agents(line))
             except ControlChannelError as error:
                 sys.stderr.write(f"slurm_forge: {error}\n")
 
-    def _take(self, message: p.Message) -> None:
+    def _take(self, message: Message) -> None:
         if self._leaving:
             return
         match message:
-            case a.AgentWelcome() if p.same_nonce(message.nonce, self._nonce):
+            case AgentWelcome() if protocol.same_nonce(message.nonce, self._nonce):
                 self._welcomed = True
             case _ if not self._welcomed:  # whoever that is, it is not who started this step
                 self._loop.forget(self._socket.fileno())
                 self._leaving = True
-            case a.Begin():
+            case StartWorker():
                 self._orders = [message]
-            case a.End():
+            case KillWorker():
                 self._cancel(message.launch)
                 if self._worker is not None and not self._worker.parked:
                     self._end_worker(message.launch)
-            case a.Leave():
+            case AgentShutdown():
                 self._leaving = True
                 self._orders.clear()
                 if self._worker is not None:
@@ -206,39 +216,39 @@ class Agent:
         if not begun and self._last_launch < launch:
             self._last_launch = launch
             self._say(
-                a.Ended(
+                WorkerEnded(
                     launch=launch, pid=0, signal="", code=0, ours=True, memory="", others=0,
                     left="", parked=False,
                 )
             )  # fmt: skip
 
-    def _begin(self, order: a.Begin) -> bool:
+    def _begin(self, order: StartWorker) -> bool:
         """Fork; whether this is the child."""
         if order.launch <= self._last_launch:
             return False
         self._last_launch = order.launch
         kills = read_oom_kills()
         agent = os.getpid()
-        mine, its = socket.socketpair()
+        parent_end, child_end = socket.socketpair()
         sys.stdout.flush()
         sys.stderr.flush()
         pid = os.fork()
         if pid == 0:
             self._loop.leave_in_child()
             self._socket.close()
-            mine.close()
-            self._parking = ParkingPlace(its)
+            parent_end.close()
+            self._parking = ParkingPlace(child_end)
             die_with_parent(agent)
             return True
-        its.close()
-        worker = ForkedWorker(pid, order.launch, kills, ParkedWorker(mine))
+        child_end.close()
+        worker = ForkedWorker(pid, order.launch, kills, ParkedWorker(parent_end))
         self._worker = worker
-        self._loop.watch(mine.fileno(), lambda: self._heard_worker(worker))
+        self._loop.watch(parent_end.fileno(), lambda: self._on_worker_message(worker))
         how = "exec" if self._why_not else "fork"
-        self._say(a.Begun(launch=order.launch, pid=pid, how=how))
+        self._say(WorkerStarted(launch=order.launch, pid=pid, how=how))
         return False
 
-    def _go_on(self, worker: ForkedWorker, order: a.Begin) -> None:
+    def _go_on(self, worker: ForkedWorker, order: StartWorker) -> None:
         """The worker has unwound: it goes on with the order, or makes room for another one."""
         if not worker.goes_on(order):
             worker.parked = False
@@ -246,12 +256,12 @@ class Agent:
             return
         self._orders.remove(order)
         self._last_launch = order.launch
-        self._say(a.Begun(launch=order.launch, pid=worker.pid, how="in_process"))
+        self._say(WorkerStarted(launch=order.launch, pid=worker.pid, how="in_process"))
 
     # -- the worker ----------------------------------------------------------------------------
 
-    def _heard_worker(self, worker: ForkedWorker) -> None:
-        if not worker.parking.heard():
+    def _on_worker_message(self, worker: ForkedWorker) -> None:
+        if not worker.parking.read():
             self._loop.forget(worker.parking.fileno())
         if worker.has_unwound:
             worker.park()
@@ -290,22 +300,22 @@ class Agent:
         self._worker = None
         self._loop.forget(worker.parking.fileno())
         worker.parking.close()
-        if worker.told and left:
+        if worker.end_reported and left:
             sys.stderr.write(f"slurm_forge: {left} can't be ended: this step is given up\n")
             os._exit(1)  # nothing may be started beside it
-        if not worker.told:
+        if not worker.end_reported:
             self._say(worker.ended(left))
 
     # -- saying --------------------------------------------------------------------------------
 
-    def _signalled(self, found: signal.Signals) -> None:
-        self._say(a.Noticed(what=found.name))
+    def _signalled(self, received: signal.Signals) -> None:
+        self._say(AgentNotice(what=received.name))
 
-    def _say(self, message: p.Message) -> None:
+    def _say(self, message: Message) -> None:
         with contextlib.suppress(OSError):  # whoever is gone is noticed by reading
-            self._socket.sendall(p.encode(message))
+            self._socket.sendall(protocol.encode(message))
 
-    def become(self, order: a.Begin) -> None:
+    def become(self, order: StartWorker) -> None:
         """In the child: take the launch's variables, and be its rank."""
         knobs = Knobs(
             channel=order.channel,

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from slurm_forge.control.messages import agent as a
+from slurm_forge.control.messages.agent import StartWorker, WorkerEnded
 from slurm_forge.descendants import reap
 from slurm_forge.errors import ForgeError
 from slurm_forge.process import process_words
@@ -38,13 +38,13 @@ class ForkedWorker:
     parking: ParkedWorker
     #: Its launch is over, and it waits for another one.
     parked: bool = False
-    ours: bool = False
+    killed_by_agent: bool = False
     status: int | None = None
     memory: str = ""
     others: int = 0
     ending_since: float | None = None
     #: Whether the end of its launch was told already, when it had unwound.
-    told: bool = False
+    end_reported: bool = False
 
     @property
     def has_unwound(self) -> bool:
@@ -53,22 +53,22 @@ class ForkedWorker:
 
     def park(self) -> None:
         """Its launch is over, and it lives on."""
-        self.parked, self.told = True, True
+        self.parked, self.end_reported = True, True
         # A data-loader worker of it may have been killed for memory: it has only unwound.
         self.memory = killed_since(self.kills, read_oom_kills()) or ""
 
-    def goes_on(self, order: a.Begin) -> bool:
+    def goes_on(self, order: StartWorker) -> bool:
         """Whether it takes the order, which makes it the worker of another launch."""
         if not (order.in_process and self.parking.go_on(order)):
             return False
         self.launch = order.launch
-        self.parked = self.ours = self.told = False
+        self.parked = self.killed_by_agent = self.end_reported = False
         self.kills = read_oom_kills()
         return True
 
     def kill(self, now: float) -> None:
         """The agent ends it; only while it was not collected, so that the id is its own."""
-        self.ours = True
+        self.killed_by_agent = True
         self.ending_since = self.ending_since or now
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, signal.SIGKILL)
@@ -83,16 +83,16 @@ class ForkedWorker:
             self.ending_since = self.ending_since or now
             self.memory = killed_since(self.kills, read_oom_kills()) or ""
 
-    def ended(self, left: str) -> a.Ended:
+    def ended(self, left: str) -> WorkerEnded:
         """The end of its launch as the supervisor hears it; ``left`` is what can't be ended."""
         status = self.status
         by_signal = status is not None and os.WIFSIGNALED(status)
-        return a.Ended(
+        return WorkerEnded(
             launch=self.launch,
             pid=self.pid,
             signal=signal_name(os.WTERMSIG(status)) if status is not None and by_signal else "",
             code=os.WEXITSTATUS(status) if status is not None and not by_signal else 0,
-            ours=self.ours,
+            ours=self.killed_by_agent,
             memory=self.memory,
             others=self.others,
             left=left,

@@ -1,4 +1,4 @@
-"""Rank 0's book of the run's checkpoints: which are trusted, which stay, whether one more fits.
+"""Rank 0's catalog of the run's checkpoints: which are trusted, which stay, whether one more fits.
 
 What people have said of checkpoints from the command line while the run goes on.
 """
@@ -12,7 +12,9 @@ from datetime import timedelta
 from typing import Any
 
 from slurm_forge.checkpoint.content.health import about_state
-from slurm_forge.control.messages import protocol as p
+from slurm_forge.control.messages.hub import RequestKind
+from slurm_forge.control.messages.message import Message
+from slurm_forge.control.messages.rank import RequestProposal, SaveCommitted, SaveFailed
 from slurm_forge.errors import CheckpointError, ForgeError, StorageFullError
 from slurm_forge.journal import JournalWriter, Known, RunState, fold, read_journal
 from slurm_forge.journal import known as k
@@ -33,15 +35,14 @@ from slurm_forge.spec.job import BestMode, CheckpointSpec
 from slurm_forge.store.directory import CheckpointStore
 from slurm_forge.store.identity import CheckpointName
 from slurm_forge.store.manifest import Manifest
-from slurm_forge.training.checkpointing.known_checkpoints import Book
-from slurm_forge.training.checkpointing.retention import Housekeeping
+from slurm_forge.training.checkpointing.retention import CheckpointRecords, Retention
 from slurm_forge.vocabulary.cause import Cause
 from slurm_forge.vocabulary.trust import Trust
 
 _OTHERWISE = "training went on otherwise"
 
 
-class Keeping:
+class CheckpointCatalog:
     """One object per launch, on rank 0 only.  May be used from several threads.
 
     ``seconds_left`` says how long there is until the launch is ended, None while nobody has said.
@@ -53,26 +54,28 @@ class Keeping:
     def __init__(
         self,
         store: CheckpointStore,
-        asked: CheckpointSpec,
+        spec: CheckpointSpec,
         *,
         journal: JournalWriter,
         current: tuple[int, int],
         fence: Callable[[], None],
         seconds_left: Callable[[], float | None],
-        tell: Callable[[p.Message], None],
+        tell: Callable[[Message], None],
         losses_doubtful: Callable[[], bool] = lambda: False,
         people: Callable[[], Known | None] | None = None,
     ) -> None:
-        self._asked = asked
+        self._spec = spec
         self._current = current
         self._seconds_left = seconds_left
-        self._tell = tell
+        self._send = tell
         self._losses_doubtful = losses_doubtful
-        self._book = Book(journal)
-        self._house = Housekeeping(
-            self._book,
+        self._records = CheckpointRecords(journal)
+        #: Checkpoints that may become good, by the step since which training has been healthy.
+        self.unproven = self._records.unproven
+        self._house = Retention(
+            self._records,
             store,
-            asked,
+            spec,
             current=current,
             fence=fence,
             seconds_left=seconds_left,
@@ -83,7 +86,7 @@ class Keeping:
         self._rejected: set[tuple[CheckpointName, str]] = set()
         #: The step that was evaluated last with a better result than any before, and the result.
         self._evaluated: tuple[int, float] | None = None
-        self._said: set[str] = set()
+        self._reported: set[str] = set()
         #: Step, loss and samples of the first micro-batch behind the last save.
         self._witness: tuple[int, float, int] | None = None
         #: Why everything that this launch saves is suspect, if it is.
@@ -93,17 +96,17 @@ class Keeping:
 
     def recall(self, state: RunState) -> None:
         """What history knows."""
-        with self._book.lock:
-            self._history, self._book.known = state, state.known
+        with self._records.lock:
+            self._history, self._records.known = state, state.known
             # After a rollback other steps follow: nothing is on its way to being good any more.
-            self._book.pending.clear()
+            self._records.unproven.clear()
             self._witness = self._evaluated = None
 
     def eligible(self, manifest: Manifest) -> str | None:
         """Why a checkpoint that is whole is not to be resumed from, or None."""
         name = manifest.name
         reason = self._history.refusal(name)
-        if reason is None and manifest.findings and self._book.find(name) is None:
+        if reason is None and manifest.findings and self._records.find(name) is None:
             # Its line in the journal did not come about: what it says of itself counts.
             reason = "; ".join(manifest.findings)
         if reason is not None:
@@ -117,7 +120,7 @@ class Keeping:
         if (name, reason) in self._rejected:
             return  # told when training was rolled back before
         self._rejected.add((name, reason))
-        self._book.write(CheckpointRejected(name=str(name), reason=reason))
+        self._records.write(CheckpointRejected(name=str(name), reason=reason))
 
     def tell_missing(self, there: Collection[CheckpointName], used: CheckpointName | None) -> None:
         """Tell of checkpoints that the journal knows and that are not ``there``.
@@ -132,27 +135,25 @@ class Keeping:
 
     def resumed(self, name: CheckpointName) -> None:
         """It was read, every byte of it with the right hash, and training goes on from it."""
-        with self._book.lock:
+        with self._records.lock:
             self._house.resumed_from = name
-            self._book.judge(name, Trust.VERIFIED, "read back when training was resumed from it")
-            self._book.expect(name, name.step)
+            self._records.judge(name, Trust.VERIFIED, "read back when training was resumed from it")
+            self._records.expect(name, name.step)
 
     # -- while training goes on --------------------------------------------------------------
 
     def stepped(self, step: int, *, healthy: bool) -> None:
         """A step is over.  What has been followed by enough healthy ones is good."""
-        if not self._book.pending:
-            return
-        with self._book.lock:
-            for name, since in list(self._book.pending.items()):
+        with self._records.lock:
+            for name, since in list(self._records.unproven.items()):
                 if not healthy:
-                    self._book.pending[name] = step
-                elif step > name.step and step - since >= self._asked.good_after_steps:
+                    self._records.unproven[name] = step
+                elif step > name.step and step - since >= self._spec.good_after_steps:
                     if self._losses_doubtful():
-                        self._book.pending[name] = step
+                        self._records.unproven[name] = step
                         continue
-                    del self._book.pending[name]
-                    self._book.judge(
+                    del self._records.unproven[name]
+                    self._records.judge(
                         name, Trust.GOOD, f"{step - since} healthy steps followed", step
                     )
 
@@ -180,15 +181,15 @@ class Keeping:
             size=size,
             findings=tuple(findings),
         )
-        with self._book.lock:
-            self._book.known = k.committed(self._book.known, name, event, time)
+        with self._records.lock:
+            self._records.known = k.committed(self._records.known, name, event, time)
             if not findings:
-                self._book.expect(name, name.step)
-        self._book.write(event)
-        with self._book.lock:
+                self._records.expect(name, name.step)
+        self._records.write(event)
+        with self._records.lock:
             self._measure(name)
             self._witnessed(name)
-        self._tell(p.Committed(step=name.step, seconds=seconds, blocked_s=blocked_s))
+        self._send(SaveCommitted(step=name.step, seconds=seconds, blocked_s=blocked_s))
         self._alarm(name, [each for each in findings if about_state(each)])
         if self._seconds_left() is None:  # on the way out nobody waits for deletions
             self._house.prune()
@@ -198,7 +199,7 @@ class Keeping:
         if findings and self._seconds_left() is None:
             text = f"in the state after step {name.step}: {'; '.join(findings)}"
             anomaly = Anomaly(Cause.NON_FINITE, name.step, name.step, text, in_memory=True)
-            self._tell(p.Propose(kind=p.RequestKind.RECOVER, reason=announce(anomaly)))
+            self._send(RequestProposal(kind=RequestKind.RECOVER, reason=announce(anomaly)))
 
     def permit(self, size: int, files: int, *, use_spare: bool = False) -> None:
         """Raise CheckpointError where a save had better not be begun: no room, or no time."""
@@ -207,29 +208,29 @@ class Keeping:
     def failed(self, step: int, error: CheckpointError) -> bool:
         """A save came to nothing; whether room was made for another try."""
         reason = str(error)
-        self._book.write(CheckpointFailed(step=step, reason=reason))
-        self._tell(p.NotCommitted(step=step, reason=reason))
+        self._records.write(CheckpointFailed(step=step, reason=reason))
+        self._send(SaveFailed(step=step, reason=reason))
         return isinstance(error, StorageFullError) and self._house.ran_out()
 
     def evaluated(self, step: int, logged: Mapping[str, Any]) -> bool:
         """An evaluation after ``step`` steps logged this; whether it is to be saved for that."""
-        asked = self._asked.keep_best
-        if asked is None:
+        rule = self._spec.keep_best
+        if rule is None:
             return False
-        if asked.metric not in logged:
-            self._say_once(f"keep_best: the evaluation logged no {asked.metric!r}")
+        if rule.metric not in logged:
+            self._say_once(f"keep_best: the evaluation logged no {rule.metric!r}")
             return False
         try:
-            value = float(logged[asked.metric])
+            value = float(logged[rule.metric])
         except (TypeError, ValueError, RuntimeError):
-            self._say_once(f"keep_best: {asked.metric!r} is not a number")
+            self._say_once(f"keep_best: {rule.metric!r} is not a number")
             return False
-        with self._book.lock:
+        with self._records.lock:
             best = self.best
             if not math.isfinite(value) or (best is not None and not self._better(value, best)):
                 return False
             self._evaluated = (step, value)
-            there = [each.name for each in self._book.known if self._is_mine(each.name, step)]
+            there = [each.name for each in self._records.known if self._is_mine(each.name, step)]
             for name in there:
                 self._measure(name)
             return not there
@@ -238,44 +239,45 @@ class Keeping:
         """The first micro-batch behind what this launch saved at that step had this loss."""
         if not math.isfinite(loss):
             return  # nothing that a resume could be held against
-        with self._book.lock:
+        with self._records.lock:
             self._witness = (step, loss, samples)
-            for name in [each.name for each in self._book.known if self._is_mine(each.name, step)]:
+            known = self._records.known
+            for name in [each.name for each in known if self._is_mine(each.name, step)]:
                 self._witnessed(name)
 
     def _witnessed(self, name: CheckpointName) -> None:
-        known = self._book.find(name)
+        known = self._records.find(name)
         if self._witness is None or self._witness[0] != name.step or known is None:
             return
         _, loss, samples = self._witness
         if known.witness is None:
-            self._book.known = k.witnessed(self._book.known, name, loss, samples)
-            self._book.write(CheckpointWitnessed(name=str(name), loss=loss, samples=samples))
+            self._records.known = k.witnessed(self._records.known, name, loss, samples)
+            self._records.write(CheckpointWitnessed(name=str(name), loss=loss, samples=samples))
 
     def witness_of(self, name: CheckpointName, samples: int) -> float | None:
         """The loss of the first micro-batch of so many samples behind a checkpoint, if known."""
-        known = self._book.find(name)
+        known = self._records.find(name)
         same = known is not None and known.witness_samples == samples
         return known.witness if known is not None and same else None
 
     @property
     def has_usable(self) -> bool:
         """Whether there is a checkpoint that may be resumed from."""
-        return any(each.trust is not Trust.SUSPECT for each in self._book.known)
+        return any(each.trust is not Trust.SUSPECT for each in self._records.known)
 
     def suspect(self, name: CheckpointName, why: str) -> None:
         """It is not to be trusted after all."""
-        with self._book.lock:
-            self._book.pending.pop(name, None)
-            self._book.judge(name, Trust.SUSPECT, why)
+        with self._records.lock:
+            self._records.unproven.pop(name, None)
+            self._records.judge(name, Trust.SUSPECT, why)
 
     def agree_with(self, known: Known) -> None:
         """What the journal makes suspect after an incident that training goes on from."""
-        with self._book.lock:
+        with self._records.lock:
             for each in known:
-                if each.trust is Trust.SUSPECT and self._book.find(each.name) is not None:
-                    self._book.pending.pop(each.name, None)
-            self._book.known = known
+                if each.trust is Trust.SUSPECT and self._records.find(each.name) is not None:
+                    self._records.unproven.pop(each.name, None)
+            self._records.known = known
 
     def doubt(self, why: str) -> bool:
         """What was resumed from does not lead on to where it was written: it is suspect now.
@@ -283,22 +285,22 @@ class Keeping:
         False, and nothing is done, where that was said of another one before (then it is not the
         checkpoint that is wrong), where a person has judged it, or where there is no other.
         """
-        with self._book.lock:
+        with self._records.lock:
             name = self._house.resumed_from
-            mine = {each.name for each in self._book.known if self._wrote(each.name)}
+            written = {each.name for each in self._records.known if self._wrote(each.name)}
             others = [
                 each
-                for each in self._book.known
-                if each.trust is not Trust.SUSPECT and each.name not in {name, *mine}
+                for each in self._records.known
+                if each.trust is not Trust.SUSPECT and each.name not in {name, *written}
             ]
-            known = None if name is None else self._book.find(name)
+            known = None if name is None else self._records.find(name)
             settled = known is not None and known.by_person
-            before = any(_OTHERWISE in each.why for each in self._book.known)
+            before = any(_OTHERWISE in each.why for each in self._records.known)
             if name is None or settled or before or not others:
                 return False
             self._doubted = f"{_OTHERWISE}: {why}"
-            for each in (name, *mine):  # what was written since stands on it
-                self._book.judge(each, Trust.SUSPECT, self._doubted)
+            for each in (name, *written):  # what was written since stands on it
+                self._records.judge(each, Trust.SUSPECT, self._doubted)
             return True
 
     def _wrote(self, name: CheckpointName) -> bool:
@@ -306,65 +308,65 @@ class Keeping:
 
     def say(self, text: str) -> None:
         """Something worth telling."""
-        self._book.write(Note(text=text))
+        self._records.write(Note(text=text))
 
     def _measure(self, name: CheckpointName) -> None:
         """Note the metric of a checkpoint of the step that was evaluated last."""
-        asked, evaluated = self._asked.keep_best, self._evaluated
-        if asked is None or evaluated is None or evaluated[0] != name.step:
+        rule, evaluated = self._spec.keep_best, self._evaluated
+        if rule is None or evaluated is None or evaluated[0] != name.step:
             return
         value = evaluated[1]
-        self._book.known = k.measured(self._book.known, name, asked.metric, value)
-        self._book.write(CheckpointMeasured(name=str(name), metric=asked.metric, value=value))
+        self._records.known = k.measured(self._records.known, name, rule.metric, value)
+        self._records.write(CheckpointMeasured(name=str(name), metric=rule.metric, value=value))
 
     def _is_mine(self, name: CheckpointName, step: int) -> bool:
-        mine = (name.attempt, name.launch) == self._current or name == self._house.resumed_from
-        return mine and name.step == step
+        own = (name.attempt, name.launch) == self._current or name == self._house.resumed_from
+        return own and name.step == step
 
     def _better(self, value: float, than: float) -> bool:
-        asked = self._asked.keep_best
-        return value < than if asked and asked.mode is BestMode.MIN else value > than
+        rule = self._spec.keep_best
+        return value < than if rule and rule.mode is BestMode.MIN else value > than
 
     def _say_once(self, text: str) -> None:
-        if text not in self._said:
-            self._said.add(text)
+        if text not in self._reported:
+            self._reported.add(text)
             self.say(text)
 
     @property
     def best(self) -> float | None:
         """The best value of the metric that is kept by, among the checkpoints that are there."""
-        mode = self._asked.keep_best
-        found = [
+        mode = self._spec.keep_best
+        metrics = [
             metric
-            for each in self._book.known
+            for each in self._records.known
             if (metric := self._house.metric(each)) is not None and each.trust is not Trust.SUSPECT
         ]
-        if mode is None or not found:
+        if mode is None or not metrics:
             return None
-        return min(found) if mode.mode is BestMode.MIN else max(found)
+        return min(metrics) if mode.mode is BestMode.MIN else max(metrics)
 
 
-class PeopleHeard:
+class CliJudgements:
     """Reads the journal only when a file of the command line's has grown."""
 
     def __init__(self, run: RunDirectory) -> None:
         self._run = run
-        self._seen = self._sizes()
+        self._known_sizes = self._sizes()
 
     def known(self) -> Known | None:
         """The checkpoints as the journal knows them; None where nobody has said anything new."""
         sizes = self._sizes()
-        if sizes == self._seen:
+        if sizes == self._known_sizes:
             return None
         with contextlib.suppress(OSError, ForgeError):
             known = fold(read_journal(self._run, thin=True)[0]).known
-            self._seen = sizes
+            self._known_sizes = sizes
             return known
         return None
 
     def _sizes(self) -> dict[str, int]:
-        found: dict[str, int] = {}
+        sizes: dict[str, int] = {}
         with contextlib.suppress(OSError):
             for path in self._run.journal.glob("*-cli-*.jsonl"):
-                found[path.name] = path.stat().st_size
-        return found
+                sizes[path.name] = path.stat().st_size
+        return sizes

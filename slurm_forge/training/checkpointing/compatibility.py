@@ -34,12 +34,10 @@ from slurm_forge.training.data.dataset_fingerprint import (
 )
 from slurm_forge.vocabulary.json_value import Json
 
-__all__ = ["Comparing"]
-
 _MOST_LINES = 30
 
 
-class Comparing:
+class CompatibilityCheck:
     """One per rank and launch.  ``journal`` is None on every rank but the first."""
 
     def __init__(
@@ -65,7 +63,7 @@ class Comparing:
         self._structure: Structure | None = None
         self._about: dict[str, Json] | None = None
         self._manifest: Manifest | None = None
-        self._told: list[str] = []
+        self._reported_lines: list[str] = []
         #: On rank 0: whether anything differs that a loss may follow from.
         self.changed = False
 
@@ -78,7 +76,7 @@ class Comparing:
         self._data[name] = version
         self._facts |= data_facts(self._data)
 
-    def look(self) -> None:
+    def describe(self) -> None:
         """Before a checkpoint is loaded, which brings the saved options of optimizers back."""
         if self._journal is None:
             return
@@ -108,11 +106,11 @@ class Comparing:
         MismatchError on all ranks where the job refuses to go on like that.
         """
         self._manifest = manifest
-        told: dict[str, Any] = self._ranks.agree(
+        refusal: dict[str, Any] = self._ranks.agree(
             None, None, lambda _: self._compared(manifest), doing="Comparing with the checkpoint"
         )
-        if told:
-            raise MismatchError(told["refused"], next_step=told["next_step"])
+        if refusal:
+            raise MismatchError(refusal["refused"], next_step=refusal["next_step"])
 
     def compare_again(self) -> None:
         """As ``compare``, for facts that came after it (``run.restore`` before ``run.batches``)."""
@@ -138,14 +136,14 @@ class Comparing:
     def _compared(self, manifest: Manifest) -> Json:
         """What refuses, if anything does."""
         about: Mapping[str, Any] = manifest.about
-        found = compare(
+        deviations = compare(
             Fingerprint.from_json(about.get("environment")), self._facts, self._spec.environment
         )
-        reason = refused(found)
-        lines = [*map(str, found), *self._structure_lines(about), *self._data_lines(about)]
+        reason = refused(deviations)
+        lines = [*map(str, deviations), *self._structure_lines(about), *self._data_lines(about)]
         self.changed = bool(lines)
-        if lines and lines != self._told and self._journal is not None:
-            self._told = lines
+        if lines and lines != self._reported_lines and self._journal is not None:
+            self._reported_lines = lines
             event = ResumeCompared(
                 checkpoint=str(manifest.name),
                 differences=tuple(lines[:_MOST_LINES]),

@@ -22,8 +22,6 @@ import torch
 from slurm_forge.recovery.fingerprint import Fingerprint, shown_value
 from slurm_forge.slurm.process import Completed, Runner, run_command
 
-__all__ = ["code_facts", "collect", "driver_version", "installed_packages", "variable_facts"]
-
 #: Packages whose versions are told one by one; of the others a digest.
 _NAMED = (
     "accelerate", "apex", "bitsandbytes", "causal-conv1d", "datasets", "deepspeed", "flash-attn",
@@ -88,7 +86,7 @@ def installed_packages(paths: Sequence[str]) -> dict[str, str]:
 
     Read off the names of the metadata folders, which is one listing per folder.
     """
-    found: dict[str, str] = {}
+    versions: dict[str, str] = {}
     for path in paths:
         names: list[str] = []
         with contextlib.suppress(OSError):
@@ -97,8 +95,8 @@ def installed_packages(paths: Sequence[str]) -> dict[str, str]:
             match = _INFO.fullmatch(name)
             if match is not None:
                 plain = re.sub(r"[-_.]+", "-", match["name"]).lower()
-                found.setdefault(plain, match["version"])
-    return found
+                versions.setdefault(plain, match["version"])
+    return versions
 
 
 def variable_facts(variables: Mapping[str, str]) -> Fingerprint:
@@ -206,10 +204,10 @@ def _work_tree(folder: Path) -> Path | None:
     here = folder.absolute()
     for candidate in [here, *here.parents][:_DEEPEST]:
         with contextlib.suppress(OSError):
-            found = (candidate / ".git").lstat()
+            status = (candidate / ".git").lstat()
             # A file in a work tree that was added to another repository, and in a submodule.
-            if not stat.S_ISDIR(found.st_mode) and not stat.S_ISREG(found.st_mode):
+            if not stat.S_ISDIR(status.st_mode) and not stat.S_ISREG(status.st_mode):
                 return None
-            owners = {found.st_uid, candidate.stat().st_uid}
+            owners = {status.st_uid, candidate.stat().st_uid}
             return candidate if owners == {os.geteuid()} else None
     return None

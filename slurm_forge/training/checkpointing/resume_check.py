@@ -28,8 +28,8 @@ from itertools import pairwise
 
 import torch
 
-from slurm_forge.training.step.loss_history import (
-    LossTrail,
+from slurm_forge.training.core.loss import (
+    LossHistory,
     values,
 )
 
@@ -64,7 +64,7 @@ _GROWTH_OF_HALF = 4.0
 _NEAR_ZERO = 16 * 2.0**-23
 
 
-class Verdict(str, Enum):
+class ResumeVerdict(str, Enum):
     """What the first losses after a resume say."""
 
     CONTINUES = "continues"
@@ -81,7 +81,7 @@ class Continuity:
     Figures are NaN where the verdict is UNKNOWN or NOT_FINITE and they can't be told.
     """
 
-    verdict: Verdict
+    verdict: ResumeVerdict
     before: float
     after: float
     deviation: float
@@ -90,12 +90,12 @@ class Continuity:
     @property
     def fine(self) -> bool:
         """Whether there is nothing to worry about, as far as can be told."""
-        return self.verdict in (Verdict.CONTINUES, Verdict.UNKNOWN)
+        return self.verdict in (ResumeVerdict.CONTINUES, ResumeVerdict.UNKNOWN)
 
     def __str__(self) -> str:
-        if self.verdict is Verdict.UNKNOWN:
+        if self.verdict is ResumeVerdict.UNKNOWN:
             return "too few losses to tell whether the loss goes on where it was"
-        if self.verdict is Verdict.NOT_FINITE:
+        if self.verdict is ResumeVerdict.NOT_FINITE:
             return f"the loss is not finite in the first {self.steps} steps after the resume"
         away = (self.after - self.before) / self.deviation
         text = f"loss {self.after:.4g} in the first {self.steps} steps, {self.before:.4g} before"
@@ -108,23 +108,23 @@ def judge(before: Sequence[float], after: Sequence[float]) -> Continuity:
     ``before`` ends with the step that was saved, ``after`` begins with the next one, both one value
     per step.  Call it once ``after`` has ``STEPS_WATCHED`` values: the first ones count.
     """
-    seen = [loss for loss in before if math.isfinite(loss)][-_MOST_BEFORE:]
+    old = [loss for loss in before if math.isfinite(loss)][-_MOST_BEFORE:]
     new = list(after[:STEPS_WATCHED])
     finite = [loss for loss in new if math.isfinite(loss)]
     if len(new) >= STEPS_WATCHED and len(finite) <= len(new) // 2:
         # A run that was like that before is somebody else's problem, and not of the resume.
-        was_finite = len(seen) > len(before[-_MOST_BEFORE:]) // 2
-        verdict = Verdict.NOT_FINITE if was_finite else Verdict.UNKNOWN
+        was_finite = len(old) > len(before[-_MOST_BEFORE:]) // 2
+        verdict = ResumeVerdict.NOT_FINITE if was_finite else ResumeVerdict.UNKNOWN
         return Continuity(verdict, math.nan, math.nan, math.nan, len(new))
-    if len(seen) < _FEWEST_BEFORE or len(new) < STEPS_WATCHED:
-        return Continuity(Verdict.UNKNOWN, math.nan, math.nan, math.nan, len(new))
-    level = statistics.median(seen[-_LEVEL_OVER:])
-    deviation = _deviation(seen, level)
+    if len(old) < _FEWEST_BEFORE or len(new) < STEPS_WATCHED:
+        return Continuity(ResumeVerdict.UNKNOWN, math.nan, math.nan, math.nan, len(new))
+    level = statistics.median(old[-_LEVEL_OVER:])
+    deviation = _deviation(old, level)
     # A loss that is not finite counts as one above all others.
     ordered = sorted(loss if math.isfinite(loss) else math.inf for loss in new)
-    ceiling = sorted(seen)[-1 - len(seen) // _MOST_BEFORE]
+    ceiling = sorted(old)[-1 - len(old) // _MOST_BEFORE]
     jumped = ordered[_MAY_BE_LOW] > max(level + _DEVIATIONS * deviation, ceiling)
-    verdict = Verdict.JUMPED if jumped else Verdict.CONTINUES
+    verdict = ResumeVerdict.JUMPED if jumped else ResumeVerdict.CONTINUES
     return Continuity(verdict, level, ordered[len(ordered) // 2], deviation, len(new))
 
 
@@ -143,95 +143,94 @@ def same_loss(recorded: float, now: float, dtype_name: str) -> bool:
     return abs(recorded - now) <= growth * eps * max(abs(recorded), abs(now)) + near_zero
 
 
-def _deviation(seen: Sequence[float], level: float) -> float:
-    spread = statistics.median(abs(loss - level) for loss in seen)
+def _deviation(losses: Sequence[float], level: float) -> float:
+    spread = statistics.median(abs(loss - level) for loss in losses)
     # From step to step, which a slope does not widen but a slow wave hides: the larger one counts.
-    steps = [abs(b - a) for a, b in pairwise(seen)]
+    steps = [abs(b - a) for a, b in pairwise(losses)]
     between = statistics.median(steps) / math.sqrt(2)
     floor = _LEAST_NOISE * abs(level)
     return max(_MAD_TO_SIGMA * spread, _MAD_TO_SIGMA * between, floor, 1e-300)
 
 
 class FirstSteps:
-    """On rank 0 only.  ``note`` is called after every step, ``look`` when nobody is held up by it.
+    """On rank 0 only.  ``note`` is called behind a checkpoint, ``check`` when nobody waits for it.
 
     ``witness`` is called with a step, the loss of the first micro-batch behind it and the number of
-    samples in that, ``told`` with
-    what is strange about the first steps after a resume, ``wrong`` where both are: that loss is
-    another, and the steps behind it lie off too, so that what was loaded is not what was saved.
+    samples in that, ``report`` with what is strange about the first steps after a resume, ``wrong``
+    where both are: that loss is another, and the steps behind it lie off too, so that what was
+    loaded is not what was saved.
     """
 
     def __init__(
         self,
-        trail: LossTrail,
+        loss_history: LossHistory,
         *,
         exactness: str,
         witness: Callable[[int, float, int], None],
-        told: Callable[[str], None],
+        report: Callable[[str], None],
         wrong: Callable[[str], None],
     ) -> None:
-        self._trail = trail
+        self._loss_history = loss_history
         self._exactness = exactness
         self._witness = witness
-        self._told = told
+        self._report = report
         self._wrong = wrong
-        self._saved_at: int | None = None
+        #: The steps whose next micro-batch is of interest.
+        self.saved_at: int | None = None
         #: First losses behind checkpoints, not read from the device yet.
         self._losses: dict[int, tuple[torch.Tensor, int]] = {}
-        self._resumed_at: int | None = None
+        self.resumed_at: int | None = None
         self._expected: float | None = None
         self._another = ""
         self._noted_before = 0
 
     def resumed(self, step: int, *, expected: float | None) -> None:
         """Training goes on from ``step``; ``expected`` is the loss of the first micro-batch."""
-        self._resumed_at, self._expected = step, expected
+        self.resumed_at, self._expected = step, expected
         # After a rollback the steps come again: nothing of the first time is true of them.
         self._losses.clear()
-        self._saved_at, self._another = None, ""
-        self._noted_before = self._trail.noted
+        self.saved_at, self._another = None, ""
+        self._noted_before = self._loss_history.noted
 
     def saved(self, step: int) -> None:
         """A save of this step has been begun: the next micro-batch is its witness."""
-        self._saved_at = step
+        self.saved_at = step
 
-    def note(self, step: int, first_loss: torch.Tensor | None, samples: int) -> None:
-        """``step`` steps are done now; ``first_loss`` is that of the last one's first micro-batch.
+    def note(self, step: int, first_loss: torch.Tensor, samples: int) -> None:
+        """The loss of the first micro-batch behind ``step``, of so many samples; no waiting.
 
-        ``samples`` is how many were in it.  Nothing is waited for.
+        Of the steps ``saved_at`` and ``resumed_at``; of others it is of no use.
         """
-        before = step - 1
-        if first_loss is not None and before in (self._saved_at, self._resumed_at):
-            self._losses[before] = (first_loss, samples)
+        self._losses[step] = (first_loss, samples)
 
-    def look(self) -> None:
+    def check(self) -> None:
         """Read what has arrived: at most once per save, and once after a resume.  May wait."""
         for step, (loss, samples) in list(self._losses.items()):
             del self._losses[step]
             value = float(loss)
-            if step == self._resumed_at and self._expected is not None:
+            if step == self.resumed_at and self._expected is not None:
                 expected, self._expected = self._expected, None
                 if not same_loss(expected, value, self._exactness):
                     self._another = (
                         f"the first micro-batch after step {step} has the loss {value:.7g}, and "
                         f"had {expected:.7g} when the checkpoint was written"
                     )
-                    self._told(self._another)
+                    self._report(self._another)
             # A checkpoint that a stop has written gets its witness from the first resume.
-            if step in (self._saved_at, self._resumed_at):
+            if step in (self.saved_at, self.resumed_at):
                 self._witness(step, value, samples)
-        seen = self._trail.noted - self._noted_before
-        if self._resumed_at is not None and seen >= STEPS_WATCHED:
-            losses = values(self._trail.snapshot())
-            new = losses[-seen:] if seen <= len(losses) else []
-            self._resumed_at = None
+        count = self._loss_history.noted - self._noted_before
+        if self.resumed_at is not None and count >= STEPS_WATCHED:
+            losses = values(self._loss_history.snapshot())
+            new = losses[-count:] if count <= len(losses) else []
+            self.resumed_at = None
             if new:
-                self._judge(losses[:-seen], new)
+                self._judge(losses[:-count], new)
 
     def _judge(self, before: Sequence[float], after: Sequence[float]) -> None:
         verdict = judge(before, after)
         if verdict.fine:
             return
-        self._told(f"after the resume: {verdict}")
+        self._report(f"after the resume: {verdict}")
         if self._another:
             self._wrong(f"{self._another}; {verdict}")

@@ -8,18 +8,15 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
 from slurm_forge.errors import CheckpointError, FencedError
-from slurm_forge.journal import Known, KnownCheckpoint
+from slurm_forge.journal import JournalWriter, Known, KnownCheckpoint
 from slurm_forge.journal import known as k
-from slurm_forge.journal.events import CheckpointsPruned
+from slurm_forge.journal.events import CheckpointJudged, CheckpointsPruned, Event
 from slurm_forge.spec.job import CheckpointSpec
 from slurm_forge.store.directory import CheckpointStore
 from slurm_forge.store.identity import CheckpointName
 from slurm_forge.store.retention import Present, wanted
-from slurm_forge.store.room import room_in, shortage
-from slurm_forge.training.checkpointing.known_checkpoints import Book
+from slurm_forge.store.room import free_space, shortage
 from slurm_forge.vocabulary.trust import Trust
-
-__all__ = ["Housekeeping"]
 
 #: Checkpoints of its own after which a launch needs the one it was resumed from no more.
 _TRUSTED = 2
@@ -27,23 +24,58 @@ _REMEMBERED = 3
 _FULL = "a save found no space or quota left"
 
 
-class Housekeeping:
+class CheckpointRecords:
+    """Whoever reads and then writes holds ``lock``; an unwritable journal stops nothing."""
+
+    def __init__(self, journal: JournalWriter) -> None:
+        self._journal = journal
+        self.lock = threading.RLock()
+        self.known: Known = ()
+        #: What may become good, and the step since which training has been healthy.
+        self.unproven: dict[CheckpointName, int] = {}
+
+    def find(self, name: CheckpointName) -> KnownCheckpoint | None:
+        """What is known of a checkpoint, if anything."""
+        return next((each for each in self.known if each.name == name), None)
+
+    def expect(self, name: CheckpointName, since: int) -> None:
+        """It may become good; training has been healthy since ``since``."""
+        known = self.find(name)
+        if known is not None and known.trust in (Trust.WRITTEN, Trust.VERIFIED):
+            self.unproven[name] = since
+
+    def judge(self, name: CheckpointName, trust: Trust, why: str, step: int | None = None) -> None:
+        """Trust it more, or less; ``step`` is how far training was, where that is the reason."""
+        before = self.find(name)
+        self.known = k.judged(self.known, name, trust, why, by_person=False)
+        after = self.find(name)
+        if after is not None and (before is None or after.trust is not before.trust):
+            self.write(CheckpointJudged(name=str(name), trust=trust, reason=why, step=step))
+
+    def write(self, event: Event) -> None:
+        """A line in the journal."""
+        # What happened is the same on all ranks: rank 0 alone must not fail over a line about it.
+        with contextlib.suppress(OSError):
+            self._journal.write(event)
+
+
+class Retention:
     """Deletes what nobody wants; says when one more had better not be begun."""
 
     def __init__(
         self,
-        book: Book,
+        records: CheckpointRecords,
         store: CheckpointStore,
-        asked: CheckpointSpec,
+        spec: CheckpointSpec,
         *,
         current: tuple[int, int],
         fence: Callable[[], None],
         seconds_left: Callable[[], float | None],
         people: Callable[[], Known | None] | None,
     ) -> None:
-        self._book = book
+        self._records = records
         self._store = store
-        self._asked = asked
+        self._spec = spec
         self._current = current
         self._fence = fence
         self._seconds_left = seconds_left
@@ -59,16 +91,16 @@ class Housekeeping:
     def permit(self, size: int, files: int, *, use_spare: bool = False) -> None:
         """Raise CheckpointError where a save had better not be begun: no room, or no time."""
 
-        def look() -> CheckpointError | None:
-            room = room_in(self._store.directory)
+        def lacking() -> CheckpointError | None:
+            room = free_space(self._store.directory)
             return shortage(room, size=size, files=files, use_spare=use_spare)
 
         if self._most is not None and len(self._store.candidates()) >= self._most:
             self.make_room(_FULL)
-        short = look()
+        short = lacking()
         if short is not None:
             self.make_room(str(short.message))
-            short = look()
+            short = lacking()
         if short is not None:
             raise short
         left, takes = self._seconds_left(), self._takes(size)
@@ -84,7 +116,7 @@ class Housekeeping:
 
         Whether anything was deleted.
         """
-        rules = replace(self._asked.rules, last=1)
+        rules = replace(self._spec.rules, last=1)
         return self._delete(lambda present: wanted(present, rules), f"to make room: {reason}")
 
     def ran_out(self) -> bool:
@@ -101,7 +133,7 @@ class Housekeeping:
         with contextlib.suppress(OSError):
             if self._most is not None and len(self._store.candidates()) > self._most:
                 self._most = None  # it did fit
-        rules = self._asked.rules
+        rules = self._spec.rules
         self._delete(lambda present: wanted(present, rules), "retention")
 
     def _delete(
@@ -110,56 +142,56 @@ class Housekeeping:
         self._hear_people()
         with self._deleting, contextlib.suppress(OSError, FencedError):  # the next save asks again
             pruned = self._store.prune(
-                lambda names: self._kept(names, keep),
+                lambda names: self._names_to_keep(names, keep),
                 self._fence,
                 current=self._current,
                 distrusted=frozenset(self.damaged),
-                suspect=frozenset(e.name for e in self._book.known if e.trust is Trust.SUSPECT),
+                suspect=frozenset(e.name for e in self._records.known if e.trust is Trust.SUSPECT),
             )
             if not pruned.removed:
                 return False
-            with self._book.lock:
-                self._book.known = k.pruned(self._book.known, pruned.removed)
+            with self._records.lock:
+                self._records.known = k.pruned(self._records.known, pruned.removed)
                 for name in pruned.removed:
-                    self._book.pending.pop(name, None)
+                    self._records.unproven.pop(name, None)
             names = tuple(str(name) for name in pruned.removed)
-            self._book.write(CheckpointsPruned(names=names, reason=reason))
+            self._records.write(CheckpointsPruned(names=names, reason=reason))
             return True
         return False
 
-    def _kept(
+    def _names_to_keep(
         self,
         names: Sequence[CheckpointName],
         keep: Callable[[Sequence[Present]], Collection[CheckpointName]],
     ) -> set[CheckpointName]:
-        with self._book.lock:
-            kept = set(keep([self._present(name) for name in names]))
+        with self._records.lock:
+            keeps = set(keep([self._present(name) for name in names]))
             # A late commit of a fenced attempt may have a higher step: it takes no place of ours.
-            mine = [name for name in names if (name.attempt, name.launch) == self._current]
-            kept.update(mine[:1])
+            own = [name for name in names if (name.attempt, name.launch) == self._current]
+            keeps.update(own[:1])
             # What this launch was resumed from is known to load; its own are not yet.
-            if self.resumed_from is not None and len(mine) < _TRUSTED:
-                kept.add(self.resumed_from)
+            if self.resumed_from is not None and len(own) < _TRUSTED:
+                keeps.add(self.resumed_from)
             # Where saves are frequent none would live for long enough to become good.
-            waiting = [name for name in names if name in self._book.pending]
+            waiting = [name for name in names if name in self._records.unproven]
             if waiting:
-                kept.add(min(waiting))
-            return kept
+                keeps.add(min(waiting))
+            return keeps
 
     def _hear_people(self) -> None:
         """What was promoted or doubted from the command line since the last look."""
         if self._people is None:
             return
-        found = self._people()
-        with self._book.lock:
-            for each in found if found is not None else ():
+        judged = self._people()
+        with self._records.lock:
+            for each in judged if judged is not None else ():
                 if each.by_person:
-                    self._book.known = k.judged(
-                        self._book.known, each.name, each.trust, each.why, by_person=True
+                    self._records.known = k.judged(
+                        self._records.known, each.name, each.trust, each.why, by_person=True
                     )
 
     def _present(self, name: CheckpointName) -> Present:
-        known = self._book.find(name)
+        known = self._records.find(name)
         if known is None:
             return Present(name=name)
         return Present(
@@ -171,13 +203,13 @@ class Housekeeping:
 
         Trying costs nothing as long as there is a chance: a save that is cut off harms none.
         """
-        seen = [each for each in self._book.known if each.size and each.seconds][-_REMEMBERED:]
-        if not seen:
+        timed = [each for each in self._records.known if each.size and each.seconds][-_REMEMBERED:]
+        if not timed:
             return None
-        return min(each.seconds * min(1.0, size / each.size) for each in seen)
+        return min(each.seconds * min(1.0, size / each.size) for each in timed)
 
     def metric(self, known: KnownCheckpoint) -> float | None:
         """The metric that is kept by now; another one's figures can't be compared with it."""
-        asked = self._asked.keep_best
-        same = asked is not None and known.metric_name == asked.metric
+        rule = self._spec.keep_best
+        same = rule is not None and known.metric_name == rule.metric
         return known.metric if same else None

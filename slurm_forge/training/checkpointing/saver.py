@@ -18,7 +18,7 @@ from slurm_forge.checkpoint.content.health import NOTES
 from slurm_forge.checkpoint.content.training_state import TrainingState
 from slurm_forge.checkpoint.read.load import resume
 from slurm_forge.checkpoint.write.pending_save import (
-    Flight,
+    PendingSave,
     Saved,
 )
 from slurm_forge.checkpoint.write.save import CheckpointWriter
@@ -34,26 +34,24 @@ from slurm_forge.journal import JournalWriter, fold, read_journal
 from slurm_forge.store.directory import CheckpointStore
 from slurm_forge.store.identity import CheckpointName
 from slurm_forge.training.checkpointing.catalog import (
-    Keeping,
-    PeopleHeard,
+    CheckpointCatalog,
+    CliJudgements,
 )
-from slurm_forge.training.checkpointing.compatibility import Comparing
+from slurm_forge.training.checkpointing.compatibility import CompatibilityCheck
 from slurm_forge.training.core import rng
-from slurm_forge.training.core.instability import InForce
-from slurm_forge.training.core.rank_info import RankContext
-from slurm_forge.training.core.run_state import (
-    Progress,
-    Registry,
-)
-from slurm_forge.training.step.loss_history import (
-    LossTrail,
+from slurm_forge.training.core.instability import ActivePlan
+from slurm_forge.training.core.loss import (
+    LossHistory,
     doubtful,
     values,
 )
+from slurm_forge.training.core.rank_info import RankContext
+from slurm_forge.training.core.run_state import (
+    Registry,
+    TrainingProgress,
+)
 
-__all__ = ["Saver"]
-
-_LAND_WITHIN_S = 60.0
+_WAIT_WITHIN_S = 60.0
 _MOST_CANDIDATES = 100
 #: Under which rank 0's losses of the last steps are saved.
 _LOSSES = NOTES + "losses"
@@ -70,28 +68,29 @@ class Saver:
         background: dist.ProcessGroup | None,
         journal: JournalWriter | None,
         member: Member,
-        trail: LossTrail,
-        comparing: Comparing,
-        in_force: InForce,
+        loss_history: LossHistory,
+        compatibility: CompatibilityCheck,
+        active_plan: ActivePlan,
     ) -> None:
         self._context = context
         self._journal = journal
-        self._in_force = in_force
-        self._comparing = comparing
+        self._active_plan = active_plan
+        self._compatibility = compatibility
         self._group = group
         parted = group is None or background is not None
         self._background = context.spec.checkpoint.background and parted
-        self._trail = trail
+        self._loss_history = loss_history
         self._store = CheckpointStore(context.directory.checkpoints, context.spec.name)
         self._writer = CheckpointWriter(self._store, group=group, background=background)
-        self._flight: Flight | None = None
+        #: The save that was begun and not finished yet, if any.
+        self.pending: PendingSave | None = None
         #: How often this launch was rolled back.
         self._turn = 0
-        #: On rank 0: the book of what is there.
-        self.keeping = (
+        #: On rank 0: what is known of the checkpoints there are.
+        self.catalog = (
             None
             if journal is None
-            else Keeping(
+            else CheckpointCatalog(
                 self._store,
                 context.spec.checkpoint,
                 journal=journal,
@@ -99,8 +98,8 @@ class Saver:
                 fence=context.fence,
                 seconds_left=lambda: member.seconds_left,
                 tell=member.send,
-                losses_doubtful=lambda: bool(doubtful(values(trail.snapshot()))),
-                people=PeopleHeard(context.directory).known,
+                losses_doubtful=lambda: bool(doubtful(values(loss_history.snapshot()))),
+                people=CliJudgements(context.directory).known,
             )
         )
         #: On rank 0: what was there when this launch resumed, the newest.
@@ -116,7 +115,7 @@ class Saver:
         self,
         reason: str,
         registry: Registry,
-        progress: Progress,
+        progress: TrainingProgress,
         random: dict[str, torch.Tensor],
         *,
         wait: bool,
@@ -146,16 +145,16 @@ class Saver:
     def _may_fit_now(self) -> bool:
         """Whether old checkpoints have made room for what did not fit.  Collective."""
 
-        def told(_: object) -> bool:
+        def has_room(_: object) -> bool:
             return self._has_made_room
 
-        return bool(Ranks(self._group).agree(None, None, told, doing="Making room"))
+        return bool(Ranks(self._group).agree(None, None, has_room, doing="Making room"))
 
     def _save(
         self,
         reason: str,
         registry: Registry,
-        progress: Progress,
+        progress: TrainingProgress,
         random: dict[str, torch.Tensor],
         *,
         wait: bool,
@@ -163,7 +162,7 @@ class Saver:
         doubts: Sequence[str],
     ) -> CheckpointName | None:
         """Save, once."""
-        self.settle()
+        self.finish_save()
         self._has_made_room = False
         brief = self._context.brief
         started = time.monotonic()
@@ -179,19 +178,19 @@ class Saver:
         def after(end: Saved | CheckpointError) -> None:
             self._note(end, step=step, reason=reason, seconds=time.monotonic() - started)
 
-        losses = self._trail.snapshot()
+        losses = self._loss_history.snapshot()
         unstable = (*self._instability(registry, progress), *doubts)
 
         def not_trusted() -> Sequence[str]:
-            seen = values(losses)
-            if self.keeping is not None:
-                return (*unstable, *doubtful(seen))
+            recent = values(losses)
+            if self.catalog is not None:
+                return (*unstable, *doubtful(recent))
             # What is far off is for one rank to say: of many, some always have a strange batch.
-            broken = bool(seen) and not math.isfinite(seen[-1])
-            return (*unstable, *([f"the loss is {seen[-1]}"] if broken else ()))
+            broken = bool(recent) and not math.isfinite(recent[-1])
+            return (*unstable, *([f"the loss is {recent[-1]}"] if broken else ()))
 
         try:
-            self._flight = self._writer.begin(
+            self.pending = self._writer.begin(
                 self._state(registry, progress, random),
                 name=name,
                 reason=reason,
@@ -199,7 +198,7 @@ class Saver:
                 background=not wait,
                 after=after,
                 permit=partial(self._permit, use_spare=use_spare),
-                about=self._comparing.about(),
+                about=self._compatibility.about(),
                 doubts=not_trusted,
                 # Not on the way out: it takes as long as the state is large.
                 all_copies=not wait,
@@ -209,10 +208,10 @@ class Saver:
         except CheckpointError as error:
             after(error)
             return None
-        return self.settle() if wait else None
+        return self.finish_save() if wait else None
 
     def prepare(
-        self, registry: Registry, progress: Progress, random: dict[str, torch.Tensor]
+        self, registry: Registry, progress: TrainingProgress, random: dict[str, torch.Tensor]
     ) -> None:
         """Get ready for saves: the objects have their state by now.  Collective."""
         try:
@@ -222,7 +221,7 @@ class Saver:
         except CheckpointError as error:  # no storage has been touched: the program is to be mended
             raise UnsupportedError(error.message, next_step=error.next_step) from error
 
-    def _instability(self, registry: Registry, progress: Progress) -> tuple[str, ...]:
+    def _instability(self, registry: Registry, progress: TrainingProgress) -> tuple[str, ...]:
         """What the last steps say of the state that they left, apart from the loss."""
         scaler = registry.scaler
         if scaler is not None and scaler.is_enabled():
@@ -233,22 +232,22 @@ class Saver:
                 return ()  # it looks for its scale: skipped steps are part of that
         # Skipped steps have changed nothing.  Where there is nothing else to go back to, a state
         # that may be bad is better than none.
-        if progress.skipped_in_a_row == 0 or self.keeping is None or not self.keeping.has_usable:
+        if progress.skipped_in_a_row == 0 or self.catalog is None or not self.catalog.has_usable:
             return ()
         skipped = progress.skipped_in_a_row
         return (f"the last {skipped} steps had a gradient that is not finite",)
 
     def doubt(self, name: CheckpointName, why: Sequence[str]) -> None:
         """What was saved is not to be trusted after all."""
-        if self.keeping is not None:
-            self.keeping.suspect(name, "; ".join(why))
+        if self.catalog is not None:
+            self.catalog.suspect(name, "; ".join(why))
 
     def unsound(self, registry: Registry) -> tuple[str, ...]:
         """What is not finite, or absurd, in what this rank holds.  Not collective."""
         state = TrainingState(
             models=registry.models, optimizers=registry.optimizers, objects=registry.others
         )
-        return self._writer.look(state)
+        return self._writer.unsound_parts(state)
 
     def evaluated(self, step: int, logged: Mapping[str, Any]) -> bool:
         """After an evaluation: whether this step is the best so far and is to be saved.
@@ -257,35 +256,25 @@ class Saver:
         """
 
         def better(_: object) -> bool:
-            return self.keeping is not None and self.keeping.evaluated(step, logged)
+            return self.catalog is not None and self.catalog.evaluated(step, logged)
 
         return bool(Ranks(self._group).agree(None, None, better, doing="Comparing evaluations"))
 
-    def let_land(self) -> None:
+    def wait_for_save(self) -> None:
         """Before this launch is given up: what is being written may well be what is resumed from.
 
         No collective of the main thread's; waits a minute at most.
         """
-        if self._flight is not None:
-            self._flight.wait(_LAND_WITHIN_S)
+        if self.pending is not None:
+            self.pending.wait(_WAIT_WITHIN_S)
 
-    @property
-    def flying(self) -> bool:
-        """Whether a save was begun that has not been settled yet."""
-        return self._flight is not None
-
-    @property
-    def landed(self) -> bool:
-        """Whether the save in flight is over on this rank: ``settle`` won't wait."""
-        return self._flight is not None and self._flight.done()
-
-    def settle(self) -> CheckpointName | None:
-        """Wait for the save in flight; its name if it was published: the same on all ranks."""
-        flight, self._flight = self._flight, None
-        if flight is None:
+    def finish_save(self) -> CheckpointName | None:
+        """Wait for the pending save; its name if it was published: the same on all ranks."""
+        pending, self.pending = self.pending, None
+        if pending is None:
             return None
         try:
-            self.last = flight.result().name
+            self.last = pending.result().name
         except RanksLostError:
             raise
         except CheckpointError:
@@ -293,19 +282,19 @@ class Saver:
         return self.last
 
     def _permit(self, size: int, *, use_spare: bool) -> None:
-        if self.keeping is not None:
-            self.keeping.permit(size, self._context.world_size + 2, use_spare=use_spare)
+        if self.catalog is not None:
+            self.catalog.permit(size, self._context.world_size + 2, use_spare=use_spare)
 
     def _note(
         self, end: Saved | CheckpointError, *, step: int, reason: str, seconds: float
     ) -> None:
         """Rank 0, at the end of a save, maybe on its thread: tell, and make room."""
-        if self.keeping is None or isinstance(end, RanksLostError):
+        if self.catalog is None or isinstance(end, RanksLostError):
             return
         if isinstance(end, CheckpointError):
-            self._has_made_room = self.keeping.failed(step, end)
+            self._has_made_room = self.catalog.failed(step, end)
             return
-        self.keeping.committed(
+        self.catalog.committed(
             end.name,
             reason=reason,
             size=end.size,
@@ -319,7 +308,7 @@ class Saver:
     def restore(
         self,
         registry: Registry,
-        progress: Progress,
+        progress: TrainingProgress,
         random: dict[str, torch.Tensor],
         *,
         again: bool = False,
@@ -330,45 +319,45 @@ class Saver:
         ``again``: this launch has resumed before, and what it is made of is the same still.
         """
         there: Sequence[CheckpointName] = ()
-        if self.keeping is not None and self._journal is not None:
+        if self.catalog is not None and self._journal is not None:
             records, _ = read_journal(self._context.directory, thin=True, fresh=True)
             self._journal.follow(records)
-            self.keeping.recall(fold(records))
+            self.catalog.recall(fold(records))
             there = self._store.candidates()
             self.candidates = tuple(map(str, there[:_MOST_CANDIDATES]))
         if again:
             self._turn += 1
         else:
-            self._comparing.look()
+            self._compatibility.describe()
         try:
             loaded = resume(
                 self._store,
                 self._state(registry, progress, random),
                 group=self._group,
                 on_reject=self._rejected,
-                eligible=None if self.keeping is None else self.keeping.eligible,
+                eligible=None if self.catalog is None else self.catalog.eligible,
             )
         except MismatchError as error:
-            raise self._comparing.misfit(error, self._store) from error
-        if self.keeping is not None:
-            self.keeping.tell_missing(there, None if loaded is None else loaded.manifest.name)
+            raise self._compatibility.misfit(error, self._store) from error
+        if self.catalog is not None:
+            self.catalog.tell_missing(there, None if loaded is None else loaded.manifest.name)
         if loaded is None:
             history = self._context.brief.committed_step
             if history is not None or again:
                 raise CheckpointMissingError(
-                    "history says that "
+                    "the journal says that "
                     f"{'checkpoints were' if history is None else f'step {history} was'} saved, "
-                    "and no checkpoint can be used",
+                    "but no checkpoint can be used",
                     next_step="The run is held rather than started over.  Bring the folder back, "
                     "or begin a new run under another name.",
                 )
             return None, True
         manifest = loaded.manifest
         if not again:
-            self._comparing.compare(manifest)
+            self._compatibility.compare(manifest)
         progress.restore(loaded.extra)
         exact = manifest.world_size == self._context.world_size and not loaded.missing_rng
-        reseeded = self._in_force.plan.reseeded
+        reseeded = self._active_plan.plan.reseeded
         if reseeded:
             # Asked for by the recovery plan; the order of the samples is another matter.
             rng.derive(self._context.spec.seed + reseeded, progress.step, self._context.rank)
@@ -382,13 +371,13 @@ class Saver:
             rng.derive(self._context.spec.seed, progress.step, self._context.rank)
         self.last = manifest.name
         self.begun = manifest.step
-        self._trail.restored()
-        if self.keeping is not None:
-            self.keeping.resumed(manifest.name)
+        self._loss_history.restored()
+        if self.catalog is not None:
+            self.catalog.resumed(manifest.name)
         return manifest.name, exact
 
     def _state(
-        self, registry: Registry, progress: Progress, random: dict[str, torch.Tensor]
+        self, registry: Registry, progress: TrainingProgress, random: dict[str, torch.Tensor]
     ) -> TrainingState:
         return TrainingState(
             models=registry.models,
@@ -396,7 +385,7 @@ class Saver:
             objects=registry.others,
             extra=progress.to_json(),
             rng={self._rng_prefix + key: value for key, value in random.items()},
-            notes={} if self.keeping is None else {_LOSSES: self._trail.tensor()},
+            notes={} if self.catalog is None else {_LOSSES: self._loss_history.tensor()},
         )
 
     @property
@@ -404,5 +393,5 @@ class Saver:
         return f"rng/rank-{self._context.rank}/"
 
     def _rejected(self, name: CheckpointName, reason: str) -> None:
-        if self.keeping is not None:
-            self.keeping.rejected(name, reason)
+        if self.catalog is not None:
+            self.catalog.rejected(name, reason)

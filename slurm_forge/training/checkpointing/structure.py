@@ -118,14 +118,17 @@ class Structure:
         described = {}
         for name, module in models.items():
             trained = {
-                found.fqn: parameter.requires_grad
+                tensor_name.fqn: parameter.requires_grad
                 for parameter in module.parameters()
-                if (found := names.get(id(parameter))) is not None and found.model == name
+                if (tensor_name := names.get(id(parameter))) is not None
+                and tensor_name.model == name
             }
             described[name] = Model(_kind(module), _tensors(name, module, trained), _eval(module))
-        fqns = {key: found.fqn for key, found in names.items()}
+        fqns = {key: tensor_name.fqn for key, tensor_name in names.items()}
         if len(models) > 1:
-            fqns = {key: f"{found.model}.{found.fqn}" for key, found in names.items()}
+            fqns = {
+                key: f"{tensor_name.model}.{tensor_name.fqn}" for key, tensor_name in names.items()
+            }
         return cls(
             models=described,
             optimizers={name: _optimization(each, fqns) for name, each in optimizers.items()},
@@ -248,19 +251,19 @@ def _kind(module: nn.Module) -> str:
 
 def _eval(module: nn.Module) -> tuple[str, ...]:
     """The topmost modules that are in eval mode as a whole; a wrapper's own mode says nothing."""
-    found: list[str] = []
+    frozen: list[str] = []
 
-    def look(part: nn.Module, name: str) -> None:
-        if len(found) >= _MOST_IN_EVAL:
+    def visit(part: nn.Module, name: str) -> None:
+        if len(frozen) >= _MOST_IN_EVAL:
             return
         if not part.training:
-            found.append(name)
+            frozen.append(name)
             return
         for child_name, child in part.named_children():
-            look(_unwrapped(child), f"{name}.{child_name}" if name else child_name)
+            visit(_unwrapped(child), f"{name}.{child_name}" if name else child_name)
 
-    look(_unwrapped(module), "")
-    return tuple(found)
+    visit(_unwrapped(module), "")
+    return tuple(frozen)
 
 
 def _optimization(optimizer: Optimizer, names: Mapping[int, str]) -> Optimization:
@@ -341,27 +344,27 @@ def _by_name(
 
 
 def _model(name: str, saved: Model, now: Model) -> Iterator[str]:
-    gone = {fqn: tensor for fqn, tensor in saved.tensors.items() if fqn not in now.tensors}
+    removed = {fqn: tensor for fqn, tensor in saved.tensors.items() if fqn not in now.tensors}
     new = {fqn: tensor for fqn, tensor in now.tensors.items() if fqn not in saved.tensors}
     # Whether it is trained does not make it another tensor.
-    shapes = [{fqn: (t.shape, t.dtype) for fqn, t in part.items()} for part in (gone, new)]
+    shapes = [{fqn: (t.shape, t.dtype) for fqn, t in part.items()} for part in (removed, new)]
     changed: list[tuple[str, str]] = []
     for rule, explained in guess_renames(*shapes):
         old, becomes = next(iter(explained.items()))
         count = f"{len(explained)} tensors" if len(explained) > 1 else "1 tensor"
         yield f"{name}: {rule} ({count} of the same shape: {old} is {becomes})"
         for before, after in explained.items():
-            del gone[before], new[after]
-        for before in list(gone):
+            del removed[before], new[after]
+        for before in list(removed):
             after = rule.apply(before) or ""
             if after in new:  # renamed like the others, and of another shape
-                changed.append((after, _changed(gone.pop(before), new.pop(after))))
+                changed.append((after, _changed(removed.pop(before), new.pop(after))))
     for fqn, was in saved.tensors.items():
         if fqn in now.tensors and (text := _changed(was, now.tensors[fqn])):
             changed.append((fqn, text))
     for names, text in fold(changed):
         yield f"{name}: {names} {text}"
-    for kind, tensors in (("is gone", gone), ("is new", new)):
+    for kind, tensors in (("is gone", removed), ("is new", new)):
         for names, tensor in fold(tensors.items()):
             yield f"{name}: {names} {kind}, {_shape(tensor)}{_times(names)}"
     yield from _modes(name, set(saved.in_eval), set(now.in_eval))
@@ -403,15 +406,15 @@ def _optimizer(
 ) -> Iterator[str]:
     if len(saved.groups) != len(now.groups):
         yield f"{name} has {_groups(now)}, had {_groups(saved)}"
-    said: dict[str, list[int]] = {}
+    changes: dict[str, list[int]] = {}
     pairs = list(zip(saved.groups, now.groups, strict=False))
     for index, (was, is_now) in enumerate(pairs):
         # What only one of them knows comes from another version of torch, or another optimizer.
         for option in sorted(was.options.keys() & is_now.options.keys()):
             if was.options[option] != is_now.options[option]:
                 text = f"{option} {is_now.options[option]}, was {was.options[option]}"
-                said.setdefault(text, []).append(index)
-    for text, groups in said.items():
+                changes.setdefault(text, []).append(index)
+    for text, groups in changes.items():
         everywhere = len(groups) == len(pairs)
         yield f"{name}: {'' if everywhere else f'group {_list(groups)}: '}{text}"
     yield from _members(name, saved, now, then_known, now_known)

@@ -1,1 +1,4 @@
-"""Nouns and primitives that every part of a rank's process uses."""
+"""Nouns and primitives of a rank's process: ``Loss``, sample order, groups; used by all of it.
+
+Entry: ``step_boundary``.
+"""

@@ -10,9 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from slurm_forge.errors import ConfigError
-from slurm_forge.spec.arguments import Parameters
-
-__all__ = ["call_entry", "load_entry"]
+from slurm_forge.spec.entry import Parameters
 
 
 def call_entry(function: Callable[..., Any], run: Any, args: Mapping[str, Any]) -> None:

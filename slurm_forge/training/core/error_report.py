@@ -34,8 +34,6 @@ from slurm_forge.training.core.oom import (
 )
 from slurm_forge.vocabulary.cause import Cause
 
-__all__ = ["cause_of", "in_one_line", "where"]
-
 _STORAGE_ERRORS = frozenset(
     {
         errno.EIO,
@@ -86,9 +84,9 @@ def where(error: BaseException) -> str:
 
 def _is_theirs(file: str) -> bool:
     """Whether a file is neither ours, nor torch's, nor the standard library's."""
-    ours = str(Path(__file__).parents[2])
+    package = str(Path(__file__).parents[2])
     standard = sysconfig.get_path("stdlib")
-    if file.startswith(("<", ours)) or f"{os.sep}site-packages{os.sep}torch{os.sep}" in file:
+    if file.startswith(("<", package)) or f"{os.sep}site-packages{os.sep}torch{os.sep}" in file:
         return False
     return not file.startswith(standard) or f"{os.sep}site-packages{os.sep}" in file
 
@@ -106,8 +104,8 @@ def cause_of(error: BaseException) -> Cause:
             return Cause.HOST_OOM
         case None if isinstance(error, LoaderKilledError):
             return Cause.CRASH
-    told = (_cause_of_one(each) for each in _chain(error))
-    return next((cause for cause in told if cause is not None), Cause.APP_ERROR)
+    causes = (_cause_of_one(each) for each in _chain(error))
+    return next((cause for cause in causes if cause is not None), Cause.APP_ERROR)
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
@@ -116,13 +114,13 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
     Whole programs run in an ``except`` as well (``except ImportError: train_without_it()``): what
     goes wrong there has nothing to do with what was caught.
     """
-    seen: BaseException | None = error
+    current: BaseException | None = error
     for _ in range(_DEEPEST):
-        if seen is None:
+        if current is None:
             return
-        yield seen
-        inner = None if seen.__suppress_context__ else seen.__context__
-        seen = seen.__cause__ or (inner if _raised_in_handler(seen, inner) else None)
+        yield current
+        inner = None if current.__suppress_context__ else current.__context__
+        current = current.__cause__ or (inner if _raised_in_handler(current, inner) else None)
 
 
 def _raised_in_handler(outer: BaseException, inner: BaseException | None) -> bool:
@@ -147,15 +145,15 @@ def _cause_of_one(error: BaseException) -> Cause | None:
     if isinstance(error, ImportError):
         return _of_import(error)
     kind = type(error)
-    found = find_cause(_said(error))
-    if found is None:
+    match = find_cause(_error_text(error))
+    if match is None:
         return None
     is_mistake = kind.__module__ == "builtins" and isinstance(error, MISTAKES)
-    if is_mistake and not even_of_a_mistake(found):
+    if is_mistake and not even_of_a_mistake(match):
         return None
     if isinstance(error, ConnectionResetError) and _of_a_process(error):
         return Cause.CRASH
-    return Cause.NCCL_ERROR if found.follows else found.cause
+    return Cause.NCCL_ERROR if match.follows else match.cause
 
 
 def _by_type(error: BaseException) -> Cause | None:
@@ -182,11 +180,11 @@ def _of_a_process(error: BaseException) -> bool:
 
 
 def _suspects_hardware(error: SystemExit) -> bool:
-    ours = type(error.code) is int and error.code in _MEGATRON
-    return ours and "megatron" in sys.modules
+    reserved = type(error.code) is int and error.code in _MEGATRON
+    return reserved and "megatron" in sys.modules
 
 
-def _said(error: BaseException) -> str:
+def _error_text(error: BaseException) -> str:
     """Type and text as Python prints them; an exception that can't be printed says nothing."""
     kind = type(error)
     name = (
@@ -199,13 +197,13 @@ def _said(error: BaseException) -> str:
 
 def _of_import(error: ImportError) -> Cause:
     """Something that is missing is the environment's; a slip in a name of the user's is not."""
-    said = _said(error)
-    if "attempted relative import" in said:
+    text = _error_text(error)
+    if "attempted relative import" in text:
         return Cause.APP_ERROR
     if isinstance(error, ModuleNotFoundError):
         return Cause.APP_ERROR if _mistyped(error) else Cause.ENV_MISMATCH
     theirs = error.path is not None and _is_their_own(error.path)
-    return Cause.APP_ERROR if theirs and "cannot import name" in said else Cause.ENV_MISMATCH
+    return Cause.APP_ERROR if theirs and "cannot import name" in text else Cause.ENV_MISMATCH
 
 
 def _is_their_own(file: str) -> bool:

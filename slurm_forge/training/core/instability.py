@@ -5,16 +5,16 @@ What recovery has set for this rank: the one place where it changes while traini
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
-from slurm_forge.training.core.step_verdict import LARGEST
 from slurm_forge.vocabulary.cause import Cause, Confidence, Evidence
 from slurm_forge.vocabulary.decision import Incident
 from slurm_forge.vocabulary.plan import RecoveryPlan, SampleWindow
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Trouble:
+class Instability:
     """What is the same on all ranks.  Steps are counted from 1: the first bad one and the last."""
 
     cause: Cause
@@ -48,11 +48,11 @@ class Trouble:
 
 
 @dataclass(slots=True)
-class InForce:
+class ActivePlan:
     """The recovery plan, and the largest gradient norm whose update is applied.
 
     Changed on all ranks at the same step boundary only.
     """
 
     plan: RecoveryPlan
-    limit: float = LARGEST
+    limit: float = math.inf

@@ -25,16 +25,14 @@ from slurm_forge.run_directory import RunDirectory
 from slurm_forge.run_directory.learned import BegunFile, LearnedFiles, MicroBatchNote
 from slurm_forge.training.core.run_state import Registry
 
-__all__ = ["Learning", "fingerprint"]
-
 #: Steps of one launch after which a micro-batch is said to fit.
 _HEALTHY_STEPS = 20
 
 
-class Learning:
+class LearnedMicroBatch:
     """What is known for this model on this hardware; one object per launch, on rank 0 alone.
 
-    ``asked`` is the micro-batch that the program wants.
+    ``requested`` is the micro-batch that the program wants.
     """
 
     def __init__(
@@ -42,24 +40,24 @@ class Learning:
         run: RunDirectory,
         registry: Registry,
         *,
-        asked: int,
+        requested: int,
         ranks: int,
         device: torch.device,
         now: Callable[[], datetime] = lambda: datetime.now(timezone.utc),
     ) -> None:
         self._files, self._begun = LearnedFiles.beside(run), BegunFile(run)
-        self._asked, self._now = asked, now
+        self._requested, self._now = requested, now
         hardware = "cpu" if device.type == "cpu" else torch.cuda.get_device_name(device)
         kind = _wrapper(registry)
-        self._about = f"{run.name}: {kind}, {ranks} ranks, {hardware}, micro-batch {asked}"
-        self._key = _key(fingerprint(registry), hardware, str(ranks), str(asked), kind)
+        self._about = f"{run.name}: {kind}, {ranks} ranks, {hardware}, micro-batch {requested}"
+        self._key = _key(fingerprint(registry), hardware, str(ranks), str(requested), kind)
         self._settled = False
         self._notes: list[str] = []
 
     def notes(self) -> list[str]:
         """Lines for people that have not been told yet."""
-        told, self._notes = self._notes, []
-        return told
+        lines, self._notes = self._notes, []
+        return lines
 
     def suggest(self, plan: int | None, *, fresh: bool) -> int:
         """The most samples per forward pass for this launch, the plan's value included.
@@ -67,15 +65,15 @@ class Learning:
         What a run was begun with stays until its plan says less: a micro-batch that changed at
         every start would change the last bits of the sums.  ``fresh``: nothing is trained yet.
         """
-        begun = self._asked
+        begun = self._requested
         with self._forgiving():
-            found = self._begun.read(self._key)
-            if found is None and fresh and plan is None:
-                found = self._begin()
-            begun = found or begun
+            stored = self._begun.read(self._key)
+            if stored is None and fresh and plan is None:
+                stored = self._begin()
+            begun = stored or begun
             if plan is not None and plan < begun:
                 self._ran_out(begun, plan)
-        return min(begun, self._asked if plan is None else plan)
+        return min(begun, self._requested if plan is None else plan)
 
     def worked(self, micro_batch: int, steps: int) -> None:
         """So many steps of this launch were made with it, and none ran out of memory."""
@@ -84,7 +82,7 @@ class Learning:
         self._settled = True
         with self._forgiving():
             before = self._read()
-            after = rules.worked(before, micro_batch, self._asked, self._now())
+            after = rules.worked(before, micro_batch, self._requested, self._now())
             if after is None and before is not None:
                 self._files.forget(self._key)
                 self._notes.append(f"micro-batch {micro_batch} fits (again): nothing to remember")
@@ -100,7 +98,7 @@ class Learning:
     def _begin(self) -> int:
         """What a new run begins with."""
         known, now = self._read(), self._now()
-        chosen = rules.propose(self._asked, known, now)
+        chosen = rules.propose(self._requested, known, now)
         self._begun.write(self._key, chosen)
         if known is None:
             return chosen
@@ -110,9 +108,9 @@ class Learning:
                 f"micro-batch {chosen} is tried again: more than {known.micro_batch} ran out of "
                 f"memory on {known.since:%Y-%m-%d}"
             )
-        elif chosen < self._asked:
+        elif chosen < self._requested:
             self._notes.append(
-                f"micro-batch {chosen} instead of {self._asked}: more ran out of memory on "
+                f"micro-batch {chosen} instead of {self._requested}: more ran out of memory on "
                 f"{known.since:%Y-%m-%d} (to forget it: rm {self._files.path(self._key)})"
             )
         return chosen

@@ -8,12 +8,14 @@ micro-batch size, a smaller last one included, and any number of ranks.
 A loss that is not a mean over samples (tokens, of which each micro-batch has another number) is
 given as ``Loss(sum, count)``.  Its gradients are those of the plain sums until the step is applied;
 then they are multiplied by n / (count over all micro-batches and ranks).  That number needs one
-all-reduce of two floats per step, the only collective that this room issues in a step.
+all-reduce of two floats per step, the only collective of a step besides the program's own.
 """
 
 from __future__ import annotations
 
 import math
+import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,19 +23,29 @@ import torch.distributed as dist
 
 from slurm_forge.errors import UnsupportedError
 
-__all__ = ["BatchLoss", "Loss"]
+#: Steps that are remembered.
+LENGTH = 64
+#: Fewer say nothing about what is usual.
+_LEAST = 8
+#: So many losses in a row have to be far off.
+_RECENT = 3
+#: Above everything that was usual by this factor, a single one is enough.
+_ABSURD = 1e4
+#: How many deviations from the median no loss of a healthy training is.
+_FAR = 20.0
+_NORMAL = 1.4826  # a median deviation times this is a standard deviation, of normal noise
 
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """A micro-batch's summed loss, where the mean is over other things than samples.
+    """A micro-batch's summed loss, where the mean is over other items than samples.
 
     The step follows the mean over the global batch, whatever the number of ranks and micro-batches.
     It costs one all-reduce of two floats per step.
 
     Attributes:
-        sum: The sum of the losses: a scalar tensor with a graph.
-        count: How many things (tokens, boxes) are in the sum.
+        sum: The sum of the losses: a scalar tensor (shape ``()``) with a graph.
+        count: The number of items (tokens, boxes) in the sum.
     """
 
     sum: torch.Tensor
@@ -143,3 +155,73 @@ def _mixed() -> UnsupportedError:
         "one step has losses of both forms, a mean and a Loss(sum, count)",
         next_step="Return the same form for every micro-batch, on every rank.",
     )
+
+
+class LossHistory:
+    """A ring of this rank's mean losses, newest last; it goes into every checkpoint."""
+
+    def __init__(self, device: torch.device) -> None:
+        # The last element counts how many were ever noted; it is kept up to date in ``tensor``.
+        self._ring = torch.zeros(LENGTH + 1, dtype=torch.float64, device=_wide(device))
+        self._noted = 0
+
+    def note(self, loss: torch.Tensor) -> None:
+        """The loss of one more step; nothing is waited for."""
+        self._ring[self._noted % LENGTH].copy_(loss.reshape(()), non_blocking=True)
+        self._noted += 1
+
+    def tensor(self) -> torch.Tensor:
+        """The ring itself: what is saved, and read into."""
+        self._ring[LENGTH].fill_(self._noted)
+        return self._ring
+
+    def restored(self) -> None:
+        """The ring has been read from a checkpoint.  Waits for the device."""
+        self._noted = int(self._ring[LENGTH].item())
+
+    def snapshot(self) -> torch.Tensor:
+        """The ring as it is now; to be read later, wherever that disturbs nobody."""
+        return self.tensor().clone()
+
+    @property
+    def noted(self) -> int:
+        """How many were ever noted."""
+        return self._noted
+
+
+def values(ring: torch.Tensor) -> list[float]:
+    """The losses in a ring, oldest first.  Waits for the device."""
+    *losses, noted = ring.tolist()
+    count = int(noted)
+    if count < LENGTH:
+        return losses[: max(0, count)]
+    at = count % LENGTH
+    return [*losses[at:], *losses[:at]]
+
+
+def doubtful(losses: Sequence[float]) -> tuple[str, ...]:
+    """Why a state that came out of steps with the last of these losses is not to be trusted.
+
+    One strange batch is no reason: the last few have to lie far off, and above all that was usual.
+    """
+    if not losses:
+        return ()
+    if not math.isfinite(losses[-1]):
+        return (f"the loss is {losses[-1]}",)
+    recent = losses[-_RECENT:]
+    usual = [loss for loss in losses[:-_RECENT] if math.isfinite(loss)]
+    if len(usual) < _LEAST or not all(map(math.isfinite, recent)):
+        return ()
+    middle, highest = statistics.median(usual), max(abs(loss) for loss in usual)
+    spread = _NORMAL * statistics.median(abs(loss - middle) for loss in usual)
+    far = middle + _FAR * max(spread, 0.01 * abs(middle))
+    off = all(loss > max(far, 2.0 * highest) for loss in recent)
+    if off or 0.0 < _ABSURD * highest < losses[-1]:
+        text = f"the loss is {losses[-1]:.4g}"
+        return (f"{text}, its median over {len(usual)} steps was {middle:.4g}",)
+    return ()
+
+
+def _wide(device: torch.device) -> torch.device:
+    # MPS has no float64, and a tensor of the host is as good there.
+    return torch.device("cpu") if device.type == "mps" else device

@@ -1,6 +1,6 @@
 """Where the memory went: an account that stays with an out-of-memory incident, and an early sign.
 
-Pressure().look(torch.cuda.memory_stats())     # every few seconds; a line when there is one
+Pressure().check(torch.cuda.memory_stats())     # every few seconds; a line when there is one
 write_account(file, error, registry, place)    # in the last words of the rank that ran out
 """
 
@@ -20,8 +20,6 @@ from torch import nn
 from slurm_forge.files import write_atomic
 from slurm_forge.slurm.kernel import parse_counters, read_memory_limit
 from slurm_forge.training.core.run_state import Registry
-
-__all__ = ["Holdings", "Pressure", "RankInfo", "account", "cuda_stats", "holdings", "write_account"]
 
 _MOST_BYTES = 1 << 16
 _LARGEST = 20
@@ -65,17 +63,17 @@ class Pressure:
     """
 
     def __init__(self) -> None:
-        self._told: int | None = None
+        self._reported: int | None = None
 
-    def look(self, stats: Mapping[str, Any]) -> str | None:
+    def check(self, stats: Mapping[str, Any]) -> str | None:
         """One line for a person, if there is anything new; ``stats`` of ``cuda_stats``."""
         retries = int(stats.get("num_alloc_retries", 0))
-        if self._told is None:
-            self._told = retries  # those of the time before count for nothing
+        if self._reported is None:
+            self._reported = retries  # those of the time before count for nothing
             return None
-        if retries < max(self._told + 1, 2 * self._told):
+        if retries < max(self._reported + 1, 2 * self._reported):
             return None
-        new, self._told = retries - self._told, retries
+        new, self._reported = retries - self._reported, retries
         reserved = int(stats.get("reserved_bytes.all.peak", 0))
         allocated = int(stats.get("allocated_bytes.all.peak", 0))
         return (
@@ -98,26 +96,26 @@ def holdings(registry: Registry) -> dict[str, Holdings]:
 
     Bytes of this rank's own shard.  No collective, nothing is moved.
     """
-    found: dict[str, Holdings] = {}
+    parts: dict[str, Holdings] = {}
     owners: dict[int, Holdings] = {}
-    seen: set[int] = set()
+    counted: set[int] = set()
     for name, model in registry.models.items():
         for part, module in _parts(name, model):
-            here = found.setdefault(part, Holdings())
+            here = parts.setdefault(part, Holdings())
             for parameter in module.parameters():
                 if id(parameter) not in owners:  # tied weights are held once
                     owners[id(parameter)] = here
                     here.parameters += _bytes(parameter)
                     here.gradients += _bytes(parameter.grad)
             for buffer in module.buffers():
-                if id(buffer) not in seen:
-                    seen.add(id(buffer))
+                if id(buffer) not in counted:
+                    counted.add(id(buffer))
                     here.buffers += _bytes(buffer)
     for name, optimizer in registry.optimizers.items():
         for owner, state in optimizer.state.items():
-            here = owners.get(id(owner)) or found.setdefault(name, Holdings())
+            here = owners.get(id(owner)) or parts.setdefault(name, Holdings())
             here.optimizer += sum(_bytes(value) for value in _values(state))
-    return dict(sorted(found.items(), key=lambda item: -item[1].total))
+    return dict(sorted(parts.items(), key=lambda item: -item[1].total))
 
 
 def account(error: BaseException, registry: Registry, info: RankInfo, cuda: str = "") -> str:

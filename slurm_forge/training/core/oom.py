@@ -8,8 +8,6 @@ from enum import Enum
 
 from slurm_forge.errors import ForgeError
 
-__all__ = ["LoaderKilledError", "Memory", "memory_that_ran_out"]
-
 
 class Memory(str, Enum):
     """Whose memory: another cure helps for each."""
@@ -72,12 +70,14 @@ def memory_that_ran_out(error: BaseException) -> Memory | None:
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
-    seen: BaseException | None = error
+    current: BaseException | None = error
     for _ in range(_DEEPEST):
-        if seen is None:
+        if current is None:
             return
-        yield seen
-        seen = seen.__cause__ or (None if seen.__suppress_context__ else seen.__context__)
+        yield current
+        current = current.__cause__ or (
+            None if current.__suppress_context__ else current.__context__
+        )
 
 
 def _kind(error: BaseException) -> Memory | None:

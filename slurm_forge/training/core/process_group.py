@@ -20,10 +20,8 @@ from slurm_forge.control.addresses import (
     format_addresses,
     parse_addresses,
 )
-from slurm_forge.control.messages.protocol import Publish
+from slurm_forge.control.messages.hub import Publish
 from slurm_forge.errors import ConfigError, ControlChannelError
-
-__all__ = ["Groups", "choose_device", "join", "refuse_another"]
 
 _STORE_KEY = "store"
 #: Thread blocks of a probe: its kernel must find room beside the training's.
@@ -33,7 +31,7 @@ _ANSWER_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
-class Groups:
+class ProcessGroups:
     """The process groups beside the default one; all None for a single process."""
 
     cpu: dist.ProcessGroup | None = None
@@ -61,7 +59,7 @@ def join(
     collective_timeout: timedelta,
     own_address: str | None = None,
     probe_timeout: timedelta | None = None,
-) -> Groups:
+) -> ProcessGroups:
     """Initialise torch.distributed and the groups beside it; collective over all ranks.
 
     ``own_address`` is this node's on the network that the site prefers.
@@ -71,7 +69,7 @@ def join(
         # Nobody to meet, but a program that wraps its model for many ranks runs on one, too.
         if not dist.is_initialized():  # by the attempt before, where that ran in this process
             dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
-        return Groups()
+        return ProcessGroups()
     if dist.is_initialized():
         refuse_another(rank, world_size)
     else:
@@ -89,7 +87,7 @@ def join(
     probe = _probe_group(device, probe_timeout or collective_timeout)
     # A save in the background has its exchange while the others are used by whoever trains.
     saving = dist.new_group(backend="gloo", timeout=collective_timeout, group_desc="forge_save")
-    return Groups(cpu=cpu, saving=saving, probe=probe)
+    return ProcessGroups(cpu=cpu, saving=saving, probe=probe)
 
 
 def _probe_group(device: torch.device, timeout: timedelta) -> dist.ProcessGroup:

@@ -6,16 +6,6 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = [
-    "ProcessFacts",
-    "catches",
-    "children_of",
-    "exit_status",
-    "kernel_words",
-    "parse_stat",
-    "read_process",
-]
-
 _PROC = Path("/proc")
 _MOST = 4096
 #: The 52nd field of proc(5), counted from the state, which is the third.
@@ -75,16 +65,16 @@ def catches(pid: int, number: int) -> bool:
 
 def children_of(pid: int) -> tuple[int, ...]:
     """Direct children of all its threads."""
-    found: set[int] = set()
+    children: set[int] = set()
     try:
         for task in (_PROC / str(pid) / "task").iterdir():
             try:
-                found.update(map(int, (task / "children").read_text().split()))
+                children.update(map(int, (task / "children").read_text().split()))
             except (OSError, ValueError):
                 continue  # it ended meanwhile, or the kernel does not tell
     except OSError:
         return ()
-    return tuple(sorted(found))
+    return tuple(sorted(children))
 
 
 def kernel_words(pid: int) -> str:

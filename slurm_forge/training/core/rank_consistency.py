@@ -8,15 +8,13 @@ from slurm_forge.checkpoint.collectives import Ranks
 from slurm_forge.errors import UnsupportedError
 from slurm_forge.vocabulary.json_value import Json
 
-__all__ = ["require_same"]
 
-
-def require_same(ranks: Ranks, said: Mapping[str, Json], *, next_step: str) -> None:
-    """Raise UnsupportedError on all ranks if ``said`` differs between any two.  Collective.
+def require_identical(ranks: Ranks, facts: Mapping[str, Json], *, next_step: str) -> None:
+    """Raise UnsupportedError on all ranks if ``facts`` differs between any two.  Collective.
 
     Ranks that differ would train on the wrong samples, or wait for each other for ever.
     """
-    difference = ranks.agree(None, dict(said), _difference, doing="Comparing the ranks")
+    difference = ranks.agree(None, dict(facts), _difference, doing="Comparing the ranks")
     if difference:
         raise UnsupportedError(f"the ranks differ: {difference}", next_step=next_step)
 

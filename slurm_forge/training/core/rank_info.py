@@ -90,9 +90,9 @@ def place_of_script(environ: Mapping[str, str]) -> RankPlace:
     task that torchrun runs in.
     """
     slurm, local = SlurmEnvironment.from_environ(environ), LocalRanks.from_environ(environ)
-    found = place_from_environ(environ)
+    place = place_from_environ(environ)
     if slurm is None:
-        return found if local.torchrun else replace(found, job=f"{local.job}-{os.getpid()}")
+        return place if local.torchrun else replace(place, job=f"{local.job}-{os.getpid()}")
     if slurm.step is SpecialStep.UNKNOWN and not local.torchrun and (slurm.ntasks or 1) > 1:
         raise ConfigError(
             "Slurm's id of this step is of a kind that is not known here: whether srun started "
@@ -102,14 +102,14 @@ def place_of_script(environ: Mapping[str, str]) -> RankPlace:
         )
     if local.torchrun or not slurm.in_srun_step:
         alone = not local.torchrun
-        found = replace(
-            found,
+        place = replace(
+            place,
             rank=0 if alone else local.rank,
             local_rank=0 if alone else local.local_rank,
             world_size=1 if alone else local.world_size,
         )
     return replace(
-        found,
+        place,
         job=slurm.job_ref,
         restart_count=slurm.restart_count,
         node=slurm.node_name or "",

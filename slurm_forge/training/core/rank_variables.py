@@ -9,12 +9,10 @@ from __future__ import annotations
 import os
 
 from slurm_forge.control.interfaces import interface_of, interfaces
+from slurm_forge.knobs import process_environ
 from slurm_forge.site.variables import GLOO_INTERFACE, NCCL_INTERFACE, effective
-from slurm_forge.slurm.environment import process_environ
 from slurm_forge.spec.run_file import RunFile
 from slurm_forge.vocabulary.plan import RecoveryPlan
-
-__all__ = ["take_on", "take_on_plan"]
 
 
 def take_on(file: RunFile) -> None:
@@ -27,10 +25,10 @@ def take_on(file: RunFile) -> None:
     wanted = {name: value for name, value in file.env.items() if name not in here}
     wanted.update(file.job.env)
     if file.socket_interface is not None and GLOO_INTERFACE not in {**here, **wanted}:
-        told = wanted.get(NCCL_INTERFACE, here.get(NCCL_INTERFACE, ""))
-        found = interface_of(told or file.socket_interface, interfaces())
-        if found is not None:
-            wanted[GLOO_INTERFACE] = found
+        nccl = wanted.get(NCCL_INTERFACE, here.get(NCCL_INTERFACE, ""))
+        interface = interface_of(nccl or file.socket_interface, interfaces())
+        if interface is not None:
+            wanted[GLOO_INTERFACE] = interface
     os.environ.update(wanted)
 
 
@@ -40,5 +38,5 @@ def take_on_plan(file: RunFile, plan: RecoveryPlan) -> None:
     To be called before process groups are made: that is when variables of the network are read.
     """
     wanted = {each.name: each.value for each in plan.variables}
-    found = effective(wanted, file.env, process_environ(), file.job.env)
-    os.environ.update({each.name: each.value for each in found})
+    variables = effective(wanted, file.env, process_environ(), file.job.env)
+    os.environ.update({each.name: each.value for each in variables})

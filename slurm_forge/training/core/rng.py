@@ -12,13 +12,12 @@ import struct
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from slurm_forge.errors import CheckpointError, UnsupportedError
-
-__all__ = ["capture", "derive", "preserved", "restore", "seed_sample"]
 
 _PYTHON, _NUMPY, _TORCH, _CUDA = "python", "numpy", "torch", "cuda"
 _MT_WORDS = 624
@@ -39,14 +38,14 @@ def capture() -> dict[str, torch.Tensor]:
     }
     numpy = sys.modules.get("numpy")
     if numpy is not None:
-        found = numpy.random.get_state(legacy=False)  # a tuple is only had of the one we want
-        if found["bit_generator"] != "MT19937":
+        generator = numpy.random.get_state(legacy=False)  # a tuple is only had of the one we want
+        if generator["bit_generator"] != "MT19937":
             raise UnsupportedError(
-                f"numpy's global generator is a {found['bit_generator']}, whose state is not kept",
+                f"the state of numpy's global generator {generator['bit_generator']} is not kept",
                 next_step="Leave numpy.random's own MT19937 in place; keep others in objects.",
             )
-        key, position = found["state"]["key"], found["state"]["pos"]
-        cached = found["gauss"] if found["has_gauss"] else None
+        key, position = generator["state"]["key"], generator["state"]["pos"]
+        cached = generator["gauss"] if generator["has_gauss"] else None
         state[_NUMPY] = torch.tensor(
             [*key.tolist(), position, *_from_gauss(cached)], dtype=torch.int64
         )
@@ -131,6 +130,30 @@ def preserved() -> Iterator[None]:
             numpy.random.set_state(legacy)
 
 
+@dataclass(frozen=True, slots=True)
+class Generators:
+    """The states of torch's own generators: those that dropout draws from."""
+
+    host: torch.Tensor
+    device: torch.Tensor | None
+    index: int = 0
+
+    @classmethod
+    def now(cls, device: torch.device) -> Generators:
+        """Copies, in a microsecond; nothing is waited for."""
+        host = torch.default_generator.get_state()
+        if device.type != "cuda":
+            return cls(host, None)
+        index = torch.cuda.current_device() if device.index is None else device.index
+        return cls(host, torch.cuda.default_generators[index].get_state(), index)
+
+    def put_back(self) -> None:
+        """Draw from here on what followed then."""
+        torch.default_generator.set_state(self.host)
+        if self.device is not None:
+            torch.cuda.default_generators[self.index].set_state(self.device)
+
+
 def _uses_cuda() -> bool:
     # Asking for a state would initialise CUDA, which costs memory and forbids forking.
     return torch.cuda.is_available() and bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
@@ -173,8 +196,10 @@ def _to_gauss(pair: list[int]) -> float | None:
 def _check(state: Mapping[str, torch.Tensor], name: str, dtype: torch.dtype, length: int) -> None:
     tensor = state[name]
     if not isinstance(tensor, torch.Tensor) or tensor.dtype != dtype or tensor.shape != (length,):
-        found = f"{tensor.dtype} {tuple(tensor.shape)}" if isinstance(tensor, torch.Tensor) else "?"
-        raise _bad(f"{name} is {found}, not {dtype} ({length},)")
+        actual = (
+            f"{tensor.dtype} {tuple(tensor.shape)}" if isinstance(tensor, torch.Tensor) else "?"
+        )
+        raise _bad(f"{name} is {actual}, not {dtype} ({length},)")
 
 
 def _bad(what: str) -> CheckpointError:

@@ -1,20 +1,25 @@
-"""What a program has registered: models, optimizers, and anything else that has a state.
-
-How far a run is: what of a checkpoint is neither a tensor nor the user's.
-"""
+"""What a program has registered with its run, how far it is, and what rank 0 logs of that."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import contextlib
+import math
+import time
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
+import torch
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from slurm_forge.errors import UnsupportedError
+from slurm_forge.journal import JournalWriter
+from slurm_forge.journal.events import EpochEnded, Logged
+from slurm_forge.journal.events import Progress as ProgressSeen
+from slurm_forge.vocabulary.decision import Decision, Incident
 from slurm_forge.vocabulary.json_value import Json
 
 
@@ -78,7 +83,7 @@ class Registry:
 
 
 @dataclass(slots=True)
-class Progress:
+class TrainingProgress:
     """Counts of steps and samples, which phases are done, and the program's own plain values."""
 
     step: int = 0
@@ -113,3 +118,126 @@ class Progress:
         self.phases = {str(name): int(step) for name, step in body["phases"].items()}
         self.extra.clear()
         self.extra.update(body["extra"])
+
+
+_Hook = Callable[..., Any]
+_F = TypeVar("_F", bound=_Hook)
+
+_NAMES = (
+    "on_train_begin",
+    "on_resume",
+    "on_step_end",
+    "on_eval_end",
+    "on_save",
+    "on_probe",
+    "on_stop",
+    "on_train_end",
+)
+
+
+@dataclass(slots=True)
+class Hooks:
+    """Lists of callables by name; each is called with keyword arguments it may ignore.
+
+    A hook that raises ends the launch like any other error of the program: silence would hide it.
+    """
+
+    rank: int
+    _hooks: dict[str, list[_Hook]] = field(default_factory=dict)
+    _on_instability: list[Callable[[Incident], Decision | None]] = field(default_factory=list)
+
+    def add(self, name: str, hook: _F) -> _F:
+        """Add a hook by its name (``on_save``); usable as a decorator through ``Run.on``."""
+        if name == "on_instability":
+            self._on_instability.append(hook)
+        elif name in _NAMES:
+            self._hooks.setdefault(name, []).append(hook)
+        else:
+            raise ValueError(
+                f"no hook {name!r}; there are {', '.join((*_NAMES, 'on_instability'))}"
+            )
+        return hook
+
+    def call(self, name: str, /, **arguments: Any) -> None:
+        """Call every hook of that name, on rank 0."""
+        if self.rank == 0:
+            for hook in self._hooks.get(name, ()):
+                hook(**arguments)
+
+    @property
+    def on_instability(self) -> bool:
+        """Whether the program wants to be asked."""
+        return bool(self._on_instability)
+
+    def instability(self, incident: Incident) -> Decision | None:
+        """The first decision that a hook returns, or None: then the policy decides."""
+        if self.rank == 0:
+            for hook in self._on_instability:
+                decision = hook(incident)
+                if decision is not None:
+                    return decision
+        return None
+
+
+#: How often it is written; reading a value waits for the device, so not every step.
+_EVERY_S = 5.0
+
+
+class ProgressLogger:
+    """Keeps the newest logged values; ``journal`` is None on every rank but the first."""
+
+    def __init__(self, journal: JournalWriter | None, progress: TrainingProgress) -> None:
+        self._journal = journal
+        self._progress = progress
+        #: The newest of each name with the step that it was logged at.
+        self._latest: dict[str, tuple[int, Any]] = {}
+        self._unwritten: dict[str, None] = {}
+        self._next = 0.0
+
+    def remember(self, values: dict[str, Any]) -> None:
+        """Keep figures (numbers, or tensors of one element) until they are written."""
+        step = self._progress.step
+        for name, value in values.items():
+            # Detached: what is only remembered must not keep a graph alive.
+            detached = value.detach() if isinstance(value, torch.Tensor) else value
+            self._latest[name] = (step, detached)
+            self._unwritten[name] = None
+
+    def of_this_step(self) -> dict[str, Any]:
+        """What was logged since the last step ended."""
+        step = self._progress.step
+        return {name: value for name, (at, value) in self._latest.items() if at == step}
+
+    def epochs(self, length: int, consumed_before: int) -> None:
+        """Write down the epoch that the last step has ended, if it has; of so many samples each."""
+        epoch = consumed_before // length if length else 0
+        if not length or self._progress.consumed // length == epoch:
+            return
+        self._write(
+            EpochEnded(
+                epoch=epoch,
+                step=self._progress.step,
+                samples=length,
+                skipped_steps=self._progress.skipped,
+            )
+        )
+
+    def write(self, *, now: bool = False) -> bool:
+        """Write progress and what was remembered, if it is time or ``now``; whether it was."""
+        if self._journal is None or (time.monotonic() < self._next and not now):
+            return False
+        self._next = time.monotonic() + _EVERY_S
+        progress = self._progress
+        self._write(ProgressSeen(step=progress.step, consumed=progress.consumed))
+        values = {name: float(self._latest[name][1]) for name in self._unwritten}
+        finite = {name: value for name, value in values.items() if math.isfinite(value)}
+        if finite:
+            self._write(Logged(step=progress.step, values=finite))
+        self._unwritten.clear()
+        return True
+
+    def _write(self, event: ProgressSeen | Logged | EpochEnded) -> None:
+        # A full disk must not end a training that could go on until there is room again.
+        if self._journal is not None:
+            with contextlib.suppress(OSError):
+                self._journal.write(event)

@@ -32,8 +32,6 @@ import numpy.typing as npt
 from slurm_forge.errors import ConfigError, UsageError
 from slurm_forge.vocabulary.plan import SampleWindow
 
-__all__ = ["SampleId", "SampleOrder", "Windows", "fitting_micro_batch", "micro_sizes"]
-
 #: (epoch from 0, index into the dataset).
 SampleId = tuple[int, int]
 
@@ -62,7 +60,7 @@ class Windows:
         self._firsts = [window.first for window in apart]
         #: Samples left out up to the end of each window, and kept before its begin.
         self._out = list(accumulate(window.stop - window.first for window in apart))
-        self._kept = [w.stop - out for w, out in zip(apart, self._out, strict=True)]
+        self._starts = [w.stop - out for w, out in zip(apart, self._out, strict=True)]
 
     def kept_before(self, position: int) -> int:
         """Samples before ``position`` that are in no window."""
@@ -70,20 +68,20 @@ class Windows:
         if which < 0:
             return position
         inside = position < self._windows[which].stop
-        return self._kept[which] if inside else position - self._out[which]
+        return self._starts[which] if inside else position - self._out[which]
 
-    def at(self, kept: int) -> int:
-        """The position of the sample that follows the first ``kept`` ones that are in no window."""
-        which = bisect_right(self._kept, kept) - 1
-        return kept + (self._out[which] if which >= 0 else 0)
+    def at(self, index: int) -> int:
+        """The position of the sample that follows the first ``index`` ones outside the windows."""
+        which = bisect_right(self._starts, index) - 1
+        return index + (self._out[which] if which >= 0 else 0)
 
-    def all_at(self, kept: _Words) -> _Words:
+    def all_at(self, indices: _Words) -> _Words:
         """``at`` for many at once."""
         if not self._windows:
-            return kept
+            return indices
         out = np.array([0, *self._out], dtype=np.uint64)
-        which = np.searchsorted(np.array(self._kept, dtype=np.uint64), kept, side="right")
-        return kept + out[which]
+        which = np.searchsorted(np.array(self._starts, dtype=np.uint64), indices, side="right")
+        return indices + out[which]
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,8 +109,8 @@ class SampleOrder:
     def indices(self, consumed: int, count: int, without: Windows | None = None) -> list[SampleId]:
         """The ``count`` samples that follow position ``consumed`` of the stream."""
         without = without or Windows()
-        kept = without.kept_before(consumed)
-        return self._at(without.all_at(np.arange(kept, kept + count, dtype=np.uint64)))
+        first = without.kept_before(consumed)
+        return self._at(without.all_at(np.arange(first, first + count, dtype=np.uint64)))
 
     def share(self, ranks: int) -> int:
         """Samples per rank and step for ``ranks`` data-parallel ranks; UsageError if uneven."""
@@ -144,8 +142,8 @@ class SampleOrder:
             raise ValueError(f"rank {rank} of {ranks}")
         first = np.arange(count, dtype=np.uint64) * np.uint64(self.global_batch)
         first += np.uint64(without.kept_before(consumed) + rank * share)
-        kept = (first[:, None] + np.arange(share, dtype=np.uint64)).reshape(-1)
-        samples = self._at(without.all_at(kept))
+        indices = (first[:, None] + np.arange(share, dtype=np.uint64)).reshape(-1)
+        samples = self._at(without.all_at(indices))
         return [samples[step * share : (step + 1) * share] for step in range(count)]
 
     def _at(self, positions: _Words) -> list[SampleId]:

@@ -6,10 +6,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 
-from slurm_forge.control import Member, Request, RequestKind
+from slurm_forge.control import Member
+from slurm_forge.control.messages.hub import Request, RequestKind
 from slurm_forge.vocabulary.position import LAST, Position
-
-__all__ = ["Boundaries", "PhaseStopped", "RunStopped"]
 
 
 class RunStopped(BaseException):
@@ -23,7 +22,7 @@ class PhaseStopped(BaseException):
     """Leaves the body of a phase, on its way to the save at the phase's end."""
 
 
-class Boundaries:
+class StepBoundaries:
     """Counts positions and calls ``act`` for what is due: ``act`` may raise ``RunStopped``.
 
     Costs a lock and a comparison per position while nobody wants anything.

@@ -13,8 +13,6 @@ from typing import TypeVar
 
 from slurm_forge.vocabulary.json_value import Json
 
-__all__ = ["Folded", "Rename", "fold", "guess_renames"]
-
 #: Written as Python writes it, so that it comes back the same.
 _NUMBER = re.compile(r"(?:(?<=\.)|^)(?:0|[1-9][0-9]{0,8})(?=\.|$)")
 _MOST = 1_000_000
@@ -58,10 +56,10 @@ class Folded:
         numbers: list[int] = []
         for part in value[1].split(","):
             first, _, last = part.partition("-")
-            found = range(int(first), int(last or first) + 1)
-            if len(found) + len(numbers) > _MOST:
+            more = range(int(first), int(last or first) + 1)
+            if len(more) + len(numbers) > _MOST:
                 raise ValueError("more names than any model has")
-            numbers += found
+            numbers += more
         return cls(value[0], tuple(numbers), value[2])
 
 
@@ -70,17 +68,17 @@ def fold(items: Iterable[tuple[str, _T]]) -> list[tuple[Folded, _T]]:
 
     In the order of the first name of each; numbers ascending.
     """
-    found: dict[tuple[str, str | None, _T], list[int]] = {}
+    groups: dict[tuple[str, str | None, _T], list[int]] = {}
     for name, value in items:
         match = _NUMBER.search(name)
         if match is None:
-            found[name, None, value] = []
+            groups[name, None, value] = []
         else:
             key = (name[: match.start()], name[match.end() :], value)
-            found.setdefault(key, []).append(int(match[0]))
+            groups.setdefault(key, []).append(int(match[0]))
     return [
         (Folded(before, tuple(sorted(set(numbers))), after or ""), value)
-        for (before, after, value), numbers in found.items()
+        for (before, after, value), numbers in groups.items()
     ]
 
 
@@ -120,34 +118,34 @@ class Rename:
 
 
 def guess_renames(
-    gone: Mapping[str, Hashable], new: Mapping[str, Hashable]
+    removed: Mapping[str, Hashable], new: Mapping[str, Hashable]
 ) -> list[tuple[Rename, dict[str, str]]]:
-    """Rules that turn names that are gone into new ones of the same value, best first.
+    """Rules that turn removed names into new ones of the same value, best first.
 
     With each the names that it explains, old to new.  A guess: equal shapes prove nothing.
     """
-    gone, new = dict(gone), dict(new)
-    found: list[tuple[Rename, dict[str, str]]] = []
-    while gone and new and len(found) < _MOST_RULES:
+    removed, new = dict(removed), dict(new)
+    rules: list[tuple[Rename, dict[str, str]]] = []
+    while removed and new and len(rules) < _MOST_RULES:
         best: tuple[Rename, dict[str, str]] | None = None
-        for rule in _candidates(gone, new):
-            explained = _explained(rule, gone, new)
+        for rule in _candidates(removed, new):
+            explained = _explained(rule, removed, new)
             if explained and (best is None or len(explained) > len(best[1])):
                 best = rule, explained
         if best is None:
             break
-        found.append(best)
+        rules.append(best)
         for old, now in best[1].items():
-            del gone[old], new[now]
-    return found
+            del removed[old], new[now]
+    return rules
 
 
-def _candidates(gone: Mapping[str, Hashable], new: Mapping[str, Hashable]) -> Collection[Rename]:
+def _candidates(removed: Mapping[str, Hashable], new: Mapping[str, Hashable]) -> Collection[Rename]:
     rules: dict[Rename, None] = {}
     # Names apart from each other: one that was really removed must not hide the rest.
-    listed = list(gone)
+    listed = list(removed)
     for old in listed[:: max(1, len(listed) // _TRIED_OLD)]:
-        alike = [name for name, value in new.items() if value == gone[old]]
+        alike = [name for name, value in new.items() if value == removed[old]]
         # The same end first: of 400 equal layers the one with this very number.
         alike.sort(key=lambda name: -_common_end(old, name))
         for name in alike[:_TRIED_NEW]:
@@ -184,10 +182,10 @@ def _common_end(old: str, new: str) -> int:
 
 
 def _explained(
-    rule: Rename, gone: Mapping[str, Hashable], new: Mapping[str, Hashable]
+    rule: Rename, removed: Mapping[str, Hashable], new: Mapping[str, Hashable]
 ) -> dict[str, str]:
     explained: dict[str, str] = {}
-    for old, value in gone.items():
+    for old, value in removed.items():
         now = rule.apply(old)
         if now is not None and now in new and new[now] == value:
             explained[old] = now

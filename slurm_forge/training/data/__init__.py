@@ -1,1 +1,4 @@
-"""Samples: their order, loading and fingerprint; called by the training loop."""
+"""Samples: batches, loader workers, the fingerprint of a dataset; called by the training loop.
+
+Entry: ``batches``.
+"""

@@ -30,13 +30,11 @@ from slurm_forge.training.core.sample_order import (
 from slurm_forge.training.data.loader import (
     InProcess,
     MicroBatchMaker,
-    Pace,
+    Polling,
     StepIds,
     WorkerPool,
 )
 from slurm_forge.vocabulary.plan import SampleWindow
-
-__all__ = ["Batch", "BatchSource", "require_indexable"]
 
 #: Samples of this rank for which the order is computed at once (numpy's cost per call, shared out).
 _LOOK_AHEAD = 4096
@@ -111,7 +109,7 @@ class BatchSource:
         if not 0 <= rank < ranks:
             raise ValueError(f"rank {rank} of {ranks}")
         self._order, self._rank, self._ranks = order, rank, ranks
-        self._without = Windows(skipped)
+        self._skipped, self._without = bool(skipped), Windows(skipped)
         self._consumed = start_consumed
         done = self._without.kept_before(start_consumed) // order.global_batch
         self._step = done if start_step is None else start_step
@@ -166,13 +164,13 @@ class BatchSource:
         what the dataset raised, with the worker's traceback, and ForgeError where a worker died.
         """
         # Kept until it is handed out: moving it to a full device may fail, and be tried again.
-        self._fetched = self._fetched or self._fetcher.next_step(Pace(poll, interval))
+        self._fetched = self._fetched or self._fetcher.next_step(Polling(poll, interval))
         ids, parts = self._fetched
-        kept = self._without.kept_before(self._consumed)
+        first, consumed = self._next_samples()
         batch = Batch(
             step=self._step,
-            first=self._without.at(kept),
-            consumed=self._without.at(kept + self._order.global_batch - 1) + 1,
+            first=first,
+            consumed=consumed,
             micro_batches=tuple(_to_device(part, self._device) for part in parts),
             micro_sizes=self._sizes,
             sample_ids=tuple(sample for part in ids for sample in part),
@@ -180,6 +178,14 @@ class BatchSource:
         self._fetched = None
         self._consumed, self._step = batch.consumed, batch.step + 1
         return batch
+
+    def _next_samples(self) -> tuple[int, int]:
+        """Where the next global batch begins in the stream, and where it ends."""
+        size = self._order.global_batch
+        if not self._skipped:
+            return self._consumed, self._consumed + size
+        first = self._without.kept_before(self._consumed)
+        return self._without.at(first), self._without.at(first + size - 1) + 1
 
     def smaller(
         self,
@@ -198,7 +204,7 @@ class BatchSource:
         if sum(sizes) != batch.size:
             raise ValueError(f"a batch of {batch.size} samples is not of this source")
         ids = _split(batch.sample_ids, sizes)
-        _, parts = self._in_process(iter([ids])).next_step(Pace(poll, interval))
+        _, parts = self._in_process(iter([ids])).next_step(Polling(poll, interval))
         return dataclasses.replace(
             batch,
             micro_batches=tuple(_to_device(part, self._device) for part in parts),
@@ -250,12 +256,12 @@ def _step_ids(
 ) -> Iterator[StepIds]:
     """One rank's sample ids, step by step, cut into micro-batches of ``sizes``."""
     ahead = max(1, min(_MOST_STEPS_AHEAD, _LOOK_AHEAD // sum(sizes)))
-    kept = without.kept_before(consumed)
+    first = without.kept_before(consumed)
     while True:
-        begin = without.at(kept)
+        begin = without.at(first)
         for samples in order.steps(begin, ahead, rank=rank, ranks=ranks, without=without):
             yield _split(samples, sizes)
-        kept += ahead * order.global_batch
+        first += ahead * order.global_batch
 
 
 def _split(samples: Iterable[SampleId], sizes: tuple[int, ...]) -> StepIds:

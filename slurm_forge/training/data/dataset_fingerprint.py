@@ -11,18 +11,17 @@ import stat
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 import xxhash
 
+from slurm_forge.json_codec import from_json
 from slurm_forge.recovery.fingerprint import Fingerprint
 from slurm_forge.units import format_duration
 from slurm_forge.vocabulary.json_value import Json
-
-__all__ = ["DataVersion", "Part", "data_facts"]
 
 #: Entries of a manifest's list: files where they are few, else folders.
 _MOST_PARTS = 256
@@ -36,8 +35,7 @@ _DIGITS = 16
 _WITHIN = timedelta(minutes=10)
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
+class Part(NamedTuple):
     """A file, or all files below a folder: how many, bytes in all, a digest of all but times."""
 
     files: int
@@ -47,6 +45,9 @@ class Part:
     def __str__(self) -> str:
         count = f"{self.files:,}".replace(",", " ")
         return f"{count} files, {_size(self.size)}" if self.files != 1 else _size(self.size)
+
+
+_NO_FILES = Part(0, 0, "")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +62,7 @@ class DataVersion:
     """
 
     version: str | None = None
-    whole: Part = Part(0, 0, "")
+    whole: Part = _NO_FILES
     contents: str = ""
     times: str = ""
     parts: Mapping[str, Part] = field(default_factory=dict)
@@ -88,54 +89,41 @@ class DataVersion:
             files = (files,)
         deadline = _Deadline(within, clock)
         try:
-            found, unreadable = _look(files, deadline)
+            data_files, unreadable = _list_files(files, deadline)
         except _TooLateError:
             # A part of the files would be taken for all of them.
             return cls(version=version, stopped=f"{deadline}: files not compared")
-        found.sort(key=lambda each: each.name)
+        data_files.sort(key=lambda each: each.name)
         stopped = ""
         if contents:
             try:
-                unreadable += _read(found, deadline)
+                unreadable += _read(data_files, deadline)
             except _TooLateError:
                 contents, stopped = False, f"{deadline}: contents not compared"
         return cls(
             version=version,
-            whole=Part(len(found), sum(each.size for each in found), _digest(found, "outside")),
-            contents=_digest(found, "content") if contents else "",
-            times="" if contents else _digest(found, "time"),
-            parts={_text(name): part for name, part in _parts(found).items()},
+            whole=Part(
+                len(data_files),
+                sum(each.size for each in data_files),
+                _digest(data_files, "outside"),
+            ),
+            contents=_digest(data_files, "content") if contents else "",
+            times="" if contents else _digest(data_files, "time"),
+            parts={_text(name): part for name, part in _parts(data_files).items()},
             unreadable=tuple(_text(name) for name in sorted(unreadable)[:_MOST_UNREADABLE]),
             stopped=stopped,
         )
 
     def to_json(self) -> dict[str, Json]:
         """For the manifest."""
-        return {
-            "version": self.version,
-            "whole": _part_json(self.whole),
-            "times": self.times,
-            "contents": self.contents,
-            "parts": {name: _part_json(part) for name, part in self.parts.items()},
-            "unreadable": list(self.unreadable),
-            "stopped": self.stopped,
-        }
+        return asdict(self)
 
     @classmethod
     def from_json(cls, value: object) -> DataVersion | None:
         """What a manifest says; None where that can't be understood."""
         try:
-            body: Any = value
-            return cls(
-                version=None if body["version"] is None else str(body["version"]),
-                whole=_read_part(body["whole"]),
-                times=str(body["times"]),
-                contents=str(body["contents"]),
-                parts={str(name): _read_part(part) for name, part in body["parts"].items()},
-                unreadable=tuple(str(name) for name in body["unreadable"]),
-                stopped=str(body.get("stopped", "")),
-            )
-        except (KeyError, TypeError, ValueError, AttributeError):
+            return from_json(cls, value)
+        except ValueError:
             return None
 
     def differences(self, now: DataVersion) -> tuple[str, ...]:
@@ -192,18 +180,18 @@ def data_facts(sources: Mapping[str, DataVersion]) -> Fingerprint:
     """Facts for the fingerprint, by the names that the user gave to the sources."""
     facts: dict[str, str] = {}
     for name, source in sources.items():
-        said = {
+        values = {
             "version": source.version,
             "files": f"{source.whole} ({source.whole.digest})" if source.whole.digest else None,
             "contents": source.contents,
             "times": source.times,
         }
-        facts.update({f"data.{what}.{name}": fact for what, fact in said.items() if fact})
+        facts.update({f"data.{what}.{name}": fact for what, fact in values.items() if fact})
     return Fingerprint(facts)
 
 
 @dataclass(slots=True)
-class _File:
+class _DataFile:
     name: str
     path: str
     size: int
@@ -215,8 +203,8 @@ class _File:
 
     def line(self, what: str) -> bytes:
         """What a digest is over: "outside" or "content" or "time"."""
-        said = {"outside": f"{self.size}\0{self.link}", "time": str(self.mtime)}
-        text = f"{self.name}\0{said.get(what, self.content)}\n"
+        fields = {"outside": f"{self.size}\0{self.link}", "time": str(self.mtime)}
+        text = f"{self.name}\0{fields.get(what, self.content)}\n"
         return text.encode("utf-8", "surrogateescape")
 
 
@@ -240,10 +228,10 @@ class _Deadline:
         return f"stopped after {format_duration(self._within)}"
 
 
-def _look(
+def _list_files(
     files: Sequence[str | os.PathLike[str]], deadline: _Deadline
-) -> tuple[list[_File], list[str]]:
-    found: list[_File] = []
+) -> tuple[list[_DataFile], list[str]]:
+    data_files: list[_DataFile] = []
     unreadable: list[str] = []
     roots = [os.fspath(each) for each in files]
     for prefix, root in zip(_prefixes(roots), roots, strict=True):
@@ -256,11 +244,11 @@ def _look(
             unreadable.append(prefix.rstrip("/") or root)
             continue
         if stat.S_ISDIR(status.st_mode):
-            found.extend(_walk(real, prefix, unreadable, deadline))
+            data_files.extend(_walk(real, prefix, unreadable, deadline))
         else:
             name = prefix.rstrip("/") or Path(root).name
-            found.append(_File(name, real, status.st_size, status.st_mtime_ns))
-    return found, unreadable
+            data_files.append(_DataFile(name, real, status.st_size, status.st_mtime_ns))
+    return data_files, unreadable
 
 
 def _prefixes(roots: Sequence[str]) -> Iterator[str]:
@@ -268,14 +256,16 @@ def _prefixes(roots: Sequence[str]) -> Iterator[str]:
     if len(roots) == 1:
         yield ""
         return
-    seen: dict[str, int] = {}
+    counts: dict[str, int] = {}
     for root in roots:
         base = Path(root).absolute().name
-        seen[base] = seen.get(base, 0) + 1
-        yield f"{base}/" if seen[base] == 1 else f"{base}~{seen[base]}/"
+        counts[base] = counts.get(base, 0) + 1
+        yield f"{base}/" if counts[base] == 1 else f"{base}~{counts[base]}/"
 
 
-def _walk(root: str, prefix: str, unreadable: list[str], deadline: _Deadline) -> Iterator[_File]:
+def _walk(
+    root: str, prefix: str, unreadable: list[str], deadline: _Deadline
+) -> Iterator[_DataFile]:
     folders = [(root, prefix)]
     while folders:
         folder, before = folders.pop()
@@ -293,25 +283,25 @@ def _walk(root: str, prefix: str, unreadable: list[str], deadline: _Deadline) ->
             name = before + entry.name
             try:
                 if entry.is_symlink():
-                    yield _File(name, entry.path, 0, 0, _target(Path(entry.path), root))
+                    yield _DataFile(name, entry.path, 0, 0, _target(Path(entry.path), root))
                 elif entry.is_dir(follow_symlinks=False):
                     folders.append((entry.path, f"{name}/"))
                 elif entry.is_file(follow_symlinks=False):
                     status = entry.stat(follow_symlinks=False)
-                    yield _File(name, entry.path, status.st_size, status.st_mtime_ns)
+                    yield _DataFile(name, entry.path, status.st_size, status.st_mtime_ns)
             except OSError:
                 unreadable.append(name)
 
 
 def _target(link: Path, root: str) -> str:
     """Where a link points: from the root of the data where that is inside, else as it says."""
-    said = str(link.readlink())
-    whole = os.path.normpath(link.parent / said)
+    target = str(link.readlink())
+    whole = os.path.normpath(link.parent / target)
     inside = whole.startswith(f"{root}/")
-    return os.path.relpath(whole, root) if inside else said
+    return os.path.relpath(whole, root) if inside else target
 
 
-def _read(files: Sequence[_File], deadline: _Deadline) -> list[str]:
+def _read(files: Sequence[_DataFile], deadline: _Deadline) -> list[str]:
     """Digest the contents of all files, or of none; the names of those that can't be read."""
     with ThreadPoolExecutor(_READERS) as pool:
         digests = list(pool.map(lambda each: _content(each, deadline), files))
@@ -320,7 +310,7 @@ def _read(files: Sequence[_File], deadline: _Deadline) -> list[str]:
     return [each.name for each in files if not each.content]
 
 
-def _content(file: _File, deadline: _Deadline) -> str:
+def _content(file: _DataFile, deadline: _Deadline) -> str:
     deadline.check()
     if file.link:
         return file.link
@@ -337,7 +327,7 @@ def _content(file: _File, deadline: _Deadline) -> str:
     return digest.hexdigest()
 
 
-def _digest(files: Sequence[_File], *what: str) -> str:
+def _digest(files: Sequence[_DataFile], *what: str) -> str:
     if not files:
         return ""
     digest = xxhash.xxh3_128()
@@ -347,33 +337,24 @@ def _digest(files: Sequence[_File], *what: str) -> str:
     return digest.hexdigest()[:_DIGITS]
 
 
-def _part(files: Sequence[_File]) -> Part:
+def _part(files: Sequence[_DataFile]) -> Part:
     size = sum(each.size for each in files)
     return Part(len(files), size, _digest(files, "outside", "content"))
 
 
-def _parts(files: Sequence[_File]) -> dict[str, Part]:
+def _parts(files: Sequence[_DataFile]) -> dict[str, Part]:
     """At most so many entries: the files, else the deepest folders that are few enough."""
     if len(files) <= _MOST_PARTS:
         return {each.name: _part([each]) for each in files}
     deepest = max(each.name.count("/") for each in files)
     for depth in range(deepest, 0, -1):
-        folders: dict[str, list[_File]] = {}
+        folders: dict[str, list[_DataFile]] = {}
         for each in files:
             above = each.name.split("/")[:-1][:depth]
             folders.setdefault("/".join(above) + "/" if above else "./", []).append(each)
         if len(folders) <= _MOST_PARTS:
             return {name: _part(inside) for name, inside in sorted(folders.items())}
     return {}
-
-
-def _part_json(part: Part) -> list[Json]:
-    return [part.files, part.size, part.digest]
-
-
-def _read_part(value: Any) -> Part:
-    files, size, digest = value
-    return Part(int(files), int(size), str(digest))
 
 
 def _text(name: str) -> str:

@@ -1,7 +1,7 @@
 """Where micro-batches are made: in this process, or in data-loader workers.
 
 Both give the same micro-batches for the same samples.  Both can be waited for without becoming
-deaf: a ``Pace`` is called in between, and what it raises loses nothing.
+deaf: a ``Polling`` is called in between, and what it raises loses nothing.
 """
 
 from __future__ import annotations
@@ -37,8 +37,6 @@ from slurm_forge.training.data.worker_shield import (
     shield_worker,
 )
 
-__all__ = ["InProcess", "MicroBatchMaker", "Pace", "StepIds", "WorkerPool"]
-
 #: The samples of one step: a list for each micro-batch.
 StepIds = list[list[SampleId]]
 
@@ -50,7 +48,7 @@ _TICK_S = 0.1
 _PATIENCE_S = 0.2
 
 
-class Pace:
+class Polling:
     """Calls ``poll`` when about ``interval`` has passed since the last time."""
 
     def __init__(self, poll: Callable[[], None] | None, interval: timedelta) -> None:
@@ -109,7 +107,7 @@ class InProcess:
     def start(self) -> None:
         """Nothing to start."""
 
-    def next_step(self, pace: Pace) -> tuple[StepIds, list[Any]]:
+    def next_step(self, pace: Polling) -> tuple[StepIds, list[Any]]:
         """The next step's sample ids and micro-batches; polls between samples."""
         if self._wanted is None:
             self._wanted = next(self._steps)
@@ -201,7 +199,7 @@ class WorkerPool:
         self._thread = threading.Thread(target=self._fill, name="forge-batches", daemon=True)
         self._thread.start()
 
-    def next_step(self, pace: Pace) -> tuple[StepIds, list[Any]]:
+    def next_step(self, pace: Polling) -> tuple[StepIds, list[Any]]:
         """The next step's sample ids and micro-batches; polls while it waits."""
         self.start()
         while self._failure is None:
@@ -308,8 +306,8 @@ class WorkerPool:
         workers = () if self._iterator is None else self._iterator._workers
         for number, worker in enumerate(workers):
             if worker.exitcode:
-                told = killed_since(self._kills, read_oom_kills())
-                return _death_of(number, worker.pid, worker.exitcode, told)
+                memory = killed_since(self._kills, read_oom_kills())
+                return _death_of(number, worker.pid, worker.exitcode, memory)
         return None
 
 
@@ -341,8 +339,8 @@ def _wait(workers: Sequence[Any]) -> None:
             return
 
 
-def _death_of(number: int, pid: int | None, code: int, told: str | None) -> ForgeError:
-    """``told``: what the kernel's counters say about memory since the workers were started."""
+def _death_of(number: int, pid: int | None, code: int, memory: str | None) -> ForgeError:
+    """``memory``: what the kernel's counters say about memory since the workers were started."""
     who, advice = f"data-loader worker {number} (pid {pid})", "Its own message, if any, is above."
     if code > 0:
         return ForgeError(f"{who} ended with exit status {code}", next_step=advice)
@@ -350,9 +348,9 @@ def _death_of(number: int, pid: int | None, code: int, told: str | None) -> Forg
         how = f"was killed by {signal.Signals(-code).name}"
     except ValueError:
         how = f"was killed by signal {-code}"
-    for_memory = -code == signal.SIGKILL and told is not None
+    for_memory = -code == signal.SIGKILL and memory is not None
     if for_memory:
-        how = f"{how} because memory ran out ({told})"
+        how = f"{how} because memory ran out ({memory})"
     if -code == signal.SIGKILL:
         advice = "Usually the host ran out of memory: use fewer num_workers or ask for more --mem."
     elif -code == signal.SIGBUS:

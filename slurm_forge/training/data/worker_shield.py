@@ -24,8 +24,6 @@ from multiprocessing import resource_tracker
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-__all__ = ["children_deaf_from_birth", "shield_worker"]
-
 _PR_SET_PDEATHSIG = 1
 #: Seconds between looks at whether the parent lives, where the kernel does not watch it for us.
 _PARENT_CHECK_S = 0.5
@@ -85,9 +83,9 @@ def shield_worker(worker_id: int = 0) -> None:
         signal.signal(number, signal.SIG_IGN)
     # Until here torch's handler obeys the parent, from here on the signal waits for _obey.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-    taken = {signal.SIGTERM}
+    blocked = {signal.SIGTERM}
     if _somebody_listens(signal.SIGTERM):
-        taken.clear()
+        blocked.clear()
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
         warnings.warn(
             "a thread started before shield_worker takes SIGTERM: a signal to the whole group ends "
@@ -97,7 +95,7 @@ def shield_worker(worker_id: int = 0) -> None:
         )
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _OTHERS)
     threading.Thread(
-        target=_obey, args=(parent, os.getppid(), taken), name="forge-shield", daemon=True
+        target=_obey, args=(parent, os.getppid(), blocked), name="forge-shield", daemon=True
     ).start()
 
 
@@ -122,13 +120,13 @@ def _die_with(parent: BaseProcess) -> None:
         os._exit(1)  # it ended before the kernel was asked
 
 
-def _obey(parent: BaseProcess, guardian: int, taken: set[signal.Signals]) -> None:
+def _obey(parent: BaseProcess, guardian: int, blocked: set[signal.Signals]) -> None:
     """Take every SIGTERM there is; exit on one from the parent, and when the parent is gone.
 
     ``guardian`` is the process that forked this one: the parent, or its fork server.
     """
     while True:
-        received = signal.sigtimedwait(taken, _PARENT_CHECK_S)
+        received = signal.sigtimedwait(blocked, _PARENT_CHECK_S)
         if received is not None and received.si_pid in (parent.pid, guardian):
             # As torch's own handler does: success, and no clean-up that could wait for something.
             os._exit(0)

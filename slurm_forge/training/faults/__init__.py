@@ -1,1 +1,4 @@
-"""Faults injected on request, for rehearsals and tests."""
+"""Faults injected on request, for rehearsals and tests; called by the training loop.
+
+Entry: ``injector``.
+"""

@@ -1,8 +1,8 @@
 """Faults that somebody asked for, at the places of a run where real ones happen.
 
 Two places: ``boundary`` between two steps, and ``loss`` with every micro-batch's loss before its
-backward.  That a fault strikes is on disk first (``Struck``), then it happens: a rank that kills
-itself must find it done when it comes again.  Without faults nothing is computed.
+backward.  That a fault strikes is on disk first (``StruckFaults``), then it happens: a rank that
+kills itself must find it done when it comes again.  Without faults nothing is computed.
 
 Which faults on purpose have struck in a run: one small file each, made before it happens.
 """
@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from slurm_forge.spec.faults import Fault, FaultKind, Target
+from slurm_forge.spec.faults import Fault, FaultKind, FaultTarget
 from slurm_forge.training.core.loss import Loss
 from slurm_forge.training.core.sample_order import Windows
 from slurm_forge.training.faults.strikes import (
@@ -61,7 +61,7 @@ _HOURS_S = 24 * 3600.0
 AnyLoss = TypeVar("AnyLoss", torch.Tensor, Loss)
 
 
-class Injecting:
+class FaultInjector:
     """The faults of one rank in one launch.  ``active`` is False where none can strike here.
 
     ``boundary`` and ``loss`` return at once then.  A transient fault strikes once per run, however
@@ -88,7 +88,7 @@ class Injecting:
         )
         self.active = bool(self._faults)
         self._rank, self._attempt = rank, attempt
-        self._struck = Struck(directory / FOLDER, launch=f"{attempt}.{launch}", rank=rank)
+        self._struck = StruckFaults(directory / FOLDER, launch=f"{attempt}.{launch}", rank=rank)
         self._say, self._send, self._sleep = say or _to_stderr, send or _to_myself, sleep
         self._registry: Registry | None = None
         self._handles: list[RemovableHandle] = []
@@ -139,9 +139,9 @@ class Injecting:
                 if self._strikes(fault, step):
                     self._do(fault, step)
                 continue
-            found = state_tensor(fault.target, registry)
+            tensor = state_tensor(fault.target, registry)
             if self._strikes(fault, step):
-                damage(found, fault.number)
+                damage(tensor, fault.number)
 
     def loss(
         self,
@@ -187,7 +187,7 @@ class Injecting:
 
     def drag_trial(self, seconds: float) -> None:
         """The same for the trial, where it is the node that is slow."""
-        if self._dragging is not None and self._dragging.target is Target.NODE:
+        if self._dragging is not None and self._dragging.target is FaultTarget.NODE:
             self.drag(seconds)
 
     def _strikes(self, fault: Fault, step: int) -> bool:
@@ -206,7 +206,7 @@ class Injecting:
         tensor = loss.sum if isinstance(loss, Loss) else loss
         if fault.kind is FaultKind.OOM:
             self._keep(hook_out_of_memory(tensor, self._registry, self._sleep))
-        elif fault.target is Target.GRAD:
+        elif fault.target is FaultTarget.GRAD:
             self._keep(hook_gradient(tensor, self._registry, fault.number))
         elif fault.loss_factor is not None:
             return _multiplied(loss, fault.loss_factor)
@@ -289,7 +289,7 @@ _LIMIT = 1 << 16
 _UNFIT = re.compile(r"[^A-Za-z0-9@.=+-]")
 
 
-class Struck:
+class StruckFaults:
     """The memory of transient faults: each strikes once at each of its steps, whoever starts again.
 
     All ranks of one ``launch`` share a fault: the first one to come by makes the file, the others

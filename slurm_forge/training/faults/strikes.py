@@ -19,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 
 from slurm_forge.checkpoint.content.tensors import local_part
 from slurm_forge.errors import UnsupportedError
-from slurm_forge.spec.faults import Target
+from slurm_forge.spec.faults import FaultTarget
 
 if TYPE_CHECKING:
     from slurm_forge.training.core.run_state import Registry
@@ -35,17 +35,17 @@ import torch.distributed as dist
 #: The other ranks are inside their all-reduce by then.
 _PEERS_WAIT_S = 0.5
 _MOMENTS = {
-    Target.ADAM_M: ("exp_avg", "momentum_buffer"),
-    Target.ADAM_V: ("exp_avg_sq", "square_avg", "sum"),
+    FaultTarget.ADAM_M: ("exp_avg", "momentum_buffer"),
+    FaultTarget.ADAM_V: ("exp_avg_sq", "square_avg", "sum"),
 }
 
 
-def state_tensor(target: Target, registry: Registry | None) -> torch.Tensor:
+def state_tensor(target: FaultTarget, registry: Registry | None) -> torch.Tensor:
     """What this rank holds of the first weight, moment or buffer; UnsupportedError without one."""
     if registry is not None:
-        found = next(filter(_usable, map(local_part, _candidates(target, registry))), None)
-        if found is not None:
-            return found
+        tensor = next(filter(_usable, map(local_part, _candidates(target, registry))), None)
+        if tensor is not None:
+            return tensor
     raise UnsupportedError(
         f"a fault on purpose was to change {target.value}, and there is none on this rank",
         next_step="Moments exist after the first step; buffers are those of registered models.",
@@ -109,15 +109,15 @@ def _hook(
     return handle[0]
 
 
-def _candidates(target: Target, registry: Registry) -> Iterator[torch.Tensor]:
-    if target is Target.BUFFER:
+def _candidates(target: FaultTarget, registry: Registry) -> Iterator[torch.Tensor]:
+    if target is FaultTarget.BUFFER:
         for model in registry.models.values():
             yield from model.buffers()
         return
     for optimizer in registry.optimizers.values():
         for group in optimizer.param_groups:
             for parameter in group["params"]:
-                if target is Target.WEIGHT:
+                if target is FaultTarget.WEIGHT:
                     yield parameter
                     continue
                 state = optimizer.state.get(parameter, {})
@@ -133,14 +133,14 @@ def _plain_parameters(registry: Registry | None) -> list[torch.Tensor]:
     if registry is None:
         return []
     # Those that somebody updates: an average of the weights gets no gradient.
-    found: list[torch.Tensor] = [
+    parameters: list[torch.Tensor] = [
         parameter
         for optimizer in registry.optimizers.values()
         for group in optimizer.param_groups
         for parameter in group["params"]
         if parameter.requires_grad
     ]
-    return [] if any(isinstance(p, DTensor) for p in found) else found
+    return [] if any(isinstance(p, DTensor) for p in parameters) else parameters
 
 
 def hold_interpreter(seconds: float) -> None:

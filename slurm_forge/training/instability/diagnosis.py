@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from slurm_forge.checkpoint.collectives import Ranks
+from slurm_forge.json_codec import from_json
 from slurm_forge.training.core.loss import Loss
+from slurm_forge.training.core.rng import Generators
 from slurm_forge.training.core.run_state import Registry
 from slurm_forge.training.core.sample_order import SampleId
 from slurm_forge.training.data.batches import Batch
@@ -25,30 +28,25 @@ from slurm_forge.training.instability.diagnosis_report import (
     Blamed,
     Examination,
     RankFindings,
+    merge_findings,
     not_finite,
-    put_together,
     shortened,
 )
-from slurm_forge.training.instability.forward_hooks import (
+from slurm_forge.training.instability.replay import (
+    ReplayedMicroBatch,
+    StateGuard,
     below,
     modules_of,
-    plain_values,
-    tensors_in,
-)
-from slurm_forge.training.instability.replay import (
-    Again,
-    Generators,
-    Shelter,
     needs_peers,
+    plain_values,
     replay,
+    tensors_in,
     unsynchronised,
 )
 from slurm_forge.training.step.gradient_norms import parameter_names
 
-__all__ = ["Blamed", "Examination", "Examiner", "Generators"]
 
-
-class Examiner:
+class StepDiagnoser:
     """Asks what can be asked of a step that was left out; every method is collective.
 
     ``group`` carries CPU tensors; None is a process alone.  ``device`` is where losses lie.
@@ -97,26 +95,26 @@ class Examiner:
         SyncBatchNorm) it is raised instead, for they wait in vain for this one: end the launch.
         """
         facts = self._facts(batch, loss, blame)
-        shelter: Shelter | None = None
+        shelter: StateGuard | None = None
         if batch is not None and compute_loss is not None:
             try:
-                shelter = Shelter(self._registry.models.values())
+                shelter = StateGuard(self._registry.models.values())
             except Exception as error:
-                facts["failed"] = _told(error)
+                facts["failed"] = _error_text(error)
         everybody = self._ranks.agree(None, shelter is not None, all, doing="Examining a bad step")
         if everybody and shelter is not None and batch is not None and compute_loss is not None:
             facts |= self._again(batch, compute_loss, shelter, generators)
-        mine = RankFindings(rank=self._rank, host=self._host, **facts)
+        findings = RankFindings(rank=self._rank, host=self._host, **facts)
         without = ""
         if batch is None or compute_loss is None:
             without = f"not computed again{no_replay and ': '}{no_replay}"
 
-        def decide(told: Sequence[Any]) -> Any:
-            found = [RankFindings.from_json(each) for each in told]
-            return put_together(found, no_replay=without).to_json()
+        def decide(answers: Sequence[Any]) -> Any:
+            reports = [from_json(RankFindings, each) for each in answers]
+            return asdict(merge_findings(reports, no_replay=without))
 
-        answer = self._ranks.agree(None, mine.to_json(), decide, doing="Examining a bad step")
-        return Examination.from_json(answer)
+        answer = self._ranks.agree(None, findings.to_json(), decide, doing="Examining a bad step")
+        return from_json(Examination, answer)
 
     def _facts(
         self, batch: Batch | None, loss: float | None, blame: Sequence[Blamed]
@@ -135,19 +133,19 @@ class Examiner:
             if batch is not None:
                 facts["data"] = tuple(_bad_data(batch))[:MOST_SAMPLES]
         except Exception as error:  # a tensor of a kind that nobody has thought of
-            facts["failed"] = _told(error)
+            facts["failed"] = _error_text(error)
         return facts
 
     def _again(
         self,
         batch: Batch,
         compute_loss: Callable[[Any], torch.Tensor | Loss],
-        shelter: Shelter,
+        shelter: StateGuard,
         generators: Generators | None,
     ) -> dict[str, Any]:
         models = self._registry.models
         alone = self._ranks.size == 1 or not needs_peers(models.values())
-        found: list[Again] = []
+        replayed: list[ReplayedMicroBatch] = []
         failed, random, scale = "", False, self._loss_scale()
         try:
             with unsynchronised(models.values()):
@@ -157,18 +155,18 @@ class Examiner:
                         models,
                         batch,
                         compute_loss,
-                        found,
+                        replayed,
                         device=self._device,
                         loss_scale=scale,
                     )
                 except Exception as error:
                     if not alone:
                         raise
-                    failed = _told(error)
+                    failed = _error_text(error)
                 random = shelter.drew(generators)
         finally:
             shelter.put_back()
-        facts = _summary(found, batch, self._rank, self._ranks.size, scale, self._dtypes())
+        facts = _summary(replayed, batch, self._rank, self._ranks.size, scale, self._dtypes())
         if failed:
             facts["failed"] = failed
         return {**facts, "replayed": not failed, "random": random}
@@ -183,13 +181,13 @@ class Examiner:
     def _bad_state(self) -> Iterator[str]:
         """What is not finite in memory: weights, buffers, what optimizers keep."""
         names = parameter_names(self._registry.models)
-        found = 0
+        count = 0
         for what, tensor, may_be_infinite in self._state(names):
             word = _word(tensor, may_be_infinite)
             if word:
-                found += 1
+                count += 1
                 yield f"{word} in {shortened(what)}"
-            if found > MOST_NAMES:
+            if count > MOST_NAMES:
                 return
 
     def _state(self, names: dict[int, str]) -> Iterator[tuple[str, torch.Tensor, bool]]:
@@ -223,7 +221,7 @@ class Examiner:
 
 
 def _summary(
-    found: Sequence[Again],
+    replayed: Sequence[ReplayedMicroBatch],
     batch: Batch,
     rank: int,
     ranks: int,
@@ -232,10 +230,10 @@ def _summary(
 ) -> dict[str, Any]:
     """What the replay of one rank comes to."""
     norms: dict[str, float] = {}
-    losses = [not_finite(each.loss) for each in found]
+    losses = [not_finite(each.loss) for each in replayed]
     bad = [bool(word) for word in losses]
-    for at, each in enumerate(found):
-        for name, norm in each.seen.norms:
+    for at, each in enumerate(replayed):
+        for name, norm in each.first_bad.norms:
             norms[name] = norms.get(name, 0.0) + norm
             bad[at] = bad[at] or not math.isfinite(norm)
     wrong = {name: norm for name, norm in norms.items() if not math.isfinite(norm)}
@@ -244,10 +242,10 @@ def _summary(
     if not wrong and total > _largest_norm(dtypes):
         gradient = f"too large for its norm to be finite (up to {total:.1e})"
         wrong = {name: norms[name] for name in sorted(norms, key=norms.__getitem__)[-1:]}
-    first_bad = [at for at, one in enumerate(bad) if one] or list(range(len(found)))
+    first_bad = [at for at, one in enumerate(bad) if one] or list(range(len(replayed)))
     if not (any(losses) or gradient):
         first_bad = []
-    counts = [each.count for each in found if each.count is not None]
+    counts = [each.count for each in replayed if each.count is not None]
     samples, positions = _samples(batch, first_bad, rank, ranks)
     return {
         "loss": next((word for word in losses if word), ""),
@@ -255,7 +253,7 @@ def _summary(
         "parameters": tuple(shortened(name) for name in list(wrong)[:MOST_NAMES]),
         "bad_gradients": len(wrong),
         "gradients": len(norms),
-        "layer": shortened(next((found[at].seen.layer for at in first_bad), "")),
+        "layer": shortened(next((replayed[at].first_bad.layer for at in first_bad), "")),
         "micro_batches": tuple(at + 1 for at in first_bad[:MOST_SAMPLES]),
         "samples": samples[:MOST_SAMPLES],
         "positions": positions[:MOST_SAMPLES],
@@ -320,5 +318,5 @@ def _word(tensor: torch.Tensor, may_be_infinite: bool) -> str:
     return "infinity" if math.isinf(smallest) or math.isinf(largest) else ""
 
 
-def _told(error: Exception) -> str:
+def _error_text(error: Exception) -> str:
     return shortened(f"{type(error).__name__}: {error}".replace("\n", " "), 200)

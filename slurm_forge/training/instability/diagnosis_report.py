@@ -10,8 +10,6 @@ from typing import Any, Protocol
 from slurm_forge.vocabulary.cause import Evidence
 from slurm_forge.vocabulary.json_value import Json
 
-__all__ = ["Blamed", "Examination", "RankFindings", "not_finite", "put_together", "shortened"]
-
 #: (epoch from 0, index into the dataset), as training/core/sample_order.py has it.
 _SampleId = tuple[int, int]
 
@@ -90,11 +88,6 @@ class RankFindings:
         """What goes to rank 0: without what is empty it stays below two kilobytes."""
         return {key: value for key, value in asdict(self).items() if value not in ((), "", None)}
 
-    @classmethod
-    def from_json(cls, value: dict[str, Any]) -> RankFindings:
-        """Undo ``to_json``."""
-        return cls(**{key: _frozen(each) for key, each in value.items()})
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Examination:
@@ -123,19 +116,8 @@ class Examination:
         """The same in a person's words: eight entries at most, of a few hundred bytes each."""
         return self.told
 
-    def to_json(self) -> Json:
-        """What goes from rank 0 to all."""
-        told: list[Json] = [[each.source, each.text] for each in self.told]
-        return {**asdict(self), "told": told}
 
-    @classmethod
-    def from_json(cls, value: dict[str, Any]) -> Examination:
-        """Undo ``to_json``."""
-        told = tuple(Evidence(source, text) for source, text in value["told"])
-        return cls(**{**{key: _frozen(each) for key, each in value.items()}, "told": told})
-
-
-def put_together(ranks: Sequence[RankFindings], *, no_replay: str = "") -> Examination:
+def merge_findings(ranks: Sequence[RankFindings], *, no_replay: str = "") -> Examination:
     """One answer out of what all ranks found; ``no_replay`` says why nothing was computed again."""
     bad = [each for each in ranks if each.is_bad]
     counts = [each.count for each in ranks if each.count is not None]
@@ -159,7 +141,7 @@ def put_together(ranks: Sequence[RankFindings], *, no_replay: str = "") -> Exami
     parameters = worst.parameters if worst else _unique(n for each in ranks for n in each.blamed)
     state = _unique(text for each in ranks for text in each.state)
     data = _unique(sample for each in ranks for sample in each.data)
-    found = Examination(
+    examination = Examination(
         repeats=repeats,
         rank=_first_rank(named, worst, ranks),
         hosts=hosts[:_MOST_HOSTS],
@@ -170,16 +152,16 @@ def put_together(ranks: Sequence[RankFindings], *, no_replay: str = "") -> Exami
         samples=_unique(sample for each in bad for sample in each.samples)[:MOST_SAMPLES],
         positions=_ranges(part for each in bad for part in each.positions),
     )
-    told = [
+    evidence = [
         *_where(bad, was_bad, worst),
         *_in_memory(ranks, state),
         *_in_the_data(data),
         *([] if bad else _blamed(ranks)),
         *_failures(ranks),
-        Evidence("replay", no_replay or _verdict(found, empty, ranks)),
+        Evidence("replay", no_replay or _verdict(examination, empty, ranks)),
     ]
-    told = [Evidence(each.source, shortened(each.text, _LONGEST_TEXT)) for each in told]
-    return replace(found, told=tuple(told))
+    evidence = [Evidence(each.source, shortened(each.text, _LONGEST_TEXT)) for each in evidence]
+    return replace(examination, told=tuple(evidence))
 
 
 def not_finite(value: float) -> str:
@@ -196,9 +178,9 @@ def shortened(text: str, most: int = _LONGEST_NAME) -> str:
     return f"{text[: most // 3]}…{text[len(text) - (most - most // 3 - 1) :]}"
 
 
-def _vagueness(found: RankFindings) -> tuple[bool, int, int]:
+def _vagueness(findings: RankFindings) -> tuple[bool, int, int]:
     """A rank that knows the layer says most, then the one with the fewest bad gradients."""
-    return not found.layer, found.bad_gradients or 1 << 30, found.rank
+    return not findings.layer, findings.bad_gradients or 1 << 30, findings.rank
 
 
 def _first_rank(
@@ -217,29 +199,31 @@ def _where(
     """One entry for each of the first ranks; the one that knows most comes first."""
     if worst is not None:
         shown = [worst, *(each for each in bad if each is not worst)][:_MOST_RANKS]
-        told = [Evidence(each.place, _what(each)) for each in shown]
+        evidence = [Evidence(each.place, _what(each)) for each in shown]
     else:
         shown = list(was_bad[:_MOST_RANKS])
-        told = [Evidence(each.place, "its loss was not finite in the step") for each in shown]
+        evidence = [Evidence(each.place, "its loss was not finite in the step") for each in shown]
     more = len(bad or was_bad) - len(shown)
     if more > 0:
-        told[-1] = Evidence(told[-1].source, f"{told[-1].text}; {more} more ranks likewise")
-    return told
+        evidence[-1] = Evidence(
+            evidence[-1].source, f"{evidence[-1].text}; {more} more ranks likewise"
+        )
+    return evidence
 
 
-def _what(found: RankFindings) -> str:
-    if found.loss:
-        text = f"loss is {found.loss}"
-    elif found.gradient and found.parameters:
-        text = f"gradient of {found.parameters[0]} is {found.gradient}"
-        if found.bad_gradients > 1:
-            text += f" ({found.bad_gradients} of {found.gradients} gradients)"
+def _what(findings: RankFindings) -> str:
+    if findings.loss:
+        text = f"loss is {findings.loss}"
+    elif findings.gradient and findings.parameters:
+        text = f"gradient of {findings.parameters[0]} is {findings.gradient}"
+        if findings.bad_gradients > 1:
+            text += f" ({findings.bad_gradients} of {findings.gradients} gradients)"
     else:
-        text = f"gradient is {found.gradient}"
-    if found.layer:
-        text += f", first in the output of {found.layer}"
-    if found.micro_batches:
-        text += f"; micro-batch {', '.join(map(str, found.micro_batches))}"
+        text = f"gradient is {findings.gradient}"
+    if findings.layer:
+        text += f", first in the output of {findings.layer}"
+    if findings.micro_batches:
+        text += f"; micro-batch {', '.join(map(str, findings.micro_batches))}"
     return text
 
 
@@ -275,34 +259,36 @@ def _failures(ranks: Sequence[RankFindings]) -> list[Evidence]:
     return [Evidence(failed[0].place, f"looking into it failed: {failed[0].failed}{more}")]
 
 
-def _verdict(found: Examination, empty: bool, ranks: Sequence[RankFindings]) -> str:
-    if found.repeats is None:
+def _verdict(examination: Examination, empty: bool, ranks: Sequence[RankFindings]) -> str:
+    if examination.repeats is None:
         some = any(each.replayed for each in ranks)
         text = "the same step could not be computed again"
         return f"{text} on all ranks; where it could it is finite" if some else text
-    if found.repeats:
+    if examination.repeats:
         text = "the same step computed again is not finite either: "
         if empty:
             return text + "Loss.count is 0 over all ranks, there is nothing to take the mean of"
-        if found.state:
+        if examination.state:
             text += "the state is bad already, whatever the data"
-        elif found.data:
+        elif examination.data:
             text += "data"
         else:
             text += "data or model"
-        return text + _samples(found)
+        return text + _samples(examination)
     other = any(each.random for each in ranks)
     text = "the same step computed again is finite"
     text += ", with other random numbers: probably transient" if other else ": transient"
-    return text + (f"; suspect {', '.join(found.hosts)}" if found.hosts else "; no node stands out")
+    return text + (
+        f"; suspect {', '.join(examination.hosts)}" if examination.hosts else "; no node stands out"
+    )
 
 
-def _samples(found: Examination) -> str:
-    parts = [f"samples {', '.join(_range(part) for part in found.positions)}"]
-    if not found.positions:
+def _samples(examination: Examination) -> str:
+    parts = [f"samples {', '.join(_range(part) for part in examination.positions)}"]
+    if not examination.positions:
         parts = []
-    if found.samples:
-        parts.append(_ids(found.samples))
+    if examination.samples:
+        parts.append(_ids(examination.samples))
     return "".join(f"; {part}" for part in parts)
 
 
@@ -335,7 +321,3 @@ def _ranges(parts: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
 
 def _unique(values: Iterable[Any]) -> tuple[Any, ...]:
     return tuple(dict.fromkeys(values))
-
-
-def _frozen(value: Any) -> Any:
-    return tuple(map(_frozen, value)) if isinstance(value, list) else value

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,23 +15,21 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
+from torch.utils.hooks import RemovableHandle
 
+from slurm_forge.checkpoint.content.models import wrapped_attribute
 from slurm_forge.training.core import rng
 from slurm_forge.training.core.loss import (
     BatchLoss,
     Loss,
 )
+from slurm_forge.training.core.rng import Generators
 from slurm_forge.training.data.batches import Batch
-from slurm_forge.training.instability.forward_hooks import (
-    Lookout,
-    Seen,
-)
-
-__all__ = ["Again", "Generators", "Shelter", "needs_peers", "replay", "unsynchronised"]
+from slurm_forge.training.step.gradient_norms import parameter_names
 
 
 @dataclass(frozen=True, slots=True)
-class Again:
+class ReplayedMicroBatch:
     """One micro-batch, computed again: its loss, and what was seen on the way.
 
     Of ``Loss(sum, count)`` the sum is the loss; ``count`` is None where it was a mean.
@@ -37,34 +37,10 @@ class Again:
 
     loss: float
     count: float | None
-    seen: Seen
+    first_bad: FirstNonFinite
 
 
-@dataclass(frozen=True, slots=True)
-class Generators:
-    """The states of torch's own generators: those that dropout draws from."""
-
-    host: torch.Tensor
-    device: torch.Tensor | None
-    index: int = 0
-
-    @classmethod
-    def now(cls, device: torch.device) -> Generators:
-        """Copies, in a microsecond; nothing is waited for."""
-        host = torch.default_generator.get_state()
-        if device.type != "cuda":
-            return cls(host, None)
-        index = torch.cuda.current_device() if device.index is None else device.index
-        return cls(host, torch.cuda.default_generators[index].get_state(), index)
-
-    def put_back(self) -> None:
-        """Draw from here on what followed then."""
-        torch.default_generator.set_state(self.host)
-        if self.device is not None:
-            torch.cuda.default_generators[self.index].set_state(self.device)
-
-
-class Shelter:
+class StateGuard:
     """Keeps what a forward and backward change beside the gradients; ``put_back`` restores it.
 
     Buffers of all models, the random state, and which modules are in training mode.  Raises
@@ -155,19 +131,19 @@ def replay(
     models: Mapping[str, nn.Module],
     batch: Batch,
     compute_loss: Callable[[Any], torch.Tensor | Loss],
-    found: list[Again],
+    replayed: list[ReplayedMicroBatch],
     *,
     device: torch.device,
     loss_scale: float,
 ) -> None:
     """This rank's micro-batches again, one after the other, as the step weighs them.
 
-    Each is added to ``found`` once it is through; no gradient is kept.  Raises what
+    Each is added to ``replayed`` once it is through; no gradient is kept.  Raises what
     ``compute_loss`` and the backward raise.
     """
     # The number of ranks cancels out: each of them has an equal share of the global batch.
     weights = BatchLoss(global_batch=sum(batch.micro_sizes), ranks=1, device=device)
-    lookout = Lookout(models)
+    lookout = NonFiniteTracer(models)
     try:
         for micro, size in zip(batch.micro_batches, batch.micro_sizes, strict=True):
             lookout.begin()
@@ -180,7 +156,7 @@ def replay(
             else:
                 value, count = float(loss.detach()), None
             del loss
-            found.append(Again(value, count, lookout.read()))
+            replayed.append(ReplayedMicroBatch(value, count, lookout.read()))
     finally:
         lookout.close()
 
@@ -193,3 +169,250 @@ def _copy(buffer: torch.Tensor | None) -> torch.Tensor | None:
     if buffer is None or is_lazy(buffer) or buffer.is_meta or buffer.layout is not torch.strided:
         return None
     return _own(buffer).clone()
+
+
+#: How bad the values of a tensor are: -inf alone may be meant, as in the mask of an attention.
+_FINE, _MINUS_INFINITY, _BAD = range(3)
+_DEEPEST = 8
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class FirstNonFinite:
+    """What came up: the module that made the first bad value, and the norm of each gradient.
+
+    Norms are in the order in which the backward came to the parameters.
+    """
+
+    layer: str
+    norms: tuple[tuple[str, float], ...]
+
+
+class NonFiniteTracer:
+    """Hooks on the models' modules until ``close``; ``backward`` computes gradients and keeps none.
+
+    Modules inside of what torch.compile has compiled are left alone: a hook would compile them
+    anew.
+    """
+
+    def __init__(self, models: Mapping[str, nn.Module]) -> None:
+        self._handles: list[RemovableHandle] = []
+        # By id, with the parameter itself, so that its id is not used again.
+        self._names: dict[int, tuple[torch.Tensor, str]] = {}
+        parameters = {id(p): p for model in models.values() for p in model.parameters()}
+        for key, name in parameter_names(models).items():
+            if key in parameters:
+                self._names[key] = parameters[key], name
+        self._paths: list[str] = []
+        self._in_forward = False
+        self._pending: list[tuple[int, list[torch.Tensor]]] = []
+        self._passed: list[tuple[int, list[torch.Tensor], list[torch.Tensor]]] = []
+        self._norms: dict[int, tuple[torch.Tensor, list[torch.Tensor]]] = {}
+        for path, module in modules_of(models, compiled=False):
+            self._watch(path, module)
+
+    def begin(self) -> None:
+        """A forward follows."""
+        self._pending.clear()
+        self._passed.clear()
+        self._norms.clear()
+        self._in_forward = True
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Compute the gradients of everything that ``loss`` was made of; none of them is kept.
+
+        Not ``loss.backward()``: it would run the hooks of DDP and of optimizers that step inside of
+        the backward, which are not to know of this.  Reentrant checkpointing allows nothing else.
+        """
+        self._in_forward = False  # what is computed once more in the backward was seen already
+        if not loss.requires_grad:
+            return
+        leaves, reentrant = _leaves(loss)
+        if reentrant:
+            known = {id(leaf): leaf for leaf in leaves}
+            known |= {
+                key: tensor for key, (tensor, _) in self._names.items() if tensor.requires_grad
+            }
+            leaves = list(known.values())
+        if not leaves:
+            return
+        handles = []
+        try:
+            for leaf in leaves:
+                handles.append(leaf.register_hook(self._gradient_of(leaf)))  # type: ignore[no-untyped-call]
+                if reentrant:
+                    handles.append(leaf.register_post_accumulate_grad_hook(_drop))  # type: ignore[no-untyped-call]
+            if reentrant:
+                loss.backward()  # type: ignore[no-untyped-call]
+            else:
+                torch.autograd.grad(loss, leaves, allow_unused=True)
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def read(self) -> FirstNonFinite:
+        """What the last forward and backward showed.  Waits for the device."""
+        first = {_BAD: "", _MINUS_INFINITY: ""}
+        for path, ins, outs in self._passed:
+            before = max((_badness(*each.tolist()) for each in ins), default=_FINE)
+            after = max((_badness(*each.tolist()) for each in outs), default=_FINE)
+            if after > before and not first[after]:
+                first[after] = self._paths[path] or "the model"
+        norms = tuple(
+            (self._name(leaf), math.hypot(*(part.item() for part in parts)))
+            for leaf, parts in self._norms.values()
+        )
+        return FirstNonFinite(first[_BAD] or first[_MINUS_INFINITY], norms)
+
+    def close(self) -> None:
+        """Take every hook away."""
+        while self._handles:
+            self._handles.pop().remove()
+
+    def _watch(self, path: str, module: nn.Module) -> None:
+        at = len(self._paths)
+        self._paths.append(path)
+
+        def before(module: nn.Module, args: Any, kwargs: Any) -> None:
+            if isinstance(module, FSDPModule):
+                self._learn(path, module)
+            if self._in_forward:
+                # Now: a module may work in place.
+                self._pending.append((at, _extremes(tensors_in((args, kwargs)))))
+
+        def after(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            if not self._in_forward or all(begun != at for begun, _ in self._pending):
+                return
+            while True:  # more than one only where a forward was left by an exception
+                begun, ins = self._pending.pop()
+                if begun == at:
+                    self._passed.append((at, ins, _extremes(tensors_in(output))))
+                    return
+
+        self._handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
+        self._handles.append(module.register_forward_hook(after, with_kwargs=True))
+
+    def _learn(self, path: str, module: nn.Module) -> None:
+        """The names of parameters that FSDP2 has just gathered: they are tensors of their own."""
+        gathered = {id(p): p for p in module.parameters()}
+        for key, name in parameter_names({"": module}).items():
+            if key not in self._names:
+                self._names[key] = gathered[key], below(path, name)
+
+    def _name(self, leaf: torch.Tensor) -> str:
+        known = self._names.get(id(leaf))
+        return known[1] if known else f"a parameter of shape {tuple(leaf.shape)}"
+
+    def _gradient_of(self, leaf: torch.Tensor) -> Any:
+        def note_norm(grad: torch.Tensor) -> torch.Tensor | None:
+            values = plain_values(grad)
+            if values is not None and values.numel():
+                norm = torch.linalg.vector_norm(values, dtype=_wide(values.device))
+                self._norms.setdefault(id(leaf), (leaf, []))[1].append(norm)
+            # In its place nothing that takes memory: nobody wants it.
+            plain = type(grad) is torch.Tensor and grad.layout is torch.strided
+            return grad.new_zeros(()).expand_as(grad) if plain else None
+
+        return note_norm
+
+
+def tensors_in(value: Any, depth: int = 0) -> Iterator[torch.Tensor]:
+    """The tensors in a batch, or in what a module is given and gives."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif depth > _DEEPEST:
+        return
+    elif isinstance(value, Mapping):
+        for each in value.values():
+            yield from tensors_in(each, depth + 1)
+    elif isinstance(value, (list, tuple)):
+        for each in value:
+            yield from tensors_in(each, depth + 1)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            yield from tensors_in(getattr(value, field.name, None), depth + 1)
+
+
+def plain_values(tensor: torch.Tensor) -> torch.Tensor | None:
+    """This rank's numbers of a tensor of any kind; None where they are not floating-point ones."""
+    tensor = tensor.detach()
+    if isinstance(tensor, DTensor):
+        tensor = tensor.to_local()
+    if tensor.is_sparse:
+        tensor = tensor.coalesce().values()
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor)
+    known = tensor.dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+    return tensor if known and tensor.layout is torch.strided and not tensor.is_meta else None
+
+
+def _extremes(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Smallest and largest value of each tensor; both are NaN where one value is."""
+    extremes = []
+    with torch.no_grad():
+        for tensor in tensors:
+            values = plain_values(tensor)
+            if values is not None and values.numel():
+                extremes.append(torch.stack(torch.aminmax(values)))
+    return extremes
+
+
+def _badness(smallest: float, largest: float) -> int:
+    if largest != largest or largest == float("inf"):  # noqa: PLR0124
+        return _BAD
+    return _MINUS_INFINITY if smallest == float("-inf") else _FINE
+
+
+def modules_of(
+    models: Mapping[str, nn.Module], *, compiled: bool
+) -> Iterator[tuple[str, nn.Module]]:
+    """Every module once, named as parameters are; with ``compiled`` what is compiled, too."""
+    visited: set[nn.Module] = set()
+    for name, model in models.items():
+        yield from _walk(model, name if len(models) > 1 else "", compiled, visited)
+
+
+def _walk(
+    module: nn.Module, path: str, compiled: bool, visited: set[nn.Module]
+) -> Iterator[tuple[str, nn.Module]]:
+    is_compiled = (
+        type(module).__name__ == "OptimizedModule"  # imported by name: torch._dynamo takes a second
+        or module._compiled_call_impl is not None
+    )
+    if module in visited or (is_compiled and not compiled):
+        return
+    visited.add(module)
+    yield path, module
+    wrapped = wrapped_attribute(module)
+    for name, child in module.named_children():
+        yield from _walk(child, path if name == wrapped else below(path, name), compiled, visited)
+
+
+def below(path: str, name: str) -> str:
+    """The name of a part of what is called ``path``."""
+    return f"{path}.{name}" if path else name
+
+
+def _leaves(loss: torch.Tensor) -> tuple[list[torch.Tensor], bool]:
+    """The tensors whose gradients make up that of ``loss``; and whether it hides some of them."""
+    leaves: list[torch.Tensor] = []
+    reentrant = False
+    todo, visited = [loss.grad_fn], set()
+    while todo:
+        node = todo.pop()
+        if node is None or node in visited:
+            continue
+        visited.add(node)
+        reentrant = reentrant or node.name() == "CheckpointFunctionBackward"
+        variable = getattr(node, "variable", None)
+        if isinstance(variable, torch.Tensor):
+            leaves.append(variable)
+        todo += [function for function, _ in node.next_functions]
+    return leaves, reentrant
+
+
+def _drop(parameter: torch.Tensor) -> None:
+    parameter.grad = None
+
+
+def _wide(device: torch.device) -> torch.dtype:
+    return torch.float32 if device.type == "mps" else torch.float64

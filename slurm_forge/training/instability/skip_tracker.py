@@ -14,11 +14,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from slurm_forge.control import Member
-from slurm_forge.control.messages.protocol import (
-    LeftOut,
-    Propose,
-    RequestKind,
-)
+from slurm_forge.control.messages.hub import RequestKind
+from slurm_forge.control.messages.rank import RequestProposal, UpdateSkipped
 from slurm_forge.journal import JournalWriter
 from slurm_forge.journal.events import StepSkipped
 from slurm_forge.recovery.monitor.loss_anomaly import (
@@ -27,26 +24,21 @@ from slurm_forge.recovery.monitor.loss_anomaly import (
 )
 from slurm_forge.recovery.policy.decide import skips_allowed
 from slurm_forge.spec.recovery import Recovery
-from slurm_forge.training.core.instability import Trouble
+from slurm_forge.training.core.instability import Instability
+from slurm_forge.training.core.rng import Generators
 from slurm_forge.training.core.run_state import (
-    Progress,
     Registry,
+    TrainingProgress,
 )
-from slurm_forge.training.core.step_verdict import Reading
 from slurm_forge.training.data.batches import Batch
-from slurm_forge.training.faults.injector import Injecting
-from slurm_forge.training.instability.diagnosis import (
-    Examination,
-    Examiner,
-    Generators,
-)
-from slurm_forge.training.instability.spike_monitor import SpikeWatch
-from slurm_forge.training.step.gradient_guard import Applied
+from slurm_forge.training.faults.injector import FaultInjector
+from slurm_forge.training.instability.diagnosis import StepDiagnoser
+from slurm_forge.training.instability.diagnosis_report import Examination
+from slurm_forge.training.instability.spike_monitor import SpikeMonitor
+from slurm_forge.training.step.gradient_guard import GuardedUpdate, Reading
 from slurm_forge.training.step.gradient_norms import parameter_names
 from slurm_forge.vocabulary.cause import Cause, Evidence
 from slurm_forge.vocabulary.plan import SampleWindow
-
-__all__ = ["LaunchGivenUp", "Skips", "Taken"]
 
 #: A step is not examined again so soon: a run that skips every tenth would train at half its speed.
 _STEPS_BETWEEN_EXAMINATIONS = 100
@@ -63,13 +55,13 @@ class LaunchGivenUp(BaseException):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Taken:
+class StepRecord:
     """A step that has been taken, or left out: the device knows.
 
     ``unprotected`` are buffers that the step changed and that nothing can put back.
     """
 
-    applied: Sequence[Applied]
+    applied: Sequence[GuardedUpdate]
     step: int
     samples: SampleWindow
     batch: Batch
@@ -79,11 +71,11 @@ class Taken:
     own_loss: Callable[[], float | None]
     has_loss: bool
     #: Whether it is a batch of ``run.batches``, whose samples can be left out.
-    ours: bool
+    from_stream: bool
     unprotected: tuple[str, ...]
 
 
-class Skips:
+class SkipTracker:
     """Takes the verdict of every step in; ``trouble`` is what they add up to.
 
     With ``late`` (on a GPU) a verdict is read one step later, when it has long arrived on the host:
@@ -95,16 +87,19 @@ class Skips:
         policy: Recovery,
         *,
         rank: int,
-        progress: Progress,
+        progress: TrainingProgress,
         registry: Registry,
-        examiner: Examiner,
+        examiner: StepDiagnoser,
         journal: JournalWriter | None,
         member: Member,
-        watch: SpikeWatch | None,
-        injecting: Injecting,
+        watch: SpikeMonitor | None,
+        injecting: FaultInjector,
         late: bool,
     ) -> None:
-        self._policy = policy
+        self._allowed = {
+            cause: max(1, skips_allowed(policy, cause))
+            for cause in (Cause.LOSS_SPIKE, Cause.NON_FINITE)
+        }
         self._rank = rank
         self._progress = progress
         self._registry = registry
@@ -114,9 +109,9 @@ class Skips:
         self._watch = watch
         self._injecting = injecting
         self._keep = 1 if late else 0
-        self._unread: deque[Taken] = deque()
+        self._unread: deque[StepRecord] = deque()
         self._names: Mapping[int, str] | None = None
-        self._ours = False
+        self._from_stream = False
         self._examined_at: int | None = None
         self._examinations = 0
         self._bad_losses = 0
@@ -127,17 +122,17 @@ class Skips:
         self._row_is_finite = True
         self._row_examined = False
         self._examination: Examination | None = None
-        self._told_evidence: tuple[Evidence, ...] = ()
+        self._journaled_evidence: tuple[Evidence, ...] = ()
         #: What this rank has proposed to all, and nobody has answered yet.
         self._proposed: Anomaly | None = None
         #: What all ranks have to see to before the next step, if anything.
-        self.trouble: Trouble | None = None
+        self.trouble: Instability | None = None
 
-    def taken(self, taken: Taken) -> None:
+    def record(self, record: StepRecord) -> None:
         """One more step."""
-        self._recent.append((taken.step, taken.samples))
-        self._ours = taken.ours
-        self._unread.append(taken)
+        self._recent.append((record.step, record.samples))
+        self._from_stream = record.from_stream
+        self._unread.append(record)
         self._read(self._keep)
 
     def announced(self, anomaly: Anomaly) -> None:
@@ -148,13 +143,13 @@ class Skips:
         last, _ = self._recent[-1]
         if anomaly.step > last:
             return  # proposed before a rollback: that has answered it
-        self.trouble = Trouble(
+        self.trouble = Instability(
             cause=anomaly.cause,
             onset=min(anomaly.onset, last),
             step=last,
             text=anomaly.text,
             source="rank 0" if anomaly.cause is Cause.LOSS_SPIKE else "all ranks",
-            window=SampleWindow(bad[0].first, bad[-1].stop) if bad and self._ours else None,
+            window=SampleWindow(bad[0].first, bad[-1].stop) if bad and self._from_stream else None,
             in_memory=anomaly.in_memory,
         )
 
@@ -176,21 +171,21 @@ class Skips:
 
     def _read(self, keep: int) -> None:
         while len(self._unread) > keep:
-            taken = self._unread.popleft()
-            readings = [each.verdict.read() for each in taken.applied]
+            record = self._unread.popleft()
+            readings = [each.verdict.read() for each in record.applied]
             if all(reading.applied for reading in readings):
                 self._progress.skipped_in_a_row = 0
                 self._end_row()
-                self._look_at_loss(taken, readings[-1].loss)
+                self._look_at_loss(record, readings[-1].loss)
             else:
-                self._skipped(taken, readings)
+                self._skipped(record, readings)
             if self._watch is not None:
-                self._watch.taken(taken.step, _together(readings))
+                self._watch.record(record.step, _together(readings))
                 self._progress.loss_summit = self._watch.summit
 
-    def _look_at_loss(self, taken: Taken, loss: float) -> None:
+    def _look_at_loss(self, record: StepRecord, loss: float) -> None:
         """A mean over nothing is NaN and has no gradient: no norm tells of it, on any rank."""
-        if not taken.has_loss or math.isfinite(loss):
+        if not record.has_loss or math.isfinite(loss):
             self._bad_losses = 0
             return
         self._bad_losses += 1
@@ -199,10 +194,10 @@ class Skips:
                 f"the loss of rank {self._rank} was {loss} in {_BAD_LOSSES} steps in a row, and "
                 "its gradients were finite"
             )
-            onset = taken.step - _BAD_LOSSES + 1
-            anomaly = Anomaly(Cause.NON_FINITE, onset, taken.step, text)
+            onset = record.step - _BAD_LOSSES + 1
+            anomaly = Anomaly(Cause.NON_FINITE, onset, record.step, text)
             self._proposed = anomaly
-            self._member.send(Propose(kind=RequestKind.RECOVER, reason=announce(anomaly)))
+            self._member.send(RequestProposal(kind=RequestKind.RECOVER, reason=announce(anomaly)))
 
     @property
     def open_proposal(self) -> Anomaly | None:
@@ -214,8 +209,8 @@ class Skips:
         """Why a state that is saved now is not to be trusted, as far as this rank knows."""
         if self.trouble is not None:
             return (self.trouble.text,)
-        found = self.open_proposal
-        return () if found is None else (found.text,)
+        proposal = self.open_proposal
+        return () if proposal is None else (proposal.text,)
 
     def let_pass(self) -> None:
         """It was decided that training goes on as it is."""
@@ -227,53 +222,55 @@ class Skips:
         self._row_from, self._row_is_finite, self._examination = None, True, None
         self._row_examined = False
 
-    def _skipped(self, taken: Taken, readings: Sequence[Reading]) -> None:
+    def _skipped(self, record: StepRecord, readings: Sequence[Reading]) -> None:
         progress = self._progress
         progress.skipped += 1
         progress.skipped_in_a_row += 1
-        self._row_from = self._row_from or taken.samples
+        self._row_from = self._row_from or record.samples
         finite = all(reading.finite for reading in readings)
         self._row_is_finite = self._row_is_finite and finite
         if finite:
-            self._member.send(LeftOut(step=taken.step))
+            self._member.send(UpdateSkipped(step=record.step))
         searching = not finite and self._scaler_searches()
         if not searching:
-            self._examine(taken, finite=finite)
-        self._tell(taken, readings)
-        if taken.unprotected:
+            self._examine(record, finite=finite)
+        self._journal_skip(record, readings)
+        if record.unprotected:
             # The update was skipped, and yet the model is not what it was.
-            names = ", ".join(taken.unprotected[:3])
-            self._trouble(taken, f"{_what(finite)}, and {names} can't be put back")
+            names = ", ".join(record.unprotected[:3])
+            self._trouble(record, f"{_what(finite)}, and {names} can't be put back")
             return
         if self._examination is not None and self._examination.state and not searching:
             state = "; ".join(self._examination.state)
-            self._trouble(taken, f"{_what(finite)}, and no other batch would help: {state}")
+            self._trouble(record, f"{_what(finite)}, and no other batch would help: {state}")
             return
         if searching:
             return  # a scaler that still has room below looks for its scale: that is no incident
         cause = Cause.LOSS_SPIKE if self._row_is_finite else Cause.NON_FINITE
-        if progress.skipped_in_a_row < max(1, skips_allowed(self._policy, cause)):
+        if progress.skipped_in_a_row < self._allowed[cause]:
             return
-        self._trouble(taken, f"{progress.skipped_in_a_row} steps in a row had {_what(finite)}")
+        self._trouble(record, f"{progress.skipped_in_a_row} steps in a row had {_what(finite)}")
 
-    def _trouble(self, taken: Taken, text: str) -> None:
-        first, found = self._row_from or taken.samples, self._examination
+    def _trouble(self, record: StepRecord, text: str) -> None:
+        first, examination = self._row_from or record.samples, self._examination
         row = self._progress.skipped_in_a_row
-        self.trouble = Trouble(
+        self.trouble = Instability(
             cause=Cause.LOSS_SPIKE if self._row_is_finite else Cause.NON_FINITE,
-            onset=taken.step - row + 1,
-            step=taken.step,
+            onset=record.step - row + 1,
+            step=record.step,
             text=text,
-            window=SampleWindow(first.first, taken.samples.stop) if taken.ours else None,
-            evidence=() if found is None else found.evidence(),
-            repeats=None if found is None else found.repeats,
-            in_memory=found is not None and bool(found.state),
-            rank=None if found is None else found.rank,
+            window=SampleWindow(first.first, record.samples.stop) if record.from_stream else None,
+            evidence=() if examination is None else examination.evidence(),
+            repeats=None if examination is None else examination.repeats,
+            in_memory=examination is not None and bool(examination.state),
+            rank=None if examination is None else examination.rank,
             # A node is to be suspected where the same again was no trouble.
-            hosts=() if found is None or found.repeats is not False else found.hosts,
+            hosts=()
+            if examination is None or examination.repeats is not False
+            else examination.hosts,
         )
 
-    def _examine(self, taken: Taken, *, finite: bool) -> None:
+    def _examine(self, record: StepRecord, *, finite: bool) -> None:
         """The expensive questions, once for a row: all ranks together.
 
         Not where the norm is finite: should ranks differ on which side of the limit it lies, nobody
@@ -283,48 +280,52 @@ class Skips:
             return
         self._row_examined = True
         again, self._examinations = self._examined_at, self._examinations + 1
-        soon = again is not None and 0 <= taken.step - again < _STEPS_BETWEEN_EXAMINATIONS
+        soon = again is not None and 0 <= record.step - again < _STEPS_BETWEEN_EXAMINATIONS
         if soon and self._examinations > _EXAMINATIONS:
             return
-        self._examined_at = taken.step
+        self._examined_at = record.step
         # Where a later step was applied the weights have moved on: nothing can be computed again.
         moved = any(
             all(each.verdict.read().applied for each in later.applied) for later in self._unread
         )
-        replay = None if moved else taken.compute_loss
+        replay = None if moved else record.compute_loss
         without = "the weights have moved on" if moved else ""
         if self._names is None:
             self._names = parameter_names(self._registry.models)
-        blame = [part for each in taken.applied for part in each.blame(self._names)]
-        with self._injecting.replay():
+        blame = [part for each in record.applied for part in each.blame(self._names)]
+        faults = self._injecting
+        with faults.replay() if faults.active else contextlib.nullcontext():
             self._examination = self._examiner.examine(
-                batch=taken.batch,
+                batch=record.batch,
                 compute_loss=replay,
-                loss=taken.own_loss(),
+                loss=record.own_loss(),
                 blame=blame,
-                generators=taken.generators,
+                generators=record.generators,
                 no_replay=without,
             )
 
-    def _tell(self, taken: Taken, readings: Sequence[Reading]) -> None:
+    def _journal_skip(self, record: StepRecord, readings: Sequence[Reading]) -> None:
         if self._journal is None:
             return
-        found = () if self._examination is None else self._examination.evidence()
-        if found == self._told_evidence:
-            found = ()  # with the first step of the row
+        evidence = () if self._examination is None else self._examination.evidence()
+        if evidence == self._journaled_evidence:
+            evidence = ()  # with the first step of the row
         else:
-            self._told_evidence = found
+            self._journaled_evidence = evidence
         large = [f"{each.norm:.4g}" for each in readings if each.finite and not each.applied]
         if large:
-            found = (Evidence("gradient norm", f"{', '.join(large)}: above the limit"), *found)
+            evidence = (
+                Evidence("gradient norm", f"{', '.join(large)}: above the limit"),
+                *evidence,
+            )
         with contextlib.suppress(OSError):  # rank 0 alone must not fail over a line about it
             self._journal.write(
                 StepSkipped(
-                    step=taken.step,
-                    first_sample=taken.samples.first,
-                    samples=taken.samples.stop - taken.samples.first,
+                    step=record.step,
+                    first_sample=record.samples.first,
+                    samples=record.samples.stop - record.samples.first,
                     consecutive=self._progress.skipped_in_a_row,
-                    evidence=found,
+                    evidence=evidence,
                 )
             )
 

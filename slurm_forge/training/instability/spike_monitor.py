@@ -12,11 +12,9 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from slurm_forge.control.messages.protocol import (
-    Message,
-    Propose,
-    RequestKind,
-)
+from slurm_forge.control.messages.hub import RequestKind
+from slurm_forge.control.messages.message import Message
+from slurm_forge.control.messages.rank import RequestProposal
 from slurm_forge.errors import ControlChannelError
 from slurm_forge.recovery.monitor.loss_anomaly import (
     Anomaly,
@@ -25,10 +23,8 @@ from slurm_forge.recovery.monitor.loss_anomaly import (
 )
 from slurm_forge.recovery.policy.decide import skips_allowed
 from slurm_forge.spec.recovery import Recovery
-from slurm_forge.training.core.step_verdict import LARGEST
+from slurm_forge.training.step.gradient_guard import LARGEST
 from slurm_forge.vocabulary.cause import Cause
-
-__all__ = ["SpikeWatch", "StepReading", "limit_in"]
 
 #: A limit is announced no more often than that, and only where it has to be that much higher; each
 #: time all ranks agree on a step.  A lower one has time: one that is too high does no harm.
@@ -62,8 +58,8 @@ class StepReading(Protocol):
         """The mean loss of this rank's part of the batch."""
 
 
-class SpikeWatch:
-    """On rank 0 only.  ``taken`` is called for every step, in order, one step late or more.
+class SpikeMonitor:
+    """On rank 0 only.  ``record`` is called for every step, in order, one step late or more.
 
     With an empty ladder for loss spikes nothing is watched; without a skip rung no norm is limited.
     Without ``noted`` nobody hears of single outliers.
@@ -96,14 +92,14 @@ class SpikeWatch:
         self._told_outliers = 0
         self._next_outliers_at = -math.inf
 
-    def taken(self, step: int, reading: StepReading) -> None:
+    def record(self, step: int, reading: StepReading) -> None:
         """The verdict of a step has been read.  Microseconds, unless there is something to say."""
         if not self._on:
             return
         spikes = self._spikes
         anomaly = spikes.note(step, loss=reading.loss, norm=reading.norm, applied=reading.applied)
         if anomaly is not None:
-            self._found(anomaly)
+            self._on_anomaly(anomaly)
         if self._limits:
             limit = spikes.limit
             self._look_at_limit(math.inf if limit is None else limit, step)
@@ -136,7 +132,7 @@ class SpikeWatch:
         """The highest usual loss so far; goes into checkpoints."""
         return self._spikes.summit if math.isfinite(self._spikes.summit) else None
 
-    def _found(self, anomaly: Anomaly) -> None:
+    def _on_anomaly(self, anomaly: Anomaly) -> None:
         if not self._may_go_back():
             # To begin anew because of a loss costs more than a loss may.
             self._spikes.tolerate()
@@ -144,7 +140,7 @@ class SpikeWatch:
             self._note(f"since step {anomaly.onset}: {anomaly.text}; {text}")
             return
         self.open = anomaly
-        self._send(Propose(kind=RequestKind.RECOVER, reason=announce(anomaly)))
+        self._send(RequestProposal(kind=RequestKind.RECOVER, reason=announce(anomaly)))
 
     def _look_at_limit(self, limit: float, step: int) -> None:
         last = self._in_force
@@ -164,7 +160,7 @@ class SpikeWatch:
             self._next_limit_at = now + _LIMIT_EVERY_S
             self._next_lower_at = now + _LOWER_EVERY_S
         self._announced = (limit, step)
-        self._send(Propose(kind=RequestKind.LIMIT, reason=repr(limit)))
+        self._send(RequestProposal(kind=RequestKind.LIMIT, reason=repr(limit)))
 
     def _note(self, text: str) -> None:
         if self._noted is not None:

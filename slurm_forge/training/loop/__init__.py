@@ -1,1 +1,4 @@
-"""The ``Run`` object and what it is composed of."""
+"""The ``Run`` object: batches, boundaries, resume, recovery; called by the user's function.
+
+Entry: ``run``.
+"""

@@ -7,38 +7,37 @@ from dataclasses import dataclass
 
 import torch
 
-from slurm_forge.control import Member, Request
-from slurm_forge.control.messages import protocol as p
+from slurm_forge.control import Member
+from slurm_forge.control.messages.hub import Request
+from slurm_forge.control.messages.rank import RecoveryNeeded
 from slurm_forge.journal import JournalWriter
-from slurm_forge.training.checkpointing.compatibility import Comparing
+from slurm_forge.training.checkpointing.compatibility import CompatibilityCheck
 from slurm_forge.training.checkpointing.resume_check import FirstSteps
 from slurm_forge.training.checkpointing.saver import Saver
-from slurm_forge.training.core.hooks import Hooks
-from slurm_forge.training.core.instability import InForce
-from slurm_forge.training.core.process_group import Groups
+from slurm_forge.training.core.instability import ActivePlan
+from slurm_forge.training.core.loss import LossHistory
+from slurm_forge.training.core.process_group import ProcessGroups
 from slurm_forge.training.core.rank_info import RankContext
 from slurm_forge.training.core.run_state import (
-    Progress,
+    Hooks,
+    ProgressLogger,
     Registry,
+    TrainingProgress,
 )
-from slurm_forge.training.core.step_boundary import Boundaries
-from slurm_forge.training.faults.injector import Injecting
-from slurm_forge.training.instability.diagnosis import Examiner
+from slurm_forge.training.core.step_boundary import StepBoundaries
+from slurm_forge.training.faults.injector import FaultInjector
+from slurm_forge.training.instability.diagnosis import StepDiagnoser
 from slurm_forge.training.instability.skip_tracker import (
     LaunchGivenUp,
-    Skips,
+    SkipTracker,
 )
-from slurm_forge.training.instability.spike_monitor import SpikeWatch
-from slurm_forge.training.loop.progress_log import Telling
-from slurm_forge.training.loop.recovery import Recovering
-from slurm_forge.training.loop.save_schedule import Saves
-from slurm_forge.training.loop.step_lifecycle import Stepping
+from slurm_forge.training.instability.spike_monitor import SpikeMonitor
+from slurm_forge.training.loop.recovery import InstabilityHandler
+from slurm_forge.training.loop.save_schedule import SaveSchedule
+from slurm_forge.training.loop.step import StepLifecycle
 from slurm_forge.training.monitor.collective_probe import Probe
-from slurm_forge.training.monitor.pace import Pacing
-from slurm_forge.training.step.loss_history import LossTrail
+from slurm_forge.training.monitor.step_timer import StepTimer
 from slurm_forge.vocabulary.cause import Cause
-
-__all__ = ["Parts", "assemble"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,37 +46,37 @@ class Parts:
 
     registry: Registry
     hooks: Hooks
-    progress: Progress
-    comparing: Comparing
+    progress: TrainingProgress
+    compatibility: CompatibilityCheck
     saver: Saver
-    saves: Saves
+    save_schedule: SaveSchedule
     first_steps: FirstSteps | None
-    stepping: Stepping
-    boundaries: Boundaries
-    telling: Telling
+    step_lifecycle: StepLifecycle
+    boundaries: StepBoundaries
+    progress_log: ProgressLogger
     probe: Probe | None
-    pacing: Pacing | None
-    in_force: InForce
-    skips: Skips
-    recovering: Recovering
-    injecting: Injecting
-    watch: SpikeWatch | None
-    trail: LossTrail
+    step_timer: StepTimer | None
+    active_plan: ActivePlan
+    skip_tracker: SkipTracker
+    instability: InstabilityHandler
+    injecting: FaultInjector
+    watch: SpikeMonitor | None
+    loss_history: LossHistory
 
 
 def assemble(
     context: RankContext,
     *,
     device: torch.device,
-    groups: Groups,
+    groups: ProcessGroups,
     member: Member,
     journal: JournalWriter | None,
     act: Callable[[Request], None],
 ) -> Parts:
     """Make the parts of one rank.  ``act`` is called with what is due at a boundary."""
-    registry, hooks, progress = Registry(), Hooks(context.rank), Progress()
-    trail, in_force = LossTrail(device), InForce(context.brief.plan)
-    comparing = Comparing(
+    registry, hooks, progress = Registry(), Hooks(context.rank), TrainingProgress()
+    loss_history, active_plan = LossHistory(device), ActivePlan(context.brief.plan)
+    compatibility = CompatibilityCheck(
         context.spec,
         device=device,
         folder=context.folder,
@@ -92,20 +91,20 @@ def assemble(
         background=groups.saving,
         journal=journal,
         member=member,
-        trail=trail,
-        comparing=comparing,
-        in_force=in_force,
+        loss_history=loss_history,
+        compatibility=compatibility,
+        active_plan=active_plan,
     )
-    boundaries = Boundaries(member, act)
+    boundaries = StepBoundaries(member, act)
     watch = None
-    if saver.keeping is not None:
-        watch = SpikeWatch(
+    if saver.catalog is not None:
+        watch = SpikeMonitor(
             member.send,
             context.spec.recovery,
-            noted=saver.keeping.say,
-            may_go_back=lambda: saver.keeping is not None and saver.keeping.has_usable,
+            noted=saver.catalog.say,
+            may_go_back=lambda: saver.catalog is not None and saver.catalog.has_usable,
         )
-    injecting = Injecting(
+    injecting = FaultInjector(
         context.spec.inject,
         rank=context.rank,
         world_size=context.world_size,
@@ -113,48 +112,50 @@ def assemble(
         launch=context.brief.launch,
         directory=context.directory.path,
     )
-    skips = Skips(
+    skip_tracker = SkipTracker(
         context.spec.recovery,
         rank=context.rank,
         progress=progress,
         registry=registry,
-        examiner=Examiner(registry, device, rank=context.rank, host=context.host, group=groups.cpu),
+        examiner=StepDiagnoser(
+            registry, device, rank=context.rank, host=context.host, group=groups.cpu
+        ),
         journal=journal,
         member=member,
         watch=watch,
         injecting=injecting,
         late=device.type == "cuda",
     )
-    first_steps = _first_steps(saver, trail, progress, member, device)
-    pacing = _pacing(context, device, groups, member, injecting, registry)
-    stepping = Stepping(
+    first_steps = _first_steps(saver, loss_history, progress, member, device)
+    step_timer = _step_timer(context, device, groups, member, injecting, registry)
+    step_lifecycle = StepLifecycle(
         registry=registry,
         progress=progress,
-        skips=skips,
-        trail=trail,
+        skip_tracker=skip_tracker,
+        loss_history=loss_history,
         member=member,
         device=device,
         world_size=context.world_size,
-        in_force=in_force,
+        active_plan=active_plan,
         first_steps=first_steps,
         injecting=injecting,
-        pacing=pacing,
+        step_timer=step_timer,
     )
-    saves = Saves(
+    save_schedule = SaveSchedule(
         saver,
         context.spec.checkpoint,
         registry=registry,
         progress=progress,
-        skips=skips,
+        skip_tracker=skip_tracker,
         hooks=hooks,
         boundaries=boundaries,
         begun=(lambda _: None) if first_steps is None else first_steps.saved,
     )
-    recovering = Recovering(
+    instability = InstabilityHandler(
         context,
-        in_force=in_force,
-        skips=skips,
-        saves=saves,
+        active_plan=active_plan,
+        skip_tracker=skip_tracker,
+        save_schedule=save_schedule,
         progress=progress,
         hooks=hooks,
         journal=journal,
@@ -166,45 +167,49 @@ def assemble(
         registry=registry,
         hooks=hooks,
         progress=progress,
-        comparing=comparing,
+        compatibility=compatibility,
         saver=saver,
-        saves=saves,
+        save_schedule=save_schedule,
         first_steps=first_steps,
-        stepping=stepping,
+        step_lifecycle=step_lifecycle,
         boundaries=boundaries,
-        telling=Telling(journal, progress),
+        progress_log=ProgressLogger(journal, progress),
         probe=_probe(context, device, groups, member, injecting),
-        pacing=pacing,
-        in_force=in_force,
-        skips=skips,
-        recovering=recovering,
+        step_timer=step_timer,
+        active_plan=active_plan,
+        skip_tracker=skip_tracker,
+        instability=instability,
         injecting=injecting,
         watch=watch,
-        trail=trail,
+        loss_history=loss_history,
     )
 
 
 def _first_steps(
-    saver: Saver, trail: LossTrail, progress: Progress, member: Member, device: torch.device
+    saver: Saver,
+    loss_history: LossHistory,
+    progress: TrainingProgress,
+    member: Member,
+    device: torch.device,
 ) -> FirstSteps | None:
-    keeping = saver.keeping
-    if keeping is None:
+    catalog = saver.catalog
+    if catalog is None:
         return None
 
     def wrong(text: str) -> None:
         """Rank 0 alone ends the launch: the others are told by the conductor."""
-        if not keeping.doubt(text):
+        if not catalog.doubt(text):
             return
-        saver.let_land()
-        member.send(p.Recover(cause=Cause.CHECKPOINT_BAD.value, step=progress.step, text=text))
+        saver.wait_for_save()
+        member.send(RecoveryNeeded(cause=Cause.CHECKPOINT_BAD.value, step=progress.step, text=text))
         raise LaunchGivenUp
 
     return FirstSteps(
-        trail,
+        loss_history,
         # Under autocast, or with TF32, a float32 loss is no better than bfloat16.
         exactness="bfloat16" if device.type == "cuda" else "float32",
-        witness=keeping.witnessed,
-        told=keeping.say,
+        witness=catalog.witnessed,
+        report=catalog.say,
         wrong=wrong,
     )
 
@@ -212,9 +217,9 @@ def _first_steps(
 def _probe(
     context: RankContext,
     device: torch.device,
-    groups: Groups,
+    groups: ProcessGroups,
     member: Member,
-    injecting: Injecting,
+    injecting: FaultInjector,
 ) -> Probe | None:
     if groups.probe is None or not context.spec.probe.enabled:
         return None
@@ -230,21 +235,21 @@ def _probe(
     )
 
 
-def _pacing(
+def _step_timer(
     context: RankContext,
     device: torch.device,
-    groups: Groups,
+    groups: ProcessGroups,
     member: Member,
-    injecting: Injecting,
+    injecting: FaultInjector,
     registry: Registry,
-) -> Pacing | None:
-    asked = context.spec.probe
-    if groups.probe is None or not asked.enabled or asked.straggler is None:
+) -> StepTimer | None:
+    probe = context.spec.probe
+    if groups.probe is None or not probe.enabled or probe.straggler is None:
         return None
-    return Pacing(
+    return StepTimer(
         member.send,
         device=device,
-        every=asked.pace_every,
+        every=probe.pace_every,
         injecting=injecting,
         models=registry.models.values,
     )

@@ -18,9 +18,9 @@ from slurm_forge.training.core.duration import (
     Epochs,
     Steps,
 )
-from slurm_forge.training.core.learned_micro_batch import Learning
-from slurm_forge.training.core.process_group import Groups
-from slurm_forge.training.core.rank_consistency import require_same
+from slurm_forge.training.core.learned_micro_batch import LearnedMicroBatch
+from slurm_forge.training.core.process_group import ProcessGroups
+from slurm_forge.training.core.rank_consistency import require_identical
 from slurm_forge.training.core.rank_info import RankContext
 from slurm_forge.training.core.sample_order import (
     SampleOrder,
@@ -34,13 +34,11 @@ from slurm_forge.training.data.batches import (
     require_indexable,
 )
 from slurm_forge.training.loop.assembly import Parts
-from slurm_forge.training.loop.resume import Resuming
-
-__all__ = ["Asked", "Feeding"]
+from slurm_forge.training.loop.resume import Resumer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class BatchesRequest:
     """What the program asked of ``run.batches``; ``UsageError`` for what can't be."""
 
     dataset: Any
@@ -71,7 +69,7 @@ def _checked_until(until: Any) -> Steps | Epochs:
     if not isinstance(until, Steps | Epochs):
         example = _as_int(until, least=1) or 1000
         raise UsageError(
-            f"run.batches(until={until!r}) does not say of what",
+            f"run.batches(until={until!r}) does not say whether steps or epochs are meant",
             next_step=f"Write until=forge.Steps({example}), or forge.Epochs(1) for passes over the "
             "data.",
         )
@@ -114,206 +112,208 @@ def _as_int(value: Any, *, least: int) -> int | None:
     return count if count >= least else None
 
 
-class Feeding:
+class BatchLoop:
     """One object per rank; ``batches`` is one loop over what is left of the run."""
 
     def __init__(
         self,
         context: RankContext,
         parts: Parts,
-        resuming: Resuming,
+        resumer: Resumer,
         *,
-        groups: Groups,
+        groups: ProcessGroups,
         device: torch.device,
         boundary: Callable[[], None],
     ) -> None:
         self._context = context
         self._parts = parts
-        self._resuming = resuming
+        self._resumer = resumer
         self._groups = groups
         self._device = device
         self._boundary = boundary
         #: Samples of an epoch; 0 before the loop has begun.
         self.length = 0
-        self._feeding: BatchSource | None = None
-        self._learning: Learning | None = None
+        self._batch_source: BatchSource | None = None
+        self._learning: LearnedMicroBatch | None = None
         self._begun_at = self._loops = 0
 
-    def batches(self, asked: Asked) -> Iterator[Batch]:
+    def batches(self, request: BatchesRequest) -> Iterator[Batch]:
         """The batches that are left."""
         parts = self._parts
-        order = self._begin(asked)
-        source, turn = self._source(asked, order), parts.boundaries.turn
+        order = self._begin(request)
+        source, turn = self._source(request, order), parts.boundaries.turn
+        total = self._total(request)
         self._begun_at = parts.progress.step
-        parts.recovering.rewind = self._resuming.rewind if self._rewindable else None
+        parts.instability.rewind = self._resumer.rewind if self._rewindable else None
         # What lies before the second loop of a program is the first one's: not to be made up here.
-        parts.recovering.earliest = parts.progress.step if self._loops else 0
+        parts.instability.earliest = parts.progress.step if self._loops else 0
         self._loops += 1
         try:
             while True:
                 self._boundary()
                 if parts.boundaries.turn != turn:  # rewound: other samples come next
                     source.close()
-                    self._take_over(asked, order)
-                    source, turn = self._source(asked, order), parts.boundaries.turn
-                if parts.progress.step >= self._total(asked):
-                    if parts.recovering.ends_well():
+                    self._take_over(request, order)
+                    source, turn = self._source(request, order), parts.boundaries.turn
+                    total = self._total(request)
+                if parts.progress.step >= total:
+                    if parts.instability.ends_well():
                         return
                     continue
                 with parts.boundaries.data_wait() as poll:
                     batch = source.next_batch(poll, DATA_POLL)
                 before = parts.progress.step
-                parts.recovering.batch_out = True
+                parts.instability.batch_out = True
                 yield batch
-                parts.recovering.batch_out = False
+                parts.instability.batch_out = False
                 if parts.progress.step == before:
                     raise _not_stepped()  # it would come again for ever
         finally:
-            if self._feeding is source:
+            if self._batch_source is source:
                 self.over()
             source.close()
 
     def over(self) -> None:
         """No more batches are taken, whatever has become of the loop."""
-        self._parts.recovering.rewind = None
-        self._parts.recovering.batch_out = False
-        if self._feeding is not None:
-            self._feeding.close()
-            self._feeding = None
+        self._parts.instability.rewind = None
+        self._parts.instability.batch_out = False
+        if self._batch_source is not None:
+            self._batch_source.close()
+            self._batch_source = None
 
     def owns(self, batch: Batch) -> bool:
         """Whether it is of the loop that goes on now."""
-        return self._feeding is not None and bool(batch.sample_ids)
+        return self._batch_source is not None and bool(batch.sample_ids)
 
     def smaller(self, batch: Batch, micro_batch: int) -> Batch | None:
         """The batch once more in smaller micro-batches, as all that follow; None if it isn't ours.
 
         The samples and the global batch stay what they are.
         """
-        source = self._feeding
+        source = self._batch_source
         if source is None or not self.owns(batch):
             return None
         again = source.smaller(batch, micro_batch)
         source.shrink(micro_batch)
         if self._learning is not None:
-            self._learning.failed(self._resuming.micro_batch, micro_batch)
-        self._resuming.micro_batch = micro_batch
+            self._learning.failed(self._resumer.micro_batch, micro_batch)
+        self._resumer.micro_batch = micro_batch
         return again
 
     def going_well(self) -> None:
         """Training has come some way: now and then, when nobody is held up by it."""
         if self._learning is not None:
             done = self._parts.progress.step - self._begun_at
-            self._learning.worked(self._resuming.micro_batch, done)
+            self._learning.worked(self._resumer.micro_batch, done)
             self._tell_learned()
 
     @property
     def _rewindable(self) -> bool:
         """Whether all that training changes can be put back: as far as can be told."""
         registry = self._parts.registry
-        ours = {id(p) for model in registry.models.values() for p in model.parameters()}
+        registered = {id(p) for model in registry.models.values() for p in model.parameters()}
         return bool(registry.optimizers) and all(
-            id(parameter) in ours
+            id(parameter) in registered
             for optimizer in registry.optimizers.values()
             for group in optimizer.param_groups
             for parameter in group["params"]
         )
 
-    def _begin(self, asked: Asked) -> SampleOrder:
-        parts, resuming, spec = self._parts, self._resuming, self._context.spec
-        order = SampleOrder(spec.seed, len(asked.dataset), asked.global_batch_size)
+    def _begin(self, request: BatchesRequest) -> SampleOrder:
+        parts, resumer, spec = self._parts, self._resumer, self._context.spec
+        order = SampleOrder(spec.seed, len(request.dataset), request.global_batch_size)
         share = order.share(self._context.world_size)
-        most = min(asked.micro_batch_size or share, share)
-        self.length = len(asked.dataset)
+        most = min(request.micro_batch_size or share, share)
+        self.length = len(request.dataset)
         fitting = self._fitting(most)
-        resuming.micro_batch = fitting_micro_batch(share, fitting) if fitting < most else most
-        parts.stepping.global_batch = asked.global_batch_size
+        resumer.micro_batch = fitting_micro_batch(share, fitting) if fitting < most else most
+        parts.step_lifecycle.global_batch = request.global_batch_size
         # A second loop may be over other data; every start of the program begins with the first.
         if not self._loops:
-            parts.comparing.know(
+            parts.compatibility.know(
                 sampling_facts(
-                    seed=spec.seed, global_batch=asked.global_batch_size, samples=self.length
+                    seed=spec.seed, global_batch=request.global_batch_size, samples=self.length
                 )
             )
-            if resuming.restored:
-                parts.comparing.compare_again()
-        resuming.until = self._total(asked)
-        resuming.restore()
-        require_same(
+            if resumer.restored:
+                parts.compatibility.compare_again()
+        resumer.until = self._total(request)
+        resumer.restore()
+        require_identical(
             Ranks(self._groups.cpu),
             {
                 "the length of the dataset": self.length,
-                "global_batch_size": asked.global_batch_size,
+                "global_batch_size": request.global_batch_size,
                 "micro_batch_size": most,
-                "until": resuming.until,
+                "until": resumer.until,
             },
             next_step="Give run.batches() the same arguments on every rank.",
         )
         return order
 
-    def _fitting(self, asked: int) -> int:
+    def _fitting(self, requested: int) -> int:
         """Samples per forward pass: what is asked, the plan, and what other runs have learned."""
-        plan, brief = self._parts.in_force.plan.micro_batch, self._context.brief
+        plan, brief = self._parts.active_plan.plan.micro_batch, self._context.brief
         spec = self._context.spec
         # What runs out of memory on purpose teaches nothing about real runs.
         shrinks = may_shrink(spec.recovery, batch_coupled=spec.batch_coupled) and not spec.inject
         if self._context.rank == 0 and shrinks:
-            self._learning = Learning(
+            self._learning = LearnedMicroBatch(
                 self._context.directory,
                 self._parts.registry,
-                asked=asked,
+                requested=requested,
                 ranks=self._context.world_size,
                 device=self._device,
             )
 
         def suggest(_: object) -> int:
             if self._learning is None:
-                return min(asked, plan or asked)
+                return min(requested, plan or requested)
             return self._learning.suggest(plan, fresh=brief.committed_step is None)
 
         fitting = int(Ranks(self._groups.cpu).agree(None, None, suggest, doing="Beginning"))
         self._tell_learned()
         return fitting
 
-    def _take_over(self, asked: Asked, order: SampleOrder) -> None:
+    def _take_over(self, request: BatchesRequest, order: SampleOrder) -> None:
         """What a new plan says of the micro-batch."""
-        planned = self._parts.in_force.plan.micro_batch
+        planned = self._parts.active_plan.plan.micro_batch
         share = order.share(self._context.world_size)
-        if planned is not None and planned < self._resuming.micro_batch:
-            self._resuming.micro_batch = fitting_micro_batch(share, planned)
+        if planned is not None and planned < self._resumer.micro_batch:
+            self._resumer.micro_batch = fitting_micro_batch(share, planned)
 
     def _tell_learned(self) -> None:
-        keeping = self._parts.saver.keeping
-        if self._learning is not None and keeping is not None:
+        catalog = self._parts.saver.catalog
+        if self._learning is not None and catalog is not None:
             for note in self._learning.notes():
-                keeping.say(note)
+                catalog.say(note)
 
-    def _total(self, asked: Asked) -> int:
+    def _total(self, request: BatchesRequest) -> int:
         """Steps of the whole run; windows that are left out of epochs have none."""
-        total = asked.until.steps(self.length, asked.global_batch_size)
-        windows = self._parts.in_force.plan.skipped
-        if isinstance(asked.until, Steps) or not windows:
+        total = request.until.steps(self.length, request.global_batch_size)
+        windows = self._parts.active_plan.plan.skipped
+        if isinstance(request.until, Steps) or not windows:
             return total
-        end = asked.until.count * self.length
+        end = request.until.count * self.length
         without, progress = Windows(windows), self._parts.progress
         left = without.kept_before(end) - without.kept_before(min(progress.consumed, end))
-        return progress.step + -(-left // asked.global_batch_size)
+        return progress.step + -(-left // request.global_batch_size)
 
-    def _source(self, asked: Asked, order: SampleOrder) -> BatchSource:
+    def _source(self, request: BatchesRequest, order: SampleOrder) -> BatchSource:
         parts = self._parts
-        plan = parts.in_force.plan
-        workers = asked.num_workers
+        plan = parts.active_plan.plan
+        workers = request.num_workers
         if workers and plan.worker_factor < 1.0:
             workers = max(1, int(workers * plan.worker_factor))
         seed = self._context.spec.seed
-        self._feeding = BatchSource(
-            asked.dataset,
+        self._batch_source = BatchSource(
+            request.dataset,
             order,
             rank=self._context.rank,
             ranks=self._context.world_size,
-            micro_batch=self._resuming.micro_batch,
+            micro_batch=self._resumer.micro_batch,
             num_workers=workers,
-            collate_fn=asked.collate_fn,
+            collate_fn=request.collate_fn,
             device=self._device,
             # Other random numbers where the plan asks for them; the order of samples stays.
             seed=seed + plan.reseeded,
@@ -321,7 +321,7 @@ class Feeding:
             start_step=parts.progress.step,
             skipped=plan.skipped,
         )
-        return self._feeding
+        return self._batch_source
 
 
 def _not_stepped() -> UnsupportedError:

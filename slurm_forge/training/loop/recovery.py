@@ -19,7 +19,7 @@ from pydantic import TypeAdapter
 
 from slurm_forge.checkpoint.collectives import Ranks
 from slurm_forge.control import Member
-from slurm_forge.control.messages import protocol as p
+from slurm_forge.control.messages.rank import RecoveryNeeded, RolledBack
 from slurm_forge.errors import HookError
 from slurm_forge.journal import JournalWriter, Known, RunState, fold, read_journal
 from slurm_forge.journal.events import DecisionTaken, IncidentSeen, Recovered
@@ -34,25 +34,22 @@ from slurm_forge.recovery.policy.decide import (
 )
 from slurm_forge.recovery.policy.instability_hook import answered
 from slurm_forge.store.identity import CheckpointName
-from slurm_forge.training.core.hooks import Hooks
 from slurm_forge.training.core.instability import (
-    InForce,
-    Trouble,
+    ActivePlan,
+    Instability,
 )
 from slurm_forge.training.core.rank_info import RankContext
-from slurm_forge.training.core.run_state import Progress
-from slurm_forge.training.core.step_verdict import LARGEST
+from slurm_forge.training.core.run_state import Hooks, TrainingProgress
 from slurm_forge.training.instability.skip_tracker import (
     LaunchGivenUp,
-    Skips,
+    SkipTracker,
 )
-from slurm_forge.training.instability.spike_monitor import SpikeWatch
-from slurm_forge.training.loop.save_schedule import Saves
+from slurm_forge.training.instability.spike_monitor import SpikeMonitor
+from slurm_forge.training.loop.save_schedule import SaveSchedule
+from slurm_forge.training.step.gradient_guard import LARGEST
 from slurm_forge.vocabulary.cause import Cause, Confidence, Evidence
 from slurm_forge.vocabulary.decision import Action, Decision, Incident
 from slurm_forge.vocabulary.json_value import Json
-
-__all__ = ["Recovering"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +62,7 @@ class _Owed:
     since: float
 
 
-class Recovering:
+class InstabilityHandler:
     """One object per launch and rank.
 
     ``rewind`` puts everything back to the newest checkpoint that may be used and is None where the
@@ -76,21 +73,21 @@ class Recovering:
         self,
         context: RankContext,
         *,
-        in_force: InForce,
-        skips: Skips,
-        saves: Saves,
-        progress: Progress,
+        active_plan: ActivePlan,
+        skip_tracker: SkipTracker,
+        save_schedule: SaveSchedule,
+        progress: TrainingProgress,
         hooks: Hooks,
         journal: JournalWriter | None,
-        watch: SpikeWatch | None,
+        watch: SpikeMonitor | None,
         member: Member,
         group: dist.ProcessGroup | None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._context = context
-        self._in_force = in_force
-        self._skips = skips
-        self._saves = saves
+        self._active_plan = active_plan
+        self._skip_tracker = skip_tracker
+        self._save_schedule = save_schedule
         self._progress = progress
         self._hooks = hooks
         self._journal = journal
@@ -99,7 +96,8 @@ class Recovering:
         self._ranks = Ranks(group)
         self._clock = clock
         self._count = 0
-        self._owed: list[_Owed] = []
+        #: Rollbacks whose cost is not known yet.
+        self.owed: list[_Owed] = []
         self.rewind: Callable[[], None] | None = None
         #: A batch was handed out and its step is not over: what comes up is seen to after it.
         self.batch_out = False
@@ -109,57 +107,57 @@ class Recovering:
 
     def boundary(self) -> bool:
         """Between two steps: see to what the last ones were; whether training was rewound."""
-        if self._owed and self._progress.step > self._owed[0].step:
-            self._settle_account(self._owed.pop(0))
+        if self.owed and self._progress.step > self.owed[0].step:
+            self._settle_account(self.owed.pop(0))
         if self.batch_out:
             return False  # it would be trained on after the rollback, in another step's place
-        trouble, self._skips.trouble = self._skips.trouble, None
+        trouble, self._skip_tracker.trouble = self._skip_tracker.trouble, None
         return trouble is not None and self.act(trouble)
 
-    def act(self, trouble: Trouble) -> bool:
+    def act(self, trouble: Instability) -> bool:
         """Decide about it and do it: on all ranks at this boundary.  Whether it was rewound."""
         since = self._clock()
         # A save in flight may be what is gone back to, and its ranks may be what is given up.
-        self._saves.settle()
-        self._skips.trouble = None
-        self._skips.read_all()
+        self._save_schedule.finish_save()
+        self._skip_tracker.trouble = None
+        self._skip_tracker.read_all()
         self._count += 1
         brief = self._context.brief
         incident_id = f"{brief.attempt}.{brief.launch}.{self._count}"
-        said = self._ranks.agree(
+        decided = self._ranks.agree(
             None, None, lambda _: self._decide(trouble, incident_id), doing="Deciding"
         )
-        if said is None:
+        if decided is None:
             self._give_up(trouble, decided="")
-        if "raised" in said:
+        if "raised" in decided:
             raise HookError(
-                f"the on_instability hook raised {said['raised']}",
+                f"the on_instability hook raised {decided['raised']}",
                 next_step="Correct the hook; the log of rank 0 has the traceback.",
             )
-        decision: Decision = _decisions().validate_python(said)
+        decision: Decision = _decisions().validate_python(decided)
         if decision.action in (Action.SKIP, Action.WARN):
-            self._skips.let_pass()
-            self._in_force.plan = decision.plan
+            self._skip_tracker.let_pass()
+            self._active_plan.plan = decision.plan
             if self._watch is not None and trouble.cause is Cause.LOSS_SPIKE:
                 self._watch.tolerate()
             if self._known is not None:
-                self._saves.agree_with(self._known)
+                self._save_schedule.agree_with(self._known)
             return False  # what ``read_all`` has found meanwhile comes up at the next boundary
         rewind = self.rewind
-        moves = decision.plan.exclude_nodes != self._in_force.plan.exclude_nodes
+        moves = decision.plan.exclude_nodes != self._active_plan.plan.exclude_nodes
         target = None if decision.target is None else CheckpointName.parse(decision.target)
-        ours = target is not None and target.step >= self.earliest
-        here = decision.action is Action.ROLLBACK and ours and not moves
+        reachable = target is not None and target.step >= self.earliest
+        here = decision.action is Action.ROLLBACK and reachable and not moves
         if rewind is None or not here:
             self._give_up(trouble, decided=incident_id)
-        self._in_force.plan, self._in_force.limit = decision.plan, LARGEST
-        self._skips.forget()
+        self._active_plan.plan, self._active_plan.limit = decision.plan, LARGEST
+        self._skip_tracker.forget()
         rewind()
         step = self._progress.step
         if self._journal is not None:
             text = f"{decision.reason}, back to step {step}"
-            self._member.send(p.Cured(step=step, text=text))
-            self._owed.append(_Owed(incident_id, trouble.step, trouble.step - step, since))
+            self._member.send(RolledBack(step=step, text=text))
+            self.owed.append(_Owed(incident_id, trouble.step, trouble.step - step, since))
         return True
 
     def ends_well(self) -> bool:
@@ -168,35 +166,35 @@ class Recovering:
         A run that is finished is never looked at again, and what only a save would find may have
         come after the last one.
         """
-        self._saves.settle()
-        self._skips.read_all()
+        self._save_schedule.finish_save()
+        self._skip_tracker.read_all()
         if self.boundary():
             return False
 
-        def together(found: Sequence[Mapping[str, Any]]) -> Json:
-            state = dict.fromkeys(each for one in found for each in one["state"])
-            proposals = [one["proposal"] for one in found if one["proposal"]]
+        def together(trouble: Sequence[Mapping[str, Any]]) -> Json:
+            state = dict.fromkeys(each for one in trouble for each in one["state"])
+            proposals = [one["proposal"] for one in trouble if one["proposal"]]
             return {"state": "; ".join(state), "proposal": proposals[0] if proposals else ""}
 
-        proposal = self._skips.open_proposal
-        mine: dict[str, Json] = {
-            "state": list(self._saves.unsound()),
+        proposal = self._skip_tracker.open_proposal
+        report: dict[str, Json] = {
+            "state": list(self._save_schedule.unsound()),
             "proposal": "" if proposal is None else announce(proposal),
         }
-        said = self._ranks.agree(None, mine, together, doing="Ending the run")
-        if said["proposal"]:
+        answer = self._ranks.agree(None, report, together, doing="Ending the run")
+        if answer["proposal"]:
             # Of the very last steps: nobody would hear of it on the channel any more.
-            self._skips.announced(announced(said["proposal"]))
-        found, self._skips.trouble = self._skips.trouble, None
-        if found is not None:
-            return not self.act(found)
-        text = said["state"]
+            self._skip_tracker.announced(announced(answer["proposal"]))
+        trouble, self._skip_tracker.trouble = self._skip_tracker.trouble, None
+        if trouble is not None:
+            return not self.act(trouble)
+        text = answer["state"]
         if not text:
             return True
         step = self._progress.step
         text = f"in the state after step {step}: {text}"
         return not self.act(
-            Trouble(cause=Cause.NON_FINITE, onset=step, step=step, text=text, in_memory=True)
+            Instability(cause=Cause.NON_FINITE, onset=step, step=step, text=text, in_memory=True)
         )
 
     def shrink(self, text: str, micro_batch: int) -> int | None:
@@ -229,11 +227,11 @@ class Recovering:
             journal.write(DecisionTaken(decision=decision), durable=True)
         except OSError:
             return None
-        self._in_force.plan = decision.plan
-        self._member.send(p.Cured(step=self._progress.step, text=decision.reason))
+        self._active_plan.plan = decision.plan
+        self._member.send(RolledBack(step=self._progress.step, text=decision.reason))
         return smaller
 
-    def _decide(self, trouble: Trouble, incident_id: str) -> Any:
+    def _decide(self, trouble: Instability, incident_id: str) -> Any:
         """On rank 0: the decision as JSON; None where it can't be written down."""
         incident = trouble.incident(incident_id)
         journal = self._journal
@@ -266,12 +264,12 @@ class Recovering:
 
         def hook(rung: int | None) -> Decision | None:
             try:
-                said = self._hooks.instability(incident)
+                answer = self._hooks.instability(incident)
             except Exception as error:  # anything: it is the program's
                 raise HookError(f"{type(error).__name__}: {error}", next_step="") from error
-            if said is None:
+            if answer is None:
                 return None
-            return answered(state, incident, said, rung=rung, batch_coupled=coupled)
+            return answered(state, incident, answer, rung=rung, batch_coupled=coupled)
 
         def policy(*, ask: bool) -> Decision:
             return decide(
@@ -286,17 +284,19 @@ class Recovering:
                 hook=ask,
             )
 
-        asked = incident.cause in INSTABILITY and self._hooks.on_instability
-        decision = hook(None) if asked and asks_hook_first(spec.recovery, incident.cause) else None
-        decision = decision or policy(ask=asked)
+        has_hook = incident.cause in INSTABILITY and self._hooks.on_instability
+        decision = (
+            hook(None) if has_hook and asks_hook_first(spec.recovery, incident.cause) else None
+        )
+        decision = decision or policy(ask=has_hook)
         if decision.action is Action.HOOK:
             decision = hook(decision.rung) or policy(ask=False)
         return decision
 
-    def _give_up(self, trouble: Trouble, *, decided: str) -> NoReturn:
-        self._saves.let_land()
+    def _give_up(self, trouble: Instability, *, decided: str) -> NoReturn:
+        self._save_schedule.wait_for_save()
         self._member.send(
-            p.Recover(
+            RecoveryNeeded(
                 cause=trouble.cause.value, step=trouble.step, text=trouble.text, decided=decided
             )
         )

@@ -13,21 +13,19 @@ from slurm_forge.journal import JournalWriter
 from slurm_forge.journal.events import Resumed
 from slurm_forge.store.identity import CheckpointName
 from slurm_forge.training.core import rng
-from slurm_forge.training.core.process_group import Groups
-from slurm_forge.training.core.rank_consistency import require_same
+from slurm_forge.training.core.loss import values
+from slurm_forge.training.core.process_group import ProcessGroups
+from slurm_forge.training.core.rank_consistency import require_identical
 from slurm_forge.training.core.rank_info import RankContext
 from slurm_forge.training.loop.assembly import Parts
 from slurm_forge.training.step.ddp_warmup import (
     Buckets,
     settle_ddp_buckets,
 )
-from slurm_forge.training.step.loss_history import values
 from slurm_forge.vocabulary.position import Position
 
-__all__ = ["Resuming"]
 
-
-class Resuming:
+class Resumer:
     """Collective over all ranks."""
 
     def __init__(
@@ -35,7 +33,7 @@ class Resuming:
         context: RankContext,
         parts: Parts,
         *,
-        groups: Groups,
+        groups: ProcessGroups,
         member: Member,
         journal: JournalWriter | None,
         timings: Callable[[], tuple[float, float]],
@@ -58,7 +56,7 @@ class Resuming:
         self.restored = True
         parts = self._parts
         self._member.enter("load", started=False)
-        require_same(
+        require_identical(
             Ranks(self._groups.cpu),
             {"what is registered": parts.registry.names()},
             next_step="Register the same objects under the same names on every rank.",
@@ -68,10 +66,10 @@ class Resuming:
         buckets = [settle_ddp_buckets(model) for model in parts.registry.ddp()]
         settled = Buckets.LEFT not in buckets or self._context.world_size < 3
         self._resumed = self._load(settled=settled, again=False) is not None
-        parts.skips.begin()
-        faults, keeping = self._context.spec.inject, parts.saver.keeping
-        if faults and keeping is not None:
-            keeping.say(f"faults on purpose: {', '.join(map(str, faults))}")
+        parts.skip_tracker.begin()
+        faults, catalog = self._context.spec.inject, parts.saver.catalog
+        if faults and catalog is not None:
+            catalog.say(f"injected faults: {', '.join(map(str, faults))}")
         parts.hooks.call("on_train_begin", step=parts.progress.step)
         return self._resumed
 
@@ -86,7 +84,7 @@ class Resuming:
             self._load(settled=True, again=True)
         parts.boundaries.rewound()
         self._member.rewound(Position(parts.progress.step, turn=parts.boundaries.turn))
-        parts.stepping.stepped = False
+        parts.step_lifecycle.stepped = False
 
     def _load(self, *, settled: bool, again: bool) -> CheckpointName | None:
         parts = self._parts
@@ -107,14 +105,14 @@ class Resuming:
                     rendezvous_s=rendezvous_s,
                     load_s=time.monotonic() - started,
                     candidates=parts.saver.candidates,
-                    global_batch=parts.stepping.global_batch or None,
+                    global_batch=parts.step_lifecycle.global_batch or None,
                 )
             )
         if name is not None:
             self._watch_first_steps(name, exact=exact)
             if parts.watch is not None:
                 parts.watch.restarted(
-                    values(parts.trail.snapshot()),
+                    values(parts.loss_history.snapshot()),
                     name.step,
                     summit=parts.progress.loss_summit,
                 )
@@ -123,13 +121,13 @@ class Resuming:
 
     def _watch_first_steps(self, name: CheckpointName, *, exact: bool) -> None:
         parts = self._parts
-        keeping = parts.saver.keeping
-        if parts.first_steps is None or keeping is None:
+        catalog = parts.saver.catalog
+        if parts.first_steps is None or catalog is None:
             return
-        expected = keeping.witness_of(name, self.micro_batch)
+        expected = catalog.witness_of(name, self.micro_batch)
         at = parts.progress.consumed
         # Where samples are left out right here, the next micro-batch is another one.
-        other = any(window.first <= at < window.stop for window in parts.in_force.plan.skipped)
-        if not exact or parts.comparing.changed or other:
+        other = any(window.first <= at < window.stop for window in parts.active_plan.plan.skipped)
+        if not exact or parts.compatibility.changed or other:
             expected = None
         parts.first_steps.resumed(parts.progress.step, expected=expected)

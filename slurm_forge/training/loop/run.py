@@ -11,9 +11,10 @@ from typing import Any, TypeVar
 import torch
 
 from slurm_forge.checkpoint.collectives import Ranks
-from slurm_forge.control import Member, Request, RequestKind
-from slurm_forge.control.messages import protocol as p
+from slurm_forge.control import Member
+from slurm_forge.control.messages.hub import Request, RequestKind
 from slurm_forge.control.messages.probe import BANDWIDTH
+from slurm_forge.control.messages.rank import FunctionReturned, RankFinished, RankStopped
 from slurm_forge.errors import CheckpointError, UnsupportedError
 from slurm_forge.journal import JournalWriter
 from slurm_forge.recovery.monitor.loss_anomaly import announced
@@ -32,25 +33,23 @@ from slurm_forge.training.core.oom import (
     Memory,
     memory_that_ran_out,
 )
-from slurm_forge.training.core.process_group import Groups
+from slurm_forge.training.core.process_group import ProcessGroups
 from slurm_forge.training.core.rank_info import RankContext
 from slurm_forge.training.core.run_state import Registry
 from slurm_forge.training.core.step_boundary import RunStopped
-from slurm_forge.training.core.step_verdict import LARGEST
 from slurm_forge.training.data.batches import Batch
 from slurm_forge.training.data.dataset_fingerprint import DataVersion
 from slurm_forge.training.faults.injector import first_sample
 from slurm_forge.training.instability.spike_monitor import limit_in
 from slurm_forge.training.loop.assembly import assemble
 from slurm_forge.training.loop.batch_loop import (
-    Asked,
-    Feeding,
+    BatchesRequest,
+    BatchLoop,
 )
-from slurm_forge.training.loop.resume import Resuming
-from slurm_forge.training.step.step import Step
+from slurm_forge.training.loop.resume import Resumer
+from slurm_forge.training.loop.step import Step
+from slurm_forge.training.step.gradient_guard import LARGEST
 from slurm_forge.vocabulary.plan import RecoveryPlan
-
-__all__ = ["Run"]
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -77,7 +76,7 @@ class Run:
         context: RankContext,
         *,
         device: torch.device,
-        groups: Groups,
+        groups: ProcessGroups,
         member: Member,
         journal: JournalWriter | None,
         timings: Callable[[], tuple[float, float]] = lambda: (0.0, 0.0),
@@ -98,19 +97,29 @@ class Run:
         parts = assemble(
             context, device=device, groups=groups, member=member, journal=journal, act=self._act
         )
-        self._registry, self._hooks, self._progress = parts.registry, parts.hooks, parts.progress
-        self._comparing, self._saver, self._saves = parts.comparing, parts.saver, parts.saves
-        self._first_steps, self._stepping = parts.first_steps, parts.stepping
-        self._boundaries, self._telling, self._probe = parts.boundaries, parts.telling, parts.probe
-        self._pacing = parts.pacing
-        self._in_force, self._recovering = parts.in_force, parts.recovering
-        self._skips, self._watch, self._injecting = parts.skips, parts.watch, parts.injecting
+        self._registry = parts.registry
+        self._hooks = parts.hooks
+        self._progress = parts.progress
+        self._compatibility = parts.compatibility
+        self._saver = parts.saver
+        self._save_schedule = parts.save_schedule
+        self._first_steps = parts.first_steps
+        self._step_lifecycle = parts.step_lifecycle
+        self._boundaries = parts.boundaries
+        self._progress_log = parts.progress_log
+        self._probe = parts.probe
+        self._step_timer = parts.step_timer
+        self._active_plan = parts.active_plan
+        self._instability = parts.instability
+        self._skip_tracker = parts.skip_tracker
+        self._watch = parts.watch
+        self._injecting = parts.injecting
         self._pressure = Pressure()
-        self._resuming = Resuming(
+        self._resumer = Resumer(
             context, parts, groups=groups, member=member, journal=journal, timings=timings
         )
-        self._feeding = Feeding(
-            context, parts, self._resuming, groups=groups, device=device, boundary=self._boundary
+        self._batch_loop = BatchLoop(
+            context, parts, self._resumer, groups=groups, device=device, boundary=self._boundary
         )
 
     # -- what the program says ---------------------------------------------------------------
@@ -129,7 +138,7 @@ class Run:
             UnsupportedError: The checkpoint is loaded already, a name is registered twice, or an
                 object has no ``state_dict`` and ``load_state_dict``.
         """
-        if self._resuming.restored:
+        if self._resumer.restored:
             raise UnsupportedError(
                 "run.register() after training has begun: the checkpoint was loaded without it",
                 next_step="Register everything before run.batches() or run.restore().",
@@ -145,7 +154,7 @@ class Run:
     @property
     def restored(self) -> bool:
         """Whether the checkpoint, if any, is loaded; from then on ``step_number`` is right."""
-        return self._resuming.restored
+        return self._resumer.restored
 
     def data(
         self,
@@ -169,22 +178,24 @@ class Run:
         Raises:
             UnsupportedError: The checkpoint is loaded already.
         """
-        if self._resuming.restored:
+        if self._resumer.restored:
             raise UnsupportedError(
                 "run.data() after training has begun: nothing was compared with it",
                 next_step="Call it before run.batches() or run.restore().",
             )
         if self.rank == 0:
-            self._comparing.data(name, DataVersion.of(files, version=version, contents=contents))
+            self._compatibility.data(
+                name, DataVersion.of(files, version=version, contents=contents)
+            )
 
     @property
     def recovery(self) -> RecoveryPlan:
         """The recovery plan in force: every parameter that recovery has changed."""
-        return self._in_force.plan
+        return self._active_plan.plan
 
     @property
     def extra(self) -> dict[str, Any]:
-        """Plain values (JSON) of your own that are part of every checkpoint; change it in place."""
+        """Your own plain values (JSON), part of every checkpoint; change the dict in place."""
         return self._progress.extra
 
     def on(self, name: str) -> Callable[[_F], _F]:
@@ -215,7 +226,7 @@ class Run:
             CheckpointMissingError: The run has saved before, and no checkpoint can be used.
             MismatchError: The run is resumed with something that the job file says to refuse.
         """
-        return self._resuming.restore()
+        return self._resumer.restore()
 
     def batches(
         self,
@@ -250,9 +261,11 @@ class Run:
         Raises:
             UsageError: The dataset has no length or index, or the sizes do not fit.
             UnsupportedError: The loop body applied no step to a batch.
+            CheckpointMissingError: As ``restore``, on the first batch.
+            MismatchError: As ``restore``, on the first batch.
         """
-        return self._feeding.batches(
-            Asked(
+        return self._batch_loop.batches(
+            BatchesRequest(
                 dataset=dataset,
                 global_batch_size=global_batch_size,
                 until=until,
@@ -264,7 +277,7 @@ class Run:
 
     @contextmanager
     def step(self, batch: Batch) -> Iterator[Step]:
-        """One optimizer step, written out: ``with run.step(batch) as s:``.
+        """Run one optimizer step, spelled out: ``with run.step(batch) as s:``.
 
         Its beginning is the step boundary: requests to save or stop take effect there.
 
@@ -273,16 +286,21 @@ class Run:
 
         Yields:
             The step: ``s.micro_batches()``, ``s.backward(loss)``, ``s.apply()``.
+
+        Raises:
+            CheckpointMissingError: As ``restore``, where nothing is restored yet.
+            MismatchError: As ``restore``, where nothing is restored yet.
         """
-        self.restore()
+        if not self._resumer.restored:
+            self._resumer.restore()
         self._boundary()
-        step = self._stepping.begin(batch)
+        step = self._step_lifecycle.begin(batch)
         yield step
         before = self._progress.consumed
-        if self._stepping.end(step):
-            self._telling.epochs(self._feeding.length, before)
+        if self._step_lifecycle.end(step):
+            self._progress_log.epochs(self._batch_loop.length, before)
             self._hooks.call("on_step_end", step=self._progress.step)
-            if self._telling.write():
+            if self._progress_log.write():
                 self._now_and_then()
 
     def train_step(
@@ -300,22 +318,28 @@ class Run:
         Args:
             batch: From ``batches``.
             compute_loss: Called with each micro-batch; returns the mean loss over its samples (a
-                scalar tensor), or ``Loss(sum, count)``.
-            max_norm: The gradient norm to clip to, over all ranks; None does not clip.
+                scalar tensor, shape ``()``), or ``Loss(sum, count)``.
+            max_norm: The gradient norm (2-norm over all parameters and ranks) to clip to; None does
+                not clip.
 
         Returns:
-            This rank's mean loss: a scalar tensor, detached, on ``device``, not synchronised.
+            This rank's mean loss: a scalar tensor (shape ``()``) on ``device``, detached.  The
+            host does not wait for it.
 
         Raises:
             UnsupportedError: No optimizer is registered, or one step has losses of both forms.
+            CheckpointMissingError: As ``restore``, where nothing is restored yet.
+            MismatchError: As ``restore``, where nothing is restored yet.
         """
         begun: Step | None = None
         while True:
-            given = self._injected(batch, compute_loss) if self._injecting.active else compute_loss
+            loss_function = (
+                self._injected(batch, compute_loss) if self._injecting.active else compute_loss
+            )
             try:
                 with self.step(batch) as begun:
-                    self._stepping.compute_loss = given
-                    return begun.run(given, max_norm=max_norm)
+                    self._step_lifecycle.compute_loss = loss_function
+                    return begun.run(loss_function, max_norm=max_norm)
             except Exception as error:
                 smaller = self._smaller(batch, begun, error)
                 if smaller is None:
@@ -329,28 +353,28 @@ class Run:
         """
         if self.world_size > 1 or step is None or step.updating:
             return None
-        if memory_that_ran_out(error) is not Memory.DEVICE or not self._feeding.owns(batch):
+        if memory_that_ran_out(error) is not Memory.DEVICE or not self._batch_loop.owns(batch):
             return None
         if any(True for _ in self._registry.ddp()):
             return None  # a backward that was broken off leaves DDP waiting for its end
-        if not self._stepping.abandon(step):
+        if not self._step_lifecycle.abandon(step):
             return None
-        micro_batch = self._recovering.shrink(in_one_line(error), max(batch.micro_sizes))
+        micro_batch = self._instability.shrink(in_one_line(error), max(batch.micro_sizes))
         if micro_batch is None:
             return None
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
-        return self._feeding.smaller(batch, micro_batch)
+        return self._batch_loop.smaller(batch, micro_batch)
 
     def _now_and_then(self) -> None:
         """On rank 0, every few seconds: what may wait for the device or write a small file."""
         if self._first_steps is not None:
-            self._first_steps.look()
-        self._feeding.going_well()
+            self._first_steps.check()
+        self._batch_loop.going_well()
         if self.device.type == "cuda":
-            full = self._pressure.look(cuda_stats(self.device))
-            if full is not None and self._saver.keeping is not None:
-                self._saver.keeping.say(full)
+            full = self._pressure.check(cuda_stats(self.device))
+            if full is not None and self._saver.catalog is not None:
+                self._saver.catalog.say(full)
 
     def _injected(
         self, batch: Batch, compute_loss: Callable[[Any], torch.Tensor | Loss]
@@ -360,9 +384,9 @@ class Run:
 
         def spoilt(micro: Any) -> torch.Tensor | Loss:
             number = next(turns) % len(batch.micro_sizes)
-            skipped = self._in_force.plan.skipped
+            skipped = self._active_plan.plan.skipped
             loss: Any = compute_loss(micro)
-            found: torch.Tensor | Loss = self._injecting.loss(
+            changed: torch.Tensor | Loss = self._injecting.loss(
                 loss,
                 step=step,
                 samples_first=first_sample(batch, number, rank=self.rank, skipped=skipped),
@@ -370,44 +394,45 @@ class Run:
                 micro_batch=number,
                 skipped=skipped,
             )
-            return found
+            return changed
 
         return spoilt
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Evaluation and the like: ``with run.phase("eval"):``.
+        """Do other work than training, such as evaluation: ``with run.phase("eval"):``.
 
         Ranks may do different work inside, and can be stopped at ``run.poll()``.  The random state
         of the training is restored at the end, so that a phase that runs again after a resume
         changes nothing.
 
         Args:
-            name: The phase.  ``eval`` calls ``on_eval_end`` and is what ``keep_best`` looks at.
+            name: The name of the phase.  ``eval`` calls ``on_eval_end``, and ``keep_best`` reads
+                what is logged in it.
 
         Raises:
             RuntimeError: One phase is inside another.
         """
-        self._saves.random = random = rng.capture()
+        self._save_schedule.random = random = rng.capture()
         try:
             with self._boundaries.phase(name, self._stop_here):
                 yield
             self._progress.phases[name] = self._progress.step
         finally:
             rng.restore(random)
-            self._saves.random = None
+            self._save_schedule.random = None
         if name == "eval":
             self._hooks.call("on_eval_end", step=self._progress.step)
-            self._saves.evaluated(self._telling.of_this_step())
+            self._save_schedule.evaluated(self._progress_log.of_this_step())
 
     def due(self, name: str, *, every: int) -> bool:
-        """Whether the phase is due: every so many steps, and again if it was cut off.
+        """Tell whether a phase is due: every so many steps, and again if it was cut off.
 
         Call it at the top of the loop body: a run that stopped inside the phase resumes there.
 
         Args:
-            name: The phase.
-            every: The number of optimizer steps between two of them.
+            name: The name of the phase.
+            every: Optimizer steps from one to the next; 1 or more.
 
         Returns:
             True if the phase is due before this step and has not run yet; never at step 0.
@@ -416,7 +441,7 @@ class Run:
         return step > 0 and step % every == 0 and self._progress.phases.get(name) != step
 
     def poll(self) -> None:
-        """A point where the run can stop: inside a phase, or between steps in a loop of your own.
+        """Let the run stop here: inside a phase, or between steps of your own loop.
 
         Where the phase has collectives, every rank calls it equally often.
         """
@@ -430,7 +455,7 @@ class Run:
 
         A save that fails is recorded in the journal and tried again later; training continues.
         """
-        self._saves.save("asked by the program", wait=True)
+        self._save_schedule.save("asked by the program", wait=True)
 
     def log(self, **values: Any) -> None:
         """Log figures; rank 0 writes the latest into the journal every few seconds.
@@ -438,17 +463,23 @@ class Run:
         Args:
             **values: Numbers, or tensors of one element, which are detached and read later.
         """
-        self._telling.remember(values)
+        self._progress_log.remember(values)
 
     # -- what happens at a boundary ----------------------------------------------------------
 
     def _boundary(self) -> None:
-        self._recovering.boundary()  # what the last step came to
+        self._recover()  # from what the last step came to
         if not self._boundaries.boundary(self._progress.step):
             return
-        if self._recovering.boundary():  # what was announced for here
+        if self._recover():  # from what was announced for here
             self._boundaries.boundary(self._progress.step)
-        self._saves.boundary(stepped=self._stepping.stepped)
+        self._save_schedule.boundary(stepped=self._step_lifecycle.stepped)
+
+    def _recover(self) -> bool:
+        """Act on what all ranks know of the last steps, if anything; whether it was a rewind."""
+        if self._skip_tracker.trouble is None and not self._instability.owed:
+            return False
+        return self._instability.boundary()
 
     def _act(self, request: Request) -> None:
         match request.kind:
@@ -456,40 +487,40 @@ class Run:
                 self._stop_here()
                 raise RunStopped
             case RequestKind.SAVE:
-                self._saves.save(request.reason)
+                self._save_schedule.save(request.reason)
             case RequestKind.PROBE if self._probe is not None:
-                if self._pacing is not None:
-                    self._pacing.try_out()
+                if self._step_timer is not None:
+                    self._step_timer.try_out()
                 self._probe.issue(request.id, large=request.reason == BANDWIDTH)
                 self._hooks.call("on_probe", step=self._progress.step)
             case RequestKind.LIMIT:
                 # One from before a rollback is not meant for the steps behind it.
-                stale = self._boundaries.turn > 0 and not self._stepping.stepped
-                self._in_force.limit = LARGEST if stale else limit_in(request.reason)
+                stale = self._boundaries.turn > 0 and not self._step_lifecycle.stepped
+                self._active_plan.limit = LARGEST if stale else limit_in(request.reason)
                 if self._watch is not None:
-                    self._watch.limit_in_force(self._in_force.limit)
+                    self._watch.limit_in_force(self._active_plan.limit)
             case RequestKind.RECOVER:
-                self._skips.announced(announced(request.reason))
+                self._skip_tracker.announced(announced(request.reason))
             case _:
                 pass
 
     def _stop_here(self) -> None:
         """Save, and tell the conductor: the run stops on all ranks at this step."""
         step = self._progress.step
-        self._skips.read_all()
-        self._saves.have("stop", doubts=self._skips.doubts)
-        self._telling.write(now=True)
-        last = self._saves.last
+        self._skip_tracker.read_all()
+        self._save_schedule.have("stop", doubts=self._skip_tracker.doubts)
+        self._progress_log.write(now=True)
+        last = self._save_schedule.last
         self._hooks.call("on_stop", step=step)
         name = None if last is None else str(last)
-        self._member.send(p.Stopped(step=step, checkpoint=name))
+        self._member.send(RankStopped(step=step, checkpoint=name))
 
     # -- for the worker ----------------------------------------------------------------------
 
     @property
     def micro_batch(self) -> int:
         """Samples per forward pass in force; 0 before ``batches``."""
-        return self._resuming.micro_batch
+        return self._resumer.micro_batch
 
     @property
     def registry(self) -> Registry:
@@ -501,23 +532,23 @@ class Run:
         if self._probe is not None:
             self._probe.close()
 
-    def let_land(self) -> None:
+    def wait_for_save(self) -> None:
         """Something was raised: a save that is being written may be what is resumed from."""
-        self._saver.let_land()
+        self._saver.wait_for_save()
 
     def finish(self) -> int:
         """The program is through: last save, last words.  Collective.  Returns the last step."""
         self.restore()
-        self._feeding.over()  # also where the program left the loop and kept it
+        self._batch_loop.over()  # also where the program left the loop and kept it
         # Before anything collective: a rank that is still at it would be waited for without end.
-        said = self._progress.step
-        self._member.send(p.Through(step=said))
-        self._recovering.ends_well()
+        reported = self._progress.step
+        self._member.send(FunctionReturned(step=reported))
+        self._instability.ends_well()
         step = self._progress.step
-        if step != said:
-            self._member.send(p.Through(step=step))
+        if step != reported:
+            self._member.send(FunctionReturned(step=step))
         self._boundaries.leave()
-        if not self._saves.have("final"):
+        if not self._save_schedule.have("final"):
             raise CheckpointError(
                 f"all {step} steps are done, and their result could not be saved",
                 next_step="The journal says why.  The run goes on from its last checkpoint, "
@@ -525,8 +556,8 @@ class Run:
             )
         # Nobody leaves the channel while another may still have to be told where everybody is.
         Ranks(self._groups.cpu).agree(None, None, lambda _: None, doing="Ending the run")
-        self._telling.write(now=True)
+        self._progress_log.write(now=True)
         self._now_and_then()
         self._hooks.call("on_train_end", step=step)
-        self._member.send(p.Finished(step=step))
+        self._member.send(RankFinished(step=step))
         return step

@@ -13,37 +13,35 @@ from slurm_forge.spec.job import CheckpointSpec
 from slurm_forge.store.identity import CheckpointName
 from slurm_forge.training.checkpointing.saver import Saver
 from slurm_forge.training.core import rng
-from slurm_forge.training.core.hooks import Hooks
 from slurm_forge.training.core.run_state import (
-    Progress,
+    Hooks,
     Registry,
+    TrainingProgress,
 )
-from slurm_forge.training.core.step_boundary import Boundaries
-from slurm_forge.training.instability.skip_tracker import Skips
-
-__all__ = ["Saves"]
+from slurm_forge.training.core.step_boundary import StepBoundaries
+from slurm_forge.training.instability.skip_tracker import SkipTracker
 
 
-class Saves:
+class SaveSchedule:
     """Every method is called on all ranks at the same place of the program."""
 
     def __init__(
         self,
         saver: Saver,
-        asked: CheckpointSpec,
+        spec: CheckpointSpec,
         *,
         registry: Registry,
-        progress: Progress,
-        skips: Skips,
+        progress: TrainingProgress,
+        skip_tracker: SkipTracker,
         hooks: Hooks,
-        boundaries: Boundaries,
+        boundaries: StepBoundaries,
         begun: Callable[[int], None] = lambda _: None,
     ) -> None:
         self._saver = saver
-        self._asked = asked
+        self._spec = spec
         self._registry = registry
         self._progress = progress
-        self._skips = skips
+        self._skip_tracker = skip_tracker
         self._hooks = hooks
         self._boundaries = boundaries
         self._begun = begun
@@ -54,15 +52,16 @@ class Saves:
 
     def boundary(self, *, stepped: bool) -> None:
         """Between two steps: what is over is settled, what is due is begun."""
-        if self._saver.landed:
-            self.settle()
-        if stepped and self._saver.keeping is not None:
+        pending, catalog = self._saver.pending, self._saver.catalog
+        if pending is not None and pending.done():
+            self.finish_save()
+        if stepped and catalog is not None and catalog.unproven:
             healthy = self._progress.skipped_in_a_row == 0
-            self._saver.keeping.stepped(self._progress.step, healthy=healthy)
+            catalog.stepped(self._progress.step, healthy=healthy)
         self._stepped = stepped
         if stepped:
             self._prepare()
-        every, step = self._asked.every_steps, self._progress.step
+        every, step = self._spec.every_steps, self._progress.step
         if every is not None and step > 0 and step % every == 0 and self._saver.begun != step:
             self.save("every_steps")
 
@@ -76,14 +75,14 @@ class Saves:
 
     def save(self, reason: str, *, wait: bool = False, doubts: Sequence[str] = ()) -> None:
         """Save; with ``wait`` (or where the job wants it so) it is on disk on return, or failed."""
-        self.settle()
-        self._skips.read_all()
+        self.finish_save()
+        self._skip_tracker.read_all()
         self._prepare()
         random = rng.capture() if self.random is None else self.random
         # What somebody waits for is the last save, or one that was asked for.
-        use_spare, wait = wait, wait or not self._asked.background
+        use_spare, wait = wait, wait or not self._spec.background
         with self._saving():
-            self._tell(
+            self._call_hooks(
                 self._saver.save(
                     reason,
                     self._registry,
@@ -101,28 +100,28 @@ class Saves:
 
         A device is waited for only there, and no collective is issued anywhere else.
         """
-        if self._asked.keep_best is None:
+        if self._spec.keep_best is None:
             return
         step = self._progress.step
         if self._saver.evaluated(step, logged) and self._saver.begun != step:
-            self.save(f"best {self._asked.keep_best.metric}")
+            self.save(f"best {self._spec.keep_best.metric}")
 
-    def settle(self) -> None:
+    def finish_save(self) -> None:
         """Wait for a save in the background, which is over if it was begun long ago."""
-        if self._saver.flying:
+        if self._saver.pending is not None:
             with self._saving():
-                self._tell(self._saver.settle())
+                self._call_hooks(self._saver.finish_save())
 
-    def let_land(self) -> None:
-        """Wait for a save in flight without a collective: the launch is about to be given up."""
-        self._saver.let_land()
+    def wait_for_save(self) -> None:
+        """Wait for the pending save without a collective: the launch is about to be given up."""
+        self._saver.wait_for_save()
 
     def have(self, reason: str, *, doubts: Sequence[str] = ()) -> bool:
         """Save unless this step is on disk already; whether it is now.
 
         ``doubts`` are why it is not to be trusted, on the ranks that have any.
         """
-        self.settle()
+        self.finish_save()
         step = self._progress.step
         if self.last is None or self.last.step != step:
             self.save(reason, wait=True, doubts=doubts)
@@ -132,8 +131,8 @@ class Saves:
 
     def agree_with(self, known: Known) -> None:
         """What the journal makes suspect after an incident that training goes on from."""
-        if self._saver.keeping is not None:
-            self._saver.keeping.agree_with(known)
+        if self._saver.catalog is not None:
+            self._saver.catalog.agree_with(known)
 
     def unsound(self) -> tuple[str, ...]:
         """What is not sound in this rank's state as it is now.  Not collective."""
@@ -147,6 +146,6 @@ class Saves:
     def _saving(self) -> AbstractContextManager[None]:
         return self._boundaries.meanwhile("save")
 
-    def _tell(self, name: CheckpointName | None) -> None:
+    def _call_hooks(self, name: CheckpointName | None) -> None:
         if name is not None:
             self._hooks.call("on_save", step=name.step, name=str(name))

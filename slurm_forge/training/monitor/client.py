@@ -17,20 +17,18 @@ from dataclasses import dataclass
 from datetime import timedelta
 
 from slurm_forge.control.clock_page import ProgressClock, new_page
+from slurm_forge.knobs import process_environ
 from slurm_forge.process import process_words
 from slurm_forge.run_directory import RunDirectory
-from slurm_forge.slurm.environment import process_environ
 from slurm_forge.training.monitor.flight_recorder import prepare
 from slurm_forge.training.monitor.stacks import (
     dump_on_signal,
     no_more_dumps,
 )
 
-__all__ = ["Witnessed", "begin_to_be_witnessed"]
-
 
 @dataclass(slots=True)
-class Witnessed:
+class MonitorClient:
     """What a worker shares with its witness; ``progress`` is for its ``Member``."""
 
     progress: ProgressClock
@@ -55,7 +53,7 @@ class Witnessed:
     ) -> None:
         """Start the witness.  Main thread; takes a few milliseconds, and never fails."""
         pidfd = _pidfd()
-        kept = [self.page, *(fd for fd in (self.dump, pidfd) if fd is not None)]
+        inherited = [self.page, *(fd for fd in (self.dump, pidfd) if fd is not None)]
         words = [
             str(directory.path),
             str(os.getpid()),
@@ -76,7 +74,7 @@ class Witnessed:
                 [sys.executable, *process_words("witness", *words)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
-                pass_fds=kept,
+                pass_fds=inherited,
             )
         if self._process is not None and self._process.stdin is not None:
             with contextlib.suppress(OSError):
@@ -98,7 +96,7 @@ class Witnessed:
             os.close(self.page)
 
 
-def begin_to_be_witnessed() -> Witnessed | None:
+def begin_to_be_witnessed() -> MonitorClient | None:
     """Make what can be shared; None where this system has no such memory.
 
     Before torch is imported: it reads some variables of the process then.
@@ -112,7 +110,7 @@ def begin_to_be_witnessed() -> Witnessed | None:
         dump = dump_on_signal()
     recorder, variables = prepare(process_environ())
     os.environ.update(variables)
-    return Witnessed(ProgressClock(page), page, dump, recorder)
+    return MonitorClient(ProgressClock(page), page, dump, recorder)
 
 
 def _pidfd() -> int | None:

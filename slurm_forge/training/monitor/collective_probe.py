@@ -20,13 +20,7 @@ import torch
 import torch.distributed as dist
 
 from slurm_forge.control import Member
-from slurm_forge.control.messages.protocol import (
-    ProbeArrived,
-    ProbeBroke,
-    ProbeDone,
-)
-
-__all__ = ["Probe", "value_of"]
+from slurm_forge.control.messages.probe import ProbeArrived, ProbeBroke, ProbeDone
 
 #: How long between two looks at a probe under way, by how long it has been.
 _LOOKS = ((0.05, 0.0005), (1.0, 0.002), (float("inf"), 0.02))

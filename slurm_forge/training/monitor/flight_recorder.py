@@ -17,15 +17,15 @@ from pathlib import Path
 
 from slurm_forge.knobs import flight_recorder_variables
 
-__all__ = ["dump_into", "forget", "prepare"]
-
 #: Without a device of NVIDIA's there is no NCCL to be recorded.
 _DEVICE = Path("/dev/nvidiactl")
 _WITHIN_S = 2.0
 _LARGEST = 64 << 20
 
 
-def prepare(given: Mapping[str, str], *, device: Path = _DEVICE) -> tuple[str, dict[str, str]]:
+def prepare(
+    environment: Mapping[str, str], *, device: Path = _DEVICE
+) -> tuple[str, dict[str, str]]:
     """A private folder on this node and the variables to set before torch is imported.
 
     Both empty where there is no such device, or the user has set some of them.  On this node: torch
@@ -37,7 +37,7 @@ def prepare(given: Mapping[str, str], *, device: Path = _DEVICE) -> tuple[str, d
         folder = tempfile.mkdtemp(prefix="forge-nccl-")
     except OSError:
         return "", {}
-    variables = flight_recorder_variables(folder, given)
+    variables = flight_recorder_variables(folder, environment)
     if not variables:
         forget(folder)
         return "", {}

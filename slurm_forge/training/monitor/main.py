@@ -1,9 +1,9 @@
-"""A rank's witness: a process beside the worker that tells the hub whether it gets anywhere.
+"""The monitor of a rank: a process beside the worker that reports its progress to the hub.
 
-The process ``witness RUN …``, started by the worker (``witnessed``).  It needs no lock of the
-worker's interpreter and no torch, and ends with the worker or with the launch.
+The process ``witness RUN …``, started by the worker (``training.monitor.client``).  It needs no
+lock of the worker's interpreter and no torch, and ends with the worker or with the launch.
 
-``Witness`` itself is a participant in somebody's loop: descriptors to wait for, and a tick.
+``RankMonitor`` itself is a participant in somebody's loop: descriptors to wait for, and a tick.
 """
 
 from __future__ import annotations
@@ -21,7 +21,17 @@ from pathlib import Path
 
 from slurm_forge.control.addresses import connect, parse_addresses
 from slurm_forge.control.clock_page import ClockReader
-from slurm_forge.control.messages import protocol as p
+from slurm_forge.control.messages import protocol
+from slurm_forge.control.messages.hub import Welcome
+from slurm_forge.control.messages.links import PortReport, QueryLinks
+from slurm_forge.control.messages.message import Message
+from slurm_forge.control.messages.monitor import (
+    MonitorHeartbeat,
+    MonitorHello,
+    PhaseDuration,
+    StackReport,
+    TakeStacks,
+)
 from slurm_forge.control.stack_text import essence
 from slurm_forge.control.tcp.links import (
     say_links,
@@ -48,10 +58,8 @@ from slurm_forge.training.monitor.netlink import (
     own_addresses,
 )
 from slurm_forge.training.monitor.port_counters import PortCounters
-from slurm_forge.training.monitor.stacks import StackTaker
+from slurm_forge.training.monitor.stacks import StackDumper
 from slurm_forge.vocabulary.cause import Cause
-
-__all__ = ["Subject", "Witness", "main"]
 
 _TICK_S = 1.0
 #: A tick that comes this much late: the witness was stopped too, with the whole job as a rule.
@@ -89,14 +97,14 @@ class Subject:
     recorder: str = ""
 
 
-class Witness:
+class RankMonitor:
     """Reads and tells once a second.  ``over`` once the worker or the channel is gone."""
 
     def __init__(self, subject: Subject, clock: Callable[[], float] = time.monotonic) -> None:
         self._subject = subject
         self._clock = clock
         self._reader = ClockReader(subject.page)
-        self._taker = StackTaker(
+        self._taker = StackDumper(
             subject.pid, subject.dump, thread=lambda: self._reader.alive().thread
         )
         self._socket: socket.socket | None = None
@@ -115,7 +123,7 @@ class Witness:
             return
         self._socket.settimeout(_SEND_WITHIN_S)
         self._send(
-            p.Attend(
+            MonitorHello(
                 nonce=subject.nonce,
                 rank=subject.rank,
                 world=subject.world_size,
@@ -150,25 +158,25 @@ class Witness:
         if facts.state in ("", "X"):
             self.over = True
             return 0.0
-        self._tell(now)
+        self._report(now)
         counted = self._ports.counted()
         if counted is not None:
-            self._send(p.PortsSeen(id=counted.number, lines=counted.lines))
+            self._send(PortReport(id=counted.number, lines=counted.lines))
         self._judge_alone(now, facts.state)
         return _TICK_S
 
     # -- telling -----------------------------------------------------------------------------
 
-    def _tell(self, now: float) -> None:
+    def _report(self, now: float) -> None:
         moved = self._reader.moved()
         if moved is None:
             return
         for each in self._reader.lasted():
-            self._send(p.Lasted(kind=each.kind, seconds=round(each.seconds, 3)))
+            self._send(PhaseDuration(kind=each.kind, seconds=round(each.seconds, 3)))
         facts = read_process(self._subject.pid)
         place = moved.position
         self._send(
-            p.Pulse(
+            MonitorHeartbeat(
                 turn=place.turn,
                 step=place.step,
                 begun=moved.begun,
@@ -192,11 +200,11 @@ class Witness:
         alive = self._reader.alive()
         return self._since(alive.at, now) if alive.thread else 0.0
 
-    def _send(self, message: p.Message) -> None:
+    def _send(self, message: Message) -> None:
         if self._socket is None:
             return
         try:
-            self._socket.sendall(p.encode(message))
+            self._socket.sendall(protocol.encode(message))
         except OSError:
             self._lose()
 
@@ -212,50 +220,50 @@ class Witness:
             data = connection.recv(1 << 16)
         except OSError:
             data = b""
-        if not data or len(self._buffer) > p.LINE_LIMIT:
+        if not data or len(self._buffer) > protocol.LINE_LIMIT:
             self._lose()
             return
         *lines, self._buffer = (self._buffer + data).split(b"\n")
         for line in lines:
             try:
-                message = p.decode(line)
+                message = protocol.decode(line)
             except ControlChannelError:
                 self._lose()
                 return
-            if isinstance(message, p.Welcome) and not p.same_nonce(
+            if isinstance(message, Welcome) and not protocol.same_nonce(
                 message.nonce, self._subject.nonce
             ):
                 self._lose()
                 return
-            if isinstance(message, p.TakeStacks):
+            if isinstance(message, TakeStacks):
                 self._take(message.id, message.attempt, message.launch)
-            elif isinstance(message, p.LookAtLinks):
+            elif isinstance(message, QueryLinks):
                 self._say_links(message.id)
                 self._ports.read_again(message.id)
 
     def _say_links(self, number: int) -> None:
         """How the worker's connections are, and our own; 0: only which addresses this host has."""
         own = None if self._socket is None else connection_of(self._socket)
-        found = connections_of(self._subject.pid) if number else ()
+        connections = connections_of(self._subject.pid) if number else ()
         addresses = own_addresses() or (() if own is None else (own.local,))
-        links = summarize((*(found or ()), *(() if own is None else (own,))))
-        how = "refused" if found is None else "witness"
+        links = summarize((*(connections or ()), *(() if own is None else (own,))))
+        how = "refused" if connections is None else "witness"
         self._send(say_links(number, addresses, links, how=how))
 
     def _take(self, number: int, attempt: int, launch: int) -> None:
-        taken = self._taker.take()
+        dump = self._taker.take()
         # Said before it is kept: a file system that does not answer may be what it is about.
         self._send(
-            p.Stacks(
+            StackReport(
                 id=number,
-                how=taken.how,
-                state=taken.facts.state,
-                cpu_s=taken.facts.cpu_s,
+                how=dump.how,
+                state=dump.facts.state,
+                cpu_s=dump.facts.cpu_s,
                 file=str(self._file(attempt, launch).relative_to(self._subject.run.path)),
-                text=essence(taken.stacks),
+                text=essence(dump.stacks),
             )
         )
-        self._write(taken.whole, attempt, launch)
+        self._write(dump.whole, attempt, launch)
         self._ticked = self._clock()  # what that took is no pause
 
     def _file(self, attempt: int, launch: int) -> Path:
@@ -292,14 +300,14 @@ class Witness:
         # Libraries are loaded with the lock held, and may come from a slow file system.
         if moved is not None and moved.kind in _COLD and self._mute(now) < 3 * after:
             return
-        taken = self._taker.take()
-        file = self._write(taken.whole, subject.attempt, subject.launch)
+        dump = self._taker.take()
+        file = self._write(dump.whole, subject.attempt, subject.launch)
         text = (
-            f"no Python thread of it ran for {self._mute(now):.0f} s (state {taken.facts.state}): "
+            f"no Python thread of it ran for {self._mute(now):.0f} s (state {dump.facts.state}): "
             f"stopped, or C code holds the interpreter's lock; ended by its witness ({file})"
         )
         sys.stderr.write(f"slurm_forge: rank {subject.rank}: {text}\n")
-        self._leave_words("hang", text, taken.stacks, Cause.HANG)
+        self._leave_words("hang", text, dump.stacks, Cause.HANG)
         with contextlib.suppress(OSError):
             os.kill(subject.pid, signal.SIGKILL)
         self.over = True
@@ -368,7 +376,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         tells_end=bool(float(alone)) and Knobs.from_environ(os.environ).lifeline,
         recorder=recorder,
     )
-    witness = Witness(subject)
+    witness = RankMonitor(subject)
     with selectors.DefaultSelector() as selector:
         registered: tuple[int, ...] = ()
         while not witness.over and os.getppid() == subject.pid:

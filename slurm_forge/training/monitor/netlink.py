@@ -21,8 +21,6 @@ from slurm_forge.control.tcp.tcp_info import (
     parse_tcp_info,
 )
 
-__all__ = ["Diagnosed", "connections_of", "own_addresses", "parse_addresses_dump", "parse_dump"]
-
 _NETLINK_ROUTE, _NETLINK_SOCK_DIAG = 0, 4
 _SOCK_DIAG_BY_FAMILY = 20
 _GETADDR = 22
@@ -41,7 +39,7 @@ _SCOPE_LINK = 253
 
 
 @dataclass(frozen=True, slots=True)
-class Diagnosed:
+class SocketInfo:
     """One socket of the namespace: ``inode`` is what its owner's descriptor points to."""
 
     inode: int
@@ -54,7 +52,7 @@ def connections_of(pid: int) -> tuple[Connection, ...] | None:
     """Those of that process; None where the kernel does not tell of any socket."""
     try:
         wanted = _inodes(pid)
-        found = [
+        sockets = [
             each
             for family in (socket.AF_INET, socket.AF_INET6)
             for data in _dump(_NETLINK_SOCK_DIAG, _SOCK_DIAG_BY_FAMILY, _request(family))
@@ -62,7 +60,7 @@ def connections_of(pid: int) -> tuple[Connection, ...] | None:
         ]
     except OSError:
         return None
-    return tuple(Connection(e.local, e.peer, e.info) for e in found if e.inode in wanted)
+    return tuple(Connection(e.local, e.peer, e.info) for e in sockets if e.inode in wanted)
 
 
 def own_addresses() -> tuple[str, ...]:
@@ -80,7 +78,7 @@ def own_addresses() -> tuple[str, ...]:
         return ()
 
 
-def parse_dump(data: bytes) -> Iterator[Diagnosed]:
+def parse_dump(data: bytes) -> Iterator[SocketInfo]:
     """The sockets that one datagram of an answer tells of; whatever is cut off is left out."""
     for kind, body in _messages(data):
         if kind != _SOCK_DIAG_BY_FAMILY or len(body) < _MESSAGE:
@@ -93,7 +91,7 @@ def parse_dump(data: bytes) -> Iterator[Diagnosed]:
         local, peer = _address(body[0], body[8:24]), _address(body[0], body[24:40])
         inode = struct.unpack_from("=I", body, 68)[0]
         if local and peer:
-            yield Diagnosed(inode, local, peer, parsed)
+            yield SocketInfo(inode, local, peer, parsed)
 
 
 def parse_addresses_dump(data: bytes) -> Iterator[str]:
@@ -101,22 +99,22 @@ def parse_addresses_dump(data: bytes) -> Iterator[str]:
     for kind, body in _messages(data):
         if kind != 20 or len(body) < 8 or body[3] >= _SCOPE_LINK:  # RTM_NEWADDR
             continue
-        told = dict(_attributes(body[8:]))
-        address = _address(body[0], told.get(_IFA_LOCAL, told.get(_IFA_ADDRESS, b"")))
+        attributes = dict(_attributes(body[8:]))
+        address = _address(body[0], attributes.get(_IFA_LOCAL, attributes.get(_IFA_ADDRESS, b"")))
         if address:
             yield address
 
 
 def _inodes(pid: int) -> frozenset[int]:
-    found = set()
+    inodes = set()
     for name in os.listdir(f"/proc/{pid}/fd"):  # noqa: PTH208  numbers, not paths
         try:
             target = os.readlink(f"/proc/{pid}/fd/{name}")  # noqa: PTH115
         except OSError:
             continue
         if target.startswith("socket:["):
-            found.add(int(target[8:-1]))
-    return frozenset(found)
+            inodes.add(int(target[8:-1]))
+    return frozenset(inodes)
 
 
 def _request(family: int) -> bytes:

@@ -12,17 +12,13 @@ from typing import Any, Protocol
 
 import torch
 
-from slurm_forge.training.monitor.stopwatch import new_event
-
-__all__ = ["CudaTrial", "HostTrial", "Trial", "trial_on"]
-
 #: Ranks that share cores get in each other's way: of several tries the fastest counts.
 _TRIES = 6
 _SIDE = 192
 _SIDE_CUDA = 2048
 
 
-class Trial(Protocol):
+class NodeBenchmark(Protocol):
     """``run`` at a step boundary; ``take`` later."""
 
     def run(self, slowed: Callable[[float], None]) -> None:
@@ -32,7 +28,7 @@ class Trial(Protocol):
         """Seconds of the fastest try since the last time; 0 where there is none, or none yet."""
 
 
-class HostTrial:
+class HostBenchmark:
     """On the processors that this rank computes with, in as many threads."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -45,13 +41,13 @@ class HostTrial:
         clock = self._clock
         with torch.inference_mode():
             if self._matrices is None:
-                given = torch.full((_SIDE, _SIDE), 0.5, dtype=torch.float32, device="cpu")
-                self._matrices = given, torch.empty_like(given)
-            given, result = self._matrices
+                matrix = torch.full((_SIDE, _SIDE), 0.5, dtype=torch.float32, device="cpu")
+                self._matrices = matrix, torch.empty_like(matrix)
+            matrix, result = self._matrices
             best = 0.0
             for turn in range(_TRIES):
                 began = clock()
-                torch.mm(given, given, out=result)
+                torch.mm(matrix, matrix, out=result)
                 slowed(clock() - began)
                 took = clock() - began
                 if turn and (not best or took < best):  # the first one warms up
@@ -64,7 +60,7 @@ class HostTrial:
         return best
 
 
-class CudaTrial:
+class CudaBenchmark:
     """On the GPU, behind what the current stream has to do; read when it has come to it."""
 
     def __init__(self, device: torch.device) -> None:
@@ -80,15 +76,15 @@ class CudaTrial:
         with torch.inference_mode():
             if self._matrices is None:
                 shape = (_SIDE_CUDA, _SIDE_CUDA)
-                given = torch.full(shape, 0.5, dtype=torch.bfloat16, device=self._device)
-                self._matrices = given, torch.empty_like(given)
+                matrix = torch.full(shape, 0.5, dtype=torch.bfloat16, device=self._device)
+                self._matrices = matrix, torch.empty_like(matrix)
                 self._events = [new_event() for _ in range(_TRIES + 1)]
             if self._flying and not self._events[-1].query():
                 return
-            given, result = self._matrices
+            matrix, result = self._matrices
             self._events[0].record(stream)
             for event in self._events[1:]:
-                torch.mm(given, given, out=result)
+                torch.mm(matrix, matrix, out=result)
                 event.record(stream)
         self._flying = True
 
@@ -101,6 +97,11 @@ class CudaTrial:
         return float(min(begun.elapsed_time(done) for begun, done in tries)) / 1000
 
 
-def trial_on(device: torch.device) -> Trial:
+def benchmark_on(device: torch.device) -> NodeBenchmark:
     """The trial for what this rank computes with."""
-    return CudaTrial(device) if device.type == "cuda" else HostTrial()
+    return CudaBenchmark(device) if device.type == "cuda" else HostBenchmark()
+
+
+def new_event() -> Any:
+    """An event of the device that tells the time; torch gives it no types."""
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]

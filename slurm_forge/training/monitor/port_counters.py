@@ -12,8 +12,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["Counted", "PortCounters", "differences", "read_counters"]
-
 _SYSFS = Path("/sys")
 #: Each of them stays where it is on a healthy link, so that any difference says something.
 _INFINIBAND = (
@@ -30,7 +28,7 @@ _MOST_LINES = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Counted:
+class PortCount:
     """An answer to the question of that number: ``mlx5_0/1 link_downed +1``, a line per counter."""
 
     number: int
@@ -43,7 +41,7 @@ class PortCounters:
     def __init__(self, sysfs: Path = _SYSFS) -> None:
         self._sysfs = sysfs
         self._first: dict[str, int] | None = None
-        self._counted: Counted | None = None
+        self._counted: PortCount | None = None
         self._thread = threading.Thread(target=self._begin, daemon=True)
         self._thread.start()
 
@@ -53,33 +51,33 @@ class PortCounters:
             self._thread = threading.Thread(target=self._compare, args=(number,), daemon=True)
             self._thread.start()
 
-    def counted(self) -> Counted | None:
+    def counted(self) -> PortCount | None:
         """The answer, once."""
-        found, self._counted = self._counted, None
-        return found
+        count, self._counted = self._counted, None
+        return count
 
     def _begin(self) -> None:
         self._first = read_counters(self._sysfs)
 
     def _compare(self, number: int) -> None:
         lines = differences(self._first or {}, read_counters(self._sysfs))
-        self._counted = Counted(number, lines)
+        self._counted = PortCount(number, lines)
 
 
 def read_counters(sysfs: Path) -> dict[str, int]:
     """All that can be read, by ``port counter``; virtual interfaces are left out."""
-    found: dict[str, int] = {}
+    counters: dict[str, int] = {}
     for port in sorted((sysfs / "class" / "infiniband").glob("*/ports/*")):
         name = f"{port.parent.parent.name}/{port.name}"
         for counter in _INFINIBAND:
-            _add(found, f"{name} {counter}", port / "counters" / counter)
+            _add(counters, f"{name} {counter}", port / "counters" / counter)
     for interface in sorted((sysfs / "class" / "net").glob("*")):
         if not (interface / "device").exists():
             continue
         for counter in _ETHERNET:
-            _add(found, f"{interface.name} {counter}", interface / "statistics" / counter)
-        _add(found, f"{interface.name} carrier_changes", interface / "carrier_changes")
-    return found
+            _add(counters, f"{interface.name} {counter}", interface / "statistics" / counter)
+        _add(counters, f"{interface.name} carrier_changes", interface / "carrier_changes")
+    return counters
 
 
 def differences(before: Mapping[str, int], now: Mapping[str, int]) -> tuple[str, ...]:
@@ -89,8 +87,8 @@ def differences(before: Mapping[str, int], now: Mapping[str, int]) -> tuple[str,
     return tuple(f"{name} +{grown[name]}" for name in most[:_MOST_LINES])
 
 
-def _add(found: dict[str, int], name: str, path: Path) -> None:
+def _add(counters: dict[str, int], name: str, path: Path) -> None:
     try:
-        found[name] = int(path.read_text())
+        counters[name] = int(path.read_text())
     except (OSError, ValueError):
         return

@@ -30,8 +30,6 @@ from slurm_forge.training.core.procfs import (
     read_process,
 )
 
-__all__ = ["StackTaker", "Taken", "dump_on_signal", "no_more_dumps"]
-
 _STOPPED = frozenset("tTZX")
 _DUMP_WITHIN_S = 2.0
 _PY_SPY_WITHIN_S = 4.0
@@ -62,7 +60,7 @@ def no_more_dumps(descriptor: int) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Taken:
+class StackDump:
     """``whole`` is for the file, ``stacks`` all Python threads of the process, from ``how``."""
 
     whole: str
@@ -71,7 +69,7 @@ class Taken:
     facts: ProcessFacts
 
 
-class StackTaker:
+class StackDumper:
     """Takes the stacks of one process.  ``dump`` is what ``dump_on_signal`` returned there."""
 
     def __init__(
@@ -87,7 +85,7 @@ class StackTaker:
         self._thread = thread
         self._py_spy = py_spy or _py_spy()
 
-    def take(self) -> Taken:
+    def take(self) -> StackDump:
         """Facts, stacks, children's stacks; within about five seconds."""
         facts = read_process(self._pid)
         how, stacks = "nothing", ""
@@ -108,7 +106,7 @@ class StackTaker:
             if its or catches(child, STACK_SIGNAL):
                 parts += [f"child {child}  state {read_process(child).state}", its]
         whole = "\n\n".join(part for part in parts if part) + "\n"
-        return Taken(whole, stacks, how, facts)
+        return StackDump(whole, stacks, how, facts)
 
     def _spied(self, pid: int, *, stopped: bool = False) -> str:
         # It would wait for a stopped process to stop once more.

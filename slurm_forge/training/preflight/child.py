@@ -20,24 +20,19 @@ from typing import Any, NoReturn
 
 import torch
 
-from slurm_forge.control.messages.preflight import (
-    Check,
-    Verdict,
-)
+from slurm_forge.control.messages.preflight import Check, CheckVerdict
 from slurm_forge.descendants import die_with_parent
 from slurm_forge.signals import SAVE_SIGNALS, signal_name
 from slurm_forge.training.preflight.group_test import (
-    Trial,
+    GroupTest,
     connect_store,
     host_store,
     try_together,
 )
 from slurm_forge.training.preflight.node_checks import (
     Wanted,
-    look,
+    run_checks,
 )
-
-__all__ = ["Looker", "TrialAsked"]
 
 _LIMIT = 1 << 20
 _POLL_S = 0.002
@@ -47,7 +42,7 @@ _TO_SAY_SO_S = 0.7
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TrialAsked:
+class GroupTestRequest:
     """A collective to take part in, as number ``rank`` of ``size``.
 
     ``hosts`` and ``port`` are where the first one of them waits; it says itself where that is.
@@ -79,7 +74,7 @@ class Looker:
         self._left = False
         self._how = ""
         #: In the child: groups that others may still be reading from.
-        self._kept: list[object] = []
+        self._held_memory: list[object] = []
 
     def begin(self) -> None:
         """Fork it."""
@@ -109,26 +104,26 @@ class Looker:
         its own threads will ever give back: that is no fault of the node.
         """
         begun = time.monotonic()
-        body, place = self._look(within_s)
+        body, place = self._run_checks(within_s)
         if body is None:
             self.begin()
-            body, place = self._look(within_s)
+            body, place = self._run_checks(within_s)
         if body is None:
             how = self._how or f"no answer within {within_s:.0f} s"
             text = f"{how}, in {place or 'its start'}; twice"
             seconds = round(time.monotonic() - begun, 4)
-            return (Check(name="answer", verdict=Verdict.BAD, text=text, seconds=seconds),)
+            return (Check(name="answer", verdict=CheckVerdict.BAD, text=text, seconds=seconds),)
         return tuple(
             Check(
                 name=each["name"],
-                verdict=Verdict(each["verdict"]),
+                verdict=CheckVerdict(each["verdict"]),
                 text=each["text"],
                 seconds=each["seconds"],
             )
             for each in body["checks"]
         )
 
-    def _look(self, within_s: float) -> tuple[dict[str, Any] | None, str]:
+    def _run_checks(self, within_s: float) -> tuple[dict[str, Any] | None, str]:
         """Its answer, and the check that was begun last; it is killed where there is none."""
         self._ask({"do": "look"})
         until, place = time.monotonic() + within_s, ""
@@ -138,16 +133,16 @@ class Looker:
             self.end()
         return body, place
 
-    def trial(self, asked: TrialAsked, published: Callable[[int], None]) -> Trial:
+    def trial(self, request: GroupTestRequest, published: Callable[[int], None]) -> GroupTest:
         """Take part in a collective; ``published`` is given the port where this rank is the first.
 
         Fails after ``within_s``; then the child is killed, and what it had on a GPU is freed.
         """
         if not self._pid:
             self.begin()
-        self._ask({"do": "try", "asked": asdict(asked)})
+        self._ask({"do": "try", "asked": asdict(request)})
         begun = time.monotonic()
-        until = begun + asked.within_s + _TO_SAY_SO_S
+        until = begun + request.within_s + _TO_SAY_SO_S
         body = self._answer(until)
         if body is not None and "port" in body:
             published(int(body["port"]))
@@ -155,8 +150,10 @@ class Looker:
         if body is None:
             self.end()
             took = time.monotonic() - begun
-            return Trial(ok=False, seconds=took, text=self._how or f"no answer within {took:.0f} s")
-        return Trial(**body["trial"])
+            return GroupTest(
+                ok=False, seconds=took, text=self._how or f"no answer within {took:.0f} s"
+            )
+        return GroupTest(**body["trial"])
 
     def end(self) -> None:
         """Kill it and collect it; one that sits in the kernel is left to the agent."""
@@ -206,44 +203,46 @@ class Looker:
             for line in reader:
                 body = json.loads(line)
                 if body["do"] == "look":
-                    found = look(
+                    checks = run_checks(
                         self._wanted,
                         self._environ,
                         may_use_gpu=self._may_use_gpu,
                         begun=lambda name: say({"begun": name}),
                     )
-                    say({"checks": [asdict(check) for check in found]})
+                    say({"checks": [asdict(check) for check in checks]})
                 else:
-                    asked = body["asked"]
-                    asked["hosts"] = tuple(asked["hosts"])
-                    say({"trial": asdict(self._try(TrialAsked(**asked), say))})
+                    fields = body["asked"]
+                    fields["hosts"] = tuple(fields["hosts"])
+                    say({"trial": asdict(self._try(GroupTestRequest(**fields), say))})
 
-    def _try(self, asked: TrialAsked, say: Callable[[Mapping[str, Any]], None]) -> Trial:
-        within = timedelta(seconds=asked.within_s)
+    def _try(
+        self, request: GroupTestRequest, say: Callable[[Mapping[str, Any]], None]
+    ) -> GroupTest:
+        within = timedelta(seconds=request.within_s)
         device = torch.device("cpu")
-        if asked.backend == "nccl":
+        if request.backend == "nccl":
             device = torch.device("cuda", self._wanted.local_rank % torch.cuda.device_count())
             torch.cuda.set_device(device)
         try:
-            if asked.rank == 0:
-                store = host_store(asked.size, within)
+            if request.rank == 0:
+                store = host_store(request.size, within)
                 say({"port": store.port})
             else:
-                store = connect_store(asked.hosts, asked.port, asked.size, within)
+                store = connect_store(request.hosts, request.port, request.size, within)
         except RuntimeError as error:
-            return Trial(ok=False, seconds=0.0, text=str(error).splitlines()[0][:300])
+            return GroupTest(ok=False, seconds=0.0, text=str(error).splitlines()[0][:300])
         if self._wanted.broken == "silent":
             while True:  # a node that takes part in nothing
                 time.sleep(60)
         return try_together(
             store,
-            nonce=asked.nonce,
-            rank=asked.rank,
-            size=asked.size,
-            backend=asked.backend,
+            nonce=request.nonce,
+            rank=request.rank,
+            size=request.size,
+            backend=request.backend,
             device=device,
             within=within,
-            keep=self._kept.append,
+            keep=self._held_memory.append,
             spoil=_spoil if self._wanted.broken == "sums" else lambda _: None,
         )
 
@@ -259,8 +258,8 @@ def _collected(pid: int, within_s: float) -> int | None:
     """How a child ended (a wait status); None where it lives on for that long."""
     until = time.monotonic() + within_s
     while True:
-        found, status = os.waitpid(pid, os.WNOHANG)
-        if found:
+        reaped, status = os.waitpid(pid, os.WNOHANG)
+        if reaped:
             return status
         if time.monotonic() >= until:
             return None

@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-__all__ = ["GpuFacts", "GpuProcess", "parse_gpus", "parse_processes", "read_gpus"]
-
 _DRIVER = Path("/dev/nvidiactl")
 
 
@@ -38,31 +36,31 @@ class GpuProcess:
 
 def parse_gpus(text: str) -> tuple[GpuFacts, ...]:
     """The lines of ``GpuFacts.QUERY`` as csv without header and units; others are left out."""
-    found = []
+    gpus = []
     for line in text.splitlines():
         words = [word.strip() for word in line.split(",")]
         if len(words) == 3 and words[0].isdecimal():
             errors, pending = words[1], words[2].lower()
-            found.append(
+            gpus.append(
                 GpuFacts(
                     index=int(words[0]),
                     uncorrected=int(errors) if errors.isdecimal() else 0,
                     pending=pending in ("yes", "1"),
                 )
             )
-    return tuple(found)
+    return tuple(gpus)
 
 
 def parse_processes(text: str) -> tuple[GpuProcess, ...]:
     """The lines of ``--query-compute-apps=pid,process_name,used_memory``; others are left out."""
-    found = []
+    processes = []
     for line in text.splitlines():
         words = [word.strip() for word in line.split(",")]
         if len(words) >= 3 and words[0].isdecimal():
             name = Path(",".join(words[1:-1])).name[:40]
             mib = int(words[-1]) if words[-1].isdecimal() else 0
-            found.append(GpuProcess(pid=int(words[0]), name=name, mib=mib))
-    return tuple(found)
+            processes.append(GpuProcess(pid=int(words[0]), name=name, mib=mib))
+    return tuple(processes)
 
 
 def read_gpus(query: str, *, within_s: float) -> str:

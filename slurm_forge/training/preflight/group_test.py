@@ -1,7 +1,7 @@
 """One collective of a few ranks, on a process group that is made for it: does it come, is it right.
 
 It may block for as long as a node or a link is bad, and can't be ended from within: run in a
-process that can be killed (``preflight_child``).
+process that can be killed (``training.preflight.child``).
 """
 
 from __future__ import annotations
@@ -18,15 +18,13 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from slurm_forge.control.addresses import answering_first
 
-__all__ = ["Trial", "connect_store", "host_store", "try_together"]
-
 #: Large enough for the bandwidth to show: of an all-reduce, in bytes.
 _LARGE_CUDA, _LARGE_CPU = 64 << 20, 1 << 20
 _TIMES = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Trial:
+class GroupTest:
     """How a collective went; ``bytes_per_s`` is the bus bandwidth, as nccl-tests count it."""
 
     ok: bool
@@ -73,7 +71,7 @@ def try_together(
     within: timedelta,
     keep: Callable[[object], None],
     spoil: Callable[[torch.Tensor], None] = lambda _: None,
-) -> Trial:
+) -> GroupTest:
     """Make a group of ``size``, sum a small and a large tensor in it, compare.
 
     Never raises.  ``keep`` is given what the others may need until they are through, too; ``spoil``
@@ -91,13 +89,13 @@ def try_together(
         if bool((small != size * (size + 1) / 2).any().item()):
             value = float(small[0].item())
             text = f"wrong sum: {value:g} instead of {size * (size + 1) // 2}"
-            return Trial(ok=False, seconds=time.monotonic() - begun, text=text)
+            return GroupTest(ok=False, seconds=time.monotonic() - begun, text=text)
         large = _LARGE_CUDA if device.type == "cuda" else _LARGE_CPU
         speed = _speed(group, large, size, device)
     except Exception as error:
         text = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-        return Trial(ok=False, seconds=time.monotonic() - begun, text=text[:300])
-    return Trial(ok=True, seconds=time.monotonic() - begun, bytes_per_s=speed)
+        return GroupTest(ok=False, seconds=time.monotonic() - begun, text=text[:300])
+    return GroupTest(ok=True, seconds=time.monotonic() - begun, bytes_per_s=speed)
 
 
 def _group(

@@ -17,35 +17,34 @@ import torch
 
 from slurm_forge.control import Member
 from slurm_forge.control.addresses import candidates, format_addresses, parse_addresses
+from slurm_forge.control.messages.hub import Publish
 from slurm_forge.control.messages.preflight import (
     Check,
-    Groups,
+    CheckVerdict,
     NodeReport,
     PreflightReport,
+    PreflightRound,
     PreflightTried,
     Thoroughness,
-    Verdict,
     round_key,
     store_key,
 )
-from slurm_forge.control.messages.protocol import Publish
 from slurm_forge.errors import ControlChannelError
+from slurm_forge.json_codec import parse
 from slurm_forge.run_directory import RunDirectory
 from slurm_forge.spec.faults import FaultKind
 from slurm_forge.spec.run_file import RunFile
 from slurm_forge.training.core.rank_info import RankPlace
 from slurm_forge.training.faults.injector import (
     FOLDER,
-    Struck,
+    StruckFaults,
 )
 from slurm_forge.training.preflight.child import (
+    GroupTestRequest,
     Looker,
-    TrialAsked,
 )
-from slurm_forge.training.preflight.group_test import Trial
+from slurm_forge.training.preflight.group_test import GroupTest
 from slurm_forge.training.preflight.node_checks import Wanted
-
-__all__ = ["Preflight", "wanted_of_run"]
 
 #: Longer than the hub waits for ranks that never join: it can name them, and we can't.
 _MEET_WITHIN = timedelta(minutes=20)
@@ -95,11 +94,11 @@ class Preflight:
             checks = self._looker.checks(self._within_s)
         except OSError as error:  # no process, no pipe: that is no verdict on the node
             text = f"can't be looked at: {error}"
-            checks = (Check(name="preflight", verdict=Verdict.SKIPPED, text=text),)
+            checks = (Check(name="preflight", verdict=CheckVerdict.SKIPPED, text=text),)
         try:
             self._say(checks, time.monotonic() - begun)
             number = 1
-            while (groups := self._asked(number)).groups:
+            while (groups := self._round(number)).groups:
                 self._take_part(number, groups)
                 number += 1
         finally:
@@ -125,16 +124,16 @@ class Preflight:
         """Whether the child can: this process must not ask, it would begin to use the GPU."""
         return any(check.name == "gpu memory" for check in checks)
 
-    def _asked(self, number: int) -> Groups:
-        return Groups.from_text(self._member.published(round_key(number), self._meet_s))
+    def _round(self, number: int) -> PreflightRound:
+        return parse(PreflightRound, self._member.published(round_key(number), self._meet_s))
 
-    def _take_part(self, number: int, groups: Groups) -> None:
+    def _take_part(self, number: int, groups: PreflightRound) -> None:
         rank = self._place.rank
-        mine = next((i for i, group in enumerate(groups.groups) if rank in group), None)
-        if mine is None:
+        index = next((i for i, group in enumerate(groups.groups) if rank in group), None)
+        if index is None:
             return
-        group, key = groups.groups[mine], store_key(number, mine)
-        asked = TrialAsked(
+        group, key = groups.groups[index], store_key(number, index)
+        request = GroupTestRequest(
             nonce=f"{self._nonce}/{key}",
             rank=group.index(rank),
             size=len(group),
@@ -143,16 +142,16 @@ class Preflight:
         )
         begun = time.monotonic()
         try:
-            if asked.rank:
+            if request.rank:
                 hosts, port = parse_addresses(self._member.published(key, groups.within_s))
-                asked = replace(asked, hosts=hosts, port=port)
+                request = replace(request, hosts=hosts, port=port)
                 # One deadline for both: who is late here misses the beginning of the next round.
                 left = groups.within_s - (time.monotonic() - begun)
-                asked = replace(asked, within_s=max(_LEAST_S, left))
-            trial = self._looker.trial(asked, lambda port: self._publish(key, port, group[1:]))
+                request = replace(request, within_s=max(_LEAST_S, left))
+            trial = self._looker.trial(request, lambda port: self._publish(key, port, group[1:]))
         except (ControlChannelError, OSError, ValueError) as error:
             took = time.monotonic() - begun
-            trial = Trial(ok=False, seconds=took, text=str(error).splitlines()[0][:300])
+            trial = GroupTest(ok=False, seconds=took, text=str(error).splitlines()[0][:300])
         self._member.send(
             PreflightTried(
                 round=number,
@@ -182,17 +181,17 @@ def wanted_of_run(
     on_hang: bool,
 ) -> Wanted:
     """What the node of a rank of this run is to be looked at for."""
-    asked = file.job.resources
+    resources = file.job.resources
     gpus = None
-    if asked.gpus_per_task is not None:
-        gpus = asked.gpus_per_task.count
-    elif asked.gpus_per_node is not None:
-        gpus = min(1, asked.gpus_per_node.count)  # of those of the node a rank may see its own
+    if resources.gpus_per_task is not None:
+        gpus = resources.gpus_per_task.count
+    elif resources.gpus_per_node is not None:
+        gpus = min(1, resources.gpus_per_node.count)  # of those of the node a rank may see its own
     return Wanted(
         thoroughness=thoroughness,
         gpus=gpus,
         local_rank=place.local_rank,
-        memory=asked.mem or None,
+        memory=resources.mem or None,
         folder=_folder(directory, attempt) if place.local_rank == 0 else None,
         sets=file.sets,
         on_hang=on_hang,
@@ -218,10 +217,12 @@ def _broken(
 ) -> str:
     """What is wrong with this node on purpose, to rehearse a launch."""
     for fault in file.job.inject:
-        mine = fault.rank in (None, place.rank) and fault.host in (None, place.host)
-        if fault.kind not in _BROKEN or not mine or fault.attempt not in (None, attempt):
+        applies = fault.rank in (None, place.rank) and fault.host in (None, place.host)
+        if fault.kind not in _BROKEN or not applies or fault.attempt not in (None, attempt):
             continue
-        struck = Struck(directory.path / FOLDER, launch=f"{attempt}.{launch}", rank=place.rank)
+        struck = StruckFaults(
+            directory.path / FOLDER, launch=f"{attempt}.{launch}", rank=place.rank
+        )
         try:
             if fault.deterministic or struck.may(fault, 0):
                 return _BROKEN[fault.kind]

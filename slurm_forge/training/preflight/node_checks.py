@@ -1,7 +1,7 @@
-"""What is looked at on a node before it trains: each check says what it saw, and raises nothing.
+"""Checks of a node before it trains: each reports what it found, and raises nothing.
 
-Run in a process that can be killed (``preflight_child``): a broken GPU or file system may hold on
-to whoever asks it anything.
+Run in a process that can be killed (``training.preflight.child``): a broken GPU or file system may
+block whoever uses it.
 """
 
 from __future__ import annotations
@@ -17,16 +17,12 @@ from pathlib import Path
 
 import torch
 
-from slurm_forge.control.messages.preflight import (
-    Check,
-    Thoroughness,
-    Verdict,
-)
+from slurm_forge.control.messages.preflight import Check, CheckVerdict, Thoroughness
 from slurm_forge.errors import ForgeError
 from slurm_forge.files import make_private_directory
 from slurm_forge.lock import exclusive
 from slurm_forge.site.model import EnvironmentSets
-from slurm_forge.site.variables import DifferenceKind, differences
+from slurm_forge.site.variables import VariableDifferenceKind, differences
 from slurm_forge.training.preflight.gpu_facts import (
     GpuFacts,
     parse_gpus,
@@ -34,8 +30,6 @@ from slurm_forge.training.preflight.gpu_facts import (
     read_gpus,
 )
 from slurm_forge.units import format_memory
-
-__all__ = ["Wanted", "look", "meminfo"]
 
 #: Sides of the matrices whose product is known: all digits fit into every type that multiplies.
 _SIDE_GPU, _SIDE_CPU = 2048, 128
@@ -73,7 +67,7 @@ class Wanted:
     busy: bool = False
 
 
-def look(
+def run_checks(
     wanted: Wanted,
     environ: Mapping[str, str],
     *,
@@ -87,52 +81,56 @@ def look(
     full = wanted.thoroughness is Thoroughness.FULL
     # The driver's state is not inherited: who has only asked how many GPUs there are has begun it.
     may_use_gpu = may_use_gpu and not torch.cuda._is_in_bad_fork()
-    asked: list[tuple[str, Callable[[], Check]]] = []
+    checks: list[tuple[str, Callable[[], Check]]] = []
     if wanted.busy:
-        asked.append(("gpu health", _gpu_health))
+        checks.append(("gpu health", _gpu_health))
     elif may_use_gpu:
-        asked.append(("gpu", lambda: _gpus_visible(wanted)))
+        checks.append(("gpu", lambda: _gpus_visible(wanted)))
         if torch.cuda.is_available():
-            asked.append(("gpu memory", lambda: _gpu_memory(wanted)))
+            checks.append(("gpu memory", lambda: _gpu_memory(wanted)))
             if full:
-                asked.append(("gpu computes", lambda: _gpus_compute(wanted)))
-                asked.append(("gpu health", _gpu_health))
+                checks.append(("gpu computes", lambda: _gpus_compute(wanted)))
+                checks.append(("gpu health", _gpu_health))
     elif full:
-        skipped = Check(name="gpu", verdict=Verdict.SKIPPED, text="this process uses it already")
-        asked.append(("gpu", lambda: skipped))
+        skipped = Check(
+            name="gpu", verdict=CheckVerdict.SKIPPED, text="this process uses it already"
+        )
+        checks.append(("gpu", lambda: skipped))
     if full:
-        asked.append(("cpu computes", lambda: _cpu_computes(wanted)))
-        asked.append(("name", _name_resolves))
-    asked.append(("memory", lambda: _memory(wanted)))
+        checks.append(("cpu computes", lambda: _cpu_computes(wanted)))
+        checks.append(("name", _name_resolves))
+    checks.append(("memory", lambda: _memory(wanted)))
     folder = wanted.folder
     if folder is not None:
-        asked.append(("storage", lambda: _storage(folder)))
+        checks.append(("storage", lambda: _storage(folder)))
         if full:
-            asked.append(("lock", lambda: _lock(folder)))
-    asked.append(("environment", lambda: _environment(wanted, environ)))
-    return tuple(_timed(name, check, begun) for name, check in asked)
+            checks.append(("lock", lambda: _lock(folder)))
+    checks.append(("environment", lambda: _environment(wanted, environ)))
+    return tuple(_timed(name, check, begun) for name, check in checks)
 
 
 def _timed(name: str, check: Callable[[], Check], tell: Callable[[str], None]) -> Check:
     tell(name)
     begun = time.monotonic()
     try:
-        found = check()
+        result = check()
     except Exception as error:
-        found = Check(name=name, verdict=Verdict.BAD, text=f"{type(error).__name__}: {error}"[:300])
-    return replace(found, name=name, seconds=round(time.monotonic() - begun, 4))
+        result = Check(
+            name=name, verdict=CheckVerdict.BAD, text=f"{type(error).__name__}: {error}"[:300]
+        )
+    return replace(result, name=name, seconds=round(time.monotonic() - begun, 4))
 
 
 def _fine(text: str = "") -> Check:
-    return Check(name="", verdict=Verdict.FINE, text=text)
+    return Check(name="", verdict=CheckVerdict.FINE, text=text)
 
 
 def _odd(text: str) -> Check:
-    return Check(name="", verdict=Verdict.ODD, text=text)
+    return Check(name="", verdict=CheckVerdict.ODD, text=text)
 
 
 def _bad(text: str) -> Check:
-    return Check(name="", verdict=Verdict.BAD, text=text)
+    return Check(name="", verdict=CheckVerdict.BAD, text=text)
 
 
 # -- GPUs ---------------------------------------------------------------------------------------
@@ -152,14 +150,14 @@ def _devices(wanted: Wanted) -> Iterable[int]:
 
 def _gpu_memory(wanted: Wanted) -> Check:
     """Before anything of ours is on it but a context."""
-    told, worst = [], Verdict.FINE
+    lines, worst = [], CheckVerdict.FINE
     for index in _devices(wanted):
         free, total = torch.cuda.mem_get_info(index)
         if free < _FREE_USUAL * total:
-            told.append(f"gpu {index}: {free // _MIB} of {total // _MIB} MiB free{_who()}")
+            lines.append(f"gpu {index}: {free // _MIB} of {total // _MIB} MiB free{_who()}")
             short = free < _FREE_LEAST * total
-            worst = Verdict.BAD if short or worst is Verdict.BAD else Verdict.ODD
-    return Check(name="", verdict=worst, text="; ".join(told))
+            worst = CheckVerdict.BAD if short or worst is CheckVerdict.BAD else CheckVerdict.ODD
+    return Check(name="", verdict=worst, text="; ".join(lines))
 
 
 def _who() -> str:
@@ -182,7 +180,7 @@ def _gpus_compute(wanted: Wanted) -> Check:
 def _gpu_health() -> Check:
     text = _nvidia_smi(GpuFacts.QUERY)
     if not text:
-        return Check(name="", verdict=Verdict.SKIPPED, text="nvidia-smi says nothing")
+        return Check(name="", verdict=CheckVerdict.SKIPPED, text="nvidia-smi says nothing")
     gpus = parse_gpus(text)
     pending = [each.index for each in gpus if each.pending]
     if pending:
@@ -335,6 +333,6 @@ def _name_resolves() -> Check:
 
 def _environment(wanted: Wanted, environ: Mapping[str, str]) -> Check:
     """What got lost on the way here, and what must not be; a person's own value is theirs."""
-    found = differences(wanted.sets, environ, on_hang=wanted.on_hang)
-    told = [str(each) for each in found if each.kind is not DifferenceKind.OTHER]
-    return _odd("; ".join(told[:6])) if told else _fine()
+    deviations = differences(wanted.sets, environ, on_hang=wanted.on_hang)
+    lines = [str(each) for each in deviations if each.kind is not VariableDifferenceKind.OTHER]
+    return _odd("; ".join(lines[:6])) if lines else _fine()

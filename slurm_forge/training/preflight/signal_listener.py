@@ -17,18 +17,14 @@ from collections.abc import Sequence
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 
-from slurm_forge.control.messages.live import (
-    Told,
-    line_of,
-)
+from slurm_forge.control.messages.live import ListenerEvent, format_event
+from slurm_forge.knobs import process_environ
 from slurm_forge.signals import SignalWatcher
-from slurm_forge.slurm.environment import node_name, process_environ
+from slurm_forge.slurm.environment import node_name
 from slurm_forge.training.data.worker_shield import (
     children_deaf_from_birth,
     shield_worker,
 )
-
-__all__ = ["main"]
 
 _FOREVER_S = 3600.0
 
@@ -45,8 +41,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     leaving.start()
     _say(way, "here")
     while True:
-        gone = wait([each.sentinel for each in workers.values()], _FOREVER_S) if workers else []
-        for name in [n for n, worker in workers.items() if worker.sentinel in gone]:
+        ended = wait([each.sentinel for each in workers.values()], _FOREVER_S) if workers else []
+        for name in [n for n, worker in workers.items() if worker.sentinel in ended]:
             _say(name, "died", _killed_by(workers.pop(name)))
         if not workers:
             time.sleep(_FOREVER_S)
@@ -90,8 +86,8 @@ def _leave_with_input(workers: Sequence[BaseProcess]) -> None:
 
 def _say(way: str, what: str, name: str = "") -> None:
     host = node_name(process_environ())
-    told = Told(way=way, host=host, what=what, signal=name, at=time.time())
-    os.write(1, line_of(told))
+    event = ListenerEvent(way=way, host=host, what=what, signal=name, at=time.time())
+    os.write(1, format_event(event))
 
 
 if __name__ == "__main__":

@@ -19,16 +19,13 @@ from slurm_forge.control import Member
 from slurm_forge.control.addresses import parse_addresses
 from slurm_forge.control.messages.preflight import Thoroughness
 from slurm_forge.errors import ForgeError
-from slurm_forge.knobs import Knobs
-from slurm_forge.slurm.environment import process_environ
+from slurm_forge.knobs import Knobs, process_environ
 from slurm_forge.training.core.rank_info import (
     RankPlace,
     place_from_environ,
 )
 from slurm_forge.training.preflight.main import Preflight
 from slurm_forge.training.preflight.node_checks import Wanted
-
-__all__ = ["main"]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -40,12 +37,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--gpus", type=int, default=None)
     parser.add_argument("--place", default=None)
     parser.add_argument("--broken", default="")
-    given = parser.parse_args(argv)
+    options = parser.parse_args(argv)
     environ = process_environ()
     knobs = Knobs.from_environ(environ)
     place = place_from_environ(environ)
-    if given.place is not None:
-        rank, _, world = given.place.partition("/")
+    if options.place is not None:
+        rank, _, world = options.place.partition("/")
         place = replace(
             place,
             rank=int(rank),
@@ -60,12 +57,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     wanted = Wanted(
         thoroughness=Thoroughness.FULL,
-        gpus=given.gpus,
-        every_gpu=given.place is None,
+        gpus=options.gpus,
+        every_gpu=options.place is None,
         local_rank=place.local_rank,
-        folder=given.folder,
-        busy=given.busy,
-        broken=_on(place, given.broken),
+        folder=options.folder,
+        busy=options.busy,
+        broken=_on(place, options.broken),
     )
     try:
         Preflight(
@@ -74,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             wanted,
             nonce=knobs.nonce,
             environ=environ,
-            within=timedelta(seconds=given.within),
+            within=timedelta(seconds=options.within),
         ).run()
     except ForgeError as error:
         sys.stderr.write(f"slurm_forge: {error}\n")

@@ -8,7 +8,7 @@ import threading
 import time
 import traceback
 
-from slurm_forge.control.messages import protocol as p
+from slurm_forge.control.messages.rank import RankFailed
 from slurm_forge.errors import ForgeError
 from slurm_forge.knobs import Knobs
 from slurm_forge.run_directory import RunDirectory, list_claims
@@ -19,17 +19,15 @@ from slurm_forge.training.core.error_report import (
     where,
 )
 
-__all__ = ["last_words_of", "leave_behind"]
-
 _LONGEST_TEXT = 2000
 #: How long a failing rank waits for the storage, which may be what has failed.
 _PATIENCE_S = 2.0
 
 
-def last_words_of(error: BaseException, *, step: int, phase: str, micro_batch: int) -> p.Failed:
+def last_words_of(error: BaseException, *, step: int, phase: str, micro_batch: int) -> RankFailed:
     """What a rank says of the exception that ends it."""
     text = f"{type(error).__name__}: {in_one_line(error)}{where(error)}"
-    return p.Failed(
+    return RankFailed(
         step=step,
         phase=phase,
         error=f"{type(error).__module__}.{type(error).__qualname__}",
@@ -41,20 +39,20 @@ def last_words_of(error: BaseException, *, step: int, phase: str, micro_batch: i
 
 
 def leave_behind(
-    run: RunDirectory, words: p.Failed, *, rank: int, host: str, attempt: int = 0, launch: int = 0
+    run: RunDirectory, words: RankFailed, *, rank: int, host: str, attempt: int = 0, launch: int = 0
 ) -> None:
     """Write them into the run directory; gives up after two seconds and raises nothing.
 
     Where attempt and launch are not known yet, the environment tells them, else the newest claim.
     """
-    given = (run, words, (rank, host), attempt, launch)
-    writing = threading.Thread(target=_write, args=given, name="forge-words", daemon=True)
+    arguments = (run, words, (rank, host), attempt, launch)
+    writing = threading.Thread(target=_write, args=arguments, name="forge-words", daemon=True)
     writing.start()
     writing.join(_PATIENCE_S)
 
 
 def _write(
-    run: RunDirectory, words: p.Failed, who: tuple[int, str], attempt: int, launch: int
+    run: RunDirectory, words: RankFailed, who: tuple[int, str], attempt: int, launch: int
 ) -> None:
     rank, host = who
     with contextlib.suppress(OSError, ForgeError, ValueError):

@@ -16,8 +16,6 @@ from slurm_forge.run_directory import RunDirectory
 from slurm_forge.run_directory.last_words import LAUNCH_BEGINS
 from slurm_forge.signals import SAVE_SIGNALS
 
-__all__ = ["Leaving", "show_crashes"]
-
 
 def show_crashes(attempt: int = 0, launch: int = 0) -> None:
     """A segmentation fault or an abort leaves the stacks of all threads in the output.
@@ -32,7 +30,7 @@ def show_crashes(attempt: int = 0, launch: int = 0) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Leaving:
+class RankExit:
     """The launch is over: no destructor, no collective, no waiting for data-loader workers."""
 
     run: RunDirectory

@@ -26,8 +26,10 @@ from types import FrameType
 from typing import Any
 
 from slurm_forge.control import HUB_GONE, Member
-from slurm_forge.control.messages import agent as a
-from slurm_forge.control.messages import protocol as p
+from slurm_forge.control.messages import protocol
+from slurm_forge.control.messages.agent import StartWorker, decode_agents
+from slurm_forge.control.messages.message import Message
+from slurm_forge.control.messages.rank import Notice
 from slurm_forge.descendants import kill_helpers
 from slurm_forge.errors import ControlChannelError
 from slurm_forge.signals import UNWIND_SIGNAL, SignalWatcher
@@ -93,25 +95,25 @@ class Unwinding:
             try:
                 return program()
             except LaunchOver:
-                self._heard()
+                self._acknowledge()
                 raise
             except BaseException as error:
                 if self.begun:
-                    self._heard()
+                    self._acknowledge()
                     raise LaunchOver from error
                 raise
         except LaunchOver:
-            self._heard()
+            self._acknowledge()
             raise
 
     def last_words(self) -> None:
         """Main thread: it is on its way out by itself, and not to be interrupted."""
-        self._heard()
+        self._acknowledge()
 
     def clear(self) -> str:
         """Main thread, out of everything: give up what is left of the launch; why that failed."""
         self._begun.set()
-        self._heard()
+        self._acknowledge()
         self._abort_groups()
         if self._aborting is not None:
             self._aborting.join(_OUT_WITHIN_S)
@@ -135,7 +137,7 @@ class Unwinding:
         if not self._caught:
             raise LaunchOver
 
-    def _heard(self) -> None:
+    def _acknowledge(self) -> None:
         while not self._caught:
             try:
                 self._caught = True
@@ -185,7 +187,7 @@ class ParkingPlace:
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
 
-    def wait(self) -> a.Begin | None:
+    def wait(self) -> StartWorker | None:
         """Say that nothing of the launch is left, and wait; None where there is nothing to come."""
         buffer = b""
         try:
@@ -195,10 +197,10 @@ class ParkingPlace:
                 if not data:
                     return None
                 buffer += data
-            order = a.decode_agents(buffer)
+            order = decode_agents(buffer)
         except (OSError, ControlChannelError):
             return None
-        return order if isinstance(order, a.Begin) else None
+        return order if isinstance(order, StartWorker) else None
 
 
 class ParkedWorker:
@@ -214,7 +216,7 @@ class ParkedWorker:
         """For a selector; -1 once closed."""
         return self._connection.fileno()
 
-    def heard(self) -> bool:
+    def read(self) -> bool:
         """Read; False when the worker's end is closed."""
         try:
             data = self._connection.recv(64)
@@ -225,11 +227,11 @@ class ParkedWorker:
         self.waits = self.waits or PARKED in data
         return bool(data)
 
-    def go_on(self, order: p.Message) -> bool:
+    def go_on(self, order: Message) -> bool:
         """Hand it the next launch; whether that could be done."""
         self.waits = False
         with contextlib.suppress(OSError):
-            self._connection.sendall(p.encode(order))
+            self._connection.sendall(protocol.encode(order))
             return True
         return False
 
@@ -243,7 +245,7 @@ class Channel(Member):
 
     mute = False
 
-    def _send(self, message: p.Message) -> None:
+    def _send(self, message: Message) -> None:
         try:
             super()._send(message)
         except OSError:
@@ -259,13 +261,13 @@ class Notices:
         self._early: list[Signals] = []
         self._member: Member | None = None
 
-    def seen(self, signal: Signals) -> None:
+    def add(self, signal: Signals) -> None:
         """The process got a signal; on the watcher's thread."""
         with self._lock:
             if self._member is None:
                 self._early.append(signal)
             else:
-                self._member.send(p.Notice(what=signal.name))
+                self._member.send(Notice(what=signal.name))
 
     def say_through(self, member: Member | None) -> None:
         """Say what was seen, and what will be, over that channel; keep it where there is none."""
@@ -275,14 +277,14 @@ class Notices:
                 return
             early, self._early = self._early, []
         for each in early:
-            self.seen(each)
+            self.add(each)
 
 
-class Kept:
+class PersistentWorkerState:
     """What a process has once, however many launches it is a rank of.  Main thread."""
 
     def __init__(self) -> None:
         self.notices = Notices()
-        self.watcher = SignalWatcher(self.notices.seen)
+        self.watcher = SignalWatcher(self.notices.add)
         #: The program, once it is imported: what it keeps in its modules is kept.
         self.entry: Callable[..., Any] | None = None

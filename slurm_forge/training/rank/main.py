@@ -18,9 +18,8 @@ from typing import Any, NoReturn
 from slurm_forge.control.addresses import parse_addresses
 from slurm_forge.descendants import die_with_parent
 from slurm_forge.errors import ForgeError
-from slurm_forge.knobs import Knobs
+from slurm_forge.knobs import Knobs, process_environ
 from slurm_forge.run_directory import RunDirectory
-from slurm_forge.slurm.environment import process_environ
 from slurm_forge.spec.recovery import trusts_process
 from slurm_forge.spec.run_file import read_run_file
 from slurm_forge.training.core.rank_info import (
@@ -30,7 +29,7 @@ from slurm_forge.training.core.rank_info import (
 )
 from slurm_forge.training.core.rank_variables import take_on
 from slurm_forge.training.monitor.client import (
-    Witnessed,
+    MonitorClient,
     begin_to_be_witnessed,
 )
 from slurm_forge.training.rank.error_file import (
@@ -38,25 +37,25 @@ from slurm_forge.training.rank.error_file import (
     leave_behind,
 )
 from slurm_forge.training.rank.exit import (
-    Leaving,
+    RankExit,
     show_crashes,
 )
 from slurm_forge.training.rank.in_process_relaunch import (
     Channel,
-    Kept,
     Notices,
     ParkingPlace,
+    PersistentWorkerState,
     Unwinding,
     can_unwind,
 )
 from slurm_forge.training.rank.rank import (
-    Outcome,
     Rank,
+    RankOutcome,
     Result,
 )
 
 __all__ = [
-    "Outcome",
+    "RankOutcome",
     "RankPlace",
     "Result",
     "main",
@@ -75,13 +74,13 @@ def run_rank(
     nonce: str,
     launch_started: float | None = None,
     survives_abort: bool = False,
-    kept: Kept | None = None,
+    persistent: PersistentWorkerState | None = None,
     attempt: int | None = None,
 ) -> Result:
     """Train as one rank.  Returns for every outcome, last words included; the caller exits.
 
     ``survives_abort`` is for the rank that hosts the conductor itself, of that ``attempt``;
-    ``kept`` for a process that may be the rank of several launches.
+    ``persistent`` for a process that may be the rank of several launches.
     """
     opened = _open(
         directory,
@@ -90,7 +89,7 @@ def run_rank(
         nonce=nonce,
         launch_started=launch_started,
         survives_abort=survives_abort,
-        kept=kept,
+        persistent=persistent,
         attempt=attempt,
     )
     rank, unwinding, leaving = opened.rank, opened.unwinding, opened.leaving
@@ -110,7 +109,7 @@ def run_rank(
     if problem:
         leaving(f"it can't go on in its process: {problem}")
     unwinding.over()
-    return Result(Outcome.UNWOUND, result.step)
+    return Result(RankOutcome.UNWOUND, result.step)
 
 
 def open_rank(
@@ -148,9 +147,9 @@ class _Opened:
 
     rank: Rank
     notices: Notices
-    leaving: Leaving
+    leaving: RankExit
     unwinding: Unwinding | None
-    witnessed: Witnessed | None
+    witnessed: MonitorClient | None
 
 
 def _open(
@@ -161,16 +160,16 @@ def _open(
     nonce: str,
     launch_started: float | None,
     survives_abort: bool,
-    kept: Kept | None = None,
+    persistent: PersistentWorkerState | None = None,
     attempt: int | None = None,
     keys: Mapping[str, Any] | None = None,
 ) -> _Opened:
     begun = time.time()
     knobs = Knobs.from_environ(process_environ())
     show_crashes(knobs.attempt, knobs.launch)
-    mine = Kept() if kept is None else kept
-    notices = mine.notices
-    witnessed: Witnessed | None = None
+    state = PersistentWorkerState() if persistent is None else persistent
+    notices = state.notices
+    witnessed: MonitorClient | None = None
     try:
         file = read_run_file(directory.spec_file)
         if keys:
@@ -193,13 +192,13 @@ def _open(
                 alone_after=watchdog.at_most if watchdog.enabled and survives_abort else None,
             )
         hosts, port = parse_addresses(channel)
-        leaving = Leaving(
+        leaving = RankExit(
             directory,
             rank=place.rank,
             in_slurm=bool(place.node),
             second=place.leads_second_node and file.job.outlives_nodes,
         )
-        trusted = kept is not None and trusts_process(file.job.recovery) and can_unwind()
+        trusted = persistent is not None and trusts_process(file.job.recovery) and can_unwind()
         unwinding = Unwinding(leaving) if trusted else None
         member = Channel(
             rank=place.rank,
@@ -217,7 +216,7 @@ def _open(
         leave_behind(directory, words, rank=place.rank, host=place.host)
         raise
     notices.say_through(member)
-    rank = Rank(directory, place, file, member, nonce, launch_started or begun, mine, unwinding)
+    rank = Rank(directory, place, file, member, nonce, launch_started or begun, state, unwinding)
     return _Opened(rank, notices, leaving, unwinding, witnessed)
 
 
@@ -232,11 +231,11 @@ def main(argv: list[str] | None = None, parking: ParkingPlace | None = None) -> 
     """
     arguments = sys.argv[1:] if argv is None else argv
     knobs = Knobs.from_environ(os.environ)
-    kept = None
+    persistent = None
     code = 1
     try:
         if parking is not None:
-            kept = Kept()
+            persistent = PersistentWorkerState()
         if len(arguments) != 1 or knobs.channel is None:
             raise ForgeError(
                 "the worker is started by slurm_forge itself",
@@ -252,9 +251,9 @@ def main(argv: list[str] | None = None, parking: ParkingPlace | None = None) -> 
                 channel=knobs.channel or "",
                 nonce=knobs.nonce,
                 launch_started=knobs.started,
-                kept=kept,
+                persistent=persistent,
             )
-            if parking is None or result.outcome is not Outcome.UNWOUND:
+            if parking is None or result.outcome is not RankOutcome.UNWOUND:
                 break
             order = parking.wait()
             if order is None:
@@ -267,7 +266,7 @@ def main(argv: list[str] | None = None, parking: ParkingPlace | None = None) -> 
                 started=order.started,
             )
             os.environ.update(knobs.to_environ())
-        code = 1 if result.outcome is Outcome.FAILED else 0
+        code = 1 if result.outcome is RankOutcome.FAILED else 0
     except ForgeError as error:
         sys.stderr.write(f"slurm_forge: {error}\n")
     except Exception:

@@ -17,8 +17,6 @@ import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-__all__ = ["give_threads_back", "no_collections", "preload", "why_not_forkable"]
-
 #: What a rank imports before it calls the program, torch.distributed.checkpoint and FSDP with it.
 _NEEDED = (
     "torch",

@@ -15,27 +15,26 @@ from typing import Any
 from slurm_forge.control.interfaces import preferred_address
 from slurm_forge.integrations.trackers import tracker_variables
 from slurm_forge.journal import JournalWriter
+from slurm_forge.json_codec import parse
+from slurm_forge.knobs import process_environ
 from slurm_forge.run_directory import RunDirectory
-from slurm_forge.slurm.environment import process_environ
 from slurm_forge.spec.recovery import trusts_process
 from slurm_forge.spec.run_file import RunFile
 from slurm_forge.training.core.rank_info import RankPlace
 from slurm_forge.training.core.rank_variables import take_on_plan
-from slurm_forge.training.monitor.client import Witnessed
+from slurm_forge.training.monitor.client import MonitorClient
 from slurm_forge.training.rank.error_file import (
     last_words_of,
     leave_behind,
 )
 from slurm_forge.training.rank.in_process_relaunch import (
     Channel,
-    Kept,
     LaunchOver,
+    PersistentWorkerState,
     Unwinding,
 )
 from slurm_forge.training.rank.preload import no_collections
 from slurm_forge.vocabulary.cause import Cause
-
-__all__ = ["Outcome", "Rank", "Result"]
 
 _MEET_WITHIN = timedelta(minutes=10)
 _COLLECTIVE_TIMEOUT = timedelta(minutes=30)
@@ -43,7 +42,7 @@ _COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 _PROBE_DEADLINES = 20
 
 
-class Outcome(str, Enum):
+class RankOutcome(str, Enum):
     """How a rank came out of the user's function."""
 
     FINISHED = "finished"
@@ -58,7 +57,7 @@ class Outcome(str, Enum):
 class Result:
     """Outcome and the number of optimizer steps done."""
 
-    outcome: Outcome
+    outcome: RankOutcome
     step: int
 
 
@@ -73,13 +72,13 @@ class Rank:
         member: Channel,
         nonce: str,
         launch_started: float,
-        kept: Kept | None = None,
+        persistent: PersistentWorkerState | None = None,
         unwinding: Unwinding | None = None,
     ) -> None:
-        self._kept = kept
+        self._persistent = persistent
         self._unwinding = unwinding
         #: Who looks on, where this rank's own script ends it (``leave``).
-        self.witnessed: Witnessed | None = None
+        self.witnessed: MonitorClient | None = None
         self._failed_of: Cause | None = None
         self._journal: JournalWriter | None = None
         self._directory = directory
@@ -100,7 +99,7 @@ class Rank:
             result: Result = self._unwinding.run(self._train)
             return result
         except LaunchOver:
-            return Result(Outcome.UNWOUND, 0)
+            return Result(RankOutcome.UNWOUND, 0)
         finally:
             if self._run is not None:
                 self._run.leave()
@@ -110,12 +109,12 @@ class Rank:
 
     def may_go_on(self, result: Result) -> bool:
         """Whether this process may be a rank of the next launch too, by its end and by policy."""
-        if result.outcome is Outcome.FAILED:
+        if result.outcome is RankOutcome.FAILED:
             cause, policy = self._failed_of, self._file.job.recovery
             if cause is Cause.NCCL_ERROR:  # it has only lost another rank
                 return trusts_process(policy)
             return cause is not None and trusts_process(policy, cause)
-        return result.outcome in (Outcome.UNWOUND, Outcome.GIVEN_UP)
+        return result.outcome in (RankOutcome.UNWOUND, RankOutcome.GIVEN_UP)
 
     @property
     def _is_over(self) -> bool:
@@ -129,7 +128,7 @@ class Rank:
             if self._is_over:
                 raise
             self._last_words(error)
-            return Result(Outcome.FAILED, 0)
+            return Result(RankOutcome.FAILED, 0)
         from slurm_forge.training.core.entry import call_entry
 
         def work() -> int:
@@ -176,19 +175,19 @@ class Rank:
 
         run = self._run
         try:
-            return Result(Outcome.FINISHED, work())
+            return Result(RankOutcome.FINISHED, work())
         except RunStopped:
-            return Result(Outcome.STOPPED, run.step_number)
+            return Result(RankOutcome.STOPPED, run.step_number)
         except LaunchGivenUp:
-            return Result(Outcome.GIVEN_UP, run.step_number)
+            return Result(RankOutcome.GIVEN_UP, run.step_number)
         except LaunchOver:
             raise
         except BaseException as error:  # SystemExit and DCP's CheckpointException are neither
             if self._is_over:
                 raise
-            run.let_land()  # the last words end the other ranks, and their part of a save
+            run.wait_for_save()  # the last words end the other ranks, and their part of a save
             self._last_words(error)
-            return Result(Outcome.FAILED, run.step_number)
+            return Result(RankOutcome.FAILED, run.step_number)
 
     def _prepare(self) -> Any:
         with no_collections():
@@ -211,7 +210,7 @@ class Rank:
 
         imported = time.time()
         member, place, spec = self._member, self._place, self._file.job
-        brief = LaunchBrief.from_text(member.published(BRIEF_KEY, _MEET_WITHIN.total_seconds()))
+        brief = parse(LaunchBrief, member.published(BRIEF_KEY, _MEET_WITHIN.total_seconds()))
         self._brief = brief
         refuse_another(place.rank, place.world_size)  # before others are waited for
         take_on_plan(self._file, brief.plan)  # read when groups are made, below
@@ -276,17 +275,17 @@ class Rank:
                     directory=self._directory.path,
                     step=brief.resume_step,
                     first=first,
-                    given=self._variables,
+                    environment=self._variables,
                 )
             )
         # The same on all ranks, so that they build the same model; the program may seed anew.
         rng.derive(spec.seed, 0, 0)
-        known = None if self._kept is None else self._kept.entry
+        known = None if self._persistent is None else self._persistent.entry
         if known is None and spec.entry is not None:  # a script is its own entry
             known = load_entry(spec.entry, self._file.folder)
         self._entry = known
-        if self._kept is not None:
-            self._kept.entry = known
+        if self._persistent is not None:
+            self._persistent.entry = known
         self._run = Run(
             context,
             device=device,

@@ -11,8 +11,6 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import is_lazy
 
-__all__ = ["BufferSnapshot"]
-
 
 @dataclass(slots=True, eq=False)
 class _Place:
@@ -22,7 +20,7 @@ class _Place:
     name: str
     path: str
     #: What was there when the snapshot was taken.  A reference, so that its id is not used again.
-    seen: torch.Tensor | None = None
+    tensor: torch.Tensor | None = None
     version: int = 0
     changes: bool = False
     #: Its module was in evaluation mode when the snapshot was taken.
@@ -35,12 +33,12 @@ class _Place:
         return buffer.to_local() if isinstance(buffer, DTensor) else buffer
 
     def remember(self) -> None:
-        self.seen = self.module._buffers[self.name]
-        self.version = 0 if self.seen is None else self.seen._version
+        self.tensor = self.module._buffers[self.name]
+        self.version = 0 if self.tensor is None else self.tensor._version
 
     def has_changed(self) -> bool:
         now = self.module._buffers.get(self.name)
-        return now is not self.seen or (now is not None and now._version != self.version)
+        return now is not self.tensor or (now is not None and now._version != self.version)
 
 
 @dataclass(slots=True)
@@ -128,7 +126,7 @@ class BufferSnapshot:
                 copies.values = torch.cat(copies.rows)
             return
         by_kind: dict[tuple[torch.device, torch.dtype], list[tuple[_Place, torch.Tensor]]] = {}
-        kept = set()
+        copied = set()
         for place in self._places:
             buffer = place.current()
             place.asleep = not place.module.training
@@ -142,7 +140,7 @@ class BufferSnapshot:
             if buffer.layout is not torch.strided or is_lazy(buffer):
                 continue  # an adjacency matrix; a buffer without a shape yet
             by_kind.setdefault((buffer.device, buffer.dtype), []).append((place, buffer))
-            kept.add(id(place))
+            copied.add(id(place))
         self._copies = []
         for some in by_kind.values():
             rows = [buffer.reshape(-1) for _, buffer in some]
@@ -154,7 +152,7 @@ class BufferSnapshot:
                     torch.cat(rows),
                 )
             )
-        self._left_out = [place for place in self._places if id(place) not in kept]
+        self._left_out = [place for place in self._places if id(place) not in copied]
         self._settled = self._settle()
 
     def _restore_where(self, skipped: torch.Tensor | bool) -> None:

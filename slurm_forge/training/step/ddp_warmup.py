@@ -15,8 +15,6 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-__all__ = ["Buckets", "settle_ddp_buckets"]
-
 
 class Buckets(str, Enum):
     """What became of a module's buckets."""
@@ -48,7 +46,7 @@ def settle_ddp_buckets(module: DistributedDataParallel) -> Buckets:
         or any(hasattr(p, "_in_backward_optimizers") for p in parameters)
     ):
         return Buckets.LEFT
-    kept = [parameter.grad for parameter in parameters]
+    gradients = [parameter.grad for parameter in parameters]
     inner, syncs = module._modules["module"], module.broadcast_buffers
     sync_now, sync_next = module.require_backward_grad_sync, module.require_forward_param_sync
     for parameter in parameters:
@@ -68,7 +66,7 @@ def settle_ddp_buckets(module: DistributedDataParallel) -> Buckets:
         module.broadcast_buffers = syncs
         module.require_backward_grad_sync = sync_now
         module.require_forward_param_sync = sync_next
-        for parameter, grad in zip(parameters, kept, strict=True):
+        for parameter, grad in zip(parameters, gradients, strict=True):
             parameter.grad = grad
     return Buckets.SETTLED
 

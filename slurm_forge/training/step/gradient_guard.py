@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -20,12 +20,6 @@ from torch.distributed.tensor import DTensor
 from torch.optim import LBFGS, SGD, Adam, AdamW, Optimizer
 
 from slurm_forge.errors import UnsupportedError
-from slurm_forge.training.core.step_verdict import (
-    LARGEST,
-    Reading,
-    Verdict,
-)
-from slurm_forge.training.step.buffer_snapshot import BufferSnapshot
 from slurm_forge.training.step.gradient_norms import (
     Gradients,
     NormParts,
@@ -33,23 +27,79 @@ from slurm_forge.training.step.gradient_norms import (
     clip_factor,
 )
 
-__all__ = [
-    "LARGEST",
-    "Applied",
-    "BufferSnapshot",
-    "Reading",
-    "Verdict",
-    "apply_gradients",
-    "drop_gradients",
-    "skips_on_device",
-]
-
+#: The largest finite float32: a norm above it counts as infinite whatever it was computed in.
+LARGEST = float(torch.finfo(torch.float32).max)
 #: A norm that is smaller than the largest one by so much is not clipped, in any dtype's arithmetic.
 _CLEARLY = 1.02
 _LITTLE = 1e-5
 
 
-class Applied:
+class Reading(NamedTuple):
+    """One step: was it ``applied``, was the gradient norm ``finite``, the norm, and the loss.
+
+    A step with a finite norm is left out where the norm is beyond the limit.  ``loss`` is this
+    rank's, NaN where none was given.
+    """
+
+    applied: bool
+    finite: bool
+    norm: float
+    loss: float
+
+
+class StepVerdict:
+    """A verdict on its way to the host.
+
+    On CUDA the copy into pinned memory begins at once, behind what has been queued so far;
+    ``read`` waits for that copy and for nothing queued after it, so reading one step late costs
+    nothing.
+    """
+
+    __slots__ = ("_event", "_loss", "_reading", "_values")
+
+    def __init__(
+        self, found_inf: torch.Tensor, norm: torch.Tensor, loss: torch.Tensor | None = None
+    ) -> None:
+        self._reading: Reading | None = None
+        self._event: torch.cuda.Event | None = None
+        values = [found_inf.detach(), norm.detach().to(found_inf)]
+        self._loss = math.nan
+        if loss is not None and loss.device.type == "cpu" and found_inf.device.type != "cpu":
+            self._loss = loss.item()  # there already; sending it to the device would wait
+        elif loss is not None:
+            values.append(loss.detach().reshape(()).to(found_inf))
+        self._values = torch.stack(values)
+        if self._values.is_cuda:
+            pinned = torch.empty(len(values), dtype=torch.float32, pin_memory=True)
+            pinned.copy_(self._values, non_blocking=True)
+            self._values = pinned
+            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._event.record(torch.cuda.current_stream(found_inf.device))
+
+    @classmethod
+    def known(cls, reading: Reading) -> StepVerdict:
+        """One that the host has reached itself."""
+        verdict = cls.__new__(cls)
+        verdict._reading, verdict._event = reading, None
+        return verdict
+
+    def is_ready(self) -> bool:
+        """Whether ``read`` would return at once."""
+        return self._event is None or bool(self._event.query())  # type: ignore[no-untyped-call]
+
+    def read(self) -> Reading:
+        """The verdict, waiting for it if necessary."""
+        if self._reading is None:
+            if self._event is not None:
+                self._event.synchronize()
+            found_inf, norm, *loss = self._values.tolist()
+            self._reading = Reading(
+                not found_inf, norm <= LARGEST, norm, loss[0] if loss else self._loss
+            )
+        return self._reading
+
+
+class GuardedUpdate:
     """What became of a step: its norm before clipping, the verdict, and what the norm is made of.
 
     ``norm`` is a scalar tensor where it was computed; nobody waited for it unless the optimizer
@@ -61,7 +111,7 @@ class Applied:
     def __init__(
         self,
         norm: torch.Tensor,
-        verdict: Verdict,
+        verdict: StepVerdict,
         norms: NormParts,
         found_inf: torch.Tensor | None,
     ) -> None:
@@ -113,7 +163,7 @@ def apply_gradients(
     parameters: Iterable[torch.Tensor] | None = None,
     norm_group: dist.ProcessGroup | None = None,
     on_device: bool | None = None,
-) -> Applied:
+) -> GuardedUpdate:
     """Clip to ``max_norm``, step, and drop the gradients; beyond ``limit`` only the last.
 
     A skipped step leaves weights, moments and step counters as they were, on all ranks.  ``limit``
@@ -134,7 +184,7 @@ def apply_gradients(
         )
     if grad_norm is not None and gradient_factor is not None:
         raise UnsupportedError(
-            "gradients that wait for their factor (Loss(sum, count)) were clipped by the program",
+            "grad_norm can't be combined with Loss(sum, count): its gradients are scaled later",
             next_step="Let apply(max_norm=…) clip, or hand over the mean loss.",
         )
     if scaler is not None and not scaler.is_enabled():
@@ -147,7 +197,7 @@ def apply_gradients(
     with torch.no_grad():
         gradients = Gradients(chosen)
         if grad_norm is not None:
-            norm, parts, factor, max_norm = _given(grad_norm, chosen), NormParts(), None, None
+            norm, parts, factor, max_norm = _own_norm(grad_norm, chosen), NormParts(), None, None
         else:
             norm, parts = gradients.norm(norm_group)
             factor = None if gradient_factor is None else _beside(norm, gradient_factor)
@@ -160,14 +210,14 @@ def apply_gradients(
             if scaler is not None and gradients:
                 found_inf = _enter(scaler, optimizer, found_inf)
             # Before what else is queued, so that whoever waits for it waits for nothing else.
-            verdict = Verdict(found_inf, norm, loss)
+            verdict = StepVerdict(found_inf, norm, loss)
             go_on = True
         else:
             found_inf = None
             value = norm.item()
             go_on = value <= limit
-            told = math.nan if loss is None else loss.item()
-            verdict = Verdict.known(Reading(go_on, value <= LARGEST, value, told))
+            loss_value = math.nan if loss is None else loss.item()
+            verdict = StepVerdict.known(Reading(go_on, value <= LARGEST, value, loss_value))
             if go_on and max_norm is not None and value * _CLEARLY + _LITTLE < max_norm:
                 max_norm = None  # most steps of most runs: times 1 would change nothing
             elif not go_on and grad_norm is not None:
@@ -190,7 +240,7 @@ def apply_gradients(
         parameter.grad = None
     if chosen is not owned:
         _drop(chosen)
-    return Applied(norm, verdict, parts, found_inf)
+    return GuardedUpdate(norm, verdict, parts, found_inf)
 
 
 def drop_gradients(optimizer: Optimizer) -> None:
@@ -226,7 +276,7 @@ def _drop(parameters: Iterable[torch.Tensor]) -> None:
         parameter.grad = None
 
 
-def _given(norm: torch.Tensor | float, parameters: Sequence[torch.Tensor]) -> torch.Tensor:
+def _own_norm(norm: torch.Tensor | float, parameters: Sequence[torch.Tensor]) -> torch.Tensor:
     """The program's own norm as a tensor where the parameters are."""
     if isinstance(norm, DTensor):
         norm = norm.full_tensor()
@@ -253,7 +303,7 @@ def _judged(norm: torch.Tensor, limit: float) -> torch.Tensor:
 
 
 def _step(
-    optimizer: Optimizer, verdict: Verdict, found_inf: torch.Tensor | None, scaler: Any
+    optimizer: Optimizer, verdict: StepVerdict, found_inf: torch.Tensor | None, scaler: Any
 ) -> None:
     """Step unless it is to be left out: judged by the optimizer on the device, or here."""
     if found_inf is None:
@@ -283,8 +333,8 @@ def _enter(scaler: Any, optimizer: Optimizer, found_inf: torch.Tensor) -> torch.
     way to be told; ``_per_optimizer_states`` is what ``unscale_`` has just written.  Returns the
     common verdict.
     """
-    seen = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
-    for device, own in seen.items():
+    found_by_device = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
+    for device, own in found_by_device.items():
         own.copy_(torch.maximum(own.reshape(()), found_inf.to(device)).expand_as(own))
         found_inf = torch.maximum(found_inf, own.to(found_inf.device).reshape(()))
     return found_inf

@@ -19,8 +19,6 @@ from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
 from slurm_forge.checkpoint.content.models import name_parameters
 
-__all__ = ["Gradients", "NormParts", "ParameterNorm", "clip_factor", "parameter_names"]
-
 #: As torch.nn.utils.clip_grad_norm_ has it.
 _CLIP_EPSILON = 1e-6
 #: What decides whether tensors can be worked on together.
@@ -62,15 +60,15 @@ class NormParts:
 
         Waits for the device.
         """
-        found = []
+        worst = []
         for stacked, owners in zip(self.stacked, self._owners, strict=True):
             local = stacked.to_local() if isinstance(stacked, DTensor) else stacked
             norms = (local.detach().double().cpu() * float(self._factor)).tolist()
             for index, (owner, norm) in enumerate(zip(owners, norms, strict=True)):
                 shape = "x".join(map(str, owner.shape)) or "scalar"
                 name = names.get(id(owner), f"parameter {index} ({shape})")
-                found.append(ParameterNorm(name, norm, math.isfinite(norm)))
-        return tuple(sorted(found, key=lambda one: -one.norm if one.finite else -math.inf))
+                worst.append(ParameterNorm(name, norm, math.isfinite(norm)))
+        return tuple(sorted(worst, key=lambda one: -one.norm if one.finite else -math.inf))
 
 
 def parameter_names(models: Mapping[str, nn.Module]) -> dict[int, str]:

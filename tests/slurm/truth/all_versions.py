@@ -29,8 +29,6 @@ from tests.slurm.truth.promises import PROMISES
 from tests.slurm.truth.promises_table import DOCUMENT
 from tests.slurm.truth.table import ROWS
 
-__all__ = ["main", "page"]
-
 _PREEMPTIONS, _CELLS, _DOCTOR = "preemptions.json", "truth.json", "doctor.json"
 _VERSION = re.compile(r"[0-9]{2}\.[0-9]{2}\.[0-9]+\S*")
 

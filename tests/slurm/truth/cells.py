@@ -19,8 +19,6 @@ from slurm_forge.vocabulary.decision import Action
 from tests.slurm.truth import faults
 from tests.slurm.truth.faults import Fault, Preparation
 
-__all__ = ["CELLS", "Cell", "Expected", "Submission", "cell_named"]
-
 STEPS = 100
 #: Between two checkpoints.
 EVERY = 10
@@ -320,7 +318,6 @@ CELLS: tuple[Cell, ...] = (
         expected=replace(CRASHED, evidence=("egmentation|SIGSEGV",)),
         partition="normal",
         args={"misbehave": ["segfault@15:rank1"]},
-        representative=True,
     ),
     Cell(
         name="abort",
@@ -412,7 +409,6 @@ CELLS: tuple[Cell, ...] = (
         ),
         partition="normal",
         args={"misbehave": ["exception@15:rank1:always"]},
-        representative=True,
     ),
     # --- storage ---
     Cell(
@@ -430,7 +426,6 @@ CELLS: tuple[Cell, ...] = (
         ),
         partition="normal",
         prepare=faults.small_disk,
-        representative=True,
     ),
     Cell(
         name="disk-full-for-good",
@@ -533,7 +528,6 @@ CELLS: tuple[Cell, ...] = (
         strike=faults.preempted,
         expected=replace(PREEMPTED, least=Confidence.GUESS, evidence=("SIGTERM",), successors=1),
         missing="scontrol",
-        representative=True,
     ),
     Cell(
         name="heterogeneous",

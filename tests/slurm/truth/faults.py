@@ -22,8 +22,6 @@ from slurm_forge.testing.cluster import SlurmCluster
 from slurm_forge.testing.cluster.processes import ProcessRef, kill
 from tests.slurm.harness import worker_of
 
-__all__ = ["STEP", "Fault", "Preparation", "Target", "runs_folder"]
-
 #: Training is this far when most faults strike: behind a checkpoint, and not at one.
 STEP = 15
 _HELD_S = 60.0
@@ -246,7 +244,7 @@ def everything_killed(target: Target) -> None:
 
 
 def stopped_while_waiting(target: Target) -> None:
-    """``slurm-forge stop`` of a run that was preempted and waits to be started again."""
+    """``slurm-forge stop`` of a run that was preempted and waiting to start again."""
     preempted(target)
     target.cluster.wait_state(target.job, {"PENDING"}, 60)
     target.stop()

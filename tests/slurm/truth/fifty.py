@@ -35,8 +35,6 @@ from slurm_forge.vocabulary.cause import Cause
 from tests.jobs import consumed
 from tests.slurm.harness import Watched, Way, submit
 
-__all__ = ["Blow", "Kind", "main"]
-
 _NODES = 2
 _PARTITION = "preempt"
 _EVERY = 20

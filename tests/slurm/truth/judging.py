@@ -23,8 +23,6 @@ from tests.jobs import consumed
 from tests.slurm.harness import Watched
 from tests.slurm.truth.cells import Cell, Submission
 
-__all__ = ["WORDS", "Ended", "Row", "Uninterrupted", "judge", "outcome_of", "row_of"]
-
 _ORDER = (Confidence.GUESS, Confidence.LIKELY, Confidence.CERTAIN)
 #: How a complaint begins about what the reports say.
 WORDS = "words: "

@@ -18,17 +18,17 @@ from slurm_forge.journal import RunState
 from slurm_forge.launch.render.batch_script import render
 from slurm_forge.launch.render.site_choice import find_site
 from slurm_forge.launch.requeue.reconcile import reconcile
-from slurm_forge.launch.submit.submission import create_run
+from slurm_forge.launch.submit.submission import create_run, job_script, keep_successor
 from slurm_forge.launch.submitit.job import ForgeJob
 from slurm_forge.slurm.client import SubprocessSlurm
 from slurm_forge.spec import job_from_mapping
 from slurm_forge.testing.cluster import SlurmCluster
-from tests.jobs import consumed
 from tests.slurm.harness import (
     REPOSITORY,
     Watched,
     environment,
     job_mapping,
+    left_in_peace,
     submit,
     worker_of,
 )
@@ -45,8 +45,6 @@ from tests.slurm.truth.judging import (
 )
 from tests.slurm.truth.told import claims_of
 from tests.slurm.truth.words import Claim
-
-__all__ = ["OurTarget", "References", "run_ours"]
 
 #: Jobs in these states are over, and nobody starts them again.
 _OVER = frozenset(
@@ -106,7 +104,6 @@ class OurTarget:
 class References:
     """What runs come to that nothing happens to, each trained once: by steps and nodes."""
 
-    cluster: SlurmCluster
     folder: Path
     _known: dict[tuple[int, int], Uninterrupted] = field(default_factory=dict)
 
@@ -115,16 +112,9 @@ class References:
         steps = int(cell.training["steps"])
         key = steps, cell.nodes
         if key not in self._known:
-            watched = submit(
-                self.cluster,
-                self.folder / f"reference-{steps}-{cell.nodes}",
-                name="reference",
-                partition="normal",
-                nodes=cell.nodes,
-                args={"steps": steps},
-            )
-            watched.wait_finished()
-            self._known[key] = Uninterrupted(watched.digest(), consumed(watched.run.path))
+            folder = self.folder / f"reference-{steps}-{cell.nodes}"
+            args = {"steps": steps}
+            self._known[key] = Uninterrupted(*left_in_peace(folder, ranks=cell.nodes, args=args))
         return self._known[key]
 
 
@@ -305,8 +295,7 @@ def _array(
 def _heterogeneous(cell: Cell, cluster: SlurmCluster, folder: Path, job: dict[str, Any]) -> Watched:
     with environment(cluster):
         (watched,) = _runs(cell, cluster, folder, job, 1)
-        script = watched.run.submissions / "job.sbatch"
-        script.write_text(render(watched.file, find_site("generic"), watched.run))
+        keep_successor(watched.run, render(watched.file, find_site("generic"), watched.run))
     component = ["--nodes=1", "--ntasks=1", "--partition=normal", "--time=5", "--mem=500M"]
-    watched.job = cluster.sbatch(script, *component, ":", *component)
+    watched.job = cluster.sbatch(job_script(watched.run), *component, ":", *component)
     return watched

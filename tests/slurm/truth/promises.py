@@ -20,8 +20,8 @@ from slurm_forge.errors import ForgeError
 from slurm_forge.journal import RunState, RunStatus
 from slurm_forge.journal.events import NoticeSeen, RequeueDone, Resumed
 from slurm_forge.recovery.live_observations import (
+    Receiver,
     RoundKind,
-    Way,
 )
 from slurm_forge.recovery.policy.prediction import (
     BroughtBack,
@@ -34,8 +34,6 @@ from slurm_forge.testing.cluster import ClusterSpec, SlurmCluster
 from slurm_forge.testing.cluster.spec import PartitionPreemption, PartitionSpec, QosSpec
 from tests.jobs import consumed
 from tests.slurm.harness import REPOSITORY, Watched, environment, job_mapping
-
-__all__ = ["PROMISES", "Kept", "Promise", "keep"]
 
 VERB = (sys.executable, "-m", "slurm_forge.cli.main", "doctor", "--live", "--json")
 #: Enough of them that the run still trains when doctor has looked.
@@ -140,7 +138,6 @@ PROMISES: tuple[Promise, ...] = (
     Promise(
         name="cancel-grace-no-requeue",
         spec=_partitions("CANCEL", _GRACE),
-        representative=True,
         **_NO_REQUEUE,
     ),
     Promise(name="cancel-nograce-no-requeue", spec=_partitions("CANCEL"), **_NO_REQUEUE),
@@ -496,7 +493,7 @@ def _reached(told: dict[str, Any], came: Happened) -> list[Field]:
     return [
         _same(
             f"a task hears {came.first_signal.value}",
-            fates[Way.TASK.value] == "heard",
+            fates[Receiver.TASK.value] == "heard",
             heard,
         )
     ]

@@ -23,8 +23,6 @@ from slurm_forge.testing.cluster import ClusterSpec, SlurmCluster, Tracking
 from slurm_forge.testing.cluster.machine import why_not_here
 from tests.slurm.truth.promises import PROMISES, Kept, keep
 
-__all__ = ["DOCUMENT", "main", "page"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:

@@ -20,14 +20,12 @@ import pytest
 import submitit
 
 from slurm_forge.errors import ForgeError
-from slurm_forge.testing.cluster import JobRecord, SlurmCluster
+from slurm_forge.testing.cluster import ScontrolJob, SlurmCluster
 from slurm_forge.testing.cluster.processes import kill
 from tests.slurm.harness import REPOSITORY, environment
 from tests.slurm.truth.cells import EVERY, Cell, Submission
 from tests.slurm.truth.faults import Fault, Target, commands_without, runs_folder
 from tests.slurm.truth.stock_training import Mark, StockTraining, StockWorkload, marks_in
-
-__all__ = ["StockRow", "StockTarget", "run_stock"]
 
 #: How long a cell may take after its fault, on a quiet machine, before it counts as endless.
 _PATIENCE_S = 120.0
@@ -280,11 +278,11 @@ def _wait_end(target: StockTarget, patience: float) -> bool:
     return True
 
 
-def _at_rest(record: JobRecord) -> bool:
+def _at_rest(record: ScontrolJob) -> bool:
     return record.state in _OVER or _held(record)
 
 
-def _held(record: JobRecord) -> bool:
+def _held(record: ScontrolJob) -> bool:
     return record.state == "PENDING" and "held" in record.reason.lower()
 
 
@@ -318,7 +316,7 @@ def _told(cell: Cell, target: StockTarget, over: bool, trouble: str, seconds: fl
     )
 
 
-def _outcome(record: JobRecord, *, over: bool, done: bool, asked: bool) -> str:
+def _outcome(record: ScontrolJob, *, over: bool, done: bool, asked: bool) -> str:
     if _held(record):
         return "waits for a person"
     if not over:

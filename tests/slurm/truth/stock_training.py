@@ -24,8 +24,6 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from tests.jobs import Net, Samples, misbehave
 
-__all__ = ["Mark", "StockTraining", "StockWorkload", "marks_in"]
-
 _GLOBAL_BATCH = 16
 _MARKS = "marks.jsonl"
 

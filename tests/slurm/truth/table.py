@@ -20,8 +20,6 @@ from tests.slurm.truth.cells import CELLS, Cell, cell_named
 from tests.slurm.truth.judging import WORDS, Row
 from tests.slurm.truth.ours import References, run_ours
 
-__all__ = ["ROWS", "main"]
-
 #: What ``--json`` holds; a later call goes on from it.
 ROWS = TypeAdapter(list[Row])
 
@@ -76,7 +74,7 @@ def _with_tracking(
     try:
         with SlurmCluster(place / "slurm", ClusterSpec(tracking=tracking)) as cluster:
             print(f"processes tracked by {cluster.tracking.value}", flush=True)
-            references = References(cluster, place)
+            references = References(place)
             for cell in cells:
                 row = run_ours(cell, cluster, place / f"ours-{cell.name}", references)
                 cluster.reset()

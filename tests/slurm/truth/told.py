@@ -14,8 +14,6 @@ from tests.slurm.truth.cells import Cell, Submission
 from tests.slurm.truth.judging import Ended, idle_starts
 from tests.slurm.truth.words import Claim, Deeds, claims, deeds_on_disk, told_now
 
-__all__ = ["claims_of"]
-
 #: The rank, of one on each node, that the fault of a cell strikes: no other node may be blamed.
 _BLAMED_RANK = {
     "node-killed": 1,

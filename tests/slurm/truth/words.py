@@ -37,8 +37,6 @@ from slurm_forge.store.identity import CheckpointName
 from slurm_forge.vocabulary.cause import Cause
 from tests.jobs import consumed
 
-__all__ = ["Claim", "Deeds", "Told", "claims", "deeds_on_disk", "told_now", "what_is_told"]
-
 #: Between Slurm's start of a job and the first line of ours lie a shell and an interpreter.
 _START_S = 25.0
 _LONGEST_LINE = 240

@@ -14,8 +14,8 @@ from slurm_forge.checkpoint.content.index import (
     data_file,
 )
 from slurm_forge.checkpoint.content.shard_layout import (
-    Place,
     Shard,
+    ShardPlacement,
     lay_out,
 )
 from slurm_forge.checkpoint.content.training_state import TrainingState
@@ -111,7 +111,7 @@ def write_shards(directory, tensors, *, files=1, block_size=PAGE) -> tuple[Manif
         content = bytearray(size)
         for shard, at in zip(shards, places, strict=True):
             content[at : at + shard.nbytes] = raw(part_of(tensors[shard.key][0], shard))
-            found[shard.key].append((shard, Place(number, at)))
+            found[shard.key].append((shard, ShardPlacement(number, at)))
         path = directory / data_file(number)
         entries.append(write_bytes(path, bytes(content), block_size=block_size))
     index = Index(

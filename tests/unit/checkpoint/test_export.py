@@ -210,7 +210,7 @@ def content(target):
 def test_a_folder_of_something_else_is_never_replaced(run, tmp_path):
     (tmp_path / "x").mkdir()
     (tmp_path / "x" / "thesis.tex").touch()
-    with pytest.raises(CheckpointError, match="holds something else"):
+    with pytest.raises(CheckpointError, match="holds something other"):
         exported(run, tmp_path, Format.DCP, force=True)
     assert (tmp_path / "x" / "thesis.tex").exists()
 
@@ -256,7 +256,7 @@ def test_a_dtype_without_a_name_there_is_refused_before_anything_is_written(tmp_
 
 def test_a_name_that_is_no_text_is_refused_before_anything_is_written(tmp_path):
     name, described = "w\ud800", ((2,), torch.float32)
-    with pytest.raises(CheckpointError, match=r"'w\\ud800' is no Unicode text") as caught:
+    with pytest.raises(CheckpointError, match=r"'w\\ud800' is not valid Unicode") as caught:
         write_export(tmp_path / "x.safetensors", Format.SAFETENSORS, {name: described},
                      iter([(name, torch.ones(2))]), about={}, force=False)  # fmt: skip
     assert ".pt" in caught.value.next_step

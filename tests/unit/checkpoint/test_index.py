@@ -17,8 +17,8 @@ from slurm_forge.checkpoint.content.index import (
     data_file,
 )
 from slurm_forge.checkpoint.content.shard_layout import (
-    Place,
     Shard,
+    ShardPlacement,
 )
 from slurm_forge.errors import CheckpointRejectedError
 
@@ -45,7 +45,7 @@ def indices(draw):
             file = draw(st.integers(0, len(files) - 1))
             at = -(-ends[file] // 64) * 64
             ends[file] = at + shard.nbytes
-            shards.append((shard, Place(file, at)))
+            shards.append((shard, ShardPlacement(file, at)))
         tensors[key] = SavedTensor(shape, kind, tuple(shards))
     return Index(files, tensors), dict(zip(files, ends, strict=True))
 

@@ -126,13 +126,13 @@ def set_chunk(metadata, offsets, sizes):
     (lambda m: set_storage(m, relative_path="/etc/passwd"), "not listed"),
     (lambda m: set_storage(m, relative_path="__7_0.distcp"), "not listed"),
     (lambda m: set_storage(m, relative_path=["__0_0.distcp"]), "not listed"),
-    (lambda m: set_storage(m, offset=-1), "at no place"),
-    (lambda m: set_storage(m, offset=True), "at no place"),
+    (lambda m: set_storage(m, offset=-1), "no location"),
+    (lambda m: set_storage(m, offset=True), "no location"),
     (lambda m: set_storage(m, length=10**9), "beyond the end"),
     (lambda m: set_storage(m, length=8), "can't fit"),
     (lambda m: set_storage(m, transform_descriptors=["zip"]), "transformed"),
     (lambda m: m.storage_data.clear(), "was not written"),
-    (lambda m: m.storage_data.update({MetadataIndex("a"): "b"}), "lies nowhere"),
+    (lambda m: m.storage_data.update({MetadataIndex("a"): "b"}), "no location"),
     (lambda m: m.storage_data.update({"a": "b"}), "without a name"),
     (lambda m: m.state_dict_metadata.update(x=None), "not a tensor"),
     (lambda m: m.state_dict_metadata.update({1: None}), "not a tensor"),
@@ -141,7 +141,7 @@ def set_chunk(metadata, offsets, sizes):
     (lambda m: set_chunk(m, [0], [10]), "outside of it"),
     (lambda m: setattr(m, "planner_data", {"a": [1]}), "private data"),
     (lambda m: setattr(m, "storage_data", None), "no list"),
-    (lambda m: setattr(m, "state_dict_metadata", []), "something else"),
+    (lambda m: setattr(m, "state_dict_metadata", []), "something other"),
 ])  # fmt: skip
 def test_an_index_that_points_elsewhere_is_refused(honest, change, reason):
     sizes, data = honest

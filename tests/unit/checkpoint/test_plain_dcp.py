@@ -177,7 +177,7 @@ def zipped(item):
 
 
 @pytest.mark.parametrize(("make", "why"), [
-    (lambda item: b"\x80\x02" + item[2:], "in another way"),
+    (lambda item: b"\x80\x02" + item[2:], "not stored the way"),
     (lambda item: item[: len(item) // 2] + bytes(len(item) - len(item) // 2), "archive"),
     (zipped, "compressed"),
 ])  # fmt: skip
@@ -197,7 +197,7 @@ def test_another_tensor_than_the_index_says_is_refused(tmp_path):
         swapped = pickle.loads((path / ".metadata").read_bytes())
         swapped.storage_data[at["a"]] = metadata.storage_data[at[other]]
         (path / ".metadata").write_bytes(pickle.dumps(swapped))
-        with pytest.raises(CheckpointRejectedError, match="something else lies there"):
+        with pytest.raises(CheckpointRejectedError, match="the data there is not"):
             PlainDcp.open(path).read("a")
         (path / ".metadata").write_bytes(pickle.dumps(metadata))
 

@@ -381,7 +381,7 @@ REFUSED = {
     "meta": (TrainingState(models={"m": nn.Linear(2, 2, device="meta")}), "models/m/weight"),
     "extra": (TrainingState(extra={"a": {"b": object()}}), "extra/a/b"),
     "tensor in extra": (TrainingState(extra={"a": torch.zeros(1)}), "extra/a"),
-    "entry without a name": (entry_named(3), "optimizers/o/state/m/weight: a tensor is kept under"),
+    "entry without a name": (entry_named(3), "optimizers/o/state/m/weight: a tensor has the key"),
     "lone parameter": (TrainingState(optimizers={"opt": lone_optimizer()}), "no registered model"),
 }  # fmt: skip
 

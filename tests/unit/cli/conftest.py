@@ -24,7 +24,7 @@ from slurm_forge.slurm.records import (
     QueueRecord,
 )
 from slurm_forge.slurm.text.answers import (
-    RequeueOutcome,
+    RequeueAnswer,
     RequeueReply,
 )
 from tests.unit.report.journals import Scribe
@@ -47,7 +47,7 @@ class PretendSlurm:
     error: SlurmCommandError | None = None
     submit_error: SlurmCommandError | None = None
     jobs: dict[str, JobRecord] = field(default_factory=dict)
-    outcome: RequeueOutcome = RequeueOutcome.REQUEUED
+    outcome: RequeueAnswer = RequeueAnswer.REQUEUED
     submitted: list[tuple[Path, tuple[str, ...]]] = field(default_factory=list)
     released: list[str] = field(default_factory=list)
     config: ConfigRecord = field(

@@ -16,7 +16,7 @@ from slurm_forge.launch.submit.submission import create_run
 from slurm_forge.run_directory import RunDirectory
 from slurm_forge.slurm.records import JobRecord
 from slurm_forge.slurm.states import JobState
-from slurm_forge.slurm.text.answers import RequeueOutcome
+from slurm_forge.slurm.text.answers import RequeueAnswer
 from slurm_forge.spec import load_job
 from slurm_forge.spec.run_file import read_run_file
 from slurm_forge.vocabulary.cause import Cause
@@ -109,17 +109,17 @@ def test_reconcile_that_finds_no_slurm_says_that_it_is_still_open(
     monkeypatch.setattr("slurm_forge.launch.requeue.reconcile._PATIENCE", timedelta(0))
     held.begin()
     held.write("supervisor", ev.RequeueIntended(job="8812301", method="m", reason="p"))
-    slurm.outcome = RequeueOutcome.UNREACHABLE
+    slurm.outcome = RequeueAnswer.UNREACHABLE
     result = shell("reconcile", "tiny-gpt")
     assert result.exit_code == 2
-    assert "still open" in result.stderr
+    assert "not confirmed the requeue" in result.stderr
 
 
 def test_stop_and_save_leave_their_files_and_say_who_asked(shell: Shell, held: Scribe) -> None:
     result = shell("stop", "tiny-gpt")
     assert result.exit_code == 0
     assert held.run.stop_file.exists()
-    assert "go on later: slurm-forge requeue tiny-gpt" in result.stdout
+    assert "to continue later: slurm-forge requeue tiny-gpt" in result.stdout
     assert shell("stop", "tiny-gpt").exit_code == 0  # twice is no mistake
     assert shell("save", "tiny-gpt").exit_code == 0
     assert held.run.save_file.exists()
@@ -133,14 +133,14 @@ def test_stop_says_what_becomes_of_a_job_that_waits(
     which = "slurm_forge.cli.observe.surroundings.shutil.which"
     monkeypatch.setattr(which, lambda _: "/bin/scontrol")
     scribe.submitted()
-    waits = "job 8812301 waits in the queue: when its turn comes"
+    waits = "job 8812301 is in the queue: when its turn comes"
     record = JobRecord(
         job_id=8812301, name="x", state=JobState.PENDING, state_text="PENDING", priority=7
     )
     slurm.jobs["8812301"] = record
     said = shell("stop", "tiny-gpt").stdout
     assert waits in said
-    assert "it ends at once, without training" in said
+    assert "it ends at once without training" in said
     assert "to free the queue now: scancel 8812301." in said
     slurm.error = SlurmUnreachableError(["scontrol"], 1, "no answer")
     assert waits in shell("stop", "tiny-gpt").stdout  # by the journal
@@ -207,7 +207,7 @@ def test_a_run_is_meant_by_the_id_of_its_job_too(
 def test_a_job_of_no_run_is_told_as_that(shell: Shell, held: Scribe, slurm: PretendSlurm) -> None:
     result = shell("requeue", "4711")
     assert result.exit_code == 2
-    assert "has had the job 4711" in result.stderr
+    assert "has had job 4711" in result.stderr
     assert "--runs DIR" in result.stderr
 
 

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from slurm_forge.cli.start.first_files import (
     FirstFiles,
-    Way,
+    StartMethod,
     Wishes,
     first_files,
     name_from,
@@ -31,11 +31,9 @@ from slurm_forge.spec.loading import from_yaml
 from slurm_forge.units import format_memory, format_slurm_duration
 from tests.unit.cli.conftest import Shell
 
-TEMPLATES = ("srun",)
-
 
 def made(**wishes: object) -> FirstFiles:
-    return first_files(Wishes(**{"name": "demo", **wishes}), templates=TEMPLATES)
+    return first_files(Wishes(**{"name": "demo", **wishes}))
 
 
 def job_of(found: FirstFiles) -> JobSpec:
@@ -48,7 +46,7 @@ maybe = st.none()
 
 
 @given(
-    way=st.sampled_from(Way),
+    way=st.sampled_from(StartMethod),
     name=names | st.sampled_from(["null", "0123", "1e3", "off", "2024-01-01"]),
     nodes=maybe | st.integers(1, 4000),
     tasks=maybe | st.integers(1, 64),
@@ -63,8 +61,8 @@ maybe = st.none()
     site=maybe | st.sampled_from(["generic", "my site.yaml"]),
 )
 def test_every_combination_is_a_valid_job_that_says_what_was_asked(
-    way: Way, name: str, nodes, tasks, gpus, cpus, mem, limit, partition, account, entry, command,
-    site,
+    way: StartMethod, name: str, nodes, tasks, gpus, cpus, mem, limit, partition, account, entry,
+    command, site,
 ) -> None:  # fmt: skip
     try:
         found = made(
@@ -138,9 +136,13 @@ def test_any_text_is_taken_as_it_is_or_refused_by_name(text: str, key: str) -> N
     assert known.get(key, text) == text
 
 
-@pytest.mark.parametrize("way", Way)
-def test_what_is_commented_out_can_be_used_too(way: Way) -> None:
-    text = made(way=way, command="srun python own.py" if way is Way.EXEC else None).files[0].text
+@pytest.mark.parametrize("way", StartMethod)
+def test_what_is_commented_out_can_be_used_too(way: StartMethod) -> None:
+    text = (
+        made(way=way, command="srun python own.py" if way is StartMethod.EXEC else None)
+        .files[0]
+        .text
+    )
     lines = "\n".join(_without_mark(line) for line in text.splitlines())
     job = from_yaml(lines)
     assert job.resources.mem == 64 << 30
@@ -160,7 +162,7 @@ def test_what_is_commented_out_can_be_used_too(way: Way) -> None:
 def test_a_program_is_tried_here_with_its_own_options_and_without_srun(
     command: str, alone: str
 ) -> None:
-    assert made(way=Way.EXEC, command=command).here.endswith(f" -- {alone}")
+    assert made(way=StartMethod.EXEC, command=command).here.endswith(f" -- {alone}")
 
 
 _KEY = re.compile(r"( *)# ((?:gpus_per_node|cpus_per_task|mem|time|partition|account):.*)")
@@ -189,10 +191,10 @@ def _without_mark(line: str) -> str:
         (["--gpus-per-node", "some"], "--gpus-per-node: expected a number of GPUs"),
         (["--nodes", "0"], "--nodes: "),
         (["--partition", "a b"], "--partition: holds a space"),
-        (["--template", "srn"], "--template: there is no template 'srn' (did you mean \"srun\"?)"),
+        (["--template", "srn"], '--template: unknown value "srn" (did you mean "srun"?)'),
         (["--command", "'"], "--command: can't be split into words"),
         (["--command", ""], "--command: "),
-        (["--entry", "train"], "--entry: says no function"),
+        (["--entry", "train"], "--entry: names no function"),
     ],
 )
 def test_wrong_options_are_told_by_name(shell: Shell, words: list[str], expected: str) -> None:
@@ -267,7 +269,7 @@ def test_in_a_terminal_it_asks_and_asks_again(tmp_path: Path) -> None:
 
 
 def test_an_array_is_begun_with_tasks() -> None:
-    found = first_files(Wishes(name="demo", template="array"), templates=["array", "srun"])
+    found = first_files(Wishes(name="demo", template="array"))
     job = job_of(found)
     assert job.template is not None
     assert (job.template.value, job.chain) == ("array", 10)

@@ -222,7 +222,7 @@ def test_a_checkpoint_has_many_names(shell: Shell, made: Checkpoints, word: str,
     ("step-00000300.a2", 'did you mean "step-00000300.a1.l1-00000000"?'),
     ("latst", 'did you mean "latest"?'),
     ("good", "no checkpoint is known to be good yet"),
-    ("step-00000", "may be any of 5 checkpoints"),
+    ("step-00000", "matches 5 checkpoints"),
 ])  # fmt: skip
 def test_a_checkpoint_that_there_is_not(
     shell: Shell, made: Checkpoints, word: str, why: str
@@ -238,7 +238,7 @@ def test_two_of_one_step_are_told_apart(shell: Shell, made: Checkpoints) -> None
     made.save(500, told=False, nonce="abcdef01")
     result = shell("checkpoints", "verify", "tiny-gpt", "500")
     assert result.exit_code == 2
-    assert "'500' may be any of 2 checkpoints" in result.stderr
+    assert "'500' matches 2 checkpoints" in result.stderr
     assert shell("checkpoints", "verify", "tiny-gpt", "step-00000500.a1.l1-a").exit_code == 0
 
 
@@ -249,7 +249,7 @@ def test_suspect_and_promote_move_what_comes_next(shell: Shell, made: Checkpoint
     assert "loss rose" in listed(shell)[500]["why"]
     result = shell("checkpoints", "promote", "tiny-gpt", "500", "--reason", "it fell again")
     assert result.exit_code == 0, result.stderr
-    assert "is good from now on" in result.stdout
+    assert "is now good" in result.stdout
     assert next_of(shell) == [500]
     assert made.trust[500] == "good"
 
@@ -292,11 +292,11 @@ def prune(shell: Shell, *words: str):
 def test_prune_shows_asks_deletes_and_says_so(shell: Shell, made: Checkpoints) -> None:
     result = prune(shell, "--dry-run")
     assert result.exit_code == 0, result.stderr
-    assert "goes   step 100   step-00000100.a1.l1-00000000   614 kB" in result.stdout
+    assert "delete  step 100   step-00000100.a1.l1-00000000   614 kB" in result.stdout
     assert "2 checkpoints to delete, 1.23 MB" in result.stdout
     refused = prune(shell)
     assert refused.exit_code == 2
-    assert "nobody here to ask" in refused.stderr
+    assert "no terminal to ask" in refused.stderr
     assert made.on_disk == [100, 200, 300, 400, 500]
     assert made.events(ev.CheckpointsPruned) == []
     result = prune(shell, "--yes")
@@ -396,7 +396,7 @@ def test_a_run_that_is_going_on_is_left_alone(shell: Shell) -> None:
     assert fold(read_journal(made.run)[0]).status is RunStatus.RUNNING
     result = prune(shell, "--yes")
     assert result.exit_code == 2
-    assert "tiny-gpt is going on" in result.stderr
+    assert "tiny-gpt is active" in result.stderr
     assert made.on_disk == [100, 200, 300, 400]
     assert prune(shell, "--dry-run").exit_code == 0
     assert prune(shell, "--yes", "--while-running").exit_code == 0
@@ -508,7 +508,7 @@ def test_the_name_of_the_file_says_the_format(
     assert Child.words[Child.words.index("--name") + 1] == str(made.names[500])
     assert [w for w, before in zip(Child.words[1:], Child.words, strict=False)
             if before == "--only"] == ["model", "optimizer"]  # fmt: skip
-    assert "would not be resumed from: seen" in result.stderr
+    assert "is not resumed from: seen" in result.stderr
     assert "note: no step" in result.stderr
 
 

@@ -29,7 +29,7 @@ WRONG = [
     ("--name x", "no command to start\n  Write it behind two dashes: slurm-forge exec --name big -- srun python train.py"),
     ("-- true", "the run has no name\n  Give it one: slurm-forge exec --name big -- …  A run goes on under its name in every job."),
     ("--name x -- --lr 3", "'--lr' is not a program\n  Options of slurm-forge exec stand before the two dashes, the program behind them: slurm-forge exec --name big -- srun python train.py"),
-    ("--name x -- no-such-program a", "there is no program 'no-such-program' here\n  Write what comes after -- as you would type it; a script of your own needs its path (./train.sh), and shell syntax a shell: -- bash -c '…'"),
+    ("--name x -- no-such-program a", "there is no program 'no-such-program' here\n  Write the command after -- as you would type it; your own script needs its path (./train.sh), and shell syntax needs a shell: -- bash -c '…'"),
     ("--name ../x -- true", "--name: a name is 1 to 64 letters, digits, dots, dashes and underscores, and starts with a letter or a digit\n  See slurm-forge exec --help."),
     ("--name x --lead soon -- true", '--lead: "soon" is not a duration; write it like "60s", "10m", "1h30m", "2d" or "48:00:00"\n  See slurm-forge exec --help.'),
     ("--name x --lead 0s -- true", "--lead: must be longer than 0\n  See slurm-forge exec --help."),
@@ -149,14 +149,14 @@ def test_a_progress_bar_tells_its_last_step(execute: Exec) -> None:
 
 def test_the_batch_step_of_slurm_26_05_is_no_step_of_sruns(execute: Exec) -> None:
     batch = {"SLURM_JOB_ID": "5", "SLURM_STEP_ID": "-5", "SLURM_STEPID": "-5"}
-    place = {"SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_CONF": str(execute.folder / "none")}
+    place = {"SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_CONF": "/dev/null"}
     done = execute("--", "true", **batch, **place)
     assert done.returncode == 0, done.stderr
     assert execute.run.is_done()
 
 
 def test_what_is_not_understood_of_slurm_ends_nothing_and_is_noted_once(execute: Exec) -> None:
-    batch = {"SLURM_JOB_ID": "5", "SLURM_STEP_ID": "-5", "SLURM_CONF": str(execute.folder / "none")}
+    batch = {"SLURM_JOB_ID": "5", "SLURM_STEP_ID": "-5", "SLURM_CONF": "/dev/null"}
     strange = {"SLURM_JOB_END_TIME": "tomorrow", "SLURM_JOB_PARTITION": "a b"}
     command = ("--", "sh", "-c", "test $SLURM_FORGE_RESTARTS -ge 1")
     assert execute(*command, **batch, **strange).returncode == 0
@@ -173,7 +173,7 @@ def test_what_fails_is_started_again_and_then_held(execute: Exec) -> None:
     assert done.returncode == 7, "the status of the command itself"
     assert (execute.folder / "ran").read_text() == "once\nonce\n"
     assert execute.state.status is RunStatus.HELD
-    assert "the same error at the same step twice in a row" in execute.state.reason
+    assert "the same error twice in a row" in execute.state.reason
 
 
 def test_it_is_told_where_to_go_on(execute: Exec) -> None:
@@ -227,7 +227,7 @@ def test_progress_frees_budgets(execute: Exec) -> None:
     ).stdout
     assert told.startswith("x   finished   1 attempt"), told
     assert "at step" not in told, "a file's number is no step"
-    assert "external program   as far as state-3" in told
+    assert "external program   reached state-3" in told
     assert "RuntimeError: again" in told
 
 

@@ -63,7 +63,7 @@ def test_what_is_kept_is_not_read_again_and_says_the_same(
     def read(*_: object, **__: object) -> None:
         raise AssertionError("read again")
 
-    monkeypatch.setattr("slurm_forge.cli.observe.run_reading.Gathering.look", read)
+    monkeypatch.setattr("slurm_forge.cli.observe.run_reading.RunReader.poll", read)
     assert line(run) == fresh
     with pytest.raises(AssertionError, match="read again"):
         line(run, words=True)  # the sentence of a run that is not at rest tells of times

@@ -16,34 +16,34 @@ from slurm_forge.recovery.live_observations import (
     JobSeen,
     LiveSeen,
     NodeSeen,
-    Round,
+    Receiver,
     RoundKind,
     Sighting,
-    Way,
+    SignalRound,
 )
 from slurm_forge.recovery.policy.prediction import (
-    Circumstances,
+    JobConditions,
     predict,
 )
 
-WARNING = Round(
+WARNING = SignalRound(
     kind=RoundKind.WARNING,
     signal="SIGUSR2",
     sightings=(
-        Sighting(way=Way.BATCH, host="n1", fate=Fate.NOTHING),
-        Sighting(way=Way.TASK, host="n1", fate=Fate.HEARD, signals=("SIGUSR2",), at=20.0),
-        Sighting(way=Way.TORCHRUN, host="n1", fate=Fate.CARRIED_OFF, at=21.0),
+        Sighting(way=Receiver.BATCH, host="n1", fate=Fate.NOTHING),
+        Sighting(way=Receiver.TASK, host="n1", fate=Fate.HEARD, signals=("SIGUSR2",), at=20.0),
+        Sighting(way=Receiver.TORCHRUN, host="n1", fate=Fate.CARRIED_OFF, at=21.0),
     ),
     before_end_s=220.4,
     asked_s=200.0,
 )
-TERM = Round(
+TERM = SignalRound(
     kind=RoundKind.STEPS_TERM,
     signal="SIGTERM",
     sightings=(
-        Sighting(way=Way.BATCH, host="n1", fate=Fate.NOTHING),
-        Sighting(way=Way.TASK, host="n1", fate=Fate.HEARD, at=30.0, after_s=0.034),
-        Sighting(way=Way.TORCHRUN, host="n1", fate=Fate.ABSENT),
+        Sighting(way=Receiver.BATCH, host="n1", fate=Fate.NOTHING),
+        Sighting(way=Receiver.TASK, host="n1", fate=Fate.HEARD, at=30.0, after_s=0.034),
+        Sighting(way=Receiver.TORCHRUN, host="n1", fate=Fate.ABSENT),
     ),
     sent_at=29.9,
 )
@@ -58,7 +58,7 @@ REPORT = JobSeen(
     nodes=(NodeSeen(host="n1", python="/py"),),
 )
 SEEN = LiveSeen(job="7", partition="preempt", qos="normal", report=REPORT)
-PREDICTION = predict(Circumstances())
+PREDICTION = predict(JobConditions())
 
 
 def shown(seen: LiveSeen) -> str:

@@ -11,7 +11,7 @@ import pytest
 
 from slurm_forge.cli.observe import status as looking
 from slurm_forge.journal import events as ev
-from slurm_forge.launch.attempt.run_lock import present
+from slurm_forge.launch.attempt.run_lock import hold_run_lock
 from slurm_forge.vocabulary.cause import Cause
 from slurm_forge.vocabulary.decision import Action
 from tests.unit.cli.conftest import Shell
@@ -33,7 +33,7 @@ def test_status_shows_the_screen(shell: Shell, scribe: Scribe, ahead: int) -> No
     result = shell("status", "tiny-gpt")
     assert result.exit_code == 0
     assert "status      running: training" in result.stdout
-    assert ", last heard of 3 min" in result.stdout
+    assert ", last heard from 3 min" in result.stdout
     assert "step        50 of 400 (12.5 %)\n" in result.stdout
     assert result.stderr == ""
 
@@ -87,7 +87,7 @@ def test_a_damaged_line_is_told(shell: Shell, scribe: Scribe) -> None:
     path = next(scribe.run.journal.glob("1-rank0-*"))
     path.write_bytes(b"\x1b[2Jgarbage\n" + path.read_bytes())
     result = shell("status", "tiny-gpt")
-    assert f"damaged line left out: {path.name}, line 1:" in result.stdout
+    assert f"damaged line ignored: {path.name}, line 1:" in result.stdout
     assert "step        50 of 400" in result.stdout
     assert "\x1b" not in result.stdout
 
@@ -259,7 +259,7 @@ def test_without_a_run_there_is_a_line_for_each(shell: Shell, scribe: Scribe) ->
     assert told[0][1:3] == ["running", "step 50 of 400"]
     assert told[0][3] == "job 8812301"
     assert told[0][4].endswith(" ago")
-    assert told[1][1:] == ["finished", "step 1 234 of 400", "job 8812301", "2 h ago"]
+    assert told[1][1:] == ["finished", "step 1234 of 400", "job 8812301", "2 h ago"]
     assert told[2][1] == "unreadable"
     assert "can be written by other users" in told[2][2]
     assert told[3][1:] == ["new"]
@@ -329,8 +329,8 @@ def test_a_controller_that_does_not_answer_is_said_to_be_silent(
     scribe.requeued()
     for verb in ("status", "explain"):
         text = shell(verb, "tiny-gpt").stdout
-        assert "; Slurm does not answer: whether it waits is not known" in text
-        assert "it starts when there is room" not in text
+        assert "; Slurm does not answer: whether it is queued is unknown" in text
+        assert "it starts when resources are free" not in text
 
 
 def test_a_run_that_is_a_file(shell: Shell, tmp_path: Path) -> None:
@@ -348,7 +348,7 @@ def test_a_run_whose_processes_on_this_machine_are_gone_is_not_said_to_train(
     scribe.begin(job="local-7", via="submitit local")
     scribe.resume(0)
     scribe.train(1, 50)
-    with present(scribe.run) as presence:
+    with hold_run_lock(scribe.run) as presence:
         presence.name("local-7")
         assert "running: training\n" in shell("status", "tiny-gpt").stdout
         assert "tiny-gpt   running   step 50" in shell("explain", "tiny-gpt").stdout
@@ -357,19 +357,19 @@ def test_a_run_whose_processes_on_this_machine_are_gone_is_not_said_to_train(
         name = "step-00000050.a1.l1-00000000"
         (scribe.run.checkpoints / name).mkdir()
     result = shell(*words, "tiny-gpt")
-    assert " stopped without a word: none of its processes is left on this mach" in result.stdout
+    assert " ended unexpectedly: none of its processes is left on this mach" in result.stdout
     place = "the last checkpoint" if saved else "the start"
-    assert f"to go on from {place}: slurm-forge run with its job file" in result.stdout
+    assert f"to continue from {place}: slurm-forge run with its job file" in result.stdout
     assert "running" not in result.stdout
     told = json.loads(shell(words[0], "tiny-gpt", "--json").stdout)
-    assert (told["status"], told["words"][:20]) == ("stopped", "stopped without a wo")
+    assert (told["status"], told["words"][:20]) == ("stopped", "ended unexpectedly: ")
     assert json.loads(shell("status", "--json").stdout)["runs"][0]["status"] == "stopped"
 
 
 def test_a_run_that_was_started_here_in_another_way_is_not_said_to_be_gone(
     shell: Shell, scribe: Scribe
 ) -> None:
-    with present(scribe.run) as presence:
+    with hold_run_lock(scribe.run) as presence:
         presence.name("local-7")
     scribe.now = time.time() - 20
     scribe.begin(job="local-8", via="submitit local")

@@ -11,7 +11,7 @@ import pytest
 
 from slurm_forge.errors import SlurmUnreachableError
 from slurm_forge.node_ledger import NodeLedger
-from slurm_forge.recovery.nodes.exclusion import Strike
+from slurm_forge.recovery.nodes.statements import Strike
 from slurm_forge.slurm.records import PartitionRecord
 from tests.unit.cli.conftest import JOB, PretendSlurm, Shell
 from tests.unit.cli.test_start import HEAVY, imported
@@ -50,7 +50,7 @@ def excluded(slurm: PretendSlurm) -> tuple[str, ...]:
 def test_an_empty_ledger(shell: Shell, hill: PretendSlurm) -> None:
     result = shell("nodes", "list")
     assert result.exit_code == 0, result.stderr
-    assert result.stdout == f"hill   0 nodes left out   {ledger(shell).folder}\n"
+    assert result.stdout == f"hill   0 nodes excluded   {ledger(shell).folder}\n"
 
 
 def test_list_says_which_nodes_are_left_out_why_and_until_when(
@@ -60,11 +60,11 @@ def test_list_says_which_nodes_are_left_out_why_and_until_when(
     ledger(shell).add([hang("n08", 12 * DAY)])
     result = shell("nodes", "list")
     head, worst, other, *rest = result.stdout.splitlines()
-    assert head.startswith("hill   1 node left out   ")
+    assert head.startswith("hill   1 node excluded   ")
     assert worst.startswith("  n06   until ")
     assert "   score 1.07   2 hang, last 24 h ago   tiny-gpt" in worst
     assert other.split("   ")[:2] == ["  n07", "in use"] or "n07   in use" in other
-    assert "  and 1 node with little against it: --all" in rest
+    assert "  and 1 node with a low score: --all" in rest
     assert "n08" not in result.stdout
     everything = shell("nodes", "list", "--all").stdout
     assert "n08" in everything
@@ -96,9 +96,9 @@ def test_list_says_which_of_the_convicted_are_used_all_the_same(
 ) -> None:
     ledger(shell).add([lost(f"n0{number}") for number in range(1, 6)])
     listed = shell("nodes", "list").stdout
-    assert listed.startswith("hill   2 nodes left out, 3 in use all the same   ")
+    assert listed.startswith("hill   2 nodes excluded, 3 used anyway   ")
     assert listed.count("   in use: too many   ") == 3
-    assert "one node at least (2 of 20 in long, 1 of 10 in short), the worst first" in listed
+    assert "at least one node (2 of 20 in long, 1 of 10 in short), the worst first" in listed
     body = json.loads(shell("nodes", "list", "--json").stdout)
     assert [each["left_out"] for each in body["nodes"]] == [True, True, False, False, False]
     assert all(each["convicted"] for each in body["nodes"])
@@ -107,17 +107,20 @@ def test_list_says_which_of_the_convicted_are_used_all_the_same(
     assert [each["left_out"] for each in body["nodes"]] == [None] * 5
 
 
-def test_what_others_have_planted_is_told_here_and_not_to_a_job(
+def test_strangers_do_not_count_and_what_a_group_has_planted_is_listed(
     shell: Shell, hill: PretendSlurm
 ) -> None:
     folder = ledger(shell).folder
     assert folder is not None
     ledger(shell).add([lost("n06")])
     (folder / "4242").symlink_to("/etc")
-    assert "not read: " in shell("nodes", "list").stdout
-    told = submit(shell)
-    assert "leaves out n06 (" in told
-    assert "the node ledger: " not in told
+    assert "not read: " not in shell("nodes", "list").stdout
+    site = shell.folder / "hill.yaml"
+    site.write_text(f"name: hill\nnode_ledger: {folder}\n")
+    site.chmod(0o600)
+    listed = shell("nodes", "list", "--site", "./hill.yaml").stdout
+    assert "n06" in listed
+    assert "not read: " in listed
 
 
 def test_what_is_not_read_is_said(shell: Shell, hill: PretendSlurm) -> None:
@@ -148,8 +151,8 @@ def test_strike_and_release(shell: Shell, hill: PretendSlurm) -> None:
     result = shell("nodes", "strike", "n06", "n[08-09]", "--why", "ticket 4711")
     assert result.exit_code == 0, result.stderr
     assert result.stdout == (
-        "n[06,08-09]: left out until released by your jobs, as long as enough others are left for "
-        "them.   "
+        "n[06,08-09]: excluded from your jobs until released, as long as enough other nodes "
+        "remain.   "
         "trust again: slurm-forge nodes release n[06,08-09]\n"
     )
     listed = shell("nodes", "list").stdout
@@ -161,7 +164,7 @@ def test_strike_and_release(shell: Shell, hill: PretendSlurm) -> None:
     assert "n06" in listed
     assert "n08" not in listed
     assert shell("nodes", "release", "n10").stdout == (
-        "n10: trusted again.\nnothing was known against n10\n"
+        "n10: trusted again.\nno strikes against n10\n"
     )
 
 
@@ -178,7 +181,7 @@ def test_strike_for_some_time(shell: Shell, hill: PretendSlurm) -> None:
     [
         (["n6", "--why", "x"], "there is no node 'n6' in any partition (did you mean"),
         (["n06", "--why", "x", "--for", "2"], "--for: "),
-        (["n06", "--why", "x", "--for", "0s"], "--for: "),
+        (["n06", "--why", "x", "--for", "0s"], "--for must be longer than 0"),
         (["n[1-", "--why", "x"], "node list"),
         (["n06"], "--why"),
     ],
@@ -189,7 +192,7 @@ def test_a_slip_strikes_nothing(
     result = shell("nodes", "strike", *words)
     assert result.exit_code == 2
     assert told in result.stderr
-    assert "0 nodes left out" in shell("nodes", "list").stdout
+    assert "0 nodes excluded" in shell("nodes", "list").stdout
 
 
 def test_words_of_others_can_not_move_the_terminal(shell: Shell, hill: PretendSlurm) -> None:
@@ -245,7 +248,7 @@ def submit(shell: Shell, resources: str = "") -> str:
 def test_submit_leaves_out_what_is_struck_and_says_so(shell: Shell, hill: PretendSlurm) -> None:
     ledger(shell).add([hang("n06", 2 * DAY), hang("n06", DAY, "2.1"), hang("n07", 7 * DAY)])
     told = submit(shell)
-    assert "leaves out n06 (hang 24 h ago, until " in told
+    assert "excluding n06 (hang 24 h ago, until " in told
     assert "): slurm-forge nodes list\n" in told
     assert excluded(hill) == ("--exclude=n06",)
     # It is of this moment: neither the run nor its script holds it.
@@ -256,14 +259,14 @@ def test_submit_leaves_out_what_is_struck_and_says_so(shell: Shell, hill: Preten
 def test_submit_for_programs_notes_it(shell: Shell, hill: PretendSlurm) -> None:
     shell("nodes", "strike", "n06", "--why", "x")
     notes = json.loads(shell("submit", "train.yaml", "--json").stdout)["notes"]
-    told = [note for note in notes if note.startswith("leaves out n06 (struck by a person ")]
+    told = [note for note in notes if note.startswith("excluding n06 (struck by a user ")]
     assert len(told) == 1
     assert told[0].endswith(", until released): slurm-forge nodes list")
 
 
 def test_nothing_is_said_where_nothing_is_left_out(shell: Shell, hill: PretendSlurm) -> None:
     ledger(shell).add([hang("n06", DAY)])
-    assert "leaves out" not in submit(shell)
+    assert "excluding" not in submit(shell)
     assert excluded(hill) == ()
 
 
@@ -275,13 +278,13 @@ def test_the_users_own_list_is_kept(shell: Shell, hill: PretendSlurm) -> None:
 
 def test_a_list_in_a_file_is_the_users_alone(shell: Shell, hill: PretendSlurm) -> None:
     shell("nodes", "strike", "n06", "--why", "x")
-    assert "leaves out" not in submit(shell, "exclude: ./bad-nodes.txt, ")
+    assert "excluding" not in submit(shell, "exclude: ./bad-nodes.txt, ")
     assert excluded(hill) == ()
 
 
 def test_a_node_asked_for_by_name_is_never_left_out(shell: Shell, hill: PretendSlurm) -> None:
     shell("nodes", "strike", "n06", "n07", "--why", "x")
-    assert "leaves out n07 " in submit(shell, 'nodelist: "n[05-06]", ')
+    assert "excluding n07 " in submit(shell, 'nodelist: "n[05-06]", ')
     assert excluded(hill) == ("--exclude=n07",)
 
 
@@ -290,7 +293,7 @@ def test_never_more_than_a_share_nor_more_than_the_job_can_do_without(
 ) -> None:
     ledger(shell).add([lost(f"n0{number}") for number in (5, 4, 3, 2, 1)])  # the newest weighs most
     told = submit(shell)
-    assert "leaves out n01 (" in told
+    assert "excluding n01 (" in told
     assert excluded(hill) == ("--exclude=n[01-02]",)
 
 
@@ -300,7 +303,7 @@ def test_what_a_person_struck_is_left_out_whatever_the_share(
     shell("nodes", "strike", "n[01-05]", "--why", "x")
     submit(shell)
     assert excluded(hill) == ("--exclude=n[01-05]",)
-    assert shell("nodes", "list").stdout.startswith("hill   5 nodes left out   ")
+    assert shell("nodes", "list").stdout.startswith("hill   5 nodes excluded   ")
     shutil.rmtree(shell.folder / "runs")
     submit(shell, "nodes: 18, ")
     assert excluded(hill) == ("--exclude=n[01-02]",)
@@ -308,7 +311,7 @@ def test_what_a_person_struck_is_left_out_whatever_the_share(
 
 def test_a_job_that_needs_all_nodes_gets_them(shell: Shell, hill: PretendSlurm) -> None:
     shell("nodes", "strike", "n[01-05]", "--why", "x")
-    assert "leaves out" not in submit(shell, "nodes: 20, ")
+    assert "excluding" not in submit(shell, "nodes: 20, ")
     assert excluded(hill) == ()
 
 
@@ -316,7 +319,7 @@ def test_nodes_of_other_partitions_are_not_named(shell: Shell, hill: PretendSlur
     # Slurm refuses a job that names a node which is gone.
     shell("nodes", "strike", "n21", "--why", "x")
     shell("nodes", "strike", "old-node", "--why", "x", "--cluster", "hill")
-    assert "leaves out" not in submit(shell)
+    assert "excluding" not in submit(shell)
 
 
 def test_where_slurm_does_not_say_which_nodes_there_are_none_is_named(
@@ -324,7 +327,7 @@ def test_where_slurm_does_not_say_which_nodes_there_are_none_is_named(
 ) -> None:
     shell("nodes", "strike", "n06", "--why", "x")
     hill.partitions = (PartitionRecord(name="long", is_default=True),)
-    assert "leaves out" not in submit(shell)
+    assert "excluding" not in submit(shell)
     assert excluded(hill) == ()
 
 

@@ -47,7 +47,7 @@ def test_a_supervisor_that_cannot_begin(
 
     told = in_status(shell, "tiny-gpt")
     assert WHY in told
-    assert STEP in told and "then, to go on: slurm-forge requeue tiny-gpt" in told
+    assert STEP in told and "then, to continue: slurm-forge requeue tiny-gpt" in told
     assert "scontrol release" not in told, "nothing holds it"
     assert WHY in in_explain(shell, "tiny-gpt") and STEP in in_explain(shell, "tiny-gpt")
     journal = (shell.folder / "runs" / "tiny-gpt" / "journal").glob("*.jsonl")

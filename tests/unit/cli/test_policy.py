@@ -23,32 +23,32 @@ def test_three_instabilities_at_the_same_place_are_told_step_by_step(shell: Shel
     result = shell(*NAN, "--repeat", "3")
     assert result.exit_code == 0
     assert result.stdout == (
-        "tiny-gpt: non_finite at step 1 200, 3 times\n"
+        "tiny-gpt: non_finite at step 1200, 3 times\n"
         "assumed: a checkpoint every 100 steps (--every-steps), good 20 steps later, 3 kept; "
         "512 samples a step (--global-batch)\n"
         "ladder:  skip (up to 3 in a row) -> rollback (3 times, learning rate x 0.5 ramped over "
-        "200 steps, bad samples left out) -> hold\n"
+        "200 steps, bad samples skipped) -> hold\n"
         "\n"
-        "1. step 1 202, 3 updates in a row skipped (1 200-1 202)\n"
-        "   rollback to step 1 100   rung 2 of 2, 2 left\n"
-        "     lr_scale  1 → 0.5, back by step 1 300\n"
+        "1. step 1202, 3 updates in a row skipped (1200-1202)\n"
+        "   rollback to step 1100   rung 2 of 2, 2 left\n"
+        "     lr_scale  1 → 0.5, back by step 1300\n"
         "     skipped_samples  - → 613888-615423\n"
         "     non_finite: rollback (to step 1100)\n"
         "\n"
-        "2. step 1 202, 3 updates in a row skipped (1 200-1 202)\n"
-        "   rollback to step 1 000   rung 2 of 2, 1 left\n"
+        "2. step 1202, 3 updates in a row skipped (1200-1202)\n"
+        "   rollback to step 1000   rung 2 of 2, 1 left\n"
         "     skipped_samples  613888-615423 → 613888-620031\n"
-        "     non_finite: rollback (to step 1000, one further back than the last time)\n"
+        "     non_finite: rollback (to step 1000, further back than last time)\n"
         "\n"
-        "3. step 1 202, 3 updates in a row skipped (1 200-1 202)\n"
+        "3. step 1202, 3 updates in a row skipped (1200-1202)\n"
         "   rollback to step 900   rung 2 of 2, none left\n"
         "     skipped_samples  613888-620031 → 613888-638463\n"
-        "     non_finite: rollback (to step 900, one further back than the last time)\n"
+        "     non_finite: rollback (to step 900, further back than last time)\n"
         "\n"
         "then: hold\n"
         "     non_finite: nothing left to try (rollback used 3 times); next: look at the loss, the "
-        "data and the learning rate around that step; to go on from further back see "
-        "slurm-forge checkpoints\n"
+        "data and the learning rate around that step; to resume from an earlier "
+        "checkpoint: slurm-forge checkpoints --help\n"
     )
 
 
@@ -60,8 +60,8 @@ def test_what_follows_the_incidents_asked_for_is_told_too(shell: Shell) -> None:
 
 def test_an_end_before_the_last_incident_asked_for_is_the_end(shell: Shell) -> None:
     text = told(shell, "--cause", "app_error", "--repeat", "5")
-    assert "2. step 1 000\n   hold\n" in text
-    assert "the same error at the same step twice in a row; next: correct the error" in text
+    assert "2. step 1000\n   hold\n" in text
+    assert "the same error at the same step twice in a row; next: fix the error" in text
     assert "3. step" not in text
     assert "then:" not in text
 
@@ -77,14 +77,14 @@ def test_what_has_no_limit_says_so(shell: Shell) -> None:
 def test_where_the_checkpoints_lie_is_the_jobs_word_or_the_commands(shell: Shell) -> None:
     job = f"{JOB}checkpoint: {{every_steps: 250, good_after_steps: 10}}\n"
     one = ("--cause", "loss_spike", "--at", "1200")
-    assert "rollback to step 1 000 " in told(shell, *one, job=job)
-    assert "rollback to step 1 160 " in told(shell, *one, "--every-steps", "40", job=job)
+    assert "rollback to step 1000 " in told(shell, *one, job=job)
+    assert "rollback to step 1160 " in told(shell, *one, "--every-steps", "40", job=job)
     assert "rollback to the start " in told(shell, *one, "--every-steps", "1200", job=job)
 
 
 def test_a_checkpoint_that_is_not_good_yet_is_passed_over(shell: Shell) -> None:
-    assert "rollback to step 1 100 " in told(shell, "--cause", "non_finite", "--at", "1210")
-    assert "rollback to step 1 200 " in told(shell, "--cause", "non_finite", "--at", "1221")
+    assert "rollback to step 1100 " in told(shell, "--cause", "non_finite", "--at", "1210")
+    assert "rollback to step 1200 " in told(shell, "--cause", "non_finite", "--at", "1221")
 
 
 def test_the_jobs_own_ladder_is_what_is_tried(shell: Shell) -> None:
@@ -93,12 +93,12 @@ def test_the_jobs_own_ladder_is_what_is_tried(shell: Shell) -> None:
         "  - {do: rollback, times: 1, depth: 1, reseed: true}\n"
     )
     text = told(shell, "--cause", "loss_spike", "--repeat", "2", "--at", "1000", job=job)
-    assert "the program's hook says nothing" in text
+    assert "the program's hook does not answer" in text
     assert (
         "ladder:  warn (once) -> hook (once) -> rollback (once, 1 further back, reseeded)" in text
     )
-    assert "1. step 1 000\n   warn   rung 1 of 3, none left\n" in text
-    assert "2. step 1 001\n   rollback to step 800   rung 3 of 3, none left\n" in text
+    assert "1. step 1000\n   warn   rung 1 of 3, none left\n" in text
+    assert "2. step 1001\n   rollback to step 800   rung 3 of 3, none left\n" in text
     assert "     reseeded  0 → 1\n" in text
 
 
@@ -112,12 +112,12 @@ def test_a_coupled_batch_is_not_shrunk(shell: Shell) -> None:
     assert "micro_batch  8 → 4" in told(shell, "--cause", "cuda_oom")
     text = told(shell, "--cause", "cuda_oom", job=f"{JOB}batch_coupled: true\n")
     assert "batch_coupled" in text
-    assert "1. step 1 000\n   hold\n" in text
+    assert "1. step 1000\n   hold\n" in text
 
 
 def test_what_somebody_wanted_is_a_stop(shell: Shell) -> None:
     text = told(shell, "--cause", "user_cancelled")
-    assert text.endswith("1. step 1 000\n   stop\n     the job was cancelled; it stays cancelled\n")
+    assert text.endswith("1. step 1000\n   stop\n     the job was cancelled; it stays cancelled\n")
 
 
 def test_for_programs(shell: Shell) -> None:

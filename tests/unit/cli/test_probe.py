@@ -13,19 +13,15 @@ from slurm_forge.cli.cluster.probe_text import (
     probe_json,
     probe_text,
 )
-from slurm_forge.control.messages.preflight import (
-    Check,
-    NodeReport,
-    Verdict,
-)
+from slurm_forge.control.messages.preflight import Check, CheckVerdict, NodeReport
 from slurm_forge.journal.events import PreflightMeasured
 from slurm_forge.launch.diagnose.node_probe import (
-    Looked,
-    Place,
+    ProbeResult,
+    ProbeTarget,
     look_at,
 )
 from slurm_forge.recovery.monitor.preflight_verdict import (
-    Refusal,
+    PreflightRefusal,
     of_reports,
 )
 from tests.unit.cli.conftest import Shell
@@ -35,17 +31,19 @@ _NAME = "SLURM_EXPORT_ENV"
 
 
 def report(rank: int, *checks: Check) -> NodeReport:
-    fine = Check(name="gpu", verdict=Verdict.FINE, text="8 visible")
+    fine = Check(name="gpu", verdict=CheckVerdict.FINE, text="8 visible")
     return NodeReport(rank=rank, host=f"n{rank}", checks=(fine, *checks))
 
 
-def looked(*reports: NodeReport, refused: Refusal | None = None) -> Looked:
+def looked(*reports: NodeReport, refused: PreflightRefusal | None = None) -> ProbeResult:
     measured = PreflightMeasured(ok=refused is None, hosts=len(reports), seconds=0.2)
-    return Looked(reports=reports, ahead={1: 7.0}, measured=measured, refused=refused, seconds=2.0)
+    return ProbeResult(
+        reports=reports, ahead={1: 7.0}, measured=measured, refused=refused, seconds=2.0
+    )
 
 
 def test_a_row_for_each_node_and_the_verdict() -> None:
-    bad = Check(name="gpu computes", verdict=Verdict.BAD, text="gpu 5: 2 wrong sums")
+    bad = Check(name="gpu computes", verdict=CheckVerdict.BAD, text="gpu 5: 2 wrong sums")
     reports = (report(0), report(1, bad), report(2))
     text = probe_text(looked(*reports, refused=of_reports(reports)), ("n1",))
     assert text.splitlines()[:4] == [
@@ -60,7 +58,9 @@ def test_a_row_for_each_node_and_the_verdict() -> None:
 
 
 def test_what_could_not_be_looked_at_is_said_so() -> None:
-    nothing = Looked(ahead={}, silent=("n1",), problem="after 300 s 0 of 1 nodes have answered")
+    nothing = ProbeResult(
+        ahead={}, silent=("n1",), problem="after 300 s 0 of 1 nodes have answered"
+    )
     assert "n1" in probe_text(nothing) and "could not look: after 300 s" in probe_text(nothing)
     assert probe_text(nothing).rstrip().endswith("have this Python, with torch.")
     found = json.loads(probe_json(nothing))
@@ -100,7 +100,7 @@ def test_a_job_of_its_own_is_no_step_of_the_allocation_that_asks_for_it(
 ) -> None:
     given: list[dict[str, str]] = []
 
-    def look_at(place: object, *, environ: dict[str, str], **_: object) -> Looked:
+    def look_at(place: object, *, environ: dict[str, str], **_: object) -> ProbeResult:
         given.append(environ)
         return looked(report(0))
 
@@ -122,7 +122,7 @@ def test_what_a_job_was_submitted_with_does_not_keep_the_channel_from_its_nodes(
         f"import os; open({str(told)!r}, 'w').write(os.environ[{_NAME!r}])",
     )
     found = look_at(
-        Place(commands=(words,), world=1),
+        ProbeTarget(commands=(words,), world=1),
         within=timedelta(seconds=5),
         start_within=timedelta(seconds=60),
         environ={_NAME: "NONE"},

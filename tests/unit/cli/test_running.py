@@ -161,8 +161,9 @@ def test_a_finished_run_is_not_started_again(
     shell("run", "train.yaml")
     result = shell("run", "train.yaml")
     assert result.exit_code == 0
-    (line,) = result.stdout.splitlines()
-    assert line.startswith("tiny-gpt is finished already.   how it went: slurm-forge explain ")
+    line, more = result.stdout.splitlines()
+    assert line.startswith("tiny-gpt is already finished.   how it went: slurm-forge explain ")
+    assert more.startswith("to train further: slurm-forge export tiny-gpt --to weights.pt, ")
     assert len(given) == 1
 
 
@@ -195,8 +196,8 @@ def test_a_run_ended_by_a_signal_says_where_it_stands_and_how_it_goes_on(
     result = shell("run", "train.yaml", *options)
     assert result.exit_code == 143
     again = shlex.join(["slurm-forge", "run", "train.yaml", *options])
-    assert result.stderr == (
-        f"tiny-gpt: stopped, the last checkpoint is of step 7.   go on: {again}\n"
+    assert result.stderr.endswith(
+        f"tiny-gpt: stopped, the last checkpoint is of step 7.   to continue: {again}\n"
     )
     assert "attempt 1   " not in result.stdout, "explained at length"
 
@@ -219,7 +220,7 @@ def test_an_error_of_ours_is_a_message(
     trains(breaks)
     result = shell("run", "train.yaml")
     assert result.exit_code == 2
-    assert result.stderr == "it broke \\x1b[2J\n  Do this.\n"
+    assert result.stderr.endswith("it broke \\x1b[2J\n  Do this.\n")
 
 
 def test_for_programs_what_a_person_is_told_goes_elsewhere(
@@ -264,7 +265,7 @@ def test_a_command_is_for_exec(shell: Shell) -> None:
 def test_faults_for_a_command_are_told_to_be_of_little_use(shell: Shell) -> None:
     (shell.folder / "job.yaml").write_text("name: x\ncommand: ['true']\ninject: [nan@3]\n")
     checked = rehearsed(check(shell.folder / "job.yaml"), [], ranks=1)
-    assert "nan@3; of a command they strike only ranks that join the run" in checked.doubts[0]
+    assert "nan@3; in a command they strike only ranks that join the run" in checked.doubts[0]
 
 
 def test_faults_of_the_command_line_join_those_of_the_job_file(
@@ -275,14 +276,14 @@ def test_faults_of_the_command_line_join_those_of_the_job_file(
     faults = "nan@120,oom@200:rank1,spike@300,kill@350:rank0"
     result = shell("run", "train.yaml", "--ranks", "2", "--inject", faults, "--inject", "term@5")
     assert result.exit_code == 0, result.output
-    told = "faults on purpose: term@5, nan@120, oom@200:rank1, spike@300, kill@350:rank0\n"
+    told = "injected faults: term@5, nan@120, oom@200:rank1, spike@300, kill@350:rank0\n"
     assert told in result.stderr
-    assert ", ".join(map(str, job_of(shell).inject)) == told[19:-1]
+    assert ", ".join(map(str, job_of(shell).inject)) == told[17:-1]
 
 
 @pytest.mark.parametrize(("faults", "said"), [
-    ("nna@120", '--inject: "nna" is no fault (did you mean "nan"?)'),
-    ("nan@120,kill", '--inject: "kill": says no step; write kill@120'),
+    ("nna@120", '--inject: "nna" is not a known fault (did you mean "nan"?)'),
+    ("nan@120,kill", '--inject: "kill": missing step; write kill@120'),
     ("nan@120:rank2", "nan@120:rank2: there is no rank 2\n  There are 2 ranks, counted from 0."),
 ])  # fmt: skip
 def test_a_wrong_fault_is_told_before_anything_is_made(
@@ -307,9 +308,19 @@ def test_a_rehearsed_run_goes_on_without_its_faults(
 
     trains(interrupted)
     result = shell("run", "train.yaml", "--inject", "nan@3,kill@4")
-    assert "go on: slurm-forge run train.yaml --inject nan@3,kill@4\n" in result.stderr
+    assert "to continue: slurm-forge run train.yaml --inject nan@3,kill@4\n" in result.stderr
     trains(lambda scribe, look: 0)
     result = shell("run", "train.yaml")
     assert result.exit_code == 0, result.output
     assert "on purpose" not in result.stderr
     assert job_of(shell).inject == ()
+
+
+def test_nodes_of_the_job_file_are_ignored_aloud_and_the_output_is_named(
+    shell: Shell, trains: Callable[[Trainer], list[int]]
+) -> None:
+    trains(finishes)
+    (shell.folder / "train.yaml").write_text(JOB.replace("{partition", "{nodes: 2, partition"))
+    told = shell("run", "train.yaml").stderr
+    assert "resources.nodes: 2 is ignored: 1 rank on this machine (--ranks N)\n" in told
+    assert "output of the ranks: runs/tiny-gpt/submissions/*_log.out (and .err)\n" in told

@@ -108,14 +108,14 @@ def test_a_sound_file_is_told_from_one_with_mistakes(shell: Shell, own: Path) ->
     wrong = shell("sites", "check", hill)
     assert wrong.exit_code == 1
     lines = wrong.stdout.splitlines()
-    assert f"{hill}:1: contact: nobody to ask; give the centre's help page or mail address" in lines
+    assert f"{hill}:1: contact: no contact; give the centre's help page or mail address" in lines
     assert lines[-1] == "4 mistakes; how a site file is written: docs/sites/contributing.md"
     (own / "hill.yaml").write_text(
         HILL + 'contact: me\nconfidence: tried\nchecked: "2026-11"\n'
         'sources: [{page: scontrol show config, seen: "2026-11"}]\n'
     )
     sound = shell("sites", "check", hill)
-    assert (sound.exit_code, sound.stdout) == (0, f"{hill}: nothing is wrong\n")
+    assert (sound.exit_code, sound.stdout) == (0, f"{hill}: no mistakes\n")
 
 
 def test_a_file_that_can_not_be_read_is_a_mistake_of_its_own(shell: Shell, own: Path) -> None:

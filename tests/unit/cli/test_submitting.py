@@ -36,6 +36,7 @@ def test_submit_says_what_will_happen_and_which_job_it_is(
     ) in result.stdout
     assert result.stdout.endswith(
         "submitted tiny-gpt as job 8812301.   follow: slurm-forge status tiny-gpt --follow\n"
+        "output: runs/tiny-gpt/submissions/\n"
     )
     assert fold(read_journal(run_of(shell))[0]).job == "8812301"
     script = slurm.submitted[0][0].read_text()
@@ -129,7 +130,7 @@ def test_what_the_site_advises_against_names_the_line(shell: Shell, slurm: Prete
     result = shell("submit", "train.yaml", "--site", site)
     assert result.exit_code == 0
     assert "warning: hill advises against the option --partition (train.yaml:4).\n" in result.stdout
-    assert "warning: hill wants an account (resources.account).\n" in result.stdout
+    assert "warning: hill requires an account (resources.account).\n" in result.stdout
 
 
 def test_gpus_are_asked_for_in_the_words_of_the_site(shell: Shell, slurm: PretendSlurm) -> None:
@@ -202,7 +203,7 @@ def test_no_answer_to_sbatch_is_not_called_nothing(shell: Shell, slurm: PretendS
     slurm.submit_error = SlurmUnreachableError(("sbatch", "x"), 124, "no answer within 120 s")
     result = shell("submit", "train.yaml")
     assert result.exit_code == 2
-    assert "it is not known whether the job was submitted" in result.stderr
+    assert "it is unknown whether the job was submitted" in result.stderr
     assert "nothing was submitted" not in result.stderr
 
 
@@ -254,5 +255,18 @@ def test_render_needs_no_slurm(shell: Shell, slurm: PretendSlurm) -> None:
 
 def test_runs_elsewhere(shell: Shell, slurm: PretendSlurm, tmp_path: Path) -> None:
     result = shell("submit", "train.yaml", "--runs", str(tmp_path / "there"))
-    assert result.stdout.endswith("slurm-forge status ./there/tiny-gpt --follow\n")
+    assert "slurm-forge status ./there/tiny-gpt --follow\n" in result.stdout
     assert (tmp_path / "there" / "tiny-gpt" / "run.yaml").is_file()
+
+
+def test_what_is_wrong_with_the_entry_has_its_line(shell: Shell) -> None:
+    (shell.folder / "train.py").write_text("def train(run, lr=0.1):\n    pass\n")
+    for line, more, told in (
+        (2, "entry: train.py:trian", "has no function 'trian'"),
+        (3, "entry: train.py:train\nargs: {rl: 0.2}", "args: "),
+    ):
+        (shell.folder / "job.yaml").write_text(f"name: x\n{more}\n")
+        done = shell("render", "job.yaml", "--site", "generic")
+        assert done.exit_code == 2
+        assert f"job.yaml:{line}: " in done.stderr
+        assert told in done.stderr

@@ -71,7 +71,7 @@ def test_slurm_is_asked_once_and_briefly_why_a_job_waits(
 ) -> None:
     requeued(scribe)
     result = shell(verb, "tiny-gpt")
-    assert "waits to be started again: held in the queue\n" in result.stdout
+    assert "waiting to start again: held in the queue\n" in result.stdout
     assert "scontrol release 40, or slurm-forge requeue tiny-gpt" in result.stdout
     assert scontrol.asked == [(("scontrol", "show", "job", "40"), timedelta(seconds=3))]
 
@@ -94,7 +94,7 @@ def test_nobody_is_asked_where_there_is_no_scontrol(
 ) -> None:
     requeued(scribe)
     monkeypatch.setattr(surroundings.shutil, "which", lambda name: None)
-    assert "waits to be started again\n" in shell("status", "tiny-gpt").stdout
+    assert "waiting to start again\n" in shell("status", "tiny-gpt").stdout
     assert scontrol.asked == []
 
 
@@ -143,7 +143,7 @@ def test_a_start_that_failed_is_told(
     note(scribe, "40", "x" * 9000 + f"\n2026-08-11T10:00:00Z job 40 on n03\n{text}")
     told = shell(*words).stdout
     assert "job 40 could not start: on n03: No module named ?[31m'slurm_forge'\n" in told
-    assert "to go on: slurm-forge requeue tiny-gpt" in told
+    assert "to continue: slurm-forge requeue tiny-gpt" in told
 
 
 def test_a_note_that_others_could_have_written_is_not_believed(

@@ -82,11 +82,11 @@ def test_what_is_new_is_said_once(folder: Path) -> None:
     journal = JournalWriter(run, attempt=1, writer="cli", launch=1 << 30)
     journal.write(UserAsked(verb="requeue", user="me"))
     journal.close()
-    (folder.parent / "queue").write_text("42|42|PENDING|Priority|p|N/A\n")
+    (folder.parent / "queue").write_text("42|42|PENDING|Priority|N/A\n")
     assert watch(folder).stdout == ""
-    (folder.parent / "queue").write_text("42|42|PENDING|JobHeldAdmin|p|N/A\n")
+    (folder.parent / "queue").write_text("42|42|PENDING|JobHeldAdmin|N/A\n")
     third = watch(folder)
-    assert "held by an administrator" in third.stdout
+    assert "held by an administrator" in third.stdout, third.stderr
     assert third.exit_code == 1
 
 
@@ -152,7 +152,7 @@ def test_without_slurm_it_says_so(folder: Path) -> None:
 def test_a_folder_that_is_not_there_is_no_quiet_success(folder: Path) -> None:
     told = watch(folder / "elsewhere")
     assert told.exit_code == 2
-    assert "nothing would be looked after\n  Say where runs are" in told.stderr
+    assert "nothing would be watched\n  Give the folder of runs" in told.stderr
     assert watch(folder).exit_code == 0, "an empty one is: runs come later"
 
 
@@ -179,7 +179,7 @@ def test_another_watcher_that_takes_long_does_not_end_the_watch(
     monkeypatch.setattr("slurm_forge.cli.observe.watch._rest", rest)
     told = CliRunner().invoke(app, ["watch", "--runs", str(folder)])
     assert told.exit_code == 0 and "big: held" in told.stdout
-    assert told.stderr.count("not looked") == 2
+    assert told.stderr.count("check failed") == 2
     assert watch(folder).exit_code == 0
 
 
@@ -216,6 +216,6 @@ def test_a_controller_that_does_not_answer_is_asked_less_and_less_often(
     assert pauses == [100, 200, 400, 800, 900, 900, 900, 50]
     assert told.stdout.count("held: hang") == 1
     assert [line.partition(":")[0] for line in told.stderr.splitlines()] == [
-        "Slurm's queue could not be asked",
+        "Slurm's queue could not be queried",
         "Slurm's queue answers again",
     ], "each change is told once"

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slurm_forge.control.clock_page import ClockReader, Lasted, ProgressClock, new_page
+from slurm_forge.control.clock_page import ClockReader, FinishedPhase, ProgressClock, new_page
 from slurm_forge.vocabulary.position import LAST, Position
 
 
@@ -99,7 +99,7 @@ def test_what_took_long_is_told_once_and_what_is_short_only_at_first(shared: Sha
     shared.reader.lasted()
     step(shared, 9, 3.0)
     step(shared, 10, 0.01)
-    assert shared.reader.lasted() == [Lasted("train", pytest.approx(3.0))]
+    assert shared.reader.lasted() == [FinishedPhase("train", pytest.approx(3.0))]
     assert shared.reader.lasted() == []
 
 
@@ -112,7 +112,7 @@ def test_the_ways_into_and_out_of_a_phase_are_no_stretches_of_it(shared: Shared)
         shared.after(0.1).advance(Position(4, 1, LAST))
         shared.clock.enter("train")
         told = [each for each in shared.reader.lasted() if each.kind == "report"]
-        assert told == [Lasted("report", pytest.approx(0.1))], number
+        assert told == [FinishedPhase("report", pytest.approx(0.1))], number
 
 
 def test_a_step_is_not_known_before_steps_were_done(shared: Shared) -> None:

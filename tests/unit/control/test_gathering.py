@@ -15,14 +15,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slurm_forge.control.gathering import SETTLE_S, Agreement, Gathering, Place
-from slurm_forge.control.messages.protocol import (
-    At,
-    Message,
-    Request,
-    RequestKind,
-    Target,
-)
+from slurm_forge.control.gathering import SETTLE_S, RankAgreement, RankPosition, RequestAnswers
+from slurm_forge.control.messages.hub import Request, RequestKind, RequestTarget
+from slurm_forge.control.messages.message import Message
+from slurm_forge.control.messages.rank import PositionReport
 from slurm_forge.vocabulary.position import LAST, Position
 
 
@@ -86,7 +82,7 @@ def program(rank: int, steps: int, evaluations: dict[int, list[Evaluation]]) -> 
 class Rank:
     number: int
     ops: deque[Op]
-    agreement: Agreement = field(default_factory=Agreement)
+    agreement: RankAgreement = field(default_factory=RankAgreement)
     arrived: bool = False
     at_collective: str | None = None
     collectives: int = 0
@@ -102,7 +98,7 @@ class World:
         self.choose = choose
         self.now = 0.0
         self.ranks = [Rank(number, deque(ops)) for number, ops in enumerate(programs)]
-        self.requests: dict[int, tuple[Request, Gathering]] = {}
+        self.requests: dict[int, tuple[Request, RequestAnswers]] = {}
         self.to_hub: list[deque[Message]] = [deque() for _ in programs]
         self.to_rank: list[deque[Message]] = [deque() for _ in programs]
 
@@ -110,7 +106,7 @@ class World:
 
     def ask(self, kind: RequestKind) -> None:
         request = Request(id=len(self.requests) + 1, kind=kind, reason="test")
-        self.requests[request.id] = (request, Gathering(len(self.ranks), self.now))
+        self.requests[request.id] = (request, RequestAnswers(len(self.ranks), self.now))
         self.broadcast(request)
 
     def broadcast(self, message: Message) -> None:
@@ -119,7 +115,7 @@ class World:
 
     def hub_hears(self, rank: int) -> None:
         at = self.to_hub[rank].popleft()
-        assert isinstance(at, At)
+        assert isinstance(at, PositionReport)
         request, gathering = self.requests[at.id]
         if gathering.take(rank, at, self.now):
             request = replace(request, round=gathering.round)
@@ -132,20 +128,20 @@ class World:
             if gathering.target is None and gathering.settle(self.now) is not None:
                 assert gathering.target is not None
                 self.broadcast(
-                    Target(id=request.id, round=request.round, position=gathering.target)
+                    RequestTarget(id=request.id, round=request.round, position=gathering.target)
                 )
 
-    # -- a rank, as Member and Boundaries do it ---------------------------------------------
+    # -- a rank, as Member and StepBoundaries do it ---------------------------------------------
 
     def rank_hears(self, rank: Rank) -> None:
         message = self.to_rank[rank.number].popleft()
         if isinstance(message, Request):
-            answer = rank.agreement.asked(message)
+            answer = rank.agreement.on_request(message)
             if answer is not None:
                 self.to_hub[rank.number].append(answer)
         else:
-            assert isinstance(message, Target)
-            answer = rank.agreement.told(message)
+            assert isinstance(message, RequestTarget)
+            answer = rank.agreement.on_target(message)
             if answer is not None:
                 self.to_hub[rank.number].append(answer)
 
@@ -297,115 +293,126 @@ def test_many_schedules_of_one_awkward_program() -> None:
 # -- the rules one by one ------------------------------------------------------------------------
 
 
-def answered(*places: Place, now: float = 0.0) -> Gathering:
-    gathering = Gathering(world=len(places), asked_at=0.0)
+def answered(*places: RankPosition, now: float = 0.0) -> RequestAnswers:
+    gathering = RequestAnswers(world=len(places), asked_at=0.0)
     for rank, place in enumerate(places):
         gathering.answer(rank, place, now)
     return gathering
 
 
 def test_the_target_lies_after_the_furthest_rank() -> None:
-    gathering = answered(Place(Position(4)), Place(Position(6)), Place(Position(5)))
+    gathering = answered(
+        RankPosition(Position(4)), RankPosition(Position(6)), RankPosition(Position(5))
+    )
     assert gathering.settle(0.0) == Position(7)
 
 
 def test_a_rank_waiting_at_a_boundary_can_still_act_there() -> None:
-    gathering = answered(Place(Position(5), waiting=True), Place(Position(4)))
+    gathering = answered(RankPosition(Position(5), waiting=True), RankPosition(Position(4)))
     assert gathering.settle(0.0) == Position(5)
 
 
 def test_there_is_no_target_before_everybody_has_answered() -> None:
-    gathering = Gathering(world=3, asked_at=0.0)
-    gathering.answer(0, Place(Position(4)), 0.0)
-    gathering.answer(2, Place(Position(4)), 0.0)
+    gathering = RequestAnswers(world=3, asked_at=0.0)
+    gathering.answer(0, RankPosition(Position(4)), 0.0)
+    gathering.answer(2, RankPosition(Position(4)), 0.0)
     assert gathering.missing() == (1,)
     assert gathering.settle(100.0) is None
 
 
 def test_all_inside_one_evaluation_stop_at_its_next_poll() -> None:
-    gathering = answered(Place(Position(4, 1, 3)), Place(Position(4, 1, 5), waiting=True))
+    gathering = answered(
+        RankPosition(Position(4, 1, 3)), RankPosition(Position(4, 1, 5), waiting=True)
+    )
     assert gathering.settle(0.0) == Position(4, 1, 5)
 
 
 def test_a_mixed_picture_settles_before_the_boundary_is_taken() -> None:
-    gathering = answered(Place(Position(4, 1, 3)), Place(Position(4)), now=10.0)
+    gathering = answered(RankPosition(Position(4, 1, 3)), RankPosition(Position(4)), now=10.0)
     assert gathering.settle(10.0 + SETTLE_S / 2) is None
     assert gathering.settle(10.0 + SETTLE_S) == Position(5)
 
 
 def test_a_mixed_picture_becomes_common_when_the_other_rank_enters() -> None:
-    gathering = answered(Place(Position(4, 1, 3)), Place(Position(4)))
-    gathering.answer(1, Place(Position(4, 1), waiting=True), 0.2)
+    gathering = answered(RankPosition(Position(4, 1, 3)), RankPosition(Position(4)))
+    gathering.answer(1, RankPosition(Position(4, 1), waiting=True), 0.2)
     assert gathering.settle(0.2) == Position(4, 1, 4)
 
 
 def test_phases_of_one_number_but_another_path_are_not_the_same_phase() -> None:
     """Rank 0's own evaluation comes before the common one, which has collectives."""
     gathering = answered(
-        Place(Position(4, 1, 3), path="/mine"), Place(Position(4, 1), waiting=True, path="/all")
+        RankPosition(Position(4, 1, 3), path="/mine"),
+        RankPosition(Position(4, 1), waiting=True, path="/all"),
     )
     assert gathering.settle(SETTLE_S / 2) is None
     assert gathering.settle(SETTLE_S) == Position(5)
 
 
 def test_entering_a_phase_asks_anew_and_the_old_target_stands_where_one_has_passed_it() -> None:
-    gathering = answered(Place(Position(4)), Place(Position(4)))
+    gathering = answered(RankPosition(Position(4)), RankPosition(Position(4)))
     assert gathering.settle(0.0) == Position(5)
-    anew = At(id=1, round=1, path="", position=Position(4, 1), waiting=True)
+    anew = PositionReport(id=1, round=1, path="", position=Position(4, 1), waiting=True)
     assert gathering.take(0, anew, 0.0)
-    gathering.take(1, At(id=1, round=1, path="", position=Position(5), waiting=False), 0.0)
+    gathering.take(
+        1, PositionReport(id=1, round=1, path="", position=Position(5), waiting=False), 0.0
+    )
     assert gathering.settle(0.0) is None
     assert gathering.settle(SETTLE_S) == Position(5)
 
 
 def test_a_late_answer_to_an_older_round_changes_nothing() -> None:
-    gathering = answered(Place(Position(4)), Place(Position(4)))
+    gathering = answered(RankPosition(Position(4)), RankPosition(Position(4)))
     assert gathering.settle(0.0) == Position(5)
-    assert gathering.take(0, At(id=1, round=1, path="", position=Position(4, 1), waiting=True), 0.0)
+    assert gathering.take(
+        0, PositionReport(id=1, round=1, path="", position=Position(4, 1), waiting=True), 0.0
+    )
     assert not gathering.take(
-        1, At(id=1, round=0, path="", position=Position(4, 1, 2), waiting=True), 0.0
+        1, PositionReport(id=1, round=0, path="", position=Position(4, 1, 2), waiting=True), 0.0
     )
     assert gathering.missing() == (1,)
 
 
 def test_an_answer_that_crosses_the_target_does_not_ask_anew() -> None:
-    gathering = answered(Place(Position(4, 1, 7)), Place(Position(4, 1, 7)))
+    gathering = answered(RankPosition(Position(4, 1, 7)), RankPosition(Position(4, 1, 7)))
     assert gathering.settle(0.0) == Position(4, 1, 8)
-    crossed = At(id=1, round=0, path="", position=Position(4, 1, 8), waiting=True)
+    crossed = PositionReport(id=1, round=0, path="", position=Position(4, 1, 8), waiting=True)
     assert not gathering.take(1, crossed, 0.0)
     assert gathering.target == Position(4, 1, 8)
 
 
 def test_a_target_of_an_older_round_frees_nobody() -> None:
-    agreement = Agreement()
-    agreement.asked(Request(id=1, kind=RequestKind.STOP, reason=""))
-    agreement.told(Target(id=1, round=0, position=Position(5)))
+    agreement = RankAgreement()
+    agreement.on_request(Request(id=1, kind=RequestKind.STOP, reason=""))
+    agreement.on_target(RequestTarget(id=1, round=0, position=Position(5)))
     agreement.arrive(Position(4, 1), entering=True)
     assert agreement.blocked
-    agreement.told(Target(id=1, round=0, position=Position(5)))
+    agreement.on_target(RequestTarget(id=1, round=0, position=Position(5)))
     assert agreement.blocked
-    agreement.told(Target(id=1, round=1, position=Position(4, 1)))
+    agreement.on_target(RequestTarget(id=1, round=1, position=Position(4, 1)))
     assert [request.id for request in agreement.go_on()] == [1]
 
 
 def test_a_target_that_comes_while_a_rank_is_about_to_enter_is_asked_anew_once() -> None:
-    agreement = Agreement()
-    agreement.asked(Request(id=1, kind=RequestKind.STOP, reason=""))
+    agreement = RankAgreement()
+    agreement.on_request(Request(id=1, kind=RequestKind.STOP, reason=""))
     (waiting,) = agreement.arrive(Position(4, 1), "eval", entering=True)
     assert waiting.round == 0
-    anew = agreement.told(Target(id=1, round=0, position=Position(5)))
-    assert anew == At(id=1, round=1, path="/eval", position=Position(4, 1), waiting=True)
+    anew = agreement.on_target(RequestTarget(id=1, round=0, position=Position(5)))
+    assert anew == PositionReport(
+        id=1, round=1, path="/eval", position=Position(4, 1), waiting=True
+    )
     assert agreement.blocked
-    assert agreement.told(Target(id=1, round=1, position=Position(5))) is None
+    assert agreement.on_target(RequestTarget(id=1, round=1, position=Position(5))) is None
     assert not agreement.blocked
     assert agreement.go_on() == ()
 
 
 def test_nobody_waits_at_an_evaluation_for_a_probe_that_is_agreed_for_behind_it() -> None:
     """Others may hold their interpreter's lock by now: asked anew it could not be given up."""
-    agreement = Agreement()
-    agreement.asked(Request(id=1, kind=RequestKind.PROBE, reason=""))
-    agreement.told(Target(id=1, round=0, position=Position(5)))
+    agreement = RankAgreement()
+    agreement.on_request(Request(id=1, kind=RequestKind.PROBE, reason=""))
+    agreement.on_target(RequestTarget(id=1, round=0, position=Position(5)))
     assert agreement.arrive(Position(4, 1), "eval", entering=True) == []
     assert not agreement.blocked
     assert agreement.go_on() == ()
@@ -414,52 +421,52 @@ def test_nobody_waits_at_an_evaluation_for_a_probe_that_is_agreed_for_behind_it(
 
 
 def test_what_was_acted_on_long_ago_is_not_remembered_for_ever() -> None:
-    agreement = Agreement()
+    agreement = RankAgreement()
     for number in range(1, 5001):
-        agreement.asked(Request(id=number, kind=RequestKind.PROBE, reason=""))
+        agreement.on_request(Request(id=number, kind=RequestKind.PROBE, reason=""))
         if number % 2:
             agreement.withdrawn(number)
         else:
-            agreement.told(Target(id=number, round=0, position=Position(number)))
+            agreement.on_target(RequestTarget(id=number, round=0, position=Position(number)))
             agreement.arrive(Position(number))
             assert [request.id for request in agreement.go_on()] == [number]
         assert not agreement.pending
     assert len(agreement._acted) <= 1000
-    agreement.asked(Request(id=5000, kind=RequestKind.PROBE, reason="", round=1))
+    agreement.on_request(Request(id=5000, kind=RequestKind.PROBE, reason="", round=1))
     assert not agreement.pending, "what was acted on is never acted on again"
 
 
 def test_a_target_inside_the_phase_to_be_entered_stands() -> None:
     """It was agreed with this rank in front of the phase, which waits there for another request."""
-    agreement = Agreement()
-    agreement.asked(Request(id=1, kind=RequestKind.PROBE, reason=""))
-    agreement.asked(Request(id=2, kind=RequestKind.SAVE, reason=""))
+    agreement = RankAgreement()
+    agreement.on_request(Request(id=1, kind=RequestKind.PROBE, reason=""))
+    agreement.on_request(Request(id=2, kind=RequestKind.SAVE, reason=""))
     agreement.arrive(Position(4, 1), "eval", entering=True)
-    assert agreement.told(Target(id=1, round=0, position=Position(4, 1, 3))) is None
-    assert agreement.told(Target(id=2, round=0, position=Position(4, 1, 2))) is None
+    assert agreement.on_target(RequestTarget(id=1, round=0, position=Position(4, 1, 3))) is None
+    assert agreement.on_target(RequestTarget(id=2, round=0, position=Position(4, 1, 2))) is None
     assert agreement.go_on() == ()
 
 
 def test_what_is_due_at_once_is_done_in_the_order_of_the_targets() -> None:
     """Another rank meets the targets one by one, and both may be collectives."""
-    agreement = Agreement()
+    agreement = RankAgreement()
     for number, poll in ((1, 9), (2, 3), (3, 9)):
-        agreement.asked(Request(id=number, kind=RequestKind.SAVE, reason=""))
-        agreement.told(Target(id=number, round=0, position=Position(4, 1, poll)))
+        agreement.on_request(Request(id=number, kind=RequestKind.SAVE, reason=""))
+        agreement.on_target(RequestTarget(id=number, round=0, position=Position(4, 1, poll)))
     agreement.arrive(Position(4, 1, LAST), "data")
     assert [request.id for request in agreement.go_on()] == [2, 1, 3]
 
 
 @pytest.mark.parametrize("kind", list(RequestKind))
 def test_a_rank_acts_once_however_often_it_is_asked(kind: RequestKind) -> None:
-    agreement = Agreement()
+    agreement = RankAgreement()
     request = Request(id=1, kind=kind, reason="")
-    agreement.asked(request)
-    agreement.told(Target(id=1, round=0, position=Position(3)))
+    agreement.on_request(request)
+    agreement.on_target(RequestTarget(id=1, round=0, position=Position(3)))
     agreement.arrive(Position(3))
     assert agreement.go_on() == (request,)
-    answer = agreement.asked(replace(request, round=1))
-    assert answer == At(id=1, round=1, path="", position=Position(3), waiting=False)
+    answer = agreement.on_request(replace(request, round=1))
+    assert answer == PositionReport(id=1, round=1, path="", position=Position(3), waiting=False)
     agreement.arrive(Position(4))
     assert not agreement.blocked
     assert agreement.go_on() == ()

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slurm_forge.control.messages import protocol as p
+from slurm_forge.control.messages import protocol
+from slurm_forge.control.messages.links import LinkReport
 from slurm_forge.control.tcp.links import (
     Connection,
     Link,
@@ -106,9 +107,9 @@ LINKS = st.builds(
 
 @given(st.lists(LINKS, max_size=20), st.lists(st.text(max_size=40), max_size=4))
 def test_what_is_said_is_what_is_read(links, addresses) -> None:
-    line = p.encode(say_links(7, addresses, links, how="witness"))
-    said = p.decode(line)
-    assert isinstance(said, p.Links)
+    line = protocol.encode(say_links(7, addresses, links, how="witness"))
+    said = protocol.decode(line)
+    assert isinstance(said, LinkReport)
     assert (said.id, said.how, said.addresses) == (7, "witness", tuple(addresses))
     key = str
     assert sorted(read_links(said), key=key) == sorted(links, key=key)
@@ -117,8 +118,8 @@ def test_what_is_said_is_what_is_read(links, addresses) -> None:
 def test_of_a_thousand_hosts_the_bad_ones_fit_on_a_line() -> None:
     fine = [Link(peer=f"10.0.{n // 250}.{n % 250}", rtt=0.001, min_rtt=0.001) for n in range(1000)]
     bad = Link(peer="10.9.9.9", retransmits=5, unanswered=4.0)
-    said = p.decode(p.encode(say_links(1, ["10.0.0.1"], [*fine, bad], how="witness")))
-    assert isinstance(said, p.Links)
+    said = protocol.decode(protocol.encode(say_links(1, ["10.0.0.1"], [*fine, bad], how="witness")))
+    assert isinstance(said, LinkReport)
     assert read_links(said)[0] == bad
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from slurm_forge.control import Hub, addresses
-from slurm_forge.control.hub import Gone, Joined
+from slurm_forge.control.hub import RankDisconnected, RankJoined
 
 WITHIN_S = 30.0
 OURS, THEIRS = "10.213.77.1", "10.213.77.2"
@@ -95,10 +95,10 @@ def test_both_ends_notice_that_the_other_machine_is_gone(
             stdout=output,
         )
     try:
-        until(lambda: seen(Joined), "the rank")
-        assert not seen(Gone)
+        until(lambda: seen(RankJoined), "the rank")
+        assert not seen(RankDisconnected)
         ip("link", "set", f"fg{os.getpid()}", "down")
-        until(lambda: seen(Gone), "the hub to notice")
+        until(lambda: seen(RankDisconnected), "the hub to notice")
         until(lambda: "left: the hub is gone" in said.read_text(), "the rank to notice")
     finally:
         member.kill()

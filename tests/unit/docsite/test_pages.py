@@ -29,7 +29,7 @@ from slurm_forge.knobs import Knobs
 from slurm_forge.spec.faults import parse_faults
 from slurm_forge.spec.layers import Layer, combined
 from slurm_forge.spec.loading import job_from_mapping, to_mapping
-from slurm_forge.spec.types import Section
+from slurm_forge.spec.types import JobSection
 from slurm_forge.vocabulary.cause import Cause
 from slurm_forge.vocabulary.decision import Action
 from tests.slurm.truth.promises import PROMISES
@@ -66,12 +66,12 @@ def test_a_change_of_a_ladder_is_seen(tmp_path: Path) -> None:
 
 
 def test_a_new_key_appears_by_itself() -> None:
-    class Inner(Section):
+    class Inner(JobSection):
         """A part."""
 
         width: int = Field(default=3, ge=1, description="How | wide.")
 
-    class Outer(Section):
+    class Outer(JobSection):
         """All of it."""
 
         inner: Inner = Field(default_factory=Inner, description="The part.")
@@ -93,13 +93,13 @@ def _with_short_form(made: dict[str, Any]) -> None:
 
 
 def test_a_short_form_beside_a_model_is_told() -> None:
-    class Rule(Section):
+    class Rule(JobSection):
         """A rule."""
 
         model_config = ConfigDict(json_schema_extra=_with_short_form)
         option: str = Field(description="Which.")
 
-    class Rules(Section):
+    class Rules(JobSection):
         """Some."""
 
         rules: tuple[Rule, ...] = ()
@@ -264,7 +264,6 @@ def test_links_on_the_site(text: str, source: str, expected: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
 def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
     pytest.importorskip("mkdocs")
     root = DOCS.parent

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ast
+import builtins
 import re
+import textwrap
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,7 +13,8 @@ import pytest
 
 import slurm_forge
 from docsite.pages import DOCS
-from slurm_forge.training.core.hooks import _NAMES
+from slurm_forge import errors
+from slurm_forge.training.core.run_state import _NAMES
 
 griffe = pytest.importorskip("griffe")
 
@@ -93,3 +97,47 @@ def test_what_a_public_function_returns_and_every_field_is_documented(package: A
 def test_every_hook_is_on_the_page() -> None:
     table = PAGE.partition("## Hooks")[2].partition("\n::: ")[0]
     assert set(re.findall(r"^\| `(on_\w+)`", table, re.MULTILINE)) == {*_NAMES, "on_instability"}
+
+
+def test_every_error_that_a_public_function_raises_is_documented(package: Any) -> None:
+    documented = 0
+    for path, options in SHOWN:
+        for function in _callables(_item(package, path), options):
+            raises = {
+                str(each.annotation) for values in _sections(function, "raises") for each in values
+            }
+            documented += len(raises)
+            body = ast.walk(ast.parse(textwrap.dedent(function.source)))
+            own = {
+                each.exc.func.id
+                for each in body
+                if isinstance(each, ast.Raise)
+                and isinstance(each.exc, ast.Call)
+                and isinstance(each.exc.func, ast.Name)
+            }
+            assert own <= raises, function.path
+            for name in raises:
+                assert hasattr(errors, name) or hasattr(builtins, name), f"{function.path}: {name}"
+    assert documented >= 15
+
+
+def test_every_error_is_on_the_page() -> None:
+    table = PAGE.partition("## Errors")[2]
+    kinds = {
+        name
+        for name, kind in vars(errors).items()
+        if isinstance(kind, type) and issubclass(kind, errors.ForgeError)
+    }
+    assert set(re.findall(r"`(\w+Error)`", table)) == kinds - {"ForgeError"}
+
+
+def test_every_public_attribute_has_a_sentence(package: Any) -> None:
+    run = _item(package, "slurm_forge.Run")
+    own = {a.name for values in _sections(run, "attributes") for a in values}
+    for name, member in run.members.items():
+        if name.startswith("_") or not member.is_attribute:
+            continue
+        if "property" in member.labels:
+            assert member.docstring is not None and member.docstring.value.endswith("."), name
+        else:
+            assert name in own, name

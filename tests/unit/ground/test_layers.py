@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slurm_forge import documents
-from slurm_forge.documents import DEFAULT, Document, KeyPath, Place
+from slurm_forge.documents import DEFAULT, Document, KeyPath, SourcePlace
 from slurm_forge.errors import ConfigError
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
@@ -148,7 +148,7 @@ def test_a_value_is_set(text: str, path: KeyPath, value: Any, expected: dict[str
     [
         ("a: 1", ("a", "b"), "a has no keys; set it as a whole"),
         ("a: [x]", ("a", "b"), "a[0] has no keys; set it as a whole"),
-        ("a: {b: 1}", ("a", 0), "a is no list"),
+        ("a: {b: 1}", ("a", 0), "a is not a list"),
         ("a: [1]", ("a", 1), "a has one item, counted from 0; to add one, set all of it"),
         ("a: [1, 2]", ("a", 2), "a has 2 items, counted from 0; to add one, set all of it"),
         ("a: [1, 2, 3]", ("a", "b"), "a has 3 items; say which: a[0].b to a[2].b"),
@@ -165,12 +165,12 @@ def test_a_place_that_is_not_there(text: str, path: KeyPath, message: str) -> No
 
 def test_what_is_set_is_from_the_option_and_nothing_else_is() -> None:
     found = set_at("a:\n  b: 1\n", ("ladder", "times"), 2)
-    assert found.written_at(("a", "b")) == Place("f.yaml", 2)
-    assert found.written_at(("ladder", 0, "times")) == Place("--set")
-    assert found.written_at(("ladder", 0, "do")) == Place(DEFAULT)
+    assert found.written_at(("a", "b")) == SourcePlace("f.yaml", 2)
+    assert found.written_at(("ladder", 0, "times")) == SourcePlace("--set")
+    assert found.written_at(("ladder", 0, "do")) == SourcePlace(DEFAULT)
     # A mistake in what nobody wrote is that of the option by which it got there.
-    assert found.place_of(("ladder", 0, "do")) == Place("--set")
-    assert found.place_of(("a", "c")) == Place("f.yaml", 1)
+    assert found.place_of(("ladder", 0, "do")) == SourcePlace("--set")
+    assert found.place_of(("a", "c")) == SourcePlace("f.yaml", 1)
 
 
 # paths and values of the command line

@@ -97,7 +97,9 @@ def test_tensorboard_before_the_step_is_known_is_refused(tmp_path: Path) -> None
 
 
 def variables(directory: Path, **given: str) -> dict[str, str]:
-    found = tracker_variables(name="my-run", directory=directory, step=7, first=False, given=given)
+    found = tracker_variables(
+        name="my-run", directory=directory, step=7, first=False, environment=given
+    )
     return dict(found)
 
 
@@ -126,7 +128,7 @@ def test_what_the_user_set_stays(tmp_path: Path) -> None:
 
 
 def test_a_first_start_purges_nothing(tmp_path: Path) -> None:
-    found = tracker_variables(name="r", directory=tmp_path, step=None, first=True, given={})
+    found = tracker_variables(name="r", directory=tmp_path, step=None, first=True, environment={})
     assert set(found) == {"WANDB_RUN_ID", "WANDB_RESUME"}
 
 

@@ -13,34 +13,35 @@ from datetime import timedelta
 from enum import Enum
 from signal import Signals
 
-from slurm_forge.control import RequestKind
-from slurm_forge.control.hub import Agreed, Gone, MemberView, Said
-from slurm_forge.control.messages import protocol as p
+from slurm_forge.control.hub import MemberView, MessageReceived, RankDisconnected, TargetAgreed
+from slurm_forge.control.messages.hub import Request as ChannelRequest
+from slurm_forge.control.messages.hub import RequestKind
+from slurm_forge.control.messages.rank import Notice, RankFinished, RankStopped
 from slurm_forge.errors import FencedError, SlurmCommandError, SlurmUnreachableError
 from slurm_forge.journal import RunState, fold, read_journal
 from slurm_forge.launch.attempt.attempt import (
     REQUEUEING,
     TAKEN_OVER,
     Attempt,
-    Refusal,
+    StartRefusal,
     begin,
 )
-from slurm_forge.launch.attempt.attempt_signals import BatchSignals
-from slurm_forge.launch.attempt.evidence import gathered
-from slurm_forge.launch.attempt.requeuer import stays_on
+from slurm_forge.launch.attempt.attempt_signals import LaunchSignals
+from slurm_forge.launch.attempt.evidence import gather_evidence
+from slurm_forge.launch.attempt.job_attempt import slurm_kill_patience
 from slurm_forge.launch.attempt.stop_explanation import StopExplanation
 from slurm_forge.launch.command.conductor import ProgramConductor
 from slurm_forge.launch.command.program_signals import ProgramSignals
 from slurm_forge.launch.conductor.conductor import Conductor
-from slurm_forge.launch.conductor.job_poller import JobWatch
+from slurm_forge.launch.conductor.job_poller import JobPoller
 from slurm_forge.launch.render.schedule import Timing
 from slurm_forge.launch.render.signal_convention import Forwarding
 from slurm_forge.launch.requeue.reconcile import reconcile
-from slurm_forge.launch.requeue.requeue import Ladder
+from slurm_forge.launch.requeue.requeue import RequeueLadder
 from slurm_forge.recovery import LaunchFacts
 from slurm_forge.run_directory import RunDirectory
 from slurm_forge.slurm.records import JobRecord
-from slurm_forge.spec.program import NotifyTo, ProgramSpec
+from slurm_forge.spec.launchers import NotifyTo, ProgramSpec
 from slurm_forge.testing.cluster.spec import PartitionPreemption, PartitionSpec
 from slurm_forge.vocabulary.decision import Action
 from slurm_forge.vocabulary.position import Position
@@ -52,8 +53,6 @@ from tests.fake_slurm import (
     Request,
     Start,
 )
-
-__all__ = ["Answers", "End", "Front", "World"]
 
 BEFORE_S = 30.0
 STEP = 70
@@ -121,7 +120,7 @@ class Trouble:
 
 
 class Watched:
-    """The client of a ``JobWatch``: its queries take their time beside the conductor."""
+    """The client of a ``JobPoller``: its queries take their time beside the conductor."""
 
     def __init__(self, world: World, start: Start) -> None:
         self._world, self._start = world, start
@@ -173,19 +172,19 @@ class Step:
         heard = self._start.clock.monotonic()
         return {
             rank: MemberView(
-                rank=rank, host=host, pid=1, heard=heard, step=STEP, phase="train", started=True
+                rank=rank, host=host, pid=1, heard_at=heard, step=STEP, phase="train", started=True
             )
             for rank, host in self._members.items()
         }
 
     def request(self, kind: RequestKind, reason: str) -> int:
         if kind is RequestKind.STOP:
-            request = p.Request(id=1, kind=kind, reason=reason)
-            self.events.put(Agreed(request, Position(STEP), 0.01))
+            request = ChannelRequest(id=1, kind=kind, reason=reason)
+            self.events.put(TargetAgreed(request, Position(STEP), 0.01))
             self._start.after(timedelta(seconds=SAVE_S), self._stop)
         return 1
 
-    def witnesses(self) -> dict[int, object]:
+    def monitors(self) -> dict[int, object]:
         return {}
 
     def abort(self, why: str) -> None:
@@ -194,7 +193,7 @@ class Step:
     def ask_rank(self, *arguments: object) -> bool:
         return False
 
-    def ask_witnesses(self, *arguments: object) -> None: ...
+    def ask_monitors(self, *arguments: object) -> None: ...
 
     def connections(self) -> tuple[object, ...]:
         return ()
@@ -205,7 +204,9 @@ class Step:
 
     def _stop(self) -> None:
         for rank in self._members:
-            self.events.put(Said(rank, p.Stopped(step=STEP, checkpoint=f"step-{STEP}")))
+            self.events.put(
+                MessageReceived(rank, RankStopped(step=STEP, checkpoint=f"step-{STEP}"))
+            )
         self._start.after(timedelta(seconds=0.1), lambda: self._leave(0))
 
     def _leave(self, status: int) -> None:
@@ -213,14 +214,14 @@ class Step:
 
     def finish(self) -> None:
         for rank in self._members:
-            self.events.put(Said(rank, p.Finished(step=STEP)))
+            self.events.put(MessageReceived(rank, RankFinished(step=STEP)))
         self._leave(0)
 
     def lose(self, rank: int) -> None:
         """Its node is gone, and srun ends the step."""
         host = self._members.pop(rank, "?")
         self.text += f"srun: error: Node failure on {host}\n"
-        self.events.put(Gone(rank))
+        self.events.put(RankDisconnected(rank))
         self._leave(1)
 
     # -- the launcher -------------------------------------------------------------------------
@@ -252,7 +253,7 @@ class Step:
     def alive(self) -> bool:
         return self.status is None
 
-    def tell(self, how: Forwarding, *, steps_know: bool) -> str:
+    def forward(self, how: Forwarding, *, steps_know: bool) -> str:
         self._start.after(timedelta(seconds=SAVE_S), lambda: self._leave(0))
         return how.signal
 
@@ -276,8 +277,7 @@ class Batch:
     start: Start
     step: Step | None = None
     attempt: Attempt | None = None
-    batch: BatchSignals = field(default_factory=BatchSignals)
-    signals: ProgramSignals = field(default_factory=ProgramSignals)
+    signals: LaunchSignals = field(default_factory=ProgramSignals)
 
     def started(self) -> None:
         self.start.after(timedelta(0), self._run)
@@ -286,8 +286,7 @@ class Batch:
         if signal != "SIGTERM":
             return
         if to == BATCH:
-            of = self.batch.signal if self.world.front is Front.RANKS else self.signals.batch
-            of(Signals.SIGTERM)
+            self.signals.batch(Signals.SIGTERM)
             return
         if self.step is None:
             return
@@ -297,7 +296,7 @@ class Batch:
             self.signals.steps("SIGTERM")
             return
         for rank in self.step.members():
-            self.step.events.put(Said(rank, p.Notice(what="SIGTERM")))
+            self.step.events.put(MessageReceived(rank, Notice(what="SIGTERM")))
 
     def _run(self) -> None:
         try:
@@ -314,7 +313,7 @@ class Batch:
             world.run, job=start.job, restart_count=start.restarts, nodes=start.nodes,
             via="sbatch", slurm=world.fake, command=program, clock=world.fake.clock.seconds,
         )  # fmt: skip
-        if isinstance(begun, Refusal):
+        if isinstance(begun, StartRefusal):
             start.exit(0)
             return
         world.starts += 1
@@ -327,7 +326,7 @@ class Batch:
             self.start.after(timedelta(seconds=200), self._finish)
         world.trains(start.job)
         facts = self._watch(begun, self.step)
-        facts = gathered(
+        facts = gather_evidence(
             replace(facts, grace=world.grace), run=world.run, attempt=begun.claim.attempt,
             launch=begun.launch, job=start.job, slurm=start.slurm, restart_count=start.restarts,
         )  # fmt: skip
@@ -338,28 +337,25 @@ class Batch:
             return
         outcome, stay = decision.action.value, timedelta(0)
         if decision.action in REQUEUEING:
-            ladder = Ladder(
+            ladder = RequeueLadder(
                 start.slurm, job=start.job, script=world.script, journal=begun.journal,
                 fence=begun.fence, restart_count=start.restarts, sleep=start.sleep,
                 clock=world.fake.clock.monotonic,
                 explain=StopExplanation(
-                    start.slurm, begun, self._since, lambda: world.fake.clock.now
+                    start.slurm, begun, self.signals.batch_signals_since,
+                    lambda: world.fake.clock.now,
                 ),
             )  # fmt: skip
-            taken = ladder.climb(decision.reason).taken
-            outcome, stay = taken.value, stays_on(taken, decision.cause)
+            taken = ladder.requeue(decision.reason).outcome
+            outcome, stay = taken.value, slurm_kill_patience(taken, decision.cause)
         begun.end(outcome)
         start.sleep(stay.total_seconds())
         start.exit(1 if decision.action is Action.RAISE else 0)
 
-    def _since(self) -> tuple[str, ...]:
-        program = self.world.front is Front.EXEC
-        return self.signals.batch_signals_since() if program else self.batch.early
-
     def _watch(self, begun: Attempt, step: Step) -> LaunchFacts:
         world, start, clock = self.world, self.start, self.world.fake.clock
         slurm = Watched(world, start)
-        watch = JobWatch(slurm, start.job, background=slurm.in_background)  # type: ignore[arg-type]
+        watch = JobPoller(slurm, start.job, background=slurm.in_background)  # type: ignore[arg-type]
         world.watch = watch
         timing = Timing(
             lead=timedelta(seconds=2), save_every=None, probe_every=None,
@@ -371,11 +367,8 @@ class Batch:
                 stop_file=world.run.stop_file, save_file=world.run.save_file, launched=step,
                 clock=clock.monotonic, now=lambda: clock.now,
             )  # fmt: skip
-            self.batch.begin(conductor)
-            try:
+            with self.signals.go_to(conductor.stops):
                 return conductor.watch()
-            finally:
-                self.batch.end()
         program = ProgramConductor(
             step, journal=begun.journal, watch=watch, timing=timing,  # type: ignore[arg-type]
             program=ProgramSpec(), how=Forwarding("SIGTERM", NotifyTo.CHILD),
@@ -384,7 +377,7 @@ class Batch:
             sentinel=step, restart_count=start.restarts,  # type: ignore[arg-type]
             clock=clock.monotonic, now=lambda: clock.now,
         )  # fmt: skip
-        with self.signals.go_to(program):
+        with self.signals.go_to(program.stops):
             return program.watch()
 
     def _finish(self) -> None:
@@ -408,7 +401,7 @@ class World:
         self.grace = timedelta(seconds=grace)
         self.trouble = Trouble(answers)
         self.starts = 0
-        self.watch: JobWatch | None = None
+        self.watch: JobPoller | None = None
         self.record_from_before: JobRecord | None = None
         partitions = (
             PartitionSpec(name="top", preempt_mode=PartitionPreemption.OFF, priority_tier=100),

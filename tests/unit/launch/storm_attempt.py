@@ -13,7 +13,7 @@ from slurm_forge.launch.attempt.attempt import (
     REQUEUEING,
     TAKEN_OVER,
     Attempt,
-    Refusal,
+    StartRefusal,
     begin,
 )
 from slurm_forge.launch.requeue.job_update import (
@@ -21,16 +21,16 @@ from slurm_forge.launch.requeue.job_update import (
     update_for,
 )
 from slurm_forge.launch.requeue.requeue import (
-    Comeback,
-    Ladder,
-    Taken,
+    RequeueLadder,
+    RequeueOutcome,
+    RequeueResult,
 )
 from slurm_forge.recovery.incident.launch_facts import (
     LaunchFacts,
     LostRank,
     RankFailure,
 )
-from slurm_forge.recovery.monitor.probe_verdict import Found
+from slurm_forge.recovery.monitor.probe_verdict import ProbeFailure
 from slurm_forge.slurm.records import JobRecord
 from slurm_forge.store.identity import CheckpointName
 from slurm_forge.vocabulary.cause import Cause, Confidence, Evidence
@@ -43,7 +43,6 @@ from tests.fake_slurm import (
 if TYPE_CHECKING:
     from tests.unit.launch.storm_life import Life
 
-__all__ = ["Supervised", "secs"]
 
 #: What a rank may say when it fails; the others come from signals, Slurm and the clock.
 TOLD = (
@@ -77,7 +76,7 @@ class Supervised:
         self.attempt: Attempt | None = None
         #: What this attempt ends with.
         self.decision: Decision | None = None
-        self._ladder: Ladder | None = None
+        self._ladder: RequeueLadder | None = None
         self._first: JobRecord | None = None
         self._noticed: JobRecord | None = None
         self._signals: list[tuple[str, str]] = []
@@ -114,13 +113,13 @@ class Supervised:
             life.run, job=start.job, restart_count=start.restarts, nodes=start.nodes,
             via="sbatch", slurm=start.slurm, clock=life.fake.clock.seconds,
         )  # fmt: skip
-        if isinstance(begun, Refusal):
+        if isinstance(begun, StartRefusal):
             life.refused[begun] += 1
             start.exit(0)
             return
         life.promise(wanted, "nobody has asked for it, and it begins")
         self.attempt = begun
-        self._ladder = Ladder(
+        self._ladder = RequeueLadder(
             start.slurm, job=start.job, restart_count=start.restarts, script=life.script,
             journal=begun.journal, fence=begun.fence, sleep=start.sleep,
             clock=life.fake.clock.monotonic,
@@ -201,7 +200,7 @@ class Supervised:
         cause = self._random.choice(TOLD)
         if cause is Cause.HANG:
             self._end(
-                probe=Found(
+                probe=ProbeFailure(
                     cause=Cause.HANG,
                     ranks=(1,),
                     hosts=self._start.nodes[-1:],
@@ -261,23 +260,23 @@ class Supervised:
         self.decision = decision
         if decision.action in REQUEUEING:
             if decision.cause is Cause.ADMIN_REQUEUE:
-                outcome = Taken.REQUEUED.value
+                outcome = RequeueOutcome.REQUEUED.value
             else:
-                outcome = self._climb(self._ladder, decision).taken.value
+                outcome = self._climb(self._ladder, decision).outcome.value
         elif decision.action is Action.HOLD:
             self._life.holding.add(self._start.job)
-            outcome = self._ladder.hold(decision.reason).taken.value
+            outcome = self._ladder.hold(decision.reason).outcome.value
             self._life.holding.discard(self._start.job)
-            if outcome == Taken.HELD.value:
+            if outcome == RequeueOutcome.HELD.value:
                 self._life.is_held(self._start.job)
         self._life.outcomes[outcome] += 1
         self.attempt.end(outcome)
         self._start.exit(1 if decision.action is Action.RAISE else 0)
 
-    def _climb(self, ladder: Ladder, decision: Decision) -> Comeback:
+    def _climb(self, ladder: RequeueLadder, decision: Decision) -> RequeueResult:
         job = self._life.file.job
         update = update_for(decision, job, self._noticed or self._first)
-        return ladder.climb(
+        return ladder.requeue(
             decision.reason,
             update,
             wait=timedelta(seconds=decision.wait_s),

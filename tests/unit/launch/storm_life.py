@@ -15,7 +15,7 @@ from slurm_forge.journal.fold import in_order, without_fenced
 from slurm_forge.journal.known import INSTABILITY
 from slurm_forge.launch.attempt.attempt import (
     REQUEUEING,
-    Refusal,
+    StartRefusal,
 )
 from slurm_forge.launch.requeue.reconcile import (
     bring_back,
@@ -78,7 +78,7 @@ class Life:
     happenings: Counter[str] = field(default_factory=Counter)
     decided: Counter[Action] = field(default_factory=Counter)
     outcomes: Counter[str] = field(default_factory=Counter)
-    refused: Counter[Refusal] = field(default_factory=Counter)
+    refused: Counter[StartRefusal] = field(default_factory=Counter)
     step: int = 0
     finished_at: float | None = None
 

@@ -54,7 +54,7 @@ def test_one_that_hangs_is_killed_with_its_children(tmp_path: Path) -> None:
     began = time.monotonic()
     told = run(words, timeout=timedelta(seconds=2))
     assert told is not None and "was killed after 2 s" in told
-    assert time.monotonic() - began < 15
+    assert time.monotonic() - began < 60
     stat = Path(f"/proc/{pids.read_text()}/stat")
     deadline = time.monotonic() + 10  # the kernel ends it in its own time
     while (state := _state(stat)) not in ("", "Z"):
@@ -85,7 +85,7 @@ def test_one_that_leaves_a_child_with_our_pipes_does_not_hold_us(tmp_path: Path)
     words = program(tmp_path, "subprocess.Popen(['sleep', '1000'], start_new_session=False)")
     began = time.monotonic()
     assert run(words) is None
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 60
 
 
 def test_one_that_is_not_there_is_an_error_before_anything_is_looked_at(tmp_path: Path) -> None:

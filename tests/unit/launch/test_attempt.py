@@ -14,21 +14,19 @@ from slurm_forge.errors import FencedError, RunDirectoryError
 from slurm_forge.files import AppendFile
 from slurm_forge.journal import RunStatus, read_journal
 from slurm_forge.journal import events as ev
+from slurm_forge.json_codec import parse
 from slurm_forge.launch.attempt.attempt import (
     Attempt,
-    Refusal,
+    StartRefusal,
     begin,
 )
 from slurm_forge.launch.requeue.reconcile import reconcile
 from slurm_forge.recovery import LaunchFacts, classify
-from slurm_forge.recovery.incident.classify import (
-    LostRank,
-    RankFailure,
-)
+from slurm_forge.recovery.incident.launch_facts import LostRank, RankFailure
 from slurm_forge.recovery.monitor.stalls import Stall
 from slurm_forge.recovery.monitor.straggler_reports import (
     Straggler,
-    Why,
+    StragglerCause,
 )
 from slurm_forge.report.explain.explain import explain
 from slurm_forge.report.explain.explain_text import explain_text
@@ -37,7 +35,7 @@ from slurm_forge.run_directory import RunDirectory
 from slurm_forge.slurm.records import JobRecord
 from slurm_forge.slurm.states import JobState
 from slurm_forge.slurm.text.answers import (
-    RequeueOutcome,
+    RequeueAnswer,
     RequeueReply,
 )
 from slurm_forge.spec import job_from_mapping
@@ -81,7 +79,7 @@ def run(tmp_path: Path) -> RunDirectory:
     return run
 
 
-def start(run: RunDirectory) -> Attempt | Refusal:
+def start(run: RunDirectory) -> Attempt | StartRefusal:
     return begin(run, job="42", restart_count=0, nodes=("n0", "n1"), via="sbatch")
 
 
@@ -94,7 +92,7 @@ def started(run: RunDirectory) -> Attempt:
 def launch(attempt: Attempt) -> LaunchBrief:
     hub = Hub()
     attempt.next_launch(hub)  # type: ignore[arg-type]
-    return LaunchBrief.from_text(hub.published[BRIEF_KEY])
+    return parse(LaunchBrief, hub.published[BRIEF_KEY])
 
 
 def conclude(attempt: Attempt, facts: LaunchFacts) -> Decision:
@@ -117,13 +115,13 @@ def test_a_run_that_is_finished_is_not_begun_again(run: RunDirectory) -> None:
     attempt.end("finished")
     assert run.is_done()
     assert attempt.state().status is RunStatus.FINISHED
-    assert start(run) is Refusal.DONE
+    assert start(run) is StartRefusal.DONE
     assert not (run.attempts / "2.json").exists()
 
 
 def test_a_stop_file_keeps_a_run_from_starting_until_it_is_gone(run: RunDirectory) -> None:
     run.stop_file.touch()
-    assert start(run) is Refusal.STOP_FILE
+    assert start(run) is StartRefusal.STOP_FILE
     run.stop_file.unlink()
     started(run)
 
@@ -147,12 +145,12 @@ def test_what_was_published_last_is_known_where_rank_0_could_not_say_so(run: Run
 def test_a_run_that_is_held_waits_for_a_person(run: RunDirectory) -> None:
     for _ in range(9):
         attempt = start(run)
-        if isinstance(attempt, Refusal):
+        if isinstance(attempt, StartRefusal):
             break
         launch(attempt)
         decision = conclude(attempt, CRASHED)
         attempt.end(decision.action.value)
-    assert attempt is Refusal.AT_REST
+    assert attempt is StartRefusal.AT_REST
     assert decision.action is Action.HOLD
 
 
@@ -165,7 +163,7 @@ def test_after_scancel_a_start_by_slurm_does_nothing(run: RunDirectory) -> None:
     facts = LaunchFacts(now=NOW, batch_signals=("SIGTERM",), job=cancelled)
     assert conclude(attempt, facts).action is Action.STOP
     assert attempt.state().status is RunStatus.CANCELLED
-    assert start(run) is Refusal.AT_REST
+    assert start(run) is StartRefusal.AT_REST
 
 
 def test_ranks_are_told_the_plan_and_what_was_committed(run: RunDirectory) -> None:
@@ -246,7 +244,7 @@ def test_a_preemption_that_slurm_has_told_of_needs_no_person(run: RunDirectory) 
         queue = accounting
 
         def requeue(self, job: str) -> RequeueReply:
-            return RequeueReply(RequeueOutcome.REQUEUED, "")
+            return RequeueReply(RequeueAnswer.REQUEUED, "")
 
     attempt = started(run)
     launch(attempt)
@@ -315,7 +313,13 @@ def test_a_slow_node_is_never_what_a_run_is_held_for_by_itself(
     tmp_path: Path, ladder: list[dict[str, object]], warns: bool
 ) -> None:
     slow = Straggler(
-        host="n06", ranks=(3,), factor=1.6, trial=1.6, why=Why.NODE, since_step=5, lost_s=0.1
+        host="n06",
+        ranks=(3,),
+        factor=1.6,
+        trial=1.6,
+        why=StragglerCause.NODE,
+        since_step=5,
+        lost_s=0.1,
     )
     run = RunDirectory.at(tmp_path / "tiny")
     spec = job_from_mapping(

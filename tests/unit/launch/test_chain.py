@@ -16,14 +16,12 @@ from slurm_forge.journal import JournalWriter, RunState, RunStatus, fold, read_j
 from slurm_forge.journal import events as ev
 from slurm_forge.launch.attempt.attempt import (
     Attempt,
-    Refusal,
+    StartRefusal,
     begin,
 )
-from slurm_forge.launch.attempt.requeuer import (
-    ladder_of,
-    nothing_to_do,
-)
-from slurm_forge.launch.attempt.storage_lost import leave_to_slurm
+from slurm_forge.launch.attempt.job_attempt import settle_waiting_tasks
+from slurm_forge.launch.attempt.requeuer import make_ladder
+from slurm_forge.launch.attempt.storage_lost import hand_to_slurm
 from slurm_forge.launch.render.array_chain import (
     VIA_ARRAY,
     chain_of,
@@ -31,9 +29,9 @@ from slurm_forge.launch.render.array_chain import (
 from slurm_forge.launch.requeue.array_chain import ChainLadder
 from slurm_forge.launch.requeue.reconcile import bring_back
 from slurm_forge.launch.requeue.requeue import (
-    Comeback,
-    Ladder,
-    Taken,
+    RequeueLadder,
+    RequeueOutcome,
+    RequeueResult,
 )
 from slurm_forge.launch.submit.submission import job_script
 from slurm_forge.run_directory import RunDirectory
@@ -84,15 +82,12 @@ class Task:
     job: str
 
     @property
-    def ladder(self) -> Ladder:
-        return ladder_of(
-            self.attempt.file,
+    def ladder(self) -> RequeueLadder:
+        return make_ladder(
+            self.attempt,
             self.client,
             job=self.job,
-            restart_count=0,
             script=job_script(self.run),
-            journal=self.attempt.journal,
-            fence=self.attempt.fence,
             patience=timedelta(seconds=1),
         )
 
@@ -107,9 +102,9 @@ class Task:
         )
         self.attempt.journal.write(ev.DecisionTaken(decision=decision))
 
-    def end(self, comeback: Comeback | None = None) -> None:
+    def end(self, result: RequeueResult | None = None) -> None:
         """Its supervisor exits 0, after it has said what became of the run."""
-        self.attempt.end("finished" if comeback is None else comeback.taken.value)
+        self.attempt.end("finished" if result is None else result.outcome.value)
         (job,) = self.slurm.controller.found(self.job)
         assert job.start is not None
         job.start.exit(0)
@@ -154,16 +149,16 @@ def test_the_next_task_is_the_way_back_until_the_last_one(tmp_path: Path) -> Non
     for number in (1, 2):
         assert running(slurm) == [f"1_{number}"], "one at a time"
         task = begun(slurm, run)
-        comeback = task.ladder.climb("time_limit: over")
-        assert comeback.taken is Taken.NEXT_TASK
+        result = task.ladder.requeue("time_limit: over")
+        assert result.outcome is RequeueOutcome.NEXT_TASK
         state = state_of(run)
         assert (state.status, state.job) == (RunStatus.REQUEUED, f"1_{number + 1}")
         assert state.open_intent is None
-        task.end(comeback)
+        task.end(result)
     task = begun(slurm, run)
     asked = len(slurm.network.asked)
-    comeback = task.ladder.climb("time_limit: over")
-    assert comeback.taken is Taken.REQUEUED, "behind the last one it is requeued as ever"
+    result = task.ladder.requeue("time_limit: over")
+    assert result.outcome is RequeueOutcome.REQUEUED, "after the last one it is requeued as ever"
     commands = [request.argv[:3] for request in slurm.network.asked[asked:]]
     assert ("scontrol", "requeue", "1_3") in commands
     assert all(words[:2] != ("scontrol", "requeue") for words in _before(slurm, asked))
@@ -177,9 +172,9 @@ def test_behind_the_last_task_nothing_comes_back_where_that_is_forbidden(tmp_pat
     run = made(tmp_path, tasks=1, allowed=False)
     slurm = submitted(run)
     task = begun(slurm, run)
-    comeback = task.ladder.climb("time_limit: over")
-    assert comeback.taken is Taken.REST
-    task.end(comeback)
+    result = task.ladder.requeue("time_limit: over")
+    assert result.outcome is RequeueOutcome.REST
+    task.end(result)
     state = state_of(run)
     assert (state.status, state.held) == (RunStatus.HELD, None)
     assert "this was the last of 1 tasks" in state.reason
@@ -194,13 +189,13 @@ def test_what_recovery_changes_is_asked_of_the_tasks_that_wait_alone(tmp_path: P
     slurm = submitted(run)
     task = begun(slurm, run)
     update = JobUpdate(memory_per_node=2 << 30, exclude_nodes=("n3",), num_nodes=1, num_tasks=1)
-    task.ladder.climb("host_oom: memory", update, wait=timedelta(minutes=5))
+    task.ladder.requeue("host_oom: memory", update, wait=timedelta(minutes=5))
     words = [request.argv for request in slurm.network.asked if request.argv[1] == "update"]
     assert [each[2] for each in words] == ["JobId=1_[2-4]", "JobId=1_2"]
     jobs = {each.ref: each for each in slurm.controller.jobs.values()}
     assert [jobs[f"1_{n}"].memory for n in (1, 2, 3, 4)] == [None, *[2 << 30] * 3]
     assert [jobs[f"1_{n}"].num_nodes for n in (1, 2, 3)] == [1, 1, 1]
-    task.end(Comeback(Taken.NEXT_TASK, ""))
+    task.end(RequeueResult(RequeueOutcome.NEXT_TASK, ""))
     assert running(slurm) == [], "it was to wait"
     slurm.advance(timedelta(minutes=5))
     assert running(slurm) == ["1_2"]
@@ -212,9 +207,9 @@ def test_a_held_run_starts_no_task_until_a_person_says_so(tmp_path: Path) -> Non
     slurm = submitted(run)
     task = begun(slurm, run)
     task.decide(Action.HOLD)
-    comeback = task.ladder.hold("app_error: the same\nerror twice")
-    assert comeback.taken is Taken.HELD
-    task.end(comeback)
+    result = task.ladder.hold("app_error: the same\nerror twice")
+    assert result.outcome is RequeueOutcome.HELD
+    task.end(result)
     slurm.advance(timedelta(hours=1))
     assert running(slurm) == [] and waiting(slurm) == [("1_2", True), ("1_3", True)]
     (fake,) = slurm.controller.found("1_2")
@@ -235,9 +230,9 @@ def test_all_held_tasks_are_released_not_the_next_one_alone(tmp_path: Path) -> N
     run = made(tmp_path, tasks=4)
     slurm = submitted(run)
     task = begun(slurm, run)
-    comeback = task.ladder.climb("time_limit: over")
+    result = task.ladder.requeue("time_limit: over")
     slurm.hold("1_[2-4]")
-    task.end(comeback)
+    task.end(result)
     assert waiting(slurm) == [(f"1_{n}", True) for n in (2, 3, 4)]
     brought = bring_back(run, slurm, site=Site(name="hill"), file=read_run_file(run.spec_file))
     assert "released job 1_[2-4]" in brought.text
@@ -263,7 +258,7 @@ def test_the_task_that_held_the_others_is_not_let_go_by_slurms_own_restart(tmp_p
     task.decide(Action.HOLD)
     task.end(task.ladder.hold("app_error: why"))
     again = begin(run, job=task.job, restart_count=1, nodes=("n1",), via=VIA_ARRAY, slurm=slurm)
-    assert again is Refusal.AT_REST
+    assert again is StartRefusal.AT_REST
 
 
 @pytest.mark.parametrize("held", [False, True])
@@ -272,11 +267,11 @@ def test_a_task_that_finds_the_run_at_rest_holds_the_others(tmp_path: Path, held
     slurm = submitted(run)
     task = begun(slurm, run)
     task.decide(Action.HOLD if held else Action.STOP)
-    task.end(Comeback(Taken.REST, "Slurm did not answer"))
+    task.end(RequeueResult(RequeueOutcome.REST, "Slurm did not answer"))
     assert running(slurm) == ["1_2"]
     refused = begin(run, job="1_2", restart_count=0, nodes=("n1",), via=VIA_ARRAY, slurm=slurm)
-    assert refused is Refusal.AT_REST
-    nothing_to_do(run, refused, "1_2", slurm)
+    assert refused is StartRefusal.AT_REST
+    settle_waiting_tasks(run, refused, "1_2", slurm)
     assert waiting(slurm) == [("1_3", True)]
     assert state_of(run).status is (RunStatus.HELD if held else RunStatus.STOPPED)
 
@@ -296,7 +291,7 @@ def test_a_task_that_starts_after_the_end_cancels_the_rest(tmp_path: Path) -> No
     run = made(tmp_path, tasks=3)
     slurm = submitted(run)
     run.mark_done(10, 1)
-    nothing_to_do(run, Refusal.DONE, "1_1", slurm)
+    settle_waiting_tasks(run, StartRefusal.DONE, "1_1", slurm)
     assert waiting(slurm) == [] and running(slurm) == ["1_1"]
 
 
@@ -315,8 +310,8 @@ def test_where_slurm_does_not_answer_the_next_task_comes_all_the_same(tmp_path: 
     slurm = submitted(run)
     task = begun(slurm, run)
     slurm.controller_down(timedelta(minutes=1))
-    comeback = task.ladder.climb("preempted: notice")
-    assert (comeback.taken, state_of(run).job) == (Taken.NEXT_TASK, "1_2")
+    result = task.ladder.requeue("preempted: notice")
+    assert (result.outcome, state_of(run).job) == (RequeueOutcome.NEXT_TASK, "1_2")
 
 
 def test_one_task_alone_that_was_cancelled_lets_nothing_follow(tmp_path: Path) -> None:
@@ -326,7 +321,7 @@ def test_one_task_alone_that_was_cancelled_lets_nothing_follow(tmp_path: Path) -
     slurm.cancel("1_1")
     (fake,) = slurm.controller.found("1_1")
     fake.completing = False
-    assert task.ladder.climb("crash: why").taken is Taken.CANCELLED
+    assert task.ladder.requeue("crash: why").outcome is RequeueOutcome.CANCELLED
     assert waiting(slurm) == [("1_2", True), ("1_3", True)]
 
 
@@ -347,12 +342,11 @@ def test_the_last_task_has_its_intent_on_disk_before_slurm_is_waited_for(tmp_pat
         def record(self) -> JobRecord | None:
             return None
 
-    ladder = ladder_of(
-        task.attempt.file, task.client, job=task.job, restart_count=0, script=None,
-        journal=task.attempt.journal, fence=task.attempt.fence, patience=timedelta(seconds=1),
+    ladder = make_ladder(
+        task.attempt, task.client, job=task.job, script=None, patience=timedelta(seconds=1),
         explain=Asking(),
     )  # fmt: skip
-    assert ladder.climb("why").taken is Taken.REQUEUED
+    assert ladder.requeue("why").outcome is RequeueOutcome.REQUEUED
     assert seen and all(seen)
 
 
@@ -363,14 +357,13 @@ def test_a_last_task_that_was_cancelled_is_not_revived(tmp_path: Path, allowed: 
     slurm = submitted(run)
     task = begun(slurm, run)
     slurm.cancel("1_1")
-    ladder = ladder_of(
-        task.attempt.file, slurm, job=task.job, restart_count=0, script=job_script(run),
-        journal=task.attempt.journal, fence=task.attempt.fence, patience=timedelta(seconds=1),
+    ladder = make_ladder(
+        task.attempt, slurm, job=task.job, script=job_script(run), patience=timedelta(seconds=1),
         explain=CancelledMeanwhile(),
     )  # fmt: skip
-    comeback = ladder.climb("preempted: notice")
-    assert comeback.taken is Taken.CANCELLED
-    task.end(comeback)
+    result = ladder.requeue("preempted: notice")
+    assert result.outcome is RequeueOutcome.CANCELLED
+    task.end(result)
     slurm.advance(timedelta(minutes=10))
     assert running(slurm) == [] and waiting(slurm) == []
 
@@ -384,13 +377,12 @@ def test_that_the_run_comes_back_is_on_disk_before_slurm_is_asked_anything(
     slurm = submitted(run)
     task = begun(slurm, run)
     asked = len(slurm.network.asked)
-    ladder = ladder_of(
-        task.attempt.file, slurm, job=task.job, restart_count=0, script=job_script(run),
-        journal=task.attempt.journal, fence=task.attempt.fence, patience=timedelta(seconds=1),
+    ladder = make_ladder(
+        task.attempt, slurm, job=task.job, script=job_script(run), patience=timedelta(seconds=1),
         explain=KilledMeanwhile(),
     )  # fmt: skip
     with pytest.raises(Killed):
-        ladder.climb("preempted: notice")
+        ladder.requeue("preempted: notice")
     assert len(slurm.network.asked) <= asked + 1
     intent = state_of(run).open_intent
     assert intent is not None
@@ -428,7 +420,7 @@ class CancelledMeanwhile:
 def test_without_its_run_directory_a_task_leaves_it_to_the_next_one_later(tmp_path: Path) -> None:
     run = made(tmp_path, tasks=3)
     slurm = submitted(run)
-    told = leave_to_slurm(slurm, "1_1", "stale handle", restart_count=0, in_chain=True)
+    told = hand_to_slurm(slurm, "1_1", "stale handle", restart_count=0, in_chain=True)
     assert told == "left to task 1_2"
     assert not [r.argv for r in slurm.network.asked if r.argv[1].startswith("requeue")]
     slurm.cancel("1_1")
@@ -449,7 +441,7 @@ def test_what_slurm_has_requeued_itself_is_back_whatever_is_forbidden(
     slurm.advance(timedelta(seconds=40))
     chain = chain_of("1_1", tasks, slurm)
     assert chain is not None and 1 not in (chain.waiting() or ())
-    assert task.ladder.climb("preempted: notice").taken is Taken.REQUEUED
+    assert task.ladder.requeue("preempted: notice").outcome is RequeueOutcome.REQUEUED
     assert (state_of(run).status, state_of(run).job) == (RunStatus.REQUEUED, "1_1")
 
 
@@ -501,17 +493,17 @@ def test_whatever_is_left_of_the_array_decides_the_way_back(
         only_hold=None if allowed else "hill forbids it",
     )
     others = [n for n, each in enumerate(states) if each == "waits" and n != mine]
-    comeback = ladder.climb("crash: why")
+    result = ladder.requeue("crash: why")
     requeued = [r.argv for r in slurm.network.asked if r.argv[1] == "requeue"]
     journal.close()
     if others:
-        assert comeback.taken is Taken.NEXT_TASK
+        assert result.outcome is RequeueOutcome.NEXT_TASK
         assert state_of(run).job == jobs[others[0]].ref
         assert not requeued
     elif allowed:
         assert requeued == [("scontrol", "requeue", jobs[mine].ref)], "never the whole array"
     else:
-        assert comeback.taken is Taken.REST and not requeued
+        assert result.outcome is RequeueOutcome.REST and not requeued
         assert state_of(run).status is RunStatus.HELD
 
 
@@ -521,5 +513,5 @@ def test_a_fence_keeps_a_task_from_speaking_for_another(tmp_path: Path) -> None:
     task = begun(slurm, run)
     begin(run, job="1_2", restart_count=0, nodes=("n2",), via=VIA_ARRAY, slurm=slurm)
     with pytest.raises(FencedError):
-        task.ladder.climb("late")
+        task.ladder.requeue("late")
     assert not [event for event in read_journal(run)[0] if isinstance(event.event, ev.RequeueDone)]

@@ -16,10 +16,10 @@ from slurm_forge.launch.attempt.attempt import (
     Attempt,
     begin,
 )
-from slurm_forge.launch.attempt.requeuer import ComingBack
+from slurm_forge.launch.attempt.requeuer import SlurmRequeuer
 from slurm_forge.launch.requeue.requeue import (
-    Comeback,
-    Taken,
+    RequeueOutcome,
+    RequeueResult,
 )
 from slurm_forge.run_directory import RunDirectory
 from slurm_forge.slurm.client import JobUpdate
@@ -42,7 +42,7 @@ class Ladder:
     arguments: tuple[str, ...] = ()
     wait: timedelta = timedelta(0)
 
-    def climb(
+    def requeue(
         self,
         reason: str,
         update: Callable[[], JobUpdate | None],
@@ -50,9 +50,9 @@ class Ladder:
         wait: timedelta,
         arguments: Callable[[], tuple[str, ...]],
         soon: Callable[[], timedelta | None],
-    ) -> Comeback:
+    ) -> RequeueResult:
         self.update, self.wait, self.arguments = update(), wait, arguments()
-        return Comeback(Taken.REQUEUED, reason)
+        return RequeueResult(RequeueOutcome.REQUEUED, reason)
 
 
 @dataclass
@@ -77,7 +77,7 @@ class Place:
     attempt: Attempt
     ladder: Ladder
     slurm: Slurm
-    back: ComingBack
+    back: SlurmRequeuer
 
     def decision(
         self,
@@ -123,11 +123,10 @@ def place(
     attempt = begin(run, job="42", restart_count=0, nodes=("n1", "n2"), via=via)
     assert isinstance(attempt, Attempt)
     ladder, slurm = Ladder(), Slurm(knows)
-    back = ComingBack(
+    back = SlurmRequeuer(
         attempt,
         ladder,  # type: ignore[arg-type]
         slurm,  # type: ignore[arg-type]
-        nodes=("n1", "n2"),
         partition="p",
         cluster="c",
         knobs=Knobs(nodes=str(tmp_path / "ledger")),
@@ -144,7 +143,7 @@ def here(tmp_path: Path) -> Place:
 def test_the_node_of_the_incident_is_left_out(here: Place) -> None:
     decision = here.decision("n2")
     assert here.back.avoided(decision) == {"n2"}
-    here.back.come_back(decision)
+    here.back.requeue(decision)
     assert here.left_out == ("n2",)
     assert "--exclude=n2" in here.ladder.arguments
 
@@ -154,31 +153,31 @@ def test_a_run_that_needs_all_nodes_leaves_none_out(tmp_path: Path) -> None:
     whole = place(tmp_path, nodes=4)
     decision = whole.decision("n2")
     assert not whole.back.avoided(decision)
-    whole.back.come_back(decision)
+    whole.back.requeue(decision)
     assert whole.left_out == ()
 
 
 def test_where_not_all_can_be_left_out_the_newest_goes_first(tmp_path: Path) -> None:
     tight = place(tmp_path, nodes=3)
-    tight.back.come_back(tight.decision("n3", "n1", "n2", old=("n1", "n2")))
+    tight.back.requeue(tight.decision("n3", "n1", "n2", old=("n1", "n2")))
     assert tight.left_out == ("n3",)
 
 
 def test_where_slurm_does_not_say_how_many_there_are_the_plan_holds(tmp_path: Path) -> None:
     here = place(tmp_path, knows=None)
-    here.back.come_back(here.decision("n1", "n2", "n3"))
+    here.back.requeue(here.decision("n1", "n2", "n3"))
     assert here.left_out == ("n1", "n2", "n3")
 
 
 def test_slurm_is_asked_once_when_the_attempt_begins(here: Place) -> None:
     decision = here.decision("n2")
     here.back.avoided(decision)
-    here.back.come_back(decision)
+    here.back.requeue(decision)
     assert here.slurm.asked == ["p"]
 
 
 def test_a_pause_goes_along(here: Place) -> None:
-    here.back.come_back(here.decision(wait_s=240.0))
+    here.back.requeue(here.decision(wait_s=240.0))
     assert here.ladder.wait == timedelta(minutes=4)
 
 
@@ -187,17 +186,16 @@ def test_a_struck_node_is_left_out_by_other_runs_too(here: Place, tmp_path: Path
     here.back.strike(decision)
     (tmp_path / "other").mkdir()
     other = place(tmp_path / "other")
-    other.back = ComingBack(
+    other.back = SlurmRequeuer(
         other.attempt,
         other.ladder,  # type: ignore[arg-type]
         other.slurm,  # type: ignore[arg-type]
-        nodes=("n1", "n2"),
         partition="p",
         cluster="c",
         knobs=Knobs(nodes=str(tmp_path / "ledger")),
         latest=lambda: RECORD,
     )
-    other.back.come_back(other.decision("n3"))
+    other.back.requeue(other.decision("n3"))
     assert sorted(other.left_out) == ["n2", "n3"]
     assert not other.back.avoided(other.decision()), "nothing of its own is wrong with n2"
 
@@ -216,12 +214,12 @@ def test_a_successor_leads_by_what_saves_have_taken(tmp_path: Path, via: str) ->
             name="step-00000010.a1.l1-0123abcd", step=10, reason="interval", seconds=100.0, size=1
         )
     )
-    here.back.come_back(here.decision("n1"))
+    here.back.requeue(here.decision("n1"))
     asked = [each for each in here.ladder.arguments if each.startswith("--signal")]
     assert asked == (["--signal=USR2@310"] if via == "sbatch" else [])
 
 
 def test_without_a_measured_save_the_script_says_the_lead(tmp_path: Path) -> None:
     here = place(tmp_path)
-    here.back.come_back(here.decision("n1"))
+    here.back.requeue(here.decision("n1"))
     assert not [each for each in here.ladder.arguments if each.startswith("--signal")]

@@ -14,20 +14,32 @@ from typing import Any
 
 import pytest
 
-from slurm_forge.control import Hub, Member, RequestKind
+from slurm_forge.control import Hub, Member
 from slurm_forge.control import member as member_module
 from slurm_forge.control.addresses import parse_addresses
-from slurm_forge.control.messages import protocol as p
+from slurm_forge.control.messages.hub import RequestKind
+from slurm_forge.control.messages.message import Message
+from slurm_forge.control.messages.probe import ProbeArrived, ProbeDone
+from slurm_forge.control.messages.rank import (
+    FunctionReturned,
+    Notice,
+    RankFailed,
+    RankFinished,
+    RankStopped,
+    RecoveryNeeded,
+    SaveFailed,
+)
 from slurm_forge.errors import ControlChannelError, SlurmUnreachableError
 from slurm_forge.files import AppendFile
 from slurm_forge.journal import JournalWriter, read_journal
 from slurm_forge.journal import events as ev
-from slurm_forge.launch.attempt.attempt_signals import BatchSignals
+from slurm_forge.launch.attempt.attempt_signals import LaunchSignals
 from slurm_forge.launch.conductor import final_query as questions_module
 from slurm_forge.launch.conductor import save_schedule as pace_module
 from slurm_forge.launch.conductor import shutdown as ending_module
 from slurm_forge.launch.conductor.conductor import Conductor
-from slurm_forge.launch.conductor.job_poller import JobWatch
+from slurm_forge.launch.conductor.job_poller import JobPoller
+from slurm_forge.launch.conductor.stop_monitor import BATCH_STEP
 from slurm_forge.launch.render.schedule import Timing
 from slurm_forge.recovery import LaunchFacts, classify
 from slurm_forge.recovery.incident import signal_meaning as warning_module
@@ -171,7 +183,7 @@ class Rank:
         if threading.current_thread() is not self.member._thread:
             self.member.close()
 
-    def leave(self, *last: p.Message, code: int = 0) -> None:
+    def leave(self, *last: Message, code: int = 0) -> None:
         for message in last:
             self.member.send(message)
         self.member.close()
@@ -191,7 +203,7 @@ class Rank:
         while self.step < steps:
             if self.pass_by(Position(self.step)):
                 if stop:
-                    self.leave(p.Stopped(step=self.step, checkpoint=f"step-{self.step}"))
+                    self.leave(RankStopped(step=self.step, checkpoint=f"step-{self.step}"))
                 return True
             self.stage.barrier.wait(WITHIN_S)
             self.step += 1
@@ -206,16 +218,14 @@ class Rank:
             if request.kind is RequestKind.STOP:
                 return True
             if request.kind is RequestKind.PROBE:
-                self.member.send(p.ProbeArrived(id=request.id))
+                self.member.send(ProbeArrived(id=request.id))
                 self.member.send(
-                    p.ProbeDone(
-                        id=request.id, latency_s=0.001, wrong=self.stage.wrong, bandwidth=0.0
-                    )
+                    ProbeDone(id=request.id, latency_s=0.001, wrong=self.stage.wrong, bandwidth=0.0)
                 )
         return False
 
     def fail(self, cause: str, text: str = "boom", micro_batch: int = 0) -> None:
-        failed = p.Failed(
+        failed = RankFailed(
             step=self.step,
             phase="train",
             error="E",
@@ -262,7 +272,7 @@ class Stage:
         if self.launcher is not None:
             self.launcher.ranks = self.ranks
         self.slurm.clock = self.clock
-        self.watch = JobWatch(
+        self.watch = JobPoller(
             self.slurm,  # type: ignore[arg-type]
             "42",
             clock=self.clock,
@@ -313,7 +323,7 @@ class Stage:
         return classify(self.end(), "1.1").cause
 
     def notice(self, rank: int = 0, what: str = "SIGTERM") -> None:
-        self.ranks[rank].member.send(p.Notice(what=what))
+        self.ranks[rank].member.send(Notice(what=what))
 
     def journalled(self, kind: type[Any]) -> list[Any]:
         records, _ = read_journal(self.run)
@@ -367,7 +377,7 @@ def test_a_signal_while_slurm_is_asked_for_its_last_word_is_heard(
     stage.ranks[1].die()
     until(lambda: slurm.asked > asked, "the last question")
     ending = replace(RUNNING, state=JobState.CANCELLED, end_time=stage.clock.now())
-    stage.conductor.signal("SIGTERM")
+    stage.conductor.stops.add_signal("SIGTERM", BATCH_STEP)
     slurm.answer = ending
     slurm.open.set()
     facts = stage.end()
@@ -377,14 +387,13 @@ def test_a_signal_while_slurm_is_asked_for_its_last_word_is_heard(
 
 def test_a_signal_that_a_conductor_does_not_hear_is_for_the_next(stage: Stage) -> None:
     stage.start()
-    signals = BatchSignals()
-    signals.signal(Signals.SIGUSR1)
-    signals.begin(stage.conductor)
-    assert stage.cause() is not Cause.CRASH
-    signals.signal(Signals.SIGTERM)
-    signals.end()
-    signals.signal(Signals.SIGUSR2)
-    assert signals.early == ("SIGTERM", "SIGUSR2")
+    signals = LaunchSignals()
+    signals.batch(Signals.SIGUSR1)
+    with signals.go_to(stage.conductor.stops):
+        assert stage.cause() is not Cause.CRASH
+        signals.batch(Signals.SIGTERM)
+    signals.batch(Signals.SIGUSR2)
+    assert signals.batch_signals_since() == ("SIGTERM", "SIGUSR2")
 
 
 # -- stopping ------------------------------------------------------------------------------------
@@ -411,8 +420,8 @@ def test_a_signal_for_the_batch_step_stops_the_ranks_too(stage: Stage) -> None:
     now = stage.clock.now()
     stage.slurm.answer = replace(RUNNING, state=JobState.COMPLETING, end_time=now)
     stage.script = lambda rank: rank.train()
-    stage.conductor.signal("SIGTERM")
-    stage.conductor.signal("SIGTERM")
+    stage.conductor.stops.add_signal("SIGTERM", BATCH_STEP)
+    stage.conductor.stops.add_signal("SIGTERM", BATCH_STEP)
     facts = stage.end()
     assert facts.batch_signals == ("SIGTERM",)
     assert [seen.source for seen in stage.journalled(ev.NoticeSeen)] == ["batch step"]
@@ -431,7 +440,7 @@ def test_slurms_warning_of_the_time_limit_stops_nobody(stage: Stage) -> None:
     stage.start()
     for rank in (0, 1):
         stage.notice(rank, "SIGUSR1")
-    stage.conductor.signal("SIGUSR1")
+    stage.conductor.stops.add_signal("SIGUSR1", BATCH_STEP)
     until(lambda: stage.journalled(ev.Note), "the note of it")
     step = stage.ranks[0].step
     until(lambda: stage.ranks[0].step > step + 3, "training to go on")
@@ -600,7 +609,7 @@ def test_where_nobody_listens_in_the_batch_step_a_ranks_second_signal_is_the_job
     def saves(rank: Rank) -> None:
         rank.train(stop=False)
         rank.stay.wait(WITHIN_S)
-        rank.leave(p.Stopped(step=rank.step, checkpoint=f"step-{rank.step}"))
+        rank.leave(RankStopped(step=rank.step, checkpoint=f"step-{rank.step}"))
 
     stage.launcher = None
     stage.script = saves
@@ -661,7 +670,7 @@ def test_a_clock_that_is_ahead_takes_nothing_off_a_grace_time(stage: Stage) -> N
 
 def test_a_starter_that_wants_it_or_is_gone_stops_the_run(stage: Stage) -> None:
     stage.start()
-    stage.conductor.stop("SIGTERM")
+    stage.conductor.stops.add_request("SIGTERM")
     facts = stage.end()
     assert [rank.acted for rank in stage.ranks] == [[(RequestKind.STOP, stage.ranks[0].step)]] * 2
     assert facts.stopped_at == stage.ranks[0].step
@@ -768,7 +777,7 @@ def test_saves_that_come_to_nothing_again_and_again_end_the_launch(
         if rank.number == 0:
             # Many more than count: those that fail before they were to be tried again do not.
             while not rank.stay.wait(0.01):
-                rank.member.send(p.NotCommitted(step=1, reason="no room"))
+                rank.member.send(SaveFailed(step=1, reason="no room"))
         rank.stay.wait(WITHIN_S)
 
     stage.script = script
@@ -840,7 +849,7 @@ def test_a_cause_that_nobody_knows_does_not_end_the_conductor(stage: Stage) -> N
 def test_ranks_that_give_up_together_are_one_failure(stage: Stage) -> None:
     def script(rank: Rank) -> None:
         rank.train(5)
-        rank.leave(p.Recover(cause="non_finite", step=5, text="3 steps in a row"))
+        rank.leave(RecoveryNeeded(cause="non_finite", step=5, text="3 steps in a row"))
 
     stage.script = script
     stage.start(trains=False)
@@ -861,7 +870,7 @@ def test_signals_while_the_launch_is_being_ended_mean_nothing(stage: Stage) -> N
             return
         heard.wait(WITHIN_S)
         until(lambda: not stage.hub.members()[1].connected, "rank 1 is gone")
-        rank.member.send(p.Notice(what="SIGTERM"))
+        rank.member.send(Notice(what="SIGTERM"))
         rank.stay.wait(WITHIN_S)
 
     stage.script = script
@@ -901,7 +910,7 @@ def test_a_launcher_that_never_hears_of_the_end_of_its_ranks_is_ended(stage: Sta
 
     def script(rank: Rank) -> None:
         rank.train(9)
-        rank.leave(p.Finished(step=9))
+        rank.leave(RankFinished(step=9))
 
     stage.script = script
     stage.start(trains=False)
@@ -919,7 +928,7 @@ def test_ranks_that_never_come_are_named(stage: Stage, monkeypatch: pytest.Monke
     assert facts.absent == (1,)
     incident = classify(facts, "1.1")
     assert incident.cause is Cause.HANG
-    assert "1 did not come (1)" in incident.evidence[0].text
+    assert "1 never joined (1)" in incident.evidence[0].text
 
 
 def test_a_launcher_that_ends_before_any_rank_came_is_told_with_its_words(stage: Stage) -> None:
@@ -938,7 +947,7 @@ def test_a_launcher_that_ends_before_any_rank_came_is_told_with_its_words(stage:
 def test_a_run_that_reached_its_end_is_finished(stage: Stage) -> None:
     def script(rank: Rank) -> None:
         rank.train(9)
-        rank.leave(p.Finished(step=9))
+        rank.leave(RankFinished(step=9))
 
     stage.script = script
     stage.start(trains=False)
@@ -954,15 +963,15 @@ def test_a_notice_at_the_very_end_does_not_ask_for_what_the_finished_can_not_do(
     def script(rank: Rank) -> None:
         rank.train(9)
         if rank.number == 1:
-            rank.leave(p.Finished(step=9))
+            rank.leave(RankFinished(step=9))
             return
         until(lambda: stage.journalled(ev.NoticeSeen), "the notice")
         rank.pass_by(Position(9, 1, LAST))
-        rank.leave(p.Finished(step=9))
+        rank.leave(RankFinished(step=9))
 
     stage.script = script
     stage.start(trains=False)
-    until(lambda: 1 in stage.conductor._seen.finished, "rank 1 has finished")
+    until(lambda: 1 in stage.conductor.stops.observations.finished, "rank 1 has finished")
     stage.preempt()
     stage.notice()
     facts = stage.end()
@@ -976,7 +985,7 @@ def test_a_run_whose_rank_0_fails_after_the_last_step_is_not(stage: Stage) -> No
     def script(rank: Rank) -> None:
         rank.train(9)
         if rank.number == 1:
-            rank.leave(p.Finished(step=9))
+            rank.leave(RankFinished(step=9))
         else:
             until(lambda: not stage.hub.members()[1].connected, "rank 1 has finished")
             rank.fail("app_error", "writing the result failed")
@@ -995,7 +1004,7 @@ def test_rank_0_alone_waits_for_the_others_to_say_goodbye(stage: Stage) -> None:
     def script(rank: Rank) -> None:
         rank.train(9)
         if rank.number == 0:
-            rank.member.send(p.Finished(step=9))
+            rank.member.send(RankFinished(step=9))
             rank.stay.wait(WITHIN_S)
         else:
             last.wait(WITHIN_S)
@@ -1003,7 +1012,7 @@ def test_rank_0_alone_waits_for_the_others_to_say_goodbye(stage: Stage) -> None:
 
     stage.script = script
     stage.start(trains=False)
-    until(lambda: 0 in stage.conductor._seen.finished, "rank 0 has finished")
+    until(lambda: 0 in stage.conductor.stops.observations.finished, "rank 0 has finished")
     began = stage.clock()
     until(lambda: stage.clock() > began + 10 or stage.facts, "several looks")
     last.set()
@@ -1039,7 +1048,7 @@ def test_a_full_disk_does_not_end_the_launch_it_is_about(
 @pytest.mark.parametrize("answer", [None, RuntimeError("unreadable"), ValueError("no date")])
 def test_whatever_slurm_says_the_launch_goes_on(stage: Stage, answer: Exception | None) -> None:
     stage.slurm.answer = answer
-    stage.script = lambda rank: (rank.train(50), rank.leave(p.Finished(step=50)))
+    stage.script = lambda rank: (rank.train(50), rank.leave(RankFinished(step=50)))
     stage.start(trains=False)
     assert stage.end().finished
 
@@ -1050,7 +1059,7 @@ def test_a_rank_that_returns_while_another_goes_on_ends_the_launch_at_once(stage
     def script(rank: Rank) -> None:
         rank.train(5, stop=False)
         if rank.number == 0:
-            rank.member.send(p.Through(step=5))
+            rank.member.send(FunctionReturned(step=5))
         else:
             rank.member.begin(6)
         rank.stay.wait(WITHIN_S)
@@ -1070,9 +1079,9 @@ def test_ranks_that_return_one_after_the_other_are_waited_for(stage: Stage) -> N
         rank.train(5, stop=False)
         if rank.number == 1:  # it writes a report first
             until(lambda: stage.clock() > 1000.0 + 2 * SPEED, "two seconds of the wall's")
-        rank.member.send(p.Through(step=5))
+        rank.member.send(FunctionReturned(step=5))
         together.wait(WITHIN_S)
-        rank.leave(p.Finished(step=5))
+        rank.leave(RankFinished(step=5))
 
     stage.script = script
     stage.start(trains=False)

@@ -5,15 +5,15 @@ from __future__ import annotations
 import pytest
 
 from slurm_forge.launch.command.program_process import (
-    Below,
-    Process,
+    ProcessEntry,
+    ProcessesBelow,
     below,
 )
 from slurm_forge.launch.render.signal_convention import (
     Forwarding,
     forwarding,
 )
-from slurm_forge.spec.program import Convention, NotifyTo, ProgramSpec
+from slurm_forge.spec.launchers import Convention, NotifyTo, ProgramSpec
 
 TERM, USR1, USR2 = "SIGTERM", "SIGUSR1", "SIGUSR2"
 
@@ -55,31 +55,34 @@ def test_every_convention_is_documented() -> None:
         assert f"| `{convention.value}` |" in page
 
 
-def processes(*lines: str) -> list[Process]:
+def processes(*lines: str) -> list[ProcessEntry]:
     """``"10 1 bash loop.sh"``: pid, parent, words."""
     found = []
     for line in lines:
         pid, parent, *words = line.split()
-        found.append(Process(int(pid), int(parent), tuple(words)))
+        found.append(ProcessEntry(int(pid), int(parent), tuple(words)))
     return found
 
 
 @pytest.mark.parametrize(
     ("table", "told"),
     [
-        (["10 1 python train.py", "11 10 python worker"], Below((10,))),
-        (["10 1 bash x.sh", "11 10 python train.py", "12 11 python worker"], Below((11,))),
-        (["10 1 bash x.sh", "11 10 sleep 5"], Below((10,))),
-        (["10 1 bash x.sh", "11 10 python a.py", "12 10 tee log"], Below((11,))),
+        (["10 1 python train.py", "11 10 python worker"], ProcessesBelow((10,))),
+        (["10 1 bash x.sh", "11 10 python train.py", "12 11 python worker"], ProcessesBelow((11,))),
+        (["10 1 bash x.sh", "11 10 sleep 5"], ProcessesBelow((10,))),
+        (["10 1 bash x.sh", "11 10 python a.py", "12 10 tee log"], ProcessesBelow((11,))),
         (
             ["10 1 torchrun t.py", "11 10 python t.py", "12 10 python t.py", "13 12 python t.py"],
-            Below((11, 12)),
+            ProcessesBelow((11, 12)),
         ),
-        (["10 1 bash x.sh", "11 10 srun python t.py", "12 11 srun python t.py"], Below((), True)),
-        (["10 1 accelerate launch t.py"], Below((10,))),
-        (["10 1 timeout 5 bash x.sh", "11 10 bash x.sh", "12 11 ./train"], Below((12,))),
-        (["20 1 python other.py"], Below(())),
+        (
+            ["10 1 bash x.sh", "11 10 srun python t.py", "12 11 srun python t.py"],
+            ProcessesBelow((), True),
+        ),
+        (["10 1 accelerate launch t.py"], ProcessesBelow((10,))),
+        (["10 1 timeout 5 bash x.sh", "11 10 bash x.sh", "12 11 ./train"], ProcessesBelow((12,))),
+        (["20 1 python other.py"], ProcessesBelow(())),
     ],
 )
-def test_who_is_below(table: list[str], told: Below) -> None:
+def test_who_is_below(table: list[str], told: ProcessesBelow) -> None:
     assert below(processes(*table), 10) == told

@@ -8,8 +8,8 @@ from datetime import datetime, timedelta, timezone
 
 import pytest
 
-from slurm_forge.launch.conductor.job_poller import JobWatch
-from slurm_forge.launch.conductor.observations import Seen
+from slurm_forge.launch.conductor.job_poller import JobPoller
+from slurm_forge.launch.conductor.observations import Observations
 from slurm_forge.launch.conductor.shutdown import Deadline
 from slurm_forge.launch.render.schedule import Timing
 from slurm_forge.slurm.records import ConfigRecord, JobRecord
@@ -44,15 +44,15 @@ class Job:
         self.tells_time = tells_time
         #: Questions that Slurm has not answered yet; None while it answers at once.
         self.silent: list[Callable[[], None]] | None = None
-        self.seen = Seen()
-        self.watch = JobWatch(
+        self.observations = Observations()
+        self.watch = JobPoller(
             self,  # type: ignore[arg-type]
             "7",
             background=self._in_background,
             clock=lambda: self.now,
             wall=lambda: self.node_time().timestamp(),
         )
-        self.deadline = Deadline(self, self.watch, TIMING, self.seen, 0.0, self.node_time)  # type: ignore[arg-type]
+        self.deadline = Deadline(self, self.watch, TIMING, self.observations, 0.0, self.node_time)  # type: ignore[arg-type]
         self.watch.ask()
 
     def _in_background(self, work: Callable[[], None]) -> None:
@@ -84,12 +84,12 @@ class Job:
             if self.deadline.time_is_up(self.now):
                 self.stop()
                 return True
-            self.deadline.look(self.now)
+            self.deadline.poll(self.now)
         return False
 
     def stop(self) -> None:
-        self.seen.stop_asked = self.now
-        self.seen.stop_query = self.seen.evidence_query = self.watch.ask()
+        self.observations.stop_asked = self.now
+        self.observations.stop_query = self.observations.evidence_query = self.watch.ask()
 
     def answer(self) -> None:
         questions, self.silent = self.silent or [], None
@@ -103,7 +103,7 @@ def test_a_job_that_was_suspended_has_the_time_left_that_it_had() -> None:
     job.now += 6 * 3600  # suspended with all its processes
     job.record = replace(RUNNING, end_time=BEGAN + timedelta(hours=8))
     assert not job.train(3600 - 180)
-    assert not job.seen.deadline_passed
+    assert not job.observations.deadline_passed
     assert job.train(300)
 
 
@@ -126,7 +126,7 @@ def test_a_stop_before_a_suspension_is_still_waited_for_after_it() -> None:
     job.now += 300
     job.silent = []
     job.train(1.5)
-    assert not job.seen.deadline_passed
+    assert not job.observations.deadline_passed
 
 
 @pytest.mark.parametrize("grace_s", [0.0, 5.0])
@@ -137,11 +137,13 @@ def test_the_end_of_a_grace_time_that_slurm_does_not_tell_of_is_known(grace_s: f
     job.silent = []
     job.stop()
     job.train(grace_s)
-    job.seen.note_batch_signal("SIGTERM", job.watch, job.now)
+    job.observations.note_batch_signal("SIGTERM", job.watch, job.now)
     job.train(20)
-    assert not job.seen.deadline_passed
+    assert not job.observations.deadline_passed
     job.train(9)
-    assert job.seen.deadline_passed, "the intent to come back has to be on disk before SIGKILL"
+    assert job.observations.deadline_passed, (
+        "the intent to come back has to be on disk before SIGKILL"
+    )
 
 
 def test_a_signal_by_hand_takes_no_time_from_a_stop_once_slurm_has_answered() -> None:
@@ -149,12 +151,12 @@ def test_a_signal_by_hand_takes_no_time_from_a_stop_once_slurm_has_answered() ->
     job.train(60)
     job.silent = []
     job.stop()
-    job.seen.note_batch_signal("SIGTERM", job.watch, job.now)
+    job.observations.note_batch_signal("SIGTERM", job.watch, job.now)
     job.watch.ask()
     job.train(10)
     job.answer()
     job.train(60)
-    assert not job.seen.deadline_passed
+    assert not job.observations.deadline_passed
 
 
 def test_what_the_controllers_clock_shows_is_waited_for_once_in_an_attempt() -> None:
@@ -166,7 +168,7 @@ def test_what_the_controllers_clock_shows_is_waited_for_once_in_an_attempt() -> 
     assert not job.train(600)
     late = Job(ahead=timedelta(hours=2), tells_time=False)
     late.train(29)
-    relaunched = Deadline(late, late.watch, TIMING, late.seen, late.now, late.node_time)  # type: ignore[arg-type]
+    relaunched = Deadline(late, late.watch, TIMING, late.observations, late.now, late.node_time)  # type: ignore[arg-type]
     late.now += 2
     assert relaunched.time_is_up(late.now), "and no longer than that"
 
@@ -178,9 +180,9 @@ def test_signals_that_end_nothing_shorten_no_stop() -> None:
     job.silent = []
     job.stop()
     for _ in range(2):
-        job.seen.note_batch_signal("SIGUSR1", job.watch, job.now)
+        job.observations.note_batch_signal("SIGUSR1", job.watch, job.now)
     job.train(120)
-    assert not job.seen.deadline_passed
+    assert not job.observations.deadline_passed
 
 
 def test_a_second_signal_takes_back_nothing_that_slurm_has_answered() -> None:
@@ -188,12 +190,12 @@ def test_a_second_signal_takes_back_nothing_that_slurm_has_answered() -> None:
     job.train(60)
     job.record = replace(RUNNING, preempt_time=BEGAN, end_time=BEGAN + timedelta(seconds=400))
     job.stop()
-    job.seen.note_batch_signal("SIGTERM", job.watch, job.now)
+    job.observations.note_batch_signal("SIGTERM", job.watch, job.now)
     job.watch.ask()
     job.train(1)
-    job.seen.note_batch_signal("SIGTERM", job.watch, job.now)
+    job.observations.note_batch_signal("SIGTERM", job.watch, job.now)
     job.train(120)
-    assert not job.seen.deadline_passed
+    assert not job.observations.deadline_passed
 
 
 def test_looks_that_take_long_themselves_do_not_hide_the_end_of_the_limit() -> None:

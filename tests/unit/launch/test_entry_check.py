@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from slurm_forge.errors import ConfigError
-from slurm_forge.launch.submit.entry_check import (
+from slurm_forge.spec.entry import (
     check_entry,
     require_arguments,
 )

@@ -12,7 +12,7 @@ import pytest
 
 from slurm_forge.errors import SlurmUnreachableError
 from slurm_forge.launch.attempt.evidence import (
-    gathered,
+    gather_evidence,
     tail_of,
 )
 from slurm_forge.launch.render.outputs import (
@@ -68,7 +68,7 @@ def run(tmp_path: Path) -> RunDirectory:
 
 
 def look(facts: LaunchFacts, run: RunDirectory, slurm: Asked, **more: object) -> LaunchFacts:
-    return gathered(facts, run=run, attempt=1, launch=1, job="7", slurm=slurm, **more)  # type: ignore[arg-type]
+    return gather_evidence(facts, run=run, attempt=1, launch=1, job="7", slurm=slurm, **more)  # type: ignore[arg-type]
 
 
 def test_nodes_and_the_newest_step_are_asked_about_once(run: RunDirectory) -> None:

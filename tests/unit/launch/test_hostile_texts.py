@@ -57,19 +57,22 @@ def test_each_way_of_starting_runs(start: str, bench: Bench) -> None:
 
 
 def _spoiled(change: Callable[[str], str], bench: Bench) -> str:
-    made = rendered_case(Fuzzed("srun", (("site.modules", "cuda"),)).draft())
+    made = rendered_case(Fuzzed("srun", (("site.modules", "cuda"),)).draft(), bench.base)
     file: RunFile = made.file
-    return bench.run(change(made.text), made.words, file)
+    return bench.run(change(made.text), made.words, file, made.run)
 
 
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        (lambda text: text.replace("forge_watch\n", "touch owned\nforge_watch\n", 1), "commands"),
-        (lambda text: text.replace("forge_watch\n", "> owned\nforge_watch\n", 1), "files"),
+        (lambda text: text.replace("forge_exec", "touch owned\nforge_exec", 1), "commands"),
+        (lambda text: text.replace("forge_exec", "> owned\nforge_exec", 1), "files"),
         (lambda text: text.replace("--via sbatch", "--via other"), "other words"),
         (lambda text: text.replace("module load cuda", "module load cuda; module load x"), "other"),
-        (lambda text: text.replace("exec python", "exit 0; exec python"), "did not start"),
+        (
+            lambda text: text.replace("forge_exec", "forge_starting=; exit 0; forge_exec"),
+            "did not start",
+        ),
     ],
 )
 def test_what_goes_wrong_would_be_seen(

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from slurm_forge.launch.conductor.job_poller import JobWatch
+from slurm_forge.launch.conductor.job_poller import JobPoller
 from slurm_forge.slurm.records import JobRecord
 from slurm_forge.slurm.states import JobState
 
@@ -32,8 +32,8 @@ class Slurm:
         return answer
 
 
-def watch_of(slurm: Slurm | None) -> JobWatch:
-    return JobWatch(slurm, "1")  # type: ignore[arg-type]
+def watch_of(slurm: Slurm | None) -> JobPoller:
+    return JobPoller(slurm, "1")  # type: ignore[arg-type]
 
 
 def until(condition: Callable[[], object]) -> None:

@@ -16,10 +16,10 @@ from slurm_forge.journal import JournalWriter, RunStatus, fold, read_journal
 from slurm_forge.journal.events import AttemptStarted, RequeueDone, RequeueFailed, RequeueIntended
 from slurm_forge.launch.requeue.requeue import (
     PATIENCE,
-    Comeback,
-    Explain,
-    Ladder,
-    Taken,
+    RequeueLadder,
+    RequeueOutcome,
+    RequeueResult,
+    StopExplainer,
 )
 from slurm_forge.run_directory import Fence, RunDirectory, claim_attempt
 from slurm_forge.slurm.client import JobUpdate, SubprocessSlurm
@@ -27,7 +27,7 @@ from slurm_forge.slurm.process import Completed
 from slurm_forge.slurm.records import JobRecord
 from slurm_forge.slurm.states import JobState
 from slurm_forge.slurm.text.answers import (
-    RequeueOutcome,
+    RequeueAnswer,
     RequeueReply,
 )
 from slurm_forge.vocabulary.cause import Cause
@@ -43,7 +43,7 @@ ENDING = JobRecord(
 class ScriptedSlurm:
     """Answers requeues in turn (the last for ever); remembers what it was asked."""
 
-    replies: list[RequeueOutcome]
+    replies: list[RequeueAnswer]
     job: JobRecord | SlurmCommandError | None = None
     submit_error: SlurmCommandError | None = None
     update_error: SlurmCommandError | None = None
@@ -134,13 +134,13 @@ def climb(
     arguments: Sequence[str] = (),
     hold: str = "",
     only_hold: str | None = None,
-    explain: Explain | None = None,
-) -> Comeback:
+    explain: StopExplainer | None = None,
+) -> RequeueResult:
     attempt = claim(run)
     waits = Waits() if waits is None else waits
     journal = JournalWriter(run, attempt=attempt, writer="supervisor")
     journal.write(AttemptStarted(job="42", restart_count=0, nodes=("n1",), host="n1", via="sbatch"))
-    ladder = Ladder(
+    ladder = RequeueLadder(
         slurm,  # type: ignore[arg-type]
         job="42",
         script=script,
@@ -154,7 +154,7 @@ def climb(
     )
     if hold:
         return ladder.hold(hold)
-    return ladder.climb("preempted", update, wait=wait, arguments=arguments)
+    return ladder.requeue("preempted", update, wait=wait, arguments=arguments)
 
 
 def told(run: RunDirectory) -> list[str]:
@@ -163,10 +163,10 @@ def told(run: RunDirectory) -> list[str]:
     return [r.event.kind for r in sorted(records, key=lambda r: r.sequence)]
 
 
-@pytest.mark.parametrize("reply", [RequeueOutcome.REQUEUED, RequeueOutcome.ALREADY_PENDING])
-def test_in_the_queue_is_in_the_queue(run: RunDirectory, reply: RequeueOutcome) -> None:
+@pytest.mark.parametrize("reply", [RequeueAnswer.REQUEUED, RequeueAnswer.ALREADY_PENDING])
+def test_in_the_queue_is_in_the_queue(run: RunDirectory, reply: RequeueAnswer) -> None:
     slurm = ScriptedSlurm([reply])
-    assert climb(run, slurm).taken is Taken.REQUEUED
+    assert climb(run, slurm).outcome is RequeueOutcome.REQUEUED
     assert slurm.asked == ["requeue 42"]
     assert told(run) == ["requeue_intended", "requeue_done"]
     state = fold(read_journal(run)[0])
@@ -174,9 +174,9 @@ def test_in_the_queue_is_in_the_queue(run: RunDirectory, reply: RequeueOutcome) 
 
 
 def test_a_job_that_must_not_requeue_itself_is_held_instead(run: RunDirectory) -> None:
-    slurm = ScriptedSlurm([RequeueOutcome.REQUEUED])
-    comeback = climb(run, slurm, only_hold="hill does not let jobs requeue themselves here")
-    assert comeback.taken is Taken.HELD
+    slurm = ScriptedSlurm([RequeueAnswer.REQUEUED])
+    result = climb(run, slurm, only_hold="hill does not let jobs requeue themselves here")
+    assert result.outcome is RequeueOutcome.HELD
     assert slurm.asked[-1] == "requeuehold 42"
     assert not any(asked.startswith(("requeue 42", "sbatch")) for asked in slurm.asked)
     state = fold(read_journal(run)[0])
@@ -186,9 +186,9 @@ def test_a_job_that_must_not_requeue_itself_is_held_instead(run: RunDirectory) -
 
 def test_a_job_that_was_requeued_by_somebody_else_is_not_requeued_again(run: RunDirectory) -> None:
     back = JobRecord(job_id=42, name="x", state=JobState.PENDING, state_text="PENDING", restarts=4)
-    slurm = ScriptedSlurm([RequeueOutcome.REQUEUED], job=back)
-    comeback = climb(run, slurm, update=JobUpdate(exclude_nodes=("n3",)))
-    assert comeback.taken is Taken.REQUEUED
+    slurm = ScriptedSlurm([RequeueAnswer.REQUEUED], job=back)
+    result = climb(run, slurm, update=JobUpdate(exclude_nodes=("n3",)))
+    assert result.outcome is RequeueOutcome.REQUEUED
     assert slurm.asked == ["update 42 ExcNodeList=n3"]
     assert told(run) == ["requeue_intended", "requeue_done"]
 
@@ -203,8 +203,8 @@ def test_a_job_that_was_requeued_by_somebody_else_is_not_requeued_again(run: Run
 def test_what_slurm_does_not_know_to_be_back_is_requeued(
     run: RunDirectory, job: JobRecord | SlurmCommandError
 ) -> None:
-    slurm = ScriptedSlurm([RequeueOutcome.REQUEUED], job=job)
-    assert climb(run, slurm).taken is Taken.REQUEUED
+    slurm = ScriptedSlurm([RequeueAnswer.REQUEUED], job=job)
+    assert climb(run, slurm).outcome is RequeueOutcome.REQUEUED
     assert slurm.asked == ["requeue 42"]
 
 
@@ -215,8 +215,8 @@ def test_a_job_that_was_back_before_slurm_fell_silent_is_not_requeued_again(
     """That would revive it if a person has cancelled it in the queue."""
 
     explain = Explains(Cause.ADMIN_REQUEUE, replace(ENDING, restarts=restarts))
-    slurm = ScriptedSlurm([RequeueOutcome.REQUEUED], job=SILENT)
-    assert climb(run, slurm, explain=explain).taken is Taken.REQUEUED
+    slurm = ScriptedSlurm([RequeueAnswer.REQUEUED], job=SILENT)
+    assert climb(run, slurm, explain=explain).outcome is RequeueOutcome.REQUEUED
     assert slurm.asked == asked
 
 
@@ -230,12 +230,12 @@ def test_a_hold_that_slurm_has_not_answered_is_not_believed(run: RunDirectory) -
             sure.append(held is not None and held.confirmed)
             return super().requeue_hold(job)
 
-    replies = [RequeueOutcome.UNREACHABLE, RequeueOutcome.REQUEUED]
-    assert climb(run, Looking(list(replies)), hold="why").taken is Taken.HELD
+    replies = [RequeueAnswer.UNREACHABLE, RequeueAnswer.REQUEUED]
+    assert climb(run, Looking(list(replies)), hold="why").outcome is RequeueOutcome.HELD
     held = fold(read_journal(run)[0]).held
     assert sure == [False, False] and held is not None and held.confirmed
-    silent = ScriptedSlurm([RequeueOutcome.UNREACHABLE])
-    assert climb(run, silent, hold="why").taken is Taken.REST
+    silent = ScriptedSlurm([RequeueAnswer.UNREACHABLE])
+    assert climb(run, silent, hold="why").outcome is RequeueOutcome.REST
     assert fold(read_journal(run)[0]).held is None
 
 
@@ -247,35 +247,35 @@ def test_the_intent_is_on_disk_before_slurm_is_asked(run: RunDirectory) -> None:
             seen.append(told(run))
             return super().requeue(job)
 
-    climb(run, Looking([RequeueOutcome.REQUEUED]))
+    climb(run, Looking([RequeueAnswer.REQUEUED]))
     assert seen == [["requeue_intended"]]
 
 
 def test_a_busy_controller_is_asked_again_and_not_for_ever(run: RunDirectory) -> None:
     waits = Waits()
-    slurm = ScriptedSlurm([RequeueOutcome.TRY_AGAIN, RequeueOutcome.REQUEUED])
-    assert climb(run, slurm, waits=waits).taken is Taken.REQUEUED
+    slurm = ScriptedSlurm([RequeueAnswer.TRY_AGAIN, RequeueAnswer.REQUEUED])
+    assert climb(run, slurm, waits=waits).outcome is RequeueOutcome.REQUEUED
     assert len(waits) == 1
-    busy = ScriptedSlurm([RequeueOutcome.TRY_AGAIN])
-    assert climb(run, busy).taken is Taken.SUCCESSOR
+    busy = ScriptedSlurm([RequeueAnswer.TRY_AGAIN])
+    assert climb(run, busy).outcome is RequeueOutcome.SUCCESSOR
     assert busy.asked == ["requeue 42"] * 3 + [SUCCESSOR]
 
 
 def test_a_controller_that_is_away_is_waited_for_and_not_for_ever(run: RunDirectory) -> None:
     waits = Waits()
-    back = ScriptedSlurm([*[RequeueOutcome.UNREACHABLE] * 26, RequeueOutcome.REQUEUED])
-    assert climb(run, back, waits=waits).taken is Taken.REQUEUED
+    back = ScriptedSlurm([*[RequeueAnswer.UNREACHABLE] * 26, RequeueAnswer.REQUEUED])
+    assert climb(run, back, waits=waits).outcome is RequeueOutcome.REQUEUED
     assert 60 < waits.now() < PATIENCE.total_seconds()
-    silent, waits = ScriptedSlurm([RequeueOutcome.UNREACHABLE]), Waits()
-    assert climb(run, silent, waits=waits).taken is Taken.OPEN
+    silent, waits = ScriptedSlurm([RequeueAnswer.UNREACHABLE]), Waits()
+    assert climb(run, silent, waits=waits).outcome is RequeueOutcome.OPEN
     assert len(silent.asked) < 50
     assert waits.now() == pytest.approx(PATIENCE.total_seconds(), abs=30)
     assert fold(read_journal(run)[0]).open_intent is not None
 
 
 def test_where_there_is_no_scontrol_a_successor_is_submitted_at_once(run: RunDirectory) -> None:
-    slurm, waits = ScriptedSlurm([RequeueOutcome.NO_COMMAND]), Waits()
-    assert climb(run, slurm, waits=waits).taken is Taken.SUCCESSOR
+    slurm, waits = ScriptedSlurm([RequeueAnswer.NO_COMMAND]), Waits()
+    assert climb(run, slurm, waits=waits).outcome is RequeueOutcome.SUCCESSOR
     assert slurm.asked == ["requeue 42", SUCCESSOR]
     assert waits == []
 
@@ -291,15 +291,15 @@ def test_a_node_that_can_not_start_scontrol_for_a_moment_asks_again(run: RunDire
         return Completed(tuple(argv), 0, "", "")
 
     slurm = SubprocessSlurm(environment={}, runner=full)
-    assert climb(run, slurm).taken is Taken.REQUEUED
+    assert climb(run, slurm).outcome is RequeueOutcome.REQUEUED
     assert asked == ["scontrol requeue 42"] * 3
 
 
 def test_a_run_that_is_held_waits_in_the_queue_with_the_reason_beside_it(
     run: RunDirectory,
 ) -> None:
-    slurm = ScriptedSlurm([RequeueOutcome.REQUEUED])
-    assert climb(run, slurm, hold="app_error: the same\nerror twice").taken is Taken.HELD
+    slurm = ScriptedSlurm([RequeueAnswer.REQUEUED])
+    assert climb(run, slurm, hold="app_error: the same\nerror twice").outcome is RequeueOutcome.HELD
     assert slurm.asked == [
         "update 42 Comment=slurm_forge: app_error: the same error twice",
         "requeuehold 42",
@@ -310,8 +310,8 @@ def test_a_run_that_is_held_waits_in_the_queue_with_the_reason_beside_it(
 
 
 def test_a_job_that_was_requeued_meanwhile_is_held_all_the_same(run: RunDirectory) -> None:
-    slurm = ScriptedSlurm([RequeueOutcome.ALREADY_PENDING])
-    assert climb(run, slurm, hold="why").taken is Taken.HELD
+    slurm = ScriptedSlurm([RequeueAnswer.ALREADY_PENDING])
+    assert climb(run, slurm, hold="why").outcome is RequeueOutcome.HELD
     assert slurm.asked[1:] == ["requeuehold 42", "hold 42"]
 
 
@@ -320,8 +320,8 @@ def test_a_hold_whose_answer_was_lost_is_a_hold(run: RunDirectory) -> None:
     waits = JobRecord(
         job_id=42, name="x", state=JobState.PENDING, state_text="PENDING", restarts=4, priority=0
     )
-    slurm = ScriptedSlurm([RequeueOutcome.UNREACHABLE], job=waits)
-    assert climb(run, slurm, hold="why").taken is Taken.HELD
+    slurm = ScriptedSlurm([RequeueAnswer.UNREACHABLE], job=waits)
+    assert climb(run, slurm, hold="why").outcome is RequeueOutcome.HELD
     assert slurm.asked[1:] == ["requeuehold 42", "hold 42"]
     held = fold(read_journal(run)[0]).held
     assert held is not None and held.confirmed
@@ -335,8 +335,8 @@ def test_a_job_that_can_not_be_held_does_not_count_as_held(run: RunDirectory) ->
             super().hold(job)
             raise SlurmCommandError(["scontrol"], 1, "no")
 
-    slurm = Stubborn([RequeueOutcome.ALREADY_PENDING])
-    assert climb(run, slurm, hold="why").taken is Taken.REST
+    slurm = Stubborn([RequeueAnswer.ALREADY_PENDING])
+    assert climb(run, slurm, hold="why").outcome is RequeueOutcome.REST
     assert fold(read_journal(run)[0]).held is None
 
 
@@ -350,16 +350,16 @@ def test_a_job_that_is_cancelled_while_slurm_is_waited_for_stays_cancelled(
         (SILENT, Explains(Cause.USER_CANCELLED)),
         (ENDING, Explains(Cause.USER_CANCELLED, running)),
     ):
-        slurm = EndsMeanwhile([RequeueOutcome.UNREACHABLE, RequeueOutcome.REQUEUED], before)
-        assert climb(run, slurm, explain=explain).taken is Taken.CANCELLED
+        slurm = EndsMeanwhile([RequeueAnswer.UNREACHABLE, RequeueAnswer.REQUEUED], before)
+        assert climb(run, slurm, explain=explain).outcome is RequeueOutcome.CANCELLED
         assert slurm.asked == ["requeue 42"]
     over = replace(ENDING, state=JobState.CANCELLED)
-    slurm = ScriptedSlurm([RequeueOutcome.REQUEUED], job=over)
-    assert climb(run, slurm).taken is Taken.CANCELLED
+    slurm = ScriptedSlurm([RequeueAnswer.REQUEUED], job=over)
+    assert climb(run, slurm).outcome is RequeueOutcome.CANCELLED
     assert slurm.asked == []
 
 
-@pytest.mark.parametrize("lost", [RequeueOutcome.UNREACHABLE, RequeueOutcome.TRY_AGAIN])
+@pytest.mark.parametrize("lost", [RequeueAnswer.UNREACHABLE, RequeueAnswer.TRY_AGAIN])
 @pytest.mark.parametrize(
     ("before", "explain"),
     [
@@ -373,12 +373,12 @@ def test_a_job_that_is_cancelled_while_slurm_is_waited_for_stays_cancelled(
 def test_a_job_that_slurm_was_ending_anyway_is_not_taken_for_a_cancelled_one(
     run: RunDirectory,
     before: JobRecord | SlurmCommandError,
-    explain: Explain | None,
-    lost: RequeueOutcome,
+    explain: StopExplainer | None,
+    lost: RequeueAnswer,
 ) -> None:
     """By a limit that its record does not tell of: GrpWall, a deadline, a reservation's end."""
-    slurm = EndsMeanwhile([lost, RequeueOutcome.REQUEUED], before)
-    assert climb(run, slurm, explain=explain).taken is Taken.REQUEUED
+    slurm = EndsMeanwhile([lost, RequeueAnswer.REQUEUED], before)
+    assert climb(run, slurm, explain=explain).outcome is RequeueOutcome.REQUEUED
     assert slurm.asked == ["requeue 42"] * 2
     assert fold(read_journal(run)[0]).status is RunStatus.REQUEUED
 
@@ -401,22 +401,24 @@ def test_an_end_that_slurm_explains_while_it_is_waited_for_is_no_cancellation(
             return found
 
     running = replace(ENDING, state=JobState.RUNNING)
-    slurm = EndsTheJob([RequeueOutcome.UNREACHABLE, RequeueOutcome.REQUEUED], running)
-    assert climb(run, slurm, explain=explain).taken is Taken.REQUEUED
+    slurm = EndsTheJob([RequeueAnswer.UNREACHABLE, RequeueAnswer.REQUEUED], running)
+    assert climb(run, slurm, explain=explain).outcome is RequeueOutcome.REQUEUED
 
 
 def test_a_hold_of_a_job_that_slurm_was_ending_anyway_is_a_hold(run: RunDirectory) -> None:
-    slurm = EndsMeanwhile([RequeueOutcome.UNREACHABLE, RequeueOutcome.REQUEUED], SILENT)
+    slurm = EndsMeanwhile([RequeueAnswer.UNREACHABLE, RequeueAnswer.REQUEUED], SILENT)
     explain = Explains(Cause.TIME_LIMIT, ENDING)
-    assert climb(run, slurm, hold="why", explain=explain).taken is Taken.HELD
+    assert climb(run, slurm, hold="why", explain=explain).outcome is RequeueOutcome.HELD
 
 
 def test_a_hold_waits_for_what_the_job_is_ended_for(run: RunDirectory) -> None:
     """The same request would put a job that somebody has cancelled back into the queue."""
     waits = Waits()
-    slurm = ScriptedSlurm([RequeueOutcome.REQUEUED], job=SILENT)
+    slurm = ScriptedSlurm([RequeueAnswer.REQUEUED], job=SILENT)
     explain = Explains(Cause.USER_CANCELLED, is_open=True)
-    assert climb(run, slurm, hold="why", waits=waits, explain=explain).taken is Taken.REST
+    assert (
+        climb(run, slurm, hold="why", waits=waits, explain=explain).outcome is RequeueOutcome.REST
+    )
     assert slurm.asked == []
     assert waits.now() == pytest.approx(PATIENCE.total_seconds(), abs=30)
     state = fold(read_journal(run)[0])
@@ -426,8 +428,8 @@ def test_a_hold_waits_for_what_the_job_is_ended_for(run: RunDirectory) -> None:
 def test_the_new_start_of_a_job_is_not_changed(run: RunDirectory) -> None:
     """NumNodes would take nodes away from it."""
     begun = JobRecord(job_id=42, name="x", state=JobState.RUNNING, state_text="R", restarts=4)
-    slurm = ScriptedSlurm([RequeueOutcome.REQUEUED], job=begun)
-    assert climb(run, slurm, update=JobUpdate(num_nodes=1)).taken is Taken.REQUEUED
+    slurm = ScriptedSlurm([RequeueAnswer.REQUEUED], job=begun)
+    assert climb(run, slurm, update=JobUpdate(num_nodes=1)).outcome is RequeueOutcome.REQUEUED
     assert slurm.asked == []
 
 
@@ -435,15 +437,15 @@ def test_a_storage_that_fails_does_not_keep_slurm_from_being_asked(run: RunDirec
     def stale() -> None:
         raise OSError(errno.ESTALE, "Stale file handle")
 
-    slurm = ScriptedSlurm([RequeueOutcome.REQUEUED])
-    ladder = Ladder(
+    slurm = ScriptedSlurm([RequeueAnswer.REQUEUED])
+    ladder = RequeueLadder(
         slurm,  # type: ignore[arg-type]
         job="42",
         script=None,
         journal=JournalWriter(run, attempt=claim(run), writer="supervisor"),
         fence=stale,
     )
-    assert ladder.climb("storage").taken is Taken.REQUEUED
+    assert ladder.requeue("storage").outcome is RequeueOutcome.REQUEUED
 
 
 def test_a_successor_that_waits_already_is_not_made_twice(run: RunDirectory) -> None:
@@ -453,8 +455,8 @@ def test_a_successor_that_waits_already_is_not_made_twice(run: RunDirectory) -> 
         def show_job(self, job: str) -> JobRecord | None:
             return waits if job == "77" else None
 
-    slurm = Knows([RequeueOutcome.DISABLED])
-    ladder = Ladder(
+    slurm = Knows([RequeueAnswer.DISABLED])
+    ladder = RequeueLadder(
         slurm,  # type: ignore[arg-type]
         job="42",
         script=Path("job.sbatch"),
@@ -462,7 +464,7 @@ def test_a_successor_that_waits_already_is_not_made_twice(run: RunDirectory) -> 
         journal=JournalWriter(run, attempt=claim(run), writer="supervisor"),
         fence=lambda: None,
     )
-    assert ladder.climb("preempted").taken is Taken.SUCCESSOR
+    assert ladder.requeue("preempted").outcome is RequeueOutcome.SUCCESSOR
     assert slurm.asked == ["requeue 42"]
     assert fold(read_journal(run)[0]).job == "77"
 
@@ -475,37 +477,37 @@ def test_that_it_is_held_is_on_disk_before_slurm_ends_us(run: RunDirectory) -> N
             seen.append(fold(read_journal(run)[0]).held is not None)
             return super().requeue_hold(job)
 
-    climb(run, Looking([RequeueOutcome.REQUEUED]), hold="why")
+    climb(run, Looking([RequeueAnswer.REQUEUED]), hold="why")
     assert seen == [True]
 
 
-@pytest.mark.parametrize("reply", [RequeueOutcome.DISABLED, RequeueOutcome.NO_COMMAND])
+@pytest.mark.parametrize("reply", [RequeueAnswer.DISABLED, RequeueAnswer.NO_COMMAND])
 def test_where_slurm_does_not_hold_it_the_run_rests_out_of_the_queue(
-    run: RunDirectory, reply: RequeueOutcome
+    run: RunDirectory, reply: RequeueAnswer
 ) -> None:
     slurm = ScriptedSlurm([reply])
-    assert climb(run, slurm, hold="why").taken is Taken.REST
+    assert climb(run, slurm, hold="why").outcome is RequeueOutcome.REST
     assert slurm.asked[1:] == ["requeuehold 42"], "a held run is not submitted again"
     assert fold(read_journal(run)[0]).held is None
 
 
 def test_a_start_that_is_to_wait_waits_in_the_queue(run: RunDirectory) -> None:
-    slurm = ScriptedSlurm([RequeueOutcome.REQUEUED])
+    slurm = ScriptedSlurm([RequeueAnswer.REQUEUED])
     climb(run, slurm, wait=timedelta(minutes=4))
     assert slurm.asked[-1] == "update 42 StartTime=now+240"
-    slurm = ScriptedSlurm([RequeueOutcome.DISABLED])
+    slurm = ScriptedSlurm([RequeueAnswer.DISABLED])
     climb(run, slurm, wait=timedelta(minutes=4), arguments=("--mem=9M",))
     assert slurm.asked[-1] == (
         "sbatch --dependency=afterany:42 --begin=now+240 --mem=9M job.sbatch"
     )
 
 
-@pytest.mark.parametrize("reply", [RequeueOutcome.DISABLED, RequeueOutcome.REFUSED])
+@pytest.mark.parametrize("reply", [RequeueAnswer.DISABLED, RequeueAnswer.REFUSED])
 def test_where_requeue_cannot_work_a_successor_waits_for_our_end(
-    run: RunDirectory, reply: RequeueOutcome
+    run: RunDirectory, reply: RequeueAnswer
 ) -> None:
     slurm = ScriptedSlurm([reply])
-    assert climb(run, slurm).taken is Taken.SUCCESSOR
+    assert climb(run, slurm).outcome is RequeueOutcome.SUCCESSOR
     assert slurm.asked == ["requeue 42", SUCCESSOR]
     state = fold(read_journal(run)[0])
     assert (state.status, state.job) == (RunStatus.REQUEUED, "77")
@@ -522,23 +524,23 @@ def test_where_requeue_cannot_work_a_successor_waits_for_our_end(
 def test_no_successor_either_leaves_the_intent_open(
     run: RunDirectory, error: SlurmCommandError
 ) -> None:
-    slurm = ScriptedSlurm([RequeueOutcome.DISABLED], submit_error=error)
-    assert climb(run, slurm).taken is Taken.OPEN
+    slurm = ScriptedSlurm([RequeueAnswer.DISABLED], submit_error=error)
+    assert climb(run, slurm).outcome is RequeueOutcome.OPEN
     assert fold(read_journal(run)[0]).open_intent is not None
 
 
 def test_without_a_script_there_is_nothing_to_submit(run: RunDirectory) -> None:
-    slurm = ScriptedSlurm([RequeueOutcome.DISABLED])
-    assert climb(run, slurm, script=None).taken is Taken.OPEN
+    slurm = ScriptedSlurm([RequeueAnswer.DISABLED])
+    assert climb(run, slurm, script=None).outcome is RequeueOutcome.OPEN
     assert slurm.asked == ["requeue 42"]
 
 
 def test_a_fenced_attempt_asks_slurm_for_nothing(run: RunDirectory) -> None:
-    slurm = ScriptedSlurm([RequeueOutcome.REQUEUED])
+    slurm = ScriptedSlurm([RequeueAnswer.REQUEUED])
     attempt = claim(run)
     claim(run)
     journal = JournalWriter(run, attempt=attempt, writer="supervisor")
-    ladder = Ladder(
+    ladder = RequeueLadder(
         slurm,  # type: ignore[arg-type]
         job="42",
         script=None,
@@ -546,27 +548,30 @@ def test_a_fenced_attempt_asks_slurm_for_nothing(run: RunDirectory) -> None:
         fence=Fence(run, attempt),
     )
     with pytest.raises(FencedError):
-        ladder.climb("preempted")
+        ladder.requeue("preempted")
     assert slurm.asked == [] and told(run) == []
 
 
 def test_changed_resources_go_to_the_waiting_job(run: RunDirectory) -> None:
-    slurm = ScriptedSlurm([RequeueOutcome.REQUEUED])
+    slurm = ScriptedSlurm([RequeueAnswer.REQUEUED])
     climb(run, slurm, update=JobUpdate(exclude_nodes=("n3",)))
     assert slurm.asked[-1] == "update 42 ExcNodeList=n3"
 
 
 def test_a_refused_change_does_not_undo_the_requeue(run: RunDirectory) -> None:
     slurm = ScriptedSlurm(
-        [RequeueOutcome.REQUEUED], update_error=SlurmCommandError(["scontrol"], 1, "no")
+        [RequeueAnswer.REQUEUED], update_error=SlurmCommandError(["scontrol"], 1, "no")
     )
-    assert climb(run, slurm, update=JobUpdate(exclude_nodes=("n3",))).taken is Taken.REQUEUED
+    assert (
+        climb(run, slurm, update=JobUpdate(exclude_nodes=("n3",))).outcome
+        is RequeueOutcome.REQUEUED
+    )
     assert fold(read_journal(run)[0]).status is RunStatus.REQUEUED
 
 
 def test_a_node_that_is_gone_does_not_cost_the_other_changes(run: RunDirectory) -> None:
     slurm = ScriptedSlurm(
-        [RequeueOutcome.REQUEUED],
+        [RequeueAnswer.REQUEUED],
         update_error=SlurmCommandError(["scontrol"], 1, "Invalid node name specified"),
     )
     climb(run, slurm, update=JobUpdate(exclude_nodes=("n3",), memory_per_node=1 << 30))
@@ -577,7 +582,7 @@ def test_a_node_that_is_gone_does_not_cost_the_other_changes(run: RunDirectory) 
 
 
 def test_a_successor_gets_the_changed_resources_too(run: RunDirectory) -> None:
-    slurm = ScriptedSlurm([RequeueOutcome.DISABLED])
+    slurm = ScriptedSlurm([RequeueAnswer.DISABLED])
     climb(run, slurm, update=JobUpdate(exclude_nodes=("n3",)))
     assert slurm.asked[-1] == "update 77 ExcNodeList=n3"
 
@@ -590,7 +595,7 @@ def test_that_it_is_queued_is_written_before_anything_else_is_asked(run: RunDire
         def update_job(self, job: str, update: JobUpdate) -> None:
             seen.append(told(run))
 
-    climb(run, Looking([RequeueOutcome.REQUEUED]), update=JobUpdate(exclude_nodes=("n3",)))
+    climb(run, Looking([RequeueAnswer.REQUEUED]), update=JobUpdate(exclude_nodes=("n3",)))
     assert seen == [["requeue_intended", "requeue_done"]]
 
 
@@ -603,23 +608,23 @@ def test_a_full_disk_does_not_prevent_the_requeue(
         raise OSError(errno.EDQUOT, "Disk quota exceeded")
 
     monkeypatch.setattr(AppendFile, "append", full)
-    slurm = ScriptedSlurm([RequeueOutcome.REQUEUED])
-    ladder = Ladder(
+    slurm = ScriptedSlurm([RequeueAnswer.REQUEUED])
+    ladder = RequeueLadder(
         slurm,  # type: ignore[arg-type]
         job="42",
         script=None,
         journal=JournalWriter(run, attempt=attempt, writer="supervisor"),
         fence=Fence(run, attempt),
     )
-    assert ladder.climb("preempted").taken is Taken.REQUEUED
+    assert ladder.requeue("preempted").outcome is RequeueOutcome.REQUEUED
     assert slurm.asked == ["requeue 42"]
 
 
-def soon_ladder(run: RunDirectory, slurm: ScriptedSlurm, waits: Waits) -> Ladder:
+def soon_ladder(run: RunDirectory, slurm: ScriptedSlurm, waits: Waits) -> RequeueLadder:
     attempt = claim(run)
     journal = JournalWriter(run, attempt=attempt, writer="supervisor")
     journal.write(AttemptStarted(job="42", restart_count=0, nodes=("n1",), host="n1", via="sbatch"))
-    return Ladder(
+    return RequeueLadder(
         slurm,  # type: ignore[arg-type]
         job="42",
         script=None,
@@ -632,9 +637,9 @@ def soon_ladder(run: RunDirectory, slurm: ScriptedSlurm, waits: Waits) -> Ladder
 
 
 def test_a_requeued_job_is_to_start_soon_and_sooner_once_we_are_gone(run: RunDirectory) -> None:
-    slurm = ScriptedSlurm([RequeueOutcome.REQUEUED])
+    slurm = ScriptedSlurm([RequeueAnswer.REQUEUED])
     ladder = soon_ladder(run, slurm, Waits())
-    ladder.climb("preempted", soon=lambda: timedelta(seconds=43))
+    ladder.requeue("preempted", soon=lambda: timedelta(seconds=43))
     ladder.start_soon(timedelta(seconds=3))
     assert slurm.asked == [
         "requeue 42",
@@ -645,18 +650,18 @@ def test_a_requeued_job_is_to_start_soon_and_sooner_once_we_are_gone(run: RunDir
 
 def test_how_long_ago_it_was_requeued(run: RunDirectory) -> None:
     waits = Waits()
-    ladder = soon_ladder(run, ScriptedSlurm([RequeueOutcome.REQUEUED]), waits)
+    ladder = soon_ladder(run, ScriptedSlurm([RequeueAnswer.REQUEUED]), waits)
     assert ladder.requeued_ago == timedelta(0)
-    ladder.climb("preempted", soon=lambda: timedelta(seconds=43))
+    ladder.requeue("preempted", soon=lambda: timedelta(seconds=43))
     waits.append(12)
     assert ladder.requeued_ago == timedelta(seconds=12)
 
 
 def test_a_pause_that_was_decided_on_holds(run: RunDirectory) -> None:
     waits = Waits()
-    slurm = ScriptedSlurm([RequeueOutcome.REQUEUED])
+    slurm = ScriptedSlurm([RequeueAnswer.REQUEUED])
     ladder = soon_ladder(run, slurm, waits)
-    ladder.climb("io", wait=timedelta(seconds=300), soon=lambda: timedelta(seconds=43))
+    ladder.requeue("io", wait=timedelta(seconds=300), soon=lambda: timedelta(seconds=43))
     waits.append(20)
     ladder.start_soon(timedelta(seconds=3))
     assert slurm.asked == [
@@ -669,14 +674,14 @@ def test_a_pause_that_was_decided_on_holds(run: RunDirectory) -> None:
 def test_where_slurms_delay_is_kept_or_the_job_is_not_ours_nothing_is_asked(
     run: RunDirectory,
 ) -> None:
-    slurm = ScriptedSlurm([RequeueOutcome.REQUEUED])
+    slurm = ScriptedSlurm([RequeueAnswer.REQUEUED])
     ladder = soon_ladder(run, slurm, Waits())
-    ladder.climb("preempted", soon=lambda: None)
+    ladder.requeue("preempted", soon=lambda: None)
     ladder.start_soon(timedelta(seconds=3))
     assert slurm.asked == ["requeue 42"]
-    denied = ScriptedSlurm([RequeueOutcome.DENIED])
+    denied = ScriptedSlurm([RequeueAnswer.DENIED])
     other = soon_ladder(run, denied, Waits())
-    other.climb("preempted", soon=lambda: timedelta(seconds=43))
+    other.requeue("preempted", soon=lambda: timedelta(seconds=43))
     other.start_soon(timedelta(seconds=3))
     assert denied.asked == ["requeue 42"]
 
@@ -688,14 +693,14 @@ def test_a_site_that_refuses_a_begin_time_costs_nothing_else(run: RunDirectory) 
             if update.start_after is not None:
                 raise SlurmCommandError(["scontrol"], 1, "Access/permission denied")
 
-    slurm = Refuses([RequeueOutcome.REQUEUED])
+    slurm = Refuses([RequeueAnswer.REQUEUED])
     ladder = soon_ladder(run, slurm, Waits())
-    done = ladder.climb(
+    done = ladder.requeue(
         "oom",
         JobUpdate(memory_per_node=1 << 30),
         soon=lambda: timedelta(seconds=43),
     )
     ladder.start_soon(timedelta(seconds=3))
-    assert done.taken is Taken.REQUEUED
+    assert done.outcome is RequeueOutcome.REQUEUED
     assert "update 42 MinMemoryNode=1024" in slurm.asked
     assert told(run) == ["requeue_intended", "requeue_done"]

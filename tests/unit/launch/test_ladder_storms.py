@@ -20,8 +20,8 @@ from slurm_forge.journal.order import causal_order, without_fenced
 from slurm_forge.launch.attempt import attempt as attempt_module
 from slurm_forge.launch.requeue import reconcile as asked_back
 from slurm_forge.launch.requeue.requeue import (
-    Ladder,
-    Taken,
+    RequeueLadder,
+    RequeueOutcome,
 )
 from slurm_forge.launch.submit import submission
 from slurm_forge.recovery.incident.classify import classify
@@ -155,8 +155,8 @@ def test_what_is_said_to_be_held_is_held(folder: Path) -> None:
     fake.wait_state(job, JobState.RUNNING)
     fake.requeue(job)
     journal = JournalWriter(run, attempt=1, writer="supervisor")
-    ladder = Ladder(fake, job=job, script=None, journal=journal, fence=lambda: None)
-    assert ladder.hold("for a person to judge").taken is Taken.HELD
+    ladder = RequeueLadder(fake, job=job, script=None, journal=journal, fence=lambda: None)
+    assert ladder.hold("for a person to judge").outcome is RequeueOutcome.HELD
     assert shown(fake, job).priority == 0
 
 

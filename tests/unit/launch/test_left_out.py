@@ -1,27 +1,27 @@
 from __future__ import annotations
 
 from slurm_forge.control.hub import MemberView
-from slurm_forge.launch.conductor.skip_consistency import LeftOutSteps
+from slurm_forge.launch.conductor.skip_consistency import SkipConsistency
 
 
 def members(*steps: int) -> dict[int, MemberView]:
     return {
-        rank: MemberView(rank=rank, host=f"n{rank}", pid=1, heard=0.0, step=step)
+        rank: MemberView(rank=rank, host=f"n{rank}", pid=1, heard_at=0.0, step=step)
         for rank, step in enumerate(steps)
     }
 
 
 def test_what_all_ranks_left_out_is_in_order() -> None:
-    steps = LeftOutSteps(2)
-    steps.said(0, 7, 0.0)
-    steps.said(1, 7, 0.1)
-    assert steps.parted(members(100, 100), 1000.0) is None
+    steps = SkipConsistency(2)
+    steps.add(0, 7, 0.0)
+    steps.add(1, 7, 0.1)
+    assert steps.divergence(members(100, 100), 1000.0) is None
 
 
 def test_a_rank_that_went_on_without_leaving_it_out_is_named() -> None:
-    steps = LeftOutSteps(3)
-    steps.said(0, 7, 0.0)
-    steps.said(2, 7, 0.1)
-    assert steps.parted(members(9, 10, 9), 1.0) is None, "it may still say so"
-    assert steps.parted(members(9, 8, 9), 60.0) is None, "it may be slow"
-    assert steps.parted(members(9, 10, 9), 60.0) == (7, (1,))
+    steps = SkipConsistency(3)
+    steps.add(0, 7, 0.0)
+    steps.add(2, 7, 0.1)
+    assert steps.divergence(members(9, 10, 9), 1.0) is None, "it may still say so"
+    assert steps.divergence(members(9, 8, 9), 60.0) is None, "it may be slow"
+    assert steps.divergence(members(9, 10, 9), 60.0) == (7, (1,))

@@ -39,8 +39,8 @@ from slurm_forge.launch.diagnose.live_node import (
     CARD,
     LOGIN_LOCK,
     ONCE,
+    inspect_node,
     knock,
-    look,
     look_at_storage,
 )
 from slurm_forge.lock import exclusive
@@ -177,9 +177,7 @@ def test_a_job_of_which_sbatch_has_not_told_is_found_and_no_other_one_cancelled(
                     job_ref=ref,
                     job_id=int(ref),
                     state=JobState.PENDING,
-                    state_text="PENDING",
                     reason=None,
-                    partition="debug",
                 )
                 for ref in ("6", "7", "8")
             )
@@ -483,7 +481,7 @@ def test_commands_that_are_missing_are_told_from_those_that_do_not_answer(folder
         return Completed(tuple(argv), code, "", "")
 
     environ = {"PATH": str(programs), "SLURM_JOB_ID": "7", "SLURMD_NODENAME": "n1"}
-    found = look(folder, environ=environ, runner=runner)
+    found = inspect_node(folder, environ=environ, runner=runner)
     assert found.host == "n1"
     assert (found.commands, found.silent) == (("scontrol",), ("squeue",))
     assert (found.missing, found.may_submit, found.torch) == (("sacct",), False, None)
@@ -501,4 +499,4 @@ def test_memory_is_what_the_job_was_given(
     def runner(argv: Any, timeout: timedelta, environment: Any) -> Completed:
         return Completed(tuple(argv), 1, "", "")
 
-    assert look(folder, environ={"PATH": "", **given}, runner=runner).memory_asked == asked
+    assert inspect_node(folder, environ={"PATH": "", **given}, runner=runner).memory_asked == asked

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from slurm_forge.launch.attempt.attempt_signals import AskedToStop
+from slurm_forge.launch.attempt.attempt_signals import StopRequest
 from slurm_forge.launch.local import runner as here
 
 ALL = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -28,7 +28,7 @@ def handlers() -> Iterator[None]:
 @pytest.mark.parametrize("number", ALL)
 def test_the_first_signal_asks_and_another_one_insists(number: signal.Signals) -> None:
     now = [100.0]
-    with AskedToStop(lambda: now[0]) as asked:
+    with StopRequest(lambda: now[0]) as asked:
         assert not asked
         signal.raise_signal(number)
         assert (bool(asked), asked.name, asked.number, asked.insists) == (
@@ -47,7 +47,7 @@ def test_the_first_signal_asks_and_another_one_insists(number: signal.Signals) -
 
 
 def test_afterwards_signals_do_what_they_did_before() -> None:
-    with AskedToStop():
+    with StopRequest():
         pass
     with pytest.raises(KeyboardInterrupt):
         signal.raise_signal(signal.SIGINT)
@@ -55,7 +55,7 @@ def test_afterwards_signals_do_what_they_did_before() -> None:
 
 def test_what_was_ignored_stays_ignored() -> None:
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # nohup
-    with AskedToStop() as asked:
+    with StopRequest() as asked:
         signal.raise_signal(signal.SIGHUP)
         assert not asked
 
@@ -64,7 +64,7 @@ def test_on_another_thread_it_changes_nothing() -> None:
     found = []
 
     def enter() -> None:
-        with AskedToStop() as asked:
+        with StopRequest() as asked:
             found.append(bool(asked))
 
     thread = threading.Thread(target=enter)

@@ -5,15 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from slurm_forge.control import MemberView
-from slurm_forge.control.hub import WitnessView
-from slurm_forge.control.messages import protocol as p
+from slurm_forge.control.hub import MonitorView
+from slurm_forge.control.messages.links import PortReport
+from slurm_forge.control.messages.message import Message
 from slurm_forge.control.tcp.links import (
     Connection,
     Link,
     say_links,
 )
 from slurm_forge.control.tcp.tcp_info import TcpInfo
-from slurm_forge.launch.conductor.network_monitor import NetworkWatch
+from slurm_forge.launch.conductor.network_monitor import NetworkMonitor
 from slurm_forge.recovery.monitor.unreachable_hosts import Trouble
 
 FINE = TcpInfo(state=1, rtt=0.0004, min_rtt=0.0001)
@@ -27,21 +28,22 @@ class FakeHub:
     world: int = 4
     witnessed: tuple[int, ...] = (0, 1, 2, 3)
     info: dict[int, TcpInfo] = field(default_factory=dict)
-    asked: list[p.Message] = field(default_factory=list)
+    asked: list[Message] = field(default_factory=list)
     asked_ranks: list[int] = field(default_factory=list)
 
     def members(self) -> dict[int, MemberView]:
         return {
-            r: MemberView(rank=r, host=f"n{r + 1:02d}", pid=1, heard=0.0) for r in range(self.world)
+            r: MemberView(rank=r, host=f"n{r + 1:02d}", pid=1, heard_at=0.0)
+            for r in range(self.world)
         }
 
-    def witnesses(self) -> dict[int, WitnessView]:
-        return {r: WitnessView(rank=r, host=f"n{r + 1:02d}", heard=0.0) for r in self.witnessed}
+    def monitors(self) -> dict[int, MonitorView]:
+        return {r: MonitorView(rank=r, host=f"n{r + 1:02d}", heard_at=0.0) for r in self.witnessed}
 
-    def ask_witnesses(self, message: p.Message) -> None:
+    def ask_monitors(self, message: Message) -> None:
         self.asked.append(message)
 
-    def ask_rank(self, rank: int, message: p.Message) -> None:
+    def ask_rank(self, rank: int, message: Message) -> None:
         self.asked_ranks.append(rank)
 
     def connections(self) -> tuple[tuple[int, Connection], ...]:
@@ -55,11 +57,11 @@ class Scene:
     def __init__(self, **hub: object) -> None:
         self.now = 100.0
         self.hub = FakeHub(**hub)  # type: ignore[arg-type]
-        self.watch = NetworkWatch(self.hub, lambda: self.now)  # type: ignore[arg-type]
+        self.watch = NetworkMonitor(self.hub, lambda: self.now)  # type: ignore[arg-type]
 
     def answer(self, rank: int, *links: Link, number: int = 1, how: str = "witness") -> None:
         own = [f"10.0.0.{rank + 1}", f"192.168.0.{rank + 1}"]
-        self.watch.hear(rank, say_links(number, own, links, how=how))
+        self.watch.on_message(rank, say_links(number, own, links, how=how))
 
     def verdict(self, after: float):
         return self.watch.verdict(self.now + after)
@@ -157,8 +159,8 @@ def test_answers_to_an_older_question_do_not_count() -> None:
 def test_what_ports_have_counted_is_evidence_of_the_host_that_is_named() -> None:
     scene = Scene(info={2: DEAD})
     scene.watch.ask()
-    scene.watch.hear(1, p.PortsSeen(id=1, lines=("eth0 rx_errors +3",)))
-    scene.watch.hear(2, p.PortsSeen(id=1, lines=("mlx5_0/1 link_downed +1",)))
+    scene.watch.on_message(1, PortReport(id=1, lines=("eth0 rx_errors +3",)))
+    scene.watch.on_message(2, PortReport(id=1, lines=("mlx5_0/1 link_downed +1",)))
     found = scene.verdict(3.1)
     assert found is not None
     assert [(each.source, each.text) for each in found.evidence[1:]] == [

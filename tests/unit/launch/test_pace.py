@@ -5,20 +5,17 @@ from datetime import timedelta
 import pytest
 
 from slurm_forge.journal import KnownCheckpoint, RunState
-from slurm_forge.launch.conductor.save_schedule import SavePace
-from slurm_forge.launch.render.schedule import (
-    Timing,
-    lead_time,
-    timing,
-)
+from slurm_forge.launch.conductor.save_schedule import SaveTimer
+from slurm_forge.launch.render.save_times import lead_time
+from slurm_forge.launch.render.schedule import Timing, timing
 from slurm_forge.spec import job_from_mapping
 from slurm_forge.store.identity import CheckpointName
 
 SECOND = timedelta(seconds=1)
 
 
-def pace(*, every: float | None, automatic: bool = False) -> SavePace:
-    return SavePace(
+def pace(*, every: float | None, automatic: bool = False) -> SaveTimer:
+    return SaveTimer(
         Timing(
             lead=60 * SECOND,
             save_every=None if every is None else every * SECOND,
@@ -30,7 +27,7 @@ def pace(*, every: float | None, automatic: bool = False) -> SavePace:
     )
 
 
-def first_due(made: SavePace, until: int = 100_000) -> int | None:
+def first_due(made: SaveTimer, until: int = 100_000) -> int | None:
     return next((now for now in range(until) if made.due(float(now))), None)
 
 
@@ -53,7 +50,7 @@ def test_an_automatic_interval_follows_what_a_save_costs() -> None:
 
 def test_an_interruption_early_on_counts_for_less_the_longer_it_goes_well() -> None:
     """One after a minute: a save that costs 5 s comes every minute at first, and not for a day."""
-    made = SavePace(
+    made = SaveTimer(
         Timing(
             lead=60 * SECOND,
             save_every=60 * SECOND,

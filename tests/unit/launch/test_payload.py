@@ -7,17 +7,10 @@ from pathlib import Path
 import pytest
 
 from slurm_forge.errors import ConfigError
-from slurm_forge.launch.render.batch_script import (
-    asked_options,
-    render,
-    template_name,
-)
+from slurm_forge.launch.render.batch_script import payload, render, template_name
 from slurm_forge.launch.render.containers import into_container
-from slurm_forge.launch.render.launch_command import (
-    has_shield,
-    payload,
-    step_of,
-)
+from slurm_forge.launch.render.launch_command import has_shield, step_command
+from slurm_forge.launch.render.sbatch_options import asked_options
 from slurm_forge.launch.supervisor.job_step import with_agent
 from slurm_forge.run_directory import RunDirectory
 from slurm_forge.site.model import Site
@@ -225,7 +218,7 @@ def test_torchrun_is_one_task_with_what_its_ranks_need() -> None:
 
 def test_the_options_in_a_script_are_the_options_of_its_step() -> None:
     """Who edits them there has the last word; submitit's script leaves them to the site."""
-    step = step_of(["srun", "--cpu-bind=none", "python"], ["--cpu-bind=cores"])
+    step = step_command(["srun", "--cpu-bind=none", "python"], ["--cpu-bind=cores"])
     assert (step.words, step.options) == (("--cpu-bind=none", "python"), ())
-    step = step_of(["--output=x", "python"], ["--cpu-bind=cores"])
+    step = step_command(["--output=x", "python"], ["--cpu-bind=cores"])
     assert (step.words, step.options) == (("--output=x", "python"), ("--cpu-bind=cores",))

@@ -9,18 +9,21 @@ from datetime import timedelta
 import pytest
 
 from slurm_forge.control import MemberView
-from slurm_forge.control.hub import WitnessView
-from slurm_forge.control.messages import protocol as p
+from slurm_forge.control.hub import MonitorView
+from slurm_forge.control.messages import protocol
+from slurm_forge.control.messages.hub import Publish
+from slurm_forge.control.messages.monitor import MonitorHeartbeat
 from slurm_forge.control.messages.preflight import (
     Check,
-    Groups,
+    CheckVerdict,
     NodeReport,
     PreflightReport,
+    PreflightRound,
     PreflightTried,
-    Verdict,
 )
 from slurm_forge.journal.events import PreflightMeasured
-from slurm_forge.launch.conductor.preflight_monitor import PreflightJudge
+from slurm_forge.json_codec import parse
+from slurm_forge.launch.conductor.preflight_monitor import PreflightMonitor
 from slurm_forge.vocabulary.cause import Cause
 
 GB = 1e9
@@ -32,12 +35,13 @@ class Hub:
     def __init__(self, world: int) -> None:
         self.world_size = world
         self.views = {
-            rank: MemberView(rank=rank, host=f"n{rank}", pid=1, heard=0.0) for rank in range(world)
+            rank: MemberView(rank=rank, host=f"n{rank}", pid=1, heard_at=0.0)
+            for rank in range(world)
         }
         self.published: dict[str, str] = {}
-        self.pulses: dict[int, WitnessView] = {}
+        self.pulses: dict[int, MonitorView] = {}
 
-    def witnesses(self) -> dict[int, WitnessView]:
+    def monitors(self) -> dict[int, MonitorView]:
         return dict(self.pulses)
 
     def members(self) -> dict[int, MemberView]:
@@ -56,7 +60,7 @@ class Scene:
         self.hub = Hub(world)
         self.now = 100.0
         self.silent: set[int] = set()
-        self.judge = PreflightJudge(
+        self.judge = PreflightMonitor(
             self.hub,  # type: ignore[arg-type]
             timedelta(seconds=within_s),
             lambda: self.now,
@@ -66,26 +70,26 @@ class Scene:
         self.round = 0
 
     def report(self, rank: int, *bad: str, full: bool = True, ahead: float = 0.0) -> None:
-        checks = tuple(Check(name=name, verdict=Verdict.BAD, text="bad") for name in bad)
+        checks = tuple(Check(name=name, verdict=CheckVerdict.BAD, text="bad") for name in bad)
         said = NodeReport(
             rank=rank, host=f"n{rank}", full=full, sent=1000.0 + self.now + ahead, checks=checks
         )
-        self.judge.hear(rank, PreflightReport(body=said.to_text()))
+        self.judge.on_message(rank, PreflightReport(body=said.to_text()))
 
     def wait(self, seconds: float) -> PreflightMeasured | None:
         for _ in range(int(seconds)):
             self.now += 1.0
             for rank in set(self.hub.views) - self.silent:
-                self.hub.views[rank] = replace(self.hub.views[rank], heard=self.now)
-            found = self.judge.look(self.now)
+                self.hub.views[rank] = replace(self.hub.views[rank], heard_at=self.now)
+            found = self.judge.poll(self.now)
             if found is not None:
                 return found
         return None
 
-    def asked(self) -> Groups:
+    def asked(self) -> PreflightRound:
         """What the ranks find under the next key; they wait for nothing else."""
         self.round += 1
-        return Groups.from_text(self.hub.published[f"preflight/{self.round}"])
+        return parse(PreflightRound, self.hub.published[f"preflight/{self.round}"])
 
     def play(self, fails: Callable[[set[int]], bool], speed: float = GB) -> PreflightMeasured:
         """Every round as it is asked for, to the verdict."""
@@ -103,7 +107,7 @@ class Scene:
                         bytes_per_s=speed,
                         text="" if ok else "x",
                     )
-                    self.judge.hear(rank, said)
+                    self.judge.on_message(rank, said)
             found = self.until_asked()
         return found
 
@@ -223,18 +227,18 @@ def test_a_clock_that_is_wrong_is_told() -> None:
 
 def test_nonsense_from_a_rank_is_no_verdict() -> None:
     scene = Scene(1)
-    scene.judge.hear(0, PreflightReport(body="{"))
+    scene.judge.on_message(0, PreflightReport(body="{"))
     measured = scene.wait(1)
     assert measured is not None and measured.ok
-    assert isinstance(p.decode(p.encode(PreflightReport(body="x"))), PreflightReport)
+    assert isinstance(protocol.decode(protocol.encode(PreflightReport(body="x"))), PreflightReport)
 
 
-def pulse(scene: Scene, rank: int, state: str) -> WitnessView:
-    said = p.Pulse(
+def pulse(scene: Scene, rank: int, state: str) -> MonitorView:
+    said = MonitorHeartbeat(
         turn=0, step=0, begun=0, phase_no=0, poll=0, phase="start", kind="start", since_s=40.0,
         mute_s=40.0, state=state, cpu_s=1.0,
     )  # fmt: skip
-    return WitnessView(rank=rank, host=f"n{rank}", heard=scene.now, pulse=said)
+    return MonitorView(rank=rank, host=f"n{rank}", heard_at=scene.now, pulse=said)
 
 
 @pytest.mark.parametrize(("state", "named"), [("D", False), ("S", False), ("T", True)])
@@ -262,7 +266,7 @@ def test_more_ranks_than_can_be_named_go_on_without_a_collective() -> None:
     said = NodeReport(rank=0, host="n0", full=True, device="cuda")
     for rank in range(16_000):
         told = replace(said, rank=rank, host=f"n{rank // 8}")
-        scene.judge.hear(rank, PreflightReport(body=told.to_text()))
+        scene.judge.on_message(rank, PreflightReport(body=told.to_text()))
     measured = scene.wait(1)
     assert measured is not None and measured.ok
     assert "more ranks than" in measured.told[0]
@@ -270,5 +274,5 @@ def test_more_ranks_than_can_be_named_go_on_without_a_collective() -> None:
 
 
 def test_what_a_round_asks_of_8000_ranks_fits_on_a_line() -> None:
-    groups = Groups(groups=(tuple(range(8000)),), within_s=60.0, backend="nccl")
-    assert p.encode(p.Publish(key="preflight/1", value=groups.to_text()))
+    groups = PreflightRound(groups=(tuple(range(8000)),), within_s=60.0, backend="nccl")
+    assert protocol.encode(Publish(key="preflight/1", value=groups.to_text()))

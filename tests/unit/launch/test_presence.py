@@ -15,17 +15,17 @@ import pytest
 from slurm_forge.errors import RunDirectoryError
 from slurm_forge.launch.attempt import run_lock as module
 from slurm_forge.launch.attempt.run_lock import (
-    left,
-    present,
+    has_left,
+    hold_run_lock,
 )
 from slurm_forge.run_directory import RunDirectory
 
 #: Holds the run as job local-5, lets a child inherit that, and says both process ids.
 HOLDER = """
 import subprocess, sys
-from slurm_forge.launch.attempt.run_lock import present
+from slurm_forge.launch.attempt.run_lock import hold_run_lock
 from slurm_forge.run_directory import RunDirectory
-with present(RunDirectory.at(sys.argv[1])) as presence:
+with hold_run_lock(RunDirectory.at(sys.argv[1])) as presence:
     presence.name("local-5")
     child = subprocess.Popen(
         [sys.executable, "-c", "input()"], stdin=subprocess.PIPE, pass_fds=(presence.descriptor,)
@@ -44,7 +44,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDirectory:
 
 
 def enter(run: RunDirectory) -> None:
-    with present(run):
+    with hold_run_lock(run):
         pass
 
 
@@ -62,7 +62,7 @@ def test_a_second_one_is_told_who_trains_and_one_after_that_is_let_in(run: RunDi
             refused.value
         )
         assert f"kill {holder.pid}" in refused.value.next_step
-        assert not left(run, "local-5")
+        assert not has_left(run, "local-5")
         holder.kill()
     assert holder.wait() != 0
     module._PATIENCE_S = 20.0  # its child sees the end of its input, and ends
@@ -70,7 +70,7 @@ def test_a_second_one_is_told_who_trains_and_one_after_that_is_let_in(run: RunDi
 
 
 def test_it_is_held_as_long_as_a_child_lives(run: RunDirectory) -> None:
-    with present(run) as presence:
+    with hold_run_lock(run) as presence:
         presence.name("local-5")
         assert presence.descriptor is not None
         starter = json.loads(run.local_lock.read_text())
@@ -84,13 +84,13 @@ def test_it_is_held_as_long_as_a_child_lives(run: RunDirectory) -> None:
     try:
         # The starter as a later command finds it: its process is gone, its child is not.
         run.local_lock.write_text(json.dumps({**starter, "pid": dead.pid}))
-        assert not left(run, "local-5")
+        assert not has_left(run, "local-5")
         with pytest.raises(RunDirectoryError, match="is still saving") as refused:
             enter(run)
         assert "kill -KILL -- -5" in refused.value.next_step
     finally:
         child.communicate(b"\n")
-    assert left(run, "local-5")
+    assert has_left(run, "local-5")
     enter(run)
 
 
@@ -107,10 +107,10 @@ def test_what_a_crash_leaves_behind_holds_nobody_up(run: RunDirectory) -> None:
 def test_that_nobody_is_left_is_said_only_where_it_is_known(
     run: RunDirectory, changes: dict[str, str], expected: bool
 ) -> None:
-    assert not left(run, "local-5"), "nobody has ever started it here"
+    assert not has_left(run, "local-5"), "nobody has ever started it here"
     body = {"pid": os.getpid(), "host": socket.gethostname(), "job": "local-5", **changes}
     run.local_lock.write_text(json.dumps(body))
-    assert left(run, "local-5") is expected
+    assert has_left(run, "local-5") is expected
 
 
 def test_without_locks_a_run_is_trained_all_the_same(
@@ -120,10 +120,10 @@ def test_without_locks_a_run_is_trained_all_the_same(
         raise OSError(38, "Function not implemented")
 
     monkeypatch.setattr(fcntl, "flock", none)
-    with present(run) as presence:
+    with hold_run_lock(run) as presence:
         presence.name("local-5")
         assert presence.descriptor is None
-    assert not left(run, "local-5")
+    assert not has_left(run, "local-5")
 
 
 def test_a_link_in_its_place_is_not_followed(run: RunDirectory, tmp_path: Path) -> None:

@@ -1,16 +1,18 @@
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
 
 import pytest
 
-from slurm_forge.control import MemberView, RequestKind
-from slurm_forge.control.hub import WitnessView
-from slurm_forge.control.messages import protocol as p
+from slurm_forge.control import MemberView
+from slurm_forge.control.hub import MonitorView
+from slurm_forge.control.messages.hub import RequestKind
+from slurm_forge.control.messages.message import Message
+from slurm_forge.control.messages.monitor import MonitorHeartbeat
+from slurm_forge.control.messages.probe import ProbeArrived, ProbeBroke, ProbeDone
 from slurm_forge.journal.events import Event, ProbeMeasured, ProbeOff
-from slurm_forge.launch.conductor.probe_monitor import ProbeJudge
+from slurm_forge.launch.conductor.probe_monitor import ProbeMonitor
 from slurm_forge.recovery.monitor.probe_verdict import ProbeRules
 from slurm_forge.recovery.monitor.unreachable_hosts import Trouble
 from slurm_forge.vocabulary.cause import Cause, Confidence, Evidence
@@ -23,21 +25,27 @@ class Hub:
         self.world_size = world
         self.views = {
             rank: MemberView(
-                rank=rank, host=f"n{rank}", pid=1, heard=0.0, phase="train", started=True, step=40
+                rank=rank,
+                host=f"n{rank}",
+                pid=1,
+                heard_at=0.0,
+                phase="train",
+                started=True,
+                step=40,
             )
             for rank in range(world)
         }
-        self.pulses: dict[int, WitnessView] = {}
+        self.pulses: dict[int, MonitorView] = {}
         self.requests: list[str] = []
-        self.asked: list[p.Message] = []
+        self.asked: list[Message] = []
 
     def members(self) -> dict[int, MemberView]:
         return dict(self.views)
 
-    def witnesses(self) -> dict[int, WitnessView]:
+    def monitors(self) -> dict[int, MonitorView]:
         return dict(self.pulses)
 
-    def ask_witnesses(self, message: p.Message) -> None:
+    def ask_monitors(self, message: Message) -> None:
         self.asked.append(message)
 
     def request(self, kind: RequestKind, reason: str, *, within_s: float | None = None) -> int:
@@ -79,8 +87,7 @@ class Scene:
         self.now = 0.0
         self.silent: set[int] = set()
         self.states: dict[int, str] = {}
-        self.fine: list[tuple[float, float, Mapping[int, float]]] = []
-        self.judge = ProbeJudge(
+        self.judge = ProbeMonitor(
             self.hub,  # type: ignore[arg-type]
             every,
             ProbeRules(timedelta(seconds=5), timedelta(seconds=30)),
@@ -89,12 +96,8 @@ class Scene:
             attempt=1,
             launch=1,
             bandwidth_every=bandwidth,
-            observer=self,
-            network=network,
+            network=network,  # type: ignore[arg-type]
         )
-
-    def on_fine(self, latency_s: float, bandwidth: float, arrivals: Mapping[int, float]) -> None:
-        self.fine.append((latency_s, bandwidth, arrivals))
 
     def wait(self, seconds: float, *, watched: bool = True) -> list[Event]:
         verdicts = []
@@ -103,7 +106,7 @@ class Scene:
             if self.now % 1.0 == 0:
                 for rank in self.hub.views:
                     self.beat(rank)
-            found = self.judge.look(self.now) if watched else None
+            found = self.judge.poll(self.now) if watched else None
             if found is not None:
                 verdicts.append(found)
         return verdicts
@@ -111,14 +114,16 @@ class Scene:
     def beat(self, rank: int) -> None:
         view = self.hub.views[rank]
         if rank not in self.silent:
-            self.set(rank, heard=self.now)
+            self.set(rank, heard_at=self.now)
         if rank in self.silent and rank not in self.states:
             return  # its witness, too
-        pulse = p.Pulse(
+        pulse = MonitorHeartbeat(
             turn=0, step=view.step, begun=view.step + 1, phase_no=0, poll=0, phase=view.phase,
             kind=view.phase, since_s=1.0, mute_s=0.0, state=self.states.get(rank, "S"), cpu_s=0.0,
         )  # fmt: skip
-        self.hub.pulses[rank] = WitnessView(rank=rank, host=view.host, heard=self.now, pulse=pulse)
+        self.hub.pulses[rank] = MonitorView(
+            rank=rank, host=view.host, heard_at=self.now, pulse=pulse
+        )
 
     def set(self, rank: int, **changes: object) -> None:
         self.hub.views[rank] = replace(self.hub.views[rank], **changes)  # type: ignore[arg-type]
@@ -129,13 +134,13 @@ class Scene:
 
     def arrive(self, *ranks: int) -> None:
         for rank in ranks:
-            self.judge.hear(rank, p.ProbeArrived(id=self.number))
+            self.judge.on_message(rank, ProbeArrived(id=self.number))
 
     def done(self, *ranks: int, wrong: tuple[int, ...] = (), bandwidth: float = 0.0) -> None:
         for rank in ranks:
-            self.judge.hear(
+            self.judge.on_message(
                 rank,
-                p.ProbeDone(
+                ProbeDone(
                     id=self.number, latency_s=0.1 - 0.01 * rank, wrong=wrong, bandwidth=bandwidth
                 ),
             )
@@ -174,7 +179,7 @@ def test_one_rank_or_none_asked_for_is_never_probed() -> None:
         assert scene.number == 0
 
 
-def test_fine_probes_are_told_to_the_observer_and_written_down_rarely() -> None:
+def test_fine_probes_are_written_down_rarely() -> None:
     scene = Scene(bandwidth=timedelta(minutes=10))
     verdicts = []
     for _ in range(61):
@@ -189,7 +194,6 @@ def test_fine_probes_are_told_to_the_observer_and_written_down_rarely() -> None:
     assert [(v.ok, v.count) for v in fine] == [(True, 1), (True, 30), (True, 30)]
     assert [v.bandwidth for v in fine] == [2e9, 2e9, 2e9]
     assert fine[0].latency_s == pytest.approx(0.07)
-    assert len(scene.fine) == 61
     assert 6 <= scene.hub.requests.count("bandwidth") <= 8
 
 
@@ -261,7 +265,7 @@ def test_a_job_that_is_suspended_while_a_probe_is_under_way_has_its_time_anew() 
     assert (network.asked, scene.judge.failed) == (0, None)
     scene.done(2, 3)
     scene.wait(1)
-    assert len(scene.fine) == 1
+    assert scene.judge._good == 1
 
 
 def test_most_of_the_launch_that_talks_again_while_evidence_is_gathered_was_only_slow() -> None:
@@ -362,7 +366,7 @@ def test_a_training_that_goes_on_outlives_its_probe_whatever_the_links_are() -> 
 def test_a_probe_that_breaks_alone_is_switched_off_and_said_once() -> None:
     scene = Scene().asked()
     scene.arrive(0, 1, 2, 3)
-    scene.judge.hear(1, p.ProbeBroke(id=scene.number, text="Connection reset by peer"))
+    scene.judge.on_message(1, ProbeBroke(id=scene.number, text="Connection reset by peer"))
     (told,) = scene.wait(2)
     assert isinstance(told, ProbeOff)
     assert "Connection reset" in told.why
@@ -372,7 +376,7 @@ def test_a_probe_that_breaks_alone_is_switched_off_and_said_once() -> None:
 
 def test_heartbeats_are_judged_on_where_the_probe_was_switched_off() -> None:
     scene = Scene().asked()
-    scene.judge.hear(1, p.ProbeBroke(id=scene.number, text="x"))
+    scene.judge.on_message(1, ProbeBroke(id=scene.number, text="x"))
     scene.wait(2)
     scene.silent.add(2)
     scene.states[2] = "T"
@@ -387,7 +391,7 @@ def test_a_policy_that_only_warns_hears_of_it_once() -> None:
     scene.silent.add(2)
     scene.states[2] = "T"
     assert len(scene.wait(12)) == 1
-    scene.judge.forgive()
+    scene.judge.acknowledge()
     assert scene.wait(600) == []
     assert scene.judge.failed is None
 
@@ -402,13 +406,13 @@ def test_a_rank_that_is_elsewhere_for_a_reason_is_not_late(phase: str) -> None:
     scene.arrive(0)
     scene.done(0, 1, 2, 3)
     scene.wait(2)
-    assert len(scene.fine) == 1
+    assert scene.judge._good == 1
 
 
 def test_answers_to_an_older_probe_are_not_taken_for_this_one() -> None:
     scene = Scene().asked()
     scene.arrive(0, 1, 2, 3)
     scene.done(0, 1, 2)
-    scene.judge.hear(3, p.ProbeDone(id=99, latency_s=0.1, wrong=(), bandwidth=0.0))
+    scene.judge.on_message(3, ProbeDone(id=99, latency_s=0.1, wrong=(), bandwidth=0.0))
     scene.wait(5)
-    assert scene.fine == []
+    assert scene.judge._good == 0

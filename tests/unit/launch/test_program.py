@@ -18,19 +18,19 @@ from slurm_forge.launch.command.program_end import (
     status_of,
 )
 from slurm_forge.launch.command.program_process import (
-    Lines,
-    Tail,
+    LineSplitter,
+    OutputTail,
     open_stream,
 )
 from slurm_forge.launch.command.progress import (
-    Looked,
-    Match,
+    ProgressFile,
+    ProgressSample,
     advanced,
     find_matches,
     incomplete,
     newest,
 )
-from slurm_forge.spec.program import Convention, ProgramSpec
+from slurm_forge.spec.launchers import Convention, ProgramSpec
 
 FINISHED, STOPPED, ASKED, FAILED = ProgramEnd
 
@@ -118,9 +118,9 @@ def test_what_a_full_disk_did_not_take_is_all_that_is_lost(
 
     log = os.open(tmp_path / "log", os.O_WRONLY | os.O_CREAT)
     monkeypatch.setattr("slurm_forge.launch.command.program_process.os.write", fills)
-    tail = Tail()
+    tail = OutputTail()
     stream = open_stream(log, tail)
-    program = os.dup(stream.given)
+    program = os.dup(stream.child_end)
     stream.begin()
     write(program, b"lost")
     deadline = time.monotonic() + 10
@@ -144,7 +144,7 @@ def test_a_folder_with_a_strange_name(tmp_path: Path) -> None:
 
 @given(st.lists(st.tuples(st.none() | st.integers(0, 99), st.integers(0, 99)), max_size=8))
 def test_the_highest_number_wins(given_: list[tuple[int | None, int]]) -> None:
-    matches = [Match(Path(f"/{n}"), number, at) for n, (number, at) in enumerate(given_)]
+    matches = [ProgressFile(Path(f"/{n}"), number, at) for n, (number, at) in enumerate(given_)]
     found = newest(matches)
     if found is None:
         assert not matches
@@ -158,9 +158,9 @@ def test_the_highest_number_wins(given_: list[tuple[int | None, int]]) -> None:
 
 def looked(
     number: int | None = None, at: int = 0, printed: int | None = None, s: int = 0
-) -> Looked:
-    match = Match(Path("/c"), number, at) if number is not None or at else None
-    return Looked(newest=match, printed=printed, ran=timedelta(seconds=s))
+) -> ProgressSample:
+    match = ProgressFile(Path("/c"), number, at) if number is not None or at else None
+    return ProgressSample(newest=match, printed=printed, ran=timedelta(seconds=s))
 
 
 @pytest.mark.parametrize(
@@ -183,14 +183,14 @@ def looked(
 )
 def test_advanced(
     options: dict[str, object],
-    before: Looked,
-    now: Looked,
+    before: ProgressSample,
+    now: ProgressSample,
     furthest: int,
     told: bool,
     step: int | str | None,
 ) -> None:
     program = ProgramSpec.model_validate(options)
-    found = advanced(program, before, now, furthest, told=told)
+    found = advanced(program, before, now, furthest, is_reported=told)
     if step == "no":
         assert found is None
     else:
@@ -199,7 +199,7 @@ def test_advanced(
 
 @given(st.lists(st.binary(max_size=40), max_size=40), st.integers(1, 60))
 def test_the_tail_is_the_end(parts: list[bytes], most: int) -> None:
-    tail = Tail(most)
+    tail = OutputTail(most)
     for part in parts:
         tail.add(part)
     assert tail.text() == b"".join(parts)[-most:].decode(errors="replace")
@@ -208,7 +208,7 @@ def test_the_tail_is_the_end(parts: list[bytes], most: int) -> None:
 @given(st.lists(st.sampled_from([b"ab", b"c\n", b"\r", b"\n", b"d"]), max_size=30))
 def test_lines_do_not_depend_on_how_they_come(parts: list[bytes]) -> None:
     heard: list[str] = []
-    lines = Lines(heard.append)
+    lines = LineSplitter(heard.append)
     for part in parts:
         lines.add(part)
     lines.end()

@@ -16,11 +16,7 @@ from slurm_forge.launch.attempt.attempt import (
     begin,
 )
 from slurm_forge.launch.render.batch_script import render
-from slurm_forge.launch.render.save_history import (
-    lead_option,
-    seen_in,
-    usual_saves,
-)
+from slurm_forge.launch.render.save_times import lead_option, save_note_in, usual_saves
 from slurm_forge.launch.render.schedule import timing
 from slurm_forge.launch.submit.submission import create_run
 from slurm_forge.run_directory import RunDirectory
@@ -107,7 +103,7 @@ def test_the_job_that_saw_the_slowest_of_the_last_saves_is_named(tmp_path: Path)
     attempt = saved(run, 900.0, 3.0, 7.0, 4.0, 4.0, 5.0)  # the first is too long ago to count
     attempt.end("requeued")
     begin(run, job="9", restart_count=0, nodes=("n1",), via="sbatch")
-    seen = seen_in(attempt.state())
+    seen = save_note_in(attempt.state())
     assert seen is not None
     assert (seen.seconds, seen.blocked_s, seen.job) == (7.0, 0.5, "8790112")
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from slurm_forge.errors import ConfigError
 from slurm_forge.launch.render.batch_script import render
+from slurm_forge.launch.submit.submission import keep_start_file
 from slurm_forge.run_directory import RunDirectory
 from slurm_forge.site.model import Site
 from slurm_forge.slurm.text.directives import read_directives
@@ -80,14 +81,13 @@ def test_the_script_says_what_was_asked_for_and_execs_the_supervisor() -> None:
     ]
     lines = text.splitlines()
     assert lines[0] == "#!/bin/bash"
-    assert '[ -n "${NCCL_DEBUG+set}" ] || export NCCL_DEBUG=WARN' in lines
+    assert "forge_defaults NCCL_DEBUG=WARN" in lines
     assert "module load cuda" in lines
-    assert lines[-4:] == [
-        "exec /opt/py/bin/python -m slurm_forge.process supervise "
+    assert lines[-3:] == [
+        "forge_exec /opt/py/bin/python -m slurm_forge.process supervise "
         "/data/runs/tiny --via sbatch -- \\",
         "    srun --kill-on-bad-exit=1 --unbuffered \\",
         "    /opt/py/bin/python -u -m slurm_forge.process worker /data/runs/tiny",
-        'not_started "the supervisor can not be executed (status $?)"',
     ]
 
 
@@ -115,6 +115,14 @@ def runs_as(text: str, tmp_path: Path) -> list[str]:
     return done.stdout.split("\0")[:-1]
 
 
+def written(run: RunDirectory, file: RunFile) -> str:
+    """The script, and what it sources in the folder of the run."""
+    text = render(file, SITE, run)
+    run.submissions.mkdir(parents=True)
+    keep_start_file(run.submissions, text)
+    return text
+
+
 def interpreter(tmp_path: Path, name: str = "python") -> Path:
     """Can import what it likes; of a module it prints its arguments, NUL after each."""
     path = tmp_path / name
@@ -125,12 +133,13 @@ def interpreter(tmp_path: Path, name: str = "python") -> Path:
 
 def test_a_weird_run_directory_reaches_the_supervisor_as_it_is(tmp_path: Path) -> None:
     python = interpreter(tmp_path, "py thon'$(touch canary)")
-    words = runs_as(render(file_of(python=str(python)), SITE, RUN), tmp_path)
+    run = RunDirectory(tmp_path / "my runs" / "it's $(touch canary)")
+    words = runs_as(written(run, file_of(python=str(python))), tmp_path)
     assert words == [
         *("-m", "slurm_forge.process", "supervise"),
-        *(str(RUN.path), "--via", "sbatch", "--"),
+        *(str(run.path), "--via", "sbatch", "--"),
         *("srun", "--kill-on-bad-exit=1", "--unbuffered"),
-        *(str(python), "-u", "-m", "slurm_forge.process", "worker", str(RUN.path)),
+        *(str(python), "-u", "-m", "slurm_forge.process", "worker", str(run.path)),
     ]
     assert not (tmp_path / "canary").exists()
 
@@ -147,16 +156,16 @@ def test_no_text_becomes_a_directive_or_a_command(
     tmp_path_factory: pytest.TempPathFactory, value: str, path: str, option: str
 ) -> None:
     """Whatever is written into a job: refused, or it arrives as it is and nothing else happens."""
-    folder = tmp_path_factory.mktemp("fuzz")
+    folder, runs = tmp_path_factory.mktemp("fuzz"), tmp_path_factory.mktemp("runs")
     python = interpreter(folder)
-    run = RunDirectory(Path("/runs") / f"x{path.replace(chr(0), '')}")
+    run = RunDirectory(runs / f"x{path.replace(chr(0), '')}")
     try:
         file = file_of(
             python=str(python),
             env={"WORD": value.replace(chr(0), "")},
             resources={"partition": "p", "extra": {"comment": option}} if option else {},
         )
-        text = render(file, SITE, run)
+        text = written(run, file)
     except (ConfigError, ValueError):
         return
     options = [line.split("=")[0] for line in text.splitlines() if line.startswith("#SBATCH")]
@@ -241,10 +250,10 @@ def test_an_array_starts_what_its_job_would_without_it() -> None:
         job = whole.job.model_copy(update={"template": Template.ARRAY, "chain": 7})
         chained = render(whole.model_copy(update={"job": job}), SITE, RUN).splitlines()
         assert "#SBATCH --array=1-7%1" in chained
-        # Before that: a broken environment is found out once (tests/slurm/test_chain_faults.py).
-        started = chained[chained.index("forge_starting=1") :]
-        only = [line for line in started if line not in alone and not line.startswith("#")]
-        (start,) = only
+        only = [line for line in chained if line not in alone and not line.startswith("#")]
+        # A broken environment is found out once for all (tests/slurm/test_chain_faults.py).
+        source, start = only
+        assert " --chain; }" in source
         assert start.endswith("--via 'sbatch array' -- \\")
         begun = start.partition(" --via ")[0]
         assert [line for line in alone if line.partition(" --via ")[0] == begun]

@@ -14,11 +14,11 @@ from slurm_forge.launch.attempt.attempt import (
     Attempt,
     begin,
 )
-from slurm_forge.launch.supervisor.placement import Seating
+from slurm_forge.launch.supervisor.placement import RankPlacement
 from slurm_forge.launch.supervisor.srun import srun_command
 from slurm_forge.recovery.nodes.placement import (
-    Room,
-    Seats,
+    AllocationState,
+    Placement,
 )
 from slurm_forge.run_directory import RunDirectory
 from slurm_forge.slurm.environment import SlurmEnvironment
@@ -51,7 +51,7 @@ class Slurm:
 @dataclass
 class Place:
     attempt: Attempt
-    seating: Seating
+    seating: RankPlacement
     slurm: Slurm
     #: What Slurm says of the job.
     nodelist: list[str]
@@ -90,7 +90,7 @@ def place(
     attempt = begin(run, job="42", restart_count=0, nodes=ALLOCATION, via="sbatch")
     assert isinstance(attempt, Attempt)
     slurm, nodelist = Slurm(), ["n[1-4]"]
-    seating = Seating(
+    seating = RankPlacement(
         attempt,
         SlurmEnvironment(job_id=42, nodes=ALLOCATION, ntasks=ntasks),
         slurm,  # type: ignore[arg-type]
@@ -101,7 +101,7 @@ def place(
             state_text="RUNNING",
             nodelist=nodelist[-1],
         ),
-        known=lambda: known,
+        doubted_nodes=lambda: known,
     )
     return Place(attempt, seating, slurm, nodelist)
 
@@ -111,7 +111,7 @@ def here(tmp_path: Path) -> Place:
     return place(tmp_path, nodes=3, spare_nodes=1, tasks_per_node=2)
 
 
-def nodes(seats: Seats | None) -> tuple[str, ...] | None:
+def nodes(seats: Placement | None) -> tuple[str, ...] | None:
     return None if seats is None else seats.nodes
 
 
@@ -119,7 +119,7 @@ def test_a_lost_node_is_never_used_again_in_the_allocation(here: Place) -> None:
     assert here.seating.first().nodes == ("n1", "n2", "n3")
     here.happens(Cause.NODE_FAIL, "n2")
     assert nodes(here.seating.next()) == ("n1", "n4", "n3")
-    assert here.seating.room() == Room(nodes=("n1", "n3", "n4"), wanted=3, outlives=True)
+    assert here.seating.room() == AllocationState(nodes=("n1", "n3", "n4"), wanted=3, outlives=True)
     here.happens(Cause.NODE_FAIL, "n3")
     assert here.seating.next() is None
 

@@ -12,6 +12,7 @@ import pytest
 from slurm_forge.errors import FencedError, SlurmUnreachableError
 from slurm_forge.journal import events as ev
 from slurm_forge.journal import fold, read_journal
+from slurm_forge.knobs import Knobs
 from slurm_forge.launch.attempt.attempt import (
     Attempt,
     begin,
@@ -22,7 +23,7 @@ from slurm_forge.slurm.client import JobUpdate
 from slurm_forge.slurm.records import ConfigRecord, JobRecord, NodeRecord, PartitionRecord
 from slurm_forge.slurm.states import JobState
 from slurm_forge.slurm.text.answers import (
-    RequeueOutcome,
+    RequeueAnswer,
     RequeueReply,
 )
 from slurm_forge.spec import job_from_mapping
@@ -55,7 +56,7 @@ class Slurm:
 
     def requeue(self, job: str) -> RequeueReply:
         self.requeued.append(job)
-        return RequeueReply(RequeueOutcome.REQUEUED, "")
+        return RequeueReply(RequeueAnswer.REQUEUED, "")
 
     def update_job(self, job: str, update: JobUpdate) -> None:
         self.excluded = update.exclude_nodes
@@ -95,8 +96,7 @@ def stand_in(
 ) -> str:
     return bring_back(
         run,
-        attempt=1,
-        launch=1,
+        knobs=Knobs(attempt=1, launch=1, nodes="off"),
         job="42",
         slurm=slurm,  # type: ignore[arg-type]
         second=True,

@@ -33,7 +33,7 @@ def test_it_tells_of_every_signal() -> None:
             process.send_signal(signal.Signals[name])
             assert told.get(timeout=30) == name
         assert step.alive, "it died of what it was to tell"
-        assert time.monotonic() - began < 10
+        assert time.monotonic() - began < 60
     finally:
         step.close()
     assert process.returncode == 0, "it did not leave when its input ended"

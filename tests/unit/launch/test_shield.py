@@ -188,26 +188,26 @@ def test_only_whole_words_are_filled_in() -> None:
         *("torchrun", "--nnodes=2", "--node-rank=1", "x={nnodes}", '{"a": 1}'),
         *("--master-addr=n1", "--master-port=20123"),
     )
-    with pytest.raises(ForgeError, match="nobody has said what --master-addr="):
+    with pytest.raises(ForgeError, match="no value known for --master-addr="):
         filled(more, environment, {})
 
 
 def test_ranks_are_torchruns_to_number_in_this_step_alone() -> None:
     environment = SlurmEnvironment.from_environ(STEP)
     torchrun = ["python", "--node-rank={node_rank}"]
-    ours = variables_for(torchrun, environment, {}, ours=True)
+    ours = variables_for(torchrun, environment, {}, of_shield=True)
     assert Knobs.from_environ(ours).torchrun == "7.3"
     assert ours["PET_SIGNALS_TO_HANDLE"] == "SIGINT"
-    theirs = variables_for(torchrun, environment, {}, ours=False)
+    theirs = variables_for(torchrun, environment, {}, of_shield=False)
     assert Knobs.from_environ(theirs).torchrun == "7.3"
     assert not [name for name in theirs if name.startswith("PET_")]
-    assert variables_for(["apptainer", "x"], environment, {}, ours=True) == {}
+    assert variables_for(["apptainer", "x"], environment, {}, of_shield=True) == {}
 
 
 def test_a_container_that_forgets_the_host_is_told_what_ranks_need() -> None:
     given = {"SLURM_PROCID": "1", "SLURM_FORGE_NONCE": "n", "HOME": "/home/me", "MASTER_ADDR": "a"}
     for program, prefix in (("apptainer", "APPTAINERENV_"), ("/o/singularity", "SINGULARITYENV_")):
-        found = variables_for([program, "exec", "--cleanenv", "i"], None, given, ours=True)
+        found = variables_for([program, "exec", "--cleanenv", "i"], None, given, of_shield=True)
         added = {name for name in found if name.startswith(prefix)}
         assert added == {f"{prefix}{name}" for name in given if name != "HOME"}
-        assert variables_for([program, "exec", "i"], None, given, ours=True) == given
+        assert variables_for([program, "exec", "i"], None, given, of_shield=True) == given

@@ -13,21 +13,28 @@ import pytest
 from slurm_forge.errors import FencedError, SlurmUnreachableError
 from slurm_forge.journal import RunState, RunStatus, fold, read_journal
 from slurm_forge.journal import events as ev
+from slurm_forge.knobs import Knobs
 from slurm_forge.launch.attempt.attempt import (
     Attempt,
-    Refusal,
+    StartRefusal,
     begin,
 )
-from slurm_forge.launch.requeue.requeue import Taken
+from slurm_forge.launch.requeue.requeue import RequeueOutcome
 from slurm_forge.launch.submit.submission import note
 from slurm_forge.launch.supervisor.deputy import bring_back
 from slurm_forge.recovery import LaunchFacts
 from slurm_forge.run_directory import RunDirectory
 from slurm_forge.slurm.client import JobUpdate
-from slurm_forge.slurm.records import AccountingRecord, ConfigRecord, JobRecord, NodeRecord
+from slurm_forge.slurm.records import (
+    AccountingRecord,
+    ConfigRecord,
+    JobRecord,
+    NodeRecord,
+    PartitionRecord,
+)
 from slurm_forge.slurm.states import JobState, parse_state
 from slurm_forge.slurm.text.answers import (
-    RequeueOutcome,
+    RequeueAnswer,
     RequeueReply,
 )
 from slurm_forge.spec import job_from_mapping
@@ -87,13 +94,17 @@ class Answers:
             for name in names
         )
 
+    def show_partitions(self) -> tuple[PartitionRecord, ...]:
+        self._reach("scontrol")
+        return ()
+
     def requeue(self, job: str) -> RequeueReply:
         self.asked.append(f"requeue {job}")
-        return RequeueReply(RequeueOutcome.REQUEUED, "")
+        return RequeueReply(RequeueAnswer.REQUEUED, "")
 
     def requeue_hold(self, job: str) -> RequeueReply:
         self.asked.append(f"requeuehold {job}")
-        return RequeueReply(RequeueOutcome.REQUEUED, "")
+        return RequeueReply(RequeueAnswer.REQUEUED, "")
 
     def update_job(self, job: str, update: JobUpdate) -> None:
         self.asked.append(f"update {job}")
@@ -110,7 +121,7 @@ def run(tmp_path: Path) -> RunDirectory:
 
 def start(
     run: RunDirectory, slurm: Answers | None = None, *, restarts: int = 0
-) -> Attempt | Refusal:
+) -> Attempt | StartRefusal:
     return begin(
         run,
         job="42",
@@ -191,7 +202,7 @@ def test_without_slurm_it_is_a_guess_and_the_run_goes_on(run: RunDirectory) -> N
 def test_supervisors_that_die_again_and_again_end_in_a_hold(run: RunDirectory) -> None:
     """Slurm starts the job each time, for ever: nobody else would stop it."""
     starts = 0
-    attempt: Attempt | Refusal = trained(run)
+    attempt: Attempt | StartRefusal = trained(run)
     while isinstance(attempt, Attempt) and attempt.verdict is None and starts < 50:
         starts += 1
         attempt = start(run, Answers(ended="FAILED", starts=starts), restarts=starts)
@@ -201,7 +212,7 @@ def test_supervisors_that_die_again_and_again_end_in_a_hold(run: RunDirectory) -
     assert attempt.verdict.action is Action.HOLD
     assert starts <= 5
     attempt.end("hold")
-    assert start(run, Answers(), restarts=99) is Refusal.AT_REST
+    assert start(run, Answers(), restarts=99) is StartRefusal.AT_REST
 
 
 def test_a_person_who_starts_it_again_has_decided(run: RunDirectory) -> None:
@@ -239,7 +250,7 @@ def test_whoever_releases_a_held_job_lets_the_run_go_on(run: RunDirectory) -> No
         attempt.launch += 1
     attempt.end("held")
     assert state_of(run).status is RunStatus.HELD
-    assert start(run, restarts=0) is Refusal.AT_REST, "the same start again is nobody's wish"
+    assert start(run, restarts=0) is StartRefusal.AT_REST, "the same start again is nobody's wish"
     after = start(run, restarts=1)
     assert isinstance(after, Attempt)
     state = state_of(run)
@@ -254,7 +265,7 @@ def test_a_hold_that_slurm_never_confirmed_is_nobodys_release(run: RunDirectory)
     while attempt.conclude(facts).action is not Action.HOLD:  # type: ignore[union-attr]
         attempt.launch += 1
     attempt.journal.write(ev.Held(job="42", restart_count=0, reason="why"))
-    assert start(run, restarts=1) is Refusal.AT_REST, "Slurm has started it by itself"
+    assert start(run, restarts=1) is StartRefusal.AT_REST, "Slurm has started it by itself"
 
 
 # -- rank 0 stands in for a supervisor that is gone ------------------------------------------------
@@ -263,8 +274,7 @@ def test_a_hold_that_slurm_never_confirmed_is_nobodys_release(run: RunDirectory)
 def stand_in(run: RunDirectory, slurm: Answers, attempt: int = 1, *, dead: bool = True) -> str:
     return bring_back(
         run,
-        attempt=attempt,
-        launch=1,
+        knobs=Knobs(attempt=attempt, launch=1, nodes="off"),
         job="42",
         slurm=slurm,  # type: ignore[arg-type]
         lives=(lambda _: False) if dead else None,
@@ -353,4 +363,4 @@ def test_supervisors_that_are_lost_time_and_again_are_held_by_the_rank(run: RunD
             break
     assert [word for word in asked if word.startswith("requeuehold")], asked
     assert len(asked) <= 6
-    assert state_of(run).attempts[-1].outcome == Taken.HELD.value
+    assert state_of(run).attempts[-1].outcome == RequeueOutcome.HELD.value

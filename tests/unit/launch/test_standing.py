@@ -17,13 +17,24 @@ from hypothesis import strategies as st
 from slurm_forge.control import Hub
 from slurm_forge.control.addresses import connect, parse_addresses
 from slurm_forge.control.agent_hub import AgentsHub
-from slurm_forge.control.hub import Said
-from slurm_forge.control.messages import agent as a
-from slurm_forge.control.messages import protocol as p
+from slurm_forge.control.hub import MessageReceived
+from slurm_forge.control.messages import protocol
+from slurm_forge.control.messages.agent import (
+    AgentHello,
+    AgentNotice,
+    AgentWelcome,
+    KillWorker,
+    StartWorker,
+    WorkerEnded,
+    WorkerStarted,
+    decode_agents,
+)
+from slurm_forge.control.messages.message import Message
+from slurm_forge.control.messages.rank import Notice
 from slurm_forge.knobs import Knobs
 from slurm_forge.launch.supervisor.agent_launch import AgentsLaunch
 from slurm_forge.launch.supervisor.job_step import (
-    StandingStep,
+    JobStep,
     StepOptions,
     with_agent,
 )
@@ -138,7 +149,7 @@ class Scripted:
     hub: AgentsHub
     rank: int
     nonce: str = ""
-    heard: list[p.Message] = field(default_factory=list)
+    heard: list[Message] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         hosts, port = parse_addresses(self.hub.addresses)
@@ -146,7 +157,7 @@ class Scripted:
         self.socket.settimeout(0.01)
         self.buffer = b""
         self.say(
-            a.AgentHello(
+            AgentHello(
                 nonce=self.nonce or self.hub.nonce,
                 rank=self.rank,
                 world=self.hub.world_size,
@@ -155,20 +166,20 @@ class Scripted:
             )
         )
 
-    def say(self, message: p.Message) -> None:
-        self.socket.sendall(p.encode(message))
+    def say(self, message: Message) -> None:
+        self.socket.sendall(protocol.encode(message))
 
     def ended(self, launch: int = 1, signal: str = "", code: int = 0, **more: object) -> None:
         body: dict[str, object] = {
             "ours": False, "memory": "", "others": 0, "left": "", "parked": False, **more
         }  # fmt: skip
-        self.say(a.Ended(launch=launch, pid=1, signal=signal, code=code, **body))  # type: ignore[arg-type]
+        self.say(WorkerEnded(launch=launch, pid=1, signal=signal, code=code, **body))  # type: ignore[arg-type]
 
-    def hears(self, kind: type[p.Message]) -> bool:
+    def hears(self, kind: type[Message]) -> bool:
         with contextlib.suppress(TimeoutError):
             self.buffer += self.socket.recv(1 << 16)
         *lines, self.buffer = self.buffer.split(b"\n")
-        self.heard += [a.decode_agents(line) for line in lines]
+        self.heard += [decode_agents(line) for line in lines]
         return any(isinstance(message, kind) for message in self.heard)
 
 
@@ -195,15 +206,15 @@ def world() -> Iterator[World]:
     )
     channel = Hub(world_size=2, nonce="x" * 32)
     agents.begin(
-        a.Begin(attempt=1, launch=1, channel="h:1", nonce="x", started=0.0, in_process=False)
+        StartWorker(attempt=1, launch=1, channel="h:1", nonce="x", started=0.0, in_process=False)
     )
     ranks = [Scripted(agents, rank) for rank in range(2)]
     step = Step()
     launch = AgentsLaunch(step, agents, channel, 1, clock=lambda: now[0])  # type: ignore[arg-type]
     made = World(agents, channel, step, ranks, launch, notices, now)
     for rank in ranks:
-        until(lambda rank=rank: rank.hears(a.Begin), "the order")
-        rank.say(a.Begun(launch=1, pid=7, how="fork"))
+        until(lambda rank=rank: rank.hears(StartWorker), "the order")
+        rank.say(WorkerStarted(launch=1, pid=7, how="fork"))
     until(lambda: all(v.begun == 1 for v in agents.agents().values()), "both to begin")
     try:
         yield made
@@ -230,17 +241,17 @@ def test_a_launch_is_over_when_every_agent_has_said_so(world: World) -> None:
     world.ranks[1].ended()
     heard_ends(world, 2)
     assert world.launch.poll() == 0
-    assert world.launch.gone_for_sure
+    assert world.launch.has_ended
 
 
 def test_the_first_bad_end_is_the_status_and_ends_the_others(world: World) -> None:
     world.ranks[1].ended(signal="SIGSEGV")
     heard_ends(world, 1)
     assert world.launch.poll() is None
-    assert not world.ranks[0].hears(a.End)
+    assert not world.ranks[0].hears(KillWorker)
     world.now[0] += 2.1
     assert world.launch.poll() is None
-    until(lambda: world.ranks[0].hears(a.End), "the order to end")
+    until(lambda: world.ranks[0].hears(KillWorker), "the order to end")
     world.ranks[0].ended(signal="SIGKILL", ours=True)
     heard_ends(world, 2)
     assert world.launch.poll() == 139
@@ -260,7 +271,7 @@ def test_an_agent_that_does_not_confirm_loses_its_step(world: World) -> None:
     world.launch.poll()
     assert world.step.killed
     assert world.launch.poll() == 137
-    assert not world.launch.gone_for_sure
+    assert not world.launch.has_ended
 
 
 def test_what_could_not_be_ended_ends_the_step(world: World) -> None:
@@ -269,7 +280,7 @@ def test_what_could_not_be_ended_ends_the_step(world: World) -> None:
     heard_ends(world, 2)
     assert world.launch.poll() is None
     assert world.step.killed
-    assert not world.launch.gone_for_sure
+    assert not world.launch.has_ended
 
 
 def test_killed_ranks_whose_agents_go_too_are_sruns_to_explain(world: World) -> None:
@@ -285,14 +296,14 @@ def test_killed_ranks_whose_agents_go_too_are_sruns_to_explain(world: World) -> 
     assert world.launch.poll() is None
     world.step.status, world.step.text = 143, "srun: Job step aborted: …"
     assert world.launch.poll() == 143
-    assert not world.launch.gone_for_sure
+    assert not world.launch.has_ended
 
 
 def test_signals_of_agents_are_told_and_strangers_are_not_heard(world: World) -> None:
-    world.ranks[1].say(a.Noticed(what="SIGTERM"))
+    world.ranks[1].say(AgentNotice(what="SIGTERM"))
     until(lambda: world.notices == [(1, "SIGTERM")], "the notice")
     stranger = Scripted(world.agents, 0, nonce="guessed")
-    stranger.say(a.Noticed(what="SIGTERM"))
+    stranger.say(AgentNotice(what="SIGTERM"))
     stranger.socket.settimeout(WITHIN_S)
     with contextlib.suppress(ConnectionError):
         assert stranger.socket.recv(100) == b"", "a stranger was answered"
@@ -303,15 +314,15 @@ def test_signals_of_agents_are_told_and_strangers_are_not_heard(world: World) ->
 def test_who_has_not_begun_when_the_launch_is_over_need_not(world: World) -> None:
     agents = world.agents
     agents.begin(
-        a.Begin(attempt=1, launch=2, channel="h:1", nonce="x", started=0.0, in_process=False)
+        StartWorker(attempt=1, launch=2, channel="h:1", nonce="x", started=0.0, in_process=False)
     )
     channel = Hub(world_size=2, nonce="y" * 32)
     second = AgentsLaunch(world.step, agents, channel, 2, clock=lambda: world.now[0])  # type: ignore[arg-type]
     assert second.poll() is None
-    assert not world.ranks[0].hears(a.End)
+    assert not world.ranks[0].hears(KillWorker)
     channel.abort("preempted before anything was imported")
     second.poll()
-    until(lambda: all(rank.hears(a.End) for rank in world.ranks), "the order to end")
+    until(lambda: all(rank.hears(KillWorker) for rank in world.ranks), "the order to end")
     channel.close()
 
 
@@ -320,10 +331,10 @@ def test_who_can_not_begin_any_more_is_not_waited_for(world: World) -> None:
     agents = world.agents
     channel = Hub(world_size=2, nonce="y" * 32)
     agents.begin(
-        a.Begin(attempt=1, launch=2, channel="h:1", nonce="x", started=0.0, in_process=True)
+        StartWorker(attempt=1, launch=2, channel="h:1", nonce="x", started=0.0, in_process=True)
     )
     second = AgentsLaunch(world.step, agents, channel, 2, clock=lambda: world.now[0])  # type: ignore[arg-type]
-    world.ranks[1].say(a.Begun(launch=2, pid=7, how="fork"))
+    world.ranks[1].say(WorkerStarted(launch=2, pid=7, how="fork"))
     until(lambda: agents.agents()[1].begun == 2, "one to begin")
     world.ranks[0].socket.close()
     until(lambda: not agents.agents()[0].connected, "the other to go")
@@ -338,14 +349,14 @@ def test_who_can_not_begin_any_more_is_not_waited_for(world: World) -> None:
 
 
 def test_a_signal_between_two_launches_is_for_the_next_on_these_agents(world: World) -> None:
-    standing = StandingStep("/runs/x")
+    standing = JobStep("/runs/x")
     standing._agents, standing._step, standing._hub = world.agents, world.step, world.channel  # type: ignore[assignment]
     world.channel.abort("the launch is over")
-    standing._noticed(1, "SIGTERM")
+    standing._on_notice(1, "SIGTERM")
     hub = Hub(world_size=2, nonce="y" * 32)
     options = StepOptions(payload=("python",), options=(), tasks=None)
     standing.begin(options, Start.WARM, hub=hub, knobs=Knobs(launch=2), variables={}, again=False)
-    assert hub.events.get_nowait() == Said(1, p.Notice(what="SIGTERM"))
+    assert hub.events.get_nowait() == MessageReceived(1, Notice(what="SIGTERM"))
     hub.close()
 
 
@@ -356,8 +367,8 @@ def test_agents_that_nobody_listens_to_any_more_are_known_to_be_gone() -> None:
 
     agents = AgentsHub(world_size=1, nonce="n" * 32, on_notice=fails)
     rank = Scripted(agents, 0)
-    until(lambda: rank.hears(a.AgentWelcome), "the welcome")
-    rank.say(a.Noticed(what="SIGTERM"))
+    until(lambda: rank.hears(AgentWelcome), "the welcome")
+    rank.say(AgentNotice(what="SIGTERM"))
     until(lambda: not agents.agents()[0].connected, "the end of the connection")
     rank.socket.settimeout(WITHIN_S)
     assert rank.socket.recv(100) == b""

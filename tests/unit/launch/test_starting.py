@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import shlex
+import shutil
 import signal
 import stat
 import subprocess
@@ -14,12 +16,15 @@ from pathlib import Path
 import pytest
 
 import slurm_forge
+from slurm_forge.launch.render import batch_script
 from slurm_forge.launch.render.batch_script import (
-    guard_lines,
+    begin_lines,
     render,
+    start_file,
     start_lines,
     successor_lines,
 )
+from slurm_forge.launch.submit.submission import keep_start_file
 from slurm_forge.report.status.report_facts import NotStarted
 from slurm_forge.run_directory import RunDirectory
 from slurm_forge.site.model import Site
@@ -64,7 +69,18 @@ class Node:
         file = RunFile(submitted_from="/", python=python, job=job)
         self.run.create(b"x")
         path = self.folder / "job.sbatch"
-        path.write_text(render(file, Site(name="generic"), self.run))
+        text = render(file, Site(name="generic"), self.run)
+        keep_start_file(self.run.submissions, text)
+        path.write_text(text)
+        return path
+
+    def lines(self, *lines: str) -> Path:
+        """A script of these lines, behind those that every script begins with."""
+        self.run.create(b"x")
+        text = "\n".join([begin_lines(start_file(self.run.submissions)), *lines])
+        keep_start_file(self.run.submissions, text)
+        path = self.folder / "job.sbatch"
+        path.write_text(text)
         return path
 
     def environ(self, **more: str) -> dict[str, str]:
@@ -198,9 +214,12 @@ def test_imports_that_come_to_no_end_are_told_by_the_script_begun_again(tmp_path
 
 def test_the_supervisor_is_imported_once_per_start(node: Node) -> None:
     """Its imports are most of a second of every start; the check has none of them."""
-    script = node.script(node.python(WHOLE)).read_text()
-    assert "-c 'import slurm_forge.process' " in script
-    assert "--try" not in script
+    python = node.python('#!/bin/bash\nprintf "%s\\n" "$1 $2 $3" >> calls\n')
+    node.execute(node.script(python))
+    assert (node.folder / "calls").read_text().splitlines() == [
+        "-c import slurm_forge.process ",
+        "-m slurm_forge.process supervise",
+    ]
     lines = "import sys, slurm_forge.process\nprint('pydantic' in sys.modules)"
     assert subprocess.check_output([sys.executable, "-c", lines], text=True) == "False\n"
 
@@ -259,10 +278,10 @@ def test_what_the_setup_sources_may_not_take_the_traps_away(node: Node) -> None:
 
 def test_a_check_that_takes_too_long_is_ended_and_told(node: Node) -> None:
     script = node.script(node.python('#!/bin/bash\n[ "$1" != -c ] || exec tail -f /dev/null\n'))
-    text = script.read_text()
+    start = start_file(node.run.submissions)
+    text = start.read_text()
     assert "timeout -k 10 300 " in text
-    short = text.replace("-k 10 300", "-k 1 1").replace("-ge 300", "-ge 1")
-    script.write_text(short)
+    start.write_text(text.replace("-k 10 300", "-k 1 1").replace("-ge 300", "-ge 1"))
     node.execute(script)
     assert "no answer in 300 seconds" in node.note()
     assert node.asked[-1] == "requeuehold 12"
@@ -364,14 +383,9 @@ def test_a_disk_that_is_full_does_not_keep_the_job_from_being_held(node: Node) -
 
 
 def test_the_teardown_comes_after_the_supervisor_also_when_the_job_is_ended(node: Node) -> None:
-    node.run.create(b"x")
-    lines = [
-        guard_lines(f"'{node.folder}/runs'"),
-        start_lines("true", "bash -c 'touch begun; exec sleep 77'", again=False, teardown=True),
-        "touch torn-down",
-    ]
-    script = node.folder / "job.sbatch"
-    script.write_text("\n".join(lines))
+    python = node.python('#!/bin/bash\n[ "$3" = --try ] || { touch begun; exec sleep 77; }\n')
+    command = f"{shlex.quote(python)} -m slurm_forge.process supervise"
+    script = node.lines(start_lines(command, teardown=True), "touch torn-down")
     process = subprocess.Popen(
         ["bash", str(script)], env=node.environ(), cwd=node.folder, start_new_session=True
     )
@@ -389,13 +403,7 @@ def test_a_successor_finds_its_submission_and_its_results_are_found(node: Node) 
     kept = node.folder / "submitted.pkl"
     kept.write_bytes(b"payload")
     kept.chmod(0o600)
-    lines = [
-        guard_lines("/nowhere"),
-        successor_lines(kept, folder, first="9_1", tasks=3),
-        "forge_starting=",
-    ]
-    script = node.folder / "job.sbatch"
-    script.write_text("\n".join(lines))
+    script = node.lines(successor_lines(kept, folder, first="9_1", tasks=3), "forge_starting=")
     (folder / "9_1_0_result.pkl").write_bytes(b"an error of the first attempt")
     for number in ("12", "13"):  # a successor of a successor
         done = node.execute(script, SLURM_JOB_ID=number)
@@ -407,3 +415,54 @@ def test_a_successor_finds_its_submission_and_its_results_are_found(node: Node) 
     (folder / "13_2_result.pkl").write_bytes(b"result")
     assert (folder / "9_1_2_result.pkl").read_bytes() == b"result"
     assert not (node.folder / "owned").exists()
+
+
+# -- the file that a script sources ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize("harm", ["gone", "writable by others", "a link", "a folder"])
+def test_a_script_without_the_file_that_it_sources_says_so_and_waits(node: Node, harm: str) -> None:
+    script = node.script(node.python(WHOLE))
+    start = start_file(node.run.submissions)
+    if harm == "writable by others":
+        start.chmod(0o620)
+    else:
+        start.rename(node.folder / "elsewhere")
+    if harm == "a link":
+        start.symlink_to(node.folder / "elsewhere")
+    if harm == "a folder":
+        start.mkdir(mode=0o700)
+    done = node.execute(script)
+    assert done.returncode == 1
+    assert done.stdout == ""
+    assert f"slurm_forge: {start} is missing here, or others may write it" in done.stderr
+    assert node.asked == ["requeuehold 12"]
+    shutil.rmtree(start) if harm == "a folder" else None
+    keep_start_file(node.run.submissions, script.read_text())
+    assert "started" in node.execute(script).stdout
+
+
+def test_a_script_copied_elsewhere_starts_as_long_as_its_run_is_there(node: Node) -> None:
+    copy = node.folder / "elsewhere" / "my.sbatch"
+    copy.parent.mkdir()
+    node.script(node.python(WHOLE)).rename(copy)
+    assert "started" in node.execute(copy).stdout
+
+
+def test_a_newer_version_leaves_the_file_of_a_waiting_job_alone(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = node.script(node.python(WHOLE))
+    old = start_file(node.run.submissions)
+    monkeypatch.setattr(batch_script, "start_text", lambda: "exit 9 # another version\n")
+    assert start_file(node.run.submissions) != old
+    keep_start_file(node.run.submissions, str(start_file(node.run.submissions)))
+    assert "started" in node.execute(script).stdout
+
+
+def test_what_is_set_already_wins_over_the_site_s_variables(node: Node) -> None:
+    shown = 'printf "%s|" "$A" "$B" "${C-unset}" "$D"; bash -c "echo $A"; forge_starting='
+    script = node.lines("B=of-the-user", "forge_defaults A=1 B=2 C= D='a b$x'", shown)
+    done = node.execute(script, A="mine")
+    assert done.stderr == ""
+    assert done.stdout == "mine|of-the-user||a b$x|mine\n"

@@ -6,17 +6,19 @@ from datetime import timedelta
 
 import pytest
 
-from slurm_forge.launch.attempt.requeuer import stays_on
-from slurm_forge.launch.requeue.requeue import Taken
+from slurm_forge.launch.attempt.job_attempt import slurm_kill_patience
+from slurm_forge.launch.requeue.requeue import RequeueOutcome
 from slurm_forge.vocabulary.cause import Cause
 
 
-@pytest.mark.parametrize("taken", Taken)
+@pytest.mark.parametrize("taken", RequeueOutcome)
 @pytest.mark.parametrize("cause", Cause)
-def test_only_a_preempted_job_of_which_nobody_could_be_told(taken: Taken, cause: Cause) -> None:
-    stays = stays_on(taken, cause) > timedelta(0)
-    assert stays is (taken is Taken.OPEN and cause is Cause.PREEMPTED)
+def test_only_a_preempted_job_of_which_nobody_could_be_told(
+    taken: RequeueOutcome, cause: Cause
+) -> None:
+    stays = slurm_kill_patience(taken, cause) > timedelta(0)
+    assert stays is (taken is RequeueOutcome.OPEN and cause is Cause.PREEMPTED)
 
 
 def test_a_guess_that_was_wrong_does_not_cost_nodes_for_long() -> None:
-    assert stays_on(Taken.OPEN, Cause.PREEMPTED) <= timedelta(minutes=5)
+    assert slurm_kill_patience(RequeueOutcome.OPEN, Cause.PREEMPTED) <= timedelta(minutes=5)

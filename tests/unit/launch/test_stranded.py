@@ -11,14 +11,13 @@ from typing import Any
 import pytest
 
 from slurm_forge.errors import SlurmUnreachableError
-from slurm_forge.launch.attempt.attempt_signals import BatchSignals
-from slurm_forge.launch.attempt.storage_lost import leave_to_slurm
-from slurm_forge.launch.command.program_signals import ProgramSignals
+from slurm_forge.launch.attempt.attempt_signals import LaunchSignals
+from slurm_forge.launch.attempt.storage_lost import hand_to_slurm
 from slurm_forge.slurm.client import JobUpdate
 from slurm_forge.slurm.records import AccountingRecord, JobRecord
 from slurm_forge.slurm.states import JobState
 from slurm_forge.slurm.text.answers import (
-    RequeueOutcome,
+    RequeueAnswer,
     RequeueReply,
 )
 
@@ -37,7 +36,7 @@ ENDING = replace(RUNNING, state=JobState.COMPLETING, end_time=NOW)
 
 @dataclass
 class Slurm:
-    outcome: RequeueOutcome = RequeueOutcome.REQUEUED
+    outcome: RequeueAnswer = RequeueAnswer.REQUEUED
     asked: list[str] = field(default_factory=list)
     #: None: it does not answer what it is only asked.
     job: JobRecord | None = RUNNING
@@ -79,7 +78,7 @@ class Slurm:
 @pytest.mark.parametrize("restarts", [0, 19, 500])
 def test_it_is_tried_again_later_however_often_it_was_preempted(restarts: int) -> None:
     slurm = Slurm()
-    done = leave_to_slurm(slurm, "7", "stale\nhandle", restart_count=restarts)  # type: ignore[arg-type]
+    done = hand_to_slurm(slurm, "7", "stale\nhandle", restart_count=restarts)  # type: ignore[arg-type]
     assert done == "requeued"
     assert slurm.asked == [
         f"update Comment=slurm_forge: stale handle (try 1 in a row, restart {restarts})",
@@ -91,17 +90,17 @@ def test_it_is_tried_again_later_however_often_it_was_preempted(restarts: int) -
 def test_and_held_in_the_end() -> None:
     slurm, long = Slurm(), "a reason that has no end, " * 20
     for restarts in range(40, 60):
-        assert leave_to_slurm(slurm, "7", long, restart_count=restarts) == "requeued"  # type: ignore[arg-type]
-    assert leave_to_slurm(slurm, "7", long, restart_count=60) == "held"  # type: ignore[arg-type]
+        assert hand_to_slurm(slurm, "7", long, restart_count=restarts) == "requeued"  # type: ignore[arg-type]
+    assert hand_to_slurm(slurm, "7", long, restart_count=60) == "held"  # type: ignore[arg-type]
     assert slurm.asked[-1] == "requeuehold 7"
     # Whoever releases it wants it tried anew.
-    assert leave_to_slurm(slurm, "7", long, restart_count=61) == "requeued"  # type: ignore[arg-type]
+    assert hand_to_slurm(slurm, "7", long, restart_count=61) == "requeued"  # type: ignore[arg-type]
 
 
 def test_what_a_start_in_between_did_not_find_is_not_counted() -> None:
     slurm = Slurm()
     for restarts in range(0, 80, 2):
-        assert leave_to_slurm(slurm, "7", "full", restart_count=restarts) == "requeued"  # type: ignore[arg-type]
+        assert hand_to_slurm(slurm, "7", "full", restart_count=restarts) == "requeued"  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -120,7 +119,7 @@ def test_a_job_that_was_cancelled_is_not_revived(
 ) -> None:
     """For a storage that fails, perhaps; a preempted one comes back."""
     slurm = Slurm(job=job, accounted=accounted)
-    leave_to_slurm(slurm, "7", "stale handle", restart_count=0)  # type: ignore[arg-type]
+    hand_to_slurm(slurm, "7", "stale handle", restart_count=0)  # type: ignore[arg-type]
     assert ("requeue 7" not in slurm.asked) is stays
 
 
@@ -129,7 +128,7 @@ def test_a_job_that_was_signalled_is_not_requeued_before_slurm_says_why(stays: b
     """A ``scancel`` signals the batch step: Slurm may be slow to say so, and take the requeue."""
     slurm = Slurm(job=ENDING if stays else replace(ENDING, preempt_time=NOW), silent=3)
     waits: list[float] = []
-    leave_to_slurm(
+    hand_to_slurm(
         slurm, "7", "stale handle", restart_count=0, signalled=lambda: True,  # type: ignore[arg-type]
         sleep=waits.append, clock=lambda: sum(waits),
     )  # fmt: skip
@@ -139,7 +138,7 @@ def test_a_job_that_was_signalled_is_not_requeued_before_slurm_says_why(stays: b
 
 def test_a_job_that_was_signalled_is_left_alone_while_slurm_is_silent() -> None:
     slurm, waits = Slurm(job=None), list[float]()
-    done = leave_to_slurm(
+    done = hand_to_slurm(
         slurm, "7", "stale handle", restart_count=0, signalled=lambda: True,  # type: ignore[arg-type]
         sleep=waits.append, clock=lambda: sum(waits),
     )  # fmt: skip
@@ -157,7 +156,7 @@ def test_a_job_that_is_signalled_while_slurm_answers_is_asked_about_again() -> N
             return found
 
     slurm = Late()
-    leave_to_slurm(
+    hand_to_slurm(
         slurm, "7", "stale handle", restart_count=0, signalled=lambda: slurm.signalled,  # type: ignore[arg-type]
         sleep=lambda _: None,
     )  # fmt: skip
@@ -165,20 +164,17 @@ def test_a_job_that_is_signalled_while_slurm_answers_is_asked_about_again() -> N
 
 
 def test_the_batch_step_is_known_to_be_signalled_in_whichever_launch() -> None:
-    conductor: Any = SimpleNamespace(signal=lambda name: None, unheard=tuple)
-    ranks, program = BatchSignals(), ProgramSignals()
-    ranks.begin(conductor)
-    with program.go_to(conductor):
+    stops: Any = SimpleNamespace(add_signal=lambda name, source: None, unhandled_signals=tuple)
+    signals = LaunchSignals()
+    with signals.go_to(stops):
         for signal in (Signals.SIGUSR1, Signals.SIGTERM):
-            assert not ranks.terminated and not program.terminated
-            ranks.signal(signal)
-            program.batch(signal)
-    ranks.end()
-    assert not ranks.early and not program.batch_signals_since()
-    assert ranks.terminated and program.terminated
+            assert not signals.terminated
+            signals.batch(signal)
+    assert not signals.batch_signals_since()
+    assert signals.terminated
 
 
 def test_what_slurm_refuses_is_told() -> None:
-    slurm = Slurm(RequeueOutcome.DISABLED)
-    done = leave_to_slurm(slurm, "7", "full", restart_count=0)  # type: ignore[arg-type]
+    slurm = Slurm(RequeueAnswer.DISABLED)
+    done = hand_to_slurm(slurm, "7", "full", restart_count=0)  # type: ignore[arg-type]
     assert done == "not requeued: no"

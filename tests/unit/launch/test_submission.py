@@ -28,15 +28,15 @@ from slurm_forge.journal.events import (
     UserAsked,
 )
 from slurm_forge.launch.attempt.attempt import (
-    Refusal,
+    StartRefusal,
     begin,
 )
-from slurm_forge.launch.render.batch_script import leave_out
+from slurm_forge.launch.render.sbatch_options import leave_out
 from slurm_forge.launch.render.site_choice import find_site
 from slurm_forge.launch.requeue import reconcile as asked_back
-from slurm_forge.launch.requeue.job_update import Asked
+from slurm_forge.launch.requeue.job_update import ResourceChanges
 from slurm_forge.launch.requeue.reconcile import (
-    Brought,
+    ReconcileResult,
     bring_back,
     reconcile,
 )
@@ -55,7 +55,7 @@ from slurm_forge.slurm.client import JobUpdate
 from slurm_forge.slurm.records import AccountingRecord, JobRecord, PartitionRecord, QueueRecord
 from slurm_forge.slurm.states import JobState
 from slurm_forge.slurm.text.answers import (
-    RequeueOutcome,
+    RequeueAnswer,
     RequeueReply,
 )
 from slurm_forge.spec import job_from_mapping
@@ -127,9 +127,7 @@ class Queue:
                 job_ref=job,
                 job_id=record.job_id,
                 state=record.state,
-                state_text=record.state_text,
                 reason=None,
-                partition=None,
             )
             for job, record in self.jobs.items()
         )
@@ -151,8 +149,8 @@ class Queue:
         self.asked.append(f"requeue {job}")
         if job in self.jobs:
             self.put(int(job), JobState.PENDING)
-            return RequeueReply(RequeueOutcome.REQUEUED, "")
-        return RequeueReply(RequeueOutcome.UNKNOWN_JOB, "Invalid job id specified")
+            return RequeueReply(RequeueAnswer.REQUEUED, "")
+        return RequeueReply(RequeueAnswer.UNKNOWN_JOB, "Invalid job id specified")
 
 
 @pytest.fixture
@@ -195,7 +193,7 @@ def held(run: RunDirectory, *, in_queue: bool = True, plan: RecoveryPlan | None 
     assert run_state(run).status is RunStatus.HELD
 
 
-def back(run: RunDirectory, queue: Queue, **more: object) -> Brought:
+def back(run: RunDirectory, queue: Queue, **more: object) -> ReconcileResult:
     file = read_run_file(run.spec_file)
     return bring_back(run, queue, site=SITE, file=file, **more)  # type: ignore[arg-type]
 
@@ -223,7 +221,7 @@ def test_a_held_job_is_released_and_its_start_goes_on(
 ) -> None:
     held(run)
     queue.put(7, state, priority=0, reason="job_requeued_in_held_state")
-    assert back(run, queue) == Brought("7", "released job 7, which was held", changed=True)
+    assert back(run, queue) == ReconcileResult("7", "released job 7, which was held", changed=True)
     assert queue.asked == ["release 7"]
     assert queue.found == [RunStatus.SUBMITTED], "a start at once would have found it at rest"
 
@@ -270,7 +268,7 @@ def test_a_stop_that_a_waiting_job_would_obey_is_taken_back(
     assert queue.asked == []
     assert not run.stop_file.exists()
     started = begin(run, job="7", restart_count=1, nodes=("n1",), via="sbatch")
-    assert not isinstance(started, Refusal)
+    assert not isinstance(started, StartRefusal)
 
 
 @pytest.mark.parametrize("state", [JobState.PENDING, JobState.RUNNING, JobState.COMPLETING])
@@ -282,7 +280,7 @@ def test_what_goes_on_anyway_is_left_alone(
     how = f"{state.value} already"
     if state is JobState.COMPLETING:
         how = "ending: ask again in a moment"
-    assert back(run, queue) == Brought("7", f"job 7 is {how}", changed=False)
+    assert back(run, queue) == ReconcileResult("7", f"job 7 is {how}", changed=False)
     assert queue.asked == []
 
 
@@ -291,9 +289,9 @@ def test_no_second_job_is_made_beside_one_in_a_state_that_is_not_known_here(
 ) -> None:
     attempted(run)
     queue.jobs["7"] = JobRecord(job_id=7, name="r", state=JobState.UNKNOWN, state_text="MIGRATING")
-    answer = Brought("7", "job 7 is MIGRATING: ask again in a moment", changed=False)
+    answer = ReconcileResult("7", "job 7 is MIGRATING: ask again in a moment", changed=False)
     assert back(run, queue) == answer
-    assert back(run, queue, asked=Asked(mem="8G")) == answer
+    assert back(run, queue, changes=ResourceChanges(mem="8G")) == answer
     assert queue.asked == []
 
 
@@ -303,14 +301,16 @@ def test_a_successor_in_a_state_that_is_not_known_here_is_found(
     attempted(run)
     queue.put(7, JobState.COMPLETED)
     queue.put(55, JobState.UNKNOWN, command=str(job_script(run)))
-    assert back(run, queue) == Brought("55", "job 55 is ?: ask again in a moment", changed=False)
+    assert back(run, queue) == ReconcileResult(
+        "55", "job 55 is ?: ask again in a moment", changed=False
+    )
     assert queue.asked == []
 
 
 def test_two_people_at_once_make_one_job(run: RunDirectory, queue: Queue) -> None:
     held(run, in_queue=False)
     barrier = threading.Barrier(4)
-    brought: list[Brought] = []
+    brought: list[ReconcileResult] = []
 
     def ask() -> None:
         barrier.wait()
@@ -409,9 +409,9 @@ def test_a_person_does_not_wait_for_ever(
     monkeypatch.setattr(asked_back, "_PATIENCE", timedelta(0))
     open_intent(run)
     monkeypatch.setattr(
-        queue, "requeue", lambda job: RequeueReply(RequeueOutcome.UNREACHABLE, "no answer")
+        queue, "requeue", lambda job: RequeueReply(RequeueAnswer.UNREACHABLE, "no answer")
     )
-    with pytest.raises(RunDirectoryError, match="still open"):
+    with pytest.raises(RunDirectoryError, match="not confirmed the requeue"):
         reconcile(run, queue, sleep=[].append)  # type: ignore[arg-type]
 
 
@@ -441,7 +441,7 @@ def test_what_was_decided_with_the_intent_is_asked_for(run: RunDirectory, queue:
     left_open(run)
     queue.put(7, JobState.PREEMPTED, memory_per_node=2 << 30, excluded_nodes="n[1-2,5]")
     queue.requeue = lambda job: (  # type: ignore[method-assign]
-        queue.asked.append("requeue 7") or RequeueReply(RequeueOutcome.REQUEUED, "")
+        queue.asked.append("requeue 7") or RequeueReply(RequeueAnswer.REQUEUED, "")
     )
     assert reconcile(run, queue, clock=lambda: 181.0).changed  # type: ignore[arg-type]
     assert queue.asked == ["requeue 7", f"update 7 {WANTED} StartTime=now+420"]
@@ -566,13 +566,13 @@ def test_what_was_raised_already_is_not_raised_again(run: RunDirectory, queue: Q
 
 # -- what a person asks for otherwise -------------------------------------------------------------
 
-ASKED = Asked(mem="64G", time="2-00:00:00", exclude="n9", partition="long")
+ASKED = ResourceChanges(mem="64G", time="2-00:00:00", exclude="n9", partition="long")
 
 
 def test_a_held_job_is_changed_before_it_is_released(run: RunDirectory, queue: Queue) -> None:
     held(run)
     queue.put(7, JobState.PENDING, priority=0, reason="JobHeldUser", excluded_nodes="n5")
-    assert back(run, queue, asked=ASKED).text == "changed and released job 7, which was held"
+    assert back(run, queue, changes=ASKED).text == "changed and released job 7, which was held"
     assert queue.asked == [
         "update 7 ExcNodeList=n[1-2,5,9] TimeLimit=2-00:00:00 MinMemoryNode=65536 Partition=long",
         "release 7",
@@ -591,7 +591,7 @@ def test_what_slurm_refuses_is_not_kept(run: RunDirectory, queue: Queue) -> None
     queue.refuses = True
     before = run.spec_file.read_bytes()
     with pytest.raises(SlurmCommandError):
-        back(run, queue, asked=ASKED)
+        back(run, queue, changes=ASKED)
     assert run.spec_file.read_bytes() == before
     assert run_state(run).status is RunStatus.HELD
 
@@ -599,13 +599,13 @@ def test_what_slurm_refuses_is_not_kept(run: RunDirectory, queue: Queue) -> None
 def test_a_waiting_job_that_nobody_holds_is_changed(run: RunDirectory, queue: Queue) -> None:
     attempted(run)
     queue.put(7, JobState.PENDING, priority=100)
-    assert back(run, queue, asked=Asked(mem="8G")).changed
+    assert back(run, queue, changes=ResourceChanges(mem="8G")).changed
     assert queue.asked == ["update 7 MinMemoryNode=8192"]
 
 
 def test_a_run_that_left_the_queue_is_submitted_as_asked(run: RunDirectory, queue: Queue) -> None:
     held(run, in_queue=False, plan=RecoveryPlan(mem_factor=1.5))
-    back(run, queue, asked=ASKED)
+    back(run, queue, changes=ASKED)
     script = job_script(run).read_text()
     assert "#SBATCH --exclude=n[1-2,9]" in script
     assert "#SBATCH --partition=long" in script
@@ -618,7 +618,7 @@ def test_a_run_of_submitit_is_submitted_as_asked(run: RunDirectory, queue: Queue
     held(run, in_queue=False)
     keep_payload(run, lambda path: path.write_bytes(b"pickle"))
     keep_successor(run, "#!/bin/bash\n#SBATCH --exclude='n[1-2]'\npayload\n")
-    back(run, queue, asked=ASKED)
+    back(run, queue, changes=ASKED)
     (line,) = queue.asked
     for word in ("--exclude=n[1-2,9]", "--mem=65536M", "--time=2-00:00:00", "--partition=long"):
         assert word in line
@@ -629,7 +629,7 @@ def test_a_job_that_runs_is_not_changed(run: RunDirectory, queue: Queue) -> None
     queue.put(7, JobState.RUNNING)
     before = run.spec_file.read_bytes()
     with pytest.raises(RunDirectoryError, match=r"can't be changed\n.*slurm-forge stop r"):
-        back(run, queue, asked=ASKED)
+        back(run, queue, changes=ASKED)
     assert run.spec_file.read_bytes() == before
 
 
@@ -637,7 +637,7 @@ def test_a_value_that_can_not_be_names_its_key(run: RunDirectory, queue: Queue) 
     held(run)
     queue.put(7, JobState.PENDING, priority=0)
     with pytest.raises(ConfigError, match=r"resources\.mem"):
-        back(run, queue, asked=Asked(mem="much"))
+        back(run, queue, changes=ResourceChanges(mem="much"))
     assert queue.asked == []
 
 

@@ -22,7 +22,7 @@ from slurm_forge.recovery.incident.launch_facts import (
     LostRank,
 )
 from slurm_forge.recovery.incident.rank_exits import first_lost
-from slurm_forge.recovery.nodes.placement import Seats
+from slurm_forge.recovery.nodes.placement import Placement
 from slurm_forge.spec import job_from_mapping
 from slurm_forge.spec.run_file import RunFile
 from slurm_forge.training.core.rank_info import place_from_environ
@@ -95,7 +95,7 @@ def test_a_rank_below_our_torchrun_is_the_one_that_it_numbers() -> None:
 
 def test_a_successor_that_a_rank_submits_takes_nothing_of_torchrun_along() -> None:
     own = {"HOME": "/home/me", "OMP_NUM_THREADS": "8", "TORCH_LOGS": "x"}
-    below = {**own, **RANKS, **MEETING, **torchrun_variables("7.3", ours=True)}
+    below = {**own, **RANKS, **MEETING, **torchrun_variables("7.3", own_step=True)}
     assert without_torchrun(below) == own
     assert without_torchrun({**own, **RANKS}) == {**own, **RANKS}
 
@@ -108,7 +108,7 @@ def test_what_a_torchrun_elsewhere_has_left_says_nothing(left: dict[str, str]) -
 
 
 def test_its_step_has_one_task_per_node_wherever_the_ranks_are() -> None:
-    seats = Seats(nodes=("n1", "n3"), tasks_per_node=4, allocation=("n1", "n2", "n3"))
+    seats = Placement(nodes=("n1", "n3"), tasks_per_node=4, allocation=("n1", "n2", "n3"))
     options = StepOptions(
         payload=("python", "x"), options=(), tasks=8, placed=True, ranks_per_task=4
     )

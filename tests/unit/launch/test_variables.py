@@ -13,11 +13,11 @@ from slurm_forge.launch.render.rank_environment import (
     for_command,
     for_launch,
     forbidden,
-    warnings,
     with_suspects,
 )
 from slurm_forge.launch.submit.submission import create_run
 from slurm_forge.site.model import EnvironmentSets, PartitionFacts, Site
+from slurm_forge.site.variables import forbidden_notes
 from slurm_forge.spec import job_from_mapping
 from slurm_forge.spec.run_file import RunFile, read_run_file
 from slurm_forge.vocabulary.cause import Cause
@@ -136,11 +136,13 @@ def test_what_must_not_be_set_is_told_at_submission_and_beside_the_evidence(tmp_
 
     job = job_from_mapping({"name": "x", "entry": "a:f", "env": {"NCCL_P2P_DISABLE": "1"}})
     why = "NCCL_P2P_DISABLE=1, which must not be set here: it halves the bandwidth"
-    assert warnings(job, SITE, {}) == (f"hill: the job file sets {why}",)
+    assert forbidden_notes(SITE.name, SITE.env, {}, job.env) == (f"hill: the job file sets {why}",)
     plain = job_from_mapping({"name": "x", "entry": "a:f"})
     own = {"NCCL_P2P_DISABLE": "1"}
-    assert warnings(plain, SITE, own) == (f"hill: your environment has {why}",)
-    assert warnings(plain, SITE, {}) == ()
+    assert forbidden_notes(SITE.name, SITE.env, own, plain.env) == (
+        f"hill: your environment has {why}",
+    )
+    assert forbidden_notes(SITE.name, SITE.env, {}, plain.env) == ()
 
 
 def test_a_successor_that_a_rank_submits_begins_without_what_its_launch_was_given(

@@ -17,7 +17,7 @@ NEAR = record(left=80 * SECOND)
 
 @dataclass
 class Watch:
-    """As ``JobWatch``: answers when the test says so."""
+    """As ``JobPoller``: answers when the test says so."""
 
     latest: JobRecord | None = NEAR
     latest_query: int = 1

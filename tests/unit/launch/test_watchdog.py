@@ -9,17 +9,24 @@ from itertools import pairwise
 import pytest
 
 from slurm_forge.control import MemberView
-from slurm_forge.control.hub import WitnessView
-from slurm_forge.control.messages import protocol as p
+from slurm_forge.control.hub import MonitorView
+from slurm_forge.control.messages.links import QueryLinks
+from slurm_forge.control.messages.message import Message
+from slurm_forge.control.messages.monitor import (
+    MonitorHeartbeat,
+    PhaseDuration,
+    StackReport,
+    TakeStacks,
+)
 from slurm_forge.control.tcp.links import Connection
 from slurm_forge.journal.events import StallSeen, StretchesLearned
 from slurm_forge.launch.conductor.hang_watchdog import Watchdog
-from slurm_forge.launch.conductor.probe_monitor import ProbeJudge
-from slurm_forge.launch.conductor.rank_views import Sight
-from slurm_forge.recovery.monitor.phase_durations import Rules
+from slurm_forge.launch.conductor.probe_monitor import ProbeMonitor
+from slurm_forge.launch.conductor.rank_views import RankViews
+from slurm_forge.recovery.monitor.phase_durations import HangRules
 from slurm_forge.recovery.monitor.probe_verdict import ProbeRules
 
-RULES = Rules(5.0, timedelta(seconds=30), timedelta(minutes=10))
+RULES = HangRules(5.0, timedelta(seconds=30), timedelta(minutes=10))
 TICK = 0.25
 
 
@@ -50,7 +57,7 @@ class Scene:
     """Ranks under a watchdog; ``pass_time`` lets witnesses speak every second."""
 
     ranks: list[Rank]
-    rules: Rules | None = RULES
+    rules: HangRules | None = RULES
     learned: dict[str, float] = field(default_factory=dict)
     now: float = 1000.0
     #: What the hub sees of its own connections, by rank.
@@ -59,7 +66,7 @@ class Scene:
     def __post_init__(self) -> None:
         self.world_size = len(self.ranks)
         self.asked = 0
-        self.views: dict[int, WitnessView] = {}
+        self.views: dict[int, MonitorView] = {}
         for rank in self.ranks:
             rank.moved = self.now
         self.told: list[StallSeen] = []
@@ -78,7 +85,7 @@ class Scene:
     def members(self) -> dict[int, MemberView]:
         return {
             r.rank: MemberView(
-                rank=r.rank, host=f"n{r.rank}", pid=1, heard=self.heard(r), step=r.step,
+                rank=r.rank, host=f"n{r.rank}", pid=1, heard_at=self.heard(r), step=r.step,
                 begun=r.step + 1, phase=r.phase, started=True,
             )
             for r in self.ranks
@@ -86,19 +93,19 @@ class Scene:
 
     def heard(self, rank: Rank) -> float:
         view = self.views.get(rank.rank)
-        return self.now if view is None or not rank.silent else view.heard
+        return self.now if view is None or not rank.silent else view.heard_at
 
-    def witnesses(self) -> dict[int, WitnessView]:
+    def monitors(self) -> dict[int, MonitorView]:
         return dict(self.views)
 
-    def ask_witnesses(self, message: p.Message) -> None:
-        if isinstance(message, p.LookAtLinks):
+    def ask_monitors(self, message: Message) -> None:
+        if isinstance(message, QueryLinks):
             return
-        assert isinstance(message, p.TakeStacks)
+        assert isinstance(message, TakeStacks)
         self.asked = message.id
 
-    def ask_rank(self, rank: int, message: p.Message) -> None:
-        assert isinstance(message, p.LookAtLinks)
+    def ask_rank(self, rank: int, message: Message) -> None:
+        assert isinstance(message, QueryLinks)
 
     def connections(self) -> tuple[tuple[int, Connection], ...]:
         return self.links
@@ -108,9 +115,9 @@ class Scene:
         for r in self.ranks if self.asked else ():
             if not r.silent:
                 text = "Thread 0x0 (most recent call first)\n" + r.stack
-                self.dog.hear(
+                self.dog.on_message(
                     r.rank,
-                    p.Stacks(
+                    StackReport(
                         id=self.asked, how="test", state=r.state, cpu_s=r.cpu, file="f", text=text
                     ),
                 )
@@ -128,7 +135,7 @@ class Scene:
                 if not r.silent and self.now % 1.0 < TICK:
                     self.speak(r)
             self.answer()
-            event = None if unwatched else self.dog.look(self.now)
+            event = None if unwatched else self.dog.poll(self.now)
             if isinstance(event, StallSeen):
                 self.told.append(event)
             elif isinstance(event, StretchesLearned):
@@ -136,20 +143,20 @@ class Scene:
         return self.told[before:]
 
     def speak(self, r: Rank) -> None:
-        pulse = p.Pulse(
+        pulse = MonitorHeartbeat(
             turn=0, step=r.step, begun=r.step + 1, phase_no=int(r.poll > 0), poll=r.poll,
             phase=r.phase, kind=r.kind, since_s=self.now - r.moved, mute_s=0.0, state=r.state,
             cpu_s=r.cpu,
         )  # fmt: skip
-        self.views[r.rank] = WitnessView(
-            rank=r.rank, host=f"n{r.rank}", heard=self.now, pulse=pulse
+        self.views[r.rank] = MonitorView(
+            rank=r.rank, host=f"n{r.rank}", heard_at=self.now, pulse=pulse
         )
 
     def train(self, steps: int, seconds: float) -> None:
         for _ in range(steps):
             assert self.pass_time(seconds) == []
             for r in self.ranks:
-                self.dog.hear(r.rank, p.Lasted(kind=r.kind, seconds=seconds))
+                self.dog.on_message(r.rank, PhaseDuration(kind=r.kind, seconds=seconds))
                 r.go(self.now, step=r.step + 1, phase="train", kind="train")
 
 
@@ -273,7 +280,7 @@ def test_a_long_evaluation_without_a_witness_is_no_hang() -> None:
     for poll in range(1, 600):
         assert made.pass_time(1.0) == []
         for r in (made.ranks[0], made.ranks[2]):
-            made.dog.hear(r.rank, p.Lasted(kind="eval", seconds=1.0))
+            made.dog.on_message(r.rank, PhaseDuration(kind="eval", seconds=1.0))
             r.go(made.now, poll=poll)
 
 
@@ -284,7 +291,7 @@ def test_ranks_that_said_goodbye_are_not_waited_for() -> None:
         made.now += TICK
         made.ranks[1].go(made.now)
         made.speak(made.ranks[1])
-        assert not isinstance(made.dog.look(made.now, gone={0}), StallSeen)
+        assert not isinstance(made.dog.poll(made.now, left_ranks={0}), StallSeen)
 
 
 def test_what_was_warned_of_is_told_again_later_and_later() -> None:
@@ -295,7 +302,7 @@ def test_what_was_warned_of_is_told_again_later_and_later() -> None:
         made.pass_time(TICK)
         if made.dog.stalled is not None:
             told.append(made.dog.stalled.since.total_seconds())
-            made.dog.forgive()
+            made.dog.acknowledge()
     assert 3 <= len(told) <= 5, told
     assert all(after >= 2 * before for before, after in pairwise(told))
 
@@ -329,16 +336,16 @@ def test_every_interpreter_held_by_c_code_is_a_hang_with_a_probe_beside_too(worl
             return min(self.now, self.since)
 
     scene = Held([Rank(number) for number in range(world)])
-    sight = Sight(scene, lambda: scene.now)  # type: ignore[arg-type]
+    sight = RankViews(scene, lambda: scene.now)  # type: ignore[arg-type]
     dog = scene.dog = Watchdog(
         scene,  # type: ignore[arg-type]
         RULES,
         lambda: scene.now,
         attempt=1,
         launch=1,
-        sight=sight,
+        views=sight,
     )
-    judge = ProbeJudge(
+    judge = ProbeMonitor(
         scene,  # type: ignore[arg-type]
         timedelta(hours=1),
         ProbeRules(timedelta(seconds=5), timedelta(seconds=30)),
@@ -346,12 +353,12 @@ def test_every_interpreter_held_by_c_code_is_a_hang_with_a_probe_beside_too(worl
         limit=dog.limit,
         attempt=1,
         launch=1,
-        sight=sight,
+        views=sight,
     )
     scene.train(20, 1.0)
     scene.since = scene.now
     told = []
     for _ in range(120):
         told += scene.pass_time(0.5)
-        assert judge.look(scene.now) is None
+        assert judge.poll(scene.now) is None
     assert [each.late_ranks for each in told] == [(0,) if world == 1 else ()]

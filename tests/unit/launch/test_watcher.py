@@ -32,7 +32,7 @@ from slurm_forge.launch.submit.submission import (
 )
 from slurm_forge.launch.watch.run_snapshot import RESTARTED
 from slurm_forge.launch.watch.watcher import (
-    Found,
+    HandledFinding,
     Round,
     Watcher,
 )
@@ -107,11 +107,11 @@ def begins(
 
 
 def kinds(round_: Round) -> list[tuple[FindingKind, str]]:
-    return [(one.finding.kind, one.done) for one in round_.found]
+    return [(one.finding.kind, one.done) for one in round_.findings]
 
 
-def only(round_: Round) -> Found:
-    (found,) = round_.found
+def only(round_: Round) -> HandledFinding:
+    (found,) = round_.findings
     return found
 
 
@@ -120,7 +120,7 @@ def test_one_question_for_many_runs(world: World) -> None:
     world.fake.advance(timedelta(seconds=300))
     before = len(world.fake.network.asked)
     round_ = world.watcher().round(runs)
-    assert round_.found == () and round_.answered
+    assert round_.findings == () and round_.answered
     asked = [each.argv[0] for each in world.fake.network.asked[before:]]
     assert asked == ["squeue"]
 
@@ -162,7 +162,7 @@ def test_a_dead_run_is_brought_back_so_often_and_no_more(world: World, ahead: in
         assert found.done.startswith("submitted as job")
         assert not found.finding.person
         jobs.append(run_state(run).job)
-        assert world.watcher(RESTART).round([run]).found == (), "it waits, or runs"
+        assert world.watcher(RESTART).round([run]).findings == (), "it waits, or runs"
     assert len(set(jobs)) == 4
     world.fake.wait_state(jobs[-1], JobState.COMPLETED)
     world.fake.advance(timedelta(seconds=200))
@@ -194,10 +194,12 @@ def test_a_checkpoint_is_overdue_by_the_time_of_the_files(world: World, ahead: i
             )
         journal.write(Progress(step=minutes))
     world.fake.advance(timedelta(seconds=30))
-    assert world.watcher().round([run]).found == ()
+    assert world.watcher().round([run]).findings == ()
     found = only(world.watcher(WatchLimits(overdue_s=500.0, overdue_times=1.9)).round([run]))
     assert found.finding.kind is FindingKind.CHECKPOINT_OVERDUE
-    assert found.finding.words.startswith("no checkpoint for 10 min; the usual is one every 5 min")
+    assert found.finding.words.startswith(
+        "no checkpoint for 10 min; usually there is one every 5 min"
+    )
 
 
 @pytest.mark.parametrize("purged", [False, True])
@@ -228,7 +230,7 @@ def test_stopped_between_the_look_and_the_act(world: World) -> None:
         return ask(wanted)
 
     world.fake.show_job = show_job  # type: ignore[method-assign,assignment]
-    assert watcher.round([run]).found == ()
+    assert watcher.round([run]).findings == ()
     assert world.asked("sbatch") == 1
 
 
@@ -242,7 +244,7 @@ def test_an_open_intent_is_carried_out_once_by_two_watchers(world: World) -> Non
     world.fake.advance(timedelta(seconds=120))
     first, second = world.watcher(), world.watcher()
     assert kinds(first.round([run])) == [(FindingKind.OPEN_INTENT, "requeued")]
-    assert second.round([run]).found == ()
+    assert second.round([run]).findings == ()
     assert world.asked("scontrol", "requeue") == 1
     assert run_state(run).status is RunStatus.REQUEUED
     assert run_state(run).open_intent is None
@@ -262,7 +264,7 @@ def test_a_dead_controller_costs_one_question_and_nothing_is_done(world: World) 
     watcher = world.watcher(RESTART)
     round_ = watcher.round(runs)
     assert not round_.answered and round_.why
-    assert {one.finding.remedy for one in round_.found} == {Remedy.NONE}
+    assert {one.finding.remedy for one in round_.findings} == {Remedy.NONE}
     assert len(world.fake.network.asked) - before == 1
     world.fake.advance(timedelta(hours=1, seconds=1))
     assert all(done for _, done in kinds(watcher.round(runs))), "and then they are carried out"
@@ -286,7 +288,7 @@ def test_slurms_delay_is_given_away_where_the_site_lets_us(world: World, allowed
     limits = WatchLimits(delay_s=121.0)
     found = world.watcher(limits).round([run])
     if not allowed:
-        assert found.found == ()
+        assert found.findings == ()
         assert world.fake.show_job(job) == record
         return
     world.fake.wait_state(job, JobState.RUNNING)
@@ -306,7 +308,7 @@ def test_many_dead_runs_have_their_turn(world: World) -> None:
         before = world.asked("scontrol", "show", "job")
         round_ = watcher.round(runs)
         assert world.asked("scontrol", "show", "job") - before <= 20
-        seen |= {one.path for one in round_.found}
+        seen |= {one.path for one in round_.findings}
         world.fake.advance(timedelta(seconds=60))
     assert len(seen) == 45
 
@@ -340,7 +342,7 @@ def test_what_nobody_has_thought_of_does_not_hide_the_others(
         return ask(wanted)
 
     monkeypatch.setattr(world.fake, "show_job", show_job)
-    found = {each.finding.run: each.finding.kind for each in watcher.round([odd, run]).found}
+    found = {each.finding.run: each.finding.kind for each in watcher.round([odd, run]).findings}
     assert found == {"odd": FindingKind.UNREADABLE, "dead": FindingKind.DEAD}
 
 
@@ -349,7 +351,7 @@ def test_a_command_that_says_nothing_is_not_stuck(world: World) -> None:
     begins(run, job).write(LaunchStarted(world_size=0))
     world.fake.wait_state(job, JobState.RUNNING)
     world.fake.advance(timedelta(hours=20))
-    assert world.watcher().round([run]).found == ()
+    assert world.watcher().round([run]).findings == ()
 
 
 @pytest.mark.parametrize("ahead", [0, 3600])
@@ -389,9 +391,9 @@ def test_a_chain_whose_task_died_goes_on_by_itself(world: World) -> None:
     world.fake.update_job(f"{array}_[2-3]", JobUpdate(start_after=timedelta(hours=1)))
     world.fake.wait_state(f"{array}_1", JobState.COMPLETED)
     world.fake.advance(timedelta(seconds=200))
-    assert world.watcher().round([run]).found == ()
-    assert world.watcher(RESTART).round([run]).found == ()
+    assert world.watcher().round([run]).findings == ()
+    assert world.watcher(RESTART).round([run]).findings == ()
     world.fake.cancel_waiting(array)
     world.fake.advance(timedelta(seconds=200))
-    (found,) = world.watcher().round([run]).found
+    (found,) = world.watcher().round([run]).findings
     assert found.finding.kind is FindingKind.DEAD

@@ -24,9 +24,9 @@ from slurm_forge.launch.render.site_choice import find_site
 from slurm_forge.launch.submit.submission import create_run
 from slurm_forge.launch.submitit import handle as submitit_handle
 from slurm_forge.launch.submitit.handle import (
+    HandleState,
     RunHandle,
-    Standing,
-    standing,
+    handle_state,
 )
 from slurm_forge.launch.submitit.job import ForgeJob
 from slurm_forge.run_directory import RunDirectory, claim_attempt
@@ -248,5 +248,7 @@ def test_a_handle_travels_to_another_process(tmp_path: Path, says: Says) -> None
 def test_the_journal_is_asked_first(
     status: RunStatus, slurm: JobState, gone: bool, expected: tuple[str, bool]
 ) -> None:
-    found: Standing = standing(RunState(status=status, job="1"), slurm, done=False, gone=gone)
+    found: HandleState = handle_state(
+        RunState(status=status, job="1"), slurm, done=False, forgotten=gone
+    )
     assert (found.word, found.over) == expected

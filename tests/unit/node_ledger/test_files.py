@@ -19,13 +19,9 @@ from hypothesis import strategies as st
 
 from slurm_forge.errors import ConfigError, ForgeError, UnsafeFileError
 from slurm_forge.knobs import Knobs
-from slurm_forge.node_ledger import NodeLedger, ledger_place
+from slurm_forge.node_ledger import LedgerReading, NodeLedger, ledger_place
 from slurm_forge.node_ledger.lines import line_of, parse_line
-from slurm_forge.recovery.nodes.exclusion import (
-    BY_HAND,
-    Release,
-    Strike,
-)
+from slurm_forge.recovery.nodes.statements import BY_HAND, Ledger, NodeRelease, Strike
 from tests.security.bounded import NOBODY, as_nobody
 
 NOW = 1_800_000_000.0
@@ -62,8 +58,8 @@ def nodes(ledger: NodeLedger) -> list[str]:
 
 
 def test_what_is_written_is_read_by_the_next_run(ledger: NodeLedger) -> None:
-    said = (strike(uid=MINE), Release(node="n07", time=NOW - 5, why="new cable", uid=MINE))
-    by_hand = strike("n08", cause=BY_HAND, weight=1.0, until=NOW + DAY, why="x 4711", uid=MINE)
+    said = (strike(), NodeRelease(node="n07", time=NOW - 5, why="new cable"))
+    by_hand = strike("n08", cause=BY_HAND, weight=1.0, until=NOW + DAY, why="x 4711")
     ledger.add([said[0]])
     ledger.add([said[1], by_hand])
     reading = ledger.read()
@@ -105,7 +101,7 @@ def test_it_is_private_where_its_folder_is_and_readable_where_that_is(tmp_path: 
     for path in (tmp_path / "nodes").rglob("*"):
         assert stat.S_IMODE(path.stat().st_mode) & 0o077 == 0, path
     group = NodeLedger(
-        folder=tmp_path / "group", cluster="hill", host="h", make=False, clock=lambda: NOW
+        folder=tmp_path / "group", cluster="hill", host="h", shared=True, clock=lambda: NOW
     )
     with pytest.raises(FileNotFoundError):
         group.add([strike()])
@@ -303,15 +299,17 @@ def plant(path: Path, said: bytes, uid: int = MINE, mode: int = 0o600) -> Path:
 
 
 @needs_root
-def test_what_others_say_is_read(ledger: NodeLedger) -> None:
+def test_what_others_say_counts_where_a_site_shares_its_ledger(ledger: NodeLedger) -> None:
     plant(file_of(ledger, NOBODY), line_of(strike("n09")), uid=NOBODY)
-    reading = ledger.read()
+    assert ledger.read() == LedgerReading(ledger=Ledger())
+    reading = replace(ledger, shared=True).read()
     assert reading.problems == ()
     assert [each.node for each in reading.ledger.strikes] == ["n09"]
 
 
 @needs_root
 def test_nobody_speaks_in_anothers_name(ledger: NodeLedger) -> None:
+    ledger = replace(ledger, shared=True)
     # A file of nobody's in root's folder, and in the folder of a third one.
     plant(file_of(ledger), line_of(strike("n01")))
     os.chown(file_of(ledger), NOBODY, NOBODY)
@@ -405,45 +403,24 @@ def test_a_huge_file_is_not_read(ledger: NodeLedger) -> None:
 
 
 @needs_root
-def test_other_peoples_files_are_bounded_and_come_after_our_own(
-    ledger: NodeLedger, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from slurm_forge.node_ledger import reading
-
-    monkeypatch.setattr(reading, "_MOST_USERS", 5)
-    for uid in range(4000, 4010):
-        plant(file_of(ledger, uid), line_of(strike("theirs")), uid=uid)
-    ledger.add([strike("ours")])
-    assert next(iter(ledger.parts())).strikes[0].node == "ours"
-    assert nodes(ledger) == ["ours", *["theirs"] * 5]
-    found = ledger.read()
-    assert (found.problems, len(found.of_others)) == ((), 1)
-
-
-@needs_root
-def test_what_one_user_writes_takes_nothing_of_anothers_bounds(
+def test_what_is_read_is_bounded_and_our_own_comes_first(
     ledger: NodeLedger, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from slurm_forge.node_ledger import reading
 
     line = line_of(strike("flood"))
-    monkeypatch.setattr(reading, "_MOST_BYTES", 8 * len(line))
     for number, host in enumerate("abcdef"):
         path = plant(file_of(ledger, 4000, host), line_of(strike(f"{host}aaaa")) * 3, uid=4000)
         os.utime(path, (NOW - number, NOW - number))
     plant(file_of(ledger, 4001), line_of(strike("late1")), uid=4001)
-    ledger.add([strike("ours1")] * 50)
-    found = [part for part in ledger.parts() if part.strikes]
-    assert [len(part.strikes) for part in found] == [50, 6, 1]
-    assert {each.node for each in found[1].strikes} == {"aaaaa", "baaaa"}, "the newest files"
-    assert len(ledger.read().of_others) == 1
-    # Many entries: the newest, in equal parts.
-    monkeypatch.setattr(reading, "_MOST_OF_OTHERS", 4)
-    monkeypatch.setattr(reading, "_FEW", 1)
-    assert [len(part.strikes) for part in ledger.parts() if part.strikes] == [50, 2, 1]
-    monkeypatch.setattr(reading, "_MOST_OWN_ENTRIES", 10)
-    assert [len(part.strikes) for part in ledger.parts() if part.strikes] == [10, 2, 1]
-    assert len(ledger.read().problems) == 1
+    ledger.add([strike("ours1")] * 5)
+    shared = replace(ledger, shared=True)
+    assert nodes(shared)[:2] == ["aaaaa"] * 2
+    monkeypatch.setattr(reading, "_MOST_BYTES", 11 * len(line))
+    assert nodes(shared) == [*["aaaaa"] * 3, *["baaaa"] * 3, *["ours1"] * 5], "the newest files"
+    assert (ledger.read().problems, len(shared.read().of_others)) == ((), 1)
+    monkeypatch.setattr(reading, "_MOST_USERS", 0)
+    assert nodes(shared) == ["ours1"] * 5
 
 
 def test_a_flood_of_our_own_is_weighed_in_little_time(ledger: NodeLedger) -> None:
@@ -457,8 +434,8 @@ def test_a_flood_of_our_own_is_weighed_in_little_time(ledger: NodeLedger) -> Non
         path.write_bytes(b"".join(lines))
         path.chmod(0o600)
     found = ledger.read()
-    assert len(found.ledger.strikes) == 10_000
-    assert "says more than 10000 things" in found.problems[0]
+    assert len(found.ledger.strikes) == 20_000
+    assert "more than 20000 lines" in found.problems[0]
 
 
 @needs_root
@@ -467,20 +444,10 @@ def test_what_others_have_planted_is_not_told_as_ours(ledger: NodeLedger) -> Non
     assert ledger.folder is not None
     (ledger.folder / "4242").symlink_to("/etc")
     (ledger.folder / "4243").write_text("no folder")
-    found = ledger.read()
+    found = replace(ledger, shared=True).read()
     assert [each.node for each in found.ledger.strikes] == ["n01"]
     assert found.problems == ()
     assert len(found.of_others) == 2
-
-
-@needs_root
-def test_who_said_it_is_whose_file_it_is(ledger: NodeLedger) -> None:
-    plant(file_of(ledger, NOBODY), line_of(strike(by="root")), uid=NOBODY)
-    ledger.add([strike(by="nobody"), Release(node="n07", time=NOW - 5, by="nobody")])
-    found = ledger.read().ledger
-    assert [(each.uid, each.by) for each in found.strikes] == [(0, "nobody"), (NOBODY, "root")]
-    assert [each.uid for each in found.releases] == [0]
-    assert found.me == 0
 
 
 def test_files_with_other_names_are_not_looked_at(ledger: NodeLedger) -> None:
@@ -507,7 +474,7 @@ def open_to_all() -> Iterator[Path]:
 @needs_root
 def test_a_group_shares_one_ledger(open_to_all: Path) -> None:
     group = NodeLedger(
-        folder=open_to_all / "nodes", cluster="hill", host="h", make=False, clock=lambda: NOW
+        folder=open_to_all / "nodes", cluster="hill", host="h", shared=True, clock=lambda: NOW
     )
     (open_to_all / "nodes").mkdir()
     (open_to_all / "nodes").chmod(0o1777)
@@ -544,14 +511,14 @@ def test_a_folder_that_can_not_be_read_is_told_and_empty(open_to_all: Path) -> N
 def test_where_the_ledger_lies() -> None:
     def folder(site: str | None = None, **knobs: str) -> str:
         place = ledger_place(Knobs(**knobs), site)  # type: ignore[arg-type]
-        return f"{place.folder} {'ours' if place.make else 'theirs'}"
+        return f"{place.folder} {'shared' if place.shared else 'own'}"
 
     home = Path.home()
-    assert folder() == f"{home}/.local/state/slurm_forge/nodes ours"
-    assert folder(state_home="/state") == "/state/slurm_forge/nodes ours"
-    assert folder(state_home="state") == f"{home}/.local/state/slurm_forge/nodes ours"
-    assert folder("/group/nodes") == "/group/nodes theirs"
-    assert folder("/group/nodes", nodes="~/mine") == f"{home}/mine ours"
-    assert folder("/group/nodes", nodes="off") == "None theirs"
+    assert folder() == f"{home}/.local/state/slurm_forge/nodes own"
+    assert folder(state_home="/state") == "/state/slurm_forge/nodes own"
+    assert folder(state_home="state") == f"{home}/.local/state/slurm_forge/nodes own"
+    assert folder("/group/nodes") == "/group/nodes shared"
+    assert folder("/group/nodes", nodes="~/mine") == f"{home}/mine own"
+    assert folder("/group/nodes", nodes="off") == "None own"
     with pytest.raises(ConfigError, match="SLURM_FORGE_NODES"):
         folder(nodes="mine")

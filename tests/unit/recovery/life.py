@@ -13,7 +13,7 @@ from slurm_forge.journal.codec import Record
 from slurm_forge.journal.fold import advance
 from slurm_forge.journal.state import RunState
 from slurm_forge.recovery import decide
-from slurm_forge.recovery.nodes.placement import Room
+from slurm_forge.recovery.nodes.placement import AllocationState
 from slurm_forge.spec.recovery import Recovery, default_recovery, keys_of
 from slurm_forge.store.identity import CheckpointName
 from slurm_forge.vocabulary.cause import Cause, Confidence
@@ -98,7 +98,7 @@ class Life:
         time: timedelta | None = None,
         nodes: int | None = None,
         in_process: bool = False,
-        room: Room | None = None,
+        room: AllocationState | None = None,
         **changes: object,
     ) -> Decision:
         """An incident; each one differs in its id unless ``id`` is given."""

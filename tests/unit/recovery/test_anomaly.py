@@ -10,12 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slurm_forge.control.messages.protocol import (
-    Propose,
-    RequestKind,
-    decode,
-    encode,
-)
+from slurm_forge.control.messages.hub import RequestKind
+from slurm_forge.control.messages.protocol import decode, encode
+from slurm_forge.control.messages.rank import RequestProposal
 from slurm_forge.errors import ControlChannelError
 from slurm_forge.recovery.monitor.loss_anomaly import (
     Anomaly,
@@ -325,19 +322,19 @@ anomalies = st.builds(
 
 @given(anomalies)
 def test_an_announcement_arrives_as_it_was_sent(anomaly: Anomaly) -> None:
-    line = encode(Propose(kind=RequestKind.RECOVER, reason=announce(anomaly)))
+    line = encode(RequestProposal(kind=RequestKind.RECOVER, reason=announce(anomaly)))
     message = decode(line)
-    assert isinstance(message, Propose)
+    assert isinstance(message, RequestProposal)
     assert announced(message.reason) == anomaly
 
 
 @pytest.mark.parametrize("character", ["\x00", "\U0001f600", "\ud800", '"', "\\"])
 def test_a_text_that_is_too_long_loses_its_end(character: str) -> None:
     long = Anomaly(Cause.LOSS_SPIKE, 1, 2, character * 20_000)
-    line = encode(Propose(kind=RequestKind.RECOVER, reason=announce(long)))
+    line = encode(RequestProposal(kind=RequestKind.RECOVER, reason=announce(long)))
     message = decode(line)
-    assert isinstance(message, Propose)
-    assert announced(message.reason).text == long.text[:1000]
+    assert isinstance(message, RequestProposal)
+    assert announced(message.reason).text == long.text[:1000].encode(errors="replace").decode()
 
 
 GOOD = {"cause": "loss_spike", "onset": 3, "step": 5, "text": "x"}

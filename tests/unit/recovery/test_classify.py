@@ -11,11 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slurm_forge.recovery import LaunchFacts, classify
-from slurm_forge.recovery.incident.classify import (
-    LostRank,
-    RankFailure,
-)
-from slurm_forge.recovery.monitor.probe_verdict import Found
+from slurm_forge.recovery.incident.launch_facts import LostRank, RankFailure
+from slurm_forge.recovery.monitor.probe_verdict import ProbeFailure
 from slurm_forge.recovery.monitor.stalls import Stall
 from slurm_forge.slurm.records import AccountingRecord, JobRecord
 from slurm_forge.slurm.states import JobState
@@ -45,7 +42,7 @@ def failed(cause: Cause, rank: int = 2, **changes: Any) -> RankFailure:
     return replace(made, **changes)
 
 
-LATE = Found(
+LATE = ProbeFailure(
     cause=Cause.HANG,
     ranks=(4, 5),
     hosts=("n6", "n6"),
@@ -405,11 +402,18 @@ CASES = [
         says="SIGTERM",
     ),
     Case(
+        "a signal where there is no Slurm that could explain it",
+        Cause.PREEMPTED,
+        Confidence.GUESS,
+        {"by_slurm": False, "rank_signals": ("SIGTERM",), "stopped_at": 65},
+        says="SIGTERM, of unknown origin",
+    ),
+    Case(
         "a signal by hand: nothing in Slurm's records explains it",
         Cause.PREEMPTED,
         Confidence.GUESS,
         {**TERM, "job_first": RUNNING, "job": RUNNING, "job_now": RUNNING, "stopped_at": 70},
-        says="SIGTERM without anything",
+        says="SIGTERM, unexplained",
     ),
     Case(
         "a signal, and the controller does not answer",
@@ -424,7 +428,7 @@ CASES = [
         {"lost": (LostRank(1, "n1"),), "exit_status": 143, "launcher_text": OOM},
         hosts=("n1",),
         rank=1,
-        says="rank 1: on n1: gone",
+        says="rank 1: on n1: ended without a message",
     ),
     Case(
         "a rank was killed for memory, as another version of Slurm says it",

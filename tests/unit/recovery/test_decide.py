@@ -10,10 +10,8 @@ from hypothesis import strategies as st
 from slurm_forge.journal import events as ev
 from slurm_forge.journal.state import RunState
 from slurm_forge.recovery import decide
-from slurm_forge.recovery.policy.decide import (
-    LR_FLOOR,
-    skips_allowed,
-)
+from slurm_forge.recovery.policy.decide import skips_allowed
+from slurm_forge.recovery.policy.rungs import LR_FLOOR
 from slurm_forge.spec.recovery import Recovery, Rung, default_recovery
 from slurm_forge.vocabulary.cause import Cause, Evidence
 from slurm_forge.vocabulary.decision import Action
@@ -43,6 +41,21 @@ def test_interruptions_that_are_nobodys_fault_are_requeued_for_ever(cause: Cause
 @pytest.mark.parametrize("cause", [Cause.USER_CANCELLED, Cause.STOP_REQUESTED])
 def test_what_somebody_wanted_is_not_undone(cause: Cause) -> None:
     assert Life().happens(cause).action is Action.STOP
+
+
+@pytest.mark.parametrize(
+    ("source", "text", "reason"),
+    [
+        ("STOP", "the file exists", "a stop was requested"),
+        ("starter", "SIGTERM", "received SIGTERM"),
+    ],
+)
+def test_a_run_whose_starter_was_killed_is_not_told_to_have_been_asked_to_stop(
+    source: str, text: str, reason: str
+) -> None:
+    life = Life()
+    life.happens(Cause.STOP_REQUESTED, evidence=(Evidence(source, text),))
+    assert life.decisions[-1].reason == reason
 
 
 def test_rungs_are_taken_in_order_and_then_the_run_is_held() -> None:
@@ -104,7 +117,7 @@ def test_a_micro_batch_that_nobody_knows_is_not_said_to_be_the_smallest() -> Non
     life = Life(Recovery.model_validate({"cuda_oom": [{"do": "shrink_micro_batch", "times": 1}]}))
     found = life.happens(Cause.CUDA_OOM, micro_batch=None)
     assert found.action is Action.HOLD
-    assert "what the micro-batch was is not known (the rank said nothing)" in found.reason
+    assert "the micro-batch is not known (the rank did not report it)" in found.reason
 
 
 @given(now=st.integers(2, 10_000), factor=st.floats(0.001, 0.999))
@@ -319,7 +332,7 @@ def test_fewer_nodes_down_to_one_and_without_the_failing_one() -> None:
 @pytest.mark.parametrize(
     ("given", "why"),
     [
-        ({"nodes": None}, "how many nodes the job asks for is not known"),
+        ({"nodes": None}, "the job's number of nodes is not known"),
         ({"nodes": 4, "coupled": True}, "batch_coupled"),
     ],
 )

@@ -12,10 +12,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slurm_forge.recovery.incident.crash_dumps import (
+    Traceback,
     find_dump,
-    find_traceback,
     find_tracebacks,
 )
+
+
+def last_traceback(text: str) -> Traceback | None:
+    return next(find_tracebacks(text), None)
+
 
 PROGRAM = """\
 import ctypes, faulthandler, os, sys, threading, time
@@ -81,7 +86,7 @@ def test_an_abort_of_this_python(tmp_path: Path) -> None:
 def test_an_exception_of_this_python(tmp_path: Path) -> None:
     text = output_of(tmp_path, "raise")
     assert find_dump(text) is None
-    found = find_traceback(text)
+    found = last_traceback(text)
     assert found is not None
     assert found.error.startswith("json.decoder.JSONDecodeError: Expecting property name")
     assert found.frame == "train.py:19 in json_error"
@@ -90,7 +95,7 @@ def test_an_exception_of_this_python(tmp_path: Path) -> None:
 @pytest.mark.parametrize("prefix", ["2: ", " 12: ", "[rank2]: "])
 def test_what_srun_and_torch_put_in_front(tmp_path: Path, prefix: str) -> None:
     text = "".join(f"{prefix}{line}\n" for line in output_of(tmp_path, "raise").splitlines())
-    found = find_traceback(text)
+    found = last_traceback(text)
     assert found is not None
     assert found.error.startswith("json.decoder.JSONDecodeError")
     assert found.frame == "train.py:19 in json_error"
@@ -155,7 +160,7 @@ def test_aborts_without_the_fault_handler(text: str, error: str) -> None:
 )  # fmt: skip
 def test_what_is_no_crash(text: str) -> None:
     assert find_dump(text) is None
-    assert find_traceback(text) is None
+    assert last_traceback(text) is None
 
 
 def test_a_crash_before_it_is_another_one() -> None:
@@ -198,7 +203,7 @@ def test_a_library_s_frames_where_there_are_no_others() -> None:
 
 def test_a_traceback_that_is_cut_off_says_nothing() -> None:
     assert (
-        find_traceback('Traceback (most recent call last):\n  File "a.py", line 1, in f\n') is None
+        last_traceback('Traceback (most recent call last):\n  File "a.py", line 1, in f\n') is None
     )
 
 
@@ -210,7 +215,7 @@ def test_the_last_traceback_of_a_chain() -> None:
         "Traceback (most recent call last):\n"
         '  File "/u/a.py", line 3, in g\n    y\nslurm_forge.errors.ForgeError: no\n'
     )
-    found = find_traceback(text)
+    found = last_traceback(text)
     assert found is not None
     assert (found.error, found.frame) == ("slurm_forge.errors.ForgeError: no", "a.py:3 in g")
 
@@ -245,7 +250,7 @@ PIECES = st.sampled_from(
 def test_any_text_is_read(text: str) -> None:
     dump = find_dump(text)
     assert dump is None or (dump.signal and len(dump.error) <= 300 and len(dump.frames) <= 8)
-    found = find_traceback(text)
+    found = last_traceback(text)
     assert found is None or found.error
     for each in find_tracebacks(text):
         assert 0 <= each.at < each.end <= len(text)
@@ -260,6 +265,6 @@ def test_a_megabyte_of_nonsense_is_read_in_no_time(piece: str) -> None:
     text = piece * (1_000_000 // len(piece))
     began = time.process_time()
     find_dump(text)
-    find_traceback(text)
+    last_traceback(text)
     list(find_tracebacks(text))
     assert time.process_time() - began < 4

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slurm_forge.recovery.incident.attempt_end import (
-    Ending,
+    SilentEnd,
     cause_of_ending,
     supervisor_lost,
 )
@@ -44,8 +44,8 @@ def record(**values: Any) -> JobRecord:
     )
 
 
-def ending(**values: Any) -> Ending:
-    return Ending(**{"restart_count": 0, "host": "n1", "step": 40, **values})
+def ending(**values: Any) -> SilentEnd:
+    return SilentEnd(**{"restart_count": 0, "host": "n1", "step": 40, **values})
 
 
 @pytest.mark.parametrize(

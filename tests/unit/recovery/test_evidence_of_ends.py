@@ -10,10 +10,9 @@ import pytest
 
 from slurm_forge.recovery import LaunchFacts, classify
 from slurm_forge.recovery.incident.attempt_end import is_cancelled
-from slurm_forge.recovery.incident.classify import LostRank
-from slurm_forge.recovery.incident.launch_facts import WorkerEnd
+from slurm_forge.recovery.incident.launch_facts import LostRank, WorkerEnd
 from slurm_forge.recovery.incident.slurm_evidence import needs_accounting
-from slurm_forge.recovery.monitor.probe_verdict import Found
+from slurm_forge.recovery.monitor.probe_verdict import ProbeFailure
 from slurm_forge.slurm.records import AccountingRecord, NodeRecord
 from slurm_forge.slurm.states import JobState, parse_state
 from slurm_forge.vocabulary.cause import Cause, Confidence, Evidence
@@ -322,9 +321,9 @@ def test_a_drained_node_is_not_a_lost_one() -> None:
 # -- the probe -------------------------------------------------------------------------------------
 
 
-def late(cause: Cause = Cause.HANG, confidence: Confidence = Confidence.LIKELY) -> Found:
+def late(cause: Cause = Cause.HANG, confidence: Confidence = Confidence.LIKELY) -> ProbeFailure:
     seen = Evidence("heartbeat", "rank 3 (n4) silent for 9 s")
-    return Found(
+    return ProbeFailure(
         cause=cause, ranks=(3,), hosts=("n4",), step=40, confidence=confidence, evidence=(seen,)
     )
 

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from slurm_forge.recovery.fingerprint import (
     Difference,
     Fingerprint,
-    Policy,
     compare,
     job_facts,
     refused,
@@ -17,7 +16,7 @@ from slurm_forge.recovery.fingerprint import (
     shown_value,
 )
 from slurm_forge.spec import job_from_mapping
-from slurm_forge.spec.environment import EnvironmentSpec
+from slurm_forge.spec.safeguards import EnvironmentSpec, Policy
 
 DEFAULT = EnvironmentSpec()
 FACTS = st.dictionaries(st.text(min_size=1, max_size=20), st.text(max_size=20), max_size=8)

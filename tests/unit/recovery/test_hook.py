@@ -10,15 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slurm_forge.journal import events as ev
-from slurm_forge.recovery.policy.decide import (
-    LR_FLOOR,
-    asks_hook_first,
-    decide,
-)
+from slurm_forge.recovery.policy.decide import asks_hook_first, decide
 from slurm_forge.recovery.policy.instability_hook import (
     HOOK_TIMES,
     answered,
 )
+from slurm_forge.recovery.policy.rungs import LR_FLOOR
 from slurm_forge.spec.recovery import Recovery, default_recovery
 from slurm_forge.vocabulary.cause import Cause
 from slurm_forge.vocabulary.decision import Action, Decision

@@ -7,28 +7,28 @@ from datetime import timedelta
 
 import pytest
 
-from slurm_forge.recovery.live_findings import Finding, Mark, SiteWords, findings
+from slurm_forge.recovery.live_findings import LiveFinding, Mark, SiteWords, findings
 from slurm_forge.recovery.live_observations import (
     Fate,
     JobSeen,
     LiveSeen,
     Meeting,
     NodeSeen,
+    NodeStorage,
     Reach,
-    Round,
+    Receiver,
     RoundKind,
     Sighting,
-    Storage,
-    Way,
+    SignalRound,
 )
 from slurm_forge.recovery.policy.prediction import (
     BroughtBack,
-    Circumstances,
+    JobConditions,
     Prediction,
     predict,
 )
 
-FINE = Storage(
+FINE = NodeStorage(
     visible=True, writable=True, exclusive=True, renamed_s=0.001, synced_s=0.002, lock_refused=True
 )
 NODE = NodeSeen(
@@ -56,26 +56,26 @@ MEETING = Meeting(
     content_right=True,
 )
 SITE = SiteWords(name="here")
-RUN = predict(Circumstances())
+RUN = predict(JobConditions())
 
 
-def sighting(way: Way, fate: Fate) -> Sighting:
+def sighting(way: Receiver, fate: Fate) -> Sighting:
     after = None if fate in (Fate.NOTHING, Fate.ABSENT) else 0.1
     return Sighting(way=way, host="n1", fate=fate, after_s=after)
 
 
-def steps(kind: RoundKind = RoundKind.STEPS_TERM, **fates: Fate) -> Round:
+def steps(kind: RoundKind = RoundKind.STEPS_TERM, **fates: Fate) -> SignalRound:
     usual = {
-        Way.BATCH: Fate.NOTHING,
-        Way.TASK: Fate.HEARD,
-        Way.TASK_PLAIN: Fate.DIED,
-        Way.SHELL: Fate.CARRIED_OFF,
-        Way.TORCHRUN: Fate.HEARD,
-        Way.WORKER: Fate.NOTHING,
-        Way.WORKER_PLAIN: Fate.NOTHING,
+        Receiver.BATCH: Fate.NOTHING,
+        Receiver.TASK: Fate.HEARD,
+        Receiver.TASK_PLAIN: Fate.DIED,
+        Receiver.SHELL: Fate.CARRIED_OFF,
+        Receiver.TORCHRUN: Fate.HEARD,
+        Receiver.WORKER: Fate.NOTHING,
+        Receiver.WORKER_PLAIN: Fate.NOTHING,
     }
-    found = {**usual, **{Way[name]: fate for name, fate in fates.items()}}
-    return Round(
+    found = {**usual, **{Receiver[name]: fate for name, fate in fates.items()}}
+    return SignalRound(
         kind=kind,
         signal="SIGTERM" if kind is RoundKind.STEPS_TERM else "SIGUSR2",
         sightings=tuple(sighting(way, fate) for way, fate in found.items()),
@@ -83,12 +83,12 @@ def steps(kind: RoundKind = RoundKind.STEPS_TERM, **fates: Fate) -> Round:
     )
 
 
-def warning(before_end_s: float | None, asked_s: float = 200.0) -> Round:
+def warning(before_end_s: float | None, asked_s: float = 200.0) -> SignalRound:
     heard = Fate.NOTHING if before_end_s is None else Fate.HEARD
-    return Round(
+    return SignalRound(
         kind=RoundKind.WARNING,
         signal="SIGUSR2",
-        sightings=(sighting(Way.TASK, heard),),
+        sightings=(sighting(Receiver.TASK, heard),),
         before_end_s=before_end_s,
         asked_s=asked_s,
         problem="it has not come" if before_end_s is None else "",
@@ -96,7 +96,7 @@ def warning(before_end_s: float | None, asked_s: float = 200.0) -> Round:
 
 
 def seen(
-    *rounds: Round, node: NodeSeen = NODE, meeting: Meeting = MEETING, **more: object
+    *rounds: SignalRound, node: NodeSeen = NODE, meeting: Meeting = MEETING, **more: object
 ) -> LiveSeen:
     report = JobSeen(
         nonce="x",
@@ -113,7 +113,7 @@ def seen(
 
 def found(
     look: LiveSeen, prediction: Prediction | None = RUN, site: SiteWords = SITE
-) -> tuple[Finding, ...]:
+) -> tuple[LiveFinding, ...]:
     return findings(look, prediction, site)
 
 
@@ -129,7 +129,7 @@ def test_a_cluster_where_all_is_well_has_no_problem() -> None:
 def test_every_problem_says_what_to_do() -> None:
     broken = replace(
         NODE,
-        storage=Storage(problem="No such file or directory"),
+        storage=NodeStorage(problem="No such file or directory"),
         commands=(),
         missing=("scontrol", "sacct", "sbatch"),
         may_submit=None,

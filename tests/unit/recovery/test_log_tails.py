@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from slurm_forge.recovery import LaunchFacts, classify
-from slurm_forge.recovery.incident.classify import LostRank
+from slurm_forge.recovery.incident.launch_facts import LostRank
 from slurm_forge.vocabulary.cause import Cause, Confidence
 from slurm_forge.vocabulary.decision import Incident
 from tests.unit.recovery.test_classify import NOW, failed

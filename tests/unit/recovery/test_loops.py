@@ -48,7 +48,7 @@ def held_after(life: Life, cause: Cause, most: int = 30, **changes: object) -> i
 
 @pytest.mark.parametrize("usage_error", [True, False])
 def test_only_what_no_other_start_changes_is_held_at_once(usage_error: bool) -> None:
-    told = words("UsageError: run.batches(until=60) does not say of what")
+    told = words("UsageError: run.batches(until=60) does not say whether steps or epochs are meant")
     held = held_after(Life(patient()), Cause.APP_ERROR, evidence=told, usage_error=usage_error)
     assert held == (1 if usage_error else 2)
 
@@ -140,7 +140,7 @@ def test_an_attempt_that_nobody_could_tell_of_counts_as_an_interruption() -> Non
         life.attempt()
     assert end(life, Cause.PREEMPTED).action is Action.REQUEUE
     assert end(life, Cause.PREEMPTED).action is Action.HOLD
-    assert "without a word 8 times" in life.decisions[-1].reason
+    assert "for an unknown reason 8 times" in life.decisions[-1].reason
 
 
 @pytest.mark.parametrize("verb", ["requeue", "run", "release"])
@@ -360,7 +360,7 @@ def test_three_launches_that_fail_before_the_first_step_are_a_crash_loop(
     causes = (Cause.CRASH, Cause.UNKNOWN, Cause.APP_ERROR)
     actions = [start(life, cause, begin=begin, at=at) for cause in causes]
     assert actions == [Action.REQUEUE, Action.REQUEUE, Action.HOLD]
-    told = "app_error: 3 launches in a row failed before the first step was done; next: correct"
+    told = "app_error: 3 launches in a row failed before the first step was done; next: fix"
     assert told in life.decisions[-1].reason
 
 

@@ -10,17 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slurm_forge.recovery.nodes.exclusion import (
-    BY_HAND,
-    Ledger,
-    NodeRules,
-    Release,
-    Standing,
-    Strike,
-    avoided,
-    spared,
-    standings,
-)
+from slurm_forge.recovery.nodes.exclusion import excluded_by_ledger, spared
+from slurm_forge.recovery.nodes.score import NodeScore, node_scores
+from slurm_forge.recovery.nodes.statements import BY_HAND, Ledger, NodeRelease, NodeRules, Strike
 from slurm_forge.recovery.nodes.strikes import strikes_of
 from slurm_forge.vocabulary.cause import Cause, Confidence
 from slurm_forge.vocabulary.decision import Incident
@@ -51,8 +43,10 @@ def by_hand(node: str = "n06", age: float = 0.0, until: float | None = None) -> 
     return Strike(node=node, time=NOW - age, weight=1.0, cause=BY_HAND, by="ann", until=until)
 
 
-def standing(*strikes: Strike, now: float = NOW, releases: tuple[Release, ...] = ()) -> Standing:
-    found = {each.node: each for each in standings(Ledger(strikes, releases), now, RULES)}
+def standing(
+    *strikes: Strike, now: float = NOW, releases: tuple[NodeRelease, ...] = ()
+) -> NodeScore:
+    found = {each.node: each for each in node_scores(Ledger(strikes, releases), now, RULES)}
     return found["n06"]
 
 
@@ -63,9 +57,9 @@ def names(
     now: float = NOW,
     excluded: tuple[str, ...] = (),
     spared: tuple[str, ...] = (),
-    releases: tuple[Release, ...] = (),
+    releases: tuple[NodeRelease, ...] = (),
 ) -> list[str]:
-    found = avoided(
+    found = excluded_by_ledger(
         Ledger(strikes, releases),
         now,
         RULES,
@@ -129,7 +123,7 @@ def test_what_runs_saw_outlasts_a_person_who_struck_for_an_hour() -> None:
 
 def test_a_release_clears_what_was_before_it_and_nothing_after() -> None:
     old = (by_hand(age=5 * HOUR), strike(age=4 * HOUR, weight=1.9, cause="gpu_error"))
-    release = Release(node="n06", time=NOW - 3 * HOUR)
+    release = NodeRelease(node="n06", time=NOW - 3 * HOUR)
     assert names(*old) == ["n06"]
     assert names(*old, releases=(release,)) == []
     again = strike(age=2 * HOUR, weight=1.9, cause="gpu_error", incident="2.1")
@@ -221,63 +215,32 @@ def test_one_witness_convicts_at_most_one_node_in_a_few_hours(
         strike(node, age=age, weight=weight, incident=str(number))
         for number, (node, age, weight) in enumerate(seen)
     )
-    found = standings(Ledger(said), NOW, RULES)
+    found = node_scores(Ledger(said), NOW, RULES)
     assert sum(each.convicted for each in found) <= 1
 
 
 # Who says it
 
-ANN, BOB, EVE = 1001, 1002, 1003
 
-
-def of(uid: int, *said: Strike) -> tuple[Strike, ...]:
-    return tuple(replace(each, uid=uid) for each in said)
-
-
-def as_ann(
-    *strikes: Strike, releases: tuple[Release, ...] = (), nodes: list[str] = NODES
-) -> list[str]:
-    found = Ledger(strikes, releases, me=ANN)
-    return [each.node for each in avoided(found, NOW, RULES, partition=nodes, needed=1)]
-
-
-def test_nobody_dilutes_what_another_says_by_taking_their_name() -> None:
-    lemon = of(ANN, *(strike(run=f"/runs/{i}", by="ann") for i in range(2)))
-    flood = of(EVE, *(strike(node, run=f"/r/{node}", by="ann") for node in NODES * 5))
-    assert as_ann(*lemon, *flood) == ["n06"]
-
-
-def test_one_user_is_one_witness_whatever_they_call_themselves() -> None:
-    said = of(EVE, *(strike(node, run="/r", by=f"u{node}{i}") for node in NODES for i in range(9)))
-    assert as_ann(*said) == []
-
-
-def test_a_release_of_somebody_else_clears_what_they_said() -> None:
-    lost = strike(cause="node_fail", weight=1.9)
-    theirs = Release(node="n06", time=NOW, uid=BOB)
-    assert as_ann(*of(ANN, lost), releases=(theirs,)) == ["n06"]
-    assert as_ann(*of(EVE, lost), releases=(theirs,)) == ["n06"]
-    assert as_ann(*of(BOB, lost), releases=(theirs,)) == []
-    for uid in (ANN, 0):
-        mine = replace(theirs, uid=uid)
-        assert as_ann(*of(ANN, lost), *of(BOB, lost), *of(EVE, by_hand()), releases=(mine,)) == []
+def test_a_release_of_anybody_clears_what_all_have_said() -> None:
+    lost = [strike(cause="node_fail", weight=1.9, by=name) for name in ("ann", "bob")]
+    assert names(*lost, by_hand()) == ["n06"]
+    assert names(*lost, by_hand(), releases=(NodeRelease(node="n06", time=NOW, by="eve"),)) == []
 
 
 def test_a_release_can_not_clear_what_has_not_happened() -> None:
-    ahead = Release(node="n06", time=NOW + 500, uid=ANN)
+    ahead = NodeRelease(node="n06", time=NOW + 500, by="ann")
     fresh = replace(strike(cause="node_fail", weight=1.9), time=NOW + 1)
-    assert as_ann(*of(ANN, fresh), releases=(ahead,)) == ["n06"]
+    assert names(fresh, releases=(ahead,)) == ["n06"]
 
 
-def test_hands_of_others_take_half_of_the_share_and_nothing_of_ones_own() -> None:
-    many = [f"n{number:02d}" for number in range(60)]  # six may be left out
-    flood = of(EVE, *(by_hand(node) for node in many[:50]))
-    assert len(as_ann(*flood, nodes=many)) == 3
-    saw = of(ANN, *(strike(node, cause="node_fail", weight=1.9) for node in ("n57", "n58")))
-    assert as_ann(*flood, *saw, nodes=many) == ["n57", "n58", "n00", "n01", "n02"]
-    forged = of(EVE, *(strike(node, cause="node_fail", weight=2.0) for node in many[:50]))
-    assert as_ann(*forged, *saw, nodes=many)[:2] == ["n57", "n58"]
-    assert as_ann(*flood, nodes=many[:5]) == ["n00"]
+def test_hands_take_nothing_of_the_share_of_runs() -> None:
+    many = [f"n{number:02d}" for number in range(60)]  # six may be excluded
+    flood = [by_hand(node) for node in many[:20]]
+    assert len(names(*flood, nodes=many)) == 20
+    saw = [strike(node, cause="node_fail", weight=1.9) for node in many[40:]]
+    assert len(names(*flood, *saw, nodes=many)) == 26
+    assert len(names(*flood, *saw, nodes=many, needed=50)) == 10
 
 
 # What a plan leaves out
@@ -346,7 +309,7 @@ def test_the_cap_bites_and_the_worst_go_first() -> None:
 def test_nothing_gets_worse_by_waiting(said: tuple[Strike, ...], waits: list[float]) -> None:
     before: dict[str, float] = {}
     for wait in sorted(waits):
-        scores = {each.node: each.score for each in standings(Ledger(said), NOW + wait, RULES)}
+        scores = {each.node: each.score for each in node_scores(Ledger(said), NOW + wait, RULES)}
         for node, score in scores.items():
             assert score <= before.get(node, score) + 1e-9
         before = scores
@@ -354,13 +317,13 @@ def test_nothing_gets_worse_by_waiting(said: tuple[Strike, ...], waits: list[flo
 
 @given(ledgers)
 def test_until_is_when_it_ends(said: tuple[Strike, ...]) -> None:
-    for each in standings(Ledger(said), NOW, RULES):
+    for each in node_scores(Ledger(said), NOW, RULES):
         if not each.convicted:
             assert each.until is None
         elif each.until is not None:
-            later = {s.node: s for s in standings(Ledger(said), each.until + 1, RULES)}
+            later = {s.node: s for s in node_scores(Ledger(said), each.until + 1, RULES)}
             assert not later[each.node].convicted
-            earlier = {s.node: s for s in standings(Ledger(said), each.until - 5, RULES)}
+            earlier = {s.node: s for s in node_scores(Ledger(said), each.until - 5, RULES)}
             assert earlier[each.node].convicted or each.until - 5 < NOW
 
 
@@ -368,7 +331,7 @@ def test_until_is_when_it_ends(said: tuple[Strike, ...]) -> None:
 def test_neither_order_nor_doubles_matter(said: tuple[Strike, ...], random) -> None:
     mixed = [*said, *said]
     random.shuffle(mixed)
-    assert standings(Ledger(tuple(mixed)), NOW, RULES) == standings(Ledger(said), NOW, RULES)
+    assert node_scores(Ledger(tuple(mixed)), NOW, RULES) == node_scores(Ledger(said), NOW, RULES)
 
 
 @given(st.floats(0, DAY), st.integers(2, 6))
@@ -382,20 +345,22 @@ def test_an_incident_counts_once_however_often_it_is_told(gap: float, times: int
 
 @given(ledgers, st.lists(st.sampled_from(NODES), max_size=5))
 def test_released_nodes_are_used(said: tuple[Strike, ...], freed: list[str]) -> None:
-    releases = tuple(Release(node=node, time=NOW) for node in freed)
+    releases = tuple(NodeRelease(node=node, time=NOW) for node in freed)
     assert not set(names(*said, releases=releases)) & set(freed)
 
 
 @given(ledgers)
 def test_what_is_listed_is_what_was_said(said: tuple[Strike, ...]) -> None:
-    found = standings(Ledger(said), NOW, RULES)
+    found = node_scores(Ledger(said), NOW, RULES)
     assert {each.node for each in found} == {each.node for each in said}
     assert all(count == 1 for count in Counter(each.node for each in found).values())
 
 
 def test_rules_can_be_other_ones() -> None:
     strict = replace(RULES, threshold=0.5, half_life=timedelta(days=30))
-    found = avoided(Ledger((strike(age=10 * DAY),)), NOW, strict, partition=NODES, needed=1)
+    found = excluded_by_ledger(
+        Ledger((strike(age=10 * DAY),)), NOW, strict, partition=NODES, needed=1
+    )
     assert [(each.node, each.causes) for each in found] == [("n06", ("hang",))]
     assert found[0].last == NOW - 10 * DAY
 

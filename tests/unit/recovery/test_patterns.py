@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from slurm_forge.recovery.incident.error_patterns import (
     KNOWN_ERRORS,
     find_cause,
-    find_causes,
     find_last,
 )
 from slurm_forge.vocabulary.cause import Cause
@@ -486,14 +485,14 @@ def test_every_row_of_the_table_has_its_examples() -> None:
 def test_what_a_row_takes_and_what_it_leaves(row: tuple[Cause, str, list[str], list[str]]) -> None:
     cause, label, said, not_said = row
     for text in said:
-        labels = {match.label: match for match in find_causes(f"before\n{text}\nafter\n")}
+        labels = {match.label: match for match in find_last(f"before\n{text}\nafter\n")}
         assert label in labels, text
         assert labels[label].text in " ".join(text.split())
         first = find_cause(text)
         assert first is not None
         assert first.cause is cause, (text, first)
     for text in not_said:
-        assert label not in {match.label for match in find_causes(text)}, text
+        assert label not in {match.label for match in find_last(text)}, text
 
 
 @pytest.mark.parametrize(
@@ -616,11 +615,9 @@ PIECES = st.sampled_from(
 
 @given(st.one_of(st.text(max_size=400), st.lists(PIECES, max_size=50).map("".join)))
 def test_any_text_is_read(text: str) -> None:
-    for match in (*find_causes(text), *find_last(text)):
+    for match in find_last(text):
         assert match.text
         assert "\n" not in match.text
-    # The same kinds, in another order.
-    assert {each.label for each in find_last(text)} == {each.label for each in find_causes(text)}
 
 
 @pytest.mark.parametrize(
@@ -631,6 +628,6 @@ def test_any_text_is_read(text: str) -> None:
 def test_a_megabyte_of_nonsense_is_read_in_no_time(piece: str) -> None:
     text = piece * (1_000_000 // len(piece))
     began = time.process_time()
-    find_causes(text)
+    find_cause(text)
     list(find_last(text))
     assert time.process_time() - began < 8

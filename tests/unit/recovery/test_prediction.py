@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from slurm_forge.recovery.policy.prediction import (
     BroughtBack,
-    Circumstances,
     FirstSignal,
+    JobConditions,
     ResumesFrom,
     predict,
 )
@@ -31,11 +31,11 @@ REQUEUE, CANCEL = PreemptionMode.REQUEUE, PreemptionMode.CANCEL
 
 def here(
     mode: PreemptionMode | None, grace: timedelta | None = None, **more: object
-) -> Circumstances:
+) -> JobConditions:
     facts: dict = {"preemption": Preemption(mode=mode, grace=grace), "above": True} | {
         "config": CONFIG
     }  # fmt: skip
-    return Circumstances(**(facts | more))
+    return JobConditions(**(facts | more))
 
 
 @pytest.mark.parametrize(
@@ -60,7 +60,7 @@ def here(
     ],
 )  # fmt: skip
 def test_who_brings_it_back(
-    circumstances: Circumstances, by: BroughtBack, same_job: bool | None, resumes: ResumesFrom
+    circumstances: JobConditions, by: BroughtBack, same_job: bool | None, resumes: ResumesFrom
 ) -> None:
     found = predict(circumstances)
     assert (found.back_by, found.same_job, found.resumes_from) == (by, same_job, resumes)
@@ -129,7 +129,7 @@ def test_the_time_limit() -> None:
 TIMES = st.none() | st.integers(0, 10**6).map(lambda count: timedelta(seconds=count))
 BOOLS = st.none() | st.booleans()
 ANY = st.builds(
-    Circumstances,
+    JobConditions,
     preemption=st.builds(
         Preemption,
         mode=st.none() | st.sampled_from(PreemptionMode),
@@ -158,7 +158,7 @@ ANY = st.builds(
 
 
 @given(ANY)
-def test_in_all_circumstances(given: Circumstances) -> None:
+def test_in_all_circumstances(given: JobConditions) -> None:
     found = predict(given)
     brought = found.back_by is not BroughtBack.NOBODY
     assert brought == (found.mode not in (PreemptionMode.OFF, PreemptionMode.SUSPEND))

@@ -8,12 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slurm_forge.control.messages.preflight import (
-    Check,
-    NodeReport,
-    Thoroughness,
-    Verdict,
-)
+from slurm_forge.control.messages.preflight import Check, CheckVerdict, NodeReport, Thoroughness
 from slurm_forge.journal import RunState
 from slurm_forge.journal.state import AttemptState
 from slurm_forge.recovery.monitor.isolation import (
@@ -32,8 +27,8 @@ from slurm_forge.vocabulary.decision import Incident, Start
 
 
 def report(rank: int, *bad: str, host: str = "", torch: str = "2.6", odd: str = "") -> NodeReport:
-    checks = [Check(name=name, verdict=Verdict.BAD, text=f"{name} is bad") for name in bad]
-    checks += [Check(name="memory", verdict=Verdict.ODD, text=odd)] if odd else []
+    checks = [Check(name=name, verdict=CheckVerdict.BAD, text=f"{name} is bad") for name in bad]
+    checks += [Check(name="memory", verdict=CheckVerdict.ODD, text=odd)] if odd else []
     return NodeReport(
         rank=rank, host=host or f"n{rank}", python="3.11", torch=torch, checks=tuple(checks)
     )

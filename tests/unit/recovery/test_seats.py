@@ -6,12 +6,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slurm_forge.recovery.nodes.placement import (
-    Room,
-    Seats,
-    doubted,
+    AllocationState,
+    Placement,
     launch_nodes,
-    lost_here,
-    seats,
+    lost_nodes,
+    place_ranks,
+    suspected_nodes,
 )
 from slurm_forge.slurm.records import NodeRecord
 from slurm_forge.vocabulary.cause import Cause, Confidence
@@ -26,15 +26,15 @@ def take(
     *,
     before: tuple[str, ...] = (),
     unusable: tuple[str, ...] = (),
-    doubted: tuple[str, ...] = (),
+    suspected: tuple[str, ...] = (),
 ) -> tuple[str, ...] | None:
-    found = seats(
+    found = place_ranks(
         NODES[:allocation],
         wanted=wanted,
         tasks_per_node=2,
         before=before,
         unusable=unusable,
-        doubted=doubted,
+        suspected=suspected,
     )
     return None if found is None else found.nodes
 
@@ -46,7 +46,7 @@ def incident(cause: Cause, *hosts: str, repeats: bool | None = None) -> Incident
 
 
 def test_at_first_the_last_nodes_are_spare() -> None:
-    found = seats(NODES[:4], wanted=3, tasks_per_node=2)
+    found = place_ranks(NODES[:4], wanted=3, tasks_per_node=2)
     assert found is not None
     assert (found.nodes, found.spares, found.tasks) == (("n1", "n2", "n3"), ("n4",), 6)
     assert found.in_order
@@ -71,16 +71,16 @@ def test_fewer_ranks_go_where_ranks_were() -> None:
 
 
 def test_a_doubted_node_waits_while_there_is_another_and_works_where_there_is_none() -> None:
-    assert take(4, 3, doubted=("n2",)) == ("n1", "n3", "n4")
-    assert take(4, 3, before=("n1", "n2", "n3"), doubted=("n2",)) == ("n1", "n4", "n3")
-    assert take(3, 3, before=("n1", "n2", "n3"), doubted=("n2",)) == ("n1", "n2", "n3")
+    assert take(4, 3, suspected=("n2",)) == ("n1", "n3", "n4")
+    assert take(4, 3, before=("n1", "n2", "n3"), suspected=("n2",)) == ("n1", "n4", "n3")
+    assert take(3, 3, before=("n1", "n2", "n3"), suspected=("n2",)) == ("n1", "n2", "n3")
     # Of two doubted ones the worse waits.
-    assert take(4, 3, doubted=("n4", "n1")) == ("n1", "n2", "n3")
+    assert take(4, 3, suspected=("n4", "n1")) == ("n1", "n2", "n3")
 
 
 def test_what_has_moved_in_words() -> None:
-    def at(*nodes: str) -> Seats:
-        return Seats(nodes=nodes, tasks_per_node=1, allocation=NODES[:5])
+    def at(*nodes: str) -> Placement:
+        return Placement(nodes=nodes, tasks_per_node=1, allocation=NODES[:5])
 
     before = at("n1", "n2", "n3")
     assert at("n1", "n4", "n3").moved(before) == "n[1,3] + spare n4"
@@ -99,13 +99,13 @@ def test_launch_after_launch(size: int, wanted: int, lost: list[set[str]], bad: 
     allocation, gone, before = NODES[:size], set[str](), ()
     for news in [set[str](), *lost]:
         gone |= news
-        found = seats(
+        found = place_ranks(
             allocation,
             wanted=wanted,
             tasks_per_node=1,
             before=before,
             unusable=gone,
-            doubted=bad,
+            suspected=bad,
         )
         usable = [node for node in allocation if node not in gone]
         if found is None:
@@ -141,12 +141,12 @@ def test_what_speaks_against_a_node() -> None:
         NodeRecord(name="n5", state=("ALLOCATED", "DRAIN")),
         NodeRecord(name="n6", state=("ALLOCATED",)),
     )
-    assert doubted(seen, ("n7", "n3"), records) == ("n5", "n2", "n4", "n3", "n7")
-    assert lost_here(seen) == {"n2"}
+    assert suspected_nodes(seen, ("n7", "n3"), records) == ("n5", "n2", "n4", "n3", "n7")
+    assert lost_nodes(seen) == {"n2"}
 
 
 def test_room() -> None:
-    room = Room(nodes=("n1", "n2", "n3", "n4"), wanted=3, outlives=True)
+    room = AllocationState(nodes=("n1", "n2", "n3", "n4"), wanted=3, outlives=True)
     assert room.suffices(["n2"])
     assert not room.suffices(["n2", "n3"])
     assert room.suffices(["elsewhere"])

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from slurm_forge.recovery import LaunchFacts, classify
-from slurm_forge.recovery.incident.classify import LostRank
+from slurm_forge.recovery.incident.launch_facts import LostRank
 from slurm_forge.recovery.incident.lost_nodes import vanished
 from slurm_forge.recovery.monitor.stalls import Stall
 from slurm_forge.recovery.nodes.placement import (
-    Room,
-    Seats,
+    AllocationState,
+    Placement,
 )
 from slurm_forge.slurm.records import NodeRecord
 from slurm_forge.slurm.states import JobState
@@ -25,7 +25,7 @@ from tests.unit.recovery.life import Life
 from tests.unit.recovery.test_classify import NOW, failed, job
 
 #: Two ranks on each of three nodes; the seat of n2 has gone to n4 before.
-SEATS = Seats(nodes=("n1", "n4", "n3"), tasks_per_node=2, allocation=("n1", "n2", "n3", "n4"))
+SEATS = Placement(nodes=("n1", "n4", "n3"), tasks_per_node=2, allocation=("n1", "n2", "n3", "n4"))
 OTHERS_END = """\
 srun: error: n3: tasks 4-5: Exited with exit code 1
 srun: launch/slurm: _step_signal: Terminating StepId=7.1
@@ -143,8 +143,8 @@ def test_a_spare_node_on_which_nothing_starts_is_named() -> None:
 # -- what is done about it -------------------------------------------------------------------------
 
 
-def room(*nodes: str, wanted: int = 3, outlives: bool = True) -> Room:
-    return Room(nodes=nodes, wanted=wanted, outlives=outlives)
+def room(*nodes: str, wanted: int = 3, outlives: bool = True) -> AllocationState:
+    return AllocationState(nodes=nodes, wanted=wanted, outlives=outlives)
 
 
 FOUR = room("n1", "n2", "n3", "n4")
@@ -175,7 +175,9 @@ def test_it_is_charged_as_the_requeue_that_it_saves() -> None:
         ("nothing is known of the allocation", None, ("n3",)),
     ],
 )
-def test_the_queue_it_is_where(what: str, given: Room | None, hosts: tuple[str, ...]) -> None:
+def test_the_queue_it_is_where(
+    what: str, given: AllocationState | None, hosts: tuple[str, ...]
+) -> None:
     decision = Life().happens(Cause.NODE_FAIL, hosts=hosts, room=given)
     assert decision.action is Action.REQUEUE, what
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from slurm_forge.control.stack_text import Where
 from slurm_forge.recovery.monitor.phase_durations import (
-    Rules,
+    HangRules,
     Stretches,
 )
 from slurm_forge.recovery.monitor.stalls import (
@@ -28,7 +28,7 @@ SLEEPING = Where(top="loop (train.py:12)")
 
 def known() -> Stretches:
     """A run whose steps take a second: 30 s are too long."""
-    stretches = Stretches(Rules(5.0, timedelta(seconds=30), timedelta(minutes=10)))
+    stretches = Stretches(HangRules(5.0, timedelta(seconds=30), timedelta(minutes=10)))
     for kind, seconds in (("train", 1.0), ("data", 0.1), ("eval", 60.0), ("save", 5.0)):
         for _ in range(5):
             stretches.note(kind, seconds)
@@ -142,7 +142,7 @@ def test_who_is_not_in_the_collective_is_late() -> None:
 
 
 def test_short_steps_and_large_numbers_are_readable() -> None:
-    stretches = Stretches(Rules(5.0, timedelta(seconds=30), timedelta(minutes=10)))
+    stretches = Stretches(HangRules(5.0, timedelta(seconds=30), timedelta(minutes=10)))
     for _ in range(5):
         stretches.note("train", 0.0034)
     views = [at(0, 40, step=9831), at(1, 40, step=9831)]
@@ -151,7 +151,7 @@ def test_short_steps_and_large_numbers_are_readable() -> None:
     looks = {0: look(WAITING), 1: look()}
     stall = judge(found, {view.rank: view for view in views}, looks, looks, stretches)
     assert isinstance(stall, Stall)
-    assert "in train at step 9 831 (train took up to 3 ms before" in stall.evidence[0].text
+    assert "in train at step 9831 (train took up to 3 ms before" in stall.evidence[0].text
 
 
 def test_all_in_one_collective_names_nobody() -> None:

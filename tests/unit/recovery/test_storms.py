@@ -17,7 +17,7 @@ from slurm_forge.journal.fold import fold
 from slurm_forge.journal.known import newest_usable
 from slurm_forge.journal.state import RunState, RunStatus
 from slurm_forge.recovery import decide
-from slurm_forge.recovery.policy.decide import LR_FLOOR
+from slurm_forge.recovery.policy.rungs import LR_FLOOR
 from slurm_forge.recovery.policy.skip_windows import total
 from slurm_forge.spec.recovery import Limits, Recovery, default_recovery
 from slurm_forge.store.identity import CheckpointName
@@ -36,7 +36,7 @@ IN_THE_JOB = {
     Action.WARN,
 }
 BATCH = 32
-LONG = pytest.mark.parametrize("number", [2_000, pytest.param(10_000, marks=pytest.mark.slow)])
+LONG = pytest.mark.parametrize("number", [500, pytest.param(10_000, marks=pytest.mark.slow)])
 
 
 class Storm:

@@ -7,11 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slurm_forge.recovery.monitor.phase_durations import (
-    Rules,
+    HangRules,
     Stretches,
 )
 
-RULES = Rules(5.0, timedelta(seconds=30), timedelta(minutes=10))
+RULES = HangRules(5.0, timedelta(seconds=30), timedelta(minutes=10))
 KINDS = st.sampled_from(["train", "data", "save", "eval", "start", "load", "first train"])
 
 

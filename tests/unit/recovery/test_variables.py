@@ -8,6 +8,7 @@ from slurm_forge.control.brief import LaunchBrief
 from slurm_forge.documents import build, load
 from slurm_forge.errors import ConfigError
 from slurm_forge.journal import events as ev
+from slurm_forge.json_codec import parse
 from slurm_forge.recovery import decide
 from slurm_forge.spec.recovery import Recovery, default_recovery
 from slurm_forge.vocabulary.cause import Cause
@@ -137,4 +138,4 @@ def test_what_was_written_is_read_back() -> None:
 def test_the_brief_of_a_launch_carries_them() -> None:
     plan = RecoveryPlan(variables=SET, variables_past=7)
     brief = LaunchBrief(attempt=1, launch=2, plan=plan, committed_step=None)
-    assert LaunchBrief.from_text(brief.to_text()) == brief
+    assert parse(LaunchBrief, brief.to_text()) == brief

@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from slurm_forge.journal import RunStatus
 from slurm_forge.recovery.run_watch import (
     FindingKind,
-    Looked,
+    JobInQueue,
     Remedy,
-    RunSeen,
+    RunSnapshot,
     WatchLimits,
+    assess_run,
     has_question,
-    look,
 )
 from slurm_forge.slurm.records import JobRecord, QueueRecord
 from slurm_forge.slurm.states import JobState
@@ -27,7 +27,7 @@ NOW = 1_000_000.0
 LIMITS = WatchLimits()
 RESTART = WatchLimits(restart=True)
 
-RUNS = RunSeen(
+RUNS = RunSnapshot(
     name="r",
     status=RunStatus.RUNNING,
     job="42",
@@ -39,7 +39,7 @@ RUNS = RunSeen(
     saves_every_s=600.0,
 )
 WAITS = replace(RUNS, status=RunStatus.REQUEUED, ended=True, requeued=NOW - 10, changed=NOW - 10)
-FRESH = RunSeen(name="r", status=RunStatus.SUBMITTED, job="42", changed=NOW - 10)
+FRESH = RunSnapshot(name="r", status=RunStatus.SUBMITTED, job="42", changed=NOW - 10)
 HELD = replace(RUNS, status=RunStatus.HELD, reason="hang: 3 times", ended=True)
 OPEN = replace(RUNS, status=RunStatus.REQUEUED, ended=True, intent=NOW - 120)
 
@@ -52,9 +52,7 @@ def line(
         job_ref=job,
         job_id=42,
         state=state,
-        state_text=state.value,
         reason=reason,
-        partition="p",
         start_time=moment,
     )
 
@@ -64,16 +62,16 @@ def record(state: JobState, suspended: float | None = None) -> JobRecord:
     return JobRecord(job_id=42, name="r", state=state, state_text=state.value, suspend_time=moment)
 
 
-def queue(state: JobState, reason: str | None = None, start: float | None = None) -> Looked:
-    return Looked(answered=True, line=line(state, reason, start))
+def queue(state: JobState, reason: str | None = None, start: float | None = None) -> JobInQueue:
+    return JobInQueue(answered=True, line=line(state, reason, start))
 
 
-def gone(state: JobState | None, *, cancelled: bool = False) -> Looked:
+def gone(state: JobState | None, *, cancelled: bool = False) -> JobInQueue:
     known = None if state is None else record(state)
-    return Looked(answered=True, asked=True, record=known, cancelled=cancelled)
+    return JobInQueue(answered=True, asked=True, record=known, cancelled=cancelled)
 
 
-SILENT = Looked(answered=False)
+SILENT = JobInQueue(answered=False)
 RUNNING, PENDING = JobState.RUNNING, JobState.PENDING
 LONG = replace(RUNS, changed=NOW - 4000)
 ASKED = replace(queue(RUNNING, start=NOW - 9000), asked=True, record=record(RUNNING))
@@ -145,8 +143,8 @@ TABLE = [
     ("scancelled", LONG, gone(JobState.CANCELLED), RESTART, K.CANCELLED, R.NONE),
     ("scancelled long ago", LONG, gone(None, cancelled=True), RESTART, K.CANCELLED, R.NONE),
     ("back in the queue meanwhile", LONG, gone(PENDING), RESTART, None, None),
-    ("gone a moment ago", RUNS, Looked(answered=True), RESTART, None, None),
-    ("gone, not asked about yet", LONG, Looked(answered=True), RESTART, None, None),
+    ("gone a moment ago", RUNS, JobInQueue(answered=True), RESTART, None, None),
+    ("gone, not asked about yet", LONG, JobInQueue(answered=True), RESTART, None, None),
     ("gone, but nobody answered", LONG, SILENT, RESTART, None, None),
     # stuck
     ("stuck", LONG, ASKED, LIMITS, K.STUCK, R.NONE),
@@ -172,13 +170,13 @@ TABLE = [
     ids=[row[0] for row in TABLE],
 )  # fmt: skip
 def test_table(
-    seen: RunSeen,
-    looked: Looked,
+    seen: RunSnapshot,
+    looked: JobInQueue,
     limits: WatchLimits,
     kind: FindingKind | None,
     remedy: Remedy | None,
 ) -> None:
-    found = look(seen, looked, NOW, limits)
+    found = assess_run(seen, looked, NOW, limits)
     assert (found and found.kind, found and found.remedy) == (kind, remedy)
     if found is not None:
         assert found.words and found.next and found.key
@@ -186,7 +184,7 @@ def test_table(
 
 
 def test_what_is_asked_about_one_by_one() -> None:
-    away = Looked(answered=True)
+    away = JobInQueue(answered=True)
     assert has_question(LONG, away, NOW, LIMITS)
     assert not has_question(RUNS, away, NOW, LIMITS), "a moment ago"
     assert has_question(LONG, queue(RUNNING, start=NOW - 9000), NOW, LIMITS), "maybe suspended"
@@ -199,7 +197,7 @@ def test_what_is_asked_about_one_by_one() -> None:
 
 times = st.floats(min_value=0, max_value=20_000).map(lambda ago: NOW - ago)
 seens = st.builds(
-    RunSeen,
+    RunSnapshot,
     name=st.just("r"),
     status=st.sampled_from(RunStatus),
     job=st.sampled_from(["", "42", "7_3", "process"]),
@@ -224,7 +222,7 @@ starts = st.none() | st.floats(-9000, 9000).map(lambda by: NOW + by)
 lines = st.none() | st.builds(line, st.sampled_from(JobState), reasons, starts)
 records = st.none() | st.builds(record, st.sampled_from(JobState), st.none() | times)
 lookeds = st.builds(
-    Looked,
+    JobInQueue,
     answered=st.booleans(),
     line=lines,
     asked=st.booleans(),
@@ -237,9 +235,9 @@ limits_ = st.builds(WatchLimits, restart=st.booleans(), shorten=st.booleans())
 
 @given(seens, lookeds, limits_)
 def test_nothing_is_done_that_must_not_be(
-    seen: RunSeen, looked: Looked, limits: WatchLimits
+    seen: RunSnapshot, looked: JobInQueue, limits: WatchLimits
 ) -> None:
-    found = look(seen, looked, NOW, limits)
+    found = assess_run(seen, looked, NOW, limits)
     if found is None or found.remedy is Remedy.NONE:
         return
     assert seen.status in {RunStatus.SUBMITTED, RunStatus.RUNNING, RunStatus.REQUEUED}

@@ -6,7 +6,7 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
-from slurm_forge.cli.observe.run_reading import Gathering
+from slurm_forge.cli.observe.run_reading import RunReader
 from slurm_forge.journal import JournalWriter, read_journal, read_position
 from slurm_forge.journal import events as ev
 from slurm_forge.report.status.report_facts import RunFacts
@@ -348,8 +348,8 @@ class Scribe:
 
     def looked(self, *, after: float = 0.0) -> RunFacts:
         """As ``facts``, with the times of the files, as the command line finds them."""
-        gathering = Gathering(self.run, clock=lambda: self.now + after)
-        gathering.look()
+        gathering = RunReader(self.run, clock=lambda: self.now + after)
+        gathering.poll()
         return replace(gathering.facts(), reference=self.run.name)
 
     def facts(self, *, after: float = 0.0, total: int | None = 400) -> RunFacts:

@@ -194,7 +194,7 @@ def test_explain_always_tells_something_that_can_be_printed(facts: RunFacts) -> 
     for attempt in (None, *(one.number for one in story.attempts)):
         text = explain_text(story, now=facts.now, reference="x", attempt=attempt)
         assert printable(text)
-        assert "What was changed for your science:" in text
+        assert "Changes that affect your results:" in text
     assert story.repeated_steps >= 0
     assert min(story.waited_s, story.lost_rank_s, story.idle_rank_s, story.rest_s) >= 0
     assert story.repeated_s <= story.training_s + 1e-3 or not math.isfinite(story.training_s)

@@ -7,7 +7,12 @@ from datetime import datetime, timezone
 import pytest
 
 from slurm_forge.journal import KnownCheckpoint, RunState, RunStatus
-from slurm_forge.report.checkpoints import Found, Leftover, list_checkpoints, resumed_next
+from slurm_forge.report.checkpoints import (
+    Leftover,
+    StoredCheckpoint,
+    list_checkpoints,
+    resumed_next,
+)
 from slurm_forge.report.checkpoints_text import amount, checkpoints_text
 from slurm_forge.store.identity import CheckpointName
 from slurm_forge.store.manifest import INDEX_NAME, FileEntry, Manifest
@@ -19,7 +24,7 @@ def name(step: int, attempt: int = 1, launch: int = 1) -> CheckpointName:
     return CheckpointName(step, attempt, launch, f"{step:08x}")
 
 
-def found(step: int, attempt: int = 1, *, problem: str = "") -> Found:
+def found(step: int, attempt: int = 1, *, problem: str = "") -> StoredCheckpoint:
     manifest = Manifest(
         run_id="r",
         name=name(step, attempt),
@@ -32,7 +37,7 @@ def found(step: int, attempt: int = 1, *, problem: str = "") -> Found:
         reason="every_steps",
     )
     size = manifest.size
-    return Found(
+    return StoredCheckpoint(
         name=name(step, attempt), manifest=None if problem else manifest, problem=problem, size=size
     )
 
@@ -43,7 +48,9 @@ def known(step: int, trust: Trust = Trust.WRITTEN, why: str = "", attempt: int =
     )
 
 
-def text(state: RunState, present: list[Found], left: tuple[Leftover, ...] = ()) -> list[str]:
+def text(
+    state: RunState, present: list[StoredCheckpoint], left: tuple[Leftover, ...] = ()
+) -> list[str]:
     listed = list_checkpoints("gpt", "/runs/gpt/checkpoints", state, present, left)
     return checkpoints_text(listed, now=TUESDAY, reference="gpt", zone=timezone.utc).splitlines()
 
@@ -85,10 +92,10 @@ def test_what_is_gone_and_what_was_left_behind_is_told_in_a_line_each() -> None:
     )
     lines = text(state, [found(200)], left)
     assert lines[2:] == [
-        "  no longer on disk, though no line of the journal says so: "
+        "  missing on disk, though never deleted by the run: "
         "step 190, 180, 170, 160, 150, 140, 130, 120 and 11 more",
-        "  1 folder of saves that are under way or came to nothing: 1.00 GB",
-        "  2 folders of deletions that were interrupted: 4.00 kB",
+        "  1 folder of saves in progress or interrupted: 1.00 GB",
+        "  2 folders of interrupted deletions: 4.00 kB",
     ]
 
 

@@ -70,8 +70,9 @@ def test_a_crash_in_words_with_gpus_and_without(scribe: Scribe) -> None:
     text = told(scribe.facts())
     assert "30 steps repeated, 5 min" in text
     assert "42 rank-minutes lost, 3.5 rank-minutes idle\n" in text
-    cost = "42 rank-minutes lost (30 steps repeated, 1 more start), 3.5 rank-minutes idle, "
-    assert f"\nWhat it cost: {cost}3 min 1 s waiting in the queue.\n" in text
+    cost = "42 rank-minutes lost (30 steps repeated, 1 restart), 3.5 rank-minutes idle, "
+    waits = "2 min 1 s waiting in the queue, 60 s waiting in the queue before the first start"
+    assert f"\nWhat it cost: {cost}{waits}.\n" in text
     assert "   start-up 14 s, waiting 2 min 1 s, lost 5 min 40 s of 25 min\n" in text
     gpus = told(replace(scribe.facts(), gpus_per_rank=4.0))
     assert "2.8 GPU-hours lost, 14 GPU-minutes idle\n" in gpus
@@ -197,7 +198,7 @@ def test_time_that_nobody_asked_for_is_no_waiting_and_no_loss(scribe: Scribe) ->
     scribe.train(11, 20)
     story = explain(scribe.facts())
     assert (story.rest_s, story.queued_s) == (pytest.approx(7200), pytest.approx(40))
-    assert "waiting 40 s, at rest 2 h, lost 15 s of " in told(scribe.facts())
+    assert "waiting 40 s, stopped 2 h, lost 15 s of " in told(scribe.facts())
 
 
 def test_a_held_run_waits_from_its_release_on_where_that_is_known(scribe: Scribe) -> None:
@@ -235,7 +236,7 @@ def test_a_held_run_that_slurm_was_told_to_release_has_not_waited_all_the_time(
     story = explain(scribe.facts())
     assert story.attempts[1].waited_s is None
     assert (story.rest_s, story.queued_s) == (pytest.approx(7200), 0)
-    assert "at rest 2 h" in told(scribe.facts())
+    assert "stopped 2 h" in told(scribe.facts())
 
 
 def test_a_run_that_waits_now_has_waited_until_now(scribe: Scribe) -> None:
@@ -252,7 +253,7 @@ def test_a_run_that_has_not_been_started_yet_waits_all_the_same(scribe: Scribe) 
     scribe.submitted()
     facts = scribe.facts(after=300)
     assert explain(facts).waited_s == 300
-    assert "\nWhat it cost: 5 min waiting in the queue.\n" in told(facts)
+    assert "\nWhat it cost: 5 min waiting in the queue before the first start.\n" in told(facts)
 
 
 def test_a_back_off_is_told_before_it_is_over_and_after(scribe: Scribe) -> None:
@@ -260,10 +261,10 @@ def test_a_back_off_is_told_before_it_is_over_and_after(scribe: Scribe) -> None:
     scribe.resume(0)
     scribe.incident(Cause.EXTERNAL_SERVICE, Action.REQUEUE, wait=240.0)
     scribe.requeued()
-    assert "requeued · waits 4 min before the next start" in told(scribe.facts())
+    assert "requeued · next start in 4 min" in told(scribe.facts())
     scribe.later(240).begin()
     scribe.resume(0)
-    assert "requeued · the next start put off by 4 min" in told(scribe.facts())
+    assert "requeued · next start delayed by 4 min" in told(scribe.facts())
     assert explain(scribe.facts()).attempts[0].launches[0].incidents[0].decision is not None
 
 
@@ -293,7 +294,7 @@ def test_an_update_that_slurm_refused_is_not_a_requeue_left_open(scribe: Scribe)
         (100.0, None, "1.7 rank-minutes"),
         (99 * 60.0, None, "99 rank-minutes"),
         (3600.0, 8.0, "8.0 GPU-hours"),
-        (3600.0 * 12_345, 1.0, "12 345 GPU-hours"),
+        (3600.0 * 12_345, 1.0, "12345 GPU-hours"),
         (float("nan"), None, "?"),
     ],
 )

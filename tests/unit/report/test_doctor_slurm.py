@@ -7,11 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from slurm_forge.recovery.live_findings import Mark
 from slurm_forge.report.doctor import slurm_section as doctor_slurm
-from slurm_forge.report.doctor.sections import (
-    Mark,
-    Told,
-)
+from slurm_forge.report.doctor.sections import Remark
 from slurm_forge.report.doctor.slurm_section import slurm_section
 from slurm_forge.slurm.survey import Survey
 from slurm_forge.slurm.text.parsing import parse_config
@@ -21,7 +19,7 @@ DATA = Path(__file__).parents[1] / "slurm" / "data"
 VERSIONS = sorted(each.name for each in DATA.glob("v??.??"))
 
 
-def told(recorded: str, **changes: object) -> tuple[Told, ...]:
+def told(recorded: str, **changes: object) -> tuple[Remark, ...]:
     config = replace(parse_config((DATA / recorded / "config.txt").read_text()), **changes)
     return slurm_section(Survey(user="u", config=config)).told
 

@@ -7,14 +7,12 @@ from datetime import timedelta
 
 import pytest
 
+from slurm_forge.recovery.live_findings import Mark
 from slurm_forge.recovery.policy.save_interval import (
     FIRST,
     Advice,
 )
-from slurm_forge.report.doctor.sections import (
-    Mark,
-    Section,
-)
+from slurm_forge.report.doctor.sections import ReportSection
 from slurm_forge.report.doctor.storage_section import (
     StorageFacts,
     checkpoint_section,
@@ -23,14 +21,14 @@ from slurm_forge.report.doctor.storage_section import (
 from slurm_forge.site.model import Storage
 from slurm_forge.store.mounts import Mount
 from slurm_forge.store.quota import Quota, QuotaAnswer
-from slurm_forge.store.room import Room
+from slurm_forge.store.room import FreeSpace
 from slurm_forge.store.trying import Locks, Tried
 
 LUSTRE = Mount("/scratch", "lustre", "x:/scratch", ("rw",))
 GIB = 1 << 30
 
 
-def marks(section: Section) -> dict[str, Mark]:
+def marks(section: ReportSection) -> dict[str, Mark]:
     return {told.text: told.mark for told in section.told}
 
 
@@ -44,9 +42,9 @@ def only(facts: StorageFacts) -> tuple[Mark, str]:
     [
         (LUSTRE, Mark.OK, "lustre, mounted at /scratch"),
         (Mount("/", "ext4", "sda1", ("rw",)), Mark.WARNING, "compute nodes do not see it"),
-        (Mount("/x", "newfs", "y", ("rw",)), Mark.NOTE, "can't be told"),
+        (Mount("/x", "newfs", "y", ("rw",)), Mark.NOTE, "see it is unknown"),
         (Mount("/s", "lustre", "x", ("ro",)), Mark.PROBLEM, "read-only"),
-        (None, Mark.NOTE, "can't be told here"),
+        (None, Mark.NOTE, "could not be determined"),
     ],
 )
 def test_the_kind_of_file_system(mount: Mount | None, mark: Mark, words: str) -> None:
@@ -63,13 +61,13 @@ def test_an_nfs_that_caches_says_so() -> None:
 @pytest.mark.parametrize(
     ("room", "checkpoint", "mark"),
     [
-        (Room(900 * GIB, None), None, Mark.OK),
-        (Room(5 * GIB, None), None, Mark.WARNING),
-        (Room(30 * GIB, None), 20 * GIB, Mark.PROBLEM),
-        (Room(None, 100), None, Mark.WARNING),
+        (FreeSpace(900 * GIB, None), None, Mark.OK),
+        (FreeSpace(5 * GIB, None), None, Mark.WARNING),
+        (FreeSpace(30 * GIB, None), 20 * GIB, Mark.PROBLEM),
+        (FreeSpace(None, 100), None, Mark.WARNING),
     ],
 )
-def test_room(room: Room, checkpoint: int | None, mark: Mark) -> None:
+def test_room(room: FreeSpace, checkpoint: int | None, mark: Mark) -> None:
     found = only(StorageFacts(folder="/r", mount=LUSTRE, room=room, checkpoint=checkpoint))
     assert found[0] is mark, found
 
@@ -141,7 +139,7 @@ def test_advice_mixes_nothing_assumed_into_what_was_seen() -> None:
 
 
 def test_a_size_that_nobody_knows_is_not_told() -> None:
-    mark, text = only(StorageFacts(folder="/r", room=Room(1 << 20, None)))
+    mark, text = only(StorageFacts(folder="/r", room=FreeSpace(1 << 20, None)))
     assert mark is Mark.PROBLEM
     assert "1.0 MiB free" in text and "0 B" not in text
 

@@ -74,9 +74,9 @@ def test_where_the_stacks_lie_is_told_without_being_asked_for(scribe: Scribe) ->
 
 def test_what_every_launch_notes_is_told_once(scribe: Scribe) -> None:
     scribe.begin()
-    for text in ("faults on purpose: nan@3", "another", "faults on purpose: nan@3"):
+    for text in ("injected faults: nan@3", "another", "injected faults: nan@3"):
         scribe.write("rank0", ev.Note(text=text))
-    assert told(scribe.facts()).count("note: faults on purpose: nan@3") == 1
+    assert told(scribe.facts()).count("note: injected faults: nan@3") == 1
     assert "more note" not in told(scribe.facts())
 
 
@@ -109,7 +109,7 @@ def test_nodes_that_were_struck_are_told_under_their_incident(scribe: Scribe) ->
     scribe.relaunch()
     scribe.resume(0)
     text = told(scribe.facts())
-    line = "n06 struck (hang); left out until Thu 14:00 (slurm-forge nodes list)"
+    line = "n06 struck (hang); excluded until Thu 14:00 (slurm-forge nodes list)"
     assert text.count(line) == 1
     assert text.index("late: rank 4") < text.index(line) < text.index("launch 2")
 
@@ -119,7 +119,7 @@ def test_some_of_the_struck_nodes_are_left_out_and_some_are_not(scribe: Scribe) 
     scribe.resume(0)
     scribe.incident(Cause.HANG, Action.RELAUNCH)
     scribe.struck("n06", "n07", excluded=("n07",), until=THURSDAY_14 + 30 * 86400)
-    line = "n[06-07] struck (hang); n07 left out until Sat 12 Sep 14:00"
+    line = "n[06-07] struck (hang); n07 excluded until Sat 12 Sep 14:00"
     assert line in told(scribe.facts())
     struck = explain(scribe.facts()).attempts[0].launches[0].incidents[0].struck
     assert [one.excluded for one in struck] == [("n07",)]
@@ -173,12 +173,12 @@ def test_a_longer_limit_and_fewer_nodes_are_told_everywhere(scribe: Scribe) -> N
     )
     text = told(scribe.facts())
     assert "    time limit x1.5 · requeued" in text
-    assert "    nodes 4 → 3 · time limit x2.25 (so far x1.5) · to be started again\n" in text
-    assert "for your science: nothing." in text
-    assert "beside it: time limit x2.25 of what was asked; nodes 4 → 3." in text
+    assert "    nodes 4 → 3 · time limit x2.25 (before: x1.5) · to be started again\n" in text
+    assert "your results: none." in text
+    assert "Other changes: time limit x2.25; nodes 4 → 3." in text
     shown = status_text(take_status(scribe.facts()), zone=timezone.utc)
-    assert "changed     time limit x2.25 of what was asked; on 3 nodes\n" in shown
-    lesson = "ask for 2.25 times the time limit from the start (resources.time)"
+    assert "changed     time limit x2.25; on 3 nodes\n" in shown
+    lesson = "request 2.25 times the time limit from the start (resources.time)"
     assert lesson not in text  # nobody knows yet whether it helps
     scribe.relaunch()
     scribe.resume(20)
@@ -190,7 +190,7 @@ def test_nodes_back_to_what_the_job_asks_for(scribe: Scribe) -> None:
     scribe.begin()
     scribe.resume(0)
     scribe.incident(Cause.NODE_FAIL, Action.REQUEUE, changes=(Change("nodes", "-", "3"),))
-    assert "nodes as asked → 3" in told(scribe.facts())
+    assert "nodes as requested → 3" in told(scribe.facts())
     assert "nodes 4 → 3" in told(replace(scribe.facts(), nodes_asked=4))
 
 
@@ -214,7 +214,7 @@ def test_what_the_next_attempt_found_out_is_told_where_it_happened(scribe: Scrib
     assert "ended without a word" not in text
     head = "attempt 1   job 8812301   n01   Tue 11 Aug 09:00 → 09:03\n"
     assert head in text
-    found = "(likely; found out Tue 11 Aug 09:13)"
+    found = "(likely; discovered Tue 11 Aug 09:13)"
     assert f"  node_fail        09:03:34   sacct: State=NODE_FAIL   {found}\n" in text
     assert "    started again · at least 5 steps repeated, 50 s" in text
     assert "waited 10 min in the queue" in text
@@ -264,9 +264,9 @@ def test_new_happenings_in_a_line(scribe: Scribe) -> None:
     scribe.held("hang: too often")
     lines = [happening(r, zone=timezone.utc) for r in scribe.facts().records]
     told_of = "\n".join(line for line in lines if line is not None)
-    assert "decided: hang: requeue, waits 4 min before the next start" in told_of
-    assert "n06 struck (hang); left out until Thu 14:00" in told_of
-    assert "to be held in the queue as job 8812301: hang: too often" in told_of
+    assert "decided: hang: requeue, next start in 4 min" in told_of
+    assert "n06 struck (hang); excluded until Thu 14:00" in told_of
+    assert "hold of job 8812301 requested: hang: too often" in told_of
 
 
 def test_a_writer_that_changed_its_file_is_no_later_attempt(scribe: Scribe) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from slurm_forge.errors import ConfigError
 from slurm_forge.journal import events as ev
-from slurm_forge.launch.attempt.failed_start import why_not_started
+from slurm_forge.launch.attempt.failed_start import report_failed_start
 from slurm_forge.report.explain.explain import (
     explain,
     only_attempt,
@@ -72,8 +72,9 @@ def test_the_story_of_a_preempted_run_that_finished(scribe: Scribe) -> None:
         "training after 14 s (interpreter 8.0 s, rendezvous 2.1 s, load 3.1 s)\n"
         "  finished at step 400   10:27:15   1 checkpoint, the last at step 400, 0.3 s each\n"
         "\n"
-        "What it cost: 1.9 rank-minutes lost (1 more start), 20 min waiting in the queue.\n"
-        "What was changed for your science: nothing.\n"
+        "What it cost: 1.9 rank-minutes lost (1 restart), 17 min waiting in the queue, "
+        "3 min waiting in the queue before the first start.\n"
+        "Changes that affect your results: none.\n"
         "Next time: nothing to do.\n"
         "Details: slurm-forge explain tiny-gpt --attempt 1\n"
     )
@@ -90,12 +91,12 @@ def test_what_a_resume_differed_in_is_told_and_what_it_was_refused_for(scribe: S
     text = told(scribe.facts())
     assert "note: resumed, and not as it was: torch: was 2.9, is 2.10" in text
     assert "note: not resumed, because: sampling.seed: was 0, is 1" in text
-    assert "What was changed for your science: nothing." in text
+    assert "Changes that affect your results: none." in text
     line = "data train: part-3 changed: 1 kB -> 2 kB"
     scribe.write("rank0", ev.ResumeCompared(checkpoint=name, differences=(line,), refused=False))
     text = told(scribe.facts())
     assert (
-        f"What was changed for your science: resumed on something else in attempt 1: {line}" in text
+        f"Changes that affect your results: resumed with differences in attempt 1: {line}" in text
     )
 
 
@@ -189,7 +190,7 @@ def test_falling_back_over_two_launches_counts_the_steps_of_both(scribe: Scribe)
     launches = explain(scribe.facts()).attempts[0].launches
     # 51-60 when launch 2 began; then 51-70 of launch 2 and 21-50 of launch 1.
     assert [launch.repeated_steps for launch in launches] == [10 + 30, 20, None]
-    assert "passed over checkpoint step-00000050.a1.l1-00000000: bad block" in told(scribe.facts())
+    assert "did not resume from step-00000050.a1.l1-00000000: bad block" in told(scribe.facts())
 
 
 def test_skipped_steps_with_their_samples_and_a_rollback(scribe: Scribe) -> None:
@@ -213,9 +214,9 @@ def test_skipped_steps_with_their_samples_and_a_rollback(scribe: Scribe) -> None
     scribe.skip(91)
     scribe.train(92, 110)
     text = told(scribe.facts())
-    assert "  1 step skipped (91, samples 2 880-2 911)\n" in text
-    assert "  1 step skipped (91, samples 2 880-2 911; undone by going back)\n" in text
-    assert "  3 steps skipped (99-101, samples 3 136-3 231; undone by going back)\n" in text
+    assert "  1 update skipped (step 91, samples 2880-2911)\n" in text
+    assert "  1 update skipped (step 91, samples 2880-2911; undone by a rollback)\n" in text
+    assert "  3 updates skipped (steps 99-101, samples 3136-3231; undone by a rollback)\n" in text
     assert (
         "    rolled back to step 90 · learning rate x1 → x0.5, back by step 290 · "
         "relaunched in the allocation\n"
@@ -224,10 +225,10 @@ def test_skipped_steps_with_their_samples_and_a_rollback(scribe: Scribe) -> None
     # What was rolled back is not part of the result; what was skipped again is.  All that is listed
     # above is accounted for: one that counts, four that don't.
     assert (
-        "What was changed for your science:\n"
+        "Changes that affect your results:\n"
         "  learning rate lowered for 20 steps so far (x0.5 from step 90 on, back by step 290)\n"
         "  1 update skipped (step 91: 32 samples without effect; "
-        "4 more skips undone by going back)\n"
+        "4 more skips undone by a rollback)\n"
         "  nothing else\n"
     ) in text
 
@@ -270,11 +271,11 @@ def test_memory_and_micro_batch_are_not_science(scribe: Scribe) -> None:
     )
     scribe.requeued()
     text = told(scribe.facts())
-    assert "    micro-batch 32 → 16, same global batch · without n01 · requeued\n" in text
-    assert "What was changed for your science: nothing.\n" in text
+    assert "    micro-batch 32 → 16, same global batch · excluding n01 · requeued\n" in text
+    assert "Changes that affect your results: none.\n" in text
     assert (
         "micro-batch 32 → 16 with more accumulation, the same global batch throughout; "
-        "nodes left out: n01.\n"
+        "nodes excluded: n01.\n"
     ) in text
     assert "micro_batch_size" not in text  # nobody knows yet whether it helps
     scribe.begin()
@@ -310,8 +311,8 @@ def test_a_person_who_asks_for_more_memory_has_changed_something(scribe: Scribe)
     verb = 'change resources.mem: was "1G", is "2G"'
     scribe.write("cli", ev.UserAsked(verb=verb, user="ada"), launch=1 << 30)
     text = told(scribe.facts())
-    assert "What was changed for your science: nothing.\n" in text
-    assert 'changed beside it: resources.mem: was "1G", is "2G", asked for by ada.\n' in text
+    assert "Changes that affect your results: none.\n" in text
+    assert 'Other changes: resources.mem: was "1G", is "2G", by ada.\n' in text
 
 
 def test_a_run_that_trains_has_lost_nothing_since_its_last_word(scribe: Scribe) -> None:
@@ -331,7 +332,7 @@ def test_an_unknown_parameter_counts_as_science(scribe: Scribe) -> None:
     scribe.begin()
     changes = (Change("dropout", "0.1", "0.2"),)
     scribe.incident(Cause.LOSS_SPIKE, Action.RELAUNCH, changes=changes)
-    assert "science: dropout 0.1 → 0.2; nothing else.\n" in told(scribe.facts())
+    assert "results: dropout 0.1 → 0.2; nothing else.\n" in told(scribe.facts())
 
 
 def test_another_number_of_ranks_is_told_as_science(scribe: Scribe) -> None:
@@ -341,7 +342,7 @@ def test_another_number_of_ranks_is_told_as_science(scribe: Scribe) -> None:
     scribe.preempted(10)
     scribe.later(60).begin()
     scribe.resume(10, world_size=4, exact=False)
-    assert "science: randomness derived anew at step 10 (4 ranks;" in told(scribe.facts())
+    assert "results: random states re-derived at step 10 (4 ranks, unlike" in told(scribe.facts())
 
 
 def test_a_held_run_says_why_and_what_to_do(scribe: Scribe) -> None:
@@ -363,7 +364,7 @@ def test_a_held_run_says_why_and_what_to_do(scribe: Scribe) -> None:
     assert "held: app_error: nothing left to try (relaunch used 1 times)" in text
     assert "rank 0 on n01: ValueError: shapes do not fit   (likely)" in text
     assert (
-        "Next: correct the error that the evidence shows, then slurm-forge requeue tiny-gpt.\n"
+        "Next: fix the error shown in the evidence, then slurm-forge requeue tiny-gpt.\n"
     ) in text
     assert "nothing to do" not in text
     # The two hours in which nobody cared are not the run's.
@@ -386,7 +387,7 @@ def test_a_cancelled_run(scribe: Scribe) -> None:
     text = told(scribe.facts())
     assert text.startswith("tiny-gpt   cancelled   ")
     assert "    stopped\n" in text
-    assert "Next: to go on from the start: slurm-forge requeue tiny-gpt.\n" in text
+    assert "Next: to continue from the start: slurm-forge requeue tiny-gpt.\n" in text
     assert "Next time" not in text
 
 
@@ -398,7 +399,7 @@ def stopped(scribe: Scribe) -> None:
         source="STOP",
         text="the file exists",
         rung=None,
-        reason="somebody asked the run to stop",
+        reason="a stop was requested",
         confidence=Confidence.CERTAIN,
     )
     scribe.end("stop")
@@ -412,10 +413,10 @@ def test_a_stop_after_a_hold_does_not_hide_what_was_wrong(scribe: Scribe) -> Non
     stopped(scribe)
     text = told(scribe.facts())
     assert (
-        "   stopped: somebody asked the run to stop; before that, in attempt 1, app_error: "
+        "   stopped: a stop was requested; before that, in attempt 1, app_error: "
         "rank 0 on n01: ValueError: no group\n"
     ) in text
-    assert "Next: correct the error that the evidence shows, then slurm-forge requeue" in text
+    assert "Next: fix the error shown in the evidence, then slurm-forge requeue" in text
     assert "Details: slurm-forge explain tiny-gpt --attempt 1   (or 2)\n" in text
 
 
@@ -430,8 +431,8 @@ def test_what_training_has_got_past_is_not_held_against_a_stopped_run(scribe: Sc
     scribe.train(11, 21)
     stopped(scribe)
     text = told(scribe.facts())
-    assert "   stopped: somebody asked the run to stop\n" in text
-    assert "Next: to go on from the last checkpoint: slurm-forge requeue tiny-gpt.\n" in text
+    assert "   stopped: a stop was requested\n" in text
+    assert "Next: to continue from the last checkpoint: slurm-forge requeue tiny-gpt.\n" in text
 
 
 def test_where_the_output_of_a_failed_launch_lies(scribe: Scribe) -> None:
@@ -453,7 +454,7 @@ def test_the_output_of_a_batch_job_and_of_ranks_that_nobody_named(scribe: Scribe
     scribe.later(60).begin(job="6")
     batch = ("runs/x/tiny-gpt-5.out", "runs/x/tiny-gpt-15.out")
     text = told(replace(scribe.facts(), logs=batch))
-    assert "  ended without a word" in text
+    assert "  ended unexpectedly" in text
     assert text.count("output:") == 1  # the attempt that is alive needs none
     assert "  output: runs/x/tiny-gpt-5.out\n" in text
     ranks = tuple(f"logs/5_{rank}_log.err" for rank in range(3))
@@ -474,7 +475,7 @@ def test_the_end_of_a_finished_run_is_not_called_lost(scribe: Scribe) -> None:
     scribe.resume(0)
     scribe.train(1, 40)
     scribe.later(20).finish(40)
-    assert "   start-up 14 s, ending 21 s of 7 min 15 s\n" in told(scribe.facts())
+    assert "   start-up 14 s, shutdown 21 s of 7 min 15 s\n" in told(scribe.facts())
 
 
 def test_a_run_that_starts_has_lost_nothing_yet(scribe: Scribe) -> None:
@@ -493,7 +494,7 @@ def test_a_run_that_is_going_on(scribe: Scribe) -> None:
     facts = scribe.facts(after=3)
     assert told(facts).startswith("tiny-gpt   running   step 50 of 400   1 attempt, 1 launch   ")
     assert (
-        "  running   step 50, last heard of 3.0 s ago   "
+        "  running   step 50, last heard from 3.0 s ago   "
         "1 checkpoint, the last at step 50, 0.3 s each\n"
     ) in told(facts)
     assert "Details:" not in told(facts)
@@ -510,8 +511,8 @@ def test_an_attempt_that_went_without_a_word(scribe: Scribe) -> None:
     scribe.later(600).begin()
     scribe.resume(50)
     text = told(scribe.facts())
-    assert "  ended without a word, last heard of 09:08:34\n" in text
-    assert text.count("ended without a word") == 1
+    assert "  ended unexpectedly, last heard from at 09:08:34\n" in text
+    assert text.count("ended unexpectedly") == 1
     assert "waited 10 min in the queue" in text
 
 
@@ -525,15 +526,15 @@ def test_a_start_that_fails_is_no_sign_of_life_of_the_attempt_before(
     scribe.later(3600)
     monkeypatch.setattr("slurm_forge.launch.attempt.failed_start.time.time", lambda: scribe.now)
     error = ConfigError("no such module", next_step="Load it.")
-    why_not_started(scribe.run, {"SLURM_JOB_ID": "41"}, error, FakeSlurm())
+    report_failed_start(scribe.run, {"SLURM_JOB_ID": "41"}, error, FakeSlurm())
     facts = scribe.facts(after=60)
     (attempt,) = explain(facts).attempts
     assert attempt.last_seen == scribe.now - 3600
     assert "note: job 41 could not start on " in told(facts)
-    assert take_status(facts).words == "running, but nothing was heard of it for 61 min"
+    assert take_status(facts).words == "running, but silent for 61 min"
     scribe.later(60).begin()
-    assert "ended without a word, last heard of 09:08:34" in told(scribe.facts())
-    assert "last heard of 09:08:34" not in before
+    assert "ended unexpectedly, last heard from at 09:08:34" in told(scribe.facts())
+    assert "last heard from 09:08:34" not in before
 
 
 def test_no_journal_at_all(scribe: Scribe) -> None:
@@ -548,7 +549,7 @@ def test_damage_is_told_and_the_rest_is_read(scribe: Scribe) -> None:
     lines = path.read_bytes().splitlines(keepends=True)
     path.write_bytes(b'{"torn\x1b[31m\n' + b"".join(lines[1:]))
     text = told(scribe.facts())
-    assert f"   warning: damaged line left out: {path.name}, line 1: " in text
+    assert f"   warning: damaged line ignored: {path.name}, line 1: " in text
     assert "preempted        09:20:00" in text
     assert "\x1b" not in text
 
@@ -588,9 +589,9 @@ def test_a_successor_and_a_requeue_that_slurm_did_not_take(scribe: Scribe) -> No
     scribe.end("open")
     text = told(scribe.facts())
     assert "scontrol requeue failed: Socket timed out" in text
-    assert "requeue left open" in text
-    assert "   waits for a requeue that Slurm has not taken\n" in text
-    assert "requeue that Slurm has not taken: slurm-forge reconcile tiny-gpt" in text
+    assert "requeue failed" in text
+    assert "   waiting for a requeue that Slurm has not confirmed\n" in text
+    assert "requeue that Slurm has not confirmed: slurm-forge reconcile tiny-gpt" in text
 
 
 def test_a_stop_whose_save_came_too_late(scribe: Scribe) -> None:
@@ -602,10 +603,10 @@ def test_a_stop_whose_save_came_too_late(scribe: Scribe) -> None:
     scribe.later(60).begin()
     scribe.resume(20)
     text = told(scribe.facts())
-    assert "the stop's checkpoint was not committed in time · requeued · 11 steps repeated" in text
+    assert "the final checkpoint was not committed in time · requeued · 11 steps repeated" in text
     # A lead is before the end of a time limit: it does not lengthen the grace of a preemption.
     assert "lead" not in text
-    late = "a final save did not finish within the grace time (saves take up to 7.0 s)"
+    late = "a final save did not finish within the grace period (saves take up to 7.0 s)"
     assert f"save more often (checkpoint.every_minutes): {late}" in text
 
 
@@ -619,7 +620,7 @@ def test_probes_and_a_late_rank(scribe: Scribe) -> None:
     )
     scribe.incident(Cause.HANG, Action.RELAUNCH, source="probe", text="late: rank 4 (n06)")
     assert "probe failed, late: rank 4 (n06), rank 5 (n06?[1m)" in told(scribe.facts())
-    assert "  at least 30 probes fine, the slowest in 12 ms\n" in told(scribe.facts(), attempt=1)
+    assert "  at least 30 probes passed, the slowest in 12 ms\n" in told(scribe.facts(), attempt=1)
 
 
 def test_a_probe_whose_values_arrived_changed_and_one_that_broke(scribe: Scribe) -> None:
@@ -628,13 +629,15 @@ def test_a_probe_whose_values_arrived_changed_and_one_that_broke(scribe: Scribe)
     fine = ev.ProbeMeasured(ok=True, step=5, latency_s=0.012, bandwidth=1.18e10)
     scribe.write("supervisor", fine)
     scribe.write("supervisor", ev.ProbeOff(step=7, why="rank 1: Connection reset\x1b[1m"))
-    assert "training goes on without it" in status_text(take_status(scribe.facts()))
+    assert "training continues without it" in status_text(take_status(scribe.facts()))
     wrong = ev.ProbeMeasured(ok=False, step=9, late_ranks=(4,), late_hosts=("n06",), wrong=True)
     scribe.write("supervisor", wrong)
     text = told(scribe.facts(), attempt=1)
-    assert "probe failed, values arrived changed: rank 4 (n06)" in text
-    assert "at least 1 probe fine, the slowest in 12 ms, 12 GB/s over all ranks" in text
-    assert "the probe broke and training went on without it: rank 1: Connection reset?[1m" in text
+    assert "probe failed, values corrupted: rank 4 (n06)" in text
+    assert "at least 1 probe passed, the slowest in 12 ms, 12 GB/s over all ranks" in text
+    assert (
+        "the probe failed and training continued without it: rank 1: Connection reset?[1m" in text
+    )
 
 
 def test_one_attempt_in_full(scribe: Scribe) -> None:
@@ -670,7 +673,7 @@ def test_a_superseded_attempt_is_left_out_and_told(scribe: Scribe) -> None:
     scribe.incident(Cause.CRASH, Action.HOLD)
     facts = scribe.facts()
     assert explain(facts).step == 20
-    assert "3 lines that attempt 1 wrote after a newer one had taken over do not count" in told(
+    assert "3 lines that attempt 1 wrote after a newer one had taken over are ignored" in told(
         facts
     )
 
@@ -680,7 +683,7 @@ def test_one_line_of_a_superseded_attempt(scribe: Scribe) -> None:
     scribe.later(60).begin()
     scribe.attempt = 1
     scribe.later(1).write("supervisor", ev.LaunchEnded(outcome="crash"))
-    words = "1 line that attempt 1 wrote after a newer one had taken over does not count"
+    words = "1 line that attempt 1 wrote after a newer one had taken over is ignored"
     assert words in told(scribe.facts())
 
 
@@ -729,7 +732,7 @@ def test_a_request_to_save_is_no_notice_to_stop(scribe: Scribe) -> None:
     scribe.later(1000).preempted(100)
     launch = explain(scribe.facts()).attempts[0].launches[0]
     assert launch.stop_checkpoint is not None
-    assert launch.stop_checkpoint.step == 100
+    assert launch.stop_checkpoint.event.step == 100
     assert launch.notice_to_saved_s == pytest.approx(6.1, abs=0.01)
 
 
@@ -741,8 +744,8 @@ def test_skips_with_other_samples_between_are_not_put_together(scribe: Scribe) -
             "rank0", ev.StepSkipped(step=step, first_sample=first, samples=32, consecutive=1)
         )
     text = told(scribe.facts())
-    assert "  2 steps skipped (7-8, samples 192-255)\n" in text
-    assert "  1 step skipped (9, samples 512-543)\n" in text
+    assert "  2 updates skipped (steps 7-8, samples 192-255)\n" in text
+    assert "  1 update skipped (step 9, samples 512-543)\n" in text
 
 
 def test_a_run_that_is_just_stopping_is_not_blamed_for_a_late_save(scribe: Scribe) -> None:
@@ -792,6 +795,6 @@ def test_who_brought_it_back_in_the_place_of_a_killed_supervisor(scribe: Scribe)
     scribe.write("deputy", ev.RequeueIntended(job="8812301", method=method, reason="x"))
     scribe.write("deputy", ev.RequeueDone(job="8812301", method=method))
     scribe.write("deputy", ev.AttemptEnded(outcome="requeued"))
-    assert "rank 0 requeued it in the supervisor's place" in told(scribe.facts())
+    assert "rank 0 requeued it for the dead supervisor" in told(scribe.facts())
     (one,) = explain(scribe.facts()).attempts
     assert {comeback.by for comeback in one.comebacks} == {"deputy"}

@@ -71,7 +71,7 @@ def passed_over(scribe: Scribe, step: int) -> None:
 
 
 def poisoned(scribe: Scribe) -> None:
-    """Bad data behind sample 3136: 96 samples left out, then 384, as they were not enough."""
+    """Bad data behind sample 3136: 96 samples skipped, then 384, as they were not enough."""
     trained(scribe)
     scribe.skip(99, count=3, first=3136, evidence=(WHERE, DATA), seconds=10)
     scribe.unstable(
@@ -146,13 +146,13 @@ def test_a_fault_that_does_not_come_again(scribe: Scribe) -> None:
         "all ranks: 3 steps in a row had a non-finite gradient   (certain)\n"
         "    rank 9 (n05): gradient of layers.11.mlp.w2 is NaN (1 of 40 gradients)\n"
         "    replay: the same step computed again is finite: transient; suspect n05\n"
-        "    3 steps skipped · rolled back to step 90 (good) without a restart · "
+        "    3 updates skipped · rolled back to step 90 (good) without a restart · "
         "11 steps repeated, 2 min\n"
         "    15 rank-minutes lost\n"
         "  finished at step 400   10:08:45   3 checkpoints, the last at step 400, 0.3 s each\n"
         "\n"
         "What it cost: 15 rank-minutes lost (11 steps repeated).\n"
-        "What was changed for your science: nothing.\n"
+        "Changes that affect your results: none.\n"
         "Next time: save more often (checkpoint.every_minutes): 11 steps had to be repeated.\n"
         "Details: slurm-forge explain tiny-gpt --attempt 1\n"
     )
@@ -170,7 +170,7 @@ def test_poisoned_data_with_two_rollbacks(scribe: Scribe) -> None:
     poisoned(scribe)
     facts = scribe.facts(total=20_000)
     assert told(facts) == (
-        "tiny-gpt   running   step 102 of 20 000   1 attempt, 1 launch   goodput 81.3 %   "
+        "tiny-gpt   running   step 102 of 20000   1 attempt, 1 launch   goodput 81.3 %   "
         "start-up 14 s, lost 3 min 41 s of 21 min\n"
         "   training\n"
         "\n"
@@ -182,28 +182,26 @@ def test_poisoned_data_with_two_rollbacks(scribe: Scribe) -> None:
         "    rank 9 (n05): gradient of layers.11.mlp.w2 is NaN (1 of 40 gradients)\n"
         "    replay: the same step computed again is not finite either: data; "
         "samples 3136-3167; dataset[17], [4711] of epoch 0\n"
-        "    3 steps skipped · rolled back to step 90 (good) without a restart · "
-        "learning rate x1 → x0.5, back by step 290\n"
-        "    samples 3 136-3 231 left out (96 samples) · 11 steps repeated, 1 min 50 s · "
-        "15 rank-minutes lost\n"
+        "    3 updates skipped · rolled back to step 90 (good) without a restart\n"
+        "    learning rate x1 → x0.5, back by step 290 · samples 3136-3231 skipped (96 samples)\n"
+        "    11 steps repeated, 1 min 50 s · 15 rank-minutes lost\n"
         "  non_finite       09:18:55   steps 99-101   "
         "all ranks: 3 steps in a row had a non-finite gradient   (certain)\n"
-        "    3 steps skipped · rolled back to step 90 (good) without a restart\n"
-        "    learning rate x0.527 → x0.25, back by step 301\n"
-        "    samples 3 136-3 519 left out (384 samples, so far 3 136-3 231) · "
-        "11 steps repeated, 2 min\n"
-        "    15 rank-minutes lost\n"
-        "  running   step 102, last heard of just now   "
+        "    3 updates skipped · rolled back to step 90 (good) without a restart\n"
+        "    learning rate x0.527 → x0.25, back by step 301 · "
+        "samples 3136-3519 skipped (384 samples, before: 3136-3231)\n"
+        "    11 steps repeated, 2 min · 15 rank-minutes lost\n"
+        "  running   step 102, last heard from just now   "
         "2 checkpoints, the last at step 95, 0.3 s each\n"
         "\n"
         "What it cost: 29 rank-minutes lost (22 steps repeated).\n"
-        "What was changed for your science:\n"
+        "Changes that affect your results:\n"
         "  learning rate lowered for 12 steps so far (x0.25 from step 90 on, back by step 301)\n"
-        "  384 samples left out (3 136-3 519)\n"
+        "  384 samples skipped (3136-3519)\n"
         "  nothing else\n"
         "Next: nothing to do; to watch it: slurm-forge status tiny-gpt --follow.\n"
         "Next time:\n"
-        "  look at the samples that were left out, among them dataset[17], [4711] of epoch 0\n"
+        "  look at the samples that were skipped, among them dataset[17], [4711] of epoch 0\n"
         "  save more often (checkpoint.every_minutes): 22 steps had to be repeated\n"
         "Details: slurm-forge explain tiny-gpt --attempt 1\n"
     )
@@ -214,9 +212,9 @@ def test_the_learning_rate_is_counted_in_the_steps_that_stayed(scribe: Scribe) -
     scribe.train(103, 400, seconds=1)
     scribe.finish(400)
     assert (
-        "science:\n"
+        "results:\n"
         "  learning rate lowered for 211 steps (x0.25 from step 90 on, back by step 301)\n"
-        "  384 samples left out (3 136-3 519)\n"
+        "  384 samples skipped (3136-3519)\n"
         "  nothing else\n"
     ) in told(scribe.facts())
 
@@ -228,7 +226,7 @@ def test_status_says_it_while_it_lasts_and_nothing_afterwards(scribe: Scribe) ->
     poisoned_again = Scribe(scribe.run.path.parent, name="other")
     poisoned(poisoned_again)
     assert changed(poisoned_again.facts(total=None)) == (
-        "rolled back to step 90, learning rate x0.293, back by step 301, 384 samples left out"
+        "rolled back to step 90, learning rate x0.293, back by step 301, 384 samples skipped"
     )
     poisoned_again.train(103, 301, seconds=1)
     assert changed(poisoned_again.facts(total=None)) is None
@@ -262,24 +260,24 @@ def test_the_end_of_a_ladder(scribe: Scribe) -> None:
     scribe.write("supervisor", ev.LaunchEnded(outcome="non_finite", step=105, exact=True))
     scribe.end("hold")
     text = told(scribe.facts(total=20_000))
-    assert text.startswith("tiny-gpt   held   step 105 of 20 000   1 attempt, 1 launch   ")
+    assert text.startswith("tiny-gpt   held   step 105 of 20000   1 attempt, 1 launch   ")
     assert "\n   held: non_finite: nothing left to try (rollback used 2 times)\n\n" in text
     assert text.endswith(
         "  non_finite       09:21:25   steps 103-105   "
         "all ranks: 3 steps in a row had a non-finite gradient   (certain)\n"
-        "    3 steps skipped · held: nothing left to try (rollback used 2 times) · "
+        "    3 updates skipped · held: nothing left to try (rollback used 2 times) · "
         "10 steps not saved\n"
         "\n"
         "What it cost: 29 rank-minutes lost (22 steps repeated).\n"
-        "What was changed for your science:\n"
+        "Changes that affect your results:\n"
         "  learning rate lowered for 15 steps (x0.25 from step 90 on, back by step 301)\n"
-        "  384 samples left out (3 136-3 519)\n"
+        "  384 samples skipped (3136-3519)\n"
         "  3 updates skipped (step 103-105: 96 samples without effect; "
-        "6 more skips undone by going back)\n"
+        "6 more skips undone by a rollback)\n"
         "  nothing else\n"
         "Next: look at the loss, then slurm-forge requeue tiny-gpt.\n"
         "Next time:\n"
-        "  look at the samples that were left out, among them dataset[17], [4711] of epoch 0\n"
+        "  look at the samples that were skipped, among them dataset[17], [4711] of epoch 0\n"
         "  save more often (checkpoint.every_minutes): 22 steps had to be repeated\n"
         "Details: slurm-forge explain tiny-gpt --attempt 1\n"
     )
@@ -306,11 +304,11 @@ def test_a_loss_that_jumps(scribe: Scribe) -> None:
         "    rolled back to step 90 (good) without a restart · learning rate x1 → x0.5 · "
         "16 steps repeated, 2 min 20 s\n"
     ) in text
-    assert "for 0 steps so far (x0.5 from step 90 on, and it stays); nothing else.\n" in text
+    assert "for 0 steps so far (x0.5 from step 90 on, permanently); nothing else.\n" in text
     scribe.train(91, 120)
     assert (
-        "What was changed for your science: learning rate lowered for 30 steps so far "
-        "(x0.5 from step 90 on, and it stays); nothing else.\n"
+        "Changes that affect your results: learning rate lowered for 30 steps so far "
+        "(x0.5 from step 90 on, permanently); nothing else.\n"
     ) in told(scribe.facts())
     assert changed(scribe.facts()) == "rolled back to step 90, learning rate x0.5 from now on"
 
@@ -338,14 +336,14 @@ def test_out_of_memory_cured_in_the_process(scribe: Scribe) -> None:
     assert told(facts).partition("load 3.1 s)\n")[2] == (
         "  cuda_oom         09:01:06   rank 0 on n01: CUDA out of memory. "
         "Tried to allocate 20.00 GiB   (certain)\n"
-        "    micro-batch 32 → 16, same global batch · went on without a restart\n"
+        "    micro-batch 32 → 16, same global batch · continued without a restart\n"
         "  cuda_oom         09:01:08   rank 0 on n01: CUDA out of memory. "
         "Tried to allocate 20.00 GiB   (certain)\n"
-        "    micro-batch 16 → 8, same global batch · went on without a restart\n"
+        "    micro-batch 16 → 8, same global batch · continued without a restart\n"
         "  finished at step 400   09:08:28\n"
         "\n"
-        "What was changed for your science: nothing.\n"
-        "What was changed beside it: micro-batch 32 → 8 with more accumulation, "
+        "Changes that affect your results: none.\n"
+        "Other changes: micro-batch 32 → 8 with more accumulation, "
         "global batch 512 throughout.\n"
         "Next time: write micro_batch_size=8 in the program (memory ran out 2 times).\n"
         "Details: slurm-forge explain tiny-gpt --attempt 1\n"
@@ -380,9 +378,9 @@ def test_out_of_memory_cured_by_another_launch(scribe: Scribe) -> None:
         "(interpreter 8.0 s, rendezvous 2.1 s, load 3.1 s)\n"
         "  finished at step 400   09:10:58\n"
         "\n"
-        "What it cost: 8.5 rank-minutes lost (5 steps repeated, 1 more start).\n"
-        "What was changed for your science: nothing.\n"
-        "What was changed beside it: micro-batch 4 → 2 with more accumulation, "
+        "What it cost: 8.5 rank-minutes lost (5 steps repeated, 1 restart).\n"
+        "Changes that affect your results: none.\n"
+        "Other changes: micro-batch 4 → 2 with more accumulation, "
         "the same global batch throughout.\n"
         "Next time: write micro_batch_size=2 in the program.\n"
         "Details: slurm-forge explain tiny-gpt --attempt 1\n"
@@ -418,7 +416,7 @@ def test_killed_for_memory_and_given_more(scribe: Scribe) -> None:
         plan=RecoveryPlan(mem_factor=1.5),
     )
     scribe.requeued()
-    assert changed(scribe.facts()) == "memory x1.5 of what was asked"
+    assert changed(scribe.facts()) == "memory request x1.5"
     scribe.later(60).begin()
     scribe.resume(20)
     scribe.train(21, 400, seconds=1)
@@ -435,15 +433,16 @@ def test_killed_for_memory_and_given_more(scribe: Scribe) -> None:
         "(interpreter 8.0 s, rendezvous 2.1 s, load 3.1 s)\n"
         "  finished at step 400   09:11:09\n"
         "\n"
-        "What it cost: 1.9 rank-minutes lost (1 more start), 60 s waiting in the queue.\n"
-        "What was changed for your science: nothing.\n"
-        "What was changed beside it: memory x1.5 of what was asked.\n"
-        "Next time: ask for what it took from the start: resources.mem: 24G.\n"
+        "What it cost: 1.9 rank-minutes lost (1 restart), 8.0 rank-seconds idle, "
+        "60 s waiting in the queue.\n"
+        "Changes that affect your results: none.\n"
+        "Other changes: memory request x1.5.\n"
+        "Next time: request what it needed from the start: resources.mem: 24G.\n"
         "Details: slurm-forge explain tiny-gpt --attempt 1\n"
     )
     text = told(scribe.facts())
-    assert "    memory x1 → x1.5 of what was asked · requeued · 0 steps lost · 1.9 rank-" in text
-    assert "Next time: ask for 1.5 times the memory from the start (resources.mem).\n" in text
+    assert "    memory request x1 → x1.5 · requeued · 0 steps lost · 1.9 rank-" in text
+    assert "Next time: request 1.5 times the memory from the start (resources.mem).\n" in text
 
 
 def test_fewer_workers_and_new_random_numbers(scribe: Scribe) -> None:
@@ -459,11 +458,9 @@ def test_fewer_workers_and_new_random_numbers(scribe: Scribe) -> None:
     scribe.again(90)
     scribe.train(91, 99)
     text = told(scribe.facts())
-    assert "· random numbers drawn anew · data-loader workers x1 → x0.5\n    8 steps" in text
-    assert (
-        "science: random numbers (dropout, …) drawn anew from step 90 on; nothing else.\n" in text
-    )
-    assert "What was changed beside it: data-loader workers x0.5.\n" in text
+    assert "· random numbers re-seeded · data-loader workers x1 → x0.5\n    8 steps" in text
+    assert "results: random numbers (dropout, …) re-seeded from step 90 on; nothing else.\n" in text
+    assert "Other changes: data-loader workers x0.5.\n" in text
     assert changed(scribe.facts()) == "data-loader workers x0.5"
 
 
@@ -473,7 +470,7 @@ def test_skipped_steps_without_an_incident_say_what_was_found(scribe: Scribe) ->
     scribe.train(100, 110)
     text = told(scribe.facts())
     assert (
-        "  09:16:34  1 step skipped (99, samples 3 136-3 167): "
+        "  09:16:34  1 update skipped (step 99, samples 3136-3167): "
         "rank 9 (n05): gradient of layers.11.mlp.w2 is NaN (1 of 40 gradients)\n"
         "    replay: the same step computed again is finite: transient; suspect n05\n"
     ) in text
@@ -488,11 +485,11 @@ def test_a_node_that_errs_twice_is_suspect(scribe: Scribe) -> None:
     scribe.skip(111, count=3, evidence=(WHERE, TRANSIENT))
     scribe.unstable(113, Action.ROLLBACK, onset=111, repeats=False, hosts=("n05",), target=90)
     assert (
-        "suspect node n05: 2 faults on it that did not come again when computed again; tell the "
-        "cluster's support, and leave it out (resources.exclude: n05)"
+        "suspect node n05: 2 faults there that did not reproduce; report it to the "
+        "cluster's support and exclude it (resources.exclude: n05)"
     ) in told(scribe.facts())
     # No node is to blame for faults that somebody asked for.
-    scribe.write("rank0", ev.Note(text="faults on purpose: nan@111"))
+    scribe.write("rank0", ev.Note(text="injected faults: nan@111"))
     assert "suspect node" not in told(scribe.facts())
 
 
@@ -506,10 +503,10 @@ def test_a_storm_is_a_few_lines(scribe: Scribe) -> None:
         scribe.train(step + 1, step + 1, seconds=1)
     text = told(scribe.facts(total=None))
     assert len(text.splitlines()) < 40
-    assert "195 more steps skipped in 195 rows, between 17 and 599\n" in text
+    assert "195 more updates skipped in 195 rows, between steps 17 and 599\n" in text
     assert "92 more incidents from 09:00:27 on: non_finite\n" in text
-    assert "1 step skipped · the program's hook: ok · went on\n" in text
-    assert "300 updates skipped (step 1, 3, 5, 7, 9, …: 9 600 samples without effect)" in text
+    assert "1 update skipped · the program's hook: ok · continued\n" in text
+    assert "300 updates skipped (step 1, 3, 5, 7, 9, …: 9600 samples without effect)" in text
     following = [happening(record) for record in scribe.facts().records]
     assert sum("skipped" in (line or "") for line in following) == 300
 
@@ -524,7 +521,7 @@ def test_a_long_row_is_told_ever_more_rarely_while_somebody_watches(scribe: Scri
         "rank 9 (n05): gradient of layers.11.mlp.w2 is NaN (1 of 40 gradients)",
         "10 steps in a row skipped",
         "100 steps in a row skipped",
-        "1 000 steps in a row skipped",
+        "1000 steps in a row skipped",
     ]
 
 
@@ -536,7 +533,7 @@ def test_a_checkpoint_that_could_not_be_used_is_told(scribe: Scribe) -> None:
     passed_over(scribe, 95)
     scribe.again(0)
     text = told(scribe.facts())
-    assert f"passed over checkpoint {name}: block 3 is damaged\n" in text
+    assert f"did not resume from {name}: block 3 is damaged\n" in text
     assert "step-00000095" not in text, "younger than what was gone back to: meant to be left"
     assert "rolled back to the start (that of step 90 could not be used) without" in text
     assert "step-00000095" in told(scribe.facts(), attempt=1)
@@ -580,13 +577,13 @@ def test_a_run_that_was_cured_in_the_process_and_then_stopped_is_in_no_trouble(
         source="STOP",
         text="the file exists",
         rung=None,
-        reason="somebody asked the run to stop",
+        reason="a stop was requested",
         confidence=Confidence.CERTAIN,
         plan=RecoveryPlan(),
     )
     scribe.end("stop")
     text = told(scribe.facts())
-    assert "\n   stopped: somebody asked the run to stop\n" in text
+    assert "\n   stopped: a stop was requested\n" in text
     assert "before that" not in text
 
 
@@ -594,7 +591,7 @@ def test_nearly_full_memory_is_a_lesson(scribe: Scribe) -> None:
     scribe.begin()
     scribe.resume(0)
     scribe.write("rank0", ev.Note(text="allocator retries: memory is nearly full (3 more)"))
-    assert "Next time: try a smaller micro_batch_size: the GPU's memory was nearly full" in told(
+    assert "Next time: try a smaller micro_batch_size: GPU memory was nearly full" in told(
         scribe.facts()
     )
 
@@ -620,7 +617,7 @@ def test_json_has_the_same_facts(scribe: Scribe) -> None:
 def test_somebody_who_watches_sees_what_it_cost(scribe: Scribe) -> None:
     poisoned(scribe)
     lines = [line for record in scribe.facts().records if (line := happening(record))]
-    assert any(line.endswith("past the trouble: 11 steps repeated, 2 min") for line in lines)
+    assert any(line.endswith("recovered: 11 steps repeated in 2 min") for line in lines)
     assert any("decided: non_finite: rollback, learning rate x1 → x0.5" in line for line in lines)
 
 
@@ -655,8 +652,8 @@ def test_only_what_is_newly_left_out_is_told_with_an_incident(scribe: Scribe) ->
     )
     scribe.again(90)
     text = told(scribe.facts())
-    assert "· samples 500-549 left out (50 samples)" in text
-    assert "science: 150 samples left out (100-199 and 500-549); nothing else." in text
+    assert "· samples 500-549 skipped (50 samples)" in text
+    assert "results: 150 samples skipped (100-199 and 500-549); nothing else." in text
 
 
 def test_the_time_until_a_hang_was_noticed_is_no_training(scribe: Scribe) -> None:

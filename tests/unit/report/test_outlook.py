@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
+from slurm_forge.launch.render.save_times import SaveNote
 from slurm_forge.recovery.policy.prediction import (
     BroughtBack,
-    Circumstances,
+    JobConditions,
     predict,
 )
 from slurm_forge.report.submission.submit_notes import outlook
-from slurm_forge.run_directory.save_notes import SaveNote
 from slurm_forge.site.model import Preemption, PreemptionMode, Site
 from slurm_forge.spec import job_from_mapping
 
@@ -49,9 +49,9 @@ FORBIDDEN = {"self_requeue_allowed": False}
             "CANCEL",
             "60s",
             FORBIDDEN,
-            "the run is held until you let it go on (slurm-forge",
+            "the run is held until you requeue it (slurm-forge",
         ),
-        ("REQUEUE", "60s", {}, "requeued after 60 s of notice; the run goes on from its last"),
+        ("REQUEUE", "60s", {}, "requeued after 60 s of notice; the run continues from its last"),
         (
             "REQUEUE",
             "60s",
@@ -66,7 +66,7 @@ FORBIDDEN = {"self_requeue_allowed": False}
         ),
         ("REQUEUE", "60s", FORBIDDEN, "requeued after 60 s of notice; the run is held until you"),
         # Slurm itself does it, at once.
-        ("REQUEUE", "0s", FORBIDDEN, "the run goes on from its last checkpoint"),
+        ("REQUEUE", "0s", FORBIDDEN, "the run continues from its last checkpoint"),
     ],
 )
 def test_who_brings_it_back_is_what_doctor_says_as_well(
@@ -75,11 +75,11 @@ def test_who_brings_it_back_is_what_doctor_says_as_well(
     preemption = Preemption(mode=PreemptionMode(mode), grace=grace)
     text = told({"preemption_default": {"mode": mode, "grace": grace}, **site})
     assert words in text.replace(
-        "(only what was saved stays: checkpoint every 10 min (later as often as it pays))",
+        "(only what was saved survives: checkpoint every 10 min (later as often as it pays))",
         "kept: c)",
     )
     back_by = predict(
-        Circumstances(
+        JobConditions(
             preemption=preemption,
             requeue=site is not NO_REQUEUE,
             self_requeue_allowed=site.get("self_requeue_allowed"),
@@ -93,15 +93,18 @@ def test_who_brings_it_back_is_what_doctor_says_as_well(
     ("preemption", "words"),
     [
         ({"mode": "OFF"}, "jobs are not preempted."),
-        ({"mode": "REQUEUE", "grace": "60s"}, "are requeued after 60 s of notice; the run goes on"),
+        (
+            {"mode": "REQUEUE", "grace": "60s"},
+            "are requeued after 60 s of notice; the run continues",
+        ),
         ({"mode": "REQUEUE"}, "are requeued after a notice of unknown length;"),
         (
             {"mode": "REQUEUE", "grace": "0s"},
-            "requeued without notice (only what was saved stays: checkpoint every 10 min (later as "
-            "often as it pays))",
+            "requeued without notice (only what was saved survives: checkpoint every 10 min (later "
+            "as often as it pays))",
         ),
-        ({"mode": "SUSPEND"}, "are suspended and go on later"),
-        ({}, "nobody has said what happens to preempted jobs"),
+        ({"mode": "SUSPEND"}, "are suspended and later resumed"),
+        ({}, "the site file does not say what happens to preempted jobs"),
         (
             {"mode": "REQUEUE", "grace": "60s", "exempt": "2h"},
             "Not before a job has run for 2 h.",
@@ -115,8 +118,8 @@ def test_every_way_of_being_preempted(preemption: dict[str, str], words: str) ->
 def test_time_limit_lead_and_checkpoints() -> None:
     text = told({}, {"time": "00:30:00"}, checkpoint={"every_steps": 50, "keep_last": 2})
     assert (
-        "the last save begins 120 s before the time limit of 30 min, and the run goes on beyond "
-        "it in another attempt; checkpoint every 10 min (later as often as it pays) and every "
+        "the last save begins 120 s before the time limit of 30 min; beyond it the run continues "
+        "in another attempt; checkpoint every 10 min (later as often as it pays) and every "
         "50 steps, the newest 2 kept."
     ) in text
 
@@ -124,8 +127,10 @@ def test_time_limit_lead_and_checkpoints() -> None:
 def test_checkpoints_of_a_command_are_its_own() -> None:
     job = {"entry": None, "command": ["./t"], "program": {"checkpoint_glob": "out/ck-*"}}
     text = told({"preemption_default": {"mode": "REQUEUE", "grace": "0s"}}, {"time": "1h"}, **job)
-    assert "without notice (only what was saved stays: checkpoints are the program's own)" in text
-    assert "the program is told 120 s before the time limit of 1 h" in text
+    assert (
+        "without notice (only what was saved survives: checkpoints are the program's own)" in text
+    )
+    assert "the program is signalled 120 s before the time limit of 1 h" in text
     assert text.endswith("checkpoints are the program's own: out/ck-*.")
     joins = told({}, entry=None, command=["./t"], checkpoint={"every_steps": 5})
     assert "every 5 steps" in joins, "its ranks join the run"
@@ -153,8 +158,8 @@ def test_each_of_several_partitions_is_told() -> None:
 
 def test_an_account_and_the_delay_after_a_requeue() -> None:
     text = told({"account_required": True, "requeue_delay": "121s"})
-    assert "warning: hill wants an account (resources.account)." in text
-    assert "a requeued job can start again after 121 s at the earliest." in text
+    assert "warning: hill requires an account (resources.account)." in text
+    assert "a requeued job starts again after 121 s at the earliest." in text
     assert "wants an account" not in told({"account_required": True}, {"account": "mine"})
 
 
@@ -181,25 +186,25 @@ def test_measured_saves_and_whether_the_lead_is_enough() -> None:
 
 def test_a_lead_that_is_not_enough_says_what_would_be() -> None:
     assert (
-        "lead time 60 s is not enough for two of them, of which the last may have to wait; leave "
-        "lead out (it would be 145 s), or make it longer."
+        "lead time 60 s is not enough for two saves, one of which may already be running; remove "
+        "lead (it would be 145 s), or increase it."
     ) in told_of_saves(45.0, lead="60s")
     short = told_of_saves(90.0, resources={"time": "00:04:00"})
-    assert "lead time 120 s is not enough" in short and "ask for more time." in short
+    assert "lead time 120 s is not enough" in short and "request more time." in short
 
 
 def test_a_notice_shorter_than_a_save_leaves_only_the_periodic_ones() -> None:
     text = told_of_saves(45.0, "20s")
     assert (
-        "warning: the notice of 20 s at a preemption is shorter than a save: what was saved "
-        "periodically is what stays; that is every 4 min or so where the run is interrupted once a "
-        "day (every_minutes: auto goes by what it measures)."
+        "warning: the notice of 20 s at a preemption is shorter than a save: only "
+        "periodic checkpoints survive; with one interruption a day, one about every 4 min "
+        "(every_minutes: auto adapts to what it measures)."
     ) in text
     seldom = told_of_saves(45.0, "20s", checkpoint={"every_minutes": 60})
-    assert "what loses least is checkpoint.every_minutes: 4, where the run is" in seldom
+    assert "least is lost with checkpoint.every_minutes: 4, assuming one interruption" in seldom
     often = told_of_saves(45.0, "20s", checkpoint={"every_minutes": 5})
-    assert "is what stays, every 300 s." in often
-    assert "is enough for one save, not for one behind another." in told_of_saves(45.0, "60s")
+    assert "checkpoints survive, every 300 s." in often
+    assert "is enough for one save, but not for two in a row." in told_of_saves(45.0, "60s")
     assert "notice of 120 s at" not in told_of_saves(45.0, "120s")
     # Without any notice at all that is told where the preemption is.
     assert "shorter than a save" not in told_of_saves(45.0, "0s")
@@ -217,10 +222,10 @@ CHAIN: dict[str, Any] = {"template": "array", "chain": 5}
 def test_an_array_says_how_long_it_can_go_and_what_follows() -> None:
     site = {"preemption_default": {"mode": "CANCEL", "grace": "120s"}}
     text = told(site, {"time": "12:00:00"}, **CHAIN)
-    assert "cancelled after 120 s of notice; the next task goes on." in text
+    assert "cancelled after 120 s of notice; the next task continues." in text
     assert (
-        "an array of 5 tasks, one at a time, each of them an attempt of 12 h, 60 h in all: the "
-        "next one starts when the one before has ended; behind the last one the run is requeued."
+        "an array of 5 tasks, one at a time, each an attempt of 12 h, 60 h in all: each "
+        "task starts when the previous one has ended; after the last one the run is requeued."
     ) in text
 
 
@@ -228,9 +233,9 @@ def test_where_requeues_are_forbidden_an_array_is_not_warned_of_them() -> None:
     site = {"self_requeue_allowed": False}
     text = told(site, {"time": "12:00:00"}, **CHAIN)
     assert "does not let jobs requeue themselves" not in text
-    assert "behind the last one it is held, and slurm-forge requeue submits as many again" in text
+    assert "after the last one it is held, and slurm-forge requeue submits as many again" in text
     assert "(template: array needs no requeue)" in told(site, {"time": "12:00:00"})
 
 
 def test_an_array_without_a_time_limit_promises_no_sum() -> None:
-    assert "an attempt of as long as the partition allows: the next" in told({}, **CHAIN)
+    assert "an attempt of as long as the partition allows: each" in told({}, **CHAIN)

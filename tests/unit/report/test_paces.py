@@ -1,4 +1,4 @@
-"""Slow nodes, and what became slower for everybody, as people read of them."""
+"""Slow nodes, and what got worse for everybody, as people read of them."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from slurm_forge.report.status.event_lines import happening
 from slurm_forge.report.status.report_facts import RunFacts
 from slurm_forge.report.status.status import take_status
 from slurm_forge.report.status.status_text import status_text
+from slurm_forge.report.text import clock
 from tests.unit.report.journals import Scribe
 
 SEEN = ev.StragglerSeen(
@@ -54,7 +55,7 @@ def test_a_slow_node_is_one_line_of_the_status(scribe: Scribe) -> None:
     assert line == (
         "slow        n06 (ranks 4, 5) 1.60x slower than the others since step 20: the node itself "
         "(the same work takes 1.58x as long there); each step 600 ms longer (likely) · "
-        "100 steps, 60 s lost by all ranks"
+        "100 steps, cost all ranks 60 s"
     )
 
 
@@ -66,7 +67,7 @@ def test_explain_says_what_it_cost_and_when_it_was_over(scribe: Scribe) -> None:
     assert "slow " not in status(scribe.facts())
     text = told(scribe.facts())
     assert "slow: n06 (ranks 4, 5) 1.60x slower than the others since step 20" in text
-    assert "(likely) · 40 steps, 24 s lost by all ranks · over 09:11:14" in text
+    assert "(likely) · 40 steps, cost all ranks 24 s · recovered 09:11:14" in text
 
 
 def test_of_a_run_that_is_over_nothing_is_slow_any_more(scribe: Scribe) -> None:
@@ -79,7 +80,7 @@ def test_a_trend_names_nobody(scribe: Scribe) -> None:
     since = scribe.now - 120
     trend = ev.TrendSeen(step=30, figure="bandwidth", was=11.8e9, now=4.1e9, since=since)
     scribe.write("supervisor", trend)
-    line = "the probe's large all-reduce became slower: 11.8 GB/s -> 4.1 GB/s since"
+    line = "probe all-reduce bandwidth got worse: 11.8 GB/s -> 4.1 GB/s since"
     assert line in status(scribe.facts())
     assert f"{line} 09:04:14" in told(scribe.facts())
     scribe.later(600).write(
@@ -104,6 +105,17 @@ def test_while_somebody_watches(scribe: Scribe) -> None:
     assert sum("n06 (ranks 4, 5) 1.60x slower" in line for line in lines) == 1
     assert sum("n06 recovered; it cost all ranks 24 s" in x for x in lines) == 1
     assert len(only_attempt(explain(scribe.facts()), 1).attempts) == 1
+
+
+def test_the_end_of_a_slow_time_names_when_it_began_as_its_beginning(scribe: Scribe) -> None:
+    since = scribe.now
+    event = ev.TrendSeen(step=90, figure="own", was=0.1, now=0.1, since=since, over=True)
+    scribe.later(600).write("supervisor", event)
+    (record,) = [each for each in scribe.facts().records if each.event == event]
+    line, began = happening(record), clock(since)
+    assert line is not None and line.endswith(
+        f"step compute time back to normal: 100 ms (was slow since {began})"
+    )
 
 
 def test_words_of_a_stranger_are_cleaned(scribe: Scribe) -> None:

@@ -62,8 +62,8 @@ def test_waiting_is_told_with_the_rung_and_with_the_decision() -> None:
         "raise_time (once, factor 1.5) -> requeue (2 times, 4 min later, longer each time)" in text
     )
     assert "   raise_time   rung 1 of 2, none left\n     time_factor  1 → 1.5\n" in text
-    assert "     nodes  4 → 3\n     waits 4 min before the next start\n" in text
-    assert text.count("waits") == 1
+    assert "     nodes  4 → 3\n     next start in 4 min\n" in text
+    assert text.count("next start in") == 1
 
 
 def test_waiting_for_programs() -> None:
@@ -75,6 +75,6 @@ def test_the_ladder_of_a_slow_node_does_not_end_in_a_hold() -> None:
     job = from_yaml("name: x\nentry: a:f\nrecovery: {straggler: [{do: requeue, times: 1}]}\n")
     found = rehearse(job, Cause.STRAGGLER, at=1000, repeat=2, assumed=Assumed())
     text = policy_text(job, found)
-    assert "ladder:  requeue (once) -> go on\n" in text
+    assert "ladder:  requeue (once) -> continue\n" in text
     assert "the run goes on, slowly" in text
     assert "hold" not in text

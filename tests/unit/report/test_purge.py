@@ -31,11 +31,11 @@ def scribe(tmp_path) -> Scribe:
     ],
 )
 def test_what_the_age_of_a_file_counts_from(basis: str, counts: float) -> None:
-    assert counts_from(basis, read=5.0, written=1.0) == counts
+    assert counts_from(basis, accessed=5.0, written=1.0) == counts
 
 
 def test_the_later_of_both_where_both_count() -> None:
-    assert counts_from("not accessed or modified", read=1.0, written=5.0) == 5.0
+    assert counts_from("not accessed or modified", accessed=1.0, written=5.0) == 5.0
 
 
 def test_it_is_told_in_time_and_not_before() -> None:

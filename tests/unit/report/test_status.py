@@ -77,7 +77,7 @@ def test_a_run_that_was_never_started(scribe: Scribe) -> None:
 def test_a_submitted_run(scribe: Scribe) -> None:
     scribe.submitted()
     shown = screen(scribe.facts())
-    assert shown["status"] == "submitted, waits to be started"
+    assert shown["status"] == "submitted, waiting to start"
     assert "squeue -j 8812301" in shown["next"]
 
 
@@ -87,7 +87,7 @@ def test_a_requeued_run(scribe: Scribe) -> None:
     scribe.train(1, 20)
     scribe.preempted(20)
     shown = screen(scribe.facts(after=180))
-    assert shown["status"] == "requeued 3 min ago, waits to be started again"
+    assert shown["status"] == "requeued 3 min ago, waiting to start again"
     assert shown["step"].startswith("20 of 400")
     assert "last heard" not in shown
 
@@ -109,7 +109,7 @@ def test_a_run_that_says_nothing_any_more(scribe: Scribe) -> None:
     scribe.resume(0)
     scribe.train(1, 20)
     shown = screen(scribe.facts(after=3 * 3600))
-    assert shown["status"] == "running, but nothing was heard of it for 3 h"
+    assert shown["status"] == "running, but silent for 3 h"
     assert shown["next"].startswith("see whether it is alive: squeue -j 8812301")
 
 
@@ -120,7 +120,7 @@ def test_a_held_run_shows_the_reason_and_the_way_on(scribe: Scribe) -> None:
     shown = screen(scribe.facts())
     assert shown["status"] == "held: hang: nothing left to try"
     assert shown["next"] == (
-        "see why: slurm-forge explain tiny-gpt | then, to go on: slurm-forge requeue tiny-gpt"
+        "see why: slurm-forge explain tiny-gpt | then, to continue: slurm-forge requeue tiny-gpt"
     )
 
 
@@ -149,8 +149,8 @@ def test_the_plan_in_force_is_shown_only_where_it_changes_something(scribe: Scri
     scribe.train(101, 150)
     assert screen(scribe.facts())["changed"] == (
         "rolled back to step 100, learning rate x0.75, back by step 200; "
-        "micro-batch 16 (same global batch); memory x1.5 of what was asked; "
-        "without n[06-07]"
+        "micro-batch 16 (same global batch); memory request x1.5; "
+        "excluding n[06-07]"
     )
     scribe.train(151, 200)
     assert screen(scribe.facts())["changed"].startswith("micro-batch 16 ")
@@ -164,7 +164,7 @@ def test_an_open_intent_is_open_whatever_else(scribe: Scribe) -> None:
     scribe.write("supervisor", ev.RequeueFailed(job="88", method=method, reason="timed out"))
     scribe.end("open")
     shown = screen(scribe.facts())
-    assert shown["status"] == "requeued: waits for a requeue that Slurm has not taken"
+    assert shown["status"] == "requeued: waiting for a requeue that Slurm has not confirmed"
     assert shown["open"] == "scontrol requeue of job 88 (preempted)"
     assert shown["next"].endswith("slurm-forge reconcile tiny-gpt")
 
@@ -179,7 +179,7 @@ def test_a_person_who_asks_for_the_run_to_go_on_settles_what_was_left_open(scrib
     scribe.later(60).write("cli", ev.UserAsked(verb="requeue", user="x"), launch=1 << 30)
     scribe.submitted("999")
     shown = screen(scribe.facts())
-    assert shown["status"] == "submitted, waits to be started"
+    assert shown["status"] == "submitted, waiting to start"
     assert "open" not in shown
     assert "reconcile" not in shown["next"] and "squeue -j 999" in shown["next"]
 
@@ -196,14 +196,14 @@ def test_a_program_keeps_its_own_checkpoints(scribe: Scribe) -> None:
     scribe.begin(job="exec-7")
     scribe.launch -= 1
     scribe.relaunch(world_size=0)
-    assert screen(scribe.facts())["status"] == "running: its program runs"
+    assert screen(scribe.facts())["status"] == "running: its program is running"
     assert screen(scribe.facts())["progress"] == "none seen yet"
     scribe.write("supervisor", ev.Advanced(what="out/checkpoint-31", step=31))
     scribe.incident(Cause.STOP_REQUESTED, Action.STOP)
     shown = screen(scribe.facts())
-    assert shown["progress"] == "as far as out/checkpoint-31"
+    assert shown["progress"] == "out/checkpoint-31"
     assert "checkpoint" not in shown, "none of ours is no loss"
-    assert shown["next"] == "to go on: the same slurm-forge exec again"
+    assert shown["next"] == "to continue: the same slurm-forge exec again"
 
 
 def test_stop_and_save_files_are_open_requests(scribe: Scribe) -> None:
@@ -211,7 +211,8 @@ def test_stop_and_save_files_are_open_requests(scribe: Scribe) -> None:
     scribe.run.stop_file.touch()
     scribe.run.save_file.touch()
     assert screen(scribe.facts())["open"] == (
-        "the file STOP asks it to save, stop and stay away | the file SAVE asks for a checkpoint"
+        "STOP file: it is to save and stop, and not to be started again"
+        " | SAVE file: it is to save at its next step"
     )
     scribe.run.save_file.unlink()
     scribe.incident(Cause.STOP_REQUESTED, Action.STOP)
@@ -295,8 +296,8 @@ def test_a_stopped_run_still_shows_what_was_wrong_before(scribe: Scribe) -> None
         "rank 0 on n01: ValueError: x"
     )
     assert shown["next"] == (
-        "see what went wrong before: slurm-forge explain tiny-gpt | "
-        "then, to go on from the start: slurm-forge run with its job file"
+        "see what went wrong before that: slurm-forge explain tiny-gpt | "
+        "then, to continue from the start: slurm-forge run with its job file"
     )
 
 
@@ -304,14 +305,16 @@ def test_a_run_that_is_asked_to_stop_says_how_to_go_on_later(scribe: Scribe) -> 
     scribe.begin()
     scribe.resume(0)
     scribe.run.stop_file.touch()
-    assert screen(scribe.facts())["next"].endswith("later, to go on: slurm-forge requeue tiny-gpt")
+    assert screen(scribe.facts())["next"].endswith(
+        "later, to continue: slurm-forge requeue tiny-gpt"
+    )
 
 
 def test_an_unknown_total_is_no_percentage(scribe: Scribe) -> None:
     scribe.begin()
     scribe.resume(0)
     scribe.train(1, 1234, seconds=0.01)
-    assert screen(scribe.facts(total=None))["step"] == "1 234"
+    assert screen(scribe.facts(total=None))["step"] == "1234"
 
 
 FULL = (
@@ -368,8 +371,8 @@ def test_saves_that_fail_in_a_row_are_counted_whatever_the_nodes_clocks_say(
         scribe.later(60).write("rank0", ev.CheckpointFailed(step=20_001, reason=FULL))
     shown = screen(scribe.facts())
     assert "but the last 2 saves failed" in shown["status"]
-    assert shown["saves"].endswith("1 step since step 20 000 at risk")
-    assert ": 1 step since step 20 000 is at risk" in shown["next"]
+    assert shown["saves"].endswith("1 step since step 20000 at risk")
+    assert ": 1 step since step 20000 is at risk" in shown["next"]
     scribe.ahead = ahead
     scribe.later(60).begin()
     scribe.resume(20_000)

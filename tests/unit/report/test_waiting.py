@@ -95,39 +95,39 @@ def held(scribe: Scribe, *, refused: str = "", confirmed: bool = True) -> None:
     ("reason", "text", "next_"),
     [
         ("Priority", "other jobs come first (Priority)", "nothing to do: it starts when"),
-        ("Resources", "it is next, and waits for free nodes (Resources)", "nothing to do"),
+        ("Resources", "it is next in line, waiting for free nodes (Resources)", "nothing to do"),
         ("JobHeldUser", "held in the queue", f"scontrol release {JOB}, or {AGAIN}"),
         ("JobHeldAdmin", "held by an administrator: only they can", "ask the cluster's support"),
         ("JobHoldMaxRequeue", "requeued too often (MaxBatchRequeue)", f"scontrol release {JOB}"),
         ("launch_failed_requeued_held", "its start failed on the node", "scontrol release"),
         (
             "Nodes_required_for_job_are_DOWN,_DRAINED_or_reserved_for_jobs_in_higher_priority_x",
-            "others have its nodes, probably the job that preempted it (Nodes required",
+            "other jobs have its nodes, probably the one that preempted it (Nodes required",
             "nothing to do",
         ),
         ("ReqNodeNotAvail,_UnavailableNodes:n06", "UnavailableNodes:n06)", "sinfo -R"),
-        ("ReqNodeNotAvail,_Reserved_for_maintenance", "reaches into a maintenance", "starts after"),
+        ("ReqNodeNotAvail,_Reserved_for_maintenance", "overlaps a maintenance", "starts after"),
         ("QOSMaxJobsPerUserLimit", "a limit of the QOS is reached (QOSMax", "nothing to do"),
         ("QOSMaxWallDurationPerJobLimit", "a limit of the QOS is reached", "will not start like"),
-        ("AssocGrpCPUMinutesLimit", "the budget of the account or the user", "will not start bef"),
-        ("AssocGrpBillingMinutes", "is used up (AssocGrpBillingMinutes)", "wait for its reset"),
+        ("AssocGrpCPUMinutesLimit", "the budget of the account or the user", "will not start unt"),
+        ("AssocGrpBillingMinutes", "is used up (AssocGrpBillingMinutes)", "wait for the reset"),
         ("QOSGrpGRESMinutes", "the budget of the QOS is used up", "ask for more, or wait"),
         ("QOSGrpWallLimit", "the budget of the QOS is used up", "ask for more, or wait"),
         ("AssocGrpCPURunMinutesLimit", "a limit of the account", "nothing to do"),
-        ("QOSMinCpuNotSatisfied", "less than the QOS wants", "will not start like this: ask for m"),
-        ("QOSMinGRES", "less than the QOS wants", "will not start like this: ask for more"),
+        ("QOSMinCpuNotSatisfied", "less than the QOS requires", "will not start like this"),
+        ("QOSMinGRES", "less than the QOS requires", "will not start like this: ask for more"),
         ("MaxMemPerLimit", "more memory than one job may have", "ask for less memory"),
-        ("QOSUsageThreshold", "too much was used already", "will not start like this"),
-        ("PartitionConfig", "its partition does not give", "will not start like this"),
-        ("Reserved_for_maintenance", "reaches into a maintenance", "starts after"),
+        ("QOSUsageThreshold", "exceeded its usage threshold", "will not start like this"),
+        ("PartitionConfig", "its partition cannot provide", "will not start like this"),
+        ("Reserved_for_maintenance", "overlaps a maintenance", "starts after"),
         ("AssocGrpCpuLimit", "a limit of the account or the user is reached", "nothing to do"),
         ("PartitionTimeLimit", "more time than its partition allows", f"JobId={JOB} TimeLimit="),
-        ("DependencyNeverSatisfied", "ended in another way", f"scancel {JOB}, then {AGAIN}"),
+        ("DependencyNeverSatisfied", "did not end as required", f"scancel {JOB}, then {AGAIN}"),
         ("Reservation", "waits for its reservation to begin (Reservation)", "nothing to do"),
-        ("ReservationDeleted", "its reservation is gone", "submit without it"),
-        ("Reservation_dev_was_deleted", "its reservation is gone", "submit without it"),
-        ("ReservationInvalid", "its reservation is not valid for it", "submit without it"),
-        ("Reservation_dev_is_invalid", "its reservation is not valid for it", "submit without it"),
+        ("ReservationDeleted", "its reservation is gone", "without the reservation"),
+        ("Reservation_dev_was_deleted", "its reservation is gone", "without the reservation"),
+        ("ReservationInvalid", "its reservation is no longer valid", "without the reservation"),
+        ("Reservation_dev_is_invalid", "reservation is no longer valid", "without the reservation"),
         ("ReservationOfANewKind", "Slurm says: ReservationOfANewKind", f"squeue -j {JOB}"),
         ("Licenses,Dependency", "waits for a licence (Licenses,Dependency)", "nothing to do"),
         ("BeamMeUp\x1b[2J", "Slurm says: BeamMeUp?[2J", f"squeue -j {JOB}"),
@@ -138,7 +138,7 @@ def test_reasons_in_plain_words(scribe: Scribe, reason: str | None, text: str, n
     requeued(scribe)
     facts = replace(scribe.facts(after=60), queue=pending(reason))
     shown = screen(facts)
-    assert shown["status"].startswith("requeued 60 s ago, waits to be started again: ")
+    assert shown["status"].startswith("requeued 60 s ago, waiting to start again: ")
     assert text in shown["status"]
     assert next_ in shown["next"]
     assert text in told(facts)
@@ -163,7 +163,7 @@ def test_a_job_of_priority_0_is_held_whatever_slurm_says(
     facts = replace(scribe.facts(after=60), queue=pending(reason, priority=0))
     shown = screen(facts)
     assert shown["status"].endswith(f": held in the queue{said}")
-    assert shown["next"] == f"to let it go on: scontrol release {JOB}, or {AGAIN}"
+    assert shown["next"] == f"to continue: scontrol release {JOB}, or {AGAIN}"
     waiting = take_status(facts).waiting
     assert waiting is not None and waiting.held
 
@@ -172,7 +172,7 @@ def test_a_job_of_priority_0_is_held_whatever_slurm_says(
     ("reason", "state", "text"),
     [
         ("BadConstraints", JobState.PENDING, "no node has what it asks for"),
-        ("ReservationInvalid", JobState.RESV_DEL_HOLD, "its reservation is not valid"),
+        ("ReservationInvalid", JobState.RESV_DEL_HOLD, "its reservation is no longer valid"),
         ("Reservation_dev_was_deleted", JobState.RESV_DEL_HOLD, "its reservation is gone"),
     ],
 )
@@ -204,10 +204,10 @@ def test_records_of_a_real_slurm() -> None:
     start = 1795255044.0
     told_of = why_waiting(delayed, again=AGAIN, now=start - 121, zone=timezone.utc)
     when = moment(start, start, timezone.utc)
-    assert told_of.text == f"not to start before {when} (in 2 min 1 s)"
+    assert told_of.text == f"it may not start before {when} (in 2 min 1 s)"
     assert (told_of.expected, told_of.held) == (start, False)
     told_of = why_waiting(delayed, again=AGAIN, now=start + 5, zone=timezone.utc)
-    assert told_of.text == "not to start yet"
+    assert told_of.text == "it may not start yet"
     assert told_of.expected is None
 
 
@@ -230,8 +230,8 @@ def test_a_successor_waits_for_the_job_before_it(scribe: Scribe) -> None:
     ("state", "text", "next_"),
     [
         (JobState.RUNNING, "Slurm has started job 8812301 (RUNNING)", "nothing to do"),
-        (JobState.COMPLETING, "job 8812301 is still ending on its nodes", "nothing to do"),
-        (JobState.FAILED, "Slurm says that job 8812301 is over (FAILED)", AGAIN),
+        (JobState.COMPLETING, "job 8812301 is still completing on its nodes", "nothing to do"),
+        (JobState.FAILED, "Slurm reports job 8812301 as ended (FAILED)", AGAIN),
     ],
 )
 def test_a_job_that_does_not_wait_at_all(
@@ -263,14 +263,14 @@ def test_a_job_that_was_cancelled_while_it_waited(scribe: Scribe, answer: QueueA
     facts = replace(scribe.facts(after=60), queue=answer)
     shown = screen(facts)
     assert shown["status"] == f"cancelled: job {JOB} was cancelled before it started"
-    assert shown["next"] == f"to let it go on: {AGAIN}"
+    assert shown["next"] == f"to continue: {AGAIN}"
     assert shown["next"] in told(facts)
     requeued(scribe)
     shown = screen(replace(scribe.facts(after=60), queue=answer))
     assert shown["status"] == f"cancelled: job {JOB} was cancelled before it started again"
 
 
-ENDS_AT_ONCE = "it ends at once, without training"
+ENDS_AT_ONCE = "it ends at once without training"
 
 
 @pytest.mark.parametrize(
@@ -298,24 +298,24 @@ def test_a_run_that_waits_and_was_asked_to_stop(
 def test_a_stop_that_nobody_signed_and_one_of_a_job_that_is_gone(scribe: Scribe) -> None:
     scribe.submitted()
     scribe.run.stop_file.touch()
-    assert "; the file STOP asks it to stop: when" in screen(scribe.facts())["status"]
+    assert "; a STOP file asks it to stop: when" in screen(scribe.facts())["status"]
     cancelled = pending("None", state=JobState.CANCELLED)
     shown = screen(replace(scribe.facts(), queue=cancelled))
-    assert shown["next"] == f"to let it go on: {AGAIN}"
+    assert shown["next"] == f"to continue: {AGAIN}"
     assert ENDS_AT_ONCE not in shown["status"]
 
 
 def test_a_job_that_slurm_has_forgotten(scribe: Scribe) -> None:
     requeued(scribe)
     shown = screen(replace(scribe.facts(), queue=QueueAnswer(JOB, None)))
-    assert "Slurm does not know job 8812301 any more" in shown["status"]
+    assert "Slurm no longer knows job 8812301" in shown["status"]
     assert shown["next"] == f"it will not start: {AGAIN}"
 
 
 def test_an_answer_about_another_job_tells_nothing(scribe: Scribe) -> None:
     requeued(scribe)
     shown = screen(replace(scribe.facts(), queue=pending("Priority", job="99")))
-    assert shown["status"] == "requeued just now, waits to be started again"
+    assert shown["status"] == "requeued just now, waiting to start again"
     assert "squeue -j 8812301" in shown["next"]
 
 
@@ -347,10 +347,10 @@ def test_a_run_that_is_held_in_the_queue_says_who_can_release_it(scribe: Scribe)
     )
     assert shown["next"] == (
         "see why: slurm-forge explain tiny-gpt | "
-        f"then, to go on: scontrol release {JOB}, or {AGAIN}"
+        f"then, to continue: scontrol release {JOB}, or {AGAIN}"
     )
     text = told(facts)
-    assert "    held: the same crash 3 times · in Slurm's queue as job 8812301, until" in text
+    assert "    held: the same crash 3 times · in Slurm's queue as job 8812301 until" in text
     assert f"Next: look at the log of rank 0, then scontrol release {JOB}, or {AGAIN}.\n" in text
 
 
@@ -358,7 +358,7 @@ def test_a_hold_that_was_not_confirmed_is_not_told_as_done(scribe: Scribe) -> No
     held(scribe, confirmed=False)
     facts = scribe.facts()
     assert screen(facts)["status"].endswith(f"; asked Slurm to hold it in its queue as job {JOB}")
-    assert f"asked Slurm to hold it in the queue as job {JOB}" in told(facts)
+    assert f"asked Slurm to hold job {JOB} in the queue" in told(facts)
     seen = screen(replace(facts, queue=pending("JobHeldUser")))
     assert seen["status"].endswith(f"; held in Slurm's queue as job {JOB}")
 
@@ -373,7 +373,7 @@ def test_a_hold_that_slurm_refused_leaves_nothing_to_release(scribe: Scribe) -> 
     shown = screen(scribe.facts())
     assert shown["status"] == (
         f"held: crash: the same crash 3 times; Slurm refused to hold job {JOB} in the queue: "
-        "Requested operation is presently disabled; nothing waits there"
+        "Requested operation is presently disabled; it is not queued"
     )
     assert f"refused to hold job {JOB} in the queue" in told(scribe.facts())
     assert "scontrol release" not in shown["next"]
@@ -392,8 +392,8 @@ def test_a_held_job_of_which_slurm_knows_better(scribe: Scribe) -> None:
     assert AGAIN not in screen(by_admin)["next"]
     assert "Next: look at the log of rank 0, then ask the cluster's support why" in told(by_admin)
     gone = replace(scribe.facts(), queue=QueueAnswer(JOB, None))
-    assert screen(gone)["status"].endswith("; Slurm does not know job 8812301 any more")
-    assert screen(gone)["next"].endswith(f"then, to go on: {AGAIN}")
+    assert screen(gone)["status"].endswith("; Slurm no longer knows job 8812301")
+    assert screen(gone)["next"].endswith(f"then, to continue: {AGAIN}")
     there = replace(scribe.facts(), queue=pending("job_requeued_in_held_state"))
     assert f"scontrol release {JOB}" in screen(there)["next"]
 
@@ -460,7 +460,7 @@ def test_a_job_that_could_not_even_start_us(scribe: Scribe) -> None:
     )
     assert shown["next"] == (
         "repair the environment that the job starts in (its modules, its Python) | "
-        f"then, to go on: scontrol release {JOB}, or {AGAIN}"
+        f"then, to continue: scontrol release {JOB}, or {AGAIN}"
     )
     assert "   job 8812301 could not start: on n03: this" in told(facts)
     assert "repair the environment" in told(facts)
@@ -479,17 +479,17 @@ BACK = "before it had begun, and is back in the queue: other jobs come first (Pr
         (
             pending("None", state=JobState.CANCELLED),
             f"cancelled: job {JOB} was cancelled before it had begun",
-            f"to let it go on: {AGAIN}",
+            f"to continue: {AGAIN}",
         ),
         (
             cancelled_by_accounting(),
             f"cancelled: job {JOB} was cancelled before it had begun (CANCELLED by 0)",
-            f"to let it go on: {AGAIN}",
+            f"to continue: {AGAIN}",
         ),
         (
             pending("None", state=JobState.PREEMPTED),
             f"stopped: job {JOB} was preempted before it had begun",
-            f"to let it go on: {AGAIN}",
+            f"to continue: {AGAIN}",
         ),
         (
             pending("Priority", preempt_time=datetime(2026, 8, 11, tzinfo=timezone.utc)),
@@ -503,21 +503,21 @@ BACK = "before it had begun, and is back in the queue: other jobs come first (Pr
         ),
         (
             pending("None", state=JobState.TIMEOUT),
-            f"stopped: SIGTERM ended job {JOB} before it had begun; Slurm says that it is over "
+            f"stopped: SIGTERM ended job {JOB} before it had begun; Slurm reports it as ended "
             "(TIMEOUT)",
-            f"to let it go on: {AGAIN}",
+            f"to continue: {AGAIN}",
         ),
         (
             pending("None", state=JobState.COMPLETING),
-            f"requeued: SIGTERM ended job {JOB} before it had begun; Slurm says that it is "
+            f"requeued: SIGTERM ended job {JOB} before it had begun; Slurm reports it as "
             "COMPLETING",
             f"see in a moment what it becomes: squeue -j {JOB}",
         ),
         (
             QueueAnswer(JOB, None, answered=False),
             f"stopped: SIGTERM ended job {JOB} before it had begun; whether it was cancelled, "
-            "preempted or out of time is not known",
-            f"see whether it is in the queue: squeue -j {JOB}; if it is not: {AGAIN}",
+            "preempted or out of time is unknown",
+            f"check whether it is in the queue: squeue -j {JOB}; if it is not: {AGAIN}",
         ),
     ],
 )
@@ -568,7 +568,7 @@ def test_a_note_without_words_and_a_finished_run(scribe: Scribe) -> None:
     scribe.submitted()
     note = NotStarted(JOB, scribe.now + 1, " \n")
     shown = screen(replace(scribe.facts(), not_started=(note,)))
-    assert shown["status"].endswith("could not start: it did not say why")
+    assert shown["status"].endswith("could not start: no reason was recorded")
     scribe.begin()
     scribe.finish(5)
     late = replace(note, time=scribe.now + 100)
@@ -579,7 +579,7 @@ def test_where_slurm_does_not_answer_nobody_knows_whether_it_waits(scribe: Scrib
     requeued(scribe)
     silent = QueueAnswer(JOB, None, answered=False)
     shown = screen(replace(scribe.facts(after=60), queue=silent))
-    told_of = "Slurm does not answer: whether it waits is not known"
+    told_of = "Slurm does not answer: whether it is queued is unknown"
     assert shown["status"] == f"requeued 60 s ago; {told_of}"
     assert shown["next"] == f"ask again later (squeue -j {JOB})"
 
@@ -640,7 +640,7 @@ def test_a_chain_says_how_many_tasks_are_left(scribe: Scribe, tasks: str, words:
     shown = screen(facts)
     assert "requeued" in shown["status"] and words in shown["status"]
     assert shown["next"].startswith("nothing to do")
-    assert "goes on as task 7_2 of its array" in told(scribe.facts())
+    assert "continues as task 7_2 of its array" in told(scribe.facts())
 
 
 def test_the_next_task_of_a_chain_is_not_the_only_one_that_is_left(scribe: Scribe) -> None:
@@ -696,7 +696,7 @@ def test_a_chain_that_is_used_up_waits_nowhere(scribe: Scribe) -> None:
     shown = screen(scribe.facts())
     assert "this was the last of 3 tasks" in shown["status"]
     assert "in the queue" not in shown["status"]
-    assert "to go on: slurm-forge requeue tiny-gpt" in shown["next"]
+    assert "to continue: slurm-forge requeue tiny-gpt" in shown["next"]
 
 
 # -- a run that is running by its journal only -----------------------------------------------------
@@ -715,7 +715,7 @@ def test_a_running_run_whose_job_has_ended(scribe: Scribe, state: JobState) -> N
     shown = screen(facts)
     assert shown["status"] == (
         f"stopped: job {JOB} has ended ({state.value}, exit code 0:9), and the journal does not "
-        "say why; last heard of 90 s ago"
+        "say why; last heard from 90 s ago"
     )
     assert "slurm-forge requeue tiny-gpt" in shown["next"]
     assert "nothing to do" not in shown["next"]
@@ -729,7 +729,7 @@ def test_a_running_run_that_slurm_does_not_know(scribe: Scribe) -> None:
     # It may be another cluster's Slurm that was asked: a fresh sign of life is believed.
     assert screen(replace(scribe.facts(after=5), queue=unknown))["status"] == "running: training"
     shown = screen(replace(scribe.facts(after=45), queue=unknown))
-    assert f"Slurm does not know job {JOB} any more" in shown["status"]
+    assert f"Slurm no longer knows job {JOB}" in shown["status"]
     assert "slurm-forge requeue tiny-gpt" in shown["next"]
 
 
@@ -739,8 +739,8 @@ def test_a_running_run_that_slurm_does_not_know(scribe: Scribe) -> None:
     [
         (ended(JobState.FAILED), "stopped", f"job {JOB} has ended (FAILED"),
         (ended(JobState.CANCELLED), "cancelled", f"job {JOB} was cancelled"),
-        (QueueAnswer(JOB, None), "stopped", f"Slurm does not know job {JOB} any more"),
-        (pending("None", state=JobState.RUNNING), "running", "training, last heard of 90 s ago"),
+        (QueueAnswer(JOB, None), "stopped", f"Slurm no longer knows job {JOB}"),
+        (pending("None", state=JobState.RUNNING), "running", "training, last heard from 90 s ago"),
     ],
 )
 def test_how_long_a_run_is_silent_is_no_matter_of_its_nodes_clock(
@@ -757,11 +757,11 @@ def test_how_long_a_run_is_silent_is_no_matter_of_its_nodes_clock(
     assert words in told(facts)
     if status == "running":
         assert shown["last heard"] == "90 s ago"
-        assert "running   step 20, last heard of 90 s ago" in told(facts)
+        assert "running   step 20, last heard from 90 s ago" in told(facts)
     else:
-        assert f"to go on from the start: {AGAIN}" in shown["next"]
-        assert "last heard of 90 s ago" in shown["status"]
-        assert f"Next: to go on from the start: {AGAIN}.\n" in told(facts)
+        assert f"to continue from the start: {AGAIN}" in shown["next"]
+        assert "last heard from 90 s ago" in shown["status"]
+        assert f"Next: to continue from the start: {AGAIN}.\n" in told(facts)
 
 
 @pytest.mark.parametrize("answer", [ended(JobState.FAILED), QueueAnswer(JOB, None)])
@@ -778,7 +778,7 @@ def test_a_run_goes_on_from_where_it_can(scribe: Scribe) -> None:
     scribe.train(1, 20)
     scribe.save(20)
     facts = replace(scribe.facts(after=90), queue=ended(JobState.FAILED))
-    assert f"to go on from the last checkpoint: {AGAIN}" in screen(facts)["next"]
+    assert f"to continue from the last checkpoint: {AGAIN}" in screen(facts)["next"]
     program = Scribe(scribe.run.path.parent, "program")
     program.attempt, program.launch = 1, 1
     program.write(
@@ -787,7 +787,7 @@ def test_a_run_goes_on_from_where_it_can(scribe: Scribe) -> None:
     )
     program.write("supervisor", ev.LaunchStarted(world_size=0))
     facts = replace(program.facts(after=90), queue=ended(JobState.FAILED))
-    assert "to go on: slurm-forge requeue program" in screen(facts)["next"]
+    assert "to continue: slurm-forge requeue program" in screen(facts)["next"]
 
 
 @pytest.mark.parametrize("ahead", [3600, 0, -3600])
@@ -812,7 +812,7 @@ def test_a_running_run_that_slurm_has_put_back_into_the_queue(scribe: Scribe) ->
     scribe.resume(0)
     shown = screen(replace(scribe.facts(after=45), queue=pending("Resources")))
     assert shown["status"].startswith(f"requeued: job {JOB} is back in the queue")
-    assert "waits for free nodes" in shown["status"]
+    assert "waiting for free nodes" in shown["status"]
 
 
 def test_a_running_run_whose_job_is_held_says_what_its_comment_says(scribe: Scribe) -> None:
@@ -835,10 +835,11 @@ def test_a_running_run_while_slurm_is_silent(scribe: Scribe) -> None:
     silent = QueueAnswer(JOB, None, answered=False)
     shown = screen(replace(scribe.facts(after=45), queue=silent))["status"]
     assert (
-        shown == "running: training by its journal, last heard of 45 s ago; Slurm does not answer"
+        shown == "running: training according to its journal, last heard from 45 s ago; "
+        "Slurm does not answer"
     )
     # Nobody to ask: how old the last sign of life is.
-    assert "last heard of 2 min ago" in screen(scribe.facts(after=120))["status"]
+    assert "last heard from 2 min ago" in screen(scribe.facts(after=120))["status"]
 
 
 def test_a_suspended_run(scribe: Scribe) -> None:

@@ -136,7 +136,7 @@ def test_a_run_that_is_started_in_a_loop_is_told_so(
 
 
 def test_a_run_directory_is_made_once_and_marked_done_durably(run: RunDirectory) -> None:
-    with pytest.raises(RunDirectoryError, match="already lives"):
+    with pytest.raises(RunDirectoryError, match="already exists"):
         run.create(b"name: other\n")
     assert run.spec_file.read_bytes() == b"name: tiny\n"
     assert not run.is_done()

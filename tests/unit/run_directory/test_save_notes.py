@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from slurm_forge.errors import ForgeError
+from slurm_forge.launch.render.save_times import SaveNote, SaveNotes
 from slurm_forge.run_directory import RunDirectory
-from slurm_forge.run_directory.save_notes import SaveNote, SaveNotes
 
 KEY = "0" * 32
 NOTE = SaveNote(seconds=7.25, blocked_s=0.3, job="8790112_4")

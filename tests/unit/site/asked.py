@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["ASKED", "NODES"]
-
 NODES = (1, 2, 16)
 
 #: ``resources`` of the job, but for the number of nodes.

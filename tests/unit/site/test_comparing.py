@@ -6,7 +6,7 @@ from datetime import timedelta
 from pathlib import Path
 
 from slurm_forge.documents import build, load
-from slurm_forge.site.comparing import Kind, compare, unchecked
+from slurm_forge.site.comparing import SiteDifferenceKind, compare, unchecked
 from slurm_forge.site.loading import LoadedSite
 from slurm_forge.site.model import Site
 from slurm_forge.slurm.accounts import QosRecord
@@ -26,7 +26,7 @@ LONG = PartitionRecord(
     name="long", priority_tier=1, preempt_mode="CANCEL", grace_time=timedelta(seconds=60),
     max_time=timedelta(days=7), nodes="n[1-4]",
 )  # fmt: skip
-NODES = (NodeGroup(partition="long", count=4, state="idle", gpus=(GpuKind("a100", 4),)),)
+NODES = (NodeGroup(partition="long", gpus=(GpuKind("a100", 4),)),)
 SURVEY = Survey(user="ada", config=CONFIG, partitions=(PRIO, LONG), nodes=NODES, qos=())
 
 
@@ -48,7 +48,7 @@ partitions:
 requeue_delay: "121s"
 """
     assert told(text) == [
-        "hill.yaml says nothing of partitions.prio: PreemptMode=OFF",
+        'hill.yaml has no partitions.prio; Slurm says {preemption: {mode: "OFF"}}',
         "hill.yaml:5: partitions.long.preemption.grace says 120s, Slurm says 60s",
         "hill.yaml:6: partitions.long.max_time says 5d, Slurm says 7d (MaxTime)",
         "hill.yaml:7: partitions.long.gpus_per_node says 8, Slurm says 4",
@@ -72,7 +72,9 @@ def test_what_is_gone_and_another_cluster() -> None:
 def test_what_agrees_or_is_unknown_is_no_difference() -> None:
     assert told("name: hill\n") == []
     agreed = 'name: hill\npartitions:\n  long: {preemption: {mode: CANCEL, grace: "60s"}}\n'
-    assert told(agreed) == ["hill.yaml says nothing of partitions.prio: PreemptMode=OFF"]
+    assert told(agreed) == [
+        'hill.yaml has no partitions.prio; Slurm says {preemption: {mode: "OFF"}}'
+    ]
     # Nobody stands above it: OFF is what happens there.
     alone = Survey(user="ada", config=CONFIG, partitions=(LONG,), nodes=())
     assert told('name: hill\npartitions: {long: {preemption: {mode: "OFF"}}}\n', alone) == []
@@ -96,10 +98,10 @@ qos:
   gone: {max_time: "1h"}
 """
     assert told(text, survey) == [
-        "hill.yaml:3: qos.low.max_time says 2h, Slurm says 1h (MaxWall)",
         "hill.yaml:4: qos.gone: the accounting database has no QOS of that name",
         "hill.yaml:3: qos.low.preemption.grace says 10s, Slurm says 30s",
-        "hill.yaml says nothing of qos.high: preemption OFF",
+        "hill.yaml:3: qos.low.max_time says 2h, Slurm says 1h (MaxWall)",
+        'hill.yaml has no qos.high; Slurm says {preemption: {mode: "OFF"}}',
     ]
 
 
@@ -118,7 +120,11 @@ clusters:
     survey = Survey(user="ada", config=CONFIG, partitions=(limited,))
     loaded = LoadedSite(whole.on("hill"), Path("hill.yaml"), "", document, "hill", whole)
     (difference,) = compare(loaded, survey)
-    assert (difference.line, difference.in_file, difference.kind) == (6, "8", Kind.DIFFERS)
+    assert (difference.line, difference.in_file, difference.kind) == (
+        6,
+        "8",
+        SiteDifferenceKind.DIFFERS,
+    )
 
 
 def test_what_slurm_cannot_tell() -> None:

@@ -4,7 +4,8 @@ from datetime import timedelta
 
 import pytest
 
-from slurm_forge.site.detection import fill_from_slurm, preemption_of
+from slurm_forge.site.contract import preemption_of
+from slurm_forge.site.detection import fill_from_slurm
 from slurm_forge.site.model import PartitionFacts, Preemption, PreemptionMode, Site
 from slurm_forge.slurm.records import ConfigRecord, PartitionRecord
 

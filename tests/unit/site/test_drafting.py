@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from slurm_forge.documents import build, load
 from slurm_forge.site.checking import check_site
-from slurm_forge.site.comparing import Kind, compare
+from slurm_forge.site.comparing import SiteDifferenceKind, compare
 from slurm_forge.site.drafting import draft_site
 from slurm_forge.site.loading import LoadedSite
 from slurm_forge.site.model import PreemptionMode, Site
@@ -56,8 +56,6 @@ ALL_QOS = st.builds(
 NODES = st.builds(
     NodeGroup,
     partition=NAMES,
-    count=st.integers(1, 9),
-    state=st.just("idle"),
     gpus=st.lists(st.builds(GpuKind, st.none() | ANY, st.integers(1, 9)), max_size=2).map(tuple),
     features=st.lists(ANY, max_size=3).map(tuple),
 )
@@ -97,7 +95,9 @@ def test_what_is_written_can_be_read_and_says_what_slurm_says(survey: Survey) ->
     found = loaded(draft.text)
     assert found.site.name == draft.name
     assert [each for each in check_site(found.site, TODAY) if each.mistake] == []
-    differences = [each for each in compare(found, survey) if each.kind is not Kind.NOT_IN_FILE]
+    differences = [
+        each for each in compare(found, survey) if each.kind is not SiteDifferenceKind.NOT_IN_FILE
+    ]
     assert differences == []
 
 
@@ -107,7 +107,7 @@ def survey(**changes: Any) -> Survey:
         max_time=timedelta(days=2), nodes="n[1-4]",
     )  # fmt: skip
     above = PartitionRecord(name="prio", priority_tier=2, preempt_mode="REQUEUE", nodes="n[4-5]")
-    gpus = NodeGroup(partition="off", count=4, state="idle", gpus=(GpuKind("a100", 4),))
+    gpus = NodeGroup(partition="off", gpus=(GpuKind("a100", 4),))
     config = ConfigRecord(
         cluster_name="hill", version="24.05.1", preempt_type="preempt/partition_prio",
         preempt_mode="REQUEUE", select_type="select/cons_tres",
@@ -154,7 +154,7 @@ def test_a_name_smuggles_nothing_in(text: str) -> None:
     hostile = survey(
         user=text,
         default_account=text,
-        nodes=(NodeGroup(partition="off", count=1, state="idle", features=(text,)),),
+        nodes=(NodeGroup(partition="off", features=(text,)),),
         partitions=(PartitionRecord(name=text, preempt_mode=text),),
     )
     draft = draft_site(hostile, TODAY)

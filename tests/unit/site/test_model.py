@@ -6,7 +6,8 @@ import pytest
 
 from slurm_forge.documents import build, load
 from slurm_forge.errors import ConfigError
-from slurm_forge.site.model import GpuRequest, Preemption, PreemptionMode, Site
+from slurm_forge.site.model import Preemption, PreemptionMode, Site
+from slurm_forge.site.parts import GpuOption
 
 
 def site(text: str) -> Site:
@@ -70,7 +71,7 @@ def test_facts_of_a_job_are_those_of_its_partition_and_qos() -> None:
 
 def test_values_reach_the_program_as_what_they_are() -> None:
     example = site(MANY)
-    assert example.gpu_request is GpuRequest.GPUS_PER_TASK
+    assert example.gpu_request is GpuOption.GPUS_PER_TASK
     assert example.storage[0].purge_after == timedelta(days=30)
     assert example.env.on_hang == {"NCCL_SOCKET_IFNAME": "hsn0"}
 
@@ -114,7 +115,7 @@ def test_a_site_survives_being_written_and_read() -> None:
         ("env: {never: [A]}", "keys and values"),
         ("env: {always: {A: x}, never: {A: slow}}", "env.always.A: env.never says"),
         ("env: {on_hang: {A: x}, never: {A: slow}}", "env.on_hang.A: env.never says"),
-        ("socket_interface: hsn ib", 'socket_interface: names are parted by commas: "hsn,ib"'),
+        ("socket_interface: hsn ib", 'socket_interface: separate names by commas: "hsn,ib"'),
         (
             "socket_interface: hsn\nenv: {never: {GLOO_SOCKET_IFNAME: slow}}",
             "socket_interface: env.never says",

@@ -9,8 +9,7 @@ import pytest
 
 from docsite.site_files import made_from
 from slurm_forge.site.checking import check_site, check_together
-from slurm_forge.site.detection import Surroundings
-from slurm_forge.site.loading import LoadedSite, SitePlaces, packaged_folder
+from slurm_forge.site.loading import LoadedSite, SitePlaces, Surroundings, packaged_folder
 
 PLACES = SitePlaces(packaged=packaged_folder())
 NAMES = PLACES.names()

@@ -11,16 +11,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slurm_forge.launch.render.batch_script import asked_options
-from slurm_forge.launch.render.gpu_options import (
+from slurm_forge.launch.render.sbatch_options import (
     GpuOptions,
-    asked_of,
+    asked_options,
     gpu_options,
-    gpus_per_node,
+    job_request,
 )
 from slurm_forge.run_directory import RunDirectory
 from slurm_forge.site.model import PartitionFacts, Site
-from slurm_forge.site.parts import GpuRequest
+from slurm_forge.site.parts import GpuOption
 from slurm_forge.site.rules import Severity, features_of, findings, longest_run, refuses
 from slurm_forge.slurm.sbatch_words import LONG_OPTIONS, long_name, value_of
 from slurm_forge.spec import job_from_mapping
@@ -32,7 +31,7 @@ RUN = RunDirectory(Path("/runs/tiny"))
 def told(site: dict[str, Any], machine: str | None = None, **resources: Any) -> list[str]:
     hill = Site.model_validate({"name": "hill", **site})
     job = job_from_mapping({"name": "tiny", "entry": "a.b:f", "resources": resources})
-    asked = asked_of(job, hill, asked_options(job, hill, RUN), machine=machine)
+    asked = job_request(job, hill, asked_options(job, hill, RUN), machine=machine)
     return [f"{each.severity.value}: {each.message}" for each in findings(asked, hill)]
 
 
@@ -61,8 +60,8 @@ ROWS: list[tuple[dict[str, Any], dict[str, Any], list[str]]] = [
     ({"required_options": [{"option": "--constraint", "why": "gpu"}]}, {}, ["error: hill requires the option --constraint: gpu"]),
     ({"discouraged_options": [{"option": "--nodelist", "why": "such jobs are deleted"}]}, {"nodelist": "n1"}, ["warning: hill advises against the option --nodelist: such jobs are deleted."]),
     # accounts
-    ({"account_required": True}, {}, ["warning: hill wants an account (resources.account)."]),
-    ({"account_required": True, "account_example": "<lab>_gpu"}, {}, ["warning: hill wants an account (resources.account), such as <lab>_gpu."]),
+    ({"account_required": True}, {}, ["warning: hill requires an account (resources.account)."]),
+    ({"account_required": True, "account_example": "<lab>_gpu"}, {}, ["warning: hill requires an account (resources.account), such as <lab>_gpu."]),
     (JEAN, {"constraint": "v100-32g", "account": "x@v100"}, []),
     (JEAN, {"constraint": "a100", "account": "x@v100"}, ["error: hill: with constraint a100 goes an account like *@a100, and the job names x@v100 (rejected)"]),
     (JEAN, {"gpus_per_node": "a100:8", "account": "x@v100"}, ["error: hill: with constraint a100 goes an account like *@a100, and the job names x@v100 (rejected)"]),
@@ -77,17 +76,17 @@ ROWS: list[tuple[dict[str, Any], dict[str, Any], list[str]]] = [
     ({"everywhere": {"default_time": "10m"}}, {}, ["warning: hill gives a job that asks for no time limit 10 min (resources.time)."]),
     ({"qos": {"q": {"max_nodes": 2}}}, {"qos": "q", "nodes": 2, "spare_nodes": 1}, [f"warning: hill, QOS q allows 2 nodes at most and the job asks for 3: {REFUSE}"]),
     ({"default_qos": "debug", "qos": {"debug": {"max_nodes": 1}}}, {"nodes": 2}, [f"warning: hill allows 1 nodes at most and the job asks for 2: {REFUSE}", "note: hill: a job that names no QOS gets debug."]),
-    ({"partitions": {"p": {"constraint": "a100"}}}, {"partition": "p"}, ["warning: hill, partition p is asked for with a constraint: add resources.constraint: a100."]),
+    ({"partitions": {"p": {"constraint": "a100"}}}, {"partition": "p"}, ["warning: hill, partition p requires a constraint: add resources.constraint: a100."]),
     ({"partitions": {"p": {"constraint": "a100"}}}, {"partition": "p", "constraint": "ib&a100"}, []),
-    ({"self_requeue_allowed": False}, {}, ["warning: hill does not let jobs requeue themselves: where the run would, it is held, and goes on with slurm-forge requeue (template: array needs no requeue)."]),
+    ({"self_requeue_allowed": False}, {}, ["warning: hill does not let jobs requeue themselves: the run is held instead, and continues with slurm-forge requeue (template: array needs no requeue)."]),
     # GPUs and what goes with them
     ({"everywhere": {"gpus_per_node": 4}}, {"gpus_per_node": 8}, [f"warning: hill has 4 GPUs per node and the job asks for 8: {REFUSE}"]),
     ({"everywhere": {"gpus_per_node": 1}, "gpu_request": "none"}, {"gpus_per_node": 2}, ["error: hill has 1 GPU per node and the job asks for 2"]),
     ({"everywhere": {"gpus_per_node": 0}}, {"gpus_per_task": 1}, [f"warning: hill has no GPUs and the job asks for 1: {REFUSE}"]),
-    ({"everywhere": {"gpus_required": True}}, {}, ["warning: hill turns jobs without GPUs away (resources.gpus_per_node)."]),
+    ({"everywhere": {"gpus_required": True}}, {}, ["warning: hill rejects jobs without GPUs (resources.gpus_per_node)."]),
     ({"everywhere": {"gpus_required": True}}, {"gres": "gpu:1"}, []),
     ({"everywhere": {"max_gpus_per_job": 2}}, {"gpus_per_node": 2, "nodes": 2}, [f"warning: hill allows 2 GPUs per job and the job asks for 4: {REFUSE}"]),
-    ({"everywhere": {"exclusive_nodes": True, "gpus_per_node": 4}, "gpu_request": "gres"}, {"gpus_per_node": 1}, ["warning: hill gives whole nodes: 4 GPUs are charged per node and the job asks for 1."]),
+    ({"everywhere": {"exclusive_nodes": True, "gpus_per_node": 4}, "gpu_request": "gres"}, {"gpus_per_node": 1}, ["warning: hill allocates whole nodes: 4 GPUs are charged per node and the job asks for 1."]),
     ({"everywhere": {"cpus_per_gpu": 7}}, {"gpus_per_node": 2}, ["note: hill: 7 CPUs go with each GPU, and the job does not say how many it wants (resources.cpus_per_task)."]),
     ({"everywhere": {"cpus_per_gpu": 7}}, {"gpus_per_node": 2, "tasks_per_node": 2, "cpus_per_task": 8}, ["warning: hill: 7 CPUs go with each GPU, so 14 with those of a node, and the job asks for 16."]),
     ({"everywhere": {"memory_per_gpu": "60G"}}, {"gpus_per_node": 2, "mem": "121G"}, ["warning: hill: 60G of memory go with each GPU, so 120G with those of a node, and the job asks for 121G."]),
@@ -97,7 +96,7 @@ ROWS: list[tuple[dict[str, Any], dict[str, Any], list[str]]] = [
     ({"everywhere": {"max_time": "2h", "max_nodes": 2}}, {"nodes": 2, "time": "2h"}, []),
     # the site as a whole
     ({"internet_on_compute_nodes": False}, {}, ["note: hill: compute nodes can't reach the internet; download before, and let trackers work offline."]),
-    ({"architecture": "aarch64"}, {"machine": "x86_64"}, ["warning: hill: the compute nodes are aarch64 and this machine is x86_64: the ranks' Python has to be one of theirs."]),
+    ({"architecture": "aarch64"}, {"machine": "x86_64"}, ["warning: hill: the compute nodes are aarch64 and this machine is x86_64: the ranks' Python must be built for theirs."]),
     ({"architecture": "aarch64"}, {"machine": "aarch64"}, []),
 ]  # fmt: skip
 
@@ -117,12 +116,12 @@ def test_errors_come_first_and_each_sentence_once() -> None:
 
 
 COUNTS = st.integers(1, 16)
-STYLES = st.sampled_from([None, *GpuRequest])
+STYLES = st.sampled_from([None, *GpuOption])
 
 
 @given(STYLES, COUNTS, COUNTS, st.integers(1, 4), st.booleans(), st.sampled_from([None, "a100"]))
 def test_no_gpu_is_lost_or_won_in_translation(
-    style: GpuRequest | None, count: int, tasks: int, nodes: int, per_task: bool, kind: str | None
+    style: GpuOption | None, count: int, tasks: int, nodes: int, per_task: bool, kind: str | None
 ) -> None:
     key = "gpus_per_task" if per_task else "gpus_per_node"
     text = str(count) if kind is None else f"{kind}:{count}"
@@ -131,9 +130,9 @@ def test_no_gpu_is_lost_or_won_in_translation(
     )
     site = Site.model_validate({"name": "hill", "gpu_request": style, "gpu_types": {"a100": "A"}})
     found = gpu_options(wanted, site)
-    assert sum(value is not None for value in given_by(found)) == (style is not GpuRequest.NONE)
+    assert sum(value is not None for value in given_by(found)) == (style is not GpuOption.NONE)
     asked = count * tasks if per_task else count
-    assert gpus_per_node(wanted) == asked
+    assert wanted.gpus_on_node == asked
     for value, times in zip(given_by(found), (1, tasks, 1 / nodes, 1), strict=True):
         if value is not None:
             assert int(value) * times == asked
@@ -180,7 +179,7 @@ def test_gpus_by_task_stay_by_task_unless_that_is_refused() -> None:
      ("tmp:5,gpu:2,gpu:a100:1", 3), ("gpu:a100:2(S:0-1)", 2), ("gpus:4", None)],
 )  # fmt: skip
 def test_gpus_in_a_generic_request(gres: str, count: int | None) -> None:
-    assert gpus_per_node(Resources.model_validate({"gres": gres})) == count
+    assert Resources.model_validate({"gres": gres}).gpus_on_node == count
 
 
 HOURS = st.integers(1, 1000).map(lambda hours: timedelta(hours=hours))
@@ -223,7 +222,7 @@ def test_a_job_is_refused_exactly_for_what_is_rejected_or_missing(
     job = job_from_mapping({"name": "tiny", "entry": "a.b:f", "resources": {"mem": "1G"}})
     lines = asked_options(job, site, RUN)
     given_names = {long_name(line) for line in lines}
-    found = findings(asked_of(job, site, lines), site)
+    found = findings(job_request(job, site, lines), site)
     errors = {each.option for each in found if each.severity is Severity.ERROR}
     assert errors == (set(rejected) & given_names) | (set(required) - given_names)
     assert all(refuses(site, f"--{name}=1") for name in rejected)

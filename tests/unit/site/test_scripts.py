@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from slurm_forge.cli.start.first_files import (
-    Way,
+    StartMethod,
     Wishes,
     first_files,
 )
@@ -52,6 +52,25 @@ def test_bash_and_shellcheck_have_nothing_to_say_against_them(
     assert complaints(files, tmp_path) == ""
 
 
+def test_what_they_source_is_as_good() -> None:
+    start = template_folder() / "start.bash"
+    assert unreadable([start]) == ""
+    assert complaints([start], start.parent) == ""
+
+
+def test_a_person_reads_each_in_half_a_minute(scripts: list[Rendered]) -> None:
+    """What is left in a script is its options, the setup, and what is started."""
+    long = {
+        f"{each.site} {each.kind.value} {each.nodes}": number
+        for each in scripts
+        if (number := len(each.text.splitlines())) > _MOST_LINES
+    }
+    assert long == {}
+
+
+_MOST_LINES = 35
+
+
 def test_sbatch_reads_the_options_that_were_meant_and_no_other(scripts: list[Rendered]) -> None:
     for each in scripts:
         assert read_directives(each.text) == each.options
@@ -74,7 +93,7 @@ def test_modules_are_loaded_before_the_supervisor_starts(scripts: list[Rendered]
         assert loads == ([f"module load {' '.join(wanted)}"] if wanted else [])
         if loads:
             assert each.body.index(loads[0]) < each.text.count("\n")
-            assert each.text.index(loads[0]) < each.text.index("-c 'import slurm_forge")
+            assert each.text.index(loads[0]) < each.text.index("forge_exec")
 
 
 def test_the_scripts_for_submitit_are_as_good(tmp_path: Path) -> None:
@@ -101,8 +120,8 @@ def test_the_other_shell_of_the_repository_is_as_good(tmp_path: Path) -> None:
     named = {path.name for path in own}
     assert {"run", "test", "environment.sh", "hf.sbatch", "loop.sh"} <= named
     assert complaints(own, REPOSITORY) == ""
-    wished = Wishes(name="tiny", way=Way.EXEC, nodes=2, account="a#b")
-    (starter,) = [f for f in first_files(wished, templates=()).files if f.name == "job.sbatch"]
+    wished = Wishes(name="tiny", way=StartMethod.EXEC, nodes=2, account="a#b")
+    (starter,) = [f for f in first_files(wished).files if f.name == "job.sbatch"]
     shown = {"starter.sbatch": starter.text, **_shown_in_the_documentation()}
     assert len(shown) > 1
     files = written(shown, tmp_path)

@@ -4,8 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from slurm_forge.site.model import Site
-from slurm_forge.site.storage import storage_at
+from slurm_forge.site.model import Site, storage_at
 
 SITE = Site.model_validate(
     {

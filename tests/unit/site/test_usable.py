@@ -14,9 +14,7 @@ from slurm_forge.slurm.survey import Survey
 
 HOUR = timedelta(hours=1)
 OPEN = PartitionRecord(name="long", state="UP", max_time=48 * HOUR)
-LAB = AssociationRecord(
-    cluster="hill", account="lab", user="ada", qos=("low", "normal"), default_qos="low"
-)
+LAB = AssociationRecord(account="lab", user="ada", qos=("low", "normal"), default_qos="low")
 SURVEY = Survey(
     user="ada",
     associations=(LAB,),

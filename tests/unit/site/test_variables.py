@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from slurm_forge.site.model import EnvironmentSets
 from slurm_forge.site.variables import (
-    DifferenceKind,
+    VariableDifferenceKind,
     differences,
     effective,
     reaches_forks,
@@ -75,10 +75,10 @@ def test_each_kind_of_difference_is_told() -> None:
     )
     found = differences(sets, {"B": "7", "C": "1", "SLOW": "1"}, on_hang=True)
     assert [(each.kind, each.name) for each in found] == [
-        (DifferenceKind.FORBIDDEN, "SLOW"),
-        (DifferenceKind.MISSING, "A"),
-        (DifferenceKind.OTHER, "B"),
-        (DifferenceKind.OTHER, "C"),
+        (VariableDifferenceKind.FORBIDDEN, "SLOW"),
+        (VariableDifferenceKind.MISSING, "A"),
+        (VariableDifferenceKind.OTHER, "B"),
+        (VariableDifferenceKind.OTHER, "C"),
     ]
     assert list(map(str, found)) == [
         "SLOW=1 is set, and must not be here: it halves it",

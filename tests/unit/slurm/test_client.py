@@ -11,7 +11,7 @@ from slurm_forge.errors import ConfigError, SlurmCommandError, SlurmUnreachableE
 from slurm_forge.slurm.client import COMMAND_NOT_FOUND, JobUpdate, Slurm, SubprocessSlurm
 from slurm_forge.slurm.process import Completed
 from slurm_forge.slurm.states import JobState
-from slurm_forge.slurm.text.answers import RequeueOutcome
+from slurm_forge.slurm.text.answers import RequeueAnswer
 
 DATA = Path(__file__).parent / "data"
 DOWN = "Unable to contact slurm controller (connect failure)"
@@ -46,56 +46,51 @@ def test_the_real_client_is_what_the_protocol_asks_for() -> None:
 
 # Messages of Slurm 22.05.8, recorded.
 @pytest.mark.parametrize(
-    ("err", "outcome", "in_queue", "worth_retrying"),
+    ("err", "outcome", "in_queue"),
     [
-        ("Job is pending execution for job 2", RequeueOutcome.ALREADY_PENDING, True, False),
-        ("6_2: Job is pending execution", RequeueOutcome.ALREADY_PENDING, True, False),
+        ("Job is pending execution for job 2", RequeueAnswer.ALREADY_PENDING, True),
+        ("6_2: Job is pending execution", RequeueAnswer.ALREADY_PENDING, True),
         (
             "Requested operation is presently disabled for job 4",
-            RequeueOutcome.DISABLED,
-            False,
+            RequeueAnswer.DISABLED,
             False,
         ),
-        ("Access/permission denied for job 4", RequeueOutcome.DENIED, False, False),
-        ("Invalid user id for job 7", RequeueOutcome.DENIED, False, False),
+        ("Access/permission denied for job 4", RequeueAnswer.DENIED, False),
+        ("Invalid user id for job 7", RequeueAnswer.DENIED, False),
         (
             "Only batch jobs are accepted or processed for job 9",
-            RequeueOutcome.NOT_BATCH,
-            False,
+            RequeueAnswer.NOT_BATCH,
             False,
         ),
-        ("Invalid job id specified for job 99999", RequeueOutcome.UNKNOWN_JOB, False, False),
-        ("Job not heterogeneous job leader for job 19", RequeueOutcome.NOT_LEADER, False, False),
-        ("Unexpected message received for job 5", RequeueOutcome.UNREACHABLE, False, True),
-        (f"slurm_load_jobs error: {DOWN}", RequeueOutcome.UNREACHABLE, False, True),
+        ("Invalid job id specified for job 99999", RequeueAnswer.UNKNOWN_JOB, False),
+        ("Job not heterogeneous job leader for job 19", RequeueAnswer.NOT_LEADER, False),
+        ("Unexpected message received for job 5", RequeueAnswer.UNREACHABLE, False),
+        (f"slurm_load_jobs error: {DOWN}", RequeueAnswer.UNREACHABLE, False),
         (
             "Job can not be altered now, try again later for job 5",
-            RequeueOutcome.TRY_AGAIN,
+            RequeueAnswer.TRY_AGAIN,
             False,
-            True,
         ),
-        ("A wording of the future for job 5", RequeueOutcome.REFUSED, False, False),
+        ("A wording of the future for job 5", RequeueAnswer.REFUSED, False),
     ],
 )
-def test_what_slurm_says_to_a_requeue(
-    err: str, outcome: RequeueOutcome, in_queue: bool, worth_retrying: bool
-) -> None:
+def test_what_slurm_says_to_a_requeue(err: str, outcome: RequeueAnswer, in_queue: bool) -> None:
     reply = client(Script(err=err + "\n", returncode=1)).requeue("5")
     assert reply.outcome is outcome
-    assert (reply.in_queue, reply.worth_retrying) == (in_queue, worth_retrying)
+    assert reply.in_queue is in_queue
     assert err in reply.stderr
 
 
 def test_a_requeue_that_was_taken() -> None:
     script = Script()
-    assert client(script).requeue("8812301_4").outcome is RequeueOutcome.REQUEUED
+    assert client(script).requeue("8812301_4").outcome is RequeueAnswer.REQUEUED
     assert client(script).requeue_hold("5").in_queue
     assert script.asked == [("scontrol", "requeue", "8812301_4"), ("scontrol", "requeuehold", "5")]
 
 
 def test_a_requeue_without_an_answer_is_an_outcome_and_not_an_exception() -> None:
     reply = client(Script(returncode=None, err="waiting")).requeue("5")
-    assert reply.outcome is RequeueOutcome.UNREACHABLE
+    assert reply.outcome is RequeueAnswer.UNREACHABLE
     assert "no answer within 20 s" in reply.stderr
 
 
@@ -134,17 +129,17 @@ def test_without_slurm_installed_the_user_is_told_what_to_do() -> None:
 @pytest.mark.parametrize(
     ("error", "outcome"),
     [
-        (BlockingIOError(errno.EAGAIN, "fork"), RequeueOutcome.UNREACHABLE),
-        (OSError(errno.ENOMEM, "fork"), RequeueOutcome.UNREACHABLE),
-        (OSError(errno.EMFILE, "pipe"), RequeueOutcome.UNREACHABLE),
-        (OSError(errno.ESTALE, "exec"), RequeueOutcome.UNREACHABLE),
-        (FileNotFoundError(errno.ENOENT, "exec"), RequeueOutcome.NO_COMMAND),
-        (PermissionError(errno.EACCES, "exec"), RequeueOutcome.NO_COMMAND),
-        (NotADirectoryError(errno.ENOTDIR, "exec"), RequeueOutcome.NO_COMMAND),
+        (BlockingIOError(errno.EAGAIN, "fork"), RequeueAnswer.UNREACHABLE),
+        (OSError(errno.ENOMEM, "fork"), RequeueAnswer.UNREACHABLE),
+        (OSError(errno.EMFILE, "pipe"), RequeueAnswer.UNREACHABLE),
+        (OSError(errno.ESTALE, "exec"), RequeueAnswer.UNREACHABLE),
+        (FileNotFoundError(errno.ENOENT, "exec"), RequeueAnswer.NO_COMMAND),
+        (PermissionError(errno.EACCES, "exec"), RequeueAnswer.NO_COMMAND),
+        (NotADirectoryError(errno.ENOTDIR, "exec"), RequeueAnswer.NO_COMMAND),
     ],
 )
 def test_a_command_that_can_not_be_started_now_is_told_from_one_that_is_not_there(
-    error: OSError, outcome: RequeueOutcome
+    error: OSError, outcome: RequeueAnswer
 ) -> None:
     def fails(argv: Sequence[str], timeout: timedelta, environment: Mapping[str, str]) -> Completed:
         raise error
@@ -153,7 +148,7 @@ def test_a_command_that_can_not_be_started_now_is_told_from_one_that_is_not_ther
     assert slurm.requeue("5").outcome is outcome
     with pytest.raises(SlurmUnreachableError) as failure:
         slurm.show_job("5")
-    missing = outcome is RequeueOutcome.NO_COMMAND
+    missing = outcome is RequeueAnswer.NO_COMMAND
     assert (failure.value.returncode == COMMAND_NOT_FOUND) is missing
     assert ("load its Slurm module" in failure.value.next_step) is missing
     assert ("try again" in failure.value.next_step) is not missing

@@ -6,10 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slurm_forge.slurm.text.directives import (
-    as_directive,
-    read_directives,
-)
+from slurm_forge.launch.render.sbatch_options import as_directive
+from slurm_forge.slurm.text.directives import read_directives
 
 
 @pytest.mark.parametrize(

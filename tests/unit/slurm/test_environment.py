@@ -37,7 +37,6 @@ def test_a_rank_finds_its_place() -> None:
     assert (environment.job_id, environment.step, environment.procid) == (8812301, 3, 5)
     assert (environment.localid, environment.nodeid, environment.ntasks) == (1, 2, 8)
     assert environment.nodes == ("n01", "n02", "n03", "n04")
-    assert environment.step_nodes == ("n01", "n02", "n03")
     assert environment.node_name == "n03"
     assert environment.partition == "preempt-nograce"
     assert environment.job_ref == "8812301"
@@ -58,10 +57,9 @@ def test_an_array_task_is_never_named_by_the_bare_array_id() -> None:
     assert environment.job_ref == "8812301_0"
 
 
-def test_start_and_end_are_read_where_slurm_gives_them() -> None:
+def test_the_end_is_read_where_slurm_gives_it() -> None:
     assert read().end_time is None
-    environment = read(SLURM_JOB_START_TIME="1700000000", SLURM_JOB_END_TIME="1700003600")
-    assert environment.start_time == datetime(2023, 11, 14, 22, 13, 20, tzinfo=timezone.utc)
+    environment = read(SLURM_JOB_END_TIME="1700003600")
     assert environment.end_time == datetime(2023, 11, 14, 23, 13, 20, tzinfo=timezone.utc)
 
 
@@ -118,13 +116,11 @@ def test_what_names_the_job_or_a_rank_is_refused_where_slurm_would_not_write_it(
     ("name", "text", "attribute"),
     [
         ("SLURM_RESTART_COUNT", "many", "restart_count"),
-        ("SLURM_NNODES", "4-8", "nnodes"),
-        ("SLURM_STEP_NODELIST", "n1;x", "step_nodes"),
         ("SLURMD_NODENAME", "../n1", "node_name"),
         ("SLURM_JOB_PARTITION", "--clusters=other", "partition"),
         ("SLURM_CLUSTER_NAME", "a b", "cluster_name"),
         ("SLURM_JOB_END_TIME", "99999999999999999", "end_time"),
-        ("SLURM_JOB_START_TIME", "2026-11-21T09:17:00", "start_time"),
+        ("SLURM_JOB_END_TIME", "2026-11-21T09:17:00", "end_time"),
     ],
 )
 def test_what_a_run_can_do_without_is_left_out_and_told(

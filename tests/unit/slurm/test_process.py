@@ -59,16 +59,16 @@ def test_a_command_that_hangs_is_killed_with_all_it_started(tmp_path: Path) -> N
     done = run_command(["/bin/sh", "-c", script], timedelta(seconds=0.5), {"PATH": os.defpath})
     assert done.returncode is None
     assert done.stdout == "out\n"
-    assert time.monotonic() - before < 5
+    assert time.monotonic() - before < 60
     assert not any(alive(int(pid)) for pid in pids.read_text().split())
 
 
 def test_a_helper_that_left_the_group_does_not_keep_us_waiting() -> None:
-    script = "setsid sleep 8 & echo started; wait"
+    script = "setsid sleep 100 & echo started; wait"
     before = time.monotonic()
     done = run_command(["/bin/sh", "-c", script], timedelta(seconds=0.3), {"PATH": os.defpath})
     assert done.returncode is None
-    assert time.monotonic() - before < 6
+    assert time.monotonic() - before < 60
 
 
 def test_bytes_that_are_no_text_can_still_be_printed() -> None:

@@ -21,7 +21,6 @@ DATA = Path(__file__).parent / "data"
 def test_the_nodes_of_each_partition(version: str) -> None:
     found = parse_sinfo((DATA / version / "sinfo.txt").read_text())
     assert [each.partition for each in found] == ["normal", "preempt", "preempt-nograce", "cancel"]
-    assert found[0].count == 2 and found[0].cpus == 2 and found[0].memory == 6000 << 20
     assert found[0].gpus == (GpuKind(None, 2),) and found[0].features == ()
 
 
@@ -37,9 +36,8 @@ def test_the_nodes_of_each_partition(version: str) -> None:
     ],
 )  # fmt: skip
 def test_gpus(gres: str, gpus: tuple[GpuKind, ...]) -> None:
-    (group,) = parse_sinfo(f"long|3|mixed|64+|515000+|{gres}|a100,nvlink")
+    (group,) = parse_sinfo(f"long|{gres}|a100,nvlink")
     assert group.gpus == gpus
-    assert group.cpus == 64, "at least so many"
     assert group.features == ("a100", "nvlink")
 
 
@@ -50,4 +48,4 @@ def test_any_text_is_read_or_refused(text: str) -> None:
     except SlurmCommandError as error:
         assert error.next_step
     else:
-        assert all(each.partition and each.count >= 0 for each in groups)
+        assert all(each.partition for each in groups)

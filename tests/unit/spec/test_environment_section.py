@@ -6,7 +6,7 @@ import pytest
 
 from slurm_forge.documents import build, build_plain, dump, load
 from slurm_forge.errors import ConfigError
-from slurm_forge.spec.environment import EnvironmentSpec, Policy
+from slurm_forge.spec.safeguards import EnvironmentSpec, Policy
 
 
 def test_what_is_left_out_is_left_to_the_default() -> None:

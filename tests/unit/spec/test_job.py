@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from slurm_forge import units
 from slurm_forge.errors import ConfigError, UnsafeFileError
 from slurm_forge.spec import (
-    GpuRequest,
+    GpuCount,
     JobSpec,
     KeepBest,
     ProbeSpec,
@@ -45,7 +45,7 @@ def test_a_job_file_means_what_it_says() -> None:
     spec = from_yaml(JOB)
     assert spec.args == {"max_steps": 400, "lr": 0.001, "betas": [0.9, 0.95]}
     assert spec.resources.tasks == 8
-    assert spec.resources.gpus_per_node == GpuRequest(4, "a100")
+    assert spec.resources.gpus_per_node == GpuCount(4, "a100")
     assert spec.resources.mem == 1500 * units.MIB
     assert spec.resources.time == timedelta(minutes=30)
     assert spec.resources.extra == {"exclusive": "", "nice": "100", "comment": "two words"}
@@ -239,10 +239,10 @@ def test_faults_on_purpose_in_a_list_or_in_one_text(text: str) -> None:
 
 
 @pytest.mark.parametrize(("text", "line", "said"), [
-    ("inject: [nan@3, nna@4]", 3, 'inject[1]: "nna" is no fault (did you mean "nan"?)'),
+    ("inject: [nan@3, nna@4]", 3, 'inject[1]: "nna" is not a known fault (did you mean "nan"?)'),
     ("inject:\n- nan@3\n- kill@4:rnak=1", 5,
      'inject[1]: "rnak" in "kill@4:rnak=1" is not understood (did you mean "rank"?)'),
-    ("inject: nan", 3, 'inject: "nan": says no step; write nan@120'),
+    ("inject: nan", 3, 'inject: "nan": missing step; write nan@120'),
     ("inject: 3", 3, 'inject: expected faults such as "nan@120", or a list of them'),
     ("inject: [3]", 3, "inject[0]: expected a fault such as nan@120"),
     ("inject: [nan@3, nan@step=3]", 3, 'inject: "nan@3" is there twice'),

@@ -12,12 +12,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slurm_forge.documents import DEFAULT, Document, KeyPath, Place, dump, load, paths_in
+from slurm_forge.documents import DEFAULT, Document, KeyPath, SourcePlace, dump, load, paths_in
 from slurm_forge.errors import ConfigError
 from slurm_forge.knobs import Knobs
 from slurm_forge.spec import JobSpec, from_yaml, to_mapping
-from slurm_forge.spec.config_files import layered_job, project_file, shown, user_said
-from slurm_forge.spec.layers import OF_THE_JOB, Layer, Layered, Setting, combined, settings_schema
+from slurm_forge.spec.layers import (
+    OF_THE_JOB,
+    Layer,
+    Layered,
+    Setting,
+    combined,
+    layered_job,
+    project_file,
+    settings_schema,
+    shown,
+    user_setting,
+)
 from slurm_forge.spec.origins import JobValue, job_values
 
 USER, PROJECT, JOB = "~/.config/slurm_forge/config.yaml", "slurm_forge.yaml", "train.yaml"
@@ -165,7 +175,7 @@ def test_to_set_a_key_is_to_write_it_into_the_file(values: list[JobValue]) -> No
     places = {each.path: each.place for each in job_values(found)}
     for value in values:
         if value.value != {}:
-            assert places[value.path] == Place(f"--set {value.key}={value.text}"[:66])
+            assert places[value.path] == SourcePlace(f"--set {value.key}={value.text}"[:66])
 
 
 @given(
@@ -390,12 +400,12 @@ def test_the_users_file_is_where_xdg_says(tree: Path) -> None:
         put(own / "config.yaml", "seed: 7\nruns: ~/runs\n")
         knobs = Knobs(config_home=home)
         assert layered_job(job, knobs).job.seed == 7
-        said = user_said(knobs, "runs")
+        said = user_setting(knobs, "runs")
         assert said is not None
         assert said.value == str(tree / "home" / "runs")
-        assert user_said(knobs, "site") is None
+        assert user_setting(knobs, "site") is None
         (own / "config.yaml").unlink()
-        assert user_said(knobs, "runs") is None
+        assert user_setting(knobs, "runs") is None
 
 
 def test_an_empty_file_says_nothing(tree: Path) -> None:
@@ -438,8 +448,8 @@ def test_the_schema_of_settings_knows_what_they_may_say() -> None:
 
 
 def test_a_document_made_by_hand_has_no_places() -> None:
-    assert Document({"a": 1}, "f").place_of(("a",)) == Place("f")
-    assert str(Place(None)) == ""
+    assert Document({"a": 1}, "f").place_of(("a",)) == SourcePlace("f")
+    assert str(SourcePlace(None)) == ""
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slurm_forge.spec.templates import Field, check_template, fields_of, fill
+from slurm_forge.spec.templates import Placeholder, check_template, fields_of, fill
 
-EVERYTHING = {field: f"<{field.value}>" for field in Field}
+EVERYTHING = {field: f"<{field.value}>" for field in Placeholder}
 
 
 @pytest.mark.parametrize(
@@ -28,14 +28,14 @@ def test_filled(text: str, words: tuple[str, ...]) -> None:
 
 
 def test_fields() -> None:
-    assert fields_of("--resume {latest} {attempt}") == {Field.LATEST, Field.ATTEMPT}
+    assert fields_of("--resume {latest} {attempt}") == {Placeholder.LATEST, Placeholder.ATTEMPT}
     assert fields_of("--resume {{latest}}") == frozenset()
 
 
 @given(st.text(min_size=1), st.text())
 def test_a_value_stays_in_its_word(value: str, word: str) -> None:
     quoted = shlex.quote(word.replace("{", "{{").replace("}", "}}"))
-    values = {**EVERYTHING, Field.LATEST: value}
+    values = {**EVERYTHING, Placeholder.LATEST: value}
     assert fill(f"{quoted} --resume={{latest}} end", values) == (word, f"--resume={value}", "end")
 
 

@@ -15,7 +15,7 @@ import pytest
 
 from slurm_forge.errors import ConfigError, ForgeError, UnsafeFileError
 from slurm_forge.knobs import Knobs
-from slurm_forge.spec.config_files import layered_job
+from slurm_forge.spec.layers import layered_job
 from tests.unit.spec.test_bad_input import IN_A_JOB, WHOLE
 
 HEAD = "name: x\nentry: a.b:f\n"
@@ -58,7 +58,7 @@ IN_THE_JOB_FILE = [
     (Given(job="seed: " + "9" * 301), "train.yaml:3: seed: expected a whole number, got 1e+301"),
     (Given(job="args: {lr: 1e999}"), 'train.yaml:3: args.lr: 1e999 is too large for a number; quote it: "1e999" if it is text'),
     (Given(job="args: {day: 2026-11-22}"), 'train.yaml:3: args.day: 2026-11-22 without quotes is a date in YAML; quote it: "2026-11-22"'),
-    (Given(job="args: {x: .NaN}"), "train.yaml:3: args.x: .NaN: infinity and not-a-number are no values here"),
+    (Given(job="args: {x: .NaN}"), "train.yaml:3: args.x: .NaN: infinity and not-a-number are not allowed here"),
     (Given(job="seed: 1\nseed: 2"), "train.yaml:4: seed: this key is already on line 3"),
     (Given(job="resources:\n\tnodes: 2"), "train.yaml:4: not YAML: found character '\\t' that cannot start any token; indent with spaces, not tabs"),
     (Given(job="resources:\n  nodes: 2\n   mem: 4G"), "train.yaml:5: not YAML: this line is indented further than line 4, which has a value already; indent keys that belong together alike"),
@@ -115,7 +115,7 @@ IN_THE_SETTINGS = [
     (Given(user="site: 3"), "~/.config/slurm_forge/config.yaml:1: site: expected text, got 3"),
     (Given(user="runs: ~nobody-there/x"), '~/.config/slurm_forge/config.yaml:1: runs: there is no home folder for "~nobody-there/x"; write the path from / on'),
     (Given(user="- a"), '~/.config/slurm_forge/config.yaml:1: expected keys and values ("seed: 1")'),
-    (Given(user='site: "a\\nb"'), "~/.config/slurm_forge/config.yaml:1: site: one line of printable text, please"),
+    (Given(user='site: "a\\nb"'), "~/.config/slurm_forge/config.yaml:1: site: must be one line of printable text"),
     (Given(user="sites: mila"), '~/.config/slurm_forge/config.yaml:1: sites: unknown key (did you mean "site"?)'),
     (Given(user="setup: module load x"), '~/.config/slurm_forge/config.yaml:1: setup: expected a list, got "module load x"'),
     (Given(user="program: {convention: hf}"), "~/.config/slurm_forge/config.yaml:1: program: it is for a command; an entry saves and resumes by itself (entry: train.yaml:2)"),
@@ -153,9 +153,9 @@ ON_THE_COMMAND_LINE = [
     (Given(sets=["seed=1 # x"]), "--set seed=1 # x: seed: \"# x\" would be a comment; quote the whole value\n  In a shell the quotes need some of their own: --set 'seed=\"1 # x\"'"),
     (Given(sets=["seed=# x"]), "--set seed=# x: seed: no value, only a comment; quote it if it is text\n  In a shell the quotes need some of their own: --set 'seed=\"# x\"'"),
     (Given(sets=["seed=[1"]), "--set seed=[1: seed: not YAML: expected ',' or ']', but got '<stream end>'"),
-    (Given(sets=["seed=a: b"]), "--set seed=a: b: seed: keys and values stand in braces here: {key: value}"),
-    (Given(sets=["setup=- a"]), "--set setup=- a: setup: a list stands in brackets here: [a, b]"),
-    (Given(sets=["seed=--- 1"]), "--set seed=--- 1: seed: one value, please, without the marks of a document"),
+    (Given(sets=["seed=a: b"]), "--set seed=a: b: seed: write keys and values in braces here: {key: value}"),
+    (Given(sets=["setup=- a"]), "--set setup=- a: setup: write a list in brackets here: [a, b]"),
+    (Given(sets=["seed=--- 1"]), "--set seed=--- 1: seed: expected one value, without document markers"),
     (Given(sets=["seed=1 2"]), '--set seed=1 2: seed: expected a whole number, got "1 2"'),
     (Given(sets=["seed='a' b"]), "--set seed='a' b: seed: more than one value; quote the whole\n  In a shell, single quotes around all of it keep those of the value."),
     (Given(sets=["seed=|"]), "--set seed=|: seed: | begins a text of several lines; quote it\n  In a shell the quotes need some of their own: --set 'seed=\"|\"'"),
@@ -164,11 +164,11 @@ ON_THE_COMMAND_LINE = [
     (Given(sets=["seed={a: 1, a: 2}"]), "--set seed={a: 1, a: 2}: seed.a: this key is already there"),
     (Given(sets=["seed.x=1"]), "--set seed.x=1: seed: expected a whole number, got keys and values"),
     (Given(job="seed: 1", sets=["seed.x=1"]), "--set seed.x=1: seed has no keys; set it as a whole"),
-    (Given(sets=["resources[0]=1"]), "--set resources[0]=1: resources is no list"),
+    (Given(sets=["resources[0]=1"]), "--set resources[0]=1: resources is not a list"),
     (Given(sets=["setup[0]=a"]), "--set setup[0]=a: setup is an empty list; set all of it"),
     (Given(sets=["site=mila"]), "--set site=mila: site: no key of a job\n  Give it as an option of its own: --site."),
     (Given(sets=["runs=/x"]), "--set runs=/x: runs: no key of a job\n  Give it as an option of its own: --runs."),
-    (Given(sets=["args.a=1\n2"]), "--set args.a=1?2: args.a: one line of printable text, please"),
+    (Given(sets=["args.a=1\n2"]), "--set args.a=1?2: args.a: must be one line of printable text"),
     (Given(sets=["recovery.cuda_oom=[{do: shrink}]"]), '--set recovery.cuda_oom=[{do: shrink}]: recovery.cuda_oom[0].do: unknown value "shrink" (did you mean "shrink_micro_batch"?)'),
     (Given(sets=["recovery.cuda_oom[0].do=skip"]), '--set recovery.cuda_oom[0].do=skip: recovery.cuda_oom[0].do: "skip" does nothing about cuda_oom (try: shrink_micro_batch, relaunch, requeue, hold, raise)'),
     (Given(sets=["env.A=1", "env.A=true"]), '--set env.A=true: env.A: expected text, got true; quote it: "true"'),
@@ -176,11 +176,11 @@ ON_THE_COMMAND_LINE = [
     (Given(sets=["command=[python]"]), "--set command=[python]: command: entry says what to run already; keep one of the two (entry: train.yaml:2)"),
     (Given(sets=["resources.gpus_per_node=4", "resources.gpus_per_task=1"]), "--set resources.gpus_per_task=1: resources.gpus_per_task: gpus_per_node says it already; keep one of the two (resources.gpus_per_node: --set resources.gpus_per_node=4)"),
     (Given(sets=["name=a/b"]), "--set name=a/b: name: a name is 1 to 64 letters, digits, dots, dashes and underscores, and starts with a letter or a digit"),
-    (Given(sets=["inject=[x]"]), '--set inject=[x]: inject[0]: "x" is no fault (known here: nan, inf, spike, oom, corrupt, exception, term, usr1, kill, stop, hang, lock, gil, collective, data, slow, bad_node, bad_link, bad_sum, wrong)'),
+    (Given(sets=["inject=[x]"]), '--set inject=[x]: inject[0]: "x" is not a known fault (known here: nan, inf, spike, oom, corrupt, exception, term, usr1, kill, stop, hang, lock, gil, collective, data, slow, bad_node, bad_link, bad_sum, wrong)'),
     (Given(sets=["resources.extra.time=1h"]), '--set resources.extra.time=1h: resources.extra.time: write it as "resources.time"'),
     (Given(sets=['resources.extra["a b"]=1']), '--set resources.extra["a b"]=1: resources.extra["a b"]: not the long name of an sbatch option (small letters, digits and dashes, without the leading --)'),
     (Given(sets=["lead=30"]), '--set lead=30: lead: 30 has no unit; write "30s" for seconds or "30m" for minutes'),
-    (Given(sets=["args.x=.inf"]), "--set args.x=.inf: args.x: .inf: infinity and not-a-number are no values here"),
+    (Given(sets=["args.x=.inf"]), "--set args.x=.inf: args.x: .inf: infinity and not-a-number are not allowed here"),
     (Given(sets=["checkpoint.keep_best.mode=max"]), "--set checkpoint.keep_best.mode=max: checkpoint.keep_best.metric: missing, and there is no default for it"),
     (Given(job="resources: {gpus_per_node: 2}", sets=["resources.gpus_per_task=1"]), "--set resources.gpus_per_task=1: resources.gpus_per_task: gpus_per_node says it already; keep one of the two (resources.gpus_per_node: train.yaml:3)"),
 ]  # fmt: skip
@@ -258,14 +258,14 @@ def test_settings_that_others_can_write_are_refused(name: str, how: str, work: P
     path = Path(name).expanduser().absolute()
     if how == "group":
         path.chmod(0o664)
-        message = f"{path} can be written by other users (mode 0664)\n  Look whether its content is yours, then: chmod go-w {path}"
+        message = f"{path} can be written by other users (mode 0664)\n  Check that its content is yours, then: chmod go-w {path}"
     elif how == "others":
         path.chmod(0o646)
-        message = f"{path} can be written by other users (mode 0646)\n  Look whether its content is yours, then: chmod go-w {path}"
+        message = f"{path} can be written by other users (mode 0646)\n  Check that its content is yours, then: chmod go-w {path}"
     elif how == "link":
         path.rename(path.with_suffix(".moved"))
         path.symlink_to(path.with_suffix(".moved"))
-        message = f"{path} is a symbolic link\n  Replace it by the file itself, after a look at where it points."
+        message = f"{path} is a symbolic link\n  Check where it points, then replace it by the file itself."
     elif how == "folder":
         path.unlink()
         path.mkdir()

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slurm_forge.store.identity import CheckpointName
-from slurm_forge.store.retention import Present, Rules, wanted
-from slurm_forge.store.room import Room, shortage
+from slurm_forge.store.retention import Present, RetentionRules, wanted
+from slurm_forge.store.room import FreeSpace, shortage
 from slurm_forge.vocabulary.trust import Trust
 
 
@@ -17,7 +17,7 @@ def there(step: int, trust: Trust = Trust.WRITTEN, **more: float) -> Present:
 
 
 def steps(present: list[Present], **rules: object) -> list[int]:
-    found = wanted(present, Rules(**{"last": 1, **rules}))  # type: ignore[arg-type]
+    found = wanted(present, RetentionRules(**{"last": 1, **rules}))  # type: ignore[arg-type]
     return sorted(name.step for name in found)
 
 
@@ -71,7 +71,7 @@ def shelves(draw: st.DrawFn) -> list[Present]:
 
 
 RULES = st.builds(
-    Rules,
+    RetentionRules,
     last=st.integers(1, 5),
     every_steps=st.none() | st.integers(1, 20),
     every=st.none() | st.builds(timedelta, seconds=st.integers(1, 20)),
@@ -80,7 +80,7 @@ RULES = st.builds(
 
 
 @given(shelves(), RULES)
-def test_what_is_kept_in_any_case(present: list[Present], rules: Rules) -> None:
+def test_what_is_kept_in_any_case(present: list[Present], rules: RetentionRules) -> None:
     kept = wanted(present, rules)
     usable = sorted((p for p in present if p.trust is not Trust.SUSPECT), key=lambda p: p.name)
     assert {p.name for p in usable[-rules.last :]} <= kept
@@ -91,7 +91,7 @@ def test_what_is_kept_in_any_case(present: list[Present], rules: Rules) -> None:
 
 @given(shelves(), RULES)
 def test_deciding_again_after_deleting_deletes_nothing_more(
-    present: list[Present], rules: Rules
+    present: list[Present], rules: RetentionRules
 ) -> None:
     kept = wanted(present, rules)
     assert wanted([p for p in present if p.name in kept], rules) == kept
@@ -99,21 +99,23 @@ def test_deciding_again_after_deleting_deletes_nothing_more(
 
 def test_room_is_judged_with_something_to_spare() -> None:
     mib = 1 << 20
-    assert shortage(Room(size=None, files=None), size=1 << 50, files=10**6) is None
-    assert shortage(Room(size=200 * mib, files=None), size=100 * mib, files=4) is None
-    assert "100M" in str(shortage(Room(size=120 * mib, files=None), size=100 * mib, files=4))
-    assert "inodes" in str(shortage(Room(size=None, files=8), size=1, files=4))
+    assert shortage(FreeSpace(size=None, files=None), size=1 << 50, files=10**6) is None
+    assert shortage(FreeSpace(size=200 * mib, files=None), size=100 * mib, files=4) is None
+    assert "100M" in str(shortage(FreeSpace(size=120 * mib, files=None), size=100 * mib, files=4))
+    assert "inodes" in str(shortage(FreeSpace(size=None, files=8), size=1, files=4))
 
 
 def test_a_shortage_names_what_is_kept_free() -> None:
-    text = str(shortage(Room(size=980 << 10, files=None), size=70 << 10, files=4, use_spare=True))
+    text = str(
+        shortage(FreeSpace(size=980 << 10, files=None), size=70 << 10, files=4, use_spare=True)
+    )
     assert "70K and 1M kept free" in text
     assert ": 980K free" in text
 
 
 def test_the_last_save_is_tried_wherever_it_can_fit() -> None:
     mib = 1 << 20
-    free = Room(size=67 * mib, files=40)
+    free = FreeSpace(size=67 * mib, files=40)
     assert shortage(free, size=4 * mib, files=4) is None, "a small one leaves little spare"
     assert shortage(free, size=60 * mib, files=4) is not None
     assert shortage(free, size=60 * mib, files=4, use_spare=True) is None

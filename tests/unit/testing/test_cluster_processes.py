@@ -90,7 +90,7 @@ def test_processes_are_found_by_the_whole_setting(sleeper: subprocess.Popen[byte
 def test_waiting_ends_at_its_deadline() -> None:
     began = time.monotonic()
     assert not processes.wait_until(lambda: False, timeout_s=0.1)
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 60
 
 
 def test_the_state_survives_the_way_through_its_file(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 from slurm_forge.errors import SlurmCommandError, SlurmUnreachableError
 from slurm_forge.slurm.client import JobUpdate
 from slurm_forge.slurm.states import JobState
-from slurm_forge.slurm.text.answers import RequeueOutcome
+from slurm_forge.slurm.text.answers import RequeueAnswer
 from tests.fake_slurm import (
     STEPS,
     Disturbance,
@@ -68,7 +68,7 @@ def test_from_2405_a_requeue_in_the_grace_time_starts_the_job_once_too_often() -
     job = started(fake, *PREEMPTABLE)
     fake.preempt(job)
     fake.wait_until(lambda: _preempted(fake, job))
-    assert fake.requeue(job).outcome is RequeueOutcome.REQUEUED
+    assert fake.requeue(job).outcome is RequeueAnswer.REQUEUED
     fake.wait_state(job, JobState.PENDING)
     assert fake.wait_state(job, JobState.RUNNING).restarts == 1
     fake.wait_state(job, JobState.PENDING)  # it had come to its normal end
@@ -95,11 +95,11 @@ def test_a_lost_answer_is_not_a_request_that_was_not_carried_out() -> None:
         return lost.pop(0) if lost and request.argv[1] == "requeue" else Disturbance.NONE
 
     fake.network.disturb = disturb
-    assert fake.requeue(job).outcome is RequeueOutcome.UNREACHABLE
+    assert fake.requeue(job).outcome is RequeueAnswer.UNREACHABLE
     record = fake.show_job(job)
     assert record is not None and (record.state, record.restarts) == (JobState.COMPLETING, 1)
-    assert fake.requeue(job).outcome is RequeueOutcome.UNREACHABLE
-    assert fake.requeue(job).outcome is RequeueOutcome.ALREADY_PENDING
+    assert fake.requeue(job).outcome is RequeueAnswer.UNREACHABLE
+    assert fake.requeue(job).outcome is RequeueAnswer.ALREADY_PENDING
 
 
 def test_a_controller_that_is_down_costs_the_caller_its_patience_and_no_job() -> None:
@@ -119,12 +119,12 @@ def test_a_controller_that_is_down_costs_the_caller_its_patience_and_no_job() ->
 @pytest.mark.parametrize(
     ("disturbance", "outcome"),
     [
-        (Disturbance.BUSY, RequeueOutcome.TRY_AGAIN),
-        (Disturbance.RATE_LIMIT, RequeueOutcome.UNREACHABLE),
-        (Disturbance.MISSING, RequeueOutcome.NO_COMMAND),
+        (Disturbance.BUSY, RequeueAnswer.TRY_AGAIN),
+        (Disturbance.RATE_LIMIT, RequeueAnswer.UNREACHABLE),
+        (Disturbance.MISSING, RequeueAnswer.NO_COMMAND),
     ],
 )
-def test_what_else_may_befall_a_requeue(disturbance: Disturbance, outcome: RequeueOutcome) -> None:
+def test_what_else_may_befall_a_requeue(disturbance: Disturbance, outcome: RequeueAnswer) -> None:
     fake = FakeSlurm()
     job = started(fake)
     fake.network.disturb = lambda request: disturbance
@@ -257,7 +257,7 @@ def test_a_finished_job_is_forgotten_and_fulfils_what_waits_for_it() -> None:
     fake.wait_state(job, JobState.COMPLETED)
     fake.advance(timedelta(minutes=6))
     assert fake.show_job(job) is None
-    assert fake.requeue(job).outcome is RequeueOutcome.UNKNOWN_JOB
+    assert fake.requeue(job).outcome is RequeueAnswer.UNKNOWN_JOB
     assert fake.accounting(job)[0].state is JobState.COMPLETED
     later = fake.submit(JOB, (f"--dependency=afterany:{job}",))
     fake.wait_state(later, JobState.COMPLETED)

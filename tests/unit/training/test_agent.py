@@ -16,13 +16,20 @@ from typing import TypeVar
 
 import pytest
 
-from slurm_forge.control.messages import agent as a
-from slurm_forge.control.messages import protocol as p
+from slurm_forge.control.messages import protocol
+from slurm_forge.control.messages.agent import (
+    AgentWelcome,
+    StartWorker,
+    WorkerEnded,
+    WorkerStarted,
+    decode_agents,
+)
+from slurm_forge.control.messages.message import Message
 from slurm_forge.knobs import Knobs
 from slurm_forge.launch.supervisor import deputy as second_deputy
 from slurm_forge.training.agent import main as agent_module
 
-Heard = TypeVar("Heard", bound=p.Message)
+Heard = TypeVar("Heard", bound=Message)
 NONCE = "n" * 32
 WITHIN_S = 20.0
 #: Imports nothing large; its workers wait for ever.
@@ -37,7 +44,7 @@ _AGENT = """
     agent.Program.go = lambda self, parking: {go}
     sys.exit(agent.main(["run"]))
 """
-ORDER = a.Begin(attempt=1, launch=1, channel="h:1", nonce="x", started=0.0, in_process=False)
+ORDER = StartWorker(attempt=1, launch=1, channel="h:1", nonce="x", started=0.0, in_process=False)
 
 
 class Supervisor:
@@ -56,8 +63,8 @@ class Supervisor:
         self.channel.settimeout(WITHIN_S)
         self.buffer = b""
 
-    def say(self, *messages: p.Message) -> None:
-        self.channel.sendall(b"".join(map(p.encode, messages)))
+    def say(self, *messages: Message) -> None:
+        self.channel.sendall(b"".join(map(protocol.encode, messages)))
 
     def hears(self, kind: type[Heard]) -> Heard:
         """The next message of that kind."""
@@ -67,13 +74,13 @@ class Supervisor:
                 assert data, "the agent has gone"
                 self.buffer += data
             line, _, self.buffer = self.buffer.partition(b"\n")
-            message = a.decode_agents(line)
+            message = decode_agents(line)
             if isinstance(message, kind):
                 return message
 
     def begun(self) -> int:
         """The process id of the worker, once it is begun."""
-        return self.hears(a.Begun).pid
+        return self.hears(WorkerStarted).pid
 
     def close(self) -> None:
         self.channel.close()
@@ -96,19 +103,19 @@ def supervisor() -> Iterator[Callable[..., Supervisor]]:
 
 def test_it_forks_for_who_knows_the_nonce(supervisor: Callable[..., Supervisor]) -> None:
     ours = supervisor()
-    ours.say(a.AgentWelcome(nonce=NONCE), ORDER)
+    ours.say(AgentWelcome(nonce=NONCE), ORDER)
     assert Path(f"/proc/{ours.begun()}").exists()
 
 
 @pytest.mark.parametrize(
     "said",
     [
-        pytest.param((a.AgentWelcome(nonce="guessed"), ORDER), id="a wrong nonce"),
+        pytest.param((AgentWelcome(nonce="guessed"), ORDER), id="a wrong nonce"),
         pytest.param((ORDER,), id="no nonce"),
     ],
 )
 def test_it_begins_nothing_for_anybody_else(
-    supervisor: Callable[..., Supervisor], said: tuple[p.Message, ...]
+    supervisor: Callable[..., Supervisor], said: tuple[Message, ...]
 ) -> None:
     stranger = supervisor()
     stranger.say(*said)
@@ -122,18 +129,18 @@ def test_memory_is_told_of_a_worker_that_waits_for_the_next_launch_too(
 ) -> None:
     """Its data-loader worker was killed for memory, and it has unwound."""
     ours = supervisor(go="parking.wait()")
-    ours.say(a.AgentWelcome(nonce=NONCE), ORDER)
-    said = ours.hears(a.Ended)
+    ours.say(AgentWelcome(nonce=NONCE), ORDER)
+    said = ours.hears(WorkerEnded)
     assert said.parked
     assert said.memory == "oom_kill from 0 to 1 in memory.events"
 
 
 def test_a_line_without_an_end_is_not_kept(supervisor: Callable[..., Supervisor]) -> None:
     endless = supervisor()
-    endless.say(a.AgentWelcome(nonce=NONCE))
+    endless.say(AgentWelcome(nonce=NONCE))
     with contextlib.suppress(ConnectionError):
         for _ in range(8):
-            endless.channel.sendall(b"x" * p.LINE_LIMIT)
+            endless.channel.sendall(b"x" * protocol.LINE_LIMIT)
     assert endless.agent.wait(WITHIN_S) == 0
 
 
@@ -148,7 +155,7 @@ def test_the_deputy_of_a_lost_node_is_left_alone_for_longer(
     }
     workers = {}
     for name, each in ranks.items():
-        each.say(a.AgentWelcome(nonce=NONCE), ORDER)
+        each.say(AgentWelcome(nonce=NONCE), ORDER)
         workers[name] = Path(f"/proc/{each.begun()}")
     for each in ranks.values():
         each.channel.close()

@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from slurm_forge.control import Request, RequestKind
+from slurm_forge.control.messages.hub import Request, RequestKind
 from slurm_forge.training.core.step_boundary import (
-    Boundaries,
     RunStopped,
+    StepBoundaries,
 )
 from slurm_forge.vocabulary.position import LAST, Position
 
@@ -43,7 +43,7 @@ class Program:
     stopped: int = 0
 
     def __post_init__(self) -> None:
-        self.boundaries = Boundaries(self.channel, self.act)  # type: ignore[arg-type]
+        self.boundaries = StepBoundaries(self.channel, self.act)  # type: ignore[arg-type]
 
     def act(self, request: Request) -> None:
         self.acted.append(request.kind)
@@ -217,7 +217,7 @@ def test_after_a_moment_of_something_else_ranks_say_again_what_they_are_in(insid
 
 
 def test_without_a_channel_nothing_is_asked_for():
-    boundaries = Boundaries(None, lambda request: pytest.fail("asked"))
+    boundaries = StepBoundaries(None, lambda request: pytest.fail("asked"))
     assert boundaries.boundary(0)
     with boundaries.data_wait() as poll:
         poll()

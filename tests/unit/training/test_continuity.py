@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from slurm_forge.training.checkpointing.resume_check import (
     STEPS_WATCHED,
-    Verdict,
+    ResumeVerdict,
     judge,
     same_loss,
 )
@@ -53,7 +53,7 @@ def test_a_model_that_was_not_loaded_is_seen() -> None:
             before, after = curve(rng, 32, noise, 0.05, start=1000)
             fresh = [loss - before[-1] + 11.0 for loss in after]
             found = judge(before, fresh)
-            assert found.verdict is Verdict.JUMPED, (noise, str(found))
+            assert found.verdict is ResumeVerdict.JUMPED, (noise, str(found))
 
 
 def test_a_jump_of_six_deviations_is_seen_nearly_always() -> None:
@@ -61,7 +61,7 @@ def test_a_jump_of_six_deviations_is_seen_nearly_always() -> None:
     seen = 0
     for _ in range(500):
         before, after = curve(rng, 32, "normal", 0.05, start=1500)
-        seen += judge(before, [loss + 0.3 for loss in after]).verdict is Verdict.JUMPED
+        seen += judge(before, [loss + 0.3 for loss in after]).verdict is ResumeVerdict.JUMPED
     assert seen > 450
 
 
@@ -69,7 +69,7 @@ def test_one_spike_before_or_after_changes_nothing() -> None:
     before = [3.0 + 0.01 * (-1) ** step for step in range(32)]
     assert judge(before, [3.0, 9.0, 3.01, 2.99, 3.0]).fine
     before[5] = 9.0
-    assert judge(before, [4.0] * 5).verdict is Verdict.JUMPED
+    assert judge(before, [4.0] * 5).verdict is ResumeVerdict.JUMPED
 
 
 def test_a_lower_loss_is_nothing_to_worry_about() -> None:
@@ -83,26 +83,26 @@ def test_the_figures_are_told() -> None:
 
 
 def test_too_little_is_known_for_a_verdict() -> None:
-    assert judge([3.0] * 15, [9.0] * 5).verdict is Verdict.UNKNOWN
-    assert judge([3.0] * 32, [9.0] * 4).verdict is Verdict.UNKNOWN
-    assert judge([], []).verdict is Verdict.UNKNOWN
+    assert judge([3.0] * 15, [9.0] * 5).verdict is ResumeVerdict.UNKNOWN
+    assert judge([3.0] * 32, [9.0] * 4).verdict is ResumeVerdict.UNKNOWN
+    assert judge([], []).verdict is ResumeVerdict.UNKNOWN
 
 
 def test_a_constant_loss_has_room_for_rounding() -> None:
     assert judge([2.0] * 32, [2.001] * 5).fine
-    assert judge([2.0] * 32, [2.5] * 5).verdict is Verdict.JUMPED
+    assert judge([2.0] * 32, [2.5] * 5).verdict is ResumeVerdict.JUMPED
     assert judge([0.0] * 32, [0.0] * 5).fine
 
 
 def test_losses_that_are_not_finite() -> None:
     nan, before = math.nan, [3.0, 3.1] * 16
-    assert judge(before, [nan, nan, nan, 3.0, 3.0]).verdict is Verdict.NOT_FINITE
+    assert judge(before, [nan, nan, nan, 3.0, 3.0]).verdict is ResumeVerdict.NOT_FINITE
     # A skipped step or two is what the guard is for.
-    assert judge(before, [nan, 3.0, 3.0, nan, 3.0]).verdict is Verdict.CONTINUES
-    assert judge(before, [nan, 9.0, 9.0, 9.0, 3.0]).verdict is Verdict.JUMPED
+    assert judge(before, [nan, 3.0, 3.0, nan, 3.0]).verdict is ResumeVerdict.CONTINUES
+    assert judge(before, [nan, 9.0, 9.0, 9.0, 3.0]).verdict is ResumeVerdict.JUMPED
     # It was like that before: not the resume's doing.
-    assert judge([nan] * 32, [nan] * 5).verdict is Verdict.UNKNOWN
-    assert judge([nan, 3.0] * 16, [3.0] * 5).verdict is Verdict.CONTINUES
+    assert judge([nan] * 32, [nan] * 5).verdict is ResumeVerdict.UNKNOWN
+    assert judge([nan, 3.0] * 16, [3.0] * 5).verdict is ResumeVerdict.CONTINUES
 
 
 @given(st.lists(st.floats(), max_size=40), st.lists(st.floats(), max_size=8))

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slurm_forge.recovery.fingerprint import compare
-from slurm_forge.spec.environment import EnvironmentSpec
+from slurm_forge.spec.safeguards import EnvironmentSpec
 from slurm_forge.training.data.dataset_fingerprint import (
     DataVersion,
     data_facts,

@@ -12,7 +12,7 @@ import torch
 
 from slurm_forge.recovery.fingerprint import Fingerprint, compare
 from slurm_forge.slurm.process import Completed, run_command
-from slurm_forge.spec.environment import EnvironmentSpec
+from slurm_forge.spec.safeguards import EnvironmentSpec
 from slurm_forge.training.checkpointing.environment_fingerprint import (
     code_facts,
     collect,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
+from dataclasses import asdict
 
 import numpy as np
 import pytest
@@ -12,20 +13,19 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from slurm_forge.json_codec import parse
 from slurm_forge.training.core.loss import (
     BatchLoss,
     Loss,
 )
+from slurm_forge.training.core.rng import Generators
 from slurm_forge.training.core.run_state import Registry
 from slurm_forge.training.data.batches import Batch
-from slurm_forge.training.instability.diagnosis import (
-    Examination,
-    Examiner,
-    Generators,
-)
+from slurm_forge.training.instability.diagnosis import StepDiagnoser
 from slurm_forge.training.instability.diagnosis_report import (
+    Examination,
     RankFindings,
-    put_together,
+    merge_findings,
 )
 from slurm_forge.training.step.buffer_snapshot import BufferSnapshot
 from slurm_forge.training.step.gradient_guard import apply_gradients
@@ -97,7 +97,7 @@ class Training:
         self.registry.add("optimizer", self.optimizer)
         self.registry.add("scaler", scaler)
         self.snapshot = BufferSnapshot([self.net])
-        self.examiner = Examiner(self.registry, CPU, rank=0, host="n01", group=None)
+        self.examiner = StepDiagnoser(self.registry, CPU, rank=0, host="n01", group=None)
         self.found = []
 
     def loss(self, micro):
@@ -567,24 +567,24 @@ def bad_rank(rank, **more):
 @pytest.mark.parametrize("every", [1, 2])
 def test_the_answer_is_small_whatever_the_number_of_ranks(every):
     ranks = [bad_rank(r) if r % every == 0 else RankFindings(rank=r, host="") for r in range(4096)]
-    found = put_together(ranks)
+    found = merge_findings(ranks)
     assert len(found.evidence()) <= 8
     assert all(len(each.text) <= 300 and len(each.source) <= 80 for each in found.evidence())
-    assert len(json.dumps(found.to_json())) < 8000
+    assert len(json.dumps(asdict(found))) < 8000
     assert found.positions == ((0, 4096 * 64 - 1 if every == 1 else 4094 * 64 + 63),)
     assert f"{4096 // every - 3} more ranks likewise" in str(found.evidence())
-    assert Examination.from_json(json.loads(json.dumps(found.to_json()))) == found
+    assert parse(Examination, json.dumps(asdict(found))) == found
 
 
 def test_what_a_rank_says_is_small():
     told = json.dumps(bad_rank(4095).to_json())
     assert len(told) < 4000
-    assert RankFindings.from_json(json.loads(told)) == bad_rank(4095)
+    assert parse(RankFindings, told) == bad_rank(4095)
 
 
 def test_a_loss_that_is_the_same_on_all_ranks_accuses_none_of_them():
     ranks = [RankFindings(rank=r, host=f"n{r}", was_bad=True, replayed=True) for r in range(4)]
-    found = put_together(ranks)
+    found = merge_findings(ranks)
     assert (found.repeats, found.rank, found.hosts) == (False, None, ())
     assert texts(found) == {
         "replay": "the same step computed again is finite: transient; no node stands out"
@@ -593,11 +593,11 @@ def test_a_loss_that_is_the_same_on_all_ranks_accuses_none_of_them():
 
 def test_one_rank_of_four_is_accused():
     ranks = [RankFindings(rank=r, host=f"n{r}", was_bad=r == 2, replayed=True) for r in range(4)]
-    found = put_together(ranks)
+    found = merge_findings(ranks)
     assert (found.repeats, found.rank, found.hosts) == (False, 2, ("n2",))
     assert "suspect n2" in texts(found)["replay"]
 
 
 def test_nothing_is_called_transient_while_one_rank_does_not_know():
     ranks = [RankFindings(rank=r, host="n", was_bad=r == 2, replayed=r != 1) for r in range(4)]
-    assert put_together(ranks).repeats is None
+    assert merge_findings(ranks).repeats is None

@@ -14,7 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from slurm_forge.control.messages import protocol as p
+from slurm_forge.control.messages import protocol
+from slurm_forge.control.messages.hub import Welcome
+from slurm_forge.control.messages.rank import RankFailed
 from slurm_forge.knobs import Knobs
 from slurm_forge.recovery.incident.crash_dumps import find_dump
 from slurm_forge.run_directory import RunDirectory, claim_attempt
@@ -101,7 +103,7 @@ def test_the_fault_handler_leaves_notices_alone(run: RunDirectory) -> None:
     code = (
         "import os, signal, threading\n"
         "heard = threading.Event()\n"
-        "w.Notices.seen = lambda self, number: (print(number.name, flush=True), heard.set())\n"
+        "w.Notices.add = lambda self, number: (print(number.name, flush=True), heard.set())\n"
         "def no(file):\n"
         "    os.kill(os.getpid(), signal.SIGTERM)\n"
         "    heard.wait(30)\n"
@@ -122,7 +124,7 @@ def hub_that_welcomes_and_dies() -> Iterator[int]:
             connection, _ = server.accept()
             with connection:
                 connection.recv(1 << 16)
-                connection.sendall(p.encode(p.Welcome(nonce=NONCE)))
+                connection.sendall(protocol.encode(Welcome(nonce=NONCE)))
                 linger = (1).to_bytes(4, sys.byteorder) + (0).to_bytes(4, sys.byteorder)
                 connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
 
@@ -169,7 +171,7 @@ def test_words_that_were_said_are_not_written_as_well(run: RunDirectory) -> None
         def serve() -> None:
             connection, _ = server.accept()
             with connection:
-                connection.sendall(p.encode(p.Welcome(nonce=NONCE)))
+                connection.sendall(protocol.encode(Welcome(nonce=NONCE)))
                 while data := connection.recv(1 << 16):
                     heard.extend(data)
 
@@ -179,8 +181,8 @@ def test_words_that_were_said_are_not_written_as_well(run: RunDirectory) -> None
         rank_of(run, channel)._last_words(OSError(errno.ENOSPC, "No space left on device"))
         channel.close()
         thread.join()
-    said = [p.decode(line) for line in bytes(heard).splitlines()]
-    (failed,) = [message for message in said if isinstance(message, p.Failed)]
+    said = [protocol.decode(line) for line in bytes(heard).splitlines()]
+    (failed,) = [message for message in said if isinstance(message, RankFailed)]
     assert failed.cause == "storage"
     assert read_last_words(run, 1, 1) == ()
 

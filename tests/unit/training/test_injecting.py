@@ -27,7 +27,7 @@ from slurm_forge.training.data.batches import Batch
 from slurm_forge.training.faults import injector as injecting
 from slurm_forge.training.faults.injector import (
     FOLDER,
-    Injecting,
+    FaultInjector,
     first_sample,
 )
 from slurm_forge.vocabulary.plan import SampleWindow
@@ -40,7 +40,7 @@ class Rank:
         self.said: list[str] = []
         self.signals: list[Signals] = []
         self.slept: list[float] = []
-        self.faults = Injecting(
+        self.faults = FaultInjector(
             parse_faults(text),
             rank=rank,
             world_size=2,
@@ -105,7 +105,7 @@ def test_a_fault_strikes_every_micro_batch_of_its_step_and_never_again(tmp_path:
 
 
 def test_a_fault_of_a_node_strikes_no_step(tmp_path: Path) -> None:
-    faults = Injecting(
+    faults = FaultInjector(
         parse_faults("bad_node:rank0,bad_link:host=n1"),
         rank=0,
         world_size=1,
@@ -170,7 +170,7 @@ def test_a_fault_is_on_disk_before_it_strikes(tmp_path: Path) -> None:
     """The process really is killed, and comes again."""
 
     def rank_0(launch: int) -> None:
-        faults = Injecting(
+        faults = FaultInjector(
             parse_faults("kill@3:rank0"), rank=0, world_size=1, attempt=1, launch=launch,
             directory=tmp_path,
         )  # fmt: skip
@@ -435,7 +435,7 @@ def test_a_hook_that_never_fired_is_gone_with_its_step(tmp_path: Path) -> None:
 
 
 def test_without_faults_nothing_is_done_at_all(tmp_path: Path) -> None:
-    faults = Injecting((), rank=0, world_size=1, attempt=1, launch=1, directory=tmp_path)
+    faults = FaultInjector((), rank=0, world_size=1, attempt=1, launch=1, directory=tmp_path)
     loss = torch.ones(())
     assert not faults.active
     faults.boundary(3, None)

@@ -11,7 +11,7 @@ from torch import nn
 
 from slurm_forge.run_directory import RunDirectory
 from slurm_forge.training.core.learned_micro_batch import (
-    Learning,
+    LearnedMicroBatch,
     fingerprint,
 )
 from slurm_forge.training.core.run_state import Registry
@@ -35,7 +35,9 @@ class Lab:
     def launch(self, run: RunDirectory, *, width: int = 8, asked: int = 8, ranks: int = 4):
         registry = Registry()
         registry.add("model", nn.Linear(width, 2))
-        return Learning(run, registry, asked=asked, ranks=ranks, device=CPU, now=lambda: self.now)
+        return LearnedMicroBatch(
+            run, registry, requested=asked, ranks=ranks, device=CPU, now=lambda: self.now
+        )
 
     def shrunk(self, name: str) -> RunDirectory:
         """A run that asked for 8, ran out of memory, and was well with 4."""

@@ -13,10 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from queue import SimpleQueue
 
-from slurm_forge.control.messages.live import (
-    Told,
-    hear,
-)
+from slurm_forge.control.messages.live import ListenerEvent, parse_event
 
 LONG_S = 60
 
@@ -33,16 +30,16 @@ class Listener:
             text=True,
             env={**os.environ, "SLURMD_NODENAME": "n1"},
         )
-        self._said: SimpleQueue[Told] = SimpleQueue()
+        self._said: SimpleQueue[ListenerEvent] = SimpleQueue()
         threading.Thread(target=self._read, daemon=True).start()
 
     def _read(self) -> None:
         for line in self.process.stdout or ():
-            told = hear(line)
+            told = parse_event(line)
             if told is not None:
                 self._said.put(told)
 
-    def next(self) -> Told:
+    def next(self) -> ListenerEvent:
         return self._said.get(timeout=LONG_S)
 
     def children(self) -> list[int]:

@@ -121,7 +121,7 @@ def stats(retries: int, used: int = 70, reserved: int = 79) -> dict[str, int]:
 
 def test_retries_are_told_when_they_begin_and_when_they_have_doubled() -> None:
     pressure = Pressure()
-    told = [pressure.look(stats(retries)) for retries in (0, 0, 1, 1, 2, 3, 4, 4, 40)]
+    told = [pressure.check(stats(retries)) for retries in (0, 0, 1, 1, 2, 3, 4, 4, 40)]
     assert [index for index, line in enumerate(told) if line] == [2, 4, 6, 8]
     assert told[8] is not None
     assert "36 more, 40 in all" in told[8]
@@ -130,10 +130,10 @@ def test_retries_are_told_when_they_begin_and_when_they_have_doubled() -> None:
 
 def test_retries_of_the_time_before_and_other_devices_say_nothing() -> None:
     pressure = Pressure()
-    assert [pressure.look(stats(n)) for n in (5, 5, 6, 9)] == [None] * 4
-    assert pressure.look(stats(10)) is not None
+    assert [pressure.check(stats(n)) for n in (5, 5, 6, 9)] == [None] * 4
+    assert pressure.check(stats(10)) is not None
     other = Pressure()
-    assert [other.look({}), other.look({})] == [None, None]
+    assert [other.check({}), other.check({})] == [None, None]
     assert memory.cuda_stats(torch.device("cpu")) == {}
 
 

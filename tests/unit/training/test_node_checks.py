@@ -14,17 +14,13 @@ from unittest import mock
 import pytest
 import torch
 
-from slurm_forge.control.messages.preflight import (
-    Check,
-    Thoroughness,
-    Verdict,
-)
+from slurm_forge.control.messages.preflight import Check, CheckVerdict, Thoroughness
 from slurm_forge.site.model import EnvironmentSets
 from slurm_forge.training.preflight import child as preflight_child
 from slurm_forge.training.preflight import node_checks
 from slurm_forge.training.preflight.child import (
+    GroupTestRequest,
     Looker,
-    TrialAsked,
 )
 from slurm_forge.training.preflight.gpu_facts import (
     GpuFacts,
@@ -34,8 +30,8 @@ from slurm_forge.training.preflight.gpu_facts import (
 )
 from slurm_forge.training.preflight.node_checks import (
     Wanted,
-    look,
     meminfo,
+    run_checks,
 )
 
 
@@ -48,32 +44,33 @@ def found(checks: tuple[Check, ...]) -> dict[str, Check]:
 
 
 def test_this_node_is_fine_and_nothing_is_left_on_it(tmp_path: Path) -> None:
-    checks = found(look(wanted(tmp_path), {}, may_use_gpu=True))
+    checks = found(run_checks(wanted(tmp_path), {}, may_use_gpu=True))
     assert {"cpu computes", "memory", "storage", "lock", "gpu", "environment"} <= set(checks)
-    assert not [check for check in checks.values() if check.verdict is Verdict.BAD]
+    assert not [check for check in checks.values() if check.verdict is CheckVerdict.BAD]
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_storage_that_can_not_be_written_is_bad(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    checks = found(look(wanted(tmp_path / "file"), {}, may_use_gpu=False))
-    assert checks["storage"].verdict is Verdict.BAD
+    checks = found(run_checks(wanted(tmp_path / "file"), {}, may_use_gpu=False))
+    assert checks["storage"].verdict is CheckVerdict.BAD
 
 
 def test_a_full_storage_is_bad_and_a_nearly_full_one_is_told(tmp_path: Path) -> None:
     real = os.statvfs(tmp_path)
-    for blocks, expected in ((1, Verdict.BAD), (512 << 20, Verdict.ODD)):
+    for blocks, expected in ((1, CheckVerdict.BAD), (512 << 20, CheckVerdict.ODD)):
         room = mock.Mock(f_bavail=blocks // 1, f_frsize=1, f_files=real.f_files, f_favail=9)
         with mock.patch.object(node_checks.os, "statvfs", return_value=room):
             assert (
-                found(look(wanted(tmp_path), {}, may_use_gpu=False))["storage"].verdict is expected
+                found(run_checks(wanted(tmp_path), {}, may_use_gpu=False))["storage"].verdict
+                is expected
             )
 
 
 def test_what_is_free_is_not_rounded_to_nothing(tmp_path: Path) -> None:
     room = mock.Mock(f_bavail=980, f_frsize=1024, f_files=20, f_favail=9)
     with mock.patch.object(node_checks.os, "statvfs", return_value=room):
-        checks = found(look(wanted(tmp_path), {}, may_use_gpu=False))
+        checks = found(run_checks(wanted(tmp_path), {}, may_use_gpu=False))
     assert checks["storage"].text == "980K and 9 files free"
 
 
@@ -86,14 +83,17 @@ def test_a_wrong_product_is_seen(tmp_path: Path) -> None:
         return product
 
     with mock.patch.object(torch, "matmul", wrong):
-        checks = found(look(wanted(), {}, may_use_gpu=False))
-    assert checks["cpu computes"].verdict is Verdict.BAD
+        checks = found(run_checks(wanted(), {}, may_use_gpu=False))
+    assert checks["cpu computes"].verdict is CheckVerdict.BAD
 
 
 def test_gpus_that_were_asked_for_and_are_not_there_are_bad() -> None:
     with mock.patch.object(torch.cuda, "is_available", return_value=False):
-        checks = found(look(wanted(gpus=2), {}, may_use_gpu=True))
-    assert (checks["gpu"].verdict, checks["gpu"].text) == (Verdict.BAD, "0 visible, 2 asked for")
+        checks = found(run_checks(wanted(gpus=2), {}, may_use_gpu=True))
+    assert (checks["gpu"].verdict, checks["gpu"].text) == (
+        CheckVerdict.BAD,
+        "0 visible, 2 asked for",
+    )
 
 
 def test_variables_are_compared_with_the_site() -> None:
@@ -103,19 +103,19 @@ def test_variables_are_compared_with_the_site() -> None:
         never={"NCCL_C": "the fabric has none"},
     )
     there = {"NCCL_A": "a person's own", "NCCL_C": "x"}
-    checks = found(look(wanted(sets=sets), there, may_use_gpu=False))
-    assert checks["environment"].verdict is Verdict.ODD
+    checks = found(run_checks(wanted(sets=sets), there, may_use_gpu=False))
+    assert checks["environment"].verdict is CheckVerdict.ODD
     assert checks["environment"].text == (
         "NCCL_C=x is set, and must not be here: the fabric has none; "
         "NCCL_B is not set; the site sets NCCL_B=2"
     )
-    checks = found(look(wanted(sets=sets, on_hang=True), there, may_use_gpu=False))
+    checks = found(run_checks(wanted(sets=sets, on_hang=True), there, may_use_gpu=False))
     assert "NCCL_DEBUG is not set" in checks["environment"].text
 
 
 def test_too_little_memory_is_told() -> None:
-    checks = found(look(wanted(memory=1 << 50), {}, may_use_gpu=False))
-    assert checks["memory"].verdict is Verdict.ODD
+    checks = found(run_checks(wanted(memory=1 << 50), {}, may_use_gpu=False))
+    assert checks["memory"].verdict is CheckVerdict.ODD
     assert meminfo("MemTotal: 3 kB\nMemAvailable:   2048 kB\n") == 2048 * 1024
     assert meminfo("nothing") is None
 
@@ -143,11 +143,11 @@ def test_a_check_that_hangs_is_bad_and_its_processes_are_gone(tmp_path: Path) ->
 
     with (
         mock.patch.object(Looker, "begin", begin),
-        mock.patch.object(preflight_child, "look", lambda *_, **__: time.sleep(600)),
+        mock.patch.object(preflight_child, "run_checks", lambda *_, **__: time.sleep(600)),
     ):
         looker.begin()
         (check,) = looker.checks(0.1)
-    assert (check.name, check.verdict) == ("answer", Verdict.BAD)
+    assert (check.name, check.verdict) == ("answer", CheckVerdict.BAD)
     assert len(pids) == 2
     for pid in pids:
         with pytest.raises(ProcessLookupError):
@@ -171,10 +171,10 @@ def test_the_check_that_hangs_is_named() -> None:
 def test_a_child_that_hangs_by_bad_luck_is_replaced(tmp_path: Path) -> None:
     looker = Looker(wanted(tmp_path), {}, may_use_gpu=False)
     limits = iter((0.05, 60.0))
-    real = Looker._look
-    with mock.patch.object(preflight_child, "look", lambda *_, **__: time.sleep(600)):
+    real = Looker._run_checks
+    with mock.patch.object(preflight_child, "run_checks", lambda *_, **__: time.sleep(600)):
         looker.begin()
-    with mock.patch.object(Looker, "_look", lambda self, _: real(self, next(limits))):
+    with mock.patch.object(Looker, "_run_checks", lambda self, _: real(self, next(limits))):
         checks = looker.checks(1.0)
     looker.end()
     assert {"cpu computes", "storage"} <= {check.name for check in checks}
@@ -183,7 +183,7 @@ def test_a_child_that_hangs_by_bad_luck_is_replaced(tmp_path: Path) -> None:
 def test_a_collective_that_hangs_fails_and_another_can_be_tried() -> None:
     looker = Looker(wanted(broken="silent"), {}, may_use_gpu=False)
     ports: list[int] = []
-    asked = TrialAsked(nonce="x", rank=0, size=1, backend="gloo", within_s=0.2)
+    asked = GroupTestRequest(nonce="x", rank=0, size=1, backend="gloo", within_s=0.2)
     try:
         trial = looker.trial(asked, ports.append)
         assert not trial.ok
@@ -201,8 +201,11 @@ def test_a_file_that_a_killed_look_has_left_is_in_nobodys_way(tmp_path: Path) ->
     """In a container the next one may have the same process id."""
     for what in (".preflight-{}-{}", ".preflight-{}-{}.part", ".preflight-lock-{}-{}"):
         (tmp_path / what.format(socket.gethostname(), os.getpid())).write_text("")
-    checks = found(look(wanted(tmp_path), {}, may_use_gpu=False))
-    assert (checks["storage"].verdict, checks["lock"].verdict) == (Verdict.FINE, Verdict.FINE)
+    checks = found(run_checks(wanted(tmp_path), {}, may_use_gpu=False))
+    assert (checks["storage"].verdict, checks["lock"].verdict) == (
+        CheckVerdict.FINE,
+        CheckVerdict.FINE,
+    )
     assert len(list(tmp_path.iterdir())) == 3
 
 
@@ -212,8 +215,8 @@ def test_who_was_forked_after_the_driver_was_asked_anything_says_nothing_of_gpus
         mock.patch.object(torch.cuda, "_is_in_bad_fork", lambda: True),
         mock.patch.object(torch.cuda, "is_available", lambda: True),
     ):
-        checks = found(look(wanted(gpus=1), {}, may_use_gpu=True))
-    assert checks["gpu"].verdict is Verdict.SKIPPED
+        checks = found(run_checks(wanted(gpus=1), {}, may_use_gpu=True))
+    assert checks["gpu"].verdict is CheckVerdict.SKIPPED
     assert "gpu memory" not in checks and "gpu computes" not in checks
 
 
@@ -238,7 +241,7 @@ def test_a_look_that_somebody_killed_is_said_to_have_been() -> None:
     def killed(*_: object, **__: object) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
-    with mock.patch.object(preflight_child, "look", killed):
+    with mock.patch.object(preflight_child, "run_checks", killed):
         looker.begin()
         (check,) = looker.checks(60.0)
     assert check.text == "the process that looks was killed (SIGKILL), in its start; twice"

@@ -11,19 +11,17 @@ import pytest
 import torch
 from torch._C._distributed_c10d import HashStore
 
-from slurm_forge.control.messages import protocol as p
-from slurm_forge.control.messages.preflight import (
-    Groups,
-    Thoroughness,
-)
+from slurm_forge.control.messages.hub import Publish
+from slurm_forge.control.messages.message import Message
+from slurm_forge.control.messages.preflight import PreflightRound, Thoroughness
 from slurm_forge.launch.conductor import preflight_monitor as hub_side
 from slurm_forge.launch.conductor import shutdown as ending
 from slurm_forge.training.core.rank_info import RankPlace
 from slurm_forge.training.preflight import group_test as group_trial
 from slurm_forge.training.preflight import main as preflight
-from slurm_forge.training.preflight.child import TrialAsked
+from slurm_forge.training.preflight.child import GroupTestRequest
 from slurm_forge.training.preflight.group_test import (
-    Trial,
+    GroupTest,
     connect_store,
     try_together,
 )
@@ -37,7 +35,7 @@ class Channel:
 
     late_s: float = 0.0
     now: float = 100.0
-    said: list[p.Message] = field(default_factory=list)
+    said: list[Message] = field(default_factory=list)
 
     def monotonic(self) -> float:
         return self.now
@@ -49,11 +47,11 @@ class Channel:
         self.now += self.late_s
         return "n1:4000"
 
-    def send(self, message: p.Message) -> None:
+    def send(self, message: Message) -> None:
         self.said.append(message)
 
 
-def part(rank: int, group: Sequence[int], channel: Channel) -> list[TrialAsked]:
+def part(rank: int, group: Sequence[int], channel: Channel) -> list[GroupTestRequest]:
     """What is asked of the child of ``rank`` in a round of one group with a limit of 10 s."""
     place = RankPlace(rank=rank, local_rank=0, world_size=9, job="1", restart_count=0, node="n1")
     mine = Preflight(
@@ -65,19 +63,19 @@ def part(rank: int, group: Sequence[int], channel: Channel) -> list[TrialAsked]:
         within=timedelta(seconds=60),
         own_address="10.9.9.9",
     )
-    asked: list[TrialAsked] = []
+    asked: list[GroupTestRequest] = []
 
-    def trial(wanted: TrialAsked, published: object) -> Trial:
+    def trial(wanted: GroupTestRequest, published: object) -> GroupTest:
         asked.append(wanted)
         if wanted.rank == 0:
             published(4000)  # type: ignore[operator]
-        return Trial(ok=True, seconds=0.1)
+        return GroupTest(ok=True, seconds=0.1)
 
     with (
         mock.patch.object(mine._looker, "trial", trial),
         mock.patch.object(preflight, "time", channel),
     ):
-        mine._take_part(2, Groups(groups=(tuple(group),), within_s=10.0))
+        mine._take_part(2, PreflightRound(groups=(tuple(group),), within_s=10.0))
     return asked
 
 
@@ -92,7 +90,7 @@ def test_waiting_for_the_first_rank_is_part_of_the_time_of_a_collective(
 def test_the_first_rank_says_where_it_is_to_its_group_only() -> None:
     channel = Channel()
     part(3, (3, 4, 8), channel)
-    (address,) = [each for each in channel.said if isinstance(each, p.Publish)]
+    (address,) = [each for each in channel.said if isinstance(each, Publish)]
     assert address.to == (4, 8)
     assert address.value.startswith("10.9.9.9,")
 

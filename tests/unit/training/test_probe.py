@@ -9,12 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from slurm_forge.control.messages.protocol import (
-    Message,
-    ProbeArrived,
-    ProbeBroke,
-    ProbeDone,
-)
+from slurm_forge.control.messages.message import Message
+from slurm_forge.control.messages.probe import ProbeArrived, ProbeBroke, ProbeDone
 from slurm_forge.training.monitor.collective_probe import (
     Probe,
     value_of,

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from slurm_forge.control.messages import protocol as p
+from slurm_forge.control.messages.rank import RecoveryNeeded
 from slurm_forge.errors import MismatchError
 from slurm_forge.journal import events as ev
 from slurm_forge.journal import fold, read_journal
@@ -166,7 +166,7 @@ def noisy(run, model, steps: int, *, level: float = 1.0, also: float = 0.0) -> N
 def interrupted(made, *, saved: int, killed: int) -> None:
     run, _ = made.start()
     noisy(run, model_of(run), killed)
-    run._first_steps.look()
+    run._first_steps.check()
     assert any(event.name[5:13] == f"{saved:08d}" for event in made.events(ev.CheckpointWitnessed))
 
 
@@ -176,7 +176,7 @@ def test_the_same_micro_batch_has_the_same_loss_after_a_resume(lab):
     run, _ = made.start()
     noisy(run, model_of(run), 37)
     assert made.events(ev.Resumed)[-1].step == 30
-    run._first_steps.look()
+    run._first_steps.check()
     assert made.events(ev.Note) == []
 
 
@@ -185,7 +185,7 @@ def test_another_loss_for_it_is_told(lab):
     interrupted(made, saved=30, killed=33)
     run, _ = made.start()
     noisy(run, model_of(run), 37, also=0.003)
-    run._first_steps.look()
+    run._first_steps.check()
     (note,) = made.events(ev.Note)
     assert "the first micro-batch after step 30" in note.text
     assert all(known.trust is not Trust.SUSPECT for known in known_of(made))
@@ -201,15 +201,15 @@ def test_where_the_losses_behind_it_are_off_too_an_older_one_is_taken(lab):
     run, channel = made.start()
     noisy(run, model_of(run), 36, also=5.0)
     with pytest.raises(LaunchGivenUp):
-        run._first_steps.look()
-    (said,) = [each for each in channel.said if isinstance(each, p.Recover)]
+        run._first_steps.check()
+    (said,) = [each for each in channel.said if isinstance(each, RecoveryNeeded)]
     assert said.cause == Cause.CHECKPOINT_BAD.value
     run, channel = made.start()
     noisy(run, model_of(run), 22, also=5.0)
     assert made.events(ev.Resumed)[-1].step == 15, "the one before"
     # It is off again: then it is not the checkpoint.
-    run._first_steps.look()
-    assert [each for each in channel.said if isinstance(each, p.Recover)] == []
+    run._first_steps.check()
+    assert [each for each in channel.said if isinstance(each, RecoveryNeeded)] == []
 
 
 def test_a_jump_alone_is_told_and_no_more(lab):
@@ -219,7 +219,7 @@ def test_a_jump_alone_is_told_and_no_more(lab):
         noisy(run, model_of(run), 40)
     run, channel = made.start()
     noisy(run, model_of(run), 36, also=3.0)
-    run._first_steps.look()
+    run._first_steps.check()
     (note,) = made.events(ev.Note)
     assert "after the resume: loss" in note.text
-    assert [each for each in channel.said if isinstance(each, p.Recover)] == []
+    assert [each for each in channel.said if isinstance(each, RecoveryNeeded)] == []

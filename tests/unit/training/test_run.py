@@ -18,8 +18,17 @@ from torch import nn
 
 import slurm_forge as forge
 from slurm_forge.checkpoint.write import save as save_module
-from slurm_forge.control import LaunchBrief, Request, RequestKind
-from slurm_forge.control.messages import protocol as p
+from slurm_forge.control import LaunchBrief
+from slurm_forge.control.messages.hub import Request, RequestKind
+from slurm_forge.control.messages.message import Message
+from slurm_forge.control.messages.rank import (
+    FunctionReturned,
+    RankFinished,
+    RankStopped,
+    RecoveryNeeded,
+    SaveCommitted,
+    SaveFailed,
+)
 from slurm_forge.errors import CheckpointError, CheckpointMissingError, UnsupportedError, UsageError
 from slurm_forge.journal import JournalWriter, read_journal
 from slurm_forge.journal import events as ev
@@ -27,7 +36,7 @@ from slurm_forge.run_directory import RunDirectory
 from slurm_forge.spec import job_from_mapping
 from slurm_forge.store.directory import CheckpointStore
 from slurm_forge.training.core import rng
-from slurm_forge.training.core.process_group import Groups
+from slurm_forge.training.core.process_group import ProcessGroups
 from slurm_forge.training.core.rank_info import RankContext
 from slurm_forge.training.core.step_boundary import RunStopped
 from slurm_forge.training.data.batches import Batch
@@ -45,11 +54,11 @@ class Channel:
     """Nobody at the other end; ``due`` says what is asked for where."""
 
     due: dict[Position, RequestKind] = field(default_factory=dict)
-    said: list[p.Message] = field(default_factory=list)
+    said: list[Message] = field(default_factory=list)
     phases: list[str] = field(default_factory=list)
     pending: bool = True
     begun: int = 0
-    saves: list[p.Message] = field(default_factory=list)
+    saves: list[Message] = field(default_factory=list)
     #: Nobody has said when the launch will be ended.
     seconds_left: float | None = None
 
@@ -63,8 +72,8 @@ class Channel:
     def begin(self, step: int) -> None:
         self.begun = step
 
-    def send(self, message: p.Message) -> None:
-        about_saves = isinstance(message, p.Committed | p.NotCommitted)
+    def send(self, message: Message) -> None:
+        about_saves = isinstance(message, SaveCommitted | SaveFailed)
         (self.saves if about_saves else self.said).append(message)
 
 
@@ -106,7 +115,7 @@ class Lab:
         run = forge.Run(
             context,
             device=torch.device("cpu"),
-            groups=Groups(),
+            groups=ProcessGroups(),
             member=channel,  # type: ignore[arg-type]
             journal=journal,
         )
@@ -159,7 +168,7 @@ def test_saves_by_steps_and_at_the_end(lab):
     train(run, prepared(run), 5)
     assert run.finish() == 5
     assert made.saved() == [(2, "every_steps"), (4, "every_steps"), (5, "final")]
-    assert channel.said == [p.Through(step=5), p.Finished(step=5)]
+    assert channel.said == [FunctionReturned(step=5), RankFinished(step=5)]
 
 
 class SlowDisk:
@@ -228,11 +237,11 @@ def test_a_stop_waits_for_the_save_in_flight_and_does_not_repeat_it(lab, monkeyp
         train(run, model, 5)
     assert [step for step, _ in made.saved()] == [2]
     (stopped,) = channel.said
-    assert isinstance(stopped, p.Stopped)
+    assert isinstance(stopped, RankStopped)
     assert stopped.checkpoint is not None
 
 
-def test_what_is_being_written_is_let_land_before_the_launch_is_given_up(lab, monkeypatch):
+def test_what_is_being_written_is_waited_for_before_the_launch_is_given_up(lab, monkeypatch):
     """It may well be what the next launch is resumed from."""
     made, disk = lab(checkpoint={"every_steps": 2, "background": True}), SlowDisk(monkeypatch)
     run, channel = made.start()
@@ -240,7 +249,7 @@ def test_what_is_being_written_is_let_land_before_the_launch_is_given_up(lab, mo
     with pytest.raises(LaunchGivenUp):
         train(run, prepared(run), 9, bad=(1, 2, 3))
     assert made.saved() == [(2, "every_steps")]
-    assert isinstance(channel.said[-1], p.Recover)
+    assert isinstance(channel.said[-1], RecoveryNeeded)
 
 
 def test_an_error_of_the_program_lets_it_land_too(lab, monkeypatch):
@@ -252,7 +261,7 @@ def test_an_error_of_the_program_lets_it_land_too(lab, monkeypatch):
             break  # as an exception leaves the loop
         run.train_step(batch, lambda micro: model(micro).square().mean())
     threading.Timer(0.3, disk.go_on.set).start()
-    run.let_land()
+    run.wait_for_save()
     assert made.saved() == [(2, "every_steps")]
 
 
@@ -333,7 +342,7 @@ def test_a_run_whose_result_could_not_be_saved_is_not_finished(lab):
     train(run, prepared(run, failing=Failing(run, 3)), 3)
     with pytest.raises(CheckpointError, match="all 3 steps are done"):
         run.finish()
-    assert not [said for said in channel.said if isinstance(said, p.Finished)]
+    assert not [said for said in channel.said if isinstance(said, RankFinished)]
 
 
 def test_a_stop_saves_and_says_where(lab):
@@ -342,7 +351,7 @@ def test_a_stop_saves_and_says_where(lab):
     with pytest.raises(RunStopped):
         train(run, prepared(run), 5)
     (name,) = CheckpointStore(made.directory.checkpoints, "run").candidates()
-    assert channel.said == [p.Stopped(step=2, checkpoint=str(name))]
+    assert channel.said == [RankStopped(step=2, checkpoint=str(name))]
     assert made.saved() == [(2, "stop")]
 
 
@@ -600,7 +609,7 @@ def test_too_many_in_a_row_give_the_launch_up_without_a_save(lab):
     run, channel = made.start()
     with pytest.raises(LaunchGivenUp):
         train(run, prepared(run), 9, bad=(2, 3, 4))
-    (said,) = [each for each in channel.said if isinstance(each, p.Recover)]
+    (said,) = [each for each in channel.said if isinstance(each, RecoveryNeeded)]
     assert (said.cause, said.step) == (Cause.NON_FINITE.value, 4)
     assert made.saved()[-1][0] == 3, "what came after the last good step was saved"
     (decided,) = made.events(ev.DecisionTaken)
@@ -754,12 +763,18 @@ GIVEN: dict[str, Any] = {
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        ({"until": 60}, "until=60) does not say of what\n  Write until=forge.Steps(60),"),
-        ({"until": "60"}, "until='60') does not say of what\n  Write until=forge.Steps("),
+        (
+            {"until": 60},
+            "steps or epochs are meant\n  Write until=forge.Steps(60),",
+        ),
+        (
+            {"until": "60"},
+            "whether steps or epochs are meant\n  Write until=forge.Steps(",
+        ),
         ({"until": 60.0}, "Write until=forge.Steps("),
         ({"until": True}, "Write until=forge.Steps(1000)"),
-        ({"until": None}, "until=None) does not say of what"),
-        ({"until": forge.Steps}, "does not say of what"),
+        ({"until": None}, "until=None) does not say whether steps or epochs are meant"),
+        ({"until": forge.Steps}, "does not say whether steps or epochs are meant"),
         ({"until": forge.Steps(0)}, "until=forge.Steps(0)) is no length of a run"),
         ({"until": forge.Steps(-3)}, "a whole number from 1 on"),
         ({"until": forge.Steps("60")}, "until=forge.Steps('60'))"),  # type: ignore[arg-type]

@@ -7,14 +7,12 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
-from slurm_forge.control.messages.protocol import (
-    Message,
-    Propose,
-    RequestKind,
-)
+from slurm_forge.control.messages.hub import RequestKind
+from slurm_forge.control.messages.message import Message
+from slurm_forge.control.messages.rank import RequestProposal
 from slurm_forge.recovery.monitor.loss_anomaly import announced
 from slurm_forge.spec.recovery import Ladder, Recovery, Rung, default_recovery
-from slurm_forge.training.instability.spike_monitor import SpikeWatch
+from slurm_forge.training.instability.spike_monitor import SpikeMonitor
 from slurm_forge.vocabulary.cause import Cause
 from slurm_forge.vocabulary.decision import Action
 
@@ -35,16 +33,16 @@ class Rank0:
 
     def __init__(self, *ladder: Rung, policy: Recovery | None = None) -> None:
         self.now = 1000.0
-        self.sent: list[Propose] = []
+        self.sent: list[RequestProposal] = []
         self.noted: list[str] = []
         self.step = 0
         self.lossy = False
         self._agreed = 0
         policy = policy or Recovery(loss_spike=ladder)
-        self.watch = SpikeWatch(self._send, policy, lambda: self.now, noted=self.noted.append)
+        self.watch = SpikeMonitor(self._send, policy, lambda: self.now, noted=self.noted.append)
 
     def _send(self, message: Message) -> None:
-        assert isinstance(message, Propose)
+        assert isinstance(message, RequestProposal)
         self.sent.append(message)
 
     def take(
@@ -62,7 +60,7 @@ class Rank0:
                 self._agreed = len(self.limits())
                 self.watch.limit_in_force(self.limits()[-1])
             self.now += seconds
-            self.watch.taken(self.step, Step(applied, True, float(norm), float(loss)))
+            self.watch.record(self.step, Step(applied, True, float(norm), float(loss)))
 
     def asked(self, kind: RequestKind) -> list[str]:
         return [message.reason for message in self.sent if message.kind is kind]

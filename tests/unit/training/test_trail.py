@@ -5,9 +5,9 @@ import math
 import pytest
 import torch
 
-from slurm_forge.training.step.loss_history import (
+from slurm_forge.training.core.loss import (
     LENGTH,
-    LossTrail,
+    LossHistory,
     doubtful,
     values,
 )
@@ -15,8 +15,8 @@ from slurm_forge.training.step.loss_history import (
 CPU = torch.device("cpu")
 
 
-def trail_of(losses: list[float]) -> LossTrail:
-    trail = LossTrail(CPU)
+def trail_of(losses: list[float]) -> LossHistory:
+    trail = LossHistory(CPU)
     for loss in losses:
         trail.note(torch.tensor(loss))
     return trail
@@ -37,7 +37,7 @@ def test_a_snapshot_does_not_change_any_more() -> None:
 
 def test_what_was_read_back_goes_on_where_it_was() -> None:
     saved = trail_of([float(n) for n in range(LENGTH + 3)]).snapshot()
-    trail = LossTrail(CPU)
+    trail = LossHistory(CPU)
     trail.tensor().copy_(saved)
     trail.restored()
     trail.note(torch.tensor(-1.0))
@@ -54,7 +54,7 @@ def test_a_loss_that_no_healthy_training_has_is_doubted(last: float) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_losses_of_any_type_are_taken(dtype: torch.dtype) -> None:
-    trail = LossTrail(CPU)
+    trail = LossHistory(CPU)
     trail.note(torch.tensor(1.5, dtype=dtype))
     assert values(trail.snapshot()) == [1.5]
 
@@ -81,6 +81,6 @@ def test_losses_that_are_mostly_zero() -> None:
 
 
 def test_a_loss_of_one_element_is_taken() -> None:
-    trail = LossTrail(CPU)
+    trail = LossHistory(CPU)
     trail.note(torch.tensor([1.5]))
     assert values(trail.snapshot()) == [1.5]

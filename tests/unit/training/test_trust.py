@@ -367,10 +367,10 @@ def test_a_save_that_cannot_be_through_in_time_is_not_begun(lab, monkeypatch):
     model = adam(run)
     for batch in batches(run, 4):
         run.train_step(batch, lambda micro: model(micro).square().mean())
-    keeping = run._saver.keeping
+    catalog = run._saver.catalog
     # As if the disk took many minutes for each of them.
-    book = keeping._book
-    book.known = tuple(replace(each, seconds=6000.0) for each in book.known)
+    records = catalog._records
+    records.known = tuple(replace(each, seconds=6000.0) for each in records.known)
     channel.seconds_left = 40.0
     with pytest.raises(RunStopped):
         train(run, model, 9)

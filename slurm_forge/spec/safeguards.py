@@ -1,0 +1,220 @@
+"""The sections of the job file that keep a run safe.
+
+Before a launch: ``preflight``, what is looked at on the nodes.  While it runs: ``watchdog``, when a
+rank counts as hung.  At a resume: ``environment``, what a difference to the checkpoint's does.
+Over all attempts: ``recovery.limits``, how far a run goes on by itself.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from datetime import timedelta
+from enum import Enum
+from typing import Annotated, ClassVar
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from slurm_forge.documents import did_you_mean, wrong_key
+from slurm_forge.spec.types import Count, Factor, JobSection, PositiveDuration
+from slurm_forge.units import format_duration
+
+_VARIABLE = re.compile(r"[A-Z][A-Z0-9_]*")
+
+
+class Policy(str, Enum):
+    """What a difference does: nothing, a line in the journal, or the run is held."""
+
+    IGNORE = "ignore"
+    WARN = "warn"
+    REFUSE = "refuse"
+
+
+def _policy(value: object) -> Policy | None:
+    # Made here: to pydantic this is Python from here on, and strict Python takes no text.
+    words = [policy.value for policy in Policy]
+    if value is None or value in words:
+        return None if value is None else Policy(value)
+    if isinstance(value, str):
+        raise ValueError(f"unknown value {json.dumps(value)} {did_you_mean(value, words)}")
+    raise ValueError(f"expected one of {', '.join(words)}, got {json.dumps(value, default=str)}")
+
+
+_Choice = Annotated[Policy | None, BeforeValidator(_policy)]
+
+
+class EnvironmentSpec(JobSection):
+    """Per part of the environment: ignore, warn or refuse.  What is left out is as described."""
+
+    known_as: ClassVar[Mapping[str, str]] = {
+        "pytorch": "torch", "gpus": "gpu", "device": "gpu", "nvidia": "driver", "pip": "packages",
+        "libraries": "packages", "requirements": "packages", "git": "code", "revision": "code",
+        "diff": "code", "source": "code", "args": "job", "entry": "job", "spec": "job",
+        "dataset": "data", "files": "data", "order": "sampling", "seed": "sampling",
+        "global_batch": "sampling", "samples": "sampling", "env": "variables",
+    }  # fmt: skip
+
+    python: _Choice = Field(default=None, description="Version of Python.  Else: warn.")
+    torch: _Choice = Field(
+        default=None, description="Version of torch.  Else: refuse another major one, warn."
+    )
+    cuda: _Choice = Field(default=None, description="CUDA that torch was built for.  Else: warn.")
+    cudnn: _Choice = Field(default=None, description="Version of cuDNN.  Else: warn.")
+    nccl: _Choice = Field(default=None, description="Version of NCCL.  Else: warn.")
+    driver: _Choice = Field(default=None, description="Version of the GPU's driver.  Else: warn.")
+    gpu: _Choice = Field(default=None, description="Model of the GPU.  Else: warn.")
+    packages: _Choice = Field(default=None, description="Installed packages.  Else: warn.")
+    variables: _Choice = Field(
+        default=None, description="Variables that change results (NCCL_*, …).  Else: warn."
+    )
+    code: _Choice = Field(
+        default=None, description="Revision of the code, and changes on top of it.  Else: warn."
+    )
+    job: _Choice = Field(
+        default=None, description="The job's own keys.  Else: refuse another entry, warn."
+    )
+    sampling: _Choice = Field(
+        default=None,
+        description="Seed, global batch and number of samples, which the order of the samples "
+        "follows from.  Else: refuse.",
+    )
+    data: _Choice = Field(
+        default=None,
+        description="What run.data() was given.  Else: refuse, but only warn where nothing but "
+        "times of files changed.",
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _no_variables_here(cls, data: object) -> object:
+        for key in data if isinstance(data, Mapping) else ():
+            if isinstance(key, str) and _VARIABLE.fullmatch(key) and key.lower() not in _KEYS:
+                raise wrong_key(key, 'environment variables of the job are written under "env"')
+        return data
+
+    def of(self, part: str) -> Policy | None:
+        """What the user wants for a part (``torch``); None for the default, and for unknown."""
+        policy = getattr(self, part, None)
+        return policy if isinstance(policy, Policy) else None
+
+
+_KEYS = frozenset(EnvironmentSpec.model_fields)
+
+
+#: A busy node takes seconds to fork a large process, and its storage to answer.
+_LEAST_WITHIN = timedelta(seconds=5)
+
+
+class PreflightSpec(JobSection):
+    """Whether nodes are looked at before a launch, and how long that may take."""
+
+    known_as: ClassVar[Mapping[str, str]] = {
+        "on": "enabled", "off": "enabled", "timeout": "within", "deadline": "within",
+        "at_most": "within",
+    }  # fmt: skip
+
+    enabled: bool = Field(default=True, strict=True, description="false switches it off.")
+    within: PositiveDuration = Field(
+        default=timedelta(seconds=60),
+        description="How long a node may take to be looked at, and a group of nodes for one "
+        "collective; what takes longer has failed.",
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _switched_off_by_its_key(cls, data: object) -> object:
+        if data is False:
+            raise ValueError('to switch it off, write "preflight: {enabled: false}"')
+        return data
+
+    @model_validator(mode="after")
+    def _long_enough_for_a_healthy_node(self) -> PreflightSpec:
+        if self.within < _LEAST_WITHIN:
+            raise ValueError(
+                f"within ({format_duration(self.within)}) must be 5s or more: a healthy node that "
+                "is busy would be refused"
+            )
+        return self
+
+
+class WatchdogSpec(JobSection):
+    """The limits of the hang watchdog, which are learned in between these bounds."""
+
+    """When a rank that gets no further counts as hung."""
+
+    known_as: ClassVar[Mapping[str, str]] = {
+        "on": "enabled", "off": "enabled", "timeout": "at_most", "deadline": "at_most",
+        "max": "at_most", "min": "at_least", "safety_factor": "factor", "times": "factor",
+    }  # fmt: skip
+
+    enabled: bool = Field(default=True, strict=True, description="false switches the watchdog off.")
+    factor: Factor = Field(
+        default=5.0,
+        description="How many times what was usual in this run a rank may stay where it is.",
+    )
+    at_least: PositiveDuration = Field(
+        default=timedelta(seconds=30),
+        description="A rank is never taken for hung before; saves and phases of the program have "
+        "four times as long.",
+    )
+    at_most: PositiveDuration = Field(
+        default=timedelta(minutes=10),
+        description="How long a step may take while nothing is known of the run; starts, first "
+        "steps and phases that were never seen have three times as long.",
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _switched_off_by_its_key(cls, data: object) -> object:
+        if data is False:
+            raise ValueError('to switch the watchdog off, write "watchdog: {enabled: false}"')
+        return data
+
+    @model_validator(mode="after")
+    def _bounds_fit(self) -> WatchdogSpec:
+        if self.factor < 1:
+            raise ValueError("factor is 1 or more: else every ordinary step would be a hang")
+        if self.at_least > self.at_most:
+            raise ValueError(
+                f"at_least ({format_duration(self.at_least)}) is longer than at_most "
+                f"({format_duration(self.at_most)}): raise at_most too"
+            )
+        return self
+
+
+class Limits(JobSection):
+    """How far a run goes on by itself, whatever the ladders allow; then it is held.
+
+    A person who lets it go on starts every count anew.
+    """
+
+    known_as: ClassVar[Mapping[str, str]] = {
+        "no_progress": "attempts_without_progress", "attempts": "attempts_without_progress",
+        "without_progress": "attempts_without_progress",
+        "interruptions": "interruptions_without_progress",
+        "preemptions": "interruptions_without_progress", "max_starts": "starts",
+        "restarts": "starts", "restarts_per_day": "starts_per_day", "per_day": "starts_per_day",
+    }  # fmt: skip
+
+    attempts_without_progress: Count = Field(
+        default=3,
+        description="Attempts in a row that fail or reach the time limit without a checkpoint "
+        "past the ones before.",
+    )
+    interruptions_without_progress: Count = Field(
+        default=10,
+        description="Attempts in a row that end without such a checkpoint, whatever for: "
+        "preempted, requeued by an administrator, with a lost node, a silent service or a full "
+        "disk.",
+    )
+    starts_per_day: Count = Field(
+        default=200,
+        description="Starts of all ranks within 24 hours, in the same job or in the queue.",
+    )
+    starts: Count = Field(default=5000, description="Starts of all ranks in all.")
+    controller_patience: PositiveDuration = Field(
+        default=timedelta(minutes=5),
+        description="How long a Slurm that does not answer is asked to take the run back, before "
+        "that is left to slurm-forge reconcile.",
+    )

@@ -1,0 +1,258 @@
+"""Tells the hub how fast this rank is by itself: its own part of the steps, and a trial.
+
+A step is *own* work from its beginning until the rank first hands over to a collective: the last
+backward, in which gradients are exchanged.  From there on every rank waits for the slowest.
+
+Everything happens in the main thread: some clock reads per step, and every some seconds a median
+and a message.  Nothing is waited for, no collective is issued, nothing of the program is touched.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+from torch.distributed.fsdp import FSDPModule
+
+from slurm_forge.control.messages.message import Message
+from slurm_forge.control.messages.step_timing import StepTiming
+from slurm_forge.training.faults.injector import FaultInjector
+from slurm_forge.training.monitor.node_benchmark import (
+    NodeBenchmark,
+    benchmark_on,
+    new_event,
+)
+
+#: Steps of a window that are kept: the newest ones; enough for a median.
+_KEPT = 256
+#: Pairs of events on the stream; where the device is further behind, steps are left out.
+_EVENTS = 64
+
+
+class StepTimer:
+    """``begin``, ``handing_over`` and ``end`` in every step, ``try_out`` at a probe."""
+
+    def __init__(
+        self,
+        send: Callable[[Message], None],
+        *,
+        device: torch.device,
+        every: timedelta,
+        injecting: FaultInjector,
+        models: Callable[[], Iterable[Any]],
+        clock: Callable[[], float] = time.monotonic,
+        trial: NodeBenchmark | None = None,
+    ) -> None:
+        self._send = send
+        self._device = device
+        self._every_s = every.total_seconds()
+        self._injecting = injecting
+        self._models = models
+        self._clock = clock
+        self._trial = benchmark_on(device) if trial is None else trial
+        self._watch: Stopwatch | None = None
+        self._next = 0.0
+
+    def begin(self) -> None:
+        """A step begins, its boundary passed."""
+        if self._watch is None:
+            self._watch = self._new_watch()
+            self._next = self._clock() + self._every_s
+        self._watch.begin()
+
+    def handing_over(self) -> None:
+        """Right before what exchanges something with other ranks."""
+        watch = self._watch
+        if watch is None:
+            return
+        took = watch.hand_over()
+        faults = self._injecting
+        if took and faults.active and faults.drags and isinstance(watch, HostStopwatch):
+            faults.drag(took)
+            watch.resume()
+
+    def end(self, step: int) -> None:
+        """The step is done; ``step`` steps are."""
+        watch = self._watch
+        if watch is None:
+            return
+        watch.end()
+        if self._clock() >= self._next:
+            self._report(watch, step)
+
+    def try_out(self) -> None:
+        """At an agreed boundary: how fast does this node compute?"""
+        self._trial.run(self._injecting.drag_trial)
+
+    def _report(self, watch: Stopwatch, step: int) -> None:
+        self._next = self._clock() + self._every_s
+        medians = watch.take()
+        self._send(
+            StepTiming(
+                step=step,
+                count=medians.count,
+                own_s=round(medians.own, 7),
+                spread_s=round(medians.spread, 7),
+                trial_s=round(self._trial.take(), 8),
+            )
+        )
+
+    def _new_watch(self) -> Stopwatch:
+        # FSDP gathers weights in the forward already: ranks wait for each other all the time.
+        hands_over = not any(FSDPModule in type(model).__mro__ for model in self._models())
+        if self._device.type == "cuda":
+            return CudaStopwatch(self._device, hands_over=hands_over)
+        return HostStopwatch(hands_over=hands_over)
+
+
+@dataclass(frozen=True, slots=True)
+class StepMedians:
+    """The steps of a window: how many, and the median and spread of their own parts in seconds."""
+
+    count: int
+    own: float
+    spread: float
+
+
+class Stopwatch(Protocol):
+    """``begin``, ``hand_over`` (only the first one of a step counts) and ``end`` in every step."""
+
+    def begin(self) -> None:
+        """A step begins."""
+
+    def hand_over(self) -> float:
+        """Right before the first collective; seconds since ``begin``, 0 where not known yet."""
+
+    def end(self) -> None:
+        """The step is done."""
+
+    def take(self) -> StepMedians:
+        """The steps since the last time."""
+
+
+class HostStopwatch:
+    """By the clock, where the host computes: two reads of it per step.
+
+    Where a step has no place to hand over at (a loop that calls ``backward`` itself, FSDP, whose
+    forward exchanges weights), by the processor time of the main thread: it blocks while it waits.
+    """
+
+    def __init__(
+        self,
+        *,
+        hands_over: bool = True,
+        clock: Callable[[], float] = time.monotonic,
+        processor: Callable[[], float] = time.thread_time,
+    ) -> None:
+        self._clock, self._processor = clock, processor
+        self._hands_over = hands_over
+        self._begun = self._worked = 0.0
+        self._handed: float | None = None
+        self._own: deque[float] = deque(maxlen=_KEPT)
+        self._count = 0
+
+    def begin(self) -> None:
+        """A step begins."""
+        self._handed = None
+        if not self._hands_over:
+            self._worked = self._processor()
+        self._begun = self._clock()
+
+    def hand_over(self) -> float:
+        """The first collective comes."""
+        if self._handed is not None or not self._hands_over:
+            return 0.0
+        self._handed = now = self._clock()
+        return now - self._begun
+
+    def resume(self) -> None:
+        """What came since ``hand_over`` is own work, too (a fault that makes this rank slow)."""
+        self._handed = self._clock()
+
+    def end(self) -> None:
+        """The step is done."""
+        if self._handed is not None:
+            self._own.append(self._handed - self._begun)
+        elif self._hands_over:
+            self._hands_over = False  # from the next step on by processor time
+            return
+        else:
+            self._own.append(self._processor() - self._worked)
+        self._count += 1
+
+    def take(self) -> StepMedians:
+        """The steps since the last time."""
+        medians = medians_of(self._count, self._own)
+        self._own.clear()
+        self._count = 0
+        return medians
+
+
+class CudaStopwatch:
+    """By events on the current stream, where a GPU computes: recorded in passing, read when done.
+
+    Never waited for: what the device has not come to is looked at the next time.  Where a step has
+    no place to hand over at, nothing is known.
+    """
+
+    def __init__(self, device: torch.device, *, hands_over: bool = True) -> None:
+        self._hands_over = hands_over
+        self._device = device
+        self._free = [tuple(new_event() for _ in range(2)) for _ in range(_EVENTS)]
+        self._under_way: deque[tuple[Any, ...]] = deque()
+        self._now: tuple[Any, ...] | None = None
+        self._handed = False
+        self._count = 0
+
+    def begin(self) -> None:
+        """A step begins."""
+        if self._now is not None:
+            self._free.append(self._now)  # it never came to its end
+        self._now = self._free.pop() if self._hands_over and self._free else None
+        self._handed = False
+        if self._now is not None:
+            self._now[0].record(torch.cuda.current_stream(self._device))
+
+    def hand_over(self) -> float:
+        """The first collective comes."""
+        if self._now is not None and not self._handed:
+            self._handed = True
+            self._now[1].record(torch.cuda.current_stream(self._device))
+        return 0.0
+
+    def end(self) -> None:
+        """The step is done, as far as the host is concerned."""
+        self._count += 1
+        if self._now is None:
+            return
+        if self._handed:
+            self._under_way.append(self._now)
+        else:
+            self._hands_over = False
+            self._free.append(self._now)
+        self._now = None
+
+    def take(self) -> StepMedians:
+        """The steps whose events have come since the last time."""
+        own = []
+        while self._under_way and self._under_way[0][1].query():
+            begun, handed = events = self._under_way.popleft()
+            own.append(begun.elapsed_time(handed) / 1000)
+            self._free.append(events)
+        count, self._count = self._count, 0
+        return medians_of(count, own)
+
+
+def medians_of(count: int, own: Iterable[float]) -> StepMedians:
+    """Median of a window, and half the distance between the quartiles."""
+    ordered = sorted(own)
+    if not ordered:
+        return StepMedians(count, 0.0, 0.0)
+    last = len(ordered) - 1
+    spread = (ordered[round(0.75 * last)] - ordered[round(0.25 * last)]) / 2
+    return StepMedians(count, ordered[len(ordered) // 2], spread)
