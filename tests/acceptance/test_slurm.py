@@ -74,6 +74,9 @@ def preempt(project: Project, job: str) -> None:
     wanted = (f"--nodelist={nodes}", f"--nodes={count}", "--exclusive", "--partition=normal")
     done = project.run("sbatch", *wanted, "--time=10", "--output=/dev/null", "--wrap=sleep 1")
     assert done.code == 0, done.text
+    mine = done.out.split()[-1]
+    waits = ("squeue", "-h", "-j", mine, "-t", "PENDING", "-o", "%A")
+    until(lambda: not project.run(*waits).out.strip(), "the nodes are its own")
     project.write("go", "")  # what comes back need not be slow
 
 

@@ -48,7 +48,7 @@ def train(run: forge.Run) -> None:
 
 def train_under_quota(run: forge.Run) -> None:
     """Where the limit is a quota, what is free on the file system says nothing of it."""
-    housekeeping.room_in = lambda directory: FreeSpace(None, None)
+    housekeeping.free_space = lambda directory: FreeSpace(None, None)
     train(run)
 
 

@@ -175,7 +175,7 @@ def test_the_file_save_asks_for_a_checkpoint(finished: RunDirectory) -> None:
 def test_a_finished_run_that_is_started_again_returns_at_once(
     finished: RunDirectory, tmp_path: Path
 ) -> None:
-    with pytest.raises(AlreadyFinishedError, match="under another name"):
+    with pytest.raises(AlreadyFinishedError, match="in a new run"):
         here(finished.path.parent)
     executor = submitit.LocalExecutor(folder=tmp_path)
     executor.update_parameters(tasks_per_node=2, timeout_min=1)
@@ -264,7 +264,7 @@ def test_a_call_that_can_not_work_is_held_at_once_whatever_the_ladder_says(tmp_p
     assert incidents(state) == [(Cause.APP_ERROR, Action.HOLD)]
     assert state.status is RunStatus.HELD and state.high_water == 0
     assert [len(attempt.launches) for attempt in state.attempts] == [1], "a useless second start"
-    assert "another start would ask the same; next: correct the error" in state.reason
+    assert "would ask for it again; next: fix the error shown in the evidence" in state.reason
     ((_, incident),) = state.attempts[0].incidents
     assert "Write until=forge.Steps(60)" in incident.evidence[0].text
     assert "(test_local_runs.py:" in incident.evidence[0].text, "not where it is written"

@@ -194,7 +194,7 @@ def test_sigterm_saves_and_stops_and_the_same_command_goes_on(terminal: Terminal
     state = run_state(terminal.run)
     assert state.status is RunStatus.STOPPED
     assert f"the last checkpoint is of step {state.committed_step}" in command.text
-    assert "go on: slurm-forge run job.yaml" in command.text
+    assert "to continue: slurm-forge run job.yaml" in command.text
     assert not terminal.run.stop_file.exists()
     terminal.run.stop_file.touch()  # somebody's request of yesterday
     terminal.goes_on_and_finishes()
