@@ -24,6 +24,8 @@ _MOST_FILES = 1000
 _MOST_BYTES = 16 << 20
 _MOST_ENTRIES = 20_000
 _MOST_PROBLEMS = 20
+#: Whose files a problem of the whole folder is about.
+_NO_USER = -1
 
 #: Sentences about what could not be read, by the user whose files they are about.
 _Problems = defaultdict[int, list[str]]
@@ -48,7 +50,8 @@ def read_ledger(folder: Path, cluster: str, now: float, *, shared: bool) -> Ledg
     own = os.geteuid()
     problems: _Problems = defaultdict(list)
     others = _users_beside(folder, own, problems) if shared else []
-    entries: list[Entry] = []
+    mine: list[Entry] = []
+    theirs: list[Entry] = []
     skipped, left = 0, _MOST_BYTES
     for uid, path in _files(folder, word(cluster), [own, *others], problems):
         try:
@@ -63,13 +66,15 @@ def read_ledger(folder: Path, cluster: str, now: float, *, shared: bool) -> Ledg
             problems[uid].append(f"{folder} holds too much: {path} and what follows are left out")
             break
         more, bad = parse_lines(data, now)
-        entries += more
+        (mine if uid == own else theirs).extend(more)
         skipped += bad
-    if len(entries) > _MOST_ENTRIES:
-        problems[own].append(
+    # What others write must not push out what one's own runs know.
+    kept = _newest(mine, _MOST_ENTRIES)
+    entries = [*kept, *_newest(theirs, _MOST_ENTRIES - len(kept))]
+    if len(entries) < len(mine) + len(theirs):
+        problems[own if len(kept) < len(mine) else _NO_USER].append(
             f"{folder} has more than {_MOST_ENTRIES} lines: older ones are left out"
         )
-        entries = sorted(entries, key=lambda entry: entry.time)[-_MOST_ENTRIES:]
     own_problems = problems.pop(own, [])
     return LedgerReading(
         ledger=Ledger(
@@ -80,6 +85,10 @@ def read_ledger(folder: Path, cluster: str, now: float, *, shared: bool) -> Ledg
         of_others=tuple(each for part in problems.values() for each in part)[:_MOST_PROBLEMS],
         skipped=skipped,
     )
+
+
+def _newest(entries: list[Entry], most: int) -> list[Entry]:
+    return sorted(entries, key=lambda entry: entry.time)[max(len(entries) - most, 0) :]
 
 
 def _users_beside(folder: Path, own: int, problems: _Problems) -> list[int]:

@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from slurm_forge.errors import ConfigError, ForgeError, UnsafeFileError
 from slurm_forge.knobs import Knobs
 from slurm_forge.node_ledger import LedgerReading, NodeLedger, ledger_place
+from slurm_forge.node_ledger import reading as ledger_reading
 from slurm_forge.node_ledger.lines import line_of, parse_line
 from slurm_forge.recovery.nodes.statements import BY_HAND, Ledger, NodeRelease, Strike
 from tests.security.bounded import NOBODY, as_nobody
@@ -406,8 +407,6 @@ def test_a_huge_file_is_not_read(ledger: NodeLedger) -> None:
 def test_what_is_read_is_bounded_and_our_own_comes_first(
     ledger: NodeLedger, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from slurm_forge.node_ledger import reading
-
     line = line_of(strike("flood"))
     for number, host in enumerate("abcdef"):
         path = plant(file_of(ledger, 4000, host), line_of(strike(f"{host}aaaa")) * 3, uid=4000)
@@ -416,10 +415,10 @@ def test_what_is_read_is_bounded_and_our_own_comes_first(
     ledger.add([strike("ours1")] * 5)
     shared = replace(ledger, shared=True)
     assert nodes(shared)[:2] == ["aaaaa"] * 2
-    monkeypatch.setattr(reading, "_MOST_BYTES", 11 * len(line))
+    monkeypatch.setattr(ledger_reading, "_MOST_BYTES", 11 * len(line))
     assert nodes(shared) == [*["aaaaa"] * 3, *["baaaa"] * 3, *["ours1"] * 5], "the newest files"
     assert (ledger.read().problems, len(shared.read().of_others)) == ((), 1)
-    monkeypatch.setattr(reading, "_MOST_USERS", 0)
+    monkeypatch.setattr(ledger_reading, "_MOST_USERS", 0)
     assert nodes(shared) == ["ours1"] * 5
 
 
@@ -436,6 +435,19 @@ def test_a_flood_of_our_own_is_weighed_in_little_time(ledger: NodeLedger) -> Non
     found = ledger.read()
     assert len(found.ledger.strikes) == 20_000
     assert "more than 20000 lines" in found.problems[0]
+
+
+@needs_root
+def test_a_flood_of_others_pushes_out_nothing_of_ours(
+    ledger: NodeLedger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ledger_reading, "_MOST_ENTRIES", 5)
+    ledger.add([strike("n01", time=NOW - 90)] * 3)
+    plant(file_of(ledger, NOBODY), line_of(strike("flood", time=NOW - 1)) * 9, uid=NOBODY)
+    answer = replace(ledger, shared=True).read()
+    assert [each.node for each in answer.ledger.strikes] == ["n01"] * 3 + ["flood"] * 2
+    assert answer.problems == ()
+    assert "more than 5 lines" in answer.of_others[0]
 
 
 @needs_root
