@@ -3,9 +3,8 @@
 # folder of the script, under a name that holds its digest: a newer slurm_forge brings another file,
 # and leaves this one to the jobs that wait for it.
 #
-#   . FILE [--chain] [--notes FOLDER]
-#                     from now on a broken start is reported.  --chain: the job is an array whose tasks
-#                     are attempts of one run.  FOLDER: where the notes go; else the folder of this file
+#   . FILE --|--chain from now on a broken start is reported.  --chain: the job is an array whose tasks
+#                     are attempts of one run
 #   forge_defaults NAME=VALUE...
 #                     export the variables that are not set yet
 #   forge_exec INTERPRETER... -m slurm_forge.process NAME ARGUMENT...
@@ -18,13 +17,7 @@
 
 forge_folder=${BASH_SOURCE[0]%/*}
 forge_chain=
-while [ "$#" -gt 0 ]; do
-    case $1 in
-        --chain) forge_chain=1 ;;
-        --notes) forge_folder=$2 && shift ;;
-    esac
-    shift
-done
+if [ "${1:-}" = --chain ]; then forge_chain=1; fi
 forge_job=${SLURM_JOB_ID:-}
 if [ -n "${SLURM_ARRAY_TASK_ID:-}" ]; then
     forge_job=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID

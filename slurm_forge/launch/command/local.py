@@ -78,7 +78,7 @@ def execute_here(run: RunDirectory, variables: Mapping[str, str]) -> int:
             finally:
                 here.clear()
             if request and not run.is_done():
-                print_line(f"{run.name}: stopped.   go on: the same command again")
+                print_line(f"{run.name}: stopped.   to continue: the same command again")
                 return ENDED_BY_SIGNAL + request.number
             if end.decision is None:
                 return 0

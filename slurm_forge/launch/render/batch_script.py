@@ -122,7 +122,12 @@ def start_file(folder: Path) -> Path:
     Its name holds its digest, so that another version never takes the place of what jobs that are
     in the queue rely on.
     """
-    return folder / f"start-{hashlib.sha256(start_text().encode()).hexdigest()[:8]}.bash"
+    return folder / start_name(start_text().encode())
+
+
+def start_name(text: bytes) -> str:
+    """The name of a start file with this content."""
+    return f"start-{hashlib.sha256(text).hexdigest()[:8]}.bash"
 
 
 @cache
@@ -131,12 +136,13 @@ def start_text() -> str:
     return (template_folder() / _START).read_text()
 
 
-def begin_lines(start: Path, *, notes: str = "") -> str:
-    """What comes before a script's own commands: source the file ``start``, or say what is wrong.
+def begin_lines(start: str) -> str:
+    """What comes before a script's own commands: source ``start``, or report that it is missing.
 
-    ``notes`` is shell text for the folder that notes go into, if not that of ``start``.
+    Args:
+        start: The path of the start file, as shell text.
     """
-    return _part("begin", shlex.quote(str(start)), notes and f"--notes {notes}")
+    return _part("begin", start)
 
 
 def start_lines(command: str, *, teardown: bool) -> str:

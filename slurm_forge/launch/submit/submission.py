@@ -15,7 +15,7 @@ from typing import Any
 
 from slurm_forge.documents import differences
 from slurm_forge.errors import ConfigError, ForgeError, UnsafeFileError
-from slurm_forge.files import open_trusted, write_atomic
+from slurm_forge.files import read_trusted, write_atomic
 from slurm_forge.journal import (
     JournalWriter,
     RunState,
@@ -27,7 +27,7 @@ from slurm_forge.journal.codec import NO_LAUNCH
 from slurm_forge.journal.events import VIA_THIS_MACHINE, Submitted, UserAsked
 from slurm_forge.knobs import process_environ
 from slurm_forge.launch.render.array_chain import VIA_ARRAY
-from slurm_forge.launch.render.batch_script import START_FILE, render, start_text
+from slurm_forge.launch.render.batch_script import START_FILE, render, start_name, start_text
 from slurm_forge.launch.render.save_times import usual_saves
 from slurm_forge.launch.render.sbatch_options import leave_out
 from slurm_forge.person import person
@@ -151,6 +151,7 @@ def refuse_other_job(run: RunDirectory, begun: JobSpec, now: JobSpec, path: Path
 
 
 _SHOWN_DIFFERENCES = 10
+_MOST_OF_A_START_FILE = 1 << 20
 #: How often a busy controller is asked whether a person has just handed in a job.
 _TRIES = 3
 _BETWEEN_TRIES_S = 2.0
@@ -230,16 +231,24 @@ def keep_successor(run: RunDirectory, script: str) -> None:
 
 
 def keep_start_file(folder: Path, script: str) -> None:
-    """Write the file in ``folder`` that ``script`` sources, unless it is there and private.
+    """Write the file in ``folder`` that ``script`` sources, unless it is there and intact.
 
     An older script asks for a file of an older version: it gets the one of now under that name,
     which knows all that earlier ones knew.
     """
     for name in START_FILE.findall(script):
-        try:
-            os.close(open_trusted(folder / name))
-        except (OSError, UnsafeFileError):
+        if not _is_intact(folder / name):
             write_atomic(folder / name, start_text().encode())
+
+
+def _is_intact(start: Path) -> bool:
+    """Whether scripts of ours would source it: our own, and what its name or this version says."""
+    try:
+        text = read_trusted(start, _MOST_OF_A_START_FILE)
+        own = start.stat().st_uid == os.geteuid()
+    except (OSError, UnsafeFileError):
+        return False
+    return own and (start.name == start_name(text) or text == start_text().encode())
 
 
 def renew_start_file(run: RunDirectory) -> None:

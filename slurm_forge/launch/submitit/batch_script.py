@@ -89,16 +89,16 @@ def batch_script(
     if isinstance(subject, Array):
         parameters["map_count"] = subject.size
         which = ["--array", str(subject.index)]
-        begin = begin_lines(start_file(subject.index.parent), notes=_folder_of_task(subject))
+        start = _start_of_task(subject)
     else:
         run = subject.run if isinstance(subject, Successor) else subject
-        which, begin = [str(run)], begin_lines(start_file(run / "submissions"))
+        which, start = [str(run)], shlex.quote(str(start_file(run / "submissions")))
     own_setup = list(parameters.pop("setup", None) or [])
     try:
         refuse_traps(own_setup, "setup")
     except ConfigError as error:
         raise SubmissionError(error.message, next_step=error.next_step) from error
-    setup = [begin, *own_setup]
+    setup = [begin_lines(start), *own_setup]
     if isinstance(subject, Successor):
         first = [subject.pickle, folder]
         setup += [successor_lines(*first, first=subject.first, tasks=subject.tasks)]
@@ -136,9 +136,10 @@ def _without(parameters: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in parameters.items() if name not in _ONCE}
 
 
-def _folder_of_task(array: Array) -> str:
-    """Shell text for where a task's run keeps its notes; no Python may be at hand."""
-    return f'"$(sed -n "$((SLURM_ARRAY_TASK_ID + 1))p" {shlex.quote(str(array.folders))})"'
+def _start_of_task(array: Array) -> str:
+    """Shell text for the start file of a task's own run, which requeue renews; without Python."""
+    name = start_file(Path()).name
+    return f'$(sed -n "$((SLURM_ARRAY_TASK_ID + 1))p" {shlex.quote(str(array.folders))})/{name}'
 
 
 def _step_options(folder: Path, parameters: dict[str, Any], srun_args: list[str]) -> list[str]:

@@ -23,10 +23,8 @@ from submitit.slurm.slurm import SlurmExecutor
 from slurm_forge.errors import SubmissionError
 from slurm_forge.files import make_private_directory, write_atomic
 from slurm_forge.journal.events import Submitted, UserAsked
-from slurm_forge.launch.render.site_choice import (
-    find_site,
-    site_places,
-)
+from slurm_forge.launch.render.batch_script import start_file
+from slurm_forge.launch.render.site_choice import find_site, site_places
 from slurm_forge.launch.submit.submission import (
     create_run,
     entry_of,
@@ -109,6 +107,7 @@ class ForgeExecutor(SlurmExecutor):
         for run, delayed in zip(runs, delayed_submissions, strict=True):
             delayed.set_timeout(self.parameters.get("time", 5), self.max_num_timeout)
             keep_payload(run, delayed.dump)
+            keep_start_file(run.submissions, str(start_file(run.submissions)))
             note(run, UserAsked(verb="submit", user=person()))
         jobs = (
             [self._submit_one(delayed_submissions[0], runs[0])]
@@ -254,10 +253,6 @@ class ForgeExecutor(SlurmExecutor):
         refusal = None if self._own_site is None else refused(directives(text), self._own_site)
         if refusal is not None:
             raise SubmissionError(refusal.message, next_step=refusal.advice)
-        if isinstance(subject, Array):
-            keep_start_file(subject.index.parent, text)
-        elif isinstance(subject, Path):
-            keep_start_file(subject / "submissions", text)
         return text
 
 

@@ -77,7 +77,7 @@ class Node:
     def lines(self, *lines: str) -> Path:
         """A script of these lines, behind those that every script begins with."""
         self.run.create(b"x")
-        text = "\n".join([begin_lines(start_file(self.run.submissions)), *lines])
+        text = "\n".join([begin_lines(shlex.quote(str(start_file(self.run.submissions)))), *lines])
         keep_start_file(self.run.submissions, text)
         path = self.folder / "job.sbatch"
         path.write_text(text)
@@ -418,6 +418,31 @@ def test_a_successor_finds_its_submission_and_its_results_are_found(node: Node) 
 
 
 # -- the file that a script sources ---------------------------------------------------------------
+
+
+def test_a_start_file_that_is_torn_or_changed_is_renewed(node: Node) -> None:
+    script = node.script(node.python(WHOLE))
+    start = start_file(node.run.submissions)
+    text = start.read_text()
+    for harm in (text[:100], "", text + "exit 3\n"):
+        start.write_text(harm)
+        keep_start_file(node.run.submissions, script.read_text())
+        assert start.read_text() == text
+    assert "started" in node.execute(script).stdout
+
+
+def test_slurm_is_asked_again_to_hold_a_job_without_its_start_file(node: Node) -> None:
+    script = node.script(node.python(WHOLE))
+    start_file(node.run.submissions).unlink()
+    (node.folder / "refused").write_text("requeuehold\n")
+    assert node.execute(script).returncode == 1
+    assert node.asked == ["requeuehold 12"] * 3
+
+
+def test_the_arguments_of_a_script_stay_its_own(node: Node) -> None:
+    script = node.lines('printf "%s|" "$@"', "forge_starting=")
+    script.write_text(f"set -- --chain a\n{script.read_text()}")
+    assert node.execute(script).stdout == "--chain|a|"
 
 
 @pytest.mark.parametrize("harm", ["gone", "writable by others", "a link", "a folder"])

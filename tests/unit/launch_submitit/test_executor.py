@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
 import pickletools
 import re
@@ -369,6 +370,17 @@ def test_an_array_tells_each_task_its_run(tmp_path, submitted):
     for number, (job, run) in enumerate(zip(jobs, runs, strict=True)):
         assert pickled(job).function == ForgeJob(str(run.path))
         assert run_state(run).job == f"4000_{number}"
+        (begin,) = [line for line in script.splitlines() if line.startswith("forge=")]
+        shown = subprocess.run(
+            ["bash", "-c", f'{begin}; echo "$forge"'],
+            env={"PATH": os.environ["PATH"], "SLURM_ARRAY_TASK_ID": str(number)},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        start = shown.stdout.strip()
+        assert Path(start).parent == run.submissions, "what requeue renews"
+        assert Path(start).is_file()
 
 
 def test_a_batch_of_functions_makes_a_run_for_each(tmp_path, submitted):
