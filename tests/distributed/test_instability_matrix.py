@@ -212,7 +212,7 @@ def cells() -> Iterator[Any]:
         yield pytest.param(cell, id=str(cell), marks=() if short else pytest.mark.slow)
 
 
-@pytest.mark.parametrize("cell", cells())
+@pytest.mark.parametrize("cell", list(cells()))
 def test_a_bad_number_is_never_kept_and_the_run_recovers(cell: Cell, tmp_path: Path) -> None:
     run, launches = lived(tmp_path, cell.setup, cell.fault)
     assert [file.suffix for file in (run.path / "injected").iterdir()] == [".json"], "no fault"
