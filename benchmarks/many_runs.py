@@ -13,7 +13,7 @@ from enum import Enum
 from pathlib import Path
 
 from slurm_forge.journal import events as ev
-from slurm_forge.journal.codec import Record, encode
+from slurm_forge.journal.file import Record, encode
 from slurm_forge.launch.render.site_choice import find_site
 from slurm_forge.launch.submit.submission import create_run
 from slurm_forge.run_directory import Claim, RunDirectory

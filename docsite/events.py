@@ -11,7 +11,7 @@ from typing import Any, get_args
 
 from docsite.tables import code, default_words, paragraph, table
 from slurm_forge.journal import events
-from slurm_forge.journal.codec import Record
+from slurm_forge.journal.file import Record
 from slurm_forge.vocabulary import cause, decision, plan
 
 __all__ = ["journal"]

@@ -8,7 +8,6 @@ Entry: ``atomic``.
 
 from __future__ import annotations
 
-from slurm_forge.files.append import AppendFile
 from slurm_forge.files.atomic import (
     create_exclusive,
     fsync_directory,
@@ -24,7 +23,6 @@ from slurm_forge.files.atomic import (
 )
 
 __all__ = [
-    "AppendFile",
     "create_exclusive",
     "fsync_directory",
     "make_missing",

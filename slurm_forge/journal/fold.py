@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Set
 from dataclasses import replace
 
 from slurm_forge.journal import events as ev
-from slurm_forge.journal.codec import Record
+from slurm_forge.journal.file import Record
 from slurm_forge.journal.known import (
     INSTABILITY,
     Branch,

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from slurm_forge.journal import events as ev
-from slurm_forge.journal.codec import NO_LAUNCH, Record
+from slurm_forge.journal.file import NO_LAUNCH, Record
 from slurm_forge.journal.positions import ReadPosition, WriterPosition
 from slurm_forge.journal.state import FencedRecords
 

@@ -27,8 +27,9 @@ import torch.nn.functional as F
 
 import slurm_forge as forge
 from slurm_forge.control.messages.hub import RequestKind
-from slurm_forge.journal import RunState, RunStatus, fold, read_journal, writer
+from slurm_forge.journal import RunState, RunStatus, fold, read_journal
 from slurm_forge.journal import events as ev
+from slurm_forge.journal.file import AppendFile
 from slurm_forge.journal.fold import in_order
 from slurm_forge.recovery.monitor.loss_anomaly import (
     Anomaly,
@@ -782,7 +783,7 @@ def test_a_journal_that_can_not_be_written_in_a_rollback(moment: str, tmp_path: 
 
     def fill(run: forge.Run) -> None:
         if run.rank == 0 and run.attempt == 1:
-            mock.patch.object(writer.AppendFile, "append", full).start()
+            mock.patch.object(AppendFile, "append", full).start()
 
     def before(run: forge.Run) -> None:
         if moment == "decide":

@@ -34,7 +34,7 @@ from slurm_forge.control.messages.live import ListenerEvent as LiveTold
 from slurm_forge.control.messages.live import format_event, parse_event
 from slurm_forge.control.messages.preflight import NodeReport, PreflightRound
 from slurm_forge.documents import build, load
-from slurm_forge.journal import codec
+from slurm_forge.journal import file as journal_file
 from slurm_forge.journal.events import Event
 from slurm_forge.json_codec import parse
 from slurm_forge.knobs import Knobs
@@ -112,8 +112,8 @@ def _run(folder: Path) -> RunDirectory:
 # -- the run directory -----------------------------------------------------------------------------
 
 
-def _record(kind: type) -> codec.Record:
-    return codec.Record(
+def _record(kind: type) -> journal_file.Record:
+    return journal_file.Record(
         attempt=2,
         launch=1,
         sequence=3,
@@ -126,7 +126,7 @@ def _record(kind: type) -> codec.Record:
 
 def _events() -> Entry:
     records = [_record(kind) for kind in kinds_of(Event)]
-    parts = _lines(records, codec.encode, lambda line: codec.decode(line, "rank0"))
+    parts = _lines(records, journal_file.encode, lambda line: journal_file.decode(line, "rank0"))
     return Entry("events.jsonl", *parts)
 
 

@@ -16,10 +16,9 @@ from pathlib import Path
 from slurm_forge.errors import UnsafeFileError
 from slurm_forge.files import open_trusted
 from slurm_forge.journal import Damage, Record
-from slurm_forge.journal.codec import NO_LAUNCH
 from slurm_forge.journal.events import Submitted, UserAsked
+from slurm_forge.journal.file import NO_LAUNCH, read_lines, thinned
 from slurm_forge.journal.order import by_person
-from slurm_forge.journal.reader import read_lines, thinned
 from slurm_forge.report.story.history import GO_ON
 from slurm_forge.run_directory import RunDirectory
 

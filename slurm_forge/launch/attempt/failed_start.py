@@ -15,8 +15,8 @@ from datetime import datetime, timedelta, timezone
 
 from slurm_forge.errors import ForgeError
 from slurm_forge.journal import JournalWriter
-from slurm_forge.journal.codec import NO_LAUNCH
 from slurm_forge.journal.events import Note
+from slurm_forge.journal.file import NO_LAUNCH
 from slurm_forge.launch.render.array_chain import comment_of
 from slurm_forge.run_directory import RunDirectory
 from slurm_forge.run_directory.claims import list_claims

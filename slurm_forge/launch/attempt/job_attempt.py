@@ -11,8 +11,8 @@ from typing import Protocol
 
 from slurm_forge.errors import FencedError, ForgeError
 from slurm_forge.journal import JournalWriter, fold, newest_attempt_in, read_journal
-from slurm_forge.journal.codec import NO_LAUNCH
 from slurm_forge.journal.events import Held
+from slurm_forge.journal.file import NO_LAUNCH
 from slurm_forge.knobs import Knobs
 from slurm_forge.launch.attempt.attempt import TAKEN_OVER, Attempt, StartRefusal, begin
 from slurm_forge.launch.attempt.attempt_loop import AttemptEnd, AttemptLoop, FrontEnd, print_line

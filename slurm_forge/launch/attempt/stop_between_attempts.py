@@ -6,8 +6,8 @@ import contextlib
 from collections.abc import Sequence
 
 from slurm_forge.journal import JournalWriter, RunState, RunStatus
-from slurm_forge.journal.codec import NO_LAUNCH, Record
 from slurm_forge.journal.events import DecisionTaken
+from slurm_forge.journal.file import NO_LAUNCH, Record
 from slurm_forge.run_directory import RunDirectory
 from slurm_forge.vocabulary.cause import Cause
 from slurm_forge.vocabulary.decision import Action, Decision

@@ -23,7 +23,6 @@ from slurm_forge.journal import (
     newest_attempt_in,
     read_journal,
 )
-from slurm_forge.journal.codec import NO_LAUNCH, Record
 from slurm_forge.journal.comebacks import FOUND_QUEUED
 from slurm_forge.journal.events import (
     DecisionTaken,
@@ -32,6 +31,7 @@ from slurm_forge.journal.events import (
     RequeueIntended,
     UserAsked,
 )
+from slurm_forge.journal.file import NO_LAUNCH, Record
 from slurm_forge.launch.nodes.excluded_nodes import names_in
 from slurm_forge.launch.render.array_chain import waiting_record
 from slurm_forge.launch.requeue.job_update import (

@@ -23,8 +23,8 @@ from slurm_forge.journal import (
     newest_attempt_in,
     read_journal,
 )
-from slurm_forge.journal.codec import NO_LAUNCH
 from slurm_forge.journal.events import VIA_THIS_MACHINE, Submitted, UserAsked
+from slurm_forge.journal.file import NO_LAUNCH
 from slurm_forge.knobs import process_environ
 from slurm_forge.launch.render.array_chain import VIA_ARRAY
 from slurm_forge.launch.render.batch_script import START_FILE, render, start_name, start_text

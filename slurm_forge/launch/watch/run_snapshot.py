@@ -11,8 +11,8 @@ from dataclasses import replace
 from slurm_forge.files import read_trusted
 from slurm_forge.journal import Record, RunState, RunStatus, fold
 from slurm_forge.journal import events as ev
+from slurm_forge.journal.file import read_lines, thinned
 from slurm_forge.journal.fold import in_order, without_fenced
-from slurm_forge.journal.reader import read_lines, thinned
 from slurm_forge.journal.state import AttemptState
 from slurm_forge.launch.render.array_chain import VIA_ARRAY
 from slurm_forge.recovery.run_watch import RunSnapshot

@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import dataclass, replace
 
 from slurm_forge.journal import events as ev
-from slurm_forge.journal.codec import Record
+from slurm_forge.journal.file import Record
 from slurm_forge.journal.fold import advance
 from slurm_forge.journal.known import INSTABILITY, newest_usable
 from slurm_forge.journal.state import RunState

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field, replace
 
 from slurm_forge.journal import Record
 from slurm_forge.journal import events as ev
-from slurm_forge.journal.codec import NO_LAUNCH
 from slurm_forge.journal.comebacks import FOUND_QUEUED
+from slurm_forge.journal.file import NO_LAUNCH
 from slurm_forge.report.story import story as s
 from slurm_forge.report.story.cost import (
     Spending,

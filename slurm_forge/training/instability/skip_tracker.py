@@ -178,7 +178,10 @@ class SkipTracker:
                 self._end_row()
                 self._look_at_loss(record, readings[-1].loss)
             else:
-                self._skipped(record, readings)
+                finite = all(reading.finite for reading in readings)
+                self._skipped(record, readings, finite=finite)
+                if not finite:
+                    continue  # it says nothing about which losses and norms are usual
             if self._watch is not None:
                 self._watch.record(record.step, _together(readings))
                 self._progress.loss_summit = self._watch.summit
@@ -222,12 +225,11 @@ class SkipTracker:
         self._row_from, self._row_is_finite, self._examination = None, True, None
         self._row_examined = False
 
-    def _skipped(self, record: StepRecord, readings: Sequence[Reading]) -> None:
+    def _skipped(self, record: StepRecord, readings: Sequence[Reading], *, finite: bool) -> None:
         progress = self._progress
         progress.skipped += 1
         progress.skipped_in_a_row += 1
         self._row_from = self._row_from or record.samples
-        finite = all(reading.finite for reading in readings)
         self._row_is_finite = self._row_is_finite and finite
         if finite:
             self._member.send(UpdateSkipped(step=record.step))

@@ -59,8 +59,9 @@ class StepReading(Protocol):
 
 
 class SpikeMonitor:
-    """On rank 0 only.  ``record`` is called for every step, in order, one step late or more.
+    """On rank 0 only.  ``record`` is called for each step, in order, one step late or more.
 
+    Steps that are skipped because a gradient is not finite are left to ``SkipTracker``.
     With an empty ladder for loss spikes nothing is watched; without a skip rung no norm is limited.
     Without ``noted`` nobody hears of single outliers.
     """

@@ -12,8 +12,7 @@ from slurm_forge.cli.observe.journal_tail import JournalTail
 from slurm_forge.errors import UnsafeFileError
 from slurm_forge.journal import Record, fold
 from slurm_forge.journal import events as ev
-from slurm_forge.journal.codec import encode
-from slurm_forge.journal.reader import read_lines, thinned
+from slurm_forge.journal.file import encode, read_lines, thinned
 from slurm_forge.vocabulary.cause import Cause
 from slurm_forge.vocabulary.decision import Action
 from tests.unit.report.journals import Scribe

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from slurm_forge.journal import RunStatus, fold
 from slurm_forge.journal import events as ev
-from slurm_forge.journal.codec import Record
+from slurm_forge.journal.file import Record
 from slurm_forge.journal.fold import advance, in_order, without_fenced
 from slurm_forge.journal.order import causal_order
 from slurm_forge.journal.state import RunState

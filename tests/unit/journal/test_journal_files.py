@@ -11,11 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slurm_forge.files import AppendFile
 from slurm_forge.journal import JournalWriter, fold, read_journal
 from slurm_forge.journal import events as ev
-from slurm_forge.journal.codec import Record, decode, encode
-from slurm_forge.journal.reader import read_lines
+from slurm_forge.journal.file import AppendFile, Record, decode, encode, read_lines
 from slurm_forge.run_directory import RunDirectory
 from slurm_forge.vocabulary.cause import Cause, Confidence, Evidence
 from slurm_forge.vocabulary.decision import Action, Change, Decision, Incident

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from slurm_forge.journal import RunState, RunStatus, fold, newest_attempt_in, read_position
 from slurm_forge.journal import events as ev
-from slurm_forge.journal.codec import Record, decode, encode
+from slurm_forge.journal.file import Record, decode, encode
 from slurm_forge.recovery.policy.attempt_progress import (
     let_go_since,
     outcomes,

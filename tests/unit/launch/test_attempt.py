@@ -11,9 +11,9 @@ import pytest
 
 from slurm_forge.control import BRIEF_KEY, LaunchBrief
 from slurm_forge.errors import FencedError, RunDirectoryError
-from slurm_forge.files import AppendFile
 from slurm_forge.journal import RunStatus, read_journal
 from slurm_forge.journal import events as ev
+from slurm_forge.journal.file import AppendFile
 from slurm_forge.json_codec import parse
 from slurm_forge.launch.attempt.attempt import (
     Attempt,

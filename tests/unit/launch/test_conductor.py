@@ -30,9 +30,9 @@ from slurm_forge.control.messages.rank import (
     SaveFailed,
 )
 from slurm_forge.errors import ControlChannelError, SlurmUnreachableError
-from slurm_forge.files import AppendFile
 from slurm_forge.journal import JournalWriter, read_journal
 from slurm_forge.journal import events as ev
+from slurm_forge.journal.file import AppendFile
 from slurm_forge.launch.attempt.attempt_signals import LaunchSignals
 from slurm_forge.launch.conductor import final_query as questions_module
 from slurm_forge.launch.conductor import save_schedule as pace_module

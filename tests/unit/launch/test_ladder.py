@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from slurm_forge.errors import FencedError, SlurmCommandError, SlurmUnreachableError
-from slurm_forge.files import AppendFile
 from slurm_forge.journal import JournalWriter, RunStatus, fold, read_journal
 from slurm_forge.journal.events import AttemptStarted, RequeueDone, RequeueFailed, RequeueIntended
+from slurm_forge.journal.file import AppendFile
 from slurm_forge.launch.requeue.requeue import (
     PATIENCE,
     RequeueLadder,

@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from slurm_forge.journal import JournalWriter, RunState, RunStatus, reader
+from slurm_forge.journal import JournalWriter, RunState, RunStatus
+from slurm_forge.journal import file as journal_file
 from slurm_forge.journal.fold import advance
 from slurm_forge.journal.order import causal_order, without_fenced
 from slurm_forge.launch.attempt import attempt as attempt_module
@@ -40,10 +41,10 @@ class Folded:
     """``fold`` for a journal that grows: goes on from what it has in common with the last one."""
 
     def __init__(self) -> None:
-        self._records: list[reader.Record] = []
+        self._records: list[journal_file.Record] = []
         self._states = [RunState()]
 
-    def __call__(self, records: Iterable[reader.Record]) -> RunState:
+    def __call__(self, records: Iterable[journal_file.Record]) -> RunState:
         ordered = causal_order(without_fenced(records))
         pairs = zip(ordered, self._records, strict=False)
         common = sum(1 for _ in takewhile(lambda pair: pair[0] is pair[1], pairs))
@@ -59,15 +60,15 @@ def folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """In memory where that can be had, and without reading the same lines again and again."""
     memory = Path("/dev/shm")
     path = Path(tempfile.mkdtemp(prefix="forge-", dir=memory if memory.is_dir() else None))
-    decode = reader.decode
-    known: dict[tuple[bytes, str], reader.Record | None] = {}
+    decode = journal_file.decode
+    known: dict[tuple[bytes, str], journal_file.Record | None] = {}
 
-    def once(line: bytes, writer: str) -> reader.Record | None:
+    def once(line: bytes, writer: str) -> journal_file.Record | None:
         if (line, writer) not in known:
             known[line, writer] = decode(line, writer)
         return known[line, writer]
 
-    monkeypatch.setattr(reader, "decode", once)
+    monkeypatch.setattr(journal_file, "decode", once)
     folded = Folded()
     for module in (attempt_module, submission):
         monkeypatch.setattr(module, "fold", folded)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from slurm_forge.journal import events as ev
-from slurm_forge.journal.codec import Record
+from slurm_forge.journal.file import Record
 from slurm_forge.journal.fold import advance
 from slurm_forge.journal.state import RunState
 from slurm_forge.recovery import decide
