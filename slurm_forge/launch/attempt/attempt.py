@@ -215,9 +215,9 @@ class Attempt:
         decision, full = self.decide_on(
             incident,
             ended,
-            record=facts.job_now or facts.job or facts.job_first,
+            record=facts.job_at_end or facts.job_at_notice or facts.job_at_start,
             now=facts.now,
-            room=facts.room,
+            allocation_state=facts.allocation_state,
         )
         if full is not None and not _is_unlimited(self.file.job.recovery, decision):
             # A budget that is charged nowhere would never be used up.
@@ -236,7 +236,7 @@ class Attempt:
         *,
         record: JobRecord | None,
         now: datetime,
-        room: AllocationState | None = None,
+        allocation_state: AllocationState | None = None,
         allocation: bool = True,
     ) -> tuple[Decision, OSError | None]:
         """Journal how the launch ended and what is done about it; an error where that failed.
@@ -246,7 +246,8 @@ class Attempt:
             ended: How far it came.
             record: What Slurm says of the job.
             now: The wall clock.
-            room: What is left of the allocation, where the job outlives nodes that it loses.
+            allocation_state: What is left of the allocation, where the job outlives nodes that it
+                loses.
             allocation: Whether the job still has its nodes.
         """
         full = self._write(ended, IncidentSeen(incident=incident))
@@ -257,7 +258,7 @@ class Attempt:
             record=record,
             now=now.timestamp(),
             on_hang=self.on_hang,
-            room=room,
+            allocation_state=allocation_state,
             allocation=allocation,
         )
         return decision, self._write(DecisionTaken(decision=decision)) or full

@@ -65,7 +65,7 @@ def gather_evidence(
         facts = replace(facts, batch_text=tail_of(batch_output.path, since=batch_output.since))
     if slurm is not None and job:
         facts = with_accounting(facts, job, slurm, since)
-    missed = (*facts.lost, *(facts.mute if facts.outlives_nodes else ()))
+    missed = (*facts.lost, *(facts.unresponsive if facts.outlives_nodes else ()))
     if not missed:
         return facts
     facts = _with_output(facts, output_of, f"{attempt}.{launch}")

@@ -263,7 +263,7 @@ class ProgramConductor:
             finished=finished,
             # The number in a checkpoint's name need not be a step, nor the last one.
             step=self._progress.printed if finished else facts.step,
-            asked_again=end is ProgramEnd.ASKED,
+            restart_requested=end is ProgramEnd.ASKED,
         )
 
     def _is_said_done(self) -> bool:

@@ -177,7 +177,7 @@ class _JobLauncher(CommandLauncher, FrontEnd):
         """Unless a step was signalled, or a node is to be avoided: that can't be done here."""
         if decision.action not in RELAUNCHING or facts.rank_signals:
             return False
-        if not self._job.requeuer.avoided(decision).isdisjoint(self._job.environment.nodes):
+        if not self._job.requeuer.nodes_to_avoid(decision).isdisjoint(self._job.environment.nodes):
             return False
         self.clear()
         self._signals.wait(decision.wait_s)

@@ -123,7 +123,7 @@ class Watchdog:
         views = self._views.views(now, frozenset(left_ranks))
         if len(views) < self._hub.world_size - len(frozenset(left_ranks)):
             return None  # not all have come yet
-        if views and all(view.silent or view.state == "T" for view in views.values()):
+        if views and all(view.is_silent or view.state == "T" for view in views.values()):
             self._views.reset(now)
         if self._fresh_from != self._views.fresh_from:  # the job was suspended, or we were
             self._fresh_from = self._views.fresh_from
@@ -147,12 +147,12 @@ class Watchdog:
         wanted = {
             rank
             for rank, each in self._hub.monitors().items()
-            if each.connected and rank in views and not views[rank].silent
+            if each.connected and rank in views and not views[rank].is_silent
         }
         since = now - suspicion.asked_at
         if not wanted <= set(suspicion.looks) and since < _STACKS_WITHIN_S:
             return None
-        frozen = any(views[r].silent or views[r].state in FROZEN for r in stall.over)
+        frozen = any(views[r].is_silent or views[r].state in FROZEN for r in stall.over)
         if suspicion.first is None and frozen:
             suspicion.first = suspicion.looks  # a second look would show the same
         if suspicion.first is None:
@@ -168,7 +168,7 @@ class Watchdog:
             return None
         # Nor is it known of whom its monitor says nothing: the way to it may be cut.
         late = verdict.late_ranks
-        if not late or any(views[r].silent or r not in suspicion.looks for r in late):
+        if not late or any(views[r].is_silent or r not in suspicion.looks for r in late):
             self._held = verdict
             self._network.ask()
             return None

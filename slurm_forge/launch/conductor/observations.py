@@ -53,10 +53,10 @@ class Observations:
     batch_signals: list[str] = field(default_factory=list)
     failures: list[RankFailure] = field(default_factory=list)
     lost: list[LostRank] = field(default_factory=list)
-    said_goodbye: set[int] = field(default_factory=set)
+    left_ranks: set[int] = field(default_factory=set)
     stopped: RankStopped | None = None
     #: After how many steps a rank's program has returned.
-    through: dict[int, int] = field(default_factory=dict)
+    returned_at: dict[int, int] = field(default_factory=dict)
     finished: dict[int, RankFinished] = field(default_factory=dict)
     given_up: bool = False
     #: The incident that rank 0 has decided on already.
@@ -101,7 +101,7 @@ class Observations:
         """
         return 0 in self.finished and not self.failures
 
-    def _mute(
+    def _unresponsive(
         self, members: Mapping[int, MemberView], last_heard: Mapping[int, float], clock: float
     ) -> Iterator[LostRank]:
         """Ranks whose connection is there still, with nobody at the other end of it.
@@ -110,11 +110,11 @@ class Observations:
         frozen rank does.
         """
         for rank, member in sorted(members.items()):
-            silent = clock - max(member.heard_at, last_heard.get(rank, 0.0)) > _MUTE_S
-            if member.connected and silent and rank not in self.said_goodbye:
+            silent = clock - max(member.last_message_at, last_heard.get(rank, 0.0)) > _MUTE_S
+            if member.connected and silent and rank not in self.left_ranks:
                 yield LostRank(rank, member.host)
 
-    def job_now(self, watch: JobPoller) -> JobRecord | None:
+    def job_at_end(self, watch: JobPoller) -> JobRecord | None:
         """What Slurm has said of the job since the end, or else since the batch step's signal."""
         since_end = watch.since(self.evidence_query)
         return since_end or (watch.since(self.batch_query) if self.batch_signals else None)
@@ -142,9 +142,9 @@ class Observations:
 
         They can't meet again: the second waits for the first in a collective that never comes.
         """
-        for rank, step in self.through.items():
+        for rank, step in self.returned_at.items():
             for other, member in members.items():
-                if other != rank and max(member.begun, self.through.get(other, 0)) > step:
+                if other != rank and max(member.begun, self.returned_at.get(other, 0)) > step:
                     return rank, other
         return None
 
@@ -179,9 +179,9 @@ class Observations:
             finished=self.is_finished,
             stopped_at=None if self.stopped is None else self.stopped.step,
             checkpoint=None if self.stopped is None else self.stopped.checkpoint,
-            job_first=self.first_record,
-            job=self.notice_record,
-            job_now=self.job_now(watch),
+            job_at_start=self.first_record,
+            job_at_notice=self.notice_record,
+            job_at_end=self.job_at_end(watch),
             terminated_after=self.terminated_after,
             signalled_since=self.signalled_since(watch),
             lead=lead,
@@ -195,7 +195,9 @@ class Observations:
             failures=tuple(self.failures),
             lost=tuple(self.lost),
             absent=self.absent,
-            mute=() if clock is None else tuple(self._mute(members, monitors or {}, clock)),
+            unresponsive=()
+            if clock is None
+            else tuple(self._unresponsive(members, monitors or {}, clock)),
             refused=self.refused,
             stalled=self.stalled,
             probe=probe,

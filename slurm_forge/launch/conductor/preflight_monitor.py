@@ -179,7 +179,7 @@ class PreflightMonitor:
         members, waited = self._hub.members(), now - max(self._last, self._views.fresh_from)
         there = {r: members[r] for r in missing if r in members and members[r].connected}
         hosts = len({each.host for each in members.values()})
-        silent = {r: m.host for r, m in there.items() if now - m.heard_at > _SILENT_S}
+        silent = {r: m.host for r, m in there.items() if now - m.last_message_at > _SILENT_S}
         frozen = {r: host for r, host in silent.items() if not self._is_at_it(r, now)}
         if frozen and waited > _SILENT_S:
             return of_silence(frozen, hosts, timedelta(seconds=waited), frozen=True)
@@ -193,7 +193,7 @@ class PreflightMonitor:
     def _is_at_it(self, rank: int, now: float) -> bool:
         """Whether its monitor says that it lives: an import may hold the interpreter for long."""
         view = self._hub.monitors().get(rank)
-        if view is None or view.pulse is None or now - view.heard_at > _SILENT_S:
+        if view is None or view.pulse is None or now - view.last_message_at > _SILENT_S:
             return False
         return view.pulse.state not in _ENDED
 

@@ -62,7 +62,7 @@ class Shutdown:
         """Go on with it, if it has begun, or has to."""
         observations = self._observations
         self._check_absent(now)
-        if self._all_said_goodbye():
+        if self._all_have_left():
             self._all_said = now if self._all_said is None else self._all_said
             over = now - self._all_said >= _GOODBYE_S and not self._stays
             if over and self._launched is not None:
@@ -85,10 +85,10 @@ class Shutdown:
         if self._launched is not None:
             return self._launched.poll() is not None or ending > _GIVE_UP_S
         # Who has said goodbye leaves by itself; whoever has not may still be at it, or fail.
-        return self._all_said_goodbye() or ending > 2 * _LAST_WORDS_S
+        return self._all_have_left() or ending > 2 * _LAST_WORDS_S
 
-    def _all_said_goodbye(self) -> bool:
-        return len(self._observations.said_goodbye) == self._hub.world_size
+    def _all_have_left(self) -> bool:
+        return len(self._observations.left_ranks) == self._hub.world_size
 
     def _check_absent(self, now: float) -> None:
         """Ranks that never came: a node that does not start its tasks, a step that waits."""

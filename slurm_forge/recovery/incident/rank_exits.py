@@ -43,7 +43,7 @@ _ABORTED = 134
 _ABORTED_STEP = "srun: Job step aborted"
 
 
-def of_a_silence(facts: LaunchFacts) -> Judged:
+def judge_silent_end(facts: LaunchFacts) -> Judged:
     """The launch ended and nobody who counts had said anything."""
     evidence = tuple(
         Evidence(f"rank {lost.rank}", f"on {lost.host}: ended without a message")

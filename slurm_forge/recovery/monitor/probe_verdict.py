@@ -57,15 +57,16 @@ class ProbeRules:
 class RankSeen:
     """A rank as the hub knows it; times are seconds before now.
 
-    ``silent`` is since the rank itself was heard, ``witness`` since its witness was, None where it
-    has none.  ``state`` is the kernel's letter for its process, as the witness said last.
+    ``silent_s`` counts from the rank's own last message, ``monitor_silent_s`` from its monitor's,
+    None where it has none.  ``state`` is the kernel's letter for its process, in the monitor's last
+    message.
     ``since``: in a stretch of this ``kind``, which may last ``limit`` by what was learned.
     """
 
     rank: int
     host: str
-    silent: float
-    witness: float | None = None
+    silent_s: float
+    monitor_silent_s: float | None = None
     state: str = ""
     step: int = 0
     phase: str = "train"
@@ -76,17 +77,17 @@ class RankSeen:
     @property
     def talks(self) -> bool:
         """Whether it has been heard just now, and has not been stopped since."""
-        return self.silent < FRESH_S and not (self.watched and self.state in _STOPPED)
+        return self.silent_s < FRESH_S and not (self.has_monitor and self.state in _STOPPED)
 
     @property
-    def watched(self) -> bool:
-        """Whether its witness has been heard just now."""
-        return self.witness is not None and self.witness < FRESH_S
+    def has_monitor(self) -> bool:
+        """Whether its monitor has been heard just now."""
+        return self.monitor_silent_s is not None and self.monitor_silent_s < FRESH_S
 
     @property
     def runs(self) -> bool:
         """Whether its witness sees it live and not stopped, whatever it says itself."""
-        return self.watched and self.state not in _STOPPED
+        return self.has_monitor and self.state not in _STOPPED
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,25 +181,28 @@ def weigh_silence(
     limit = rules.silence.total_seconds()
     if ranks and not any(each.talks for each in ranks):
         return NOTHING if any(each.runs for each in ranks) else SUSPENDED
-    quiet = [each for each in ranks if each.silent >= limit]
-    if not quiet or any(each.watched and each.state == _TRACED for each in ranks):
+    quiet = [each for each in ranks if each.silent_s >= limit]
+    if not quiet or any(each.has_monitor and each.state == _TRACED for each in ranks):
         return NOTHING
-    longest = max(each.silent for each in quiet)
-    if longest < 2 * limit and any(FRESH_S <= each.silent < limit for each in ranks):
+    longest = max(each.silent_s for each in quiet)
+    if longest < 2 * limit and any(FRESH_S <= each.silent_s < limit for each in ranks):
         return NOTHING  # somebody else is just falling silent, or waking up
     deadline = max(2 * limit, rules.deadline.total_seconds())
     stopped = [
         each
         for each in quiet
-        if each.watched
-        and (each.state in _STOPPED or (each.state == _IN_KERNEL and each.silent >= deadline))
+        if each.has_monitor
+        and (each.state in _STOPPED or (each.state == _IN_KERNEL and each.silent_s >= deadline))
     ]
     if stopped and (_is_minority(stopped, ranks) or longest >= deadline):
         return _silent_found(stopped, ranks, Confidence.LIKELY)
     dark = [
         each
         for each in quiet
-        if min(each.silent if each.witness is None else each.witness, each.silent) >= _DARK * limit
+        if min(
+            each.silent_s if each.monitor_silent_s is None else each.monitor_silent_s, each.silent_s
+        )
+        >= _DARK * limit
     ]
     if not dark:
         return NOTHING
@@ -207,7 +211,7 @@ def weigh_silence(
     if longest < deadline:
         return AskNetwork(NOTHING)
     # Those count whose witness was heard a moment longer, too: they may all be behind one cut.
-    if _is_minority([each for each in quiet if not each.watched], ranks):
+    if _is_minority([each for each in quiet if not each.has_monitor], ranks):
         two = len({each.host for each in ranks}) == 2
         # Of two hosts either may be the one that is cut off.
         confidence = Confidence.GUESS if two else Confidence.LIKELY
@@ -414,10 +418,10 @@ def _pulse(each: RankSeen) -> str:
     if each.talks:
         where = f"{each.phase} at step {each.step} for {each.since:.0f} s"
         return f"{who} lives: {where} (limit {each.limit:.0f} s)"
-    head = f"{who} silent for {each.silent:.0f} s: "
-    if each.watched:
+    head = f"{who} silent for {each.silent_s:.0f} s: "
+    if each.has_monitor:
         return head + FROZEN_WORDS.get(each.state, f"its process runs (state {each.state})")
-    if each.witness is None:
+    if each.monitor_silent_s is None:
         return head + "its process is frozen, or its node is gone"
     return head + "so is its witness: its node is frozen, gone or can't be reached"
 

@@ -38,8 +38,9 @@ _COMPILING = 3
 class RankView:
     """A rank as it is known now.
 
-    ``place`` is ordered as the program passes it; ``silent`` how long nobody has said anything of
-    the rank, which ``since`` includes.
+    ``place`` is ordered as the program passes it; ``is_silent``: neither the rank nor its monitor
+    has sent a message for seconds, which ``since`` includes.  ``no_python_for``: how long no Python
+    thread of it has run.
     """
 
     rank: int
@@ -50,8 +51,8 @@ class RankView:
     kind: str
     since: timedelta
     state: str = ""
-    silent: bool = False
-    mute: timedelta = timedelta(0)
+    is_silent: bool = False
+    no_python_for: timedelta = timedelta(0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,9 +107,9 @@ def standstill(views: Sequence[RankView], stretches: Stretches) -> Standstill | 
     None while all are stopped or silent at once, for that is a suspended job, and while a debugger
     holds one of them.
     """
-    if not views or all(view.silent or view.state in _STOPPED for view in views):
+    if not views or all(view.is_silent or view.state in _STOPPED for view in views):
         return None
-    if any(view.state in _TRACED and not view.silent for view in views):
+    if any(view.state in _TRACED and not view.is_silent for view in views):
         return None
     over = [view for view in views if view.since > stretches.limit(view.kind)]
     at_work = [view.place for view in views if view not in over]
@@ -193,7 +194,7 @@ def _late(
 
 
 def _is_frozen(view: RankView, look: Look | None) -> bool:
-    return view.silent or (view.state in FROZEN and (look is None or look.state in FROZEN))
+    return view.is_silent or (view.state in FROZEN and (look is None or look.state in FROZEN))
 
 
 def _busy(
@@ -223,7 +224,7 @@ def _cause(
 
     def of_storage(rank: int) -> bool:
         look, view = looks.get(rank), views[rank]
-        if view.silent or view.state in _STOPPED:
+        if view.is_silent or view.state in _STOPPED:
             return False
         if look is not None and look.state == "D" and view.state == "D":
             return True
@@ -266,15 +267,15 @@ def _evidence(
 
 def _state(view: RankView, look: Look | None) -> str:
     """What is known of one rank, in a line."""
-    if view.silent:
+    if view.is_silent:
         return "its node or all of its processes are silent"
     where = Where() if look is None or look.where is None else look.where
     if view.state in FROZEN:
         return FROZEN_WORDS[view.state] + (f", in {where.top}" if where.top else "")
     held = ""
-    if view.mute > view.since / 2:  # otherwise some Python thread runs every second
-        held = f"; no Python thread of it ran for {_seconds(view.mute.total_seconds())}: C code "
-        held += "holds the interpreter's lock"
+    if view.no_python_for > view.since / 2:  # otherwise some Python thread runs every second
+        duration = _seconds(view.no_python_for.total_seconds())
+        held = f"; no Python thread of it ran for {duration}: C code holds the interpreter's lock"
     if not where.top:
         return f"no stack could be taken{held}"
     inside = ", in the data loader" if where.loading else ""

@@ -65,7 +65,7 @@ def excluded_by_ledger(
         and (known is None or each.node in known)
     ]
     share = rules.most_unknown if known is None else most_excluded(len(known), rules)
-    room = share if known is None else max(0, len(known) - len(known & left_out) - needed)
+    nodes_to_spare = share if known is None else max(0, len(known) - len(known & left_out) - needed)
     return tuple(
         ExcludedNode(
             node=each.node,
@@ -74,7 +74,7 @@ def excluded_by_ledger(
             causes=_causes(each.strikes, now, rules),
             last=max(strike.time for strike in each.strikes),
         )
-        for each in _within(convicted, share)[:room]
+        for each in _within(convicted, share)[:nodes_to_spare]
     )
 
 

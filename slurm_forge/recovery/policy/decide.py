@@ -47,21 +47,21 @@ def decide(
     in_process: bool = False,
     hook: bool = False,
     allocation: bool = True,
-    room: AllocationState | None = None,
+    allocation_state: AllocationState | None = None,
     on_hang: tuple[Variable, ...] = (),
 ) -> Decision:
     """What is done about an incident; the same again for one that was decided on already.
 
     Takes the first rung of the cause's ladder whose budget is left and that can be applied; budgets
     were charged by earlier decisions and are freed by progress past the old high-water step.  Where
-    going on would be a loop (``loop_detection``) it is a hold, whatever the ladder says.
-    ``mem`` is the memory per node that the job asks for, in bytes, ``time`` its time limit,
-    ``nodes`` how many; None is not known.  ``now`` is in seconds since the epoch.  ``in_process``:
-    the launch has not ended, so that ``warn`` may be chosen.  With ``hook`` the answer may be
-    ``Action.HOOK``, a question that is not journalled: ask the hook and go on with
-    ``recovery.hook.answered``.  ``allocation``: ranks can be started again where they were;
-    ``room``: what is left there, for a job that goes on without the nodes that it loses.
-    ``on_hang``: the site's variables for after a hang.
+    going on would be a loop (``loop_detection``) it is a hold, whatever the ladder says.  ``mem``
+    is the memory per node that the job asks for, in bytes, ``time`` its time limit, ``nodes`` how
+    many; None is not known.  ``now`` is in seconds since the epoch.  ``in_process``: the launch has
+    not ended, so that ``warn`` may be chosen.  With ``hook`` the answer may be ``Action.HOOK``, a
+    question that is not journalled: ask the hook and go on with ``recovery.hook.answered``.
+    ``allocation``: ranks can be started again where they were; ``allocation_state``: what is left
+    there, for a job that goes on without the nodes that it loses.  ``on_hang``: the site's
+    variables for after a hang.
     """
     earlier = state.decided_on(incident.id)
     if earlier is not None and earlier.cause is incident.cause:
@@ -79,7 +79,7 @@ def decide(
         in_process=in_process,
         hook=hook,
         allocation=allocation,
-        room=room if allocation else None,
+        allocation_state=allocation_state if allocation else None,
         on_hang=on_hang,
     )
     refused: list[str] = []

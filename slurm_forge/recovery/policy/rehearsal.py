@@ -171,7 +171,7 @@ class _Stage:
             mem=job.resources.mem,
             time=job.resources.time,
             nodes=job.resources.nodes,
-            room=self._room(incident),
+            allocation_state=self._room(incident),
             on_hang=self._assumed.on_hang,
             now=self._now,
             in_process=in_process,

@@ -37,11 +37,11 @@ def left_out(
     needed = max([bad.stop, *(each.stop for each in growing)])
     length = GROWTH * total(growing)
     limit = _most(incident, size) if most is None else most
-    room = limit - total(others)
+    samples_left = limit - total(others)
     wanted = SampleWindow(first, max(needed, first + length))
     if _all(others, wanted) > limit:
         step = _per_step(incident, size)
-        shorter = first + room // step * step
+        shorter = first + samples_left // step * step
         wanted = SampleWindow(first, max(needed, shorter))
     after = merged([*others, wanted])
     if total(after) > max(limit, total(before)):

@@ -92,8 +92,8 @@ class Retention:
         """Raise CheckpointError where a save had better not be begun: no room, or no time."""
 
         def lacking() -> CheckpointError | None:
-            room = free_space(self._store.directory)
-            return shortage(room, size=size, files=files, use_spare=use_spare)
+            free = free_space(self._store.directory)
+            return shortage(free, size=size, files=files, use_spare=use_spare)
 
         if self._most is not None and len(self._store.candidates()) >= self._most:
             self.make_room(_FULL)

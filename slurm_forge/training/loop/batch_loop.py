@@ -141,7 +141,7 @@ class BatchLoop:
         """The batches that are left."""
         parts = self._parts
         order = self._begin(request)
-        source, turn = self._source(request, order), parts.boundaries.turn
+        source, rollbacks = self._source(request, order), parts.boundaries.rollbacks
         total = self._total(request)
         self._begun_at = parts.progress.step
         parts.instability.rewind = self._resumer.rewind if self._rewindable else None
@@ -151,10 +151,10 @@ class BatchLoop:
         try:
             while True:
                 self._boundary()
-                if parts.boundaries.turn != turn:  # rewound: other samples come next
+                if parts.boundaries.rollbacks != rollbacks:  # rewound: other samples come next
                     source.close()
                     self._take_over(request, order)
-                    source, turn = self._source(request, order), parts.boundaries.turn
+                    source, rollbacks = self._source(request, order), parts.boundaries.rollbacks
                     total = self._total(request)
                 if parts.progress.step >= total:
                     if parts.instability.ends_well():

@@ -83,7 +83,7 @@ class Resumer:
         with parts.boundaries.meanwhile("load"):
             self._load(settled=True, again=True)
         parts.boundaries.rewound()
-        self._member.rewound(Position(parts.progress.step, turn=parts.boundaries.turn))
+        self._member.rewound(Position(parts.progress.step, rollbacks=parts.boundaries.rollbacks))
         parts.step_lifecycle.stepped = False
 
     def _load(self, *, settled: bool, again: bool) -> CheckpointName | None:

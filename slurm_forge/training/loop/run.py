@@ -495,7 +495,7 @@ class Run:
                 self._hooks.call("on_probe", step=self._progress.step)
             case RequestKind.LIMIT:
                 # One from before a rollback is not meant for the steps behind it.
-                stale = self._boundaries.turn > 0 and not self._step_lifecycle.stepped
+                stale = self._boundaries.rollbacks > 0 and not self._step_lifecycle.stepped
                 self._active_plan.limit = LARGEST if stale else limit_in(request.reason)
                 if self._watch is not None:
                     self._watch.limit_in_force(self._active_plan.limit)

@@ -177,7 +177,7 @@ class RankMonitor:
         place = moved.position
         self._send(
             MonitorHeartbeat(
-                turn=place.turn,
+                turn=place.rollbacks,
                 step=place.step,
                 begun=moved.begun,
                 phase_no=place.phase,

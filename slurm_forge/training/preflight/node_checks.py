@@ -277,10 +277,10 @@ def _storage(folder: Path) -> Check:
     finally:
         part.unlink(missing_ok=True)
         whole.unlink(missing_ok=True)
-    room = os.statvfs(folder)
-    free = room.f_bavail * room.f_frsize
-    if free < _ROOM_LEAST or (room.f_files and not room.f_favail):
-        return _bad(_room_text(free, room.f_favail if room.f_files else None))
+    filesystem = os.statvfs(folder)
+    free = filesystem.f_bavail * filesystem.f_frsize
+    if free < _ROOM_LEAST or (filesystem.f_files and not filesystem.f_favail):
+        return _bad(_room_text(free, filesystem.f_favail if filesystem.f_files else None))
     if free < _ROOM_USUAL:
         return _odd(_room_text(free, None))
     if took > _SLOW_STORAGE_S:

@@ -206,7 +206,7 @@ def apply_gradients(
         if on_device is None:
             on_device = norm.device.type != "cpu"
         if on_device or scaler is not None:
-            found_inf = _judged(norm, limit)
+            found_inf = _found_inf(norm, limit)
             if scaler is not None and gradients:
                 found_inf = _enter(scaler, optimizer, found_inf)
             # Before what else is queued, so that whoever waits for it waits for nothing else.
@@ -293,7 +293,7 @@ def _beside(norm: torch.Tensor, factor: torch.Tensor | float) -> torch.Tensor:
     return factor.to(norm.dtype)
 
 
-def _judged(norm: torch.Tensor, limit: float) -> torch.Tensor:
+def _found_inf(norm: torch.Tensor, limit: float) -> torch.Tensor:
     """1.0 unless the norm is within the limit, else 0.0, where the norm is."""
     if norm.dtype not in (torch.float32, torch.float64):
         norm = norm.float()  # the largest float32 would be inf in a narrower one

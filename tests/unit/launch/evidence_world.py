@@ -172,7 +172,13 @@ class Step:
         heard = self._start.clock.monotonic()
         return {
             rank: MemberView(
-                rank=rank, host=host, pid=1, heard_at=heard, step=STEP, phase="train", started=True
+                rank=rank,
+                host=host,
+                pid=1,
+                last_message_at=heard,
+                step=STEP,
+                phase="train",
+                started=True,
             )
             for rank, host in self._members.items()
         }
