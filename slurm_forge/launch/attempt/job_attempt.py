@@ -58,7 +58,7 @@ class JobAttempt:
     environment: SlurmEnvironment
     variables: Mapping[str, str]
     slurm: Slurm
-    watch: JobPoller
+    job_poller: JobPoller
     requeuer: SlurmRequeuer
 
 
@@ -128,7 +128,7 @@ def conduct_in_job(
         settle_waiting_tasks(run, begun, job, slurm)
         return AttemptEnd(outcome=_NOTHING)
     note_unrecognized(begun, environment.unrecognized)
-    watch = JobPoller(slurm, job)
+    job_poller = JobPoller(slurm, job)
     output = own_output()
     try:
         explain = StopExplanation(slurm, begun, signals.batch_signals_since, output=output)
@@ -139,15 +139,15 @@ def conduct_in_job(
             partition=environment.partition,
             cluster=environment.cluster_name,
             knobs=Knobs.from_environ(variables),
-            latest=lambda: watch.latest,
-            config=watch.config,
+            latest=lambda: job_poller.latest,
+            config=job_poller.config,
         )
         requeuer.prepare()
         return AttemptLoop(
             begun,
-            front_end(JobAttempt(begun, environment, variables, slurm, watch, requeuer)),
+            front_end(JobAttempt(begun, environment, variables, slurm, job_poller, requeuer)),
             requeuer,
-            watch,
+            job_poller,
             slurm=slurm,
             job=job,
             output=output,
@@ -159,7 +159,7 @@ def conduct_in_job(
     except OSError as error:
         return storage_lost(error)
     finally:
-        watch.close()
+        job_poller.close()
 
 
 def refusal_text(run: RunDirectory, why: StartRefusal) -> str:
@@ -207,4 +207,6 @@ def slurm_kill_patience(outcome: RequeueOutcome, cause: Cause) -> timedelta:
     ends by itself in its grace time (tried on 22.05.8).  So where compute nodes have no scontrol,
     or it gets no answer, to be there still is what brings the run back.
     """
-    return _LONGEST if outcome is RequeueOutcome.OPEN and cause is Cause.PREEMPTED else timedelta(0)
+    return (
+        _LONGEST if outcome is RequeueOutcome.PENDING and cause is Cause.PREEMPTED else timedelta(0)
+    )

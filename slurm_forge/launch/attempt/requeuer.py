@@ -205,9 +205,9 @@ class SlurmRequeuer(Requeuer):
         """Leave it to a person; raises only a fence."""
         return self._ladder.hold(reason)
 
-    def rest(self, decision: Decision) -> None:
+    def stay_ended(self, decision: Decision) -> None:
         """The run is neither to come back nor to be held: nothing of it is to start by itself."""
-        self._ladder.rest(decision.reason)
+        self._ladder.hold_array_tasks(decision.reason)
 
     def finished(self) -> None:
         """The run is finished: what of it waits in the queue is not needed any more."""

@@ -97,7 +97,7 @@ class _LocalAttempt(CommandLauncher, FrontEnd, Requeuer):
             self._attempt,
             self,
             self,
-            self._watch,
+            self._job_poller,
             say=lambda _: None,
             longest_pause_s=math.inf,
         ).run()
@@ -120,7 +120,7 @@ class _LocalAttempt(CommandLauncher, FrontEnd, Requeuer):
         print_line(f"{self._attempt.run.name}: {reason}")
         return super().hold(reason)
 
-    def rest(self, decision: Decision) -> None:
+    def stay_ended(self, decision: Decision) -> None:
         """Say why."""
         print_line(f"{self._attempt.run.name}: {decision.reason}")
 

@@ -86,7 +86,7 @@ class Conductor:
         hub: Hub,
         *,
         journal: JournalWriter,
-        watch: JobPoller,
+        job_poller: JobPoller,
         timing: Timing,
         stop_file: Path,
         save_file: Path,
@@ -99,7 +99,7 @@ class Conductor:
     ) -> None:
         self._hub = hub
         self._journal = journal
-        self._watch = watch
+        self._job_poller = job_poller
         self._timing = timing
         self._launched = launched
         self._only_warns = only_warns
@@ -108,7 +108,7 @@ class Conductor:
         stays = stops is not None
         self.stops = stops or StopMonitor(
             hub,
-            watch,
+            job_poller,
             timing,
             Observations(),
             note=self._note,
@@ -159,7 +159,7 @@ class Conductor:
 
     def watch(self) -> LaunchFacts:
         """Conduct until the launch is over; what was seen."""
-        self._watch.ask()
+        self._job_poller.ask()
         self.stops.watch_for(self)
         while not self._over():
             self._receive()
@@ -177,7 +177,7 @@ class Conductor:
             lead=self._timing.lead,
             planned_end=self._timing.planned_end,
             probe=self._probes.failed,
-            watch=self._watch,
+            job_poller=self._job_poller,
             launched=self._launched,
             clock=self._clock(),
             monitors={rank: view.last_message_at for rank, view in self._hub.monitors().items()},
@@ -255,7 +255,7 @@ class Conductor:
                     self._hub.request(message.kind, message.reason)
             case RolledBack():
                 observations.save_step = 0  # the steps come again
-                self._watch.comment(message.text)
+                self._job_poller.comment(message.text)
             case UpdateSkipped():
                 self._skips.add(rank, message.step, self._clock())
             case ProbeArrived() | ProbeDone() | ProbeBroke():
@@ -330,7 +330,7 @@ class Conductor:
         slow = self._stragglers.take_newest()
         if slow is None or not self._undisturbed():
             return
-        self._watch.comment(in_words(slow))
+        self._job_poller.comment(in_words(slow))
         if not self._timing.acts_on_stragglers or not slow.why.of_node:
             return
         self._observations.straggler = slow

@@ -114,14 +114,14 @@ class Observations:
             if member.connected and silent and rank not in self.left_ranks:
                 yield LostRank(rank, member.host)
 
-    def job_at_end(self, watch: JobPoller) -> JobRecord | None:
+    def job_at_end(self, job_poller: JobPoller) -> JobRecord | None:
         """What Slurm has said of the job since the end, or else since the batch step's signal."""
-        since_end = watch.since(self.evidence_query)
-        return since_end or (watch.since(self.batch_query) if self.batch_signals else None)
+        since_end = job_poller.since(self.evidence_query)
+        return since_end or (job_poller.since(self.batch_query) if self.batch_signals else None)
 
-    def note_batch_signal(self, name: str, watch: JobPoller, now: float) -> None:
+    def note_batch_signal(self, name: str, job_poller: JobPoller, now: float) -> None:
         """The batch step got a signal: what Slurm said before does not explain it."""
-        self.batch_query = watch.next_query
+        self.batch_query = job_poller.next_query
         self.batch_signals.append(name)
         if name == "SIGTERM" and self.terminated is None:
             self.terminated, self.terminated_query = now, self.batch_query
@@ -133,9 +133,9 @@ class Observations:
             return None
         return timedelta(seconds=max(0.0, self.terminated - self.stop_asked))
 
-    def signalled_since(self, watch: JobPoller) -> bool:
+    def signalled_since(self, job_poller: JobPoller) -> bool:
         """Whether the batch step was signalled after all that Slurm has answered."""
-        return watch.latest_query < self.batch_query
+        return job_poller.latest_query < self.batch_query
 
     def diverged_ranks(self, members: Mapping[int, MemberView]) -> tuple[int, int] | None:
         """A rank whose program has returned, and one that has begun a step beyond that, if any.
@@ -157,7 +157,7 @@ class Observations:
         lead: timedelta,
         planned_end: datetime | None,
         probe: ProbeFailure | None,
-        watch: JobPoller,
+        job_poller: JobPoller,
         launched: Launched | None,
         clock: float | None = None,
         monitors: Mapping[int, float] | None = None,
@@ -173,7 +173,7 @@ class Observations:
             step = self.finished[0].step
         return LaunchFacts(
             now=now,
-            by_slurm=watch.has_slurm,
+            by_slurm=job_poller.has_slurm,
             clock_ahead=clock_ahead,
             step=step,
             finished=self.is_finished,
@@ -181,9 +181,9 @@ class Observations:
             checkpoint=None if self.stopped is None else self.stopped.checkpoint,
             job_at_start=self.first_record,
             job_at_notice=self.notice_record,
-            job_at_end=self.job_at_end(watch),
+            job_at_end=self.job_at_end(job_poller),
             terminated_after=self.terminated_after,
-            signalled_since=self.signalled_since(watch),
+            signalled_since=self.signalled_since(job_poller),
             lead=lead,
             planned_end=planned_end,
             stop_file=self.stop_file,

@@ -305,7 +305,7 @@ def reconcile(
                 return _stays_cancelled(run, state, intent.job, attempt, journal)
         finally:
             journal.close()
-        if result.outcome is RequeueOutcome.OPEN:
+        if result.outcome is RequeueOutcome.PENDING:
             raise RunDirectoryError(
                 f"Slurm has not confirmed the requeue yet: {result.text}",
                 next_step="Try slurm-forge reconcile again when Slurm answers.",

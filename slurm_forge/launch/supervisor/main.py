@@ -105,7 +105,7 @@ class _Supervisor(FrontEnd):
             attempt,
             job.environment,
             job.slurm,
-            latest=lambda: job.watch.latest,
+            latest=lambda: job.job_poller.latest,
             ledger_suspects=job.requeuer.ledger_suspects,
         )
         self._signals = signals
@@ -141,7 +141,7 @@ class _Supervisor(FrontEnd):
         if moved:  # for whoever looks at the queue, or the log of the job
             text = f"{decision.cause.value}: relaunched on {moved}"
             print_line(text)
-            self._job.watch.comment(text)
+            self._job.job_poller.comment(text)
         self._signals.wait(decision.wait_s)
         return True
 
@@ -185,7 +185,7 @@ class _Supervisor(FrontEnd):
             )
             variables = for_launch(file, job.variables, state.plan)
             if torchrun:
-                variables = self._meeting(variables, placement, hub)
+                variables = self._torchrun_variables(variables, placement, hub)
             # sbatch's --cpus-per-task is no longer inherited by srun since Slurm 22.05.
             if "SLURM_CPUS_PER_TASK" in variables:
                 cpus = variables["SLURM_CPUS_PER_TASK"]
@@ -216,10 +216,10 @@ class _Supervisor(FrontEnd):
             conductor = Conductor(
                 hub,
                 journal=attempt.journal,
-                watch=job.watch,
+                job_poller=job.job_poller,
                 timing=timing(
                     file.job,
-                    job.watch.latest,
+                    job.job_poller.latest,
                     state=state,
                     now=time.time(),
                     end=job.environment.end_time or planned_end(file.job, state),
@@ -239,7 +239,9 @@ class _Supervisor(FrontEnd):
             hub.abort("the launch is over")
             hub.close()
 
-    def _meeting(self, variables: dict[str, str], placement: Placement, hub: Hub) -> dict[str, str]:
+    def _torchrun_variables(
+        self, variables: dict[str, str], placement: Placement, hub: Hub
+    ) -> dict[str, str]:
         """Where torchrun's agents of this launch meet: on the first node of the ranks."""
         file, environment = self._attempt.file, self._job.environment
         first = placement.nodes[0] if placement.nodes else None

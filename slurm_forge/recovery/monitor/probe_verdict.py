@@ -1,6 +1,6 @@
 """What becomes of a probe, and of ranks that fall silent: pure, from what the hub has heard.
 
-``weigh_silence`` looks at heartbeats and witnesses, all the time; ``weigh_probe`` at a probe under
+``weigh_silence`` looks at heartbeats and monitors, all the time; ``weigh_probe`` at a probe under
 way.  Slow is not dead: a rank that talks is late at most, and how long it may stay where it is, is
 the watchdog's to say.
 """
@@ -28,7 +28,7 @@ _TRACED = "t"
 _IN_KERNEL = "D"
 #: A rank that talks but does not come may be in a long step: up to so many deadlines.
 _PATIENCE = 10.0
-#: A rank and its witness may both be silent because packets are lost: twice as long.
+#: A rank and its monitor may both be silent because packets are lost: twice as long.
 _DARK = 2.0
 #: Steps that all must have done behind a probe for training to go on beside it.
 _GOES_ON = 2
@@ -86,7 +86,7 @@ class RankSeen:
 
     @property
     def runs(self) -> bool:
-        """Whether its witness sees it live and not stopped, whatever it says itself."""
+        """Whether its monitor sees it live and not stopped, whatever it says itself."""
         return self.has_monitor and self.state not in _STOPPED
 
 
@@ -175,7 +175,7 @@ def weigh_silence(
     """Whether ranks that say nothing are stopped or gone, while others talk.
 
     Nobody is judged while a debugger holds one of them, nor while others have just fallen silent
-    too.  Who is silent while its witness sees it run holds the interpreter's lock, and is left to
+    too.  Who is silent while its monitor sees it run holds the interpreter's lock, and is left to
     the watchdog; so is a launch of which nobody talks for that reason: it is not suspended.
     """
     limit = rules.silence.total_seconds()
@@ -210,7 +210,7 @@ def weigh_silence(
     # processes that are as silent for a while, and a kernel that answers.
     if longest < deadline:
         return AskNetwork(NOTHING)
-    # Those count whose witness was heard a moment longer, too: they may all be behind one cut.
+    # Those count whose monitor was heard a moment longer, too: they may all be behind one cut.
     if _is_minority([each for each in quiet if not each.has_monitor], ranks):
         two = len({each.host for each in ranks}) == 2
         # Of two hosts either may be the one that is cut off.

@@ -1,4 +1,4 @@
-"""Whether a launch stands still, and who keeps it: pure, from what witnesses and stacks say.
+"""Whether a launch stands still, and who keeps it: pure, from what monitors and stacks say.
 
 ``standstill`` looks at places and times only and may be asked every second; ``judge`` weighs the
 stacks that were taken then, twice, and has the last word: a stall, or why it is none yet.

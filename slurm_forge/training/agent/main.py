@@ -117,7 +117,7 @@ class Agent:
             ) from error
         self._socket.settimeout(_CONNECT_S)
         self._say(AgentHello(nonce=nonce, rank=rank, world=world, host=host, pid=os.getpid()))
-        self._loop.watch(self._socket.fileno(), self._on_hub_message)
+        self._loop.add_reader(self._socket.fileno(), self._on_hub_message)
 
     # -- the loop ------------------------------------------------------------------------------
 
@@ -140,7 +140,7 @@ class Agent:
 
     def _listen(self, over: threading.Event) -> None:
         while not over.is_set():
-            self._loop.turn(0.02)
+            self._loop.run_once(0.02)
 
     def serve(self) -> StartWorker:
         """Until the end of the agent; returns in the child that is to be the rank."""
@@ -152,7 +152,7 @@ class Agent:
                 elif self._begin(self._orders.pop(0)):
                     return order
             ending = self._worker is not None and self._worker.ending_since is not None
-            self._loop.turn(_ENDING_TICK_S if ending else _TICK_S)
+            self._loop.run_once(_ENDING_TICK_S if ending else _TICK_S)
             self._look_after_worker()
             if self._worker is None and not self._orders and self._is_over():
                 self._exit()
@@ -243,7 +243,7 @@ class Agent:
         child_end.close()
         worker = ForkedWorker(pid, order.launch, kills, ParkedWorker(parent_end))
         self._worker = worker
-        self._loop.watch(parent_end.fileno(), lambda: self._on_worker_message(worker))
+        self._loop.add_reader(parent_end.fileno(), lambda: self._on_worker_message(worker))
         how = "exec" if self._why_not else "fork"
         self._say(WorkerStarted(launch=order.launch, pid=pid, how=how))
         return False

@@ -88,7 +88,7 @@ class CheckpointCatalog:
         self._evaluated: tuple[int, float] | None = None
         self._reported: set[str] = set()
         #: Step, loss and samples of the first micro-batch behind the last save.
-        self._witness: tuple[int, float, int] | None = None
+        self._reference: tuple[int, float, int] | None = None
         #: Why everything that this launch saves is suspect, if it is.
         self._doubted = ""
 
@@ -100,7 +100,7 @@ class CheckpointCatalog:
             self._history, self._records.known = state, state.known
             # After a rollback other steps follow: nothing is on its way to being good any more.
             self._records.unproven.clear()
-            self._witness = self._evaluated = None
+            self._reference = self._evaluated = None
 
     def eligible(self, manifest: Manifest) -> str | None:
         """Why a checkpoint that is whole is not to be resumed from, or None."""
@@ -188,7 +188,7 @@ class CheckpointCatalog:
         self._records.write(event)
         with self._records.lock:
             self._measure(name)
-            self._witnessed(name)
+            self._record_reference_loss(name)
         self._send(SaveCommitted(step=name.step, seconds=seconds, blocked_s=blocked_s))
         self._alarm(name, [each for each in findings if about_state(each)])
         if self._seconds_left() is None:  # on the way out nobody waits for deletions
@@ -235,30 +235,30 @@ class CheckpointCatalog:
                 self._measure(name)
             return not there
 
-    def witnessed(self, step: int, loss: float, samples: int) -> None:
+    def note_reference_loss(self, step: int, loss: float, samples: int) -> None:
         """The first micro-batch behind what this launch saved at that step had this loss."""
         if not math.isfinite(loss):
             return  # nothing that a resume could be held against
         with self._records.lock:
-            self._witness = (step, loss, samples)
+            self._reference = (step, loss, samples)
             known = self._records.known
             for name in [each.name for each in known if self._is_mine(each.name, step)]:
-                self._witnessed(name)
+                self._record_reference_loss(name)
 
-    def _witnessed(self, name: CheckpointName) -> None:
+    def _record_reference_loss(self, name: CheckpointName) -> None:
         known = self._records.find(name)
-        if self._witness is None or self._witness[0] != name.step or known is None:
+        if self._reference is None or self._reference[0] != name.step or known is None:
             return
-        _, loss, samples = self._witness
-        if known.witness is None:
-            self._records.known = k.witnessed(self._records.known, name, loss, samples)
+        _, loss, samples = self._reference
+        if known.reference_loss is None:
+            self._records.known = k.with_reference_loss(self._records.known, name, loss, samples)
             self._records.write(CheckpointWitnessed(name=str(name), loss=loss, samples=samples))
 
-    def witness_of(self, name: CheckpointName, samples: int) -> float | None:
+    def reference_loss(self, name: CheckpointName, samples: int) -> float | None:
         """The loss of the first micro-batch of so many samples behind a checkpoint, if known."""
         known = self._records.find(name)
-        same = known is not None and known.witness_samples == samples
-        return known.witness if known is not None and same else None
+        same = known is not None and known.reference_samples == samples
+        return known.reference_loss if known is not None and same else None
 
     @property
     def has_usable(self) -> bool:

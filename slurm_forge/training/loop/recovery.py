@@ -79,7 +79,7 @@ class InstabilityHandler:
         progress: TrainingProgress,
         hooks: Hooks,
         journal: JournalWriter | None,
-        watch: SpikeMonitor | None,
+        spike_monitor: SpikeMonitor | None,
         member: Member,
         group: dist.ProcessGroup | None,
         clock: Callable[[], float] = time.monotonic,
@@ -91,7 +91,7 @@ class InstabilityHandler:
         self._progress = progress
         self._hooks = hooks
         self._journal = journal
-        self._watch = watch
+        self._spike_monitor = spike_monitor
         self._member = member
         self._ranks = Ranks(group)
         self._clock = clock
@@ -138,8 +138,8 @@ class InstabilityHandler:
         if decision.action in (Action.SKIP, Action.WARN):
             self._skip_tracker.let_pass()
             self._active_plan.plan = decision.plan
-            if self._watch is not None and trouble.cause is Cause.LOSS_SPIKE:
-                self._watch.tolerate()
+            if self._spike_monitor is not None and trouble.cause is Cause.LOSS_SPIKE:
+                self._spike_monitor.tolerate()
             if self._known is not None:
                 self._save_schedule.agree_with(self._known)
             return False  # what ``read_all`` has found meanwhile comes up at the next boundary

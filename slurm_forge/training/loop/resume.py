@@ -110,8 +110,8 @@ class Resumer:
             )
         if name is not None:
             self._watch_first_steps(name, exact=exact)
-            if parts.watch is not None:
-                parts.watch.restarted(
+            if parts.spike_monitor is not None:
+                parts.spike_monitor.restarted(
                     values(parts.loss_history.snapshot()),
                     name.step,
                     summit=parts.progress.loss_summit,
@@ -124,7 +124,7 @@ class Resumer:
         catalog = parts.saver.catalog
         if parts.first_steps is None or catalog is None:
             return
-        expected = catalog.witness_of(name, self.micro_batch)
+        expected = catalog.reference_loss(name, self.micro_batch)
         at = parts.progress.consumed
         # Where samples are left out right here, the next micro-batch is another one.
         other = any(window.first <= at < window.stop for window in parts.active_plan.plan.skipped)

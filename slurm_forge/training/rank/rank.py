@@ -78,7 +78,7 @@ class Rank:
         self._persistent = persistent
         self._unwinding = unwinding
         #: Who looks on, where this rank's own script ends it (``leave``).
-        self.witnessed: MonitorClient | None = None
+        self.monitor_client: MonitorClient | None = None
         self._failed_of: Cause | None = None
         self._journal: JournalWriter | None = None
         self._directory = directory
@@ -163,8 +163,8 @@ class Rank:
     def _close(self) -> None:
         if self._run is not None:
             self._run.leave()
-        if self.witnessed is not None:
-            self.witnessed.end()
+        if self.monitor_client is not None:
+            self.monitor_client.end()
         if self._journal is not None:
             self._journal.close()
         self._member.close()

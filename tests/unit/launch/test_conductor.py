@@ -281,7 +281,7 @@ class Stage:
         self.conductor = Conductor(
             self.hub,
             journal=self.journal,
-            watch=self.watch,
+            job_poller=self.watch,
             timing=self.timing,
             stop_file=self.run.stop_file,
             save_file=self.run.save_file,
