@@ -105,7 +105,7 @@ def ask_finally(
     clock: Callable[[], float],
     poll: Callable[[float], object],
 ) -> None:
-    """Ask Slurm once more and ``look`` for its answer, as long as what comes next can wait."""
+    """Ask Slurm once more and ``poll`` for its answer, as long as what comes next can wait."""
     observations.evidence_query = job_poller.ask()
     stop = observations.stop_asked is not None
     until = clock() + (LAST_QUERY_OF_STOP_S if stop else LAST_QUERY_S)

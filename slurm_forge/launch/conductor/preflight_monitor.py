@@ -1,7 +1,7 @@
 """The hub's part in the look at all nodes before a launch: who tries what next, and the verdict.
 
 Talks to the hub only, and to nobody before a rank has spoken.  What reports and collectives mean is
-decided in ``recovery.preflight`` and ``recovery.isolation``.
+decided in ``recovery.monitor.preflight_verdict`` and ``recovery.monitor.isolation``.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """What one compute node is like, looked at from inside a job: ``doctor --live``.
 
-Run by its module name on the other nodes of the job; the driver calls ``look`` on its own.  The
-folder is one that the login node has laid files out in: a card with the nonce, a file to be created
-exclusively, and a lock that it holds.
+Run by its module name on the other nodes of the job; the driver calls ``inspect_node`` on its own.
+The folder is one that the login node has laid files out in: a card with the nonce, a file to be
+created exclusively, and a lock that it holds.
 """
 
 from __future__ import annotations

@@ -202,7 +202,7 @@ class _SourceWeight:
     total: float
 
     def at(self, factor: float, most: float) -> float:
-        """When everything has faded to ``left`` of now."""
+        """The score once everything has faded by ``factor``."""
         total = self.total * factor
         return self.counts * factor * (min(1.0, most / total) if total > 0 else 1.0)
 

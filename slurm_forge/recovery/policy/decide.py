@@ -58,7 +58,7 @@ def decide(
     is the memory per node that the job asks for, in bytes, ``time`` its time limit, ``nodes`` how
     many; None is not known.  ``now`` is in seconds since the epoch.  ``in_process``: the launch has
     not ended, so that ``warn`` may be chosen.  With ``hook`` the answer may be ``Action.HOOK``, a
-    question that is not journalled: ask the hook and go on with ``recovery.hook.answered``.
+    question that is not journalled: ask the hook and go on with ``instability_hook.apply_answer``.
     ``allocation``: ranks can be started again where they were; ``allocation_state``: what is left
     there, for a job that goes on without the nodes that it loses.  ``on_hang``: the site's
     variables for after a hang.

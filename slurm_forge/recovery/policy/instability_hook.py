@@ -25,7 +25,7 @@ HOOK_TIMES = 10
 _FINAL = frozenset({Action.HOLD, Action.RAISE, Action.STOP})
 
 
-def answered(
+def apply_answer(
     state: RunState,
     incident: Incident,
     answer: Decision,

@@ -70,7 +70,7 @@ _END_WITHIN_S = 3.0
 #: The supervisor is gone: rank 0 may have become its deputy, who asks Slurm for less than this.
 _ALONE_S = 60.0
 #: The first rank of the second node may be the deputy of a lost node, who waits until Slurm has
-#: given that one up (``launch.second_deputy``: 20 minutes), and asks then.
+#: given that one up (``launch.supervisor.deputy``: 20 minutes), and asks then.
 _ALONE_SECOND_S = 22 * 60.0
 
 

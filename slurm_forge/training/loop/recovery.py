@@ -32,7 +32,7 @@ from slurm_forge.recovery.policy.decide import (
     asks_hook_first,
     decide,
 )
-from slurm_forge.recovery.policy.instability_hook import answered
+from slurm_forge.recovery.policy.instability_hook import apply_answer
 from slurm_forge.store.identity import CheckpointName
 from slurm_forge.training.core.instability import (
     ActivePlan,
@@ -269,7 +269,7 @@ class InstabilityHandler:
                 raise HookError(f"{type(error).__name__}: {error}", next_step="") from error
             if answer is None:
                 return None
-            return answered(state, incident, answer, rung=rung, batch_coupled=coupled)
+            return apply_answer(state, incident, answer, rung=rung, batch_coupled=coupled)
 
         def policy(*, ask: bool) -> Decision:
             return decide(

@@ -34,7 +34,7 @@ class GroupTest:
 
 
 def host_store(size: int, within: timedelta) -> TCPStore:
-    """The meeting place of a group, on a free port of this machine (``store.port``)."""
+    """The meeting place of a group, on a free port of this machine, which it knows."""
     return TCPStore(
         "0.0.0.0",  # noqa: S104  torch listens on every interface whatever it is given
         0,

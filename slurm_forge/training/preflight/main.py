@@ -1,7 +1,7 @@
 """A rank's part in the look at all nodes before a launch: say what is found, try what is asked.
 
 It says so over the control channel and goes on once the hub says that it may; what the hub makes of
-it is ``launch.preflight``.
+it is ``launch.conductor.preflight_monitor``.
 """
 
 from __future__ import annotations

@@ -177,7 +177,7 @@ def _clear_gpu() -> str:
     return ""
 
 
-#: What a worker says to its agent once it has unwound; the agent answers with a ``Begin``.
+#: What a worker says to its agent once it has unwound; the agent answers with a ``StartWorker``.
 PARKED = b"parked\n"
 
 

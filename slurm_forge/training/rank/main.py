@@ -123,7 +123,7 @@ def open_rank(
     attempt: int | None = None,
     keys: Mapping[str, Any] | None = None,
 ) -> Rank:
-    """A rank that has joined the channel, for a script that is its own entry: see ``begin``.
+    """A rank that has joined the channel, for a script that is its own entry (``attach``).
 
     ``keys`` are keys of the job that the script says otherwise than the run was made with.
     """
