@@ -37,12 +37,12 @@ def test_no_folder_is_too_full_to_be_read() -> None:
 
 
 #: Names in Slurm, the kernel, submitit and trackers, and keys of job files.
-FOREIGN = set(
-    """TCP_LISTEN INET_DIAG_INFO RTM_NEWADDR get_argument job_reason_string _task_finish
-    _handle_signal_container start_controller slurm_x forge_x define_metric global_step DumpPipe
-    __getitems__ launch.master env.always.NCCL_DEBUG torch.randperm
-    numpy.random.Generator.permutation""".split()
-)
+FOREIGN = {
+    "TCP_LISTEN", "INET_DIAG_INFO", "RTM_NEWADDR", "__getitems__", "torch.randperm",
+    "numpy.random.Generator.permutation", "_task_finish", "_handle_signal_container",
+    "get_argument", "job_reason_string", "start_controller", "slurm_x", "forge_x",
+    "define_metric", "global_step", "DumpPipe", "launch.master", "env.always.NCCL_DEBUG",
+}  # fmt: skip
 NAME = re.compile(r"``([A-Za-z_]\w*(?:\.\w+)*)(\(\))?``")
 
 
