@@ -218,8 +218,8 @@ def _may_stay(facts: LaunchFacts) -> bool:
 
     A signal that only ranks have heard proves nothing: srun sends it to the others when one fails.
     """
-    wanted = facts.batch_signals or facts.due_time_limit or facts.stop_file
-    return not wanted and not is_ending(facts)
+    stop_requested = facts.batch_signals or facts.due_time_limit or facts.stop_file
+    return not stop_requested and not is_ending(facts)
 
 
 def print_line(text: str) -> None:

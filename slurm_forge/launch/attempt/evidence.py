@@ -178,13 +178,13 @@ def _with_last_words(
 def _with_output(
     facts: LaunchFacts, output_of: Callable[[int], Path | None], which: str
 ) -> LaunchFacts:
-    lost = []
+    lost_ranks = []
     for index, each in enumerate(facts.lost):
         path = output_of(each.rank) if index < _MOST_LOGS else None
-        lost.append(
+        lost_ranks.append(
             each if path is None else replace(each, output=_output_of_launch(tail_of(path), which))
         )
-    return replace(facts, lost=tuple(lost))
+    return replace(facts, lost=tuple(lost_ranks))
 
 
 def _newest_step(

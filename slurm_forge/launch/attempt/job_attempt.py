@@ -96,7 +96,7 @@ def conduct_in_job(
     job = environment.job_ref
 
     def storage_lost(error: OSError) -> AttemptEnd:
-        done = hand_to_slurm(
+        requeue_text = hand_to_slurm(
             slurm,
             job,
             f"the run directory: {error}",
@@ -104,12 +104,12 @@ def conduct_in_job(
             in_chain=via == VIA_ARRAY,
             signalled=lambda: signals.terminated,
         )
-        print_line(f"the run directory can't be used ({error}): {done}")
+        print_line(f"the run directory can't be used ({error}): {requeue_text}")
         return AttemptEnd(outcome="storage lost", code=1)
 
     try:
         prepare()
-        begun = begin(
+        attempt = begin(
             run,
             job=job,
             restart_count=environment.restart_count,
@@ -123,18 +123,18 @@ def conduct_in_job(
         return AttemptEnd(outcome=TAKEN_OVER)
     except OSError as error:
         return storage_lost(error)
-    if isinstance(begun, StartRefusal):
-        print_line(refusal_text(run, begun))
-        settle_waiting_tasks(run, begun, job, slurm)
+    if isinstance(attempt, StartRefusal):
+        print_line(refusal_text(run, attempt))
+        settle_waiting_tasks(run, attempt, job, slurm)
         return AttemptEnd(outcome=_NOTHING)
-    note_unrecognized(begun, environment.unrecognized)
+    note_unrecognized(attempt, environment.unrecognized)
     job_poller = JobPoller(slurm, job)
     output = own_output()
     try:
-        explain = StopExplanation(slurm, begun, signals.batch_signals_since, output=output)
+        explain = StopExplanation(slurm, attempt, signals.batch_signals_since, output=output)
         requeuer = SlurmRequeuer(
-            begun,
-            make_ladder(begun, slurm, job=job, script=script(), explain=explain),
+            attempt,
+            make_ladder(attempt, slurm, job=job, script=script(), explain=explain),
             slurm,
             partition=environment.partition,
             cluster=environment.cluster_name,
@@ -144,8 +144,8 @@ def conduct_in_job(
         )
         requeuer.prepare()
         return AttemptLoop(
-            begun,
-            front_end(JobAttempt(begun, environment, variables, slurm, job_poller, requeuer)),
+            attempt,
+            front_end(JobAttempt(attempt, environment, variables, slurm, job_poller, requeuer)),
             requeuer,
             job_poller,
             slurm=slurm,
@@ -154,7 +154,7 @@ def conduct_in_job(
         ).run()
     except FencedError as error:
         print_line(str(error))
-        begun.end(TAKEN_OVER)
+        attempt.end(TAKEN_OVER)
         return AttemptEnd(outcome=TAKEN_OVER)
     except OSError as error:
         return storage_lost(error)

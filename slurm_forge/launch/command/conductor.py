@@ -19,7 +19,7 @@ from slurm_forge.journal import JournalWriter
 from slurm_forge.journal.events import Event, Note
 from slurm_forge.launch.command.program_end import (
     ProgramEnd,
-    ended,
+    program_end,
 )
 from slurm_forge.launch.command.program_process import ProgramProcess
 from slurm_forge.launch.command.progress import ProgressWatch
@@ -255,8 +255,10 @@ class ProgramConductor:
         return self._with_end(facts, status)
 
     def _with_end(self, facts: LaunchFacts, status: int | None) -> LaunchFacts:
-        noticed = self._observations.stop_asked is not None or is_ending(facts)
-        end = ended(self._program, status, noticed=noticed, said_done=self._is_said_done())
+        stop_noticed = self._observations.stop_asked is not None or is_ending(facts)
+        end = program_end(
+            self._program, status, stop_noticed=stop_noticed, said_done=self._is_said_done()
+        )
         finished = end is ProgramEnd.FINISHED
         return replace(
             facts,

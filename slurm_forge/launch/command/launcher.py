@@ -212,15 +212,15 @@ class CommandLauncher:
         with contextlib.suppress(OSError):
             self._attempt.fence()
         mark = mark_of_run(str(self._attempt.run.path))
-        until, ended = time.monotonic() + _CLEARED_S, set[int]()
+        until, killed_pids = time.monotonic() + _CLEARED_S, set[int]()
         while (leftovers := read_marked(mark)) and time.monotonic() < until:
             for pid in leftovers:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.kill(pid, signal.SIGKILL)
-            ended.update(leftovers)
+            killed_pids.update(leftovers)
             time.sleep(_TICK_S)
-        if ended:
-            text = f"ended what an earlier start had left running: {len(ended)} processes"
+        if killed_pids:
+            text = f"ended what an earlier start had left running: {len(killed_pids)} processes"
             with contextlib.suppress(OSError):
                 self._attempt.journal.write(Note(text=text))
 

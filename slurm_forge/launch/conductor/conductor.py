@@ -221,7 +221,7 @@ class Conductor:
                     message if rank == 0 or observations.stopped is None else observations.stopped
                 )
             case SaveCommitted():
-                self._watchdog.saved(message.seconds)
+                self._watchdog.note_save(message.seconds)
                 self._pace.committed(
                     self._clock(),
                     blocked=timedelta(seconds=message.blocked_s),

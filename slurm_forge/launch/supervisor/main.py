@@ -137,9 +137,9 @@ class _Supervisor(FrontEnd):
         if placement is None:
             return False
         self._start = start_after(self._attempt.file.job.recovery, decision, facts)
-        moved = "" if before is None else placement.moved(before)
-        if moved:  # for whoever looks at the queue, or the log of the job
-            text = f"{decision.cause.value}: relaunched on {moved}"
+        move_text = "" if before is None else placement.moved(before)
+        if move_text:  # for whoever looks at the queue, or the log of the job
+            text = f"{decision.cause.value}: relaunched on {move_text}"
             print_line(text)
             self._job.job_poller.comment(text)
         self._signals.wait(decision.wait_s)
@@ -161,9 +161,9 @@ class _Supervisor(FrontEnd):
 
     def _conduct(self, placement: Placement) -> LaunchFacts:
         file, attempt, job = self._attempt.file, self._attempt, self._job
-        wanted, state = file.job.resources, attempt.state()
+        resources, state = file.job.resources, attempt.state()
         torchrun = by_torchrun(file)
-        ranks = wanted.nodes * wanted.tasks_per_node
+        ranks = resources.nodes * resources.tasks_per_node
         world = ranks if torchrun else job.environment.ntasks or ranks
         tasks = None
         if not placement.everywhere or state.plan.nodes is not None:

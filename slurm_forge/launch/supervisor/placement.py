@@ -76,7 +76,7 @@ class RankPlacement:
         """Those of the first launch.  What is doubted becomes a spare node."""
         placement = self._place(records=(), avoid=())
         # Whatever is said of them: something must be tried.
-        return self._use(placement or self._whole())
+        return self._use(placement or self._all_nodes())
 
     def next(self, avoid: Collection[str] = ()) -> Placement | None:
         """Those of another launch, without the nodes to ``avoid``; None where too few are left."""
@@ -87,9 +87,9 @@ class RankPlacement:
         """What is left of the allocation; None where Slurm ends a job that loses a node."""
         if not self.outlives or not self._allocation:
             return None
-        lost = lost_nodes(self._incidents()) | self._nodes_out_of_job()
-        usable = tuple(node for node in self._allocation if node not in lost)
-        return AllocationState(nodes=usable, wanted=self._wanted(), outlives=True)
+        lost_hosts = lost_nodes(self._incidents()) | self._nodes_out_of_job()
+        usable = tuple(node for node in self._allocation if node not in lost_hosts)
+        return AllocationState(nodes=usable, wanted=self._node_count(), outlives=True)
 
     def is_possible_in_allocation(self, decision: Decision) -> bool:
         """Whether what was decided can be done in the allocation, if its nodes suffice."""
@@ -114,29 +114,29 @@ class RankPlacement:
 
     def _place(self, *, records: Sequence[NodeRecord], avoid: Collection[str]) -> Placement | None:
         if not self._allocation:
-            return self._whole()  # nobody says where we are: Slurm knows
+            return self._all_nodes()  # nobody says where we are: Slurm knows
         incidents = self._incidents()
         plan = self._attempt.state().plan
-        lost = lost_nodes(incidents) | self._nodes_out_of_job()
+        lost_hosts = lost_nodes(incidents) | self._nodes_out_of_job()
         down = {each.name for each in records if "DOWN" in each.state}
-        choice = self._wanted() < len(self._allocation)
+        choice = self._node_count() < len(self._allocation)
         before = (*plan.exclude_nodes, *self._ledger_suspects()) if choice else plan.exclude_nodes
         return place_ranks(
             self._allocation,
-            wanted=self._wanted(),
+            wanted=self._node_count(),
             tasks_per_node=self.tasks_per_node,
             before=() if self.current is None else self.current.nodes,
-            unusable={*avoid, *down, *(lost if self.outlives else ())},
+            unusable={*avoid, *down, *(lost_hosts if self.outlives else ())},
             suspected=suspected_nodes(incidents, before, records),
         )
 
-    def _whole(self) -> Placement:
-        nodes = self._allocation[: self._wanted()]
+    def _all_nodes(self) -> Placement:
+        nodes = self._allocation[: self._node_count()]
         return Placement(
             nodes=nodes, tasks_per_node=self.tasks_per_node, allocation=self._allocation
         )
 
-    def _wanted(self) -> int:
+    def _node_count(self) -> int:
         planned = self._attempt.state().plan.nodes
         return launch_nodes(len(self._allocation), self._spares, planned)
 

@@ -192,7 +192,7 @@ def test_a_long_evaluation_and_long_saves_are_no_hang() -> None:
     made.train(10, 1.0)
     for r in made.ranks:
         r.go(made.now, phase="save", kind="save")
-    made.dog.saved(90.0)
+    made.dog.note_save(90.0)
     made.train(1, 400.0)
 
 
