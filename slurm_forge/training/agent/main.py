@@ -211,9 +211,9 @@ class Agent:
 
     def _cancel(self, launch: int) -> None:
         """An order that was not begun is answered all the same: nothing of that launch lives."""
-        begun = self._worker is not None and self._worker.launch == launch
+        has_worker = self._worker is not None and self._worker.launch == launch
         self._orders = [each for each in self._orders if each.launch != launch]
-        if not begun and self._last_launch < launch:
+        if not has_worker and self._last_launch < launch:
             self._last_launch = launch
             self._say(
                 WorkerEnded(
@@ -285,12 +285,12 @@ class Agent:
             self._end_worker(worker.launch)
         if worker.ending_since is None:
             return
-        left = 0
+        processes_left = 0
         if worker.status is not None:
-            left = kill_children()
-            worker.others = max(worker.others, left)
+            processes_left = kill_children()
+            worker.others = max(worker.others, processes_left)
         late = now - worker.ending_since > _END_WITHIN_S
-        if (worker.status is None or left) and not late:
+        if (worker.status is None or processes_left) and not late:
             return
         self._tell_end(worker, what_is_left(children()) if late else "")
 

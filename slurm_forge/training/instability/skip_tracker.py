@@ -286,11 +286,11 @@ class SkipTracker:
             return
         self._examined_at = record.step
         # Where a later step was applied the weights have moved on: nothing can be computed again.
-        moved = any(
+        weights_moved = any(
             all(each.verdict.read().applied for each in later.applied) for later in self._unread
         )
-        replay = None if moved else record.compute_loss
-        without = "the weights have moved on" if moved else ""
+        replay = None if weights_moved else record.compute_loss
+        without = "the weights have moved on" if weights_moved else ""
         if self._names is None:
             self._names = parameter_names(self._registry.models)
         blame = [part for each in record.applied for part in each.blame(self._names)]

@@ -149,7 +149,7 @@ def assemble(
         skip_tracker=skip_tracker,
         hooks=hooks,
         boundaries=boundaries,
-        begun=(lambda _: None) if first_steps is None else first_steps.saved,
+        on_save_started=(lambda _: None) if first_steps is None else first_steps.saved,
     )
     instability = InstabilityHandler(
         context,

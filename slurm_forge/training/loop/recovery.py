@@ -103,7 +103,7 @@ class InstabilityHandler:
         self.batch_out = False
         #: A rollback to before this step belongs to an earlier loop of the program.
         self.earliest = 0
-        self._known: Known | None = None
+        self._known_checkpoints: Known | None = None
 
     def boundary(self) -> bool:
         """Between two steps: see to what the last ones were; whether training was rewound."""
@@ -140,8 +140,8 @@ class InstabilityHandler:
             self._active_plan.plan = decision.plan
             if self._spike_monitor is not None and trouble.cause is Cause.LOSS_SPIKE:
                 self._spike_monitor.tolerate()
-            if self._known is not None:
-                self._save_schedule.agree_with(self._known)
+            if self._known_checkpoints is not None:
+                self._save_schedule.agree_with(self._known_checkpoints)
             return False  # what ``read_all`` has found meanwhile comes up at the next boundary
         rewind = self.rewind
         moves = decision.plan.exclude_nodes != self._active_plan.plan.exclude_nodes
@@ -219,7 +219,7 @@ class InstabilityHandler:
         )
         try:
             state = self._read(journal)
-            decision = self._chosen(state, incident)
+            decision = self._choose_decision(state, incident)
             smaller = decision.plan.micro_batch
             if decision.action is not Action.SHRINK_MICRO_BATCH or smaller is None:
                 return None
@@ -241,8 +241,8 @@ class InstabilityHandler:
         try:
             journal.write(IncidentSeen(incident=incident))
             state = self._read(journal)
-            self._known = state.known
-            decision = self._chosen(state, incident)
+            self._known_checkpoints = state.known
+            decision = self._choose_decision(state, incident)
             journal.write(DecisionTaken(decision=decision), durable=True)
         except OSError:
             return None  # a budget that is charged nowhere would never be used up
@@ -257,7 +257,7 @@ class InstabilityHandler:
         journal.follow(records)
         return fold(records)
 
-    def _chosen(self, state: RunState, incident: Incident) -> Decision:
+    def _choose_decision(self, state: RunState, incident: Incident) -> Decision:
         """The hook's answer where its place in the ladder is, and else what the policy says."""
         spec = self._context.spec
         coupled = spec.batch_coupled

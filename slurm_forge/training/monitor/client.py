@@ -126,8 +126,8 @@ def _signals_held_back() -> Iterator[None]:
 
     What comes meanwhile is the worker's a moment later; the monitor starts with them blocked.
     """
-    held = {signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2}
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, held)
+    blocked_signals = {signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2}
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, blocked_signals)
     try:
         yield
     finally:

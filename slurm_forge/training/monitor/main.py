@@ -168,23 +168,23 @@ class RankMonitor:
     # -- telling -----------------------------------------------------------------------------
 
     def _report(self, now: float) -> None:
-        moved = self._reader.moved()
-        if moved is None:
+        record = self._reader.moved()
+        if record is None:
             return
         for each in self._reader.lasted():
             self._send(PhaseDuration(kind=each.kind, seconds=round(each.seconds, 3)))
         facts = read_process(self._subject.pid)
-        place = moved.position
+        place = record.position
         self._send(
             MonitorHeartbeat(
                 turn=place.rollbacks,
                 step=place.step,
-                begun=moved.begun,
+                begun=record.begun,
                 phase_no=place.phase,
                 poll=place.poll,
-                phase=moved.phase,
-                kind=moved.kind,
-                since_s=round(self._since(moved.at, now), 3),
+                phase=record.phase,
+                kind=record.kind,
+                since_s=round(self._since(record.at, now), 3),
                 mute_s=round(self._mute(now), 3),
                 state=facts.state,
                 cpu_s=facts.cpu_s,
@@ -296,9 +296,9 @@ class RankMonitor:
         after, subject = self._subject.alone_after, self._subject
         if after is None or state in ("t", "Z") or self._mute(now) < after:
             return
-        moved = self._reader.moved()
+        record = self._reader.moved()
         # Libraries are loaded with the lock held, and may come from a slow file system.
-        if moved is not None and moved.kind in _COLD and self._mute(now) < 3 * after:
+        if record is not None and record.kind in _COLD and self._mute(now) < 3 * after:
             return
         dump = self._taker.take()
         file = self._write(dump.whole, subject.attempt, subject.launch)
@@ -327,7 +327,7 @@ class RankMonitor:
 
     def _leave_words(self, error: str, text: str, trace: str, cause: Cause) -> None:
         self._has_told = True
-        subject, moved = self._subject, self._reader.moved()
+        subject, record = self._subject, self._reader.moved()
         with contextlib.suppress(OSError, ForgeError):
             write_last_words(
                 subject.run,
@@ -337,8 +337,8 @@ class RankMonitor:
                     rank=subject.rank,
                     host=subject.host,
                     time=time.time(),
-                    step=0 if moved is None else max(0, moved.position.step),
-                    phase="start" if moved is None else moved.phase,
+                    step=0 if record is None else max(0, record.position.step),
+                    phase="start" if record is None else record.phase,
                     error=error,
                     text=text,
                     trace=trace,

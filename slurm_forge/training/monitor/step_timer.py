@@ -151,7 +151,7 @@ class HostStopwatch:
     ) -> None:
         self._clock, self._processor = clock, processor
         self._hands_over = hands_over
-        self._begun = self._worked = 0.0
+        self._started_at = self._worked = 0.0
         self._handed: float | None = None
         self._own: deque[float] = deque(maxlen=_KEPT)
         self._count = 0
@@ -161,14 +161,14 @@ class HostStopwatch:
         self._handed = None
         if not self._hands_over:
             self._worked = self._processor()
-        self._begun = self._clock()
+        self._started_at = self._clock()
 
     def hand_over(self) -> float:
         """The first collective comes."""
         if self._handed is not None or not self._hands_over:
             return 0.0
         self._handed = now = self._clock()
-        return now - self._begun
+        return now - self._started_at
 
     def resume(self) -> None:
         """What came since ``hand_over`` is own work, too (a fault that makes this rank slow)."""
@@ -177,7 +177,7 @@ class HostStopwatch:
     def end(self) -> None:
         """The step is done."""
         if self._handed is not None:
-            self._own.append(self._handed - self._begun)
+            self._own.append(self._handed - self._started_at)
         elif self._hands_over:
             self._hands_over = False  # from the next step on by processor time
             return

@@ -164,7 +164,7 @@ def _open(
     attempt: int | None = None,
     keys: Mapping[str, Any] | None = None,
 ) -> _Opened:
-    begun = time.time()
+    started_at = time.time()
     knobs = Knobs.from_environ(process_environ())
     show_crashes(knobs.attempt, knobs.launch)
     state = PersistentWorkerState() if persistent is None else persistent
@@ -216,7 +216,9 @@ def _open(
         leave_behind(directory, words, rank=place.rank, host=place.host)
         raise
     notices.say_through(member)
-    rank = Rank(directory, place, file, member, nonce, launch_started or begun, state, unwinding)
+    rank = Rank(
+        directory, place, file, member, nonce, launch_started or started_at, state, unwinding
+    )
     return _Opened(rank, notices, leaving, unwinding, monitor_client)
 
 

@@ -190,14 +190,14 @@ def apply_gradients(
     if scaler is not None and not scaler.is_enabled():
         scaler = None
     owned = [p for group in optimizer.param_groups for p in group["params"]]
-    chosen = owned if parameters is None else list(parameters)
+    selected = owned if parameters is None else list(parameters)
     if scaler is not None and any(p.grad is not None for p in owned):
         scaler.unscale_(optimizer)
     limit = limit if limit <= LARGEST else LARGEST  # of NaN too: that is no limit
     with torch.no_grad():
-        gradients = Gradients(chosen)
+        gradients = Gradients(selected)
         if grad_norm is not None:
-            norm, parts, factor, max_norm = _own_norm(grad_norm, chosen), NormParts(), None, None
+            norm, parts, factor, max_norm = _own_norm(grad_norm, selected), NormParts(), None, None
         else:
             norm, parts = gradients.norm(norm_group)
             factor = None if gradient_factor is None else _beside(norm, gradient_factor)
@@ -238,8 +238,8 @@ def apply_gradients(
         scaler.update()
     for parameter in owned:
         parameter.grad = None
-    if chosen is not owned:
-        _drop(chosen)
+    if selected is not owned:
+        _drop(selected)
     return GuardedUpdate(norm, verdict, parts, found_inf)
 
 
