@@ -60,7 +60,7 @@ def _where(
     facts: LaunchFacts, cause: Cause, first: RankFailure | None
 ) -> tuple[int | None, tuple[str, ...]]:
     """The rank and the hosts that the incident started on, where that is known."""
-    nodes, named = failed_nodes(facts), _named(facts)
+    nodes, named = failed_nodes(facts), _suspected_hosts(facts)
     # Who was named while the launch went on is, or is one of, those that are gone.
     agree = not named or bool(named & set(nodes))
     if cause is Cause.NODE_FAIL and nodes and facts.refused is None and agree:
@@ -104,10 +104,10 @@ def _step(facts: LaunchFacts) -> int | None:
     return facts.furthest if first is None else first.step
 
 
-def _named(facts: LaunchFacts) -> set[str]:
+def _suspected_hosts(facts: LaunchFacts) -> set[str]:
     """The hosts that were named while the launch went on."""
-    named = set() if facts.stalled is None else set(facts.stalled.late_hosts)
-    return named if facts.probe is None else named | set(facts.probe.hosts)
+    late_hosts = set() if facts.stalled is None else set(facts.stalled.late_hosts)
+    return late_hosts if facts.probe is None else late_hosts | set(facts.probe.hosts)
 
 
 def _first_failure(facts: LaunchFacts) -> RankFailure | None:
@@ -132,9 +132,9 @@ def _followers(facts: LaunchFacts, rank: int | None) -> tuple[Evidence, ...]:
     )
     if not followed:
         return ()
-    shown = ", ".join(map(str, followed[:_SHOWN_FOLLOWERS]))
+    rank_list = ", ".join(map(str, followed[:_SHOWN_FOLLOWERS]))
     more = len(followed) - _SHOWN_FOLLOWERS
-    ranks = f"{shown} and {more} more" if more > 0 else shown
+    ranks = f"{rank_list} and {more} more" if more > 0 else rank_list
     return (Evidence("followers", f"{'rank' if len(followed) == 1 else 'ranks'} {ranks}"),)
 
 
@@ -162,7 +162,7 @@ def _judge(facts: LaunchFacts) -> Judged:
     silent = vanished(facts)
     lost = silent and not killed_for_memory(facts) and not facts.lost
     # Who can't reach the others hears nothing of them: then it is not they who are gone.
-    named = _named(facts)
+    named = _suspected_hosts(facts)
     if named and not named & set(silent):
         lost = ()
     if lost and (first is None or first.cause is Cause.NCCL_ERROR):

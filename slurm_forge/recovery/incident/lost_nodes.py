@@ -52,6 +52,6 @@ def no_word_from(facts: LaunchFacts, nodes: tuple[str, ...]) -> Evidence:
         if node in nodes
         for local in range(placement.tasks_per_node)
     ]
-    shown = ", ".join(map(str, ranks[:8])) + (", …" if len(ranks) > 8 else "")
-    whose = f"rank{'s' if len(ranks) > 1 else ''} {shown}"
+    rank_list = ", ".join(map(str, ranks[:8])) + (", …" if len(ranks) > 8 else "")
+    whose = f"rank{'s' if len(ranks) > 1 else ''} {rank_list}"
     return Evidence("srun", f"{', '.join(nodes)}: no word of {whose}, while the others had ended")

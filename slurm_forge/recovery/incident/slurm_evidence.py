@@ -83,8 +83,8 @@ def is_ending(facts: LaunchFacts) -> bool:
     now, first = facts.job_at_end, facts.job_at_start
     if now is None:
         return False
-    known = None if first is None else first.preempt_time
-    if now.preempt_time is not None and now.preempt_time != known:
+    earlier_preemption = None if first is None else first.preempt_time
+    if now.preempt_time is not None and now.preempt_time != earlier_preemption:
         return True
     return now.state in _LEAVING or now.restarts > _before(facts, now.restarts)
 
@@ -132,18 +132,18 @@ def _cancelled_early(facts: LaunchFacts) -> Judged | None:
 
     It ends the job before the time that the notice had named, and the batch step hears of it.
     """
-    noticed, now = facts.job_at_notice or facts.job_at_start, facts.job_at_end
-    if noticed is None or now is None or noticed.end_time is None:
+    at_notice, now = facts.job_at_notice or facts.job_at_start, facts.job_at_end
+    if at_notice is None or now is None or at_notice.end_time is None:
         return None
     ending = now.state in (JobState.COMPLETING, JobState.CANCELLED)
-    early = now.end_time is not None and now.end_time < noticed.end_time - timedelta(seconds=1)
-    newly = now.preempt_time is not None and now.preempt_time != noticed.preempt_time
-    again = now.restarts > _before(facts, noticed.restarts)
+    early = now.end_time is not None and now.end_time < at_notice.end_time - timedelta(seconds=1)
+    newly = now.preempt_time is not None and now.preempt_time != at_notice.preempt_time
+    again = now.restarts > _before(facts, at_notice.restarts)
     if not (facts.batch_signals and ending and early) or newly or again:
         return None
     text = (
         f"JobState={now.state.value} EndTime={_clock(now.end_time)}, before the end that was known "
-        f"({_clock(noticed.end_time)})"
+        f"({_clock(at_notice.end_time)})"
     )
     return Cause.USER_CANCELLED, Confidence.LIKELY, (Evidence("scontrol", text),)
 
@@ -169,15 +169,15 @@ def _before_the_grace_is_over(facts: LaunchFacts) -> Judged | None:
         return None
     notice = facts.job_at_notice  # one that ends already may have the time that was set anew
     late = notice is None or notice.state in (JobState.COMPLETING, JobState.CANCELLED)
-    noticed = None if notice is None or late else notice.preempt_time
-    begun = min(job.preempt_time, noticed or job.preempt_time)
-    if noticed is None and job.end_time - job.preempt_time <= _SAME_MOMENT:
+    noticed_preemption = None if notice is None or late else notice.preempt_time
+    grace_started = min(job.preempt_time, noticed_preemption or job.preempt_time)
+    if noticed_preemption is None and job.end_time - job.preempt_time <= _SAME_MOMENT:
         # Slurm sets PreemptTime anew when the grace time is over (_job_check_grace_internal in
         # src/interfaces/preempt.c): only a signal at once for the batch step tells a scancel.
         after = facts.terminated_after
         if after is None or after >= facts.grace - _SAME_MOMENT:
             return None
-    over = begun + facts.grace
+    over = grace_started + facts.grace
     if job.limit_ends is not None:
         over = min(over, job.limit_ends - timedelta(seconds=1))
     if job.end_time >= over - timedelta(seconds=1):
@@ -367,8 +367,8 @@ def failed_node(facts: LaunchFacts) -> str:
     """The node that Slurm lost in this launch: by srun's words, else newly by the records."""
     for words in (_NODE_FAILURE, _NOT_LAUNCHED):
         # slurmstepd's line, which names none, may come before srun's.
-        named = (match["node"] for match in words.finditer(facts.launcher_text) if match["node"])
-        node = next(named, None)
+        nodes = (match["node"] for match in words.finditer(facts.launcher_text) if match["node"])
+        node = next(nodes, None)
         if node is not None:
             return str(node)
     before = None if facts.job_at_start is None else facts.job_at_start.failed_node
@@ -428,8 +428,8 @@ def node_lost(facts: LaunchFacts) -> Judged | None:
         job is not None and job.failed_node == node
         for job in (facts.job_at_notice, facts.job_at_end)
     )
-    known = by_job or any(record.name == node and record.is_down for record in facts.nodes)
-    if not known:
+    is_down = by_job or any(record.name == node and record.is_down for record in facts.nodes)
+    if not is_down:
         without = no_word_from(facts, vanished(facts))
         return Cause.NODE_FAIL, Confidence.GUESS, (without, *evidence, *words)
     given_up = any(record.name == node and "DOWN" in record.state for record in facts.nodes)

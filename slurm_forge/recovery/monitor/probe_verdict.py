@@ -334,13 +334,15 @@ def _not_come(
         # Where links are bad the step before may take for ever, while everybody talks.
         plain = all(each.phase in _PLAIN for each in ranks)
         return AskNetwork(NOTHING) if since >= deadline and plain else NOTHING
-    named = late if _is_minority(late, ranks) else []
-    lines = [Evidence("probe", f"late: {_named(late)} for {since:.0f} s, {_came(flight, ranks)}")]
+    culprits = late if _is_minority(late, ranks) else []
+    lines = [
+        Evidence("probe", f"late: {_rank_list(late)} for {since:.0f} s, {_came(flight, ranks)}")
+    ]
     lines += [Evidence("heartbeat", _pulse(each)) for each in late[:SHOWN]]
     return ProbeFailure(
         cause=Cause.HANG,
-        ranks=tuple(each.rank for each in named),
-        hosts=tuple(each.host for each in named),
+        ranks=tuple(each.rank for each in culprits),
+        hosts=tuple(each.host for each in culprits),
         step=max(each.step for each in ranks),
         confidence=Confidence.LIKELY,
         evidence=tuple(lines),
@@ -355,7 +357,7 @@ def _overdue(
     Where it runs on the CPU and training goes on, it is the probe that is broken.  On a GPU it
     waits for the work before it, which may take as long as a step.
     """
-    left = [each for each in ranks if each.rank not in flight.latency]
+    waiting = [each for each in ranks if each.rank not in flight.latency]
     goes_on = min(each.step for each in ranks) >= flight.step + _GOES_ON
     if goes_on and not flight.gpu:
         why = f"it did not end within {since:.0f} s, and training goes on"
@@ -365,16 +367,19 @@ def _overdue(
         patience = max(deadline, *(each.limit for each in ranks))
     if since < patience or any(each.phase not in _PLAIN for each in ranks):
         return AskNetwork(NOTHING)
-    named = left if 2 * len(left) < len(ranks) and _is_minority(left, ranks) else []
+    culprits = waiting if 2 * len(waiting) < len(ranks) and _is_minority(waiting, ranks) else []
     lines = [
-        Evidence("probe", f"all arrived, and after {since:.0f} s it was not over on {_named(left)}")
+        Evidence(
+            "probe",
+            f"all arrived, and after {since:.0f} s it was not over on {_rank_list(waiting)}",
+        )
     ]
-    lines += [Evidence("heartbeat", _pulse(each)) for each in left[:SHOWN]]
+    lines += [Evidence("heartbeat", _pulse(each)) for each in waiting[:SHOWN]]
     return AskNetwork(
         ProbeFailure(
             cause=Cause.HANG,
-            ranks=tuple(each.rank for each in named),
-            hosts=tuple(each.host for each in named),
+            ranks=tuple(each.rank for each in culprits),
+            hosts=tuple(each.host for each in culprits),
             step=max(each.step for each in ranks),
             confidence=Confidence.GUESS,
             evidence=tuple(lines),
@@ -390,7 +395,7 @@ def _silent_found(
 ) -> ProbeFailure:
     late = sorted(late, key=lambda each: each.rank)
     talking = sum(each.talks for each in ranks)
-    head = f"late: {_named(late)}; {talking} of {len(ranks)} ranks talk"
+    head = f"late: {_rank_list(late)}; {talking} of {len(ranks)} ranks talk"
     lines = [Evidence("probe", head)]
     lines += [Evidence("heartbeat", _pulse(each)) for each in late[:SHOWN]]
     return ProbeFailure(
@@ -426,10 +431,10 @@ def _pulse(each: RankSeen) -> str:
     return head + "so is its witness: its node is frozen, gone or can't be reached"
 
 
-def _named(ranks: Sequence[RankSeen]) -> str:
-    shown = ", ".join(f"rank {each.rank} ({each.host})" for each in ranks[:SHOWN])
+def _rank_list(ranks: Sequence[RankSeen]) -> str:
+    rank_list = ", ".join(f"rank {each.rank} ({each.host})" for each in ranks[:SHOWN])
     more = len(ranks) - SHOWN
-    return f"{shown} and {more} more" if more > 0 else shown
+    return f"{rank_list} and {more} more" if more > 0 else rank_list
 
 
 def _came(flight: Flight, ranks: Sequence[RankSeen]) -> str:

@@ -181,9 +181,9 @@ def _late(
     frozen = tuple(r for r in overrun.over if _is_frozen(views[r], looks.get(r)))
     if frozen:
         return frozen if len(frozen) < len(views) or len(views) == 1 else overrun.first
-    known = [rank for rank in overrun.over if _where(looks, rank).top]
-    together = [rank for rank in known if _where(looks, rank).together]
-    apart = tuple(rank for rank in known if rank not in together)
+    with_stack = [rank for rank in overrun.over if _where(looks, rank).top]
+    together = [rank for rank in with_stack if _where(looks, rank).together]
+    apart = tuple(rank for rank in with_stack if rank not in together)
     if together and apart:
         return apart
     if together and len(together) == len(views) > 1:
@@ -240,8 +240,8 @@ def _evidence(
     looks: Mapping[int, Look],
     stretches: Stretches,
 ) -> tuple[Evidence, ...]:
-    shown = (late or overrun.over)[:SHOWN]
-    one = views[shown[0]]
+    listed = (late or overrun.over)[:SHOWN]
+    one = views[listed[0]]
     usual = stretches.usual(one.kind)
     took = "never seen before" if usual is None else f"took up to {_seconds(usual)} before"
     who = ", ".join(f"rank {rank} ({views[rank].host})" for rank in late[:SHOWN]) or "all ranks"
@@ -255,13 +255,13 @@ def _evidence(
         f"{_number(one.step)} ({one.kind} {took}, limit {_seconds(overrun.limit.total_seconds())})"
     )
     lines = [Evidence("watchdog", head)]
-    lines += [Evidence(f"rank {rank}", _state(views[rank], looks.get(rank))) for rank in shown]
+    lines += [Evidence(f"rank {rank}", _state(views[rank], looks.get(rank))) for rank in listed]
     # Also those that have not been there for long enough themselves.
     waiting = [r for r in sorted(looks) if r not in late and _where(looks, r).together]
     if late and waiting:
         where = " and ".join(sorted({_where(looks, rank).call for rank in waiting}))
         lines.append(Evidence("others", f"{some_ranks(waiting)} waiting in {where}"))
-    file = next((looks[rank].file for rank in shown if _file(looks, rank)), "")
+    file = next((looks[rank].file for rank in listed if _file(looks, rank)), "")
     return (*lines, Evidence("stacks", file)) if file else tuple(lines)
 
 
@@ -272,14 +272,16 @@ def _state(view: RankView, look: Look | None) -> str:
     where = Where() if look is None or look.where is None else look.where
     if view.state in FROZEN:
         return FROZEN_WORDS[view.state] + (f", in {where.top}" if where.top else "")
-    held = ""
+    lock_text = ""
     if view.no_python_for > view.since / 2:  # otherwise some Python thread runs every second
         duration = _seconds(view.no_python_for.total_seconds())
-        held = f"; no Python thread of it ran for {duration}: C code holds the interpreter's lock"
+        lock_text = (
+            f"; no Python thread of it ran for {duration}: C code holds the interpreter's lock"
+        )
     if not where.top:
-        return f"no stack could be taken{held}"
+        return f"no stack could be taken{lock_text}"
     inside = ", in the data loader" if where.loading else ""
-    return f"{where.top}{inside}{held}"
+    return f"{where.top}{inside}{lock_text}"
 
 
 def _where(looks: Mapping[int, Look], rank: int) -> Where:

@@ -70,7 +70,9 @@ def decide(
         return _rest(state, incident, Action.STOP, _why_stopped(incident))
     loop = None if in_process else looping(policy.limits, state, incident, now=now)
     if loop is not None:
-        return _held(state, incident, f"{incident.cause.value}: {loop.why}", loop.next_step)
+        return _hold_decision(
+            state, incident, f"{incident.cause.value}: {loop.why}", loop.next_step
+        )
     context = RungContext(
         batch_coupled=batch_coupled,
         mem=mem,
@@ -98,7 +100,7 @@ def decide(
     reason = f"{incident.cause.value}: nothing left to try ({'; '.join(refused)})"
     if not refused:
         reason = f"{incident.cause.value}: needs a human decision; a restart would not help"
-    return _held(state, incident, reason)
+    return _hold_decision(state, incident, reason)
 
 
 def _step_taken(
@@ -129,7 +131,7 @@ def _wait(rung: Rung, before: int) -> timedelta:
     return min(rung.wait * (1 << doublings), LONGEST_WAIT)
 
 
-def _held(state: RunState, incident: Incident, why: str, next_step: str = "") -> Decision:
+def _hold_decision(state: RunState, incident: Incident, why: str, next_step: str = "") -> Decision:
     reason = f"{why}; next: {next_step or remedy(incident.cause)}"
     return _rest(state, incident, Action.HOLD, reason)
 

@@ -66,10 +66,10 @@ def apply_answer(
 
 
 def _target(state: RunState, incident: Incident, answer: Decision) -> RollbackTarget | str:
-    named = next(
+    checkpoint = next(
         (each for each in may_be_used(state, incident) if str(each) == answer.target), None
     )
-    return target_of(state, incident) if named is None else RollbackTarget(named)
+    return target_of(state, incident) if checkpoint is None else RollbackTarget(checkpoint)
 
 
 def _bounded(proposed: RecoveryPlan, before: RecoveryPlan, *, batch_coupled: bool) -> RecoveryPlan:

@@ -20,8 +20,8 @@ from slurm_forge.recovery.policy.rollback_targets import (
 )
 from slurm_forge.recovery.policy.skip_windows import (
     left_out,
-    shown,
     too_short,
+    windows_text,
 )
 from slurm_forge.slurm.text.nodelist import check_node_name
 from slurm_forge.spec.recovery import Rung, SkipSamples, VariableSet, takes_variables
@@ -153,10 +153,10 @@ def _others_can_take_over(
     those that the plan has ``left`` out before, which are no others.
     """
     leaves = rung.exclude_node or incident.cause is Cause.NODE_FAIL
-    known = allocation is not None and allocation.outlives and bool(incident.hosts)
+    is_known = allocation is not None and allocation.outlives and bool(incident.hosts)
     return (
         leaves
-        and known
+        and is_known
         and allocation is not None
         and allocation.suffices({*incident.hosts, *remaining})
     )
@@ -298,7 +298,7 @@ def changes_between(before: RecoveryPlan, after: RecoveryPlan) -> tuple[Change, 
         ("time_factor", f"{before.time_factor:g}", f"{after.time_factor:g}"),
         ("nodes", _text(before.nodes), _text(after.nodes)),
         ("worker_factor", f"{before.worker_factor:g}", f"{after.worker_factor:g}"),
-        ("skipped_samples", shown(before.skipped), shown(after.skipped)),
+        ("skipped_samples", windows_text(before.skipped), windows_text(after.skipped)),
         ("reseeded", str(before.reseeded), str(after.reseeded)),
         ("exclude_nodes", ",".join(before.exclude_nodes), ",".join(after.exclude_nodes)),
         ("variables", " ".join(map(str, before.variables)), " ".join(map(str, after.variables))),
