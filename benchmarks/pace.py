@@ -181,7 +181,9 @@ def _trial(rounds: int) -> tuple[float, float]:
 def _hub(ranks: int) -> tuple[float, float]:
     """Microseconds of a message from its line to the window, milliseconds of a window."""
     members = {
-        rank: MemberView(rank=rank, host=f"n{rank // 8:04d}", pid=1, heard_at=0.0, started=True)
+        rank: MemberView(
+            rank=rank, host=f"n{rank // 8:04d}", pid=1, last_message_at=0.0, started=True
+        )
         for rank in range(ranks)
     }
     monitor = StragglerMonitor(

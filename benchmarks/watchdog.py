@@ -30,7 +30,7 @@ from slurm_forge.training.core.procfs import (
     read_process,
 )
 from slurm_forge.training.core.step_boundary import StepBoundaries
-from slurm_forge.training.monitor.client import begin_to_be_witnessed
+from slurm_forge.training.monitor.client import prepare_monitor
 from slurm_forge.vocabulary.position import Position
 
 _STEPS = 4000
@@ -138,7 +138,7 @@ def _per_call(call: Callable[[Position], None], position: Position) -> float:
 
 def _witness(stack: contextlib.ExitStack, hub: Hub, seconds: float) -> tuple[float, float, float]:
     """Share of a processor, resident MiB, milliseconds until its first word."""
-    witnessed = begin_to_be_witnessed()
+    witnessed = prepare_monitor()
     if witnessed is None:
         raise SystemExit("this system has no memory that can be shared so (memfd)")
     folder = stack.enter_context(TemporaryDirectory())

@@ -79,7 +79,7 @@ def site_places(setting: PlaceSetting | None = None, *, begun: bool = False) -> 
     """As ``launch.render.site_choice.site_places``, imported when it is needed."""
     from slurm_forge.launch.render.site_choice import site_places as places
 
-    return places(setting, begun=begun)
+    return places(setting, run_exists=begun)
 
 
 def node_ledger(site: Site, cluster: str | None) -> NodeLedger:

@@ -136,7 +136,7 @@ class ProgressClock:
         self._write()
 
     def rewound(self, position: Position) -> None:
-        """Go on from ``position``, in a later turn."""
+        """Go on from ``position``, after a rollback."""
         self._position, self._begun = position, position.step
         self._special, self._left = "first ", _FIRST_STEPS
         self._look_back(counts=False)
@@ -172,9 +172,9 @@ class ProgressClock:
 
     def _write(self) -> None:
         self._number = number = self._number + 1
-        step, phase, poll, turn = self._position
+        step, phase, poll, rollbacks = self._position
         _PACK(
-            self._page, 0, number, turn, step, self._begun, phase, poll, self._at,
+            self._page, 0, number, rollbacks, step, self._begun, phase, poll, self._at,
             self._name, self._kind_name, number,
         )  # fmt: skip
 
@@ -192,13 +192,13 @@ class ClockReader:
             first = self._page[: _MOVED.size]
             if self._page[: _MOVED.size] != first:
                 continue
-            number, turn, step, begun, phase, poll, at, name, kind, last = _MOVED.unpack(first)
+            number, rollbacks, step, begun, phase, poll, at, name, kind, last = _MOVED.unpack(first)
             if number != last:
                 continue
             if number == 0:
                 return None
             return ProgressRecord(
-                Position(step, phase, poll, turn), begun, at, _text(name), _text(kind)
+                Position(step, phase, poll, rollbacks), begun, at, _text(name), _text(kind)
             )
         return None
 

@@ -44,7 +44,7 @@ class RankPosition:
         """The first step boundary that the rank can still act at."""
         at_boundary = self.position.phase == 0
         step = self.position.step + (0 if self.waiting and at_boundary else 1)
-        return Position(step, turn=self.position.turn)
+        return Position(step, rollbacks=self.position.rollbacks)
 
 
 @dataclass(slots=True)
@@ -108,9 +108,9 @@ class RequestAnswers:
             return self._previous or self._next_boundary()
         phases = {(place.position.phase_place, place.path) for place in places}
         if len(inside) == len(places) and len(phases) == 1:
-            (turn, step, phase), _ = phases.pop()
+            (rollbacks, step, phase), _ = phases.pop()
             poll = max(p.position.poll + (0 if p.waiting else 1) for p in places)
-            return Position(step, phase, poll, turn)
+            return Position(step, phase, poll, rollbacks)
         return None
 
     def _next_boundary(self) -> Position:
@@ -192,7 +192,7 @@ class RankAgreement:
         wait for the end of a long evaluation.
         """
         at, before = position, self._arrived_at
-        if (at.turn, at.step, at.phase) != (before.turn, before.step, before.phase):
+        if (at.rollbacks, at.step, at.phase) != (before.rollbacks, before.step, before.phase):
             self._path = f"{self._path}/{name}" if position.phase > 0 else ""
         self._arrived_at = position
         if not self._pending:  # the path of every ordinary step

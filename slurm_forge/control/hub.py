@@ -89,8 +89,8 @@ class MemberView:
     rank: int
     host: str
     pid: int
-    heard_at: float
-    turn: int = 0
+    last_message_at: float
+    rollbacks: int = 0
     step: int = 0
     begun: int = 0
     phase: str = "start"
@@ -101,11 +101,11 @@ class MemberView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MonitorView:
-    """What the monitor of a rank said last; ``heard_at`` is on the hub's monotonic clock."""
+    """What the monitor of a rank said last; ``last_message_at`` is on the hub's monotonic clock."""
 
     rank: int
     host: str
-    heard_at: float
+    last_message_at: float
     pulse: MonitorHeartbeat | None = None
     connected: bool = True
 
@@ -236,10 +236,10 @@ class Hub(Listener[_Peer]):
         # Only what every rank has left behind: until then one may still ask about it anew.
         if len(self._members) < self.world_size:
             return
-        slowest = min((member.turn, member.step) for member in self._members.values())
+        slowest = min((member.rollbacks, member.step) for member in self._members.values())
         for number, (_, gathering) in list(self._requests.items()):
             target = gathering.target
-            if target is not None and (target.turn, target.step) < slowest:
+            if target is not None and (target.rollbacks, target.step) < slowest:
                 del self._requests[number]
                 self._until.pop(number, None)
 
@@ -262,11 +262,11 @@ class Hub(Listener[_Peer]):
         if peer.rank is None:
             self._greet(peer, message, now)
             return
-        member = replace(self._members[peer.rank], heard_at=now)
+        member = replace(self._members[peer.rank], last_message_at=now)
         if isinstance(message, Heartbeat):
             member = replace(
                 member,
-                turn=message.turn,
+                rollbacks=message.turn,
                 step=message.step,
                 begun=message.begun,
                 phase=message.phase,
@@ -295,7 +295,7 @@ class Hub(Listener[_Peer]):
                 self._send(each, Publish(key=message.key, value=message.value))
 
     def _on_monitor_message(self, rank: int, message: Message, now: float) -> None:
-        view = replace(self._monitors[rank], heard_at=now)
+        view = replace(self._monitors[rank], last_message_at=now)
         if isinstance(message, MonitorHeartbeat):
             view = replace(view, pulse=message)
         self._monitors[rank] = view
@@ -334,7 +334,7 @@ class Hub(Listener[_Peer]):
             return
         peer.rank = message.rank
         self._members[message.rank] = MemberView(
-            rank=message.rank, host=message.host, pid=message.pid, heard_at=now
+            rank=message.rank, host=message.host, pid=message.pid, last_message_at=now
         )
         self._send(peer, Welcome(nonce=self.nonce))
         for key, value in self._published.items():
@@ -355,7 +355,7 @@ class Hub(Listener[_Peer]):
             return
         peer.monitor = message.rank
         self._monitors[message.rank] = MonitorView(
-            rank=message.rank, host=message.host, heard_at=now
+            rank=message.rank, host=message.host, last_message_at=now
         )
         self._send(peer, Welcome(nonce=self.nonce))
 

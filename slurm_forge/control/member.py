@@ -149,7 +149,7 @@ class Member:
             self.send(self._beat(self._phase_since))
 
     def rewound(self, position: Position) -> None:
-        """Training goes on from ``position``, in a later turn: said at once.
+        """Training goes on from ``position``, after a rollback: said at once.
 
         Else what was begun before would be taken for steps beyond those of a rank that is through.
         """
@@ -249,7 +249,7 @@ class Member:
         if self._rewound is not None and self._rewound > position:
             position = self._rewound
         return Heartbeat(
-            turn=position.turn,
+            turn=position.rollbacks,
             step=position.step,
             begun=self._begun,
             phase=self._phase,

@@ -16,7 +16,7 @@ from slurm_forge.journal.known import (
     measured,
     pruned,
     rolled_back,
-    witnessed,
+    with_reference_loss,
 )
 from slurm_forge.journal.order import (
     by_person,
@@ -197,7 +197,7 @@ def advance(state: RunState, record: Record) -> RunState:
             known = (
                 state.known
                 if name is None
-                else witnessed(state.known, name, event.loss, event.samples)
+                else with_reference_loss(state.known, name, event.loss, event.samples)
             )
             return replace(state, known=known)
         case ev.CheckpointsPruned():

@@ -34,8 +34,8 @@ class KnownCheckpoint:
     metric: float | None = None
     metric_name: str = ""
     #: The loss of the first micro-batch behind it, and how many samples were in it.
-    witness: float | None = None
-    witness_samples: int = 0
+    reference_loss: float | None = None
+    reference_samples: int = 0
     by_person: bool = False
 
 
@@ -78,8 +78,8 @@ def committed(known: Known, name: CheckpointName, event: CheckpointCommitted, ti
             by_person=earlier.by_person,
             metric=earlier.metric,
             metric_name=earlier.metric_name,
-            witness=earlier.witness,
-            witness_samples=earlier.witness_samples,
+            reference_loss=earlier.reference_loss,
+            reference_samples=earlier.reference_samples,
             seconds=event.seconds or earlier.seconds,
             blocked_s=event.blocked_s or earlier.blocked_s,
         )
@@ -109,9 +109,11 @@ def measured(known: Known, name: CheckpointName, metric: str, value: float) -> K
     return _where(known, {name}, lambda each: replace(each, metric=value, metric_name=metric))
 
 
-def witnessed(known: Known, name: CheckpointName, loss: float, samples: int) -> Known:
+def with_reference_loss(known: Known, name: CheckpointName, loss: float, samples: int) -> Known:
     """The loss of the first micro-batch behind it."""
-    return _where(known, {name}, lambda each: replace(each, witness=loss, witness_samples=samples))
+    return _where(
+        known, {name}, lambda each: replace(each, reference_loss=loss, reference_samples=samples)
+    )
 
 
 def pruned(known: Known, names: Collection[CheckpointName]) -> Known:

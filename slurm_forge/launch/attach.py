@@ -170,18 +170,18 @@ class Attachment:
         """Rank 0: make the run where there is none, claim, conduct, and be a rank too."""
         environment = SlurmEnvironment.from_environ(process_environ())
         slurm = None if environment is None else SubprocessSlurm.of_this_process()
-        run = self._made(place)
+        run = self._ensure_run(place)
         key = _key(place)
         withdraw(run, key)
         if slurm is None:
             self._stack.enter_context(hold_run_lock(run)).name(place.job)
         refused = None if not run.is_done() else StartRefusal.DONE
-        begun = None
+        attempt = None
         if refused is None:
             if slurm is None:
                 run.stop_file.unlink(missing_ok=True)
             note_asked(run, place.job, place.restart_count, slurm)
-            begun = begin(
+            attempt = begin(
                 run,
                 job=place.job,
                 restart_count=place.restart_count,
@@ -190,13 +190,13 @@ class Attachment:
                 slurm=slurm,
                 command=True,
             )
-        if begun is None or isinstance(begun, StartRefusal):
+        if attempt is None or isinstance(attempt, StartRefusal):
             Rendezvous("", "", 0).publish(run, key)
-            _nothing_to_do(run, refused or begun)
+            _nothing_to_do(run, refused or attempt)
         if environment is not None:
-            note_unrecognized(begun, environment.unrecognized)
+            note_unrecognized(attempt, environment.unrecognized)
         embedded = EmbeddedConductor(
-            begun,
+            attempt,
             world_size=place.world_size,
             job=place.job,
             slurm=slurm,
@@ -204,7 +204,7 @@ class Attachment:
             requeue_exit_code=STOPPED if slurm is None else None,
             ear=None if environment is None else self._ear(environment),
         )
-        if begun.verdict is not None:
+        if attempt.verdict is not None:
             Rendezvous("", "", 0).publish(run, key)
             embedded.conclude()
         embedded.start()
@@ -239,7 +239,7 @@ class Attachment:
 
     def _join(self, place: Any) -> Any:
         """Any other rank: by what rank 0 has written into the run directory."""
-        run = RunDirectory.at(self._folder() / self._named(place))
+        run = RunDirectory.at(self._folder() / self._run_name(place))
         rendezvous = await_rendezvous(run, _key(place), _answers)
         if rendezvous is None:
             _nothing_to_do(run, None)
@@ -259,7 +259,7 @@ class Attachment:
             return self._runs.expanduser().absolute()
         return Path(Knobs.from_environ(process_environ()).runs or "runs").expanduser().absolute()
 
-    def _named(self, place: Any) -> str:
+    def _run_name(self, place: Any) -> str:
         del place
         if self._name is not None:
             return self._name
@@ -274,11 +274,11 @@ class Attachment:
             )
         return stem
 
-    def _made(self, place: Any) -> RunDirectory:
-        job = self._job(self._named(place))
+    def _ensure_run(self, place: Any) -> RunDirectory:
+        job = self._job(self._run_name(place))
         run = RunDirectory.at(self._folder() / job.name)
         if not run.is_done():
-            site = find_site(begun=run.spec_file.is_file())
+            site = find_site(run_exists=run.spec_file.is_file())
             open_run(job, runs=self._folder(), site=site, folder=Path.cwd())
         return run
 

@@ -65,12 +65,12 @@ class Fingerprint:
         """What can be understood of it: older and newer versions may say less, or more."""
         body: Mapping[str, Any] = value if isinstance(value, Mapping) else {}
         facts, complete = body.get("facts"), body.get("complete")
-        known: dict[str, str] = {}
+        values: dict[str, str] = {}
         for key, fact in facts.items() if isinstance(facts, Mapping) else ():
-            if isinstance(key, str) and isinstance(fact, str) and len(known) < _MOST:
-                known[key] = fact
+            if isinstance(key, str) and isinstance(fact, str) and len(values) < _MOST:
+                values[key] = fact
         parts = complete if isinstance(complete, list) else []
-        return cls(known, frozenset(part for part in parts if isinstance(part, str)))
+        return cls(values, frozenset(part for part in parts if isinstance(part, str)))
 
     def _says(self, key: str) -> bool:
         """Whether it says anything about ``key``, if only that it was not set."""

@@ -188,7 +188,7 @@ def assess_run(
     if not _of_slurm(run):
         return None
     if run.status is RunStatus.HELD:
-        return _held(run, queue)
+        return _held_finding(run, queue)
     if run.status not in _LIVE:
         return None
     if run.intent is not None:
@@ -235,7 +235,7 @@ def _finding(
     )
 
 
-def _held(run: RunSnapshot, queue: JobInQueue) -> WatchFinding | None:
+def _held_finding(run: RunSnapshot, queue: JobInQueue) -> WatchFinding | None:
     line = queue.line
     if line is not None and line.state in ACTIVE:
         return None  # somebody has released it, and the journal does not know yet

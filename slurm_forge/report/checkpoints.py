@@ -64,7 +64,7 @@ class CheckpointsListed:
 
 
 def resumed_next(state: RunState, stored: Sequence[StoredCheckpoint]) -> CheckpointName | None:
-    """What a start would resume from now; ``found`` is newest first."""
+    """What a start would resume from now; ``stored`` has the newest first."""
     for each in stored:
         if each.manifest is not None and state.refusal(each.name) is None:
             return each.name

@@ -108,7 +108,7 @@ class RunDirectory:
         """There once that launch of the attempt has begun: no earlier one publishes any more."""
         return self.attempt(attempt) / f"launch-{launch}"
 
-    def seat_file(self, attempt: int, launch: int) -> Path:
+    def hosts_file(self, attempt: int, launch: int) -> Path:
         """The nodes of a launch, a line for each rank, as srun reads them."""
         return self.attempt(attempt) / f"seats-l{launch}"
 

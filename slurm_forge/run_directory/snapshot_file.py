@@ -74,7 +74,7 @@ class SnapshotFile:
         return value
 
     def put(self, run: RunDirectory, file_signature: str, value: dict[str, Any]) -> None:
-        """Keep it.  ``signed`` must have been taken before the files were read."""
+        """Keep it.  ``file_signature`` must be from before the files were read."""
         self._used[str(run.path)] = {"of": file_signature, "value": value}
 
     def save(self) -> None:

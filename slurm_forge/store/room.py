@@ -35,7 +35,7 @@ def free_space(directory: Path) -> FreeSpace:
 
 
 def shortage(
-    room: FreeSpace, *, size: int, files: int, use_spare: bool = False
+    free: FreeSpace, *, size: int, files: int, use_spare: bool = False
 ) -> CheckpointError | None:
     """Why ``size`` bytes in ``files`` files had better not be begun; None if there is room.
 
@@ -43,19 +43,19 @@ def shortage(
     a save that others wait for is tried wherever it can fit, and one that fails leaves nothing.
     """
     spare = 0 if use_spare else min(size, _SPARE_BYTES)
-    if room.size is not None and room.size < size + _BESIDE_BYTES + spare:
+    if free.size is not None and free.size < size + _BESIDE_BYTES + spare:
         reserve = format_memory(_BESIDE_BYTES + spare)
         return CheckpointError(
             f"no room for a checkpoint of {format_memory(size)} and {reserve} kept free for "
-            f"journal and logs: {format_memory(room.size)} free",
+            f"journal and logs: {format_memory(free.size)} free",
             next_step="Make room, or keep fewer (checkpoint.keep_last, slurm-forge checkpoints "
             "prune). Training goes on, and the next save asks again.",
         )
     spare = 0 if use_spare else min(files, _SPARE_FILES)
-    if room.files is not None and room.files < files + _BESIDE_FILES + spare:
+    if free.files is not None and free.files < files + _BESIDE_FILES + spare:
         return CheckpointError(
             f"no room for {files} more files and {_BESIDE_FILES + spare} kept free for "
-            f"journal and logs: {room.files} inodes free",
+            f"journal and logs: {free.files} inodes free",
             next_step="Delete files on this file system, or ask for a larger quota of files. "
             "Training goes on, and the next save asks again.",
         )

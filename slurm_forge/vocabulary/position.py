@@ -13,22 +13,22 @@ class Position(NamedTuple):
 
     ``step`` is the number of optimizer steps done, ``phase`` counts the phases (data wait,
     evaluation, …) entered since that boundary, 0 being the boundary itself, and ``poll`` counts
-    the polls inside that phase.  ``turn`` counts the rollbacks of this launch: steps come again in
-    a later turn, so that is what is compared first.
+    the polls inside that phase.  ``rollbacks`` counts those of this launch: the same
+    steps come again after one, so that is what is compared first.
     """
 
     step: int
     phase: int = 0
     poll: int = 0
-    turn: int = 0
+    rollbacks: int = 0
 
     @property
     def phase_place(self) -> tuple[int, int, int]:
         """Turn, step and phase: what the polls are counted in."""
-        return (self.turn, self.step, self.phase)
+        return (self.rollbacks, self.step, self.phase)
 
     def _key(self) -> tuple[int, int, int, int]:
-        return (self.turn, self.step, self.phase, self.poll)
+        return (self.rollbacks, self.step, self.phase, self.poll)
 
     def __lt__(self, other: tuple[int, ...]) -> bool:
         return isinstance(other, Position) and self._key() < other._key()

@@ -276,7 +276,7 @@ def launched(
     conductor = Conductor(
         hub,
         journal=attempt.journal,
-        watch=watch,
+        job_poller=watch,
         timing=timing(attempt.file.job, state=attempt.state(), now=time.time()),
         stop_file=run.stop_file,
         save_file=run.save_file,

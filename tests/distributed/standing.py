@@ -139,7 +139,7 @@ class Job:
         conductor = Conductor(
             hub,
             journal=self.attempt.journal,
-            watch=watch,
+            job_poller=watch,
             timing=timing(self.attempt.file.job, state=self.attempt.state(), now=time.time()),
             stop_file=self.run.stop_file,
             save_file=self.run.save_file,

@@ -295,7 +295,7 @@ def test_what_is_proposed_while_a_batch_is_out_waits_for_its_step(tmp_path: Path
 
         def batches(asked: Any) -> Any:
             for batch in original(asked):
-                if run.step_number == 13 and run._boundaries.turn == 0:
+                if run.step_number == 13 and run._boundaries.rollbacks == 0:
                     with run.phase("eval"):
                         if run.rank == 0:
                             run._member.send(
@@ -331,7 +331,9 @@ def test_a_loss_that_is_nan_with_finite_gradients_is_noticed(tmp_path: Path) -> 
         run.register(model=model, optimizer=optimizer)
 
         def compute_loss(micro: Any) -> torch.Tensor:
-            nothing = run.rank == 1 and 12 <= run.step_number < 20 and run._boundaries.turn == 0
+            nothing = (
+                run.rank == 1 and 12 <= run.step_number < 20 and run._boundaries.rollbacks == 0
+            )
             targets = torch.full_like(micro[1], -100) if nothing else micro[1]
             return F.cross_entropy(model(micro[0]), targets)
 

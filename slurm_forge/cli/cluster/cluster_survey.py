@@ -90,14 +90,14 @@ def look_at_storage(folder: Path, site: Site, checkpoint: int | None) -> Storage
     there = next((each for each in (absolute, *absolute.parents) if each.is_dir()), Path("/"))
     mount = mount_of(os.path.realpath(there), read_mounts())
     try:
-        room = free_space(there)
+        available = free_space(there)
     except OSError:
-        room = None
+        available = None
     return StorageFacts(
         folder=str(absolute),
         exists=there == absolute,
         mount=mount,
-        room=room,
+        free_space=available,
         quota=ask_quota(mount, person(), run_command, process_environ(), shutil.which),
         tried=try_folder(there),
         purge=storage_at(site, absolute, process_environ()),

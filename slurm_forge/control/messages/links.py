@@ -20,7 +20,7 @@ class QueryLinks(Message):
 class LinkReport(Message):
     """How they are, an entry per peer address; ``addresses`` are the host's own.
 
-    ``how`` says who looked: ``witness``, ``rank``, or ``refused`` where the kernel lets a witness
+    ``how`` says who looked: ``witness``, ``rank``, or ``refused`` where the kernel lets a monitor
     look at none.  ``id`` 0 is said at the start, unasked.  A round trip of 0 us was not measured.
     """
 
@@ -37,7 +37,7 @@ class LinkReport(Message):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PortReport(Message):
-    """What the counters of a host's interfaces have counted since its witness began, in words."""
+    """What the counters of a host's interfaces have counted since its monitor began, in words."""
 
     m: Literal["ports_seen"] = "ports_seen"
     id: Int

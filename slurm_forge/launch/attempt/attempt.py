@@ -203,21 +203,21 @@ class Attempt:
         incident = with_suspects(classify(facts, self.incident_id), self.forbidden)
         self.facts, self.incident = facts, incident
         # Whoever wants the run to stop has said so after rank 0 decided how it should go on.
-        wanted = incident.cause in (Cause.USER_CANCELLED, Cause.STOP_REQUESTED)
-        decided = None if wanted else self._decision_of_rank_0(facts)
+        by_request = incident.cause in (Cause.USER_CANCELLED, Cause.STOP_REQUESTED)
+        decided = None if by_request else self._decision_of_rank_0(facts)
         if decided is not None:
             return decided
-        ended = LaunchEnded(
+        end_event = LaunchEnded(
             outcome=incident.cause.value,
             step=max((s for s in (facts.furthest, incident.step) if s is not None), default=None),
             exact=facts.is_furthest_exact,
         )
         decision, full = self.decide_on(
             incident,
-            ended,
-            record=facts.job_now or facts.job or facts.job_first,
+            end_event,
+            record=facts.job_at_end or facts.job_at_notice or facts.job_at_start,
             now=facts.now,
-            room=facts.room,
+            allocation_state=facts.allocation_state,
         )
         if full is not None and not _is_unlimited(self.file.job.recovery, decision):
             # A budget that is charged nowhere would never be used up.
@@ -232,24 +232,25 @@ class Attempt:
     def decide_on(
         self,
         incident: Incident,
-        ended: LaunchEnded,
+        end_event: LaunchEnded,
         *,
         record: JobRecord | None,
         now: datetime,
-        room: AllocationState | None = None,
+        allocation_state: AllocationState | None = None,
         allocation: bool = True,
     ) -> tuple[Decision, OSError | None]:
         """Journal how the launch ended and what is done about it; an error where that failed.
 
         Args:
             incident: What ended the launch.
-            ended: How far it came.
+            end_event: How far it came.
             record: What Slurm says of the job.
             now: The wall clock.
-            room: What is left of the allocation, where the job outlives nodes that it loses.
+            allocation_state: What is left of the allocation, where the job outlives nodes that it
+                loses.
             allocation: Whether the job still has its nodes.
         """
-        full = self._write(ended, IncidentSeen(incident=incident))
+        full = self._write(end_event, IncidentSeen(incident=incident))
         decision = next_decision(
             self.file,
             self.state(),
@@ -257,7 +258,7 @@ class Attempt:
             record=record,
             now=now.timestamp(),
             on_hang=self.on_hang,
-            room=room,
+            allocation_state=allocation_state,
             allocation=allocation,
         )
         return decision, self._write(DecisionTaken(decision=decision)) or full

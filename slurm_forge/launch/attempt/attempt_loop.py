@@ -80,9 +80,9 @@ class Requeuer:
 
     def hold(self, reason: str) -> RequeueResult:
         """Leave it to a person."""
-        return RequeueResult(RequeueOutcome.REST, reason)
+        return RequeueResult(RequeueOutcome.HELD_IN_JOURNAL, reason)
 
-    def rest(self, decision: Decision) -> None:
+    def stay_ended(self, decision: Decision) -> None:
         """The run is neither to come back nor to be held."""
 
     def finished(self) -> None:
@@ -113,7 +113,7 @@ class AttemptLoop:
         attempt: The attempt, which has begun.
         front_end: Starts the launches.
         requeuer: Brings the run back once this attempt gives it up.
-        watch: Has the newest record of the job.
+        job_poller: Has the newest record of the job.
         slurm: Asked for evidence of how a launch ended; None on a machine without it.
         job: The job's number for ``slurm``.
         output: Where slurmstepd writes why it ends the job.
@@ -126,7 +126,7 @@ class AttemptLoop:
         attempt: Attempt,
         front_end: FrontEnd,
         requeuer: Requeuer,
-        watch: JobPoller,
+        job_poller: JobPoller,
         *,
         slurm: Slurm | None = None,
         job: str = "",
@@ -137,7 +137,7 @@ class AttemptLoop:
         self._attempt = attempt
         self._front_end = front_end
         self._requeuer = requeuer
-        self._watch = watch
+        self._job_poller = job_poller
         self._slurm = slurm
         self._job = job
         self._output = output
@@ -170,8 +170,8 @@ class AttemptLoop:
     def _conclude(self, facts: LaunchFacts) -> Decision | None:
         """What is done about it.  Where nothing can be written down, a person has to see to it."""
         attempt = self._attempt
-        if self._watch.latest is not None:
-            note_unrecognized(attempt, self._watch.latest.unrecognized)
+        if self._job_poller.latest is not None:
+            note_unrecognized(attempt, self._job_poller.latest.unrecognized)
         try:
             facts = gather_evidence(
                 replace(facts, grace=self._requeuer.grace_time),
@@ -208,7 +208,7 @@ def settle(decision: Decision, requeuer: Requeuer) -> tuple[str, RequeueResult |
     elif decision.action is Action.HOLD:
         result = requeuer.hold(decision.reason)
     else:
-        requeuer.rest(decision)
+        requeuer.stay_ended(decision)
         return "raised" if decision.action is Action.RAISE else decision.action.value, None
     return result.outcome.value, result
 
@@ -218,8 +218,8 @@ def _may_stay(facts: LaunchFacts) -> bool:
 
     A signal that only ranks have heard proves nothing: srun sends it to the others when one fails.
     """
-    wanted = facts.batch_signals or facts.due_time_limit or facts.stop_file
-    return not wanted and not is_ending(facts)
+    stop_requested = facts.batch_signals or facts.due_time_limit or facts.stop_file
+    return not stop_requested and not is_ending(facts)
 
 
 def print_line(text: str) -> None:

@@ -65,7 +65,7 @@ def gather_evidence(
         facts = replace(facts, batch_text=tail_of(batch_output.path, since=batch_output.since))
     if slurm is not None and job:
         facts = with_accounting(facts, job, slurm, since)
-    missed = (*facts.lost, *(facts.mute if facts.outlives_nodes else ()))
+    missed = (*facts.lost, *(facts.unresponsive if facts.outlives_nodes else ()))
     if not missed:
         return facts
     facts = _with_output(facts, output_of, f"{attempt}.{launch}")
@@ -178,13 +178,13 @@ def _with_last_words(
 def _with_output(
     facts: LaunchFacts, output_of: Callable[[int], Path | None], which: str
 ) -> LaunchFacts:
-    lost = []
+    lost_ranks = []
     for index, each in enumerate(facts.lost):
         path = output_of(each.rank) if index < _MOST_LOGS else None
-        lost.append(
+        lost_ranks.append(
             each if path is None else replace(each, output=_output_of_launch(tail_of(path), which))
         )
-    return replace(facts, lost=tuple(lost))
+    return replace(facts, lost=tuple(lost_ranks))
 
 
 def _newest_step(

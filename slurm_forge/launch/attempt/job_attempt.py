@@ -58,7 +58,7 @@ class JobAttempt:
     environment: SlurmEnvironment
     variables: Mapping[str, str]
     slurm: Slurm
-    watch: JobPoller
+    job_poller: JobPoller
     requeuer: SlurmRequeuer
 
 
@@ -96,7 +96,7 @@ def conduct_in_job(
     job = environment.job_ref
 
     def storage_lost(error: OSError) -> AttemptEnd:
-        done = hand_to_slurm(
+        requeue_text = hand_to_slurm(
             slurm,
             job,
             f"the run directory: {error}",
@@ -104,12 +104,12 @@ def conduct_in_job(
             in_chain=via == VIA_ARRAY,
             signalled=lambda: signals.terminated,
         )
-        print_line(f"the run directory can't be used ({error}): {done}")
+        print_line(f"the run directory can't be used ({error}): {requeue_text}")
         return AttemptEnd(outcome="storage lost", code=1)
 
     try:
         prepare()
-        begun = begin(
+        attempt = begin(
             run,
             job=job,
             restart_count=environment.restart_count,
@@ -123,43 +123,43 @@ def conduct_in_job(
         return AttemptEnd(outcome=TAKEN_OVER)
     except OSError as error:
         return storage_lost(error)
-    if isinstance(begun, StartRefusal):
-        print_line(refusal_text(run, begun))
-        settle_waiting_tasks(run, begun, job, slurm)
+    if isinstance(attempt, StartRefusal):
+        print_line(refusal_text(run, attempt))
+        settle_waiting_tasks(run, attempt, job, slurm)
         return AttemptEnd(outcome=_NOTHING)
-    note_unrecognized(begun, environment.unrecognized)
-    watch = JobPoller(slurm, job)
+    note_unrecognized(attempt, environment.unrecognized)
+    job_poller = JobPoller(slurm, job)
     output = own_output()
     try:
-        explain = StopExplanation(slurm, begun, signals.batch_signals_since, output=output)
+        explain = StopExplanation(slurm, attempt, signals.batch_signals_since, output=output)
         requeuer = SlurmRequeuer(
-            begun,
-            make_ladder(begun, slurm, job=job, script=script(), explain=explain),
+            attempt,
+            make_ladder(attempt, slurm, job=job, script=script(), explain=explain),
             slurm,
             partition=environment.partition,
             cluster=environment.cluster_name,
             knobs=Knobs.from_environ(variables),
-            latest=lambda: watch.latest,
-            config=watch.config,
+            latest=lambda: job_poller.latest,
+            config=job_poller.config,
         )
         requeuer.prepare()
         return AttemptLoop(
-            begun,
-            front_end(JobAttempt(begun, environment, variables, slurm, watch, requeuer)),
+            attempt,
+            front_end(JobAttempt(attempt, environment, variables, slurm, job_poller, requeuer)),
             requeuer,
-            watch,
+            job_poller,
             slurm=slurm,
             job=job,
             output=output,
         ).run()
     except FencedError as error:
         print_line(str(error))
-        begun.end(TAKEN_OVER)
+        attempt.end(TAKEN_OVER)
         return AttemptEnd(outcome=TAKEN_OVER)
     except OSError as error:
         return storage_lost(error)
     finally:
-        watch.close()
+        job_poller.close()
 
 
 def refusal_text(run: RunDirectory, why: StartRefusal) -> str:
@@ -207,4 +207,6 @@ def slurm_kill_patience(outcome: RequeueOutcome, cause: Cause) -> timedelta:
     ends by itself in its grace time (tried on 22.05.8).  So where compute nodes have no scontrol,
     or it gets no answer, to be there still is what brings the run back.
     """
-    return _LONGEST if outcome is RequeueOutcome.OPEN and cause is Cause.PREEMPTED else timedelta(0)
+    return (
+        _LONGEST if outcome is RequeueOutcome.PENDING and cause is Cause.PREEMPTED else timedelta(0)
+    )

@@ -20,7 +20,7 @@ def next_decision(
     record: JobRecord | None,
     now: float,
     on_hang: tuple[Variable, ...],
-    room: AllocationState | None = None,
+    allocation_state: AllocationState | None = None,
     allocation: bool = True,
 ) -> Decision:
     """The decision about the end of a launch; pure.
@@ -32,7 +32,8 @@ def next_decision(
         record: What Slurm says of the job.
         now: Seconds since 1970.
         on_hang: The site's variables for after a hang.
-        room: What is left of the allocation, where the job outlives nodes that it loses.
+        allocation_state: What is left of the allocation, where the job outlives nodes that it
+            loses.
         allocation: Whether the job still has its nodes.
     """
     job = file.job
@@ -45,7 +46,7 @@ def next_decision(
         time=time_asked(job, record),
         nodes=state.plan.nodes or nodes_asked(job),
         now=now,
-        room=room,
+        allocation_state=allocation_state,
         allocation=allocation,
         on_hang=on_hang,
     )

@@ -92,7 +92,7 @@ class SlurmRequeuer(Requeuer):
         self._cluster = cluster
         self._knobs = knobs
         self._latest = latest
-        self._avoider: NodeExcluder | None = None
+        self._node_excluder: NodeExcluder | None = None
         self._partition_nodes: frozenset[str] | None = None
         self._partitions: tuple[PartitionRecord, ...] = ()
         self._problems: list[str] = []
@@ -130,27 +130,27 @@ class SlurmRequeuer(Requeuer):
     def strike(self, decision: Decision) -> None:
         """Note in the ledger what the incident says against the nodes that it started on."""
         incident = self._attempt.state().incident(decision.incident_id)
-        avoider = self._ledger()
-        if incident is None or not incident.hosts or avoider is None:
+        node_excluder = self._ledger()
+        if incident is None or not incident.hosts or node_excluder is None:
             return
-        struck = avoider.strike(incident)
+        struck = node_excluder.strike(incident)
         if struck is not None:
             with contextlib.suppress(OSError):
                 self._attempt.journal.write(struck)
 
-    def avoided(self, decision: Decision) -> frozenset[str]:
+    def nodes_to_avoid(self, decision: Decision) -> frozenset[str]:
         """Nodes of the allocation that are to be left out: others must take their seats, or the
         run has to leave.
         """
         allocation = frozenset(self._nodes)
-        avoider = self._ledger()
-        struck = () if avoider is None else avoider.struck_here()
+        node_excluder = self._ledger()
+        struck = () if node_excluder is None else node_excluder.struck_here()
         return allocation & {*self._excluded(decision), *struck}
 
-    def doubted(self) -> tuple[str, ...]:
+    def ledger_suspects(self) -> tuple[str, ...]:
         """Nodes that the ledger speaks against now, the worst first."""
-        avoider = self._ledger()
-        return () if avoider is None else avoider.nodes_to_exclude()
+        node_excluder = self._ledger()
+        return () if node_excluder is None else node_excluder.nodes_to_exclude()
 
     def requeue(self, decision: Decision, *, urgent: bool = False) -> RequeueResult:
         """Requeue or submit a successor, with what the plan changes; raises only a fence.
@@ -205,9 +205,9 @@ class SlurmRequeuer(Requeuer):
         """Leave it to a person; raises only a fence."""
         return self._ladder.hold(reason)
 
-    def rest(self, decision: Decision) -> None:
+    def stay_ended(self, decision: Decision) -> None:
         """The run is neither to come back nor to be held: nothing of it is to start by itself."""
-        self._ladder.rest(decision.reason)
+        self._ladder.hold_array_tasks(decision.reason)
 
     def finished(self) -> None:
         """The run is finished: what of it waits in the queue is not needed any more."""
@@ -224,12 +224,12 @@ class SlurmRequeuer(Requeuer):
         self, update: JobUpdate | None, plan: RecoveryPlan, record: JobRecord | None
     ) -> JobUpdate | None:
         """With what the ledger says now: also that a node may be used again."""
-        avoider = self._ledger()
-        if avoider is None or record is None:
+        node_excluder = self._ledger()
+        if node_excluder is None or record is None:
             return update
         # What somebody else has the job leave out stays; None is that its list is right as it is.
         records, _ = read_journal(self._attempt.run, thin=True)
-        complete = avoider.excluded(
+        complete = node_excluder.excluded(
             record.excluded_nodes,
             also=plan.exclude_nodes,
             needed=plan.nodes and plan.nodes + self._attempt.file.job.resources.spares,
@@ -245,7 +245,7 @@ class SlurmRequeuer(Requeuer):
             sys.stderr.write(f"slurm_forge: {problem}\n")
             with contextlib.suppress(OSError):
                 self._attempt.journal.write(Note(text=problem[:400]))
-        return self._avoider
+        return self._node_excluder
 
     def _await_query(self) -> None:
         # Never on this thread: Slurm may be silent, and the intent to requeue is not written yet.
@@ -272,7 +272,7 @@ class SlurmRequeuer(Requeuer):
             ledger = open_ledger(
                 self._knobs, cluster=self._cluster, of_site=attempt.file.node_ledger
             )
-            self._avoider = NodeExcluder(
+            self._node_excluder = NodeExcluder(
                 ledger,
                 attempt.run,
                 job=attempt.file.job,

@@ -54,7 +54,7 @@ class StopExplanation:
     def record(self) -> JobRecord | None:
         """The newest record that is known of the job since the stop was asked for."""
         facts = self._attempt.facts
-        return self._record or (None if facts is None else facts.job_now or facts.job)
+        return self._record or (None if facts is None else facts.job_at_end or facts.job_at_notice)
 
     def is_needed(self) -> bool:
         """Whether Slurm has to be asked; its next answer explains the signals that came so far."""
@@ -80,7 +80,7 @@ class StopExplanation:
         facts = replace(
             facts,
             now=self._now(),
-            job_now=record,
+            job_at_end=record,
             signalled_since=record is None and facts.signalled_since,
             job_rows=(),  # what accounting said before
             batch_text=facts.batch_text

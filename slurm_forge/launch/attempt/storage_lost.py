@@ -125,7 +125,7 @@ def _is_cancelled(slurm: Slurm, job: str, record: JobRecord, restart_count: int)
     facts = LaunchFacts(
         now=datetime.now(timezone.utc),
         restart_count=restart_count,
-        job_now=record,
+        job_at_end=record,
         # Nobody has kept those that came; without one, nothing here would be a stop.
         batch_signals=("SIGTERM",),
     )

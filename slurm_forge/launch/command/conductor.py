@@ -19,7 +19,7 @@ from slurm_forge.journal import JournalWriter
 from slurm_forge.journal.events import Event, Note
 from slurm_forge.launch.command.program_end import (
     ProgramEnd,
-    ended,
+    program_end,
 )
 from slurm_forge.launch.command.program_process import ProgramProcess
 from slurm_forge.launch.command.progress import ProgressWatch
@@ -52,7 +52,7 @@ class ProgramConductor:
     Args:
         hub: Ranks of ours may join it: then ``Conductor`` takes over.
         journal: Of the attempt.
-        watch: Asks Slurm about the job.
+        job_poller: Asks Slurm about the job.
         timing: How long before its end the job is stopped.
         program: How the program says what it does.
         how: How it is told to stop.
@@ -73,7 +73,7 @@ class ProgramConductor:
         hub: Hub,
         *,
         journal: JournalWriter,
-        watch: JobPoller,
+        job_poller: JobPoller,
         timing: Timing,
         program: ProgramSpec,
         how: Forwarding,
@@ -90,7 +90,7 @@ class ProgramConductor:
     ) -> None:
         self._hub = hub
         self._journal = journal
-        self._watch = watch
+        self._job_poller = job_poller
         self._timing = timing
         self._program = program
         self._how = how
@@ -107,7 +107,7 @@ class ProgramConductor:
         self._now = now
         self.stops = StopMonitor(
             hub,
-            watch,
+            job_poller,
             timing,
             Observations(),
             note=self._note,
@@ -127,7 +127,7 @@ class ProgramConductor:
 
         ``FencedError`` once a newer attempt owns the run: the program must not write beside it.
         """
-        self._watch.ask()
+        self._job_poller.ask()
         self.stops.watch_for(self)
         while self._process.poll() is None and not self._observations.deadline_passed:
             if self._hub.members():
@@ -142,7 +142,7 @@ class ProgramConductor:
         return Conductor(
             self._hub,
             journal=self._journal,
-            watch=self._watch,
+            job_poller=self._job_poller,
             timing=self._timing,
             stop_file=self._stop_file,
             save_file=self._save_file,
@@ -240,7 +240,7 @@ class ProgramConductor:
             lead=self._timing.lead,
             planned_end=self._timing.planned_end,
             probe=None,
-            watch=self._watch,
+            job_poller=self._job_poller,
             launched=self._process,
         )
         twice = ", twice: ended at once" if observations.stopped_by and self._insisted else ""
@@ -255,15 +255,17 @@ class ProgramConductor:
         return self._with_end(facts, status)
 
     def _with_end(self, facts: LaunchFacts, status: int | None) -> LaunchFacts:
-        noticed = self._observations.stop_asked is not None or is_ending(facts)
-        end = ended(self._program, status, noticed=noticed, said_done=self._is_said_done())
+        stop_noticed = self._observations.stop_asked is not None or is_ending(facts)
+        end = program_end(
+            self._program, status, stop_noticed=stop_noticed, said_done=self._is_said_done()
+        )
         finished = end is ProgramEnd.FINISHED
         return replace(
             facts,
             finished=finished,
             # The number in a checkpoint's name need not be a step, nor the last one.
             step=self._progress.printed if finished else facts.step,
-            asked_again=end is ProgramEnd.ASKED,
+            restart_requested=end is ProgramEnd.ASKED,
         )
 
     def _is_said_done(self) -> bool:

@@ -65,7 +65,7 @@ class CommandLauncher:
         attempt: Attempt,
         variables: Mapping[str, str],
         signals: ProgramSignals,
-        watch: JobPoller,
+        job_poller: JobPoller,
         *,
         slurm: Slurm | None = None,
         environment: SlurmEnvironment | None = None,
@@ -76,7 +76,7 @@ class CommandLauncher:
         self._attempt = attempt
         self._variables = variables
         self._signals = signals
-        self._watch = watch
+        self._job_poller = job_poller
         self._slurm = slurm
         self._environment = environment
         self._sentinel = sentinel
@@ -156,7 +156,7 @@ class CommandLauncher:
                 end = environment.end_time or planned_end(file.job, state)
             times = timing(
                 file.job,
-                self._watch.latest,
+                self._job_poller.latest,
                 state=state,
                 now=time.time(),
                 end=end,
@@ -166,7 +166,7 @@ class CommandLauncher:
             conductor = ProgramConductor(
                 hub,
                 journal=attempt.journal,
-                watch=self._watch,
+                job_poller=self._job_poller,
                 timing=times,
                 program=program,
                 how=forwarding(program, command),
@@ -212,15 +212,15 @@ class CommandLauncher:
         with contextlib.suppress(OSError):
             self._attempt.fence()
         mark = mark_of_run(str(self._attempt.run.path))
-        until, ended = time.monotonic() + _CLEARED_S, set[int]()
+        until, killed_pids = time.monotonic() + _CLEARED_S, set[int]()
         while (leftovers := read_marked(mark)) and time.monotonic() < until:
             for pid in leftovers:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.kill(pid, signal.SIGKILL)
-            ended.update(leftovers)
+            killed_pids.update(leftovers)
             time.sleep(_TICK_S)
-        if ended:
-            text = f"ended what an earlier start had left running: {len(ended)} processes"
+        if killed_pids:
+            text = f"ended what an earlier start had left running: {len(killed_pids)} processes"
             with contextlib.suppress(OSError):
                 self._attempt.journal.write(Note(text=text))
 

@@ -52,7 +52,7 @@ def execute_here(run: RunDirectory, variables: Mapping[str, str]) -> int:
         run.stop_file.unlink(missing_ok=True)
         note_asked(run, job, 0, None)
         while True:
-            begun = begin(
+            attempt = begin(
                 run,
                 job=job,
                 restart_count=0,
@@ -60,15 +60,15 @@ def execute_here(run: RunDirectory, variables: Mapping[str, str]) -> int:
                 via=VIA_THIS_MACHINE,
                 command=True,
             )
-            if isinstance(begun, StartRefusal):
-                print_line(refusal_text(run, begun))
+            if isinstance(attempt, StartRefusal):
+                print_line(refusal_text(run, attempt))
                 return 0
-            here = _LocalAttempt(begun, variables, signals, JobPoller(None, ""))
+            here = _LocalAttempt(attempt, variables, signals, JobPoller(None, ""))
             try:
                 end = here.run()
             except FencedError as error:
                 print_line(str(error))
-                begun.end(TAKEN_OVER)
+                attempt.end(TAKEN_OVER)
                 return 1
             except OSError as error:
                 raise RunDirectoryError(
@@ -97,7 +97,7 @@ class _LocalAttempt(CommandLauncher, FrontEnd, Requeuer):
             self._attempt,
             self,
             self,
-            self._watch,
+            self._job_poller,
             say=lambda _: None,
             longest_pause_s=math.inf,
         ).run()
@@ -120,7 +120,7 @@ class _LocalAttempt(CommandLauncher, FrontEnd, Requeuer):
         print_line(f"{self._attempt.run.name}: {reason}")
         return super().hold(reason)
 
-    def rest(self, decision: Decision) -> None:
+    def stay_ended(self, decision: Decision) -> None:
         """Say why."""
         print_line(f"{self._attempt.run.name}: {decision.reason}")
 

@@ -154,7 +154,7 @@ class _JobLauncher(CommandLauncher, FrontEnd):
             job.attempt,
             job.variables,
             signals,
-            job.watch,
+            job.job_poller,
             slurm=job.slurm,
             environment=job.environment,
             sentinel=sentinel,
@@ -168,7 +168,7 @@ class _JobLauncher(CommandLauncher, FrontEnd):
     def launch(self) -> LaunchFacts:
         """The first start waits for the sentinel, and for what Slurm says of the job."""
         if self._attempt.launch == 0:
-            self._watch.ask()
+            self._job_poller.ask()
             self._await_sentinel()
             self._await_time_limit()
         return super().launch()
@@ -177,7 +177,7 @@ class _JobLauncher(CommandLauncher, FrontEnd):
         """Unless a step was signalled, or a node is to be avoided: that can't be done here."""
         if decision.action not in RELAUNCHING or facts.rank_signals:
             return False
-        if not self._job.requeuer.avoided(decision).isdisjoint(self._job.environment.nodes):
+        if not self._job.requeuer.nodes_to_avoid(decision).isdisjoint(self._job.environment.nodes):
             return False
         self.clear()
         self._signals.wait(decision.wait_s)
@@ -206,7 +206,9 @@ class _JobLauncher(CommandLauncher, FrontEnd):
     def _await_time_limit(self) -> None:
         """How long before the end the program is told rests on the job's own time limit."""
         until = time.monotonic() + _FIRST_ANSWER_S
-        while not self._watch.collect() and self._watch.asking and time.monotonic() < until:
+        while (
+            not self._job_poller.collect() and self._job_poller.asking and time.monotonic() < until
+        ):
             time.sleep(_TICK_S)
 
 

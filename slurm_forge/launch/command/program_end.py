@@ -19,12 +19,12 @@ class ProgramEnd(str, Enum):
     FAILED = "failed"
 
 
-def ended(
-    program: ProgramSpec, status: int | None, *, noticed: bool, said_done: bool
+def program_end(
+    program: ProgramSpec, status: int | None, *, stop_noticed: bool, said_done: bool
 ) -> ProgramEnd:
     """``status`` as a shell tells it, None where it had to be ended.
 
-    ``noticed``: somebody wanted it to stop.  ``said_done``: its done file is there or its done
+    ``stop_noticed``: somebody wanted it to stop.  ``said_done``: its done file is there or its done
     pattern was printed, which is believed whatever the status.
     """
     if said_done:
@@ -32,8 +32,8 @@ def ended(
     if status is not None and status == program.done_exit_code:
         return ProgramEnd.FINISHED
     if status is not None and status == program.requeue_exit_code:
-        return ProgramEnd.STOPPED if noticed else ProgramEnd.ASKED
-    if noticed or status is None:
+        return ProgramEnd.STOPPED if stop_noticed else ProgramEnd.ASKED
+    if stop_noticed or status is None:
         # It may have saved and exited 0, or its launcher exits 1: torchrun does once it was told.
         return ProgramEnd.STOPPED
     return ProgramEnd.FAILED if status else ProgramEnd.FINISHED

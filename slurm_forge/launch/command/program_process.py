@@ -67,8 +67,10 @@ class ProgramProcess:
         self._job = job
         self._tail = OutputTail()
         self._step = None if program.step_pattern is None else re.compile(program.step_pattern)
-        self._done = None if program.done_pattern is None else re.compile(program.done_pattern)
-        hearers = (self._parse_line,) if self._step or self._done else ()
+        self._done_pattern = (
+            None if program.done_pattern is None else re.compile(program.done_pattern)
+        )
+        hearers = (self._parse_line,) if self._step or self._done_pattern else ()
         sys.stdout.flush()
         sys.stderr.flush()
         streams = [open_stream(target, self._tail, hearers) for target in (1, 2)]
@@ -202,7 +204,7 @@ class ProgramProcess:
         return ()
 
     def _parse_line(self, line: str) -> None:
-        if self._done is not None and self._done.search(line):
+        if self._done_pattern is not None and self._done_pattern.search(line):
             self.printed_done = True
         if self._step is not None:
             # A progress bar may write many of them without a line's end: the last one counts.
@@ -249,24 +251,24 @@ class LineSplitter:
 
     def __init__(self, hear: Callable[[str], None]) -> None:
         self._parse_line = hear
-        self._begun = b""
+        self._partial_line = b""
 
     def add(self, data: bytes) -> None:
         """A carriage return ends a line, too: progress bars know no other."""
-        *complete, rest = _LINE_ENDS.split(self._begun + data)
+        *complete, rest = _LINE_ENDS.split(self._partial_line + data)
         while len(rest) > _LONGEST_LINE:
             complete.append(rest[:_LONGEST_LINE])
             rest = rest[_LONGEST_LINE:]
-        self._begun = rest
+        self._partial_line = rest
         for line in complete:
             for at in range(0, len(line), _LONGEST_LINE):
                 self._parse_line(line[at : at + _LONGEST_LINE].decode(errors="replace"))
 
     def end(self) -> None:
         """What was left without a line's end."""
-        if self._begun:
-            self._parse_line(self._begun.decode(errors="replace"))
-            self._begun = b""
+        if self._partial_line:
+            self._parse_line(self._partial_line.decode(errors="replace"))
+            self._partial_line = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -398,7 +400,7 @@ def read_marked(mark: str, proc: Path = _PROC) -> tuple[int, ...]:
     Neither this one nor those that have started it.
     """
     pids = []
-    wanted = os.fsencode(mark)
+    mark_bytes = os.fsencode(mark)
     processes = read_processes(proc)
     spared = _line_of(os.getpid(), processes)
     for process in processes:
@@ -406,7 +408,7 @@ def read_marked(mark: str, proc: Path = _PROC) -> tuple[int, ...]:
             environment = (proc / str(process.pid) / "environ").read_bytes()
         except OSError:
             continue
-        if wanted in environment.split(b"\0") and process.pid not in spared:
+        if mark_bytes in environment.split(b"\0") and process.pid not in spared:
             pids.append(process.pid)
     return tuple(pids)
 

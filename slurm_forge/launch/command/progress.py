@@ -195,9 +195,9 @@ class ProgressFile:
 def find_matches(pattern: str, folder: Path) -> tuple[ProgressFile, ...]:
     """What a glob finds, from ``folder`` on.  Nothing in it is a shell's; ``**`` goes deeper."""
     matches: list[ProgressFile] = []
-    wanted = str(Path(pattern).expanduser())
+    glob_pattern = str(Path(pattern).expanduser())
     # pathlib's own takes no absolute pattern.
-    names = glob.iglob(wanted, root_dir=folder, recursive=True)  # noqa: PTH207
+    names = glob.iglob(glob_pattern, root_dir=folder, recursive=True)  # noqa: PTH207
     # Of too many the furthest: each costs a question to the file system.
     for name in heapq.nlargest(_MOST, names, key=_furthest):
         path = folder / name

@@ -52,7 +52,7 @@ from slurm_forge.launch.conductor.observations import (
 from slurm_forge.launch.conductor.preflight_monitor import PreflightMonitor
 from slurm_forge.launch.conductor.probe_monitor import ProbeMonitor
 from slurm_forge.launch.conductor.rank_views import RankViews
-from slurm_forge.launch.conductor.save_schedule import SaveTimer
+from slurm_forge.launch.conductor.save_timer import SaveTimer
 from slurm_forge.launch.conductor.shutdown import (
     Shutdown,
 )
@@ -86,7 +86,7 @@ class Conductor:
         hub: Hub,
         *,
         journal: JournalWriter,
-        watch: JobPoller,
+        job_poller: JobPoller,
         timing: Timing,
         stop_file: Path,
         save_file: Path,
@@ -99,7 +99,7 @@ class Conductor:
     ) -> None:
         self._hub = hub
         self._journal = journal
-        self._watch = watch
+        self._job_poller = job_poller
         self._timing = timing
         self._launched = launched
         self._only_warns = only_warns
@@ -108,7 +108,7 @@ class Conductor:
         stays = stops is not None
         self.stops = stops or StopMonitor(
             hub,
-            watch,
+            job_poller,
             timing,
             Observations(),
             note=self._note,
@@ -159,7 +159,7 @@ class Conductor:
 
     def watch(self) -> LaunchFacts:
         """Conduct until the launch is over; what was seen."""
-        self._watch.ask()
+        self._job_poller.ask()
         self.stops.watch_for(self)
         while not self._over():
             self._receive()
@@ -177,10 +177,10 @@ class Conductor:
             lead=self._timing.lead,
             planned_end=self._timing.planned_end,
             probe=self._probes.failed,
-            watch=self._watch,
+            job_poller=self._job_poller,
             launched=self._launched,
             clock=self._clock(),
-            monitors={rank: view.heard_at for rank, view in self._hub.monitors().items()},
+            monitors={rank: view.last_message_at for rank, view in self._hub.monitors().items()},
         )
 
     # -- hearing -----------------------------------------------------------------------------
@@ -216,12 +216,12 @@ class Conductor:
             case Notice():
                 self.stops.signalled(message.what, f"rank {rank}")
             case RankStopped():
-                observations.said_goodbye.add(rank)
+                observations.left_ranks.add(rank)
                 observations.stopped = (
                     message if rank == 0 or observations.stopped is None else observations.stopped
                 )
             case SaveCommitted():
-                self._watchdog.saved(message.seconds)
+                self._watchdog.note_save(message.seconds)
                 self._pace.committed(
                     self._clock(),
                     blocked=timedelta(seconds=message.blocked_s),
@@ -230,12 +230,12 @@ class Conductor:
             case SaveFailed():
                 self._on_save_failed(message)
             case FunctionReturned():
-                observations.through[rank] = message.step
+                observations.returned_at[rank] = message.step
             case RankFinished():
-                observations.said_goodbye.add(rank)
+                observations.left_ranks.add(rank)
                 observations.finished[rank] = message
             case RankFailed():
-                observations.said_goodbye.add(rank)
+                observations.left_ranks.add(rank)
                 self._fail(
                     rank,
                     message.cause,
@@ -245,17 +245,17 @@ class Conductor:
                     usage_error=is_usage_error(message.error),
                 )
             case RecoveryNeeded():
-                observations.said_goodbye.add(rank)
+                observations.left_ranks.add(rank)
                 observations.decided = observations.decided or message.decided
                 if not observations.given_up:
                     observations.given_up = True
-                    self._fail(rank, message.cause, message.step, message.text, everybody=True)
+                    self._fail(rank, message.cause, message.step, message.text, all_ranks=True)
             case RequestProposal() if rank == 0 or message.kind is RequestKind.RECOVER:
                 if self._undisturbed():
                     self._hub.request(message.kind, message.reason)
             case RolledBack():
                 observations.save_step = 0  # the steps come again
-                self._watch.comment(message.text)
+                self._job_poller.comment(message.text)
             case UpdateSkipped():
                 self._skips.add(rank, message.step, self._clock())
             case ProbeArrived() | ProbeDone() | ProbeBroke():
@@ -280,7 +280,7 @@ class Conductor:
         text: str,
         *,
         micro_batch: int = 0,
-        everybody: bool = False,
+        all_ranks: bool = False,
         usage_error: bool = False,
     ) -> None:
         member = self._hub.members().get(rank)
@@ -294,7 +294,7 @@ class Conductor:
                 text=text,
                 micro_batch=micro_batch or None,
                 after_loss=bool(self._observations.lost),
-                everybody=everybody,
+                all_ranks=all_ranks,
                 usage_error=usage_error,
             )
         )
@@ -302,7 +302,7 @@ class Conductor:
 
     def _on_lost(self, rank: int) -> None:
         # Ranks that we told to leave go without a word: that is no evidence of anything.
-        if rank in self._observations.said_goodbye or self._observations.aborted:
+        if rank in self._observations.left_ranks or self._observations.aborted:
             return
         member = self._hub.members().get(rank)
         self._observations.lost.append(LostRank(rank, "?" if member is None else member.host))
@@ -330,7 +330,7 @@ class Conductor:
         slow = self._stragglers.take_newest()
         if slow is None or not self._undisturbed():
             return
-        self._watch.comment(in_words(slow))
+        self._job_poller.comment(in_words(slow))
         if not self._timing.acts_on_stragglers or not slow.why.of_node:
             return
         self._observations.straggler = slow
@@ -355,7 +355,7 @@ class Conductor:
         observations = self._observations
         if observations.stop_asked is not None or observations.ending_since is not None:
             return
-        event = self._watchdog.poll(now, observations.said_goodbye)
+        event = self._watchdog.poll(now, observations.left_ranks)
         if event is not None:
             self._note(event)
         if self._watchdog.stalled is None:
@@ -370,7 +370,7 @@ class Conductor:
     def _poll_probe(self, now: float) -> None:
         if not self._undisturbed():
             return
-        event = self._probes.poll(now, self._observations.said_goodbye)
+        event = self._probes.poll(now, self._observations.left_ranks)
         if event is not None:
             self._note(event)
         if self._probes.failed is None:
@@ -386,7 +386,7 @@ class Conductor:
         return (
             observations.stop_asked is None
             and observations.ending_since is None
-            and not observations.said_goodbye
+            and not observations.left_ranks
         )
 
     def may_save(self) -> bool:
@@ -412,12 +412,12 @@ class Conductor:
 
     def _check_returns(self) -> None:
         observations = self._observations
-        if not observations.through or observations.ending_since is not None:
+        if not observations.returned_at or observations.ending_since is not None:
             return
         parted = observations.diverged_ranks(self._hub.members())
         if parted is not None:
             rank, other = parted
-            step = observations.through[rank]
+            step = observations.returned_at[rank]
             text = (
                 f"the training function of rank {rank} returned after step {step}, that of rank "
                 f"{other} went on. All ranks must take the same steps: return on all or on none."
@@ -432,13 +432,13 @@ class Conductor:
                 f"the update of step {step} was skipped on some ranks and applied on rank "
                 f"{ranks[0]}: their gradient norms differ, and so do their weights from there on"
             )
-            self._fail(0, Cause.LOSS_SPIKE.value, step, text, everybody=True)
+            self._fail(0, Cause.LOSS_SPIKE.value, step, text, all_ranks=True)
 
     def _on_save_failed(self, message: SaveFailed) -> None:
         failed = self._pace.not_committed(self._clock())
         if failed is not None:
             text = f"{failed} saves in a row came to nothing; the last: {message.reason}"
-            self._fail(0, Cause.STORAGE.value, message.step, text, everybody=True)
+            self._fail(0, Cause.STORAGE.value, message.step, text, all_ranks=True)
 
     # -- what somebody wants -----------------------------------------------------------------
 

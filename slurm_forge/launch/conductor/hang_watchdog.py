@@ -81,13 +81,13 @@ class Watchdog:
         self._stretches = Stretches(rules or _USUAL)
         for kind, seconds in (learned or {}).items():
             self._stretches.note(kind, seconds)
-        self._begun = self._next = clock()
+        self._started_at = self._next = clock()
         self._fresh_from = self._views.fresh_from
-        self._next_write = self._begun + _FIRST_WRITE_S
+        self._next_write = self._started_at + _FIRST_WRITE_S
         self._written: dict[str, float] = dict(learned or {})
         self._suspicion: _Suspicion | None = None
         #: A verdict that waits for what the network looks like.
-        self._held: Stall | None = None
+        self._stall_on_hold: Stall | None = None
         self._number = 0
         self._not_before: tuple[str, timedelta] | None = None
 
@@ -110,7 +110,7 @@ class Watchdog:
         """How long a rank may be in a stretch of the kind, by what was learned."""
         return self._stretches.limit(kind)
 
-    def saved(self, seconds: float) -> None:
+    def note_save(self, seconds: float) -> None:
         """A checkpoint took so long to be durable: a rank may wait for that, too."""
         self._stretches.note("save", seconds)
 
@@ -123,36 +123,36 @@ class Watchdog:
         views = self._views.views(now, frozenset(left_ranks))
         if len(views) < self._hub.world_size - len(frozenset(left_ranks)):
             return None  # not all have come yet
-        if views and all(view.silent or view.state == "T" for view in views.values()):
+        if views and all(view.is_silent or view.state == "T" for view in views.values()):
             self._views.reset(now)
         if self._fresh_from != self._views.fresh_from:  # the job was suspended, or we were
             self._fresh_from = self._views.fresh_from
-            self._suspicion = self._held = None
+            self._suspicion = self._stall_on_hold = None
         event = self._judge(views, now)
         return event or self._longest_phases_event(now)
 
     def _judge(self, views: dict[int, RankView], now: float) -> Event | None:
         stall = standstill(tuple(views.values()), self._stretches)
         if stall is None:
-            self._suspicion = self._held = self._not_before = None
+            self._suspicion = self._stall_on_hold = self._not_before = None
             return None
-        if self._held is not None:
-            return self._weigh_network(self._held, views, now)
+        if self._stall_on_hold is not None:
+            return self._weigh_network(self._stall_on_hold, views, now)
         if self._not_before is not None and stall.since < self._not_before[1]:
             return None
         if self._suspicion is None:
             self._suspicion = self._begin_suspicion(now)
             return None
         suspicion = self._suspicion
-        wanted = {
+        reachable_ranks = {
             rank
             for rank, each in self._hub.monitors().items()
-            if each.connected and rank in views and not views[rank].silent
+            if each.connected and rank in views and not views[rank].is_silent
         }
         since = now - suspicion.asked_at
-        if not wanted <= set(suspicion.looks) and since < _STACKS_WITHIN_S:
+        if not reachable_ranks <= set(suspicion.looks) and since < _STACKS_WITHIN_S:
             return None
-        frozen = any(views[r].silent or views[r].state in FROZEN for r in stall.over)
+        frozen = any(views[r].is_silent or views[r].state in FROZEN for r in stall.over)
         if suspicion.first is None and frozen:
             suspicion.first = suspicion.looks  # a second look would show the same
         if suspicion.first is None:
@@ -168,8 +168,8 @@ class Watchdog:
             return None
         # Nor is it known of whom its monitor says nothing: the way to it may be cut.
         late = verdict.late_ranks
-        if not late or any(views[r].silent or r not in suspicion.looks for r in late):
-            self._held = verdict
+        if not late or any(views[r].is_silent or r not in suspicion.looks for r in late):
+            self._stall_on_hold = verdict
             self._network.ask()
             return None
         return self._stall_event(verdict)
@@ -181,7 +181,7 @@ class Watchdog:
         verdict = self._network.verdict(now)
         if verdict is None:
             return None
-        self._held = None
+        self._stall_on_hold = None
         return self._stall_event(
             with_network(stall, verdict, {r: view.host for r, view in views.items()})
         )
@@ -208,7 +208,7 @@ class Watchdog:
         """Now and then what has become longer, so that the next attempt starts with it."""
         if now < self._next_write:
             return None
-        self._next_write = now + 2 * (now - self._begun)
+        self._next_write = now + 2 * (now - self._started_at)
         longest = self._stretches.longest()
         if all(seconds <= 1.2 * self._written.get(kind, 0.0) for kind, seconds in longest.items()):
             return None

@@ -72,9 +72,9 @@ class JobPoller:
         self._job = job
         self._clock = clock
         self.config = None if slurm is None else ConfigQuery(slurm, clock=clock, wall=wall)
-        self._asking: Future[JobRecord | None] | None = None
-        self._begun = 0
-        self._again = False
+        self._pending: Future[JobRecord | None] | None = None
+        self._last_query = 0
+        self._query_again = False
         self._closed = False
         #: The newest record, the number of the query that brought it, and every error's text.
         self.latest: JobRecord | None = None
@@ -92,16 +92,16 @@ class JobPoller:
 
     def ask(self) -> int:
         """Begin a query, after the one under way if there is one; its number."""
-        if self._asking is not None:
-            self._again = True
-            return self._begun + 1
+        if self._pending is not None:
+            self._query_again = True
+            return self._last_query + 1
         if self._slurm is None or self._closed:
-            return self._begun
-        self._begun += 1
+            return self._last_query
+        self._last_query += 1
         self._asked_at = self._clock() if self._asked_at is None else self._asked_at
-        self._asking = Future()
-        self._background(partial(self._query, self._slurm, self._asking))
-        return self._begun
+        self._pending = Future()
+        self._background(partial(self._query, self._slurm, self._pending))
+        return self._last_query
 
     def since(self, query: int) -> JobRecord | None:
         """The newest record, if it answers this query or a later one; None else."""
@@ -131,7 +131,7 @@ class JobPoller:
     @property
     def next_query(self) -> int:
         """The number of the first query that is begun from now on."""
-        return self._begun + 1
+        return self._last_query + 1
 
     @property
     def awaits_time(self) -> bool:
@@ -143,16 +143,16 @@ class JobPoller:
     @property
     def asking(self) -> bool:
         """Whether an answer is still awaited."""
-        return self._asking is not None
+        return self._pending is not None
 
     def collect(self) -> bool:
         """Take an answer in if there is one; True if ``latest`` is new."""
         if self.clock is None and self.config is not None:
             self.clock = self.config.clock
-        if self._asking is None or not self._asking.done():
+        if self._pending is None or not self._pending.done():
             return False
-        asking, self._asking = self._asking, None
-        number, again, self._again = self._begun, self._again, False
+        asking, self._pending = self._pending, None
+        number, again, self._query_again = self._last_query, self._query_again, False
         if again:
             self.ask()
         error = asking.exception()
@@ -168,7 +168,7 @@ class JobPoller:
     def close(self) -> None:
         """Give up on a query under way (it has its own timeout)."""
         self._closed = True
-        self._again = False
+        self._query_again = False
 
 
 def _in_thread(work: Callable[[], None]) -> None:

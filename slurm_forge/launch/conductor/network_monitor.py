@@ -1,7 +1,8 @@
 """Asks how the connections between hosts are, and says which host can't be reached.
 
 Talks to the hub only.  Asked for when something stands still and nobody knows why: monitors look
-at the connections of their ranks, the hub at its own, and ``recovery.unreached`` decides.
+at the connections of their ranks, the hub at its own, and ``recovery.monitor.unreachable_hosts``
+decides.
 """
 
 from __future__ import annotations

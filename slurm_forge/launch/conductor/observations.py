@@ -53,10 +53,10 @@ class Observations:
     batch_signals: list[str] = field(default_factory=list)
     failures: list[RankFailure] = field(default_factory=list)
     lost: list[LostRank] = field(default_factory=list)
-    said_goodbye: set[int] = field(default_factory=set)
+    left_ranks: set[int] = field(default_factory=set)
     stopped: RankStopped | None = None
     #: After how many steps a rank's program has returned.
-    through: dict[int, int] = field(default_factory=dict)
+    returned_at: dict[int, int] = field(default_factory=dict)
     finished: dict[int, RankFinished] = field(default_factory=dict)
     given_up: bool = False
     #: The incident that rank 0 has decided on already.
@@ -101,7 +101,7 @@ class Observations:
         """
         return 0 in self.finished and not self.failures
 
-    def _mute(
+    def _unresponsive(
         self, members: Mapping[int, MemberView], last_heard: Mapping[int, float], clock: float
     ) -> Iterator[LostRank]:
         """Ranks whose connection is there still, with nobody at the other end of it.
@@ -110,18 +110,18 @@ class Observations:
         frozen rank does.
         """
         for rank, member in sorted(members.items()):
-            silent = clock - max(member.heard_at, last_heard.get(rank, 0.0)) > _MUTE_S
-            if member.connected and silent and rank not in self.said_goodbye:
+            silent = clock - max(member.last_message_at, last_heard.get(rank, 0.0)) > _MUTE_S
+            if member.connected and silent and rank not in self.left_ranks:
                 yield LostRank(rank, member.host)
 
-    def job_now(self, watch: JobPoller) -> JobRecord | None:
+    def job_at_end(self, job_poller: JobPoller) -> JobRecord | None:
         """What Slurm has said of the job since the end, or else since the batch step's signal."""
-        since_end = watch.since(self.evidence_query)
-        return since_end or (watch.since(self.batch_query) if self.batch_signals else None)
+        since_end = job_poller.since(self.evidence_query)
+        return since_end or (job_poller.since(self.batch_query) if self.batch_signals else None)
 
-    def note_batch_signal(self, name: str, watch: JobPoller, now: float) -> None:
+    def note_batch_signal(self, name: str, job_poller: JobPoller, now: float) -> None:
         """The batch step got a signal: what Slurm said before does not explain it."""
-        self.batch_query = watch.next_query
+        self.batch_query = job_poller.next_query
         self.batch_signals.append(name)
         if name == "SIGTERM" and self.terminated is None:
             self.terminated, self.terminated_query = now, self.batch_query
@@ -133,18 +133,18 @@ class Observations:
             return None
         return timedelta(seconds=max(0.0, self.terminated - self.stop_asked))
 
-    def signalled_since(self, watch: JobPoller) -> bool:
+    def signalled_since(self, job_poller: JobPoller) -> bool:
         """Whether the batch step was signalled after all that Slurm has answered."""
-        return watch.latest_query < self.batch_query
+        return job_poller.latest_query < self.batch_query
 
     def diverged_ranks(self, members: Mapping[int, MemberView]) -> tuple[int, int] | None:
         """A rank whose program has returned, and one that has begun a step beyond that, if any.
 
         They can't meet again: the second waits for the first in a collective that never comes.
         """
-        for rank, step in self.through.items():
+        for rank, step in self.returned_at.items():
             for other, member in members.items():
-                if other != rank and max(member.begun, self.through.get(other, 0)) > step:
+                if other != rank and max(member.begun, self.returned_at.get(other, 0)) > step:
                     return rank, other
         return None
 
@@ -157,7 +157,7 @@ class Observations:
         lead: timedelta,
         planned_end: datetime | None,
         probe: ProbeFailure | None,
-        watch: JobPoller,
+        job_poller: JobPoller,
         launched: Launched | None,
         clock: float | None = None,
         monitors: Mapping[int, float] | None = None,
@@ -173,17 +173,17 @@ class Observations:
             step = self.finished[0].step
         return LaunchFacts(
             now=now,
-            by_slurm=watch.has_slurm,
+            by_slurm=job_poller.has_slurm,
             clock_ahead=clock_ahead,
             step=step,
             finished=self.is_finished,
             stopped_at=None if self.stopped is None else self.stopped.step,
             checkpoint=None if self.stopped is None else self.stopped.checkpoint,
-            job_first=self.first_record,
-            job=self.notice_record,
-            job_now=self.job_now(watch),
+            job_at_start=self.first_record,
+            job_at_notice=self.notice_record,
+            job_at_end=self.job_at_end(job_poller),
             terminated_after=self.terminated_after,
-            signalled_since=self.signalled_since(watch),
+            signalled_since=self.signalled_since(job_poller),
             lead=lead,
             planned_end=planned_end,
             stop_file=self.stop_file,
@@ -195,7 +195,9 @@ class Observations:
             failures=tuple(self.failures),
             lost=tuple(self.lost),
             absent=self.absent,
-            mute=() if clock is None else tuple(self._mute(members, monitors or {}, clock)),
+            unresponsive=()
+            if clock is None
+            else tuple(self._unresponsive(members, monitors or {}, clock)),
             refused=self.refused,
             stalled=self.stalled,
             probe=probe,

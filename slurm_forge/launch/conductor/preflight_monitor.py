@@ -1,7 +1,7 @@
 """The hub's part in the look at all nodes before a launch: who tries what next, and the verdict.
 
 Talks to the hub only, and to nobody before a rank has spoken.  What reports and collectives mean is
-decided in ``recovery.preflight`` and ``recovery.isolation``.
+decided in ``recovery.monitor.preflight_verdict`` and ``recovery.monitor.isolation``.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class PreflightMonitor:
         self.refused: PreflightRefusal | None = None
         self.over = False
         self.bytes_per_s: float | None = None
-        self._begun: float | None = None
+        self._started_at: float | None = None
         self._last = clock()
         self._isolation: Isolation | None = None
         self._round: _Round | None = None
@@ -123,7 +123,7 @@ class PreflightMonitor:
             except ControlChannelError as error:
                 report = NodeReport(rank=rank, host=self._host(rank), python=error.message[:80])
             self._last = self._clock()
-            self._begun = self._last if self._begun is None else self._begun
+            self._started_at = self._last if self._started_at is None else self._started_at
             self.reports[rank] = report
             self.ahead[rank] = report.sent - self._wall() if report.sent else 0.0
         elif isinstance(message, PreflightTried):
@@ -134,7 +134,7 @@ class PreflightMonitor:
     def poll(self, now: float) -> PreflightMeasured | None:
         """Go on with it; what is to be written down once there is a verdict."""
         self._views.note_poll(now)
-        if self.over or self._begun is None:
+        if self.over or self._started_at is None:
             return None
         if self._round is not None:
             return self._poll_round(self._round, now)
@@ -179,7 +179,7 @@ class PreflightMonitor:
         members, waited = self._hub.members(), now - max(self._last, self._views.fresh_from)
         there = {r: members[r] for r in missing if r in members and members[r].connected}
         hosts = len({each.host for each in members.values()})
-        silent = {r: m.host for r, m in there.items() if now - m.heard_at > _SILENT_S}
+        silent = {r: m.host for r, m in there.items() if now - m.last_message_at > _SILENT_S}
         frozen = {r: host for r, host in silent.items() if not self._is_at_it(r, now)}
         if frozen and waited > _SILENT_S:
             return of_silence(frozen, hosts, timedelta(seconds=waited), frozen=True)
@@ -193,7 +193,7 @@ class PreflightMonitor:
     def _is_at_it(self, rank: int, now: float) -> bool:
         """Whether its monitor says that it lives: an import may hold the interpreter for long."""
         view = self._hub.monitors().get(rank)
-        if view is None or view.pulse is None or now - view.heard_at > _SILENT_S:
+        if view is None or view.pulse is None or now - view.last_message_at > _SILENT_S:
             return False
         return view.pulse.state not in _ENDED
 
@@ -236,9 +236,9 @@ class PreflightMonitor:
         return min(few, max(_FEW_LEAST_S, _TIMES_USUAL * self._usual_s))
 
     def _poll_round(self, round_: _Round, now: float) -> PreflightMeasured | None:
-        wanted = {rank for group in round_.ranks for rank in group}
+        expected_ranks = {rank for group in round_.ranks for rank in group}
         late = now - round_.asked_at > round_.within_s + _TO_SAY_SO_S
-        if not wanted <= set(round_.results) and not late:
+        if not expected_ranks <= set(round_.results) and not late:
             return None
         self._round = None
         outcomes, slowest = [], []
@@ -286,7 +286,7 @@ class PreflightMonitor:
         return PreflightMeasured(
             ok=refused is None,
             hosts=self._hosts,
-            seconds=round(now - (self._begun or now), 3),
+            seconds=round(now - (self._started_at or now), 3),
             bad=() if refused is None else refused.hosts,
             told=tuple(findings[:16]),
             rounds=self._rounds,

@@ -163,7 +163,9 @@ class ProbeMonitor:
         every = self._every_s or 0.0
         if self._next is None:
             self._next = now + every
-        if now < self._next or any(now - each.heard_at > _TALKS_S for each in members.values()):
+        if now < self._next or any(
+            now - each.last_message_at > _TALKS_S for each in members.values()
+        ):
             return
         self._next = now + every
         large = self._bandwidth_s is not None and now >= self._next_large
@@ -248,7 +250,7 @@ class ProbeMonitor:
         if verdict.silent and not self._still_silent(verdict, views):
             self._suspect = None
             return None
-        if not self._stacks.over(now, [each.rank for each in views if each.watched]):
+        if not self._stacks.over(now, [each.rank for each in views if each.has_monitor]):
             return None
         self._suspect, self._flight = None, None
         verdict = with_stacks(verdict, self._stacks.looks)

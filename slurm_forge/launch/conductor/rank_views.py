@@ -51,7 +51,9 @@ class RankViews:
     def anybody_silent(self, now: float, seconds: float) -> bool:
         """Whether a rank has said nothing for so long: cheap enough for every look."""
         members = self._hub.members().values()
-        return any(now - max(member.heard_at, self.fresh_from) >= seconds for member in members)
+        return any(
+            now - max(member.last_message_at, self.fresh_from) >= seconds for member in members
+        )
 
     def for_probe(
         self,
@@ -65,13 +67,15 @@ class RankViews:
         for rank, view in sorted(self.views(now, left_ranks).items()):
             monitor = monitors.get(rank)
             has_monitor = monitor is not None and monitor.connected and monitor.pulse is not None
-            last_heard = monitor.heard_at if monitor is not None and has_monitor else 0.0
+            last_heard = monitor.last_message_at if monitor is not None and has_monitor else 0.0
             ranks.append(
                 RankSeen(
                     rank=rank,
                     host=view.host,
-                    silent=now - max(members[rank].heard_at, self.fresh_from),
-                    witness=now - max(last_heard, self.fresh_from) if has_monitor else None,
+                    silent_s=now - max(members[rank].last_message_at, self.fresh_from),
+                    monitor_silent_s=now - max(last_heard, self.fresh_from)
+                    if has_monitor
+                    else None,
                     state=view.state,
                     step=max(0, members[rank].step),
                     phase=view.phase,
@@ -86,8 +90,8 @@ class RankViews:
         if monitor is None or monitor.pulse is None or not monitor.connected:
             return self._by_heartbeat(member, now)
         pulse = monitor.pulse
-        silence = now - max(monitor.heard_at, self.fresh_from)
-        if silence > _SILENT_S and now - max(member.heard_at, self.fresh_from) < _SILENT_S:
+        silence = now - max(monitor.last_message_at, self.fresh_from)
+        if silence > _SILENT_S and now - max(member.last_message_at, self.fresh_from) < _SILENT_S:
             return self._by_heartbeat(member, now)  # it is the monitor that is stuck
         silent = silence > _SILENT_S
         since = min(pulse.since_s + (silence if silent else 0.0), now - self.fresh_from)
@@ -100,13 +104,13 @@ class RankViews:
             kind=pulse.kind,
             since=timedelta(seconds=since),
             state=pulse.state,
-            silent=silent,
-            mute=timedelta(seconds=pulse.mute_s),
+            is_silent=silent,
+            no_python_for=timedelta(seconds=pulse.mute_s),
         )
 
     def _by_heartbeat(self, member: MemberView, now: float) -> RankView:
         """Of a rank without a monitor: what its own thread says, while it can."""
-        place = (member.turn, member.step, member.begun, 0, 0)
+        place = (member.rollbacks, member.step, member.begun, 0, 0)
         since_place = self._places.get(member.rank)
         if since_place is None or since_place[0] != place:
             since_place = self._places[member.rank] = (place, now)
@@ -114,7 +118,7 @@ class RankViews:
         # Of a phase of the program's own its length is not known: monitors tell of its parts.
         plain = member.begun > 2 and member.phase in ("train", "data", "save")
         kind = member.phase if plain else f"first {member.phase}"
-        silent = now - max(member.heard_at, self.fresh_from) > _SILENT_S
+        silent = now - max(member.last_message_at, self.fresh_from) > _SILENT_S
         return RankView(
             rank=member.rank,
             host=member.host,
@@ -123,5 +127,5 @@ class RankViews:
             phase=member.phase,
             kind=kind,
             since=timedelta(seconds=since),
-            silent=silent,
+            is_silent=silent,
         )

@@ -62,7 +62,7 @@ class Shutdown:
         """Go on with it, if it has begun, or has to."""
         observations = self._observations
         self._check_absent(now)
-        if self._all_said_goodbye():
+        if self._all_have_left():
             self._all_said = now if self._all_said is None else self._all_said
             over = now - self._all_said >= _GOODBYE_S and not self._stays
             if over and self._launched is not None:
@@ -85,10 +85,10 @@ class Shutdown:
         if self._launched is not None:
             return self._launched.poll() is not None or ending > _GIVE_UP_S
         # Who has said goodbye leaves by itself; whoever has not may still be at it, or fail.
-        return self._all_said_goodbye() or ending > 2 * _LAST_WORDS_S
+        return self._all_have_left() or ending > 2 * _LAST_WORDS_S
 
-    def _all_said_goodbye(self) -> bool:
-        return len(self._observations.said_goodbye) == self._hub.world_size
+    def _all_have_left(self) -> bool:
+        return len(self._observations.left_ranks) == self._hub.world_size
 
     def _check_absent(self, now: float) -> None:
         """Ranks that never came: a node that does not start its tasks, a step that waits."""
@@ -123,14 +123,14 @@ class Deadline:
     def __init__(
         self,
         hub: Hub,
-        watch: JobPoller,
+        job_poller: JobPoller,
         timing: Timing,
         observations: Observations,
         started: float,
         now: Callable[[], datetime],
     ) -> None:
         self._hub = hub
-        self._watch = watch
+        self._job_poller = job_poller
         self._timing = timing
         self._observations = observations
         self._now = now
@@ -149,7 +149,7 @@ class Deadline:
         This node's is taken for it unless the two are known to differ.  Where it is behind, and
         nobody knows: the job has run as long as this conductor has.
         """
-        clock, record = self._watch.clock, self._watch.latest
+        clock, record = self._job_poller.clock, self._job_poller.latest
         time = self._now() if clock is None or not clock.differs else clock.now(now)
         if record is None or record.start_time is None:
             return time
@@ -157,14 +157,14 @@ class Deadline:
 
     def clock_ahead(self, now: float) -> timedelta:
         """By how much this node's clock is ahead of the controller's, as far as that is known."""
-        clock = self._watch.clock
+        clock = self._job_poller.clock
         if clock is not None and not clock.differs:
             return clock.ahead
         return self._now() - self.slurm_time(now)
 
     def _awaits_new_end(self, now: float, within: float) -> bool:
         """Whether the job was suspended, and Slurm may still tell when it ends since then."""
-        if self._resumed is None or self._watch.latest_query >= self._resumed_query:
+        if self._resumed is None or self._job_poller.latest_query >= self._resumed_query:
             return False
         return now < self._resumed + within
 
@@ -174,12 +174,12 @@ class Deadline:
         To be asked several times a second.
         """
         # Looks that are slow themselves, on a storage that hangs, must not make us wait for ever.
-        answered = self._watch.latest_query >= self._resumed_query
+        answered = self._job_poller.latest_query >= self._resumed_query
         first = self._resumed is None or now >= self._resumed + _NEW_END_WITHIN_S
         if now - self._last_poll > _GAP_S and answered and first:
-            self._resumed, self._resumed_query = now, self._watch.ask()
+            self._resumed, self._resumed_query = now, self._job_poller.ask()
         self._last_poll = now
-        record = self._watch.latest
+        record = self._job_poller.latest
         if self._observations.stop_asked is not None:
             return False
         end = self._timing.planned_end if record is None else record.end_time
@@ -187,11 +187,11 @@ class Deadline:
         near = record is None or (
             remaining is not None and remaining <= self._timing.lead + _NEAR_THE_END
         )
-        if now >= self._next_refresh and not self._watch.asking:
+        if now >= self._next_refresh and not self._job_poller.asking:
             # The limit may have been changed; near the end we look once a minute.
             self._next_refresh = now + (_REFRESH_EVERY_S if near else _REFRESH_FAR_S)
-            self._watch.ask()
-        if self._watch.awaits_time or self._awaits_new_end(now, _NEW_END_WITHIN_S):
+            self._job_poller.ask()
+        if self._job_poller.awaits_time or self._awaits_new_end(now, _NEW_END_WITHIN_S):
             return False  # by a clock that is an hour ahead, each job's time is up
         return remaining is not None and remaining <= self._timing.lead
 
@@ -200,7 +200,7 @@ class Deadline:
         observations = self._observations
         if observations.stop_asked is None or observations.deadline_passed:
             return
-        record = self._watch.latest
+        record = self._job_poller.latest
         time_given = self._timing.stop_within
         end = self._timing.planned_end if record is None else record.end_time
         if end is not None:
@@ -213,7 +213,7 @@ class Deadline:
                 else time_given
             )
         after = observations.terminated_after
-        if after is not None and self._watch.latest_query < observations.terminated_query:
+        if after is not None and self._job_poller.latest_query < observations.terminated_query:
             # Slurm ends the job KillWait after that, and has not told anything else.
             time_given = min(time_given, after + self._timing.kill_wait)
         if record is not None and record.state in _ENDING:
@@ -230,7 +230,7 @@ class Deadline:
         if now >= ends_at:
             if self._awaits_new_end(now, _MOMENT_S):
                 return
-            first = observations.notice_record is None and self._watch.asking
+            first = observations.notice_record is None and self._job_poller.asking
             if first and now < ends_at + _FIRST_ANSWER_S:
                 return  # it is still to come, and may say that there is more time
             observations.deadline_passed = True

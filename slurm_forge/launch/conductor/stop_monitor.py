@@ -59,7 +59,7 @@ class StopMonitor:
 
     Args:
         hub: Is told how long ranks have to save.
-        watch: Asks Slurm about the job.
+        job_poller: Asks Slurm about the job.
         timing: How long before its end a job is stopped.
         observations: Collects what is observed.
         note: Journals an event.
@@ -75,7 +75,7 @@ class StopMonitor:
     def __init__(
         self,
         hub: Hub,
-        watch: JobPoller,
+        job_poller: JobPoller,
         timing: Timing,
         observations: Observations,
         *,
@@ -87,7 +87,7 @@ class StopMonitor:
         batch_step: bool = True,
         is_deaf: Callable[[], bool] | None = None,
     ) -> None:
-        self._watch = watch
+        self._job_poller = job_poller
         self.observations = observations
         self._note = note
         self._stop_file = stop_file
@@ -100,10 +100,10 @@ class StopMonitor:
         self._reason = ("", "")
         self._target: StopTarget | None = None
         self._next_files = 0.0
-        self.deadline = Deadline(hub, watch, timing, observations, clock(), now)
-        self.questions = JobQueries(watch, observations, clock, is_deaf)
+        self.deadline = Deadline(hub, job_poller, timing, observations, clock(), now)
+        self.questions = JobQueries(job_poller, observations, clock, is_deaf)
         self._warnings = WarningSignals(
-            watch,
+            job_poller,
             timing,
             note=note,
             clock=clock,
@@ -212,7 +212,7 @@ class StopMonitor:
         of_batch = source == BATCH_STEP or self._is_of_whole_job(name, source)
         stopping = of_batch and observations.stop_asked is not None
         if of_batch:
-            observations.note_batch_signal(name, self._watch, self._clock())
+            observations.note_batch_signal(name, self._job_poller, self._clock())
         else:
             before.append(name)
             self._signalled.add(source)

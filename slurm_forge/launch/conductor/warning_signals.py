@@ -26,14 +26,14 @@ class WarningSignals:
 
     def __init__(
         self,
-        watch: JobPoller,
+        job_poller: JobPoller,
         timing: Timing,
         *,
         note: Callable[[Event], None],
         clock: Callable[[], float],
         now: Callable[[], datetime],
     ) -> None:
-        self._watch = watch
+        self._job_poller = job_poller
         self._lead = timing.lead
         self._note = note
         self._clock = clock
@@ -54,7 +54,7 @@ class WarningSignals:
             return False
         if not self._pending:
             self._since = self._clock()
-        self._query = self._watch.ask()
+        self._query = self._job_poller.ask()
         self._pending.append((name, source))
         return True
 
@@ -62,8 +62,8 @@ class WarningSignals:
         """Those that are to be acted on now: they are no warnings, or Slurm does not answer."""
         if not self._pending:
             return ()
-        answered = self._watch.latest_query >= self._query
-        after = self._watch.latest if answered else None
+        answered = self._job_poller.latest_query >= self._query
+        after = self._job_poller.latest if answered else None
         waited = timedelta(seconds=self._clock() - self._since)
         meanings = {
             name: self._meaning_of(name, after=after, waited=waited) for name, _ in self._pending
@@ -89,7 +89,7 @@ class WarningSignals:
     ) -> SignalMeaning:
         return judge_signal(
             name,
-            before=self._watch.latest,
+            before=self._job_poller.latest,
             after=after,
             waited=waited,
             now=self._now(),

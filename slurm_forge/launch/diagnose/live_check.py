@@ -270,8 +270,8 @@ class _LiveCheck:
             if report is not None and report.complete:
                 return report, ""
             record = self._ask()
-            ended = self._forgotten or (record is not None and _over(record))
-            if ended or (record is not None and record.state in PENDING_LIKE):
+            job_ended = self._forgotten or (record is not None and _over(record))
+            if job_ended or (record is not None and record.state in PENDING_LIKE):
                 over_since = over_since or self._wall()
                 if self._wall() > over_since + _SETTLES_S:
                     break
@@ -486,8 +486,8 @@ def live_job(
         "tasks_per_node": 1,
         "time": LIMIT,
     }
-    chosen = {"partition": partition, "qos": qos, "account": account}
-    changes |= {name: value for name, value in chosen.items() if value is not None}
+    sbatch_keys = {"partition": partition, "qos": qos, "account": account}
+    changes |= {name: value for name, value in sbatch_keys.items() if value is not None}
     setup = () if job is None else job.setup
     return base.model_copy(
         update={"resources": resources.model_copy(update=changes), "setup": setup}

@@ -134,7 +134,7 @@ class _LiveJob:
             if not self._options.quick:
                 self._wait_for_warning()
             self._send_all()
-            looking.join(timeout=max(1.0, self._left() - _ROOM_S))
+            looking.join(timeout=max(1.0, self._remaining_s() - _ROOM_S))
             if own and own[0].torch is None:
                 self._torch_left_out = "torch can't be imported by this Python on the node"
             self._nodes[:] = [*own, *self._peers()]
@@ -155,7 +155,7 @@ class _LiveJob:
         ways = [Receiver.TASK, Receiver.TASK_PLAIN, Receiver.SHELL]
         return (*ways, Receiver.TORCHRUN) if self._options.torch else tuple(ways)
 
-    def _wanted(self) -> set[tuple[Receiver, str]]:
+    def _expected_receivers(self) -> set[tuple[Receiver, str]]:
         hosts = self._hosts()
         receivers = {(Receiver.BATCH, self._host)}
         for way in (Receiver.TASK, Receiver.WORKER, Receiver.WORKER_PLAIN):
@@ -194,7 +194,7 @@ class _LiveJob:
             )
             environment = sentinel_environment(self._variables)
             self._steps[way] = LiveStep(way, command, environment, self._events.queue.put)
-        until = time.monotonic() + min(_STANDS_S, max(1.0, self._left() - _ROOM_S))
+        until = time.monotonic() + min(_STANDS_S, max(1.0, self._remaining_s() - _ROOM_S))
         while time.monotonic() < until and not self._all_stand():
             self._events.take(0.05)
         if forget:
@@ -255,7 +255,7 @@ class _LiveJob:
             (RoundKind.STEPS_TERM, "TERM", False),
             (RoundKind.BATCH_USER, "USR2", True),
         ):
-            if self._left() < _ROOM_S:
+            if self._remaining_s() < _ROOM_S:
                 self._add(
                     SignalRound(kind=kind, signal=f"SIG{name}", problem="no time was left for it")
                 )
@@ -293,14 +293,14 @@ class _LiveJob:
             before,
             tuple(self._events.reports),
             tuple(self._events.ended),
-            wanted=self._wanted(),
+            expected=self._expected_receivers(),
             workers_of=Receiver.TASK,
             signal=signal,
             sent_at=sent_at,
         )
 
-    def _add(self, done: SignalRound) -> None:
-        self._rounds.append(done)
+    def _add(self, round_: SignalRound) -> None:
+        self._rounds.append(round_)
         self._report(complete=False)
 
     # --- nodes ------------------------------------------------------------------------------------
@@ -321,20 +321,20 @@ class _LiveJob:
             names = ",".join(n for n in self._here.nodes if n != self._here.node_name)
             command = srun_words(payload, nodes=others, on=names, options=self._options.srun_option)
             try:
-                done = subprocess.run(
+                result = subprocess.run(
                     command,
                     env=sentinel_environment(self._variables),
                     stdin=subprocess.DEVNULL,
                     capture_output=True,
                     text=True,
                     errors="replace",
-                    timeout=min(_PEERS_S, max(5.0, self._left() - 10.0)),
+                    timeout=min(_PEERS_S, max(5.0, self._remaining_s() - 10.0)),
                     check=False,
                 )
             except subprocess.TimeoutExpired:
                 return []
         addresses = []
-        for line in done.stdout.splitlines():
+        for line in result.stdout.splitlines():
             if line.startswith(PREFIX):
                 with contextlib.suppress(ValidationError):
                     addresses.append(_NODE.validate_json(line[len(PREFIX) :]))
@@ -350,7 +350,7 @@ class _LiveJob:
         end = self._here.end_time if record is None else record.end_time
         return None if end is None else end.timestamp()
 
-    def _left(self) -> float:
+    def _remaining_s(self) -> float:
         return 3600.0 if self._end is None else self._end - time.time()
 
     def _report(self, *, complete: bool) -> None:

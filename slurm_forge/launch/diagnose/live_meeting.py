@@ -73,20 +73,20 @@ def meet(
     """
     meeting = Meeting()
     for number in range(1, _QUESTIONS + 1):
-        begun = wall()
+        started_at = wall()
         write_atomic(folder / f"ask-{number}", b"?", durable=False)
         at = None
-        while at is None and wall() < begun + _ANSWER_S and goes_on():
+        while at is None and wall() < started_at + _ANSWER_S and goes_on():
             sleep(_EVERY_S)
             with contextlib.suppress(OSError, ForgeError, KeyError, TypeError, ValueError):
                 at = float(read_json(folder / f"answer-{number}", _LIMIT)["at"])
         if at is None:
             break
-        took = wall() - begun
+        took = wall() - started_at
         longest = max(took, meeting.seen_after_s or 0.0)
         meeting = replace(meeting, seen_after_s=longest)
         if meeting.clock_give_s is None or took / 2 < meeting.clock_give_s:
-            ahead = at - (begun + took / 2)
+            ahead = at - (started_at + took / 2)
             meeting = replace(meeting, clock_ahead_s=ahead, clock_give_s=took / 2)
     return meeting
 

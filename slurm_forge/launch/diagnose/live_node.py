@@ -1,8 +1,8 @@
 """What one compute node is like, looked at from inside a job: ``doctor --live``.
 
-Run by its module name on the other nodes of the job; the driver calls ``look`` on its own.  The
-folder is one that the login node has laid files out in: a card with the nonce, a file to be created
-exclusively, and a lock that it holds.
+Run by its module name on the other nodes of the job; the driver calls ``inspect_node`` on its own.
+The folder is one that the login node has laid files out in: a card with the nonce, a file to be
+created exclusively, and a lock that it holds.
 """
 
 from __future__ import annotations
@@ -184,12 +184,12 @@ def _with_torch(
     """The version of torch that ranks import, and how long that takes; None where they can't."""
     began = time.monotonic()
     try:
-        done = runner([python, "-c", "import torch; print(torch.__version__)"], _TORCH, environ)
+        result = runner([python, "-c", "import torch; print(torch.__version__)"], _TORCH, environ)
     except OSError:
         return node
-    if done.returncode != 0:
+    if result.returncode != 0:
         return node
-    return replace(node, torch=done.stdout.strip()[:60], torch_s=time.monotonic() - began)
+    return replace(node, torch=result.stdout.strip()[:60], torch_s=time.monotonic() - began)
 
 
 # --- the machine ----------------------------------------------------------------------------------

@@ -27,21 +27,21 @@ class StepEnded:
 def sightings(
     present: Collection[tuple[Receiver, str]],
     events: Sequence[ListenerEvent],
-    ended: Sequence[StepEnded],
+    step_ends: Sequence[StepEnded],
     *,
-    wanted: Collection[tuple[Receiver, str]],
+    expected: Collection[tuple[Receiver, str]],
     workers_of: Receiver,
     signal: str,
     sent_at: float | None,
 ) -> tuple[Sighting, ...]:
-    """One of each that was ``wanted`` to be there; ``events`` and ``ended`` since the sending.
+    """One of each that is ``expected``; ``events`` and ``step_ends`` are those since the sending.
 
     ``workers_of`` is the way whose listeners have forked the loader workers.  ``signal`` is what a
     task that ended without a word is taken to have died of.
     """
-    over = {each.way: each.at for each in ended}
+    over = {each.way: each.at for each in step_ends}
     results = []
-    for way, host in sorted(wanted, key=lambda pair: (list(Receiver).index(pair[0]), pair[1])):
+    for way, host in sorted(expected, key=lambda pair: (list(Receiver).index(pair[0]), pair[1])):
         if (way, host) not in present:
             results.append(Sighting(way=way, host=host, fate=Fate.ABSENT))
             continue

@@ -91,7 +91,7 @@ def look_at(
 
     ``start_within`` is how long the processes may take to be there: a step may wait for its nodes.
     """
-    begun = clock()
+    started_at = clock()
     hub = Hub(world_size=place.world, nonce=secrets.token_hex(16))
     hub.start()
     judge = PreflightMonitor(hub, within, clock, expected=expected)
@@ -117,7 +117,7 @@ def look_at(
             now = clock()
             measured = judge.poll(now)
             if measured is None:
-                problem = _problem(hub, judge, processes, now - begun, start_within)
+                problem = _problem(hub, judge, processes, now - started_at, start_within)
         answered = {report.host for report in judge.reports.values()}
         silent = tuple(node for node in place.nodes if node not in answered)
         return ProbeResult(
@@ -128,7 +128,7 @@ def look_at(
             isolated=judge.isolated,
             silent=silent,
             problem=problem and f"{problem}{_words(processes)}",
-            seconds=clock() - begun,
+            seconds=clock() - started_at,
         )
     finally:
         hub.abort("the look is over")
@@ -158,9 +158,9 @@ def _problem(
         connected = any(member.connected for member in members.values())
         if not connected:
             return "the processes on the nodes ended before they reported"
-    ended = [m.host for r, m in members.items() if not m.connected and not judge.over]
-    if ended:
-        return f"the process on {', '.join(sorted(set(ended)))} has ended"
+    disconnected = [m.host for r, m in members.items() if not m.connected and not judge.over]
+    if disconnected:
+        return f"the process on {', '.join(sorted(set(disconnected)))} has ended"
     if since > start_within.total_seconds() and len(judge.reports) < hub.world_size:
         return f"after {since:.0f} s {len(judge.reports)} of {hub.world_size} nodes have answered"
     return ""

@@ -180,11 +180,11 @@ class _LocalRun:
 
     def _conclude_abandoned(self, state: RunState) -> None:
         """Nobody of an attempt that was ended at once could still say what had become of it."""
-        ended = self._abandoned_attempt(state)
-        if ended is not None:
+        attempt = self._abandoned_attempt(state)
+        if attempt is not None:
             why = f"{self._request.name}, and its processes were ended at once"
-            ended.conclude(LaunchFacts(now=datetime.now(timezone.utc), stopped_by=why))
-            ended.end("stop")
+            attempt.conclude(LaunchFacts(now=datetime.now(timezone.utc), stopped_by=why))
+            attempt.end("stop")
 
     def _keep_stopped(self) -> None:
         """The run waits for its next start, which is not to come: have its journal say so."""
@@ -198,17 +198,17 @@ class _LocalRun:
 
         Where rank 0 was killed, nobody has decided: it conducts the attempt.
         """
-        ended = self._abandoned_attempt(state)
-        if ended is None:
+        attempt = self._abandoned_attempt(state)
+        if attempt is None:
             return True
         decision = post_mortem(
-            self._run, state, self._file, ended.claim, slurm=None, now=time.time()
+            self._run, state, self._file, attempt.claim, slurm=None, now=time.time()
         )
         if decision is None and not state.attempts[-1].decisions:
             # Rank 0 wrote down what had happened, and was killed before it decided.
-            decision = ended.conclude(LaunchFacts(now=datetime.now(timezone.utc)))
+            decision = attempt.conclude(LaunchFacts(now=datetime.now(timezone.utc)))
         again = decision is None or decision.action in REQUEUEING
-        ended.end("requeued" if again else "held")
+        attempt.end("requeued" if again else "held")
         self._show(run_state(self._run))
         until = time.monotonic() + (decision.wait_s if decision is not None and again else 0.0)
         while time.monotonic() < until and not self._request:

@@ -83,22 +83,22 @@ def job_exclusion(
     own = names_in(job.resources.exclude)
     if own is None:
         return Exclusion(readable=False)
-    wanted = names_in(job.resources.nodelist)
+    requested_nodes = names_in(job.resources.nodelist)
     fixed = tuple(dict.fromkeys((*own, *sorted(set(also)))))
-    chosen: tuple[ExcludedNode, ...] = ()
-    if wanted is not None:
-        chosen = excluded_by_ledger(
+    excluded: tuple[ExcludedNode, ...] = ()
+    if requested_nodes is not None:
+        excluded = excluded_by_ledger(
             ledger,
             now,
             rules,
             partition=partition,
             needed=job.resources.allocation if needed is None else needed,
             excluded=fixed,
-            spared=wanted,
+            spared=requested_nodes,
         )
     if partition is None:
-        chosen = tuple(each for each in chosen if each.node in there)
-    return Exclusion(exclude=(*fixed, *sorted(each.node for each in chosen)), nodes=chosen)
+        excluded = tuple(each for each in excluded if each.node in there)
+    return Exclusion(exclude=(*fixed, *sorted(each.node for each in excluded)), nodes=excluded)
 
 
 def exclusion_at_submission(

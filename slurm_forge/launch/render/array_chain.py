@@ -90,8 +90,10 @@ class Chain:
 
         Slurm starts them without being asked for anything.
         """
-        known = self.waiting()
-        return tuple(range(self.task + 1, self.tasks + 1)) if known is None else known
+        waiting_tasks = self.waiting()
+        return (
+            tuple(range(self.task + 1, self.tasks + 1)) if waiting_tasks is None else waiting_tasks
+        )
 
     def update(self, tasks: tuple[int, ...], update: JobUpdate) -> None:
         """Change ``tasks``, which wait; ``SlurmCommandError`` where Slurm refuses that.

@@ -112,8 +112,8 @@ def _modules(job: JobSpec, site: Site) -> tuple[str, ...]:
     facts = site.facts(job.resources.partition, job.resources.qos)
     container = None if job.container is None else facts_of(job.container, site)
     more = () if container is None else container.modules
-    wanted = dict.fromkeys((*site.modules, *facts.modules, *more))
-    return (f"module load {shlex.join(wanted)}",) if wanted else ()
+    modules = dict.fromkeys((*site.modules, *facts.modules, *more))
+    return (f"module load {shlex.join(modules)}",) if modules else ()
 
 
 def start_file(folder: Path) -> Path:

@@ -29,9 +29,9 @@ def runtime_of(container: ContainerSpec, site: Site) -> Runtime:
     """
     if container.runtime is not None:
         return container.runtime
-    for known in site.containers:
-        if known.runtime in RUNTIMES:
-            return RUNTIMES[known.runtime]
+    for candidate in site.containers:
+        if candidate.runtime in RUNTIMES:
+            return RUNTIMES[candidate.runtime]
     has = ", ".join(each.runtime.value for each in site.containers)
     raise ConfigError(
         f"the job has a container, and the site {site.name} does not say what runs it"

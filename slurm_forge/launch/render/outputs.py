@@ -49,12 +49,12 @@ class RankOutput:
         pattern = self._option(_ERRORS) or self._option(_OUTPUT)
         if pattern is None:
             return None
-        known = self.environment
-        of_array = known.job_id if known.array_job_id is None else known.array_job_id
+        variables = self.environment
+        of_array = variables.job_id if variables.array_job_id is None else variables.array_job_id
         for sign, value in (
-            ("%j", known.job_id),
+            ("%j", variables.job_id),
             ("%A", of_array),
-            ("%a", known.array_task_id),
+            ("%a", variables.array_task_id),
             ("%t", rank),
         ):
             pattern = pattern.replace(sign, str(value))

@@ -72,14 +72,14 @@ def foreseen(
 def _places(
     survey: Survey, site: Site, person: Person, request: ForecastRequest
 ) -> list[tuple[str | None, str | None]]:
-    wanted = None if request.job is None else request.job.resources
-    named = request.partition or (wanted.partition if wanted else None)
-    qos = request.qos or (wanted.qos if wanted else None)
+    resources = None if request.job is None else request.job.resources
+    partitions = request.partition or (resources.partition if resources else None)
+    qos = request.qos or (resources.qos if resources else None)
     records = survey.partitions or ()
     default = next((each.name for each in records if each.is_default), None)
-    if named is not None:
-        return [(name, qos_of(survey, person, name, qos)) for name in named.split(",") if name]
-    if wanted is not None:
+    if partitions is not None:
+        return [(name, qos_of(survey, person, name, qos)) for name in partitions.split(",") if name]
+    if resources is not None:
         return [(default, qos_of(survey, person, default, qos))]
     if goes_by_qos(survey.config):
         names = (qos,) if qos is not None else usable_qos(survey, person)
@@ -102,8 +102,11 @@ def _at(
     qos_name: str | None,
 ) -> PreemptionForecast:
     partition = next((each for each in survey.partitions or () if each.name == name), None)
-    known = {each.name: each for each in survey.qos or ()}
-    qos, of_partition = known.get(qos_name or ""), known.get((partition and partition.qos) or "")
+    qos_by_name = {each.name: each for each in survey.qos or ()}
+    qos, of_partition = (
+        qos_by_name.get(qos_name or ""),
+        qos_by_name.get((partition and partition.qos) or ""),
+    )
     facts = site.facts(name, qos_name)
     contract = Contract()
     if survey.config is not None:

@@ -38,33 +38,33 @@ class GpuOptions:
     constraint: str | None = None
 
 
-def gpu_options(wanted: Resources, site: Site) -> GpuOptions:
+def gpu_options(resources: Resources, site: Site) -> GpuOptions:
     """The options for the GPUs of a job at this site.
 
     The kind of GPU in the job file becomes the feature that the site asks for it by
     (``gpu_types``), the number the site's own option (``gpu_request``).  What the job says in
     another option than that stays, unless the site refuses it there.
     """
-    gpus = wanted.gpus_per_node or wanted.gpus_per_task
+    gpus = resources.gpus_per_node or resources.gpus_per_task
     if gpus is None:
-        return GpuOptions(gres=wanted.gres, constraint=wanted.constraint)
+        return GpuOptions(gres=resources.gres, constraint=resources.constraint)
     feature = site.gpu_types.get(gpus.kind or "")
     kind = "" if gpus.kind is None or feature is not None else f"{gpus.kind}:"
-    constraint = _with_feature(wanted.constraint, feature)
-    count = wanted.gpus_on_node or 0
+    constraint = _with_feature(resources.constraint, feature)
+    count = resources.gpus_on_node or 0
     style = site.gpu_request
-    per_task = wanted.gpus_per_task is not None and not refuses(site, "--gpus-per-task")
+    per_task = resources.gpus_per_task is not None and not refuses(site, "--gpus-per-task")
     if style is GpuOption.NONE:
-        return GpuOptions(gres=wanted.gres, constraint=constraint)
-    if per_task or (style is GpuOption.GPUS_PER_TASK and count % wanted.tasks_per_node == 0):
-        each = count // wanted.tasks_per_node
-        return GpuOptions(per_task=f"{kind}{each}", gres=wanted.gres, constraint=constraint)
+        return GpuOptions(gres=resources.gres, constraint=constraint)
+    if per_task or (style is GpuOption.GPUS_PER_TASK and count % resources.tasks_per_node == 0):
+        each = count // resources.tasks_per_node
+        return GpuOptions(per_task=f"{kind}{each}", gres=resources.gres, constraint=constraint)
     if style is GpuOption.GRES:
-        gres = ",".join(part for part in (f"gpu:{kind}{count}", wanted.gres) if part)
+        gres = ",".join(part for part in (f"gpu:{kind}{count}", resources.gres) if part)
         return GpuOptions(gres=gres, constraint=constraint)
-    if style is GpuOption.GPUS and wanted.allocation == 1:
-        return GpuOptions(total=f"{kind}{count}", gres=wanted.gres, constraint=constraint)
-    return GpuOptions(per_node=f"{kind}{count}", gres=wanted.gres, constraint=constraint)
+    if style is GpuOption.GPUS and resources.allocation == 1:
+        return GpuOptions(total=f"{kind}{count}", gres=resources.gres, constraint=constraint)
+    return GpuOptions(per_node=f"{kind}{count}", gres=resources.gres, constraint=constraint)
 
 
 def _with_feature(constraint: str | None, feature: str | None) -> str | None:
@@ -89,20 +89,20 @@ def job_request(
 
     ``default_partition`` is where Slurm puts a job that names none.
     """
-    wanted, container = job.resources, job.container
-    names: list[str | None] = [name for name in (wanted.partition or "").split(",") if name]
-    per_task = wanted.cpus_per_task
+    resources, container = job.resources, job.container
+    names: list[str | None] = [name for name in (resources.partition or "").split(",") if name]
+    per_task = resources.cpus_per_task
     return JobRequest(
         options=tuple(options),
         partitions=tuple(names or [default_partition]),
-        qos=wanted.qos,
-        account=wanted.account,
-        constraint=gpu_options(wanted, site).constraint,
-        nodes=wanted.allocation,
-        gpus=wanted.gpus_on_node,
-        cpus=None if per_task is None else per_task * wanted.tasks_per_node,
-        memory=wanted.mem,
-        time=wanted.time,
+        qos=resources.qos,
+        account=resources.account,
+        constraint=gpu_options(resources, site).constraint,
+        nodes=resources.allocation,
+        gpus=resources.gpus_on_node,
+        cpus=None if per_task is None else per_task * resources.tasks_per_node,
+        memory=resources.mem,
+        time=resources.time,
         chained=job.chain is not None,
         # In a container it is the image's Python that has to be one of theirs.
         machine=machine if container is None else None,
@@ -132,41 +132,41 @@ def asked_options(
     job: JobSpec, site: Site, run: RunDirectory, *, save: timedelta = timedelta(0)
 ) -> tuple[str, ...]:
     """As ``options``, whatever the site thinks of them."""
-    wanted = job.resources
+    resources = job.resources
     if job.template is Template.TORCHRUN:
-        wanted = per_node(wanted)
-    gpus = gpu_options(wanted, site)
-    limit = wanted.time
-    chosen: list[tuple[str, object | None]] = [
+        resources = per_node(resources)
+    gpus = gpu_options(resources, site)
+    limit = resources.time
+    options: list[tuple[str, object | None]] = [
         ("job-name", job.name),
         ("array", None if job.chain is None else f"1-{job.chain}%1"),
-        ("nodes", wanted.allocation),
-        ("ntasks-per-node", wanted.tasks_per_node),
-        ("cpus-per-task", wanted.cpus_per_task),
+        ("nodes", resources.allocation),
+        ("ntasks-per-node", resources.tasks_per_node),
+        ("cpus-per-task", resources.cpus_per_task),
         ("gpus-per-node", gpus.per_node),
         ("gpus-per-task", gpus.per_task),
         ("gpus", gpus.total),
-        ("mem", None if wanted.mem is None else format_memory(wanted.mem)),
+        ("mem", None if resources.mem is None else format_memory(resources.mem)),
         ("time", None if limit is None else format_slurm_duration(limit)),
-        ("partition", wanted.partition),
-        ("account", wanted.account),
-        ("qos", wanted.qos),
+        ("partition", resources.partition),
+        ("account", resources.account),
+        ("qos", resources.qos),
         ("constraint", gpus.constraint),
-        ("exclude", wanted.exclude),
-        ("nodelist", wanted.nodelist),
+        ("exclude", resources.exclude),
+        ("nodelist", resources.nodelist),
         ("gres", gpus.gres),
-        ("reservation", wanted.reservation),
+        ("reservation", resources.reservation),
         ("signal", lead_option(job, limit, save)),
         ("requeue", ""),
         ("no-kill", "" if job.outlives_nodes else None),
         ("open-mode", "append"),
         ("output", _log_of(run, "%x-%j.out" if job.chain is None else "%x-%A_%a.out")),
     ]
-    refuse_several_jobs(wanted.extra)
+    refuse_several_jobs(resources.extra)
     refuse_several_jobs({long_name(each): value_of(each) or "" for each in site.sbatch_options})
-    chosen += list(wanted.extra.items())
+    options += list(resources.extra.items())
     lines = []
-    for name, value in chosen:
+    for name, value in options:
         if value is None:
             continue
         lines.append(_checked(f"--{name}" if value == "" else f"--{name}={value}"))
@@ -226,8 +226,8 @@ def leave_out(script: str, nodes: Iterable[str]) -> tuple[str, ...]:
     own, nodelist = _last(script, "exclude"), _last(script, "nodelist")
     if "/" in own + nodelist:
         return ()
-    wanted = set(expand_nodes(nodelist))
-    added = [node for node in dict.fromkeys(nodes) if node not in wanted]
+    requested_nodes = set(expand_nodes(nodelist))
+    added = [node for node in dict.fromkeys(nodes) if node not in requested_nodes]
     if not added:
         return ()
     merged = dict.fromkeys([*expand_nodes(own), *sorted(added)])
@@ -250,16 +250,16 @@ def _of_container(job: JobSpec, site: Site) -> tuple[str, ...]:
     return () if facts is None else facts.sbatch_options
 
 
-def per_node(wanted: Resources) -> Resources:
+def per_node(resources: Resources) -> Resources:
     """The same in one task per node: the ranks of a node share what Slurm gives that task."""
-    ranks, cpus, gpus = wanted.tasks_per_node, wanted.cpus_per_task, wanted.gpus_per_task
+    ranks, cpus, gpus = resources.tasks_per_node, resources.cpus_per_task, resources.gpus_per_task
     changed: dict[str, object] = {"tasks_per_node": 1}
     if cpus is not None:
         changed["cpus_per_task"] = cpus * ranks
     if gpus is not None:
         changed["gpus_per_task"] = None
         changed["gpus_per_node"] = GpuCount(gpus.count * ranks, gpus.kind)
-    return wanted.model_copy(update=changed)
+    return resources.model_copy(update=changed)
 
 
 #: Nothing of it is a quote, an escape, a comment or the end of a word to sbatch.

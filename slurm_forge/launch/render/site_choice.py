@@ -18,32 +18,32 @@ _PATIENCE = timedelta(seconds=10)
 
 
 def find_site(
-    wanted: str | None = None, slurm: Slurm | None = None, *, begun: bool = False
+    name_or_file: str | None = None, slurm: Slurm | None = None, *, run_exists: bool = False
 ) -> Site:
     """By name or file, else by ``SLURM_FORGE_SITE``, else by the user's ``site:``, else by Slurm's
     ClusterName, else ``generic``.
 
     The ClusterName is that of the job that this process is in, else what ``slurm`` says.  For a run
-    that has ``begun`` the user's file is not read: it keeps what it has.
+    that has ``run_exists`` the user's file is not read: it keeps what it has.
     """
-    places = site_places(begun=begun)
-    if wanted is not None or places.preset() is not None:
-        return places.load(wanted).site
+    places = site_places(run_exists=run_exists)
+    if name_or_file is not None or places.preset() is not None:
+        return places.load(name_or_file).site
     return places.load(cluster_name=_cluster(slurm)).site
 
 
-def site_places(setting: PlaceSetting | None = None, *, begun: bool = False) -> SitePlaces:
+def site_places(setting: PlaceSetting | None = None, *, run_exists: bool = False) -> SitePlaces:
     """Where site files are looked for, and what tells this process which one is meant.
 
     ``setting`` is what the files of settings of a job say; without it, the user's own is asked, but
-    not for a run that has ``begun``.
+    not for a run that has ``run_exists``.
     """
     environ = process_environ()
     knobs = Knobs.from_environ(environ)
 
     def settings() -> SiteSetting | None:
-        chosen = setting or (None if begun else user_setting(knobs, "site"))
-        return None if chosen is None else SiteSetting(chosen.value, str(chosen.place))
+        in_force = setting or (None if run_exists else user_setting(knobs, "site"))
+        return None if in_force is None else SiteSetting(in_force.value, str(in_force.place))
 
     return SitePlaces(
         packaged=packaged_folder(),

@@ -81,7 +81,7 @@ class ChainLadder(RequeueLadder):
         waiting = self.chain.to_come()
         return self._hold(waiting, reason) if waiting else super().hold(reason)
 
-    def rest(self, reason: str) -> None:
+    def hold_array_tasks(self, reason: str) -> None:
         """The run is not to go on by itself: no task of it is to start only to find that out."""
         waiting = self.chain.waiting()
         if waiting:
@@ -105,13 +105,13 @@ class ChainLadder(RequeueLadder):
             if not last:
                 self.sleep(_BETWEEN_S)
         self._note(RequeueFailed(job=self.chain.array, method=_HOLD, reason=refused))
-        return RequeueResult(RequeueOutcome.REST, refused)
+        return RequeueResult(RequeueOutcome.HELD_IN_JOURNAL, refused)
 
     def _used_up(self, reason: str) -> RequeueResult:
         """The last task has ended, and nothing may come back by itself here."""
         text = f"{reason}; this was the last of {self.chain.tasks} tasks, and {self.only_hold}"
         self._note(Held(job=self.job, restart_count=self.restart_count, reason=text, queued=False))
-        return RequeueResult(RequeueOutcome.REST, text)
+        return RequeueResult(RequeueOutcome.HELD_IN_JOURNAL, text)
 
     def _cancelled(self, waiting: tuple[int, ...]) -> RequeueResult:
         """Somebody has cancelled this task alone, while it was decided to go on."""

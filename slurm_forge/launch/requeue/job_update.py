@@ -64,15 +64,15 @@ def update_for(decision: Decision, job: JobSpec, record: JobRecord | None) -> Jo
 
     The nodes that the job file leaves out stay left out: Slurm replaces the whole list.
     """
-    plan, wanted = decision.plan, job.resources
+    plan, resources = decision.plan, job.resources
     # Every node that is allocated counts, the spare ones too.
-    nodes = None if plan.nodes is None else plan.nodes + wanted.spares
+    nodes = None if plan.nodes is None else plan.nodes + resources.spares
     update = JobUpdate(
         exclude_nodes=_with_own_excluded(job, plan.exclude_nodes) or None,
         memory_per_node=_memory(decision, job, record) if plan.mem_factor != 1.0 else None,
         time_limit=_time(decision, job, record) if plan.time_factor != 1.0 else None,
         num_nodes=nodes,
-        num_tasks=None if nodes is None else nodes * wanted.tasks_per_node,
+        num_tasks=None if nodes is None else nodes * resources.tasks_per_node,
     )
     return update if update.assignments() else None
 
@@ -81,19 +81,19 @@ def arguments_for(update: JobUpdate | None, job: JobSpec) -> tuple[str, ...]:
     """The same for a successor, as options of sbatch, which win over those of the script."""
     if update is None:
         return ()
-    wanted: list[str] = []
+    options: list[str] = []
     excluded = _with_own_excluded(job, update.exclude_nodes or ())
     if excluded:
-        wanted.append(f"--exclude={fold_nodes(excluded)}")
+        options.append(f"--exclude={fold_nodes(excluded)}")
     if update.memory_per_node is not None:
-        wanted.append(f"--mem={-(-update.memory_per_node // _MIB)}M")
+        options.append(f"--mem={-(-update.memory_per_node // _MIB)}M")
     if update.time_limit is not None:
-        wanted.append(f"--time={format_slurm_duration(update.time_limit)}")
+        options.append(f"--time={format_slurm_duration(update.time_limit)}")
     if update.num_nodes is not None:
-        wanted.append(f"--nodes={update.num_nodes}")
+        options.append(f"--nodes={update.num_nodes}")
     if update.start_after is not None and update.start_after > timedelta(0):
-        wanted.append(f"--begin=now+{-(-update.start_after // timedelta(seconds=1))}")
-    return tuple(wanted)
+        options.append(f"--begin=now+{-(-update.start_after // timedelta(seconds=1))}")
+    return tuple(options)
 
 
 def _with_own_excluded(job: JobSpec, nodes: Sequence[str]) -> tuple[str, ...]:
@@ -159,8 +159,8 @@ class PartitionMove(JobUpdate):
 
     def assignments(self) -> tuple[str, ...]:
         """As those of ``JobUpdate``, and the partition."""
-        moved = () if self.partition is None else (f"Partition={self.partition}",)
-        return (*JobUpdate.assignments(self), *moved)
+        assignment = () if self.partition is None else (f"Partition={self.partition}",)
+        return (*JobUpdate.assignments(self), *assignment)
 
 
 def changed(job: JobSpec, changes: ResourceChanges) -> JobSpec:
@@ -204,13 +204,13 @@ def update_of(changes: ResourceChanges, now: JobSpec, record: JobRecord) -> JobU
 
 def arguments_of(changes: ResourceChanges, now: JobSpec) -> tuple[str, ...]:
     """The same for sbatch, but for the nodes: it wins over the script and the recovery plan."""
-    wanted, options = now.resources, []
-    if changes.mem is not None and wanted.mem is not None:
-        options.append(f"--mem={-(-wanted.mem // _MIB)}M")
-    if changes.time is not None and wanted.time is not None:
-        options.append(f"--time={format_slurm_duration(wanted.time)}")
-    if changes.partition is not None and wanted.partition is not None:
-        options.append(f"--partition={wanted.partition}")
+    resources, options = now.resources, []
+    if changes.mem is not None and resources.mem is not None:
+        options.append(f"--mem={-(-resources.mem // _MIB)}M")
+    if changes.time is not None and resources.time is not None:
+        options.append(f"--time={format_slurm_duration(resources.time)}")
+    if changes.partition is not None and resources.partition is not None:
+        options.append(f"--partition={resources.partition}")
     return tuple(options)
 
 

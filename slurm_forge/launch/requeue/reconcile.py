@@ -186,8 +186,8 @@ def _release_or_change(
 ) -> ReconcileResult:
     """The job waits in the queue: see to it that it starts, and that its start goes on."""
     job = record.waiting_ref
-    held = _is_held(record)
-    goes_on = not held and not state.status.is_at_rest and not run.stop_file.exists()
+    is_held = _is_held(record)
+    goes_on = not is_held and not state.status.is_at_rest and not run.stop_file.exists()
     if goes_on and not changes:
         return ReconcileResult(job, f"job {job} is {record.state.value} already", changed=False)
     if changes:
@@ -202,7 +202,7 @@ def _release_or_change(
     # Before the release: the start that it leads to must not find the run at rest.
     note(run, UserAsked(verb="requeue", user=person()))
     run.stop_file.unlink(missing_ok=True)
-    if not held:
+    if not is_held:
         return ReconcileResult(job, f"job {job} waits in the queue, and will go on", changed=True)
     try:
         slurm.release(job)
@@ -213,8 +213,8 @@ def _release_or_change(
             f"{run.name} waits as job {job}, which an administrator holds",
             next_step=f"Only they can release it: ask them about job {job}.  It will go on then.",
         ) from error
-    done = "changed and released" if changes else "released"
-    return ReconcileResult(job, f"{done} job {job}, which was held", changed=True)
+    verb = "changed and released" if changes else "released"
+    return ReconcileResult(job, f"{verb} job {job}, which was held", changed=True)
 
 
 #: What a start that nobody asked for leaves as it is.
@@ -266,8 +266,8 @@ def reconcile(
             if job_after is not None:
                 # Taken although the answer was lost; a second one would end the new start.
                 successor = None if job_after.job_ref == intent.job else job_after.job_ref
-                done = RequeueDone(job=intent.job, method=FOUND_QUEUED, successor=successor)
-                journal.write(done)
+                event = RequeueDone(job=intent.job, method=FOUND_QUEUED, successor=successor)
+                journal.write(event)
                 text = f"job {job_after.job_ref} is {job_after.state.value} already"
                 if successor is None and job_after.state in PENDING_LIKE:
                     text += _give(job_after.job_ref, decided(), wait, slurm, journal)
@@ -305,7 +305,7 @@ def reconcile(
                 return _stays_cancelled(run, state, intent.job, attempt, journal)
         finally:
             journal.close()
-        if result.outcome is RequeueOutcome.OPEN:
+        if result.outcome is RequeueOutcome.PENDING:
             raise RunDirectoryError(
                 f"Slurm has not confirmed the requeue yet: {result.text}",
                 next_step="Try slurm-forge reconcile again when Slurm answers.",
@@ -361,8 +361,8 @@ def _wait_answer(
     decisions = [decision for attempt in state.attempts for _, decision in attempt.decisions]
     if not decisions:
         return timedelta(0)
-    begun = next((each.time for each in reversed(records) if each.event == intent), now)
-    return timedelta(seconds=max(0.0, decisions[-1].wait_s - max(0.0, now - begun)))
+    intended_at = next((each.time for each in reversed(records) if each.event == intent), now)
+    return timedelta(seconds=max(0.0, decisions[-1].wait_s - max(0.0, now - intended_at)))
 
 
 def _give(

@@ -46,17 +46,18 @@ _RUNS = frozenset({JobState.RUNNING, JobState.CONFIGURING, JobState.SUSPENDED})
 
 
 class RequeueOutcome(str, Enum):
-    """How the run comes back, or rests."""
+    """How the run comes back, or why it does not."""
 
     REQUEUED = "requeued"
     SUCCESSOR = "successor"
     #: Of the array that the job is a task of: it starts by itself.
     NEXT_TASK = "next task"
-    OPEN = "open"
+    #: Nobody knows yet: the intent is in the journal, and ``reconcile`` completes it.
+    PENDING = "open"
     #: In the queue, until somebody releases it.
     HELD = "held"
     #: Out of the queue: held by its journal alone.
-    REST = "hold"
+    HELD_IN_JOURNAL = "hold"
     #: Not at all: whoever would start it again wants no more.
     STOPPED = "stop"
     #: Not at all: somebody has cancelled the job meanwhile.
@@ -91,7 +92,7 @@ class ExternalChange(Enum):
 
 @dataclass(frozen=True, slots=True)
 class RequeueResult:
-    """What became of a request to come back; ``OPEN`` leaves the intent to ``reconcile``."""
+    """What became of a request to come back; ``PENDING`` leaves the intent to ``reconcile``."""
 
     outcome: RequeueOutcome
     text: str
@@ -218,7 +219,7 @@ class RequeueLadder:
         hold = Held(job=self.job, restart_count=self.restart_count, reason=reason)
         if change is ExternalChange.UNKNOWN:  # the same request revives a job that was cancelled
             self._note(hold)
-            return self._at_rest(_NOT_SAID)
+            return self._held_in_journal(_NOT_SAID)
         with contextlib.suppress(SlurmCommandError):  # a comment is for people; the journal has it
             self._quick.update_job(self.job, JobUpdate(comment=comment_of(reason)))
         # Before Slurm is asked, because it ends us.
@@ -234,17 +235,17 @@ class RequeueLadder:
             # Somebody has requeued it meanwhile, and it would start again.
             reply = RequeueReply(RequeueAnswer.REFUSED, "it waits in the queue, and can't be held")
         if not reply.in_queue:
-            return self._at_rest(" ".join(reply.stderr.split()) or reply.outcome.value)
+            return self._held_in_journal(" ".join(reply.stderr.split()) or reply.outcome.value)
         # Whoever releases the job is believed by this: without it Slurm may have started it itself.
         self._note(replace(hold, confirmed=True))
         return RequeueResult(RequeueOutcome.HELD, reply.outcome.value)
 
-    def _at_rest(self, why: str) -> RequeueResult:
+    def _held_in_journal(self, why: str) -> RequeueResult:
         self._note(RequeueFailed(job=self.job, method=_HOLD, reason=why))
-        return RequeueResult(RequeueOutcome.REST, why)
+        return RequeueResult(RequeueOutcome.HELD_IN_JOURNAL, why)
 
-    def rest(self, reason: str) -> None:
-        """The run rests without its job being put into the queue: nothing else is there."""
+    def hold_array_tasks(self, reason: str) -> None:
+        """Hold what else of the run is queued, which is nothing without an array."""
 
     def finished(self) -> None:
         """The run is finished: nothing else is there that would start."""
@@ -468,7 +469,7 @@ class RequeueLadder:
 
     def _leave_open(self, method: str, text: str) -> RequeueResult:
         self._note(RequeueFailed(job=self.job, method=method, reason=text))
-        return RequeueResult(RequeueOutcome.OPEN, text)
+        return RequeueResult(RequeueOutcome.PENDING, text)
 
     def _note(self, event: Held | RequeueIntended | RequeueDone | RequeueFailed) -> None:
         """Journal it.  A full disk must not prevent what is asked of Slurm, which is durable."""

@@ -59,15 +59,15 @@ def submit(
     else:
         require_arguments(train, list(job.args))
     client = slurm or SubprocessSlurm.of_this_process()
-    chosen = find_site(site, client)
+    loaded_site = find_site(site, client)
     run, file = create_run(
         job,
         runs=Path(runs),
-        site=chosen,
+        site=loaded_site,
         submitted_from=Path.cwd(),
         site_file=site_places().named_file(site),
     )
-    left_out = exclusion_now(client, job, chosen, Knobs.from_environ(process_environ()))
+    left_out = exclusion_now(client, job, loaded_site, Knobs.from_environ(process_environ()))
     exclude = left_out.exclude if left_out.nodes else ()
-    submit_script(run, file, chosen, client, exclude=exclude)
+    submit_script(run, file, loaded_site, client, exclude=exclude)
     return run

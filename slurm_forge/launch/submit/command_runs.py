@@ -65,19 +65,19 @@ def program_job(
             next_step="Options of slurm-forge exec stand before the two dashes, the program "
             "behind them: slurm-forge exec --name big -- srun python train.py",
         )
-    wanted = {
+    program_keys = {
         key: value for key, value in options.items() if value is not None and value is not False
     }
     stated = data.get("program") or {}
-    if wanted and isinstance(stated, dict):
-        _check_options(ProgramSpec, {**stated, **wanted})
-        data["program"] = {**stated, **wanted}
+    if program_keys and isinstance(stated, dict):
+        _check_options(ProgramSpec, {**stated, **program_keys})
+        data["program"] = {**stated, **program_keys}
     if lead is not None:
         data["lead"] = lead
     if command:
         data["command"] = list(command)
-    chosen = name or data.get("name") or job_name
-    if not chosen:
+    run_name = name or data.get("name") or job_name
+    if not run_name:
         raise ConfigError(
             "the run has no name",
             next_step="Give it one: slurm-forge exec --name big -- …  A run goes on under its name "
@@ -86,8 +86,8 @@ def program_job(
     settings = {key: value for key, value in (("name", name), ("lead", lead)) if value is not None}
     if settings:
         _check_options(JobSpec, {"name": "x", "command": ["true"], **settings})
-    data["name"] = chosen
-    if chosen == job_name:
+    data["name"] = run_name
+    if run_name == job_name:
         _check_job_name(job_name)
     return build(JobSpec, replace(document, data=data))
 

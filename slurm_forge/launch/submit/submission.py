@@ -134,16 +134,16 @@ def untouched(run: RunDirectory) -> bool:
     return not list_claims(run) and not run.is_done() and not run_state(run).job
 
 
-def refuse_other_job(run: RunDirectory, begun: JobSpec, now: JobSpec, path: Path) -> None:
+def refuse_other_job(run: RunDirectory, recorded: JobSpec, now: JobSpec, path: Path) -> None:
     """``ConfigError`` where the job file at ``path`` says another job than the run began with."""
-    if begun == now:
+    if recorded == now:
         return
-    changes = differences(begun.model_dump(mode="json"), now.model_dump(mode="json"))
-    shown = [f"  {one}" for one in changes[:_SHOWN_DIFFERENCES]]
+    changes = differences(recorded.model_dump(mode="json"), now.model_dump(mode="json"))
+    lines = [f"  {one}" for one in changes[:_SHOWN_DIFFERENCES]]
     if len(changes) > _SHOWN_DIFFERENCES:
-        shown.append(f"  and {len(changes) - _SHOWN_DIFFERENCES} more")
+        lines.append(f"  and {len(changes) - _SHOWN_DIFFERENCES} more")
     raise ConfigError(
-        "\n".join([f"the run {run.path} was begun with another job than this file says:", *shown]),
+        "\n".join([f"the run {run.path} was begun with another job than this file says:", *lines]),
         path=path,
         next_step="A run keeps what it was begun with. To go on with it, write the old values; "
         "to train with the new ones, choose another name.",
@@ -316,16 +316,16 @@ def note_asked(run: RunDirectory, job: str, restart_count: int, slurm: Slurm | N
         note(run, Submitted(job=job, via=VIA_THIS_MACHINE))
         return
     state = run_state(run)
-    known = {state.job, *(attempt.job for attempt in state.attempts)}
-    if restart_count or job in known:
+    known_jobs = {state.job, *(attempt.job for attempt in state.attempts)}
+    if restart_count or job in known_jobs:
         return
-    wanted = not state.status.is_at_rest or not state.attempts
+    is_needed = not state.status.is_at_rest or not state.attempts
     if state.attempts:
-        submitted = _submit_time(slurm, job, tries=1 if wanted else _TRIES)
+        submitted = _submit_time(slurm, job, tries=1 if is_needed else _TRIES)
         if submitted is not None and submitted.timestamp() > _rests_since(state, slurm):
             note(run, UserAsked(verb="submit", user=person()))
-            wanted = True
-    if wanted:
+            is_needed = True
+    if is_needed:
         note(run, Submitted(job=job, via="exec"))
 
 
@@ -342,12 +342,12 @@ def _submit_time(slurm: Slurm, job: str, tries: int) -> datetime | None:
 def _rests_since(state: RunState, slurm: Slurm) -> float:
     """When the last attempt, or a decision after it, ended: by Slurm's clock where it says so."""
     newest = state.attempts[-1]
-    ended = max(each.ended or each.started for each in state.attempts)
-    decided = [time for time, _ in newest.decisions if time > ended]
+    last_end = max(each.ended or each.started for each in state.attempts)
+    decided = [time for time, _ in newest.decisions if time > last_end]
     with contextlib.suppress(ForgeError):
         rows = slurm.accounting(newest.job)
-        ended = max((r.end_time.timestamp() for r in rows if r.end_time), default=ended)
-    return max([ended, *decided])
+        last_end = max((r.end_time.timestamp() for r in rows if r.end_time), default=last_end)
+    return max([last_end, *decided])
 
 
 def run_state(run: RunDirectory) -> RunState:

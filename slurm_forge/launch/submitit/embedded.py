@@ -135,9 +135,9 @@ class EmbeddedConductor(FrontEnd):
             nonce=secrets.token_hex(16),
             interface_address=preferred_address(file.socket_interface, file.host_suffix),
         )
-        self._watch = JobPoller(slurm, job)
+        self._job_poller = JobPoller(slurm, job)
         self._loop = AttemptLoop(
-            attempt, self, self._requeuer(job, environment), self._watch, slurm=slurm, job=job
+            attempt, self, self._requeuer(job, environment), self._job_poller, slurm=slurm, job=job
         )
         self._thread = threading.Thread(target=self._conduct, name="forge-conductor", daemon=True)
         self._over = threading.Event()
@@ -157,8 +157,8 @@ class EmbeddedConductor(FrontEnd):
             partition=None if environment is None else environment.partition,
             cluster=None if environment is None else environment.cluster_name,
             knobs=Knobs.from_environ(process_environ()),
-            latest=lambda: self._watch.latest,
-            config=self._watch.config,
+            latest=lambda: self._job_poller.latest,
+            config=self._job_poller.config,
         )
 
     def start(self) -> None:
@@ -179,7 +179,7 @@ class EmbeddedConductor(FrontEnd):
         conductor = Conductor(
             self.hub,
             journal=self._attempt.journal,
-            watch=self._watch,
+            job_poller=self._job_poller,
             timing=timing(
                 file.job,
                 state=state,
@@ -288,7 +288,7 @@ class EmbeddedConductor(FrontEnd):
         """For rank 0's main thread after its last words; mostly the process ends in here."""
         self._over.wait()
         self.hub.close()
-        self._watch.close()
+        self._job_poller.close()
 
 
 class _RestartedTasks(Requeuer):

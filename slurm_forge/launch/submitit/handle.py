@@ -173,9 +173,9 @@ class RunHandle(SlurmJob[Any]):
         return state.job if state.job[:1].isdigit() else self.job_id
 
     def _standing(self, run: RunDirectory, *, force: bool = False) -> HandleState:
-        done = run.is_done()
-        state = self._read(run, force=force and not done)
-        plain = handle_state(state, JobState.UNKNOWN, done=done, forgotten=False)
+        is_done = run.is_done()
+        state = self._read(run, force=force and not is_done)
+        plain = handle_state(state, JobState.UNKNOWN, done=is_done, forgotten=False)
         if plain.over:
             return plain
         newest = self._newest(state)

@@ -144,7 +144,7 @@ class _StockTask:
         environment = SlurmEnvironment.from_environ(os.environ)
         local = self._in_process or self._place.job.startswith("local-")
         in_slurm = environment is not None and not local
-        begun = begin(
+        attempt = begin(
             self._run,
             job=self._place.job,
             restart_count=self._place.restart_count,
@@ -153,13 +153,13 @@ class _StockTask:
             slurm=SubprocessSlurm.of_this_process() if in_slurm else None,
             unwanted="" if self._lifeline is None else self._lifeline.why_cut(),
         )
-        if isinstance(begun, StartRefusal):
+        if isinstance(attempt, StartRefusal):
             Rendezvous("", "", 0).publish(self._run, self._key)
-            return _summary(self._run, begun)
+            return _summary(self._run, attempt)
         if in_slurm and environment:
-            note_unrecognized(begun, environment.unrecognized)
+            note_unrecognized(attempt, environment.unrecognized)
         embedded = EmbeddedConductor(
-            begun,
+            attempt,
             world_size=self._place.world_size,
             job=self._place.job,
             slurm=SubprocessSlurm.of_this_process() if in_slurm else None,
@@ -168,7 +168,7 @@ class _StockTask:
             leave=_raise_in_main if self._in_process else None,
             lifeline=self._lifeline,
         )
-        if begun.verdict is not None:
+        if attempt.verdict is not None:
             Rendezvous("", "", 0).publish(self._run, self._key)
             embedded.conclude()
             raise ForgeError(

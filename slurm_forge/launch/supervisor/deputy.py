@@ -188,7 +188,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     try:
         run = RunDirectory.existing(arguments[0])
-        done = bring_back(
+        outcome = bring_back(
             run,
             knobs=knobs,
             job=environment.job_ref,
@@ -197,13 +197,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             slurm=SubprocessSlurm.of_this_process().with_timeout(_PER_CALL),
         )
     except FencedError as error:
-        done = str(error)
+        outcome = str(error)
     except (ForgeError, OSError) as error:
         sys.stderr.write(
             f"slurm_forge: the supervisor is gone, and the run can't be requeued: {error}\n"
         )
         return 1
-    sys.stderr.write(f"slurm_forge: the supervisor is gone; {done}\n")
+    sys.stderr.write(f"slurm_forge: the supervisor is gone; {outcome}\n")
     return 0
 
 

@@ -46,17 +46,17 @@ class StepOptions:
     ranks_per_task: int = 1
 
     def command(
-        self, *, again: bool, seats: Placement | None = None, seat_file: Path | None = None
+        self, *, again: bool, placement: Placement | None = None, hosts_file: Path | None = None
     ) -> tuple[str, ...]:
         """srun's arguments."""
         each = self.ranks_per_task
-        if seats is not None:
-            seats = replace(seats, tasks_per_node=seats.tasks_per_node // each)
+        if placement is not None:
+            placement = replace(placement, tasks_per_node=placement.tasks_per_node // each)
         return srun_command(
             self.payload,
             options=self.options,
-            seats=seats if self.placed else None,
-            seat_file=seat_file,
+            placement=placement if self.placed else None,
+            hosts_file=hosts_file,
             tasks=None if self.tasks is None else self.tasks // each,
             again=again,
         )
@@ -137,8 +137,8 @@ class JobStep:
         options: StepOptions,
         start: Start,
         *,
-        seats: Placement | None = None,
-        seat_file: Path | None = None,
+        placement: Placement | None = None,
+        hosts_file: Path | None = None,
         hub: Hub,
         knobs: Knobs,
         variables: Mapping[str, str],
@@ -146,7 +146,7 @@ class JobStep:
     ) -> Launched:
         """Start every rank of a launch, ``hub`` being its control channel.
 
-        ``seats`` and ``seat_file`` place the ranks of a new step, where that has to be said.
+        ``placement`` and ``hosts_file`` place the ranks of a new step, where that has to be said.
         """
         self._hub = hub
         # What a process has read of its environment it does not read again.
@@ -174,7 +174,7 @@ class JobStep:
             payload = with_agent(options.payload, self._run)
             if payload is None:
                 self._step = StepProcess(
-                    options.command(again=again, seats=seats, seat_file=seat_file),
+                    options.command(again=again, placement=placement, hosts_file=hosts_file),
                     {**variables, **knobs.to_environ()},
                 )
                 return self._step
@@ -188,7 +188,7 @@ class JobStep:
             agents.begin(order)
             knobs = replace(knobs, agents=agents.addresses, agents_nonce=agents.nonce)
             command = replace(options, payload=payload).command(
-                again=again, seats=seats, seat_file=seat_file
+                again=again, placement=placement, hosts_file=hosts_file
             )
             self._step = StepProcess(command, {**variables, **knobs.to_environ()})
             self._agents, self._options = agents, options

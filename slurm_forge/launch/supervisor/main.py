@@ -101,12 +101,12 @@ class _Supervisor(FrontEnd):
         self._job = job
         self._attempt = attempt = job.attempt
         self._step_words = step_command(payload, attempt.file.srun_options)
-        self._seating = RankPlacement(
+        self._rank_placement = RankPlacement(
             attempt,
             job.environment,
             job.slurm,
-            latest=lambda: job.watch.latest,
-            doubted_nodes=job.requeuer.doubted,
+            latest=lambda: job.job_poller.latest,
+            ledger_suspects=job.requeuer.ledger_suspects,
         )
         self._signals = signals
         self._step = JobStep(
@@ -116,32 +116,32 @@ class _Supervisor(FrontEnd):
 
     def launch(self) -> LaunchFacts:
         """With srun, or on the agents of the launch before."""
-        seats = self._seating.current or self._seating.first()
-        facts = self._conduct(seats)
+        placement = self._rank_placement.current or self._rank_placement.first()
+        facts = self._conduct(placement)
         if not facts.finished and facts.stopped_at is None and not facts.deadline_passed:
             self._attempt.note_published()
         return replace(
             facts,
-            seats=seats,
-            room=self._seating.room(),
-            outlives_nodes=self._seating.outlives,
-            ranks_per_task=seats.tasks_per_node if by_torchrun(self._attempt.file) else 1,
+            placement=placement,
+            allocation_state=self._rank_placement.allocation_state(),
+            outlives_nodes=self._rank_placement.outlives,
+            ranks_per_task=placement.tasks_per_node if by_torchrun(self._attempt.file) else 1,
         )
 
     def relaunch(self, decision: Decision, facts: LaunchFacts) -> bool:
         """On nodes of the allocation that are not to be avoided."""
-        if not self._seating.stays(decision):
+        if not self._rank_placement.is_possible_in_allocation(decision):
             return False
-        before = self._seating.current
-        seats = self._seating.next(self._job.requeuer.avoided(decision))
-        if seats is None:
+        before = self._rank_placement.current
+        placement = self._rank_placement.next(self._job.requeuer.nodes_to_avoid(decision))
+        if placement is None:
             return False
         self._start = start_after(self._attempt.file.job.recovery, decision, facts)
-        moved = "" if before is None else seats.moved(before)
-        if moved:  # for whoever looks at the queue, or the log of the job
-            text = f"{decision.cause.value}: relaunched on {moved}"
+        move_text = "" if before is None else placement.moved(before)
+        if move_text:  # for whoever looks at the queue, or the log of the job
+            text = f"{decision.cause.value}: relaunched on {move_text}"
             print_line(text)
-            self._job.watch.comment(text)
+            self._job.job_poller.comment(text)
         self._signals.wait(decision.wait_s)
         return True
 
@@ -159,15 +159,15 @@ class _Supervisor(FrontEnd):
             self._signals.wait(slurm_kill_patience(result.outcome, cause).total_seconds())
         self._job.requeuer.leave()
 
-    def _conduct(self, seats: Placement) -> LaunchFacts:
+    def _conduct(self, placement: Placement) -> LaunchFacts:
         file, attempt, job = self._attempt.file, self._attempt, self._job
-        wanted, state = file.job.resources, attempt.state()
+        resources, state = file.job.resources, attempt.state()
         torchrun = by_torchrun(file)
-        ranks = wanted.nodes * wanted.tasks_per_node
+        ranks = resources.nodes * resources.tasks_per_node
         world = ranks if torchrun else job.environment.ntasks or ranks
         tasks = None
-        if not seats.everywhere or state.plan.nodes is not None:
-            world = tasks = seats.tasks
+        if not placement.everywhere or state.plan.nodes is not None:
+            world = tasks = placement.tasks
         hub = Hub(
             world_size=world,
             nonce=secrets.token_hex(16),
@@ -178,14 +178,14 @@ class _Supervisor(FrontEnd):
             options = StepOptions(
                 payload=self._step_words.words,
                 options=self._step_words.options,
-                nodes=seats.nodes,
-                placed=not seats.everywhere or self._seating.outlives,
+                nodes=placement.nodes,
+                placed=not placement.everywhere or self._rank_placement.outlives,
                 tasks=tasks,
-                ranks_per_task=seats.tasks_per_node if torchrun else 1,
+                ranks_per_task=placement.tasks_per_node if torchrun else 1,
             )
             variables = for_launch(file, job.variables, state.plan)
             if torchrun:
-                variables = self._meeting(variables, seats, hub)
+                variables = self._torchrun_variables(variables, placement, hub)
             # sbatch's --cpus-per-task is no longer inherited by srun since Slurm 22.05.
             if "SLURM_CPUS_PER_TASK" in variables:
                 cpus = variables["SLURM_CPUS_PER_TASK"]
@@ -195,7 +195,7 @@ class _Supervisor(FrontEnd):
                 self._start = Start.COLD
             if self._start is Start.COLD:
                 self._step.leave()  # every rank is gone before another launch begins
-            attempt.next_launch(hub, seats.nodes, self._start)
+            attempt.next_launch(hub, placement.nodes, self._start)
             knobs = Knobs(
                 channel=hub.addresses,
                 nonce=hub.nonce,
@@ -206,8 +206,8 @@ class _Supervisor(FrontEnd):
             launched = self._step.begin(
                 options,
                 self._start,
-                seats=seats,
-                seat_file=self._seating.seat_file((*options.options, *options.payload)),
+                placement=placement,
+                hosts_file=self._rank_placement.hosts_file((*options.options, *options.payload)),
                 hub=hub,
                 knobs=knobs,
                 variables=variables,
@@ -216,10 +216,10 @@ class _Supervisor(FrontEnd):
             conductor = Conductor(
                 hub,
                 journal=attempt.journal,
-                watch=job.watch,
+                job_poller=job.job_poller,
                 timing=timing(
                     file.job,
-                    job.watch.latest,
+                    job.job_poller.latest,
                     state=state,
                     now=time.time(),
                     end=job.environment.end_time or planned_end(file.job, state),
@@ -239,10 +239,12 @@ class _Supervisor(FrontEnd):
             hub.abort("the launch is over")
             hub.close()
 
-    def _meeting(self, variables: dict[str, str], seats: Placement, hub: Hub) -> dict[str, str]:
+    def _torchrun_variables(
+        self, variables: dict[str, str], placement: Placement, hub: Hub
+    ) -> dict[str, str]:
         """Where torchrun's agents of this launch meet: on the first node of the ranks."""
         file, environment = self._attempt.file, self._job.environment
-        first = seats.nodes[0] if seats.nodes else None
+        first = placement.nodes[0] if placement.nodes else None
         here = first is None or first == environment.node_name
         master = master_address(file, first, this_node=environment.node_name)
         if master is None:

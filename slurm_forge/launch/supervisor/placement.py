@@ -13,7 +13,7 @@ from slurm_forge.launch.attempt.attempt import (
     Attempt,
 )
 from slurm_forge.launch.render.launch_command import by_torchrun
-from slurm_forge.launch.supervisor.srun import takes_seat_file
+from slurm_forge.launch.supervisor.srun import takes_hosts_file
 from slurm_forge.recovery.nodes.placement import (
     AllocationState,
     Placement,
@@ -36,8 +36,8 @@ _PATIENCE = timedelta(seconds=3)
 class RankPlacement:
     """The seats of an attempt, launch after launch.
 
-    ``latest`` is the newest record of the job; ``doubted_nodes`` have a record of faults, the worst
-    first (read only where there is a choice).
+    ``latest`` is the newest record of the job; ``ledger_suspects`` have a record of faults, the
+    worst first (read only where there is a choice).
     """
 
     def __init__(
@@ -47,13 +47,13 @@ class RankPlacement:
         slurm: Slurm,
         *,
         latest: Callable[[], JobRecord | None],
-        doubted_nodes: Callable[[], Sequence[str]] = tuple,
+        ledger_suspects: Callable[[], Sequence[str]] = tuple,
     ) -> None:
         self._attempt = attempt
         self._environment = environment
         self._slurm = slurm.with_timeout(_PATIENCE) if isinstance(slurm, SubprocessSlurm) else slurm
         self._latest = latest
-        self._known = doubted_nodes
+        self._ledger_suspects = ledger_suspects
         self._allocation = environment.nodes
         job = attempt.file.job
         #: Whether the job goes on without a node that it loses.
@@ -74,69 +74,69 @@ class RankPlacement:
 
     def first(self) -> Placement:
         """Those of the first launch.  What is doubted becomes a spare node."""
-        seats = self._seats(records=(), avoid=())
+        placement = self._place(records=(), avoid=())
         # Whatever is said of them: something must be tried.
-        return self._use(seats or self._whole())
+        return self._use(placement or self._all_nodes())
 
     def next(self, avoid: Collection[str] = ()) -> Placement | None:
         """Those of another launch, without the nodes to ``avoid``; None where too few are left."""
-        seats = self._seats(records=self._query_nodes() if self.outlives else (), avoid=avoid)
-        return None if seats is None else self._use(seats)
+        placement = self._place(records=self._query_nodes() if self.outlives else (), avoid=avoid)
+        return None if placement is None else self._use(placement)
 
-    def room(self) -> AllocationState | None:
+    def allocation_state(self) -> AllocationState | None:
         """What is left of the allocation; None where Slurm ends a job that loses a node."""
         if not self.outlives or not self._allocation:
             return None
-        lost = lost_nodes(self._incidents()) | self._nodes_out_of_job()
-        usable = tuple(node for node in self._allocation if node not in lost)
-        return AllocationState(nodes=usable, wanted=self._wanted(), outlives=True)
+        lost_hosts = lost_nodes(self._incidents()) | self._nodes_out_of_job()
+        usable = tuple(node for node in self._allocation if node not in lost_hosts)
+        return AllocationState(nodes=usable, wanted=self._node_count(), outlives=True)
 
-    def stays(self, decision: Decision) -> bool:
+    def is_possible_in_allocation(self, decision: Decision) -> bool:
         """Whether what was decided can be done in the allocation, if its nodes suffice."""
         fewer = decision.action is Action.FEWER_NODES and self.outlives
         return decision.action in RELAUNCHING or fewer
 
-    def seat_file(self, words: Sequence[str]) -> Path | None:
+    def hosts_file(self, words: Sequence[str]) -> Path | None:
         """A file with the node of each task, where srun needs one; ``words`` are its options."""
-        seats, attempt = self.current, self._attempt
-        if seats is None or not takes_seat_file(seats, words):
+        placement, attempt = self.current, self._attempt
+        if placement is None or not takes_hosts_file(placement, words):
             return None
-        path = attempt.run.seat_file(attempt.claim.attempt, attempt.launch)
+        path = attempt.run.hosts_file(attempt.claim.attempt, attempt.launch)
         make_private_directory(path.parent)
-        each = 1 if by_torchrun(attempt.file) else seats.tasks_per_node
-        lines = [f"{node}\n" for node in seats.nodes for _ in range(each)]
+        each = 1 if by_torchrun(attempt.file) else placement.tasks_per_node
+        lines = [f"{node}\n" for node in placement.nodes for _ in range(each)]
         write_atomic(path, "".join(lines).encode())
         return path
 
-    def _use(self, seats: Placement) -> Placement:
-        self.current = seats
-        return seats
+    def _use(self, placement: Placement) -> Placement:
+        self.current = placement
+        return placement
 
-    def _seats(self, *, records: Sequence[NodeRecord], avoid: Collection[str]) -> Placement | None:
+    def _place(self, *, records: Sequence[NodeRecord], avoid: Collection[str]) -> Placement | None:
         if not self._allocation:
-            return self._whole()  # nobody says where we are: Slurm knows
+            return self._all_nodes()  # nobody says where we are: Slurm knows
         incidents = self._incidents()
         plan = self._attempt.state().plan
-        lost = lost_nodes(incidents) | self._nodes_out_of_job()
+        lost_hosts = lost_nodes(incidents) | self._nodes_out_of_job()
         down = {each.name for each in records if "DOWN" in each.state}
-        choice = self._wanted() < len(self._allocation)
-        before = (*plan.exclude_nodes, *self._known()) if choice else plan.exclude_nodes
+        choice = self._node_count() < len(self._allocation)
+        before = (*plan.exclude_nodes, *self._ledger_suspects()) if choice else plan.exclude_nodes
         return place_ranks(
             self._allocation,
-            wanted=self._wanted(),
+            wanted=self._node_count(),
             tasks_per_node=self.tasks_per_node,
             before=() if self.current is None else self.current.nodes,
-            unusable={*avoid, *down, *(lost if self.outlives else ())},
+            unusable={*avoid, *down, *(lost_hosts if self.outlives else ())},
             suspected=suspected_nodes(incidents, before, records),
         )
 
-    def _whole(self) -> Placement:
-        nodes = self._allocation[: self._wanted()]
+    def _all_nodes(self) -> Placement:
+        nodes = self._allocation[: self._node_count()]
         return Placement(
             nodes=nodes, tasks_per_node=self.tasks_per_node, allocation=self._allocation
         )
 
-    def _wanted(self) -> int:
+    def _node_count(self) -> int:
         planned = self._attempt.state().plan.nodes
         return launch_nodes(len(self._allocation), self._spares, planned)
 

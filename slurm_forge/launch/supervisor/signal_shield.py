@@ -178,7 +178,7 @@ class _Shield:
             try:
                 signal.set_wakeup_fd(-1)
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-                # Some Slurms signal every process of a step.  Ranks of ours install their own
+                # Some Slurms signal every process of a step.  Our ranks install their own
                 # handlers; what starts them is to live on until they have saved.
                 for number in SAVE_SIGNALS:
                     signal.signal(number, signal.SIG_DFL if self._passes else signal.SIG_IGN)
@@ -237,7 +237,7 @@ def _exit_as(status: int) -> NoReturn:
     if os.WIFSIGNALED(status):
         number = os.WTERMSIG(status)
         with contextlib.suppress(OSError, ValueError):
-            _no_core_of_ours()
+            _disable_own_core_dump()
             if number != signal.SIGKILL:
                 signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
@@ -245,7 +245,7 @@ def _exit_as(status: int) -> NoReturn:
     os._exit(os.WEXITSTATUS(status))
 
 
-def _no_core_of_ours() -> None:
+def _disable_own_core_dump() -> None:
     import resource
 
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

@@ -25,24 +25,24 @@ def srun_command(
     payload: Sequence[str],
     *,
     options: Sequence[str] = (),
-    seats: Placement | None = None,
-    seat_file: Path | None = None,
+    placement: Placement | None = None,
+    hosts_file: Path | None = None,
     tasks: int | None = None,
     again: bool = False,
 ) -> tuple[str, ...]:
     """The argument list that starts every rank.
 
     ``--kill-on-bad-exit=1``: without it a dead rank leaves the others hanging (srun man page).
-    ``seats`` are those of a launch that does not take all nodes of the job, which then has
+    ``placement`` are those of a launch that does not take all nodes of the job, which then has
     ``--no-kill``; ``--no-kill=off`` undoes it for the step, where it would disable the other option
-    (man page).  ``seat_file`` names the node of each rank, where Slurm's own order is another.
+    (man page).  ``hosts_file`` names the node of each rank, where Slurm's own order is another.
     ``tasks`` is for a job that came back on other nodes than its script asks for.  ``again``: a
     step of this job may not have gone, as far as Slurm knows (its daemon was killed), and must not
     be waited for.
     """
     overlap = ("--overlap",) if again else ()
-    if seats is not None:
-        number = _placed(seats, seat_file)
+    if placement is not None:
+        number = _placement_options(placement, hosts_file)
     else:
         number = () if tasks is None else (f"--ntasks={tasks}",)
     return (
@@ -56,23 +56,23 @@ def srun_command(
     )
 
 
-def takes_seat_file(seats: Placement, words: Sequence[str]) -> bool:
+def takes_hosts_file(placement: Placement, words: Sequence[str]) -> bool:
     """Whether ranks must be placed one by one; not where somebody has said how to place them.
 
     ``words`` are srun's, with the command behind them: an interpreter's ``-m`` says no such thing.
     """
     own = takewhile(lambda word: not PurePath(word).name.startswith("python"), words)
     has_distribution = any(word.startswith(("--distribution", "-m")) for word in own)
-    return not seats.in_order and not has_distribution
+    return not placement.in_order and not has_distribution
 
 
-def _placed(seats: Placement, seat_file: Path | None) -> tuple[str, ...]:
-    several = (f"--nodes={len(seats.nodes)}", f"--ntasks={seats.tasks}", "--no-kill=off")
-    if seat_file is not None:
+def _placement_options(placement: Placement, hosts_file: Path | None) -> tuple[str, ...]:
+    several = (f"--nodes={len(placement.nodes)}", f"--ntasks={placement.tasks}", "--no-kill=off")
+    if hosts_file is not None:
         # By "arbitrary" the file's lines are the ranks, whatever the order of the nodes.
-        return (*several, f"--nodelist={seat_file}", "--distribution=arbitrary")
-    per_node = f"--ntasks-per-node={seats.tasks_per_node}"
-    return (*several, per_node, f"--nodelist={fold_nodes(seats.nodes)}")
+        return (*several, f"--nodelist={hosts_file}", "--distribution=arbitrary")
+    per_node = f"--ntasks-per-node={placement.tasks_per_node}"
+    return (*several, per_node, f"--nodelist={fold_nodes(placement.nodes)}")
 
 
 class StepProcess:

@@ -112,7 +112,7 @@ def _read(run: RunDirectory) -> RunSnapshot:
         waits_until=_waits_until(in_attempt),
         reason=state.reason,
         restarts=_restarts(ordered),
-        noticed=_noticed(in_attempt),
+        noticed=_saw_notice(in_attempt),
         chain=attempt is not None and attempt.via == VIA_ARRAY,
         program=attempt is not None
         and bool(attempt.launches)
@@ -127,7 +127,7 @@ def _clock_ahead(content: bytes, written: float) -> float:
     return 0.0 if match is None else float(match[1]) - written
 
 
-def _noticed(in_attempt: Sequence[Record]) -> bool:
+def _saw_notice(in_attempt: Sequence[Record]) -> bool:
     decided = max(_times(in_attempt, ev.DecisionTaken), default=0.0)
     # Times of files are not that fine: what may have come after the decision is taken to have.
     return any(time >= decided for time in _times(in_attempt, ev.NoticeSeen))

@@ -108,7 +108,7 @@ class Watcher:
         asked_s = time.perf_counter() - began
         questions, acts = _MOST_QUESTIONS, _MOST_ACTS
         findings: list[HandledFinding] = []
-        left = 0
+        runs_left = 0
         # Whoever looks only once starts elsewhere each minute: each has its turn to be asked about.
         first = int(self._clock() // _MINUTE_S) * _MOST_QUESTIONS % max(1, len(runs))
         for run in (*runs[first:], *runs[:first]):
@@ -124,7 +124,7 @@ class Watcher:
                         questions -= 1
                         answer = self._ask(snapshot, in_queue)
                     if answer is None:
-                        left += 1
+                        runs_left += 1
                         continue
                     in_queue = answer
                 finding = assess_run(snapshot, in_queue, now, self._limits)
@@ -136,12 +136,12 @@ class Watcher:
             if finding.remedy is Remedy.NONE:
                 findings.append(HandledFinding(str(run.path), finding))
             elif acts <= 0:
-                left += 1
+                runs_left += 1
             else:
                 acts -= 1
-                done = self._act(run, snapshot, finding)
-                if done is not None:
-                    findings.append(done)
+                handled = self._act(run, snapshot, finding)
+                if handled is not None:
+                    findings.append(handled)
                 self._snapshots.forget(run)
 
         return Round(
@@ -150,7 +150,7 @@ class Watcher:
             answered=queue is not None,
             why=why,
             asked_s=asked_s,
-            left=left,
+            left=runs_left,
             findings=tuple(sorted(findings, key=lambda one: one.path)),
         )
 

@@ -39,7 +39,7 @@ class SilentEnd:
     rows: Sequence[AccountingRecord] = ()
     nodes: Sequence[NodeRecord] = ()
     notices: Sequence[str] = ()
-    #: What ranks, or their witnesses, had left behind.
+    #: What ranks, or their monitors, had left behind.
     left: Sequence[RankFailure] = ()
 
 

@@ -14,18 +14,18 @@ from slurm_forge.recovery.incident.launch_facts import (
 from slurm_forge.recovery.incident.lost_nodes import vanished
 from slurm_forge.recovery.incident.rank_exits import (
     first_lost,
+    judge_silent_end,
     launcher_killed,
-    of_a_silence,
 )
 from slurm_forge.recovery.incident.slurm_evidence import (
     Judged,
     by_srun_alone,
     failed_nodes,
     is_ending,
+    judge_stop,
     killed_for_memory,
     node_lost,
-    of_a_stop,
-    says_why,
+    step_daemon_names_reason,
 )
 from slurm_forge.recovery.monitor.straggler_reports import in_words
 from slurm_forge.vocabulary.cause import Cause, Confidence, Evidence
@@ -60,11 +60,11 @@ def _where(
     facts: LaunchFacts, cause: Cause, first: RankFailure | None
 ) -> tuple[int | None, tuple[str, ...]]:
     """The rank and the hosts that the incident started on, where that is known."""
-    nodes, named = failed_nodes(facts), _named(facts)
+    nodes, named = failed_nodes(facts), _suspected_hosts(facts)
     # Who was named while the launch went on is, or is one of, those that are gone.
     agree = not named or bool(named & set(nodes))
     if cause is Cause.NODE_FAIL and nodes and facts.refused is None and agree:
-        on_it = [lost.rank for lost in (*facts.lost, *facts.mute) if lost.host == nodes[0]]
+        on_it = [lost.rank for lost in (*facts.lost, *facts.unresponsive) if lost.host == nodes[0]]
         return (on_it[0] if on_it else None), nodes
     refused = facts.refused
     if refused is not None and cause is refused.cause:
@@ -76,7 +76,7 @@ def _where(
     if stall is None and probe is not None and cause is probe.cause:
         return (probe.ranks[0] if probe.ranks else None), _each_once(probe.hosts)
     if first is not None and cause is first.cause:
-        return (None, ()) if first.everybody else (first.rank, (first.host,))
+        return (None, ()) if first.all_ranks else (first.rank, (first.host,))
     if facts.straggler is not None and cause is Cause.STRAGGLER:
         return facts.straggler.ranks[0], (facts.straggler.host,)
     if first is not None and cause is Cause.HOST_OOM and first.cause is Cause.CRASH:
@@ -104,10 +104,10 @@ def _step(facts: LaunchFacts) -> int | None:
     return facts.furthest if first is None else first.step
 
 
-def _named(facts: LaunchFacts) -> set[str]:
+def _suspected_hosts(facts: LaunchFacts) -> set[str]:
     """The hosts that were named while the launch went on."""
-    named = set() if facts.stalled is None else set(facts.stalled.late_hosts)
-    return named if facts.probe is None else named | set(facts.probe.hosts)
+    late_hosts = set() if facts.stalled is None else set(facts.stalled.late_hosts)
+    return late_hosts if facts.probe is None else late_hosts | set(facts.probe.hosts)
 
 
 def _first_failure(facts: LaunchFacts) -> RankFailure | None:
@@ -132,9 +132,9 @@ def _followers(facts: LaunchFacts, rank: int | None) -> tuple[Evidence, ...]:
     )
     if not followed:
         return ()
-    shown = ", ".join(map(str, followed[:_SHOWN_FOLLOWERS]))
+    rank_list = ", ".join(map(str, followed[:_SHOWN_FOLLOWERS]))
     more = len(followed) - _SHOWN_FOLLOWERS
-    ranks = f"{shown} and {more} more" if more > 0 else shown
+    ranks = f"{rank_list} and {more} more" if more > 0 else rank_list
     return (Evidence("followers", f"{'rank' if len(followed) == 1 else 'ranks'} {ranks}"),)
 
 
@@ -146,21 +146,23 @@ def _judge(facts: LaunchFacts) -> Judged:
         return Cause.STOP_REQUESTED, Confidence.CERTAIN, (words,)
     signalled = bool(facts.rank_signals or facts.batch_signals or facts.due_time_limit)
     stop_requested = signalled or is_ending(facts)
-    explained = not facts.signalled_since or says_why(facts)
+    explained = not facts.signalled_since or step_daemon_names_reason(facts)
     if stop_requested:
-        from_slurm = of_a_stop(facts)
+        from_slurm = judge_stop(facts)
         # Somebody may have cancelled a job that was preempted before.
         cancelled = from_slurm is not None and from_slurm[0] is Cause.USER_CANCELLED
         if from_slurm is not None and (cancelled or explained):
             return from_slurm
-    if facts.batch_signals and (not explained or (facts.job is None and facts.job_now is None)):
+    if facts.batch_signals and (
+        not explained or (facts.job_at_notice is None and facts.job_at_end is None)
+    ):
         return _not_known_yet(facts)  # whatever ranks say or do from here on follows from it
     first = _first_failure(facts)
     # Who only lost a peer says nothing about why: of a whole node nothing is heard any more.
     silent = vanished(facts)
     lost = silent and not killed_for_memory(facts) and not facts.lost
     # Who can't reach the others hears nothing of them: then it is not they who are gone.
-    named = _named(facts)
+    named = _suspected_hosts(facts)
     if named and not named & set(silent):
         lost = ()
     if lost and (first is None or first.cause is Cause.NCCL_ERROR):
@@ -179,7 +181,7 @@ def _judge(facts: LaunchFacts) -> Judged:
             return killed
     if first is not None:
         return _by_last_words(facts, first)
-    if facts.asked_again:
+    if facts.restart_requested:
         words = Evidence("exit status", f"{facts.exit_status}: it asks to be started again")
         return Cause.ADMIN_REQUEUE, Confidence.CERTAIN, (words,)
     if facts.straggler is not None:
@@ -189,7 +191,7 @@ def _judge(facts: LaunchFacts) -> Judged:
     unexplained = facts.stopped_at is not None or not (memory_or_node or facts.failures)
     if signalled and unexplained and not by_srun_alone(facts):
         return _not_known_yet(facts)
-    return of_a_silence(facts)
+    return judge_silent_end(facts)
 
 
 def _not_known_yet(facts: LaunchFacts) -> Judged:
@@ -197,7 +199,7 @@ def _not_known_yet(facts: LaunchFacts) -> Judged:
     signals = ", ".join((*facts.rank_signals, *facts.batch_signals)) or "the end of the time"
     if not facts.by_slurm:
         text = f"{signals}, of unknown origin"
-    elif facts.signalled_since or (facts.job is None and facts.job_now is None):
+    elif facts.signalled_since or (facts.job_at_notice is None and facts.job_at_end is None):
         text = f"{signals}; Slurm has not answered since, so the cause is not known yet"
     else:
         text = f"{signals}, unexplained by Slurm's records"
@@ -215,7 +217,7 @@ def _only_follows(first: RankFailure | None) -> bool:
 
 
 def _by_last_words(facts: LaunchFacts, first: RankFailure) -> Judged:
-    if first.everybody:
+    if first.all_ranks:
         return first.cause, Confidence.CERTAIN, (Evidence("all ranks", first.text),)
     words = Evidence(f"rank {first.rank} on {first.host}", first.text)
     killed = killed_for_memory(facts)

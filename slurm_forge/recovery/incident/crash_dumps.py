@@ -161,11 +161,11 @@ def _traceback_at(text: str, at: int, skipped: int) -> Traceback | None:
 def _frames(lines: Sequence[str]) -> list[re.Match[str]]:
     """Of the thread that died, the innermost first; without one so named, of the first."""
     starts = [index for index, line in enumerate(lines) if _CURRENT.match(line)]
-    named = [index for index in starts if lines[index].startswith("Current")]
+    current_threads = [index for index in starts if lines[index].startswith("Current")]
     if not starts:
         return []
     frames = []
-    for line in lines[(named or starts)[0] + 1 :]:
+    for line in lines[(current_threads or starts)[0] + 1 :]:
         frame = _FRAME.match(line)
         if frame is None:
             break

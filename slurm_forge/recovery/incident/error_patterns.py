@@ -121,8 +121,8 @@ def _line_of(pattern: Pattern, text: str, *, from_end: bool = False) -> tuple[in
             continue
         if pattern.unless is not None and re.search(pattern.unless, line):
             continue
-        shown = line[max(0, min(column, len(line) - _SHOWN)) :] if len(line) > _SHOWN else line
-        return match.start(), " ".join(shown[:_SHOWN].split())
+        excerpt = line[max(0, min(column, len(line) - _SHOWN)) :] if len(line) > _SHOWN else line
+        return match.start(), " ".join(excerpt[:_SHOWN].split())
     return None
 
 

@@ -38,7 +38,7 @@ class RankFailure:
     text: str
     micro_batch: int | None = None
     #: All ranks agreed on it (a gradient norm that is not finite): no rank is to blame.
-    everybody: bool = False
+    all_ranks: bool = False
     after_loss: bool = False
     #: It called slurm_forge with values that can't work.
     usage_error: bool = False
@@ -75,12 +75,12 @@ class WorkerEnd:
 class LaunchFacts:
     """Everything seen of a launch that has ended, or must.
 
-    ``job_first`` is what Slurm said of the job when the launch began, ``job`` in answer to the
-    first question after the first notice (later its state only says that it is ending), ``job_now``
-    in answer to one that was asked after everything else that is told here.  Both are None where
-    there was no such answer: an earlier one explains nothing.  ``due_time_limit``: our own clock
-    asked for the stop because the recorded end was near; ``planned_end`` is that end where only the
-    job file knows it.
+    ``job_at_start`` is Slurm's record of the job when the launch began, ``job_at_notice`` its
+    answer to the first query after the first notice (later the state only says that the job is
+    ending), ``job_at_end`` its answer to a query that began after everything else in these facts.
+    Each is None where there was no such answer: an earlier one explains nothing.
+    ``due_time_limit``: our own clock asked for the stop because the recorded end was near;
+    ``planned_end`` is that end where only the job file knows it.
     """
 
     now: datetime
@@ -95,9 +95,9 @@ class LaunchFacts:
     by_slurm: bool = True
     #: How often the job had been started before, as its environment says.
     restart_count: int | None = None
-    job_first: JobRecord | None = None
-    job: JobRecord | None = None
-    job_now: JobRecord | None = None
+    job_at_start: JobRecord | None = None
+    job_at_notice: JobRecord | None = None
+    job_at_end: JobRecord | None = None
     #: How much notice the job's partition gives of a preemption; None where that is not known, or
     #: preemption does not go by partition.
     grace: timedelta | None = None
@@ -131,7 +131,7 @@ class LaunchFacts:
     #: In the order in which agents said it, where ranks have agents.
     ends: tuple[WorkerEnd, ...] = ()
     #: The program asked, by its exit status, to be started again.
-    asked_again: bool = False
+    restart_requested: bool = False
     #: Who started the launch, as evidence names it.
     launcher: str = "srun"
     #: The last of what the launcher printed, and of what Slurm printed into the batch step's.
@@ -149,11 +149,11 @@ class LaunchFacts:
     #: What it knows of the job's starts, where the job's record alone does not tell.
     job_rows: tuple[AccountingRecord, ...] = ()
     #: Ranks that were still connected at the end, and had not been heard of for seconds.
-    mute: tuple[LostRank, ...] = ()
+    unresponsive: tuple[LostRank, ...] = ()
     #: Where the ranks were, as far as whoever started them knows.
-    seats: Placement | None = None
+    placement: Placement | None = None
     #: What is left of the allocation; None where Slurm ends a job that loses a node.
-    room: AllocationState | None = None
+    allocation_state: AllocationState | None = None
     #: How many ranks each task of srun stands for: those of its node, where torchrun starts them.
     ranks_per_task: int = 1
     #: Whether the job goes on without a node that it loses (``sbatch --no-kill``).
@@ -175,5 +175,5 @@ class LaunchFacts:
     @property
     def is_furthest_exact(self) -> bool:
         """Whether a rank said itself how far it came.  Ranks are in step with each other."""
-        own = any(not each.everybody for each in self.failures)
+        own = any(not each.all_ranks for each in self.failures)
         return self.finished or self.stopped_at is not None or own

@@ -21,37 +21,37 @@ def vanished(facts: LaunchFacts) -> tuple[str, ...]:
     Empty for a job that would not outlive them, where srun ended by itself, and where nothing was
     heard of any node: then it is the way to them, or this one.
     """
-    seats = facts.seats
-    if seats is None or not facts.outlives_nodes or facts.launcher_signal:
+    placement = facts.placement
+    if placement is None or not facts.outlives_nodes or facts.launcher_signal:
         return ()
     if facts.exit_status != -signal.SIGKILL:
         return ()
     if any(each.cause is not Cause.NCCL_ERROR for each in facts.failures if not each.after_loss):
         return ()  # somebody said what it was
-    ranks = {each.rank for each in (*facts.lost, *facts.mute)}
+    ranks = {each.rank for each in (*facts.lost, *facts.unresponsive)}
     ranks -= {each.rank for each in facts.failures}
     for end in task_ends(facts.launcher_text):
         ranks -= set(end.tasks)
     ranks -= {end.rank for end in facts.ends}  # an agent was there to tell of it
-    per_node = seats.tasks_per_node
+    per_node = placement.tasks_per_node
     silent = tuple(
         node
-        for number, node in enumerate(seats.nodes)
+        for number, node in enumerate(placement.nodes)
         if ranks >= set(range(number * per_node, (number + 1) * per_node))
     )
-    return silent if len(silent) < len(seats.nodes) else ()
+    return silent if len(silent) < len(placement.nodes) else ()
 
 
 def no_word_from(facts: LaunchFacts, nodes: tuple[str, ...]) -> Evidence:
     """What speaks for it."""
-    seats = facts.seats
-    assert seats is not None  # noqa: S101  nothing vanishes without
+    placement = facts.placement
+    assert placement is not None  # noqa: S101  nothing vanishes without
     ranks = [
-        number * seats.tasks_per_node + local
-        for number, node in enumerate(seats.nodes)
+        number * placement.tasks_per_node + local
+        for number, node in enumerate(placement.nodes)
         if node in nodes
-        for local in range(seats.tasks_per_node)
+        for local in range(placement.tasks_per_node)
     ]
-    shown = ", ".join(map(str, ranks[:8])) + (", …" if len(ranks) > 8 else "")
-    whose = f"rank{'s' if len(ranks) > 1 else ''} {shown}"
+    rank_list = ", ".join(map(str, ranks[:8])) + (", …" if len(ranks) > 8 else "")
+    whose = f"rank{'s' if len(ranks) > 1 else ''} {rank_list}"
     return Evidence("srun", f"{', '.join(nodes)}: no word of {whose}, while the others had ended")

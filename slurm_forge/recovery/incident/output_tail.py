@@ -91,9 +91,9 @@ def judge_end(
     trace, behind = _uncaught(text, shared=shared, quoted=quoted)
     dump = find_dump(text)
     if dump is not None and (trace is None or dump.at >= trace.at):
-        known = _of_a_dump(text, dump, shared=shared, aborted=aborted)
-        if known is not None:
-            return OutputEnd(known.cause, Confidence.LIKELY, known.text)
+        error_match = _of_a_dump(text, dump, shared=shared, aborted=aborted)
+        if error_match is not None:
+            return OutputEnd(error_match.cause, Confidence.LIKELY, error_match.text)
         # An exception that nobody caught often ends in an abort of what it left behind.
         if trace is None or _lines(text[trace.end : dump.at]) > _NEAR:
             return None
@@ -101,11 +101,11 @@ def judge_end(
         verdict = _of_an_exception(text, trace)
         crashed = by_signal or (dump is not None and dump.at >= trace.at)
         return None if crashed and verdict.cause in _NO_CRASH else verdict
-    for known in _last_words(text, shared=shared, aborted=aborted):
-        near = known.behind <= _NEAR
-        if near or known.cause not in _HOLDS_OR_STRIKES:
+    for error_match in _last_words(text, shared=shared, aborted=aborted):
+        near = error_match.behind <= _NEAR
+        if near or error_match.cause not in _HOLDS_OR_STRIKES:
             sure = Confidence.LIKELY if near else Confidence.GUESS
-            return OutputEnd(known.cause, sure, known.text)
+            return OutputEnd(error_match.cause, sure, error_match.text)
     return None
 
 
@@ -130,8 +130,8 @@ def _follows(error: str) -> bool:
     match = _OURS.match(error)
     if match is not None:
         return match[1] in _OUR_FOLLOWERS
-    known = find_cause(error)
-    return known is not None and known.follows
+    error_match = find_cause(error)
+    return error_match is not None and error_match.follows
 
 
 def _has_been_said(error: str, quoted: Sequence[str]) -> bool:
@@ -151,28 +151,30 @@ def _cause_of(text: str, trace: Traceback) -> Cause:
     match = _OURS.match(error)
     if match is not None:
         return _OUR_CAUSES.get(match[1], Cause.APP_ERROR)
-    known = find_cause(error)
-    if known is None:
+    error_match = find_cause(error)
+    if error_match is None:
         return Cause.APP_ERROR
     kind = getattr(builtins, error.partition(":")[0], None)
-    if isinstance(kind, type) and issubclass(kind, MISTAKES) and not even_of_a_mistake(known):
+    if isinstance(kind, type) and issubclass(kind, MISTAKES) and not even_of_a_mistake(error_match):
         return Cause.APP_ERROR
     if _MISSING_IN.match(error) and not _INSTALLED.search(trace.innermost):
         return Cause.APP_ERROR  # the package is there, and imported by the user's own
     if error.startswith("ConnectionResetError") and "multiprocessing" in trace.innermost:
         return Cause.CRASH  # a process of this very program
-    if known.cause is Cause.NCCL_ERROR:
+    if error_match.cause is Cause.NCCL_ERROR:
         # NCCL only passes on what CUDA said, a few lines on.
         rest = "\n".join(text[trace.end :].split("\n")[1 : 1 + _MOST_OF_A_TEXT])
         inner = find_cause(rest)
         if inner is not None and inner.cause in {Cause.CUDA_OOM, Cause.GPU_ERROR, Cause.APP_ERROR}:
             return inner.cause
-    return known.cause
+    return error_match.cause
 
 
-def even_of_a_mistake(known: ErrorMatch) -> bool:
+def even_of_a_mistake(error_match: ErrorMatch) -> bool:
     """Whether a text is so much a library's own that it counts whatever type it is raised with."""
-    return known.cause is Cause.NON_FINITE or "memory for the cache blocks" in known.text
+    return (
+        error_match.cause is Cause.NON_FINITE or "memory for the cache blocks" in error_match.text
+    )
 
 
 def _last_words(text: str, *, shared: bool, aborted: bool) -> Iterator[ErrorMatch]:
@@ -180,9 +182,13 @@ def _last_words(text: str, *, shared: bool, aborted: bool) -> Iterator[ErrorMatc
 
     Who was aborted was so by a watchdog that had waited in vain, if one says so.
     """
-    for known in find_last(text, followers=not shared or aborted):
-        if not shared or not _follows(known.text) or (aborted and known.cause is Cause.HANG):
-            yield known
+    for error_match in find_last(text, followers=not shared or aborted):
+        if (
+            not shared
+            or not _follows(error_match.text)
+            or (aborted and error_match.cause is Cause.HANG)
+        ):
+            yield error_match
 
 
 def _of_a_dump(text: str, dump: Dump, *, shared: bool, aborted: bool) -> ErrorMatch | None:

@@ -43,7 +43,7 @@ _ABORTED = 134
 _ABORTED_STEP = "srun: Job step aborted"
 
 
-def of_a_silence(facts: LaunchFacts) -> Judged:
+def judge_silent_end(facts: LaunchFacts) -> Judged:
     """The launch ended and nobody who counts had said anything."""
     evidence = tuple(
         Evidence(f"rank {lost.rank}", f"on {lost.host}: ended without a message")
@@ -94,8 +94,8 @@ def launcher_killed(facts: LaunchFacts) -> Judged | None:
 def _exit_status(status: int | None) -> str:
     """``137 (SIGKILL)``: shells, launchers and we add 128 to the number of a deadly signal."""
     number = (status or 0) - 128
-    known = next((each.name for each in signal.Signals if each.value == number), "")
-    return f"{status} ({known})" if known else str(status)
+    signal_name = next((each.name for each in signal.Signals if each.value == number), "")
+    return f"{status} ({signal_name})" if signal_name else str(status)
 
 
 def _cancelled(facts: LaunchFacts, ends: tuple[TaskEnd, ...]) -> Judged | None:
@@ -169,9 +169,9 @@ def first_lost(facts: LaunchFacts) -> LostRank | None:
     """The rank that was lost first: srun's order where it names one, else the channel's."""
     end = _first(facts, _ends(facts))
     if end is not None:
-        named = [lost for lost in facts.lost if lost.rank in end.tasks]
-        if named:
-            return named[0]
+        matching = [lost for lost in facts.lost if lost.rank in end.tasks]
+        if matching:
+            return matching[0]
         if not facts.lost and end.tasks:
             return LostRank(end.tasks[0], end.host)
     return facts.lost[0] if facts.lost else None
@@ -191,8 +191,8 @@ def _by_end(facts: LaunchFacts, end: TaskEnd | None) -> Judged | None:
     source = "output" if lost is None else f"output of rank {lost.rank}"
     dump = find_dump(printed)
     if dump is not None:
-        shown = f"{dump.error}; {', '.join(dump.frames[:3])}" if dump.frames else dump.error
-        quoted = (*quoted, Evidence(source, _short(shown)))
+        dump_text = f"{dump.error}; {', '.join(dump.frames[:3])}" if dump.frames else dump.error
+        quoted = (*quoted, Evidence(source, _short(dump_text)))
     died_of = "" if end is None else end.died_of
     fault = died_of in _FAULTS or (end is None and facts.exit_status in _FAULT_STATUS)
     # What was printed before a fault of the process, or a kill, need not be why.

@@ -70,5 +70,5 @@ def _may_be_warning(record: JobRecord | None, now: datetime, lead: timedelta) ->
     limit, end = record.limit_ends, record.end_time
     if limit is None or end is None:
         return False
-    moved = end < limit - _ROUNDED
-    return not moved and lead < end - now <= lead + _EARLY
+    end_moved = end < limit - _ROUNDED
+    return not end_moved and lead < end - now <= lead + _EARLY

@@ -80,11 +80,11 @@ def is_ending(facts: LaunchFacts) -> bool:
 
     A signal may come before a rank can note it: then it is only ended by it.
     """
-    now, first = facts.job_now, facts.job_first
+    now, first = facts.job_at_end, facts.job_at_start
     if now is None:
         return False
-    known = None if first is None else first.preempt_time
-    if now.preempt_time is not None and now.preempt_time != known:
+    earlier_preemption = None if first is None else first.preempt_time
+    if now.preempt_time is not None and now.preempt_time != earlier_preemption:
         return True
     return now.state in _LEAVING or now.restarts > _before(facts, now.restarts)
 
@@ -93,21 +93,21 @@ def _before(facts: LaunchFacts, unknown: int) -> int:
     """How often the job had been started before this start."""
     if facts.restart_count is not None:
         return facts.restart_count
-    return unknown if facts.job_first is None else facts.job_first.restarts
+    return unknown if facts.job_at_start is None else facts.job_at_start.restarts
 
 
-def of_a_stop(facts: LaunchFacts) -> Judged | None:
+def judge_stop(facts: LaunchFacts) -> Judged | None:
     """What Slurm says about a stop that was asked for.
 
     While a job is ending its state only reads COMPLETING, whatever ended it (job_state_string in
     Slurm's sources); what tells a requeue from a cancellation is that ``Restarts`` has gone up.
     """
-    records = [job for job in (facts.job, facts.job_now) if job is not None]
+    records = [job for job in (facts.job_at_notice, facts.job_at_end) if job is not None]
     certain = _by_accounting(facts)
     if certain is not None:
         return certain
     cancelled = _cancelled_early(facts) or _before_the_grace_is_over(facts)
-    if cancelled is not None and not says_why(facts):
+    if cancelled is not None and not step_daemon_names_reason(facts):
         return cancelled
     for job in records:
         if job.preempt_time is not None:
@@ -119,7 +119,7 @@ def of_a_stop(facts: LaunchFacts) -> Judged | None:
     return _by_records(facts, records) or _by_words(facts, records)
 
 
-def says_why(facts: LaunchFacts) -> bool:
+def step_daemon_names_reason(facts: LaunchFacts) -> bool:
     """Whether slurmstepd says what the whole job is ended for, which it does not of a person's end.
 
     Not of a step alone: that may be an earlier launch's, whose words stand in the same output.
@@ -132,18 +132,18 @@ def _cancelled_early(facts: LaunchFacts) -> Judged | None:
 
     It ends the job before the time that the notice had named, and the batch step hears of it.
     """
-    noticed, now = facts.job or facts.job_first, facts.job_now
-    if noticed is None or now is None or noticed.end_time is None:
+    at_notice, now = facts.job_at_notice or facts.job_at_start, facts.job_at_end
+    if at_notice is None or now is None or at_notice.end_time is None:
         return None
     ending = now.state in (JobState.COMPLETING, JobState.CANCELLED)
-    early = now.end_time is not None and now.end_time < noticed.end_time - timedelta(seconds=1)
-    newly = now.preempt_time is not None and now.preempt_time != noticed.preempt_time
-    again = now.restarts > _before(facts, noticed.restarts)
+    early = now.end_time is not None and now.end_time < at_notice.end_time - timedelta(seconds=1)
+    newly = now.preempt_time is not None and now.preempt_time != at_notice.preempt_time
+    again = now.restarts > _before(facts, at_notice.restarts)
     if not (facts.batch_signals and ending and early) or newly or again:
         return None
     text = (
         f"JobState={now.state.value} EndTime={_clock(now.end_time)}, before the end that was known "
-        f"({_clock(noticed.end_time)})"
+        f"({_clock(at_notice.end_time)})"
     )
     return Cause.USER_CANCELLED, Confidence.LIKELY, (Evidence("scontrol", text),)
 
@@ -154,7 +154,7 @@ def _ended_in_grace(facts: LaunchFacts) -> JobRecord | None:
     By itself it does not tell who ends it: PreemptTime stays set after a ``scancel``, also where
     that comes in the moment of the notice (tried on 22.05.8 and 26.05.3).
     """
-    for job in (facts.job_now, facts.job):
+    for job in (facts.job_at_end, facts.job_at_notice):
         if job is not None and job.preempt_time is not None:
             ending = job.state in (JobState.COMPLETING, JobState.CANCELLED)
             again = job.restarts > _before(facts, job.restarts)
@@ -167,17 +167,17 @@ def _before_the_grace_is_over(facts: LaunchFacts) -> Judged | None:
     job = _ended_in_grace(facts)
     if job is None or facts.grace is None or job.end_time is None or job.preempt_time is None:
         return None
-    notice = facts.job  # one that ends already may have the time that was set anew
+    notice = facts.job_at_notice  # one that ends already may have the time that was set anew
     late = notice is None or notice.state in (JobState.COMPLETING, JobState.CANCELLED)
-    noticed = None if notice is None or late else notice.preempt_time
-    begun = min(job.preempt_time, noticed or job.preempt_time)
-    if noticed is None and job.end_time - job.preempt_time <= _SAME_MOMENT:
+    noticed_preemption = None if notice is None or late else notice.preempt_time
+    grace_started = min(job.preempt_time, noticed_preemption or job.preempt_time)
+    if noticed_preemption is None and job.end_time - job.preempt_time <= _SAME_MOMENT:
         # Slurm sets PreemptTime anew when the grace time is over (_job_check_grace_internal in
         # src/interfaces/preempt.c): only a signal at once for the batch step tells a scancel.
         after = facts.terminated_after
         if after is None or after >= facts.grace - _SAME_MOMENT:
             return None
-    over = begun + facts.grace
+    over = grace_started + facts.grace
     if job.limit_ends is not None:
         over = min(over, job.limit_ends - timedelta(seconds=1))
     if job.end_time >= over - timedelta(seconds=1):
@@ -197,7 +197,7 @@ def needs_accounting(facts: LaunchFacts) -> bool:
     """
     if facts.job_rows or not (facts.rank_signals or facts.batch_signals or is_ending(facts)):
         return False
-    judged = of_a_stop(facts)
+    judged = judge_stop(facts)
     if judged is None or _ended_in_grace(facts) is not None:
         return judged is not None
     cause, confidence, _ = judged
@@ -229,7 +229,7 @@ def _by_accounting(facts: LaunchFacts) -> Judged | None:
 
 def _began(facts: LaunchFacts) -> datetime | None:
     """When this start of the job began, by Slurm's clock."""
-    for job in (facts.job_first, facts.job, facts.job_now):
+    for job in (facts.job_at_start, facts.job_at_notice, facts.job_at_end):
         if job is not None and job.start_time and job.restarts <= _before(facts, job.restarts):
             return job.start_time
     return None
@@ -262,7 +262,7 @@ def _by_records(facts: LaunchFacts, records: list[JobRecord]) -> Judged | None:
         if _at_its_limit(job, facts):
             text = f"EndTime={_clock(job.end_time)} is start plus TimeLimit"
             return Cause.TIME_LIMIT, Confidence.LIKELY, (Evidence("scontrol", text),)
-    for job in () if says_why(facts) else records:
+    for job in () if step_daemon_names_reason(facts) else records:
         # Its end is past by the controller's clock, which may be ahead of this node's.
         if job.state in (JobState.COMPLETING, JobState.COMPLETED) and job.end_time is not None:
             text = f"JobState={job.state.value} EndTime={_clock(job.end_time)} PreemptTime=None"
@@ -289,7 +289,7 @@ def _printed(facts: LaunchFacts) -> list[tuple[str, Cancelled]]:
         *(("batch step", each) for each in step_cancelled(facts.batch_text)),
         *(("srun", each) for each in step_cancelled(facts.launcher_text)),
     ]
-    job_id = "" if facts.job_now is None else str(facts.job_now.job_id)
+    job_id = "" if facts.job_at_end is None else str(facts.job_at_end.job_id)
     own = ended_by_srun(facts.batch_text + facts.launcher_text)
     return [
         (source, each)
@@ -304,7 +304,7 @@ def by_srun_alone(facts: LaunchFacts) -> bool:
 
     Only where Slurm says that the job goes on, and nobody else was told of an end.
     """
-    now = facts.job_now
+    now = facts.job_at_end
     other = facts.batch_signals or facts.due_time_limit or facts.stopped_at is not None
     if other or now is None or now.state is not JobState.RUNNING or now.preempt_time is not None:
         return False
@@ -367,12 +367,12 @@ def failed_node(facts: LaunchFacts) -> str:
     """The node that Slurm lost in this launch: by srun's words, else newly by the records."""
     for words in (_NODE_FAILURE, _NOT_LAUNCHED):
         # slurmstepd's line, which names none, may come before srun's.
-        named = (match["node"] for match in words.finditer(facts.launcher_text) if match["node"])
-        node = next(named, None)
+        nodes = (match["node"] for match in words.finditer(facts.launcher_text) if match["node"])
+        node = next(nodes, None)
         if node is not None:
             return str(node)
-    before = None if facts.job_first is None else facts.job_first.failed_node
-    for job in (facts.job_now, facts.job):
+    before = None if facts.job_at_start is None else facts.job_at_start.failed_node
+    for job in (facts.job_at_end, facts.job_at_notice):
         if job is not None and job.failed_node and job.failed_node != before:
             return job.failed_node
     others = (*left_job(facts), *(node.name for node in facts.nodes if node.is_down))
@@ -398,8 +398,8 @@ def left_job(facts: LaunchFacts) -> tuple[str, ...]:
     So it does with one that is down where the job has ``--no-kill``; ``NodeList`` names it no more
     (tried on 22.05.8), while the environment of the batch step stays as it was.
     """
-    now, seats = facts.job_now, facts.seats
-    if now is None or seats is None or not facts.outlives_nodes or now.nodelist is None:
+    now, placement = facts.job_at_end, facts.placement
+    if now is None or placement is None or not facts.outlives_nodes or now.nodelist is None:
         return ()
     if now.state is not JobState.RUNNING:
         return ()
@@ -407,7 +407,7 @@ def left_job(facts: LaunchFacts) -> tuple[str, ...]:
         there = frozenset(expand_nodes(now.nodelist))
     except ConfigError:
         return ()
-    return tuple(node for node in seats.nodes if there and node not in there)
+    return tuple(node for node in placement.nodes if there and node not in there)
 
 
 def node_lost(facts: LaunchFacts) -> Judged | None:
@@ -422,11 +422,14 @@ def node_lost(facts: LaunchFacts) -> Judged | None:
     evidence = tuple(_told_of(facts, node))
     missing = left_job(facts)
     if missing:
-        text = f"NodeList={facts.job_now.nodelist if facts.job_now else ''}"
+        text = f"NodeList={facts.job_at_end.nodelist if facts.job_at_end else ''}"
         return Cause.NODE_FAIL, Confidence.CERTAIN, (Evidence("scontrol", text), *evidence, *words)
-    by_job = any(job is not None and job.failed_node == node for job in (facts.job, facts.job_now))
-    known = by_job or any(record.name == node and record.is_down for record in facts.nodes)
-    if not known:
+    by_job = any(
+        job is not None and job.failed_node == node
+        for job in (facts.job_at_notice, facts.job_at_end)
+    )
+    is_down = by_job or any(record.name == node and record.is_down for record in facts.nodes)
+    if not is_down:
         without = no_word_from(facts, vanished(facts))
         return Cause.NODE_FAIL, Confidence.GUESS, (without, *evidence, *words)
     given_up = any(record.name == node and "DOWN" in record.state for record in facts.nodes)
@@ -435,7 +438,10 @@ def node_lost(facts: LaunchFacts) -> Judged | None:
 
 
 def _told_of(facts: LaunchFacts, node: str) -> Iterator[Evidence]:
-    if any(job is not None and job.failed_node == node for job in (facts.job, facts.job_now)):
+    if any(
+        job is not None and job.failed_node == node
+        for job in (facts.job_at_notice, facts.job_at_end)
+    ):
         yield Evidence("scontrol", f"FailedNode={node}")
     for record in facts.nodes:
         if record.name == node:

@@ -152,9 +152,9 @@ class Spikes:
         self._forget_losses()
         self._step = at
         outliers = self._outliers
-        known = [loss for loss in losses if math.isfinite(loss)]
-        for age, loss in enumerate(known):
-            if self._note_loss(max(0, at - len(known) + 1 + age), loss) is not None:
+        finite = [loss for loss in losses if math.isfinite(loss)]
+        for age, loss in enumerate(finite):
+            if self._note_loss(max(0, at - len(finite) + 1 + age), loss) is not None:
                 self.tolerate()  # it was lived with then, or the state would not have been kept
         self._outliers = outliers
 

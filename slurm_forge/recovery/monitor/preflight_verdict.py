@@ -150,16 +150,18 @@ def of_silence(
 
     ``frozen``: nothing is heard of them at all, though they had joined.
     """
-    named = tuple(sorted(set(silent.values())))
+    hosts_at_fault = tuple(sorted(set(silent.values())))
     # Of half and more it is rather our own node that is cut off; of two it can't be told.
-    if not named or not (2 * len(named) < hosts or (len(named), hosts) == (1, 2)):
+    if not hosts_at_fault or not (
+        2 * len(hosts_at_fault) < hosts or (len(hosts_at_fault), hosts) == (1, 2)
+    ):
         return None
     what = "joined, and has said nothing since" if frozen else "has not come"
     text = f"{what}, while all others have looked at their nodes for {waited.total_seconds():.0f} s"
     return PreflightRefusal(
         cause=Cause.HANG,
         confidence=Confidence.LIKELY if frozen else Confidence.GUESS,
-        hosts=named,
+        hosts=hosts_at_fault,
         evidence=_evidence((rank, host, text) for rank, host in silent.items()),
         rank=min(silent),
     )
@@ -183,10 +185,10 @@ def oddities(reports: Iterable[NodeReport], ahead: Mapping[int, float]) -> tuple
         if abs(apart) > _CLOCK_APART_S:
             side = "ahead" if apart > 0 else "behind"
             lines[f"clock {abs(apart):.0f} s {side}"].append(report.host)
-    return tuple(f"{_named(hosts)}: {text}" for text, hosts in lines.items())
+    return tuple(f"{_host_list(hosts)}: {text}" for text, hosts in lines.items())
 
 
-def _named(hosts: Sequence[str]) -> str:
+def _host_list(hosts: Sequence[str]) -> str:
     names = tuple(dict.fromkeys(hosts))
     more = len(names) - _MOST_TOLD
     return ", ".join(names[:_MOST_TOLD]) + (f" and {more} more" if more > 0 else "")

@@ -1,6 +1,6 @@
 """What becomes of a probe, and of ranks that fall silent: pure, from what the hub has heard.
 
-``weigh_silence`` looks at heartbeats and witnesses, all the time; ``weigh_probe`` at a probe under
+``weigh_silence`` looks at heartbeats and monitors, all the time; ``weigh_probe`` at a probe under
 way.  Slow is not dead: a rank that talks is late at most, and how long it may stay where it is, is
 the watchdog's to say.
 """
@@ -28,7 +28,7 @@ _TRACED = "t"
 _IN_KERNEL = "D"
 #: A rank that talks but does not come may be in a long step: up to so many deadlines.
 _PATIENCE = 10.0
-#: A rank and its witness may both be silent because packets are lost: twice as long.
+#: A rank and its monitor may both be silent because packets are lost: twice as long.
 _DARK = 2.0
 #: Steps that all must have done behind a probe for training to go on beside it.
 _GOES_ON = 2
@@ -57,15 +57,16 @@ class ProbeRules:
 class RankSeen:
     """A rank as the hub knows it; times are seconds before now.
 
-    ``silent`` is since the rank itself was heard, ``witness`` since its witness was, None where it
-    has none.  ``state`` is the kernel's letter for its process, as the witness said last.
+    ``silent_s`` counts from the rank's own last message, ``monitor_silent_s`` from its monitor's,
+    None where it has none.  ``state`` is the kernel's letter for its process, in the monitor's last
+    message.
     ``since``: in a stretch of this ``kind``, which may last ``limit`` by what was learned.
     """
 
     rank: int
     host: str
-    silent: float
-    witness: float | None = None
+    silent_s: float
+    monitor_silent_s: float | None = None
     state: str = ""
     step: int = 0
     phase: str = "train"
@@ -76,17 +77,17 @@ class RankSeen:
     @property
     def talks(self) -> bool:
         """Whether it has been heard just now, and has not been stopped since."""
-        return self.silent < FRESH_S and not (self.watched and self.state in _STOPPED)
+        return self.silent_s < FRESH_S and not (self.has_monitor and self.state in _STOPPED)
 
     @property
-    def watched(self) -> bool:
-        """Whether its witness has been heard just now."""
-        return self.witness is not None and self.witness < FRESH_S
+    def has_monitor(self) -> bool:
+        """Whether its monitor has been heard just now."""
+        return self.monitor_silent_s is not None and self.monitor_silent_s < FRESH_S
 
     @property
     def runs(self) -> bool:
-        """Whether its witness sees it live and not stopped, whatever it says itself."""
-        return self.watched and self.state not in _STOPPED
+        """Whether its monitor sees it live and not stopped, whatever it says itself."""
+        return self.has_monitor and self.state not in _STOPPED
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,31 +175,34 @@ def weigh_silence(
     """Whether ranks that say nothing are stopped or gone, while others talk.
 
     Nobody is judged while a debugger holds one of them, nor while others have just fallen silent
-    too.  Who is silent while its witness sees it run holds the interpreter's lock, and is left to
+    too.  Who is silent while its monitor sees it run holds the interpreter's lock, and is left to
     the watchdog; so is a launch of which nobody talks for that reason: it is not suspended.
     """
     limit = rules.silence.total_seconds()
     if ranks and not any(each.talks for each in ranks):
         return NOTHING if any(each.runs for each in ranks) else SUSPENDED
-    quiet = [each for each in ranks if each.silent >= limit]
-    if not quiet or any(each.watched and each.state == _TRACED for each in ranks):
+    quiet = [each for each in ranks if each.silent_s >= limit]
+    if not quiet or any(each.has_monitor and each.state == _TRACED for each in ranks):
         return NOTHING
-    longest = max(each.silent for each in quiet)
-    if longest < 2 * limit and any(FRESH_S <= each.silent < limit for each in ranks):
+    longest = max(each.silent_s for each in quiet)
+    if longest < 2 * limit and any(FRESH_S <= each.silent_s < limit for each in ranks):
         return NOTHING  # somebody else is just falling silent, or waking up
     deadline = max(2 * limit, rules.deadline.total_seconds())
     stopped = [
         each
         for each in quiet
-        if each.watched
-        and (each.state in _STOPPED or (each.state == _IN_KERNEL and each.silent >= deadline))
+        if each.has_monitor
+        and (each.state in _STOPPED or (each.state == _IN_KERNEL and each.silent_s >= deadline))
     ]
     if stopped and (_is_minority(stopped, ranks) or longest >= deadline):
         return _silent_found(stopped, ranks, Confidence.LIKELY)
     dark = [
         each
         for each in quiet
-        if min(each.silent if each.witness is None else each.witness, each.silent) >= _DARK * limit
+        if min(
+            each.silent_s if each.monitor_silent_s is None else each.monitor_silent_s, each.silent_s
+        )
+        >= _DARK * limit
     ]
     if not dark:
         return NOTHING
@@ -206,8 +210,8 @@ def weigh_silence(
     # processes that are as silent for a while, and a kernel that answers.
     if longest < deadline:
         return AskNetwork(NOTHING)
-    # Those count whose witness was heard a moment longer, too: they may all be behind one cut.
-    if _is_minority([each for each in quiet if not each.watched], ranks):
+    # Those count whose monitor was heard a moment longer, too: they may all be behind one cut.
+    if _is_minority([each for each in quiet if not each.has_monitor], ranks):
         two = len({each.host for each in ranks}) == 2
         # Of two hosts either may be the one that is cut off.
         confidence = Confidence.GUESS if two else Confidence.LIKELY
@@ -330,13 +334,15 @@ def _not_come(
         # Where links are bad the step before may take for ever, while everybody talks.
         plain = all(each.phase in _PLAIN for each in ranks)
         return AskNetwork(NOTHING) if since >= deadline and plain else NOTHING
-    named = late if _is_minority(late, ranks) else []
-    lines = [Evidence("probe", f"late: {_named(late)} for {since:.0f} s, {_came(flight, ranks)}")]
+    culprits = late if _is_minority(late, ranks) else []
+    lines = [
+        Evidence("probe", f"late: {_rank_list(late)} for {since:.0f} s, {_came(flight, ranks)}")
+    ]
     lines += [Evidence("heartbeat", _pulse(each)) for each in late[:SHOWN]]
     return ProbeFailure(
         cause=Cause.HANG,
-        ranks=tuple(each.rank for each in named),
-        hosts=tuple(each.host for each in named),
+        ranks=tuple(each.rank for each in culprits),
+        hosts=tuple(each.host for each in culprits),
         step=max(each.step for each in ranks),
         confidence=Confidence.LIKELY,
         evidence=tuple(lines),
@@ -351,7 +357,7 @@ def _overdue(
     Where it runs on the CPU and training goes on, it is the probe that is broken.  On a GPU it
     waits for the work before it, which may take as long as a step.
     """
-    left = [each for each in ranks if each.rank not in flight.latency]
+    waiting = [each for each in ranks if each.rank not in flight.latency]
     goes_on = min(each.step for each in ranks) >= flight.step + _GOES_ON
     if goes_on and not flight.gpu:
         why = f"it did not end within {since:.0f} s, and training goes on"
@@ -361,16 +367,19 @@ def _overdue(
         patience = max(deadline, *(each.limit for each in ranks))
     if since < patience or any(each.phase not in _PLAIN for each in ranks):
         return AskNetwork(NOTHING)
-    named = left if 2 * len(left) < len(ranks) and _is_minority(left, ranks) else []
+    culprits = waiting if 2 * len(waiting) < len(ranks) and _is_minority(waiting, ranks) else []
     lines = [
-        Evidence("probe", f"all arrived, and after {since:.0f} s it was not over on {_named(left)}")
+        Evidence(
+            "probe",
+            f"all arrived, and after {since:.0f} s it was not over on {_rank_list(waiting)}",
+        )
     ]
-    lines += [Evidence("heartbeat", _pulse(each)) for each in left[:SHOWN]]
+    lines += [Evidence("heartbeat", _pulse(each)) for each in waiting[:SHOWN]]
     return AskNetwork(
         ProbeFailure(
             cause=Cause.HANG,
-            ranks=tuple(each.rank for each in named),
-            hosts=tuple(each.host for each in named),
+            ranks=tuple(each.rank for each in culprits),
+            hosts=tuple(each.host for each in culprits),
             step=max(each.step for each in ranks),
             confidence=Confidence.GUESS,
             evidence=tuple(lines),
@@ -386,7 +395,7 @@ def _silent_found(
 ) -> ProbeFailure:
     late = sorted(late, key=lambda each: each.rank)
     talking = sum(each.talks for each in ranks)
-    head = f"late: {_named(late)}; {talking} of {len(ranks)} ranks talk"
+    head = f"late: {_rank_list(late)}; {talking} of {len(ranks)} ranks talk"
     lines = [Evidence("probe", head)]
     lines += [Evidence("heartbeat", _pulse(each)) for each in late[:SHOWN]]
     return ProbeFailure(
@@ -414,18 +423,18 @@ def _pulse(each: RankSeen) -> str:
     if each.talks:
         where = f"{each.phase} at step {each.step} for {each.since:.0f} s"
         return f"{who} lives: {where} (limit {each.limit:.0f} s)"
-    head = f"{who} silent for {each.silent:.0f} s: "
-    if each.watched:
+    head = f"{who} silent for {each.silent_s:.0f} s: "
+    if each.has_monitor:
         return head + FROZEN_WORDS.get(each.state, f"its process runs (state {each.state})")
-    if each.witness is None:
+    if each.monitor_silent_s is None:
         return head + "its process is frozen, or its node is gone"
     return head + "so is its witness: its node is frozen, gone or can't be reached"
 
 
-def _named(ranks: Sequence[RankSeen]) -> str:
-    shown = ", ".join(f"rank {each.rank} ({each.host})" for each in ranks[:SHOWN])
+def _rank_list(ranks: Sequence[RankSeen]) -> str:
+    rank_list = ", ".join(f"rank {each.rank} ({each.host})" for each in ranks[:SHOWN])
     more = len(ranks) - SHOWN
-    return f"{shown} and {more} more" if more > 0 else shown
+    return f"{rank_list} and {more} more" if more > 0 else rank_list
 
 
 def _came(flight: Flight, ranks: Sequence[RankSeen]) -> str:

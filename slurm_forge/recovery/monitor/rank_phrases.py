@@ -18,5 +18,5 @@ FROZEN_WORDS = {
 
 def some_ranks(ranks: Sequence[int]) -> str:
     """``rank 3``, ``ranks 1, 2``, or the first of many."""
-    shown = ", ".join(map(str, ranks[:SHOWN])) + (", …" if len(ranks) > SHOWN else "")
-    return f"{'rank' if len(ranks) == 1 else 'ranks'} {shown}"
+    rank_list = ", ".join(map(str, ranks[:SHOWN])) + (", …" if len(ranks) > SHOWN else "")
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {rank_list}"

@@ -1,4 +1,4 @@
-"""Whether a launch stands still, and who keeps it: pure, from what witnesses and stacks say.
+"""Whether a launch stands still, and who keeps it: pure, from what monitors and stacks say.
 
 ``standstill`` looks at places and times only and may be asked every second; ``judge`` weighs the
 stacks that were taken then, twice, and has the last word: a stall, or why it is none yet.
@@ -38,8 +38,9 @@ _COMPILING = 3
 class RankView:
     """A rank as it is known now.
 
-    ``place`` is ordered as the program passes it; ``silent`` how long nobody has said anything of
-    the rank, which ``since`` includes.
+    ``place`` is ordered as the program passes it; ``is_silent``: neither the rank nor its monitor
+    has sent a message for seconds, which ``since`` includes.  ``no_python_for``: how long no Python
+    thread of it has run.
     """
 
     rank: int
@@ -50,8 +51,8 @@ class RankView:
     kind: str
     since: timedelta
     state: str = ""
-    silent: bool = False
-    mute: timedelta = timedelta(0)
+    is_silent: bool = False
+    no_python_for: timedelta = timedelta(0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,9 +107,9 @@ def standstill(views: Sequence[RankView], stretches: Stretches) -> Standstill | 
     None while all are stopped or silent at once, for that is a suspended job, and while a debugger
     holds one of them.
     """
-    if not views or all(view.silent or view.state in _STOPPED for view in views):
+    if not views or all(view.is_silent or view.state in _STOPPED for view in views):
         return None
-    if any(view.state in _TRACED and not view.silent for view in views):
+    if any(view.state in _TRACED and not view.is_silent for view in views):
         return None
     over = [view for view in views if view.since > stretches.limit(view.kind)]
     at_work = [view.place for view in views if view not in over]
@@ -180,9 +181,9 @@ def _late(
     frozen = tuple(r for r in overrun.over if _is_frozen(views[r], looks.get(r)))
     if frozen:
         return frozen if len(frozen) < len(views) or len(views) == 1 else overrun.first
-    known = [rank for rank in overrun.over if _where(looks, rank).top]
-    together = [rank for rank in known if _where(looks, rank).together]
-    apart = tuple(rank for rank in known if rank not in together)
+    with_stack = [rank for rank in overrun.over if _where(looks, rank).top]
+    together = [rank for rank in with_stack if _where(looks, rank).together]
+    apart = tuple(rank for rank in with_stack if rank not in together)
     if together and apart:
         return apart
     if together and len(together) == len(views) > 1:
@@ -193,7 +194,7 @@ def _late(
 
 
 def _is_frozen(view: RankView, look: Look | None) -> bool:
-    return view.silent or (view.state in FROZEN and (look is None or look.state in FROZEN))
+    return view.is_silent or (view.state in FROZEN and (look is None or look.state in FROZEN))
 
 
 def _busy(
@@ -223,7 +224,7 @@ def _cause(
 
     def of_storage(rank: int) -> bool:
         look, view = looks.get(rank), views[rank]
-        if view.silent or view.state in _STOPPED:
+        if view.is_silent or view.state in _STOPPED:
             return False
         if look is not None and look.state == "D" and view.state == "D":
             return True
@@ -239,8 +240,8 @@ def _evidence(
     looks: Mapping[int, Look],
     stretches: Stretches,
 ) -> tuple[Evidence, ...]:
-    shown = (late or overrun.over)[:SHOWN]
-    one = views[shown[0]]
+    listed = (late or overrun.over)[:SHOWN]
+    one = views[listed[0]]
     usual = stretches.usual(one.kind)
     took = "never seen before" if usual is None else f"took up to {_seconds(usual)} before"
     who = ", ".join(f"rank {rank} ({views[rank].host})" for rank in late[:SHOWN]) or "all ranks"
@@ -254,31 +255,33 @@ def _evidence(
         f"{_number(one.step)} ({one.kind} {took}, limit {_seconds(overrun.limit.total_seconds())})"
     )
     lines = [Evidence("watchdog", head)]
-    lines += [Evidence(f"rank {rank}", _state(views[rank], looks.get(rank))) for rank in shown]
+    lines += [Evidence(f"rank {rank}", _state(views[rank], looks.get(rank))) for rank in listed]
     # Also those that have not been there for long enough themselves.
     waiting = [r for r in sorted(looks) if r not in late and _where(looks, r).together]
     if late and waiting:
         where = " and ".join(sorted({_where(looks, rank).call for rank in waiting}))
         lines.append(Evidence("others", f"{some_ranks(waiting)} waiting in {where}"))
-    file = next((looks[rank].file for rank in shown if _file(looks, rank)), "")
+    file = next((looks[rank].file for rank in listed if _file(looks, rank)), "")
     return (*lines, Evidence("stacks", file)) if file else tuple(lines)
 
 
 def _state(view: RankView, look: Look | None) -> str:
     """What is known of one rank, in a line."""
-    if view.silent:
+    if view.is_silent:
         return "its node or all of its processes are silent"
     where = Where() if look is None or look.where is None else look.where
     if view.state in FROZEN:
         return FROZEN_WORDS[view.state] + (f", in {where.top}" if where.top else "")
-    held = ""
-    if view.mute > view.since / 2:  # otherwise some Python thread runs every second
-        held = f"; no Python thread of it ran for {_seconds(view.mute.total_seconds())}: C code "
-        held += "holds the interpreter's lock"
+    lock_text = ""
+    if view.no_python_for > view.since / 2:  # otherwise some Python thread runs every second
+        duration = _seconds(view.no_python_for.total_seconds())
+        lock_text = (
+            f"; no Python thread of it ran for {duration}: C code holds the interpreter's lock"
+        )
     if not where.top:
-        return f"no stack could be taken{held}"
+        return f"no stack could be taken{lock_text}"
     inside = ", in the data loader" if where.loading else ""
-    return f"{where.top}{inside}{held}"
+    return f"{where.top}{inside}{lock_text}"
 
 
 def _where(looks: Mapping[int, Look], rank: int) -> Where:

@@ -159,8 +159,8 @@ class StragglerDetector:
             return False
         # Once it has begun, half of it is enough to go on: figures scatter.
         row, named = self._rows.get(one.host), one.host in self._named
-        begun = named or (row is not None and one.rank in row.ranks)
-        if one.own_s < (self._exit if begun else self._factor) * others.middle:
+        in_progress = named or (row is not None and one.rank in row.ranks)
+        if one.own_s < (self._exit if in_progress else self._factor) * others.middle:
             return False
         error = 1.25 * 1.5 * one.spread_s / max(1, one.count) ** 0.5
         return named or one.own_s - others.middle > _SPREADS * max(others.spread, error)
@@ -329,9 +329,14 @@ class StragglerDetector:
         """What is usual for a rank, from the first windows."""
         for each in readings:
             others = own.get(each.rank)
-            known = self._usual.setdefault(each.rank, [])
-            if others is not None and others.middle > 0 and each.own_s > 0 and len(known) < _USUAL:
-                known.append(each.own_s / others.middle)
+            durations = self._usual.setdefault(each.rank, [])
+            if (
+                others is not None
+                and others.middle > 0
+                and each.own_s > 0
+                and len(durations) < _USUAL
+            ):
+                durations.append(each.own_s / others.middle)
 
 
 def _by_host(readings: Sequence[StepTimes]) -> dict[str, list[StepTimes]]:

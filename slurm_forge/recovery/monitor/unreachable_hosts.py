@@ -90,29 +90,29 @@ def unreached(
         elif trouble is not None:
             bad.setdefault(pair, []).append((trouble, each.link))
     fine = {pair for pair in good if pair not in bad}
-    named, between = _culprits(set(bad), fine)
+    culprits, between = _culprits(set(bad), fine)
     if not bad:
         return Unreached()
     hosts = sorted(set(ranks.values()))
-    how = _how(bad, named)
+    how = _how(bad, culprits)
     if between:
         text = f"{' and '.join(name or _SUPERVISOR for name in between)} {_PAIR[how]}"
         text += _figures(bad[frozenset(between)])
         text += ", others they do" if fine else "; of two hosts nobody can tell which it is"
-        named = [*named, *between]
+        culprits = [*culprits, *between]
         lines = [Evidence("network", text)]
         confidence = Confidence.GUESS
     else:
-        lines = [_line(host, bad, fine, good, how) for host in named[:_LINES]]
-        confirmed = all(sum(host in pair for pair in bad) > 1 for host in named) or bool(fine)
+        lines = [_line(host, bad, fine, good, how) for host in culprits[:_LINES]]
+        confirmed = all(sum(host in pair for pair in bad) > 1 for host in culprits) or bool(fine)
         confidence = Confidence.LIKELY if confirmed else Confidence.GUESS
-    if 2 * len(named) >= len(hosts) or "" in named:
+    if 2 * len(culprits) >= len(hosts) or "" in culprits:
         if not between:
             lines.append(Evidence("network", "no minority of the hosts: nobody is named"))
         return Unreached(how=how, evidence=tuple(lines))
     return Unreached(
-        ranks=tuple(rank for rank, host in sorted(ranks.items()) if host in named),
-        hosts=tuple(host for host in hosts if host in named),
+        ranks=tuple(rank for rank, host in sorted(ranks.items()) if host in culprits),
+        hosts=tuple(host for host in hosts if host in culprits),
         how=how,
         evidence=tuple(lines),
         confidence=confidence,
@@ -171,11 +171,11 @@ def _culprits(
     bad: Collection[frozenset[str]], fine: Collection[frozenset[str]]
 ) -> tuple[list[str], tuple[str, ...]]:
     """Hosts that explain all bad links, and the ends of a last one that both explain it as well."""
-    left = set(bad)
-    named: list[str] = []
+    unexplained = set(bad)
+    culprits: list[str] = []
     speak_for = Counter(host for pair in fine for host in pair)
-    while left:
-        counted = Counter(host for pair in left for host in pair)
+    while unexplained:
+        counted = Counter(host for pair in unexplained for host in pair)
         ends = sorted(counted)
         score = {
             host: (against - speak_for[host], against / (against + speak_for[host]), against)
@@ -183,18 +183,18 @@ def _culprits(
         }
         best = max(ends, key=score.__getitem__)
         equal = [host for host in ends if score[host] == score[best]]
-        if len(left) == 1 and len(equal) == 2:
-            return named, tuple(equal)
-        named.append(best)
-        left = {pair for pair in left if best not in pair}
-    return sorted(named), ()
+        if len(unexplained) == 1 and len(equal) == 2:
+            return culprits, tuple(equal)
+        culprits.append(best)
+        unexplained = {pair for pair in unexplained if best not in pair}
+    return sorted(culprits), ()
 
 
 def _how(
-    bad: Mapping[frozenset[str], Sequence[tuple[Trouble, Link]]], named: Collection[str]
+    bad: Mapping[frozenset[str], Sequence[tuple[Trouble, Link]]], culprits: Collection[str]
 ) -> Trouble:
     """Cut where most of the pairs are, by any of their connections."""
-    pairs = [troubles for pair, troubles in bad.items() if not named or pair & set(named)]
+    pairs = [troubles for pair, troubles in bad.items() if not culprits or pair & set(culprits)]
     cut = sum(any(trouble is Trouble.CUT for trouble, _ in troubles) for troubles in pairs)
     return Trouble.CUT if 2 * cut >= len(pairs) else Trouble.DELAYED
 
@@ -207,9 +207,9 @@ def _line(
     how: Trouble,
 ) -> Evidence:
     own = [troubles for pair, troubles in bad.items() if host in pair]
-    known = len(own) + sum(host in pair for pair in fine)
+    total = len(own) + sum(host in pair for pair in fine)
     verb = "does not acknowledge" if how is Trouble.CUT else "answers late"
-    text = f"{host or _SUPERVISOR} {verb} ({len(own)} of {known} {'peers' if known > 1 else 'peer'}"
+    text = f"{host or _SUPERVISOR} {verb} ({len(own)} of {total} {'peers' if total > 1 else 'peer'}"
     text += f"{_figures([each for troubles in own for each in troubles], open_bracket=False)})"
     rtts = [link.rtt for pair in fine if host not in pair for link in good[pair] if link.rtt]
     if rtts:

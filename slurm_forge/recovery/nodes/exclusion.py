@@ -54,18 +54,22 @@ def excluded_by_ledger(
     needs, ``excluded`` those excluded anyway, ``spared`` those that somebody asked for by name.
     What a person struck is only bounded by what the job needs.
     """
-    known = None if partition is None else frozenset(partition)
-    left_out, wanted = frozenset(excluded), frozenset(spared)
+    candidates = None if partition is None else frozenset(partition)
+    left_out, spared_nodes = frozenset(excluded), frozenset(spared)
     convicted = [
         each
         for each in node_scores(ledger, now, rules)
         if each.convicted
         and each.node not in left_out
-        and each.node not in wanted
-        and (known is None or each.node in known)
+        and each.node not in spared_nodes
+        and (candidates is None or each.node in candidates)
     ]
-    share = rules.most_unknown if known is None else most_excluded(len(known), rules)
-    room = share if known is None else max(0, len(known) - len(known & left_out) - needed)
+    share = rules.most_unknown if candidates is None else most_excluded(len(candidates), rules)
+    nodes_to_spare = (
+        share
+        if candidates is None
+        else max(0, len(candidates) - len(candidates & left_out) - needed)
+    )
     return tuple(
         ExcludedNode(
             node=each.node,
@@ -74,7 +78,7 @@ def excluded_by_ledger(
             causes=_causes(each.strikes, now, rules),
             last=max(strike.time for strike in each.strikes),
         )
-        for each in _within(convicted, share)[:room]
+        for each in _within(convicted, share)[:nodes_to_spare]
     )
 
 
@@ -100,9 +104,11 @@ def spared(
     names = sorted(set(exclude))
     if partition is None:
         return tuple(names)
-    known, first = frozenset(partition) - frozenset(excluded), frozenset(newest)
-    there = sorted((name for name in names if name in known), key=lambda name: name not in first)
-    return tuple(sorted(there[: max(0, len(known) - needed)]))
+    candidates, first = frozenset(partition) - frozenset(excluded), frozenset(newest)
+    there = sorted(
+        (name for name in names if name in candidates), key=lambda name: name not in first
+    )
+    return tuple(sorted(there[: max(0, len(candidates) - needed)]))
 
 
 def _within(convicted: Iterable[NodeScore], share: int) -> list[NodeScore]:

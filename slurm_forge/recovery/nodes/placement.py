@@ -47,8 +47,8 @@ class Placement:
     @property
     def in_order(self) -> bool:
         """Whether Slurm's own order of these nodes is the order of the ranks."""
-        chosen = frozenset(self.nodes)
-        return self.nodes == tuple(node for node in self.allocation if node in chosen)
+        used = frozenset(self.nodes)
+        return self.nodes == tuple(node for node in self.allocation if node in used)
 
     def moved(self, before: Placement) -> str:
         """In words what is other than before: ``n[1,3] + spare n4``; empty where nothing is."""
@@ -102,18 +102,18 @@ def place_ranks(
     # Of nodes that are as good as each other those go first that ranks were on.
     seat = {node: number for number, node in enumerate(before)}
     sound.sort(key=lambda node: seat.get(node, len(seat)))
-    chosen = frozenset([*sound, *reversed(worst_first)][:wanted])
+    used = frozenset([*sound, *reversed(worst_first)][:wanted])
     # Of another number of ranks none is who it was: those are in Slurm's own order again.
     earlier = before if len(before) == wanted else (None,) * wanted
-    placed = [node if node in chosen else None for node in earlier]
+    placed = [node if node in used else None for node in earlier]
     # Those that have no seat yet, in Slurm's order: at the first launch that is all of them.
-    rest = iter([node for node in usable if node in chosen and node not in placed])
+    rest = iter([node for node in usable if node in used and node not in placed])
     nodes = tuple(next(rest) if node is None else node for node in placed)
     return Placement(
         nodes=nodes,
         tasks_per_node=tasks_per_node,
         allocation=tuple(allocation),
-        spares=tuple(node for node in usable if node not in chosen),
+        spares=tuple(node for node in usable if node not in used),
     )
 
 

@@ -55,11 +55,11 @@ def node_scores(ledger: Ledger, now: float, rules: NodeRules) -> tuple[NodeScore
     """
     strikes = _once(ledger.strikes)
     freed = _released(ledger, now)
-    held = {each for each in strikes if each.time > freed.get(each.node, -math.inf)}
-    fraction = _shares(_one_of_a_run(strikes, held, rules), rules)
+    counted = {each for each in strikes if each.time > freed.get(each.node, -math.inf)}
+    fraction = _shares(_one_of_a_run(strikes, counted, rules), rules)
     of_node: defaultdict[str, list[Strike]] = defaultdict(list)
     for strike in strikes:
-        if strike in held and not _expired(strike, now):
+        if strike in counted and not _expired(strike, now):
             of_node[strike.node].append(strike)
     weighing = _Weighing(fraction, now, rules)
     scores = [weighing.score(node, each) for node, each in of_node.items()]
@@ -70,7 +70,7 @@ def faded(strike: Strike, now: float, rules: NodeRules) -> float:
     """What is left of the weight of one strike, before anything is shared out."""
     if strike.cause == BY_HAND:
         return 0.0 if _expired(strike, now) else strike.weight
-    return strike.weight * _left(now - strike.time, rules)
+    return strike.weight * _decay(now - strike.time, rules)
 
 
 def _once(strikes: Iterable[Strike]) -> list[Strike]:
@@ -103,22 +103,22 @@ def _order(strike: Strike) -> tuple[float, str, str, str, str, str, float, float
 
 
 def _one_of_a_run(
-    strikes: Sequence[Strike], held: Collection[Strike], rules: NodeRules
+    strikes: Sequence[Strike], counted: Collection[Strike], rules: NodeRules
 ) -> list[Strike]:
     """Without what one run repeats in the same hours: the heaviest stands for all of them.
 
     ``strikes`` are ordered by time.  What is released stands for nothing that is not.
     """
     reach = rules.together.total_seconds()
-    begun: dict[tuple[object, ...], float] = {}
+    first_times: dict[tuple[object, ...], float] = {}
     heaviest: dict[tuple[object, ...], Strike] = {}
     for strike in strikes:
         key: tuple[object, ...] = (strike,)
         if strike.cause != BY_HAND and not _is_authoritative(strike, rules):
-            group = (_who(strike), strike.run, strike.node, strike.cause, strike in held)
-            if strike.time > begun.get(group, -math.inf) + reach:
-                begun[group] = strike.time
-            key = (*group, begun[group])
+            group = (_who(strike), strike.run, strike.node, strike.cause, strike in counted)
+            if strike.time > first_times.get(group, -math.inf) + reach:
+                first_times[group] = strike.time
+            key = (*group, first_times[group])
         best = heaviest.setdefault(key, strike)
         if strike.weight > best.weight:
             heaviest[key] = strike
@@ -202,7 +202,7 @@ class _SourceWeight:
     total: float
 
     def at(self, factor: float, most: float) -> float:
-        """When everything has faded to ``left`` of now."""
+        """The score once everything has faded by ``factor``."""
         total = self.total * factor
         return self.counts * factor * (min(1.0, most / total) if total > 0 else 1.0)
 
@@ -239,7 +239,7 @@ class _Weighing:
         for strike in strikes:
             part = self.fraction.get(strike)  # none by hand, nor what a run has repeated
             if part is not None:
-                weight = strike.weight * _left(self.now - strike.time, self.rules)
+                weight = strike.weight * _decay(self.now - strike.time, self.rules)
                 counts[_source(strike)].append((weight * part, weight))
         return [
             _SourceWeight(
@@ -270,6 +270,6 @@ def _seconds_above(sources: Sequence[_SourceWeight], rules: NodeRules) -> float:
     return high
 
 
-def _left(age: float, rules: NodeRules) -> float:
+def _decay(age: float, rules: NodeRules) -> float:
     """How much of a weight is left at that age; a clock that is ahead makes nothing heavier."""
     return float(0.5 ** (max(0.0, age) / rules.half_life.total_seconds()))

@@ -25,8 +25,8 @@ def made_progress(state: RunState, incident: Incident) -> bool:
 def attempt_of(state: RunState, incident: Incident) -> AttemptState | None:
     """The attempt that an incident is of: not always the last one that has begun."""
     number = incident.id.partition(".")[0]
-    named = (each for each in reversed(state.attempts) if str(each.number) == number)
-    return next(named, state.attempts[-1] if state.attempts else None)
+    matching = (each for each in reversed(state.attempts) if str(each.number) == number)
+    return next(matching, state.attempts[-1] if state.attempts else None)
 
 
 def let_go_since(state: RunState) -> int:
@@ -77,15 +77,15 @@ def outcomes(state: RunState) -> Iterator[AttemptOutcome]:
 
 def _in_order(attempt: AttemptState) -> Iterator[int | Decision]:
     """Steps of healthy checkpoints, and rollbacks, as they came."""
-    known: set[str] = set()
+    visited: set[str] = set()
     for what in attempt.checkpoints_and_decisions:
         if isinstance(what, CheckpointCommitted):
             if not what.findings:
                 yield what.step
             continue
-        if what.action is Action.ROLLBACK and what.incident_id not in known:
+        if what.action is Action.ROLLBACK and what.incident_id not in visited:
             yield what
-        known.add(what.incident_id)
+        visited.add(what.incident_id)
 
 
 def _target_step(decision: Decision) -> int:

@@ -47,21 +47,21 @@ def decide(
     in_process: bool = False,
     hook: bool = False,
     allocation: bool = True,
-    room: AllocationState | None = None,
+    allocation_state: AllocationState | None = None,
     on_hang: tuple[Variable, ...] = (),
 ) -> Decision:
     """What is done about an incident; the same again for one that was decided on already.
 
     Takes the first rung of the cause's ladder whose budget is left and that can be applied; budgets
     were charged by earlier decisions and are freed by progress past the old high-water step.  Where
-    going on would be a loop (``loop_detection``) it is a hold, whatever the ladder says.
-    ``mem`` is the memory per node that the job asks for, in bytes, ``time`` its time limit,
-    ``nodes`` how many; None is not known.  ``now`` is in seconds since the epoch.  ``in_process``:
-    the launch has not ended, so that ``warn`` may be chosen.  With ``hook`` the answer may be
-    ``Action.HOOK``, a question that is not journalled: ask the hook and go on with
-    ``recovery.hook.answered``.  ``allocation``: ranks can be started again where they were;
-    ``room``: what is left there, for a job that goes on without the nodes that it loses.
-    ``on_hang``: the site's variables for after a hang.
+    going on would be a loop (``loop_detection``) it is a hold, whatever the ladder says.  ``mem``
+    is the memory per node that the job asks for, in bytes, ``time`` its time limit, ``nodes`` how
+    many; None is not known.  ``now`` is in seconds since the epoch.  ``in_process``: the launch has
+    not ended, so that ``warn`` may be chosen.  With ``hook`` the answer may be ``Action.HOOK``, a
+    question that is not journalled: ask the hook and go on with ``instability_hook.apply_answer``.
+    ``allocation``: ranks can be started again where they were; ``allocation_state``: what is left
+    there, for a job that goes on without the nodes that it loses.  ``on_hang``: the site's
+    variables for after a hang.
     """
     earlier = state.decided_on(incident.id)
     if earlier is not None and earlier.cause is incident.cause:
@@ -70,7 +70,9 @@ def decide(
         return _rest(state, incident, Action.STOP, _why_stopped(incident))
     loop = None if in_process else looping(policy.limits, state, incident, now=now)
     if loop is not None:
-        return _held(state, incident, f"{incident.cause.value}: {loop.why}", loop.next_step)
+        return _hold_decision(
+            state, incident, f"{incident.cause.value}: {loop.why}", loop.next_step
+        )
     context = RungContext(
         batch_coupled=batch_coupled,
         mem=mem,
@@ -79,7 +81,7 @@ def decide(
         in_process=in_process,
         hook=hook,
         allocation=allocation,
-        room=room if allocation else None,
+        allocation_state=allocation_state if allocation else None,
         on_hang=on_hang,
     )
     refused: list[str] = []
@@ -98,7 +100,7 @@ def decide(
     reason = f"{incident.cause.value}: nothing left to try ({'; '.join(refused)})"
     if not refused:
         reason = f"{incident.cause.value}: needs a human decision; a restart would not help"
-    return _held(state, incident, reason)
+    return _hold_decision(state, incident, reason)
 
 
 def _step_taken(
@@ -129,7 +131,7 @@ def _wait(rung: Rung, before: int) -> timedelta:
     return min(rung.wait * (1 << doublings), LONGEST_WAIT)
 
 
-def _held(state: RunState, incident: Incident, why: str, next_step: str = "") -> Decision:
+def _hold_decision(state: RunState, incident: Incident, why: str, next_step: str = "") -> Decision:
     reason = f"{why}; next: {next_step or remedy(incident.cause)}"
     return _rest(state, incident, Action.HOLD, reason)
 

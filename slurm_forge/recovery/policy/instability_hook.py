@@ -25,7 +25,7 @@ HOOK_TIMES = 10
 _FINAL = frozenset({Action.HOLD, Action.RAISE, Action.STOP})
 
 
-def answered(
+def apply_answer(
     state: RunState,
     incident: Incident,
     answer: Decision,
@@ -66,10 +66,10 @@ def answered(
 
 
 def _target(state: RunState, incident: Incident, answer: Decision) -> RollbackTarget | str:
-    named = next(
+    checkpoint = next(
         (each for each in may_be_used(state, incident) if str(each) == answer.target), None
     )
-    return target_of(state, incident) if named is None else RollbackTarget(named)
+    return target_of(state, incident) if checkpoint is None else RollbackTarget(checkpoint)
 
 
 def _bounded(proposed: RecoveryPlan, before: RecoveryPlan, *, batch_coupled: bool) -> RecoveryPlan:

@@ -122,13 +122,13 @@ def _failures(state: RunState, since: int, incident: Incident) -> Iterator[Incid
 
     One of the name of this one is this one, which may be in the journal already.
     """
-    known = {incident.id}
+    counted_ids = {incident.id}
     for attempt in reversed(state.attempts):
         for _, each in reversed(attempt.incidents):
             counts = each.cause not in _INTERRUPTIONS | _WANTED | {Cause.TIME_LIMIT}
-            if attempt.number > since and counts and each.id not in known:
+            if attempt.number > since and counts and each.id not in counted_ids:
                 yield each
-            known.add(each.id)  # what is written twice counts once
+            counted_ids.add(each.id)  # what is written twice counts once
 
 
 # -- launches that never get to training -----------------------------------------------------------

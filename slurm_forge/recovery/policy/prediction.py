@@ -124,7 +124,7 @@ def predict(here: JobConditions) -> Prediction:
     kill_wait = (config and config.kill_wait) or _KILL_WAIT
     if config is not None and config.kill_wait == timedelta(0):
         kill_wait = timedelta(0)
-    known, mode = here.preemption, _mode(here)
+    preemption, mode = here.preemption, _mode(here)
     notice = _notice(here)
     back_by = brought_back(here)
     return Prediction(
@@ -136,7 +136,7 @@ def predict(here: JobConditions) -> Prediction:
         same_job=_same_job(back_by),
         delay=_delay(here, back_by),
         resumes_from=_resumes_from(here, mode, notice),
-        exempt=known.exempt if notice is not None else None,
+        exempt=preemption.exempt if notice is not None else None,
         lead=None if here.limit is None else here.lead,
         limit_back_by=_after_limit(here),
         impossible=tuple(_impossible(here, mode, notice)),

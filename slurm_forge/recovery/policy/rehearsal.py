@@ -147,7 +147,7 @@ class _Stage:
             step=incident.step or self._at,
             skipped=skips,
             decision=decision,
-            left=self._left(decision),
+            left=self._times_left(decision),
         )
         self._carry_out(act)
         return act
@@ -171,7 +171,7 @@ class _Stage:
             mem=job.resources.mem,
             time=job.resources.time,
             nodes=job.resources.nodes,
-            room=self._room(incident),
+            allocation_state=self._room(incident),
             on_hang=self._assumed.on_hang,
             now=self._now,
             in_process=in_process,
@@ -196,7 +196,7 @@ class _Stage:
         takes = self._state.plan.nodes or job.resources.nodes
         return AllocationState(nodes=nodes, wanted=takes, outlives=True)
 
-    def _left(self, decision: Decision) -> int | None:
+    def _times_left(self, decision: Decision) -> int | None:
         if decision.rung is None:
             return None
         times = self._job.recovery.ladder(self._cause)[decision.rung].times
@@ -239,9 +239,9 @@ class _Stage:
             if number * every + spec.good_after_steps < onset:
                 reason = f"{spec.good_after_steps} healthy steps"
                 self._record(ev.CheckpointJudged(name=str(name), trust=Trust.GOOD, reason=reason))
-        known = self._state.known
-        keeps = wanted([Present(name=k.name, trust=k.trust) for k in known], spec.rules)
-        removed = tuple(str(each.name) for each in known if each.name not in keeps)
+        checkpoints = self._state.known
+        keeps = wanted([Present(name=k.name, trust=k.trust) for k in checkpoints], spec.rules)
+        removed = tuple(str(each.name) for each in checkpoints if each.name not in keeps)
         if removed:
             self._record(ev.CheckpointsPruned(names=removed, reason="keep_last"))
 

@@ -67,11 +67,11 @@ def _fell_back(attempts: Sequence[AttemptState], delay: timedelta) -> int:
     """How often the next attempt of the same job began only after Slurm's delay."""
     count = 0
     for earlier, later in itertools.pairwise(attempts):
-        done = [(time, each) for time, each in earlier.requeues if each.method == _REQUEUE]
-        wanted = earlier.decisions[-1][1].wait_s if earlier.decisions else 0.0
-        if not done or wanted > 0 or later.job != earlier.job:
+        requeues = [(time, each) for time, each in earlier.requeues if each.method == _REQUEUE]
+        delay_s = earlier.decisions[-1][1].wait_s if earlier.decisions else 0.0
+        if not requeues or delay_s > 0 or later.job != earlier.job:
             continue
-        waited = later.started - done[-1][0]
+        waited = later.started - requeues[-1][0]
         # Longer is the queue's doing.
         seconds = delay.total_seconds()
         count += seconds - 1 <= waited <= seconds + 60

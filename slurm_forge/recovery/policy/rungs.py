@@ -20,8 +20,8 @@ from slurm_forge.recovery.policy.rollback_targets import (
 )
 from slurm_forge.recovery.policy.skip_windows import (
     left_out,
-    shown,
     too_short,
+    windows_text,
 )
 from slurm_forge.slurm.text.nodelist import check_node_name
 from slurm_forge.spec.recovery import Rung, SkipSamples, VariableSet, takes_variables
@@ -39,12 +39,12 @@ MOST_TIME = 16.0
 class RungContext:
     """What a decision rests on beside policy, state and incident.
 
-    ``mem`` is the memory per node that the job asks for, in bytes (None: it does not say, 0: all
-    of the node), ``time`` the time limit and ``nodes`` the number of nodes that it asks for (None:
-    not known).  ``in_process``: the launch goes on, so that warning is something to do.  ``hook``:
-    the program has a hook that can be asked.  ``allocation``: ranks can be started in it again;
-    ``room`` is what is left of it, where the job outlives nodes that it loses.  ``on_hang`` are the
-    site's variables for after a hang, those that would change anything.
+    ``mem`` is the memory per node that the job asks for, in bytes (None: it does not say, 0: all of
+    the node), ``time`` the time limit and ``nodes`` the number of nodes that it asks for (None: not
+    known).  ``in_process``: the launch goes on, so that warning is something to do.  ``hook``: the
+    program has a hook that can be asked.  ``allocation``: ranks can be started in it again;
+    ``allocation_state`` is what is left of it, where the job outlives nodes that it loses.
+    ``on_hang`` are the site's variables for after a hang, those that would change anything.
     """
 
     batch_coupled: bool = False
@@ -54,7 +54,7 @@ class RungContext:
     in_process: bool = False
     hook: bool = False
     allocation: bool = True
-    room: AllocationState | None = None
+    allocation_state: AllocationState | None = None
     on_hang: tuple[Variable, ...] = ()
 
 
@@ -119,12 +119,14 @@ def _applied(
         case Action.RELAUNCH if not context.allocation:
             return "no node is left in the allocation to restart ranks"
         case Action.ROLLBACK | Action.RELAUNCH:
-            short = _too_little_room(incident, context.room)
+            short = _too_little_room(incident, context.allocation_state)
             return short if short is not None else _go_back(rung, state, incident)
         case Action.REQUEUE:
             excluded = _excluded(rung, state, incident)
             moved = changes_between(plan, excluded)
-            if not _others_can_take_over(rung, incident, context.room, plan.exclude_nodes):
+            if not _others_can_take_over(
+                rung, incident, context.allocation_state, plan.exclude_nodes
+            ):
                 return AppliedRung(plan=excluded, changes=moved)
             names = ", ".join(incident.hosts)
             remark = f"another node of the allocation in place of {names}"
@@ -140,7 +142,10 @@ def _applied(
 
 
 def _others_can_take_over(
-    rung: Rung, incident: Incident, room: AllocationState | None, remaining: Sequence[str]
+    rung: Rung,
+    incident: Incident,
+    allocation: AllocationState | None,
+    remaining: Sequence[str],
 ) -> bool:
     """Whether what a requeue is for, other nodes, can be had without the queue.
 
@@ -148,18 +153,23 @@ def _others_can_take_over(
     those that the plan has ``left`` out before, which are no others.
     """
     leaves = rung.exclude_node or incident.cause is Cause.NODE_FAIL
-    known = room is not None and room.outlives and bool(incident.hosts)
-    return leaves and known and room is not None and room.suffices({*incident.hosts, *remaining})
+    is_known = allocation is not None and allocation.outlives and bool(incident.hosts)
+    return (
+        leaves
+        and is_known
+        and allocation is not None
+        and allocation.suffices({*incident.hosts, *remaining})
+    )
 
 
-def _too_little_room(incident: Incident, room: AllocationState | None) -> str | None:
+def _too_little_room(incident: Incident, allocation: AllocationState | None) -> str | None:
     """Why ranks can't be started again in the allocation, where too many of its nodes are lost."""
-    if room is None or not room.outlives:
+    if allocation is None or not allocation.outlives:
         return None
     lost = incident.hosts if incident.cause is Cause.NODE_FAIL else ()
-    if room.suffices(lost):
+    if allocation.suffices(lost):
         return None
-    return f"{room.without(lost)} of the {room.wanted} nodes that it takes are left"
+    return f"{allocation.without(lost)} of the {allocation.wanted} nodes that it takes are left"
 
 
 def _more_time(
@@ -288,7 +298,7 @@ def changes_between(before: RecoveryPlan, after: RecoveryPlan) -> tuple[Change, 
         ("time_factor", f"{before.time_factor:g}", f"{after.time_factor:g}"),
         ("nodes", _text(before.nodes), _text(after.nodes)),
         ("worker_factor", f"{before.worker_factor:g}", f"{after.worker_factor:g}"),
-        ("skipped_samples", shown(before.skipped), shown(after.skipped)),
+        ("skipped_samples", windows_text(before.skipped), windows_text(after.skipped)),
         ("reseeded", str(before.reseeded), str(after.reseeded)),
         ("exclude_nodes", ",".join(before.exclude_nodes), ",".join(after.exclude_nodes)),
         ("variables", " ".join(map(str, before.variables)), " ".join(map(str, after.variables))),

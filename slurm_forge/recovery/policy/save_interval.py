@@ -112,13 +112,13 @@ def advised_interval(states: Sequence[RunState], *, now: float) -> Advice:
         seconds=sum(sum(_lasted(state, _last_seen(state, now))) for state in states)
     )
     count = sum(map(interruptions, states))
-    known = Advice(every=FIRST, runs=len(states), running=running, interruptions=count)
+    first_advice = Advice(every=FIRST, runs=len(states), running=running, interruptions=count)
     if not saves:
-        return known
+        return first_advice
     blocked = timedelta(seconds=max(each.blocked_s for each in saves))
     durable = timedelta(seconds=max(each.seconds for each in saves))
-    every = best_interval(blocked=blocked, durable=durable, between=known.between)
-    return replace(known, every=every, saves=len(saves), blocked=blocked, durable=durable)
+    every = best_interval(blocked=blocked, durable=durable, between=first_advice.between)
+    return replace(first_advice, every=every, saves=len(saves), blocked=blocked, durable=durable)
 
 
 def _last_seen(state: RunState, now: float) -> float:
@@ -129,5 +129,5 @@ def _lasted(state: RunState, now: float) -> Iterator[float]:
     later = [*(attempt.started for attempt in state.attempts[1:]), now][: len(state.attempts)]
     for attempt, next_began in zip(state.attempts, later, strict=True):
         # One whose end nobody wrote down did not run for longer than until the next one began.
-        ended = next_began if attempt.ended is None else attempt.ended
-        yield max(0.0, ended - attempt.started)
+        ended_at = next_began if attempt.ended is None else attempt.ended
+        yield max(0.0, ended_at - attempt.started)

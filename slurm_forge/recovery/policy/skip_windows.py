@@ -37,13 +37,13 @@ def left_out(
     needed = max([bad.stop, *(each.stop for each in growing)])
     length = GROWTH * total(growing)
     limit = _most(incident, size) if most is None else most
-    room = limit - total(others)
-    wanted = SampleWindow(first, max(needed, first + length))
-    if _all(others, wanted) > limit:
+    samples_left = limit - total(others)
+    window = SampleWindow(first, max(needed, first + length))
+    if _all(others, window) > limit:
         step = _per_step(incident, size)
-        shorter = first + room // step * step
-        wanted = SampleWindow(first, max(needed, shorter))
-    after = merged([*others, wanted])
+        shorter = first + samples_left // step * step
+        window = SampleWindow(first, max(needed, shorter))
+    after = merged([*others, window])
     if total(after) > max(limit, total(before)):
         return (
             f"{total(after)} samples would be left out, and no more than {limit} may be "
@@ -80,7 +80,7 @@ def total(windows: Iterable[SampleWindow]) -> int:
     return sum(each.stop - each.first for each in windows)
 
 
-def shown(windows: Iterable[SampleWindow]) -> str:
+def windows_text(windows: Iterable[SampleWindow]) -> str:
     """``948224-948735, 950272-950783`` (first and last sample), or ``-`` for none."""
     return ", ".join(f"{each.first}-{each.stop - 1}" for each in windows) or "-"
 
@@ -94,8 +94,8 @@ def _common(windows: Iterable[SampleWindow], bad: SampleWindow) -> int:
     return sum(max(0, min(each.stop, bad.stop) - max(each.first, bad.first)) for each in windows)
 
 
-def _all(others: Iterable[SampleWindow], wanted: SampleWindow) -> int:
-    return total(merged([*others, wanted]))
+def _all(others: Iterable[SampleWindow], window: SampleWindow) -> int:
+    return total(merged([*others, window]))
 
 
 def _per_step(incident: Incident, size: int) -> int:

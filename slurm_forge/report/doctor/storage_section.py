@@ -37,7 +37,7 @@ class StorageFacts:
     folder: str
     exists: bool = True
     mount: Mount | None = None
-    room: FreeSpace | None = None
+    free_space: FreeSpace | None = None
     quota: QuotaAnswer | None = None
     tried: Tried | None = None
     purge: Storage | None = None
@@ -93,25 +93,27 @@ def _kind(facts: StorageFacts) -> Iterator[Remark]:
 
 
 def _room(facts: StorageFacts) -> Iterator[Remark]:
-    room = facts.room
-    if room is None:
+    free_space = facts.free_space
+    if free_space is None:
         return
-    if room.size is not None:
+    if free_space.size is not None:
         needed = 2 * (facts.checkpoint or 0)
-        text = f"{_size(room.size)} free"
-        if room.size < max(needed, 64 << 20):
+        text = f"{_size(free_space.size)} free"
+        if free_space.size < max(needed, 64 << 20):
             yield Remark(
                 Mark.PROBLEM,
                 f"{text}{_too_little(facts.checkpoint)}.",
                 "Make room, or keep fewer checkpoints (checkpoint.keep_last).",
             )
         else:
-            mark = Mark.WARNING if room.size < _LITTLE else Mark.OK
+            mark = Mark.WARNING if free_space.size < _LITTLE else Mark.OK
             yield Remark(mark, f"{text}.")
-    if room.files is not None:
-        few = room.files < _FEW_FILES
+    if free_space.files is not None:
+        few = free_space.files < _FEW_FILES
         step = "Delete files on this file system, or ask for more inodes." if few else ""
-        yield Remark(Mark.WARNING if few else Mark.OK, f"{_count(room.files)} inodes free.", step)
+        yield Remark(
+            Mark.WARNING if few else Mark.OK, f"{_count(free_space.files)} inodes free.", step
+        )
 
 
 def _too_little(checkpoint: int | None) -> str:

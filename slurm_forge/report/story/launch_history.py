@@ -161,7 +161,9 @@ class LaunchBuilder:
                 pass
 
     def learn(self, record: Record, last_seen: float) -> None:
-        """What a later attempt wrote down about this launch, ``seen`` last at that time."""
+        """What a later attempt wrote down about this launch, which was seen last at
+        ``last_seen``.
+        """
         event = record.event
         match event:
             case ev.IncidentSeen():

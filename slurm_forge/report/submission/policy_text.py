@@ -33,7 +33,7 @@ class ChangeTest:
 class IncidentTest:
     """One incident: ``rung`` counts from 0, ``left`` is its budget afterwards (None: no limit).
 
-    ``skipped`` updates were left out in a row before it.  ``target`` is None where nothing is
+    ``skipped`` updates were left out in a row before it.  ``target_step`` is None where nothing is
     rolled back, or where training would start over.  ``wait_s`` is how long the next start waits.
     """
 

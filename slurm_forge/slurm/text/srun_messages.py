@@ -215,7 +215,7 @@ def _reason(match: re.Match[str]) -> str:
 
 
 def _ends(text: str, ends_from: int) -> Iterator[TaskEnd]:
-    room = _MOST_TASKS
+    tasks_left = _MOST_TASKS
     for count, match in enumerate(re.finditer(_TASK, text, re.M)):
         if count == _MOST_LINES:
             return
@@ -223,8 +223,8 @@ def _ends(text: str, ends_from: int) -> Iterator[TaskEnd]:
         signal = "" if words is None else _signal(words)
         if words is not None and not signal:
             continue  # "running": how a task is, not how it ended
-        tasks = _tasks(match["tasks"], room)
-        room -= len(tasks)
+        tasks = _tasks(match["tasks"], tasks_left)
+        tasks_left -= len(tasks)
         yield TaskEnd(
             tasks=tasks,
             host=match["host"],

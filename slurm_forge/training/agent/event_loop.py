@@ -30,9 +30,9 @@ class AgentLoop:
         signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
         for number in (*SAVE_SIGNALS, signal.SIGCHLD):
             signal.signal(number, _recorded)
-        self.watch(self._reader, self._signalled)
+        self.add_reader(self._reader, self._signalled)
 
-    def watch(self, descriptor: int, ready: Callable[[], None]) -> None:
+    def add_reader(self, descriptor: int, ready: Callable[[], None]) -> None:
         """Call ``ready`` whenever the descriptor can be read."""
         self._selector.register(descriptor, selectors.EVENT_READ, ready)
 
@@ -41,7 +41,7 @@ class AgentLoop:
         with contextlib.suppress(KeyError):
             self._selector.unregister(descriptor)
 
-    def turn(self, timeout_s: float) -> None:
+    def run_once(self, timeout_s: float) -> None:
         """Wait until something can be read, and have it read."""
         for key, _ in self._selector.select(timeout_s):
             key.data()

@@ -70,7 +70,7 @@ _END_WITHIN_S = 3.0
 #: The supervisor is gone: rank 0 may have become its deputy, who asks Slurm for less than this.
 _ALONE_S = 60.0
 #: The first rank of the second node may be the deputy of a lost node, who waits until Slurm has
-#: given that one up (``launch.second_deputy``: 20 minutes), and asks then.
+#: given that one up (``launch.supervisor.deputy``: 20 minutes), and asks then.
 _ALONE_SECOND_S = 22 * 60.0
 
 
@@ -117,7 +117,7 @@ class Agent:
             ) from error
         self._socket.settimeout(_CONNECT_S)
         self._say(AgentHello(nonce=nonce, rank=rank, world=world, host=host, pid=os.getpid()))
-        self._loop.watch(self._socket.fileno(), self._on_hub_message)
+        self._loop.add_reader(self._socket.fileno(), self._on_hub_message)
 
     # -- the loop ------------------------------------------------------------------------------
 
@@ -140,7 +140,7 @@ class Agent:
 
     def _listen(self, over: threading.Event) -> None:
         while not over.is_set():
-            self._loop.turn(0.02)
+            self._loop.run_once(0.02)
 
     def serve(self) -> StartWorker:
         """Until the end of the agent; returns in the child that is to be the rank."""
@@ -152,7 +152,7 @@ class Agent:
                 elif self._begin(self._orders.pop(0)):
                     return order
             ending = self._worker is not None and self._worker.ending_since is not None
-            self._loop.turn(_ENDING_TICK_S if ending else _TICK_S)
+            self._loop.run_once(_ENDING_TICK_S if ending else _TICK_S)
             self._look_after_worker()
             if self._worker is None and not self._orders and self._is_over():
                 self._exit()
@@ -211,9 +211,9 @@ class Agent:
 
     def _cancel(self, launch: int) -> None:
         """An order that was not begun is answered all the same: nothing of that launch lives."""
-        begun = self._worker is not None and self._worker.launch == launch
+        has_worker = self._worker is not None and self._worker.launch == launch
         self._orders = [each for each in self._orders if each.launch != launch]
-        if not begun and self._last_launch < launch:
+        if not has_worker and self._last_launch < launch:
             self._last_launch = launch
             self._say(
                 WorkerEnded(
@@ -243,7 +243,7 @@ class Agent:
         child_end.close()
         worker = ForkedWorker(pid, order.launch, kills, ParkedWorker(parent_end))
         self._worker = worker
-        self._loop.watch(parent_end.fileno(), lambda: self._on_worker_message(worker))
+        self._loop.add_reader(parent_end.fileno(), lambda: self._on_worker_message(worker))
         how = "exec" if self._why_not else "fork"
         self._say(WorkerStarted(launch=order.launch, pid=pid, how=how))
         return False
@@ -285,12 +285,12 @@ class Agent:
             self._end_worker(worker.launch)
         if worker.ending_since is None:
             return
-        left = 0
+        processes_left = 0
         if worker.status is not None:
-            left = kill_children()
-            worker.others = max(worker.others, left)
+            processes_left = kill_children()
+            worker.others = max(worker.others, processes_left)
         late = now - worker.ending_since > _END_WITHIN_S
-        if (worker.status is None or left) and not late:
+        if (worker.status is None or processes_left) and not late:
             return
         self._tell_end(worker, what_is_left(children()) if late else "")
 

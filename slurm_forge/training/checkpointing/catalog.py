@@ -88,7 +88,7 @@ class CheckpointCatalog:
         self._evaluated: tuple[int, float] | None = None
         self._reported: set[str] = set()
         #: Step, loss and samples of the first micro-batch behind the last save.
-        self._witness: tuple[int, float, int] | None = None
+        self._reference: tuple[int, float, int] | None = None
         #: Why everything that this launch saves is suspect, if it is.
         self._doubted = ""
 
@@ -97,10 +97,10 @@ class CheckpointCatalog:
     def recall(self, state: RunState) -> None:
         """What history knows."""
         with self._records.lock:
-            self._history, self._records.known = state, state.known
+            self._history, self._records.checkpoints = state, state.known
             # After a rollback other steps follow: nothing is on its way to being good any more.
             self._records.unproven.clear()
-            self._witness = self._evaluated = None
+            self._reference = self._evaluated = None
 
     def eligible(self, manifest: Manifest) -> str | None:
         """Why a checkpoint that is whole is not to be resumed from, or None."""
@@ -182,13 +182,13 @@ class CheckpointCatalog:
             findings=tuple(findings),
         )
         with self._records.lock:
-            self._records.known = k.committed(self._records.known, name, event, time)
+            self._records.checkpoints = k.committed(self._records.checkpoints, name, event, time)
             if not findings:
                 self._records.expect(name, name.step)
         self._records.write(event)
         with self._records.lock:
             self._measure(name)
-            self._witnessed(name)
+            self._record_reference_loss(name)
         self._send(SaveCommitted(step=name.step, seconds=seconds, blocked_s=blocked_s))
         self._alarm(name, [each for each in findings if about_state(each)])
         if self._seconds_left() is None:  # on the way out nobody waits for deletions
@@ -230,40 +230,44 @@ class CheckpointCatalog:
             if not math.isfinite(value) or (best is not None and not self._better(value, best)):
                 return False
             self._evaluated = (step, value)
-            there = [each.name for each in self._records.known if self._is_mine(each.name, step)]
+            there = [
+                each.name for each in self._records.checkpoints if self._is_mine(each.name, step)
+            ]
             for name in there:
                 self._measure(name)
             return not there
 
-    def witnessed(self, step: int, loss: float, samples: int) -> None:
+    def note_reference_loss(self, step: int, loss: float, samples: int) -> None:
         """The first micro-batch behind what this launch saved at that step had this loss."""
         if not math.isfinite(loss):
             return  # nothing that a resume could be held against
         with self._records.lock:
-            self._witness = (step, loss, samples)
-            known = self._records.known
+            self._reference = (step, loss, samples)
+            known = self._records.checkpoints
             for name in [each.name for each in known if self._is_mine(each.name, step)]:
-                self._witnessed(name)
+                self._record_reference_loss(name)
 
-    def _witnessed(self, name: CheckpointName) -> None:
-        known = self._records.find(name)
-        if self._witness is None or self._witness[0] != name.step or known is None:
+    def _record_reference_loss(self, name: CheckpointName) -> None:
+        checkpoint = self._records.find(name)
+        if self._reference is None or self._reference[0] != name.step or checkpoint is None:
             return
-        _, loss, samples = self._witness
-        if known.witness is None:
-            self._records.known = k.witnessed(self._records.known, name, loss, samples)
+        _, loss, samples = self._reference
+        if checkpoint.reference_loss is None:
+            self._records.checkpoints = k.with_reference_loss(
+                self._records.checkpoints, name, loss, samples
+            )
             self._records.write(CheckpointWitnessed(name=str(name), loss=loss, samples=samples))
 
-    def witness_of(self, name: CheckpointName, samples: int) -> float | None:
+    def reference_loss(self, name: CheckpointName, samples: int) -> float | None:
         """The loss of the first micro-batch of so many samples behind a checkpoint, if known."""
-        known = self._records.find(name)
-        same = known is not None and known.witness_samples == samples
-        return known.witness if known is not None and same else None
+        checkpoint = self._records.find(name)
+        same = checkpoint is not None and checkpoint.reference_samples == samples
+        return checkpoint.reference_loss if checkpoint is not None and same else None
 
     @property
     def has_usable(self) -> bool:
         """Whether there is a checkpoint that may be resumed from."""
-        return any(each.trust is not Trust.SUSPECT for each in self._records.known)
+        return any(each.trust is not Trust.SUSPECT for each in self._records.checkpoints)
 
     def suspect(self, name: CheckpointName, why: str) -> None:
         """It is not to be trusted after all."""
@@ -271,13 +275,13 @@ class CheckpointCatalog:
             self._records.unproven.pop(name, None)
             self._records.judge(name, Trust.SUSPECT, why)
 
-    def agree_with(self, known: Known) -> None:
+    def agree_with(self, checkpoints: Known) -> None:
         """What the journal makes suspect after an incident that training goes on from."""
         with self._records.lock:
-            for each in known:
+            for each in checkpoints:
                 if each.trust is Trust.SUSPECT and self._records.find(each.name) is not None:
                     self._records.unproven.pop(each.name, None)
-            self._records.known = known
+            self._records.checkpoints = checkpoints
 
     def doubt(self, why: str) -> bool:
         """What was resumed from does not lead on to where it was written: it is suspect now.
@@ -287,15 +291,15 @@ class CheckpointCatalog:
         """
         with self._records.lock:
             name = self._house.resumed_from
-            written = {each.name for each in self._records.known if self._wrote(each.name)}
+            written = {each.name for each in self._records.checkpoints if self._wrote(each.name)}
             others = [
                 each
-                for each in self._records.known
+                for each in self._records.checkpoints
                 if each.trust is not Trust.SUSPECT and each.name not in {name, *written}
             ]
-            known = None if name is None else self._records.find(name)
-            settled = known is not None and known.by_person
-            before = any(_OTHERWISE in each.why for each in self._records.known)
+            checkpoint = None if name is None else self._records.find(name)
+            settled = checkpoint is not None and checkpoint.by_person
+            before = any(_OTHERWISE in each.why for each in self._records.checkpoints)
             if name is None or settled or before or not others:
                 return False
             self._doubted = f"{_OTHERWISE}: {why}"
@@ -316,7 +320,7 @@ class CheckpointCatalog:
         if rule is None or evaluated is None or evaluated[0] != name.step:
             return
         value = evaluated[1]
-        self._records.known = k.measured(self._records.known, name, rule.metric, value)
+        self._records.checkpoints = k.measured(self._records.checkpoints, name, rule.metric, value)
         self._records.write(CheckpointMeasured(name=str(name), metric=rule.metric, value=value))
 
     def _is_mine(self, name: CheckpointName, step: int) -> bool:
@@ -338,7 +342,7 @@ class CheckpointCatalog:
         mode = self._spec.keep_best
         metrics = [
             metric
-            for each in self._records.known
+            for each in self._records.checkpoints
             if (metric := self._house.metric(each)) is not None and each.trust is not Trust.SUSPECT
         ]
         if mode is None or not metrics:
@@ -359,9 +363,9 @@ class CliJudgements:
         if sizes == self._known_sizes:
             return None
         with contextlib.suppress(OSError, ForgeError):
-            known = fold(read_journal(self._run, thin=True)[0]).known
+            checkpoints = fold(read_journal(self._run, thin=True)[0]).known
             self._known_sizes = sizes
-            return known
+            return checkpoints
         return None
 
     def _sizes(self) -> dict[str, int]:

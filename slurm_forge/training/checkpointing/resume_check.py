@@ -155,10 +155,10 @@ def _deviation(losses: Sequence[float], level: float) -> float:
 class FirstSteps:
     """On rank 0 only.  ``note`` is called behind a checkpoint, ``check`` when nobody waits for it.
 
-    ``witness`` is called with a step, the loss of the first micro-batch behind it and the number of
-    samples in that, ``report`` with what is strange about the first steps after a resume, ``wrong``
-    where both are: that loss is another, and the steps behind it lie off too, so that what was
-    loaded is not what was saved.
+    ``note_reference`` is called with a step, the loss of the first micro-batch behind it and the
+    number of samples in that, ``report`` with what is strange about the first steps after a resume,
+    ``wrong`` where both are: that loss is another, and the steps behind it lie off too, so that
+    what was loaded is not what was saved.
     """
 
     def __init__(
@@ -166,13 +166,13 @@ class FirstSteps:
         loss_history: LossHistory,
         *,
         exactness: str,
-        witness: Callable[[int, float, int], None],
+        note_reference: Callable[[int, float, int], None],
         report: Callable[[str], None],
         wrong: Callable[[str], None],
     ) -> None:
         self._loss_history = loss_history
         self._exactness = exactness
-        self._witness = witness
+        self._note_reference = note_reference
         self._report = report
         self._wrong = wrong
         #: The steps whose next micro-batch is of interest.
@@ -193,7 +193,7 @@ class FirstSteps:
         self._noted_before = self._loss_history.noted
 
     def saved(self, step: int) -> None:
-        """A save of this step has been begun: the next micro-batch is its witness."""
+        """A save of this step has been begun: the next micro-batch is its reference."""
         self.saved_at = step
 
     def note(self, step: int, first_loss: torch.Tensor, samples: int) -> None:
@@ -216,9 +216,9 @@ class FirstSteps:
                         f"had {expected:.7g} when the checkpoint was written"
                     )
                     self._report(self._another)
-            # A checkpoint that a stop has written gets its witness from the first resume.
+            # A checkpoint that a stop has written gets its reference loss from the first resume.
             if step in (self.saved_at, self.resumed_at):
-                self._witness(step, value, samples)
+                self._note_reference(step, value, samples)
         count = self._loss_history.noted - self._noted_before
         if self.resumed_at is not None and count >= STEPS_WATCHED:
             losses = values(self._loss_history.snapshot())

@@ -30,24 +30,24 @@ class CheckpointRecords:
     def __init__(self, journal: JournalWriter) -> None:
         self._journal = journal
         self.lock = threading.RLock()
-        self.known: Known = ()
+        self.checkpoints: Known = ()
         #: What may become good, and the step since which training has been healthy.
         self.unproven: dict[CheckpointName, int] = {}
 
     def find(self, name: CheckpointName) -> KnownCheckpoint | None:
         """What is known of a checkpoint, if anything."""
-        return next((each for each in self.known if each.name == name), None)
+        return next((each for each in self.checkpoints if each.name == name), None)
 
     def expect(self, name: CheckpointName, since: int) -> None:
         """It may become good; training has been healthy since ``since``."""
-        known = self.find(name)
-        if known is not None and known.trust in (Trust.WRITTEN, Trust.VERIFIED):
+        checkpoint = self.find(name)
+        if checkpoint is not None and checkpoint.trust in (Trust.WRITTEN, Trust.VERIFIED):
             self.unproven[name] = since
 
     def judge(self, name: CheckpointName, trust: Trust, why: str, step: int | None = None) -> None:
         """Trust it more, or less; ``step`` is how far training was, where that is the reason."""
         before = self.find(name)
-        self.known = k.judged(self.known, name, trust, why, by_person=False)
+        self.checkpoints = k.judged(self.checkpoints, name, trust, why, by_person=False)
         after = self.find(name)
         if after is not None and (before is None or after.trust is not before.trust):
             self.write(CheckpointJudged(name=str(name), trust=trust, reason=why, step=step))
@@ -92,8 +92,8 @@ class Retention:
         """Raise CheckpointError where a save had better not be begun: no room, or no time."""
 
         def lacking() -> CheckpointError | None:
-            room = free_space(self._store.directory)
-            return shortage(room, size=size, files=files, use_spare=use_spare)
+            free = free_space(self._store.directory)
+            return shortage(free, size=size, files=files, use_spare=use_spare)
 
         if self._most is not None and len(self._store.candidates()) >= self._most:
             self.make_room(_FULL)
@@ -103,10 +103,10 @@ class Retention:
             short = lacking()
         if short is not None:
             raise short
-        left, takes = self._seconds_left(), self._takes(size)
-        if left is not None and takes is not None and takes > left:
+        seconds_left, takes = self._seconds_left(), self._takes(size)
+        if seconds_left is not None and takes is not None and takes > seconds_left:
             raise CheckpointError(
-                f"a save takes {takes:.0f} s at least, and {left:.0f} s are left",
+                f"a save takes {takes:.0f} s at least, and {seconds_left:.0f} s are left",
                 next_step="Nothing was written; the run goes on from the checkpoint before. "
                 "More grace time, or a longer lead: in the job file, would help.",
             )
@@ -146,12 +146,14 @@ class Retention:
                 self._fence,
                 current=self._current,
                 distrusted=frozenset(self.damaged),
-                suspect=frozenset(e.name for e in self._records.known if e.trust is Trust.SUSPECT),
+                suspect=frozenset(
+                    e.name for e in self._records.checkpoints if e.trust is Trust.SUSPECT
+                ),
             )
             if not pruned.removed:
                 return False
             with self._records.lock:
-                self._records.known = k.pruned(self._records.known, pruned.removed)
+                self._records.checkpoints = k.pruned(self._records.checkpoints, pruned.removed)
                 for name in pruned.removed:
                     self._records.unproven.pop(name, None)
             names = tuple(str(name) for name in pruned.removed)
@@ -186,16 +188,19 @@ class Retention:
         with self._records.lock:
             for each in judged if judged is not None else ():
                 if each.by_person:
-                    self._records.known = k.judged(
-                        self._records.known, each.name, each.trust, each.why, by_person=True
+                    self._records.checkpoints = k.judged(
+                        self._records.checkpoints, each.name, each.trust, each.why, by_person=True
                     )
 
     def _present(self, name: CheckpointName) -> Present:
-        known = self._records.find(name)
-        if known is None:
+        checkpoint = self._records.find(name)
+        if checkpoint is None:
             return Present(name=name)
         return Present(
-            name=name, trust=known.trust, time=known.time or None, metric=self.metric(known)
+            name=name,
+            trust=checkpoint.trust,
+            time=checkpoint.time or None,
+            metric=self.metric(checkpoint),
         )
 
     def _takes(self, size: int) -> float | None:
@@ -203,13 +208,15 @@ class Retention:
 
         Trying costs nothing as long as there is a chance: a save that is cut off harms none.
         """
-        timed = [each for each in self._records.known if each.size and each.seconds][-_REMEMBERED:]
+        timed = [each for each in self._records.checkpoints if each.size and each.seconds][
+            -_REMEMBERED:
+        ]
         if not timed:
             return None
         return min(each.seconds * min(1.0, size / each.size) for each in timed)
 
-    def metric(self, known: KnownCheckpoint) -> float | None:
+    def metric(self, checkpoint: KnownCheckpoint) -> float | None:
         """The metric that is kept by now; another one's figures can't be compared with it."""
         rule = self._spec.keep_best
-        same = rule is not None and known.metric_name == rule.metric
-        return known.metric if same else None
+        same = rule is not None and checkpoint.metric_name == rule.metric
+        return checkpoint.metric if same else None

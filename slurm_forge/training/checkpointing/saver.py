@@ -109,7 +109,7 @@ class Saver:
         #: Name and step of the last commit that all ranks know of (or of what was resumed from).
         self.last: CheckpointName | None = None
         #: The step of the last save that was begun, whatever came of it.
-        self.begun: int | None = None
+        self.last_save_step: int | None = None
 
     def save(
         self,
@@ -166,7 +166,7 @@ class Saver:
         self._has_made_room = False
         brief = self._context.brief
         started = time.monotonic()
-        self.begun = step = progress.step
+        self.last_save_step = step = progress.step
         name = CheckpointName(
             step=step,
             attempt=brief.attempt,
@@ -370,7 +370,7 @@ class Saver:
             # Another number of ranks: there is no state to continue, only one to derive.
             rng.derive(self._context.spec.seed, progress.step, self._context.rank)
         self.last = manifest.name
-        self.begun = manifest.step
+        self.last_save_step = manifest.step
         self._loss_history.restored()
         if self.catalog is not None:
             self.catalog.resumed(manifest.name)

@@ -65,15 +65,15 @@ class LearnedMicroBatch:
         What a run was begun with stays until its plan says less: a micro-batch that changed at
         every start would change the last bits of the sums.  ``fresh``: nothing is trained yet.
         """
-        begun = self._requested
+        requested = self._requested
         with self._forgiving():
             stored = self._begun.read(self._key)
             if stored is None and fresh and plan is None:
                 stored = self._begin()
-            begun = stored or begun
-            if plan is not None and plan < begun:
-                self._ran_out(begun, plan)
-        return min(begun, self._requested if plan is None else plan)
+            requested = stored or requested
+            if plan is not None and plan < requested:
+                self._ran_out(requested, plan)
+        return min(requested, self._requested if plan is None else plan)
 
     def worked(self, micro_batch: int, steps: int) -> None:
         """So many steps of this launch were made with it, and none ran out of memory."""
@@ -97,23 +97,23 @@ class LearnedMicroBatch:
 
     def _begin(self) -> int:
         """What a new run begins with."""
-        known, now = self._read(), self._now()
-        chosen = rules.propose(self._requested, known, now)
-        self._begun.write(self._key, chosen)
-        if known is None:
-            return chosen
-        if chosen > known.micro_batch:
-            self._write(rules.try_begins(known, now))
+        learned, now = self._read(), self._now()
+        proposal = rules.propose(self._requested, learned, now)
+        self._begun.write(self._key, proposal)
+        if learned is None:
+            return proposal
+        if proposal > learned.micro_batch:
+            self._write(rules.try_begins(learned, now))
             self._notes.append(
-                f"micro-batch {chosen} is tried again: more than {known.micro_batch} ran out of "
-                f"memory on {known.since:%Y-%m-%d}"
+                f"micro-batch {proposal} is tried again: more than {learned.micro_batch} ran out "
+                f"of memory on {learned.since:%Y-%m-%d}"
             )
-        elif chosen < self._requested:
+        elif proposal < self._requested:
             self._notes.append(
-                f"micro-batch {chosen} instead of {self._requested}: more ran out of memory on "
-                f"{known.since:%Y-%m-%d} (to forget it: rm {self._files.path(self._key)})"
+                f"micro-batch {proposal} instead of {self._requested}: more ran out of memory on "
+                f"{learned.since:%Y-%m-%d} (to forget it: rm {self._files.path(self._key)})"
             )
-        return chosen
+        return proposal
 
     def _ran_out(self, micro_batch: int, smaller: int) -> None:
         self._write(rules.ran_out(self._read(), micro_batch, smaller, self._now()))

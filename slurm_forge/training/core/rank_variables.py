@@ -22,14 +22,14 @@ def take_on(file: RunFile) -> None:
     NCCL takes, where a site names interfaces at all.
     """
     here = process_environ()
-    wanted = {name: value for name, value in file.env.items() if name not in here}
-    wanted.update(file.job.env)
-    if file.socket_interface is not None and GLOO_INTERFACE not in {**here, **wanted}:
-        nccl = wanted.get(NCCL_INTERFACE, here.get(NCCL_INTERFACE, ""))
+    variables = {name: value for name, value in file.env.items() if name not in here}
+    variables.update(file.job.env)
+    if file.socket_interface is not None and GLOO_INTERFACE not in {**here, **variables}:
+        nccl = variables.get(NCCL_INTERFACE, here.get(NCCL_INTERFACE, ""))
         interface = interface_of(nccl or file.socket_interface, interfaces())
         if interface is not None:
-            wanted[GLOO_INTERFACE] = interface
-    os.environ.update(wanted)
+            variables[GLOO_INTERFACE] = interface
+    os.environ.update(variables)
 
 
 def take_on_plan(file: RunFile, plan: RecoveryPlan) -> None:

@@ -36,12 +36,12 @@ class StepBoundaries:
         self._poll = 0
         self._inside: str | None = None
         self._doing = "train"
-        #: How often training was rewound in this launch: the steps come again, in a later turn.
-        self.turn = 0
+        #: How often training was rolled back in this launch: the same steps come again.
+        self.rollbacks = 0
 
     def rewound(self) -> None:
         """Training goes on at an earlier step; its boundary is still to be passed."""
-        self.turn += 1
+        self.rollbacks += 1
         self._step, self._phase, self._poll = -1, 0, 0
 
     def boundary(self, step: int) -> bool:
@@ -127,7 +127,7 @@ class StepBoundaries:
             self._member.enter(name)
 
     def _at(self, poll: int = 0) -> Position:
-        return Position(self._step, self._phase, poll, self.turn)
+        return Position(self._step, self._phase, poll, self.rollbacks)
 
     def _due(self, position: Position, *, entering: bool = False) -> None:
         if self._member is None:

@@ -111,8 +111,8 @@ class BatchSource:
         self._order, self._rank, self._ranks = order, rank, ranks
         self._skipped, self._without = bool(skipped), Windows(skipped)
         self._consumed = start_consumed
-        done = self._without.kept_before(start_consumed) // order.global_batch
-        self._step = done if start_step is None else start_step
+        steps_done = self._without.kept_before(start_consumed) // order.global_batch
+        self._step = steps_done if start_step is None else start_step
         self._device = None if device is None else torch.device(device)
         self._make = MicroBatchMaker(
             dataset, collate_fn or default_collate, order.seed if seed is None else seed
@@ -265,8 +265,8 @@ def _step_ids(
 
 
 def _split(samples: Iterable[SampleId], sizes: tuple[int, ...]) -> StepIds:
-    left = iter(samples)
-    return [[next(left) for _ in range(size)] for size in sizes]
+    remaining = iter(samples)
+    return [[next(remaining) for _ in range(size)] for size in sizes]
 
 
 def require_indexable(dataset: object) -> None:
@@ -307,9 +307,9 @@ def _to_device(value: Any, device: torch.device | None) -> Any:
     if hasattr(value, "to"):  # batches of other libraries (graphs, encodings) move themselves
         return value.to(device)
     if isinstance(value, MutableMapping):
-        moved = copy.copy(value)
-        moved.update({key: _to_device(item, device) for key, item in value.items()})
-        return moved
+        on_device = copy.copy(value)
+        on_device.update({key: _to_device(item, device) for key, item in value.items()})
+        return on_device
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*(_to_device(item, device) for item in value))
     if type(value) in (list, tuple):

@@ -296,9 +296,9 @@ def _walk(
 def _target(link: Path, root: str) -> str:
     """Where a link points: from the root of the data where that is inside, else as it says."""
     target = str(link.readlink())
-    whole = os.path.normpath(link.parent / target)
-    inside = whole.startswith(f"{root}/")
-    return os.path.relpath(whole, root) if inside else target
+    absolute = os.path.normpath(link.parent / target)
+    inside = absolute.startswith(f"{root}/")
+    return os.path.relpath(absolute, root) if inside else target
 
 
 def _read(files: Sequence[_DataFile], deadline: _Deadline) -> list[str]:

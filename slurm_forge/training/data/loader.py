@@ -102,16 +102,16 @@ class InProcess:
 
     def __init__(self, make: MicroBatchMaker, steps: Iterator[StepIds], *, pin: bool) -> None:
         self._make, self._steps, self._pin = make, steps, pin
-        self._wanted: StepIds | None = None
+        self._next_ids: StepIds | None = None
 
     def start(self) -> None:
         """Nothing to start."""
 
     def next_step(self, pace: Polling) -> tuple[StepIds, list[Any]]:
         """The next step's sample ids and micro-batches; polls between samples."""
-        if self._wanted is None:
-            self._wanted = next(self._steps)
-        ids = self._wanted
+        if self._next_ids is None:
+            self._next_ids = next(self._steps)
+        ids = self._next_ids
         parts: list[Any] = []
         work = self._work(ids, parts)
         while True:
@@ -120,7 +120,7 @@ class InProcess:
             if not interrupted:
                 break
             pace.poll()  # with the caller's random state: it may be saved in there
-        self._wanted = None
+        self._next_ids = None
         return ids, parts
 
     def close(self) -> None:
@@ -133,8 +133,8 @@ class InProcess:
             for sample in some:
                 samples.append(self._make.sample(sample))
                 yield
-            made = self._make.collate(some, samples)
-            parts.append(pin_memory(made) if self._pin else made)  # type: ignore[no-untyped-call]
+            batch = self._make.collate(some, samples)
+            parts.append(pin_memory(batch) if self._pin else batch)  # type: ignore[no-untyped-call]
 
 
 class WorkerPool:

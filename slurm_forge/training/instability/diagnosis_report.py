@@ -132,8 +132,8 @@ def merge_findings(ranks: Sequence[RankFindings], *, no_replay: str = "") -> Exa
     was_bad = [each for each in ranks if each.was_bad]
     if len(was_bad) == len(ranks) > 1:
         was_bad = []
-    named = [] if empty and not bad else bad or was_bad
-    hosts = _unique(each.host for each in named)
+    culprits = [] if empty and not bad else bad or was_bad
+    hosts = _unique(each.host for each in culprits)
     if not hosts and repeats is False:
         everywhere = _unique(each.host for each in ranks)
         hosts = everywhere if len(everywhere) == 1 else ()
@@ -143,7 +143,7 @@ def merge_findings(ranks: Sequence[RankFindings], *, no_replay: str = "") -> Exa
     data = _unique(sample for each in ranks for sample in each.data)
     examination = Examination(
         repeats=repeats,
-        rank=_first_rank(named, worst, ranks),
+        rank=_first_rank(culprits, worst, ranks),
         hosts=hosts[:_MOST_HOSTS],
         parameters=parameters[:MOST_NAMES],
         layer=next((each.layer for each in bad if each.layer), ""),
@@ -184,13 +184,13 @@ def _vagueness(findings: RankFindings) -> tuple[bool, int, int]:
 
 
 def _first_rank(
-    named: Sequence[RankFindings], worst: RankFindings | None, ranks: Sequence[RankFindings]
+    culprits: Sequence[RankFindings], worst: RankFindings | None, ranks: Sequence[RankFindings]
 ) -> int | None:
     if len(ranks) == 1:
         return ranks[0].rank
-    if not named or (len(named) == len(ranks)):
+    if not culprits or (len(culprits) == len(ranks)):
         return None  # on all of them alike: it did not begin on one
-    return worst.rank if worst is not None else named[0].rank
+    return worst.rank if worst is not None else culprits[0].rank
 
 
 def _where(
@@ -198,12 +198,12 @@ def _where(
 ) -> list[Evidence]:
     """One entry for each of the first ranks; the one that knows most comes first."""
     if worst is not None:
-        shown = [worst, *(each for each in bad if each is not worst)][:_MOST_RANKS]
-        evidence = [Evidence(each.place, _what(each)) for each in shown]
+        listed = [worst, *(each for each in bad if each is not worst)][:_MOST_RANKS]
+        evidence = [Evidence(each.place, _what(each)) for each in listed]
     else:
-        shown = list(was_bad[:_MOST_RANKS])
-        evidence = [Evidence(each.place, "its loss was not finite in the step") for each in shown]
-    more = len(bad or was_bad) - len(shown)
+        listed = list(was_bad[:_MOST_RANKS])
+        evidence = [Evidence(each.place, "its loss was not finite in the step") for each in listed]
+    more = len(bad or was_bad) - len(listed)
     if more > 0:
         evidence[-1] = Evidence(
             evidence[-1].source, f"{evidence[-1].text}; {more} more ranks likewise"
@@ -299,10 +299,10 @@ def _range(part: tuple[int, int]) -> str:
 
 def _ids(samples: Sequence[_SampleId]) -> str:
     """``dataset[17], [4711] of epoch 0``: what to look at."""
-    shown = samples[:MOST_SAMPLES]
-    text = ", ".join(f"[{index}]" for _, index in shown)
+    listed = samples[:MOST_SAMPLES]
+    text = ", ".join(f"[{index}]" for _, index in listed)
     more = ", …" if len(samples) >= MOST_SAMPLES else ""
-    epochs = ", ".join(map(str, _unique(epoch for epoch, _ in shown)))
+    epochs = ", ".join(map(str, _unique(epoch for epoch, _ in listed)))
     return f"dataset{text}{more} of epoch {epochs}"
 
 

@@ -65,10 +65,11 @@ class StateGuard:
 
     def drew(self, generators: Generators | None) -> bool:
         """Whether random numbers were drawn since that can't be those of the step."""
-        known = set() if generators is None else {"torch", "cuda"}
+        generator_names = set() if generators is None else {"torch", "cuda"}
         now = rng.capture()
         return any(
-            name not in known and not torch.equal(state, self._drawn_from.get(name, state[:0]))
+            name not in generator_names
+            and not torch.equal(state, self._drawn_from.get(name, state[:0]))
             for name, state in now.items()
         )
 
@@ -228,11 +229,11 @@ class NonFiniteTracer:
             return
         leaves, reentrant = _leaves(loss)
         if reentrant:
-            known = {id(leaf): leaf for leaf in leaves}
-            known |= {
+            leaf_by_id = {id(leaf): leaf for leaf in leaves}
+            leaf_by_id |= {
                 key: tensor for key, (tensor, _) in self._names.items() if tensor.requires_grad
             }
-            leaves = list(known.values())
+            leaves = list(leaf_by_id.values())
         if not leaves:
             return
         handles = []
@@ -299,8 +300,8 @@ class NonFiniteTracer:
                 self._names[key] = gathered[key], below(path, name)
 
     def _name(self, leaf: torch.Tensor) -> str:
-        known = self._names.get(id(leaf))
-        return known[1] if known else f"a parameter of shape {tuple(leaf.shape)}"
+        entry = self._names.get(id(leaf))
+        return entry[1] if entry else f"a parameter of shape {tuple(leaf.shape)}"
 
     def _gradient_of(self, leaf: torch.Tensor) -> Any:
         def note_norm(grad: torch.Tensor) -> torch.Tensor | None:
@@ -341,8 +342,10 @@ def plain_values(tensor: torch.Tensor) -> torch.Tensor | None:
         tensor = tensor.coalesce().values()
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)
-    known = tensor.dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-    return tensor if known and tensor.layout is torch.strided and not tensor.is_meta else None
+    is_plain_float = tensor.dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+    return (
+        tensor if is_plain_float and tensor.layout is torch.strided and not tensor.is_meta else None
+    )
 
 
 def _extremes(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:

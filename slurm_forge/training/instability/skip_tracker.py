@@ -79,7 +79,8 @@ class SkipTracker:
     """Takes the verdict of every step in; ``trouble`` is what they add up to.
 
     With ``late`` (on a GPU) a verdict is read one step later, when it has long arrived on the host:
-    no step waits for the device.  ``watch`` is rank 0's, for what is finite and yet not right.
+    no step waits for the device.  ``spike_monitor`` is rank 0's, for what is finite and yet not
+    right.
     """
 
     def __init__(
@@ -92,7 +93,7 @@ class SkipTracker:
         examiner: StepDiagnoser,
         journal: JournalWriter | None,
         member: Member,
-        watch: SpikeMonitor | None,
+        spike_monitor: SpikeMonitor | None,
         injecting: FaultInjector,
         late: bool,
     ) -> None:
@@ -106,7 +107,7 @@ class SkipTracker:
         self._examiner = examiner
         self._journal = journal
         self._member = member
-        self._watch = watch
+        self._spike_monitor = spike_monitor
         self._injecting = injecting
         self._keep = 1 if late else 0
         self._unread: deque[StepRecord] = deque()
@@ -182,9 +183,9 @@ class SkipTracker:
                 self._skipped(record, readings, finite=finite)
                 if not finite:
                     continue  # it says nothing about which losses and norms are usual
-            if self._watch is not None:
-                self._watch.record(record.step, _together(readings))
-                self._progress.loss_summit = self._watch.summit
+            if self._spike_monitor is not None:
+                self._spike_monitor.record(record.step, _together(readings))
+                self._progress.loss_summit = self._spike_monitor.summit
 
     def _look_at_loss(self, record: StepRecord, loss: float) -> None:
         """A mean over nothing is NaN and has no gradient: no norm tells of it, on any rank."""
@@ -205,7 +206,7 @@ class SkipTracker:
     @property
     def open_proposal(self) -> Anomaly | None:
         """What this rank has found and all have not decided on."""
-        return self._proposed or (None if self._watch is None else self._watch.open)
+        return self._proposed or (None if self._spike_monitor is None else self._spike_monitor.open)
 
     @property
     def doubts(self) -> tuple[str, ...]:
@@ -287,11 +288,11 @@ class SkipTracker:
             return
         self._examined_at = record.step
         # Where a later step was applied the weights have moved on: nothing can be computed again.
-        moved = any(
+        weights_moved = any(
             all(each.verdict.read().applied for each in later.applied) for later in self._unread
         )
-        replay = None if moved else record.compute_loss
-        without = "the weights have moved on" if moved else ""
+        replay = None if weights_moved else record.compute_loss
+        without = "the weights have moved on" if weights_moved else ""
         if self._names is None:
             self._names = parameter_names(self._registry.models)
         blame = [part for each in record.applied for part in each.blame(self._names)]

@@ -60,7 +60,7 @@ class Parts:
     skip_tracker: SkipTracker
     instability: InstabilityHandler
     injecting: FaultInjector
-    watch: SpikeMonitor | None
+    spike_monitor: SpikeMonitor | None
     loss_history: LossHistory
 
 
@@ -96,9 +96,9 @@ def assemble(
         active_plan=active_plan,
     )
     boundaries = StepBoundaries(member, act)
-    watch = None
+    spike_monitor = None
     if saver.catalog is not None:
-        watch = SpikeMonitor(
+        spike_monitor = SpikeMonitor(
             member.send,
             context.spec.recovery,
             noted=saver.catalog.say,
@@ -122,7 +122,7 @@ def assemble(
         ),
         journal=journal,
         member=member,
-        watch=watch,
+        spike_monitor=spike_monitor,
         injecting=injecting,
         late=device.type == "cuda",
     )
@@ -149,7 +149,7 @@ def assemble(
         skip_tracker=skip_tracker,
         hooks=hooks,
         boundaries=boundaries,
-        begun=(lambda _: None) if first_steps is None else first_steps.saved,
+        on_save_started=(lambda _: None) if first_steps is None else first_steps.saved,
     )
     instability = InstabilityHandler(
         context,
@@ -159,7 +159,7 @@ def assemble(
         progress=progress,
         hooks=hooks,
         journal=journal,
-        watch=watch,
+        spike_monitor=spike_monitor,
         member=member,
         group=groups.cpu,
     )
@@ -180,7 +180,7 @@ def assemble(
         skip_tracker=skip_tracker,
         instability=instability,
         injecting=injecting,
-        watch=watch,
+        spike_monitor=spike_monitor,
         loss_history=loss_history,
     )
 
@@ -208,7 +208,7 @@ def _first_steps(
         loss_history,
         # Under autocast, or with TF32, a float32 loss is no better than bfloat16.
         exactness="bfloat16" if device.type == "cuda" else "float32",
-        witness=catalog.witnessed,
+        note_reference=catalog.note_reference_loss,
         report=catalog.say,
         wrong=wrong,
     )

@@ -141,7 +141,7 @@ class BatchLoop:
         """The batches that are left."""
         parts = self._parts
         order = self._begin(request)
-        source, turn = self._source(request, order), parts.boundaries.turn
+        source, rollbacks = self._source(request, order), parts.boundaries.rollbacks
         total = self._total(request)
         self._begun_at = parts.progress.step
         parts.instability.rewind = self._resumer.rewind if self._rewindable else None
@@ -151,10 +151,10 @@ class BatchLoop:
         try:
             while True:
                 self._boundary()
-                if parts.boundaries.turn != turn:  # rewound: other samples come next
+                if parts.boundaries.rollbacks != rollbacks:  # rewound: other samples come next
                     source.close()
                     self._take_over(request, order)
-                    source, turn = self._source(request, order), parts.boundaries.turn
+                    source, rollbacks = self._source(request, order), parts.boundaries.rollbacks
                     total = self._total(request)
                 if parts.progress.step >= total:
                     if parts.instability.ends_well():
@@ -203,8 +203,8 @@ class BatchLoop:
     def going_well(self) -> None:
         """Training has come some way: now and then, when nobody is held up by it."""
         if self._learning is not None:
-            done = self._parts.progress.step - self._begun_at
-            self._learning.worked(self._resumer.micro_batch, done)
+            steps_done = self._parts.progress.step - self._begun_at
+            self._learning.worked(self._resumer.micro_batch, steps_done)
             self._tell_learned()
 
     @property
@@ -296,8 +296,8 @@ class BatchLoop:
             return total
         end = request.until.count * self.length
         without, progress = Windows(windows), self._parts.progress
-        left = without.kept_before(end) - without.kept_before(min(progress.consumed, end))
-        return progress.step + -(-left // request.global_batch_size)
+        samples_left = without.kept_before(end) - without.kept_before(min(progress.consumed, end))
+        return progress.step + -(-samples_left // request.global_batch_size)
 
     def _source(self, request: BatchesRequest, order: SampleOrder) -> BatchSource:
         parts = self._parts

@@ -32,7 +32,7 @@ from slurm_forge.recovery.policy.decide import (
     asks_hook_first,
     decide,
 )
-from slurm_forge.recovery.policy.instability_hook import answered
+from slurm_forge.recovery.policy.instability_hook import apply_answer
 from slurm_forge.store.identity import CheckpointName
 from slurm_forge.training.core.instability import (
     ActivePlan,
@@ -79,7 +79,7 @@ class InstabilityHandler:
         progress: TrainingProgress,
         hooks: Hooks,
         journal: JournalWriter | None,
-        watch: SpikeMonitor | None,
+        spike_monitor: SpikeMonitor | None,
         member: Member,
         group: dist.ProcessGroup | None,
         clock: Callable[[], float] = time.monotonic,
@@ -91,7 +91,7 @@ class InstabilityHandler:
         self._progress = progress
         self._hooks = hooks
         self._journal = journal
-        self._watch = watch
+        self._spike_monitor = spike_monitor
         self._member = member
         self._ranks = Ranks(group)
         self._clock = clock
@@ -103,7 +103,7 @@ class InstabilityHandler:
         self.batch_out = False
         #: A rollback to before this step belongs to an earlier loop of the program.
         self.earliest = 0
-        self._known: Known | None = None
+        self._known_checkpoints: Known | None = None
 
     def boundary(self) -> bool:
         """Between two steps: see to what the last ones were; whether training was rewound."""
@@ -138,10 +138,10 @@ class InstabilityHandler:
         if decision.action in (Action.SKIP, Action.WARN):
             self._skip_tracker.let_pass()
             self._active_plan.plan = decision.plan
-            if self._watch is not None and trouble.cause is Cause.LOSS_SPIKE:
-                self._watch.tolerate()
-            if self._known is not None:
-                self._save_schedule.agree_with(self._known)
+            if self._spike_monitor is not None and trouble.cause is Cause.LOSS_SPIKE:
+                self._spike_monitor.tolerate()
+            if self._known_checkpoints is not None:
+                self._save_schedule.agree_with(self._known_checkpoints)
             return False  # what ``read_all`` has found meanwhile comes up at the next boundary
         rewind = self.rewind
         moves = decision.plan.exclude_nodes != self._active_plan.plan.exclude_nodes
@@ -219,7 +219,7 @@ class InstabilityHandler:
         )
         try:
             state = self._read(journal)
-            decision = self._chosen(state, incident)
+            decision = self._choose_decision(state, incident)
             smaller = decision.plan.micro_batch
             if decision.action is not Action.SHRINK_MICRO_BATCH or smaller is None:
                 return None
@@ -241,8 +241,8 @@ class InstabilityHandler:
         try:
             journal.write(IncidentSeen(incident=incident))
             state = self._read(journal)
-            self._known = state.known
-            decision = self._chosen(state, incident)
+            self._known_checkpoints = state.known
+            decision = self._choose_decision(state, incident)
             journal.write(DecisionTaken(decision=decision), durable=True)
         except OSError:
             return None  # a budget that is charged nowhere would never be used up
@@ -257,7 +257,7 @@ class InstabilityHandler:
         journal.follow(records)
         return fold(records)
 
-    def _chosen(self, state: RunState, incident: Incident) -> Decision:
+    def _choose_decision(self, state: RunState, incident: Incident) -> Decision:
         """The hook's answer where its place in the ladder is, and else what the policy says."""
         spec = self._context.spec
         coupled = spec.batch_coupled
@@ -269,7 +269,7 @@ class InstabilityHandler:
                 raise HookError(f"{type(error).__name__}: {error}", next_step="") from error
             if answer is None:
                 return None
-            return answered(state, incident, answer, rung=rung, batch_coupled=coupled)
+            return apply_answer(state, incident, answer, rung=rung, batch_coupled=coupled)
 
         def policy(*, ask: bool) -> Decision:
             return decide(

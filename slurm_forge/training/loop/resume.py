@@ -83,7 +83,7 @@ class Resumer:
         with parts.boundaries.meanwhile("load"):
             self._load(settled=True, again=True)
         parts.boundaries.rewound()
-        self._member.rewound(Position(parts.progress.step, turn=parts.boundaries.turn))
+        self._member.rewound(Position(parts.progress.step, rollbacks=parts.boundaries.rollbacks))
         parts.step_lifecycle.stepped = False
 
     def _load(self, *, settled: bool, again: bool) -> CheckpointName | None:
@@ -110,8 +110,8 @@ class Resumer:
             )
         if name is not None:
             self._watch_first_steps(name, exact=exact)
-            if parts.watch is not None:
-                parts.watch.restarted(
+            if parts.spike_monitor is not None:
+                parts.spike_monitor.restarted(
                     values(parts.loss_history.snapshot()),
                     name.step,
                     summit=parts.progress.loss_summit,
@@ -124,7 +124,7 @@ class Resumer:
         catalog = parts.saver.catalog
         if parts.first_steps is None or catalog is None:
             return
-        expected = catalog.witness_of(name, self.micro_batch)
+        expected = catalog.reference_loss(name, self.micro_batch)
         at = parts.progress.consumed
         # Where samples are left out right here, the next micro-batch is another one.
         other = any(window.first <= at < window.stop for window in parts.active_plan.plan.skipped)

@@ -112,7 +112,7 @@ class Run:
         self._active_plan = parts.active_plan
         self._instability = parts.instability
         self._skip_tracker = parts.skip_tracker
-        self._watch = parts.watch
+        self._spike_monitor = parts.spike_monitor
         self._injecting = parts.injecting
         self._pressure = Pressure()
         self._resumer = Resumer(
@@ -495,10 +495,10 @@ class Run:
                 self._hooks.call("on_probe", step=self._progress.step)
             case RequestKind.LIMIT:
                 # One from before a rollback is not meant for the steps behind it.
-                stale = self._boundaries.turn > 0 and not self._step_lifecycle.stepped
+                stale = self._boundaries.rollbacks > 0 and not self._step_lifecycle.stepped
                 self._active_plan.limit = LARGEST if stale else limit_in(request.reason)
-                if self._watch is not None:
-                    self._watch.limit_in_force(self._active_plan.limit)
+                if self._spike_monitor is not None:
+                    self._spike_monitor.limit_in_force(self._active_plan.limit)
             case RequestKind.RECOVER:
                 self._skip_tracker.announced(announced(request.reason))
             case _:

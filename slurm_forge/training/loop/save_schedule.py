@@ -35,7 +35,7 @@ class SaveSchedule:
         skip_tracker: SkipTracker,
         hooks: Hooks,
         boundaries: StepBoundaries,
-        begun: Callable[[int], None] = lambda _: None,
+        on_save_started: Callable[[int], None] = lambda _: None,
     ) -> None:
         self._saver = saver
         self._spec = spec
@@ -44,7 +44,7 @@ class SaveSchedule:
         self._skip_tracker = skip_tracker
         self._hooks = hooks
         self._boundaries = boundaries
-        self._begun = begun
+        self._on_save_started = on_save_started
         self._prepared = False
         self._stepped = False
         #: The random state of the training, while a phase goes on with one of its own.
@@ -62,7 +62,12 @@ class SaveSchedule:
         if stepped:
             self._prepare()
         every, step = self._spec.every_steps, self._progress.step
-        if every is not None and step > 0 and step % every == 0 and self._saver.begun != step:
+        if (
+            every is not None
+            and step > 0
+            and step % every == 0
+            and self._saver.last_save_step != step
+        ):
             self.save("every_steps")
 
     def _prepare(self) -> None:
@@ -93,7 +98,7 @@ class SaveSchedule:
                     doubts=doubts,
                 )
             )
-        self._begun(self._progress.step)
+        self._on_save_started(self._progress.step)
 
     def evaluated(self, logged: Mapping[str, Any]) -> None:
         """An evaluation is over: where the job keeps the best, a better one is saved.
@@ -103,7 +108,7 @@ class SaveSchedule:
         if self._spec.keep_best is None:
             return
         step = self._progress.step
-        if self._saver.evaluated(step, logged) and self._saver.begun != step:
+        if self._saver.evaluated(step, logged) and self._saver.last_save_step != step:
             self.save(f"best {self._spec.keep_best.metric}")
 
     def finish_save(self) -> None:
@@ -129,10 +134,10 @@ class SaveSchedule:
             self._saver.doubt(self.last, doubts)
         return self.last is not None and self.last.step == step
 
-    def agree_with(self, known: Known) -> None:
+    def agree_with(self, checkpoints: Known) -> None:
         """What the journal makes suspect after an incident that training goes on from."""
         if self._saver.catalog is not None:
-            self._saver.catalog.agree_with(known)
+            self._saver.catalog.agree_with(checkpoints)
 
     def unsound(self) -> tuple[str, ...]:
         """What is not sound in this rank's state as it is now.  Not collective."""

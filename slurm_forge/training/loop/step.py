@@ -133,8 +133,8 @@ class Step:
         Raises:
             UnsupportedError: No optimizer is registered and none is given.
         """
-        chosen = list(self._registry.optimizers.values()) if optimizer is None else [optimizer]
-        if not chosen:
+        optimizers = list(self._registry.optimizers.values()) if optimizer is None else [optimizer]
+        if not optimizers:
             raise UnsupportedError(
                 "there is no optimizer to apply: none is registered and none was given",
                 next_step="run.register(model=…, optimizer=…) before training.",
@@ -142,7 +142,7 @@ class Step:
         self.updating = True
         factor = self._loss.gradient_factor()
         loss = self._loss.mean() if self._loss.known else None
-        for each in chosen:
+        for each in optimizers:
             applied = apply_gradients(
                 each,
                 max_norm=max_norm,

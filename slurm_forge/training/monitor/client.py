@@ -1,4 +1,4 @@
-"""The worker's side of its witness: what both hold in common, and starting it.
+"""The worker's side of its monitor: what both hold in common, and starting it.
 
 Before torch is imported, so that a start that hangs is seen too.  Where the kernel lacks what it
 takes, or somebody else watches the worker, training goes on without: heartbeats are left then.
@@ -29,7 +29,7 @@ from slurm_forge.training.monitor.stacks import (
 
 @dataclass(slots=True)
 class MonitorClient:
-    """What a worker shares with its witness; ``progress`` is for its ``Member``."""
+    """What a worker shares with its monitor; ``progress`` is for its ``Member``."""
 
     progress: ProgressClock
     page: int
@@ -51,7 +51,7 @@ class MonitorClient:
         launch: int,
         alone_after: timedelta | None,
     ) -> None:
-        """Start the witness.  Main thread; takes a few milliseconds, and never fails."""
+        """Start the monitor.  Main thread; takes a few milliseconds, and never fails."""
         pidfd = _pidfd()
         inherited = [self.page, *(fd for fd in (self.dump, pidfd) if fd is not None)]
         words = [
@@ -96,7 +96,7 @@ class MonitorClient:
             os.close(self.page)
 
 
-def begin_to_be_witnessed() -> MonitorClient | None:
+def prepare_monitor() -> MonitorClient | None:
     """Make what can be shared; None where this system has no such memory.
 
     Before torch is imported: it reads some variables of the process then.
@@ -116,18 +116,18 @@ def begin_to_be_witnessed() -> MonitorClient | None:
 def _pidfd() -> int | None:
     try:
         return os.pidfd_open(os.getpid())
-    except (OSError, AttributeError):  # before Linux 5.3: the witness looks at its parent then
+    except (OSError, AttributeError):  # before Linux 5.3: the monitor looks at its parent then
         return None
 
 
 @contextmanager
 def _signals_held_back() -> Iterator[None]:
-    """A signal to the whole group must not end the witness before it has said that it ignores it.
+    """A signal to the whole group must not end the monitor before it has said that it ignores it.
 
-    What comes meanwhile is the worker's a moment later; the witness starts with them blocked.
+    What comes meanwhile is the worker's a moment later; the monitor starts with them blocked.
     """
-    held = {signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2}
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, held)
+    blocked_signals = {signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2}
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, blocked_signals)
     try:
         yield
     finally:

@@ -152,16 +152,16 @@ class Probe:
             if issued is None:
                 return
             try:
-                done = self._watch(issued)
+                report = self._watch(issued)
             except RuntimeError as error:
                 # Gloo: the connection to a rank that has died.  Whoever trains notices by itself.
                 if not self._closed:
                     text = _first_line(error)
                     self._member.send(ProbeBroke(id=issued.number, text=text))
                 continue
-            if done is not None:
+            if report is not None:
                 self._idle = True
-                self._member.send(done)
+                self._member.send(report)
 
     def _watch(self, issued: _Issued) -> ProbeDone | None:
         """Its outcome; None once the launch is over."""
@@ -187,11 +187,11 @@ class Probe:
 
     def _completed(self, work: dist.Work) -> float | None:
         """When it was over.  Polled: ``Work.wait(timeout)`` would abort the communicator."""
-        begun = self._clock()
+        started_at = self._clock()
         while not work.is_completed():
             if self._closed:
                 return None
-            since = self._clock() - begun
+            since = self._clock() - started_at
             time.sleep(next(pause for until, pause in _LOOKS if since < until))
         return self._clock()
 
@@ -207,9 +207,9 @@ class Probe:
             right = message.right(number)
             here = torch.empty(right.shape, dtype=right.dtype, pin_memory=True)
             here.copy_(right, non_blocking=True)
-            done = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            done.record(stream)
-        while not done.query():  # type: ignore[no-untyped-call]
+            checked_event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            checked_event.record(stream)
+        while not checked_event.query():  # type: ignore[no-untyped-call]
             if self._closed:
                 return []
             time.sleep(_LOOKS[0][1])

@@ -62,7 +62,7 @@ from slurm_forge.training.monitor.stacks import StackDumper
 from slurm_forge.vocabulary.cause import Cause
 
 _TICK_S = 1.0
-#: A tick that comes this much late: the witness was stopped too, with the whole job as a rule.
+#: A tick that comes this much late: the monitor was stopped too, with the whole job as a rule.
 _GAP_S = 1.5
 _COLD = frozenset({"start", "load"})
 _CONNECT_WITHIN_S = 10.0
@@ -74,7 +74,7 @@ class Subject:
     """Whom to watch: the worker's process, its clock page, where it dumps stacks.
 
     ``alone_after`` is set for the rank that hosts the conductor: so many seconds without any Python
-    thread of it running, and the witness ends it, since nobody else is left who could.
+    thread of it running, and the monitor ends it, since nobody else is left who could.
     """
 
     pid: int
@@ -91,7 +91,7 @@ class Subject:
     attempt: int
     launch: int
     alone_after: float | None = None
-    #: Nobody but the witness can tell how that rank ended: no Slurm is there to be asked.
+    #: Nobody but the monitor can tell how that rank ended: no Slurm is there to be asked.
     tells_end: bool = False
     #: The folder of NCCL's flight recorder, if there is one.
     recorder: str = ""
@@ -110,7 +110,7 @@ class RankMonitor:
         self._socket: socket.socket | None = None
         self._buffer = b""
         self._ticked = self._next = clock()
-        #: When the witness was last stopped itself: (until, for how long).
+        #: When the monitor was last stopped itself: (until, for how long).
         self._pauses: list[tuple[float, float]] = []
         self._ports = PortCounters()
         self._kills = read_oom_kills()
@@ -168,23 +168,23 @@ class RankMonitor:
     # -- telling -----------------------------------------------------------------------------
 
     def _report(self, now: float) -> None:
-        moved = self._reader.moved()
-        if moved is None:
+        record = self._reader.moved()
+        if record is None:
             return
         for each in self._reader.lasted():
             self._send(PhaseDuration(kind=each.kind, seconds=round(each.seconds, 3)))
         facts = read_process(self._subject.pid)
-        place = moved.position
+        place = record.position
         self._send(
             MonitorHeartbeat(
-                turn=place.turn,
+                turn=place.rollbacks,
                 step=place.step,
-                begun=moved.begun,
+                begun=record.begun,
                 phase_no=place.phase,
                 poll=place.poll,
-                phase=moved.phase,
-                kind=moved.kind,
-                since_s=round(self._since(moved.at, now), 3),
+                phase=record.phase,
+                kind=record.kind,
+                since_s=round(self._since(record.at, now), 3),
                 mute_s=round(self._mute(now), 3),
                 state=facts.state,
                 cpu_s=facts.cpu_s,
@@ -192,7 +192,7 @@ class RankMonitor:
         )
 
     def _since(self, then: float, now: float) -> float:
-        """How long ago that was, without the time that the witness itself was stopped."""
+        """How long ago that was, without the time that the monitor itself was stopped."""
         stopped = sum(min(gap, until - then) for until, gap in self._pauses if until > then)
         return max(0.0, now - then - stopped)
 
@@ -212,7 +212,7 @@ class RankMonitor:
         if self._socket is not None:
             self._socket.close()
             self._socket = None
-        # Who hosts the conductor takes the channel along: nobody but its witness is left then.
+        # Who hosts the conductor takes the channel along: nobody but its monitor is left then.
         self.over = self.over or self._subject.alone_after is None
 
     def _receive(self, connection: socket.socket) -> None:
@@ -296,9 +296,9 @@ class RankMonitor:
         after, subject = self._subject.alone_after, self._subject
         if after is None or state in ("t", "Z") or self._mute(now) < after:
             return
-        moved = self._reader.moved()
+        record = self._reader.moved()
         # Libraries are loaded with the lock held, and may come from a slow file system.
-        if moved is not None and moved.kind in _COLD and self._mute(now) < 3 * after:
+        if record is not None and record.kind in _COLD and self._mute(now) < 3 * after:
             return
         dump = self._taker.take()
         file = self._write(dump.whole, subject.attempt, subject.launch)
@@ -327,7 +327,7 @@ class RankMonitor:
 
     def _leave_words(self, error: str, text: str, trace: str, cause: Cause) -> None:
         self._has_told = True
-        subject, moved = self._subject, self._reader.moved()
+        subject, record = self._subject, self._reader.moved()
         with contextlib.suppress(OSError, ForgeError):
             write_last_words(
                 subject.run,
@@ -337,8 +337,8 @@ class RankMonitor:
                     rank=subject.rank,
                     host=subject.host,
                     time=time.time(),
-                    step=0 if moved is None else max(0, moved.position.step),
-                    phase="start" if moved is None else moved.phase,
+                    step=0 if record is None else max(0, record.position.step),
+                    phase="start" if record is None else record.phase,
                     error=error,
                     text=text,
                     trace=trace,
@@ -349,7 +349,7 @@ class RankMonitor:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """``RUN`` and what ``witnessed.start`` says behind it."""
+    """``RUN`` and what ``MonitorClient.start`` says behind it."""
     # Signals to the whole group are the worker's to answer; this ends when that one does.
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
@@ -376,20 +376,20 @@ def main(argv: Sequence[str] | None = None) -> None:
         tells_end=bool(float(alone)) and Knobs.from_environ(os.environ).lifeline,
         recorder=recorder,
     )
-    witness = RankMonitor(subject)
+    monitor = RankMonitor(subject)
     with selectors.DefaultSelector() as selector:
         registered: tuple[int, ...] = ()
-        while not witness.over and os.getppid() == subject.pid:
-            if witness.descriptors() != registered:
+        while not monitor.over and os.getppid() == subject.pid:
+            if monitor.descriptors() != registered:
                 for descriptor in registered:
                     with contextlib.suppress(KeyError, ValueError, OSError):
                         selector.unregister(descriptor)
-                registered = witness.descriptors()
+                registered = monitor.descriptors()
                 for descriptor in registered:
                     selector.register(descriptor, selectors.EVENT_READ)
-            for key, _ in selector.select(timeout=witness.tick()):
-                witness.ready(key.fd)
-    witness.tell_end()
+            for key, _ in selector.select(timeout=monitor.tick()):
+                monitor.ready(key.fd)
+    monitor.tell_end()
     if recorder:
         forget(recorder)
 

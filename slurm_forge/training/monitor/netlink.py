@@ -51,7 +51,7 @@ class SocketInfo:
 def connections_of(pid: int) -> tuple[Connection, ...] | None:
     """Those of that process; None where the kernel does not tell of any socket."""
     try:
-        wanted = _inodes(pid)
+        inodes = _inodes(pid)
         sockets = [
             each
             for family in (socket.AF_INET, socket.AF_INET6)
@@ -60,7 +60,7 @@ def connections_of(pid: int) -> tuple[Connection, ...] | None:
         ]
     except OSError:
         return None
-    return tuple(Connection(e.local, e.peer, e.info) for e in sockets if e.inode in wanted)
+    return tuple(Connection(e.local, e.peer, e.info) for e in sockets if e.inode in inodes)
 
 
 def own_addresses() -> tuple[str, ...]:

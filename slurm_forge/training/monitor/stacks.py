@@ -105,14 +105,14 @@ class StackDumper:
             its = self._spied(child) if how == "py-spy" else self._dumped(child, child)
             if its or catches(child, STACK_SIGNAL):
                 parts += [f"child {child}  state {read_process(child).state}", its]
-        whole = "\n\n".join(part for part in parts if part) + "\n"
-        return StackDump(whole, stacks, how, facts)
+        full_text = "\n\n".join(part for part in parts if part) + "\n"
+        return StackDump(full_text, stacks, how, facts)
 
     def _spied(self, pid: int, *, stopped: bool = False) -> str:
         # It would wait for a stopped process to stop once more.
         reading = ("--nonblocking",) if stopped else ()
         try:
-            done = subprocess.run(
+            result = subprocess.run(
                 [self._py_spy or "py-spy", "dump", *reading, "--pid", str(pid)],
                 stdin=subprocess.DEVNULL,
                 capture_output=True,
@@ -121,7 +121,7 @@ class StackDumper:
             )
         except (OSError, subprocess.TimeoutExpired):
             return ""
-        return done.stdout[:_LARGEST].decode(errors="replace") if done.returncode == 0 else ""
+        return result.stdout[:_LARGEST].decode(errors="replace") if result.returncode == 0 else ""
 
     def _dumped(self, pid: int, thread: int) -> str:
         runs_handlers = read_process(pid).state not in _STOPPED

@@ -55,43 +55,43 @@ class StepTimer:
         self._models = models
         self._clock = clock
         self._trial = benchmark_on(device) if trial is None else trial
-        self._watch: Stopwatch | None = None
+        self._stopwatch: Stopwatch | None = None
         self._next = 0.0
 
     def begin(self) -> None:
         """A step begins, its boundary passed."""
-        if self._watch is None:
-            self._watch = self._new_watch()
+        if self._stopwatch is None:
+            self._stopwatch = self._new_watch()
             self._next = self._clock() + self._every_s
-        self._watch.begin()
+        self._stopwatch.begin()
 
     def handing_over(self) -> None:
         """Right before what exchanges something with other ranks."""
-        watch = self._watch
-        if watch is None:
+        stopwatch = self._stopwatch
+        if stopwatch is None:
             return
-        took = watch.hand_over()
+        took = stopwatch.hand_over()
         faults = self._injecting
-        if took and faults.active and faults.drags and isinstance(watch, HostStopwatch):
+        if took and faults.active and faults.drags and isinstance(stopwatch, HostStopwatch):
             faults.drag(took)
-            watch.resume()
+            stopwatch.resume()
 
     def end(self, step: int) -> None:
         """The step is done; ``step`` steps are."""
-        watch = self._watch
-        if watch is None:
+        stopwatch = self._stopwatch
+        if stopwatch is None:
             return
-        watch.end()
+        stopwatch.end()
         if self._clock() >= self._next:
-            self._report(watch, step)
+            self._report(stopwatch, step)
 
     def try_out(self) -> None:
         """At an agreed boundary: how fast does this node compute?"""
         self._trial.run(self._injecting.drag_trial)
 
-    def _report(self, watch: Stopwatch, step: int) -> None:
+    def _report(self, stopwatch: Stopwatch, step: int) -> None:
         self._next = self._clock() + self._every_s
-        medians = watch.take()
+        medians = stopwatch.take()
         self._send(
             StepTiming(
                 step=step,
@@ -151,7 +151,7 @@ class HostStopwatch:
     ) -> None:
         self._clock, self._processor = clock, processor
         self._hands_over = hands_over
-        self._begun = self._worked = 0.0
+        self._started_at = self._worked = 0.0
         self._handed: float | None = None
         self._own: deque[float] = deque(maxlen=_KEPT)
         self._count = 0
@@ -161,14 +161,14 @@ class HostStopwatch:
         self._handed = None
         if not self._hands_over:
             self._worked = self._processor()
-        self._begun = self._clock()
+        self._started_at = self._clock()
 
     def hand_over(self) -> float:
         """The first collective comes."""
         if self._handed is not None or not self._hands_over:
             return 0.0
         self._handed = now = self._clock()
-        return now - self._begun
+        return now - self._started_at
 
     def resume(self) -> None:
         """What came since ``hand_over`` is own work, too (a fault that makes this rank slow)."""
@@ -177,7 +177,7 @@ class HostStopwatch:
     def end(self) -> None:
         """The step is done."""
         if self._handed is not None:
-            self._own.append(self._handed - self._begun)
+            self._own.append(self._handed - self._started_at)
         elif self._hands_over:
             self._hands_over = False  # from the next step on by processor time
             return

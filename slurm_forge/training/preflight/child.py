@@ -30,7 +30,7 @@ from slurm_forge.training.preflight.group_test import (
     try_together,
 )
 from slurm_forge.training.preflight.node_checks import (
-    Wanted,
+    NodeRequirements,
     run_checks,
 )
 
@@ -63,15 +63,17 @@ class Looker:
     ``may_use_gpu`` is False where this process has used a GPU: what is forked from it can't.
     """
 
-    def __init__(self, wanted: Wanted, environ: Mapping[str, str], *, may_use_gpu: bool) -> None:
-        self._wanted = wanted
+    def __init__(
+        self, requirements: NodeRequirements, environ: Mapping[str, str], *, may_use_gpu: bool
+    ) -> None:
+        self._requirements = requirements
         self._environ = environ
         self._may_use_gpu = may_use_gpu
         self._pid = 0
         self._asks = self._answers = -1
         self._buffer = b""
         #: Whether it ended by itself, and how.
-        self._left = False
+        self._child_gone = False
         self._how = ""
         #: In the child: groups that others may still be reading from.
         self._held_memory: list[object] = []
@@ -92,7 +94,7 @@ class Looker:
                 _be_it(parent, ask_reader, answer_writer, self)
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        self._pid, self._left, self._how = pid, False, ""
+        self._pid, self._child_gone, self._how = pid, False, ""
         os.close(ask_reader)
         os.close(answer_writer)
         self._buffer = b""
@@ -103,7 +105,7 @@ class Looker:
         What is forked from a process with threads may, very rarely, wait for a lock that none of
         its own threads will ever give back: that is no fault of the node.
         """
-        begun = time.monotonic()
+        started_at = time.monotonic()
         body, place = self._run_checks(within_s)
         if body is None:
             self.begin()
@@ -111,7 +113,7 @@ class Looker:
         if body is None:
             how = self._how or f"no answer within {within_s:.0f} s"
             text = f"{how}, in {place or 'its start'}; twice"
-            seconds = round(time.monotonic() - begun, 4)
+            seconds = round(time.monotonic() - started_at, 4)
             return (Check(name="answer", verdict=CheckVerdict.BAD, text=text, seconds=seconds),)
         return tuple(
             Check(
@@ -141,15 +143,15 @@ class Looker:
         if not self._pid:
             self.begin()
         self._ask({"do": "try", "asked": asdict(request)})
-        begun = time.monotonic()
-        until = begun + request.within_s + _TO_SAY_SO_S
+        started_at = time.monotonic()
+        until = started_at + request.within_s + _TO_SAY_SO_S
         body = self._answer(until)
         if body is not None and "port" in body:
             published(int(body["port"]))
             body = self._answer(until)
         if body is None:
             self.end()
-            took = time.monotonic() - begun
+            took = time.monotonic() - started_at
             return GroupTest(
                 ok=False, seconds=took, text=self._how or f"no answer within {took:.0f} s"
             )
@@ -165,7 +167,7 @@ class Looker:
         if not pid:
             return
         with contextlib.suppress(ChildProcessError):
-            if self._left and (status := _collected(pid, _GONE_WITHIN_S)) is not None:
+            if self._child_gone and (status := _collected(pid, _GONE_WITHIN_S)) is not None:
                 self._how = _how(status)
                 return
             with contextlib.suppress(ProcessLookupError):
@@ -179,12 +181,12 @@ class Looker:
     def _answer(self, until: float) -> dict[str, Any] | None:
         """The next line that it says; None where it does not in time, or is gone."""
         while b"\n" not in self._buffer:
-            left = until - time.monotonic()
-            if left <= 0 or not _readable(self._answers, left):
+            remaining_s = until - time.monotonic()
+            if remaining_s <= 0 or not _readable(self._answers, remaining_s):
                 return None
             data = os.read(self._answers, 1 << 16)
             if not data or len(self._buffer) > _LIMIT:
-                self._left = not data
+                self._child_gone = not data
                 return None
             self._buffer += data
         line, _, self._buffer = self._buffer.partition(b"\n")
@@ -204,10 +206,10 @@ class Looker:
                 body = json.loads(line)
                 if body["do"] == "look":
                     checks = run_checks(
-                        self._wanted,
+                        self._requirements,
                         self._environ,
                         may_use_gpu=self._may_use_gpu,
-                        begun=lambda name: say({"begun": name}),
+                        on_check_started=lambda name: say({"begun": name}),
                     )
                     say({"checks": [asdict(check) for check in checks]})
                 else:
@@ -221,7 +223,7 @@ class Looker:
         within = timedelta(seconds=request.within_s)
         device = torch.device("cpu")
         if request.backend == "nccl":
-            device = torch.device("cuda", self._wanted.local_rank % torch.cuda.device_count())
+            device = torch.device("cuda", self._requirements.local_rank % torch.cuda.device_count())
             torch.cuda.set_device(device)
         try:
             if request.rank == 0:
@@ -231,7 +233,7 @@ class Looker:
                 store = connect_store(request.hosts, request.port, request.size, within)
         except RuntimeError as error:
             return GroupTest(ok=False, seconds=0.0, text=str(error).splitlines()[0][:300])
-        if self._wanted.broken == "silent":
+        if self._requirements.broken == "silent":
             while True:  # a node that takes part in nothing
                 time.sleep(60)
         return try_together(
@@ -243,7 +245,7 @@ class Looker:
             device=device,
             within=within,
             keep=self._held_memory.append,
-            spoil=_spoil if self._wanted.broken == "sums" else lambda _: None,
+            spoil=_spoil if self._requirements.broken == "sums" else lambda _: None,
         )
 
 

@@ -69,7 +69,7 @@ def read_gpus(query: str, *, within_s: float) -> str:
     if tool is None:
         return ""
     try:
-        done = subprocess.run(
+        result = subprocess.run(
             [tool, query, "--format=csv,noheader,nounits"],
             capture_output=True,
             text=True,
@@ -78,4 +78,4 @@ def read_gpus(query: str, *, within_s: float) -> str:
         )
     except (OSError, subprocess.SubprocessError):
         return ""
-    return done.stdout
+    return result.stdout

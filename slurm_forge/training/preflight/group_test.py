@@ -34,7 +34,7 @@ class GroupTest:
 
 
 def host_store(size: int, within: timedelta) -> TCPStore:
-    """The meeting place of a group, on a free port of this machine (``store.port``)."""
+    """The meeting place of a group, on a free port of this machine, which it knows."""
     return TCPStore(
         "0.0.0.0",  # noqa: S104  torch listens on every interface whatever it is given
         0,
@@ -77,7 +77,7 @@ def try_together(
     Never raises.  ``keep`` is given what the others may need until they are through, too; ``spoil``
     may change what this rank contributes (for rehearsals).
     """
-    begun = time.monotonic()
+    started_at = time.monotonic()
     try:
         keep(store)
         group = _group(PrefixStore(nonce, store), rank, size, backend, within)
@@ -89,13 +89,13 @@ def try_together(
         if bool((small != size * (size + 1) / 2).any().item()):
             value = float(small[0].item())
             text = f"wrong sum: {value:g} instead of {size * (size + 1) // 2}"
-            return GroupTest(ok=False, seconds=time.monotonic() - begun, text=text)
+            return GroupTest(ok=False, seconds=time.monotonic() - started_at, text=text)
         large = _LARGE_CUDA if device.type == "cuda" else _LARGE_CPU
         speed = _speed(group, large, size, device)
     except Exception as error:
         text = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-        return GroupTest(ok=False, seconds=time.monotonic() - begun, text=text[:300])
-    return GroupTest(ok=True, seconds=time.monotonic() - begun, bytes_per_s=speed)
+        return GroupTest(ok=False, seconds=time.monotonic() - started_at, text=text[:300])
+    return GroupTest(ok=True, seconds=time.monotonic() - started_at, bytes_per_s=speed)
 
 
 def _group(
@@ -124,7 +124,7 @@ def _speed(
     tensor = torch.ones(size_bytes // 4, device=device)
     best = float("inf")
     for _ in range(_TIMES):
-        begun = time.monotonic()
+        started_at = time.monotonic()
         _sum(group, tensor)
-        best = min(best, time.monotonic() - begun)
+        best = min(best, time.monotonic() - started_at)
     return size_bytes / best * 2 * (size - 1) / size

@@ -1,7 +1,7 @@
 """A rank's part in the look at all nodes before a launch: say what is found, try what is asked.
 
 It says so over the control channel and goes on once the hub says that it may; what the hub makes of
-it is ``launch.preflight``.
+it is ``launch.conductor.preflight_monitor``.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from slurm_forge.training.preflight.child import (
     Looker,
 )
 from slurm_forge.training.preflight.group_test import GroupTest
-from slurm_forge.training.preflight.node_checks import Wanted
+from slurm_forge.training.preflight.node_checks import NodeRequirements
 
 #: Longer than the hub waits for ranks that never join: it can name them, and we can't.
 _MEET_WITHIN = timedelta(minutes=20)
@@ -65,7 +65,7 @@ class Preflight:
         self,
         member: Member,
         place: RankPlace,
-        wanted: Wanted,
+        requirements: NodeRequirements,
         *,
         nonce: str,
         environ: Mapping[str, str],
@@ -75,20 +75,20 @@ class Preflight:
     ) -> None:
         self._member = member
         self._place = place
-        self._wanted = wanted
+        self._requirements = requirements
         self._nonce = nonce
         self._within_s = within.total_seconds()
         # The hub waits for those who don't come for several times as long, and names them.
         self._meet_s = meet_within.total_seconds() + _TIMES_WITHIN * self._within_s
         self._own_address = own_address
         self._may_use_gpu = not torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-        self._looker = Looker(wanted, environ, may_use_gpu=self._may_use_gpu)
+        self._looker = Looker(requirements, environ, may_use_gpu=self._may_use_gpu)
 
     def run(self) -> None:
         """Look, say so, and take part in what the hub asks for, until it has no more to ask."""
-        if self._wanted.thoroughness is Thoroughness.OFF:
+        if self._requirements.thoroughness is Thoroughness.OFF:
             return
-        begun = time.monotonic()
+        started_at = time.monotonic()
         try:
             self._looker.begin()
             checks = self._looker.checks(self._within_s)
@@ -96,7 +96,7 @@ class Preflight:
             text = f"can't be looked at: {error}"
             checks = (Check(name="preflight", verdict=CheckVerdict.SKIPPED, text=text),)
         try:
-            self._say(checks, time.monotonic() - begun)
+            self._say(checks, time.monotonic() - started_at)
             number = 1
             while (groups := self._round(number)).groups:
                 self._take_part(number, groups)
@@ -113,7 +113,7 @@ class Preflight:
             device="cuda" if self._can_compute_on_gpu(checks) else "cpu",
             python=platform.python_version(),
             torch=torch.__version__,
-            full=self._wanted.thoroughness is Thoroughness.FULL,
+            full=self._requirements.thoroughness is Thoroughness.FULL,
             seconds=round(seconds, 4),
             checks=checks,
         )
@@ -140,17 +140,17 @@ class Preflight:
             backend=groups.backend,
             within_s=groups.within_s,
         )
-        begun = time.monotonic()
+        started_at = time.monotonic()
         try:
             if request.rank:
                 hosts, port = parse_addresses(self._member.published(key, groups.within_s))
                 request = replace(request, hosts=hosts, port=port)
                 # One deadline for both: who is late here misses the beginning of the next round.
-                left = groups.within_s - (time.monotonic() - begun)
-                request = replace(request, within_s=max(_LEAST_S, left))
+                remaining_s = groups.within_s - (time.monotonic() - started_at)
+                request = replace(request, within_s=max(_LEAST_S, remaining_s))
             trial = self._looker.trial(request, lambda port: self._publish(key, port, group[1:]))
         except (ControlChannelError, OSError, ValueError) as error:
-            took = time.monotonic() - begun
+            took = time.monotonic() - started_at
             trial = GroupTest(ok=False, seconds=took, text=str(error).splitlines()[0][:300])
         self._member.send(
             PreflightTried(
@@ -170,7 +170,7 @@ class Preflight:
         self._member.send(Publish(key=key, value=value, to=to))
 
 
-def wanted_of_run(
+def requirements_of_run(
     directory: RunDirectory,
     file: RunFile,
     place: RankPlace,
@@ -179,7 +179,7 @@ def wanted_of_run(
     launch: int,
     thoroughness: Thoroughness,
     on_hang: bool,
-) -> Wanted:
+) -> NodeRequirements:
     """What the node of a rank of this run is to be looked at for."""
     resources = file.job.resources
     gpus = None
@@ -187,7 +187,7 @@ def wanted_of_run(
         gpus = resources.gpus_per_task.count
     elif resources.gpus_per_node is not None:
         gpus = min(1, resources.gpus_per_node.count)  # of those of the node a rank may see its own
-    return Wanted(
+    return NodeRequirements(
         thoroughness=thoroughness,
         gpus=gpus,
         local_rank=place.local_rank,

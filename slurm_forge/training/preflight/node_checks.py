@@ -45,7 +45,7 @@ _TOOL_S = 8.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wanted:
+class NodeRequirements:
     """What a node is to be looked at for.
 
     ``gpus`` is how many this process was promised (0: none, None: nobody says).  ``memory`` is
@@ -68,28 +68,28 @@ class Wanted:
 
 
 def run_checks(
-    wanted: Wanted,
+    requirements: NodeRequirements,
     environ: Mapping[str, str],
     *,
     may_use_gpu: bool,
-    begun: Callable[[str], None] = lambda _: None,
+    on_check_started: Callable[[str], None] = lambda _: None,
 ) -> tuple[Check, ...]:
-    """All checks; ``begun`` is told the name of each before it begins, for the one that hangs.
+    """All checks; ``on_check_started`` gets the name of each before it begins: one may hang.
 
     ``may_use_gpu`` is False where this process was forked too late for that.
     """
-    full = wanted.thoroughness is Thoroughness.FULL
+    full = requirements.thoroughness is Thoroughness.FULL
     # The driver's state is not inherited: who has only asked how many GPUs there are has begun it.
     may_use_gpu = may_use_gpu and not torch.cuda._is_in_bad_fork()
     checks: list[tuple[str, Callable[[], Check]]] = []
-    if wanted.busy:
+    if requirements.busy:
         checks.append(("gpu health", _gpu_health))
     elif may_use_gpu:
-        checks.append(("gpu", lambda: _gpus_visible(wanted)))
+        checks.append(("gpu", lambda: _gpus_visible(requirements)))
         if torch.cuda.is_available():
-            checks.append(("gpu memory", lambda: _gpu_memory(wanted)))
+            checks.append(("gpu memory", lambda: _gpu_memory(requirements)))
             if full:
-                checks.append(("gpu computes", lambda: _gpus_compute(wanted)))
+                checks.append(("gpu computes", lambda: _gpus_compute(requirements)))
                 checks.append(("gpu health", _gpu_health))
     elif full:
         skipped = Check(
@@ -97,28 +97,28 @@ def run_checks(
         )
         checks.append(("gpu", lambda: skipped))
     if full:
-        checks.append(("cpu computes", lambda: _cpu_computes(wanted)))
+        checks.append(("cpu computes", lambda: _cpu_computes(requirements)))
         checks.append(("name", _name_resolves))
-    checks.append(("memory", lambda: _memory(wanted)))
-    folder = wanted.folder
+    checks.append(("memory", lambda: _memory(requirements)))
+    folder = requirements.folder
     if folder is not None:
         checks.append(("storage", lambda: _storage(folder)))
         if full:
             checks.append(("lock", lambda: _lock(folder)))
-    checks.append(("environment", lambda: _environment(wanted, environ)))
-    return tuple(_timed(name, check, begun) for name, check in checks)
+    checks.append(("environment", lambda: _environment(requirements, environ)))
+    return tuple(_timed(name, check, on_check_started) for name, check in checks)
 
 
 def _timed(name: str, check: Callable[[], Check], tell: Callable[[str], None]) -> Check:
     tell(name)
-    begun = time.monotonic()
+    started_at = time.monotonic()
     try:
         result = check()
     except Exception as error:
         result = Check(
             name=name, verdict=CheckVerdict.BAD, text=f"{type(error).__name__}: {error}"[:300]
         )
-    return replace(result, name=name, seconds=round(time.monotonic() - begun, 4))
+    return replace(result, name=name, seconds=round(time.monotonic() - started_at, 4))
 
 
 def _fine(text: str = "") -> Check:
@@ -136,22 +136,22 @@ def _bad(text: str) -> Check:
 # -- GPUs ---------------------------------------------------------------------------------------
 
 
-def _gpus_visible(wanted: Wanted) -> Check:
+def _gpus_visible(requirements: NodeRequirements) -> Check:
     there = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if wanted.gpus and there < wanted.gpus:
-        return _bad(f"{there} visible, {wanted.gpus} asked for")
+    if requirements.gpus and there < requirements.gpus:
+        return _bad(f"{there} visible, {requirements.gpus} asked for")
     return _fine(f"{there} visible")
 
 
-def _devices(wanted: Wanted) -> Iterable[int]:
+def _devices(requirements: NodeRequirements) -> Iterable[int]:
     count = torch.cuda.device_count()
-    return range(count) if wanted.every_gpu else (wanted.local_rank % count,)
+    return range(count) if requirements.every_gpu else (requirements.local_rank % count,)
 
 
-def _gpu_memory(wanted: Wanted) -> Check:
+def _gpu_memory(requirements: NodeRequirements) -> Check:
     """Before anything of ours is on it but a context."""
     lines, worst = [], CheckVerdict.FINE
-    for index in _devices(wanted):
+    for index in _devices(requirements):
         free, total = torch.cuda.mem_get_info(index)
         if free < _FREE_USUAL * total:
             lines.append(f"gpu {index}: {free // _MIB} of {total // _MIB} MiB free{_who()}")
@@ -163,16 +163,16 @@ def _gpu_memory(wanted: Wanted) -> Check:
 def _who() -> str:
     text = _nvidia_smi("--query-compute-apps=pid,process_name,used_memory")
     others = [each for each in parse_processes(text) if each.pid != os.getpid()]
-    named = ", ".join(f"{each.name} ({each.pid}, {each.mib} MiB)" for each in others[:4])
-    return f": {named}" if named else ""
+    processes = ", ".join(f"{each.name} ({each.pid}, {each.mib} MiB)" for each in others[:4])
+    return f": {processes}" if processes else ""
 
 
-def _gpus_compute(wanted: Wanted) -> Check:
-    for index in _devices(wanted):
+def _gpus_compute(requirements: NodeRequirements) -> Check:
+    for index in _devices(requirements):
         device = torch.device("cuda", index)
         for dtype in (torch.float32, torch.bfloat16):
             wrong = _wrong_products(device, dtype, _SIDE_GPU, _TIMES_GPU)
-            if wrong or wanted.broken == "computes":
+            if wrong or requirements.broken == "computes":
                 return _bad(f"gpu {index}: {_sums(wrong)} of a product in {dtype}")
     return _fine()
 
@@ -206,9 +206,9 @@ def _sums(wrong: int) -> str:
     return f"{wrong} wrong sums" if wrong > 1 else "a wrong sum"
 
 
-def _cpu_computes(wanted: Wanted) -> Check:
+def _cpu_computes(requirements: NodeRequirements) -> Check:
     wrong = _wrong_products(torch.device("cpu"), torch.float32, _SIDE_CPU, 1)
-    if wrong or wanted.broken == "computes":
+    if wrong or requirements.broken == "computes":
         return _bad(f"{_sums(wrong)} of a product")
     return _fine()
 
@@ -245,12 +245,12 @@ def meminfo(text: str) -> int | None:
     return None
 
 
-def _memory(wanted: Wanted) -> Check:
+def _memory(requirements: NodeRequirements) -> Check:
     free = meminfo(Path("/proc/meminfo").read_text())
-    if free is None or not wanted.memory:
+    if free is None or not requirements.memory:
         return _fine()
-    if free < wanted.memory:
-        return _odd(f"{free // _MIB} MiB free of {wanted.memory // _MIB} asked for")
+    if free < requirements.memory:
+        return _odd(f"{free // _MIB} MiB free of {requirements.memory // _MIB} asked for")
     return _fine()
 
 
@@ -261,8 +261,8 @@ def _storage(folder: Path) -> Check:
     """Write, fsync, rename and remove a file; and what room there is."""
     make_private_directory(folder)
     name = _own_name("preflight")
-    part, whole = folder / f"{name}.part", folder / name
-    begun = time.monotonic()
+    part, final = folder / f"{name}.part", folder / name
+    started_at = time.monotonic()
     try:
         descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
         try:
@@ -270,17 +270,17 @@ def _storage(folder: Path) -> Check:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
-        part.rename(whole)
-        if whole.stat().st_size != 4096:
+        part.rename(final)
+        if final.stat().st_size != 4096:
             return _bad("a file that was written is not as long as it was")
-        took = time.monotonic() - begun
+        took = time.monotonic() - started_at
     finally:
         part.unlink(missing_ok=True)
-        whole.unlink(missing_ok=True)
-    room = os.statvfs(folder)
-    free = room.f_bavail * room.f_frsize
-    if free < _ROOM_LEAST or (room.f_files and not room.f_favail):
-        return _bad(_room_text(free, room.f_favail if room.f_files else None))
+        final.unlink(missing_ok=True)
+    filesystem = os.statvfs(folder)
+    free = filesystem.f_bavail * filesystem.f_frsize
+    if free < _ROOM_LEAST or (filesystem.f_files and not filesystem.f_favail):
+        return _bad(_room_text(free, filesystem.f_favail if filesystem.f_files else None))
     if free < _ROOM_USUAL:
         return _odd(_room_text(free, None))
     if took > _SLOW_STORAGE_S:
@@ -309,8 +309,8 @@ def _lock(folder: Path) -> Check:
         name.unlink(missing_ok=True)
     lock = folder / f"{name.name}.lock"
     try:
-        with exclusive(lock, timedelta(seconds=1)) as held:
-            return _fine("" if held else "no locks here, which is all right")
+        with exclusive(lock, timedelta(seconds=1)) as is_locked:
+            return _fine("" if is_locked else "no locks here, which is all right")
     except ForgeError as error:
         return _odd(f"files can't be locked: {error.message}")
     finally:
@@ -331,8 +331,8 @@ def _name_resolves() -> Check:
     return _fine()
 
 
-def _environment(wanted: Wanted, environ: Mapping[str, str]) -> Check:
+def _environment(requirements: NodeRequirements, environ: Mapping[str, str]) -> Check:
     """What got lost on the way here, and what must not be; a person's own value is theirs."""
-    deviations = differences(wanted.sets, environ, on_hang=wanted.on_hang)
+    deviations = differences(requirements.sets, environ, on_hang=requirements.on_hang)
     lines = [str(each) for each in deviations if each.kind is not VariableDifferenceKind.OTHER]
     return _odd("; ".join(lines[:6])) if lines else _fine()

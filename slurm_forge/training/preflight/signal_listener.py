@@ -41,15 +41,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     leaving.start()
     _say(way, "here")
     while True:
-        ended = wait([each.sentinel for each in workers.values()], _FOREVER_S) if workers else []
-        for name in [n for n, worker in workers.items() if worker.sentinel in ended]:
+        ended_sentinels = (
+            wait([each.sentinel for each in workers.values()], _FOREVER_S) if workers else []
+        )
+        for name in [n for n, worker in workers.items() if worker.sentinel in ended_sentinels]:
             _say(name, "died", _killed_by(workers.pop(name)))
         if not workers:
             time.sleep(_FOREVER_S)
 
 
 def _forked(names: Sequence[str]) -> dict[str, BaseProcess]:
-    made: dict[str, BaseProcess] = {}
+    workers: dict[str, BaseProcess] = {}
     forking = multiprocessing.get_context("fork")
     for shielded, name in zip((True, False), names, strict=False):
         worker = forking.Process(target=_work, args=(name, shielded), daemon=True)
@@ -58,8 +60,8 @@ def _forked(names: Sequence[str]) -> dict[str, BaseProcess]:
                 worker.start()
         else:
             worker.start()
-        made[name] = worker
-    return made
+        workers[name] = worker
+    return workers
 
 
 def _work(name: str, shielded: bool) -> None:

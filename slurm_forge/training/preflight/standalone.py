@@ -25,7 +25,7 @@ from slurm_forge.training.core.rank_info import (
     place_from_environ,
 )
 from slurm_forge.training.preflight.main import Preflight
-from slurm_forge.training.preflight.node_checks import Wanted
+from slurm_forge.training.preflight.node_checks import NodeRequirements
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -55,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ForgeError, ValueError) as error:
         sys.stderr.write(f"slurm_forge: {error}\n")
         return 1
-    wanted = Wanted(
+    requirements = NodeRequirements(
         thoroughness=Thoroughness.FULL,
         gpus=options.gpus,
         every_gpu=options.place is None,
@@ -68,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         Preflight(
             member,
             place,
-            wanted,
+            requirements,
             nonce=knobs.nonce,
             environ=environ,
             within=timedelta(seconds=options.within),

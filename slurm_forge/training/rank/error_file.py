@@ -63,7 +63,7 @@ def _write(
             attempt = max(list_claims(run), default=0)
         if not attempt:
             return
-        left = LastWords(
+        last_words = LastWords(
             rank=rank,
             host=host,
             time=time.time(),
@@ -75,4 +75,4 @@ def _write(
             cause=words.cause,
             micro_batch=words.micro_batch,
         )
-        write_last_words(run, attempt, max(launch, 1), left)
+        write_last_words(run, attempt, max(launch, 1), last_words)

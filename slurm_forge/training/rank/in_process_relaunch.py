@@ -57,15 +57,15 @@ class Unwinding:
         self._leave = leave
         self._main = threading.main_thread().ident or 0
         self._caught = False
-        self._begun = threading.Event()
+        self._started = threading.Event()
         self._out = threading.Event()
         self._aborting: threading.Thread | None = None
         signal.signal(UNWIND_SIGNAL, self._raise)
 
     @property
-    def begun(self) -> bool:
+    def has_started(self) -> bool:
         """Whether the launch is over: whatever is raised from now on is only a consequence."""
-        return self._begun.is_set()
+        return self._started.is_set()
 
     def __call__(self, reason: str) -> None:
         """The launch is over, says the channel (on its thread).  Back when the main thread is out.
@@ -75,7 +75,7 @@ class Unwinding:
         """
         if reason == HUB_GONE:
             self._leave(reason)
-        self._begun.set()
+        self._started.set()
         until = time.monotonic() + _OUT_WITHIN_S
         # First raise, then abort: on an aborted group of gloo's the next collective waits for ever.
         signal.pthread_kill(self._main, UNWIND_SIGNAL)
@@ -98,7 +98,7 @@ class Unwinding:
                 self._acknowledge()
                 raise
             except BaseException as error:
-                if self.begun:
+                if self.has_started:
                     self._acknowledge()
                     raise LaunchOver from error
                 raise
@@ -112,7 +112,7 @@ class Unwinding:
 
     def clear(self) -> str:
         """Main thread, out of everything: give up what is left of the launch; why that failed."""
-        self._begun.set()
+        self._started.set()
         self._acknowledge()
         self._abort_groups()
         if self._aborting is not None:
@@ -177,7 +177,7 @@ def _clear_gpu() -> str:
     return ""
 
 
-#: What a worker says to its agent once it has unwound; the agent answers with a ``Begin``.
+#: What a worker says to its agent once it has unwound; the agent answers with a ``StartWorker``.
 PARKED = b"parked\n"
 
 

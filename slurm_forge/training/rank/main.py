@@ -30,7 +30,7 @@ from slurm_forge.training.core.rank_info import (
 from slurm_forge.training.core.rank_variables import take_on
 from slurm_forge.training.monitor.client import (
     MonitorClient,
-    begin_to_be_witnessed,
+    prepare_monitor,
 )
 from slurm_forge.training.rank.error_file import (
     last_words_of,
@@ -93,13 +93,13 @@ def run_rank(
         attempt=attempt,
     )
     rank, unwinding, leaving = opened.rank, opened.unwinding, opened.leaving
-    notices, witnessed = opened.notices, opened.witnessed
+    notices, monitor_client = opened.notices, opened.monitor_client
     del opened
     try:
         result = rank.train()
     finally:
-        if witnessed is not None:
-            witnessed.end()
+        if monitor_client is not None:
+            monitor_client.end()
     if unwinding is None or not rank.may_go_on(result):
         return result
     notices.say_through(None)
@@ -123,7 +123,7 @@ def open_rank(
     attempt: int | None = None,
     keys: Mapping[str, Any] | None = None,
 ) -> Rank:
-    """A rank that has joined the channel, for a script that is its own entry: see ``begin``.
+    """A rank that has joined the channel, for a script that is its own entry (``attach``).
 
     ``keys`` are keys of the job that the script says otherwise than the run was made with.
     """
@@ -137,7 +137,7 @@ def open_rank(
         attempt=attempt,
         keys=keys,
     )
-    opened.rank.witnessed = opened.witnessed
+    opened.rank.monitor_client = opened.monitor_client
     return opened.rank
 
 
@@ -149,7 +149,7 @@ class _Opened:
     notices: Notices
     leaving: RankExit
     unwinding: Unwinding | None
-    witnessed: MonitorClient | None
+    monitor_client: MonitorClient | None
 
 
 def _open(
@@ -164,12 +164,12 @@ def _open(
     attempt: int | None = None,
     keys: Mapping[str, Any] | None = None,
 ) -> _Opened:
-    begun = time.time()
+    started_at = time.time()
     knobs = Knobs.from_environ(process_environ())
     show_crashes(knobs.attempt, knobs.launch)
     state = PersistentWorkerState() if persistent is None else persistent
     notices = state.notices
-    witnessed: MonitorClient | None = None
+    monitor_client: MonitorClient | None = None
     try:
         file = read_run_file(directory.spec_file)
         if keys:
@@ -178,9 +178,9 @@ def _open(
         watchdog = file.job.watchdog
         # Who falls silent is looked into with the probe, too.
         if watchdog.enabled or (file.job.probe.enabled and place.world_size > 1):
-            witnessed = begin_to_be_witnessed()
-        if witnessed is not None:
-            witnessed.start(
+            monitor_client = prepare_monitor()
+        if monitor_client is not None:
+            monitor_client.start(
                 directory,
                 rank=place.rank,
                 world_size=place.world_size,
@@ -209,15 +209,17 @@ def _open(
             host=place.host,
             pid=os.getpid(),
             on_abort=_stay if survives_abort else unwinding or leaving,
-            progress=None if witnessed is None else witnessed.progress,
+            progress=None if monitor_client is None else monitor_client.progress,
         )
     except Exception as error:
         words = last_words_of(error, step=0, phase="start", micro_batch=0)
         leave_behind(directory, words, rank=place.rank, host=place.host)
         raise
     notices.say_through(member)
-    rank = Rank(directory, place, file, member, nonce, launch_started or begun, state, unwinding)
-    return _Opened(rank, notices, leaving, unwinding, witnessed)
+    rank = Rank(
+        directory, place, file, member, nonce, launch_started or started_at, state, unwinding
+    )
+    return _Opened(rank, notices, leaving, unwinding, monitor_client)
 
 
 def _stay(reason: str) -> None:

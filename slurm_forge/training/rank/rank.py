@@ -78,7 +78,7 @@ class Rank:
         self._persistent = persistent
         self._unwinding = unwinding
         #: Who looks on, where this rank's own script ends it (``leave``).
-        self.witnessed: MonitorClient | None = None
+        self.monitor_client: MonitorClient | None = None
         self._failed_of: Cause | None = None
         self._journal: JournalWriter | None = None
         self._directory = directory
@@ -118,7 +118,7 @@ class Rank:
 
     @property
     def _is_over(self) -> bool:
-        return self._unwinding is not None and self._unwinding.begun
+        return self._unwinding is not None and self._unwinding.has_started
 
     def _train(self) -> Result:
         # Everything below may import torch; the three unwinding classes live beside it.
@@ -163,8 +163,8 @@ class Rank:
     def _close(self) -> None:
         if self._run is not None:
             self._run.leave()
-        if self.witnessed is not None:
-            self.witnessed.end()
+        if self.monitor_client is not None:
+            self.monitor_client.end()
         if self._journal is not None:
             self._journal.close()
         self._member.close()
@@ -205,7 +205,7 @@ class Rank:
             from slurm_forge.training.loop.run import Run
             from slurm_forge.training.preflight.main import (
                 Preflight,
-                wanted_of_run,
+                requirements_of_run,
             )
 
         imported = time.time()
@@ -214,7 +214,7 @@ class Rank:
         self._brief = brief
         refuse_another(place.rank, place.world_size)  # before others are waited for
         take_on_plan(self._file, brief.plan)  # read when groups are made, below
-        wanted = wanted_of_run(
+        requirements = requirements_of_run(
             self._directory,
             self._file,
             place,
@@ -228,7 +228,7 @@ class Rank:
         Preflight(
             member,
             place,
-            wanted,
+            requirements,
             nonce=self._nonce,
             environ=process_environ(),
             within=spec.preflight.within,
@@ -280,12 +280,12 @@ class Rank:
             )
         # The same on all ranks, so that they build the same model; the program may seed anew.
         rng.derive(spec.seed, 0, 0)
-        known = None if self._persistent is None else self._persistent.entry
-        if known is None and spec.entry is not None:  # a script is its own entry
-            known = load_entry(spec.entry, self._file.folder)
-        self._entry = known
+        entry = None if self._persistent is None else self._persistent.entry
+        if entry is None and spec.entry is not None:  # a script is its own entry
+            entry = load_entry(spec.entry, self._file.folder)
+        self._entry = entry
         if self._persistent is not None:
-            self._persistent.entry = known
+            self._persistent.entry = entry
         self._run = Run(
             context,
             device=device,
@@ -314,8 +314,10 @@ class Rank:
                 self._account_for_memory(error)
         self._member.send(words)
         if self._member.mute:
-            known = self._brief
-            attempt, launch = (0, 0) if known is None else (known.attempt, known.launch)
+            brief_words = self._brief
+            attempt, launch = (
+                (0, 0) if brief_words is None else (brief_words.attempt, brief_words.launch)
+            )
             leave_behind(
                 self._directory,
                 words,

@@ -190,14 +190,14 @@ def apply_gradients(
     if scaler is not None and not scaler.is_enabled():
         scaler = None
     owned = [p for group in optimizer.param_groups for p in group["params"]]
-    chosen = owned if parameters is None else list(parameters)
+    selected = owned if parameters is None else list(parameters)
     if scaler is not None and any(p.grad is not None for p in owned):
         scaler.unscale_(optimizer)
     limit = limit if limit <= LARGEST else LARGEST  # of NaN too: that is no limit
     with torch.no_grad():
-        gradients = Gradients(chosen)
+        gradients = Gradients(selected)
         if grad_norm is not None:
-            norm, parts, factor, max_norm = _own_norm(grad_norm, chosen), NormParts(), None, None
+            norm, parts, factor, max_norm = _own_norm(grad_norm, selected), NormParts(), None, None
         else:
             norm, parts = gradients.norm(norm_group)
             factor = None if gradient_factor is None else _beside(norm, gradient_factor)
@@ -206,7 +206,7 @@ def apply_gradients(
         if on_device is None:
             on_device = norm.device.type != "cpu"
         if on_device or scaler is not None:
-            found_inf = _judged(norm, limit)
+            found_inf = _found_inf(norm, limit)
             if scaler is not None and gradients:
                 found_inf = _enter(scaler, optimizer, found_inf)
             # Before what else is queued, so that whoever waits for it waits for nothing else.
@@ -238,8 +238,8 @@ def apply_gradients(
         scaler.update()
     for parameter in owned:
         parameter.grad = None
-    if chosen is not owned:
-        _drop(chosen)
+    if selected is not owned:
+        _drop(selected)
     return GuardedUpdate(norm, verdict, parts, found_inf)
 
 
@@ -293,7 +293,7 @@ def _beside(norm: torch.Tensor, factor: torch.Tensor | float) -> torch.Tensor:
     return factor.to(norm.dtype)
 
 
-def _judged(norm: torch.Tensor, limit: float) -> torch.Tensor:
+def _found_inf(norm: torch.Tensor, limit: float) -> torch.Tensor:
     """1.0 unless the norm is within the limit, else 0.0, where the norm is."""
     if norm.dtype not in (torch.float32, torch.float64):
         norm = norm.float()  # the largest float32 would be inf in a narrower one

@@ -74,8 +74,8 @@ class NormParts:
 def parameter_names(models: Mapping[str, nn.Module]) -> dict[int, str]:
     """``id`` of every parameter to its name without wrappers; of one model without the model's."""
     return {
-        key: named.fqn if len(models) == 1 else f"{named.model}.{named.fqn}"
-        for key, named in name_parameters(models).items()
+        key: name.fqn if len(models) == 1 else f"{name.model}.{name.fqn}"
+        for key, name in name_parameters(models).items()
     }
 
 

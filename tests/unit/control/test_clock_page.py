@@ -57,7 +57,7 @@ def test_an_untouched_page_says_nothing() -> None:
 
 def test_where_it_is_and_since_when(shared: Shared) -> None:
     shared.after(2.0).enter("eval")
-    shared.after(1.0).advance(Position(7, 2, 3, turn=1))
+    shared.after(1.0).advance(Position(7, 2, 3, rollbacks=1))
     moved = shared.reader.moved()
     assert moved is not None
     assert (moved.position, moved.at, moved.phase) == (Position(7, 2, 3, 1), 103.0, "eval")
@@ -88,7 +88,7 @@ def test_steps_are_of_another_kind_behind_a_start_a_phase_and_a_rollback(shared:
     step(shared, 6)
     assert shared.kind() == "train"
     shared.clock.enter("load")
-    shared.clock.rewound(Position(2, turn=1))
+    shared.clock.rewound(Position(2, rollbacks=1))
     step(shared, 2)
     assert shared.kind() == "first train"
 
@@ -170,7 +170,7 @@ def test_a_reader_never_sees_half_of_a_record() -> None:
             if moved is None or moved.position.step == 0:
                 continue
             place = moved.position
-            assert {place.turn, place.step, place.phase, place.poll} == {moved.begun}
+            assert {place.rollbacks, place.step, place.phase, place.poll} == {moved.begun}
             seen.add(moved.begun)
         assert len(seen) >= 2_000, "the two hardly met"
     finally:

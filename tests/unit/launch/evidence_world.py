@@ -172,7 +172,13 @@ class Step:
         heard = self._start.clock.monotonic()
         return {
             rank: MemberView(
-                rank=rank, host=host, pid=1, heard_at=heard, step=STEP, phase="train", started=True
+                rank=rank,
+                host=host,
+                pid=1,
+                last_message_at=heard,
+                step=STEP,
+                phase="train",
+                started=True,
             )
             for rank, host in self._members.items()
         }
@@ -363,14 +369,14 @@ class Batch:
         )  # fmt: skip
         if world.front is Front.RANKS:
             conductor = Conductor(
-                step, journal=begun.journal, watch=watch, timing=timing,  # type: ignore[arg-type]
+                step, journal=begun.journal, job_poller=watch, timing=timing,  # type: ignore[arg-type]
                 stop_file=world.run.stop_file, save_file=world.run.save_file, launched=step,
                 clock=clock.monotonic, now=lambda: clock.now,
             )  # fmt: skip
             with self.signals.go_to(conductor.stops):
                 return conductor.watch()
         program = ProgramConductor(
-            step, journal=begun.journal, watch=watch, timing=timing,  # type: ignore[arg-type]
+            step, journal=begun.journal, job_poller=watch, timing=timing,  # type: ignore[arg-type]
             program=ProgramSpec(), how=Forwarding("SIGTERM", NotifyTo.CHILD),
             process=step, progress=step, folder=world.run.path,  # type: ignore[arg-type]
             stop_file=world.run.stop_file, save_file=world.run.save_file,

@@ -55,7 +55,7 @@ STALLED = Stall(
     cause=Cause.HANG, late_ranks=(1,), late_hosts=("n1",), step=7, since=timedelta(seconds=40),
     limit=timedelta(seconds=30), evidence=(),
 )  # fmt: skip
-PREEMPTED = LaunchFacts(now=NOW, step=7, rank_signals=("SIGTERM",), job=IN_GRACE)
+PREEMPTED = LaunchFacts(now=NOW, step=7, rank_signals=("SIGTERM",), job_at_notice=IN_GRACE)
 
 
 class Hub:
@@ -160,7 +160,7 @@ def test_after_scancel_a_start_by_slurm_does_nothing(run: RunDirectory) -> None:
     cancelled = JobRecord(
         job_id=42, name="x", state=JobState.COMPLETING, state_text="COMPLETING", end_time=NOW
     )
-    facts = LaunchFacts(now=NOW, batch_signals=("SIGTERM",), job=cancelled)
+    facts = LaunchFacts(now=NOW, batch_signals=("SIGTERM",), job_at_notice=cancelled)
     assert conclude(attempt, facts).action is Action.STOP
     assert attempt.state().status is RunStatus.CANCELLED
     assert start(run) is StartRefusal.AT_REST

@@ -65,7 +65,7 @@ class World(Requeuer):
         self.asked.append("hold")
         return RequeueResult(RequeueOutcome.HELD, reason)
 
-    def rest(self, decision: Decision) -> None:
+    def stay_ended(self, decision: Decision) -> None:
         self.asked.append("rest")
 
     def finished(self) -> None:

@@ -173,7 +173,7 @@ def test_behind_the_last_task_nothing_comes_back_where_that_is_forbidden(tmp_pat
     slurm = submitted(run)
     task = begun(slurm, run)
     result = task.ladder.requeue("time_limit: over")
-    assert result.outcome is RequeueOutcome.REST
+    assert result.outcome is RequeueOutcome.HELD_IN_JOURNAL
     task.end(result)
     state = state_of(run)
     assert (state.status, state.held) == (RunStatus.HELD, None)
@@ -267,7 +267,7 @@ def test_a_task_that_finds_the_run_at_rest_holds_the_others(tmp_path: Path, held
     slurm = submitted(run)
     task = begun(slurm, run)
     task.decide(Action.HOLD if held else Action.STOP)
-    task.end(RequeueResult(RequeueOutcome.REST, "Slurm did not answer"))
+    task.end(RequeueResult(RequeueOutcome.HELD_IN_JOURNAL, "Slurm did not answer"))
     assert running(slurm) == ["1_2"]
     refused = begin(run, job="1_2", restart_count=0, nodes=("n1",), via=VIA_ARRAY, slurm=slurm)
     assert refused is StartRefusal.AT_REST
@@ -300,7 +300,7 @@ def test_a_stop_or_a_cancelled_task_holds_the_others(tmp_path: Path) -> None:
     slurm = submitted(run)
     task = begun(slurm, run)
     task.decide(Action.STOP, Cause.USER_CANCELLED)
-    task.ladder.rest("user_cancelled: scancel")
+    task.ladder.hold_array_tasks("user_cancelled: scancel")
     assert waiting(slurm) == [("1_2", True), ("1_3", True)]
     assert state_of(run).status is RunStatus.CANCELLED
 
@@ -503,7 +503,7 @@ def test_whatever_is_left_of_the_array_decides_the_way_back(
     elif allowed:
         assert requeued == [("scontrol", "requeue", jobs[mine].ref)], "never the whole array"
     else:
-        assert result.outcome is RequeueOutcome.REST and not requeued
+        assert result.outcome is RequeueOutcome.HELD_IN_JOURNAL and not requeued
         assert state_of(run).status is RunStatus.HELD
 
 

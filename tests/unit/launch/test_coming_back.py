@@ -142,7 +142,7 @@ def here(tmp_path: Path) -> Place:
 
 def test_the_node_of_the_incident_is_left_out(here: Place) -> None:
     decision = here.decision("n2")
-    assert here.back.avoided(decision) == {"n2"}
+    assert here.back.nodes_to_avoid(decision) == {"n2"}
     here.back.requeue(decision)
     assert here.left_out == ("n2",)
     assert "--exclude=n2" in here.ladder.arguments
@@ -152,7 +152,7 @@ def test_a_run_that_needs_all_nodes_leaves_none_out(tmp_path: Path) -> None:
     """It would wait for ever."""
     whole = place(tmp_path, nodes=4)
     decision = whole.decision("n2")
-    assert not whole.back.avoided(decision)
+    assert not whole.back.nodes_to_avoid(decision)
     whole.back.requeue(decision)
     assert whole.left_out == ()
 
@@ -171,7 +171,7 @@ def test_where_slurm_does_not_say_how_many_there_are_the_plan_holds(tmp_path: Pa
 
 def test_slurm_is_asked_once_when_the_attempt_begins(here: Place) -> None:
     decision = here.decision("n2")
-    here.back.avoided(decision)
+    here.back.nodes_to_avoid(decision)
     here.back.requeue(decision)
     assert here.slurm.asked == ["p"]
 
@@ -197,11 +197,11 @@ def test_a_struck_node_is_left_out_by_other_runs_too(here: Place, tmp_path: Path
     )
     other.back.requeue(other.decision("n3"))
     assert sorted(other.left_out) == ["n2", "n3"]
-    assert not other.back.avoided(other.decision()), "nothing of its own is wrong with n2"
+    assert not other.back.nodes_to_avoid(other.decision()), "nothing of its own is wrong with n2"
 
 
 def test_how_long_slurm_waits_before_it_kills_is_known(here: Place) -> None:
-    here.back.avoided(here.decision("n2"))
+    here.back.nodes_to_avoid(here.decision("n2"))
     assert here.back.kill_wait == timedelta(seconds=7)
 
 

@@ -35,7 +35,7 @@ from slurm_forge.journal import events as ev
 from slurm_forge.journal.file import AppendFile
 from slurm_forge.launch.attempt.attempt_signals import LaunchSignals
 from slurm_forge.launch.conductor import final_query as questions_module
-from slurm_forge.launch.conductor import save_schedule as pace_module
+from slurm_forge.launch.conductor import save_timer as pace_module
 from slurm_forge.launch.conductor import shutdown as ending_module
 from slurm_forge.launch.conductor.conductor import Conductor
 from slurm_forge.launch.conductor.job_poller import JobPoller
@@ -281,7 +281,7 @@ class Stage:
         self.conductor = Conductor(
             self.hub,
             journal=self.journal,
-            watch=self.watch,
+            job_poller=self.watch,
             timing=self.timing,
             stop_file=self.run.stop_file,
             save_file=self.run.save_file,
@@ -382,7 +382,7 @@ def test_a_signal_while_slurm_is_asked_for_its_last_word_is_heard(
     slurm.open.set()
     facts = stage.end()
     assert facts.batch_signals == ("SIGTERM",)
-    assert facts.job_now == ending
+    assert facts.job_at_end == ending
 
 
 def test_a_signal_that_a_conductor_does_not_hear_is_for_the_next(stage: Stage) -> None:
@@ -408,8 +408,8 @@ def test_a_preempted_launch_saves_together_and_says_why(stage: Stage) -> None:
     assert kind is RequestKind.STOP
     assert (facts.stopped_at, facts.checkpoint) == (step, f"step-{step}")
     assert (facts.rank_signals, facts.deadline_passed, facts.lost) == (("SIGTERM",), False, ())
-    assert facts.job is not None
-    assert facts.job.preempt_time is not None
+    assert facts.job_at_notice is not None
+    assert facts.job_at_notice.preempt_time is not None
     assert stage.cause() is Cause.PREEMPTED
     assert [seen.source for seen in stage.journalled(ev.NoticeSeen)] == ["rank 1"]
     assert [agreed.step for agreed in stage.journalled(ev.StopAgreed)] == [step]
@@ -555,8 +555,8 @@ def test_an_answer_from_before_the_notice_is_not_taken_for_one_after_it(stage: S
     stage.preempt(grace=20)
     stage.slurm.open.set()
     facts = stage.end()
-    assert facts.job is not None
-    assert facts.job.preempt_time is not None
+    assert facts.job_at_notice is not None
+    assert facts.job_at_notice.preempt_time is not None
     assert facts.deadline_passed  # of the grace time, not of the time limit
 
 
@@ -569,8 +569,8 @@ def test_a_question_that_failed_is_asked_again(stage: Stage) -> None:
     until(lambda: stage.slurm.asked > before, "the question that fails")
     stage.preempt(grace=20)
     facts = stage.end()
-    assert facts.job is not None
-    assert facts.job.preempt_time is not None
+    assert facts.job_at_notice is not None
+    assert facts.job_at_notice.preempt_time is not None
     assert facts.deadline_passed
 
 
@@ -626,7 +626,7 @@ def test_where_nobody_listens_in_the_batch_step_a_ranks_second_signal_is_the_job
         rank.stay.set()
     facts = stage.end()
     assert facts.rank_signals == facts.batch_signals == ("SIGTERM",)
-    assert facts.job_now is not None and facts.job_now.state is JobState.COMPLETING
+    assert facts.job_at_end is not None and facts.job_at_end.state is JobState.COMPLETING
     assert classify(facts, "1.1").cause is Cause.USER_CANCELLED
 
 

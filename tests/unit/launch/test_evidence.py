@@ -141,7 +141,7 @@ def test_an_end_that_nobody_has_heard_of_is_asked_about_as_well(run: RunDirector
         job_id=7, name="x", state=JobState.COMPLETING, state_text="COMPLETING", end_time=NOW
     )
     slurm = Asked()
-    look(replace(LOST, lost=(), job_now=ending), run, slurm)
+    look(replace(LOST, lost=(), job_at_end=ending), run, slurm)
     assert slurm.questions == ["sacct 7"]
 
 

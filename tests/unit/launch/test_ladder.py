@@ -235,7 +235,7 @@ def test_a_hold_that_slurm_has_not_answered_is_not_believed(run: RunDirectory) -
     held = fold(read_journal(run)[0]).held
     assert sure == [False, False] and held is not None and held.confirmed
     silent = ScriptedSlurm([RequeueAnswer.UNREACHABLE])
-    assert climb(run, silent, hold="why").outcome is RequeueOutcome.REST
+    assert climb(run, silent, hold="why").outcome is RequeueOutcome.HELD_IN_JOURNAL
     assert fold(read_journal(run)[0]).held is None
 
 
@@ -267,7 +267,7 @@ def test_a_controller_that_is_away_is_waited_for_and_not_for_ever(run: RunDirect
     assert climb(run, back, waits=waits).outcome is RequeueOutcome.REQUEUED
     assert 60 < waits.now() < PATIENCE.total_seconds()
     silent, waits = ScriptedSlurm([RequeueAnswer.UNREACHABLE]), Waits()
-    assert climb(run, silent, waits=waits).outcome is RequeueOutcome.OPEN
+    assert climb(run, silent, waits=waits).outcome is RequeueOutcome.PENDING
     assert len(silent.asked) < 50
     assert waits.now() == pytest.approx(PATIENCE.total_seconds(), abs=30)
     assert fold(read_journal(run)[0]).open_intent is not None
@@ -336,7 +336,7 @@ def test_a_job_that_can_not_be_held_does_not_count_as_held(run: RunDirectory) ->
             raise SlurmCommandError(["scontrol"], 1, "no")
 
     slurm = Stubborn([RequeueAnswer.ALREADY_PENDING])
-    assert climb(run, slurm, hold="why").outcome is RequeueOutcome.REST
+    assert climb(run, slurm, hold="why").outcome is RequeueOutcome.HELD_IN_JOURNAL
     assert fold(read_journal(run)[0]).held is None
 
 
@@ -417,7 +417,8 @@ def test_a_hold_waits_for_what_the_job_is_ended_for(run: RunDirectory) -> None:
     slurm = ScriptedSlurm([RequeueAnswer.REQUEUED], job=SILENT)
     explain = Explains(Cause.USER_CANCELLED, is_open=True)
     assert (
-        climb(run, slurm, hold="why", waits=waits, explain=explain).outcome is RequeueOutcome.REST
+        climb(run, slurm, hold="why", waits=waits, explain=explain).outcome
+        is RequeueOutcome.HELD_IN_JOURNAL
     )
     assert slurm.asked == []
     assert waits.now() == pytest.approx(PATIENCE.total_seconds(), abs=30)
@@ -486,7 +487,7 @@ def test_where_slurm_does_not_hold_it_the_run_rests_out_of_the_queue(
     run: RunDirectory, reply: RequeueAnswer
 ) -> None:
     slurm = ScriptedSlurm([reply])
-    assert climb(run, slurm, hold="why").outcome is RequeueOutcome.REST
+    assert climb(run, slurm, hold="why").outcome is RequeueOutcome.HELD_IN_JOURNAL
     assert slurm.asked[1:] == ["requeuehold 42"], "a held run is not submitted again"
     assert fold(read_journal(run)[0]).held is None
 
@@ -525,13 +526,13 @@ def test_no_successor_either_leaves_the_intent_open(
     run: RunDirectory, error: SlurmCommandError
 ) -> None:
     slurm = ScriptedSlurm([RequeueAnswer.DISABLED], submit_error=error)
-    assert climb(run, slurm).outcome is RequeueOutcome.OPEN
+    assert climb(run, slurm).outcome is RequeueOutcome.PENDING
     assert fold(read_journal(run)[0]).open_intent is not None
 
 
 def test_without_a_script_there_is_nothing_to_submit(run: RunDirectory) -> None:
     slurm = ScriptedSlurm([RequeueAnswer.DISABLED])
-    assert climb(run, slurm, script=None).outcome is RequeueOutcome.OPEN
+    assert climb(run, slurm, script=None).outcome is RequeueOutcome.PENDING
     assert slurm.asked == ["requeue 42"]
 
 

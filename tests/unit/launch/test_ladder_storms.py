@@ -141,7 +141,8 @@ def test_a_cancel_in_the_grace_time_is_not_taken_for_the_preemption() -> None:
     fake.cancel(job)
     facts = LaunchFacts(
         now=fake.clock.now, step=7, stopped_at=7, rank_signals=("SIGTERM",),
-        batch_signals=("SIGTERM",), job_first=first, job=noticed, job_now=shown(fake, job),
+        batch_signals=("SIGTERM",), job_at_start=first, job_at_notice=noticed,
+        job_at_end=shown(fake, job),
     )  # fmt: skip
     assert classify(facts, "1.1").cause is Cause.USER_CANCELLED
 

@@ -6,7 +6,7 @@ from slurm_forge.launch.conductor.skip_consistency import SkipConsistency
 
 def members(*steps: int) -> dict[int, MemberView]:
     return {
-        rank: MemberView(rank=rank, host=f"n{rank}", pid=1, heard_at=0.0, step=step)
+        rank: MemberView(rank=rank, host=f"n{rank}", pid=1, last_message_at=0.0, step=step)
         for rank, step in enumerate(steps)
     }
 

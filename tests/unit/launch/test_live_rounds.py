@@ -33,7 +33,7 @@ def fates(
         {pair for pair in wanted if pair[0] not in absent},
         [each for each in events if isinstance(each, ListenerEvent)],
         [each for each in events if isinstance(each, StepEnded)],
-        wanted=wanted,
+        expected=wanted,
         workers_of=Receiver.TASK,
         signal="SIGUSR2",
         sent_at=SENT,

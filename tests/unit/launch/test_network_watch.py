@@ -33,12 +33,15 @@ class FakeHub:
 
     def members(self) -> dict[int, MemberView]:
         return {
-            r: MemberView(rank=r, host=f"n{r + 1:02d}", pid=1, heard_at=0.0)
+            r: MemberView(rank=r, host=f"n{r + 1:02d}", pid=1, last_message_at=0.0)
             for r in range(self.world)
         }
 
     def monitors(self) -> dict[int, MonitorView]:
-        return {r: MonitorView(rank=r, host=f"n{r + 1:02d}", heard_at=0.0) for r in self.witnessed}
+        return {
+            r: MonitorView(rank=r, host=f"n{r + 1:02d}", last_message_at=0.0)
+            for r in self.witnessed
+        }
 
     def ask_monitors(self, message: Message) -> None:
         self.asked.append(message)

@@ -35,7 +35,7 @@ class Hub:
     def __init__(self, world: int) -> None:
         self.world_size = world
         self.views = {
-            rank: MemberView(rank=rank, host=f"n{rank}", pid=1, heard_at=0.0)
+            rank: MemberView(rank=rank, host=f"n{rank}", pid=1, last_message_at=0.0)
             for rank in range(world)
         }
         self.published: dict[str, str] = {}
@@ -80,7 +80,7 @@ class Scene:
         for _ in range(int(seconds)):
             self.now += 1.0
             for rank in set(self.hub.views) - self.silent:
-                self.hub.views[rank] = replace(self.hub.views[rank], heard_at=self.now)
+                self.hub.views[rank] = replace(self.hub.views[rank], last_message_at=self.now)
             found = self.judge.poll(self.now)
             if found is not None:
                 return found
@@ -238,7 +238,7 @@ def pulse(scene: Scene, rank: int, state: str) -> MonitorView:
         turn=0, step=0, begun=0, phase_no=0, poll=0, phase="start", kind="start", since_s=40.0,
         mute_s=40.0, state=state, cpu_s=1.0,
     )  # fmt: skip
-    return MonitorView(rank=rank, host=f"n{rank}", heard_at=scene.now, pulse=said)
+    return MonitorView(rank=rank, host=f"n{rank}", last_message_at=scene.now, pulse=said)
 
 
 @pytest.mark.parametrize(("state", "named"), [("D", False), ("S", False), ("T", True)])

@@ -28,7 +28,7 @@ class Hub:
                 rank=rank,
                 host=f"n{rank}",
                 pid=1,
-                heard_at=0.0,
+                last_message_at=0.0,
                 phase="train",
                 started=True,
                 step=40,
@@ -114,7 +114,7 @@ class Scene:
     def beat(self, rank: int) -> None:
         view = self.hub.views[rank]
         if rank not in self.silent:
-            self.set(rank, heard_at=self.now)
+            self.set(rank, last_message_at=self.now)
         if rank in self.silent and rank not in self.states:
             return  # its witness, too
         pulse = MonitorHeartbeat(
@@ -122,7 +122,7 @@ class Scene:
             kind=view.phase, since_s=1.0, mute_s=0.0, state=self.states.get(rank, "S"), cpu_s=0.0,
         )  # fmt: skip
         self.hub.pulses[rank] = MonitorView(
-            rank=rank, host=view.host, heard_at=self.now, pulse=pulse
+            rank=rank, host=view.host, last_message_at=self.now, pulse=pulse
         )
 
     def set(self, rank: int, **changes: object) -> None:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from slurm_forge.launch.command.program_end import (
     ProgramEnd,
-    ended,
+    program_end,
     status_of,
 )
 from slurm_forge.launch.command.program_process import (
@@ -64,7 +64,7 @@ def test_ended(
     options: dict[str, object], status: int | None, noticed: bool, said: bool, end: ProgramEnd
 ) -> None:
     program = ProgramSpec.model_validate(options)
-    assert ended(program, status, noticed=noticed, said_done=said) is end
+    assert program_end(program, status, stop_noticed=noticed, said_done=said) is end
 
 
 def test_status_as_shells_tell_it() -> None:

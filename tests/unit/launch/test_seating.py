@@ -101,7 +101,7 @@ def place(
             state_text="RUNNING",
             nodelist=nodelist[-1],
         ),
-        doubted_nodes=lambda: known,
+        ledger_suspects=lambda: known,
     )
     return Place(attempt, seating, slurm, nodelist)
 
@@ -119,7 +119,9 @@ def test_a_lost_node_is_never_used_again_in_the_allocation(here: Place) -> None:
     assert here.seating.first().nodes == ("n1", "n2", "n3")
     here.happens(Cause.NODE_FAIL, "n2")
     assert nodes(here.seating.next()) == ("n1", "n4", "n3")
-    assert here.seating.room() == AllocationState(nodes=("n1", "n3", "n4"), wanted=3, outlives=True)
+    assert here.seating.allocation_state() == AllocationState(
+        nodes=("n1", "n3", "n4"), wanted=3, outlives=True
+    )
     here.happens(Cause.NODE_FAIL, "n3")
     assert here.seating.next() is None
 
@@ -128,7 +130,7 @@ def test_what_slurm_has_taken_out_of_the_job_counts_as_lost(here: Place) -> None
     here.seating.first()
     here.nodelist.append("n[1-2,4]")
     assert nodes(here.seating.next()) == ("n1", "n2", "n4")
-    room = here.seating.room()
+    room = here.seating.allocation_state()
     assert room is not None
     assert room.nodes == ("n1", "n2", "n4")
 
@@ -161,7 +163,7 @@ def test_a_run_without_spare_nodes_uses_all_and_leaves_for_what_it_must_avoid(
 ) -> None:
     plain = place(tmp_path, nodes=4)
     assert plain.seating.first().everywhere
-    assert plain.seating.room() is None
+    assert plain.seating.allocation_state() is None
     plain.happens(Cause.HANG, "n3")
     assert nodes(plain.seating.next()) == ALLOCATION
     assert plain.seating.next({"n3"}) is None
@@ -175,10 +177,12 @@ def test_fewer_nodes_stay_in_the_allocation_that_outlives_a_loss(tmp_path: Path)
     fewer.planned(nodes=3)
     assert nodes(fewer.seating.next()) == ("n1", "n3", "n4")
     decision = fewer.attempt.state().attempts[-1].decisions[-1][1]
-    assert fewer.seating.stays(decision)
+    assert fewer.seating.is_possible_in_allocation(decision)
     (tmp_path / "other").mkdir()
     plain = place(tmp_path / "other", nodes=4)
-    assert not plain.seating.stays(decision), "Slurm ends such a job with its node"
+    assert not plain.seating.is_possible_in_allocation(decision), (
+        "Slurm ends such a job with its node"
+    )
 
 
 def test_how_many_tasks_a_node_has_is_what_slurm_was_asked_for(tmp_path: Path) -> None:
@@ -193,8 +197,8 @@ def test_srun_is_told_the_nodes_and_the_rank_of_each_where_the_order_is_not_its_
     here: Place,
 ) -> None:
     first = here.seating.first()
-    assert here.seating.seat_file(()) is None
-    command = srun_command(("train",), seats=first, seat_file=None)
+    assert here.seating.hosts_file(()) is None
+    command = srun_command(("train",), placement=first, hosts_file=None)
     assert command == (
         "srun", "--kill-on-bad-exit=1", "--unbuffered", "--nodes=3", "--ntasks=6", "--no-kill=off",
         "--ntasks-per-node=2", "--nodelist=n[1-3]", "train",
@@ -202,13 +206,13 @@ def test_srun_is_told_the_nodes_and_the_rank_of_each_where_the_order_is_not_its_
     here.happens(Cause.NODE_FAIL, "n2")
     moved = here.seating.next()
     assert moved is not None
-    file = here.seating.seat_file(("--mpi=none",))
+    file = here.seating.hosts_file(("--mpi=none",))
     assert file is not None
     assert file.read_text() == "n1\nn1\nn4\nn4\nn3\nn3\n"
-    command = srun_command(("train",), seats=moved, seat_file=file)
+    command = srun_command(("train",), placement=moved, hosts_file=file)
     assert command[3:-1] == (
         "--nodes=3", "--ntasks=6", "--no-kill=off", f"--nodelist={file}",
         "--distribution=arbitrary",
     )  # fmt: skip
     # Somebody who says how ranks are to be placed is believed.
-    assert here.seating.seat_file(("--distribution=cyclic",)) is None
+    assert here.seating.hosts_file(("--distribution=cyclic",)) is None

@@ -176,7 +176,7 @@ def test_an_attempt_that_said_itself_how_it_ended_is_believed(run: RunDirectory)
     attempt = trained(run)
     now = datetime.now(timezone.utc)
     job = replace(RUNNING, preempt_time=now)
-    attempt.conclude(LaunchFacts(now=now, step=17, rank_signals=("SIGTERM",), job=job))
+    attempt.conclude(LaunchFacts(now=now, step=17, rank_signals=("SIGTERM",), job_at_notice=job))
     # Killed before it could write its last line.
     start(run, Answers(ended="NODE_FAIL"), restarts=1)
     ((_, incident),) = state_of(run).attempts[0].incidents

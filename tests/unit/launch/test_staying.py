@@ -17,8 +17,8 @@ def test_only_a_preempted_job_of_which_nobody_could_be_told(
     taken: RequeueOutcome, cause: Cause
 ) -> None:
     stays = slurm_kill_patience(taken, cause) > timedelta(0)
-    assert stays is (taken is RequeueOutcome.OPEN and cause is Cause.PREEMPTED)
+    assert stays is (taken is RequeueOutcome.PENDING and cause is Cause.PREEMPTED)
 
 
 def test_a_guess_that_was_wrong_does_not_cost_nodes_for_long() -> None:
-    assert slurm_kill_patience(RequeueOutcome.OPEN, Cause.PREEMPTED) <= timedelta(minutes=5)
+    assert slurm_kill_patience(RequeueOutcome.PENDING, Cause.PREEMPTED) <= timedelta(minutes=5)

@@ -81,7 +81,7 @@ def test_an_administrators_requeue_is_known_by_the_starts_that_were_before() -> 
 def test_what_slurmstepd_prints_after_the_launch_is_read(tmp_path: Path) -> None:
     """The end of a grace time, on a cluster without accounting."""
     facts = LaunchFacts(
-        now=NOW, rank_signals=("SIGTERM",), job=IN_GRACE, grace=timedelta(seconds=40)
+        now=NOW, rank_signals=("SIGTERM",), job_at_notice=IN_GRACE, grace=timedelta(seconds=40)
     )
     attempt: Any = SimpleNamespace(
         facts=facts,

@@ -31,7 +31,9 @@ class Hall:
 
     def __post_init__(self) -> None:
         self.members = {
-            rank: MemberView(rank=rank, host=f"n{rank // 2:02d}", pid=1, heard_at=0, started=True)
+            rank: MemberView(
+                rank=rank, host=f"n{rank // 2:02d}", pid=1, last_message_at=0, started=True
+            )
             for rank in range(self.ranks)
         }
         self.monitor = StragglerMonitor(

@@ -112,7 +112,7 @@ def test_its_step_has_one_task_per_node_wherever_the_ranks_are() -> None:
     options = StepOptions(
         payload=("python", "x"), options=(), tasks=8, placed=True, ranks_per_task=4
     )
-    words = options.command(again=False, seats=seats)
+    words = options.command(again=False, placement=seats)
     assert {"--nodes=2", "--ntasks=2", "--ntasks-per-node=1", "--nodelist=n[1,3]"} <= set(words)
     plain = StepOptions(payload=("x",), options=(), tasks=8, ranks_per_task=4)
     assert "--ntasks=2" in plain.command(again=False)

@@ -85,7 +85,7 @@ class Scene:
     def members(self) -> dict[int, MemberView]:
         return {
             r.rank: MemberView(
-                rank=r.rank, host=f"n{r.rank}", pid=1, heard_at=self.heard(r), step=r.step,
+                rank=r.rank, host=f"n{r.rank}", pid=1, last_message_at=self.heard(r), step=r.step,
                 begun=r.step + 1, phase=r.phase, started=True,
             )
             for r in self.ranks
@@ -93,7 +93,7 @@ class Scene:
 
     def heard(self, rank: Rank) -> float:
         view = self.views.get(rank.rank)
-        return self.now if view is None or not rank.silent else view.heard_at
+        return self.now if view is None or not rank.silent else view.last_message_at
 
     def monitors(self) -> dict[int, MonitorView]:
         return dict(self.views)
@@ -149,7 +149,7 @@ class Scene:
             cpu_s=r.cpu,
         )  # fmt: skip
         self.views[r.rank] = MonitorView(
-            rank=r.rank, host=f"n{r.rank}", heard_at=self.now, pulse=pulse
+            rank=r.rank, host=f"n{r.rank}", last_message_at=self.now, pulse=pulse
         )
 
     def train(self, steps: int, seconds: float) -> None:
@@ -192,7 +192,7 @@ def test_a_long_evaluation_and_long_saves_are_no_hang() -> None:
     made.train(10, 1.0)
     for r in made.ranks:
         r.go(made.now, phase="save", kind="save")
-    made.dog.saved(90.0)
+    made.dog.note_save(90.0)
     made.train(1, 400.0)
 
 

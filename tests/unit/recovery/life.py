@@ -115,7 +115,7 @@ class Life:
             nodes=nodes,
             now=self.now,
             in_process=in_process,
-            room=room,
+            allocation_state=room,
         )
         self.tell(ev.DecisionTaken(decision=decision))
         self.decisions.append(decision)

@@ -130,13 +130,19 @@ CASES = [
         "a standstill, and the job is being preempted",
         Cause.PREEMPTED,
         Confidence.CERTAIN,
-        {**TERM, "job": IN_GRACE, "stalled": STALL},
+        {**TERM, "job_at_notice": IN_GRACE, "stalled": STALL},
     ),
     Case(
         "preempted with grace: the steps got SIGTERM, the job still runs, PreemptTime is set",
         Cause.PREEMPTED,
         Confidence.CERTAIN,
-        {**TERM, "job_first": RUNNING, "job": IN_GRACE, "job_now": IN_GRACE, "stopped_at": 70},
+        {
+            **TERM,
+            "job_at_start": RUNNING,
+            "job_at_notice": IN_GRACE,
+            "job_at_end": IN_GRACE,
+            "stopped_at": 70,
+        },
         says="PreemptTime=12:00:00 EndTime=12:00:10",
     ),
     Case(
@@ -145,40 +151,40 @@ CASES = [
         Confidence.CERTAIN,
         {
             **BOTH,
-            "job_first": RUNNING,
-            "job": job(JobState.COMPLETING, preempt_time=NOW, restarts=1),
+            "job_at_start": RUNNING,
+            "job_at_notice": job(JobState.COMPLETING, preempt_time=NOW, restarts=1),
         },
     ),
     Case(
         "the preemption is seen only by the second question",
         Cause.PREEMPTED,
         Confidence.CERTAIN,
-        {**TERM, "job": RUNNING, "job_now": IN_GRACE},
+        {**TERM, "job_at_notice": RUNNING, "job_at_end": IN_GRACE},
     ),
     Case(
         "preempted, and a rank failed on its way out",
         Cause.PREEMPTED,
         Confidence.CERTAIN,
-        {**TERM, "job": IN_GRACE, "failures": (failed(Cause.APP_ERROR),)},
+        {**TERM, "job_at_notice": IN_GRACE, "failures": (failed(Cause.APP_ERROR),)},
     ),
     Case(
         "scancel: steps and batch step in the same moment, COMPLETING, EndTime now",
         Cause.USER_CANCELLED,
         Confidence.LIKELY,
-        {**BOTH, "job_first": RUNNING, "job": ENDING_NOW},
+        {**BOTH, "job_at_start": RUNNING, "job_at_notice": ENDING_NOW},
         says="JobState=COMPLETING",
     ),
     Case(
         "scancel where rank 0 conducts and nobody sees the batch step",
         Cause.USER_CANCELLED,
         Confidence.LIKELY,
-        {**TERM, "job_first": RUNNING, "job": ENDING_NOW},
+        {**TERM, "job_at_start": RUNNING, "job_at_notice": ENDING_NOW},
     ),
     Case(
         "scancel, and Slurm has finished with it",
         Cause.USER_CANCELLED,
         Confidence.CERTAIN,
-        {**BOTH, "job_first": RUNNING, "job": job(JobState.CANCELLED, end_time=NOW)},
+        {**BOTH, "job_at_start": RUNNING, "job_at_notice": job(JobState.CANCELLED, end_time=NOW)},
     ),
     Case(
         "an administrator's requeue: COMPLETING as after scancel, but Restarts has gone up",
@@ -186,8 +192,10 @@ CASES = [
         Confidence.GUESS,
         {
             **BOTH,
-            "job_first": RUNNING,
-            "job": job(JobState.COMPLETING, restarts=1, start_time=NOW, end_time=NOW + LIMIT),
+            "job_at_start": RUNNING,
+            "job_at_notice": job(
+                JobState.COMPLETING, restarts=1, start_time=NOW, end_time=NOW + LIMIT
+            ),
         },
         says="Restarts from 0 to 1",
     ),
@@ -197,8 +205,10 @@ CASES = [
         Confidence.CERTAIN,
         {
             **BOTH,
-            "job_first": RUNNING,
-            "job": job(JobState.COMPLETING, restarts=1, start_time=NOW, end_time=NOW + LIMIT),
+            "job_at_start": RUNNING,
+            "job_at_notice": job(
+                JobState.COMPLETING, restarts=1, start_time=NOW, end_time=NOW + LIMIT
+            ),
             "job_rows": (row(JobState.REQUEUED), row(JobState.PENDING)),
         },
         says="sacct",
@@ -210,7 +220,7 @@ CASES = [
         {
             **BOTH,
             "terminated_after": timedelta(0),
-            "job": CANCELLED_IN_GRACE,
+            "job_at_notice": CANCELLED_IN_GRACE,
             "grace": timedelta(seconds=30),
         },
         says="before the end of the grace time of 30 s",
@@ -219,21 +229,26 @@ CASES = [
         "the same where only accounting knows",
         Cause.USER_CANCELLED,
         Confidence.CERTAIN,
-        {**BOTH, "job": CANCELLED_IN_GRACE, "job_rows": (row(JobState.CANCELLED),)},
+        {**BOTH, "job_at_notice": CANCELLED_IN_GRACE, "job_rows": (row(JobState.CANCELLED),)},
         says="CANCELLED",
     ),
     Case(
         "the batch step was signalled after a preemption, and Slurm has not answered since",
         Cause.PREEMPTED,
         Confidence.GUESS,
-        {**BOTH, "job": IN_GRACE, "signalled_since": True, "stopped_at": 70},
+        {**BOTH, "job_at_notice": IN_GRACE, "signalled_since": True, "stopped_at": 70},
         says="not known yet",
     ),
     Case(
         "the same where slurmstepd says that the preemption has ended the job",
         Cause.PREEMPTED,
         Confidence.CERTAIN,
-        {**BOTH, "job": IN_GRACE, "signalled_since": True, "batch_text": ENDED_BY_PREEMPTION},
+        {
+            **BOTH,
+            "job_at_notice": IN_GRACE,
+            "signalled_since": True,
+            "batch_text": ENDED_BY_PREEMPTION,
+        },
     ),
     Case(
         "the time limit came before the grace time was over, and accounting does not answer",
@@ -241,7 +256,7 @@ CASES = [
         Confidence.CERTAIN,
         {
             **BOTH,
-            "job": replace(CANCELLED_IN_GRACE, start_time=NOW - LIMIT),
+            "job_at_notice": replace(CANCELLED_IN_GRACE, start_time=NOW - LIMIT),
             "grace": timedelta(seconds=30),
         },
     ),
@@ -251,9 +266,9 @@ CASES = [
         Confidence.LIKELY,
         {
             **BOTH,
-            "job_first": RUNNING,
-            "job": ENDING_NOW,
-            "job_now": ENDING_NOW,
+            "job_at_start": RUNNING,
+            "job_at_notice": ENDING_NOW,
+            "job_at_end": ENDING_NOW,
             "batch_text": ENDED_BY_PREEMPTION.replace("PREEMPTION", "TIME LIMIT"),
         },
         says="DUE TO TIME LIMIT",
@@ -276,8 +291,8 @@ CASES = [
         {
             **BOTH,
             "restart_count": 1,
-            "job_first": job(restarts=1, start_time=NOW - timedelta(seconds=30)),
-            "job": job(
+            "job_at_start": job(restarts=1, start_time=NOW - timedelta(seconds=30)),
+            "job_at_notice": job(
                 JobState.COMPLETING,
                 restarts=1,
                 start_time=NOW - timedelta(seconds=30),
@@ -301,7 +316,7 @@ CASES = [
         {
             **BOTH,
             "restart_count": 1,
-            "job_now": job(
+            "job_at_end": job(
                 JobState.COMPLETING,
                 restarts=1,
                 start_time=NOW - timedelta(seconds=30),
@@ -324,41 +339,41 @@ CASES = [
         Confidence.LIKELY,
         {
             **BOTH,
-            "job_first": RUNNING,
-            "job": job(JobState.COMPLETING, end_time=NOW + timedelta(seconds=20)),
+            "job_at_start": RUNNING,
+            "job_at_notice": job(JobState.COMPLETING, end_time=NOW + timedelta(seconds=20)),
         },
     ),
     Case(
         "preempted without grace where preemption cancels",
         Cause.PREEMPTED,
         Confidence.CERTAIN,
-        {**BOTH, "job": CANCELLED_IN_GRACE, "job_rows": (row(JobState.PREEMPTED),)},
+        {**BOTH, "job_at_notice": CANCELLED_IN_GRACE, "job_rows": (row(JobState.PREEMPTED),)},
     ),
     Case(
         "the batch step was signalled, ranks are gone, and Slurm does not answer",
         Cause.PREEMPTED,
         Confidence.GUESS,
-        {**BOTH, "job_first": RUNNING, "lost": (LostRank(1, "n1"),), "launcher_text": STEP_TEXT},
+        {**BOTH, "job_at_start": RUNNING, "lost": (LostRank(1, "n1"),), "launcher_text": STEP_TEXT},
         says="not known yet",
     ),
     Case(
         "the step was cancelled, by its words, and Slurm has said nothing since",
         Cause.PREEMPTED,
         Confidence.GUESS,
-        {**TERM, "job_first": RUNNING, "launcher_text": STEP_TEXT, "stopped_at": 70},
+        {**TERM, "job_at_start": RUNNING, "launcher_text": STEP_TEXT, "stopped_at": 70},
         says="not known yet",
     ),
     Case(
         "requeued, pending already",
         Cause.ADMIN_REQUEUE,
         Confidence.GUESS,
-        {**BOTH, "job": job(JobState.PENDING, end_time=None, start_time=None)},
+        {**BOTH, "job_at_notice": job(JobState.PENDING, end_time=None, start_time=None)},
     ),
     Case(
         "the time limit, by our own clock",
         Cause.TIME_LIMIT,
         Confidence.CERTAIN,
-        {"due_time_limit": True, "lead": timedelta(minutes=2), "job": RUNNING},
+        {"due_time_limit": True, "lead": timedelta(minutes=2), "job_at_notice": RUNNING},
         says="lead 120 s",
     ),
     Case(
@@ -367,7 +382,7 @@ CASES = [
         Confidence.LIKELY,
         {
             "rank_signals": ("SIGUSR1",),
-            "job": job(
+            "job_at_notice": job(
                 start_time=NOW - LIMIT + timedelta(seconds=60),
                 end_time=NOW + timedelta(seconds=60),
             ),
@@ -380,8 +395,8 @@ CASES = [
         Confidence.LIKELY,
         {
             **BOTH,
-            "job_first": RUNNING,
-            "job": job(
+            "job_at_start": RUNNING,
+            "job_at_notice": job(
                 JobState.COMPLETING,
                 start_time=NOW - LIMIT - timedelta(seconds=25),
                 end_time=NOW,
@@ -392,7 +407,12 @@ CASES = [
         "the STOP file, whatever else is seen",
         Cause.STOP_REQUESTED,
         Confidence.CERTAIN,
-        {"stop_file": True, **TERM, "job": IN_GRACE, "failures": (failed(Cause.APP_ERROR),)},
+        {
+            "stop_file": True,
+            **TERM,
+            "job_at_notice": IN_GRACE,
+            "failures": (failed(Cause.APP_ERROR),),
+        },
     ),
     Case(
         "its starter was told to stop, and the ranks were signalled as well",
@@ -412,7 +432,13 @@ CASES = [
         "a signal by hand: nothing in Slurm's records explains it",
         Cause.PREEMPTED,
         Confidence.GUESS,
-        {**TERM, "job_first": RUNNING, "job": RUNNING, "job_now": RUNNING, "stopped_at": 70},
+        {
+            **TERM,
+            "job_at_start": RUNNING,
+            "job_at_notice": RUNNING,
+            "job_at_end": RUNNING,
+            "stopped_at": 70,
+        },
         says="SIGTERM, unexplained",
     ),
     Case(
@@ -489,7 +515,7 @@ CASES = [
         "a rank was killed for memory, and srun's SIGTERM for the others came first",
         Cause.HOST_OOM,
         Confidence.LIKELY,
-        {**TERM, "job": RUNNING, "exit_status": 143, "launcher_text": OOM},
+        {**TERM, "job_at_notice": RUNNING, "exit_status": 143, "launcher_text": OOM},
         hosts=("n1",),
         rank=0,
     ),
@@ -506,8 +532,8 @@ CASES = [
         Confidence.LIKELY,
         {
             **BOTH,
-            "job_first": RUNNING,
-            "job": job(JobState.COMPLETING, end_time=NOW, restarts=1),
+            "job_at_start": RUNNING,
+            "job_at_notice": job(JobState.COMPLETING, end_time=NOW, restarts=1),
             "launcher_text": KILLED_NODE,
         },
         hosts=("n2",),
@@ -518,8 +544,8 @@ CASES = [
         Confidence.CERTAIN,
         {
             **BOTH,
-            "job_first": RUNNING,
-            "job": job(JobState.COMPLETING, end_time=NOW, restarts=1, failed_node="n7"),
+            "job_at_start": RUNNING,
+            "job_at_notice": job(JobState.COMPLETING, end_time=NOW, restarts=1, failed_node="n7"),
             "lost": (LostRank(4, "n4"), LostRank(7, "n7")),
         },
         hosts=("n7",),
@@ -537,8 +563,8 @@ CASES = [
         Cause.CRASH,
         Confidence.LIKELY,
         {
-            "job_first": job(failed_node="n7"),
-            "job_now": job(failed_node="n7"),
+            "job_at_start": job(failed_node="n7"),
+            "job_at_end": job(failed_node="n7"),
             "lost": (LostRank(0, "n1"),),
         },
         hosts=("n1",),
@@ -638,8 +664,8 @@ CASES = [
         Confidence.LIKELY,
         {
             **TERM,
-            "job": RUNNING,
-            "job_now": RUNNING,
+            "job_at_notice": RUNNING,
+            "job_at_end": RUNNING,
             "exit_status": 137,
             "launcher_text": ENDED_BY_SRUN,
             "batch_text": ENDED_BY_SRUN.replace("42.1", "42.0"),
@@ -654,8 +680,8 @@ CASES = [
         Confidence.LIKELY,
         {
             **TERM,
-            "job": RUNNING,
-            "job_now": RUNNING,
+            "job_at_notice": RUNNING,
+            "job_at_end": RUNNING,
             "exit_status": 143,
             "batch_text": ENDED_BY_SRUN.replace("42.1", "42.0") + STEP_CANCELLED,
         },
@@ -665,7 +691,7 @@ CASES = [
         "preempted, and a task that died of it had srun end the others",
         Cause.PREEMPTED,
         Confidence.CERTAIN,
-        {**TERM, "job": IN_GRACE, "job_now": IN_GRACE, "launcher_text": ENDED_BY_SRUN},
+        {**TERM, "job_at_notice": IN_GRACE, "job_at_end": IN_GRACE, "launcher_text": ENDED_BY_SRUN},
     ),
     Case(
         "all ranks left and nobody said why",
@@ -745,9 +771,9 @@ def test_every_picture_has_a_cause_and_a_cancelled_job_is_never_brought_back(
 ) -> None:
     facts = LaunchFacts(
         now=NOW,
-        job_first=first,
-        job=then,
-        job_now=now,
+        job_at_start=first,
+        job_at_notice=then,
+        job_at_end=now,
         rank_signals=signals,
         due_time_limit=due,
         failures=failures,
@@ -777,8 +803,8 @@ def test_no_node_is_to_blame_where_srun_was_killed(failures: tuple[RankFailure, 
     facts = LaunchFacts(
         now=NOW,
         step=20,
-        job_first=RUNNING,
-        job_now=RUNNING,
+        job_at_start=RUNNING,
+        job_at_end=RUNNING,
         lost=(LostRank(1, "n1"), LostRank(0, "n0")),
         failures=failures,
         exit_status=-9,

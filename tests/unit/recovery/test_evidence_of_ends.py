@@ -73,7 +73,7 @@ def test_a_preemption_without_grace_is_told_from_a_persons_requeue(
         rank_signals=("SIGTERM",),
         batch_signals=("SIGTERM",),
         restart_count=1,
-        job=job(restarts=2, end_time=NOW),
+        job_at_notice=job(restarts=2, end_time=NOW),
         launcher_text=f"slurmstepd-n1: error: *** STEP 7.0 ON n1 {AT}{reason} ***\n",
     )
     assert (incident.cause, incident.confidence) == (cause, Confidence.CERTAIN)
@@ -84,7 +84,7 @@ def test_records_go_before_what_was_printed() -> None:
     incident = judged(
         rank_signals=("SIGTERM",),
         batch_text=f"slurmstepd: error: *** JOB 7 ON n1 {AT} ***",
-        job=replace(RUNNING, preempt_time=NOW),
+        job_at_notice=replace(RUNNING, preempt_time=NOW),
     )
     assert (incident.cause, incident.confidence) == (Cause.PREEMPTED, Confidence.CERTAIN)
 
@@ -104,12 +104,18 @@ def test_a_signal_that_came_before_anybody_could_note_it() -> None:
     """Ranks that are starting up die of it; the record at the end says what it was."""
     text = STEP + killed(1, "Terminated") + TERMINATING + killed(0, "Terminated")
     preempted = job(preempt_time=NOW, end_time=NOW + timedelta(seconds=10))
-    incident = judged(exit_status=143, launcher_text=text, job_first=RUNNING, job_now=preempted)
+    incident = judged(
+        exit_status=143, launcher_text=text, job_at_start=RUNNING, job_at_end=preempted
+    )
     assert (incident.cause, incident.confidence) == (Cause.PREEMPTED, Confidence.CERTAIN)
     requeued = job(JobState.COMPLETING, restarts=1)
-    incident = judged(exit_status=143, launcher_text=text, job_first=RUNNING, job_now=requeued)
+    incident = judged(
+        exit_status=143, launcher_text=text, job_at_start=RUNNING, job_at_end=requeued
+    )
     assert incident.cause is Cause.ADMIN_REQUEUE
-    undisturbed = judged(exit_status=143, launcher_text=text, job_first=RUNNING, job_now=RUNNING)
+    undisturbed = judged(
+        exit_status=143, launcher_text=text, job_at_start=RUNNING, job_at_end=RUNNING
+    )
     assert undisturbed.cause is Cause.CRASH
 
 
@@ -123,25 +129,27 @@ def test_scancel_right_before_the_limit_or_inside_the_grace_time(due: bool) -> N
         "due_time_limit": due,
         "lead": timedelta(seconds=60),
         "rank_signals": ("SIGTERM",),
-        "job": noticed,
+        "job_at_notice": noticed,
         "stopped_at": 70,
     }
-    cancelled = judged(**facts, batch_signals=("SIGTERM",), job_now=now)
+    cancelled = judged(**facts, batch_signals=("SIGTERM",), job_at_end=now)
     assert cancelled.cause is Cause.USER_CANCELLED
-    going_on = judged(**facts, job_now=noticed)
+    going_on = judged(**facts, job_at_end=noticed)
     assert going_on.cause is (Cause.TIME_LIMIT if due else Cause.PREEMPTED)
 
 
 def test_a_job_that_was_requeued_and_then_cancelled_is_cancelled() -> None:
     last = job(JobState.CANCELLED, restarts=1)
-    incident = judged(rank_signals=("SIGTERM",), job_first=RUNNING, job=last, job_now=last)
+    incident = judged(
+        rank_signals=("SIGTERM",), job_at_start=RUNNING, job_at_notice=last, job_at_end=last
+    )
     assert (incident.cause, incident.confidence) == (Cause.USER_CANCELLED, Confidence.CERTAIN)
 
 
 def test_the_end_of_another_job_in_the_same_output_is_not_this_ones() -> None:
     incident = judged(
         rank_signals=("SIGTERM",),
-        job_now=job(),
+        job_at_end=job(),
         batch_text=f"slurmstepd-n1: error: *** JOB 6 ON n1 {AT} DUE TO JOB REQUEUE ***\n",
     )
     assert (incident.cause, incident.confidence) == (Cause.PREEMPTED, Confidence.GUESS)
@@ -180,7 +188,7 @@ def test_ranks_that_write_about_nodes_have_lost_none() -> None:
 
 def test_scancel_of_the_step_is_told_by_the_order_of_sruns_words() -> None:
     text = ABORTED + STEP + killed(0) + TERMINATING + killed(1)
-    incident = judged(lost=ALL_LOST, job_now=RUNNING, exit_status=137, launcher_text=text)
+    incident = judged(lost=ALL_LOST, job_at_end=RUNNING, exit_status=137, launcher_text=text)
     assert (incident.cause, incident.confidence) == (Cause.USER_CANCELLED, Confidence.LIKELY)
     assert "STEP 7.0" in told(incident)
 
@@ -307,7 +315,7 @@ def test_a_node_that_slurm_has_given_up_explains_its_lost_ranks() -> None:
     down = NodeRecord(name="n2", state=("DOWN", "NOT_RESPONDING"), reason="Not responding")
     lost = (LostRank(1, "n2"),)
     nodes = (NodeRecord(name="n1", state=("ALLOCATED",)), down)
-    incident = judged(lost=lost, exit_status=1, job_now=RUNNING, nodes=nodes)
+    incident = judged(lost=lost, exit_status=1, job_at_end=RUNNING, nodes=nodes)
     assert (incident.cause, incident.hosts, incident.rank) == (Cause.NODE_FAIL, ("n2",), 1)
     assert "NOT_RESPONDING" in told(incident)
 
@@ -337,12 +345,12 @@ def test_whom_the_probe_named_is_the_one_whatever_the_others_say_then() -> None:
     assert "followers: rank 0" in told(incident)
 
 
-@pytest.mark.parametrize("everybody", [True, False])
+@pytest.mark.parametrize("all_ranks", [True, False])
 def test_who_only_noticed_an_error_of_nccl_is_never_certain_to_be_to_blame(
-    everybody: bool,
+    all_ranks: bool,
 ) -> None:
     """Certain counts as enough against a node."""
-    incident = judged(failures=(failed(Cause.NCCL_ERROR, rank=0, everybody=everybody),))
+    incident = judged(failures=(failed(Cause.NCCL_ERROR, rank=0, all_ranks=all_ranks),))
     assert incident.cause is Cause.NCCL_ERROR
     assert incident.confidence is not Confidence.CERTAIN or not incident.hosts
 
@@ -370,7 +378,7 @@ def test_the_lost_node_is_named_whoever_speaks_first(first: bool) -> None:
         f"slurmstepd-n1: error: *** STEP 7.0 ON n1 {AT} DUE TO NODE FAILURE, SEE LOG ***\n",
     ]
     text = "".join(lines if first else reversed(lines))
-    incident = judged(rank_signals=("SIGTERM",), job=job(restarts=1), launcher_text=text)
+    incident = judged(rank_signals=("SIGTERM",), job_at_notice=job(restarts=1), launcher_text=text)
     assert (incident.cause, incident.hosts) == (Cause.NODE_FAIL, ("n2",))
 
 
@@ -383,7 +391,7 @@ def test_ranks_that_only_lost_a_peer_are_told_apart() -> None:
         failed(Cause.APP_ERROR, 2),
         failed(Cause.NCCL_ERROR, 3),
     )
-    incident = judged(failures=failures, job=job())
+    incident = judged(failures=failures, job_at_notice=job())
     assert (incident.cause, incident.rank) == (Cause.APP_ERROR, 2)
     assert incident.evidence[-1].source == "followers"
     assert "ranks 0, 3" in incident.evidence[-1].text
@@ -444,12 +452,14 @@ def test_the_limit_of_a_job_that_was_suspended_is_later() -> None:
     assert SUSPENDED.limit_ends == SUSPENDED.end_time
     ending = replace(SUSPENDED, state=JobState.COMPLETING, end_time=NOW)
     signals = {"rank_signals": ("SIGTERM",), "batch_signals": ("SIGTERM",)}
-    cancelled = judged(**signals, job_first=SUSPENDED, job=ending)
+    cancelled = judged(**signals, job_at_start=SUSPENDED, job_at_notice=ending)
     assert cancelled.cause is Cause.USER_CANCELLED
     assert is_cancelled(ending)
     late = NOW + timedelta(minutes=30, seconds=20)
     over = replace(ending, end_time=late)
-    timed_out = classify(LaunchFacts(now=late, **signals, job_first=SUSPENDED, job=over), "3.2")
+    timed_out = classify(
+        LaunchFacts(now=late, **signals, job_at_start=SUSPENDED, job_at_notice=over), "3.2"
+    )
     assert timed_out.cause is Cause.TIME_LIMIT
     assert not is_cancelled(over)
 
@@ -460,13 +470,15 @@ def test_slurms_times_are_compared_with_slurms_clock(ahead: timedelta) -> None:
     running = job(
         start_time=began, time_limit=timedelta(hours=4), end_time=began + timedelta(hours=4)
     )
-    clocks = {"clock_ahead": ahead, "rank_signals": ("SIGTERM",), "job_first": running}
-    step = LaunchFacts(now=NOW + ahead, launcher_text=STEP + ABORTED, job=running, **clocks)
+    clocks = {"clock_ahead": ahead, "rank_signals": ("SIGTERM",), "job_at_start": running}
+    step = LaunchFacts(
+        now=NOW + ahead, launcher_text=STEP + ABORTED, job_at_notice=running, **clocks
+    )
     assert classify(step, "3.2").cause is Cause.USER_CANCELLED
     end = running.end_time
     assert end is not None
     ending = replace(running, state=JobState.COMPLETING)
-    over = LaunchFacts(now=end + ahead, job=ending, **clocks)
+    over = LaunchFacts(now=end + ahead, job_at_notice=ending, **clocks)
     assert classify(over, "3.2").cause is Cause.TIME_LIMIT
 
 
@@ -497,8 +509,8 @@ def test_the_end_of_a_grace_time_is_no_cancellation(
         rank_signals=("SIGTERM",),
         batch_signals=("SIGTERM",),
         terminated_after=after,
-        job=notice,
-        job_now=ending,
+        job_at_notice=notice,
+        job_at_end=ending,
     )
     assert incident.cause is cause
 
@@ -515,8 +527,8 @@ def test_accounting_tells_a_scancel_from_a_node_that_srun_could_not_reach(
         rank_signals=signals,
         batch_signals=signals,
         launcher_text=text,
-        job_first=RUNNING,
-        job=job(JobState.COMPLETING, end_time=NOW) if signals else RUNNING,
+        job_at_start=RUNNING,
+        job_at_notice=job(JobState.COMPLETING, end_time=NOW) if signals else RUNNING,
     )
     assert classify(facts, "3.2").cause is Cause.NODE_FAIL
-    assert needs_accounting(replace(facts, job_now=facts.job)) is needed
+    assert needs_accounting(replace(facts, job_at_end=facts.job_at_notice)) is needed

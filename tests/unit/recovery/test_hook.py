@@ -13,7 +13,7 @@ from slurm_forge.journal import events as ev
 from slurm_forge.recovery.policy.decide import asks_hook_first, decide
 from slurm_forge.recovery.policy.instability_hook import (
     HOOK_TIMES,
-    answered,
+    apply_answer,
 )
 from slurm_forge.recovery.policy.rungs import LR_FLOOR
 from slurm_forge.spec.recovery import Recovery, default_recovery
@@ -51,7 +51,7 @@ def test_at_its_place_in_the_ladder_it_is_asked_as_often_as_the_rung_says() -> N
         life.tell(ev.IncidentSeen(incident=seen))
         decision = decide(life.policy, life.state, seen, hook=True)
         if decision.action is Action.HOOK:
-            said = answered(life.state, seen, answer(Action.SKIP), rung=decision.rung)
+            said = apply_answer(life.state, seen, answer(Action.SKIP), rung=decision.rung)
             assert said is not None
             decision = said
         life.tell(ev.DecisionTaken(decision=decision))
@@ -80,20 +80,20 @@ def test_a_hook_that_always_goes_on_is_not_heard_for_ever() -> None:
     for number in range(3 * HOOK_TIMES):
         seen = incident(NAN, number)
         life.tell(ev.IncidentSeen(incident=seen))
-        said = answered(life.state, seen, answer(Action.WARN))
+        said = apply_answer(life.state, seen, answer(Action.WARN))
         heard += said is not None
         life.tell(ev.DecisionTaken(decision=said or decide(life.policy, life.state, seen)))
     assert heard == HOOK_TIMES
     assert life.state.status.value == "held"
     # Only an end is always heard.
-    assert answered(life.state, incident(NAN, 99), answer(Action.HOLD)) is not None
+    assert apply_answer(life.state, incident(NAN, 99), answer(Action.HOLD)) is not None
     life.commit(200, good=True)
-    assert answered(life.state, incident(NAN, 100), answer(Action.WARN)) is not None
+    assert apply_answer(life.state, incident(NAN, 100), answer(Action.WARN)) is not None
 
 
 def test_the_decision_is_about_the_incident_whatever_the_hook_wrote() -> None:
     life = Life()
-    said = answered(life.state, incident(NAN, 7), answer(Action.WARN))
+    said = apply_answer(life.state, incident(NAN, 7), answer(Action.WARN))
     assert said is not None
     assert (said.incident_id, said.cause) == ("1.7", NAN)
     assert said.reason == "non_finite: on_instability: I know it"
@@ -106,7 +106,7 @@ def test_it_goes_back_to_what_it_names_if_that_may_be_used() -> None:
     seen = incident(NAN, step=100, onset=98)
     for named, expected in [(old, old), (bad, new), (None, new), ("nonsense", new)]:
         asked = answer(Action.ROLLBACK, target=None if named is None else str(named))
-        said = answered(life.state, seen, asked)
+        said = apply_answer(life.state, seen, asked)
         assert said is not None
         assert said.target == str(expected)
 
@@ -114,15 +114,15 @@ def test_it_goes_back_to_what_it_names_if_that_may_be_used() -> None:
 def test_a_rollback_that_is_impossible_is_left_to_the_ladder() -> None:
     life = Life()
     life.prune([str(life.commit(60))])
-    assert answered(life.state, incident(NAN), answer(Action.ROLLBACK)) is None
-    assert answered(life.state, incident(NAN), answer(Action.HOOK)) is None
+    assert apply_answer(life.state, incident(NAN), answer(Action.ROLLBACK)) is None
+    assert apply_answer(life.state, incident(NAN), answer(Action.HOOK)) is None
 
 
 def test_what_it_changes_is_told_with_old_and_new_value() -> None:
     life = Life()
     life.commit(60, good=True)
     plan = RecoveryPlan(lr_factor=0.5, lr_ramp_steps=10, micro_batch=4)
-    said = answered(life.state, incident(NAN), answer(Action.ROLLBACK, plan))
+    said = apply_answer(life.state, incident(NAN), answer(Action.ROLLBACK, plan))
     assert said is not None
     assert [(c.parameter, c.old, c.new) for c in said.changes] == [
         ("lr_scale", "1", "0.5"),
@@ -133,7 +133,9 @@ def test_what_it_changes_is_told_with_old_and_new_value() -> None:
 
 def test_a_coupled_batch_stays_whatever_the_hook_wants() -> None:
     plan = RecoveryPlan(micro_batch=4, nodes=2)
-    said = answered(Life().state, incident(NAN), answer(Action.RELAUNCH, plan), batch_coupled=True)
+    said = apply_answer(
+        Life().state, incident(NAN), answer(Action.RELAUNCH, plan), batch_coupled=True
+    )
     assert said is not None
     assert (said.plan.micro_batch, said.plan.nodes) == (None, None)
 
@@ -141,14 +143,14 @@ def test_a_coupled_batch_stays_whatever_the_hook_wants() -> None:
 def test_windows_that_are_left_out_stay_left_out() -> None:
     state = replace(Life().state, plan=RecoveryPlan(skipped=(window(0, 64),)))
     plan = RecoveryPlan(skipped=(window(96, 128), window(64, 80)))
-    said = answered(state, incident(NAN), answer(Action.RELAUNCH, plan))
+    said = apply_answer(state, incident(NAN), answer(Action.RELAUNCH, plan))
     assert said is not None
     assert said.plan.skipped == (window(0, 80), window(96, 128))
 
 
 @pytest.mark.parametrize("action", [Action.HOLD, Action.RAISE, Action.STOP])
 def test_an_end_changes_nothing_else(action: Action) -> None:
-    said = answered(Life().state, incident(NAN), answer(action, RecoveryPlan(lr_factor=0.5)))
+    said = apply_answer(Life().state, incident(NAN), answer(action, RecoveryPlan(lr_factor=0.5)))
     assert said is not None
     assert (said.action, said.plan, said.changes) == (action, RecoveryPlan(), ())
 
@@ -180,7 +182,7 @@ def test_no_plan_of_a_hook_leaves_the_bounds(
         time_factor=time,
         nodes=nodes,
     )
-    said = answered(Life().state, incident(NAN), answer(Action.RELAUNCH, plan))
+    said = apply_answer(Life().state, incident(NAN), answer(Action.RELAUNCH, plan))
     assert said is not None
     bounded = said.plan
     assert LR_FLOOR <= bounded.lr_factor <= 1.0

@@ -36,7 +36,12 @@ RULES = ProbeRules(silence=timedelta(seconds=5), deadline=timedelta(seconds=30))
 def ranks(count: int = 4, per_host: int = 1) -> list[RankSeen]:
     return [
         RankSeen(
-            rank=rank, host=f"n{rank // per_host}", silent=0.5, witness=0.5, state="S", limit=30.0
+            rank=rank,
+            host=f"n{rank // per_host}",
+            silent_s=0.5,
+            monitor_silent_s=0.5,
+            state="S",
+            limit=30.0,
         )
         for rank in range(count)
     ]
@@ -51,30 +56,30 @@ def but(seen: list[RankSeen], *which: int, **changes: object) -> list[RankSeen]:
 
 @pytest.mark.parametrize("state", ["T", "Z", "X"])
 def test_a_stopped_process_is_named_once_it_was_silent_for_long_enough(state: str) -> None:
-    almost = but(ranks(), 2, silent=4.9, state=state)
+    almost = but(ranks(), 2, silent_s=4.9, state=state)
     assert isinstance(weigh_silence(almost, RULES), Nothing)
-    found = weigh_silence(but(ranks(), 2, silent=5.1, state=state), RULES)
+    found = weigh_silence(but(ranks(), 2, silent_s=5.1, state=state), RULES)
     assert isinstance(found, ProbeFailure)
     assert (found.ranks, found.hosts, found.cause) == ((2,), ("n2",), Cause.HANG)
     assert found.confidence is Confidence.LIKELY
 
 
 def test_a_process_in_the_kernel_has_the_deadline() -> None:
-    assert isinstance(weigh_silence(but(ranks(), 2, silent=29.0, state="D"), RULES), Nothing)
-    found = weigh_silence(but(ranks(), 2, silent=30.0, state="D"), RULES)
+    assert isinstance(weigh_silence(but(ranks(), 2, silent_s=29.0, state="D"), RULES), Nothing)
+    found = weigh_silence(but(ranks(), 2, silent_s=30.0, state="D"), RULES)
     assert isinstance(found, ProbeFailure)
     assert found.ranks == (2,)
 
 
 @pytest.mark.parametrize("state", ["R", "S"])
 def test_a_process_that_holds_the_interpreters_lock_is_left_to_the_watchdog(state: str) -> None:
-    seen = but(ranks(), 2, silent=3600.0, state=state)
+    seen = but(ranks(), 2, silent_s=3600.0, state=state)
     assert isinstance(weigh_silence(seen, RULES), Nothing)
 
 
 @pytest.mark.parametrize("world", [1, 4])
 def test_a_launch_all_of_whose_interpreters_are_held_is_not_suspended(world: int) -> None:
-    seen = [replace(each, silent=60.0, state="R") for each in ranks(world)]
+    seen = [replace(each, silent_s=60.0, state="R") for each in ranks(world)]
     assert isinstance(weigh_silence(seen, RULES), Nothing)
 
 
@@ -82,16 +87,22 @@ def test_a_suspension_that_goes_round_the_hosts_slowly_blames_nobody() -> None:
     """Two seconds from one to the next; their witnesses saw them stop."""
     for now in range(5, 60):
         seen = [
-            RankSeen(rank=n, host=f"n{n}", silent=max(0.3, now - 2.0 * n), witness=0.3, state="T")
+            RankSeen(
+                rank=n,
+                host=f"n{n}",
+                silent_s=max(0.3, now - 2.0 * n),
+                monitor_silent_s=0.3,
+                state="T",
+            )
             if now > 2 * n
-            else RankSeen(rank=n, host=f"n{n}", silent=0.3, witness=0.3, state="S")
+            else RankSeen(rank=n, host=f"n{n}", silent_s=0.3, monitor_silent_s=0.3, state="S")
             for n in range(4)
         ]
         assert isinstance(weigh_silence(seen, RULES), (Nothing, Suspended)), now
 
 
 def test_a_debugger_keeps_everybody_from_being_judged() -> None:
-    seen = but(but(ranks(), 2, silent=100.0, state="T"), 1, state="t", silent=100.0)
+    seen = but(but(ranks(), 2, silent_s=100.0, state="T"), 1, state="t", silent_s=100.0)
     assert isinstance(weigh_silence(seen, RULES), Nothing)
 
 
@@ -100,11 +111,11 @@ def test_a_host_that_says_nothing_at_all_is_named_after_the_network_was_asked(
     per_host: int,
 ) -> None:
     dark = (0,) if per_host == 1 else (0, 1)
-    quiet = but(ranks(8, per_host), *dark, silent=9.0, witness=9.0)
+    quiet = but(ranks(8, per_host), *dark, silent_s=9.0, monitor_silent_s=9.0)
     assert isinstance(weigh_silence(quiet, RULES), Nothing)
-    asked = weigh_silence(but(quiet, *dark, silent=10.0, witness=10.0), RULES)
+    asked = weigh_silence(but(quiet, *dark, silent_s=10.0, monitor_silent_s=10.0), RULES)
     assert asked == AskNetwork(Nothing()), "a kernel that answers is given time"
-    asked = weigh_silence(but(quiet, *dark, silent=30.0, witness=30.0), RULES)
+    asked = weigh_silence(but(quiet, *dark, silent_s=30.0, monitor_silent_s=30.0), RULES)
     assert isinstance(asked, AskNetwork)
     assert isinstance(asked.otherwise, ProbeFailure)
     assert (asked.otherwise.ranks, set(asked.otherwise.hosts)) == (dark, {"n0"})
@@ -112,7 +123,7 @@ def test_a_host_that_says_nothing_at_all_is_named_after_the_network_was_asked(
 
 
 def test_of_two_hosts_the_silent_one_is_a_guess() -> None:
-    asked = weigh_silence(but(ranks(2), 1, silent=31.0, witness=31.0), RULES)
+    asked = weigh_silence(but(ranks(2), 1, silent_s=31.0, monitor_silent_s=31.0), RULES)
     assert isinstance(asked, AskNetwork)
     assert isinstance(asked.otherwise, ProbeFailure)
     assert asked.otherwise.confidence is Confidence.GUESS
@@ -120,18 +131,18 @@ def test_of_two_hosts_the_silent_one_is_a_guess() -> None:
 
 def test_where_most_are_silent_the_network_says_who_and_else_nobody_is_named() -> None:
     """The host of whoever listens is cut off: all others seem to be gone."""
-    seen = but(ranks(), 1, 2, 3, silent=12.0, witness=12.0)
+    seen = but(ranks(), 1, 2, 3, silent_s=12.0, monitor_silent_s=12.0)
     assert weigh_silence(seen, RULES) == AskNetwork(Nothing())
-    late = weigh_silence(but(seen, 1, 2, 3, silent=31.0, witness=31.0), RULES)
+    late = weigh_silence(but(seen, 1, 2, 3, silent_s=31.0, monitor_silent_s=31.0), RULES)
     assert isinstance(late, AskNetwork)
     assert isinstance(late.otherwise, ProbeFailure)
     assert late.otherwise.ranks == ()
 
 
 def test_a_rank_without_a_witness_has_the_deadline() -> None:
-    soon = weigh_silence(but(ranks(), 3, silent=29.0, witness=None), RULES)
+    soon = weigh_silence(but(ranks(), 3, silent_s=29.0, monitor_silent_s=None), RULES)
     assert soon == AskNetwork(NOTHING), "only the network may name it"
-    found = weigh_silence(but(ranks(), 3, silent=31.0, witness=None), RULES)
+    found = weigh_silence(but(ranks(), 3, silent_s=31.0, monitor_silent_s=None), RULES)
     assert isinstance(found, AskNetwork)
     assert isinstance(found.otherwise, ProbeFailure)
     assert found.otherwise.ranks == (3,)
@@ -139,8 +150,8 @@ def test_a_rank_without_a_witness_has_the_deadline() -> None:
 
 def test_where_most_are_silent_those_without_a_witness_are_not_to_blame() -> None:
     """The supervisor's own host is cut off; one was silent a bit longer than the others."""
-    seen = but(ranks(6, 2), 2, silent=31.0, witness=None)
-    seen = but(seen, 3, 4, 5, silent=30.0, witness=9.0)
+    seen = but(ranks(6, 2), 2, silent_s=31.0, monitor_silent_s=None)
+    seen = but(seen, 3, 4, 5, silent_s=30.0, monitor_silent_s=9.0)
     found = weigh_silence(seen, RULES)
     assert isinstance(found, AskNetwork)
     assert isinstance(found.otherwise, ProbeFailure)
@@ -148,8 +159,8 @@ def test_where_most_are_silent_those_without_a_witness_are_not_to_blame() -> Non
 
 
 def test_ranks_whose_witness_sees_them_run_do_not_make_a_silent_host_less_to_blame() -> None:
-    seen = but(ranks(), 0, 1, silent=40.0)  # in C code, and their processes run
-    asked = weigh_silence(but(seen, 2, silent=31.0, witness=31.0), RULES)
+    seen = but(ranks(), 0, 1, silent_s=40.0)  # in C code, and their processes run
+    asked = weigh_silence(but(seen, 2, silent_s=31.0, monitor_silent_s=31.0), RULES)
     assert isinstance(asked, AskNetwork)
     assert isinstance(asked.otherwise, ProbeFailure)
     assert asked.otherwise.ranks == (2,)
@@ -161,8 +172,8 @@ views = st.lists(
         RankSeen,
         rank=st.just(0),
         host=st.sampled_from(["a", "b", "c"]),
-        silent=silences,
-        witness=st.none() | silences,
+        silent_s=silences,
+        monitor_silent_s=st.none() | silences,
         state=st.sampled_from([*list("RSDTtZ"), ""]),
     ),
     min_size=1,
@@ -175,16 +186,16 @@ def test_who_talks_is_never_named_for_silence_nor_all_at_once(seen: list[RankSee
     verdict = weigh_silence(seen, RULES)
     if not any(each.talks for each in seen):
         # A job is suspended with its witnesses, and what they see is stopped.
-        runs = any(each.watched and each.state not in ("T", "Z") for each in seen)
+        runs = any(each.has_monitor and each.state not in ("T", "Z") for each in seen)
         assert isinstance(verdict, Nothing if runs else Suspended)
         return
     found = verdict.otherwise if isinstance(verdict, AskNetwork) else verdict
     if isinstance(found, ProbeFailure):
         named = [each for each in seen if each.rank in found.ranks]
-        assert all(each.silent >= 5.0 for each in named)
+        assert all(each.silent_s >= 5.0 for each in named)
         assert len(named) < len(seen)
         assert found.hosts == tuple(each.host for each in named)
-        assert not any(each.watched and each.state in ("R", "S", "t") for each in named)
+        assert not any(each.has_monitor and each.state in ("R", "S", "t") for each in named)
 
 
 @given(
@@ -201,7 +212,7 @@ def test_ranks_of_a_suspended_job_that_fall_silent_together_are_not_blamed(
     now = 1.0
     while now < after + 1.0:
         seen = [
-            RankSeen(rank=rank, host="n0", silent=now - at, witness=0.3, state="T")
+            RankSeen(rank=rank, host="n0", silent_s=now - at, monitor_silent_s=0.3, state="T")
             for rank, at in enumerate(offsets)
         ]
         assert not isinstance(weigh_silence(seen, rules), (ProbeFailure, AskNetwork))

@@ -44,10 +44,10 @@ def seen(**changes: Any) -> LaunchFacts:
         "lost": N4,
         "exit_status": KILLED,
         "launcher_text": OTHERS_END,
-        "seats": SEATS,
+        "placement": SEATS,
         "outlives_nodes": True,
-        "job_first": job(nodelist="n[1-4]"),
-        "job_now": job(nodelist="n[1-4]"),
+        "job_at_start": job(nodelist="n[1-4]"),
+        "job_at_end": job(nodelist="n[1-4]"),
     }
     return LaunchFacts(**{**given, **changes})
 
@@ -78,7 +78,7 @@ def test_a_node_is_not_given_up_where(what: str, changes: dict[str, Any]) -> Non
 def test_a_node_that_lost_power_closes_no_connection() -> None:
     """The others fail in a collective; of it nothing is heard, and srun waits for its tasks."""
     peers = (failed(Cause.NCCL_ERROR, 0), failed(Cause.NCCL_ERROR, 4))
-    incident = classify(seen(lost=(), mute=N4, failures=peers), "1.1")
+    incident = classify(seen(lost=(), unresponsive=N4, failures=peers), "1.1")
     assert (incident.cause, incident.hosts) == (Cause.NODE_FAIL, ("n4",))
     # One that is heard of is only waited for.
     assert classify(seen(lost=(), failures=peers), "1.1").cause is Cause.NCCL_ERROR
@@ -93,7 +93,7 @@ def test_a_batch_node_that_is_cut_off_is_named_and_not_all_those_it_does_not_hea
     )  # fmt: skip
     mute = (*N4, LostRank(4, "n3"), LostRank(5, "n3"))
     text = "srun: error: n1: tasks 0-1: Exited with exit code 1\n"
-    facts = seen(lost=(), mute=mute, launcher_text=text)
+    facts = seen(lost=(), unresponsive=mute, launcher_text=text)
     assert classify(facts, "1.1").hosts == ("n4", "n3")
     incident = classify(replace(facts, stalled=stalled), "1.1")
     assert (incident.cause, incident.rank, set(incident.hosts)) == (Cause.NCCL_ERROR, 0, {"n1"})
@@ -113,15 +113,15 @@ def test_what_slurm_says_of_it_makes_it_sure() -> None:
 
 def test_a_job_that_goes_on_without_a_node_names_it_no_more() -> None:
     """As seen on 22.05.8: no FailedNode, the state stays RUNNING, the list shrinks."""
-    incident = classify(seen(job_now=job(nodelist="n[1-3]"), exit_status=1), "1.1")
+    incident = classify(seen(job_at_end=job(nodelist="n[1-3]"), exit_status=1), "1.1")
     assert (incident.cause, incident.hosts) == (Cause.NODE_FAIL, ("n4",))
     assert incident.confidence is Confidence.CERTAIN
     # Nor is that evidence against a launch that was not on it.
-    spare_gone = seen(job_now=job(nodelist="n[1,3-4]"), exit_status=1, lost=N4[:1])
+    spare_gone = seen(job_at_end=job(nodelist="n[1,3-4]"), exit_status=1, lost=N4[:1])
     assert classify(spare_gone, "1.1").cause is not Cause.NODE_FAIL
     # While a job is ending its list shrinks, too.
     ending = job(nodelist="n1", state=JobState.COMPLETING)
-    assert classify(seen(job_now=ending, exit_status=1), "1.1").cause is not Cause.NODE_FAIL
+    assert classify(seen(job_at_end=ending, exit_status=1), "1.1").cause is not Cause.NODE_FAIL
 
 
 def test_several_nodes_at_once_are_all_named() -> None:

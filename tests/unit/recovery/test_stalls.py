@@ -91,7 +91,7 @@ def test_a_rank_behind_while_others_go_on_stands_still() -> None:
 
 @pytest.mark.parametrize("world", [1, 2, 5])
 def test_all_stopped_or_silent_at_once_is_a_suspended_job(world: int) -> None:
-    views = [at(rank, 500, state="T", silent=rank % 2 == 1) for rank in range(world)]
+    views = [at(rank, 500, state="T", is_silent=rank % 2 == 1) for rank in range(world)]
     assert standstill(views, known()) is None
 
 
@@ -168,7 +168,7 @@ def test_a_frozen_process_is_late_whoever_is_behind() -> None:
 
 
 def test_a_silent_rank_is_late() -> None:
-    stall = judged([at(0, 40), at(1, 40, silent=True)], {0: look(WAITING)})
+    stall = judged([at(0, 40), at(1, 40, is_silent=True)], {0: look(WAITING)})
     assert isinstance(stall, Stall) and stall.late_ranks == (1,)
 
 
@@ -196,7 +196,7 @@ def test_the_data_loader_is_told() -> None:
 
 
 def test_a_held_interpreter_lock_is_told() -> None:
-    views = [at(0, 40), at(1, 40, mute=timedelta(seconds=39))]
+    views = [at(0, 40), at(1, 40, no_python_for=timedelta(seconds=39))]
     stall = judged(views, {0: look(WAITING), 1: look()})
     assert isinstance(stall, Stall)
     assert "no Python thread of it ran for 39 s" in stall.evidence[1].text

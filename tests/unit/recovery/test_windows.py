@@ -10,8 +10,8 @@ from slurm_forge.recovery.policy.skip_windows import (
     MOST_STEPS,
     left_out,
     merged,
-    shown,
     total,
+    windows_text,
 )
 from slurm_forge.vocabulary.cause import Cause
 from slurm_forge.vocabulary.decision import Incident
@@ -97,8 +97,8 @@ def test_steps_that_jumped_over_a_window_do_not_count_it_as_theirs() -> None:
 
 
 def test_how_it_is_told() -> None:
-    assert shown(()) == "-"
-    assert shown((window(948224, 948736), window(5000000, 5000032))) == (
+    assert windows_text(()) == "-"
+    assert windows_text((window(948224, 948736), window(5000000, 5000032))) == (
         "948224-948735, 5000000-5000031"
     )
 

@@ -68,7 +68,7 @@ def test_an_nfs_that_caches_says_so() -> None:
     ],
 )
 def test_room(room: FreeSpace, checkpoint: int | None, mark: Mark) -> None:
-    found = only(StorageFacts(folder="/r", mount=LUSTRE, room=room, checkpoint=checkpoint))
+    found = only(StorageFacts(folder="/r", mount=LUSTRE, free_space=room, checkpoint=checkpoint))
     assert found[0] is mark, found
 
 
@@ -139,7 +139,7 @@ def test_advice_mixes_nothing_assumed_into_what_was_seen() -> None:
 
 
 def test_a_size_that_nobody_knows_is_not_told() -> None:
-    mark, text = only(StorageFacts(folder="/r", room=FreeSpace(1 << 20, None)))
+    mark, text = only(StorageFacts(folder="/r", free_space=FreeSpace(1 << 20, None)))
     assert mark is Mark.PROBLEM
     assert "1.0 MiB free" in text and "0 B" not in text
 

@@ -106,11 +106,11 @@ def test_a_loss_that_is_off_puts_the_promotion_off(book: Book) -> None:
 
 def test_a_witness_that_comes_before_the_commit_is_not_lost(book: Book) -> None:
     catalog = book.begin()
-    catalog.witnessed(5, 1.5, 8)
+    catalog.note_reference_loss(5, 1.5, 8)
     name = book.commit(catalog, 5)
-    assert catalog.witness_of(name, 8) == 1.5
-    assert catalog.witness_of(name, 4) is None, "another micro-batch holds other samples"
-    assert [each.witness for each in book.state.known] == [1.5]
+    assert catalog.reference_loss(name, 8) == 1.5
+    assert catalog.reference_loss(name, 4) is None, "another micro-batch holds other samples"
+    assert [each.reference_loss for each in book.state.known] == [1.5]
 
 
 def test_what_a_launch_wrote_on_a_doubted_checkpoint_is_doubted_with_it(book: Book) -> None:

@@ -29,14 +29,14 @@ from slurm_forge.training.preflight.gpu_facts import (
     parse_processes,
 )
 from slurm_forge.training.preflight.node_checks import (
-    Wanted,
+    NodeRequirements,
     meminfo,
     run_checks,
 )
 
 
-def wanted(folder: Path | None = None, **more: object) -> Wanted:
-    return replace(Wanted(thoroughness=Thoroughness.FULL, folder=folder), **more)  # type: ignore[arg-type]
+def wanted(folder: Path | None = None, **more: object) -> NodeRequirements:
+    return replace(NodeRequirements(thoroughness=Thoroughness.FULL, folder=folder), **more)  # type: ignore[arg-type]
 
 
 def found(checks: tuple[Check, ...]) -> dict[str, Check]:
@@ -188,7 +188,7 @@ def test_a_collective_that_hangs_fails_and_another_can_be_tried() -> None:
         trial = looker.trial(asked, ports.append)
         assert not trial.ok
         assert "no answer" in trial.text
-        looker._wanted = wanted()
+        looker._requirements = wanted()
         ports.clear()
         trial = looker.trial(replace(asked, within_s=60.0), ports.append)
         assert trial.ok, trial.text

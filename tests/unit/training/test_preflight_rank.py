@@ -26,7 +26,7 @@ from slurm_forge.training.preflight.group_test import (
     try_together,
 )
 from slurm_forge.training.preflight.main import Preflight
-from slurm_forge.training.preflight.node_checks import Wanted
+from slurm_forge.training.preflight.node_checks import NodeRequirements
 
 
 @dataclass
@@ -57,7 +57,7 @@ def part(rank: int, group: Sequence[int], channel: Channel) -> list[GroupTestReq
     mine = Preflight(
         channel,  # type: ignore[arg-type]
         place,
-        Wanted(thoroughness=Thoroughness.FULL),
+        NodeRequirements(thoroughness=Thoroughness.FULL),
         nonce="x",
         environ={},
         within=timedelta(seconds=60),
@@ -143,7 +143,7 @@ def test_ranks_wait_until_the_hub_has_named_who_does_not_come(within_s: float) -
     mine = Preflight(
         Channel(),  # type: ignore[arg-type]
         place,
-        Wanted(thoroughness=Thoroughness.FULL),
+        NodeRequirements(thoroughness=Thoroughness.FULL),
         nonce="x",
         environ={},
         within=timedelta(seconds=within_s),

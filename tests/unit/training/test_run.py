@@ -70,7 +70,7 @@ class Channel:
         self.phases.append(phase)
 
     def begin(self, step: int) -> None:
-        self.begun = step
+        self.last_save_step = step
 
     def send(self, message: Message) -> None:
         about_saves = isinstance(message, SaveCommitted | SaveFailed)

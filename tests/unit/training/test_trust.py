@@ -370,7 +370,7 @@ def test_a_save_that_cannot_be_through_in_time_is_not_begun(lab, monkeypatch):
     catalog = run._saver.catalog
     # As if the disk took many minutes for each of them.
     records = catalog._records
-    records.known = tuple(replace(each, seconds=6000.0) for each in records.known)
+    records.checkpoints = tuple(replace(each, seconds=6000.0) for each in records.checkpoints)
     channel.seconds_left = 40.0
     with pytest.raises(RunStopped):
         train(run, model, 9)

@@ -144,15 +144,15 @@ WITNESSED = """
     from datetime import timedelta
     from slurm_forge.control.addresses import parse_addresses
     from slurm_forge.run_directory import RunDirectory
-    from slurm_forge.training.monitor.client import begin_to_be_witnessed
+    from slurm_forge.training.monitor.client import prepare_monitor
     from slurm_forge.vocabulary.position import Position
-    witnessed = begin_to_be_witnessed()
-    witnessed.start(RunDirectory.at(sys.argv[1]), rank=0, world_size=1, host="here",
+    monitor_client = prepare_monitor()
+    monitor_client.start(RunDirectory.at(sys.argv[1]), rank=0, world_size=1, host="here",
                     channel=sys.argv[2], nonce="n", attempt=1, launch=1,
                     alone_after=timedelta(minutes=5) if sys.argv[3:] else None)
-    witnessed.progress.enter("train")
-    witnessed.progress.advance(Position(41))
-    print(witnessed._process.pid, flush=True)
+    monitor_client.progress.enter("train")
+    monitor_client.progress.advance(Position(41))
+    print(monitor_client._process.pid, flush=True)
     time.sleep(600)
 """
 

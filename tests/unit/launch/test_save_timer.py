@@ -5,7 +5,7 @@ from datetime import timedelta
 import pytest
 
 from slurm_forge.journal import KnownCheckpoint, RunState
-from slurm_forge.launch.conductor.save_schedule import SaveTimer
+from slurm_forge.launch.conductor.save_timer import SaveTimer
 from slurm_forge.launch.render.save_times import lead_time
 from slurm_forge.launch.render.schedule import Timing, timing
 from slurm_forge.spec import job_from_mapping
