@@ -33,9 +33,9 @@ from slurm_forge.vocabulary.cause import Cause
 _NOTHING = "nothing to do"
 _REFUSED = {
     StartRefusal.DONE: f"finished already: {_NOTHING}",
-    StartRefusal.STOP_FILE: "stopped: remove {stop} to let it go on",
-    StartRefusal.AT_REST: "at rest: slurm-forge explain {name} says why, "
-    "slurm-forge requeue {name} lets it go on",
+    StartRefusal.STOP_FILE: "stopped: to continue, remove {stop}",
+    StartRefusal.AT_REST: "at rest; why: slurm-forge explain {name}; to continue: slurm-forge "
+    "requeue {name}",
 }
 
 

@@ -220,7 +220,7 @@ class CommandLauncher:
             ended.update(leftovers)
             time.sleep(_TICK_S)
         if ended:
-            text = f"ended what an earlier start had left running: {len(ended)} processes"
+            text = f"ended processes that an earlier start had left running: {len(ended)} processes"
             with contextlib.suppress(OSError):
                 self._attempt.journal.write(Note(text=text))
 

@@ -286,7 +286,7 @@ def _complete(flight: Flight, ranks: Sequence[RankSeen]) -> Fine | ProbeFailure:
     ]
     few = [each for each in ranks if each.rank in culprits]
     if not _is_minority(few, ranks):
-        evidence.append(Evidence("probe", "too many to blame one: suspect what joins them"))
+        evidence.append(Evidence("probe", "too many to blame one: suspect what connects them"))
         few = []
     return ProbeFailure(
         cause=Cause.NCCL_ERROR,
@@ -354,7 +354,7 @@ def _overdue(
     left = [each for each in ranks if each.rank not in flight.latency]
     goes_on = min(each.step for each in ranks) >= flight.step + _GOES_ON
     if goes_on and not flight.gpu:
-        why = f"it did not end within {since:.0f} s, and training goes on"
+        why = f"it did not complete within {since:.0f} s, while training continues"
         return AskNetwork(Off(why, goes_on=True))
     patience = _PATIENCE * deadline
     if flight.gpu:
@@ -363,7 +363,10 @@ def _overdue(
         return AskNetwork(NOTHING)
     named = left if 2 * len(left) < len(ranks) and _is_minority(left, ranks) else []
     lines = [
-        Evidence("probe", f"all arrived, and after {since:.0f} s it was not over on {_named(left)}")
+        Evidence(
+            "probe",
+            f"all arrived, but after {since:.0f} s it had not completed on {_named(left)}",
+        )
     ]
     lines += [Evidence("heartbeat", _pulse(each)) for each in left[:SHOWN]]
     return AskNetwork(
@@ -386,7 +389,7 @@ def _silent_found(
 ) -> ProbeFailure:
     late = sorted(late, key=lambda each: each.rank)
     talking = sum(each.talks for each in ranks)
-    head = f"late: {_named(late)}; {talking} of {len(ranks)} ranks talk"
+    head = f"late: {_named(late)}; {talking} of {len(ranks)} ranks answer"
     lines = [Evidence("probe", head)]
     lines += [Evidence("heartbeat", _pulse(each)) for each in late[:SHOWN]]
     return ProbeFailure(
@@ -413,13 +416,13 @@ def _pulse(each: RankSeen) -> str:
     who = f"rank {each.rank} ({each.host})"
     if each.talks:
         where = f"{each.phase} at step {each.step} for {each.since:.0f} s"
-        return f"{who} lives: {where} (limit {each.limit:.0f} s)"
+        return f"{who} is alive: {where} (limit {each.limit:.0f} s)"
     head = f"{who} silent for {each.silent:.0f} s: "
     if each.watched:
         return head + FROZEN_WORDS.get(each.state, f"its process runs (state {each.state})")
     if each.witness is None:
         return head + "its process is frozen, or its node is gone"
-    return head + "so is its witness: its node is frozen, gone or can't be reached"
+    return head + "so is its monitor: its node is frozen, gone or can't be reached"
 
 
 def _named(ranks: Sequence[RankSeen]) -> str:
@@ -429,4 +432,4 @@ def _named(ranks: Sequence[RankSeen]) -> str:
 
 
 def _came(flight: Flight, ranks: Sequence[RankSeen]) -> str:
-    return f"{len(flight.arrived)} of {len(ranks)} came"
+    return f"{len(flight.arrived)} of {len(ranks)} arrived"
