@@ -108,7 +108,11 @@ class Setting:
                 "not a plain word is written in brackets and quotes: 'args[\"a.b\"]=1'.",
             )
         if len(path) > MAX_DEPTH:
-            raise ConfigError(f"a key of more than {MAX_DEPTH} parts", path=source)
+            raise ConfigError(
+                f"a key of more than {MAX_DEPTH} parts",
+                path=source,
+                next_step="Set the mapping around it as a whole: --set KEY='{a: 1}'.",
+            )
         try:
             return cls(path, load_value(rest[1:], path), source)
         except ConfigError as error:
@@ -265,7 +269,11 @@ def _with(document: Document, setting: Setting) -> Document:
     try:
         return with_value(document, setting.path, setting.value, setting.source, _defaults())
     except ValueError as error:
-        raise ConfigError(str(error), path=setting.source) from None
+        raise ConfigError(
+            str(error),
+            path=setting.source,
+            next_step="To see what can be set: slurm-forge config show JOB.yaml",
+        ) from None
 
 
 @cache

@@ -124,7 +124,7 @@ def conduct_in_job(
     except OSError as error:
         return storage_lost(error)
     if isinstance(begun, StartRefusal):
-        print_line(refusal_text(run, begun))
+        print_line(refusal_text(run, begun, command=command))
         settle_waiting_tasks(run, begun, job, slurm)
         return AttemptEnd(outcome=_NOTHING)
     note_unrecognized(begun, environment.unrecognized)
@@ -162,9 +162,11 @@ def conduct_in_job(
         watch.close()
 
 
-def refusal_text(run: RunDirectory, why: StartRefusal) -> str:
-    """Why nothing is started, in words."""
-    return f"{run.name}: {_REFUSED[why].format(name=run.name, stop=run.stop_file)}"
+def refusal_text(run: RunDirectory, why: StartRefusal, *, command: bool = False) -> str:
+    """Why nothing is started, in words; ``command``: of ``slurm-forge exec``."""
+    text = f"{run.name}: {_REFUSED[why].format(name=run.name, stop=run.stop_file)}"
+    another = command and why is StartRefusal.DONE
+    return f"{text}.   another run: --name OTHER" if another else text
 
 
 def settle_waiting_tasks(run: RunDirectory, why: StartRefusal, job: str, slurm: Slurm) -> None:

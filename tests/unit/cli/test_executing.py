@@ -47,7 +47,7 @@ WRONG = [
     (r"--name x --step-pattern 'step \d+' -- true", r'--step-pattern: needs exactly one group, which is the step number: "step (\d+)" or "Iter: (\d+)/"' + "\n  See slurm-forge exec --help."),
     ("--name x --done-pattern 'a(' -- true", "--done-pattern: not a regular expression: missing ), unterminated subpattern at position 1\n  See slurm-forge exec --help."),
     ("--name x --done-exit-code 0 -- true", "--done-exit-code: an exit status that means something is 1 to 255, got 0\n  See slurm-forge exec --help."),
-    ("--name x --done-exit-code 3 --requeue-exit-code 3 -- true", "--requeue-exit-code: 3 says already that the program is through (--done-exit-code): choose another\n  See slurm-forge exec --help."),
+    ("--name x --done-exit-code 3 --requeue-exit-code 3 -- true", "--requeue-exit-code: 3 already means that the program is done (--done-exit-code): choose another\n  See slurm-forge exec --help."),
     ("--name x --progress-after 10 -- true", '--progress-after: "10" has no unit; write "10s" for seconds or "10m" for minutes\n  See slurm-forge exec --help.'),
     ("--job entry.yaml -- true", "entry.yaml:2: entry: slurm-forge exec starts a command\n  Submit this file with slurm-forge submit, or give one without entry: to slurm-forge exec."),
     ("--job wrong.yaml -- true", 'wrong.yaml:2: program.notfy: unknown key (did you mean "notify"?)'),
