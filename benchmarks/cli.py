@@ -47,7 +47,6 @@ class Command(str, Enum):
     STATUS_MANY = "slurm-forge status, many runs"
     STATUS_MANY_FIRST = "slurm-forge status, many runs, for the first time"
     WATCH_MANY = "slurm-forge watch --once, many runs"
-    WATCH_MANY_FIRST = "slurm-forge watch --once, many runs, for the first time"
     SUPERVISE = "python -c 'import slurm_forge.launch.supervisor.main'"
     FOLD_WEEK = "python -c 'read_journal, fold', a week long"
     CEILING = "python -c 'import torch'"
@@ -73,8 +72,8 @@ class Figures:
 
 
 #: Something new needs a person: the answer of a first look.
-_MAY_BE_ONE = (Command.WATCH_MANY, Command.WATCH_MANY_FIRST)
-_FIRST = (Command.STATUS_MANY_FIRST, Command.WATCH_MANY_FIRST)
+_MAY_BE_ONE = (Command.WATCH_MANY,)
+_FIRST = (Command.STATUS_MANY_FIRST,)
 
 
 def command_line(
@@ -87,7 +86,6 @@ def command_line(
         Command.STATUS_MANY: [*tool, *status],
         Command.STATUS_MANY_FIRST: [*tool, *status],
         Command.WATCH_MANY: [*tool, *watch],
-        Command.WATCH_MANY_FIRST: [*tool, *watch],
         Command.FLOOR: [*python, "pass"],
         Command.IMPORT: [*python, "import slurm_forge"],
         Command.HELP: [*tool, "--help"],

@@ -34,7 +34,7 @@ _LEAST_S, _MOST_S, _AFTER_COMMAND_S = 0.04, 0.5, 0.4
 _CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\x1b\][^\x07]*\x07|\r")
 _TIME = re.compile(r"(\s*\d\d:\d\d:\d\d)(  .*)?$")
 _MARKS = (
-    ("dim", re.compile(r"on purpose: ")),
+    ("dim", re.compile(r"injected faults: ")),
     ("bad", re.compile(r"preempt|SIGTERM|skipped|not finite|crash")),
     ("good", re.compile(r"\bfinished\b|\bsaved\b|nothing\.|nothing to do")),
 )

@@ -68,7 +68,7 @@ class Knobs:
     # fmt: off
     site: str | None = _knob(
         "SLURM_FORGE_SITE", str, None, for_users=True,
-        meaning="Name or file of the site, as `--site`; above `site:` of settings.")
+        meaning="Name or file of the site, as `--site`; overrides `site:` of settings.")
     runs: str | None = _knob(
         "SLURM_FORGE_RUNS", str, None, for_users=True,
         meaning="Folder of runs, as `--runs`; else `runs:` of settings, else `./runs`.")
@@ -85,7 +85,8 @@ class Knobs:
     channel: str | None = _knob(
         "SLURM_FORGE_CHANNEL", str, None, "The control channel: `host1,host2:port`.")
     nonce: str = _knob(
-        "SLURM_FORGE_NONCE", str, "", "What everybody on the control channel has to know.")
+        "SLURM_FORGE_NONCE", str, "", "Nonce that every process on the control channel has to "
+        "present.")
     attempt: int = _knob(
         "SLURM_FORGE_ATTEMPT", _number, 0, "The attempt that a process belongs to.")
     launch: int = _knob(
@@ -96,12 +97,14 @@ class Knobs:
     agents: str | None = _knob(
         "SLURM_FORGE_AGENTS", str, None, "The channel of the agents of a step: `host1,host2:port`.")
     agents_nonce: str = _knob(
-        "SLURM_FORGE_AGENTS_NONCE", str, "", "What everybody on the agents' channel has to know.")
+        "SLURM_FORGE_AGENTS_NONCE", str, "", "Nonce that every process on the agents' channel "
+        "has to present.")
     shields: str | None = _knob(
         "SLURM_FORGE_SHIELDS", str, None,
-        "The channel of the shields, which stand between Slurm and a launcher of ranks.")
+        "The channel of the shields, which run between Slurm and a launcher of ranks.")
     shields_nonce: str = _knob(
-        "SLURM_FORGE_SHIELDS_NONCE", str, "", "What everybody on the shields' channel has to know.")
+        "SLURM_FORGE_SHIELDS_NONCE", str, "", "Nonce that every process on the shields' channel "
+        "has to present.")
     torchrun: str | None = _knob(
         "SLURM_FORGE_TORCHRUN", str, None, "The step (`job.step`) whose ranks torchrun numbers.")
     lifeline: bool = _knob(

@@ -42,7 +42,7 @@ def exclusive(path: str | os.PathLike[str], timeout: timedelta) -> Iterator[bool
         if code == errno.ELOOP:
             raise UnsafeFileError(
                 f"{os.fspath(path)} is a symbolic link",
-                next_step="Remove it after a look at where it points, and try again.",
+                next_step="Check where it points, then remove it and try again.",
             ) from None
         if code not in NO_LOCKS:
             raise

@@ -29,5 +29,5 @@ def not_understood(run: RunDirectory) -> list[str]:
     """What the journal notes as not understood."""
     records, _ = read_journal(run)
     notes = [record.event.text for record in records if isinstance(record.event, Note)]
-    begins = "not understood, and done without: "
+    begins = "not understood, ignored: "
     return [text.removeprefix(begins) for text in notes if text.startswith(begins)]

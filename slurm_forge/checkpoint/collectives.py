@@ -199,8 +199,8 @@ def _failure(failures: Sequence[Any], doing: str) -> Exception:
         f"{doing} failed: {texts}",
         next_step=steps[0]
         if steps
-        else "The checkpoint before it is untouched; training can go "
-        "on. Look at free space, quota and permissions of the run directory.",
+        else "The checkpoint before it is untouched; training can continue. Check free space, "
+        "quota and permissions of the run directory.",
     )
 
 

@@ -221,7 +221,7 @@ def _job_in_queue(run: RunDirectory) -> str:
 
 
 def save(run: RunName, runs: Runs = None) -> None:
-    """Ask a run for a checkpoint now; it goes on.
+    """Ask a run for a checkpoint now; it continues.
 
     \b
     Examples:

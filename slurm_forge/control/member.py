@@ -38,7 +38,7 @@ from slurm_forge.control.tcp.own_connections import own_connections
 from slurm_forge.errors import ControlChannelError
 from slurm_forge.vocabulary.position import Position
 
-#: Why a member leaves whose channel ended without a word: its host was killed, or the network is.
+#: Why a member leaves whose channel ended without a message: its host died, or the network.
 HUB_GONE = "the hub is gone"
 
 _BEAT_S = 1.0
@@ -128,8 +128,8 @@ class Member:
                     raise ControlChannelError(
                         f"rank {self._rank} waited {wait_s:.0f} s for the others to agree on a "
                         f"step ({self._lost or 'no target came'})",
-                        next_step="The launch is ended; the run goes on from its last checkpoint, "
-                        "or begins again where it has none.",
+                        next_step="The launch is ended; the run continues from its last "
+                        "checkpoint, or from the start if it has none.",
                     )
                 self._condition.wait(min(left, 1.0))
             return self._agreement.go_on()
@@ -192,7 +192,7 @@ class Member:
                     raise ControlChannelError(
                         f"rank {self._rank} waited {wait_s:.0f} s for {key} "
                         f"({self._lost or 'rank 0 did not publish it'})",
-                        next_step="Look at the log of rank 0: it failed or is still starting.",
+                        next_step="Check the log of rank 0: it failed or is still starting.",
                     )
                 self._condition.wait(min(left, 1.0))
             return self._published[key]

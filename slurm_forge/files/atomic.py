@@ -266,7 +266,7 @@ def open_trusted(path: str | os.PathLike[str], *, owner: int | None = None) -> i
         if error.errno == errno.ELOOP:
             raise UnsafeFileError(
                 f"{os.fspath(path)} is a symbolic link",
-                next_step="Check where it points, then replace it by the file itself.",
+                next_step="Check where it points, then replace it with the file itself.",
             ) from None
         raise
     try:

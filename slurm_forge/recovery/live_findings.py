@@ -99,7 +99,7 @@ def _signals(report: JobSeen) -> Iterator[LiveFinding]:
                 yield from _steps(each)
             case RoundKind.BATCH_USER:
                 all_heard = _all(each.of(Receiver.BATCH), Fate.HEARD)
-                text = "the batch step hears what is sent to it alone"
+                text = "the batch step receives signals that are sent to it alone"
                 if not all_heard:
                     text = "a signal that was sent to the batch step did not arrive there"
                 yield _finding(Mark.OK if all_heard else Mark.WARNING, "signals", f"{text}.")
@@ -109,7 +109,7 @@ def _warning(each: SignalRound) -> Iterator[LiveFinding]:
     advice = "A run reads its end from Slurm and stops in time by its own clock."
     all_heard = _all(each.of(Receiver.TASK), Fate.HEARD)
     if each.before_end_s is None or each.asked_s is None or not all_heard:
-        text = f"Slurm's own warning: {each.problem or 'the task has not heard it'}."
+        text = f"Slurm's own warning: {each.problem or 'the task did not receive it'}."
         yield _finding(Mark.WARNING, "signals", text, advice)
         return
     early = each.before_end_s - each.asked_s
@@ -132,7 +132,7 @@ def _steps(each: SignalRound) -> Iterator[LiveFinding]:
         yield _finding(
             Mark.OK,
             "signals",
-            f"a rank hears {each.signal} {latest:.2f} s after it is sent{without}.",
+            f"a rank receives {each.signal} {latest:.2f} s after it is sent{without}.",
         )
     else:
         yield _finding(
@@ -157,19 +157,20 @@ def _below(each: SignalRound) -> Iterator[LiveFinding]:
         (
             Receiver.TORCHRUN,
             "torchrun",
-            "Leave the signals to slurm-forge: it hears them in place of torchrun, and its ranks "
-            "are told over the control channel.",
+            "Leave signals to slurm-forge: it receives them in place of torchrun, and informs its "
+            "ranks over the control channel.",
         ),
     ):
         for sighting in each.of(way):
             if sighting.fate is Fate.CARRIED_OFF:
                 when = "" if sighting.after_s is None else f" {sighting.after_s:.1f} s later"
                 text = (
-                    f"{each.signal} ends {what} and{when} the rank below it, which hears nothing."
+                    f"{each.signal} ends {what} and{when} the rank below it, which does not "
+                    "receive it."
                 )
                 yield _finding(Mark.NOTE, "signals", text, advice)
             elif sighting.fate is Fate.NOTHING:
-                text = f"below {what} a rank hears nothing of {each.signal}."
+                text = f"below {what} a rank does not receive {each.signal}."
                 yield _finding(Mark.NOTE, "signals", text, advice)
 
 
@@ -178,7 +179,7 @@ def _workers(each: SignalRound) -> Iterator[LiveFinding]:
         yield _finding(
             Mark.PROBLEM,
             "signals",
-            f"{each.signal} kills a loader worker that is shielded.",
+            f"{each.signal} kills a loader worker although it is shielded.",
             "Please report this; num_workers: 0 avoids it.",
         )
     if any(s.fate is Fate.DIED for s in each.of(Receiver.WORKER_PLAIN)):
@@ -186,7 +187,7 @@ def _workers(each: SignalRound) -> Iterator[LiveFinding]:
             Mark.NOTE,
             "signals",
             f"{each.signal} reaches every process of a step here, and kills loader workers that "
-            "nobody shields.",
+            "are not shielded.",
             "run.batches shields them; give a DataLoader of your own worker_init_fn=shield_worker.",
         )
 
@@ -239,8 +240,8 @@ def _locks(report: JobSeen, meeting: Meeting) -> Iterator[LiveFinding]:
         yield _finding(
             Mark.NOTE,
             "storage",
-            "file locks do not hold between nodes here; nothing of a run rests on them, but two "
-            "commands on two nodes may do the same work twice.",
+            "file locks do not hold between nodes here; no run depends on them, but two commands "
+            "on two nodes may do the same work twice.",
         )
     elif True in answers:
         yield _finding(
@@ -252,7 +253,7 @@ def _together(meeting: Meeting) -> Iterator[LiveFinding]:
     late = meeting.seen_after_s
     if late is not None:
         slow = late > _FILES_LATE_S
-        text = f"a file of one side is answered by one of the other within {late:.1f} s."
+        text = f"a file written on one side is answered from the other side within {late:.1f} s."
         advice = "STOP and SAVE files take that long; slurm-forge stop takes effect at once."
         yield _finding(Mark.WARNING if slow else Mark.OK, "storage", text, advice if slow else "")
     ahead, give = meeting.clock_ahead_s, meeting.clock_give_s or 0.0
@@ -291,7 +292,7 @@ def _commands(node: NodeSeen, prediction: Prediction | None) -> Iterator[LiveFin
         yield _finding(Mark.NOTE, where, text)
     if node.may_submit is not True:
         needed = BroughtBack.SUCCESSOR in back
-        problem = "sbatch is missing" if "sbatch" in node.missing else "Slurm takes no job"
+        problem = "sbatch is missing" if "sbatch" in node.missing else "Slurm accepts no job"
         yield _finding(
             Mark.PROBLEM if needed else Mark.NOTE,
             where,
@@ -329,7 +330,7 @@ def _machine(node: NodeSeen, site: SiteWords, report: JobSeen) -> Iterator[LiveF
             Mark.WARNING,
             "memory",
             f"shared memory has {node.shm_free / _GIB:.1f} GiB left, which loader workers need.",
-            "Fewer workers, or smaller batches in flight (prefetch_factor).",
+            "Use fewer workers, or a smaller prefetch_factor.",
         )
     if node.memory_asked is not None:
         limit = node.memory_limit
@@ -385,15 +386,15 @@ def _requeued(observed: LiveSeen, prediction: Prediction | None) -> Iterator[Liv
         yield _finding(
             Mark.PROBLEM,
             "requeue",
-            "the job asked Slurm for its requeue and was not back within the time that was waited.",
-            "squeue --me says why it waits; a busy cluster is not a fault.",
+            "the job requested its requeue and did not start again while the check waited.",
+            "squeue --me shows why it waits; a busy cluster is not a fault.",
         )
         return
     text = f"the job requeued itself and ran again {observed.requeued_s:.0f} s later."
     expected = None if prediction is None else prediction.delay
     if expected is not None and timedelta(seconds=observed.requeued_s) > expected + _BACK_LATE:
         forecast = f" Predicted: {expected.total_seconds():.0f} s."
-        advice = "The rest is waiting for nodes: what a run pays for each requeue now."
+        advice = "The rest is waiting for nodes, which each requeue of a run costs at the moment."
         yield _finding(Mark.NOTE, "requeue", text + forecast, advice)
     else:
         yield _finding(Mark.OK, "requeue", text)

@@ -92,24 +92,24 @@ class PartitionFacts(Facts):
     preemption: Preemption = Preemption()
     max_time: Duration = None
     max_time_by_nodes: tuple[LimitBySize, ...] = ()
-    #: What a job gets that asks for no time limit.
+    #: Time limit of a job that requests none.
     default_time: Duration = None
     max_nodes: AtLeastOne | None = None
     gpu: Line | None = None
     gpus_per_node: Annotated[int, Field(ge=0)] | None = None
     max_gpus_per_job: AtLeastOne | None = None
-    #: Whether jobs that ask for no GPU are turned away.
+    #: Whether jobs without GPUs are rejected.
     gpus_required: bool | None = None
-    #: The share of each GPU: who asks for more is refused, or keeps GPUs from others.
+    #: CPUs that go with each GPU: a job that requests more is refused, or blocks GPUs of others.
     cpus_per_gpu: AtLeastOne | None = None
     memory_per_gpu: Memory = None
-    #: The feature that jobs here have to ask for.
+    #: The feature that jobs here have to request.
     constraint: Feature | None = None
-    #: Whether a job gets whole nodes (and is charged for them), whatever it asks for.
+    #: Whether a job gets whole nodes (and is charged for them), whatever it requests.
     exclusive_nodes: bool | None = None
     modules: tuple[ModuleName, ...] = ()
     self_requeue_allowed: bool | None = None
-    #: What an all-reduce of large messages reaches over all ranks of a sound job: the bus
+    #: What an all-reduce of large messages reaches over all ranks of a healthy job: the bus
     #: bandwidth that nccl-tests prints, per rank.
     expected_bandwidth: Bandwidth = None
     note: Line | None = None
@@ -167,10 +167,10 @@ class ClusterFacts(Facts):
 
 
 class Site(Facts):
-    """Everything known of one cluster.  Find the facts of a job with ``preemption`` and ``facts``.
+    """Everything known about one cluster.
 
     ``setup`` is shell code that runs at the start of the batch script: a site file is trusted
-    like a script of one's own.
+    like a script of your own.
     """
 
     known_as: ClassVar[Mapping[str, str]] = {
@@ -195,7 +195,7 @@ class Site(Facts):
     cluster_names: tuple[Name, ...] = ()
     detect: Detection = Detection()
     #: Where one file describes several clusters: what differs, by ClusterName or by the
-    #: value of the variable that tells it.
+    #: value of the variable that identifies it.
     clusters: dict[Name, ClusterFacts] = Field(default_factory=dict)
     contact: Line | None = None
     confidence: FactConfidence | None = None
@@ -203,9 +203,9 @@ class Site(Facts):
     #: When the facts were last compared with the sources.
     checked: Day | None = None
 
-    #: For every partition and QOS that says nothing else.
+    #: For every partition and QOS without its own.
     preemption_default: Preemption = Preemption()
-    #: Other facts of every partition and QOS that says nothing else.
+    #: Other facts of every partition and QOS without its own.
     everywhere: PartitionFacts = PartitionFacts()
     partitions: dict[Name, PartitionFacts] = Field(default_factory=dict)
     qos: dict[Name, PartitionFacts] = Field(default_factory=dict)
@@ -215,13 +215,13 @@ class Site(Facts):
     requeue_delay: Duration = None
     #: Whether a requeued job may be given an earlier begin time than Slurm's delay after a requeue.
     shorten_requeue: bool = True
-    #: What an all-reduce reaches, for every partition and QOS that says nothing else.
+    #: What an all-reduce reaches, for every partition and QOS without its own.
     expected_bandwidth: Bandwidth = None
     #: Whether the centre lets jobs requeue themselves or submit their successors.
     self_requeue_allowed: bool | None = None
 
     gpu_request: GpuOption | None = None
-    #: Kinds of GPU that are asked for by a feature: "a100" in the job file, the constraint here.
+    #: GPU types that are requested by a feature: "a100" in the job file, the constraint here.
     gpu_types: dict[Name, Feature] = Field(default_factory=dict)
     account_required: bool | None = None
     account_example: Line | None = None
@@ -230,7 +230,7 @@ class Site(Facts):
     rejected_options: tuple[OptionEntry, ...] = ()
     required_options: tuple[OptionEntry, ...] = ()
     discouraged_options: tuple[OptionEntry, ...] = ()
-    #: Options for every job, beside what the job file asks for.
+    #: Options for every job, in addition to those of the job file.
     sbatch_options: tuple[Option, ...] = ()
     srun_options: tuple[Option, ...] = ()
 
@@ -247,7 +247,7 @@ class Site(Facts):
     #: Appended to a host name to get the name on the fast network.
     host_suffix: Line | None = None
     master_address: MasterAddress | None = None
-    #: The interpreter for the ranks, where ``python`` on the PATH is not it.
+    #: The interpreter for the ranks, if it is not ``python`` on the PATH.
     python: Line | None = None
     internet_on_compute_nodes: bool | None = None
     storage: tuple[Storage, ...] = ()

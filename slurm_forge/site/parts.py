@@ -105,7 +105,7 @@ class Container(Facts):
     """One way of running a container here; what varies is written as ``<image>``."""
 
     runtime: ContainerRuntime
-    #: What stands before the program's own command line.
+    #: What precedes the program's own command line.
     command: Annotated[Line, AfterValidator(_words)] | None = None
     sbatch_options: tuple[Option, ...] = ()
     srun_options: tuple[Option, ...] = ()
@@ -139,8 +139,8 @@ class AccountRule(Facts):
     """Which accounts go with which GPUs: ``accounts`` are patterns such as ``*@a100``.
 
     A job that asks for one of the features in ``constraint``, or for one of ``partitions``, has to
-    name such an account.  With ``both_ways`` whoever names such an account has to ask for one of
-    them, too.
+    name such an account.  With ``both_ways`` a job that names such an account has to ask for one
+    of them, too.
     """
 
     known_as: ClassVar[Mapping[str, str]] = {
@@ -165,7 +165,7 @@ class AccountRule(Facts):
 
 
 class Detection(Facts):
-    """How a site is told beside its ClusterName: by variables that it sets, or by host names."""
+    """How a site is recognised besides its ClusterName: by variables that it sets, or by hosts."""
 
     known_as: ClassVar[Mapping[str, str]] = {
         "env": "variables", "environment": "variables", "variable": "variables",

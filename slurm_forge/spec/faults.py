@@ -212,12 +212,12 @@ def parse_fault(text: str) -> Fault:
     for part in parts:
         key, value = _condition(part, text)
         if key in fields:
-            raise ValueError(f'"{text}" says its {key} twice')
+            raise ValueError(f'"{text}" gives {key} twice')
         fields[key] = value
     until = fields.pop("until", None)
     if until is not None:
         if fields.get("step") is None or "times" in fields or until < fields["step"]:
-            raise ValueError(f'"until" in "{text}" goes with a step=, and is not before it')
+            raise ValueError(f'"until" in "{text}" needs step=, and must not be before it')
         fields["times"] = until - fields["step"] + 1
     try:
         return Fault(**fields)
@@ -241,7 +241,7 @@ def without_repeats(faults: Iterable[Fault]) -> tuple[Fault, ...]:
     unique: list[Fault] = []
     for fault in faults:
         if fault in unique:
-            raise ValueError(f'"{fault}" is there twice')
+            raise ValueError(f'"{fault}" is listed twice')
         unique.append(fault)
     return tuple(unique)
 
@@ -301,7 +301,7 @@ def _check(fault: Fault) -> None:
     if fault.samples is not None and fault.samples.first >= fault.samples.stop:
         raise ValueError("its last sample comes before its first")
     if fault.times < 1 or (fault.times > 1 and fault.step is None):
-        raise ValueError("a number of steps goes with a step, and is 1 or more")
+        raise ValueError("a number of steps needs a step, and must be 1 or more")
     if fault.attempt == 0:
         raise ValueError("attempts are counted from 1")
     if corrupts and (fault.target is None or fault.value is None):
@@ -326,20 +326,22 @@ def _check(fault: Fault) -> None:
         if fault.kind not in kinds:
             raise ValueError(f"{key} is for {' and '.join(kind.value for kind in kinds)}")
         if fault.drags and (not number >= 1 or fault.seconds is not None or chosen_by_batch):
-            raise ValueError("slow by a factor says one of 1 or more and a step, and no seconds")
+            raise ValueError(
+                "slow with a factor needs one of 1 or more and a step, and takes no seconds"
+            )
         if not abs(number) < float("inf") or (key == "seconds" and not 0 <= number < 1e7):
-            raise ValueError(f"{key}={number} can't be done")
+            raise ValueError(f"{key}={number} is out of range")
 
 
 def _check_of_start(fault: Fault) -> None:
     name = fault.kind.value
     if (fault.rank is None) == (fault.host is None):
-        raise ValueError(f"say where: {name}:rank1, or {name}:host=n2")
+        raise ValueError(f"name the place: {name}:rank1, or {name}:host=n2")
     conditions = (fault.step, fault.above, fault.samples, fault.target, fault.value)
     if (
         any(each is not None for each in (*conditions, fault.factor, fault.seconds))
         or fault.times != 1
     ):
-        raise ValueError(f"it is there before the first step; write {name}:rank1")
+        raise ValueError(f"it applies before the first step; write {name}:rank1")
     if fault.attempt == 0:
         raise ValueError("attempts are counted from 1")

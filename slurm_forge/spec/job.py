@@ -66,13 +66,13 @@ class KeepBest(JobSection):
     """Keep the checkpoint with the best value of a metric that the program logs."""
 
     metric: str = Field(
-        strict=True, min_length=1, description="Name given to run.log, such as val_loss."
+        strict=True, min_length=1, description="Name passed to run.log, such as val_loss."
     )
     mode: BestMode = Field(default=BestMode.MIN, description="min: smaller is better.")
 
 
 class CheckpointSpec(JobSection):
-    """When checkpoints are written, and which of them stay."""
+    """When checkpoints are written, and which of them are kept."""
 
     known_as: ClassVar[Mapping[str, str]] = {
         "every": "every_minutes", "interval": "every_steps", "keep": "keep_last",
@@ -86,25 +86,27 @@ class CheckpointSpec(JobSection):
     every_minutes: Minutes | None = Field(
         default=AUTO,
         description="Save when so many minutes have passed since the last one. auto: from what a "
-        "save costs and how often the run is interrupted, both measured (Young and Daly); before "
-        "the first interruption, as if it came after 24 more hours.",
+        "save costs and how often the run is interrupted, both measured (Young and Daly); until "
+        "the first interruption, one is assumed to come after 24 more hours.",
     )
     background: bool = Field(
         default=True,
         strict=True,
-        description="Training goes on while a checkpoint is written; false makes it wait.",
+        description="Training continues while a checkpoint is written; false makes it wait.",
     )
-    keep_last: Count = Field(default=3, description="How many of the newest checkpoints stay.")
+    keep_last: Count = Field(default=3, description="How many of the newest checkpoints are kept.")
     keep_best: KeepBest | None = Field(
         default=None,
-        description="Keep the best one too, by a metric that an evaluation logs; a better one is "
+        description="Also keep the best one, by a metric that an evaluation logs; a better one is "
         "saved when the evaluation ends.",
     )
     keep_every_steps: Count | None = Field(
-        default=None, description="Keep the first of every so many steps, too, for good."
+        default=None,
+        description="Also keep, permanently, the first checkpoint of every so many steps.",
     )
     keep_every_minutes: Factor | None = Field(
-        default=None, description="Keep the first of every so many minutes, too, for good."
+        default=None,
+        description="Also keep, permanently, the first checkpoint of every so many minutes.",
     )
     good_after_steps: Steps = Field(
         default=20, description="Healthy steps after which a checkpoint is known to be good."
@@ -139,20 +141,21 @@ _PACE_EVERY = timedelta(seconds=15)
 
 
 class BandwidthSpec(JobSection):
-    """Now and then a probe that is large enough to measure the bandwidth of an all-reduce."""
+    """Occasional probes that are large enough to measure the bandwidth of an all-reduce."""
 
     known_as: ClassVar[Mapping[str, str]] = {
         "interval": "every", "bytes": "size", "message": "size", "on": "enabled", "off": "enabled",
     }  # fmt: skip
 
-    enabled: bool = Field(default=True, strict=True, description="false leaves it to small probes.")
+    enabled: bool = Field(default=True, strict=True, description="false: small probes only.")
     every: PositiveDuration = Field(
-        default=timedelta(minutes=10), description="Time between two probes that measure it."
+        default=timedelta(minutes=10), description="Time between two probes that measure bandwidth."
     )
     size: Memory = Field(
         default=16 << 20,
         gt=0,
-        description="What is summed over all ranks, at least 4 bytes for each; on CPUs 1M at most.",
+        description="Size of the data that is summed over all ranks, at least 4 bytes per rank; "
+        "on CPUs 1M at most.",
     )
 
 
@@ -171,12 +174,13 @@ class ProbeSpec(JobSection):
     )
     deadline: PositiveDuration = Field(
         default=timedelta(seconds=30),
-        description="How long a probe may take once all have come, before the network is asked.",
+        description="How long a probe may take once all ranks have arrived, before the network "
+        "is queried.",
     )
     silence: PositiveDuration = Field(
         default=timedelta(seconds=5),
-        description="A rank that says nothing for so long, while others talk, is looked into: it "
-        "is stopped, or gone.",
+        description="A rank that sends no heartbeat for this long, while others do, is examined: "
+        "it may be stopped or gone.",
     )
     bandwidth: BandwidthSpec = Field(
         default_factory=BandwidthSpec, description="The probes that measure bandwidth."
@@ -184,8 +188,8 @@ class ProbeSpec(JobSection):
     straggler: Factor | None = Field(
         default=1.25,
         gt=1,
-        description="A node whose own part of the steps takes this many times as long as that of "
-        "the others counts as slow; null: nobody looks.",
+        description="A node whose own part of a step takes this many times as long as that of the "
+        "others counts as slow; null disables this check.",
     )
 
     @model_validator(mode="before")
@@ -228,7 +232,9 @@ def _check_entry(text: str) -> str:
         raise ValueError(f'"{function}" is not the name of a function')
     if place.endswith(".py"):
         if place.startswith("-") or ":" in place:
-            raise ValueError(f'"{place}" is not a path that can be run: it holds ":" or starts "-"')
+            raise ValueError(
+                f'"{place}" is not a path that can be run: it holds ":" or starts with "-"'
+            )
     elif not _is_dotted_name(place):
         raise ValueError(
             f'"{place}" is neither a module ("package.module") nor a path to a .py file'
@@ -332,25 +338,28 @@ class JobSpec(JobSection):
             AfterValidator(_check_command),
         ]
         | None
-    ) = Field(default=None, description="Program and its words, instead of entry.")
+    ) = Field(default=None, description="Program and its arguments, instead of entry.")
     program: ProgramSpec = Field(
-        default_factory=ProgramSpec, description="How a command is stopped, resumed, and done."
+        default_factory=ProgramSpec,
+        description="How a command is stopped and resumed, and how it shows that it is done.",
     )
     template: Template | None = Field(
         default=None,
-        description="How the ranks are started: srun (one task per rank; what an entry has without "
-        "it), torchrun (one task per node) or array. A command without it is started once, as it "
-        "is.",
+        description="How the ranks are started: srun (one task per rank; the default of an entry), "
+        "torchrun (one task per node) or array. Without it a command is started once, as it is.",
     )
     container: ContainerSpec | None = Field(
         default=None, description="The container that the ranks run in."
     )
-    args: Arguments = Field(default_factory=dict, description="What the entry reads as run.args.")
+    args: Arguments = Field(
+        default_factory=dict, description="Arguments of the entry, also in run.args."
+    )
     resources: Resources = Field(
-        default_factory=Resources, description="What the job asks of Slurm."
+        default_factory=Resources, description="What the job requests from Slurm."
     )
     checkpoint: CheckpointSpec = Field(
-        default_factory=CheckpointSpec, description="When checkpoints are written, which stay."
+        default_factory=CheckpointSpec,
+        description="When checkpoints are written, and which are kept.",
     )
     recovery: Recovery = Field(
         default_factory=Recovery, description="What is done about each cause, in order."
@@ -361,15 +370,15 @@ class JobSpec(JobSection):
     )
     preflight: PreflightSpec = Field(
         default_factory=PreflightSpec,
-        description="Whether nodes are looked at before each launch.",
+        description="Whether nodes are checked before each launch.",
     )
     watchdog: WatchdogSpec = Field(
         default_factory=WatchdogSpec,
-        description="From when on a rank that gets no further counts as hung.",
+        description="When a rank that makes no progress counts as hung.",
     )
     environment: EnvironmentSpec = Field(
         default_factory=EnvironmentSpec,
-        description="What is done at a resume where something is not as it was.",
+        description="What is done when something has changed at a resume.",
     )
     seed: int = Field(
         default=0, strict=True, ge=0, lt=2**63, description="Seed of sample order and randomness."
@@ -377,8 +386,8 @@ class JobSpec(JobSection):
     batch_coupled: bool = Field(
         default=False,
         strict=True,
-        description="true where samples of a micro-batch influence each other (BatchNorm, "
-        "contrastive losses): the micro-batch is then never made smaller.",
+        description="true if samples of a micro-batch influence each other (BatchNorm, contrastive "
+        "losses): then the micro-batch is never made smaller.",
     )
     chain: Annotated[Count, Field(le=MOST_TASKS)] | None = Field(
         default=None,
@@ -387,8 +396,8 @@ class JobSpec(JobSection):
     )
     lead: PositiveDuration | None = Field(
         default=None,
-        description="How long before the end of the time limit a save is begun; "
-        "without it, from measured save times.",
+        description="How long before the time limit the last save begins (default: from measured "
+        "save times).",
     )
     setup: tuple[ShellText, ...] = Field(
         default=(), description="Shell lines of the batch script before the launch (module load …)."
@@ -396,7 +405,7 @@ class JobSpec(JobSection):
     env: Environment = Field(default_factory=dict, description="Environment variables of the job.")
     inject: Inject = Field(
         default=(),
-        description="Faults on purpose, to rehearse the run: nan@120, oom@200:rank1, "
+        description="Faults to inject, to rehearse the run: nan@120, oom@200:rank1, "
         "kill@350:rank0 … (docs/how-to/rehearsing.md).",
     )
 
@@ -408,7 +417,7 @@ class JobSpec(JobSection):
             )
         if self.entry is not None and self.command is not None:
             raise wrong_key(
-                "command", "entry says what to run already; keep one of the two", because="entry"
+                "command", "entry already names what to run; keep one of the two", because="entry"
             )
         if self.command is not None and self.args:
             raise wrong_key(
@@ -425,7 +434,7 @@ class JobSpec(JobSection):
         if self.lead and self.resources.time and self.lead >= self.resources.time:
             raise wrong_key(
                 "lead",
-                "not shorter than resources.time: nothing would be trained",
+                "must be shorter than resources.time, or nothing would be trained",
                 because=("resources", "time"),
             )
         return self

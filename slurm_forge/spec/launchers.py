@@ -100,7 +100,7 @@ class ContainerSpec(JobSection):
 
     runtime: Runtime | None = Field(
         default=None,
-        description="apptainer, singularity or pyxis; without it, the first that the site has.",
+        description="apptainer, singularity or pyxis (default: the first that the site has).",
     )
     image: Annotated[ShellText, AfterValidator(_image)] = Field(
         description='The image: "/images/torch.sif", "docker://…", for pyxis also "nvcr.io#…".'
@@ -110,12 +110,12 @@ class ContainerSpec(JobSection):
     )
     mounts: tuple[Annotated[ShellText, AfterValidator(_mount)], ...] = Field(
         default=(),
-        description='More folders to see inside: "/data", "/data:/mnt" or "/data:/mnt:ro". The '
-        "run's folder and the one that it was submitted from are always seen.",
+        description='More folders to mount: "/data", "/data:/mnt" or "/data:/mnt:ro". The '
+        "run's folder and the one that it was submitted from are always mounted.",
     )
     options: tuple[Annotated[ShellText, AfterValidator(_option)], ...] = Field(
         default=(),
-        description="Further words for the runtime before the image; for pyxis options of srun.",
+        description="Further options of the runtime, before the image; for pyxis, of srun.",
     )
 
 
@@ -242,7 +242,7 @@ ExitCode = Annotated[int, Field(strict=True), AfterValidator(_exit_code)]
 
 
 class ProgramSpec(JobSection):
-    """What is to be known of a ``command``; everything has a default."""
+    """What slurm_forge needs to know about a ``command``; everything has a default."""
 
     known_as: ClassVar[Mapping[str, str]] = {
         "signal": "notify", "notify_signal": "notify", "to": "notify_to", "resume": "resume_arg",
@@ -252,22 +252,25 @@ class ProgramSpec(JobSection):
     }  # fmt: skip
 
     convention: Annotated[Convention, _word(Convention)] = Field(
-        default=Convention.PLAIN, description="Whose habits the program has."
+        default=Convention.PLAIN,
+        description="Framework whose signal convention the program follows.",
     )
     notify: Annotated[ShellText, BeforeValidator(_signal)] | None = Field(
-        default=None, description="Signal that tells the program to save; the convention's own."
+        default=None, description="Signal that makes the program save (default: the convention's)."
     )
     notify_to: Annotated[NotifyTo, _word(NotifyTo)] | None = Field(
-        default=None, description="Who gets it: child, group, ranks or tree; the convention's own."
+        default=None,
+        description="Who gets it: child, group, ranks or tree (default: the convention's).",
     )
     notify_again: bool = Field(
         default=False,
         strict=True,
-        description="Signal the tasks of steps also where Slurm has sent them the same already.",
+        description="Signal the tasks of steps even if Slurm has already sent them the same "
+        "signal.",
     )
     resume_arg: Annotated[ShellText, AfterValidator(check_template)] | None = Field(
         default=None,
-        description="Words that are added from the second start on, where there is something to "
+        description="Arguments that are added from the second start on, if there is something to "
         'resume from: "--resume_from_checkpoint {latest}".',
     )
     checkpoint_glob: ShellText | None = Field(
@@ -275,26 +278,28 @@ class ProgramSpec(JobSection):
     )
     progress_file: ShellText | None = Field(
         default=None,
-        description="Files whose newest tells how far the program is; without it, its checkpoints.",
+        description="Files, the newest of which shows how far the program is (default: its "
+        "checkpoints).",
     )
     step_pattern: Annotated[ShellText, AfterValidator(_step_pattern)] | None = Field(
-        default=None, description=r'Where its output tells the step: "step (\d+)".'
+        default=None, description=r'Finds the step in its output: "step (\d+)".'
     )
     progress_after: PositiveDuration = Field(
         default=timedelta(minutes=10),
-        description="Where nothing else tells: a start that ran for so long has made progress.",
+        description="If nothing else shows progress: a start that ran this long has made some.",
     )
     done_file: ShellText | None = Field(
-        default=None, description="Exists once the program is through, whatever it exits with."
+        default=None,
+        description="File that exists once the program is done, whatever its exit status.",
     )
     done_pattern: Pattern | None = Field(
-        default=None, description="Printed once the program is through."
+        default=None, description="Output that says that the program is done."
     )
     done_exit_code: ExitCode | None = Field(
-        default=None, description="Exit status by which the program says that it is through."
+        default=None, description="Exit status that says that the program is done."
     )
     requeue_exit_code: ExitCode | None = Field(
-        default=None, description="Exit status by which the program asks to be started again."
+        default=None, description="Exit status that requests a restart."
     )
 
     @model_validator(mode="after")
@@ -304,7 +309,7 @@ class ProgramSpec(JobSection):
         if self.done_exit_code is not None and self.done_exit_code == self.requeue_exit_code:
             raise wrong_key(
                 "requeue_exit_code",
-                f"{self.done_exit_code} says already that the program is through (done_exit_code): "
+                f"{self.done_exit_code} already means that the program is done (done_exit_code): "
                 "choose another",
             )
         return self

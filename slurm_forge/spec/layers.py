@@ -104,11 +104,15 @@ class Setting:
             raise ConfigError(
                 "expected a key, = and a value",
                 path=source,
-                next_step="Write it like --set recovery.cuda_oom.times=2; what is no plain word in "
-                "a key stands in brackets and quotes: 'args[\"a.b\"]=1'.",
+                next_step="Write it like --set recovery.cuda_oom.times=2; a part of a key that is "
+                "not a plain word is written in brackets and quotes: 'args[\"a.b\"]=1'.",
             )
         if len(path) > MAX_DEPTH:
-            raise ConfigError(f"a key of more than {MAX_DEPTH} parts", path=source)
+            raise ConfigError(
+                f"a key of more than {MAX_DEPTH} parts",
+                path=source,
+                next_step="Set the mapping around it as a whole: --set KEY='{a: 1}'.",
+            )
         try:
             return cls(path, load_value(rest[1:], path), source)
         except ConfigError as error:
@@ -176,7 +180,7 @@ def _of_shared(layer: Layer) -> Iterator[Mistake]:
     document = layer.document
     for key in OF_THE_JOB:
         if key in document.data:
-            text = f"{key}: only a job file says this (or --set); remove it here"
+            text = f"{key}: only a job file or --set may have this key; remove it here"
             yield Mistake(text, document.place_of((key,)))
     known = [*_PLACES, *(key for key in JobSpec.model_fields if key not in OF_THE_JOB)]
     for key in document.data:
@@ -215,7 +219,7 @@ def _no_place(key: str, value: str, layer: Layer) -> str:
         return "must be one line of printable text"
     if "$" in value:
         variable = {"site": "SLURM_FORGE_SITE", "runs": "SLURM_FORGE_RUNS"}[key]
-        return f"variables are not read here; write the path, or set {variable} in your shell"
+        return f"variables are not expanded here; write the path, or set {variable} in your shell"
     try:
         path = Path(value).expanduser()
         homeless = value.startswith("~") and not path.is_absolute()
@@ -224,7 +228,7 @@ def _no_place(key: str, value: str, layer: Layer) -> str:
     if homeless:
         return f'there is no home folder for "{shorten(value)}"; write the path from / on'
     if key == "runs" and layer.own and not path.is_absolute():
-        return "a folder that holds for all jobs is written from / or ~ on"
+        return "a folder for all jobs must begin with / or ~"
     return ""
 
 
@@ -239,7 +243,7 @@ def _places_in_a_job(job: Document) -> Iterator[Mistake]:
     for key in _PLACES:
         if key in job.data:
             text = (
-                f"{key}: no key of a job file; give it as --{key}, or write it into "
+                f"{key}: not a key of a job file; give it as --{key}, or write it into "
                 "slurm_forge.yaml or your own config.yaml"
             )
             yield Mistake(text, job.place_of((key,)))
@@ -258,14 +262,18 @@ def _nameless(layers: Sequence[Document], settings: Sequence[Setting]) -> Docume
 def _with(document: Document, setting: Setting) -> Document:
     if setting.path[0] in _PLACES:
         raise ConfigError(
-            f"{setting.path[0]}: no key of a job",
+            f"{setting.path[0]}: not a key of a job",
             path=setting.source,
-            next_step=f"Give it as an option of its own: --{setting.path[0]}.",
+            next_step=f"Give it as a separate option: --{setting.path[0]}.",
         )
     try:
         return with_value(document, setting.path, setting.value, setting.source, _defaults())
     except ValueError as error:
-        raise ConfigError(str(error), path=setting.source) from None
+        raise ConfigError(
+            str(error),
+            path=setting.source,
+            next_step="To see what can be set: slurm-forge config show JOB.yaml",
+        ) from None
 
 
 @cache

@@ -112,7 +112,7 @@ def _rung_action(value: object) -> Action:
 
 
 class Rung(JobSection):
-    """One thing to do about a cause, and how often.  Keys that its ``do`` ignores are errors."""
+    """One action against a cause, and how often.  Keys that its ``do`` ignores are errors."""
 
     known_as: ClassVar[Mapping[str, str]] = {
         "action": "do", "count": "times", "retries": "times", "max": "times", "limit": "times",
@@ -130,62 +130,62 @@ class Rung(JobSection):
     ] = Field(description="What is done.")
     times: Count | None = Field(
         default=None,
-        description="How often, before the next rung; without it, without limit. "
-        "For skip: consecutive steps.",
+        description="How often, before the next rung (default: without limit). For skip: "
+        "consecutive steps.",
     )
     factor: Factor | None = Field(
         default=None,
         description="For shrink_micro_batch, fewer_workers and fewer_nodes (below 1, 0.5), "
         "raise_mem and raise_time (above 1, 1.5). Fewer nodes are fewer ranks with other random "
-        "numbers; global batch and samples stay. The time limit is raised only where an attempt "
-        "ended without a new checkpoint, to no more than 16 times what was asked for.",
+        "numbers; global batch and samples stay the same. The time limit is raised only if an "
+        "attempt ended without a new checkpoint, to at most 16 times the request.",
     )
     wait: Duration = Field(
         default=timedelta(0),
-        description="How long to wait before it, twice as long each time without progress, never "
-        "longer than an hour.",
+        description="Pause before it; doubles each time without progress, up to an hour.",
     )
     depth: Steps = Field(
         default=0,
         le=_DEEPEST,
-        description="How many good checkpoints further back than the newest.",
+        description="How many good checkpoints before the newest one to go back to.",
     )
     lr_scale: Factor = Field(
         default=1.0, le=1, description="Factor on the learning rate afterwards."
     )
     ramp_steps: Steps = Field(
-        default=0, description="Steps until the learning rate is back; 0 means that it stays."
+        default=0, description="Steps until the learning rate is back; 0: it stays lowered."
     )
     skip_samples: SkipSamples = Field(
         default=SkipSamples.NONE,
-        description="window: leave out the samples of the unstable steps, and more of them where "
-        "the same place fails again.",
+        description="window: skip the samples of the unstable steps, and more of them if the same "
+        "place fails again.",
     )
     most_skipped: Count | None = Field(
         default=None,
-        description="Never leave out more samples than this in all; without it, those of 256 steps "
-        "or 0.1 % of what was trained on so far, whichever is more.",
+        description="Never skip more samples than this in all (default: those of 256 steps or 0.1 "
+        "% of the samples so far, whichever is more).",
     )
     reseed: bool = Field(
         default=False,
         strict=True,
-        description="Draw other random numbers (dropout, ...); the order of samples stays.",
+        description="Draw other random numbers (dropout, ...); the order of samples stays the "
+        "same.",
     )
     exclude_node: bool = Field(
-        default=False, strict=True, description="Leave out the node that the incident started on."
+        default=False, strict=True, description="Exclude the node that the incident started on."
     )
     start: Start = Field(
         default=Start.WARM,
-        description="From what ranks are started in the same job: cold (a new srun and "
-        "interpreter), warm (forked by the agents that stand on the nodes), in_process (ranks that "
-        "can unwind go on in their process); the next colder one where that can't be.",
+        description="How ranks are started in the same job: cold (a new srun and interpreter), "
+        "warm (forked by the agents on the nodes), in_process (ranks that can unwind continue in "
+        "their process); the next colder one if that is impossible.",
     )
 
     variables: VariableSet | None = Field(
         default=None,
-        description="on_hang: the ranks get the site's variables for after a hang (env.on_hang), "
-        "until a checkpoint lies past the trouble; none: they don't. Without it, on_hang for hang "
-        "and nccl_error.",
+        description="on_hang: the ranks get the site's post-hang variables (env.on_hang) until a "
+        "checkpoint is past the incident; none: they do not. Default: on_hang for hang and "
+        "nccl_error.",
     )
 
     @model_validator(mode="after")
@@ -357,20 +357,24 @@ class Recovery(JobSection):
     loss_spike: Ladder = _ladder(Cause.LOSS_SPIKE, "The loss left its band.")
     nccl_error: Ladder = _ladder(Cause.NCCL_ERROR, "Communication between ranks failed.")
     hang: Ladder = _ladder(Cause.HANG, "No progress within the deadline.")
-    straggler: Ladder = _ladder(Cause.STRAGGLER, "A node is slower than the others, for good.")
+    straggler: Ladder = _ladder(Cause.STRAGGLER, "A node is permanently slower than the others.")
     gpu_error: Ladder = _ladder(Cause.GPU_ERROR, "A GPU reported a fault of its hardware.")
     storage: Ladder = _ladder(Cause.STORAGE, "The file system failed or is full.")
     crash: Ladder = _ladder(Cause.CRASH, "A rank was killed by a signal.")
     app_error: Ladder = _ladder(Cause.APP_ERROR, "The program raised an exception.")
-    env_mismatch: Ladder = _ladder(Cause.ENV_MISMATCH, "The environment is not that of the start.")
-    checkpoint_bad: Ladder = _ladder(Cause.CHECKPOINT_BAD, "Checkpoints exist, none can be used.")
+    env_mismatch: Ladder = _ladder(
+        Cause.ENV_MISMATCH, "The environment has changed since the start."
+    )
+    checkpoint_bad: Ladder = _ladder(
+        Cause.CHECKPOINT_BAD, "Checkpoints exist, but none can be used."
+    )
     external_service: Ladder = _ladder(
         Cause.EXTERNAL_SERVICE, "An external service did not answer."
     )
-    unknown: Ladder = _ladder(Cause.UNKNOWN, "It ended, and nothing says why.")
+    unknown: Ladder = _ladder(Cause.UNKNOWN, "It ended for an unknown reason.")
     limits: Limits = Field(
         default_factory=Limits,
-        description="How far it goes on by itself, whatever the ladders say.",
+        description="How far the run continues by itself, whatever the ladders allow.",
     )
 
     @model_validator(mode="after")
@@ -410,14 +414,14 @@ def _check_rung(cause: Cause, ladder: Ladder, index: int, rung: Rung) -> None:
         raise wrong("do", f'"{rung.do.value}" does nothing about {cause.value} (try: {cures})')
     if rung.variables is VariableSet.ON_HANG and cause not in _TAKE_VARIABLES:
         known = ", ".join(each.value for each in Cause if each in _TAKE_VARIABLES)
-        raise wrong("variables", f"the site's set for after a hang is for {known}")
+        raise wrong("variables", f"the site's post-hang variables are for {known}")
     endless = rung.times is None and rung.do not in _FINAL
     if endless and cause not in _UNLIMITED and rung.do is not Action.WARN:
         limitless = ", ".join(each.value for each in Cause if each in _UNLIMITED)
-        raise wrong("do", f'say how often ("times: 2"); only {limitless} may go on without limit')
+        raise wrong("do", f'say how often ("times: 2"); only {limitless} may repeat without limit')
     if index + 1 < len(ladder) and (endless or rung.do in _FINAL):
-        why = "has no times and goes on without limit" if endless else "ends the ladder"
-        raise wrong("do", f'"{rung.do.value}" {why}: remove the rungs behind it')
+        why = "has no times and repeats without limit" if endless else "ends the ladder"
+        raise wrong("do", f'"{rung.do.value}" {why}: remove the rungs after it')
 
 
 def cures(cause: Cause) -> tuple[Action, ...]:

@@ -1,4 +1,4 @@
-"""What the job asks of Slurm."""
+"""What the job requests from Slurm."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def _extra(value: Any) -> Any:
             raise wrong_key(
                 str(option),
                 "not the long name of an sbatch option "
-                "(small letters, digits and dashes, without the leading --)",
+                "(lower-case letters, digits and dashes, without the leading --)",
             )
         if option in _OWN_KEYS:
             raise wrong_key(option, f'write it as "{_OWN_KEYS[option]}"')
@@ -113,7 +113,7 @@ def _written(options: dict[str, str]) -> dict[str, Any]:
 
 
 class Resources(JobSection):
-    """What the job asks of Slurm; what is left out is left to the site and the partition."""
+    """What the job requests from Slurm; what is omitted is left to the site and the partition."""
 
     known_as: ClassVar[Mapping[str, str]] = {
         "ntasks_per_node": "tasks_per_node", "ntasks": "tasks_per_node",
@@ -129,8 +129,8 @@ class Resources(JobSection):
     nodes: Count = Field(default=1, description="Number of nodes that ranks run on.")
     spare_nodes: Count | None = Field(
         default=None,
-        description="Nodes beyond those, which wait in the allocation to take the seat of one that "
-        "is lost: then the run goes on in the same job. Slurm charges for them.",
+        description="Additional nodes, which wait in the allocation to replace one that is lost: "
+        "then the run continues in the same job. Slurm charges for them.",
     )
     tasks_per_node: Count = Field(default=1, description="Processes (ranks) per node, one per GPU.")
     cpus_per_task: Count | None = Field(default=None, description="CPU cores per process.")
@@ -140,14 +140,14 @@ class Resources(JobSection):
     )
     mem: Memory | None = Field(
         default=None,
-        description='Memory per node ("4G"; without a unit MiB; 0 is all of the node).',
+        description='Memory per node ("4G"; without a unit, MiB; 0 is all that a node has).',
     )
     time: TimeLimit | None = Field(
         default=None,
-        description='Time limit of one attempt ("48:00:00"); the run goes on beyond it.',
+        description='Time limit of one attempt ("48:00:00"); the run continues beyond it.',
     )
     partition: DirectiveText | None = Field(
-        default=None, description="Partition, or several with commas."
+        default=None, description="Partition, or several, separated by commas."
     )
     account: DirectiveText | None = Field(default=None, description="Account that is charged.")
     qos: DirectiveText | None = Field(default=None, description="Quality of service.")
@@ -155,7 +155,9 @@ class Resources(JobSection):
         default=None, description="Node features that are needed."
     )
     exclude: DirectiveText | None = Field(default=None, description="Nodes never to use, n[1-3,7].")
-    nodelist: DirectiveText | None = Field(default=None, description="Nodes to use in any case.")
+    nodelist: DirectiveText | None = Field(
+        default=None, description="Nodes that the job must have."
+    )
     gres: DirectiveText | None = Field(
         default=None, description="Other generic resources, per node."
     )
@@ -164,7 +166,7 @@ class Resources(JobSection):
         dict[str, str], BeforeValidator(_extra), PlainSerializer(_written, return_type=dict)
     ] = Field(
         default_factory=dict,
-        description="Any other sbatch option by its long name; true where it takes no value.",
+        description="Any other sbatch option by its long name; true if it takes no value.",
     )
 
     @model_validator(mode="after")

@@ -45,7 +45,7 @@ _Choice = Annotated[Policy | None, BeforeValidator(_policy)]
 
 
 class EnvironmentSpec(JobSection):
-    """Per part of the environment: ignore, warn or refuse.  What is left out is as described."""
+    """Per part of the environment: ignore, warn or refuse.  Each part has its own default."""
 
     known_as: ClassVar[Mapping[str, str]] = {
         "pytorch": "torch", "gpus": "gpu", "device": "gpu", "nvidia": "driver", "pip": "packages",
@@ -57,7 +57,8 @@ class EnvironmentSpec(JobSection):
 
     python: _Choice = Field(default=None, description="Version of Python.  Else: warn.")
     torch: _Choice = Field(
-        default=None, description="Version of torch.  Else: refuse another major one, warn."
+        default=None,
+        description="Version of torch.  Else: refuse another major version, otherwise warn.",
     )
     cuda: _Choice = Field(default=None, description="CUDA that torch was built for.  Else: warn.")
     cudnn: _Choice = Field(default=None, description="Version of cuDNN.  Else: warn.")
@@ -72,17 +73,17 @@ class EnvironmentSpec(JobSection):
         default=None, description="Revision of the code, and changes on top of it.  Else: warn."
     )
     job: _Choice = Field(
-        default=None, description="The job's own keys.  Else: refuse another entry, warn."
+        default=None, description="The job's own keys.  Else: refuse another entry, otherwise warn."
     )
     sampling: _Choice = Field(
         default=None,
-        description="Seed, global batch and number of samples, which the order of the samples "
-        "follows from.  Else: refuse.",
+        description="Seed, global batch and number of samples, which determine the order of the "
+        "samples.  Else: refuse.",
     )
     data: _Choice = Field(
         default=None,
-        description="What run.data() was given.  Else: refuse, but only warn where nothing but "
-        "times of files changed.",
+        description="What run.data() was given.  Else: refuse, but only warn if nothing but times "
+        "of files changed.",
     )
 
     @model_validator(mode="before")
@@ -107,7 +108,7 @@ _LEAST_WITHIN = timedelta(seconds=5)
 
 
 class PreflightSpec(JobSection):
-    """Whether nodes are looked at before a launch, and how long that may take."""
+    """Whether nodes are checked before a launch, and how long that may take."""
 
     known_as: ClassVar[Mapping[str, str]] = {
         "on": "enabled", "off": "enabled", "timeout": "within", "deadline": "within",
@@ -117,8 +118,8 @@ class PreflightSpec(JobSection):
     enabled: bool = Field(default=True, strict=True, description="false switches it off.")
     within: PositiveDuration = Field(
         default=timedelta(seconds=60),
-        description="How long a node may take to be looked at, and a group of nodes for one "
-        "collective; what takes longer has failed.",
+        description="How long the check of a node may take, and one collective of a group of "
+        "nodes; a longer one has failed.",
     )
 
     @model_validator(mode="before")
@@ -139,9 +140,9 @@ class PreflightSpec(JobSection):
 
 
 class WatchdogSpec(JobSection):
-    """The limits of the hang watchdog, which are learned in between these bounds."""
+    """The limits of the hang watchdog, which are learned within these bounds."""
 
-    """When a rank that gets no further counts as hung."""
+    """When a rank that makes no progress counts as hung."""
 
     known_as: ClassVar[Mapping[str, str]] = {
         "on": "enabled", "off": "enabled", "timeout": "at_most", "deadline": "at_most",
@@ -151,17 +152,17 @@ class WatchdogSpec(JobSection):
     enabled: bool = Field(default=True, strict=True, description="false switches the watchdog off.")
     factor: Factor = Field(
         default=5.0,
-        description="How many times what was usual in this run a rank may stay where it is.",
+        description="How many times as long as usual in this run a rank may stay in one place.",
     )
     at_least: PositiveDuration = Field(
         default=timedelta(seconds=30),
-        description="A rank is never taken for hung before; saves and phases of the program have "
+        description="A rank never counts as hung earlier; saves and phases of the program have "
         "four times as long.",
     )
     at_most: PositiveDuration = Field(
         default=timedelta(minutes=10),
-        description="How long a step may take while nothing is known of the run; starts, first "
-        "steps and phases that were never seen have three times as long.",
+        description="How long a step may take while nothing is known about the run; starts, first "
+        "steps and new phases have three times as long.",
     )
 
     @model_validator(mode="before")
@@ -174,7 +175,9 @@ class WatchdogSpec(JobSection):
     @model_validator(mode="after")
     def _bounds_fit(self) -> WatchdogSpec:
         if self.factor < 1:
-            raise ValueError("factor is 1 or more: else every ordinary step would be a hang")
+            raise ValueError(
+                "factor must be 1 or more: otherwise every ordinary step would be a hang"
+            )
         if self.at_least > self.at_most:
             raise ValueError(
                 f"at_least ({format_duration(self.at_least)}) is longer than at_most "
@@ -184,9 +187,9 @@ class WatchdogSpec(JobSection):
 
 
 class Limits(JobSection):
-    """How far a run goes on by itself, whatever the ladders allow; then it is held.
+    """How far a run continues by itself, whatever the ladders allow; then it is held.
 
-    A person who lets it go on starts every count anew.
+    A person who lets the run continue resets all counts.
     """
 
     known_as: ClassVar[Mapping[str, str]] = {
@@ -199,13 +202,13 @@ class Limits(JobSection):
 
     attempts_without_progress: Count = Field(
         default=3,
-        description="Attempts in a row that fail or reach the time limit without a checkpoint "
-        "past the ones before.",
+        description="Attempts in a row that fail or reach the time limit without a newer "
+        "checkpoint than before.",
     )
     interruptions_without_progress: Count = Field(
         default=10,
-        description="Attempts in a row that end without such a checkpoint, whatever for: "
-        "preempted, requeued by an administrator, with a lost node, a silent service or a full "
+        description="Attempts in a row that end without such a checkpoint, for whatever reason: "
+        "preempted, requeued by an administrator, a lost node, an unavailable service, a full "
         "disk.",
     )
     starts_per_day: Count = Field(
@@ -215,6 +218,6 @@ class Limits(JobSection):
     starts: Count = Field(default=5000, description="Starts of all ranks in all.")
     controller_patience: PositiveDuration = Field(
         default=timedelta(minutes=5),
-        description="How long a Slurm that does not answer is asked to take the run back, before "
-        "that is left to slurm-forge reconcile.",
+        description="How long the requeue of a run is retried while Slurm does not answer, before "
+        "it is left to slurm-forge reconcile.",
     )

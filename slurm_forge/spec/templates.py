@@ -54,9 +54,7 @@ def _parts(word: str) -> list[tuple[str, str | None, str | None, str | None]]:
     try:
         return list(string.Formatter().parse(word))
     except ValueError as error:
-        raise ValueError(
-            f"{word!r}: {str(error).lower()}; a brace that is meant is written twice"
-        ) from None
+        raise ValueError(f"{word!r}: {str(error).lower()}; write a literal brace twice") from None
 
 
 def _fields(word: str) -> list[Placeholder]:

@@ -98,7 +98,7 @@ def _named(character: str) -> str:
 
 def _parse_time_limit(value: object) -> timedelta:
     if isinstance(value, str) and value.strip().lower() in ("unlimited", "infinite", "-1"):
-        raise ValueError("leave it out for the partition's own limit; a run goes on beyond it")
+        raise ValueError("leave it out for the partition's own limit; a run continues beyond it")
     return _positive(parse_duration(value))
 
 
@@ -156,7 +156,7 @@ def _check_arguments(value: dict[str, Any]) -> dict[str, Any]:
 def _check_json(value: Any, path: tuple[str | int, ...]) -> None:
     # What a document can't hold must not come in through Python either: run.yaml is read back.
     if isinstance(value, float) and not math.isfinite(value):
-        raise wrong_key(path, "infinity and not-a-number are no values here")
+        raise wrong_key(path, "infinity and not-a-number are not allowed here")
     if isinstance(value, str) and any("\ud800" <= c <= "\udfff" for c in value):
         raise wrong_key(path, "half of a surrogate pair is not text")
     if len(path) > _MAX_ARGUMENT_DEPTH:

@@ -37,7 +37,7 @@ _PLAIN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,200}")
 def rejected(reason: str) -> CheckpointRejectedError:
     """The error for a checkpoint that is not what was written."""
     return CheckpointRejectedError(
-        reason, reason=reason, next_step="An older checkpoint is used; look at the storage."
+        reason, reason=reason, next_step="An older checkpoint is used; check the storage."
     )
 
 

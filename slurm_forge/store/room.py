@@ -49,7 +49,7 @@ def shortage(
             f"no room for a checkpoint of {format_memory(size)} and {reserve} kept free for "
             f"journal and logs: {format_memory(free.size)} free",
             next_step="Make room, or keep fewer (checkpoint.keep_last, slurm-forge checkpoints "
-            "prune). Training goes on, and the next save asks again.",
+            "prune). Training continues, and the next save tries again.",
         )
     spare = 0 if use_spare else min(files, _SPARE_FILES)
     if free.files is not None and free.files < files + _BESIDE_FILES + spare:
@@ -57,6 +57,6 @@ def shortage(
             f"no room for {files} more files and {_BESIDE_FILES + spare} kept free for "
             f"journal and logs: {free.files} inodes free",
             next_step="Delete files on this file system, or ask for a larger quota of files. "
-            "Training goes on, and the next save asks again.",
+            "Training continues, and the next save tries again.",
         )
     return None

@@ -264,7 +264,7 @@ def test_a_call_that_can_not_work_is_held_at_once_whatever_the_ladder_says(tmp_p
     assert incidents(state) == [(Cause.APP_ERROR, Action.HOLD)]
     assert state.status is RunStatus.HELD and state.high_water == 0
     assert [len(attempt.launches) for attempt in state.attempts] == [1], "a useless second start"
-    assert "would ask for it again; next: fix the error shown in the evidence" in state.reason
+    assert "would repeat the request; next: fix the error shown in the evidence" in state.reason
     ((_, incident),) = state.attempts[0].incidents
     assert "Write until=forge.Steps(60)" in incident.evidence[0].text
     assert "(test_local_runs.py:" in incident.evidence[0].text, "not where it is written"
@@ -282,7 +282,7 @@ def test_an_error_of_the_program_climbs_its_ladder_and_then_the_run_is_held(
     assert "the same error at the same step" in state.reason
     assert incidents(state) == [(Cause.APP_ERROR, Action.REQUEUE), (Cause.APP_ERROR, Action.HOLD)]
     words = state.attempts[1].incidents[0][1].evidence[0].text
-    assert "a fault on purpose at step 6" in words
+    assert "an injected fault at step 6" in words
     assert not run.is_done()
 
 

@@ -367,7 +367,7 @@ def test_a_rank_0_that_is_killed_each_time_ends_in_a_hold_that_every_command_tel
         ((_, incident),) = attempt.incidents
         assert (incident.cause, incident.rank) == (Cause.CRASH, 0)
         # Where its parent had collected it before the witness came to look, how is not known.
-        assert incident.evidence[0].text in ("killed by SIGKILL", "ended without a word")
+        assert incident.evidence[0].text in ("killed by SIGKILL", "ended without a message")
     terminal.types("explain", "tiny").says("nothing left to try")
     told = terminal.types("status", "tiny").says("held")
     assert told.ends() == 0

@@ -144,7 +144,7 @@ def test_a_probe_that_is_broken_alone_leaves_the_training_as_it_is(
     assert [told.outcome for told in launch.told] == [RankOutcome.FINISHED] * 3
     assert digest(run.path) == digest(alone.path)
     (off,) = events(run, ProbeOff)
-    assert ("did not end" if how == "hung" else "onnection") in off.why, off
+    assert ("did not complete" if how == "hung" else "onnection") in off.why, off
     assert failed(run) == []
 
 

@@ -133,7 +133,7 @@ def test_three_bad_steps_are_rolled_back_without_a_restart(
     (recovered,) = events(run, ev.Recovered)
     assert (recovered.incident_id, recovered.steps) == (attempt.incidents[0][1].id, 8)
     (_, decision) = attempt.decisions[0]
-    assert "computed again it was fine" in decision.reason
+    assert "fine when computed again" in decision.reason
     assert decision.changes == (), "a fault that does not come again is not the learning rate's"
     assert all(c.trust is not Trust.SUSPECT for c in state.known if c.name.step > 12)
 

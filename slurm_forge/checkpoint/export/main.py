@@ -132,7 +132,7 @@ def plain_source(path: Path, *, only: Sequence[str]) -> ExportSource:
         },
         tensors=tensors,
         about={"from": path.name},
-        notes=(f"left out, because they are no tensors: {some(list(ignored))}",) if ignored else (),
+        notes=(f"omitted, because they are not tensors: {some(list(ignored))}",) if ignored else (),
     )
 
 
@@ -165,12 +165,12 @@ def _extra_state(state: Mapping[str, Any], only: Sequence[str]) -> tuple[str, ..
     ]
     if not extra:
         return ()
-    return (f"left out: {some(extra)}; load with strict=False, or call set_extra_state yourself",)
+    return (f"omitted: {some(extra)}; load with strict=False, or call set_extra_state yourself",)
 
 
 def _no_tensors(state: Mapping[str, Any], only: Sequence[str], everything: bool) -> Iterator[str]:
     if everything or set(only) - set(state["models"]):
-        yield "left out, because they are no tensors: options, counters and learning rates"
+        yield "omitted, because they are not tensors: options, counters and learning rates"
 
 
 def _size(index: Any, key: str) -> int:
@@ -222,8 +222,10 @@ def main(words: Sequence[str] | None = None) -> int:
     except CheckpointRejectedError as error:
         if arguments.plain is not None:
             return _say(str(error))
-        again = "See which are whole: slurm-forge checkpoints verify RUN; then choose: --checkpoint"
-        return _say(f"{arguments.name} is not whole: {error.reason}\n  {again}.")
+        again = (
+            "See which are intact: slurm-forge checkpoints verify RUN; then choose: --checkpoint"
+        )
+        return _say(f"{arguments.name} is damaged: {error.reason}\n  {again}.")
     except ForgeError as error:
         return _say(str(error))
     except OSError as error:

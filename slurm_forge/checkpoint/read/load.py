@@ -98,7 +98,7 @@ def resume(
             raise CheckpointMissingError(
                 "there are checkpoints, but none can be used",
                 next_step="The journal says why of each, and so does slurm-forge checkpoints list. "
-                "Promote one, bring the folder back, or begin a new run under another name.",
+                "Promote one, restore the folder, or start a new run under another name.",
             )
         manifest = Manifest.from_bytes(chosen.encode("ascii"))
         reasons: list[_Reason] = []
@@ -228,6 +228,6 @@ def _read(target: LoadTarget, reader: ShardReader) -> None:
                 raise error from caught
             raise CheckpointError(
                 f"reading failed: {type(error).__name__}: {error}",
-                next_step="Load an older checkpoint, or look at the storage.",
+                next_step="Load an older checkpoint, or check the storage.",
             ) from caught
-        raise CheckpointError("reading failed", next_step="Look at the storage.") from caught
+        raise CheckpointError("reading failed", next_step="Check the storage.") from caught

@@ -193,7 +193,7 @@ def load_plain_dcp(
             planner.commit_tensor(item, target)
     if skipped:
         warnings.warn(
-            f"{plain.directory}: not loaded, because they are no tensors: {some(skipped)}",
+            f"{plain.directory}: not loaded, because they are not tensors: {some(skipped)}",
             stacklevel=2,
         )
     return tuple(skipped)

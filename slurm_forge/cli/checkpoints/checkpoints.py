@@ -84,7 +84,7 @@ def list_(run: RunName, json: AsJson = False, runs: Runs = None) -> None:
     """A line for every checkpoint, newest first.
 
     Trust is written, verified (read back whole), good (healthy steps followed) or suspect
-    (never resumed from).  "<- next" is where a start would go on from now.
+    (never resumed from).  "<- next" marks the one that a start would resume from now.
 
     \b
     Examples:
@@ -124,8 +124,8 @@ def verify(
 ) -> None:
     """Read every block of every file and compare its hash.
 
-    What is whole becomes verified, what is damaged suspect: it is not resumed from.  Exit status
-    1: something is damaged or can't be read.
+    An intact checkpoint becomes verified, a damaged one suspect: it is not resumed from.  Exit
+    status 1: something is damaged or can't be read.
 
     \b
     Examples:
@@ -210,8 +210,8 @@ def suspect(
 ) -> None:
     """Distrust a checkpoint.
 
-    The run never resumes from it, until somebody promotes it.  A run that is going on
-    hears of it at its next start.
+    The run does not resume from it until somebody promotes it.  A run that is training obeys at
+    its next start.
 
     \b
     Examples:

@@ -88,8 +88,8 @@ def export(
 ) -> None:
     """Write a checkpoint as one plain file.
 
-    safetensors, torch.load or plain DCP open it.  A single model's tensors are named as
-    its load_state_dict wants them.  safetensors takes memory for the largest tensor only;
+    safetensors, torch.load or plain DCP open it.  A single model's tensors are named as its
+    load_state_dict expects them.  safetensors takes memory for the largest tensor only;
     torch and DCP hold all that is written.  Needs torch.
 
     \b

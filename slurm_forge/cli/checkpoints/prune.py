@@ -60,9 +60,10 @@ def prune(
 ) -> None:
     """Delete old checkpoints of a run at rest.
 
-    What interrupted saves left behind goes, too.  What stays in any case: the newest, the
-    two newest that may be resumed from, the newest good one, and what the job keeps for
-    good (the best, one every so many steps or minutes).
+    Remains of interrupted saves are deleted, too.  Always kept: the newest, the two newest that
+    can be resumed from, the newest good one, the newest suspect one, and what the job keeps
+    permanently (the best, one every so many steps or minutes).  Nothing is deleted while fewer
+    than two are usable.
 
     \b
     Examples:

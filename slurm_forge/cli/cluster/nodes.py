@@ -52,9 +52,9 @@ def list_(
 ) -> None:
     """A line for every node with strikes.
 
-    The worst come first.  A strike loses half of its weight in three days.  A node is to be left
-    out while what is left of its strikes is 1 or more, or because a person struck it, as long as
-    it is not too many.
+    The worst come first.  A strike loses half of its weight in three days.  A node is
+    excluded while the rest of its strikes adds up to 1 or more, or while the strike of a user
+    lasts, unless too many nodes would be excluded.
 
     \b
     Examples:

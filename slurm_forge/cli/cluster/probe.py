@@ -58,9 +58,9 @@ def probe(
 ) -> None:
     """Whether nodes are fit to train on: GPUs, memory, storage, and all of them together.
 
-    Inside an allocation (salloc, a batch script) its nodes; elsewhere say which: --job, --local or
-    --nodes.  Of a running job nothing is asked that would disturb it: no GPU is computed on.
-    Exit status: 0 all fine, 1 something is bad, 2 it could not be looked at.
+    Inside an allocation (salloc, a batch script) it checks the nodes of that allocation; elsewhere
+    choose them: --job, --local or --nodes.  It does not disturb a running job: it computes nothing
+    on its GPUs.  Exit status: 0 all fine, 1 something is bad, 2 the check could not be made.
 
     \b
     Examples:
@@ -86,9 +86,7 @@ def probe(
     except ValueError as error:
         raise ConfigError(f"--within: {error}", next_step="For example: --within 60s.") from None
     if limit <= timedelta(0):
-        raise ConfigError(
-            "--within must be longer than that", next_step="For example: --within 60s."
-        )
+        raise ConfigError("--within must be longer than 0", next_step="For example: --within 60s.")
     if strike and local is not None:
         raise ConfigError("--strike is for nodes of a cluster", next_step="Remove --strike.")
     payload = node_words((folder or Path.cwd()).absolute(), limit)

@@ -137,7 +137,7 @@ def show(
         typer.Argument(
             metavar="[NAME|FILE]",
             help="The site; without it SLURM_FORGE_SITE, site: in your config.yaml, else the one "
-            "that this cluster is.",
+            "of this cluster.",
             show_default=False,
             autocompletion=site_names,
         ),
@@ -149,7 +149,7 @@ def show(
 ) -> None:
     """Everything that is known about a site.
 
-    What your environment has instead of the site's variables is told beside them: yours wins.
+    Values of your environment that override the site's variables are shown beside them.
 
     \b
     Examples:

@@ -40,7 +40,7 @@ def check(
     ],
     json: Annotated[bool, typer.Option("--json", help="Print JSON with stable keys.")] = False,
 ) -> None:
-    """Read site files strictly, and look for facts without sources, guesses, contradictions.
+    """Read site files strictly, and report facts without sources, guesses and contradictions.
 
     Exit status: 0 no mistakes, 1 mistakes.
 

@@ -31,7 +31,7 @@ def detect(
 ) -> None:
     """Describe this cluster in a site file: partitions, QOS, preemption, limits, GPUs.
 
-    Everything in it is Slurm's own word; what Slurm can't tell is null, with a comment.
+    Everything in it comes from Slurm; what Slurm does not know is null, with a comment.
 
     \b
     Examples:

@@ -123,7 +123,7 @@ def _read_from(path: Path, offset: int) -> tuple[bytes, float]:
         if os.fstat(descriptor).st_size - offset > _FILE_LIMIT:
             raise UnsafeFileError(
                 f"{path} is larger than {_FILE_LIMIT} bytes",
-                next_step="No journal grows that large: look what the file is, then move it away.",
+                next_step="No journal grows that large: check what the file is, then move it away.",
             )
         chunks: list[bytes] = []
         while chunk := os.pread(descriptor, _CHUNK, offset):

@@ -69,7 +69,7 @@ def status(
         return
     directory = find_run(run, runs)
     if follow and json:
-        raise typer.BadParameter("--follow is for people; ask for --json again and again instead")
+        raise typer.BadParameter("--follow and --json do not go together")
     if follow:
         _follow(directory)
         return

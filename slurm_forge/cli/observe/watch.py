@@ -161,6 +161,8 @@ def _say_whether_it_answers(round_: Round) -> None:
     """When it begins and when it ends, and not with every look between."""
     words = "answers again" if round_.answered else f"could not be queried: {round_.why}"
     typer.echo(f"Slurm's queue {words}", err=True)
+    if round_.next_step:
+        typer.echo(f"  {round_.next_step}", err=True)
 
 
 def _rest(seconds: float) -> None:

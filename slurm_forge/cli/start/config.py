@@ -106,8 +106,8 @@ def show(
 ) -> None:
     """The whole job with defaults, and how site and folder of runs are chosen.
 
-    A value wins over those of the files before it: your own config.yaml, the project's
-    slurm_forge.yaml, the job file, --set.  Nothing is made or submitted.
+    Each of these overrides those before it: your own config.yaml, the project's
+    slurm_forge.yaml, the job file, --set.  Nothing is created or submitted.
 
     \b
     Examples:

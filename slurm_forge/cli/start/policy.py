@@ -125,5 +125,8 @@ def _cause(text: str) -> Cause:
     known = [each.value for each in Cause]
     if text not in known:
         near = did_you_mean(text, known, Recovery.known_as)
-        raise ConfigError(f'--cause: unknown cause "{text[:40]}" {near}')
+        raise ConfigError(
+            f'--cause: unknown cause "{text[:40]}" {near}',
+            next_step="Causes are the keys of recovery: in docs/reference/job-file.md.",
+        )
     return Cause(text)

@@ -13,7 +13,8 @@ Settings = Annotated[
     typer.Option(
         "--set",
         metavar="KEY=VALUE",
-        help="A key of the job file, above all files: recovery.cuda_oom.times=2. Repeatable.",
+        help="Set a key of the job file, overriding all files: recovery.cuda_oom.times=2. "
+        "Repeatable.",
         autocompletion=setting_keys,
     ),
 ]

@@ -365,8 +365,9 @@ def begin(
 ) -> Attempt | StartRefusal:
     """Claim the run for a new attempt, unless there is nothing to do or nobody wants it.
 
-    Where the attempt before it ended without a word, ``slurm`` is asked how; ``FencedError`` where
-    somebody else has claimed the run by then.  ``command``: the caller starts the run's command.
+    Where the attempt before it ended without a message, ``slurm`` is asked how; ``FencedError``
+    where somebody else has claimed the run by then.  ``command``: the caller starts the run's
+    command.
     ``unwanted``: why whoever started this wants no attempt any more, empty where they do.
     """
     if run.is_done():
@@ -386,7 +387,7 @@ def begin(
     if file.job.entry is None and not command:
         raise ForgeError(
             f"{run.name} has a command, not an entry",
-            next_step="Start it as it was begun: slurm-forge exec, or its own script.",
+            next_step="Start it as it was started first: slurm-forge exec, or its own script.",
         )
     if file.job.command is None and command:
         raise ForgeError(

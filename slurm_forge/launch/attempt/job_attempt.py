@@ -33,9 +33,9 @@ from slurm_forge.vocabulary.cause import Cause
 _NOTHING = "nothing to do"
 _REFUSED = {
     StartRefusal.DONE: f"finished already: {_NOTHING}",
-    StartRefusal.STOP_FILE: "stopped: remove {stop} to let it go on",
-    StartRefusal.AT_REST: "at rest: slurm-forge explain {name} says why, "
-    "slurm-forge requeue {name} lets it go on",
+    StartRefusal.STOP_FILE: "stopped: to continue, remove {stop}",
+    StartRefusal.AT_REST: "at rest; why: slurm-forge explain {name}; to continue: slurm-forge "
+    "requeue {name}",
 }
 
 
@@ -124,7 +124,7 @@ def conduct_in_job(
     except OSError as error:
         return storage_lost(error)
     if isinstance(attempt, StartRefusal):
-        print_line(refusal_text(run, attempt))
+        print_line(refusal_text(run, attempt, command=command))
         settle_waiting_tasks(run, attempt, job, slurm)
         return AttemptEnd(outcome=_NOTHING)
     note_unrecognized(attempt, environment.unrecognized)
@@ -162,9 +162,11 @@ def conduct_in_job(
         job_poller.close()
 
 
-def refusal_text(run: RunDirectory, why: StartRefusal) -> str:
-    """Why nothing is started, in words."""
-    return f"{run.name}: {_REFUSED[why].format(name=run.name, stop=run.stop_file)}"
+def refusal_text(run: RunDirectory, why: StartRefusal, *, command: bool = False) -> str:
+    """Why nothing is started, in words; ``command``: of ``slurm-forge exec``."""
+    text = f"{run.name}: {_REFUSED[why].format(name=run.name, stop=run.stop_file)}"
+    another = command and why is StartRefusal.DONE
+    return f"{text}.   another run: --name OTHER" if another else text
 
 
 def settle_waiting_tasks(run: RunDirectory, why: StartRefusal, job: str, slurm: Slurm) -> None:

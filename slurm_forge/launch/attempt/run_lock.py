@@ -61,7 +61,7 @@ def hold_run_lock(run: RunDirectory) -> Iterator[RunLock]:
         if os.fstat(descriptor).st_nlink > 1:
             raise UnsafeFileError(
                 f"{run.local_lock} is a hard link to some other file",
-                next_step="Look what it is, then remove it.",
+                next_step="Check what it is, then remove it.",
             )
         locked = _lock(descriptor, fcntl.LOCK_EX, _PATIENCE_S)
         if locked is False:

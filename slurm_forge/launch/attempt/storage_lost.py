@@ -60,15 +60,15 @@ def hand_to_slurm(
     if record is not None and _is_cancelled(slurm, job, record, restart_count):
         if chain is not None and waiting:
             chain.hold(waiting, f"task {job} was cancelled")
-        return "it was cancelled, and stays that"
+        return "it was cancelled, and stays cancelled"
     if chain is not None and waiting:
         with contextlib.suppress(SlurmCommandError):
             chain.update(waiting, replace(comment, start_after=_LATER))
         return f"left to task {chain.ref(waiting[0])}"
     if record is None and signalled():
         return (
-            "not requeued, because Slurm does not say what the job is ended for; "
-            "slurm-forge requeue lets the run go on"
+            "not requeued, because Slurm does not say why the job is ending; to continue: "
+            "slurm-forge requeue"
         )
     tries = _tries_before(record, restart_count) + 1
     if tries <= _MOST_TRIES:

@@ -22,7 +22,7 @@ def note_unrecognized(attempt: Attempt, fields: Iterable[Unrecognized]) -> None:
         records, _ = read_journal(attempt.run)
         texts = [record.event.text for record in records if isinstance(record.event, Note)]
         for name, each in by_name.items():
-            begins = f"not understood, and done without: {name}="
+            begins = f"not understood, ignored: {name}="
             if not any(text.startswith(begins) for text in texts):
-                text = f"not understood, and done without: {each}"
+                text = f"not understood, ignored: {each}"
                 attempt.journal.write(Note(text=text[:_LONGEST]))

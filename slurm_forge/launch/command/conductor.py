@@ -169,11 +169,8 @@ class ProgramConductor:
         """Tell the program, by its own convention."""
         # The tasks of steps were sent what the sentinel was, which is one of them.
         steps_know = source == STEPS and what == self._how.signal
-        self._note(
-            Note(
-                text=f"told the program: {self._process.forward(self._how, steps_know=steps_know)}"
-            )
-        )
+        sent = self._process.forward(self._how, steps_know=steps_know)
+        self._note(Note(text=f"notified the program: {sent}"))
 
     def insist(self) -> None:
         """End it now."""
@@ -204,7 +201,7 @@ class ProgramConductor:
         by_person = self._observations.stopped_by and now - asked_at >= _TERMINATED_S
         if now >= ends_at - last or by_person:
             self._terminated = True
-            self._note(Note(text="the program goes on: SIGTERM, then SIGKILL"))
+            self._note(Note(text="the program is still running: SIGTERM, then SIGKILL"))
             self._process.terminate()
 
     def _note(self, event: Event) -> None:

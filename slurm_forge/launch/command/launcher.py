@@ -220,7 +220,10 @@ class CommandLauncher:
             killed_pids.update(leftovers)
             time.sleep(_TICK_S)
         if killed_pids:
-            text = f"ended what an earlier start had left running: {len(killed_pids)} processes"
+            text = (
+                "ended processes that an earlier start had left running: "
+                f"{len(killed_pids)} processes"
+            )
             with contextlib.suppress(OSError):
                 self._attempt.journal.write(Note(text=text))
 

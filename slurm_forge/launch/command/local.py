@@ -43,7 +43,7 @@ ENDED_BY_SIGNAL = 128
 def execute_here(run: RunDirectory, variables: Mapping[str, str]) -> int:
     """Start the command until it is done, or left to a person; the exit status."""
     if run.is_done():
-        print_line(f"{refusal_text(run, StartRefusal.DONE)}.   another run: --name OTHER")
+        print_line(refusal_text(run, StartRefusal.DONE, command=True))
         return 0
     job = f"exec-{os.getpid()}"
     with ProgramSignals() as signals, hold_run_lock(run) as presence, StopRequest() as request:
@@ -61,7 +61,7 @@ def execute_here(run: RunDirectory, variables: Mapping[str, str]) -> int:
                 command=True,
             )
             if isinstance(attempt, StartRefusal):
-                print_line(refusal_text(run, attempt))
+                print_line(refusal_text(run, attempt, command=True))
                 return 0
             here = _LocalAttempt(attempt, variables, signals, JobPoller(None, ""))
             try:

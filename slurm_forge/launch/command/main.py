@@ -111,7 +111,7 @@ def _refuse_places(environment: SlurmEnvironment) -> None:
     if environment.in_srun_step and (environment.ntasks or 1) > 1:
         raise ConfigError(
             "slurm-forge exec was started by srun, once per task: each would claim the run",
-            next_step="Turn it round: slurm-forge exec -- srun your-program …",
+            next_step="Put them in the other order: slurm-forge exec -- srun your-program …",
         )
 
 
@@ -199,7 +199,7 @@ class _JobLauncher(CommandLauncher, FrontEnd):
         if self._listener.listens(_LISTENS_S):
             return
         why = self._listener.failed or "it takes its time"
-        text = f"no sentinel step ({why}): Slurm is asked now and then instead"
+        text = f"no sentinel step ({why}): Slurm is queried now and then instead"
         with contextlib.suppress(OSError):
             self._attempt.journal.write(Note(text=text[:400]))
 

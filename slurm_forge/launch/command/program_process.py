@@ -143,7 +143,7 @@ class ProgramProcess:
                 recipients.append("tasks of steps (by Slurm itself)")
             else:
                 recipients.append(self._signal_steps(how.signal))
-        return f"{how.signal} to {', '.join(recipients) or 'nobody: there is no process for it'}"
+        return f"{how.signal} to {', '.join(recipients) or 'no process'}"
 
     def has_steps(self) -> bool:
         """Whether srun runs in it: Slurm signals its tasks itself, whatever it is told by us."""

@@ -420,7 +420,7 @@ class Conductor:
             step = observations.returned_at[rank]
             text = (
                 f"the training function of rank {rank} returned after step {step}, that of rank "
-                f"{other} went on. All ranks must take the same steps: return on all or on none."
+                f"{other} continued. All ranks must take the same steps: return on all or on none."
             )
             self._fail(rank, Cause.APP_ERROR.value, step, text)
 
@@ -437,7 +437,7 @@ class Conductor:
     def _on_save_failed(self, message: SaveFailed) -> None:
         failed = self._pace.not_committed(self._clock())
         if failed is not None:
-            text = f"{failed} saves in a row came to nothing; the last: {message.reason}"
+            text = f"{failed} saves in a row failed; the last: {message.reason}"
             self._fail(0, Cause.STORAGE.value, message.step, text, all_ranks=True)
 
     # -- what somebody wants -----------------------------------------------------------------

@@ -278,7 +278,7 @@ class PreflightMonitor:
             self._publish(PreflightRound())
         findings = list(oddities(self.reports.values(), self.ahead))
         if self._too_many:
-            findings.append("more ranks than can be told who tries a collective with whom")
+            findings.append("too many ranks for trials of collectives in groups")
         isolated = self.isolated
         if isolated is not None and isolated.why is not Why.FINE and self.refused is None:
             findings.append(_UNNAMED[isolated.why] + _first(self._failures.values()))
@@ -296,10 +296,10 @@ class PreflightMonitor:
 
 
 _UNNAMED = {
-    Why.FOUND: "a collective fails, and not because of a few nodes",
-    Why.EVERYBODY: "no two of the nodes that were tried together can do a collective",
-    Why.NOT_AGAIN: "a collective failed, and did not when it was tried again",
-    Why.AT_SCALE: "a collective of all nodes fails, and of no part of them",
+    Why.FOUND: "a collective fails, but not because of a few nodes",
+    Why.EVERYBODY: "no two of the nodes that were tried together can run a collective",
+    Why.NOT_AGAIN: "a collective failed, but worked when it was tried again",
+    Why.AT_SCALE: "a collective of all nodes fails, but none of a part of them",
 }
 
 

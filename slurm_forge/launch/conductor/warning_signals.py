@@ -101,6 +101,6 @@ class WarningSignals:
         end = "" if record.end_time is None else f" (EndTime={record.end_time:%H:%M:%S})"
         lead = self._lead.total_seconds()
         return (
-            f"{names}: Slurm's warning of the time limit; training goes on until {lead:.0f} s "
+            f"{names}: Slurm's warning of the time limit; training continues until {lead:.0f} s "
             f"before it{end}"
         )

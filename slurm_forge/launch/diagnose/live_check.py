@@ -242,8 +242,8 @@ class _LiveCheck:
                         f"the job did not start within {_minutes(self._wish.start_within)}{reason}"
                     )
                 return (
-                    "the job runs, and nothing of it can be seen in the folder of runs: "
-                    "do compute nodes share it?"
+                    "the job runs, but has written nothing into the folder of runs: do compute "
+                    "nodes share it?"
                 )
             self._sleep(_EVERY_S)
 
@@ -258,8 +258,8 @@ class _LiveCheck:
         if output:
             return f"the job ended ({state}) before it had begun: {output}"
         return (
-            f"the job ended ({state}) and has left nothing in {self._folder.parent}: compute nodes "
-            "do not share that folder with this one, or this Python is not there on them"
+            f"the job ended ({state}) and left nothing in {self._folder.parent}: compute nodes "
+            "do not share that folder with this one, or do not have this Python"
         )
 
     def _wait_report(self) -> tuple[JobSeen | None, str]:

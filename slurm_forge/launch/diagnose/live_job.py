@@ -231,7 +231,7 @@ class _LiveJob:
             self._events.take(0.2)
         self._collect()
         came = self._first()
-        problem = "" if came is not None else "it has not come"
+        problem = "" if came is not None else "it did not arrive"
         early = None if came is None else self._end - came
         sightings = self._sightings(before, signal, None)
         self._add(

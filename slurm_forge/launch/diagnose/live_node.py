@@ -249,7 +249,7 @@ def _one(host: str, port: int, nonce: str) -> Reach:
     except (OSError, UnicodeError) as error:
         return Reach(address=host, problem=str(getattr(error, "strerror", None) or error))
     if answer != nonce.encode():
-        return Reach(address=host, problem="somebody else answers there")
+        return Reach(address=host, problem="another program answers there")
     return Reach(address=host, connected_s=time.monotonic() - began)
 
 

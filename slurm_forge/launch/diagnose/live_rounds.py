@@ -37,7 +37,7 @@ def sightings(
     """One of each that is ``expected``; ``events`` and ``step_ends`` are those since the sending.
 
     ``workers_of`` is the way whose listeners have forked the loader workers.  ``signal`` is what a
-    task that ended without a word is taken to have died of.
+    task that ended without a message is taken to have died of.
     """
     over = {each.way: each.at for each in step_ends}
     results = []

@@ -131,7 +131,7 @@ def look_at(
             seconds=clock() - started_at,
         )
     finally:
-        hub.abort("the look is over")
+        hub.abort("the check is over")
         _end(processes)
         hub.close()
 

@@ -72,7 +72,7 @@ class ChainLadder(RequeueLadder):
             self._change(waiting, changes)
         behind_it = len(waiting) - 1
         return RequeueResult(
-            RequeueOutcome.NEXT_TASK, f"{follows} follows, {behind_it} more behind it"
+            RequeueOutcome.NEXT_TASK, f"{follows} follows, {behind_it} more after it"
         )
 
     def hold(self, reason: str) -> RequeueResult:
@@ -100,7 +100,7 @@ class ChainLadder(RequeueLadder):
             if not refused:
                 self._note(replace(hold, confirmed=True))
                 return RequeueResult(
-                    RequeueOutcome.HELD, f"the tasks that wait are held ({len(waiting)})"
+                    RequeueOutcome.HELD, f"the waiting tasks are held ({len(waiting)})"
                 )
             if not last:
                 self.sleep(_BETWEEN_S)

@@ -177,9 +177,9 @@ def changed(job: JobSpec, changes: ResourceChanges) -> JobSpec:
         own = names_in(job.resources.exclude)
         if own is None:
             raise ConfigError(
-                f"the run leaves out the nodes of the file {job.resources.exclude}, to which "
-                "nothing can be added here",
-                next_step="Write them into that file.",
+                f"the run excludes the nodes in the file {job.resources.exclude}, to which "
+                "slurm_forge cannot add any",
+                next_step="Add them to that file.",
             )
         resources["exclude"] = fold_nodes(dict.fromkeys([*own, *expand_nodes(changes.exclude)]))
     return job_from_mapping({**body, "resources": resources})

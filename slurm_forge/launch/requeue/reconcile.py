@@ -134,16 +134,16 @@ def bring_back(
             job, word = record.job_ref, record.state.value
             if ending:
                 return ReconcileResult(
-                    job, f"job {job} is ending: ask again in a moment", changed=False
+                    job, f"job {job} is ending: try again in a moment", changed=False
                 )
             if record.state is JobState.UNKNOWN:
-                text = f"job {job} is {record.state_text}: ask again in a moment"
+                text = f"job {job} is {record.state_text}: try again in a moment"
                 return ReconcileResult(job, text, changed=False)
             if changes:
                 raise RunDirectoryError(
                     f"{run.name} runs as job {job}, and a job that runs can't be changed",
                     next_step=f"Let it save and stop first: slurm-forge stop {run.name}; when it "
-                    "has ended, ask again.",
+                    "has ended, try again.",
                 )
             return ReconcileResult(job, f"job {job} is {word} already", changed=False)
         if changes:
@@ -203,7 +203,9 @@ def _release_or_change(
     note(run, UserAsked(verb="requeue", user=person()))
     run.stop_file.unlink(missing_ok=True)
     if not is_held:
-        return ReconcileResult(job, f"job {job} waits in the queue, and will go on", changed=True)
+        return ReconcileResult(
+            job, f"job {job} waits in the queue, and will continue", changed=True
+        )
     try:
         slurm.release(job)
     except SlurmCommandError as error:
@@ -211,7 +213,7 @@ def _release_or_change(
             raise
         raise RunDirectoryError(
             f"{run.name} waits as job {job}, which an administrator holds",
-            next_step=f"Only they can release it: ask them about job {job}.  It will go on then.",
+            next_step=f"Only they can release it: ask them about job {job}.  It continues then.",
         ) from error
     verb = "changed and released" if changes else "released"
     return ReconcileResult(job, f"{verb} job {job}, which was held", changed=True)
@@ -277,12 +279,12 @@ def reconcile(
                 return _stays_cancelled(run, state, intent.job, attempt, journal)
             if end is JobState.COMPLETING and not by_person:
                 # A scancel reads the same until the job has ended.
-                text = f"job {intent.job} is ending: ask again in a moment"
+                text = f"job {intent.job} is ending: try again in a moment"
                 return ReconcileResult(intent.job, text, changed=False)
             if end is None and not by_person and _is_unexplained(state):
                 text = (
-                    f"Slurm does not know job {intent.job} any more, and whether somebody has "
-                    f"cancelled it is not known; to continue: slurm-forge reconcile {run.name}"
+                    f"Slurm does not know job {intent.job} any more, and it is unknown whether "
+                    f"somebody has cancelled it; to continue: slurm-forge reconcile {run.name}"
                 )
                 return ReconcileResult(intent.job, text, changed=False)
             ladder = RequeueLadder(
@@ -325,7 +327,7 @@ def _stays_cancelled(
         plan=state.plan,
     )
     journal.write(DecisionTaken(decision=decision))
-    text = f"job {job} was cancelled since; slurm-forge requeue {run.name} lets the run go on"
+    text = f"job {job} was cancelled since; to continue: slurm-forge requeue {run.name}"
     return ReconcileResult(job, text, changed=False)
 
 

@@ -40,7 +40,7 @@ _SHORT_PAUSES_FOR_S = 60.0
 PATIENCE = timedelta(minutes=5)
 _REQUEUE = "scontrol requeue"
 _HOLD = "scontrol requeuehold"
-_NOT_SAID = "Slurm has not said yet what the job is ended for"
+_NOT_SAID = "Slurm has not said yet why the job is ending"
 _QUICK = timedelta(seconds=3)
 _RUNS = frozenset({JobState.RUNNING, JobState.CONFIGURING, JobState.SUSPENDED})
 

@@ -56,14 +56,14 @@ def program_job(
     if not command and data.get("command") is None:
         raise ConfigError(
             "no command to start",
-            next_step="Write it behind two dashes: slurm-forge exec --name big -- srun python "
+            next_step="Write it after two dashes: slurm-forge exec --name big -- srun python "
             "train.py",
         )
     if command and (not command[0] or command[0].startswith("-")):
         raise ConfigError(
             f"{command[0]!r} is not a program",
-            next_step="Options of slurm-forge exec stand before the two dashes, the program "
-            "behind them: slurm-forge exec --name big -- srun python train.py",
+            next_step="Options of slurm-forge exec go before the two dashes, the program after "
+            "them: slurm-forge exec --name big -- srun python train.py",
         )
     program_keys = {
         key: value for key, value in options.items() if value is not None and value is not False
@@ -80,8 +80,8 @@ def program_job(
     if not run_name:
         raise ConfigError(
             "the run has no name",
-            next_step="Give it one: slurm-forge exec --name big -- …  A run goes on under its name "
-            "in every job.",
+            next_step="Give it one: slurm-forge exec --name big -- …  A run continues under its "
+            "name in every job.",
         )
     settings = {key: value for key, value in (("name", name), ("lead", lead)) if value is not None}
     if settings:
@@ -123,8 +123,8 @@ def _check_job_name(text: str) -> None:
         raise ConfigError(
             f"the run has no name, and that of the Slurm job, {text!r}, can't be its name: "
             f"{error.message.removeprefix('name: ')}",
-            next_step="Give it one: slurm-forge exec --name big -- …  A run goes on under its name "
-            "in every job.",
+            next_step="Give it one: slurm-forge exec --name big -- …  A run continues under its "
+            "name in every job.",
         ) from None
 
 
@@ -157,7 +157,7 @@ def open_run(
         return run, file
     if run.is_done() and file.job.command != job.command:
         raise ConfigError(
-            f"{run.path} is finished, and was begun with another command",
+            f"{run.path} is finished, and was started with another command",
             next_step="Choose another name: slurm-forge exec --name OTHER -- …",
         )
     renewed = file.model_copy(update={"job": job})

@@ -143,10 +143,15 @@ def refuse_other_job(run: RunDirectory, recorded: JobSpec, now: JobSpec, path: P
     if len(changes) > _SHOWN_DIFFERENCES:
         lines.append(f"  and {len(changes) - _SHOWN_DIFFERENCES} more")
     raise ConfigError(
-        "\n".join([f"the run {run.path} was begun with another job than this file says:", *lines]),
+        "\n".join(
+            [
+                f"the run {run.path} was started with a different job than this file describes:",
+                *lines,
+            ]
+        ),
         path=path,
-        next_step="A run keeps what it was begun with. To go on with it, write the old values; "
-        "to train with the new ones, choose another name.",
+        next_step="A run keeps the job that it was started with. To continue it, restore the old "
+        "values; to train with the new ones, choose another name.",
     )
 
 

@@ -102,7 +102,7 @@ def await_rendezvous(
         time.sleep(0.05)
     raise RunDirectoryError(
         f"rank 0 did not publish its address within {wait_s:.0f} s ({run.rendezvous(key)})",
-        next_step="Look at the log of rank 0; is the run directory on storage that all nodes see?",
+        next_step="Check the log of rank 0; is the run directory on storage that all nodes see?",
     )
 
 

@@ -128,7 +128,7 @@ class ForgeExecutor(SlurmExecutor):
             if self._spare_nodes not in (None, spares):
                 raise SubmissionError(
                     f"the run {run.name} was made with {spares or 'no'} spare nodes, and "
-                    f"forge_spare_nodes={self._spare_nodes} asks for others",
+                    f"forge_spare_nodes={self._spare_nodes} asks for another number",
                     next_step="Leave forge_spare_nodes out; a run keeps what it was made with.",
                 )
             # The job may start in another folder than this process is in.

@@ -60,7 +60,7 @@ def handle_state(state: RunState, slurm: JobState, *, done: bool, forgotten: boo
     waited = state.status in (RunStatus.SUBMITTED, RunStatus.REQUEUED)
     if forgotten or (waited and slurm is JobState.CANCELLED):
         word = slurm if slurm is not JobState.COMPLETED else JobState.FAILED
-        return HandleState(word.value, over=True, reason="its job is over and did not come back")
+        return HandleState(word.value, over=True, reason="its job ended and was not requeued")
     running = state.status is RunStatus.RUNNING
     return HandleState((JobState.RUNNING if running else JobState.PENDING).value, over=False)
 
@@ -130,7 +130,7 @@ class RunHandle(SlurmJob[Any]):
         raise utils.UncompletedJobError(
             f"{run.name} did not finish ({reason or self.state})\n"
             f"  What happened: slurm-forge explain {run.path}\n"
-            f"  To go on with it: slurm-forge requeue {run.path}"
+            f"  To continue it: slurm-forge requeue {run.path}"
         )
 
     def _get_logs_string(self, name: str) -> str | None:

@@ -172,7 +172,7 @@ class _StockTask:
             Rendezvous("", "", 0).publish(self._run, self._key)
             embedded.conclude()
             raise ForgeError(
-                f"{self._run.name} does not go on: {embedded.reason}",
+                f"{self._run.name} does not continue: {embedded.reason}",
                 next_step=f"slurm-forge explain {self._run.name}",
             )
         embedded.start()

@@ -81,7 +81,7 @@ def bring_back(
         claim is not None
         and batch_node_lost(run, claim, launch=launch, job=job, slurm=slurm, pause=pause)
     ):
-        return "nothing to do: others see to it"
+        return "nothing to do: another process requeues it"
     records, _ = read_journal(run, thin=True)
     state = fold(records)
     attempt_state = next((each for each in state.attempts if each.number == attempt), None)
@@ -95,7 +95,7 @@ def bring_back(
         return "nothing to do"
     record = _queried_record(slurm, job, (lambda _: None) if second else pause)
     if not second and not _sure(claim, record):
-        return "nothing to do: Slurm says that the job runs"
+        return "nothing to do: the job is running, by Slurm's record"
     newest = (
         attempt_state.launches[-1] if attempt_state is not None and attempt_state.launches else None
     )

@@ -68,7 +68,7 @@ class SignalReporter:
             hosts, port = parse_addresses(self._addresses)
             connection = connect(hosts, port, _CONNECT_S)
         except (OSError, ValueError) as error:
-            _say(f"the supervisor can't be told of signals: {error}")
+            _say(f"signals can't be reported to the supervisor: {error}")
             return
         with contextlib.suppress(OSError), connection:
             connection.sendall(protocol.encode(self._hello))

@@ -59,7 +59,8 @@ class HandledFinding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Round:
-    """One look at all runs.  Not ``answered``: the queue could not be asked (``why``).
+    """One look at all runs.  Not ``answered``: the queue could not be asked (``why``), and what a
+    person can do about that (``next_step``).
 
     ``left`` is how many runs wait for their turn to be asked about, or to be acted on.
     """
@@ -71,6 +72,7 @@ class Round:
     asked_s: float
     left: int
     findings: tuple[HandledFinding, ...]
+    next_step: str = ""
 
 
 class Watcher:
@@ -104,7 +106,7 @@ class Watcher:
     def round(self, runs: Sequence[RunDirectory]) -> Round:
         """Look at each of them once, and do what is to be done.  Raises no ``ForgeError``."""
         began = time.perf_counter()
-        queue, why = self._queue()
+        queue, why, next_step = self._queue()
         asked_s = time.perf_counter() - began
         questions, acts = _MOST_QUESTIONS, _MOST_ACTS
         findings: list[HandledFinding] = []
@@ -152,16 +154,17 @@ class Watcher:
             asked_s=asked_s,
             left=runs_left,
             findings=tuple(sorted(findings, key=lambda one: one.path)),
+            next_step=next_step,
         )
 
     # -- asking -------------------------------------------------------------------------------
 
-    def _queue(self) -> tuple[dict[str, QueueRecord] | None, str]:
-        """All jobs of the user by what they are called: the one question of a round."""
+    def _queue(self) -> tuple[dict[str, QueueRecord] | None, str, str]:
+        """All jobs of the user by what they are called, else why not, and what to do about it."""
         try:
-            return _by_job(self._slurm.queue(self._user)), ""
+            return _by_job(self._slurm.queue(self._user)), "", ""
         except SlurmCommandError as error:
-            return None, error.message
+            return None, error.message, error.next_step
 
     def _recent_answer(
         self, snapshot: RunSnapshot, in_queue: JobInQueue, now: float

@@ -23,7 +23,7 @@ from slurm_forge.vocabulary.decision import Incident
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SilentEnd:
-    """What is left of an attempt that ended without a word.
+    """What is left of an attempt that ended without a message.
 
     ``record`` is what Slurm says of its job now, ``rows`` what accounting knows of its starts, the
     earliest first.  ``restart_count`` tells which of the job's starts the attempt was.
@@ -65,7 +65,7 @@ def cause_of_ending(ending: SilentEnd, incident_id: str) -> Incident:
 
 
 def _judged(ending: SilentEnd) -> tuple[Cause, Confidence, tuple[Evidence, ...]]:
-    silence = Evidence("journal", f"the supervisor on {ending.host} ended without a word")
+    silence = Evidence("journal", f"the supervisor on {ending.host} ended without a message")
     row = _row(ending)
     # Who only lost a peer may have been the first to say so.
     own = (each for each in ending.left if each.cause is not Cause.NCCL_ERROR)
@@ -132,7 +132,7 @@ def _row(ending: SilentEnd) -> AccountingRecord | None:
 
 def _noticed(ending: SilentEnd) -> tuple[Evidence, ...]:
     names = ", ".join(dict.fromkeys(ending.notices))
-    return (Evidence("signals", f"{names} had been seen"),) if names else ()
+    return (Evidence("signals", f"{names} had been received"),) if names else ()
 
 
 def supervisor_lost(
@@ -147,7 +147,7 @@ def supervisor_lost(
 
     ``record`` is what Slurm says of the job right then, ``restart_count`` of the start we are in.
     """
-    loss = Evidence("control channel", f"the supervisor on {host} is gone without a word")
+    loss = Evidence("control channel", f"the supervisor on {host} disappeared without a message")
     cause, confidence = Cause.CRASH, Confidence.LIKELY
     evidence: tuple[Evidence, ...] = (loss,)
     if record is not None:

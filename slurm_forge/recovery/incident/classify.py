@@ -182,7 +182,7 @@ def _judge(facts: LaunchFacts) -> Judged:
     if first is not None:
         return _by_last_words(facts, first)
     if facts.restart_requested:
-        words = Evidence("exit status", f"{facts.exit_status}: it asks to be started again")
+        words = Evidence("exit status", f"{facts.exit_status}: it requests a restart")
         return Cause.ADMIN_REQUEUE, Confidence.CERTAIN, (words,)
     if facts.straggler is not None:
         sure = Confidence.LIKELY if facts.straggler.why.of_node else Confidence.GUESS

@@ -54,4 +54,5 @@ def no_word_from(facts: LaunchFacts, nodes: tuple[str, ...]) -> Evidence:
     ]
     rank_list = ", ".join(map(str, ranks[:8])) + (", …" if len(ranks) > 8 else "")
     whose = f"rank{'s' if len(ranks) > 1 else ''} {rank_list}"
-    return Evidence("srun", f"{', '.join(nodes)}: no word of {whose}, while the others had ended")
+    text = f"{', '.join(nodes)}: no message from {whose}, while the others had ended"
+    return Evidence("srun", text)

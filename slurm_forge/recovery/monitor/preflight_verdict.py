@@ -156,8 +156,8 @@ def of_silence(
         2 * len(hosts_at_fault) < hosts or (len(hosts_at_fault), hosts) == (1, 2)
     ):
         return None
-    what = "joined, and has said nothing since" if frozen else "has not come"
-    text = f"{what}, while all others have looked at their nodes for {waited.total_seconds():.0f} s"
+    what = "joined, but has reported nothing since" if frozen else "has not reported"
+    text = f"{what}, while all others finished their checks {waited.total_seconds():.0f} s ago"
     return PreflightRefusal(
         cause=Cause.HANG,
         confidence=Confidence.LIKELY if frozen else Confidence.GUESS,

@@ -290,7 +290,7 @@ def _complete(flight: Flight, ranks: Sequence[RankSeen]) -> Fine | ProbeFailure:
     ]
     few = [each for each in ranks if each.rank in culprits]
     if not _is_minority(few, ranks):
-        evidence.append(Evidence("probe", "too many to blame one: suspect what joins them"))
+        evidence.append(Evidence("probe", "too many to blame one: suspect what connects them"))
         few = []
     return ProbeFailure(
         cause=Cause.NCCL_ERROR,
@@ -360,7 +360,7 @@ def _overdue(
     waiting = [each for each in ranks if each.rank not in flight.latency]
     goes_on = min(each.step for each in ranks) >= flight.step + _GOES_ON
     if goes_on and not flight.gpu:
-        why = f"it did not end within {since:.0f} s, and training goes on"
+        why = f"it did not complete within {since:.0f} s, while training continues"
         return AskNetwork(Off(why, goes_on=True))
     patience = _PATIENCE * deadline
     if flight.gpu:
@@ -371,7 +371,7 @@ def _overdue(
     lines = [
         Evidence(
             "probe",
-            f"all arrived, and after {since:.0f} s it was not over on {_rank_list(waiting)}",
+            f"all arrived, but after {since:.0f} s it had not completed on {_rank_list(waiting)}",
         )
     ]
     lines += [Evidence("heartbeat", _pulse(each)) for each in waiting[:SHOWN]]
@@ -395,7 +395,7 @@ def _silent_found(
 ) -> ProbeFailure:
     late = sorted(late, key=lambda each: each.rank)
     talking = sum(each.talks for each in ranks)
-    head = f"late: {_rank_list(late)}; {talking} of {len(ranks)} ranks talk"
+    head = f"late: {_rank_list(late)}; {talking} of {len(ranks)} ranks answer"
     lines = [Evidence("probe", head)]
     lines += [Evidence("heartbeat", _pulse(each)) for each in late[:SHOWN]]
     return ProbeFailure(
@@ -422,13 +422,13 @@ def _pulse(each: RankSeen) -> str:
     who = f"rank {each.rank} ({each.host})"
     if each.talks:
         where = f"{each.phase} at step {each.step} for {each.since:.0f} s"
-        return f"{who} lives: {where} (limit {each.limit:.0f} s)"
+        return f"{who} is alive: {where} (limit {each.limit:.0f} s)"
     head = f"{who} silent for {each.silent_s:.0f} s: "
     if each.has_monitor:
         return head + FROZEN_WORDS.get(each.state, f"its process runs (state {each.state})")
     if each.monitor_silent_s is None:
         return head + "its process is frozen, or its node is gone"
-    return head + "so is its witness: its node is frozen, gone or can't be reached"
+    return head + "so is its monitor: its node is frozen, gone or can't be reached"
 
 
 def _rank_list(ranks: Sequence[RankSeen]) -> str:
@@ -438,4 +438,4 @@ def _rank_list(ranks: Sequence[RankSeen]) -> str:
 
 
 def _came(flight: Flight, ranks: Sequence[RankSeen]) -> str:
-    return f"{len(flight.arrived)} of {len(ranks)} came"
+    return f"{len(flight.arrived)} of {len(ranks)} arrived"

@@ -98,7 +98,7 @@ def unreached(
     if between:
         text = f"{' and '.join(name or _SUPERVISOR for name in between)} {_PAIR[how]}"
         text += _figures(bad[frozenset(between)])
-        text += ", others they do" if fine else "; of two hosts nobody can tell which it is"
+        text += ", but reach others" if fine else "; with two hosts it cannot be determined which"
         culprits = [*culprits, *between]
         lines = [Evidence("network", text)]
         confidence = Confidence.GUESS
@@ -108,7 +108,7 @@ def unreached(
         confidence = Confidence.LIKELY if confirmed else Confidence.GUESS
     if 2 * len(culprits) >= len(hosts) or "" in culprits:
         if not between:
-            lines.append(Evidence("network", "no minority of the hosts: nobody is named"))
+            lines.append(Evidence("network", "not a minority of the hosts: none is named"))
         return Unreached(how=how, evidence=tuple(lines))
     return Unreached(
         ranks=tuple(rank for rank, host in sorted(ranks.items()) if host in culprits),

@@ -72,7 +72,7 @@ def looping(
 def _usage_error(incident: Incident) -> Loop | None:
     if not incident.usage_error:
         return None
-    return Loop("the program asks for something that cannot work, and would ask for it again")
+    return Loop("the program requests something that cannot work, and would repeat the request")
 
 
 # -- the same error once more ----------------------------------------------------------------------

@@ -227,7 +227,7 @@ def _impossible(
         why = "--no-requeue" if here.requeue is False else "JobRequeue=0 and no --requeue"
         reasons.append(
             f"this job can't be requeued ({why}): once a preemption has ended it, it does not come "
-            "back, and the run goes on in another job only if it could submit one in time."
+            "back, and the run continues in another job only if it could submit one in time."
         )
     if mode in (PreemptionMode.REQUEUE, PreemptionMode.CANCEL):
         if notice == timedelta(0):
@@ -240,7 +240,7 @@ def _impossible(
     if mode is PreemptionMode.SUSPEND:
         reasons.append(
             "a suspended job keeps its processes and the memory of its "
-            "GPUs, and connections to other hosts may run into their time limits."
+            "GPUs, and connections to other hosts may time out."
         )
     return reasons
 

@@ -157,7 +157,7 @@ class _Stage:
         decision = self._decided(incident, in_process=True)
         slow = incident.cause is Cause.STRAGGLER
         if slow and decision.action is Action.HOLD and decision.rung is None:
-            why = f"{incident.cause.value}: the ladder is used up, and the run goes on, slowly"
+            why = f"{incident.cause.value}: the ladder is used up, and the run continues, slowly"
             return replace(decision, action=Action.WARN, reason=why)
         return decision if decision.action is Action.WARN else None
 

@@ -180,7 +180,7 @@ def _more_time(
         return "this machine has no time limit"
     if made_progress(state, incident):
         # The limit ends every attempt: one that got further needs no longer one.
-        return AppliedRung(plan=plan, remarks=("the limit stays: this attempt got further",))
+        return AppliedRung(plan=plan, remarks=("the limit stays: this attempt made progress",))
     if context.time is None:
         return "the job file names no resources.time, so there is nothing to raise"
     factor = min(MOST_TIME, plan.time_factor * (rung.factor or 1.5))
@@ -195,13 +195,13 @@ def _fewer_nodes(
 ) -> AppliedRung | str:
     now = state.plan.nodes or context.nodes
     if _here(state):
-        return "there is one machine only"
+        return "there is only one machine"
     if context.batch_coupled:
         return "batch_coupled: what the ranks compute together is part of the result"
     if now is None:
         return "the job's number of nodes is not known"
     if now <= 1:
-        return "there is one node only"
+        return "there is only one node"
     fewer = min(now - 1, max(1, int(now * (rung.factor or 0.5))))
     excluded = _excluded(rung, state, incident)
     changes = (Change("nodes", str(now), str(fewer)), *changes_between(state.plan, excluded))
@@ -239,7 +239,7 @@ def _go_back(rung: Rung, state: RunState, incident: Incident) -> AppliedRung | s
     hardware = blameless and not same
     if incident.repeats is False:
         suspects = ", ".join(incident.hosts) or "a node"
-        remarks.append(f"computed again it was fine: {suspects} suspect")
+        remarks.append(f"fine when computed again: {suspects} suspect")
     after = plan
     place = target.step if incident.step is None else incident.step
     before = scale = plan.lr_scale(place)

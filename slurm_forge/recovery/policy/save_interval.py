@@ -60,7 +60,7 @@ def interruptions(state: RunState) -> int:
 
 
 def _interruptions(attempt: AttemptState) -> int:
-    """An attempt that ended without a word was interrupted, too."""
+    """An attempt that ended without a message was interrupted, too."""
     silent = attempt.ended is None and not attempt.incidents
     return 1 if silent else _incidents(attempt)
 

@@ -39,7 +39,7 @@ def machine_section(machine: Machine, *, slurm_answers: bool) -> ReportSection:
                 Mark.NOTE,
                 "torch is not installed for this interpreter: fine on a login node; the ranks need "
                 "one that has it.",
-                "Say which by python: in the job file or the site file, or activate it in setup:.",
+                "Name it with python: in the job file or the site file, or activate it in setup:.",
             )
         )
     else:
@@ -140,7 +140,10 @@ def _ask_again(question: Question) -> str:
     reply = question.reply
     if reply is Reply.NO_ANSWER:
         if "configuration source" in question.words:
-            return "Slurm is installed, but no cluster: load its module, or go to a login node."
+            return (
+                "Slurm is installed, but no cluster is configured: load its module, or go to a "
+                "login node."
+            )
         return "Check whether `scontrol ping` answers, and try again when it does."
     if reply is Reply.REFUSED:
         return "Its answer is taken from the site file, or unknown."

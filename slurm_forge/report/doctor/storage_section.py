@@ -193,7 +193,7 @@ def _purge(storage: Storage | None) -> Iterator[Remark]:
         return
     if storage.purge_after is None:
         yield Remark(
-            Mark.OK, f"the site file calls it {clean(storage.role, 40)}, and knows no purge."
+            Mark.OK, f"the site file calls it {clean(storage.role, 40)}and lists no purge."
         )
         return
     rule = PurgeRule(storage.purge_after, storage.purge_basis or "")
@@ -228,7 +228,7 @@ def _advice(advice: Advice) -> str:
         where = f"{plural(advice.runs, 'run')} here" if advice.runs else "no run here yet"
         return (
             f"every {every}: nothing was measured ({where}). With every_minutes: auto, the "
-            "default, a run measures its saves and goes by that."
+            "default, a run adapts to the saves that it measures."
         )
     return (
         f"every {every}: {plural(advice.saves, 'save')} in {plural(advice.runs, 'run')} here took "

@@ -222,7 +222,7 @@ def _open(facts: RunFacts, state: RunState, status: RunStatus) -> tuple[str, ...
         lines.append(f"{method} of job {clean(intent.job, 40)} ({why})")
     rests = status.is_at_rest
     if facts.stop_asked and not rests:
-        lines.append("STOP file: it is to save and stop, and not to be started again")
+        lines.append("STOP file: the run saves, stops, and is not started again")
     if facts.save_asked:
-        lines.append("SAVE file: it is to save at its next step")
+        lines.append("SAVE file: the run saves at its next step")
     return tuple(lines)

@@ -226,7 +226,7 @@ class IncidentStory:
     repeated work and start-up, ``idle_rank_s`` the rest.  ``found_out`` is when a later attempt
     learned of it (``time`` is the last sign of life then); None: it was seen when it happened.
     ``repeated_at_least``: more steps than that may have been done again, since the ranks ended
-    without a word of how far they were.
+    without a message of how far they were.
     """
 
     id: str
@@ -368,7 +368,7 @@ class RunStory:
     times ``gpus_per_rank``, where that is known, GPU-seconds.
 
     ``may_be_further``: training may have done more steps than ``step``, since its ranks ended
-    without a word of how far they were.
+    without a message of how far they were.
     """
 
     run: str

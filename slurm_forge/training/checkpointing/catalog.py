@@ -131,7 +131,7 @@ class CheckpointCatalog:
         for each in self._history.known:
             newer = used is None or each.name > used
             if newer and each.name not in there and self._history.refusal(each.name) is None:
-                self.rejected(each.name, f"it was saved, and its folder is gone: {instead}")
+                self.rejected(each.name, f"it was saved, but its folder is gone: {instead}")
 
     def resumed(self, name: CheckpointName) -> None:
         """It was read, every byte of it with the right hash, and training goes on from it."""

@@ -129,8 +129,8 @@ class CompatibilityCheck:
             return error
         return MismatchError(
             f"the checkpoint does not fit what is registered: {'; '.join(lines)} ({error.message})",
-            next_step="Build and register everything as it was when it was written, or begin a "
-            "new run under another name.",
+            next_step="Build and register everything as it was when it was written, or start a new "
+            "run under another name.",
         )
 
     def _compared(self, manifest: Manifest) -> Json:
@@ -155,8 +155,8 @@ class CompatibilityCheck:
             return {}
         return {
             "refused": f"not what step {manifest.step} was written with: {reason}",
-            "next_step": "Put it back, or allow it (in the job file, or in run.yaml of the run "
-            "directory), or begin a new run under another name.",
+            "next_step": "Restore it, or allow it (in the job file, or in run.yaml of the run "
+            "directory), or start a new run under another name.",
         }
 
     def _misfits(self, store: CheckpointStore) -> tuple[str, ...]:

@@ -94,7 +94,7 @@ class Continuity:
 
     def __str__(self) -> str:
         if self.verdict is ResumeVerdict.UNKNOWN:
-            return "too few losses to tell whether the loss goes on where it was"
+            return "too few losses to tell whether the loss continues where it was"
         if self.verdict is ResumeVerdict.NOT_FINITE:
             return f"the loss is not finite in the first {self.steps} steps after the resume"
         away = (self.after - self.before) / self.deviation

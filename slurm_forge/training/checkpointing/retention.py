@@ -107,7 +107,7 @@ class Retention:
         if seconds_left is not None and takes is not None and takes > seconds_left:
             raise CheckpointError(
                 f"a save takes {takes:.0f} s at least, and {seconds_left:.0f} s are left",
-                next_step="Nothing was written; the run goes on from the checkpoint before. "
+                next_step="Nothing was written; the run continues from the checkpoint before. "
                 "More grace time, or a longer lead: in the job file, would help.",
             )
 

@@ -348,8 +348,8 @@ class Saver:
                     "the journal says that "
                     f"{'checkpoints were' if history is None else f'step {history} was'} saved, "
                     "but no checkpoint can be used",
-                    next_step="The run is held rather than started over.  Bring the folder back, "
-                    "or begin a new run under another name.",
+                    next_step="The run is held rather than started over.  Restore the folder, or "
+                    "start a new run under another name.",
                 )
             return None, True
         manifest = loaded.manifest

@@ -51,7 +51,7 @@ _STORAGE_ERRORS_OF_FILES = frozenset({errno.ENOTCONN, errno.ETIMEDOUT})
 #: EXIT_CODE_RESUME_TO_DISAMBIGUATE and EXIT_CODE_FAILED_ON_RESULT_VALIDATION of Megatron-LM's rerun
 #: state machine (megatron/core/rerun_state_machine.py).
 _MEGATRON = {
-    16: "a result differed when it was computed again, and another node is to tell",
+    16: "a result differed when it was computed again, and another node has to decide",
     17: "a result that was computed again elsewhere did not agree",
 }
 #: A cause of a cause of a cause …: programs build no longer chains than this.

@@ -131,7 +131,7 @@ class FaultInjector:
                 if fault.comes(step=step, rank=self._rank, attempt=self._attempt):
                     self._dragging = fault
                     if before is not fault:
-                        self._say(f"{fault} strikes on purpose from step {step} on")
+                        self._say(f"{fault} is injected from step {step} on")
                 continue
             if fault.of_batch or not fault.comes(step=step, rank=self._rank, attempt=self._attempt):
                 continue
@@ -197,9 +197,9 @@ class FaultInjector:
                 if self._replaying or not self._struck.may(fault, step):
                     return False
             except OSError as error:
-                self._say(f"{fault} is left out: that it struck can't be written down ({error})")
+                self._say(f"{fault} is skipped, because it can't be recorded ({error})")
                 return False
-        self._say(f"{fault} strikes on purpose after step {step} on rank {self._rank}")
+        self._say(f"{fault} is injected after step {step} on rank {self._rank}")
         return True
 
     def _spoil(self, fault: Fault, loss: AnyLoss, step: int) -> AnyLoss:
@@ -218,7 +218,7 @@ class FaultInjector:
         """What happens to the process."""
         match fault.kind:
             case FaultKind.EXCEPTION:
-                raise RuntimeError(f"a fault on purpose at step {step}")
+                raise RuntimeError(f"an injected fault at step {step}")
             case FaultKind.SLOW:
                 self._sleep(_SLOW_S if fault.seconds is None else fault.seconds)
             case FaultKind.HANG if fault.seconds is not None:

@@ -47,7 +47,7 @@ def state_tensor(target: FaultTarget, registry: Registry | None) -> torch.Tensor
         if tensor is not None:
             return tensor
     raise UnsupportedError(
-        f"a fault on purpose was to change {target.value}, and there is none on this rank",
+        f"an injected fault was to change {target.value}, but there is none on this rank",
         next_step="Moments exist after the first step; buffers are those of registered models.",
     )
 
@@ -87,7 +87,7 @@ def hook_out_of_memory(
     def full(gradient: torch.Tensor) -> torch.Tensor:
         del gradient
         sleep(_PEERS_WAIT_S)
-        raise torch.OutOfMemoryError("CUDA out of memory. (a fault on purpose)")
+        raise torch.OutOfMemoryError("CUDA out of memory. (an injected fault)")
 
     parameters = _plain_parameters(registry)
     return _hook(parameters[len(parameters) // 2] if parameters else loss, full)
@@ -156,8 +156,8 @@ def wait_for_nobody(rank: int) -> None:
     """Wait inside torch.distributed for what no rank sends; UnsupportedError on a single rank."""
     if not dist.is_initialized() or dist.get_world_size() < 2:
         raise UnsupportedError(
-            "a single rank waits for nobody: the fault collective needs two",
-            next_step="Rehearse it with more ranks, or take hang@ instead.",
+            "a single rank has no other to wait for: the fault collective needs two",
+            next_step="Rehearse it with more ranks, or use hang@ instead.",
         )
     peer = (rank + 1) % dist.get_world_size()
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -170,7 +170,7 @@ def stop_loader_workers() -> None:
     if not workers:
         raise UnsupportedError(
             "the fault data freezes data-loader workers, and there are none",
-            next_step="Give run.batches() num_workers=1 or more, or take hang@ instead.",
+            next_step="Give run.batches() num_workers=1 or more, or use hang@ instead.",
         )
     for worker in workers:
         if worker.pid is not None:

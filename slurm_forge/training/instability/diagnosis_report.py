@@ -256,7 +256,7 @@ def _failures(ranks: Sequence[RankFindings]) -> list[Evidence]:
     if not failed:
         return []
     more = f"; so did {len(failed) - 1} more ranks" if len(failed) > 1 else ""
-    return [Evidence(failed[0].place, f"looking into it failed: {failed[0].failed}{more}")]
+    return [Evidence(failed[0].place, f"the examination failed: {failed[0].failed}{more}")]
 
 
 def _verdict(examination: Examination, empty: bool, ranks: Sequence[RankFindings]) -> str:

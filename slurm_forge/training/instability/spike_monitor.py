@@ -137,7 +137,7 @@ class SpikeMonitor:
         if not self._may_go_back():
             # To begin anew because of a loss costs more than a loss may.
             self._spikes.tolerate()
-            text = "told only: there is no checkpoint to go back to yet"
+            text = "reported only: there is no checkpoint to go back to yet"
             self._note(f"since step {anomaly.onset}: {anomaly.text}; {text}")
             return
         self.open = anomaly

@@ -77,9 +77,9 @@ def _checked_until(until: Any) -> Steps | Epochs:
     if count is None:
         kind = type(until).__name__
         raise UsageError(
-            f"run.batches(until=forge.{kind}({until.count!r})) is no length of a run",
-            next_step=f"Write a whole number from 1 on: forge.{kind}(1000) counts from the start "
-            "of the run, not of this attempt.",
+            f"run.batches(until=forge.{kind}({until.count!r})) is not the length of a run",
+            next_step=f"Write a whole number of 1 or more: forge.{kind}(1000) counts from the "
+            "start of the run, not of this attempt.",
         )
     return replace(until, count=count)
 
@@ -95,7 +95,7 @@ def _count(name: str, value: object, *, least: int = 1) -> int:
     count = _as_int(value, least=least)
     if count is None:
         raise UsageError(
-            f"run.batches({name}={value!r}) is not a whole number from {least} on",
+            f"run.batches({name}={value!r}) is not a whole number of {least} or more",
             next_step=f"Set {name} to {_WHAT_COUNTS[name]}.",
         )
     return count

@@ -51,6 +51,8 @@ from slurm_forge.vocabulary.cause import Cause, Confidence, Evidence
 from slurm_forge.vocabulary.decision import Action, Decision, Incident
 from slurm_forge.vocabulary.json_value import Json
 
+_CORRECT_THE_HOOK = "Correct the hook; the log of rank 0 has the traceback."
+
 
 @dataclass(frozen=True, slots=True)
 class _Owed:
@@ -132,7 +134,7 @@ class InstabilityHandler:
         if "raised" in decided:
             raise HookError(
                 f"the on_instability hook raised {decided['raised']}",
-                next_step="Correct the hook; the log of rank 0 has the traceback.",
+                next_step=_CORRECT_THE_HOOK,
             )
         decision: Decision = _decisions().validate_python(decided)
         if decision.action in (Action.SKIP, Action.WARN):
@@ -266,7 +268,9 @@ class InstabilityHandler:
             try:
                 answer = self._hooks.instability(incident)
             except Exception as error:  # anything: it is the program's
-                raise HookError(f"{type(error).__name__}: {error}", next_step="") from error
+                raise HookError(
+                    f"{type(error).__name__}: {error}", next_step=_CORRECT_THE_HOOK
+                ) from error
             if answer is None:
                 return None
             return apply_answer(state, incident, answer, rung=rung, batch_coupled=coupled)

@@ -551,8 +551,8 @@ class Run:
         if not self._save_schedule.have("final"):
             raise CheckpointError(
                 f"all {step} steps are done, and their result could not be saved",
-                next_step="The journal says why.  The run goes on from its last checkpoint, "
-                "or begins again where it has none.",
+                next_step="The journal says why.  The run continues from its last checkpoint, or "
+                "from the start if it has none.",
             )
         # Nobody leaves the channel while another may still have to be told where everybody is.
         Ranks(self._groups.cpu).agree(None, None, lambda _: None, doing="Ending the run")

@@ -304,7 +304,7 @@ class RankMonitor:
         file = self._write(dump.whole, subject.attempt, subject.launch)
         text = (
             f"no Python thread of it ran for {self._mute(now):.0f} s (state {dump.facts.state}): "
-            f"stopped, or C code holds the interpreter's lock; ended by its witness ({file})"
+            f"stopped, or C code holds the interpreter's lock; ended by its monitor ({file})"
         )
         sys.stderr.write(f"slurm_forge: rank {subject.rank}: {text}\n")
         self._leave_words("hang", text, dump.stacks, Cause.HANG)
@@ -317,7 +317,7 @@ class RankMonitor:
         if not self._subject.tells_end or self._has_told:
             return
         status, cause = exit_status(self._subject.pid), Cause.CRASH
-        text = "ended without a word" if status is None else f"ended with status {status}"
+        text = "ended without a message" if status is None else f"ended with status {status}"
         if status is not None and status < 0:
             text = f"killed by {signal_name(-status)}"
             memory = killed_since(self._kills, read_oom_kills())

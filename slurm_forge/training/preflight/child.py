@@ -270,8 +270,8 @@ def _collected(pid: int, within_s: float) -> int | None:
 
 def _how(status: int) -> str:
     if os.WIFSIGNALED(status):
-        return f"the process that looks was killed ({signal_name(os.WTERMSIG(status))})"
-    return f"the process that looks ended with {os.WEXITSTATUS(status)}"
+        return f"the process of the check was killed ({signal_name(os.WTERMSIG(status))})"
+    return f"the process of the check ended with {os.WEXITSTATUS(status)}"
 
 
 def _spoil(tensor: torch.Tensor) -> None:

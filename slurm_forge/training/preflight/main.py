@@ -93,7 +93,7 @@ class Preflight:
             self._looker.begin()
             checks = self._looker.checks(self._within_s)
         except OSError as error:  # no process, no pipe: that is no verdict on the node
-            text = f"can't be looked at: {error}"
+            text = f"can't be checked: {error}"
             checks = (Check(name="preflight", verdict=CheckVerdict.SKIPPED, text=text),)
         try:
             self._say(checks, time.monotonic() - started_at)

@@ -180,7 +180,7 @@ def _gpus_compute(requirements: NodeRequirements) -> Check:
 def _gpu_health() -> Check:
     text = _nvidia_smi(GpuFacts.QUERY)
     if not text:
-        return Check(name="", verdict=CheckVerdict.SKIPPED, text="nvidia-smi says nothing")
+        return Check(name="", verdict=CheckVerdict.SKIPPED, text="nvidia-smi prints nothing")
     gpus = parse_gpus(text)
     pending = [each.index for each in gpus if each.pending]
     if pending:
@@ -284,7 +284,7 @@ def _storage(folder: Path) -> Check:
     if free < _ROOM_USUAL:
         return _odd(_room_text(free, None))
     if took > _SLOW_STORAGE_S:
-        return _odd(f"a small file took {took:.1f} s to be written")
+        return _odd(f"writing a small file took {took:.1f} s")
     return _fine(f"{took * 1000:.0f} ms")
 
 
@@ -310,7 +310,7 @@ def _lock(folder: Path) -> Check:
     lock = folder / f"{name.name}.lock"
     try:
         with exclusive(lock, timedelta(seconds=1)) as is_locked:
-            return _fine("" if is_locked else "no locks here, which is all right")
+            return _fine("" if is_locked else "no file locks here; nothing depends on them")
     except ForgeError as error:
         return _odd(f"files can't be locked: {error.message}")
     finally:

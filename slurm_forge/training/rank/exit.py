@@ -42,7 +42,7 @@ class RankExit:
     def __call__(self, reason: str) -> NoReturn:
         """End this process; for ``Member``'s ``on_abort``."""
         with contextlib.suppress(OSError, ValueError):  # whoever read it may have gone, too
-            sys.stderr.write(f"slurm_forge: this rank leaves: {reason}\n")
+            sys.stderr.write(f"slurm_forge: this rank exits: {reason}\n")
             sys.stderr.flush()
         if reason == HUB_GONE and (self.rank == 0 or self.second) and self.in_slurm:
             with contextlib.suppress(OSError):

@@ -107,7 +107,7 @@ def run_rank(
     del rank
     problem = unwinding.clear()
     if problem:
-        leaving(f"it can't go on in its process: {problem}")
+        leaving(f"it can't continue in its process: {problem}")
     unwinding.over()
     return Result(RankOutcome.UNWOUND, result.step)
 

@@ -179,8 +179,8 @@ def apply_gradients(
     """
     if isinstance(optimizer, LBFGS):
         raise UnsupportedError(
-            "LBFGS evaluates the loss several times in one step: there is no update to leave out",
-            next_step="Use it without run.step, or take an optimizer that steps once.",
+            "LBFGS evaluates the loss several times in one step: there is no update to skip",
+            next_step="Use it without run.step, or use an optimizer that steps once.",
         )
     if grad_norm is not None and gradient_factor is not None:
         raise UnsupportedError(

@@ -122,7 +122,7 @@ def test_only_the_optimizer_and_everything(run, tmp_path):
     assert bitwise(found["model.scale"], run[2].scale)
     assert bitwise(found["rng.rank-0.torch"], torch.get_rng_state())
     assert "optimizer.state.scale.step" in found
-    assert done.notes == ("left out, because they are no tensors: options, counters and learning "
+    assert done.notes == ("omitted, because they are not tensors: options, counters and learning "
                           "rates",)  # fmt: skip
 
 
@@ -310,7 +310,7 @@ def test_plain_dcp_becomes_one_file(tmp_path):
     done = export(plain_source(tmp_path / "plain", only=()), target, Format.SAFETENSORS,
                   force=False)  # fmt: skip
     assert sorted(load_file(target)) == ["model.w", "optim.m"]
-    assert done.notes == ("left out, because they are no tensors: n",)
+    assert done.notes == ("omitted, because they are not tensors: n",)
     export(plain_source(tmp_path / "plain", only=["model"]), target, Format.SAFETENSORS, force=True)
     assert bitwise(load_file(target)["w"], state["model"]["w"])
     with pytest.raises(CheckpointError, match=r"did you mean \"optim\""):

@@ -94,7 +94,7 @@ def test_model_and_optimizer_as_everybody_saves_them(tmp_path):
     assert any(name.startswith("optim.param_groups") for name in opened.left_out)
     fresh = nn.Linear(4, 2)
     into = {"model": fresh.state_dict(), "step": 0}
-    with pytest.warns(UserWarning, match="not loaded, because they are no tensors: step"):
+    with pytest.warns(UserWarning, match="not loaded, because they are not tensors: step"):
         assert load_plain_dcp(tmp_path / "x", into) == ("step",)
     assert into["step"] == 0
     assert bitwise(fresh.weight, model.weight)

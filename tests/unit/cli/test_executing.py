@@ -25,10 +25,10 @@ from tests.warm import Process, WarmParent
 FIELDS = "{latest}, {attempt}, {launch}, {restarts}, {run_dir}"
 
 WRONG = [
-    ("", "no command to start\n  Write it behind two dashes: slurm-forge exec --name big -- srun python train.py"),
-    ("--name x", "no command to start\n  Write it behind two dashes: slurm-forge exec --name big -- srun python train.py"),
-    ("-- true", "the run has no name\n  Give it one: slurm-forge exec --name big -- …  A run goes on under its name in every job."),
-    ("--name x -- --lr 3", "'--lr' is not a program\n  Options of slurm-forge exec stand before the two dashes, the program behind them: slurm-forge exec --name big -- srun python train.py"),
+    ("", "no command to start\n  Write it after two dashes: slurm-forge exec --name big -- srun python train.py"),
+    ("--name x", "no command to start\n  Write it after two dashes: slurm-forge exec --name big -- srun python train.py"),
+    ("-- true", "the run has no name\n  Give it one: slurm-forge exec --name big -- …  A run continues under its name in every job."),
+    ("--name x -- --lr 3", "'--lr' is not a program\n  Options of slurm-forge exec go before the two dashes, the program after them: slurm-forge exec --name big -- srun python train.py"),
     ("--name x -- no-such-program a", "there is no program 'no-such-program' here\n  Write the command after -- as you would type it; your own script needs its path (./train.sh), and shell syntax needs a shell: -- bash -c '…'"),
     ("--name ../x -- true", "--name: a name is 1 to 64 letters, digits, dots, dashes and underscores, and starts with a letter or a digit\n  See slurm-forge exec --help."),
     ("--name x --lead soon -- true", '--lead: "soon" is not a duration; write it like "60s", "10m", "1h30m", "2d" or "48:00:00"\n  See slurm-forge exec --help.'),
@@ -40,14 +40,14 @@ WRONG = [
     ("--name x --resume-arg '--resume {newest}' -- true", f"--resume-arg: unknown field {{newest}} (known: {FIELDS})\n  See slurm-forge exec --help."),
     ("--name x --resume-arg '--resume {latest.__class__}' -- true", f"--resume-arg: unknown field {{latest.__class__}} (known: {FIELDS})\n  See slurm-forge exec --help."),
     ("--name x --resume-arg '--resume {attempt!r}' -- true", f"--resume-arg: unknown field {{attempt!r}} (known: {FIELDS})\n  See slurm-forge exec --help."),
-    ("--name x --resume-arg '--resume {' -- true", "--resume-arg: '{': single '{' encountered in format string; a brace that is meant is written twice\n  See slurm-forge exec --help."),
+    ("--name x --resume-arg '--resume {' -- true", "--resume-arg: '{': single '{' encountered in format string; write a literal brace twice\n  See slurm-forge exec --help."),
     ("--name x --resume-arg \"--resume 'half\" -- true", "--resume-arg: can't be split into words: no closing quotation\n  See slurm-forge exec --help."),
     ("--name x --resume-arg '' -- true", "--resume-arg: is empty; leave it out\n  See slurm-forge exec --help."),
     ("--name x --resume-arg '--from {latest}' -- true", "--resume-arg: {latest} is the newest match of --checkpoint-glob: add it\n  See slurm-forge exec --help."),
     (r"--name x --step-pattern 'step \d+' -- true", r'--step-pattern: needs exactly one group, which is the step number: "step (\d+)" or "Iter: (\d+)/"' + "\n  See slurm-forge exec --help."),
     ("--name x --done-pattern 'a(' -- true", "--done-pattern: not a regular expression: missing ), unterminated subpattern at position 1\n  See slurm-forge exec --help."),
     ("--name x --done-exit-code 0 -- true", "--done-exit-code: an exit status that means something is 1 to 255, got 0\n  See slurm-forge exec --help."),
-    ("--name x --done-exit-code 3 --requeue-exit-code 3 -- true", "--requeue-exit-code: 3 says already that the program is through (--done-exit-code): choose another\n  See slurm-forge exec --help."),
+    ("--name x --done-exit-code 3 --requeue-exit-code 3 -- true", "--requeue-exit-code: 3 already means that the program is done (--done-exit-code): choose another\n  See slurm-forge exec --help."),
     ("--name x --progress-after 10 -- true", '--progress-after: "10" has no unit; write "10s" for seconds or "10m" for minutes\n  See slurm-forge exec --help.'),
     ("--job entry.yaml -- true", "entry.yaml:2: entry: slurm-forge exec starts a command\n  Submit this file with slurm-forge submit, or give one without entry: to slurm-forge exec."),
     ("--job wrong.yaml -- true", 'wrong.yaml:2: program.notfy: unknown key (did you mean "notify"?)'),
@@ -128,7 +128,7 @@ def test_done_is_done(execute: Exec) -> None:
     assert (execute.folder / "ran").read_text() == "once\n", "it was started again"
     other = execute("--", "true")
     assert other.returncode == 2
-    assert "was begun with another command" in other.stderr
+    assert "was started with another command" in other.stderr
 
 
 def test_the_step_it_finished_at_is_the_last_one_printed_or_none(execute: Exec) -> None:
@@ -161,7 +161,7 @@ def test_what_is_not_understood_of_slurm_ends_nothing_and_is_noted_once(execute:
     command = ("--", "sh", "-c", "test $SLURM_FORGE_RESTARTS -ge 1")
     assert execute(*command, **batch, **strange).returncode == 0
     notes = [each.text for each in execute.events(Note) if isinstance(each, Note)]
-    told = [each for each in notes if each.startswith("not understood, and done without: ")]
+    told = [each for each in notes if each.startswith("not understood, ignored: ")]
     assert sorted(each.partition(": ")[2] for each in told) == [
         "SLURM_JOB_END_TIME='tomorrow'",
         "SLURM_JOB_PARTITION='a b'",

@@ -151,7 +151,7 @@ def test_a_changed_job_file_is_another_run(
     (shell.folder / "train.yaml").write_text(JOB.replace("400", "800"))
     result = shell("run", "train.yaml")
     assert result.exit_code == 2
-    assert "was begun with another job" in result.stderr
+    assert "was started with a different job" in result.stderr
 
 
 def test_a_finished_run_is_not_started_again(

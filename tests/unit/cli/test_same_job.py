@@ -33,13 +33,14 @@ def test_the_keys_that_differ_are_named_with_both_values() -> None:
     changed = JOB.replace("400", "800").replace("1h", "2h, mem: 3G") + "seed: 7\n"
     first, *rest = refusal(changed).splitlines()
     assert first == (
-        "x.yaml: the run /somewhere/runs/x was begun with another job than this file says:"
+        "x.yaml: the run /somewhere/runs/x was started with a different job than this file "
+        "describes:"
     )
     assert "  args.max_steps: was 400, is 800" in rest
     assert [line.split(":")[0].strip() for line in rest[:-1]] == [
         "args.max_steps", "resources.mem", "resources.time", "seed",
     ]  # fmt: skip
-    assert "write the old values" in rest[-1]
+    assert "restore the old values" in rest[-1]
     assert "choose another name" in rest[-1]
 
 

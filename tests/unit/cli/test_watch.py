@@ -217,5 +217,6 @@ def test_a_controller_that_does_not_answer_is_asked_less_and_less_often(
     assert told.stdout.count("held: hang") == 1
     assert [line.partition(":")[0] for line in told.stderr.splitlines()] == [
         "Slurm's queue could not be queried",
+        "  See whether `scontrol ping` answers, and try again when it does.",
         "Slurm's queue answers again",
-    ], "each change is told once"
+    ], "each change is told once, with what to do"

@@ -20,6 +20,7 @@ from slurm_forge.launch.attempt.attempt import (
     StartRefusal,
     begin,
 )
+from slurm_forge.launch.attempt.job_attempt import refusal_text
 from slurm_forge.launch.requeue.reconcile import reconcile
 from slurm_forge.recovery import LaunchFacts, classify
 from slurm_forge.recovery.incident.launch_facts import LostRank, RankFailure
@@ -117,6 +118,11 @@ def test_a_run_that_is_finished_is_not_begun_again(run: RunDirectory) -> None:
     assert attempt.state().status is RunStatus.FINISHED
     assert start(run) is StartRefusal.DONE
     assert not (run.attempts / "2.json").exists()
+    assert "OTHER" not in refusal_text(run, StartRefusal.DONE)
+    of_a_command = refusal_text(run, StartRefusal.DONE, command=True)
+    assert (
+        of_a_command == f"{run.name}: finished already: nothing to do.   another run: --name OTHER"
+    )
 
 
 def test_a_stop_file_keeps_a_run_from_starting_until_it_is_gone(run: RunDirectory) -> None:

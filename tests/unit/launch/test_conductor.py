@@ -1068,7 +1068,7 @@ def test_a_rank_that_returns_while_another_goes_on_ends_the_launch_at_once(stage
     stage.start(trains=False)
     (failure,) = stage.end().failures
     assert (failure.rank, failure.cause, failure.step) == (0, Cause.APP_ERROR, 5)
-    assert "rank 0 returned after step 5, that of rank 1 went on" in failure.text
+    assert "rank 0 returned after step 5, that of rank 1 continued" in failure.text
 
 
 def test_ranks_that_return_one_after_the_other_are_waited_for(stage: Stage) -> None:

@@ -182,7 +182,7 @@ def test_where_nobody_can_be_named_training_begins_and_it_is_told() -> None:
     measured = scene.play(lambda _: True)
     assert measured.ok and measured.bad == ()
     assert measured.told == (
-        "no two of the nodes that were tried together can do a collective (x)",
+        "no two of the nodes that were tried together can run a collective (x)",
     )
     assert scene.asked().groups == ()
 
@@ -269,7 +269,7 @@ def test_more_ranks_than_can_be_named_go_on_without_a_collective() -> None:
         scene.judge.on_message(rank, PreflightReport(body=told.to_text()))
     measured = scene.wait(1)
     assert measured is not None and measured.ok
-    assert "more ranks than" in measured.told[0]
+    assert "too many ranks" in measured.told[0]
     assert scene.asked().groups == ()
 
 

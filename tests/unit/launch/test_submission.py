@@ -279,7 +279,7 @@ def test_what_goes_on_anyway_is_left_alone(
     queue.put(7, state, priority=100)
     how = f"{state.value} already"
     if state is JobState.COMPLETING:
-        how = "ending: ask again in a moment"
+        how = "ending: try again in a moment"
     assert back(run, queue) == ReconcileResult("7", f"job 7 is {how}", changed=False)
     assert queue.asked == []
 
@@ -289,7 +289,7 @@ def test_no_second_job_is_made_beside_one_in_a_state_that_is_not_known_here(
 ) -> None:
     attempted(run)
     queue.jobs["7"] = JobRecord(job_id=7, name="r", state=JobState.UNKNOWN, state_text="MIGRATING")
-    answer = ReconcileResult("7", "job 7 is MIGRATING: ask again in a moment", changed=False)
+    answer = ReconcileResult("7", "job 7 is MIGRATING: try again in a moment", changed=False)
     assert back(run, queue) == answer
     assert back(run, queue, changes=ResourceChanges(mem="8G")) == answer
     assert queue.asked == []
@@ -302,7 +302,7 @@ def test_a_successor_in_a_state_that_is_not_known_here_is_found(
     queue.put(7, JobState.COMPLETED)
     queue.put(55, JobState.UNKNOWN, command=str(job_script(run)))
     assert back(run, queue) == ReconcileResult(
-        "55", "job 55 is ?: ask again in a moment", changed=False
+        "55", "job 55 is ?: try again in a moment", changed=False
     )
     assert queue.asked == []
 
@@ -477,7 +477,7 @@ def test_a_job_that_was_cancelled_since_is_left_alone(run: RunDirectory, queue: 
     queue.put(7, JobState.CANCELLED)
     brought = reconcile(run, queue)  # type: ignore[arg-type]
     assert (brought.job, brought.changed) == ("7", False)
-    assert "was cancelled since; slurm-forge requeue r lets the run go on" in brought.text
+    assert "was cancelled since; to continue: slurm-forge requeue r" in brought.text
     assert queue.asked == []
     state = run_state(run)
     assert (state.status, state.open_intent) == (RunStatus.CANCELLED, None)

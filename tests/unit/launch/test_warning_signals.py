@@ -58,7 +58,7 @@ def test_slurms_warning_is_told_once_and_nothing_else_happens() -> None:
     (note,) = lab.notes
     assert isinstance(note, Note)
     assert note.text == (
-        "SIGUSR1: Slurm's warning of the time limit; training goes on until 36 s before it "
+        "SIGUSR1: Slurm's warning of the time limit; training continues until 36 s before it "
         "(EndTime=12:01:20)"
     )
     lab.clock = 30.0

@@ -292,7 +292,7 @@ def test_an_attempt_that_got_further_comes_back_with_the_limit_it_had() -> None:
         life.commit(step)
         decision = life.happens(Cause.TIME_LIMIT, time=HOUR, step=step)
         assert (decision.action, decision.changes) == (Action.RAISE_TIME, ())
-        assert "this attempt got further" in decision.reason
+        assert "this attempt made progress" in decision.reason
         assert decision.plan.time_factor == 1.0
         life.attempt()
 
@@ -326,7 +326,7 @@ def test_fewer_nodes_down_to_one_and_without_the_failing_one() -> None:
     assert life.happens(Cause.HANG, nodes=6).plan.nodes == 1
     held = life.happens(Cause.HANG, nodes=6)
     assert held.action is Action.HOLD
-    assert "there is one node only" in held.reason
+    assert "there is only one node" in held.reason
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Attempts that ended without a word: what Slurm and the journal still know of them."""
+"""Attempts that ended without a message: what Slurm and the journal still know of them."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_accounting_says_how_it_ended(state: str, cause: Cause, confidence: Conf
     incident = cause_of_ending(ending(rows=[row(state)]), "3.1")
     assert (incident.cause, incident.confidence, incident.step) == (cause, confidence, 40)
     told = " ".join(each.text for each in incident.evidence)
-    assert "n1 ended without a word" in told
+    assert "n1 ended without a message" in told
     assert (state in told) is (confidence is not Confidence.GUESS)
 
 
@@ -224,4 +224,4 @@ def test_a_rank_that_outlives_the_supervisor(values: dict[str, Any] | None, caus
     seen = None if values is None else record(**values)
     incident = supervisor_lost(seen, "2.1", host="n1", step=9, restart_count=2)
     assert (incident.cause, incident.step) == (cause, 9)
-    assert "the supervisor on n1 is gone" in incident.evidence[0].text
+    assert "the supervisor on n1 disappeared" in incident.evidence[0].text

@@ -91,7 +91,7 @@ def warning(before_end_s: float | None, asked_s: float = 200.0) -> SignalRound:
         sightings=(sighting(Receiver.TASK, heard),),
         before_end_s=before_end_s,
         asked_s=asked_s,
-        problem="it has not come" if before_end_s is None else "",
+        problem="it did not arrive" if before_end_s is None else "",
     )
 
 

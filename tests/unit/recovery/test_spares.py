@@ -56,7 +56,7 @@ def test_a_node_without_a_word_is_given_up_before_slurm_does() -> None:
     incident = classify(seen(), "1.1")
     assert (incident.cause, incident.hosts, incident.rank) == (Cause.NODE_FAIL, ("n4",), 2)
     assert incident.confidence is Confidence.GUESS, "Slurm has not said it"
-    assert "n4: no word of ranks 2, 3" in incident.evidence[-2].text
+    assert "n4: no message from ranks 2, 3" in incident.evidence[-2].text
 
 
 @pytest.mark.parametrize(

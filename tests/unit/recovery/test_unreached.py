@@ -140,7 +140,7 @@ def test_halves_that_do_not_reach_each_other_name_nobody() -> None:
     ]
     found = unreached(seen, ranks(4))
     assert (found.hosts, found.how) == ((), Trouble.CUT)
-    assert "no minority" in found.evidence[-1].text
+    assert "not a minority" in found.evidence[-1].text
 
 
 def test_two_hosts_of_many_are_both_named() -> None:

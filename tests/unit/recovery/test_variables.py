@@ -113,7 +113,7 @@ def test_a_rung_says_otherwise() -> None:
         ("hang: [{do: hold, variables: none}]", 'does not belong to "do: hold"'),
         (
             "cuda_oom: [{do: relaunch, times: 1, variables: on_hang}]",
-            "cuda_oom[0].variables: the site's set for after a hang is for",
+            "cuda_oom[0].variables: the site's post-hang variables are for",
         ),
         ("hang: [{do: relaunch, times: 1, variables: null}]", ""),
         ("cuda_oom: [{do: relaunch, times: 1, variables: none}]", ""),

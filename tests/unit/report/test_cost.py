@@ -308,6 +308,6 @@ def test_steps_not_saved_are_at_least_those_known_of_where_nobody_said_how_far_i
     scribe.begin()
     scribe.resume(0)
     scribe.train(1, 1)
-    scribe.incident(Cause.UNKNOWN, Action.HOLD, step=1, text="ended without a word", exact=False)
+    scribe.incident(Cause.UNKNOWN, Action.HOLD, step=1, text="ended without a message", exact=False)
     scribe.end("held")
     assert "at least 1 step not saved" in told(scribe.facts())

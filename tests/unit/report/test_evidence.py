@@ -211,7 +211,7 @@ def without_a_word(scribe: Scribe, action: Action | None = Action.REQUEUE) -> No
 def test_what_the_next_attempt_found_out_is_told_where_it_happened(scribe: Scribe) -> None:
     without_a_word(scribe)
     text = told(scribe.facts())
-    assert "ended without a word" not in text
+    assert "ended without a message" not in text
     head = "attempt 1   job 8812301   n01   Tue 11 Aug 09:00 → 09:03\n"
     assert head in text
     found = "(likely; discovered Tue 11 Aug 09:13)"
@@ -236,7 +236,7 @@ def test_the_figures_of_what_was_found_out_later(scribe: Scribe) -> None:
 def test_a_verdict_without_a_decision_is_told_as_well(scribe: Scribe) -> None:
     without_a_word(scribe, action=None)
     text = told(scribe.facts())
-    assert "ended without a word" not in text
+    assert "ended without a message" not in text
     assert "node_fail        09:03:34" in text
 
 
@@ -252,7 +252,7 @@ def test_a_launch_that_died_before_it_trained_and_was_looked_into(scribe: Scribe
     scribe.later(300).found_out(Cause.NODE_FAIL, Action.REQUEUE)
     scribe.begin("n02")
     text = told(scribe.facts())
-    assert "ended without a word" not in text
+    assert "ended without a message" not in text
     assert "node_fail        09:00:00" in text
     assert "no training yet" in text
 

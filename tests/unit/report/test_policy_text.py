@@ -76,5 +76,5 @@ def test_the_ladder_of_a_slow_node_does_not_end_in_a_hold() -> None:
     found = rehearse(job, Cause.STRAGGLER, at=1000, repeat=2, assumed=Assumed())
     text = policy_text(job, found)
     assert "ladder:  requeue (once) -> continue\n" in text
-    assert "the run goes on, slowly" in text
+    assert "the run continues, slowly" in text
     assert "hold" not in text

@@ -211,8 +211,8 @@ def test_stop_and_save_files_are_open_requests(scribe: Scribe) -> None:
     scribe.run.stop_file.touch()
     scribe.run.save_file.touch()
     assert screen(scribe.facts())["open"] == (
-        "STOP file: it is to save and stop, and not to be started again"
-        " | SAVE file: it is to save at its next step"
+        "STOP file: the run saves, stops, and is not started again"
+        " | SAVE file: the run saves at its next step"
     )
     scribe.run.save_file.unlink()
     scribe.incident(Cause.STOP_REQUESTED, Action.STOP)
@@ -319,7 +319,7 @@ def test_an_unknown_total_is_no_percentage(scribe: Scribe) -> None:
 
 FULL = (
     "no room for a checkpoint of 3G: 1G free\n  Make room, or keep fewer (checkpoint.keep_last, "
-    "slurm-forge checkpoints prune). Training goes on, and the next save asks again."
+    "slurm-forge checkpoints prune). Training continues, and the next save tries again."
 )
 
 

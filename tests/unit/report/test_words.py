@@ -29,8 +29,8 @@ EVERY = 10
 PROGRESS_EVERY = 5
 FULL = (
     "no room for a checkpoint of 4310K: 1200K free\n  Make room, or keep fewer "
-    "(checkpoint.keep_last, slurm-forge checkpoints prune). Training goes on, and the next save "
-    "asks again."
+    "(checkpoint.keep_last, slurm-forge checkpoints prune). Training continues, and the next save "
+    "tries again."
 )
 
 

@@ -14,7 +14,7 @@ ACTIONS = (
     "warn, skip, rollback, shrink_micro_batch, raise_mem, raise_time, fewer_nodes, fewer_workers, hook, relaunch, requeue, "
     "hold, raise"
 )
-OPTION = "not the long name of an sbatch option (small letters, digits and dashes, without the leading --)"
+OPTION = "not the long name of an sbatch option (lower-case letters, digits and dashes, without the leading --)"
 NAME = (
     "a name is 1 to 64 letters, digits, dots, dashes and underscores, "
     "and starts with a letter or a digit"
@@ -38,7 +38,7 @@ IN_A_JOB = [
     ("seed: 1\nseed: 2", 4, "seed: this key is already on line 3"),
     ("preflight: false", 3, 'preflight: to switch it off, write "preflight: {enabled: false}"'),
     ("preflight: {timeout: 10s}", 3, 'preflight.timeout: unknown key (did you mean "within"?)'),
-    ("inject: [bad_node@12]", 3, 'inject[0]: "bad_node@12": say where: bad_node:rank1, or bad_node:host=n2'),
+    ("inject: [bad_node@12]", 3, 'inject[0]: "bad_node@12": name the place: bad_node:rank1, or bad_node:host=n2'),
     ("inject: ['nan@12:host=n2']", 3, 'inject[0]: "nan@12:host=n2": host= is for bad_node, bad_link and bad_sum; others strike a rank'),
     ("template: torchrum", 3, 'template: unknown value "torchrum" (did you mean "torchrun"?)'),
     ("launcher: srun", 3, 'launcher: unknown key (did you mean "template"?)'),
@@ -83,7 +83,7 @@ IN_A_JOB = [
     ("args: {lr: .inf}", 3, "args.lr: .inf: infinity and not-a-number are not allowed here"),
     # durations and sizes
     ("resources: {time: 30}", 3, 'resources.time: 30 has no unit; write "30s" for seconds or "30m" for minutes'),
-    ("resources: {time: UNLIMITED}", 3, "resources.time: leave it out for the partition's own limit; a run goes on beyond it"),
+    ("resources: {time: UNLIMITED}", 3, "resources.time: leave it out for the partition's own limit; a run continues beyond it"),
     ('resources: {time: "0:00"}', 3, "resources.time: must be longer than 0"),
     ("probe: {every: 60}", 3, 'probe.every: 60 has no unit; write "60s" for seconds or "60m" for minutes'),
     ("probe: {deadline: soon}", 3, 'probe.deadline: "soon" is not a duration; write it like "60s", "10m", "1h30m", "2d" or "48:00:00"'),
@@ -95,7 +95,7 @@ IN_A_JOB = [
     ("template: array\nchain: 1-5%1", 4, 'chain: expected a whole number, got "1-5%1"'),
     ("array: 5", 3, 'array: unknown key (did you mean "chain"?)'),
     ("resources: {extra: {array: 1-5}}", 3, 'resources.extra.array: for one run in many tasks, each an attempt, write "template: array" and "chain: 10"; for many runs submit each of them'),
-    ("lead: 2h\nresources: {time: 1h}", 3, "lead: not shorter than resources.time: nothing would be trained"),
+    ("lead: 2h\nresources: {time: 1h}", 3, "lead: must be shorter than resources.time, or nothing would be trained"),
     ("resources: {mem: 4GB}", 3, 'resources.mem: "4GB" is not a memory size; write it like "4G"'),
     ("resources: {mem: 4294967296}", 3, 'resources.mem: 4294967296 without a unit is MiB, as in Slurm; write "4G" if it is bytes'),
     ("resources: {gpus_per_node: many}", 3, 'resources.gpus_per_node: expected a number of GPUs, or kind and number like "a100:4"'),
@@ -131,9 +131,9 @@ IN_A_JOB = [
     ("recovery:\n  node_fail:\n  - {do: requeue, factor: 2}", 5, 'recovery.node_fail[0].factor: does not belong to "do: requeue" (it takes times, wait, exclude_node, variables)'),
     ("recovery: {crash: [{do: hold, times: 2}]}", 3, 'recovery.crash[0].times: does not belong to "do: hold" (it takes nothing else)'),
     ("recovery: {hang: [{do: skip, times: 2}]}", 3, 'recovery.hang[0].do: "skip" does nothing about hang (try: warn, fewer_nodes, relaunch, requeue, hold)'),
-    ("recovery:\n  hang: [{do: relaunch, times: 1},\n    {do: requeue}]", 5, 'recovery.hang[1].do: say how often ("times: 2"); only preempted, time_limit, node_fail, admin_requeue may go on without limit'),
-    ("recovery: {preempted: [{do: requeue}, {do: hold}]}", 3, 'recovery.preempted[0].do: "requeue" has no times and goes on without limit: remove the rungs behind it'),
-    ("recovery: {crash: [{do: hold}, {do: requeue, times: 1}]}", 3, 'recovery.crash[0].do: "hold" ends the ladder: remove the rungs behind it'),
+    ("recovery:\n  hang: [{do: relaunch, times: 1},\n    {do: requeue}]", 5, 'recovery.hang[1].do: say how often ("times: 2"); only preempted, time_limit, node_fail, admin_requeue may repeat without limit'),
+    ("recovery: {preempted: [{do: requeue}, {do: hold}]}", 3, 'recovery.preempted[0].do: "requeue" has no times and repeats without limit: remove the rungs after it'),
+    ("recovery: {crash: [{do: hold}, {do: requeue, times: 1}]}", 3, 'recovery.crash[0].do: "hold" ends the ladder: remove the rungs after it'),
     ("recovery: {host_oom: [{do: raise_mem, times: 1, factor: 0.5}]}", 3, "recovery.host_oom[0].factor: expected more than 1 and at most 16, got 0.5"),
     ("recovery: {cuda_oom: [{do: shrink_micro_batch, times: 1, factor: 2}]}", 3, "recovery.cuda_oom[0].factor: expected less than 1, got 2.0"),
     ("recovery: {non_finite: [{do: rollback, times: 1, ramp_steps: 3}]}", 3, "recovery.non_finite[0].ramp_steps: there is nothing to ramp without lr_scale below 1"),
@@ -146,7 +146,7 @@ IN_A_JOB = [
     ("watchdog: false", 3, 'watchdog: to switch the watchdog off, write "watchdog: {enabled: false}"'),
     ("watchdog: {timeout: 5m}", 3, 'watchdog.timeout: unknown key (did you mean "at_most"?)'),
     ("watchdog: {at_least: 30}", 3, 'watchdog.at_least: 30 has no unit; write "30s" for seconds or "30m" for minutes'),
-    ("watchdog: {factor: 0.5}", 3, "watchdog: factor is 1 or more: else every ordinary step would be a hang"),
+    ("watchdog: {factor: 0.5}", 3, "watchdog: factor must be 1 or more: otherwise every ordinary step would be a hang"),
     ("watchdog: {at_least: 20m}", 3, "watchdog: at_least (20m) is longer than at_most (10m): raise at_most too"),
     ("watchdog: {factor: .inf}", 3, "watchdog.factor: .inf: infinity and not-a-number are not allowed here"),
     ("probe: {every: 0s}", 3, "probe.every: must be longer than 0"),
@@ -174,8 +174,8 @@ WHOLE = [
     ("name: x\nentry: train.py", 2, 'entry: names no function; write "package.module:train" or "path/file.py:train"'),
     ("name: x\nentry: a-b:f", 2, 'entry: "a-b" is neither a module ("package.module") nor a path to a .py file'),
     ("name: x\nentry: a:f-g", 2, 'entry: "f-g" is not the name of a function'),
-    ("name: x\nentry: -m.py:f", 2, 'entry: "-m.py" is not a path that can be run: it holds ":" or starts "-"'),
-    ("name: x\nentry: a:f\ncommand: [python]", 3, "command: entry says what to run already; keep one of the two"),
+    ("name: x\nentry: -m.py:f", 2, 'entry: "-m.py" is not a path that can be run: it holds ":" or starts with "-"'),
+    ("name: x\nentry: a:f\ncommand: [python]", 3, "command: entry already names what to run; keep one of the two"),
     ("name: x\ncommand: python train.py", 2, 'command: expected a list of words, such as [python, train.py, "--lr=0.1"]'),
     ("name: x\ncommand: []", 2, "command: expected at least 1 in the list, got 0"),
     ("name: x\ncommand:\n- python\n- 0.1", 4, 'command[1]: expected text, got 0.1; quote it: "0.1"'),

@@ -245,7 +245,7 @@ def test_faults_on_purpose_in_a_list_or_in_one_text(text: str) -> None:
     ("inject: nan", 3, 'inject: "nan": missing step; write nan@120'),
     ("inject: 3", 3, 'inject: expected faults such as "nan@120", or a list of them'),
     ("inject: [3]", 3, "inject[0]: expected a fault such as nan@120"),
-    ("inject: [nan@3, nan@step=3]", 3, 'inject: "nan@3" is there twice'),
+    ("inject: [nan@3, nan@step=3]", 3, 'inject: "nan@3" is listed twice'),
     ("faults: [nan@3]", 3, 'faults: unknown key (did you mean "inject"?)'),
 ])  # fmt: skip
 def test_a_wrong_fault_is_told_with_its_line(text: str, line: int, said: str) -> None:

@@ -212,7 +212,7 @@ MISTAKES = [
     (
         "{do: hook}",
         'recovery.non_finite[0].do: say how often ("times: 2"); only preempted, time_limit, '
-        "node_fail, admin_requeue may go on without limit",
+        "node_fail, admin_requeue may repeat without limit",
     ),
     (
         "{do: fewer_workers, times: 1}",

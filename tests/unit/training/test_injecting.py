@@ -319,7 +319,7 @@ def test_the_interpreters_lock_is_held_for_as_long_as_was_said(tmp_path: Path) -
 
 
 def test_an_exception_is_one_that_says_what_it_is(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError, match="a fault on purpose at step 6"):
+    with pytest.raises(RuntimeError, match="an injected fault at step 6"):
         Rank(tmp_path, "exception@6").step(6)
 
 

@@ -244,7 +244,7 @@ def test_a_look_that_somebody_killed_is_said_to_have_been() -> None:
     with mock.patch.object(preflight_child, "run_checks", killed):
         looker.begin()
         (check,) = looker.checks(60.0)
-    assert check.text == "the process that looks was killed (SIGKILL), in its start; twice"
+    assert check.text == "the process of the check was killed (SIGKILL), in its start; twice"
     assert check.seconds < 30
 
 

@@ -400,5 +400,5 @@ def test_a_newest_checkpoint_that_is_gone_is_told_of(lab):
     assert resumed_at(made) == 6
     (gone,) = made.events(ev.CheckpointRejected)
     assert gone.name == newest.name
-    assert gone.reason.startswith("it was saved, and its folder is gone: step-00000006.")
+    assert gone.reason.startswith("it was saved, but its folder is gone: step-00000006.")
     assert gone.reason.endswith(" was used instead")
