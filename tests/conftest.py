@@ -16,8 +16,8 @@ from hypothesis import settings
 from slurm_forge.testing.cluster.machine import path_with_prefix
 
 # A property is about values, not about time: a busy machine must not make one fail.  What finds
-# something new looks for long: scripts/test --all has it look ten times as long.
-settings.register_profile("ci", deadline=None, print_blob=True, max_examples=50)
+# something new looks for long: scripts/test --all has it look twenty times as long.
+settings.register_profile("ci", deadline=None, print_blob=True, max_examples=25)
 settings.register_profile("thorough", deadline=None, print_blob=True, max_examples=500)
 settings.load_profile("ci")
 

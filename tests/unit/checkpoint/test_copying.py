@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from slurm_forge.checkpoint.write import copying
@@ -23,7 +23,6 @@ from tests.unit.checkpoint.helpers import bitwise
 KINDS = [torch.uint8, torch.bool, torch.bfloat16, torch.float64, torch.complex64]
 
 
-@settings(max_examples=50)
 @given(
     st.lists(
         st.tuples(

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 import pytest
 import xxhash
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from slurm_forge.checkpoint.write import shard_writer as shardfile
@@ -88,7 +88,6 @@ KINDS = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=50)
 @given(size=sizes, block_size=block_sizes, direct=st.booleans(), seed=st.integers(0, 2**32))
 def test_the_file_is_the_bytes_and_the_hashes_are_theirs(
     tmp_path_factory, kind, size, block_size, direct, seed

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from slurm_forge.journal import RunState, RunStatus, fold, newest_attempt_in, read_position
@@ -406,7 +406,6 @@ def play(acts: list[tuple[str, int]], offsets: tuple[float, ...], *, old: bool =
 HOURS = st.lists(st.floats(-36_000, 36_000), min_size=1, max_size=6).map(tuple)
 
 
-@settings(max_examples=300)
 @given(acts=st.lists(ACTS, max_size=25), offsets=HOURS)
 def test_no_clock_has_a_part_in_trust_budgets_or_plan(
     acts: list[tuple[str, int]], offsets: tuple[float, ...]
@@ -415,7 +414,6 @@ def test_no_clock_has_a_part_in_trust_budgets_or_plan(
     assert what_counts(fold(play(acts, offsets).records)) == equal
 
 
-@settings(max_examples=150)
 @given(acts=st.lists(ACTS, max_size=25), offsets=HOURS)
 def test_every_later_reader_counts_what_an_attempt_counted_when_it_began(
     acts: list[tuple[str, int]], offsets: tuple[float, ...]

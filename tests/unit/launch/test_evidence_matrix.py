@@ -40,9 +40,9 @@ CELLS = [
 
 
 def every_pair(end: End, answers: Answers, grace: float, front: Front) -> bool:
-    """Half of the cells with a grace time or none: each end with each answer from both fronts."""
-    turned = (list(End).index(end) + list(Answers).index(answers)) % 2 == 0
-    return grace == (30 if (front is Front.EXEC) is turned else 0)
+    """Each end with each answer once; front and grace time alternate, so that each meets both."""
+    number = list(End).index(end) * len(Answers) + list(Answers).index(answers)
+    return front is list(Front)[number % 2] and grace == (0, 30)[number // 2 % 2]
 
 
 IN_CI = [

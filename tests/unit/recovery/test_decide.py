@@ -4,7 +4,7 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from slurm_forge.journal import events as ev
@@ -78,7 +78,6 @@ def test_a_commit_past_the_old_high_water_step_gives_the_budget_back() -> None:
     assert life.happens(Cause.HANG, step=110).action is Action.RELAUNCH
 
 
-@settings(max_examples=50, deadline=None)
 @given(cause=CAUSES, times=st.integers(1, 4))
 def test_reading_a_decision_again_changes_nothing(cause: Cause, times: int) -> None:
     life = Life()

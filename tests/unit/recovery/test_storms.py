@@ -10,7 +10,7 @@ from datetime import timedelta
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from slurm_forge.journal.fold import fold
@@ -180,7 +180,6 @@ def test_any_policy_in_any_storm(policy: Recovery, seed: int, strikes: int, twic
     assert fold(storm.life.records) == storm.life.state
 
 
-@settings(max_examples=40, deadline=None)
 @given(policy=policies(), seed=SEEDS, cause=CAUSES)
 def test_without_progress_every_limited_ladder_is_held_and_stays_so(
     policy: Recovery, seed: int, cause: Cause
@@ -290,7 +289,6 @@ def test_a_storm_with_progress_goes_on_until_the_starts_are_used_up() -> None:
     assert starts == 600
 
 
-@settings(max_examples=40, deadline=None)
 @given(seed=SEEDS, share=st.floats(0.0, 1.0))
 def test_with_some_progress_it_is_held_only_where_there_was_none(seed: int, share: float) -> None:
     storm = Storm(default_recovery(), seed)
@@ -304,7 +302,6 @@ def test_with_some_progress_it_is_held_only_where_there_was_none(seed: int, shar
         assert since_progress < 10
 
 
-@settings(max_examples=40, deadline=None)
 @given(policy=policies(), seed=SEEDS, strikes=st.integers(1, 30))
 def test_what_is_written_twice_counts_once(policy: Recovery, seed: int, strikes: int) -> None:
     once, twice = Storm(policy, seed), Storm(policy, seed, twice=True)
@@ -317,7 +314,6 @@ def test_what_is_written_twice_counts_once(policy: Recovery, seed: int, strikes:
         assert getattr(once.life.state, part) == getattr(twice.life.state, part), part
 
 
-@settings(max_examples=40, deadline=None)
 @given(policy=policies(), seed=SEEDS, cause=CAUSES)
 def test_the_same_state_gives_the_same_decision(policy: Recovery, seed: int, cause: Cause) -> None:
     storm = Storm(policy, seed)

@@ -178,7 +178,7 @@ FACTS = st.builds(
     asked=st.none() | TIMES,
     gone_here=st.just("") | JOBS,
 )
-TESTED = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+TESTED = settings(suppress_health_check=[HealthCheck.too_slow])
 
 
 def printable(text: str) -> bool:

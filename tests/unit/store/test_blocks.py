@@ -3,7 +3,7 @@ from __future__ import annotations
 import os
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from slurm_forge.errors import CheckpointRejectedError, UnsafeFileError
@@ -17,7 +17,6 @@ def read(path, entry, limit=1 << 20):
     return read_whole(path, entry, block_size=BLOCK, limit=limit)
 
 
-@settings(max_examples=50)
 @given(st.binary(max_size=50), st.integers(0, 5))
 def test_a_file_is_read_as_it_was_written(tmp_path_factory, seed, blocks):
     path = tmp_path_factory.mktemp("blocks") / "f"

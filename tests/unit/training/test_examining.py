@@ -433,7 +433,14 @@ def _compiled_in_place(net):
     return net
 
 
-@pytest.mark.parametrize("wrap", WRAPS)
+# What is compiled in place is represented by what is compiled; the tests below have both.
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        pytest.param(wrap, marks=pytest.mark.slow) if wrap == "compiled in place" else wrap
+        for wrap in WRAPS
+    ],
+)
 def test_a_run_with_an_examined_step_goes_on_bit_for_bit_as_one_without(wrap):
     def run(examined):
         training = Training(WRAPS[wrap]())

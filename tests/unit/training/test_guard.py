@@ -897,7 +897,13 @@ NORMALISED = functools.partial(
 )
 
 
-@pytest.mark.parametrize("build", [PLAIN, NORMALISED], ids=["plain", "BatchNorm"])
+@pytest.mark.parametrize(
+    "build",
+    [
+        pytest.param(PLAIN, marks=pytest.mark.slow, id="plain"),
+        pytest.param(NORMALISED, id="BatchNorm"),
+    ],
+)
 def test_a_thousand_steps_never_ask_the_device_for_a_value(build):
     net, poisoned = copy.deepcopy(build()), {0, 1, 500, 999}
     with Looks() as looks:
