@@ -383,7 +383,8 @@ class PreflightMeasured:
     """Nodes were checked before a launch: which are refused (``bad``), and what else was observed.
 
     ``seconds`` is from the first rank's report to the verdict.  Collectives were tried in
-    ``rounds`` rounds, with ``groups`` groups in all; ``bytes_per_s`` is the bus bandwidth of all of them together.
+    ``rounds`` rounds, with ``groups`` groups in all; ``bytes_per_s`` is the bus
+    bandwidth of all nodes together.
     """
 
     ok: bool
