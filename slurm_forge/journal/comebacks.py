@@ -13,7 +13,7 @@ FOUND_QUEUED = "found in the queue"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequeueIntended:
-    """Durable intent, written before Slurm is asked; ``reconcile`` carries it out if need be."""
+    """Durable intent, written before Slurm is asked; ``reconcile`` carries it out if necessary."""
 
     job: str
     method: str
@@ -23,7 +23,7 @@ class RequeueIntended:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequeueDone:
-    """Slurm took it: the same job again, or ``successor``."""
+    """Slurm accepted it: the same job again, or ``successor``."""
 
     job: str
     method: str
@@ -33,7 +33,7 @@ class RequeueDone:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequeueFailed:
-    """Slurm did not take it; the intent stays open."""
+    """Slurm did not accept it; the intent stays open."""
 
     job: str
     method: str
@@ -43,11 +43,11 @@ class RequeueFailed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Held:
-    """The job waits in the queue, held: whoever releases it lets the run go on.
+    """The job waits in the queue, held: its release continues the run.
 
-    ``restart_count`` is that of the attempt which asked for it; a later start was released, where
+    ``restart_count`` is that of the attempt which requested it; a later start was released, where
     Slurm has ``confirmed`` that it holds the job (else it may have started it by itself).  The
-    ``job`` of a chain of array tasks is the array: the tasks that had no turn wait.  Not
+    ``job`` of a chain of array tasks is the array: the tasks that have not started wait.  Not
     ``queued``: nothing waits there, the run is held by this line alone.
     """
 
@@ -63,7 +63,7 @@ class Held:
 class NodesStruck:
     """Nodes that an incident started on were noted in the node ledger.
 
-    ``excluded`` are those of them that are left out from now on, ``until`` the earliest time at
+    ``excluded`` are those of them that are excluded from now on, ``until`` the earliest time at
     which one of those may be used again.
     """
 

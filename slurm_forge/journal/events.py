@@ -86,7 +86,7 @@ class Submitted:
 class AttemptStarted:
     """One Slurm start of the job began.
 
-    ``read`` is how far it had read the journal: what older attempts write behind that does not
+    ``read`` is how far it had read the journal: what older attempts write after that does not
     count.  None in lines of older versions.
     """
 
@@ -118,9 +118,9 @@ class LaunchStarted:
 class Resumed:
     """Training begins at ``step``: from ``checkpoint``, or from the start where it is None.
 
-    ``until`` is the step at which the program will be through, where that is known.  The seconds
-    say where the time of a start went, counted from the start of rank 0's process.  ``candidates``
-    are the newest checkpoints that were there: what an older attempt publishes later is another
+    ``until`` is the step at which the program will be done, where that is known.  The seconds
+    show where the time of a start went, counted from the start of rank 0's process.  ``candidates``
+    are the newest checkpoints at that time: what an older attempt publishes later is another
     branch.  ``global_batch`` are the samples of one step, where ``run.batches`` makes them.
     """
 
@@ -139,7 +139,7 @@ class Resumed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """Steps go on: how far, and samples consumed."""
+    """Training makes progress: steps done, and samples consumed."""
 
     step: int
     consumed: int = 0
@@ -148,9 +148,9 @@ class Progress:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Advanced:
-    """A program that keeps its own checkpoints is further than it has ever been, and by what.
+    """A program that keeps its own checkpoints is further than ever before, and what shows it.
 
-    ``step`` where its output, or the name of its checkpoint, tells one.
+    ``step`` where its output, or the name of its checkpoint, shows one.
     """
 
     what: str
@@ -171,7 +171,7 @@ class Logged:
 class EpochEnded:
     """An epoch's samples are all consumed (counted from 0), those of skipped steps included.
 
-    Which ones, and in which order, follows from the seed and the epoch alone.
+    The seed and the epoch alone determine which ones, and in which order.
     """
 
     epoch: int
@@ -201,7 +201,7 @@ class CheckpointCommitted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointFailed:
-    """A save came to nothing; the previous checkpoint is untouched."""
+    """A save failed; the previous checkpoint is untouched."""
 
     step: int
     reason: str
@@ -210,7 +210,7 @@ class CheckpointFailed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointRejected:
-    """A checkpoint on disk was passed over while resuming, and why."""
+    """A checkpoint on disk was skipped by a resume, and why."""
 
     name: str
     reason: str
@@ -221,7 +221,7 @@ class CheckpointRejected:
 class CheckpointJudged:
     """A checkpoint is trusted more, or less, than before; ``reason`` says on what grounds.
 
-    ``step`` is how far training was when it was judged, where that is what it was judged by.
+    ``step`` is how far training was at that time, where the judgement is based on it.
     """
 
     name: str
@@ -233,7 +233,7 @@ class CheckpointJudged:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointMeasured:
-    """An evaluation of what is in a checkpoint: the metric that ``keep_best`` goes by."""
+    """An evaluation of what is in a checkpoint: the metric that ``keep_best`` uses."""
 
     name: str
     metric: str
@@ -243,9 +243,9 @@ class CheckpointMeasured:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointWitnessed:
-    """The loss of the first micro-batch behind a checkpoint: a resume has to compute the same.
+    """The loss of the first micro-batch after a checkpoint: a resume has to compute the same.
 
-    ``samples`` is how many were in it: another number are other ones.
+    ``samples`` is how many were in it: a different number means different samples.
     """
 
     name: str
@@ -266,7 +266,7 @@ class ResumeCompared:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointsPruned:
-    """Checkpoints that were deleted to keep to the retention rules (or to make room)."""
+    """Checkpoints that were deleted by the retention rules (or to make room)."""
 
     names: tuple[str, ...]
     reason: str
@@ -275,7 +275,7 @@ class CheckpointsPruned:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepSkipped:
-    """An update was not applied, on any rank; its samples are consumed all the same."""
+    """An update was skipped on all ranks; its samples count as consumed."""
 
     step: int
     first_sample: int
@@ -301,7 +301,7 @@ class Recovered:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NoticeSeen:
-    """Somebody wants something of the run: a signal on a rank, a file, the clock."""
+    """A request to the run: a signal on a rank, a file, the clock."""
 
     what: str
     source: str
@@ -310,7 +310,7 @@ class NoticeSeen:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StallSeen:
-    """The launch stands still: who is late (nobody where all wait for each other), and where.
+    """The launch makes no progress: which ranks are late (none if all wait), and where.
 
     ``since_s`` is how long they have been where they are, ``limit_s`` what was allowed.  ``files``
     hold their stacks, relative to the run.
@@ -328,7 +328,7 @@ class StallSeen:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StretchesLearned:
-    """The longest that ranks have stayed in one place and went on, by kind of place."""
+    """The longest times that ranks stayed in a place before they continued, by kind of place."""
 
     seconds: dict[str, float]
     kind: Literal["stretches_learned"] = "stretches_learned"
@@ -345,7 +345,7 @@ class StopAgreed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IncidentSeen:
-    """Something went wrong or was asked for: cause and evidence."""
+    """Something went wrong or was requested: cause and evidence."""
 
     incident: Incident
     kind: Literal["incident"] = "incident"
@@ -380,10 +380,11 @@ class ProbeMeasured:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreflightMeasured:
-    """Nodes were looked at before a launch: which are refused (``bad``), and what else was seen.
+    """Nodes were checked before a launch: which are refused (``bad``), and what else was observed.
 
-    ``seconds`` is from the first rank's word to the verdict.  Collectives were tried in so many
-    ``rounds`` of together ``groups``; ``bytes_per_s`` is the bus bandwidth of all of them together.
+    ``seconds`` is from the first rank's report to the verdict.  Collectives were tried in
+    ``rounds`` rounds, with ``groups`` groups in all; ``bytes_per_s`` is the bus
+    bandwidth of all nodes together.
     """
 
     ok: bool
@@ -399,7 +400,7 @@ class PreflightMeasured:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProbeOff:
-    """The probe broke by itself, training went on: none any more in this launch."""
+    """The probe broke while training continued: there are no more probes in this launch."""
 
     step: int
     why: str
@@ -437,7 +438,7 @@ class Finished:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UserAsked:
-    """A person used a verb on the run (requeue, stop, reconcile, …)."""
+    """A person ran a command on the run (requeue, stop, reconcile, …)."""
 
     verb: str
     user: str
@@ -446,7 +447,7 @@ class UserAsked:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Note:
-    """Something worth telling that no other kind fits."""
+    """Something worth reporting that fits no other kind."""
 
     text: str
     kind: Literal["note"] = "note"

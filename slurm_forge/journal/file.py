@@ -82,7 +82,7 @@ _FREQUENT = (b'"kind":"progress"', b'"kind":"logged"')
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Record:
-    """An event and where it stands: attempt and launch it belongs to, writer, and order.
+    """An event and its place: the attempt and launch that it belongs to, its writer, and its order.
 
     ``logical_time`` (Lamport) is greater than that of whatever its writer had written or read
     before; 0 in lines of older versions.  ``time`` is the writer's clock, for people.

@@ -49,7 +49,7 @@ class StragglerSeen:
     """Ranks of a host are ``factor`` times as slow as the others, since ``since_step``.
 
     ``trial`` is the factor of the same work everywhere (0: none was tried), ``why`` node, starved
-    or work; each step takes ``lost_s`` longer for everybody.
+    or work; each step takes ``lost_s`` longer for all ranks.
     """
 
     step: int
@@ -67,7 +67,7 @@ class StragglerSeen:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StragglerOver:
-    """A straggler is as fast as the others again: what it has cost everybody, in seconds."""
+    """A straggler is as fast as the others again: what it has cost all ranks, in seconds."""
 
     step: int
     host: str

@@ -53,8 +53,8 @@ def train(
         points, arms = micro_batch
         return nn.functional.cross_entropy(model(points), arms)
 
-    # Restores the newest checkpoint first, then goes on with the sample that comes next.  The
-    # global batch is shared out between the ranks, so it has to be a multiple of their number.
+    # Restores the newest checkpoint first, then continues with the next sample.  The
+    # global batch is divided between the ranks, so it has to be a multiple of their number.
     for batch in run.batches(
         Spirals(), global_batch_size=global_batch, until=forge.Steps(max_steps)
     ):

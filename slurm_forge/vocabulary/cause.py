@@ -7,7 +7,7 @@ from enum import Enum
 
 
 class Cause(str, Enum):
-    """What went wrong, or what was asked for.  The values are the keys of ``recovery:``."""
+    """What went wrong, or what was requested.  The values are the keys of ``recovery:``."""
 
     PREEMPTED = "preempted"
     TIME_LIMIT = "time_limit"
@@ -33,7 +33,7 @@ class Cause(str, Enum):
 
 
 class Confidence(str, Enum):
-    """How far the evidence carries: ``certain`` rests on an authority, ``guess`` on little."""
+    """How strong the evidence is: ``certain`` rests on an authority, ``guess`` on little."""
 
     CERTAIN = "certain"
     LIKELY = "likely"

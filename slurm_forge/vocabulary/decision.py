@@ -33,7 +33,7 @@ class Action(str, Enum):
 
 
 class Start(str, Enum):
-    """From what the ranks of a launch are started.  The values are what ``start:`` takes."""
+    """How the ranks of a launch are started.  The values are what ``start:`` takes."""
 
     #: A new ``srun``, a new interpreter.
     COLD = "cold"
@@ -45,7 +45,7 @@ class Start(str, Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Incident:
-    """Something went wrong or was asked for: cause plus evidence.
+    """Something went wrong or was requested: cause plus evidence.
 
     Attributes:
         id: Unique within the run; a plan change is applied once per id.

@@ -381,7 +381,7 @@ def test_of_a_damaged_one_is_said_what_to_do(run, tmp_path, capsys):
              tmp_path / "x.pt", "--format", "torch"]  # fmt: skip
     assert main([str(word) for word in words]) == 2
     said = capsys.readouterr().err
-    assert f"{name} is not whole: rank-00000.data is missing" in said
+    assert f"{name} is damaged: rank-00000.data is missing" in said
     assert "slurm-forge checkpoints verify" in said
 
 
