@@ -37,6 +37,7 @@ from slurm_forge.launch.diagnose.live_meeting import (
     is_taken,
     meet,
 )
+from slurm_forge.launch.render.batch_script import module_lines
 from slurm_forge.launch.render.sbatch_options import options
 from slurm_forge.launch.requeue.reconcile import job_of_script
 from slurm_forge.lock import exclusive
@@ -422,8 +423,6 @@ def live_script(wish: LiveWish, folder: Path) -> str:
     warns = not wish.quick and not has_signal and refused((*option_lines, warning), site) is None
     if warns:
         option_lines.append(warning)
-    facts = site.facts(job.resources.partition, job.resources.qos)
-    modules = tuple(dict.fromkeys((*site.modules, *facts.modules)))
     command = [wish.python, "-u", *process_words("live_job", str(folder))]
     command += [f"--warned={warned}"] if warns else ["--quick"]
     command += ["--requeue"] if wish.requeue_too else []
@@ -431,7 +430,7 @@ def live_script(wish: LiveWish, folder: Path) -> str:
     lines = [
         "#!/bin/bash",
         *(f"#SBATCH {line}" for line in option_lines),
-        *([f"module load {shlex.join(modules)}"] if modules else []),
+        *module_lines(job, site),
         *site.setup,
         *job.setup,
         f"exec {shlex.join(command)}",

@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import shutil
+import subprocess
 import sys
 import tempfile
 import threading
@@ -465,6 +466,21 @@ def test_only_who_knows_the_nonce_is_let_in() -> None:
         (foreign,) = knock(f"127.0.0.1:{port}", "wrong")
     assert welcome.connected_s is not None
     assert foreign.connected_s is None and foreign.problem
+
+
+def test_a_node_without_srun_is_told_with_the_next_step(folder: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "slurm_forge.process", "live_job", str(folder), "--quick"],
+        env={"PATH": str(folder), "SLURM_JOB_ID": "7", "SLURMD_NODENAME": "n1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert "srun can't be started: No such file or directory" in done.stderr
+    assert "PATH" in done.stderr
+    assert (folder / HERE).exists() and not (folder / REPORT).exists()
 
 
 def test_storage_that_holds_what_it_promises(folder: Path) -> None:
