@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from enum import Enum
 
+from slurm_forge.control.interfaces import interface_of
 from slurm_forge.recovery.live_observations import (
     Fate,
     JobSeen,
@@ -25,6 +26,7 @@ from slurm_forge.recovery.policy.prediction import (
     BroughtBack,
     Prediction,
 )
+from slurm_forge.site.model import Site
 
 _GIB = 1 << 30
 _CLOCK_S = 2.0
@@ -47,7 +49,7 @@ class Mark(str, Enum):
     PROBLEM = "problem"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class LiveFinding:
     """One sentence, and what to do about it where something is to be done."""
 
@@ -57,19 +59,8 @@ class LiveFinding:
     advice: str = ""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SiteWords:
-    """What the site file says of things that a node can be asked; None where it says nothing."""
-
-    name: str
-    internet: bool | None = None
-    socket_interface: str | None = None
-    #: Whether that interface was found on the nodes, by NCCL's rules; None: not looked.
-    interface_there: bool | None = None
-
-
 def findings(
-    observed: LiveSeen, prediction: Prediction | None, site: SiteWords
+    observed: LiveSeen, prediction: Prediction | None, site: Site
 ) -> tuple[LiveFinding, ...]:
     """All of them, in the order in which they are shown; empty where there is no report."""
     report = observed.report
@@ -90,7 +81,7 @@ def findings(
 def _signals(report: JobSeen) -> Iterator[LiveFinding]:
     for each in report.rounds:
         if each.problem and each.kind is not RoundKind.WARNING:
-            yield _finding(Mark.WARNING, "signals", f"{each.kind.value}: {each.problem}.")
+            yield LiveFinding(Mark.WARNING, "signals", f"{each.kind.value}: {each.problem}.")
             continue
         match each.kind:
             case RoundKind.WARNING:
@@ -102,7 +93,7 @@ def _signals(report: JobSeen) -> Iterator[LiveFinding]:
                 text = "the batch step receives signals that are sent to it alone"
                 if not all_heard:
                     text = "a signal that was sent to the batch step did not arrive there"
-                yield _finding(Mark.OK if all_heard else Mark.WARNING, "signals", f"{text}.")
+                yield LiveFinding(Mark.OK if all_heard else Mark.WARNING, "signals", f"{text}.")
 
 
 def _warning(each: SignalRound) -> Iterator[LiveFinding]:
@@ -110,13 +101,13 @@ def _warning(each: SignalRound) -> Iterator[LiveFinding]:
     all_heard = _all(each.of(Receiver.TASK), Fate.HEARD)
     if each.before_end_s is None or each.asked_s is None or not all_heard:
         text = f"Slurm's own warning: {each.problem or 'the task did not receive it'}."
-        yield _finding(Mark.WARNING, "signals", text, advice)
+        yield LiveFinding(Mark.WARNING, "signals", text, advice)
         return
     early = each.before_end_s - each.asked_s
     came = f"Slurm's own warning came {each.before_end_s:.0f} s before the end of the limit"
     requested = f"asked for: {each.asked_s:.0f} s"
     fine = -_LATE_S <= early <= _EARLY_S
-    yield _finding(
+    yield LiveFinding(
         Mark.OK if fine else Mark.WARNING,
         "signals",
         f"{came} ({requested}).",
@@ -129,13 +120,13 @@ def _steps(each: SignalRound) -> Iterator[LiveFinding]:
     if _all(tasks, Fate.HEARD):
         latest = max(t.after_s or 0.0 for t in tasks)
         without = "; without a handler it would have died of it" if _all(plain, Fate.DIED) else ""
-        yield _finding(
+        yield LiveFinding(
             Mark.OK,
             "signals",
             f"a rank receives {each.signal} {latest:.2f} s after it is sent{without}.",
         )
     else:
-        yield _finding(
+        yield LiveFinding(
             Mark.PROBLEM,
             "signals",
             f"{each.signal} does not reach the tasks of a step ({_fates(tasks)}): no save can be "
@@ -168,22 +159,22 @@ def _below(each: SignalRound) -> Iterator[LiveFinding]:
                     f"{each.signal} ends {what} and{when} the rank below it, which does not "
                     "receive it."
                 )
-                yield _finding(Mark.NOTE, "signals", text, advice)
+                yield LiveFinding(Mark.NOTE, "signals", text, advice)
             elif sighting.fate is Fate.NOTHING:
                 text = f"below {what} a rank does not receive {each.signal}."
-                yield _finding(Mark.NOTE, "signals", text, advice)
+                yield LiveFinding(Mark.NOTE, "signals", text, advice)
 
 
 def _workers(each: SignalRound) -> Iterator[LiveFinding]:
     if any(s.fate is Fate.DIED for s in each.of(Receiver.WORKER)):
-        yield _finding(
+        yield LiveFinding(
             Mark.PROBLEM,
             "signals",
             f"{each.signal} kills a loader worker although it is shielded.",
             "Please report this; num_workers: 0 avoids it.",
         )
     if any(s.fate is Fate.DIED for s in each.of(Receiver.WORKER_PLAIN)):
-        yield _finding(
+        yield LiveFinding(
             Mark.NOTE,
             "signals",
             f"{each.signal} reaches every process of a step here, and kills loader workers that "
@@ -207,7 +198,7 @@ def _storage(report: JobSeen, meeting: Meeting) -> Iterator[LiveFinding]:
     where = "storage"
     bad = [node for node in report.nodes if not (node.storage.visible and node.storage.writable)]
     for node in bad:
-        yield _finding(
+        yield LiveFinding(
             Mark.PROBLEM,
             where,
             f"{node.host} can't use the folder of runs: {node.storage.problem or 'not writable'}.",
@@ -216,9 +207,9 @@ def _storage(report: JobSeen, meeting: Meeting) -> Iterator[LiveFinding]:
     if report.nodes and not bad:
         slowest = max(node.storage.synced_s or 0.0 for node in report.nodes)
         text = f"every node has the folder of runs; a small file is durable in {_short(slowest)}."
-        yield _finding(Mark.OK, where, text)
+        yield LiveFinding(Mark.OK, where, text)
     if any(n.storage.exclusive is False for n in report.nodes) or meeting.exclusive is False:
-        yield _finding(
+        yield LiveFinding(
             Mark.PROBLEM,
             where,
             "two nodes could create the same file exclusively: claims can't be relied on here.",
@@ -226,7 +217,7 @@ def _storage(report: JobSeen, meeting: Meeting) -> Iterator[LiveFinding]:
         )
     if meeting.content_right is False:
         text = "a file that a node synced and renamed was incomplete on the login node."
-        yield _finding(Mark.PROBLEM, where, text, "Choose another file system for --runs.")
+        yield LiveFinding(Mark.PROBLEM, where, text, "Choose another file system for --runs.")
     yield from _locks(report, meeting)
     yield from _together(meeting)
 
@@ -235,16 +226,16 @@ def _locks(report: JobSeen, meeting: Meeting) -> Iterator[LiveFinding]:
     answers = [node.storage.lock_refused for node in report.nodes] + [meeting.lock_refused]
     if any(node.storage.no_locks for node in report.nodes):
         text = "this file system has no file locks; runs do not depend on them."
-        yield _finding(Mark.NOTE, "storage", text)
+        yield LiveFinding(Mark.NOTE, "storage", text)
     elif False in answers:
-        yield _finding(
+        yield LiveFinding(
             Mark.NOTE,
             "storage",
             "file locks do not hold between nodes here; no run depends on them, but two commands "
             "on two nodes may do the same work twice.",
         )
     elif True in answers:
-        yield _finding(
+        yield LiveFinding(
             Mark.OK, "storage", "file locks hold between the login node and compute nodes."
         )
 
@@ -255,7 +246,9 @@ def _together(meeting: Meeting) -> Iterator[LiveFinding]:
         slow = late > _FILES_LATE_S
         text = f"a file written on one side is answered from the other side within {late:.1f} s."
         advice = "STOP and SAVE files take that long; slurm-forge stop takes effect at once."
-        yield _finding(Mark.WARNING if slow else Mark.OK, "storage", text, advice if slow else "")
+        yield LiveFinding(
+            Mark.WARNING if slow else Mark.OK, "storage", text, advice if slow else ""
+        )
     ahead, give = meeting.clock_ahead_s, meeting.clock_give_s or 0.0
     if ahead is None:
         return
@@ -264,7 +257,7 @@ def _together(meeting: Meeting) -> Iterator[LiveFinding]:
     clocks = f"the node's clock is {abs(ahead):.1f} s {which} the login node's"
     text = f"{clocks} (give or take {give:.1f} s)."
     advice = "explain shows the nodes' times; ask the administrators for synchronised clocks."
-    yield _finding(Mark.WARNING if off else Mark.OK, "clock", text, advice if off else "")
+    yield LiveFinding(Mark.WARNING if off else Mark.OK, "clock", text, advice if off else "")
 
 
 # --- the node -------------------------------------------------------------------------------------
@@ -276,10 +269,10 @@ def _commands(node: NodeSeen, prediction: Prediction | None) -> Iterator[LiveFin
     lost = set(node.missing) | set(node.silent)
     if node.commands and not lost:
         text = f"{', '.join(node.commands)} answer on compute nodes."
-        yield _finding(Mark.OK, where, text)
+        yield LiveFinding(Mark.OK, where, text)
     if "scontrol" in lost:
         needed = BroughtBack.RUN in back
-        yield _finding(
+        yield LiveFinding(
             Mark.PROBLEM if needed else Mark.WARNING,
             where,
             "scontrol does not work on compute nodes: a run can't requeue itself there, nor ask "
@@ -289,11 +282,11 @@ def _commands(node: NodeSeen, prediction: Prediction | None) -> Iterator[LiveFin
         )
     if "sacct" in lost:
         text = "sacct does not answer on compute nodes: some causes will be less certain."
-        yield _finding(Mark.NOTE, where, text)
+        yield LiveFinding(Mark.NOTE, where, text)
     if node.may_submit is not True:
         needed = BroughtBack.SUCCESSOR in back
-        problem = "sbatch is missing" if "sbatch" in node.missing else "Slurm accepts no job"
-        yield _finding(
+        problem = "sbatch is missing" if "sbatch" in node.missing else "Slurm takes no job"
+        yield LiveFinding(
             Mark.PROBLEM if needed else Mark.NOTE,
             where,
             f"{problem} on compute nodes: no successor can be submitted from there.",
@@ -301,21 +294,22 @@ def _commands(node: NodeSeen, prediction: Prediction | None) -> Iterator[LiveFin
         )
 
 
-def _machine(node: NodeSeen, site: SiteWords, report: JobSeen) -> Iterator[LiveFinding]:
+def _machine(node: NodeSeen, site: Site, report: JobSeen) -> Iterator[LiveFinding]:
     if node.torch is None:
-        yield _finding(
+        yield LiveFinding(
             Mark.WARNING,
             "python",
             f"{node.python} can't import torch on {node.host}.",
             "Is this the environment that ranks use? Set it up in setup: or the site's modules.",
         )
     else:
-        yield _finding(
+        yield LiveFinding(
             Mark.OK, "python", f"torch {node.torch} is imported in {node.torch_s or 0:.1f} s."
         )
-    if site.internet is not None and node.internet is not None and site.internet != node.internet:
-        claim, is_so = ("has", "has none") if site.internet else ("has no", "has some")
-        yield _finding(
+    claimed = site.internet_on_compute_nodes
+    if claimed is not None and node.internet is not None and claimed != node.internet:
+        claim, is_so = ("has", "has none") if claimed else ("has no", "has some")
+        yield LiveFinding(
             Mark.WARNING,
             "network",
             f"the site file {site.name} says that nodes {claim} internet; {node.host} {is_so}.",
@@ -324,9 +318,9 @@ def _machine(node: NodeSeen, site: SiteWords, report: JobSeen) -> Iterator[LiveF
     elif node.internet is not None:
         without = "" if node.internet or not node.proxy else " but by a proxy"
         text = f"internet on {node.host}: {'yes' if node.internet else 'no'}{without}."
-        yield _finding(Mark.OK, "network", text)
+        yield LiveFinding(Mark.OK, "network", text)
     if node.shm_free is not None and node.shm_free < _SHM_LEAST:
-        yield _finding(
+        yield LiveFinding(
             Mark.WARNING,
             "memory",
             f"shared memory has {node.shm_free / _GIB:.1f} GiB left, which loader workers need.",
@@ -339,9 +333,9 @@ def _machine(node: NodeSeen, site: SiteWords, report: JobSeen) -> Iterator[LiveF
             if limit is None
             else f"memory is limited to {limit / _GIB:.1f} GiB, and processes beyond it are killed."
         )
-        yield _finding(Mark.NOTE if limit is None else Mark.OK, "memory", text)
+        yield LiveFinding(Mark.NOTE if limit is None else Mark.OK, "memory", text)
     if node.locked_memory is not None and node.locked_memory < _LOCKED_LEAST:
-        yield _finding(
+        yield LiveFinding(
             Mark.NOTE,
             "memory",
             f"a process may lock {node.locked_memory >> 20} MiB of memory: InfiniBand needs more.",
@@ -349,15 +343,18 @@ def _machine(node: NodeSeen, site: SiteWords, report: JobSeen) -> Iterator[LiveF
         )
 
 
-def _network(observed: LiveSeen, site: SiteWords) -> Iterator[LiveFinding]:
+def _network(observed: LiveSeen, site: Site) -> Iterator[LiveFinding]:
     report = observed.report
     if report is None:
         return
-    if site.interface_there is False:
-        yield _finding(
+    wanted = site.socket_interface
+    if wanted is not None and any(
+        interface_of(wanted, node.interfaces) is None for node in report.nodes
+    ):
+        yield LiveFinding(
             Mark.WARNING,
             "network",
-            f"no interface of the nodes is called {site.socket_interface}, which the site file "
+            f"no interface of the nodes is called {wanted}, which the site file "
             f"{site.name} says (there are {', '.join(report.nodes[0].interfaces)}).",
             "Correct socket_interface.",
         )
@@ -368,13 +365,13 @@ def _network(observed: LiveSeen, site: SiteWords) -> Iterator[LiveFinding]:
             tried = "; ".join(f"{r.address}: {r.problem}" for r in node.reaches)
             text = f"{node.host} can't connect to {report.host} ({tried})."
             advice = "Ports between nodes of a job must be open; ask the administrators."
-            yield _finding(Mark.PROBLEM, "network", text, advice)
+            yield LiveFinding(Mark.PROBLEM, "network", text, advice)
         else:
             names = ", ".join(f"{r.address} ({1000 * (r.connected_s or 0):.1f} ms)" for r in ways)
-            yield _finding(Mark.OK, "network", f"{node.host} reaches {report.host} by {names}.")
+            yield LiveFinding(Mark.OK, "network", f"{node.host} reaches {report.host} by {names}.")
     if observed.nodes > 1 and len(report.nodes) < observed.nodes:
         text = f"only {len(report.nodes)} of {observed.nodes} nodes have answered."
-        yield _finding(
+        yield LiveFinding(
             Mark.PROBLEM, "network", text, "Try again; then slurm-forge probe --nodes 2."
         )
 
@@ -383,7 +380,7 @@ def _requeued(observed: LiveSeen, prediction: Prediction | None) -> Iterator[Liv
     if not observed.requeue_tried:
         return
     if observed.requeued_s is None:
-        yield _finding(
+        yield LiveFinding(
             Mark.PROBLEM,
             "requeue",
             "the job requested its requeue and did not start again while the check waited.",
@@ -394,14 +391,10 @@ def _requeued(observed: LiveSeen, prediction: Prediction | None) -> Iterator[Liv
     expected = None if prediction is None else prediction.delay
     if expected is not None and timedelta(seconds=observed.requeued_s) > expected + _BACK_LATE:
         forecast = f" Predicted: {expected.total_seconds():.0f} s."
-        advice = "The rest is waiting for nodes, which each requeue of a run costs at the moment."
-        yield _finding(Mark.NOTE, "requeue", text + forecast, advice)
+        advice = "The rest is waiting for nodes: what a run pays for each requeue now."
+        yield LiveFinding(Mark.NOTE, "requeue", text + forecast, advice)
     else:
-        yield _finding(Mark.OK, "requeue", text)
-
-
-def _finding(mark: Mark, about: str, text: str, advice: str = "") -> LiveFinding:
-    return LiveFinding(mark=mark, about=about, text=text, advice=advice)
+        yield LiveFinding(Mark.OK, "requeue", text)
 
 
 def _short(seconds: float) -> str:

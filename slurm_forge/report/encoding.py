@@ -41,9 +41,10 @@ _KEYS: dict[type, str] = {
 
 
 def to_json(value: Any) -> str:
-    """Indented JSON of a dataclass.  Times are seconds since the epoch, durations end in ``_s``.
+    """Indented JSON of a dataclass, or a dict of them.
 
-    Control characters of journal texts are escaped; NaN and infinity, which JSON lacks, are null.
+    Times are seconds since the epoch, durations end in ``_s``.  Control characters of journal texts
+    are escaped; NaN and infinity, which JSON lacks, are null.
     """
     body = {"schema": SCHEMA, **_plain(value)}
     return json.dumps(body, indent=2, ensure_ascii=True, allow_nan=False)

@@ -101,6 +101,15 @@ def read_oom_kills(root: Path = _ROOT) -> OomKills:
     return OomKills(machine=machine, at_limit=at_limit)
 
 
+def available_memory(root: Path = _ROOT) -> int | None:
+    """Bytes that /proc/meminfo calls available; None where it does not say."""
+    for line in _text(root / "proc/meminfo").splitlines():
+        words = line.split()
+        if len(words) >= 2 and words[0] == "MemAvailable:" and words[1].isdecimal():
+            return int(words[1]) * 1024
+    return None
+
+
 def read_memory_limit(root: Path = _ROOT) -> tuple[int | None, int | None]:
     """Limit on this process's memory in bytes, and what is used of it; None where there is none.
 

@@ -104,25 +104,22 @@ def doctor(
       slurm-forge doctor --live --partition preempt
     """
     if live:
-        from slurm_forge.cli.cluster.doctor_live import (
-            LiveRequest,
-            examine_live,
-        )
+        from slurm_forge.cli.cluster.doctor_live import examine_live
 
-        request = LiveRequest(
-            job=job,
-            site=site,
+        status = examine_live(
+            job,
+            site_name=site,
             partition=partition,
             qos=qos,
             account=account,
             runs=runs,
             nodes=nodes,
             requeue_too=requeue_too,
-            quick=quick,
             keep=keep,
-            json=json,
+            quick=quick,
+            as_json=json,
         )
-        raise typer.Exit(examine_live(request))
+        raise typer.Exit(status)
     checkup = _examine(job, site, partition, qos, account, runs)
     if json:
         from slurm_forge.report.encoding import to_json

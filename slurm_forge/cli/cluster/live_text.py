@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-from dataclasses import dataclass
+from dataclasses import fields
 from typing import Any
 
 from slurm_forge.recovery.live_findings import LiveFinding, Mark
@@ -19,6 +18,8 @@ from slurm_forge.recovery.policy.prediction import Prediction
 from slurm_forge.report import text as t
 from slurm_forge.report.encoding import to_json
 
+#: Fields of a prediction that are durations.
+_SPANS = ("notice", "kill_wait", "delay", "exempt", "lead")
 _COLUMNS = {
     RoundKind.WARNING: "Slurm's warning",
     RoundKind.STEPS_USER: "USR2, steps",
@@ -83,14 +84,6 @@ def _hosts(report: JobSeen) -> tuple[str, ...]:
     return tuple(dict.fromkeys((report.host, *(node.host for node in report.nodes))))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _LiveDocument:
-    ok: bool | None
-    seen: dict[str, Any]
-    prediction: dict[str, Any] | None
-    findings: tuple[LiveFinding, ...]
-
-
 def live_json(
     observed: LiveSeen, results: tuple[LiveFinding, ...], prediction: Prediction | None
 ) -> str:
@@ -99,24 +92,22 @@ def live_json(
     if observed.report is not None:
         fine = not observed.problem and all(each.mark is not Mark.PROBLEM for each in results)
     return to_json(
-        _LiveDocument(
-            ok=fine,
-            seen=dataclasses.asdict(observed),
-            prediction=None if prediction is None else _plain(prediction),
-            findings=results,
-        )
+        {
+            "ok": fine,
+            "seen": observed,
+            "prediction": None if prediction is None else _in_seconds(prediction),
+            "findings": results,
+        }
     )
 
 
-def _plain(prediction: Prediction) -> dict[str, Any]:
-    """Durations as seconds, under names that end in ``_s``."""
+def _in_seconds(prediction: Prediction) -> dict[str, Any]:
+    """Durations under names that end in ``_s``."""
     values: dict[str, Any] = {}
-    for field in dataclasses.fields(prediction):
-        value = getattr(prediction, field.name)
-        if hasattr(value, "total_seconds"):
-            values[f"{field.name}_s"] = value.total_seconds()
-        elif value is None and field.name in ("notice", "delay", "exempt", "lead"):
-            values[f"{field.name}_s"] = None
+    for each in fields(prediction):
+        value = getattr(prediction, each.name)
+        if each.name in _SPANS:
+            values[f"{each.name}_s"] = None if value is None else value.total_seconds()
         else:
-            values[field.name] = value
+            values[each.name] = value
     return values

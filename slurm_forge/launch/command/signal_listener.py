@@ -1,4 +1,4 @@
-"""The sentinel's step: started beside the program's, heard through a pipe."""
+"""Steps that listen for signals, heard through a pipe: the sentinel's beside the program's own."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import signal
 import subprocess
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import IO
 
 from slurm_forge.launch.command import signal_listener_main as sentinel
@@ -25,28 +25,24 @@ _ASKS = re.compile(
 )
 
 
-def sentinel_command(python: str, node: str | None) -> tuple[str, ...]:
-    """The argument list: one task that shares everything with the steps of the program.
+def small_step(
+    payload: Sequence[str], *, nodes: int, on: str | None, name: str, options: Sequence[str] = ()
+) -> tuple[str, ...]:
+    """The srun of one task on each of ``nodes``, which shares everything with the job's steps.
 
-    ``--overlap`` is there since 20.11; an older srun refuses it, and Slurm is asked instead.
+    ``--overlap`` is there since 20.11.
     """
-    where = () if node is None else (f"--nodelist={node}",)
-    return (
-        "srun",
-        "--overlap",
-        "--nodes=1",
-        "--ntasks=1",
-        "--cpus-per-task=1",
-        "--mem=0",
-        *where,
-        "--job-name=forge-sentinel",
-        "--unbuffered",
-        python,
-        # By its file, alone: nothing else is imported, from wherever the job was started.
-        "-I",
-        "-S",
-        sentinel.__file__,
-    )
+    where = () if on is None else (f"--nodelist={on}",)
+    size = (f"--nodes={nodes}", f"--ntasks={nodes}", "--cpus-per-task=1", "--mem=0")
+    name = f"--job-name={name}"
+    return ("srun", "--overlap", *size, *where, name, "--unbuffered", *options, *payload)
+
+
+def sentinel_command(python: str, node: str | None) -> tuple[str, ...]:
+    """The argument list of the sentinel's step; where srun refuses it, Slurm is asked instead."""
+    # By its file, alone: nothing else is imported, from wherever the job was started.
+    payload = (python, "-I", "-S", sentinel.__file__)
+    return small_step(payload, nodes=1, on=node, name="forge-sentinel")
 
 
 def sentinel_environment(variables: Mapping[str, str]) -> dict[str, str]:
@@ -54,15 +50,20 @@ def sentinel_environment(variables: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in variables.items() if not _ASKS.fullmatch(name)}
 
 
-class SentinelStep:
-    """``tell`` gets the name of every signal, from a thread; ``alive`` once it listens."""
+class ListenerStep:
+    """A step that listens: ``hear`` gets each line of its output, ``end`` its end, from a thread.
+
+    It leaves when its input is closed.
+    """
 
     def __init__(
-        self, command: tuple[str, ...], environment: Mapping[str, str], tell: Callable[[str], None]
+        self,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        hear: Callable[[str], None],
+        end: Callable[[], None] = lambda: None,
     ) -> None:
-        self._on_signal = tell
         self._error_lines: deque[str] = deque(maxlen=_TAIL_LINES)
-        self._listens = threading.Event()
         self._process: subprocess.Popen[str] | None = None
         try:
             self._process = subprocess.Popen(
@@ -78,29 +79,24 @@ class SentinelStep:
         except OSError as error:
             self._error_lines.append(f"{command[0]} can't be started: {error.strerror or error}")
             return
-        for stream, hear in (
-            (self._process.stdout, self._on_line),
-            (self._process.stderr, self._error_lines.append),
+        for stream, on_line, on_end in (
+            (self._process.stdout, hear, end),
+            (self._process.stderr, self._error_lines.append, lambda: None),
         ):
             assert stream is not None  # noqa: S101  asked for above
             threading.Thread(
-                target=_read, args=(stream, hear), name="forge-sentinel", daemon=True
+                target=_read, args=(stream, on_line, on_end), name="forge-listener", daemon=True
             ).start()
 
-    def listens(self, wait_s: float = 0.0) -> bool:
-        """Whether it is there, once ``wait_s`` are over at the latest."""
-        self._listens.wait(wait_s)
-        return self.alive
-
     @property
-    def alive(self) -> bool:
-        """Whether a signal would be told of now."""
-        return self._listens.is_set() and self._process is not None and self._process.poll() is None
+    def runs(self) -> bool:
+        """Whether its srun is there."""
+        return self._process is not None and self._process.poll() is None
 
     @property
     def failed(self) -> str:
         """Why it is not there, where its step has ended; empty while it may still come."""
-        if self._process is not None and self._process.poll() is None:
+        if self.runs:
             return ""
         return " ".join(" ".join(self._error_lines).split()) or "its step has ended"
 
@@ -122,6 +118,27 @@ class SentinelStep:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
 
+
+class SentinelStep(ListenerStep):
+    """``tell`` gets the name of every signal, from a thread; ``alive`` once it listens."""
+
+    def __init__(
+        self, command: Sequence[str], environment: Mapping[str, str], tell: Callable[[str], None]
+    ) -> None:
+        self._on_signal = tell
+        self._listens = threading.Event()
+        super().__init__(command, environment, self._on_line)
+
+    def listens(self, wait_s: float = 0.0) -> bool:
+        """Whether it is there, once ``wait_s`` are over at the latest."""
+        self._listens.wait(wait_s)
+        return self.alive
+
+    @property
+    def alive(self) -> bool:
+        """Whether a signal would be told of now."""
+        return self._listens.is_set() and self.runs
+
     def _on_line(self, line: str) -> None:
         word = line.strip()
         if word == sentinel.HERE:
@@ -130,7 +147,8 @@ class SentinelStep:
             self._on_signal(word)
 
 
-def _read(stream: IO[str], hear: Callable[[str], None]) -> None:
+def _read(stream: IO[str], hear: Callable[[str], None], end: Callable[[], None]) -> None:
     with contextlib.suppress(OSError, ValueError):
         for line in stream:
             hear(line)
+    end()

@@ -2,10 +2,6 @@
 
 Whatever happens to the command, the job is cancelled and the folder goes, unless it is to stay.
 Signals of the user are only recorded (``interrupted``), and looked for between two things.
-
-How ``doctor --live`` leaves: neither its job nor its folder stays, and nothing else goes.
-
-The batch script of ``doctor --live``: the job's own place in the cluster, another program.
 """
 
 from __future__ import annotations
@@ -17,42 +13,40 @@ import shlex
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
+from typing import TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
 from slurm_forge.errors import ForgeError, SlurmCommandError, SlurmUnreachableError
 from slurm_forge.files import make_missing, read_json, read_trusted, write_atomic
-from slurm_forge.launch.diagnose.live_job import (
+from slurm_forge.launch.diagnose.live_meeting import (
     AGAIN,
+    CARD,
     HERE,
+    LOGIN_LOCK,
     NODE_LOCK,
     NODE_ONCE,
+    ONCE,
     OVER,
     REPORT,
+    is_locked,
+    is_taken,
+    meet,
 )
-from slurm_forge.launch.diagnose.live_meeting import meet
-from slurm_forge.launch.diagnose.live_node import (
-    CARD,
-    LOGIN_LOCK,
-    ONCE,
-)
+from slurm_forge.launch.render.batch_script import module_lines
 from slurm_forge.launch.render.sbatch_options import options
+from slurm_forge.launch.requeue.reconcile import job_of_script
 from slurm_forge.lock import exclusive
-from slurm_forge.person import person
 from slurm_forge.process import process_words
-from slurm_forge.recovery.live_observations import (
-    JobSeen,
-    LiveSeen,
-    Meeting,
-)
+from slurm_forge.recovery.live_observations import JobSeen, LiveSeen, Meeting
 from slurm_forge.run_directory import RunDirectory
 from slurm_forge.site.model import Site
 from slurm_forge.site.rules import refused
-from slurm_forge.slurm.client import Slurm
+from slurm_forge.slurm.client import COMMAND_NOT_FOUND, Slurm
 from slurm_forge.slurm.records import JobRecord
 from slurm_forge.slurm.states import PENDING_LIKE, TERMINAL, JobState
 from slurm_forge.spec import JobSpec, job_from_mapping
@@ -60,14 +54,23 @@ from slurm_forge.spec import JobSpec, job_from_mapping
 _REPORT = TypeAdapter(JobSeen)
 _LARGEST = 4 << 20
 _PREFIX = ".doctor-live-"
+_NAME = "forge-doctor"
+#: The warning is due 40 s after the start.  Slurm looks every 30 s, and rather sends it early.
+_LIMIT = timedelta(minutes=4)
+_WARNED = timedelta(seconds=200)
 _EVERY_S = 0.5
 _ASK_EVERY_S = 1.0
 #: How long what an ended job has written may take to be seen here.
 _SETTLES_S = 30.0
 _LATE_S = 60.0
-#: What shells say of a command that does not exist.
-_NO_COMMAND = 127
+#: KillWait is 30 s by default, and what follows it takes a moment.
+_GONE_S = 60.0
+#: How long a job that was submitted by a command without an answer may take to be listed.
+_LISTED_S = 10.0
+_REMOVED_S = 10.0
 _TAIL = 600
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,7 +82,6 @@ class LiveWish:
     runs: Path
     python: str
     quick: bool = False
-    torch: bool = True
     requeue_too: bool = False
     keep: bool = False
     start_within: timedelta = timedelta(minutes=15)
@@ -101,100 +103,71 @@ def look_live(
     """
     runs = wish.runs.expanduser().absolute()
     created = make_missing(runs, 0o700)
+    check = None
     try:
         folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=runs))
-    except BaseException:
-        remove_folders(created)
-        raise
-    try:
-        return _LiveCheck(wish, slurm, folder, say, wall, sleep, interrupted).run()
+        check = _LiveCheck(wish, slurm, folder, say, wall, sleep, interrupted)
+        return check.run()
     finally:
-        if not wish.keep and not remove_folders(created, whole=folder, wall=wall, sleep=sleep):
-            with contextlib.suppress(OSError, ValueError):
-                say(f"{folder} could not be removed: remove it by hand")
+        if not wish.keep or check is None:
+            if check is not None:
+                check.remove_folder()
+            for each in created:
+                with contextlib.suppress(OSError):  # somebody has put something there meanwhile
+                    each.rmdir()
 
 
+@dataclass(eq=False)
 class _LiveCheck:
-    def __init__(
-        self,
-        wish: LiveWish,
-        slurm: Slurm,
-        folder: Path,
-        say: Callable[[str], None],
-        wall: Callable[[], float],
-        sleep: Callable[[float], None],
-        interrupted: Callable[[], bool],
-    ) -> None:
-        self._wish = wish
-        self._slurm = slurm
-        self._folder = folder
-        self._say = say
-        self._wall = wall
-        self._unhurried = sleep
-        self._interrupted = interrupted
-        self._nonce = secrets.token_hex(16)
-        self._record: JobRecord | None = None
-        #: Slurm forgets a job MinJobAge after its end.
-        self._forgotten = False
-        self._last_poll = 0.0
-        self._job = ""
+    wish: LiveWish
+    slurm: Slurm
+    folder: Path
+    say: Callable[[str], None]
+    wall: Callable[[], float]
+    sleep: Callable[[float], None]
+    interrupted: Callable[[], bool]
+    _nonce: str = field(default_factory=lambda: secrets.token_hex(16))
+    _job: str = ""
+    _record: JobRecord | None = None
+    #: Slurm forgets a job MinJobAge after its end.
+    _forgotten: bool = False
+    _last_poll: float = 0.0
+    #: Since when it is seen that the job is over.
+    _over_since: float | None = None
 
     def run(self) -> LiveSeen:
-        wish = self._wish
-        (self._folder / "submissions").mkdir(mode=0o700)
-        write_atomic(self._folder / CARD, self._nonce.encode())
-        write_atomic(self._folder / ONCE, b"")
-        script = self._folder / "job.sbatch"
-        text = live_script(
-            wish.job,
-            wish.site,
-            self._folder,
-            python=wish.python,
-            quick=wish.quick,
-            torch=wish.torch,
-            requeue=wish.requeue_too,
-        )
-        write_atomic(script, text.encode())
-        with exclusive(self._folder / LOGIN_LOCK, timedelta(0)):
-            submitted = self._wall()
-            leaving = JobEnder(self._slurm, self._folder, self._say, self._wall, self._unhurried)
-            self._sleep(0.0)
+        (self.folder / "submissions").mkdir(mode=0o700)
+        write_atomic(self.folder / CARD, self._nonce.encode())
+        write_atomic(self.folder / ONCE, b"")
+        script = self.folder / "job.sbatch"
+        write_atomic(script, live_script(self.wish, self.folder).encode())
+        with exclusive(self.folder / LOGIN_LOCK, timedelta(0)):
+            submitted = self.wall()
+            self._pause(0.0)
             try:
-                self._job = self._slurm.submit(script)
-            except SlurmUnreachableError as error:
-                if error.returncode != _NO_COMMAND:
-                    leaving.cancel_unheard(script)
-                raise
-            except SlurmCommandError as error:
-                # What sbatch has said may be no number although it has submitted a job.
-                if error.returncode == 0:
-                    leaving.cancel_unheard(script)
-                raise
-            except BaseException:
-                leaving.cancel_unheard(script)
+                self._job = self.slurm.submit(script)
+            except BaseException as error:
+                if not _is_refusal(error):
+                    self._cancel_unheard(script)
                 raise
             try:
-                return self._followed(submitted)
+                return self._follow(submitted)
             finally:
-                if self._interrupted():
-                    self._say(f"interrupted: job {self._job} is cancelled, which may take a minute")
-                leaving.cancel(self._job)
+                if self.interrupted():
+                    self._print(
+                        f"interrupted: job {self._job} is cancelled, which may take a minute"
+                    )
+                self._cancel(self._job)
 
-    def _sleep(self, seconds: float) -> None:
-        if not self._interrupted():
-            self._unhurried(seconds)
-        if self._interrupted():
-            raise KeyboardInterrupt
-
-    def _followed(self, submitted: float) -> LiveSeen:
-        wish, resources = self._wish, self._wish.job.resources
-        self._say(f"job {self._job} submitted; it takes about a minute once it runs.")
+    def _follow(self, submitted: float) -> LiveSeen:
+        resources = self.wish.job.resources
+        self.say(f"job {self._job} submitted; it takes about a minute once it runs.")
         result = LiveSeen(
             job=self._job,
             partition=resources.partition,
             qos=resources.qos,
             nodes=resources.nodes,
-            folder=str(self._folder) if wish.keep else "",
+            folder=str(self.folder) if self.wish.keep else "",
         )
         problem = self._wait_start(submitted)
         record = self._record
@@ -204,52 +177,68 @@ class _LiveCheck:
             )
         if problem:
             return replace(result, problem=problem)
-        self._say(f"job {self._job} runs on {record.nodelist if record else 'its nodes'}.")
-        result = replace(result, meeting=self._met())
+        self.say(f"job {self._job} runs on {record.nodelist if record else 'its nodes'}.")
+        result = replace(result, meeting=self._meet())
         report, problem = self._wait_report()
         result = replace(result, report=report, problem=problem)
-        if wish.requeue_too and report is not None and report.complete:
+        if self.wish.requeue_too and report is not None and report.complete:
             result = replace(result, requeue_tried=True, requeued_s=self._wait_back())
         return result
 
     # --- waiting ----------------------------------------------------------------------------------
 
+    def _pause(self, seconds: float) -> None:
+        if not self.interrupted():
+            self.sleep(seconds)
+        if self.interrupted():
+            raise KeyboardInterrupt
+
+    def _poll(
+        self, within_s: float, look: Callable[[], _T | None], pause: Callable[[float], None]
+    ) -> _T | None:
+        """What ``look`` comes to, as soon as that is something; None after ``within_s``."""
+        until = self.wall() + within_s
+        while (result := look()) is None and self.wall() < until:
+            pause(_EVERY_S)
+        return result
+
+    def _is_gone(self, states: frozenset[JobState]) -> bool:
+        """Whether the job is over, and what it has written had its time to be seen here."""
+        record = self._ask()
+        if record is None or not (self._forgotten or record.state in states):
+            self._over_since = None
+            return False
+        self._over_since = self._over_since or self.wall()
+        return self.wall() > self._over_since + _SETTLES_S
+
     def _wait_start(self, submitted: float) -> str:
         """Until the job says that it is here; why it does not, else."""
-        until = submitted + self._wish.start_within.total_seconds()
-        pending_reason, over_since = "", None
-        while True:
-            if (self._folder / HERE).exists():
-                return ""
-            record = self._ask()
-            if (
-                record is not None
-                and record.state in PENDING_LIKE
-                and record.reason != pending_reason
-            ):
-                pending_reason = record.reason or ""
-                if pending_reason not in ("", "None"):
-                    self._say(f"job {self._job} waits: {pending_reason}")
-            if record is not None and (_over(record) or self._forgotten):
-                over_since = over_since or self._wall()
-                if self._wall() > over_since + _SETTLES_S:
-                    return self._went_unseen(record)
-            elif self._wall() > until:
-                waits = record is None or record.state in PENDING_LIKE
-                reason = f" ({record.reason})" if record is not None and record.reason else ""
-                if waits:
+        until = submitted + self.wish.start_within.total_seconds()
+        reason = ""
+        while not (self.folder / HERE).exists():
+            if self._is_gone(TERMINAL):
+                return self._went_unseen()
+            record = self._record
+            waits = record is None or record.state in PENDING_LIKE
+            if record is not None and waits and record.reason != reason:
+                reason = record.reason or ""
+                if reason not in ("", "None"):
+                    self.say(f"job {self._job} waits: {reason}")
+            if self._over_since is None and self.wall() > until:
+                if not waits:
                     return (
-                        f"the job did not start within {_minutes(self._wish.start_within)}{reason}"
+                        "the job runs, but has written nothing into the folder of runs: "
+                        "do compute nodes share it?"
                     )
-                return (
-                    "the job runs, but has written nothing into the folder of runs: do compute "
-                    "nodes share it?"
-                )
-            self._sleep(_EVERY_S)
+                minutes = f"{self.wish.start_within.total_seconds() / 60:g} min"
+                because = f" ({record.reason})" if record is not None and record.reason else ""
+                return f"the job did not start within {minutes}{because}"
+            self._pause(_EVERY_S)
+        return ""
 
-    def _went_unseen(self, record: JobRecord) -> str:
-        state = "forgotten by Slurm" if self._forgotten else record.state.value
-        if (self._folder / AGAIN).exists():
+    def _went_unseen(self) -> str:
+        state = "forgotten by Slurm" if self._forgotten else self._state()
+        if (self.folder / AGAIN).exists():
             return (
                 f"the job lost its nodes before it had begun, and was started once more ({state}): "
                 "it was preempted, or its node failed; try again"
@@ -258,220 +247,150 @@ class _LiveCheck:
         if output:
             return f"the job ended ({state}) before it had begun: {output}"
         return (
-            f"the job ended ({state}) and left nothing in {self._folder.parent}: compute nodes "
+            f"the job ended ({state}) and left nothing in {self.folder.parent}: compute nodes "
             "do not share that folder with this one, or do not have this Python"
         )
 
     def _wait_report(self) -> tuple[JobSeen | None, str]:
-        until = self._wall() + LIMIT.total_seconds() + _LATE_S
-        over_since = None
-        while self._wall() < until:
+        until = self.wall() + _LIMIT.total_seconds() + _LATE_S
+        report = self._report()
+        while report is None or not report.complete:
+            if self.wall() >= until or self._is_gone(TERMINAL | PENDING_LIKE):
+                why = self._output() or "it wrote nothing"
+                return report, f"the job was cut off ({self._state()}): {why}"
+            self._pause(_EVERY_S)
             report = self._report()
-            if report is not None and report.complete:
-                return report, ""
-            record = self._ask()
-            job_ended = self._forgotten or (record is not None and _over(record))
-            if job_ended or (record is not None and record.state in PENDING_LIKE):
-                over_since = over_since or self._wall()
-                if self._wall() > over_since + _SETTLES_S:
-                    break
-            self._sleep(_EVERY_S)
-        state = "unknown" if self._record is None else self._record.state.value
-        why = self._output() or "it wrote nothing"
-        return self._report(), f"the job was cut off ({state}): {why}"
+        return report, ""
 
     def _wait_back(self) -> float | None:
         """Seconds from the job's own requeue until it ran again."""
-        since = self._wall()
-        until = since + self._wish.back_within.total_seconds()
-        self._say(f"job {self._job} requeues itself; waiting until it is back.")
-        while self._wall() < until:
-            if (self._folder / AGAIN).exists():
-                return self._wall() - since
-            self._sleep(_EVERY_S)
-        return None
+        since = self.wall()
+        self.say(f"job {self._job} requeues itself; waiting until it is back.")
+
+        def back() -> float | None:
+            return self.wall() - since if (self.folder / AGAIN).exists() else None
+
+        return self._poll(self.wish.back_within.total_seconds(), back, self._pause)
 
     # --- the folder -------------------------------------------------------------------------------
 
-    def _met(self) -> Meeting:
+    def _meet(self) -> Meeting:
         meeting = meet(
-            self._folder,
-            lambda: not (self._record is not None and _over(self._record)),
-            wall=self._wall,
-            sleep=self._sleep,
+            self.folder,
+            lambda: self._record is None or self._record.state not in TERMINAL,
+            wall=self.wall,
+            sleep=self._pause,
         )
-        refused: bool | None
-        try:
-            with exclusive(self._folder / NODE_LOCK, timedelta(0)) as locked:
-                refused = False if locked else None
-        except ForgeError:
-            refused = True
         return replace(
             meeting,
-            lock_refused=refused,
-            exclusive=self._exclusive(),
-            content_right=self._content_right(),
+            lock_refused=is_locked(self.folder / NODE_LOCK),
+            exclusive=is_taken(self.folder / NODE_ONCE),
+            content_right=self._poll(_SETTLES_S, self._content_right, self._pause),
         )
-
-    def _exclusive(self) -> bool | None:
-        """Whether a name that the node has taken can't be taken here."""
-        try:
-            os.close(os.open(self._folder / NODE_ONCE, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
-        except FileExistsError:
-            return True
-        except OSError:
-            return None
-        return False
 
     def _content_right(self) -> bool | None:
         """Whether what the node has synced and renamed is there, whole."""
-        for _ in range(int(_SETTLES_S / _EVERY_S)):
-            for path in self._folder.glob("from-*"):
-                with contextlib.suppress(OSError, ForgeError):
-                    return read_trusted(path, _LARGEST) == self._nonce.encode()
-            self._sleep(_EVERY_S)
+        for path in self.folder.glob("from-*"):
+            with contextlib.suppress(OSError, ForgeError):
+                return read_trusted(path, _LARGEST) == self._nonce.encode()
         return None
 
     def _report(self) -> JobSeen | None:
         with contextlib.suppress(OSError, ForgeError, ValidationError):
-            document = read_json(self._folder / REPORT, _LARGEST)
-            report = _REPORT.validate_python(document)
+            report = _REPORT.validate_python(read_json(self.folder / REPORT, _LARGEST))
             return report if report.nonce == self._nonce else None
         return None
 
     def _output(self) -> str:
         """The end of what the job has printed, on one line."""
         with contextlib.suppress(OSError):
-            for path in sorted((self._folder / "submissions").glob("*.out")):
+            for path in sorted((self.folder / "submissions").glob("*.out")):
                 return " ".join(path.read_text(errors="replace").split())[-_TAIL:]
         return ""
+
+    def remove_folder(self) -> None:
+        """What still runs may write into it while it goes, so it is tried for a while."""
+
+        def gone() -> bool | None:
+            shutil.rmtree(self.folder, ignore_errors=True)
+            return None if os.path.lexists(self.folder) else True
+
+        if not self._poll(_REMOVED_S, gone, self.sleep):
+            self._print(f"{self.folder} could not be removed: remove it by hand")
 
     # --- Slurm ------------------------------------------------------------------------------------
 
     def _ask(self) -> JobRecord | None:
-        if self._wall() < self._last_poll + _ASK_EVERY_S:
-            return self._record
-        self._last_poll = self._wall()
-        with contextlib.suppress(SlurmCommandError):
-            record = self._slurm.show_job(self._job)
-            self._forgotten = record is None and self._record is not None
-            self._record = record or self._record
+        if self.wall() >= self._last_poll + _ASK_EVERY_S:
+            self._last_poll = self.wall()
+            with contextlib.suppress(SlurmCommandError):
+                record = self.slurm.show_job(self._job)
+                self._forgotten = record is None and self._record is not None
+                self._record = record or self._record
         return self._record
 
+    def _state(self) -> str:
+        return "unknown" if self._record is None else self._record.state.value
 
-def _over(record: JobRecord) -> bool:
-    return record.state in TERMINAL
-
-
-def _pending(record: JobRecord) -> float | None:
-    if record.state is JobState.PENDING or None in (record.submit_time, record.start_time):
-        return None
-    assert record.submit_time is not None and record.start_time is not None  # noqa: S101
-    return (record.start_time - record.submit_time).total_seconds()
-
-
-def _minutes(span: timedelta) -> str:
-    return f"{span.total_seconds() / 60:g} min"
-
-
-#: KillWait is 30 s by default, and what follows it takes a moment.
-_GONE_S = 60.0
-#: How long a job that was submitted by a command without an answer may take to be listed.
-_LISTED_S = 10.0
-#: Of many jobs of the user the newest are looked at.
-_NEWEST = 50
-_REMOVED_S = 10.0
-
-
-@dataclass(frozen=True, slots=True)
-class JobEnder:
-    """Ends a job; ``say`` tells the user what is left to do by hand."""
-
-    slurm: Slurm
-    folder: Path
-    say: Callable[[str], None]
-    wall: Callable[[], float]
-    sleep: Callable[[float], None]
-
-    def cancel(self, job: str) -> None:
+    def _cancel(self, job: str) -> None:
         """End it and see it gone: its processes write into a folder that is removed next."""
         # Before anything else, and whatever Slurm says of it: a job may be about to requeue itself.
         with contextlib.suppress(OSError):
             write_atomic(self.folder / OVER, b"", durable=False)
-        until, wanted = self.wall() + _GONE_S, True
-        while True:
-            record: JobRecord | None = None
+        wanted = True
+
+        def gone() -> bool | None:
+            nonlocal wanted
             with contextlib.suppress(SlurmCommandError):
                 if wanted:
                     self.slurm.cancel(job)
                     wanted = False
                 record = self.slurm.show_job(job)
                 if record is None or record.state in TERMINAL:
-                    return
-            # What has come back into the queue is taken out of it again.
-            wanted = wanted or (record is not None and record.state in PENDING_LIKE)
-            if self.wall() > until:
-                break
-            self.sleep(_EVERY_S)
-        self._print(f"job {job} has not ended yet: look at squeue --me, then scancel {job}")
+                    return True
+                # What has come back into the queue is taken out of it again.
+                wanted = wanted or record.state in PENDING_LIKE
+            return None
 
-    def cancel_unheard(self, script: Path) -> None:
+        if not self._poll(_GONE_S, gone, self.sleep):
+            self._print(f"job {job} has not ended yet: look at squeue --me, then scancel {job}")
+
+    def _cancel_unheard(self, script: Path) -> None:
         """End what came of a submission that was not answered, if anything did."""
-        until = self.wall() + _LISTED_S
-        requested = False
-        while True:
-            with contextlib.suppress(SlurmCommandError):
-                for job in self._newest():
-                    record = self.slurm.show_job(job)
-                    if record is not None and record.command == str(script):
-                        self.cancel(job)
-                        return
-                requested = True
-            if self.wall() > until:
-                break
-            self.sleep(_EVERY_S)
-        if not requested:
-            self._print("a job may have been submitted: look at squeue --me --name=forge-doctor")
+        answered = False
 
-    def _newest(self) -> list[str]:
-        listed = sorted(self.slurm.queue(person()), key=lambda each: -each.job_id)
-        return [each.job_ref for each in listed[:_NEWEST]]
+        def listed() -> JobRecord | None:
+            nonlocal answered
+            with contextlib.suppress(SlurmCommandError):
+                record = job_of_script(script, self.slurm)
+                answered = True
+                return record
+            return None
+
+        record = self._poll(_LISTED_S, listed, self.sleep)
+        if record is not None:
+            self._cancel(record.job_ref)
+        elif not answered:
+            self._print("a job may have been submitted: look at squeue --me --name=forge-doctor")
 
     def _print(self, text: str) -> None:
         with contextlib.suppress(OSError, ValueError):  # the terminal may be gone
             self.say(text)
 
 
-def remove_folders(
-    empty: Iterable[Path],
-    *,
-    whole: Path | None = None,
-    wall: Callable[[], float] = lambda: 0.0,
-    sleep: Callable[[float], None] = lambda _: None,
-) -> bool:
-    """Remove ``whole`` with what is in it, and each of ``empty`` if it is; whether it is gone.
-
-    What still runs may write into it while it goes, so it is tried for a while.
-    """
-    removed = True
-    if whole is not None:
-        until = wall() + _REMOVED_S
-        while True:
-            shutil.rmtree(whole, ignore_errors=True)
-            removed = not os.path.lexists(whole)
-            if removed or wall() >= until:
-                break
-            sleep(_EVERY_S)
-    for each in empty:
-        with contextlib.suppress(OSError):  # somebody has put something there meanwhile
-            each.rmdir()
-    return removed
+def _is_refusal(error: BaseException) -> bool:
+    """Whether it is certain that sbatch has made no job."""
+    if isinstance(error, SlurmUnreachableError):
+        return error.returncode == COMMAND_NOT_FOUND
+    # What sbatch has said may be no number although it has submitted a job.
+    return isinstance(error, SlurmCommandError) and error.returncode != 0
 
 
-#: The warning is due 40 s after the start.  Slurm looks every 30 s, and rather sends it early.
-LIMIT = timedelta(minutes=4)
-WARNED = timedelta(seconds=200)
-_NAME = "forge-doctor"
+def _pending(record: JobRecord) -> float | None:
+    begun, submitted = record.start_time, record.submit_time
+    if record.state is JobState.PENDING or begun is None or submitted is None:
+        return None
+    return (begun - submitted).total_seconds()
 
 
 def live_job(
@@ -484,7 +403,7 @@ def live_job(
         "nodes": nodes,
         "spare_nodes": None,
         "tasks_per_node": 1,
-        "time": LIMIT,
+        "time": _LIMIT,
     }
     sbatch_keys = {"partition": partition, "qos": qos, "account": account}
     changes |= {name: value for name, value in sbatch_keys.items() if value is not None}
@@ -494,28 +413,24 @@ def live_job(
     )
 
 
-def live_script(
-    job: JobSpec, site: Site, folder: Path, *, python: str, quick: bool, torch: bool, requeue: bool
-) -> str:
+def live_script(wish: LiveWish, folder: Path) -> str:
     """The script; ``ConfigError`` for what the site refuses of such a job."""
+    job, site = wish.job, wish.site
     option_lines = list(options(job, site, RunDirectory.at(folder)))
-    warned = int(WARNED.total_seconds())
+    warned = int(_WARNED.total_seconds())
     warning = f"--signal=USR2@{warned}"
     has_signal = any(line.startswith("--signal=") for line in option_lines)
-    warns = not quick and not has_signal and refused((*option_lines, warning), site) is None
+    warns = not wish.quick and not has_signal and refused((*option_lines, warning), site) is None
     if warns:
         option_lines.append(warning)
-    facts = site.facts(job.resources.partition, job.resources.qos)
-    modules = tuple(dict.fromkeys((*site.modules, *facts.modules)))
-    command = [python, "-u", *process_words("live_job", str(folder))]
+    command = [wish.python, "-u", *process_words("live_job", str(folder))]
     command += [f"--warned={warned}"] if warns else ["--quick"]
-    command += ["--torch"] if torch else []
-    command += ["--requeue"] if requeue else []
+    command += ["--requeue"] if wish.requeue_too else []
     command += [f"--srun-option={option}" for option in site.srun_options]
     lines = [
         "#!/bin/bash",
         *(f"#SBATCH {line}" for line in option_lines),
-        *([f"module load {shlex.join(modules)}"] if modules else []),
+        *module_lines(job, site),
         *site.setup,
         *job.setup,
         f"exec {shlex.join(command)}",

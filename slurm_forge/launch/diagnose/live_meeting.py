@@ -1,24 +1,27 @@
-"""Where login node and job meet: questions answered by files, and a door for the other nodes."""
+"""The folder in which login node and job meet: its files, and what both sides try with them."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import os
-import socket
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
-from types import TracebackType
 
-from slurm_forge.control.addresses import candidates, format_addresses
-from slurm_forge.control.interfaces import interface_addresses
 from slurm_forge.errors import ForgeError
-from slurm_forge.files import read_json, write_atomic
-from slurm_forge.launch.diagnose.live_node import GREETING
+from slurm_forge.files import read_json, read_trusted, write_atomic
+from slurm_forge.lock import exclusive
 from slurm_forge.recovery.live_observations import Meeting
+
+#: What the login node lays out: the nonce, a name that is taken, and a lock that it holds.
+CARD, ONCE, LOGIN_LOCK = "card", "once", "login.lock"
+#: What it leaves for the job: it is cancelled next, and must not come back.
+OVER = "over"
+#: What the job leaves: that it is there, or there again, its report, and a name and a lock, too.
+HERE, AGAIN, REPORT, NODE_ONCE, NODE_LOCK = "here", "again", "report", "node-once", "node.lock"
 
 _EVERY_S = 0.05
 _QUESTIONS = 4
@@ -27,37 +30,48 @@ _ANSWER_S = 45.0
 _LIMIT = 4096
 
 
-class Answering:
-    """A thread of the job that answers the login node's files with this node's clock."""
+def is_over(folder: Path) -> bool:
+    """Whether the login node wants no more of this: it says so, and removes the folder."""
+    return (folder / OVER).exists() or not folder.is_dir()
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._answer, name="forge-live-answer", daemon=True)
 
-    def __enter__(self) -> Answering:
-        self._thread.start()
-        return self
+def read_card(folder: Path) -> str:
+    """The nonce of this look: in a folder that is the user's alone, never on a command line."""
+    return read_trusted(folder / CARD, 256).decode()
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._over.set()
 
-    def _answer(self) -> None:
-        number = 1
-        while not self._over.is_set():
+def is_taken(path: Path) -> bool | None:
+    """Whether a name that the other side has can't be created once more; None: can't be tried."""
+    try:
+        os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600))
+    except FileExistsError:
+        return True
+    except OSError:
+        return None
+    return False
+
+
+def is_locked(path: Path) -> bool | None:
+    """Whether a lock that the other side holds is refused here; None where there are no locks."""
+    try:
+        with exclusive(path, timedelta(0)) as locked:
+            return False if locked else None
+    except ForgeError:
+        return True
+
+
+def answer(folder: Path) -> None:
+    """In the job: answer the login node's files with this node's clock, until it is over."""
+    number = 1
+    while not is_over(folder):
+        try:
             # Opening asks the server, where looking at a cached folder would not.
-            with contextlib.suppress(OSError):
-                os.close(os.open(self._folder / f"ask-{number}", os.O_RDONLY | os.O_NOFOLLOW))
-                words = json.dumps({"at": time.time()}).encode()
-                write_atomic(self._folder / f"answer-{number}", words, durable=False)
-                number += 1
-                continue
-            self._over.wait(_EVERY_S)
+            os.close(os.open(folder / f"ask-{number}", os.O_RDONLY | os.O_NOFOLLOW))
+            words = json.dumps({"at": time.time()}).encode()
+            write_atomic(folder / f"answer-{number}", words, durable=False)
+            number += 1
+        except (OSError, ForgeError):
+            time.sleep(_EVERY_S)
 
 
 def meet(
@@ -83,47 +97,8 @@ def meet(
         if at is None:
             break
         took = wall() - started_at
-        longest = max(took, meeting.seen_after_s or 0.0)
-        meeting = replace(meeting, seen_after_s=longest)
+        meeting = replace(meeting, seen_after_s=max(took, meeting.seen_after_s or 0.0))
         if meeting.clock_give_s is None or took / 2 < meeting.clock_give_s:
             ahead = at - (started_at + took / 2)
             meeting = replace(meeting, clock_ahead_s=ahead, clock_give_s=took / 2)
     return meeting
-
-
-class Door:
-    """Listens on a port of this node for the other ones, who have to know the nonce."""
-
-    def __init__(self, nonce: str) -> None:
-        self._nonce = nonce.encode()
-        self._socket = socket.create_server(("", 0))
-        self._thread = threading.Thread(target=self._serve, name="forge-live-door", daemon=True)
-
-    @property
-    def addresses(self) -> str:
-        """Every way here, as ``host1,host2:port``: names, then the address of each interface."""
-        known = [host for host in candidates() if not host.startswith("127.")]
-        known += [address for _, address in interface_addresses()]
-        hosts = tuple(dict.fromkeys(known)) or ("127.0.0.1",)
-        return format_addresses(hosts, self._socket.getsockname()[1])
-
-    def __enter__(self) -> Door:
-        self._thread.start()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._socket.close()
-
-    def _serve(self) -> None:
-        with contextlib.suppress(OSError):
-            while True:
-                connection, _ = self._socket.accept()
-                with connection, contextlib.suppress(OSError):
-                    connection.settimeout(3.0)
-                    if connection.recv(256).strip() == GREETING.strip() + b" " + self._nonce:
-                        connection.sendall(self._nonce)

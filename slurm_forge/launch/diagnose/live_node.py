@@ -1,45 +1,46 @@
 """What one compute node is like, looked at from inside a job: ``doctor --live``.
 
-Run by its module name on the other nodes of the job; the driver calls ``inspect_node`` on its own.
-The folder is one that the login node has laid files out in: a card with the nonce, a file to be
-created exclusively, and a lock that it holds.
+The process ``live_node FOLDER ADDRESSES`` on the other nodes of the job; on its own node the job
+calls ``inspect_node``.
 """
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import resource
 import shutil
 import socket
 import sys
+import threading
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from datetime import timedelta
 from pathlib import Path
 
-from slurm_forge.control.addresses import parse_addresses
-from slurm_forge.control.interfaces import interfaces
+from slurm_forge.control.addresses import candidates, format_addresses, parse_addresses
+from slurm_forge.control.interfaces import interface_addresses, interfaces
 from slurm_forge.errors import ForgeError
-from slurm_forge.files import fsync_directory, read_trusted
+from slurm_forge.files import fsync_directory
 from slurm_forge.knobs import process_environ
-from slurm_forge.lock import exclusive
-from slurm_forge.recovery.live_observations import (
-    NodeSeen,
-    NodeStorage,
-    Reach,
+from slurm_forge.launch.diagnose.live_meeting import (
+    LOGIN_LOCK,
+    ONCE,
+    is_locked,
+    is_taken,
+    read_card,
 )
+from slurm_forge.recovery.live_observations import NodeSeen, NodeStorage, Reach
 from slurm_forge.slurm.environment import node_name
-from slurm_forge.slurm.kernel import read_memory_limit
+from slurm_forge.slurm.kernel import available_memory, read_memory_limit
 from slurm_forge.slurm.process import Runner, run_command
+from slurm_forge.store.room import free_space
 
-#: Files that the login node lays out, and what a node prints before its report.
-CARD, ONCE, LOGIN_LOCK = "card", "once", "login.lock"
+#: What a node prints before its report, and says to the first one.
 PREFIX = "forge-live-node "
-GREETING = b"forge-live "
+_GREETING = b"forge-live "
 
 _ANSWER = timedelta(seconds=10)
 _TORCH = timedelta(seconds=90)
@@ -47,11 +48,6 @@ _CONNECT_S = 3.0
 #: Where Python's packages come from: whoever can't connect to it can't install on the way.
 _OUTSIDE = ("pypi.org", 443)
 _MIB = 1 << 20
-
-
-def read_card(folder: Path) -> str:
-    """The nonce of this look: in a folder that is the user's alone, never on a command line."""
-    return read_trusted(folder / CARD, 256).decode()
 
 
 def inspect_node(
@@ -69,8 +65,8 @@ def inspect_node(
         python=python,
         proxy=any(environ.get(name) for name in ("https_proxy", "HTTPS_PROXY", "all_proxy")),
         internet=_reaches_outside(),
-        memory_free=_available(),
-        shm_free=_free("/dev/shm"),  # noqa: S108  nothing is written there
+        memory_free=available_memory(),
+        shm_free=_shared_memory(),
         memory_limit=read_memory_limit()[0],
         memory_asked=_requested_memory(environ),
         locked_memory=_locked(),
@@ -96,32 +92,19 @@ def look_at_storage(folder: Path, host: str) -> NodeStorage:
         synced = time.monotonic()
         (folder / f".{name}").replace(folder / name)
         fsync_directory(folder)
-        renamed = time.monotonic()
         storage = replace(
-            storage, writable=True, synced_s=synced - began, renamed_s=renamed - synced
+            storage,
+            writable=True,
+            synced_s=synced - began,
+            renamed_s=time.monotonic() - synced,
+            exclusive=is_taken(folder / ONCE),
         )
-        return _with_locks(replace(storage, exclusive=_refused(folder / ONCE)), folder / LOGIN_LOCK)
+        refused = is_locked(folder / LOGIN_LOCK)
+        return replace(storage, lock_refused=refused, no_locks=refused is None)
     except OSError as error:
         return replace(storage, problem=f"{error.strerror or error}")
     except ForgeError as error:
         return replace(storage, problem=error.message)
-
-
-def _with_locks(storage: NodeStorage, lock: Path) -> NodeStorage:
-    try:
-        with exclusive(lock, timedelta(0)) as locked:
-            return replace(storage, lock_refused=False if locked else None, no_locks=not locked)
-    except ForgeError:
-        return replace(storage, lock_refused=True)
-
-
-def _refused(once: Path) -> bool:
-    """Whether a name that is taken can't be created once more."""
-    try:
-        os.close(os.open(once, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600))
-    except OSError as error:
-        return error.errno == errno.EEXIST
-    return False
 
 
 # --- Slurm and Python -----------------------------------------------------------------------------
@@ -203,20 +186,10 @@ def _reaches_outside() -> bool:
     return True
 
 
-def _available() -> int | None:
-    with suppress(OSError, ValueError, IndexError):
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
+def _shared_memory() -> int | None:
+    with suppress(OSError):
+        return free_space(Path("/dev/shm")).size  # noqa: S108  nothing is written there
     return None
-
-
-def _free(place: str) -> int | None:
-    try:
-        stat = os.statvfs(place)
-    except OSError:
-        return None
-    return stat.f_bavail * stat.f_frsize
 
 
 def _requested_memory(environ: Mapping[str, str]) -> int | None:
@@ -234,21 +207,49 @@ def _locked() -> int | None:
     return None if limit == resource.RLIM_INFINITY else limit
 
 
+# --- from one node to another ---------------------------------------------------------------------
+
+
+@contextmanager
+def open_door(nonce: str) -> Iterator[str]:
+    """Listen on a port of this node for the other ones, who have to know the nonce.
+
+    Every way here, as ``host1,host2:port``: names, then the address of each interface.
+    """
+    with socket.create_server(("", 0)) as server:
+        known = [host for host in candidates() if not host.startswith("127.")]
+        known += [address for _, address in interface_addresses()]
+        hosts = tuple(dict.fromkeys(known)) or ("127.0.0.1",)
+        serving = threading.Thread(target=_serve, args=(server, nonce.encode()), daemon=True)
+        serving.start()
+        yield format_addresses(hosts, server.getsockname()[1])
+
+
+def _serve(server: socket.socket, nonce: bytes) -> None:
+    with suppress(OSError):  # closed
+        while True:
+            connection, _ = server.accept()
+            with connection, suppress(OSError):
+                connection.settimeout(_CONNECT_S)
+                if connection.recv(256).strip() == _GREETING + nonce:
+                    connection.sendall(nonce)
+
+
 def knock(addresses: str, nonce: str) -> tuple[Reach, ...]:
     """Try each address of ``host1,host2:port`` by itself; who listens there must know the nonce."""
     hosts, port = parse_addresses(addresses)
-    return tuple(_one(host, port, nonce) for host in hosts)
+    return tuple(_one(host, port, nonce.encode()) for host in hosts)
 
 
-def _one(host: str, port: int, nonce: str) -> Reach:
+def _one(host: str, port: int, nonce: bytes) -> Reach:
     began = time.monotonic()
     try:
         with socket.create_connection((host, port), timeout=_CONNECT_S) as connection:
-            connection.sendall(GREETING + nonce.encode() + b"\n")
+            connection.sendall(_GREETING + nonce + b"\n")
             answer = connection.recv(64)
     except (OSError, UnicodeError) as error:
         return Reach(address=host, problem=str(getattr(error, "strerror", None) or error))
-    if answer != nonce.encode():
+    if answer != nonce:
         return Reach(address=host, problem="another program answers there")
     return Reach(address=host, connected_s=time.monotonic() - began)
 

@@ -3,71 +3,64 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
 
-from slurm_forge.control.messages.live import ListenerEvent
-from slurm_forge.recovery.live_observations import (
-    Fate,
-    Receiver,
-    Sighting,
-)
+from pydantic import TypeAdapter, ValidationError
 
+from slurm_forge.control.messages.live import MARK, ListenerEvent
+from slurm_forge.recovery.live_observations import Fate, Receiver, Sighting
+
+_EVENT = TypeAdapter(ListenerEvent)
 #: Whose listener is a task itself: where its step ends without a word, the signal has killed it.
 _TASKS = frozenset({Receiver.TASK, Receiver.TASK_PLAIN})
+#: Forked by the task: they end with its step.
+WORKERS = (Receiver.WORKER, Receiver.WORKER_PLAIN)
 
 
-@dataclass(frozen=True, slots=True)
-class StepEnded:
-    """A step that is over: the listeners of that way, and all of theirs, are gone."""
-
-    way: Receiver
-    at: float
+def parse_event(line: str) -> ListenerEvent | None:
+    """What a line says; None for one that is somebody else's."""
+    _, mark, text = line.partition(MARK)
+    with suppress(ValidationError):
+        return _EVENT.validate_json(text) if mark else None
+    return None
 
 
 def sightings(
     present: Collection[tuple[Receiver, str]],
     events: Sequence[ListenerEvent],
-    step_ends: Sequence[StepEnded],
     *,
-    expected: Collection[tuple[Receiver, str]],
-    workers_of: Receiver,
+    wanted: Collection[tuple[Receiver, str]],
     signal: str,
     sent_at: float | None,
 ) -> tuple[Sighting, ...]:
-    """One of each that is ``expected``; ``events`` and ``step_ends`` are those since the sending.
+    """One of each that was ``wanted`` to be there; ``events`` since the sending.
 
-    ``workers_of`` is the way whose listeners have forked the loader workers.  ``signal`` is what a
-    task that ended without a message is taken to have died of.
+    ``signal`` is what a task that ended without a word is taken to have died of.
     """
-    over = {each.way: each.at for each in step_ends}
-    results = []
-    for way, host in sorted(expected, key=lambda pair: (list(Receiver).index(pair[0]), pair[1])):
-        if (way, host) not in present:
-            results.append(Sighting(way=way, host=host, fate=Fate.ABSENT))
-            continue
-        own = [each for each in events if (each.way, each.host) == (way.value, host)]
-        step = workers_of if way in (Receiver.WORKER, Receiver.WORKER_PLAIN) else way
-        results.append(_one(way, host, own, over.get(step), signal, sent_at))
-    return tuple(results)
+    order = list(Receiver)
+    return tuple(
+        _sighting(way, host, events, signal, sent_at)
+        if (way, host) in present
+        else Sighting(way=way, host=host, fate=Fate.ABSENT)
+        for way, host in sorted(wanted, key=lambda pair: (order.index(pair[0]), pair[1]))
+    )
 
 
-def _one(
-    way: Receiver,
-    host: str,
-    events: Sequence[ListenerEvent],
-    over: float | None,
-    signal: str,
-    sent_at: float | None,
+def _sighting(
+    way: Receiver, host: str, events: Sequence[ListenerEvent], signal: str, sent_at: float | None
 ) -> Sighting:
-    saw = [each for each in events if each.what == "saw"]
-    died = [each for each in events if each.what == "died"]
+    own = [each for each in events if (each.way, each.host) == (way.value, host)]
+    saw = [each for each in own if each.what == "saw"]
+    died = [each for each in own if each.what == "died"]
     names = tuple(dict.fromkeys(each.signal for each in (*saw, *died)))
+    step = Receiver.TASK if way in WORKERS else way
+    over = [each for each in events if (each.way, each.what) == (step.value, "ended")]
     if died:
         fate, at = Fate.DIED, died[0].at
     elif saw:
         fate, at = Fate.HEARD, saw[0].at
-    elif over is not None:
-        fate, at = (Fate.DIED if way in _TASKS else Fate.CARRIED_OFF), over
+    elif over:
+        fate, at = (Fate.DIED if way in _TASKS else Fate.CARRIED_OFF), over[-1].at
         names = (signal,) if fate is Fate.DIED else ()
     else:
         return Sighting(way=way, host=host, fate=Fate.NOTHING)

@@ -67,7 +67,7 @@ def render(file: RunFile, site: Site, run: RunDirectory) -> str:
             started_by=started_by,
             options=options(file.job, site, run, save=_save(file, run)),
             env=_assignments(file.env),
-            setup=(*_modules(file.job, site), *site.setup, *file.job.setup),
+            setup=(*module_lines(file.job, site), *site.setup, *file.job.setup),
             by_torchrun=file.job.template is Template.TORCHRUN,
             start=str(start_file(run.submissions)),
             command=" \\\n    ".join(shlex.join(line) for line in lines),
@@ -107,7 +107,7 @@ def template_name(job: JobSpec, site: Site) -> str:
     return "exec.sbatch" if job.starts_once else "srun.sbatch"
 
 
-def _modules(job: JobSpec, site: Site) -> tuple[str, ...]:
+def module_lines(job: JobSpec, site: Site) -> tuple[str, ...]:
     """Commands that load what the site, and its partition, want loaded."""
     facts = site.facts(job.resources.partition, job.resources.qos)
     container = None if job.container is None else facts_of(job.container, site)

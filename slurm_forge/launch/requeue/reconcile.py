@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from pathlib import Path
 
 from slurm_forge.errors import (
     AlreadyFinishedError,
@@ -117,7 +118,7 @@ def bring_back(
         now = changed(file.job, changes)  # what can't be is told before anything is done
         record = _record(state.job, slurm)
         if record is None or record.state not in PENDING_LIKE | ACTIVE:
-            record = _successor(run, slurm) or record
+            record = job_of_script(job_script(run), slurm) or record
         # Of a chain each task that has begun has a record of its own.
         over = record is None or record.state is JobState.COMPLETING or record.state in TERMINAL
         if over or (record is not None and record.held):
@@ -390,7 +391,7 @@ def _came_back(run: RunDirectory, job: str, restarts: int, slurm: Slurm) -> JobR
         return record
     if record is not None and record.state in ACTIVE:
         return record if record.restarts > restarts else None
-    return _successor(run, slurm)
+    return job_of_script(job_script(run), slurm)
 
 
 def _record(job: str, slurm: Slurm) -> JobRecord | None:
@@ -398,17 +399,17 @@ def _record(job: str, slurm: Slurm) -> JobRecord | None:
     return slurm.show_job(job) if job[:1].isdigit() else None
 
 
-def _successor(run: RunDirectory, slurm: Slurm) -> JobRecord | None:
-    """A job in the queue with the run's script that the journal does not know.
+def job_of_script(script: Path, slurm: Slurm) -> JobRecord | None:
+    """The person's newest job in the queue that was submitted with ``script``.
 
     An sbatch whose answer was lost, or somebody else's on another host, may have made it.
     """
-    script = str(job_script(run))
-    for entry in slurm.queue(person())[:_LOOKED_AT]:
+    queue = sorted(slurm.queue(person()), key=lambda entry: -entry.job_id)
+    for entry in queue[:_LOOKED_AT]:
         if entry.state not in TERMINAL:
             # Tasks of an array that wait share a line, and the record that goes by its id.
             record = slurm.show_job(entry.job_ref.partition("_[")[0])
-            if record is not None and record.command == script:
+            if record is not None and record.command == str(script):
                 return record
     return None
 

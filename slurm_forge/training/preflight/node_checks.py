@@ -23,6 +23,7 @@ from slurm_forge.files import make_private_directory
 from slurm_forge.lock import exclusive
 from slurm_forge.site.model import EnvironmentSets
 from slurm_forge.site.variables import VariableDifferenceKind, differences
+from slurm_forge.slurm.kernel import available_memory
 from slurm_forge.training.preflight.gpu_facts import (
     GpuFacts,
     parse_gpus,
@@ -236,17 +237,8 @@ def _wrong_products(device: torch.device, dtype: torch.dtype, side: int, times: 
     return wrong
 
 
-def meminfo(text: str) -> int | None:
-    """Bytes that /proc/meminfo calls available; None where it does not say."""
-    for line in text.splitlines():
-        words = line.split()
-        if len(words) >= 2 and words[0] == "MemAvailable:" and words[1].isdecimal():
-            return int(words[1]) * 1024
-    return None
-
-
 def _memory(requirements: NodeRequirements) -> Check:
-    free = meminfo(Path("/proc/meminfo").read_text())
+    free = available_memory()
     if free is None or not requirements.memory:
         return _fine()
     if free < requirements.memory:

@@ -16,6 +16,7 @@ import time
 from collections.abc import Sequence
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
+from typing import Literal
 
 from slurm_forge.control.messages.live import ListenerEvent, format_event
 from slurm_forge.knobs import process_environ
@@ -86,7 +87,7 @@ def _leave_with_input(workers: Sequence[BaseProcess]) -> None:
     os._exit(0)
 
 
-def _say(way: str, what: str, name: str = "") -> None:
+def _say(way: str, what: Literal["here", "saw", "died"], name: str = "") -> None:
     host = node_name(process_environ())
     event = ListenerEvent(way=way, host=host, what=what, signal=name, at=time.time())
     os.write(1, format_event(event))

@@ -10,7 +10,7 @@ from slurm_forge.cli.cluster.live_text import (
     live_json,
     live_text,
 )
-from slurm_forge.recovery.live_findings import SiteWords, findings
+from slurm_forge.recovery.live_findings import findings
 from slurm_forge.recovery.live_observations import (
     Fate,
     JobSeen,
@@ -25,6 +25,9 @@ from slurm_forge.recovery.policy.prediction import (
     JobConditions,
     predict,
 )
+from slurm_forge.site.model import Site
+
+SITE = Site.model_validate({"name": "here"})
 
 WARNING = SignalRound(
     kind=RoundKind.WARNING,
@@ -62,7 +65,7 @@ PREDICTION = predict(JobConditions())
 
 
 def shown(seen: LiveSeen) -> str:
-    return live_text(seen, findings(seen, PREDICTION, SiteWords(name="here")))
+    return live_text(seen, findings(seen, PREDICTION, SITE))
 
 
 def test_a_row_for_each_place_and_a_column_for_each_signal() -> None:
@@ -89,7 +92,7 @@ def test_no_report_says_why_and_nothing_else() -> None:
 
 def test_the_document_has_seconds_and_an_answer() -> None:
     prediction = replace(PREDICTION, notice=timedelta(seconds=20), delay=None)
-    found = findings(SEEN, prediction, SiteWords(name="here"))
+    found = findings(SEEN, prediction, SITE)
     told = json.loads(live_json(SEEN, found, prediction))
     assert told["ok"] is False
     assert (told["prediction"]["notice_s"], told["prediction"]["delay_s"]) == (20.0, None)

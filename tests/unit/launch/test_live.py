@@ -6,10 +6,13 @@ import errno
 import json
 import os
 import shutil
+import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from datetime import timedelta
 from pathlib import Path
@@ -24,24 +27,22 @@ from slurm_forge.launch.diagnose.live_check import (
     live_script,
     look_live,
 )
-from slurm_forge.launch.diagnose.live_job import (
+from slurm_forge.launch.diagnose.live_meeting import (
     AGAIN,
+    CARD,
     HERE,
+    LOGIN_LOCK,
+    ONCE,
     OVER,
     REPORT,
-)
-from slurm_forge.launch.diagnose.live_meeting import (
-    Answering,
-    Door,
+    answer,
     meet,
 )
 from slurm_forge.launch.diagnose.live_node import (
-    CARD,
-    LOGIN_LOCK,
-    ONCE,
     inspect_node,
     knock,
     look_at_storage,
+    open_door,
 )
 from slurm_forge.lock import exclusive
 from slurm_forge.recovery.live_observations import JobSeen
@@ -306,6 +307,21 @@ def test_a_job_that_slurm_has_forgotten_is_over(tmp_path: Path) -> None:
     assert "forgotten by Slurm" in seen.problem
 
 
+def test_a_job_that_slurm_forgets_for_a_moment_is_not_waited_for_without_end(
+    tmp_path: Path,
+) -> None:
+    class Flickering(Slurm):
+        def show_job(self, job: str) -> JobRecord | None:
+            self.asked += 1
+            return None if self.asked == 2 else super().show_job(job)
+
+        asked = 0
+
+    slurm = Flickering(reason="Priority")
+    seen = looked(slurm, tmp_path / "runs", start_within=timedelta(minutes=2))
+    assert "did not start within 2 min" in seen.problem and slurm.cancelled
+
+
 def test_a_job_that_ends_without_a_trace_points_at_the_folder(tmp_path: Path) -> None:
     seen = looked(Slurm(JobState.FAILED), tmp_path / "runs")
     assert "do not share that folder" in seen.problem and str(tmp_path) in seen.problem
@@ -362,8 +378,8 @@ def script(site: Site = SITE, **more: Any) -> str:
         }
     )  # fmt: skip
     asked = live_job(job, nodes=2, partition=None, qos="low", account=None)
-    given = {"quick": False, "torch": True, "requeue": False, **more}
-    return live_script(asked, site, Path("/runs/.x"), python="/opt/my python", **given)
+    wanted = LiveWish(job=asked, site=site, runs=Path("/runs"), python="/opt/my python", **more)
+    return live_script(wanted, Path("/runs/.x"))
 
 
 def test_the_job_asks_for_its_place_and_not_for_its_size() -> None:
@@ -412,8 +428,20 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@contextmanager
+def answering(folder: Path) -> Iterator[None]:
+    job = threading.Thread(target=answer, args=(folder,))
+    job.start()
+    try:
+        yield
+    finally:
+        (folder / OVER).touch()
+        job.join(30)
+        assert not job.is_alive(), "the job goes on although it is over"
+
+
 def test_two_sides_on_one_clock_find_no_difference(folder: Path) -> None:
-    with Answering(folder):
+    with answering(folder):
         found = meet(folder, lambda: True)
     assert found.clock_ahead_s is not None and found.clock_give_s is not None
     assert abs(found.clock_ahead_s) <= found.clock_give_s + 0.01
@@ -421,7 +449,7 @@ def test_two_sides_on_one_clock_find_no_difference(folder: Path) -> None:
 
 
 def test_a_clock_that_is_ahead_is_measured(folder: Path) -> None:
-    with Answering(folder):
+    with answering(folder):
         found = meet(folder, lambda: True, wall=lambda: time.time() - 100.0)
     assert found.clock_ahead_s is not None and found.clock_give_s is not None
     assert abs(found.clock_ahead_s - 100.0) <= found.clock_give_s + 0.01
@@ -432,12 +460,27 @@ def test_nobody_answers_once_the_job_is_over(folder: Path) -> None:
 
 
 def test_only_who_knows_the_nonce_is_let_in() -> None:
-    with Door("right") as door:
-        port = door.addresses.rpartition(":")[2]
+    with open_door("right") as addresses:
+        port = addresses.rpartition(":")[2]
         (welcome,) = knock(f"127.0.0.1:{port}", "right")
         (foreign,) = knock(f"127.0.0.1:{port}", "wrong")
     assert welcome.connected_s is not None
     assert foreign.connected_s is None and foreign.problem
+
+
+def test_a_node_without_srun_is_told_with_the_next_step(folder: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "slurm_forge.process", "live_job", str(folder), "--quick"],
+        env={"PATH": str(folder), "SLURM_JOB_ID": "7", "SLURMD_NODENAME": "n1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert "srun can't be started: No such file or directory" in done.stderr
+    assert "PATH" in done.stderr
+    assert (folder / HERE).exists() and not (folder / REPORT).exists()
 
 
 def test_storage_that_holds_what_it_promises(folder: Path) -> None:

@@ -7,7 +7,7 @@ from datetime import timedelta
 
 import pytest
 
-from slurm_forge.recovery.live_findings import LiveFinding, Mark, SiteWords, findings
+from slurm_forge.recovery.live_findings import LiveFinding, Mark, findings
 from slurm_forge.recovery.live_observations import (
     Fate,
     JobSeen,
@@ -27,6 +27,7 @@ from slurm_forge.recovery.policy.prediction import (
     Prediction,
     predict,
 )
+from slurm_forge.site.model import Site
 
 FINE = NodeStorage(
     visible=True, writable=True, exclusive=True, renamed_s=0.001, synced_s=0.002, lock_refused=True
@@ -55,7 +56,7 @@ MEETING = Meeting(
     exclusive=True,
     content_right=True,
 )
-SITE = SiteWords(name="here")
+SITE = Site.model_validate({"name": "here"})
 RUN = predict(JobConditions())
 
 
@@ -112,7 +113,7 @@ def seen(
 
 
 def found(
-    look: LiveSeen, prediction: Prediction | None = RUN, site: SiteWords = SITE
+    look: LiveSeen, prediction: Prediction | None = RUN, site: Site = SITE
 ) -> tuple[LiveFinding, ...]:
     return findings(look, prediction, site)
 
@@ -144,7 +145,9 @@ def test_every_problem_says_what_to_do() -> None:
         meeting=Meeting(exclusive=False, content_right=False, clock_ahead_s=90.0, clock_give_s=1.0),
         requeue_tried=True,
     )
-    told = found(look, site=replace(SITE, internet=False, interface_there=False))
+    claims = {"internet_on_compute_nodes": False, "socket_interface": "ib"}
+    told = found(look, site=SITE.model_copy(update=claims))
+    assert any("no interface of the nodes is called ib" in each.text for each in told)
     bad = [each for each in told if each.mark in (Mark.PROBLEM, Mark.WARNING)]
     assert len(bad) >= 10
     assert [each.text for each in bad if not each.advice] == []

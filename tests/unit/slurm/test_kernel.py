@@ -8,6 +8,7 @@ import pytest
 
 from slurm_forge.slurm.kernel import (
     OomKills,
+    available_memory,
     killed_since,
     memory_groups,
     parse_counters,
@@ -35,6 +36,13 @@ def test_the_memory_group_of_a_step_is_found_in_both_versions() -> None:
     assert memory_groups(V2)[0] == v2
     assert all(".." not in group.parts for group in memory_groups(OUTSIDE))
     assert memory_groups("") == ()
+
+
+def test_the_memory_that_is_left_is_what_the_kernel_calls_available(tmp_path: Path) -> None:
+    text = "MemTotal: 3 kB\nMemAvailable:   2048 kB\n"
+    assert available_memory(machine(tmp_path / "a", V2, {"proc/meminfo": text})) == 2048 * 1024
+    assert available_memory(machine(tmp_path / "b", V2, {"proc/meminfo": "nothing"})) is None
+    assert available_memory(tmp_path / "c") is None
 
 
 def test_version_1_counts_kills_beside_the_oom_switch(tmp_path: Path) -> None:

@@ -13,7 +13,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from queue import SimpleQueue
 
-from slurm_forge.control.messages.live import ListenerEvent, parse_event
+from slurm_forge.control.messages.live import ListenerEvent
+from slurm_forge.launch.diagnose.live_rounds import parse_event
 
 LONG_S = 60
 
