@@ -68,8 +68,8 @@ def read_ledger(folder: Path, cluster: str, now: float, *, shared: bool) -> Ledg
         more, bad = parse_lines(data, now)
         (mine if uid == own else theirs).extend(more)
         skipped += bad
-    # What others write must not push out what one's own runs know.
-    kept = _newest(mine, _MOST_ENTRIES)
+    # What others write must not push out what one's own runs know, nor the other way round.
+    kept = _newest(mine, max(_MOST_ENTRIES - len(theirs), _MOST_ENTRIES * 3 // 4))
     entries = [*kept, *_newest(theirs, _MOST_ENTRIES - len(kept))]
     if len(entries) < len(mine) + len(theirs):
         problems[own if len(kept) < len(mine) else _NO_USER].append(

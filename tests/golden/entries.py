@@ -31,13 +31,14 @@ from slurm_forge.checkpoint.content.shard_layout import (
 from slurm_forge.control.messages import protocol
 from slurm_forge.control.messages.agent import AgentMessage, decode_agents
 from slurm_forge.control.messages.live import ListenerEvent as LiveTold
-from slurm_forge.control.messages.live import format_event, parse_event
+from slurm_forge.control.messages.live import format_event
 from slurm_forge.control.messages.preflight import NodeReport, PreflightRound
 from slurm_forge.documents import build, load
 from slurm_forge.journal import file as journal_file
 from slurm_forge.journal.events import Event
 from slurm_forge.json_codec import parse
 from slurm_forge.knobs import Knobs
+from slurm_forge.launch.diagnose.live_rounds import parse_event
 from slurm_forge.launch.render.save_times import SaveNote, SaveNotes
 from slurm_forge.launch.submitit.embedded import (
     Rendezvous,

@@ -23,3 +23,7 @@ class StepTiming(Message):
     own_s: float
     spread_s: float
     trial_s: float
+    #: A supervisor of 0.1.0, under which a newer version was installed, drops a rank without these.
+    wait_s: float = 0.0
+    starved: float = -1.0
+    throttled: Int = -1

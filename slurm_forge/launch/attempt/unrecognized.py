@@ -11,6 +11,8 @@ from slurm_forge.launch.attempt.attempt import Attempt
 from slurm_forge.slurm.versions import Unrecognized
 
 _LONGEST = 400
+#: How a note begins; and how it began in journals of 0.1.0.
+_WORDS = ("not understood, ignored", "not understood, and done without")
 
 
 def note_unrecognized(attempt: Attempt, fields: Iterable[Unrecognized]) -> None:
@@ -22,7 +24,7 @@ def note_unrecognized(attempt: Attempt, fields: Iterable[Unrecognized]) -> None:
         records, _ = read_journal(attempt.run)
         texts = [record.event.text for record in records if isinstance(record.event, Note)]
         for name, each in by_name.items():
-            begins = f"not understood, ignored: {name}="
+            begins = tuple(f"{words}: {name}=" for words in _WORDS)
             if not any(text.startswith(begins) for text in texts):
-                text = f"not understood, ignored: {each}"
+                text = f"{_WORDS[0]}: {each}"
                 attempt.journal.write(Note(text=text[:_LONGEST]))

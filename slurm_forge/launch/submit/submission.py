@@ -238,8 +238,8 @@ def keep_successor(run: RunDirectory, script: str) -> None:
 def keep_start_file(folder: Path, script: str) -> None:
     """Write the file in ``folder`` that ``script`` sources, unless it is there and intact.
 
-    An older script asks for a file of an older version: it gets the one of now under that name,
-    which knows all that earlier ones knew.
+    An older script asks for a file of an older version: it gets the current one under that name,
+    which must therefore understand all that scripts have called since 0.1.0.
     """
     for name in START_FILE.findall(script):
         if not _is_intact(folder / name):

@@ -139,7 +139,9 @@ def _without(parameters: dict[str, Any]) -> dict[str, Any]:
 def _start_of_task(array: Array) -> str:
     """Shell text for the start file of a task's own run, which requeue renews; without Python."""
     name = start_file(Path()).name
-    return f'$(sed -n "$((SLURM_ARRAY_TASK_ID + 1))p" {shlex.quote(str(array.folders))})/{name}'
+    line = f'sed -n "$((SLURM_ARRAY_TASK_ID + 1))p" {shlex.quote(str(array.folders))}'
+    # Whatever the shell's options are: a file that is missing is reported by the line after it.
+    return f"$({line} || :)/{name}"
 
 
 def _step_options(folder: Path, parameters: dict[str, Any], srun_args: list[str]) -> list[str]:
