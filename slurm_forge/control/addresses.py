@@ -57,8 +57,8 @@ def connect(hosts: Sequence[str], port: int, timeout_s: float) -> socket.socket:
 def answering_first(hosts: Sequence[str], port: int, within_s: float) -> tuple[str, ...]:
     """The same hosts, the first one that answers on ``port`` before all others.
 
-    For libraries that spend all of their time on one name, a name that nobody knows too.  Each is
-    given its share of ``within_s``.
+    For libraries that use up their timeout on the first name, even one that does not resolve.  Each
+    host is given an equal share of ``within_s``.
     """
     for host in hosts:
         with contextlib.suppress(OSError, UnicodeError):

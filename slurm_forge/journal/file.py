@@ -344,7 +344,7 @@ def read_lines(content: bytes, *, file: str, writer: str) -> tuple[list[Record],
 
 
 def thinned(content: bytes) -> bytes:
-    """The same lines with those of progress emptied that a later one of their row makes needless.
+    """Blank out each line of progress that a later one of the same row supersedes.
 
     The state of the run is the same with and without them; line numbers stay.
     """

@@ -24,9 +24,9 @@ _LOCK_PATIENCE = timedelta(seconds=5)
 class NodeLedger:
     """The ledger of one cluster.
 
-    ``folder`` None: nothing is kept.  ``shared``: it is a group's, which makes the folder, and
-    whose members all count; else it is this user's own.  ``clock`` gives seconds since the epoch;
-    ``host`` is this one where it is not given.
+    ``folder`` None: nothing is kept.  ``shared``: it belongs to a group, which creates the folder,
+    and the entries of all members are used; else it is this user's own.  ``clock`` gives seconds
+    since the epoch; ``host`` defaults to this one.
     """
 
     folder: Path | None

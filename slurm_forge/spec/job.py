@@ -102,7 +102,7 @@ class CheckpointSpec(JobSection):
     )
     keep_every_steps: Count | None = Field(
         default=None,
-        description="Also keep, permanently, the first checkpoint of every so many steps.",
+        description="Also keep permanently the first checkpoint of every N steps.",
     )
     keep_every_minutes: Factor | None = Field(
         default=None,

@@ -140,9 +140,7 @@ class PreflightSpec(JobSection):
 
 
 class WatchdogSpec(JobSection):
-    """The limits of the hang watchdog, which are learned within these bounds."""
-
-    """When a rank that makes no progress counts as hung."""
+    """When a rank that makes no progress counts as hung: limits are learned within these bounds."""
 
     known_as: ClassVar[Mapping[str, str]] = {
         "on": "enabled", "off": "enabled", "timeout": "at_most", "deadline": "at_most",

@@ -185,7 +185,7 @@ class CheckpointWriter:
         thread = threading.Thread(
             target=flight.fly, args=(persist, after), name="forge-save", daemon=True
         )
-        self._flight = flight  # not before somebody is about to fly it: it is waited for
+        self._flight = flight  # only now: others wait for it
         try:
             thread.start()
         except BaseException as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -79,7 +80,7 @@ def init(
     --way job       a job file and a function: slurm-forge submit (the default)
     --way submitit  the same function, submitted by a script with submitit
     --way exec      a program that knows nothing of slurm-forge, in your own sbatch script
-    --way attach    a script that srun or torchrun starts and that makes itself a run
+    --way attach    your own script, started by srun or torchrun, that calls forge.attach()
 
     \b
     Examples:
@@ -126,7 +127,7 @@ def init(
         made = first_files(wishes)
         _write(folder, made, force=force)
     except (ForgeError, OSError) as error:
-        fail(error, "nothing was written.")
+        fail(error, "files may have been replaced." if force else "nothing was written.")
     _say(folder, made)
 
 
@@ -134,7 +135,7 @@ def _prompted(wishes: Wishes, ways: list[str], *, ask_way: bool, ask_name: bool)
     """What no option said, from the person who sits there; a wrong answer is asked for again."""
     from slurm_forge.cli.start.first_files import StartMethod
 
-    typer.echo("Return takes what is in brackets.")
+    typer.echo("Press Enter to accept the default in brackets.")
     own = wishes.entry is not None or wishes.command is not None
     if ask_way and not own:
         typer.echo("job: a job file and a function.  submitit: a script that submits with it.")
@@ -176,7 +177,7 @@ def _one(
 
 
 def _write(folder: Path, made: FirstFiles, *, force: bool) -> None:
-    """All of them or, where one is there already, none."""
+    """All files; without ``force`` none, where one exists already or can't be written."""
     from slurm_forge.errors import ConfigError
     from slurm_forge.files import create_exclusive, write_atomic
 
@@ -191,12 +192,16 @@ def _write(folder: Path, made: FirstFiles, *, force: bool) -> None:
     if existing and not force:
         raise there(existing)
     folder.mkdir(parents=True, exist_ok=True)
-    for each in made.files:
-        path, data = folder / each.name, each.text.encode()
-        if force:
-            write_atomic(path, data, mode=0o666)
-        elif not create_exclusive(path, data, mode=0o666):
-            raise there([each.name])
+    with contextlib.ExitStack() as undo:
+        for each in made.files:
+            path, data = folder / each.name, each.text.encode()
+            if force:
+                write_atomic(path, data, mode=0o666)
+            elif create_exclusive(path, data, mode=0o666):
+                undo.callback(path.unlink, missing_ok=True)
+            else:
+                raise there([each.name])
+        undo.pop_all()
 
 
 def _say(folder: Path, made: FirstFiles) -> None:

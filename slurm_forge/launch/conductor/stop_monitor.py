@@ -95,7 +95,7 @@ class StopMonitor:
         self._clock = clock
         self._batch_step = batch_step
         self._signals: queue.SimpleQueue[tuple[str, str]] = queue.SimpleQueue()
-        #: Whose signals were no reason of their own any more.
+        #: Ranks whose signal has been acted on: a later SIGTERM is the whole job's.
         self._signalled: set[str] = set()
         self._reason = ("", "")
         self._target: StopTarget | None = None

@@ -388,8 +388,8 @@ class RequeueLadder:
         """The answer to a request that may be asked again while it can help.
 
         A request of which the answer was lost may have been carried out: then the job is pending,
-        which is an answer, or we are ended.  Before each further try it is looked whether somebody
-        has change the matter.
+        which is an answer, or we are ended.  Before each retry the job is examined, in case it was
+        changed by someone else.
         """
         began, pause = self.clock(), _BETWEEN_S
         until = began + self.patience.total_seconds()

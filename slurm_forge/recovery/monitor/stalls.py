@@ -57,7 +57,10 @@ class RankView:
 
 @dataclass(frozen=True, slots=True)
 class Standstill:
-    """Ranks that are over their limit and wait for nobody who is not: ``first`` are the last."""
+    """Ranks over their limit that wait for no rank within its own.
+
+    ``first`` are those furthest behind, ``over`` all of them.
+    """
 
     first: tuple[int, ...]
     over: tuple[int, ...]
@@ -136,8 +139,8 @@ def judge(
     """Weigh two looks at every rank.
 
     Frozen ranks are late; else those that are not waiting for others while others are; else, where
-    all wait together, nobody.  A rank that compiles, or computes, has until ``at_most``,
-    or twice its limit.
+    all wait together, nobody.  A rank that computes has until ``at_most`` or twice its limit,
+    whichever is later; one that compiles, three times that.
     """
     late = _late(overrun, views, second)
     judged = late or overrun.over
@@ -294,7 +297,7 @@ def _file(looks: Mapping[int, Look], rank: int) -> bool:
 
 
 def _number(step: int) -> str:
-    """``9 831``, as everywhere in what people read."""
+    """The step as digits; never negative."""
     return str(max(0, step))
 
 

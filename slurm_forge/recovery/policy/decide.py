@@ -1,4 +1,4 @@
-"""``decide(policy, state, incident) -> Decision``: pure, bounded, and the end is always hold."""
+"""``decide(policy, state, incident) -> Decision``: pure; a hold ends what restarts a run."""
 
 from __future__ import annotations
 

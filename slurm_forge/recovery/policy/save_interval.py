@@ -1,7 +1,7 @@
 """How often to save: what saving costs against what an interruption costs (Young 1974, Daly 2006).
 
 Both are measured: the time that a save holds training up, and how often the run was interrupted.
-Only before the first interruption something is assumed, which whoever is told the result is told.
+Before the first interruption a value is assumed, and reports say so.
 """
 
 from __future__ import annotations
@@ -83,9 +83,9 @@ def measured_interval(state: RunState, *, now: float) -> timedelta:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Advice:
-    """How often to save, and what that rests on: ``runs`` of which ``saves`` were measured.
+    """How often to save, and on how many examined ``runs`` and measured ``saves`` that rests.
 
-    ``blocked`` and ``durable`` are the slowest of them, ``running`` how long all were watched.
+    ``blocked`` and ``durable`` are those of the slowest save, ``running`` the time of all runs.
     """
 
     every: timedelta

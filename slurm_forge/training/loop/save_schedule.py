@@ -23,7 +23,10 @@ from slurm_forge.training.instability.skip_tracker import SkipTracker
 
 
 class SaveSchedule:
-    """Every method is called on all ranks at the same place of the program."""
+    """Decides at each step boundary whether to save, and saves.
+
+    Every method is called on all ranks at the same place of the program.
+    """
 
     def __init__(
         self,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import errno
 import os
 import pty
 import re
@@ -17,6 +18,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from slurm_forge import files
 from slurm_forge.cli.start.first_files import (
     FirstFiles,
     StartMethod,
@@ -203,6 +205,23 @@ def test_wrong_options_are_told_by_name(shell: Shell, words: list[str], expected
     assert expected in " ".join(result.stderr.split())
     assert result.stderr.endswith("nothing was written.\n")
     assert not (shell.folder / "new").exists()
+
+
+def test_where_one_file_can_not_be_written_none_is(
+    shell: Shell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    create, room = files.create_exclusive, iter([True])
+
+    def on_a_full_disk(path: Path, data: bytes, mode: int) -> bool:
+        if next(room, False):
+            return create(path, data, mode=mode)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(files, "create_exclusive", on_a_full_disk)
+    result = shell("init", "new", "--yes")
+    assert result.exit_code != 0
+    assert result.stderr.endswith("nothing was written.\n")
+    assert list((shell.folder / "new").iterdir()) == []
 
 
 def test_nothing_is_written_over(shell: Shell) -> None:
