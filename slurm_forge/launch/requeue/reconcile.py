@@ -46,7 +46,7 @@ from slurm_forge.launch.requeue.job_update import (
     without_nodes,
 )
 from slurm_forge.launch.requeue.requeue import (
-    RequeueLadder,
+    JobRequeuer,
     RequeueOutcome,
     RequeueResult,
 )
@@ -288,7 +288,7 @@ def reconcile(
                     f"somebody has cancelled it; to continue: slurm-forge reconcile {run.name}"
                 )
                 return ReconcileResult(intent.job, text, changed=False)
-            ladder = RequeueLadder(
+            job_requeuer = JobRequeuer(
                 slurm,
                 job=intent.job,
                 restart_count=restarts,
@@ -298,7 +298,7 @@ def reconcile(
                 sleep=sleep,
                 patience=_PATIENCE,
             )
-            result: RequeueResult = ladder.requeue(
+            result: RequeueResult = job_requeuer.requeue(
                 f"reconcile: {intent.reason}",
                 decided,
                 wait=wait,

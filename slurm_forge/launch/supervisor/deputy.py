@@ -32,7 +32,7 @@ from slurm_forge.journal.events import LaunchEnded
 from slurm_forge.knobs import Knobs
 from slurm_forge.launch.attempt.attempt import Attempt
 from slurm_forge.launch.attempt.attempt_loop import settle
-from slurm_forge.launch.attempt.requeuer import SlurmRequeuer, make_ladder
+from slurm_forge.launch.attempt.requeuer import SlurmRequeuer, make_job_requeuer
 from slurm_forge.launch.render.rank_environment import (
     as_submitted,
 )
@@ -125,7 +125,7 @@ def bring_back(
     script = job_script(run) if job_script(run).is_file() else None
     requeuer = SlurmRequeuer(
         abandoned,
-        make_ladder(abandoned, slurm, job=job, script=script, patience=_PATIENCE),
+        make_job_requeuer(abandoned, slurm, job=job, script=script, patience=_PATIENCE),
         slurm,
         partition=None if record is None else record.partition,
         cluster=cluster,

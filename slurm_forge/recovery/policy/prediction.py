@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from enum import Enum
 
-from slurm_forge.recovery.policy.requeue_delay import sooner
+from slurm_forge.recovery.policy.requeue_delay import shortened_begin_times
 from slurm_forge.site.model import Preemption, PreemptionMode
 from slurm_forge.slurm.records import ConfigRecord
 from slurm_forge.slurm.versions import SlurmRelease, has
@@ -192,7 +192,11 @@ def _delay(here: JobConditions, back_by: BroughtBack) -> timedelta | None:
         return None
     if here.config is None:
         return here.requeue_delay
-    shortened = back_by is BroughtBack.RUN and here.shorten_requeue and sooner(here.config, ())
+    shortened = (
+        back_by is BroughtBack.RUN
+        and here.shorten_requeue
+        and shortened_begin_times(here.config, ())
+    )
     return _SHORTENED if shortened else here.config.requeue_delay
 
 
