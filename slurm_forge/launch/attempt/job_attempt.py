@@ -185,14 +185,14 @@ def settle_waiting_tasks(run: RunDirectory, why: StartRefusal, job: str, slurm: 
         waiting = chain.waiting()
         if not waiting:
             return
-        records, _ = read_journal(run, thin=True, fresh=True)
+        records, _ = read_journal(run, skip_superseded=True, refresh=True)
         state = fold(records)
         reason = state.reason or "the run rests"
         if chain.hold(waiting, reason):
             return
         number = newest_attempt_in(records)
         journal = JournalWriter(run, attempt=number, writer="supervisor", launch=NO_LAUNCH)
-        journal.follow(records)
+        journal.advance_clock(records)
         # Whoever releases them wants it to go on: nothing else starts them.
         journal.write(Held(job=chain.array, restart_count=0, reason=reason, confirmed=True))
         journal.close()

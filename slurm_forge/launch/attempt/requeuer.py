@@ -232,7 +232,7 @@ class SlurmRequeuer(Requeuer):
         if node_excluder is None or record is None:
             return update
         # What somebody else has the job leave out stays; None is that its list is right as it is.
-        records, _ = read_journal(self._attempt.run, thin=True)
+        records, _ = read_journal(self._attempt.run, skip_superseded=True)
         complete = node_excluder.excluded(
             record.excluded_nodes,
             also=plan.exclude_nodes,

@@ -82,7 +82,7 @@ def bring_back(
         and batch_node_lost(run, claim, launch=launch, job=job, slurm=slurm, pause=pause)
     ):
         return "nothing to do: another process requeues it"
-    records, _ = read_journal(run, thin=True)
+    records, _ = read_journal(run, skip_superseded=True)
     state = fold(records)
     attempt_state = next((each for each in state.attempts if each.number == attempt), None)
     incident_id = f"{attempt}.{launch}"
@@ -263,7 +263,7 @@ def lost_with_its_node(incident: Incident, claim: Claim) -> Incident:
 
 def _has_launch_event(run: RunDirectory, attempt: int, launch: int) -> bool:
     """Whether the supervisor, or rank 0 in its place, has said how the launch ended."""
-    state = fold(read_journal(run, thin=True)[0])
+    state = fold(read_journal(run, skip_superseded=True)[0])
     attempt_state = next((each for each in state.attempts if each.number == attempt), None)
     if attempt_state is None or attempt_state.ended is not None:
         return True

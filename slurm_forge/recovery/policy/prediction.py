@@ -1,6 +1,6 @@
 """What will happen to a run here: at a preemption, and at the time limit.  Pure.
 
-From what Slurm says of itself (``ConfigRecord``, the preemption contract) and what the job asks for
+From what Slurm says of itself (``ConfigRecord``, the preemption rules) and what the job asks for
 to a typed prediction, which ``doctor`` puts into words and which a real preemption can be held
 against, field by field.  Sources: src/interfaces/preempt.c and src/slurmctld/job_mgr.c.
 """
@@ -69,12 +69,13 @@ class ResumesFrom(str, Enum):
 class JobConditions:
     """A job and what Slurm and the site say of the place that it runs in.
 
-    ``preemption`` is what is in force there.  ``above`` is whether anybody may preempt jobs there
-    at all, None where nobody knows.  ``save`` is how long a save takes, None where none was seen.
+    ``preemption`` is what is in force there.  ``preemptable`` is whether anybody may preempt
+    jobs there at all, None where nobody knows.  ``save`` is how long a save takes, None where none
+    was seen.
     """
 
     preemption: Preemption = field(default_factory=Preemption)
-    above: bool | None = None
+    preemptable: bool | None = None
     config: ConfigRecord | None = None
     self_requeue_allowed: bool | None = None
     #: From a requeue until the job can start again, where Slurm itself can't be asked.
@@ -160,7 +161,7 @@ def _after_limit(here: JobConditions) -> BroughtBack:
 
 
 def _mode(here: JobConditions) -> PreemptionMode | None:
-    return PreemptionMode.OFF if here.above is False else here.preemption.mode
+    return PreemptionMode.OFF if here.preemptable is False else here.preemption.mode
 
 
 def _notice(here: JobConditions) -> timedelta | None:

@@ -255,8 +255,8 @@ class InstabilityHandler:
 
     def _read(self, journal: JournalWriter) -> RunState:
         """The state of the run; what is written from now on comes behind what it rests on."""
-        records, _ = read_journal(self._context.directory, thin=True)
-        journal.follow(records)
+        records, _ = read_journal(self._context.directory, skip_superseded=True)
+        journal.advance_clock(records)
         return fold(records)
 
     def _choose_decision(self, state: RunState, incident: Incident) -> Decision:
