@@ -84,7 +84,7 @@ class Rank0:
             self.now += self._step_s
             if self._next is not None and self._next[1] <= step:
                 self.limit, self._next = self._next[0], None
-                self.watch.limit_in_force(self.limit)
+                self.watch.set_active_limit(self.limit)
             applied = norm <= self.limit
             if not applied:
                 self.left_out.append(step)

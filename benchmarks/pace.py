@@ -114,13 +114,17 @@ def measure(rounds: int, ranks: int) -> Costs:
     )
 
 
-def _pacing(said: list[Message], injecting: FaultInjector, every: timedelta) -> StepTimer:
+def _pacing(said: list[Message], fault_injector: FaultInjector, every: timedelta) -> StepTimer:
     def send(message: Message) -> None:
         said[:] = [message]
         encode(message)
 
     return StepTimer(
-        send, device=torch.device("cpu"), every=every, injecting=injecting, models=lambda: ()
+        send,
+        device=torch.device("cpu"),
+        every=every,
+        fault_injector=fault_injector,
+        models=lambda: (),
     )
 
 

@@ -15,9 +15,9 @@ from pathlib import Path
 
 from slurm_forge.journal import JournalWriter
 from slurm_forge.journal.events import AttemptStarted
-from slurm_forge.launch.requeue.requeue import RequeueLadder
+from slurm_forge.launch.requeue.requeue import JobRequeuer
 from slurm_forge.launch.submit.submission import run_state
-from slurm_forge.recovery.policy.requeue_delay import sooner
+from slurm_forge.recovery.policy.requeue_delay import shortened_begin_times
 from slurm_forge.run_directory import Fence, RunDirectory, claim_attempt
 from slurm_forge.slurm.client import SubprocessSlurm
 from slurm_forge.slurm.environment import SlurmEnvironment
@@ -61,7 +61,7 @@ def main() -> None:
     )
     config = slurm.show_config()
     mark(folder, "ask")
-    ladder = RequeueLadder(
+    job_requeuer = JobRequeuer(
         slurm,
         job=environment.job_ref,
         script=None,
@@ -72,17 +72,17 @@ def main() -> None:
         script = run.submissions / "job.sbatch"
         slurm.submit(script, [f"--dependency=afterany:{environment.job_ref}"])
         return
-    soon = sooner(config, run_state(run).attempts) if way == "shortened" else None
+    soon = shortened_begin_times(config, run_state(run).attempts) if way == "shortened" else None
 
     def ahead() -> timedelta | None:
-        return None if soon is None else soon.at_worst
+        return None if soon is None else soon.if_killed
 
-    ladder.requeue("benchmark", soon=ahead)
+    job_requeuer.requeue("benchmark", soon=ahead)
     journal.close()
     if child is not None:
         child.wait()
     if soon is not None:
-        ladder.start_soon(soon.at_last(ladder.requeued_ago))
+        job_requeuer.start_soon(soon.at_exit_after(job_requeuer.requeued_ago))
     mark(folder, "end")
 
 

@@ -54,7 +54,7 @@ def jobs_of(run: RunDirectory) -> frozenset[str]:
     from slurm_forge.journal import read_journal
 
     try:
-        records, _ = read_journal(run, thin=True)
+        records, _ = read_journal(run, skip_superseded=True)
     except (ForgeError, OSError):
         return frozenset()
     return frozenset(job for record in records for job in _jobs(record.event))

@@ -107,7 +107,8 @@ def _savers(others: tuple[tuple[Frame, ...], ...]) -> list[tuple[Frame, ...]]:
     return [
         frames
         for frames in others
-        if any(_AWAITS_SAVE in f.file for f in frames) and any(f.function == "fly" for f in frames)
+        if any(_AWAITS_SAVE in f.file for f in frames)
+        and any(f.function == "run_to_end" for f in frames)
     ][:2]
 
 

@@ -70,7 +70,7 @@ _DURABLE = (
     UserAsked,
 )
 #: A disk that stays full must not be filled with empty files.
-_FRESH_FILES = 8
+_MAX_REOPENS = 8
 #: Lines that are written anew where the file that they were in can't be trusted any more.
 _UNSYNCED = 1000
 
@@ -244,7 +244,7 @@ class JournalWriter:
         self._file: AppendFile | None = None
         self._lock = threading.Lock()
         self._closed = False
-        self._fresh_files = _FRESH_FILES
+        self._reopens_left = _MAX_REOPENS
         #: What was written since the last fsync, and what of it the present file still owes.
         self._unsynced: deque[bytes] = deque(maxlen=_UNSYNCED)
         self._owed: list[bytes] = []
@@ -272,9 +272,9 @@ class JournalWriter:
             except OSError:
                 # The kernel may have dropped what it could not write: this file can't be trusted
                 # any more, another one can.
-                if self._fresh_files <= 0:
+                if self._reopens_left <= 0:
                     raise
-                self._fresh_files -= 1
+                self._reopens_left -= 1
                 self._close_file()
                 self._append(line, sync)
             self._sequence += 1
@@ -284,7 +284,7 @@ class JournalWriter:
             else:
                 self._unsynced.append(line)
 
-    def follow(self, records: Iterable[Record]) -> None:
+    def advance_clock(self, records: Iterable[Record]) -> None:
         """Order what is written from now on behind ``records``, which the writer has read."""
         newest = max((record.logical_time for record in records), default=0)
         with self._lock:
@@ -343,7 +343,7 @@ def read_lines(content: bytes, *, file: str, writer: str) -> tuple[list[Record],
     return records, damage
 
 
-def thinned(content: bytes) -> bytes:
+def blank_superseded(content: bytes) -> bytes:
     """Blank out each line of progress that a later one of the same row supersedes.
 
     The state of the run is the same with and without them; line numbers stay.
@@ -363,27 +363,27 @@ def thinned(content: bytes) -> bytes:
 
 
 def read_journal(
-    run: RunDirectory, *, thin: bool = False, fresh: bool = False
+    run: RunDirectory, *, skip_superseded: bool = False, refresh: bool = False
 ) -> tuple[list[Record], list[Damage]]:
     """All records of a run, in no particular order (``fold`` orders them), and what was damaged.
 
-    With ``thin`` without the lines of progress that change nothing in the state: a month of
-    training is read in a blink, which a requeue inside a grace time depends on.  ``fresh``: no
+    With ``skip_superseded`` without the lines of progress that change nothing in the state: a month
+    of training is read in a blink, which a requeue inside a grace time depends on.  ``refresh``: no
     file may be missed, since the caller is about to write what counts behind all that is there.
     """
     records: list[Record] = []
     damage: list[Damage] = []
     if not run.journal.is_dir():
         return records, damage
-    if fresh:
+    if refresh:
         refresh_listing(run.journal)
     for path in sorted(run.journal.iterdir()):
         match = _NAME.fullmatch(path.name)
         if match is None:
             continue
         content = read_trusted(path, _FILE_LIMIT)
-        if thin:
-            content = thinned(content)
+        if skip_superseded:
+            content = blank_superseded(content)
         more, bad = read_lines(content, file=path.name, writer=match.group(1))
         records += more
         damage += bad

@@ -4,12 +4,12 @@
 host a file of its own, since two hosts appending to one file lose lines on several network file
 systems.  In the folder that a site names everybody reads all of them, in any other their own.
 
-Entry: ``files``.
+Entry: ``ledger``.
 """
 
 from __future__ import annotations
 
-from slurm_forge.node_ledger.files import NodeLedger
+from slurm_forge.node_ledger.ledger import NodeLedger
 from slurm_forge.node_ledger.places import LedgerPlace, ledger_place
 from slurm_forge.node_ledger.reading import LedgerReading
 

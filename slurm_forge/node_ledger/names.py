@@ -16,7 +16,7 @@ _NOT_IN_WORDS = re.compile(r"[^A-Za-z0-9_.-]")
 _UID = re.compile(r"0|[1-9][0-9]{0,9}")
 
 
-def word(text: str) -> str:
+def safe_file_name(text: str) -> str:
     """A name that Slurm or the system gave, as the name of a file."""
     plain = _NOT_IN_WORDS.sub("_", text)[:100]
     return plain if _WORD.fullmatch(plain) else f"_{plain[:99]}"

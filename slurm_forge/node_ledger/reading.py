@@ -12,7 +12,7 @@ from pathlib import Path
 from slurm_forge.errors import ForgeError, UnsafeFileError
 from slurm_forge.files import read_trusted
 from slurm_forge.node_ledger.lines import Entry, parse_lines
-from slurm_forge.node_ledger.names import is_ours, is_uid, refuse_folder, word
+from slurm_forge.node_ledger.names import is_ours, is_uid, refuse_folder, safe_file_name
 from slurm_forge.node_ledger.writing import MOST_FILE
 from slurm_forge.recovery.nodes.statements import Ledger, NodeRelease, Strike
 
@@ -53,7 +53,7 @@ def read_ledger(folder: Path, cluster: str, now: float, *, shared: bool) -> Ledg
     mine: list[Entry] = []
     theirs: list[Entry] = []
     skipped, left = 0, _MOST_BYTES
-    for uid, path in _files(folder, word(cluster), [own, *others], problems):
+    for uid, path in _files(folder, safe_file_name(cluster), [own, *others], problems):
         try:
             data = read_trusted(path, MOST_FILE, owner=uid)
         except FileNotFoundError:

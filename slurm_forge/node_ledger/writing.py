@@ -11,7 +11,7 @@ from slurm_forge.errors import ForgeError, UnsafeFileError
 from slurm_forge.files import fsync_directory, make_private_directory, read_trusted, write_atomic
 from slurm_forge.files.atomic import refuse_foreign, write_all
 from slurm_forge.node_ledger.lines import Entry, line_of, parse_lines
-from slurm_forge.node_ledger.names import is_ours, refuse_folder, word
+from slurm_forge.node_ledger.names import is_ours, refuse_folder, safe_file_name
 from slurm_forge.recovery.nodes.score import faded
 from slurm_forge.recovery.nodes.statements import BY_HAND, NodeRelease, NodeRules
 
@@ -33,7 +33,7 @@ def own_folder(folder: Path, cluster: str, *, make: bool) -> Path:
         make_private_directory(folder)
     shared = folder.stat().st_mode & _ENTERED_BY_OTHERS
     here = folder
-    for name in (str(os.geteuid()), word(cluster)):
+    for name in (str(os.geteuid()), safe_file_name(cluster)):
         here = here / name
         try:
             here.mkdir(0o700)

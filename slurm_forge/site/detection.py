@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from slurm_forge.site.contract import preemption_of, preemption_of_qos
 from slurm_forge.site.model import PartitionFacts, Preemption, Site
+from slurm_forge.site.preemption import preemption_of, preemption_of_qos
 from slurm_forge.slurm.accounts import QosRecord
 from slurm_forge.slurm.records import ConfigRecord, PartitionRecord
 

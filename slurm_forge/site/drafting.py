@@ -12,15 +12,15 @@ from dataclasses import dataclass
 from datetime import date, timedelta
 
 from slurm_forge.documents.writing import is_plain_text
-from slurm_forge.site.contract import (
-    contract_of,
-    goes_by_qos,
-    preemption_of,
-    preemption_of_qos,
-)
 from slurm_forge.site.loading import GENERIC
 from slurm_forge.site.model import PartitionFacts, Preemption, PreemptionMode, Site
 from slurm_forge.site.parts import Architecture
+from slurm_forge.site.preemption import (
+    goes_by_qos,
+    preemption_of,
+    preemption_of_qos,
+    preemption_rules,
+)
 from slurm_forge.slurm.records import ConfigRecord, PartitionRecord
 from slurm_forge.slurm.survey import Survey
 from slurm_forge.units import format_duration
@@ -79,7 +79,7 @@ def site_in_slurm(survey: Survey) -> Site | None:
 
 
 def _partition(record: PartitionRecord, config: ConfigRecord, survey: Survey) -> PartitionFacts:
-    contract = contract_of(config, record, survey.partitions or (), None, survey.qos)
+    rules = preemption_rules(config, record, survey.partitions or (), None, survey.qos)
     # Whatever Slurm's word is, nobody preempts where nobody stands above.
     off = Preemption(mode=PreemptionMode.OFF)
     limit = next((each.max_wall for each in survey.qos or () if each.name == record.qos), None)
@@ -90,7 +90,7 @@ def _partition(record: PartitionRecord, config: ConfigRecord, survey: Survey) ->
     counts = {sum(gpu.count for gpu in group.gpus) for group in groups}
     return PartitionFacts().model_copy(
         update={
-            "preemption": off if contract.above is False else contract.preemption,
+            "preemption": off if rules.preemptable is False else rules.preemption,
             "max_time": longest,
             "default_time": default if default and default <= (longest or default) else None,
             "max_nodes": record.max_nodes or None,

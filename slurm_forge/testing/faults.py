@@ -45,15 +45,15 @@ class Faults:
                     next_step="Write it under inject: of the job file, or give it to "
                     "slurm-forge run --inject.",
                 )
-        self._injecting: FaultInjector | None = None
+        self._fault_injector: FaultInjector | None = None
         self._step = -1
 
     def loss(self, loss: torch.Tensor, run: Any, *, samples: int = 0) -> torch.Tensor:
         """The loss, or what a fault makes of it (or of this process)."""
         if not self._faults:
             return loss
-        if self._injecting is None:
-            self._injecting = FaultInjector(
+        if self._fault_injector is None:
+            self._fault_injector = FaultInjector(
                 self._faults,
                 rank=run.rank,
                 world_size=run.world_size,
@@ -64,7 +64,7 @@ class Faults:
         step, again = run.step_number, run.step_number == self._step
         self._step = step
         if not again:
-            self._injecting.boundary(step)
-        return self._injecting.loss(
+            self._fault_injector.boundary(step)
+        return self._fault_injector.loss(
             loss, step=step, samples_first=0, samples=samples, micro_batch=int(again)
         )

@@ -88,14 +88,14 @@ class Gate:
     """Holds everything up that a save does on its own thread, until it is opened."""
 
     def __init__(self, monkeypatch):
-        self.open, self.reached, real = threading.Event(), threading.Event(), PendingSave.fly
+        self.open, self.reached, real = threading.Event(), threading.Event(), PendingSave.run_to_end
 
         def held(*args):
             self.reached.set()
             assert self.open.wait(SOON), "nobody opened the gate"
             real(*args)
 
-        monkeypatch.setattr(PendingSave, "fly", held)
+        monkeypatch.setattr(PendingSave, "run_to_end", held)
 
 
 @pytest.mark.core

@@ -28,7 +28,7 @@ from slurm_forge.recovery.monitor.loss_anomaly import (
 )
 from slurm_forge.run_directory import RunDirectory
 from slurm_forge.training.loop.batch_loop import BatchLoop
-from slurm_forge.training.loop.recovery import InstabilityHandler
+from slurm_forge.training.loop.instability_handler import InstabilityHandler
 from slurm_forge.training.rank.main import RankOutcome
 from slurm_forge.vocabulary.cause import Cause
 from slurm_forge.vocabulary.decision import Action

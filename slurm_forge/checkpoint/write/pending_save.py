@@ -57,7 +57,7 @@ class PendingSave:
             return False
         return True
 
-    def fly(self, persist: Callable[[], Saved], after: After) -> None:
+    def run_to_end(self, persist: Callable[[], Saved], after: After) -> None:
         """Bring it to its end, on the calling thread; ``after`` hears of it first."""
         try:
             try:

@@ -87,7 +87,7 @@ class CheckpointWriter:
     ) -> None:
         self._store = store
         self._ranks = Ranks(group)
-        self._later = Ranks(group if background is None else background)
+        self._background_ranks = Ranks(group if background is None else background)
         self._threaded = group is None or background is not None
         self._clock = clock
         self._planner = Planner()
@@ -96,9 +96,9 @@ class CheckpointWriter:
         self._views_of = 0
         self._infinite: Mapping[str, NotFinite] | None = None
         self._known: Known | None = None
-        self._rough = 0
+        self._estimated_size = 0
         self._copier = Copier()
-        self._flight: PendingSave | None = None
+        self._pending_save: PendingSave | None = None
         self._warming: threading.Thread | None = None
 
     def begin(
@@ -120,15 +120,15 @@ class CheckpointWriter:
 
         Rank 0's ``name`` counts (the nonce may differ, the step may not).  ``fence`` is called on
         rank 0 right before the rename.  If anything fails on any rank, all ranks get a
-        CheckpointError (FencedError if ``fence`` did), here or from the flight, and no checkpoint
-        appears (or a whole one, where only the last fsync failed); RanksLostError, a
+        CheckpointError (FencedError if ``fence`` did), here or from ``PendingSave``; no checkpoint
+        appears then (or a whole one, where only the last fsync failed); RanksLostError, a
         CheckpointError, if a rank is gone: then no collective may follow.  Without ``background``
-        the flight is over on return.  ``after`` is called with the end of a flight before anybody
-        who waits for it goes on, on the flight's thread.
+        the save is over on return.  ``after`` is called with the end of a save before anybody
+        who waits for it goes on, on the save's thread.
 
         ``permit`` is called on rank 0 with the size of all files before anything is written, and
         raises CheckpointError where the save had better not be begun.  ``about`` (rank 0's) goes
-        into the manifest.  ``doubts`` is asked on every rank, on the flight's thread, for what
+        into the manifest.  ``doubts`` is asked on every rank, on the save's thread, for what
         makes this state suspect; what is not finite in it is found here.  With ``all_copies`` also
         in the copies that this rank holds and another one writes: in the live ones, which may have
         moved on by then.
@@ -179,30 +179,31 @@ class CheckpointWriter:
                 findings=tuple(agreed_end["findings"]),
             )
 
-        flight = PendingSave(name)
+        pending_save = PendingSave(name)
         self._make_room(plan, captured, filling)
         # What has been copied is written while the rest is copied, also where this is waited for.
         thread = threading.Thread(
-            target=flight.fly, args=(persist, after), name="forge-save", daemon=True
+            target=pending_save.run_to_end, args=(persist, after), name="forge-save", daemon=True
         )
-        self._flight = flight  # only now: others wait for it
+        self._pending_save = pending_save  # only now: others wait for it
         try:
             thread.start()
         except BaseException as error:
             blocked.set_result(timedelta(seconds=time.monotonic() - started))
             filling.fail(error)
             if not isinstance(error, RuntimeError):
-                self._flight = flight if thread.is_alive() else None
+                self._pending_save = pending_save if thread.is_alive() else None
                 raise
-            flight.fly(persist, after)  # no thread to be had: the others hear of it as of any fault
-            return flight
+            # No thread to be had: the others hear of it as of any fault.
+            pending_save.run_to_end(persist, after)
+            return pending_save
         try:
             self._copy(plan, captured, filling)
         finally:
             blocked.set_result(timedelta(seconds=time.monotonic() - started))
         if not (background and self._threaded):
-            flight.wait()
-        return flight
+            pending_save.wait()
+        return pending_save
 
     def unsound_parts(self, state: TrainingState) -> tuple[str, ...]:
         """What a save of this state would find not sound in this rank's part.  Not collective."""
@@ -223,7 +224,7 @@ class CheckpointWriter:
         captured, error = _capture(state, None)
         self._known = captured.known if captured else None
         shape = captured.shape if captured else ""
-        self._rough = share_of(captured, self._ranks.rank)
+        self._estimated_size = share_of(captured, self._ranks.rank)
         error = error or self._accept(state, captured)
         self._ranks.agree(error, shape, same_shape, doing="Planning checkpoints")
         if captured is None:
@@ -259,8 +260,8 @@ class CheckpointWriter:
         return None
 
     def _wait(self) -> None:
-        if self._flight is not None:
-            self._flight.wait()
+        if self._pending_save is not None:
+            self._pending_save.wait()
         if self._warming is not None:
             self._warming.join()
 
@@ -274,7 +275,7 @@ class CheckpointWriter:
             plan = self._planner.known(captured) if captured else 0
         self._known = captured.known if captured else None
         if not plan:  # it holds as long as the plan does
-            self._rough = share_of(captured, self._ranks.rank)
+            self._estimated_size = share_of(captured, self._ranks.rank)
         error = error or self._accept(state, captured)
         agreed = self._ranks.agree(
             error,
@@ -285,7 +286,7 @@ class CheckpointWriter:
                 "parts": dict(captured.parts) if captured else {},
                 "plan": plan,
                 "size": self._planner.plan.size if plan else 0,
-                "rough": self._rough,
+                "rough": self._estimated_size,
             },
             lambda reports: open_stage(self._store, name, reports, permit),
             doing="Preparing a checkpoint",
@@ -339,7 +340,7 @@ class CheckpointWriter:
         try:
             filling.wait(0)  # whether there is an arena at all
             memory = self._arena.memory(round_up(plan.size, PAGE))
-            target = stage / data_file(self._later.rank)
+            target = stage / data_file(self._background_ranks.rank)
             with ThreadPoolExecutor(1, thread_name_prefix="forge-health") as looking:
                 # Beside the write, which waits for the disk most of the time; not beside the copy,
                 # which training waits for.
@@ -347,16 +348,16 @@ class CheckpointWriter:
                 entries.append(write_shard_file(target, memory, plan.size, ready=filling.wait))
                 findings += check.result()
             findings += doubts()
-            place = f"on rank {self._later.rank}"
+            place = f"on rank {self._background_ranks.rank}"
             problems = unhealthy_here(held, allowed=self._infinite or {})
             findings += [f"{each} {place}" for each in problems if each not in findings]
-            if self._later.rank == 0:
+            if self._background_ranks.rank == 0:
                 index = memoryview(plan.index)
                 entries.append(write_shard_file(stage / INDEX_NAME, index, len(index)))
         except Exception as caught:
             error = caught
         try:
-            agreed: dict[str, Any] = self._later.agree(
+            agreed: dict[str, Any] = self._background_ranks.agree(
                 error,
                 report_of(entries, findings),
                 seal,
@@ -392,8 +393,8 @@ def save_checkpoint(
 ) -> Saved:
     """Write and publish one checkpoint; returns when it is on disk.  As ``CheckpointWriter``."""
     writer = CheckpointWriter(store, group=group, clock=clock)
-    flight = writer.begin(state, name=name, reason=reason, fence=fence, parent=parent)
-    return flight.result()
+    pending_save = writer.begin(state, name=name, reason=reason, fence=fence, parent=parent)
+    return pending_save.result()
 
 
 def _capture(state: TrainingState, known: Known | None) -> tuple[Captured | None, Exception | None]:

@@ -54,14 +54,14 @@ def open_run(run: str, runs: Path | None) -> Opened:
     directory = find_run(run, runs)
     file = read_run_file(directory.spec_file)
     store = CheckpointStore(directory.checkpoints, file.job.name)
-    return Opened(directory, file, store, fold(read_journal(directory, thin=True)[0]))
+    return Opened(directory, file, store, fold(read_journal(directory, skip_superseded=True)[0]))
 
 
 def write_line(opened: Opened, event: Event) -> None:
     """One line of a person's in the journal, on disk on return."""
     from slurm_forge.journal import JournalWriter, newest_attempt_in, read_journal
 
-    records, _ = read_journal(opened.run, thin=True, fresh=True)
+    records, _ = read_journal(opened.run, skip_superseded=True, refresh=True)
     attempt = newest_attempt_in(records)
     launches = [
         launch.number
@@ -73,6 +73,6 @@ def write_line(opened: Opened, event: Event) -> None:
     # would bring back to memory what has been deleted since.
     launch = max(launches, default=0)
     journal = JournalWriter(opened.run, attempt=attempt, writer="cli", launch=launch)
-    journal.follow(records)
+    journal.advance_clock(records)
     journal.write(event, durable=True)
     journal.close()

@@ -118,7 +118,7 @@ def look_at_runs(folder: Path) -> EarlierRuns:
     states = []
     for _, run in newest:
         try:
-            state = fold(read_journal(run, thin=True)[0])
+            state = fold(read_journal(run, skip_superseded=True)[0])
             advised_interval((state,), now=now())
         except (ForgeError, OSError, OverflowError, ValueError):
             continue  # what holds times that no clock can show is no measure, either

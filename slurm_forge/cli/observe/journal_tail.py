@@ -1,7 +1,8 @@
 """Reading a journal as it grows: each look reads only what was written since the last one.
 
-Progress that a later line makes needless is left out before it is decoded (``thinned``), but for
-the newest figure of every name: what is logged often must not hide what is logged now and then.
+Progress that a later line makes needless is left out before it is decoded (``blank_superseded``),
+but for the newest figure of every name: what is logged often must not hide what is logged now and
+then.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from slurm_forge.errors import UnsafeFileError
 from slurm_forge.files import open_trusted
 from slurm_forge.journal import Damage, Record
 from slurm_forge.journal.events import Submitted, UserAsked
-from slurm_forge.journal.file import NO_LAUNCH, read_lines, thinned
+from slurm_forge.journal.file import NO_LAUNCH, blank_superseded, read_lines
 from slurm_forge.journal.order import by_person
 from slurm_forge.report.story.history import GO_ON
 from slurm_forge.run_directory import RunDirectory
@@ -105,7 +106,7 @@ def _is_to_go_on(record: Record) -> bool:
 
 
 def _thinned(content: bytes) -> bytes:
-    lines, thin = content.split(b"\n"), thinned(content).split(b"\n")
+    lines, thin = content.split(b"\n"), blank_superseded(content).split(b"\n")
     figures: set[bytes] = set()
     logged = (index for index in range(len(lines) - 1, -1, -1) if _LOGGED in lines[index])
     for index in islice(logged, _LOOKED_AT):

@@ -50,11 +50,11 @@ class StartMethod(str, Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wishes:
+class InitOptions:
     """What a person wants: as typed, not checked.  Without entry and command a program is made."""
 
     name: str
-    way: StartMethod = StartMethod.JOB
+    start_method: StartMethod = StartMethod.JOB
     entry: str | None = None
     command: str | None = None
     site: str | None = None
@@ -79,11 +79,14 @@ class NewFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FirstFiles:
-    """What is to be written, and what to type then: ``here`` without Slurm, ``there`` with it."""
+    """What is to be written, and what to type then.
+
+    ``local_command`` without Slurm, ``cluster_command`` with it.
+    """
 
     files: tuple[NewFile, ...]
-    here: str
-    there: str
+    local_command: str
+    cluster_command: str
 
 
 def name_from(folder: Path) -> str:
@@ -92,14 +95,14 @@ def name_from(folder: Path) -> str:
     return name or "my-run"
 
 
-def first_files(wishes: Wishes) -> FirstFiles:
+def first_files(options: InitOptions) -> FirstFiles:
     """The files for what is wished for; ``ConfigError`` names the option that can't be."""
-    _check(wishes)
-    job = _job(wishes)
-    here, there = _commands(wishes, job)
+    _check(options)
+    job = _job(options)
+    local_command, cluster_command = _commands(options, job)
     settings = to_mapping(job)
-    own = wishes.way is StartMethod.EXEC
-    made = wishes.entry is None and wishes.command is None
+    own = options.start_method is StartMethod.EXEC
+    made = options.entry is None and options.command is None
     text = _rendered(
         "job.yaml.j2",
         {
@@ -107,57 +110,59 @@ def first_files(wishes: Wishes) -> FirstFiles:
             "entry": job.entry,
             "command": job.command,
             "resources": settings["resources"],
-            "template": settings.get("template") if wishes.template else None,
+            "template": settings.get("template") if options.template else None,
             "chain": job.chain,
             "made": made,
             "own": own,
             "global_batch": _global_batch(job),
             "file": JOB_FILE,
-            "here": here,
-            "there": there,
+            "local_command": local_command,
+            "cluster_command": cluster_command,
         },
     )
     # What would be refused tomorrow is not written today.
     from_yaml(text, JOB_FILE)
     files = [NewFile(JOB_FILE, text)]
     if made:
-        files.append(NewFile(_PROGRAM, _starter(wishes.way, job)))
-    if wishes.way is StartMethod.SUBMITIT:
+        files.append(NewFile(_PROGRAM, _starter(options.start_method, job)))
+    if options.start_method is StartMethod.SUBMITIT:
         values = {
             "name": job.name,
             "parameters": _parameters(settings["resources"], job),
             "global_batch": _global_batch(job),
         }
         files.append(NewFile("submit.py", _rendered("submit.py.j2", values)))
-    elif wishes.way is not StartMethod.JOB:
+    elif options.start_method is not StartMethod.JOB:
         values = {"options": _directives(job), "file": JOB_FILE}
         files.append(NewFile("job.sbatch", _rendered("job.sbatch.j2", values)))
-    return FirstFiles(files=tuple(files), here=here, there=there)
+    return FirstFiles(
+        files=tuple(files), local_command=local_command, cluster_command=cluster_command
+    )
 
 
-def _check(wishes: Wishes) -> None:
-    if wishes.entry is not None and wishes.command is not None:
+def _check(options: InitOptions) -> None:
+    if options.entry is not None and options.command is not None:
         raise ConfigError(
             "--entry and --command: a job runs one of the two",
             next_step="--entry is a function of yours that gets the run, --command a program.",
         )
-    takes_command = wishes.way in (StartMethod.EXEC, StartMethod.ATTACH)
-    if wishes.entry is not None and takes_command:
+    takes_command = options.start_method in (StartMethod.EXEC, StartMethod.ATTACH)
+    if options.entry is not None and takes_command:
         raise ConfigError(
-            f"--entry: slurm-forge starts a command with --way {wishes.way.value}",
+            f"--entry: slurm-forge starts a command with --way {options.start_method.value}",
             next_step="Give --command, or leave --way out: a function is what --way job is for.",
         )
-    if wishes.command is not None and not takes_command:
+    if options.command is not None and not takes_command:
         raise ConfigError(
-            f"--command: --way {wishes.way.value} calls a function",
+            f"--command: --way {options.start_method.value} calls a function",
             next_step="Give --entry package.module:train, or --way exec for a command.",
         )
-    if wishes.way is StartMethod.SUBMITIT and wishes.entry is not None:
+    if options.start_method is StartMethod.SUBMITIT and options.entry is not None:
         raise ConfigError(
             "--entry: submit.py imports the function train of train.py",
             next_step="Leave --entry out and change the import in submit.py.",
         )
-    if wishes.site is not None and not (wishes.site and wishes.site.isprintable()):
+    if options.site is not None and not (options.site and options.site.isprintable()):
         raise ConfigError("--site: not the name of a site", next_step="slurm-forge init --help")
 
 
@@ -172,29 +177,29 @@ RESOURCES = (
 _CHAIN = 10
 
 
-def _job(wishes: Wishes) -> JobSpec:
-    resources = {key: getattr(wishes, key) for key in RESOURCES}
+def _job(options: InitOptions) -> JobSpec:
+    resources = {key: getattr(options, key) for key in RESOURCES}
     if resources["gpus_per_node"] == "0":
         resources["gpus_per_node"] = None
-    if wishes.mem is not None and wishes.mem.isascii() and wishes.mem.isdigit():
-        resources["mem"] = int(wishes.mem[:18])
+    if options.mem is not None and options.mem.isascii() and options.mem.isdigit():
+        resources["mem"] = int(options.mem[:18])
     data: dict[str, Any] = {
-        "name": wishes.name,
+        "name": options.name,
         "resources": {key: value for key, value in resources.items() if value is not None},
     }
-    if wishes.way in (StartMethod.EXEC, StartMethod.ATTACH):
-        data["command"] = _words(wishes.command)
+    if options.start_method in (StartMethod.EXEC, StartMethod.ATTACH):
+        data["command"] = _words(options.command)
     else:
-        data["entry"] = f"{_PROGRAM}:train" if wishes.entry is None else wishes.entry
-    if wishes.template is not None:
-        data["template"] = wishes.template
-        data["chain"] = _CHAIN if wishes.template == Template.ARRAY.value else None
+        data["entry"] = f"{_PROGRAM}:train" if options.entry is None else options.entry
+    if options.template is not None:
+        data["template"] = options.template
+        data["chain"] = _CHAIN if options.template == Template.ARRAY.value else None
     try:
         job = job_from_mapping(data)
     except ConfigError as error:
         raise ConfigError(_as_options(error.message), next_step=_HELP) from None
     gpus = job.resources.gpus_per_node
-    if wishes.tasks_per_node is None and gpus is not None:
+    if options.tasks_per_node is None and gpus is not None:
         # One rank per GPU, unless somebody says otherwise.
         tasks = job.resources.model_copy(update={"tasks_per_node": max(1, gpus.count)})
         return job.model_copy(update={"resources": tasks})
@@ -228,22 +233,22 @@ def _words(command: str | None) -> list[str]:
     return words
 
 
-def _commands(wishes: Wishes, job: JobSpec) -> tuple[str, str]:
-    """What to type here and there, from the folder of the files."""
-    site = "" if wishes.site is None else f" --site {shlex.quote(wishes.site)}"
-    knob = "" if wishes.site is None else f"SLURM_FORGE_SITE={shlex.quote(wishes.site)} "
+def _commands(options: InitOptions, job: JobSpec) -> tuple[str, str]:
+    """What to type locally and on the cluster, from the folder of the files."""
+    site = "" if options.site is None else f" --site {shlex.quote(options.site)}"
+    knob = "" if options.site is None else f"SLURM_FORGE_SITE={shlex.quote(options.site)} "
     if job.command is None:
-        here = f"slurm-forge run {JOB_FILE} --runs {TRIED}"
-        there = (
+        local_command = f"slurm-forge run {JOB_FILE} --runs {TRIED}"
+        cluster_command = (
             f"{knob}python submit.py"
-            if wishes.way is StartMethod.SUBMITIT
+            if options.start_method is StartMethod.SUBMITIT
             else f"slurm-forge submit {JOB_FILE}{site}"
         )
-        return here, there
-    here = f"slurm-forge exec --job {JOB_FILE} --runs {TRIED}"
+        return local_command, cluster_command
+    local_command = f"slurm-forge exec --job {JOB_FILE} --runs {TRIED}"
     if job.command[0] == "srun":  # which is not there without Slurm
-        here += f" -- {shlex.join(_without_srun(job.command))}"
-    return here, f"{knob}sbatch job.sbatch"
+        local_command += f" -- {shlex.join(_without_srun(job.command))}"
+    return local_command, f"{knob}sbatch job.sbatch"
 
 
 def _without_srun(command: Sequence[str]) -> list[str]:
@@ -254,11 +259,11 @@ def _without_srun(command: Sequence[str]) -> list[str]:
     return alone or ["python", _PROGRAM]
 
 
-def _starter(way: StartMethod, job: JobSpec) -> str:
-    own = way is StartMethod.EXEC
+def _starter(start_method: StartMethod, job: JobSpec) -> str:
+    own = start_method is StartMethod.EXEC
     text = (_STARTERS / ("own.py" if own else "entry.py")).read_text(encoding="utf-8")
     text = text.replace("global_batch: int = 240", f"global_batch: int = {_global_batch(job)}")
-    return f"{text}{_ATTACHED}" if way is StartMethod.ATTACH else text
+    return f"{text}{_ATTACHED}" if start_method is StartMethod.ATTACH else text
 
 
 #: What makes the starter a script that srun or torchrun starts.

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from slurm_forge.cli.start.first_files import (
         FirstFiles,
-        Wishes,
+        InitOptions,
     )
 
 
@@ -90,8 +90,8 @@ def init(
     """
     from slurm_forge.cli.failure import fail
     from slurm_forge.cli.start.first_files import (
+        InitOptions,
         StartMethod,
-        Wishes,
         first_files,
         name_from,
     )
@@ -106,8 +106,8 @@ def init(
                 next_step="slurm-forge init --help says what they are.",
             )
         of_command = StartMethod.JOB if command is None else StartMethod.EXEC
-        wishes = Wishes(
-            way=of_command if way is None else StartMethod(way),
+        options = InitOptions(
+            start_method=of_command if way is None else StartMethod(way),
             name=name_from(folder) if name is None else name,
             entry=entry,
             command=command,
@@ -123,30 +123,38 @@ def init(
             account=account,
         )
         if not yes and sys.stdin.isatty() and sys.stdout.isatty():
-            wishes = _prompted(wishes, known, ask_way=way is None, ask_name=name is None)
-        made = first_files(wishes)
+            options = _prompted(options, known, ask_way=way is None, ask_name=name is None)
+        made = first_files(options)
         _write(folder, made, force=force)
     except (ForgeError, OSError) as error:
         fail(error, "files may have been replaced." if force else "nothing was written.")
     _say(folder, made)
 
 
-def _prompted(wishes: Wishes, ways: list[str], *, ask_way: bool, ask_name: bool) -> Wishes:
+def _prompted(
+    options: InitOptions, ways: list[str], *, ask_way: bool, ask_name: bool
+) -> InitOptions:
     """What no option said, from the person who sits there; a wrong answer is asked for again."""
     from slurm_forge.cli.start.first_files import StartMethod
 
     typer.echo("Press Enter to accept the default in brackets.")
-    own = wishes.entry is not None or wishes.command is not None
+    own = options.entry is not None or options.command is not None
     if ask_way and not own:
         typer.echo("job: a job file and a function.  submitit: a script that submits with it.")
         typer.echo("exec: a program of yours as it is.  attach: a script of yours, as a run.")
-        wishes = _one(wishes, "way", f"Way ({', '.join(ways)})", wishes.way.value, StartMethod)
+        options = _one(
+            options,
+            "start_method",
+            f"Way ({', '.join(ways)})",
+            options.start_method.value,
+            StartMethod,
+        )
     if ask_name:
-        wishes = _one(wishes, "name", "Name of the run", wishes.name, str)
+        options = _one(options, "name", "Name of the run", options.name, str)
     for key, question, default, read in _QUESTIONS:
-        if getattr(wishes, key) is None:
-            wishes = _one(wishes, key, question, default, read)
-    return wishes
+        if getattr(options, key) is None:
+            options = _one(options, key, question, default, read)
+    return options
 
 
 _QUESTIONS: tuple[tuple[str, str, str, Callable[[str], object]], ...] = (
@@ -158,17 +166,17 @@ _QUESTIONS: tuple[tuple[str, str, str, Callable[[str], object]], ...] = (
 
 
 def _one(
-    wishes: Wishes, key: str, question: str, default: str, read: Callable[[str], object]
-) -> Wishes:
+    options: InitOptions, key: str, question: str, default: str, read: Callable[[str], object]
+) -> InitOptions:
     from slurm_forge.cli.start.first_files import first_files
     from slurm_forge.errors import ForgeError
 
     while True:
         answer = typer.prompt(question, default=default, show_default=default != "").strip()
         if not answer:
-            return wishes
+            return options
         try:
-            changed = replace(wishes, **{key: cast(Any, read(answer))})
+            changed = replace(options, **{key: cast(Any, read(answer))})
             first_files(changed)
         except (ForgeError, ValueError) as error:
             typer.echo(f"  {error}" if isinstance(error, ForgeError) else f"  not {answer!r}")
@@ -211,6 +219,6 @@ def _say(folder: Path, made: FirstFiles) -> None:
     typer.echo("next:")
     if folder.resolve() != Path.cwd():
         typer.echo(f"  cd {shlex.quote(str(folder))}")
-    width = max(len(made.here), len(made.there))
-    typer.echo(f"  {made.here:<{width}}   # here, without Slurm")
-    typer.echo(f"  {made.there:<{width}}   # on the cluster")
+    width = max(len(made.local_command), len(made.cluster_command))
+    typer.echo(f"  {made.local_command:<{width}}   # here, without Slurm")
+    typer.echo(f"  {made.cluster_command:<{width}}   # on the cluster")

@@ -281,7 +281,7 @@ def _qos(
 ) -> tuple[tuple[QosRecord, ...], str | None]:
     """All QOS and the one of jobs that name none; nothing where preemption does not go by them."""
     from slurm_forge.person import person
-    from slurm_forge.site.contract import goes_by_qos
+    from slurm_forge.site.preemption import goes_by_qos
     from slurm_forge.site.usable import Person, qos_of
     from slurm_forge.slurm.client import SubprocessSlurm
     from slurm_forge.slurm.survey import survey_accounts

@@ -106,7 +106,7 @@ class Attempt:
         """An attempt whose process is gone, for whoever writes down how its ``launch`` ended."""
         file = read_run_file(run.spec_file)
         journal = JournalWriter(run, attempt=claim.attempt, writer=writer, launch=launch)
-        journal.follow(read_journal(run, thin=True)[0])
+        journal.advance_clock(read_journal(run, skip_superseded=True)[0])
         on_hang = effective_on_hang(file, process_environ())
         return cls(run, file, claim, journal, launch, on_hang=on_hang)
 
@@ -122,8 +122,8 @@ class Attempt:
 
     def state(self) -> RunState:
         """The state of the run, read anew; what the attempt writes next comes behind it."""
-        records, _ = read_journal(self.run, thin=True)
-        self.journal.follow(records)
+        records, _ = read_journal(self.run, skip_superseded=True)
+        self.journal.advance_clock(records)
         return fold(records)
 
     def next_launch(self, hub: Hub, nodes: tuple[str, ...] = (), start: Start = Start.COLD) -> None:
@@ -166,7 +166,7 @@ class Attempt:
         """
         from slurm_forge.store.directory import CheckpointStore
 
-        journaled = {each.name for each in fold(read_journal(self.run, fresh=True)[0]).known}
+        journaled = {each.name for each in fold(read_journal(self.run, refresh=True)[0]).known}
         launch = (self.claim.attempt, self.launch)
         with contextlib.suppress(OSError, UnsafeFileError):
             store = CheckpointStore(self.run.checkpoints, self.file.job.name)
@@ -372,7 +372,7 @@ def begin(
     """
     if run.is_done():
         return StartRefusal.DONE
-    records, _ = read_journal(run, thin=True, fresh=True)
+    records, _ = read_journal(run, skip_superseded=True, refresh=True)
     state = fold(records)
     if run.stop_file.exists():
         keep_stopped(run, state, records, "the file STOP exists")
@@ -409,8 +409,8 @@ def begin(
         verdict = post_mortem(run, state, file, claim, slurm=slurm, now=clock())
     journal = JournalWriter(run, attempt=claim.attempt, writer="supervisor", clock=clock)
     # Whoever is fenced by the claim, and does not know it yet, may have written until now.
-    records, _ = read_journal(run, thin=True, fresh=True)
-    journal.follow(records)
+    records, _ = read_journal(run, skip_superseded=True, refresh=True)
+    journal.advance_clock(records)
     if verdict is not None and (verdict.action in _ENDS or _needs_another_job(verdict)):
         return Attempt(run, file, claim, journal, verdict=verdict)  # it does not begin
     if released:

@@ -16,7 +16,7 @@ from slurm_forge.journal.file import NO_LAUNCH
 from slurm_forge.knobs import Knobs
 from slurm_forge.launch.attempt.attempt import TAKEN_OVER, Attempt, StartRefusal, begin
 from slurm_forge.launch.attempt.attempt_loop import AttemptEnd, AttemptLoop, FrontEnd, print_line
-from slurm_forge.launch.attempt.requeuer import SlurmRequeuer, make_ladder
+from slurm_forge.launch.attempt.requeuer import SlurmRequeuer, make_job_requeuer
 from slurm_forge.launch.attempt.stop_explanation import StopExplanation
 from slurm_forge.launch.attempt.storage_lost import hand_to_slurm
 from slurm_forge.launch.attempt.unrecognized import note_unrecognized
@@ -134,7 +134,7 @@ def conduct_in_job(
         explain = StopExplanation(slurm, attempt, signals.batch_signals_since, output=output)
         requeuer = SlurmRequeuer(
             attempt,
-            make_ladder(attempt, slurm, job=job, script=script(), explain=explain),
+            make_job_requeuer(attempt, slurm, job=job, script=script(), explain=explain),
             slurm,
             partition=environment.partition,
             cluster=environment.cluster_name,
@@ -185,14 +185,14 @@ def settle_waiting_tasks(run: RunDirectory, why: StartRefusal, job: str, slurm: 
         waiting = chain.waiting()
         if not waiting:
             return
-        records, _ = read_journal(run, thin=True, fresh=True)
+        records, _ = read_journal(run, skip_superseded=True, refresh=True)
         state = fold(records)
         reason = state.reason or "the run rests"
         if chain.hold(waiting, reason):
             return
         number = newest_attempt_in(records)
         journal = JournalWriter(run, attempt=number, writer="supervisor", launch=NO_LAUNCH)
-        journal.follow(records)
+        journal.advance_clock(records)
         # Whoever releases them wants it to go on: nothing else starts them.
         journal.write(Held(job=chain.array, restart_count=0, reason=reason, confirmed=True))
         journal.close()

@@ -61,7 +61,7 @@ def post_mortem(
         return None  # another job, which is fenced from now on, and has not ended
     # Slurm may have taken its time: whoever claimed the run since finds it out, or has done so.
     Fence(run, claim.attempt)()
-    records, _ = read_journal(run, thin=True, fresh=True)
+    records, _ = read_journal(run, skip_superseded=True, refresh=True)
     state = fold(records)
     if state.incident(incident_id) is not None:
         return None
@@ -69,7 +69,7 @@ def post_mortem(
     journal = JournalWriter(
         run, attempt=last.number, writer="supervisor", launch=launch, clock=lambda: now
     )
-    journal.follow(records)
+    journal.advance_clock(records)
     try:
         journal.write(IncidentSeen(incident=incident))
         if incident.cause is Cause.USER_CANCELLED or state.status is not RunStatus.RUNNING:

@@ -30,20 +30,20 @@ from slurm_forge.launch.render.array_chain import (
     chain_of,
 )
 from slurm_forge.launch.render.save_times import lead_option, save_note_in
-from slurm_forge.launch.requeue.array_chain import ChainLadder
+from slurm_forge.launch.requeue.array_chain import ChainRequeuer
 from slurm_forge.launch.requeue.job_update import (
     arguments_for,
     excluded_nodes,
     update_for,
 )
 from slurm_forge.launch.requeue.requeue import (
-    RequeueLadder,
+    JobRequeuer,
     RequeueResult,
     StopExplainer,
 )
 from slurm_forge.recovery.policy.requeue_delay import (
-    Soon,
-    sooner,
+    BeginTimes,
+    shortened_begin_times,
 )
 from slurm_forge.slurm.client import JobUpdate, Slurm
 from slurm_forge.slurm.records import JobRecord, PartitionRecord
@@ -51,8 +51,8 @@ from slurm_forge.vocabulary.decision import Decision
 from slurm_forge.vocabulary.plan import RecoveryPlan
 
 #: How long an end waits for what was asked at the beginning.
-_PATIENCE_S = 2.0
-_MOMENT_S = 1.0
+_QUERY_TIMEOUT_S = 2.0
+_KILL_WAIT_TIMEOUT_S = 1.0
 
 
 class SlurmRequeuer(Requeuer):
@@ -63,7 +63,7 @@ class SlurmRequeuer(Requeuer):
 
     Args:
         attempt: The attempt.
-        ladder: Asks Slurm for the job (``make_ladder``).
+        job_requeuer: Asks Slurm for the job (``make_job_requeuer``).
         slurm: Answers questions.
         partition: Where the job runs; None: as the job file says.
         cluster: Whose node ledger counts.
@@ -75,7 +75,7 @@ class SlurmRequeuer(Requeuer):
     def __init__(
         self,
         attempt: Attempt,
-        ladder: RequeueLadder,
+        job_requeuer: JobRequeuer,
         slurm: Slurm,
         *,
         partition: str | None,
@@ -85,7 +85,7 @@ class SlurmRequeuer(Requeuer):
         config: ConfigQuery | None = None,
     ) -> None:
         self._attempt = attempt
-        self._ladder = ladder
+        self._job_requeuer = job_requeuer
         self._slurm = slurm
         self._nodes = attempt.claim.nodes
         self._partition = partition or attempt.file.job.resources.partition
@@ -97,10 +97,10 @@ class SlurmRequeuer(Requeuer):
         self._partitions: tuple[PartitionRecord, ...] = ()
         self._problems: list[str] = []
         self._config = config or ConfigQuery(slurm)
-        self._soon: Soon | None = None
+        self._begin_times: BeginTimes | None = None
         self._config_queried = threading.Event()
         self._query_thread: threading.Thread | None = None
-        self._patience = _PATIENCE_S
+        self._patience = _QUERY_TIMEOUT_S
 
     def prepare(self) -> None:
         """Ask in the background, when the attempt begins."""
@@ -111,7 +111,7 @@ class SlurmRequeuer(Requeuer):
     def kill_wait(self) -> timedelta | None:
         """slurm.conf's KillWait; None where Slurm does not say so within a moment."""
         if self._query_thread is not None:
-            self._config_queried.wait(_MOMENT_S)
+            self._config_queried.wait(_KILL_WAIT_TIMEOUT_S)
         config = self._config.answer
         return None if config is None else config.kill_wait
 
@@ -166,7 +166,7 @@ class SlurmRequeuer(Requeuer):
             changes = update_for(replace(decision, plan=plan), job, record)
             return self._with_ledger_nodes(changes, plan, record)
 
-        return self._ladder.requeue(
+        return self._job_requeuer.requeue(
             decision.reason,
             update,
             wait=timedelta(seconds=decision.wait_s),
@@ -193,25 +193,29 @@ class SlurmRequeuer(Requeuer):
             if self._query_thread is None:  # the job is requeued: there is time to ask
                 with contextlib.suppress(ForgeError):
                     self._config.ask()
-            self._soon = sooner(self._config.answer, self._attempt.state().attempts)
-        return None if self._soon is None else self._soon.at_worst
+            self._begin_times = shortened_begin_times(
+                self._config.answer, self._attempt.state().attempts
+            )
+        return None if self._begin_times is None else self._begin_times.if_killed
 
-    def leave(self) -> None:
+    def shorten_requeue_delay(self) -> None:
         """The very last act: nothing of ours runs any more, so the next start may come soon."""
-        if self._soon is not None:
-            self._ladder.start_soon(self._soon.at_last(self._ladder.requeued_ago))
+        if self._begin_times is not None:
+            self._job_requeuer.start_soon(
+                self._begin_times.at_exit_after(self._job_requeuer.requeued_ago)
+            )
 
     def hold(self, reason: str) -> RequeueResult:
         """Leave it to a person; raises only a fence."""
-        return self._ladder.hold(reason)
+        return self._job_requeuer.hold(reason)
 
     def stay_ended(self, decision: Decision) -> None:
         """The run is neither to come back nor to be held: nothing of it is to start by itself."""
-        self._ladder.hold_array_tasks(decision.reason)
+        self._job_requeuer.hold_array_tasks(decision.reason)
 
     def finished(self) -> None:
         """The run is finished: what of it waits in the queue is not needed any more."""
-        self._ladder.finished()
+        self._job_requeuer.finished()
 
     def _excluded(self, decision: Decision) -> tuple[str, ...]:
         """The nodes that the plan excludes, as far as enough others are left to start on."""
@@ -228,7 +232,7 @@ class SlurmRequeuer(Requeuer):
         if node_excluder is None or record is None:
             return update
         # What somebody else has the job leave out stays; None is that its list is right as it is.
-        records, _ = read_journal(self._attempt.run, thin=True)
+        records, _ = read_journal(self._attempt.run, skip_superseded=True)
         complete = node_excluder.excluded(
             record.excluded_nodes,
             also=plan.exclude_nodes,
@@ -284,7 +288,7 @@ class SlurmRequeuer(Requeuer):
             self._problems.append(f"the node ledger: {error}")
 
 
-def make_ladder(
+def make_job_requeuer(
     attempt: Attempt,
     slurm: Slurm,
     *,
@@ -292,7 +296,7 @@ def make_ladder(
     script: Path | None = None,
     explain: StopExplainer | None = None,
     patience: timedelta | None = None,
-) -> RequeueLadder:
+) -> JobRequeuer:
     """What asks Slurm for the job of an attempt: to requeue it, or to hold it.
 
     Args:
@@ -305,7 +309,7 @@ def make_ladder(
     """
     file = attempt.file
     chain = chain_of(job, file.job.chain, slurm)
-    make = RequeueLadder if chain is None else partial(ChainLadder, chain=chain)
+    make = JobRequeuer if chain is None else partial(ChainRequeuer, chain=chain)
     return make(
         slurm,
         job=job,

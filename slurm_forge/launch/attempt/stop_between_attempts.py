@@ -25,7 +25,7 @@ def keep_stopped(run: RunDirectory, state: RunState, records: Sequence[Record], 
     number = max((each.number for each in state.attempts), default=0)
     with contextlib.suppress(OSError):
         journal = JournalWriter(run, attempt=number, writer="supervisor", launch=NO_LAUNCH)
-        journal.follow(records)
+        journal.advance_clock(records)
         journal.write(stop_decision(number, state, why))
         journal.close()
 

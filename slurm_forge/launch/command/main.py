@@ -193,7 +193,7 @@ class _JobLauncher(CommandLauncher, FrontEnd):
             stay = _ENDED_WITHIN if back else slurm_kill_patience(result.outcome, cause)
             self._signals.wait_for_the_end(stay.total_seconds())
         self._listener.close()  # its step would be seen to end after the begin time
-        self._job.requeuer.leave()
+        self._job.requeuer.shorten_requeue_delay()
 
     def _await_sentinel(self) -> None:
         if self._listener.listens(_LISTENS_S):

@@ -18,7 +18,7 @@ from slurm_forge.launch.conductor.probe_monitor import look_of
 from slurm_forge.launch.conductor.rank_views import RankViews
 from slurm_forge.recovery.monitor.phase_durations import (
     HangRules,
-    Stretches,
+    PhaseDurations,
 )
 from slurm_forge.recovery.monitor.stalls import (
     FROZEN,
@@ -26,8 +26,8 @@ from slurm_forge.recovery.monitor.stalls import (
     Look,
     RankView,
     Stall,
+    find_standstill,
     judge,
-    standstill,
 )
 from slurm_forge.recovery.monitor.unreachable_hosts import with_network
 
@@ -78,9 +78,9 @@ class Watchdog:
         #: The verdict, once there is one.
         self.stalled: Stall | None = None
         self._views = views or RankViews(hub, clock)
-        self._stretches = Stretches(rules or _USUAL)
+        self._phase_durations = PhaseDurations(rules or _USUAL)
         for kind, seconds in (learned or {}).items():
-            self._stretches.note(kind, seconds)
+            self._phase_durations.note(kind, seconds)
         self._started_at = self._next = clock()
         self._fresh_from = self._views.fresh_from
         self._next_write = self._started_at + _FIRST_WRITE_S
@@ -94,7 +94,7 @@ class Watchdog:
     def on_message(self, rank: int, message: Message) -> None:
         """A monitor said how long something took, or what it has found."""
         if isinstance(message, PhaseDuration):
-            self._stretches.note(message.kind, message.seconds)
+            self._phase_durations.note(message.kind, message.seconds)
         elif isinstance(message, StackReport) and self._suspicion is not None:
             if message.id != self._suspicion.number:
                 return
@@ -108,11 +108,11 @@ class Watchdog:
 
     def limit(self, kind: str) -> timedelta:
         """How long a rank may be in a stretch of the kind, by what was learned."""
-        return self._stretches.limit(kind)
+        return self._phase_durations.limit(kind)
 
     def note_save(self, seconds: float) -> None:
         """A checkpoint took so long to be durable: a rank may wait for that, too."""
-        self._stretches.note("save", seconds)
+        self._phase_durations.note("save", seconds)
 
     def poll(self, now: float, left_ranks: Iterable[int] = ()) -> Event | None:
         """What is to be written down, if anything.  ``left_ranks`` have reported their end."""
@@ -132,13 +132,13 @@ class Watchdog:
         return event or self._longest_phases_event(now)
 
     def _judge(self, views: dict[int, RankView], now: float) -> Event | None:
-        stall = standstill(tuple(views.values()), self._stretches)
-        if stall is None:
+        standstill = find_standstill(tuple(views.values()), self._phase_durations)
+        if standstill is None:
             self._suspicion = self._stall_on_hold = self._not_before = None
             return None
         if self._stall_on_hold is not None:
             return self._weigh_network(self._stall_on_hold, views, now)
-        if self._not_before is not None and stall.since < self._not_before[1]:
+        if self._not_before is not None and standstill.since < self._not_before[1]:
             return None
         if self._suspicion is None:
             self._suspicion = self._begin_suspicion(now)
@@ -152,7 +152,7 @@ class Watchdog:
         since = now - suspicion.asked_at
         if not reachable_ranks <= set(suspicion.looks) and since < _STACKS_WITHIN_S:
             return None
-        frozen = any(views[r].is_silent or views[r].state in FROZEN for r in stall.over)
+        frozen = any(views[r].is_silent or views[r].state in FROZEN for r in standstill.over)
         if suspicion.first is None and frozen:
             suspicion.first = suspicion.looks  # a second look would show the same
         if suspicion.first is None:
@@ -161,7 +161,7 @@ class Watchdog:
             self._suspicion = self._begin_suspicion(now)
             self._suspicion.first = suspicion.looks
             return None
-        verdict = judge(stall, views, suspicion.first, suspicion.looks, self._stretches)
+        verdict = judge(standstill, views, suspicion.first, suspicion.looks, self._phase_durations)
         self._suspicion = None
         if isinstance(verdict, Excused):
             self._not_before = (verdict.why, verdict.until)
@@ -209,7 +209,7 @@ class Watchdog:
         if now < self._next_write:
             return None
         self._next_write = now + 2 * (now - self._started_at)
-        longest = self._stretches.longest()
+        longest = self._phase_durations.longest()
         if all(seconds <= 1.2 * self._written.get(kind, 0.0) for kind, seconds in longest.items()):
             return None
         self._written = longest

@@ -22,21 +22,21 @@ from slurm_forge.control.tcp.links import (
 )
 from slurm_forge.recovery.monitor.unreachable_hosts import (
     LinkSeen,
-    Unreached,
+    UnreachableHosts,
+    find_unreachable_hosts,
     seen_of,
-    unreached,
 )
 from slurm_forge.vocabulary.cause import Evidence
 
 #: Whoever has not answered by then is cut off, or has no monitor that runs; what we asked it is
 #: acknowledged by its kernel or it is not, and TCP has tried three times.
-_WITHIN_S = 3.0
+_ANSWER_TIMEOUT_S = 3.0
 #: With all answers there: until then what we sent, the question, may be on its way still.
-_AT_LEAST_S = 1.6
+_MIN_WAIT_S = 1.6
 #: A verdict is of its moment; whoever asks later gets another.
 _STALE_S = 5.0
 #: What is delayed by less than this share of a probe's deadline makes no probe late.
-_SHARE = 1 / 60
+_LATE_FRACTION = 1 / 60
 _SHOWN = 8
 
 
@@ -45,7 +45,7 @@ class _Inquiry:
     number: int
     asked_at: float
     answers: dict[int, tuple[Link, ...]] = field(default_factory=dict)
-    verdict: Unreached | None = None
+    verdict: UnreachableHosts | None = None
 
 
 class NetworkMonitor:
@@ -60,7 +60,7 @@ class NetworkMonitor:
     ) -> None:
         self._hub = hub
         self._clock = clock
-        self._late_s = _SHARE * deadline.total_seconds()
+        self._late_s = _LATE_FRACTION * deadline.total_seconds()
         self._inquiry: _Inquiry | None = None
         self._number = 0
         self._addresses: dict[str, str] = {}  # host by address
@@ -99,7 +99,7 @@ class NetworkMonitor:
         else:
             inquiry.answers[rank] = read_links(message)
 
-    def verdict(self, now: float) -> Unreached | None:
+    def verdict(self, now: float) -> UnreachableHosts | None:
         """What was found out last; None while answers are awaited, or nobody has asked."""
         inquiry = self._inquiry
         if inquiry is None:
@@ -108,12 +108,12 @@ class NetworkMonitor:
             members = self._hub.members()
             awaited = {rank for rank, member in members.items() if member.connected}
             since = now - inquiry.asked_at
-            if since < (_AT_LEAST_S if awaited <= set(inquiry.answers) else _WITHIN_S):
+            if since < (_MIN_WAIT_S if awaited <= set(inquiry.answers) else _ANSWER_TIMEOUT_S):
                 return None
             inquiry.verdict = self._verdict_of(inquiry)
         return inquiry.verdict
 
-    def _verdict_of(self, inquiry: _Inquiry) -> Unreached:
+    def _verdict_of(self, inquiry: _Inquiry) -> UnreachableHosts:
         ranks = {rank: member.host for rank, member in self._hub.members().items()}
         own = [(rank, each) for rank, each in self._hub.connections() if rank in ranks]
         # Who sits on the hub's host is connected from one address of it to another.
@@ -126,7 +126,7 @@ class NetworkMonitor:
             host_of.setdefault(address, here)
         reports = [(ranks[rank], links) for rank, links in inquiry.answers.items() if rank in ranks]
         link_views = [*seen_of(reports, host_of), *_own_view(here, own, ranks)]
-        verdict = unreached(link_views, ranks, late=self._late_s)
+        verdict = find_unreachable_hosts(link_views, ranks, late=self._late_s)
         lines = tuple(
             Evidence("ports", f"{host}: {', '.join(lines)}")
             for host, lines in sorted(self._ports.items())

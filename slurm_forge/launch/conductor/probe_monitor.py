@@ -35,7 +35,7 @@ from slurm_forge.recovery.monitor.probe_verdict import (
     weigh_silence,
 )
 from slurm_forge.recovery.monitor.stalls import Look
-from slurm_forge.recovery.monitor.unreachable_hosts import Trouble, Unreached
+from slurm_forge.recovery.monitor.unreachable_hosts import Trouble, UnreachableHosts
 from slurm_forge.vocabulary.cause import Cause, Confidence, Evidence
 
 _INTERVAL = "interval"
@@ -284,7 +284,9 @@ def _not_before(flight: Flight, since: float) -> Flight:
     return replace(flight, asked_at=since, arrived=arrived)
 
 
-def _of_network(verdict: Unreached, other: object, views: Sequence[RankSeen]) -> ProbeFailure:
+def _of_network(
+    verdict: UnreachableHosts, other: object, views: Sequence[RankSeen]
+) -> ProbeFailure:
     """The network's word about links, and beside it what made us ask."""
     before = other.evidence if isinstance(other, ProbeFailure) else ()
     hosts = {each.rank: each.host for each in views}

@@ -17,8 +17,8 @@ from typing import Protocol
 
 from slurm_forge.control import Hub
 from slurm_forge.journal.events import Event, NoticeSeen
-from slurm_forge.launch.conductor.final_query import JobQueries
 from slurm_forge.launch.conductor.job_poller import JobPoller
+from slurm_forge.launch.conductor.job_queries import JobQueries
 from slurm_forge.launch.conductor.observations import Observations
 from slurm_forge.launch.conductor.shutdown import Deadline
 from slurm_forge.launch.conductor.warning_signals import WarningSignals

@@ -188,7 +188,7 @@ class _LocalRun:
 
     def _keep_stopped(self) -> None:
         """The run waits for its next start, which is not to come: have its journal say so."""
-        records, _ = read_journal(self._run, thin=True)
+        records, _ = read_journal(self._run, skip_superseded=True)
         state = fold(records)
         if state.job == self._job:
             keep_stopped(self._run, state, records, stopped_before_start(self._request.name))

@@ -181,7 +181,7 @@ def _templates() -> jinja2.Environment:
 
 
 #: By name or number, as bash takes them; 0 is EXIT.
-_OURS = {
+_RESERVED_TRAPS = {
     "EXIT": "EXIT", "0": "EXIT", "ERR": "ERR", "HUP": "HUP", "1": "HUP", "INT": "INT", "2": "INT",
     "TERM": "TERM", "15": "TERM", "USR1": "USR1", "10": "USR1", "USR2": "USR2", "12": "USR2",
 }  # fmt: skip
@@ -238,7 +238,7 @@ def _signals(arguments: list[str]) -> list[str]:
 
 
 def _name(word: str) -> str | None:
-    return _OURS.get(word.upper().removeprefix("SIG"))
+    return _RESERVED_TRAPS.get(word.upper().removeprefix("SIG"))
 
 
 def _words(text: str) -> list[str] | None:
@@ -261,7 +261,7 @@ _TORCHRUN = "torch.distributed.run"
 
 #: The shield fills in what is another on each node.  Whether and where ranks are started again is
 #: not torchrun's to decide.
-_MEETING = (
+_RENDEZVOUS_ARGS = (
     "--nnodes={nnodes}",
     "--node-rank={node_rank}",
     "--master-addr={master_addr}",
@@ -297,7 +297,7 @@ def payload(file: RunFile, site: Site, run: RunDirectory) -> tuple[tuple[str, ..
     lines.append(around)
     if torchrun:
         lines.append((python, "-m", _TORCHRUN, f"--nproc-per-node={job.resources.tasks_per_node}"))
-        lines.append(_MEETING)
+        lines.append(_RENDEZVOUS_ARGS)
     return tuple(line for line in (*lines, program) if line)
 
 

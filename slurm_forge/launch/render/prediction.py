@@ -14,8 +14,8 @@ from slurm_forge.recovery.policy.prediction import (
     Prediction,
     predict,
 )
-from slurm_forge.site.contract import Contract, contract_of, goes_by_qos
 from slurm_forge.site.model import Site
+from slurm_forge.site.preemption import PreemptionRules, goes_by_qos, preemption_rules
 from slurm_forge.site.usable import Person, longest, qos_of, usable_qos, why_not
 from slurm_forge.slurm.records import PartitionRecord
 from slurm_forge.slurm.sbatch_words import asks_for_requeue
@@ -40,9 +40,9 @@ class ForecastRequest:
 class PreemptionForecast:
     """What will happen to a run in one partition and QOS.
 
-    ``limit`` is the time limit of the job, else the longest that there is.  ``by`` are who may
-    preempt: partitions, or QOS where ``by_qos``.  ``from_slurm`` is whether Slurm said so, or the
-    site file.  ``refused`` is why the user's jobs do not run there.
+    ``limit`` is the time limit of the job, else the longest that there is.  ``preemptors`` are
+    who may preempt: partitions, or QOS where ``by_qos``.  ``from_slurm`` is whether Slurm said so,
+    or the site file.  ``refused`` is why the user's jobs do not run there.
     """
 
     partition: str | None
@@ -51,7 +51,7 @@ class PreemptionForecast:
     limit: timedelta | None = None
     default_time: timedelta | None = None
     is_default: bool = False
-    by: tuple[str, ...] = ()
+    preemptors: tuple[str, ...] = ()
     by_qos: bool = False
     from_slurm: bool = True
     refused: str | None = None
@@ -108,17 +108,17 @@ def _at(
         qos_by_name.get((partition and partition.qos) or ""),
     )
     facts = site.facts(name, qos_name)
-    contract = Contract()
+    rules = PreemptionRules()
     if survey.config is not None:
-        contract = contract_of(survey.config, partition, survey.partitions or (), qos, survey.qos)
-    from_slurm = contract.preemption.mode is not None
+        rules = preemption_rules(survey.config, partition, survey.partitions or (), qos, survey.qos)
+    from_slurm = rules.preemption.mode is not None
     most = longest(partition, qos, of_partition, survey, person) or facts.max_time
     job = request.job or job_from_mapping({"name": "any", "command": ["any"]})
     limit = job.resources.time if request.job is not None else most
     prediction = predict(
         JobConditions(
-            preemption=contract.preemption if from_slurm else facts.preemption,
-            above=contract.above if from_slurm else None,
+            preemption=rules.preemption if from_slurm else facts.preemption,
+            preemptable=rules.preemptable if from_slurm else None,
             config=survey.config,
             self_requeue_allowed=facts.self_requeue_allowed,
             requeue_delay=site.requeue_delay,
@@ -139,7 +139,7 @@ def _at(
         limit=limit,
         default_time=None if partition is None else partition.default_time,
         is_default=partition is not None and partition.is_default,
-        by=contract.by,
+        preemptors=rules.preemptors,
         by_qos=goes_by_qos(survey.config),
         from_slurm=from_slurm,
         too_long=most if limit is not None and most is not None and limit > most else None,

@@ -142,7 +142,7 @@ def save_note_of_run(run: RunDirectory) -> SaveNote | None:
     with contextlib.suppress(OSError, ForgeError):
         if not any(run.journal.iterdir()):
             return None  # it has never been started
-        return save_note_in(fold(read_journal(run, thin=True)[0]))
+        return save_note_in(fold(read_journal(run, skip_superseded=True)[0]))
     return None
 
 

@@ -1,7 +1,7 @@
-"""The ladder of a run that is a chain of array tasks: the way back is the next task.
+"""Brings back a run that is a chain of array tasks: the way back is the next task.
 
 Slurm starts it by itself, also where jobs must not requeue themselves, are cancelled at a
-preemption, or can't call sbatch.  Only behind the last task is the usual ladder climbed.
+preemption, or can't call sbatch.  Only behind the last task is the job requeued as usual.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from slurm_forge.journal.events import Held, RequeueDone, RequeueFailed, Requeue
 from slurm_forge.launch.render.array_chain import Chain
 from slurm_forge.launch.requeue.requeue import (
     ExternalChange,
-    RequeueLadder,
+    JobRequeuer,
     RequeueOutcome,
     RequeueResult,
     waiting_update,
@@ -27,8 +27,8 @@ _HOLD = "scontrol hold"
 
 
 @dataclass(eq=False, kw_only=True)
-class ChainLadder(RequeueLadder):
-    """As ``RequeueLadder``, for the task of ``chain`` that we are."""
+class ChainRequeuer(JobRequeuer):
+    """As ``JobRequeuer``, for the task of ``chain`` that we are."""
 
     chain: Chain
 
@@ -76,7 +76,7 @@ class ChainLadder(RequeueLadder):
         )
 
     def hold(self, reason: str) -> RequeueResult:
-        """Hold the tasks that wait, else the one that we are as ``RequeueLadder`` does."""
+        """Hold the tasks that wait, else the one that we are as ``JobRequeuer`` does."""
         self._check_fence()
         waiting = self.chain.to_come()
         return self._hold(waiting, reason) if waiting else super().hold(reason)

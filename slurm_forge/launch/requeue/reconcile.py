@@ -46,7 +46,7 @@ from slurm_forge.launch.requeue.job_update import (
     without_nodes,
 )
 from slurm_forge.launch.requeue.requeue import (
-    RequeueLadder,
+    JobRequeuer,
     RequeueOutcome,
     RequeueResult,
 )
@@ -242,7 +242,7 @@ def reconcile(
     two jobs, as with ``bring_back``.
     """
     with _alone(run):
-        records, _ = read_journal(run, thin=True, fresh=True)
+        records, _ = read_journal(run, skip_superseded=True, refresh=True)
         state = fold(records)
         if run.is_done() or state.status is RunStatus.FINISHED:
             return ReconcileResult(state.job, "the run is finished", changed=False)
@@ -263,7 +263,7 @@ def reconcile(
 
         newest = newest_attempt_in(records)
         journal = JournalWriter(run, attempt=newest, writer="cli", launch=NO_LAUNCH)
-        journal.follow(records)
+        journal.advance_clock(records)
         try:
             job_after = _came_back(run, intent.job, restarts, slurm)
             if job_after is not None:
@@ -288,7 +288,7 @@ def reconcile(
                     f"somebody has cancelled it; to continue: slurm-forge reconcile {run.name}"
                 )
                 return ReconcileResult(intent.job, text, changed=False)
-            ladder = RequeueLadder(
+            job_requeuer = JobRequeuer(
                 slurm,
                 job=intent.job,
                 restart_count=restarts,
@@ -298,7 +298,7 @@ def reconcile(
                 sleep=sleep,
                 patience=_PATIENCE,
             )
-            result: RequeueResult = ladder.requeue(
+            result: RequeueResult = job_requeuer.requeue(
                 f"reconcile: {intent.reason}",
                 decided,
                 wait=wait,

@@ -1,4 +1,4 @@
-"""The requeue ladder: durable intent, ``scontrol requeue``, else a successor, else ``reconcile``.
+"""Requeues a job: durable intent, ``scontrol requeue``, else a successor, else ``reconcile``.
 
 Never called before the checkpoint is committed, unless there is none to wait for any more.
 """
@@ -99,7 +99,7 @@ class RequeueResult:
 
 
 @dataclass(eq=False)
-class RequeueLadder:
+class JobRequeuer:
     """Brings one job back, or holds it.
 
     Attributes:
@@ -133,7 +133,7 @@ class RequeueLadder:
     #: What Slurm has last said of this start of the job.
     _last_record: JobRecord | None = field(default=None, init=False)
     _soon: Callable[[], timedelta | None] | None = field(default=None, init=False)
-    #: Once requeued: when, and before when it is not to start, on this ladder's clock.
+    #: Once requeued: when, and before when it is not to start, on this requeuer's clock.
     _requeued_at: float | None = field(default=None, init=False)
     _not_before: float | None = field(default=None, init=False)
 
@@ -194,7 +194,7 @@ class RequeueLadder:
         """As the last act before this process ends: let the requeued job start so far from now.
 
         Not before the ``wait`` that was asked for; nothing where the job was not requeued by this
-        ladder, or was not to start soon.  Where Slurm refuses it, its own delay counts.
+        object, or was not to start soon.  Where Slurm refuses it, its own delay counts.
         """
         if self._not_before is None:
             return

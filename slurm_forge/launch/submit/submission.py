@@ -301,11 +301,11 @@ def _hand_over(run: RunDirectory, slurm: Slurm, verb: str, via: str, args: tuple
 
 def note(run: RunDirectory, event: Submitted | UserAsked) -> None:
     """Write one event of a person's, beside whatever attempt may be alive."""
-    records, _ = read_journal(run, thin=True, fresh=True)
+    records, _ = read_journal(run, skip_superseded=True, refresh=True)
     # After everything of the newest attempt that is known of, and before the next one's.
     attempt = newest_attempt_in(records)
     journal = JournalWriter(run, attempt=attempt, writer="cli", launch=NO_LAUNCH)
-    journal.follow(records)
+    journal.advance_clock(records)
     journal.write(event)
     journal.close()
 
@@ -357,5 +357,5 @@ def _rests_since(state: RunState, slurm: Slurm) -> float:
 
 def run_state(run: RunDirectory) -> RunState:
     """The state of a run from its journal."""
-    records, _ = read_journal(run, thin=True)
+    records, _ = read_journal(run, skip_superseded=True)
     return fold(records)

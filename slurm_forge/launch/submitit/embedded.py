@@ -31,7 +31,7 @@ from slurm_forge.launch.attempt.attempt import (
 )
 from slurm_forge.launch.attempt.attempt_loop import AttemptLoop, FrontEnd, Requeuer
 from slurm_forge.launch.attempt.lifeline import Lifeline
-from slurm_forge.launch.attempt.requeuer import SlurmRequeuer, make_ladder
+from slurm_forge.launch.attempt.requeuer import SlurmRequeuer, make_job_requeuer
 from slurm_forge.launch.attempt.stop_between_attempts import stopped_before_start
 from slurm_forge.launch.attempt.stop_explanation import StopExplanation
 from slurm_forge.launch.conductor.conductor import Conductor
@@ -152,7 +152,7 @@ class EmbeddedConductor(FrontEnd):
             return _RestartedTasks(self)
         return SlurmRequeuer(
             attempt,
-            make_ladder(attempt, slurm, job=job, explain=StopExplanation(slurm, attempt)),
+            make_job_requeuer(attempt, slurm, job=job, explain=StopExplanation(slurm, attempt)),
             slurm,
             partition=None if environment is None else environment.partition,
             cluster=None if environment is None else environment.cluster_name,

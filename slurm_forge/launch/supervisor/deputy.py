@@ -32,7 +32,7 @@ from slurm_forge.journal.events import LaunchEnded
 from slurm_forge.knobs import Knobs
 from slurm_forge.launch.attempt.attempt import Attempt
 from slurm_forge.launch.attempt.attempt_loop import settle
-from slurm_forge.launch.attempt.requeuer import SlurmRequeuer, make_ladder
+from slurm_forge.launch.attempt.requeuer import SlurmRequeuer, make_job_requeuer
 from slurm_forge.launch.render.rank_environment import (
     as_submitted,
 )
@@ -82,7 +82,7 @@ def bring_back(
         and batch_node_lost(run, claim, launch=launch, job=job, slurm=slurm, pause=pause)
     ):
         return "nothing to do: another process requeues it"
-    records, _ = read_journal(run, thin=True)
+    records, _ = read_journal(run, skip_superseded=True)
     state = fold(records)
     attempt_state = next((each for each in state.attempts if each.number == attempt), None)
     incident_id = f"{attempt}.{launch}"
@@ -125,7 +125,7 @@ def bring_back(
     script = job_script(run) if job_script(run).is_file() else None
     requeuer = SlurmRequeuer(
         abandoned,
-        make_ladder(abandoned, slurm, job=job, script=script, patience=_PATIENCE),
+        make_job_requeuer(abandoned, slurm, job=job, script=script, patience=_PATIENCE),
         slurm,
         partition=None if record is None else record.partition,
         cluster=cluster,
@@ -263,7 +263,7 @@ def lost_with_its_node(incident: Incident, claim: Claim) -> Incident:
 
 def _has_launch_event(run: RunDirectory, attempt: int, launch: int) -> bool:
     """Whether the supervisor, or rank 0 in its place, has said how the launch ended."""
-    state = fold(read_journal(run, thin=True)[0])
+    state = fold(read_journal(run, skip_superseded=True)[0])
     attempt_state = next((each for each in state.attempts if each.number == attempt), None)
     if attempt_state is None or attempt_state.ended is not None:
         return True

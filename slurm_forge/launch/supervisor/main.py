@@ -157,7 +157,7 @@ class _Supervisor(FrontEnd):
         """Nothing of the job runs any more, so the next start may come soon."""
         if result is not None:
             self._signals.wait(slurm_kill_patience(result.outcome, cause).total_seconds())
-        self._job.requeuer.leave()
+        self._job.requeuer.shorten_requeue_delay()
 
     def _conduct(self, placement: Placement) -> LaunchFacts:
         file, attempt, job = self._attempt.file, self._attempt, self._job

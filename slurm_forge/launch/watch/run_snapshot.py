@@ -11,7 +11,7 @@ from dataclasses import replace
 from slurm_forge.files import read_trusted
 from slurm_forge.journal import Record, RunState, RunStatus, fold
 from slurm_forge.journal import events as ev
-from slurm_forge.journal.file import read_lines, thinned
+from slurm_forge.journal.file import blank_superseded, read_lines
 from slurm_forge.journal.fold import in_order, without_fenced
 from slurm_forge.journal.state import AttemptState
 from slurm_forge.launch.render.array_chain import VIA_ARRAY
@@ -82,7 +82,7 @@ def _read(run: RunDirectory) -> RunSnapshot:
     for file, _ in journal:
         content = read_trusted(run.journal / file, _FILE_LIMIT)
         number, _, writer = file.removesuffix(".jsonl").partition("-")
-        lines, _ = read_lines(thinned(content), file=file, writer=writer)
+        lines, _ = read_lines(blank_superseded(content), file=file, writer=writer)
         records += lines
         ahead[writer] = _clock_ahead(content, (run.journal / file).stat().st_mtime)
         if int(number) == newest and writer.startswith("rank0"):

@@ -105,7 +105,7 @@ class Spikes:
         self._step = -1
         self._unanswered: int | None = None
         #: The highest level that was ever usual: of what has fallen far, a little is no spike.
-        self.summit = -math.inf
+        self.highest_usual_loss = -math.inf
         self._outliers = 0
         self._strays: deque[int] = deque(maxlen=_COMMON)  # the last outliers
 
@@ -222,13 +222,13 @@ class Spikes:
         if len(self._losses) < _LEAST_LOSSES:
             return math.inf
         level, deviation, highest = self._losses.summary()
-        self.summit = max(self.summit, level)
+        self.highest_usual_loss = max(self.highest_usual_loss, level)
         doubt = 1.0 + _FEW / len(self._losses)
         above = max(
             _DEVIATIONS * doubt * deviation,
             _ABOVE_HIGHEST * doubt * (highest - level),
             _OF_LEVEL * abs(level),
-            _OF_FALL * (self.summit - level),
+            _OF_FALL * (self.highest_usual_loss - level),
         )
         # A loss that is always 0 has no scale.
         return level + above if above > 0.0 else math.inf

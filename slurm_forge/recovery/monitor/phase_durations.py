@@ -34,7 +34,7 @@ class HangRules:
 
 
 @dataclass(slots=True)
-class Stretches:
+class PhaseDurations:
     """The last durations per kind, in seconds, and what follows from them."""
 
     rules: HangRules

@@ -1,7 +1,7 @@
 """Whether a launch stands still, and who keeps it: pure, from what monitors and stacks say.
 
-``standstill`` looks at places and times only and may be asked every second; ``judge`` weighs the
-stacks that were taken then, twice, and has the last word: a stall, or why it is none yet.
+``find_standstill`` looks at places and times only and may be asked every second; ``judge`` weighs
+the stacks that were taken then, twice, and has the last word: a stall, or why it is none yet.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from datetime import timedelta
 from slurm_forge.control.stack_text import Where
 from slurm_forge.recovery.monitor.phase_durations import (
     HangRules,
-    Stretches,
+    PhaseDurations,
 )
 from slurm_forge.recovery.monitor.rank_phrases import (
     FROZEN_WORDS,
@@ -59,10 +59,10 @@ class RankView:
 class Standstill:
     """Ranks over their limit that wait for no rank within its own.
 
-    ``first`` are those furthest behind, ``over`` all of them.
+    ``furthest_behind`` are those furthest behind, ``over`` all of them.
     """
 
-    first: tuple[int, ...]
+    furthest_behind: tuple[int, ...]
     over: tuple[int, ...]
     limit: timedelta
     since: timedelta
@@ -104,7 +104,9 @@ class Excused:
     until: timedelta
 
 
-def standstill(views: Sequence[RankView], stretches: Stretches) -> Standstill | None:
+def find_standstill(
+    views: Sequence[RankView], phase_durations: PhaseDurations
+) -> Standstill | None:
     """Who is over the limit, with nobody behind or beside it who may still be at work.
 
     None while all are stopped or silent at once, for that is a suspended job, and while a debugger
@@ -114,7 +116,7 @@ def standstill(views: Sequence[RankView], stretches: Stretches) -> Standstill | 
         return None
     if any(view.state in _TRACED and not view.is_silent for view in views):
         return None
-    over = [view for view in views if view.since > stretches.limit(view.kind)]
+    over = [view for view in views if view.since > phase_durations.limit(view.kind)]
     at_work = [view.place for view in views if view not in over]
     stuck = [view for view in over if not any(place <= view.place for place in at_work)]
     if not stuck:
@@ -122,19 +124,19 @@ def standstill(views: Sequence[RankView], stretches: Stretches) -> Standstill | 
     lowest = min(view.place for view in stuck)
     first = [view for view in stuck if view.place == lowest]
     return Standstill(
-        first=tuple(view.rank for view in first),
+        furthest_behind=tuple(view.rank for view in first),
         over=tuple(view.rank for view in stuck),
-        limit=min(stretches.limit(view.kind) for view in first),
+        limit=min(phase_durations.limit(view.kind) for view in first),
         since=min(view.since for view in first),
     )
 
 
 def judge(
-    overrun: Standstill,
+    standstill: Standstill,
     views: Mapping[int, RankView],
     first: Mapping[int, Look],
     second: Mapping[int, Look],
-    stretches: Stretches,
+    phase_durations: PhaseDurations,
 ) -> Stall | Excused:
     """Weigh two looks at every rank.
 
@@ -142,29 +144,29 @@ def judge(
     all wait together, nobody.  A rank that computes has until ``at_most`` or twice its limit,
     whichever is later; one that compiles, three times that.
     """
-    late = _late(overrun, views, second)
-    judged = late or overrun.over
-    patience = _patience(stretches.rules, overrun.limit)
+    late = _late(standstill, views, second)
+    judged = late or standstill.over
+    patience = _patience(phase_durations.rules, standstill.limit)
     compiling = [
-        r for r in overrun.over if _where(first, r).compiling or _where(second, r).compiling
+        r for r in standstill.over if _where(first, r).compiling or _where(second, r).compiling
     ]
-    if compiling and overrun.since < _COMPILING * patience:
+    if compiling and standstill.since < _COMPILING * patience:
         return Excused(
-            f"{some_ranks(compiling)} compiling", min(_COMPILING * patience, 2 * overrun.since)
+            f"{some_ranks(compiling)} compiling", min(_COMPILING * patience, 2 * standstill.since)
         )
     frozen = any(_is_frozen(views[rank], second.get(rank)) for rank in judged)
     busy = [] if frozen else [r for r in judged if _busy(r, views, first, second)]
-    if busy and overrun.since < patience:
-        return Excused(f"{some_ranks(busy)} computing", min(patience, 2 * overrun.since))
+    if busy and standstill.since < patience:
+        return Excused(f"{some_ranks(busy)} computing", min(patience, 2 * standstill.since))
     step = max(0, min(views[rank].step for rank in judged))
     return Stall(
         cause=_cause(late, views, second),
         late_ranks=late,
         late_hosts=tuple(views[rank].host for rank in late),
         step=step,
-        since=overrun.since,
-        limit=overrun.limit,
-        evidence=_evidence(overrun, late, views, second, stretches),
+        since=standstill.since,
+        limit=standstill.limit,
+        evidence=_evidence(standstill, late, views, second, phase_durations),
         files=tuple(second[r].file for r in (late or sorted(second)) if _file(second, r)),
     )
 
@@ -179,20 +181,20 @@ def _patience(rules: HangRules, limit: timedelta) -> timedelta:
 
 
 def _late(
-    overrun: Standstill, views: Mapping[int, RankView], looks: Mapping[int, Look]
+    standstill: Standstill, views: Mapping[int, RankView], looks: Mapping[int, Look]
 ) -> tuple[int, ...]:
-    frozen = tuple(r for r in overrun.over if _is_frozen(views[r], looks.get(r)))
+    frozen = tuple(r for r in standstill.over if _is_frozen(views[r], looks.get(r)))
     if frozen:
-        return frozen if len(frozen) < len(views) or len(views) == 1 else overrun.first
-    with_stack = [rank for rank in overrun.over if _where(looks, rank).top]
+        return frozen if len(frozen) < len(views) or len(views) == 1 else standstill.furthest_behind
+    with_stack = [rank for rank in standstill.over if _where(looks, rank).top]
     together = [rank for rank in with_stack if _where(looks, rank).together]
     apart = tuple(rank for rank in with_stack if rank not in together)
     if together and apart:
         return apart
     if together and len(together) == len(views) > 1:
         return ()
-    if len(overrun.first) < len(views) or len(views) == 1:
-        return overrun.first
+    if len(standstill.furthest_behind) < len(views) or len(views) == 1:
+        return standstill.furthest_behind
     return ()
 
 
@@ -237,25 +239,26 @@ def _cause(
 
 
 def _evidence(
-    overrun: Standstill,
+    standstill: Standstill,
     late: tuple[int, ...],
     views: Mapping[int, RankView],
     looks: Mapping[int, Look],
-    stretches: Stretches,
+    phase_durations: PhaseDurations,
 ) -> tuple[Evidence, ...]:
-    listed = (late or overrun.over)[:SHOWN]
+    listed = (late or standstill.over)[:SHOWN]
     one = views[listed[0]]
-    usual = stretches.usual(one.kind)
+    usual = phase_durations.usual(one.kind)
     took = "never seen before" if usual is None else f"took up to {_seconds(usual)} before"
     who = ", ".join(f"rank {rank} ({views[rank].host})" for rank in late[:SHOWN]) or "all ranks"
     calls = sorted(
-        {_where(looks, r).call for r in overrun.over if _where(looks, r).together} - {""}
+        {_where(looks, r).call for r in standstill.over if _where(looks, r).together} - {""}
     )
     if not late and calls:
         who = f"all ranks inside {' and '.join(calls)}:"
+    limit = _seconds(standstill.limit.total_seconds())
     head = (
         f"{who} no progress for {_seconds(one.since.total_seconds())} in {one.phase} at step "
-        f"{_number(one.step)} ({one.kind} {took}, limit {_seconds(overrun.limit.total_seconds())})"
+        f"{_number(one.step)} ({one.kind} {took}, limit {limit})"
     )
     lines = [Evidence("watchdog", head)]
     lines += [Evidence(f"rank {rank}", _state(views[rank], looks.get(rank))) for rank in listed]

@@ -47,7 +47,7 @@ class LinkSeen:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Unreached:
+class UnreachableHosts:
     """Hosts that are delayed or cut off, and their ranks.
 
     None of them with a ``how`` other than none: the network is to blame, and nobody can be named.
@@ -72,9 +72,9 @@ def seen_of(
     )
 
 
-def unreached(
+def find_unreachable_hosts(
     links: Sequence[LinkSeen], ranks: Mapping[int, str], *, late: float = 0.0
-) -> Unreached:
+) -> UnreachableHosts:
     """Who explains what was seen with the fewest hosts; ``ranks`` are the hosts of all ranks.
 
     A link is delayed whose round trip takes ``late`` seconds, a tenth of a second at least, and
@@ -92,7 +92,7 @@ def unreached(
     fine = {pair for pair in good if pair not in bad}
     culprits, between = _culprits(set(bad), fine)
     if not bad:
-        return Unreached()
+        return UnreachableHosts()
     hosts = sorted(set(ranks.values()))
     how = _how(bad, culprits)
     if between:
@@ -109,8 +109,8 @@ def unreached(
     if 2 * len(culprits) >= len(hosts) or "" in culprits:
         if not between:
             lines.append(Evidence("network", "not a minority of the hosts: none is named"))
-        return Unreached(how=how, evidence=tuple(lines))
-    return Unreached(
+        return UnreachableHosts(how=how, evidence=tuple(lines))
+    return UnreachableHosts(
         ranks=tuple(rank for rank, host in sorted(ranks.items()) if host in culprits),
         hosts=tuple(host for host in hosts if host in culprits),
         how=how,
@@ -119,7 +119,7 @@ def unreached(
     )
 
 
-def with_network(stall: Stall, network: Unreached, ranks: Mapping[int, str]) -> Stall:
+def with_network(stall: Stall, network: UnreachableHosts, ranks: Mapping[int, str]) -> Stall:
     """A standstill in the light of the network: whom it names is late, and nobody else is.
 
     Ranks that are silent because the way to them is cut may be all but one.  ``ranks`` are the

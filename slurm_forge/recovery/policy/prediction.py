@@ -1,6 +1,6 @@
 """What will happen to a run here: at a preemption, and at the time limit.  Pure.
 
-From what Slurm says of itself (``ConfigRecord``, the preemption contract) and what the job asks for
+From what Slurm says of itself (``ConfigRecord``, the preemption rules) and what the job asks for
 to a typed prediction, which ``doctor`` puts into words and which a real preemption can be held
 against, field by field.  Sources: src/interfaces/preempt.c and src/slurmctld/job_mgr.c.
 """
@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from enum import Enum
 
-from slurm_forge.recovery.policy.requeue_delay import sooner
+from slurm_forge.recovery.policy.requeue_delay import shortened_begin_times
 from slurm_forge.site.model import Preemption, PreemptionMode
 from slurm_forge.slurm.records import ConfigRecord
 from slurm_forge.slurm.versions import SlurmRelease, has
@@ -69,12 +69,13 @@ class ResumesFrom(str, Enum):
 class JobConditions:
     """A job and what Slurm and the site say of the place that it runs in.
 
-    ``preemption`` is what is in force there.  ``above`` is whether anybody may preempt jobs there
-    at all, None where nobody knows.  ``save`` is how long a save takes, None where none was seen.
+    ``preemption`` is what is in force there.  ``preemptable`` is whether anybody may preempt
+    jobs there at all, None where nobody knows.  ``save`` is how long a save takes, None where none
+    was seen.
     """
 
     preemption: Preemption = field(default_factory=Preemption)
-    above: bool | None = None
+    preemptable: bool | None = None
     config: ConfigRecord | None = None
     self_requeue_allowed: bool | None = None
     #: From a requeue until the job can start again, where Slurm itself can't be asked.
@@ -160,7 +161,7 @@ def _after_limit(here: JobConditions) -> BroughtBack:
 
 
 def _mode(here: JobConditions) -> PreemptionMode | None:
-    return PreemptionMode.OFF if here.above is False else here.preemption.mode
+    return PreemptionMode.OFF if here.preemptable is False else here.preemption.mode
 
 
 def _notice(here: JobConditions) -> timedelta | None:
@@ -192,7 +193,11 @@ def _delay(here: JobConditions, back_by: BroughtBack) -> timedelta | None:
         return None
     if here.config is None:
         return here.requeue_delay
-    shortened = back_by is BroughtBack.RUN and here.shorten_requeue and sooner(here.config, ())
+    shortened = (
+        back_by is BroughtBack.RUN
+        and here.shorten_requeue
+        and shortened_begin_times(here.config, ())
+    )
     return _SHORTENED if shortened else here.config.requeue_delay
 
 

@@ -33,20 +33,24 @@ _REQUEUE = "scontrol requeue"
 
 
 @dataclass(frozen=True, slots=True)
-class Soon:
-    """How far ahead the begin time is set: ``at_worst`` while we or ranks of ours may live on until
-    Slurm kills them, ``at_end`` as the very last act.
+class BeginTimes:
+    """How far ahead the begin time is set.
+
+    ``if_killed`` while we or ranks of ours may live on until Slurm kills them, ``at_exit`` as the
+    very last act.
     """
 
-    at_worst: timedelta
-    at_end: timedelta
+    if_killed: timedelta
+    at_exit: timedelta
 
-    def at_last(self, since: timedelta) -> timedelta:
-        """``at_end`` where the request was made so long ago: a slow end is seen late."""
-        return self.at_end if since < _LOOKED_AT_OFTEN else self.at_end + _SELDOM
+    def at_exit_after(self, since: timedelta) -> timedelta:
+        """``at_exit`` where the request was made so long ago: a slow end is seen late."""
+        return self.at_exit if since < _LOOKED_AT_OFTEN else self.at_exit + _SELDOM
 
 
-def sooner(config: ConfigRecord | None, attempts: Sequence[AttemptState]) -> Soon | None:
+def shortened_begin_times(
+    config: ConfigRecord | None, attempts: Sequence[AttemptState]
+) -> BeginTimes | None:
     """The begin times to ask for; None where Slurm's own delay is kept, or not known.
 
     Where an earlier requeue of the run waited for the whole delay all the same, the nodes may take
@@ -60,7 +64,7 @@ def sooner(config: ConfigRecord | None, attempts: Sequence[AttemptState]) -> Soo
         return None
     kill_wait = _KILL_WAIT if config.kill_wait is None else config.kill_wait
     worst = kill_wait + ahead + _SLACK
-    return Soon(at_worst=worst, at_end=ahead) if worst < delay else None
+    return BeginTimes(if_killed=worst, at_exit=ahead) if worst < delay else None
 
 
 def _fell_back(attempts: Sequence[AttemptState], delay: timedelta) -> int:

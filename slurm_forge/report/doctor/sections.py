@@ -162,7 +162,7 @@ def place_shown(place: PreemptionForecast) -> PlaceShown:
         usable=place.refused is None,
         why_not=place.refused,
         from_slurm=place.from_slurm,
-        preempted_by=place.by,
+        preempted_by=place.preemptors,
         mode=None if prediction.mode is None else prediction.mode.value,
         notice_s=_seconds(prediction.notice),
         kill_wait_s=prediction.kill_wait.total_seconds(),
@@ -261,11 +261,11 @@ def _signal(prediction: Prediction) -> str:
 
 
 def _by(place: PreemptionForecast) -> str:
-    if not place.by:
+    if not place.preemptors:
         return ""
     what = "QOS" if place.by_qos else "partition"
-    shown = ", ".join(clean(name, 40) for name in place.by[:3])
-    return f" (by {what} {shown}{', …' if len(place.by) > 3 else ''})"
+    shown = ", ".join(clean(name, 40) for name in place.preemptors[:3])
+    return f" (by {what} {shown}{', …' if len(place.preemptors) > 3 else ''})"
 
 
 def _back(prediction: Prediction) -> str:

@@ -65,10 +65,10 @@ def next_steps(facts: RunFacts, state: RunState, standing: Standing) -> tuple[st
         return (first, f"then, to continue: {again(name, state.job)}")
     if standing.not_started is not None:
         return (_REPAIR, f"then, to continue: {onward}")
-    if standing.gone is not None:
+    if standing.contradiction is not None:
         if state.status is not RunStatus.RUNNING:
-            return (standing.gone.next,)  # there is nothing more to see
-        return _then_see(standing, name, standing.gone.next)
+            return (standing.contradiction.next,)  # there is nothing more to see
+        return _then_see(standing, name, standing.contradiction.next)
     waiting, job = standing.waiting, clean(state.job, 40)
     if ends_at_once(facts, status, waiting) and (waiting is None or waiting.state):
         ends = f"{turn(waiting)} it ends at once without training"
@@ -130,8 +130,8 @@ def next_in_story(
         return ()
     if state.open_intent is not None or standing.not_started is not None:
         return next_steps(facts, state, standing)
-    if standing.gone is not None:
-        return (standing.gone.next,)
+    if standing.contradiction is not None:
+        return (standing.contradiction.next,)
     onward = go_on(facts.reference, state.job, standing)
     if standing.status is RunStatus.HELD:
         last = next(reversed(list(_incidents(story))), None)

@@ -25,10 +25,10 @@ from slurm_forge.report.story.history import (
     History,
 )
 from slurm_forge.report.story.queue_reason import (
-    JobGone,
+    SlurmContradiction,
     ended_by_signal,
     job_cancelled,
-    job_gone,
+    slurm_contradiction,
     why_waiting,
 )
 from slurm_forge.report.story.story import (
@@ -72,9 +72,9 @@ class Standing:
     wrong before somebody stopped the run, and is not over by that.  ``held_job`` waits in the queue
     until it is released, ``waiting`` is what Slurm says of the job that waits, and ``not_started``
     what a batch script said that could not even start us.  ``of_program``: the run is a program's
-    that keeps its own checkpoints, of which only it knows from where it goes on.  ``gone``: the
-    journal says that it runs, and Slurm, or its own machine, that it does not.  ``failing_saves``
-    while it is to train.
+    that keeps its own checkpoints, of which only it knows from where it goes on.
+    ``contradiction``: the journal says that it runs, and Slurm, or its own machine, that it does
+    not.  ``failing_saves`` while it is to train.
     """
 
     status: RunStatus
@@ -85,7 +85,7 @@ class Standing:
     waiting: WaitingStory | None = None
     not_started: NotStarted | None = None
     of_program: bool = False
-    gone: JobGone | None = None
+    contradiction: SlurmContradiction | None = None
     failing_saves: FailingSaves | None = None
 
 
@@ -109,23 +109,27 @@ def standing(facts: RunFacts, state: RunState, history: History) -> Standing:
     newest = history.attempts[-1] if history.attempts else None
     status = RunStatus.FINISHED if facts.done else state.status
     not_started = _not_started(facts, status, history)
-    gone = _ended_by_signal(facts, state, not_started)
+    contradiction = _ended_by_signal(facts, state, not_started)
     if not_started is not None and not_started.signal is not None:
         not_started = None
-    if gone is None and not_started is None:
-        gone = _gone_here(facts, state, status, history) or _gone(facts, state, status, history)
-    status = status if gone is None else gone.status
+    if contradiction is None and not_started is None:
+        contradiction = _contradiction_of_machine(
+            facts, state, status, history
+        ) or _contradiction_of_slurm(facts, state, status, history)
+    status = status if contradiction is None else contradiction.status
     doubtful = status is RunStatus.RUNNING and newest is not None and _is_silent(facts, newest)
-    words = _words(facts, state, status, newest) if gone is None else gone.words
+    words = _words(facts, state, status, newest) if contradiction is None else contradiction.words
     failing = None if status is RunStatus.FINISHED else history.failing_saves()
     if failing is not None and status is RunStatus.RUNNING:
         words += f", but {saves_fail(failing)}"
     if not_started is not None:
         words = f"job {clean(not_started.job, 40)} could not start: {_why(not_started)}"
         doubtful = False
-    held = state.held if status is RunStatus.HELD and gone is None else None
+    held = state.held if status is RunStatus.HELD and contradiction is None else None
     held_job = None if held is None else held.job
-    waiting = None if gone is not None else _waiting(facts, state, status, held_job, newest)
+    waiting = (
+        None if contradiction is not None else _waiting(facts, state, status, held_job, newest)
+    )
     if waiting is not None and not_started is None and held_job is None:
         silent = facts.queue is not None and not facts.queue.answered
         words = (
@@ -133,7 +137,7 @@ def standing(facts: RunFacts, state: RunState, history: History) -> Standing:
             if silent
             else f"{words}: {waiting.text}"
         )
-    stops = not_started is None and gone is None and ends_at_once(facts, status, waiting)
+    stops = not_started is None and contradiction is None and ends_at_once(facts, status, waiting)
     if stops:
         words += (
             f"; {_who_asked_to_stop(history)}: {turn(waiting)} it ends at once without training"
@@ -152,7 +156,7 @@ def standing(facts: RunFacts, state: RunState, history: History) -> Standing:
             waiting=waiting,
             not_started=not_started,
             of_program=history.of_program,
-            gone=gone,
+            contradiction=contradiction,
             failing_saves=failing,
         )
     trouble = unresolved_failure(history.attempts)
@@ -164,7 +168,7 @@ def standing(facts: RunFacts, state: RunState, history: History) -> Standing:
         trouble,
         not_started=not_started,
         of_program=history.of_program,
-        gone=gone,
+        contradiction=contradiction,
         failing_saves=failing,
     )
 
@@ -191,16 +195,16 @@ def last_heard(facts: RunFacts, newest: AttemptStory) -> float:
     return newest.last_seen if facts.last_written is None else facts.last_written
 
 
-def _gone_here(
+def _contradiction_of_machine(
     facts: RunFacts, state: RunState, status: RunStatus, history: History
-) -> JobGone | None:
+) -> SlurmContradiction | None:
     """The processes of a run on this machine, of which the journal could not be told the end."""
     if status not in (RunStatus.SUBMITTED, RunStatus.RUNNING, RunStatus.REQUEUED):
         return None
     if not facts.gone_here or facts.gone_here != state.job:
         return None
     words = "ended unexpectedly: none of its processes is left on this machine"
-    return JobGone(RunStatus.STOPPED, words, _onward(facts, state, history))
+    return SlurmContradiction(RunStatus.STOPPED, words, _onward(facts, state, history))
 
 
 def _onward(facts: RunFacts, state: RunState, history: History) -> str:
@@ -208,7 +212,9 @@ def _onward(facts: RunFacts, state: RunState, history: History) -> str:
     return f"{going_on}: {again(facts.reference, state.job)}"
 
 
-def _gone(facts: RunFacts, state: RunState, status: RunStatus, history: History) -> JobGone | None:
+def _contradiction_of_slurm(
+    facts: RunFacts, state: RunState, status: RunStatus, history: History
+) -> SlurmContradiction | None:
     """Slurm's record of the job, where it contradicts the journal."""
     answer, newest = facts.queue, history.attempts[-1] if history.attempts else None
     if status in (RunStatus.SUBMITTED, RunStatus.REQUEUED) and answer is not None:
@@ -220,7 +226,7 @@ def _gone(facts: RunFacts, state: RunState, status: RunStatus, history: History)
         return None
     if answer.job != state.job or state.open_intent is not None:
         return None
-    return job_gone(
+    return slurm_contradiction(
         answer,
         again=again(facts.reference, state.job),
         bring_back=_onward(facts, state, history),
@@ -229,7 +235,9 @@ def _gone(facts: RunFacts, state: RunState, status: RunStatus, history: History)
     )
 
 
-def _ended_by_signal(facts: RunFacts, state: RunState, note: NotStarted | None) -> JobGone | None:
+def _ended_by_signal(
+    facts: RunFacts, state: RunState, note: NotStarted | None
+) -> SlurmContradiction | None:
     """What Slurm says of a start that a signal ended; None once the job was started again."""
     if note is None or note.signal is None or state.open_intent is not None:
         return None

@@ -159,7 +159,7 @@ class QueueAnswer:
 
 
 @dataclass(frozen=True, slots=True)
-class JobGone:
+class SlurmContradiction:
     """Slurm's record contradicts a journal that says that the run is running, or waits.
 
     ``status`` is what the run is by Slurm's record, ``words`` say it, ``next`` is what to do.
@@ -180,7 +180,7 @@ def job_to_ask_about(records: Iterable[Record]) -> str | None:
     return state.job if state.held is None else state.held.job
 
 
-def job_gone(
+def slurm_contradiction(
     answer: QueueAnswer,
     *,
     again: str,
@@ -188,7 +188,7 @@ def job_gone(
     now: float,
     last_seen: float,
     zone: tzinfo | None = None,
-) -> JobGone | None:
+) -> SlurmContradiction | None:
     """What Slurm says of a job that runs by the journal; None where it does not contradict that.
 
     ``last_seen`` is the run's last sign of life: a fresh one is believed rather than a Slurm that
@@ -205,37 +205,41 @@ def job_gone(
         if -_FRESH_S < silent < _FRESH_S:
             return None
         words = f"Slurm no longer knows job {job}, and the journal does not say how it ended"
-        return JobGone(RunStatus.STOPPED, f"{words}; {silence}", bring_back)
+        return SlurmContradiction(RunStatus.STOPPED, f"{words}; {silence}", bring_back)
     if record.state in TERMINAL:
         ended = _timestamp(record.end_time)
         if 0 <= silent < _FRESH_S and ended is not None and last_seen > ended + 1:
             return None
         if record.state is JobState.CANCELLED:
-            return JobGone(RunStatus.CANCELLED, f"job {job} was cancelled; {silence}", bring_back)
+            return SlurmContradiction(
+                RunStatus.CANCELLED, f"job {job} was cancelled; {silence}", bring_back
+            )
         code = "" if record.exit_code is None else ", exit code {}:{}".format(*record.exit_code)
         how = f"{t.clean(record.state_text, 40)}{code}"
         words = f"job {job} has ended ({how}), and the journal does not say why"
-        return JobGone(RunStatus.STOPPED, f"{words}; {silence}", bring_back)
+        return SlurmContradiction(RunStatus.STOPPED, f"{words}; {silence}", bring_back)
     if record.state in PENDING_LIKE:
         waiting = why_waiting(answer, again=again, now=now, zone=zone)
         # Where the journal could not be written, the job's comment says why.
         comment = (record.comment or "").partition(_OUR_COMMENT)[2].strip()
         why = t.clean(comment, _LONGEST_WHY) if comment else "the journal does not say why"
         if waiting.held:
-            return JobGone(RunStatus.HELD, f"job {job} is {waiting.text}: {why}", waiting.next)
+            return SlurmContradiction(
+                RunStatus.HELD, f"job {job} is {waiting.text}: {why}", waiting.next
+            )
         words = f"job {job} is back in the queue ({why}): {waiting.text}"
-        return JobGone(RunStatus.REQUEUED, words, waiting.next)
+        return SlurmContradiction(RunStatus.REQUEUED, words, waiting.next)
     return None
 
 
-def job_cancelled(answer: QueueAnswer, *, again: str, started: bool) -> JobGone | None:
+def job_cancelled(answer: QueueAnswer, *, again: str, started: bool) -> SlurmContradiction | None:
     """A job that waits by the journal and was cancelled; ``started``: the run had begun before."""
     end = answer.end
     if end is None or end.state is not JobState.CANCELLED:
         return None
     when = "started again" if started else "started"
     words = f"job {t.clean(answer.job, 40)} was cancelled before it {when}"
-    return JobGone(RunStatus.CANCELLED, words, f"to continue: {again}")
+    return SlurmContradiction(RunStatus.CANCELLED, words, f"to continue: {again}")
 
 
 def ended_by_signal(
@@ -246,7 +250,7 @@ def ended_by_signal(
     again: str,
     now: float,
     zone: tzinfo | None = None,
-) -> JobGone:
+) -> SlurmContradiction:
     """What became of ``job``, whose start a signal ended before the supervisor had begun.
 
     Whoever is preempted or cancelled is sent the same signal: only Slurm knows which it was.
@@ -260,25 +264,29 @@ def ended_by_signal(
         state = t.clean(end.state_text, 40)
         words = f"job {job} was {end.state.value.lower()} before it had begun"
         words += f" ({state})" if state != end.state.value else ""
-        return JobGone(RunStatus.CANCELLED if cancelled else RunStatus.STOPPED, words, onward)
+        return SlurmContradiction(
+            RunStatus.CANCELLED if cancelled else RunStatus.STOPPED, words, onward
+        )
     ended = f"{signal} ended job {job} before it had begun"
     if end is not None:
         words = f"{ended}; Slurm reports it as ended ({t.clean(end.state_text, 40)})"
-        return JobGone(RunStatus.STOPPED, words, onward)
+        return SlurmContradiction(RunStatus.STOPPED, words, onward)
     if record is not None and record.state in PENDING_LIKE:
         if record.preempt_time is not None:
             ended = f"job {job} was preempted before it had begun"
         waiting = why_waiting(answer, again=again, now=now, zone=zone)
         words = f"{ended}, and is back in the queue: {waiting.text}"
-        return JobGone(RunStatus.HELD if waiting.held else RunStatus.REQUEUED, words, waiting.next)
+        return SlurmContradiction(
+            RunStatus.HELD if waiting.held else RunStatus.REQUEUED, words, waiting.next
+        )
     if record is not None:
         words = f"{ended}; Slurm reports it as {t.clean(record.state_text, 40)}"
-        return JobGone(
+        return SlurmContradiction(
             RunStatus.REQUEUED, words, f"check in a moment what became of it: squeue -j {job}"
         )
     words = f"{ended}; whether it was cancelled, preempted or out of time is unknown"
     look = f"check whether it is in the queue: squeue -j {job}; if it is not: {again}"
-    return JobGone(RunStatus.STOPPED, words, look)
+    return SlurmContradiction(RunStatus.STOPPED, words, look)
 
 
 def why_waiting(

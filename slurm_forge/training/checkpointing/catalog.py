@@ -363,7 +363,7 @@ class CliJudgements:
         if sizes == self._known_sizes:
             return None
         with contextlib.suppress(OSError, ForgeError):
-            checkpoints = fold(read_journal(self._run, thin=True)[0]).known
+            checkpoints = fold(read_journal(self._run, skip_superseded=True)[0]).known
             self._known_sizes = sizes
             return checkpoints
         return None

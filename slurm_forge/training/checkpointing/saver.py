@@ -320,8 +320,8 @@ class Saver:
         """
         there: Sequence[CheckpointName] = ()
         if self.catalog is not None and self._journal is not None:
-            records, _ = read_journal(self._context.directory, thin=True, fresh=True)
-            self._journal.follow(records)
+            records, _ = read_journal(self._context.directory, skip_superseded=True, refresh=True)
+            self._journal.advance_clock(records)
             self.catalog.recall(fold(records))
             there = self._store.candidates()
             self.candidates = tuple(map(str, there[:_MOST_CANDIDATES]))

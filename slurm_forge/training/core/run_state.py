@@ -91,7 +91,7 @@ class TrainingProgress:
     skipped: int = 0
     skipped_in_a_row: int = 0
     #: The highest loss that was usual, as rank 0 has seen it.
-    loss_summit: float | None = None
+    highest_usual_loss: float | None = None
     phases: dict[str, int] = field(default_factory=dict)
     extra: dict[str, Any] = field(default_factory=dict)
 
@@ -102,7 +102,7 @@ class TrainingProgress:
             "consumed": self.consumed,
             "skipped": self.skipped,
             "skipped_in_a_row": self.skipped_in_a_row,
-            "loss_summit": self.loss_summit,
+            "loss_summit": self.highest_usual_loss,
             "phases": dict(self.phases),
             "extra": dict(self.extra),
         }
@@ -113,8 +113,8 @@ class TrainingProgress:
         self.consumed = int(body["consumed"])
         self.skipped = int(body["skipped"])
         self.skipped_in_a_row = int(body["skipped_in_a_row"])
-        summit = body.get("loss_summit")  # checkpoints from before have none
-        self.loss_summit = None if summit is None else float(summit)
+        highest = body.get("loss_summit")  # checkpoints from before have none
+        self.highest_usual_loss = None if highest is None else float(highest)
         self.phases = {str(name): int(step) for name, step in body["phases"].items()}
         self.extra.clear()
         self.extra.update(body["extra"])

@@ -78,7 +78,7 @@ class StepRecord:
 class SkipTracker:
     """Takes the verdict of every step in; ``trouble`` is what they add up to.
 
-    With ``late`` (on a GPU) a verdict is read one step later, when it has long arrived on the host:
+    With ``read_one_step_late`` (on a GPU) a verdict is read when it has long arrived on the host:
     no step waits for the device.  ``spike_monitor`` is rank 0's, for what is finite and yet not
     right.
     """
@@ -94,8 +94,8 @@ class SkipTracker:
         journal: JournalWriter | None,
         member: Member,
         spike_monitor: SpikeMonitor | None,
-        injecting: FaultInjector,
-        late: bool,
+        fault_injector: FaultInjector,
+        read_one_step_late: bool,
     ) -> None:
         self._allowed = {
             cause: max(1, skips_allowed(policy, cause))
@@ -108,8 +108,8 @@ class SkipTracker:
         self._journal = journal
         self._member = member
         self._spike_monitor = spike_monitor
-        self._injecting = injecting
-        self._keep = 1 if late else 0
+        self._fault_injector = fault_injector
+        self._keep = 1 if read_one_step_late else 0
         self._unread: deque[StepRecord] = deque()
         self._names: Mapping[int, str] | None = None
         self._from_stream = False
@@ -118,10 +118,10 @@ class SkipTracker:
         self._bad_losses = 0
         #: The last steps and their samples, for an incident that is noticed later.
         self._recent: deque[tuple[int, SampleWindow]] = deque(maxlen=_REMEMBERED)
-        #: Of the row of skipped steps that goes on now.
-        self._row_from: SampleWindow | None = None
-        self._row_is_finite = True
-        self._row_examined = False
+        #: Of the skipped steps in a row that go on now.
+        self._skip_streak_from: SampleWindow | None = None
+        self._skip_streak_is_finite = True
+        self._skip_streak_examined = False
         self._examination: Examination | None = None
         self._journaled_evidence: tuple[Evidence, ...] = ()
         #: What this rank has proposed to all, and nobody has answered yet.
@@ -167,7 +167,7 @@ class SkipTracker:
         self._unread.clear()
         self._recent.clear()
         self._examined_at, self._bad_losses, self._proposed = None, 0, None
-        self._end_row()
+        self._end_skip_streak()
         self.trouble = None
 
     def _read(self, keep: int) -> None:
@@ -176,7 +176,7 @@ class SkipTracker:
             readings = [each.verdict.read() for each in record.applied]
             if all(reading.applied for reading in readings):
                 self._progress.skipped_in_a_row = 0
-                self._end_row()
+                self._end_skip_streak()
                 self._look_at_loss(record, readings[-1].loss)
             else:
                 finite = all(reading.finite for reading in readings)
@@ -185,7 +185,7 @@ class SkipTracker:
                     continue  # it says nothing about which losses and norms are usual
             if self._spike_monitor is not None:
                 self._spike_monitor.record(record.step, _together(readings))
-                self._progress.loss_summit = self._spike_monitor.summit
+                self._progress.highest_usual_loss = self._spike_monitor.highest_usual_loss
 
     def _look_at_loss(self, record: StepRecord, loss: float) -> None:
         """A mean over nothing is NaN and has no gradient: no norm tells of it, on any rank."""
@@ -216,22 +216,22 @@ class SkipTracker:
         proposal = self.open_proposal
         return () if proposal is None else (proposal.text,)
 
-    def let_pass(self) -> None:
+    def accept_and_continue(self) -> None:
         """It was decided that training goes on as it is."""
         self._progress.skipped_in_a_row = 0
         self._proposed = None
-        self._end_row()
+        self._end_skip_streak()
 
-    def _end_row(self) -> None:
-        self._row_from, self._row_is_finite, self._examination = None, True, None
-        self._row_examined = False
+    def _end_skip_streak(self) -> None:
+        self._skip_streak_from, self._skip_streak_is_finite, self._examination = None, True, None
+        self._skip_streak_examined = False
 
     def _skipped(self, record: StepRecord, readings: Sequence[Reading], *, finite: bool) -> None:
         progress = self._progress
         progress.skipped += 1
         progress.skipped_in_a_row += 1
-        self._row_from = self._row_from or record.samples
-        self._row_is_finite = self._row_is_finite and finite
+        self._skip_streak_from = self._skip_streak_from or record.samples
+        self._skip_streak_is_finite = self._skip_streak_is_finite and finite
         if finite:
             self._member.send(UpdateSkipped(step=record.step))
         searching = not finite and self._scaler_searches()
@@ -249,16 +249,16 @@ class SkipTracker:
             return
         if searching:
             return  # a scaler that still has room below looks for its scale: that is no incident
-        cause = Cause.LOSS_SPIKE if self._row_is_finite else Cause.NON_FINITE
+        cause = Cause.LOSS_SPIKE if self._skip_streak_is_finite else Cause.NON_FINITE
         if progress.skipped_in_a_row < self._allowed[cause]:
             return
         self._trouble(record, f"{progress.skipped_in_a_row} steps in a row had {_what(finite)}")
 
     def _trouble(self, record: StepRecord, text: str) -> None:
-        first, examination = self._row_from or record.samples, self._examination
+        first, examination = self._skip_streak_from or record.samples, self._examination
         row = self._progress.skipped_in_a_row
         self.trouble = Instability(
-            cause=Cause.LOSS_SPIKE if self._row_is_finite else Cause.NON_FINITE,
+            cause=Cause.LOSS_SPIKE if self._skip_streak_is_finite else Cause.NON_FINITE,
             onset=record.step - row + 1,
             step=record.step,
             text=text,
@@ -279,9 +279,9 @@ class SkipTracker:
         Not where the norm is finite: should ranks differ on which side of the limit it lies, nobody
         may wait for the others here (``launch/conductor/skip_consistency`` finds that out).
         """
-        if finite or self._row_examined:
+        if finite or self._skip_streak_examined:
             return
-        self._row_examined = True
+        self._skip_streak_examined = True
         again, self._examinations = self._examined_at, self._examinations + 1
         soon = again is not None and 0 <= record.step - again < _STEPS_BETWEEN_EXAMINATIONS
         if soon and self._examinations > _EXAMINATIONS:
@@ -296,7 +296,7 @@ class SkipTracker:
         if self._names is None:
             self._names = parameter_names(self._registry.models)
         blame = [part for each in record.applied for part in each.blame(self._names)]
-        faults = self._injecting
+        faults = self._fault_injector
         with faults.replay() if faults.active else contextlib.nullcontext():
             self._examination = self._examiner.examine(
                 batch=record.batch,

@@ -81,12 +81,12 @@ class SpikeMonitor:
         self._clock = clock
         self._noted = noted
         self._may_go_back = may_go_back
-        self._on = bool(ladder)
-        self._limits = skips > 0
+        self._enabled = bool(ladder)
+        self._limits_norm = skips > 0
         #: What was proposed last, until somebody has decided on it.
         self.open: Anomaly | None = None
         self._spikes = Spikes(skips=skips)
-        self._in_force = math.inf
+        self._active_limit = math.inf
         #: What was announced and is not in force yet, and since which step.
         self._announced: tuple[float, int] | None = None
         self._next_limit_at = self._next_lower_at = -math.inf
@@ -95,32 +95,36 @@ class SpikeMonitor:
 
     def record(self, step: int, reading: StepReading) -> None:
         """The verdict of a step has been read.  Microseconds, unless there is something to say."""
-        if not self._on:
+        if not self._enabled:
             return
         spikes = self._spikes
         anomaly = spikes.note(step, loss=reading.loss, norm=reading.norm, applied=reading.applied)
         if anomaly is not None:
             self._on_anomaly(anomaly)
-        if self._limits:
+        if self._limits_norm:
             limit = spikes.limit
             self._look_at_limit(math.inf if limit is None else limit, step)
         if spikes.outliers != self._told_outliers:
             self._tell_outliers()
 
-    def restarted(self, losses: Sequence[float], step: int, *, summit: float | None = None) -> None:
+    def restarted(
+        self, losses: Sequence[float], step: int, *, highest_usual_loss: float | None = None
+    ) -> None:
         """After a resume or rollback to ``step``; ``losses`` are its last ones, oldest first.
 
         No limit is in force then: it goes with the weights that it was learned from.
         """
         self.open = None
-        if summit is not None:
-            self._spikes.summit = max(self._spikes.summit, summit)
+        if highest_usual_loss is not None:
+            self._spikes.highest_usual_loss = max(
+                self._spikes.highest_usual_loss, highest_usual_loss
+            )
         self._spikes.restart(losses, step)
-        self.limit_in_force(None)
+        self.set_active_limit(None)
 
-    def limit_in_force(self, value: float | None) -> None:
+    def set_active_limit(self, value: float | None) -> None:
         """All ranks leave updates above this norm out from now on; None or infinity: none."""
-        self._in_force = value if value is not None and value < _NO_LIMIT else math.inf
+        self._active_limit = value if value is not None and value < _NO_LIMIT else math.inf
         self._announced = None
 
     def tolerate(self) -> None:
@@ -129,9 +133,10 @@ class SpikeMonitor:
         self._spikes.tolerate()
 
     @property
-    def summit(self) -> float | None:
+    def highest_usual_loss(self) -> float | None:
         """The highest usual loss so far; goes into checkpoints."""
-        return self._spikes.summit if math.isfinite(self._spikes.summit) else None
+        highest = self._spikes.highest_usual_loss
+        return highest if math.isfinite(highest) else None
 
     def _on_anomaly(self, anomaly: Anomaly) -> None:
         if not self._may_go_back():
@@ -144,11 +149,11 @@ class SpikeMonitor:
         self._send(RequestProposal(kind=RequestKind.RECOVER, reason=announce(anomaly)))
 
     def _look_at_limit(self, limit: float, step: int) -> None:
-        last = self._in_force
+        last = self._active_limit
         if self._announced is not None:
             last, since = self._announced
             if step - since >= _LOST_AFTER_STEPS:
-                self._announced, last = None, self._in_force
+                self._announced, last = None, self._active_limit
         if last * _LOWER <= limit <= last * _HIGHER:  # also where there is none, and was none
             return
         now = self._clock()

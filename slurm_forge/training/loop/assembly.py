@@ -32,7 +32,7 @@ from slurm_forge.training.instability.skip_tracker import (
     SkipTracker,
 )
 from slurm_forge.training.instability.spike_monitor import SpikeMonitor
-from slurm_forge.training.loop.recovery import InstabilityHandler
+from slurm_forge.training.loop.instability_handler import InstabilityHandler
 from slurm_forge.training.loop.save_schedule import SaveSchedule
 from slurm_forge.training.loop.step import StepLifecycle
 from slurm_forge.training.monitor.collective_probe import Probe
@@ -59,7 +59,7 @@ class Parts:
     active_plan: ActivePlan
     skip_tracker: SkipTracker
     instability: InstabilityHandler
-    injecting: FaultInjector
+    fault_injector: FaultInjector
     spike_monitor: SpikeMonitor | None
     loss_history: LossHistory
 
@@ -104,7 +104,7 @@ def assemble(
             noted=saver.catalog.say,
             may_go_back=lambda: saver.catalog is not None and saver.catalog.has_usable,
         )
-    injecting = FaultInjector(
+    fault_injector = FaultInjector(
         context.spec.inject,
         rank=context.rank,
         world_size=context.world_size,
@@ -123,11 +123,11 @@ def assemble(
         journal=journal,
         member=member,
         spike_monitor=spike_monitor,
-        injecting=injecting,
-        late=device.type == "cuda",
+        fault_injector=fault_injector,
+        read_one_step_late=device.type == "cuda",
     )
     first_steps = _first_steps(saver, loss_history, progress, member, device)
-    step_timer = _step_timer(context, device, groups, member, injecting, registry)
+    step_timer = _step_timer(context, device, groups, member, fault_injector, registry)
     step_lifecycle = StepLifecycle(
         registry=registry,
         progress=progress,
@@ -138,7 +138,7 @@ def assemble(
         world_size=context.world_size,
         active_plan=active_plan,
         first_steps=first_steps,
-        injecting=injecting,
+        fault_injector=fault_injector,
         step_timer=step_timer,
     )
     save_schedule = SaveSchedule(
@@ -174,12 +174,12 @@ def assemble(
         step_lifecycle=step_lifecycle,
         boundaries=boundaries,
         progress_log=ProgressLogger(journal, progress),
-        probe=_probe(context, device, groups, member, injecting),
+        probe=_probe(context, device, groups, member, fault_injector),
         step_timer=step_timer,
         active_plan=active_plan,
         skip_tracker=skip_tracker,
         instability=instability,
-        injecting=injecting,
+        fault_injector=fault_injector,
         spike_monitor=spike_monitor,
         loss_history=loss_history,
     )
@@ -219,7 +219,7 @@ def _probe(
     device: torch.device,
     groups: ProcessGroups,
     member: Member,
-    injecting: FaultInjector,
+    fault_injector: FaultInjector,
 ) -> Probe | None:
     if groups.probe is None or not context.spec.probe.enabled:
         return None
@@ -231,7 +231,7 @@ def _probe(
         rank=context.rank,
         world_size=context.world_size,
         large=bandwidth.size if bandwidth.enabled else None,
-        spoilt=injecting.probe_spoilt,
+        spoilt=fault_injector.probe_spoilt,
     )
 
 
@@ -240,7 +240,7 @@ def _step_timer(
     device: torch.device,
     groups: ProcessGroups,
     member: Member,
-    injecting: FaultInjector,
+    fault_injector: FaultInjector,
     registry: Registry,
 ) -> StepTimer | None:
     probe = context.spec.probe
@@ -250,6 +250,6 @@ def _step_timer(
         member.send,
         device=device,
         every=probe.pace_every,
-        injecting=injecting,
+        fault_injector=fault_injector,
         models=registry.models.values,
     )

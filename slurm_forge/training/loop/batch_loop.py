@@ -157,15 +157,15 @@ class BatchLoop:
                     source, rollbacks = self._source(request, order), parts.boundaries.rollbacks
                     total = self._total(request)
                 if parts.progress.step >= total:
-                    if parts.instability.ends_well():
+                    if parts.instability.final_check():
                         return
                     continue
                 with parts.boundaries.data_wait() as poll:
                     batch = source.next_batch(poll, DATA_POLL)
                 before = parts.progress.step
-                parts.instability.batch_out = True
+                parts.instability.batch_in_progress = True
                 yield batch
-                parts.instability.batch_out = False
+                parts.instability.batch_in_progress = False
                 if parts.progress.step == before:
                     raise _not_stepped()  # it would come again for ever
         finally:
@@ -176,7 +176,7 @@ class BatchLoop:
     def over(self) -> None:
         """No more batches are taken, whatever has become of the loop."""
         self._parts.instability.rewind = None
-        self._parts.instability.batch_out = False
+        self._parts.instability.batch_in_progress = False
         if self._batch_source is not None:
             self._batch_source.close()
             self._batch_source = None

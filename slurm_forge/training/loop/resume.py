@@ -114,7 +114,7 @@ class Resumer:
                 parts.spike_monitor.restarted(
                     values(parts.loss_history.snapshot()),
                     name.step,
-                    summit=parts.progress.loss_summit,
+                    highest_usual_loss=parts.progress.highest_usual_loss,
                 )
             parts.hooks.call("on_resume", step=parts.progress.step)
         return name

@@ -113,7 +113,7 @@ class Run:
         self._instability = parts.instability
         self._skip_tracker = parts.skip_tracker
         self._spike_monitor = parts.spike_monitor
-        self._injecting = parts.injecting
+        self._fault_injector = parts.fault_injector
         self._pressure = Pressure()
         self._resumer = Resumer(
             context, parts, groups=groups, member=member, journal=journal, timings=timings
@@ -334,7 +334,7 @@ class Run:
         begun: Step | None = None
         while True:
             loss_function = (
-                self._injected(batch, compute_loss) if self._injecting.active else compute_loss
+                self._injected(batch, compute_loss) if self._fault_injector.active else compute_loss
             )
             try:
                 with self.step(batch) as begun:
@@ -386,7 +386,7 @@ class Run:
             number = next(turns) % len(batch.micro_sizes)
             skipped = self._active_plan.plan.skipped
             loss: Any = compute_loss(micro)
-            changed: torch.Tensor | Loss = self._injecting.loss(
+            changed: torch.Tensor | Loss = self._fault_injector.loss(
                 loss,
                 step=step,
                 samples_first=first_sample(batch, number, rank=self.rank, skipped=skipped),
@@ -477,7 +477,7 @@ class Run:
 
     def _recover(self) -> bool:
         """Act on what all ranks know of the last steps, if anything; whether it was a rewind."""
-        if self._skip_tracker.trouble is None and not self._instability.owed:
+        if self._skip_tracker.trouble is None and not self._instability.unfinished_rollbacks:
             return False
         return self._instability.boundary()
 
@@ -498,7 +498,7 @@ class Run:
                 stale = self._boundaries.rollbacks > 0 and not self._step_lifecycle.stepped
                 self._active_plan.limit = LARGEST if stale else limit_in(request.reason)
                 if self._spike_monitor is not None:
-                    self._spike_monitor.limit_in_force(self._active_plan.limit)
+                    self._spike_monitor.set_active_limit(self._active_plan.limit)
             case RequestKind.RECOVER:
                 self._skip_tracker.announced(announced(request.reason))
             case _:
@@ -543,7 +543,7 @@ class Run:
         # Before anything collective: a rank that is still at it would be waited for without end.
         reported = self._progress.step
         self._member.send(FunctionReturned(step=reported))
-        self._instability.ends_well()
+        self._instability.final_check()
         step = self._progress.step
         if step != reported:
             self._member.send(FunctionReturned(step=step))

@@ -226,7 +226,7 @@ class StepLifecycle:
         world_size: int,
         active_plan: ActivePlan,
         first_steps: FirstSteps | None,
-        injecting: FaultInjector,
+        fault_injector: FaultInjector,
         step_timer: StepTimer | None = None,
     ) -> None:
         self._registry = registry
@@ -238,7 +238,7 @@ class StepLifecycle:
         self._world_size = world_size
         self._active_plan = active_plan
         self._first_steps = first_steps
-        self._injecting = injecting
+        self._fault_injector = fault_injector
         self._step_timer = step_timer
         self._snapshot: BufferSnapshot | None = None
         self._generators: Generators | None = None
@@ -254,8 +254,8 @@ class StepLifecycle:
         step, plan = self._progress.step, self._active_plan.plan
         if self._step_timer is not None:
             self._step_timer.begin()
-        if self._injecting.active:
-            self._injecting.boundary(step, self._registry)
+        if self._fault_injector.active:
+            self._fault_injector.boundary(step, self._registry)
         for optimizer in self._registry.optimizers.values():
             drop_gradients(optimizer)
         if self._snapshot is None:

@@ -43,7 +43,7 @@ class StepTimer:
         *,
         device: torch.device,
         every: timedelta,
-        injecting: FaultInjector,
+        fault_injector: FaultInjector,
         models: Callable[[], Iterable[Any]],
         clock: Callable[[], float] = time.monotonic,
         trial: NodeBenchmark | None = None,
@@ -51,7 +51,7 @@ class StepTimer:
         self._send = send
         self._device = device
         self._every_s = every.total_seconds()
-        self._injecting = injecting
+        self._fault_injector = fault_injector
         self._models = models
         self._clock = clock
         self._trial = benchmark_on(device) if trial is None else trial
@@ -71,7 +71,7 @@ class StepTimer:
         if stopwatch is None:
             return
         took = stopwatch.hand_over()
-        faults = self._injecting
+        faults = self._fault_injector
         if took and faults.active and faults.drags and isinstance(stopwatch, HostStopwatch):
             faults.drag(took)
             stopwatch.resume()
@@ -87,7 +87,7 @@ class StepTimer:
 
     def try_out(self) -> None:
         """At an agreed boundary: how fast does this node compute?"""
-        self._trial.run(self._injecting.drag_trial)
+        self._trial.run(self._fault_injector.drag_trial)
 
     def _report(self, stopwatch: Stopwatch, step: int) -> None:
         self._next = self._clock() + self._every_s

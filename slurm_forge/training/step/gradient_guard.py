@@ -30,7 +30,7 @@ from slurm_forge.training.step.gradient_norms import (
 #: The largest finite float32: a norm above it counts as infinite whatever it was computed in.
 LARGEST = float(torch.finfo(torch.float32).max)
 #: A norm that is smaller than the largest one by so much is not clipped, in any dtype's arithmetic.
-_CLEARLY = 1.02
+_CLIP_MARGIN = 1.02
 _LITTLE = 1e-5
 
 
@@ -200,7 +200,7 @@ def apply_gradients(
             norm, parts, factor, max_norm = _own_norm(grad_norm, selected), NormParts(), None, None
         else:
             norm, parts = gradients.norm(norm_group)
-            factor = None if gradient_factor is None else _beside(norm, gradient_factor)
+            factor = None if gradient_factor is None else _scalar_like(norm, gradient_factor)
             if factor is not None:
                 norm, parts = norm * factor, parts.times(factor)
         if on_device is None:
@@ -208,7 +208,7 @@ def apply_gradients(
         if on_device or scaler is not None:
             found_inf = _found_inf(norm, limit)
             if scaler is not None and gradients:
-                found_inf = _enter(scaler, optimizer, found_inf)
+                found_inf = _merge_into_scaler(scaler, optimizer, found_inf)
             # Before what else is queued, so that whoever waits for it waits for nothing else.
             verdict = StepVerdict(found_inf, norm, loss)
             go_on = True
@@ -218,7 +218,7 @@ def apply_gradients(
             go_on = value <= limit
             loss_value = math.nan if loss is None else loss.item()
             verdict = StepVerdict.known(Reading(go_on, value <= LARGEST, value, loss_value))
-            if go_on and max_norm is not None and value * _CLEARLY + _LITTLE < max_norm:
+            if go_on and max_norm is not None and value * _CLIP_MARGIN + _LITTLE < max_norm:
                 max_norm = None  # most steps of most runs: times 1 would change nothing
             elif not go_on and grad_norm is not None:
                 parts = gradients.parts()
@@ -286,7 +286,7 @@ def _own_norm(norm: torch.Tensor | float, parameters: Sequence[torch.Tensor]) ->
     return norm.detach().reshape(()).abs()
 
 
-def _beside(norm: torch.Tensor, factor: torch.Tensor | float) -> torch.Tensor:
+def _scalar_like(norm: torch.Tensor, factor: torch.Tensor | float) -> torch.Tensor:
     """A factor as a tensor where the norm is, of its dtype."""
     if not isinstance(factor, torch.Tensor) or factor.device != norm.device:
         return torch.full_like(norm, float(factor))
@@ -326,7 +326,7 @@ def _step(
             del fused.found_inf, fused.grad_scale
 
 
-def _enter(scaler: Any, optimizer: Optimizer, found_inf: torch.Tensor) -> torch.Tensor:
+def _merge_into_scaler(scaler: Any, optimizer: Optimizer, found_inf: torch.Tensor) -> torch.Tensor:
     """Our verdict into the scaler's, which is that of this rank's shards alone under FSDP.
 
     Without it ranks would step, and change their scale, on their own.  The scaler has no public

@@ -21,8 +21,8 @@ from hypothesis import strategies as st
 from slurm_forge import files
 from slurm_forge.cli.start.first_files import (
     FirstFiles,
+    InitOptions,
     StartMethod,
-    Wishes,
     first_files,
     name_from,
 )
@@ -34,8 +34,8 @@ from slurm_forge.units import format_memory, format_slurm_duration
 from tests.unit.cli.conftest import Shell
 
 
-def made(**wishes: object) -> FirstFiles:
-    return first_files(Wishes(**{"name": "demo", **wishes}))
+def made(**options: object) -> FirstFiles:
+    return first_files(InitOptions(**{"name": "demo", **options}))
 
 
 def job_of(found: FirstFiles) -> JobSpec:
@@ -68,9 +68,9 @@ def test_every_combination_is_a_valid_job_that_says_what_was_asked(
 ) -> None:  # fmt: skip
     try:
         found = made(
-            way=way, name=name, nodes=nodes, tasks_per_node=tasks, gpus_per_node=gpus, mem=mem,
-            cpus_per_task=cpus, time=limit, partition=partition, account=account, entry=entry,
-            command=command, site=site,
+            start_method=way, name=name, nodes=nodes, tasks_per_node=tasks, gpus_per_node=gpus,
+            mem=mem, cpus_per_task=cpus, time=limit, partition=partition, account=account,
+            entry=entry, command=command, site=site,
         )  # fmt: skip
     except ConfigError as error:
         assert error.next_step
@@ -100,7 +100,7 @@ def test_every_combination_is_a_valid_job_that_says_what_was_asked(
             ast.parse(file.text)
         if file.name == "job.sbatch":
             _is_what_was_asked(file.text, job)
-    for line in (found.here, found.there):
+    for line in (found.local_command, found.cluster_command):
         assert shlex.split(line)
 
 
@@ -141,7 +141,7 @@ def test_any_text_is_taken_as_it_is_or_refused_by_name(text: str, key: str) -> N
 @pytest.mark.parametrize("way", StartMethod)
 def test_what_is_commented_out_can_be_used_too(way: StartMethod) -> None:
     text = (
-        made(way=way, command="srun python own.py" if way is StartMethod.EXEC else None)
+        made(start_method=way, command="srun python own.py" if way is StartMethod.EXEC else None)
         .files[0]
         .text
     )
@@ -164,7 +164,9 @@ def test_what_is_commented_out_can_be_used_too(way: StartMethod) -> None:
 def test_a_program_is_tried_here_with_its_own_options_and_without_srun(
     command: str, alone: str
 ) -> None:
-    assert made(way=StartMethod.EXEC, command=command).here.endswith(f" -- {alone}")
+    assert made(start_method=StartMethod.EXEC, command=command).local_command.endswith(
+        f" -- {alone}"
+    )
 
 
 _KEY = re.compile(r"( *)# ((?:gpus_per_node|cpus_per_task|mem|time|partition|account):.*)")
@@ -288,7 +290,7 @@ def test_in_a_terminal_it_asks_and_asks_again(tmp_path: Path) -> None:
 
 
 def test_an_array_is_begun_with_tasks() -> None:
-    found = first_files(Wishes(name="demo", template="array"))
+    found = first_files(InitOptions(name="demo", template="array"))
     job = job_of(found)
     assert job.template is not None
     assert (job.template.value, job.chain) == ("array", 10)

@@ -12,7 +12,7 @@ from slurm_forge.cli.observe.journal_tail import JournalTail
 from slurm_forge.errors import UnsafeFileError
 from slurm_forge.journal import Record, fold
 from slurm_forge.journal import events as ev
-from slurm_forge.journal.file import encode, read_lines, thinned
+from slurm_forge.journal.file import blank_superseded, encode, read_lines
 from slurm_forge.vocabulary.cause import Cause
 from slurm_forge.vocabulary.decision import Action
 from tests.unit.report.journals import Scribe
@@ -124,7 +124,7 @@ def test_nothing_that_counts_is_left_out(events: list[ev.Event]) -> None:
         for n, event in enumerate([started, ev.LaunchStarted(world_size=1), *events])
     ]
     content = b"".join(lines) + b'{"torn'
-    thin = thinned(content)
+    thin = blank_superseded(content)
     assert thin.count(b"\n") == content.count(b"\n")
     all_records, _ = read_lines(content, file="f", writer="w")
     kept, damage = read_lines(thin, file="f", writer="w")

@@ -24,13 +24,18 @@ REDUCE = [(f"{SITE}/torch/distributed/distributed_c10d.py", 2800, "all_reduce"),
           (f"{SITE}/torch/distributed/c10d_logger.py", 83, "wrapper"), *SLEEP]  # fmt: skip
 BACKWARD = [(f"{SITE}/torch/autograd/graph.py", 829, "_engine_run_backward"), *SLEEP]
 OURS = "/x/slurm_forge"
-FLIGHT = f"{OURS}/checkpoint/write/pending_save.py"
+PENDING_SAVE = f"{OURS}/checkpoint/write/pending_save.py"
 WAITS = [("/usr/lib/python3.11/threading.py", 320, "wait"),
          ("/usr/lib/python3.11/concurrent/futures/_base.py", 451, "result"),
-         (FLIGHT, 53, "result"), (f"{OURS}/checkpoint/write/save.py", 8, "settle")]  # fmt: skip
-WRITES = [(f"{OURS}/checkpoint/write/shard_writer.py", 90, "finish"), (FLIGHT, 69, "fly")]
+         (PENDING_SAVE, 53, "result"),
+         (f"{OURS}/checkpoint/write/save.py", 8, "settle")]  # fmt: skip
+WRITES = [
+    (f"{OURS}/checkpoint/write/shard_writer.py", 90, "finish"),
+    (PENDING_SAVE, 69, "run_to_end"),
+]
 EXCHANGES = [(f"{SITE}/torch/distributed/distributed_c10d.py", 1, "all_gather_object"),
-             (f"{OURS}/checkpoint/write/save.py", 3, "persist"), (FLIGHT, 69, "fly")]  # fmt: skip
+             (f"{OURS}/checkpoint/write/save.py", 3, "persist"),
+             (PENDING_SAVE, 69, "run_to_end")]  # fmt: skip
 
 
 def test_the_main_thread_is_the_last_of_a_dump() -> None:

@@ -1,4 +1,4 @@
-"""One stop of a run on a fake Slurm that answers late: real conductors, ladder, claims and journal.
+"""One stop of a run on a fake Slurm that answers late: real conductor, requeuer, claims, journal.
 
 Ranks, srun and the foreign program are scripted; time is virtual.
 """
@@ -37,7 +37,7 @@ from slurm_forge.launch.conductor.job_poller import JobPoller
 from slurm_forge.launch.render.schedule import Timing
 from slurm_forge.launch.render.signal_convention import Forwarding
 from slurm_forge.launch.requeue.reconcile import reconcile
-from slurm_forge.launch.requeue.requeue import RequeueLadder
+from slurm_forge.launch.requeue.requeue import JobRequeuer
 from slurm_forge.recovery import LaunchFacts
 from slurm_forge.run_directory import RunDirectory
 from slurm_forge.slurm.records import JobRecord
@@ -343,7 +343,7 @@ class Batch:
             return
         outcome, stay = decision.action.value, timedelta(0)
         if decision.action in REQUEUEING:
-            ladder = RequeueLadder(
+            job_requeuer = JobRequeuer(
                 start.slurm, job=start.job, script=world.script, journal=begun.journal,
                 fence=begun.fence, restart_count=start.restarts, sleep=start.sleep,
                 clock=world.fake.clock.monotonic,
@@ -352,7 +352,7 @@ class Batch:
                     lambda: world.fake.clock.now,
                 ),
             )  # fmt: skip
-            taken = ladder.requeue(decision.reason).outcome
+            taken = job_requeuer.requeue(decision.reason).outcome
             outcome, stay = taken.value, slurm_kill_patience(taken, decision.cause)
         begun.end(outcome)
         start.sleep(stay.total_seconds())

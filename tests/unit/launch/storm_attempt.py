@@ -21,7 +21,7 @@ from slurm_forge.launch.requeue.job_update import (
     update_for,
 )
 from slurm_forge.launch.requeue.requeue import (
-    RequeueLadder,
+    JobRequeuer,
     RequeueOutcome,
     RequeueResult,
 )
@@ -76,7 +76,7 @@ class Supervised:
         self.attempt: Attempt | None = None
         #: What this attempt ends with.
         self.decision: Decision | None = None
-        self._ladder: RequeueLadder | None = None
+        self._job_requeuer: JobRequeuer | None = None
         self._first: JobRecord | None = None
         self._noticed: JobRecord | None = None
         self._signals: list[tuple[str, str]] = []
@@ -119,7 +119,7 @@ class Supervised:
             return
         life.promise(wanted, "nobody has asked for it, and it begins")
         self.attempt = begun
-        self._ladder = RequeueLadder(
+        self._job_requeuer = JobRequeuer(
             start.slurm, job=start.job, restart_count=start.restarts, script=life.script,
             journal=begun.journal, fence=begun.fence, sleep=start.sleep,
             clock=life.fake.clock.monotonic,
@@ -255,17 +255,17 @@ class Supervised:
             self._go(decision)
 
     def _go(self, decision: Decision) -> None:
-        assert self.attempt is not None and self._ladder is not None
+        assert self.attempt is not None and self._job_requeuer is not None
         outcome = decision.action.value
         self.decision = decision
         if decision.action in REQUEUEING:
             if decision.cause is Cause.ADMIN_REQUEUE:
                 outcome = RequeueOutcome.REQUEUED.value
             else:
-                outcome = self._climb(self._ladder, decision).outcome.value
+                outcome = self._climb(self._job_requeuer, decision).outcome.value
         elif decision.action is Action.HOLD:
             self._life.holding.add(self._start.job)
-            outcome = self._ladder.hold(decision.reason).outcome.value
+            outcome = self._job_requeuer.hold(decision.reason).outcome.value
             self._life.holding.discard(self._start.job)
             if outcome == RequeueOutcome.HELD.value:
                 self._life.is_held(self._start.job)
@@ -273,10 +273,10 @@ class Supervised:
         self.attempt.end(outcome)
         self._start.exit(1 if decision.action is Action.RAISE else 0)
 
-    def _climb(self, ladder: RequeueLadder, decision: Decision) -> RequeueResult:
+    def _climb(self, job_requeuer: JobRequeuer, decision: Decision) -> RequeueResult:
         job = self._life.file.job
         update = update_for(decision, job, self._noticed or self._first)
-        return ladder.requeue(
+        return job_requeuer.requeue(
             decision.reason,
             update,
             wait=timedelta(seconds=decision.wait_s),

@@ -220,7 +220,7 @@ class Life:
         return state
 
     def state(self) -> RunState:
-        return fold(read_journal(self.run, thin=True)[0])
+        return fold(read_journal(self.run, skip_superseded=True)[0])
 
     def _happening(self, site: Site) -> None:
         draw, fake = self.random, self.fake

@@ -20,16 +20,16 @@ from slurm_forge.launch.attempt.attempt import (
     begin,
 )
 from slurm_forge.launch.attempt.job_attempt import settle_waiting_tasks
-from slurm_forge.launch.attempt.requeuer import make_ladder
+from slurm_forge.launch.attempt.requeuer import make_job_requeuer
 from slurm_forge.launch.attempt.storage_lost import hand_to_slurm
 from slurm_forge.launch.render.array_chain import (
     VIA_ARRAY,
     chain_of,
 )
-from slurm_forge.launch.requeue.array_chain import ChainLadder
+from slurm_forge.launch.requeue.array_chain import ChainRequeuer
 from slurm_forge.launch.requeue.reconcile import bring_back
 from slurm_forge.launch.requeue.requeue import (
-    RequeueLadder,
+    JobRequeuer,
     RequeueOutcome,
     RequeueResult,
 )
@@ -82,8 +82,8 @@ class Task:
     job: str
 
     @property
-    def ladder(self) -> RequeueLadder:
-        return make_ladder(
+    def job_requeuer(self) -> JobRequeuer:
+        return make_job_requeuer(
             self.attempt,
             self.client,
             job=self.job,
@@ -149,7 +149,7 @@ def test_the_next_task_is_the_way_back_until_the_last_one(tmp_path: Path) -> Non
     for number in (1, 2):
         assert running(slurm) == [f"1_{number}"], "one at a time"
         task = begun(slurm, run)
-        result = task.ladder.requeue("time_limit: over")
+        result = task.job_requeuer.requeue("time_limit: over")
         assert result.outcome is RequeueOutcome.NEXT_TASK
         state = state_of(run)
         assert (state.status, state.job) == (RunStatus.REQUEUED, f"1_{number + 1}")
@@ -157,7 +157,7 @@ def test_the_next_task_is_the_way_back_until_the_last_one(tmp_path: Path) -> Non
         task.end(result)
     task = begun(slurm, run)
     asked = len(slurm.network.asked)
-    result = task.ladder.requeue("time_limit: over")
+    result = task.job_requeuer.requeue("time_limit: over")
     assert result.outcome is RequeueOutcome.REQUEUED, "after the last one it is requeued as ever"
     commands = [request.argv[:3] for request in slurm.network.asked[asked:]]
     assert ("scontrol", "requeue", "1_3") in commands
@@ -172,7 +172,7 @@ def test_behind_the_last_task_nothing_comes_back_where_that_is_forbidden(tmp_pat
     run = made(tmp_path, tasks=1, allowed=False)
     slurm = submitted(run)
     task = begun(slurm, run)
-    result = task.ladder.requeue("time_limit: over")
+    result = task.job_requeuer.requeue("time_limit: over")
     assert result.outcome is RequeueOutcome.HELD_IN_JOURNAL
     task.end(result)
     state = state_of(run)
@@ -189,7 +189,7 @@ def test_what_recovery_changes_is_asked_of_the_tasks_that_wait_alone(tmp_path: P
     slurm = submitted(run)
     task = begun(slurm, run)
     update = JobUpdate(memory_per_node=2 << 30, exclude_nodes=("n3",), num_nodes=1, num_tasks=1)
-    task.ladder.requeue("host_oom: memory", update, wait=timedelta(minutes=5))
+    task.job_requeuer.requeue("host_oom: memory", update, wait=timedelta(minutes=5))
     words = [request.argv for request in slurm.network.asked if request.argv[1] == "update"]
     assert [each[2] for each in words] == ["JobId=1_[2-4]", "JobId=1_2"]
     jobs = {each.ref: each for each in slurm.controller.jobs.values()}
@@ -207,7 +207,7 @@ def test_a_held_run_starts_no_task_until_a_person_says_so(tmp_path: Path) -> Non
     slurm = submitted(run)
     task = begun(slurm, run)
     task.decide(Action.HOLD)
-    result = task.ladder.hold("app_error: the same\nerror twice")
+    result = task.job_requeuer.hold("app_error: the same\nerror twice")
     assert result.outcome is RequeueOutcome.HELD
     task.end(result)
     slurm.advance(timedelta(hours=1))
@@ -230,7 +230,7 @@ def test_all_held_tasks_are_released_not_the_next_one_alone(tmp_path: Path) -> N
     run = made(tmp_path, tasks=4)
     slurm = submitted(run)
     task = begun(slurm, run)
-    result = task.ladder.requeue("time_limit: over")
+    result = task.job_requeuer.requeue("time_limit: over")
     slurm.hold("1_[2-4]")
     task.end(result)
     assert waiting(slurm) == [(f"1_{n}", True) for n in (2, 3, 4)]
@@ -244,7 +244,7 @@ def test_tasks_that_somebody_releases_by_hand_go_on(tmp_path: Path) -> None:
     slurm = submitted(run)
     task = begun(slurm, run)
     task.decide(Action.HOLD)
-    task.end(task.ladder.hold("app_error: why"))
+    task.end(task.job_requeuer.hold("app_error: why"))
     slurm.release("1_2")
     slurm.advance(timedelta(seconds=5))
     assert begun(slurm, run).job == "1_2"
@@ -256,7 +256,7 @@ def test_the_task_that_held_the_others_is_not_let_go_by_slurms_own_restart(tmp_p
     slurm = submitted(run)
     task = begun(slurm, run)
     task.decide(Action.HOLD)
-    task.end(task.ladder.hold("app_error: why"))
+    task.end(task.job_requeuer.hold("app_error: why"))
     again = begin(run, job=task.job, restart_count=1, nodes=("n1",), via=VIA_ARRAY, slurm=slurm)
     assert again is StartRefusal.AT_REST
 
@@ -280,7 +280,7 @@ def test_a_finished_run_takes_its_tasks_out_of_the_queue(tmp_path: Path) -> None
     run = made(tmp_path, tasks=3)
     slurm = submitted(run)
     task = begun(slurm, run)
-    task.ladder.finished()
+    task.job_requeuer.finished()
     assert running(slurm) == ["1_1"], "our own end is still to be recorded"
     assert waiting(slurm) == []
     task.end()
@@ -300,7 +300,7 @@ def test_a_stop_or_a_cancelled_task_holds_the_others(tmp_path: Path) -> None:
     slurm = submitted(run)
     task = begun(slurm, run)
     task.decide(Action.STOP, Cause.USER_CANCELLED)
-    task.ladder.hold_array_tasks("user_cancelled: scancel")
+    task.job_requeuer.hold_array_tasks("user_cancelled: scancel")
     assert waiting(slurm) == [("1_2", True), ("1_3", True)]
     assert state_of(run).status is RunStatus.CANCELLED
 
@@ -310,7 +310,7 @@ def test_where_slurm_does_not_answer_the_next_task_comes_all_the_same(tmp_path: 
     slurm = submitted(run)
     task = begun(slurm, run)
     slurm.controller_down(timedelta(minutes=1))
-    result = task.ladder.requeue("preempted: notice")
+    result = task.job_requeuer.requeue("preempted: notice")
     assert (result.outcome, state_of(run).job) == (RequeueOutcome.NEXT_TASK, "1_2")
 
 
@@ -321,7 +321,7 @@ def test_one_task_alone_that_was_cancelled_lets_nothing_follow(tmp_path: Path) -
     slurm.cancel("1_1")
     (fake,) = slurm.controller.found("1_1")
     fake.completing = False
-    assert task.ladder.requeue("crash: why").outcome is RequeueOutcome.CANCELLED
+    assert task.job_requeuer.requeue("crash: why").outcome is RequeueOutcome.CANCELLED
     assert waiting(slurm) == [("1_2", True), ("1_3", True)]
 
 
@@ -342,11 +342,11 @@ def test_the_last_task_has_its_intent_on_disk_before_slurm_is_waited_for(tmp_pat
         def record(self) -> JobRecord | None:
             return None
 
-    ladder = make_ladder(
+    job_requeuer = make_job_requeuer(
         task.attempt, task.client, job=task.job, script=None, patience=timedelta(seconds=1),
         explain=Asking(),
     )  # fmt: skip
-    assert ladder.requeue("why").outcome is RequeueOutcome.REQUEUED
+    assert job_requeuer.requeue("why").outcome is RequeueOutcome.REQUEUED
     assert seen and all(seen)
 
 
@@ -357,11 +357,11 @@ def test_a_last_task_that_was_cancelled_is_not_revived(tmp_path: Path, allowed: 
     slurm = submitted(run)
     task = begun(slurm, run)
     slurm.cancel("1_1")
-    ladder = make_ladder(
+    job_requeuer = make_job_requeuer(
         task.attempt, slurm, job=task.job, script=job_script(run), patience=timedelta(seconds=1),
         explain=CancelledMeanwhile(),
     )  # fmt: skip
-    result = ladder.requeue("preempted: notice")
+    result = job_requeuer.requeue("preempted: notice")
     assert result.outcome is RequeueOutcome.CANCELLED
     task.end(result)
     slurm.advance(timedelta(minutes=10))
@@ -377,12 +377,12 @@ def test_that_the_run_comes_back_is_on_disk_before_slurm_is_asked_anything(
     slurm = submitted(run)
     task = begun(slurm, run)
     asked = len(slurm.network.asked)
-    ladder = make_ladder(
+    job_requeuer = make_job_requeuer(
         task.attempt, slurm, job=task.job, script=job_script(run), patience=timedelta(seconds=1),
         explain=KilledMeanwhile(),
     )  # fmt: skip
     with pytest.raises(Killed):
-        ladder.requeue("preempted: notice")
+        job_requeuer.requeue("preempted: notice")
     assert len(slurm.network.asked) <= asked + 1
     intent = state_of(run).open_intent
     assert intent is not None
@@ -441,7 +441,7 @@ def test_what_slurm_has_requeued_itself_is_back_whatever_is_forbidden(
     slurm.advance(timedelta(seconds=40))
     chain = chain_of("1_1", tasks, slurm)
     assert chain is not None and 1 not in (chain.waiting() or ())
-    assert task.ladder.requeue("preempted: notice").outcome is RequeueOutcome.REQUEUED
+    assert task.job_requeuer.requeue("preempted: notice").outcome is RequeueOutcome.REQUEUED
     assert (state_of(run).status, state_of(run).job) == (RunStatus.REQUEUED, "1_1")
 
 
@@ -466,8 +466,8 @@ class _Silent:
 def test_whatever_is_left_of_the_array_decides_the_way_back(
     tmp_path_factory: pytest.TempPathFactory, states: list[str], mine: int, allowed: bool
 ) -> None:
-    """The next one is one that waits, and never the task that asks; without one it is the ladder,
-    or rest where that is forbidden."""
+    """The next one is one that waits, and never the task that asks; without one the job is
+    requeued, or rests where that is forbidden."""
     mine = mine % len(states)
     folder = tmp_path_factory.mktemp("any")
     run = made(folder, tasks=len(states), allowed=allowed)
@@ -481,7 +481,7 @@ def test_whatever_is_left_of_the_array_decides_the_way_back(
     chain = chain_of(jobs[mine].ref, len(states), slurm)
     assert chain is not None
     journal = JournalWriter(run, attempt=1, writer="supervisor")
-    ladder = ChainLadder(
+    job_requeuer = ChainRequeuer(
         slurm,
         chain=chain,
         job=jobs[mine].ref,
@@ -493,7 +493,7 @@ def test_whatever_is_left_of_the_array_decides_the_way_back(
         only_hold=None if allowed else "hill forbids it",
     )
     others = [n for n, each in enumerate(states) if each == "waits" and n != mine]
-    result = ladder.requeue("crash: why")
+    result = job_requeuer.requeue("crash: why")
     requeued = [r.argv for r in slurm.network.asked if r.argv[1] == "requeue"]
     journal.close()
     if others:
@@ -513,5 +513,5 @@ def test_a_fence_keeps_a_task_from_speaking_for_another(tmp_path: Path) -> None:
     task = begun(slurm, run)
     begin(run, job="1_2", restart_count=0, nodes=("n2",), via=VIA_ARRAY, slurm=slurm)
     with pytest.raises(FencedError):
-        task.ladder.requeue("late")
+        task.job_requeuer.requeue("late")
     assert not [event for event in read_journal(run)[0] if isinstance(event.event, ev.RequeueDone)]

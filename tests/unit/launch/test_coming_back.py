@@ -35,7 +35,7 @@ RECORD = JobRecord(job_id=42, name="tiny", state=JobState.RUNNING, state_text="R
 
 
 @dataclass
-class Ladder:
+class FakeJobRequeuer:
     """Remembers what it was asked for."""
 
     update: JobUpdate | None = None
@@ -75,7 +75,7 @@ class Place:
     """A run of two nodes on a partition of four."""
 
     attempt: Attempt
-    ladder: Ladder
+    job_requeuer: FakeJobRequeuer
     slurm: Slurm
     back: SlurmRequeuer
 
@@ -102,7 +102,7 @@ class Place:
 
     @property
     def left_out(self) -> tuple[str, ...]:
-        update = self.ladder.update
+        update = self.job_requeuer.update
         return () if update is None else tuple(update.exclude_nodes or ())
 
 
@@ -122,17 +122,17 @@ def place(
     )
     attempt = begin(run, job="42", restart_count=0, nodes=("n1", "n2"), via=via)
     assert isinstance(attempt, Attempt)
-    ladder, slurm = Ladder(), Slurm(knows)
+    job_requeuer, slurm = FakeJobRequeuer(), Slurm(knows)
     back = SlurmRequeuer(
         attempt,
-        ladder,  # type: ignore[arg-type]
+        job_requeuer,  # type: ignore[arg-type]
         slurm,  # type: ignore[arg-type]
         partition="p",
         cluster="c",
         knobs=Knobs(nodes=str(tmp_path / "ledger")),
         latest=lambda: RECORD,
     )
-    return Place(attempt, ladder, slurm, back)
+    return Place(attempt, job_requeuer, slurm, back)
 
 
 @pytest.fixture
@@ -145,7 +145,7 @@ def test_the_node_of_the_incident_is_left_out(here: Place) -> None:
     assert here.back.nodes_to_avoid(decision) == {"n2"}
     here.back.requeue(decision)
     assert here.left_out == ("n2",)
-    assert "--exclude=n2" in here.ladder.arguments
+    assert "--exclude=n2" in here.job_requeuer.arguments
 
 
 def test_a_run_that_needs_all_nodes_leaves_none_out(tmp_path: Path) -> None:
@@ -178,7 +178,7 @@ def test_slurm_is_asked_once_when_the_attempt_begins(here: Place) -> None:
 
 def test_a_pause_goes_along(here: Place) -> None:
     here.back.requeue(here.decision(wait_s=240.0))
-    assert here.ladder.wait == timedelta(minutes=4)
+    assert here.job_requeuer.wait == timedelta(minutes=4)
 
 
 def test_a_struck_node_is_left_out_by_other_runs_too(here: Place, tmp_path: Path) -> None:
@@ -188,7 +188,7 @@ def test_a_struck_node_is_left_out_by_other_runs_too(here: Place, tmp_path: Path
     other = place(tmp_path / "other")
     other.back = SlurmRequeuer(
         other.attempt,
-        other.ladder,  # type: ignore[arg-type]
+        other.job_requeuer,  # type: ignore[arg-type]
         other.slurm,  # type: ignore[arg-type]
         partition="p",
         cluster="c",
@@ -215,11 +215,11 @@ def test_a_successor_leads_by_what_saves_have_taken(tmp_path: Path, via: str) ->
         )
     )
     here.back.requeue(here.decision("n1"))
-    asked = [each for each in here.ladder.arguments if each.startswith("--signal")]
+    asked = [each for each in here.job_requeuer.arguments if each.startswith("--signal")]
     assert asked == (["--signal=USR2@310"] if via == "sbatch" else [])
 
 
 def test_without_a_measured_save_the_script_says_the_lead(tmp_path: Path) -> None:
     here = place(tmp_path)
     here.back.requeue(here.decision("n1"))
-    assert not [each for each in here.ladder.arguments if each.startswith("--signal")]
+    assert not [each for each in here.job_requeuer.arguments if each.startswith("--signal")]

@@ -34,7 +34,7 @@ from slurm_forge.journal import JournalWriter, read_journal
 from slurm_forge.journal import events as ev
 from slurm_forge.journal.file import AppendFile
 from slurm_forge.launch.attempt.attempt_signals import LaunchSignals
-from slurm_forge.launch.conductor import final_query as questions_module
+from slurm_forge.launch.conductor import job_queries as questions_module
 from slurm_forge.launch.conductor import save_timer as pace_module
 from slurm_forge.launch.conductor import shutdown as ending_module
 from slurm_forge.launch.conductor.conductor import Conductor

@@ -14,7 +14,7 @@ import pytest
 
 from slurm_forge.launch.command import conductor as program_module
 from slurm_forge.launch.conductor import conductor as conductor_module
-from slurm_forge.launch.conductor import final_query as questions_module
+from slurm_forge.launch.conductor import job_queries as questions_module
 from slurm_forge.run_directory import RunDirectory
 from slurm_forge.spec import job_from_mapping
 from slurm_forge.spec.run_file import RunFile

@@ -143,7 +143,7 @@ def test_a_dead_run_is_found_and_left_alone(world: World) -> None:
 def saves(run: RunDirectory, attempt: int, clock: Callable[[], float]) -> JournalWriter:
     """A checkpoint, by the clock of rank 0's node."""
     journal = JournalWriter(run, attempt=attempt, writer="rank0", launch=1, clock=clock)
-    journal.follow(read_journal(run)[0])
+    journal.advance_clock(read_journal(run)[0])
     name = f"step-{attempt:08d}.a{attempt}.l1-00000000"
     journal.write(CheckpointCommitted(name=name, step=attempt, reason="every", seconds=1.0, size=1))
     return journal

@@ -392,7 +392,7 @@ def test_a_loss_that_has_fallen_far_may_swing_at_the_bottom() -> None:
 
 def test_what_was_usual_at_first_is_known_after_a_resume() -> None:
     spikes = Spikes()
-    spikes.summit = 8.0
+    spikes.highest_usual_loss = 8.0
     spikes.restart([1e-6 * (1 + step % 3) for step in range(64)], at=64)
     losses = [*[1e-6] * 50, *[6e-6] * 20]
     assert not any(

@@ -32,7 +32,7 @@ REQUEUE, CANCEL = PreemptionMode.REQUEUE, PreemptionMode.CANCEL
 def here(
     mode: PreemptionMode | None, grace: timedelta | None = None, **more: object
 ) -> JobConditions:
-    facts: dict = {"preemption": Preemption(mode=mode, grace=grace), "above": True} | {
+    facts: dict = {"preemption": Preemption(mode=mode, grace=grace), "preemptable": True} | {
         "config": CONFIG
     }  # fmt: skip
     return JobConditions(**(facts | more))
@@ -47,7 +47,7 @@ def here(
         (here(CANCEL, NONE), BroughtBack.RUN, True, ResumesFrom.PERIODIC),
         (here(PreemptionMode.SUSPEND), BroughtBack.NOBODY, None, ResumesFrom.MEMORY),
         (here(PreemptionMode.OFF), BroughtBack.NOBODY, None, ResumesFrom.LAST_SAVE),
-        (here(REQUEUE, GRACE, above=False), BroughtBack.NOBODY, None, ResumesFrom.LAST_SAVE),
+        (here(REQUEUE, GRACE, preemptable=False), BroughtBack.NOBODY, None, ResumesFrom.LAST_SAVE),
         (here(None), BroughtBack.RUN, True, ResumesFrom.PERIODIC),
         (here(CANCEL, GRACE, requeue=False), BroughtBack.SUCCESSOR, False, ResumesFrom.LAST_SAVE),
         (here(REQUEUE, NONE, requeue=False), BroughtBack.SUCCESSOR, False, ResumesFrom.PERIODIC),
@@ -136,7 +136,7 @@ ANY = st.builds(
         grace=TIMES,
         exempt=TIMES,
     ),
-    above=BOOLS,
+    preemptable=BOOLS,
     config=st.none()
     | st.builds(
         ConfigRecord,

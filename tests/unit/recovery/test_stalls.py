@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from slurm_forge.control.stack_text import Where
 from slurm_forge.recovery.monitor.phase_durations import (
     HangRules,
-    Stretches,
+    PhaseDurations,
 )
 from slurm_forge.recovery.monitor.stalls import (
     Excused,
@@ -17,8 +17,8 @@ from slurm_forge.recovery.monitor.stalls import (
     RankView,
     Stall,
     Standstill,
+    find_standstill,
     judge,
-    standstill,
 )
 from slurm_forge.vocabulary.cause import Cause
 
@@ -26,13 +26,13 @@ WAITING = Where(together=True, call="all_reduce", top="all_reduce (distributed_c
 SLEEPING = Where(top="loop (train.py:12)")
 
 
-def known() -> Stretches:
+def known() -> PhaseDurations:
     """A run whose steps take a second: 30 s are too long."""
-    stretches = Stretches(HangRules(5.0, timedelta(seconds=30), timedelta(minutes=10)))
+    phase_durations = PhaseDurations(HangRules(5.0, timedelta(seconds=30), timedelta(minutes=10)))
     for kind, seconds in (("train", 1.0), ("data", 0.1), ("eval", 60.0), ("save", 5.0)):
         for _ in range(5):
-            stretches.note(kind, seconds)
-    return stretches
+            phase_durations.note(kind, seconds)
+    return phase_durations
 
 
 def at(rank: int, since: float, step: int = 12, **more: object) -> RankView:
@@ -56,7 +56,7 @@ def look(where: Where | None = SLEEPING, *, at: float = 0.0, **more: object) -> 
 def judged(
     views: list[RankView], first: dict[int, Look], second: dict[int, Look] | None = None
 ) -> Stall | Excused:
-    found = standstill(views, known())
+    found = find_standstill(views, known())
     assert found is not None
     both = {view.rank: view for view in views}
     return judge(found, both, first, first if second is None else second, known())
@@ -66,41 +66,41 @@ def judged(
 
 
 def test_all_within_their_limits() -> None:
-    assert standstill([at(0, 20), at(1, 25)], known()) is None
+    assert find_standstill([at(0, 20), at(1, 25)], known()) is None
 
 
 def test_one_hangs_and_the_others_wait_for_it() -> None:
-    found = standstill([at(0, 40), at(1, 41, begun=12)], known())
+    found = find_standstill([at(0, 40), at(1, 41, begun=12)], known())
     assert found == Standstill((1,), (0, 1), timedelta(seconds=30), timedelta(seconds=41))
 
 
 def test_a_rank_that_evaluates_alone_is_waited_for() -> None:
     """The others are over the limit of a step: they wait for what is within its own."""
     views = [at(0, 100, kind="eval", phase="eval", begun=12), at(1, 90), at(2, 90)]
-    assert standstill(views, known()) is None
+    assert find_standstill(views, known()) is None
 
 
 def test_a_slow_rank_that_gets_on_is_no_hang() -> None:
-    assert standstill([at(0, 40), at(1, 3, begun=12)], known()) is None
+    assert find_standstill([at(0, 40), at(1, 3, begun=12)], known()) is None
 
 
 def test_a_rank_behind_while_others_go_on_stands_still() -> None:
-    found = standstill([at(0, 2, step=30), at(1, 40, step=12)], known())
-    assert found is not None and found.first == (1,)
+    found = find_standstill([at(0, 2, step=30), at(1, 40, step=12)], known())
+    assert found is not None and found.furthest_behind == (1,)
 
 
 @pytest.mark.parametrize("world", [1, 2, 5])
 def test_all_stopped_or_silent_at_once_is_a_suspended_job(world: int) -> None:
     views = [at(rank, 500, state="T", is_silent=rank % 2 == 1) for rank in range(world)]
-    assert standstill(views, known()) is None
+    assert find_standstill(views, known()) is None
 
 
 def test_one_stopped_is_a_hang() -> None:
-    assert standstill([at(0, 500, state="T"), at(1, 500)], known()) is not None
+    assert find_standstill([at(0, 500, state="T"), at(1, 500)], known()) is not None
 
 
 def test_a_debugger_stops_the_clock() -> None:
-    assert standstill([at(0, 500, state="t"), at(1, 500)], known()) is None
+    assert find_standstill([at(0, 500, state="t"), at(1, 500)], known()) is None
 
 
 @given(
@@ -114,11 +114,11 @@ def test_nobody_within_the_limit_is_ever_named(ranks: list[tuple[int, float, str
     views = [
         at(rank, since, step=step, kind=kind) for rank, (step, since, kind) in enumerate(ranks)
     ]
-    found = standstill(views, known())
-    stretches = known()
+    found = find_standstill(views, known())
+    phase_durations = known()
     for rank in () if found is None else found.over:
-        assert views[rank].since > stretches.limit(views[rank].kind)
-        within = [v.place for v in views if v.since <= stretches.limit(v.kind)]
+        assert views[rank].since > phase_durations.limit(views[rank].kind)
+        within = [v.place for v in views if v.since <= phase_durations.limit(v.kind)]
         assert all(place > views[rank].place for place in within)
 
 
@@ -142,14 +142,14 @@ def test_who_is_not_in_the_collective_is_late() -> None:
 
 
 def test_short_steps_and_large_numbers_are_readable() -> None:
-    stretches = Stretches(HangRules(5.0, timedelta(seconds=30), timedelta(minutes=10)))
+    phase_durations = PhaseDurations(HangRules(5.0, timedelta(seconds=30), timedelta(minutes=10)))
     for _ in range(5):
-        stretches.note("train", 0.0034)
+        phase_durations.note("train", 0.0034)
     views = [at(0, 40, step=9831), at(1, 40, step=9831)]
-    found = standstill(views, stretches)
+    found = find_standstill(views, phase_durations)
     assert found is not None
     looks = {0: look(WAITING), 1: look()}
-    stall = judge(found, {view.rank: view for view in views}, looks, looks, stretches)
+    stall = judge(found, {view.rank: view for view in views}, looks, looks, phase_durations)
     assert isinstance(stall, Stall)
     assert "in train at step 9831 (train took up to 3 ms before" in stall.evidence[0].text
 

@@ -47,7 +47,7 @@ class Scribe:
                 launch=number,
                 clock=lambda: self.now + self.ahead,
             )
-            self._writers[key].follow(read_journal(self.run)[0])
+            self._writers[key].advance_clock(read_journal(self.run)[0])
         journal = self._writers[key]
         journal.write(event, durable=False)
         assert journal._file is not None
@@ -300,7 +300,7 @@ class Scribe:
             launch=self.launch,
             clock=lambda: self.now,
         )
-        journal.follow(read_journal(self.run)[0])
+        journal.advance_clock(read_journal(self.run)[0])
         journal.write(ev.IncidentSeen(incident=incident), durable=False)
         if action is not None:
             decision = Decision(

@@ -4,9 +4,9 @@ from datetime import timedelta
 
 import pytest
 
-from slurm_forge.site.contract import preemption_of
 from slurm_forge.site.detection import fill_from_slurm
 from slurm_forge.site.model import PartitionFacts, Preemption, PreemptionMode, Site
+from slurm_forge.site.preemption import preemption_of
 from slurm_forge.slurm.records import ConfigRecord, PartitionRecord
 
 BY_PARTITION = ConfigRecord(cluster_name="test", preempt_type="preempt/partition_prio")

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from slurm_forge.cli.start.first_files import (
+    InitOptions,
     StartMethod,
-    Wishes,
     first_files,
 )
 from slurm_forge.launch.render.batch_script import template_folder
@@ -120,7 +120,7 @@ def test_the_other_shell_of_the_repository_is_as_good(tmp_path: Path) -> None:
     named = {path.name for path in own}
     assert {"run", "test", "environment.sh", "hf.sbatch", "loop.sh"} <= named
     assert complaints(own, REPOSITORY) == ""
-    wished = Wishes(name="tiny", way=StartMethod.EXEC, nodes=2, account="a#b")
+    wished = InitOptions(name="tiny", start_method=StartMethod.EXEC, nodes=2, account="a#b")
     (starter,) = [f for f in first_files(wished).files if f.name == "job.sbatch"]
     shown = {"starter.sbatch": starter.text, **_shown_in_the_documentation()}
     assert len(shown) > 1

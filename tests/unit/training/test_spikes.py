@@ -58,7 +58,7 @@ class Rank0:
             self.step += 1
             if len(self.limits()) > self._agreed and not self.lossy:
                 self._agreed = len(self.limits())
-                self.watch.limit_in_force(self.limits()[-1])
+                self.watch.set_active_limit(self.limits()[-1])
             self.now += seconds
             self.watch.record(self.step, Step(applied, True, float(norm), float(loss)))
 
@@ -210,7 +210,7 @@ def test_a_limit_that_comes_into_force_after_the_rollback_is_lifted() -> None:
     rank = Rank0(SKIP, ROLLBACK)
     rank.take(usual())
     rank.watch.restarted(usual(64), 100)
-    rank.watch.limit_in_force(6.0)
+    rank.watch.set_active_limit(6.0)
     rank.step = 100
     rank.take(usual(20))
     assert rank.limits()[1:] == [math.inf]
@@ -219,7 +219,7 @@ def test_a_limit_that_comes_into_force_after_the_rollback_is_lifted() -> None:
 @pytest.mark.parametrize("none", [None, math.inf, 3.4028234663852886e38])
 def test_none_in_force_means_that_none_has_to_be_lifted(none: float | None) -> None:
     rank = Rank0(SKIP, ROLLBACK)
-    rank.watch.limit_in_force(none)
+    rank.watch.set_active_limit(none)
     rank.take(usual(60))
     assert rank.sent == []
 

@@ -60,7 +60,7 @@ def test_a_loop_that_hands_over_nowhere_is_measured_by_processor_time() -> None:
     assert (medians.count, medians.own) == (3, pytest.approx(0.2))
 
 
-def injecting(tmp_path: Path, *faults: str, sleep: Callable[[float], None]) -> FaultInjector:
+def fault_injector(tmp_path: Path, *faults: str, sleep: Callable[[float], None]) -> FaultInjector:
     found = [fault for text in faults for fault in parse_faults(text)]
     return FaultInjector(
         found, rank=1, world_size=4, attempt=1, launch=1, directory=tmp_path,
@@ -74,7 +74,7 @@ def test_a_message_every_some_seconds_and_no_more(tmp_path: Path) -> None:
         said.append,
         device=torch.device("cpu"),
         every=timedelta(seconds=15),
-        injecting=injecting(tmp_path, sleep=lambda _: None),
+        fault_injector=fault_injector(tmp_path, sleep=lambda _: None),
         models=lambda: (),
         clock=clock,
     )
@@ -96,12 +96,12 @@ def test_a_message_every_some_seconds_and_no_more(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("word", "trial"), [("", False), (":node", True)])
 def test_a_fault_makes_a_rank_slow_or_its_node(tmp_path: Path, word: str, trial: bool) -> None:
     slept: list[float] = []
-    faults = injecting(tmp_path, f"slow@5x10:rank1:factor=3{word}", sleep=slept.append)
+    faults = fault_injector(tmp_path, f"slow@5x10:rank1:factor=3{word}", sleep=slept.append)
     timer = StepTimer(
         lambda _: None,
         device=torch.device("cpu"),
         every=timedelta(seconds=15),
-        injecting=faults,
+        fault_injector=faults,
         models=lambda: (),
     )
     for number in range(20):

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from slurm_forge.journal.events import RequeueDone
 from slurm_forge.journal.state import AttemptState
-from slurm_forge.recovery.policy.requeue_delay import sooner
+from slurm_forge.recovery.policy.requeue_delay import shortened_begin_times
 from slurm_forge.slurm.records import ConfigRecord
 
 PLAIN = ConfigRecord(kill_wait=timedelta(seconds=30), has_epilog=False)
@@ -36,39 +36,41 @@ def attempts(*waited: float) -> list[AttemptState]:
 
 
 def test_at_the_default_delay_a_few_seconds_are_enough() -> None:
-    soon = sooner(PLAIN, ())
+    soon = shortened_begin_times(PLAIN, ())
     assert soon is not None
-    assert soon.at_end == timedelta(seconds=3)
-    assert soon.at_worst > timedelta(seconds=30), "our ranks may live until KillWait is over"
+    assert soon.at_exit == timedelta(seconds=3)
+    assert soon.if_killed > timedelta(seconds=30), "our ranks may live until KillWait is over"
 
 
 def test_where_nodes_are_cleaned_up_it_is_further_ahead() -> None:
-    soon = sooner(ConfigRecord(has_epilog=True), ())
-    assert soon is not None and soon.at_end > timedelta(seconds=10)
+    soon = shortened_begin_times(ConfigRecord(has_epilog=True), ())
+    assert soon is not None and soon.at_exit > timedelta(seconds=10)
 
 
 def test_a_short_delay_or_an_unknown_one_is_left_alone() -> None:
-    assert sooner(None, ()) is None
-    assert sooner(ConfigRecord(auth_info=("cred_expire=5",)), ()) is None
-    assert sooner(ConfigRecord(scheduler_parameters=("requeue_delay=10",)), ()) is None
+    assert shortened_begin_times(None, ()) is None
+    assert shortened_begin_times(ConfigRecord(auth_info=("cred_expire=5",)), ()) is None
+    assert (
+        shortened_begin_times(ConfigRecord(scheduler_parameters=("requeue_delay=10",)), ()) is None
+    )
 
 
 def test_an_end_that_took_longer_is_learned_from_and_given_up_in_the_end() -> None:
-    once = sooner(PLAIN, attempts(122.0))
-    assert once is not None and once.at_end == timedelta(seconds=9)
-    assert sooner(PLAIN, attempts(122.0, 125.0, 123.0, 124.0)) is None
-    queue = sooner(PLAIN, attempts(20.0, 4000.0))
-    assert queue is not None and queue.at_end == timedelta(seconds=3), "the queue's doing"
+    once = shortened_begin_times(PLAIN, attempts(122.0))
+    assert once is not None and once.at_exit == timedelta(seconds=9)
+    assert shortened_begin_times(PLAIN, attempts(122.0, 125.0, 123.0, 124.0)) is None
+    queue = shortened_begin_times(PLAIN, attempts(20.0, 4000.0))
+    assert queue is not None and queue.at_exit == timedelta(seconds=3), "the queue's doing"
 
 
 def test_a_slow_end_is_seen_late() -> None:
     """A node whose job lives on for 12 s looks after 11 and after 21 s."""
-    soon = sooner(PLAIN, ())
+    soon = shortened_begin_times(PLAIN, ())
     assert soon is not None
-    assert soon.at_last(timedelta(seconds=2)) == soon.at_end
+    assert soon.at_exit_after(timedelta(seconds=2)) == soon.at_exit
     for since in range(10, 31):
         looks = next(each for each in (11, 21, 30, 40) if each >= since)
-        assert since + soon.at_last(timedelta(seconds=since)).total_seconds() >= looks + 2
+        assert since + soon.at_exit_after(timedelta(seconds=since)).total_seconds() >= looks + 2
 
 
 @given(
@@ -85,7 +87,7 @@ def test_never_later_than_slurm_itself(
         kill_wait=timedelta(seconds=kill_wait),
         has_epilog=epilog,
     )
-    soon = sooner(config, attempts(*waited))
+    soon = shortened_begin_times(config, attempts(*waited))
     if soon is not None:
-        assert timedelta(seconds=2) < soon.at_end < soon.at_worst < config.requeue_delay
-        assert soon.at_worst > timedelta(seconds=kill_wait)
+        assert timedelta(seconds=2) < soon.at_exit < soon.if_killed < config.requeue_delay
+        assert soon.if_killed > timedelta(seconds=kill_wait)

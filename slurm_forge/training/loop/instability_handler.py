@@ -55,12 +55,12 @@ _CORRECT_THE_HOOK = "Correct the hook; the log of rank 0 has the traceback."
 
 
 @dataclass(frozen=True, slots=True)
-class _Owed:
+class _UnfinishedRollback:
     """A rollback whose cost is known once training is past ``step`` again."""
 
     incident_id: str
     step: int
-    again: int
+    repeated_steps: int
     since: float
 
 
@@ -99,19 +99,19 @@ class InstabilityHandler:
         self._clock = clock
         self._count = 0
         #: Rollbacks whose cost is not known yet.
-        self.owed: list[_Owed] = []
+        self.unfinished_rollbacks: list[_UnfinishedRollback] = []
         self.rewind: Callable[[], None] | None = None
         #: A batch was handed out and its step is not over: what comes up is seen to after it.
-        self.batch_out = False
+        self.batch_in_progress = False
         #: A rollback to before this step belongs to an earlier loop of the program.
         self.earliest = 0
         self._known_checkpoints: Known | None = None
 
     def boundary(self) -> bool:
         """Between two steps: see to what the last ones were; whether training was rewound."""
-        if self.owed and self._progress.step > self.owed[0].step:
-            self._settle_account(self.owed.pop(0))
-        if self.batch_out:
+        if self.unfinished_rollbacks and self._progress.step > self.unfinished_rollbacks[0].step:
+            self._journal_rollback_cost(self.unfinished_rollbacks.pop(0))
+        if self.batch_in_progress:
             return False  # it would be trained on after the rollback, in another step's place
         trouble, self._skip_tracker.trouble = self._skip_tracker.trouble, None
         return trouble is not None and self.act(trouble)
@@ -138,7 +138,7 @@ class InstabilityHandler:
             )
         decision: Decision = _decisions().validate_python(decided)
         if decision.action in (Action.SKIP, Action.WARN):
-            self._skip_tracker.let_pass()
+            self._skip_tracker.accept_and_continue()
             self._active_plan.plan = decision.plan
             if self._spike_monitor is not None and trouble.cause is Cause.LOSS_SPIKE:
                 self._spike_monitor.tolerate()
@@ -159,10 +159,12 @@ class InstabilityHandler:
         if self._journal is not None:
             text = f"{decision.reason}, back to step {step}"
             self._member.send(RolledBack(step=step, text=text))
-            self.owed.append(_Owed(incident_id, trouble.step, trouble.step - step, since))
+            self.unfinished_rollbacks.append(
+                _UnfinishedRollback(incident_id, trouble.step, trouble.step - step, since)
+            )
         return True
 
-    def ends_well(self) -> bool:
+    def final_check(self) -> bool:
         """After the last step: see to what is not right with it; False if training was rewound.
 
         A run that is finished is never looked at again, and what only a save would find may have
@@ -255,8 +257,8 @@ class InstabilityHandler:
 
     def _read(self, journal: JournalWriter) -> RunState:
         """The state of the run; what is written from now on comes behind what it rests on."""
-        records, _ = read_journal(self._context.directory, thin=True)
-        journal.follow(records)
+        records, _ = read_journal(self._context.directory, skip_superseded=True)
+        journal.advance_clock(records)
         return fold(records)
 
     def _choose_decision(self, state: RunState, incident: Incident) -> Decision:
@@ -306,12 +308,16 @@ class InstabilityHandler:
         )
         raise LaunchGivenUp
 
-    def _settle_account(self, owed: _Owed) -> None:
+    def _journal_rollback_cost(self, rollback: _UnfinishedRollback) -> None:
         if self._journal is not None:
-            seconds = self._clock() - owed.since
+            seconds = self._clock() - rollback.since
             with contextlib.suppress(OSError):
                 self._journal.write(
-                    Recovered(incident_id=owed.incident_id, steps=owed.again, seconds=seconds)
+                    Recovered(
+                        incident_id=rollback.incident_id,
+                        steps=rollback.repeated_steps,
+                        seconds=seconds,
+                    )
                 )
 
 

@@ -1,4 +1,4 @@
-"""The contract between a job and those who may preempt it, as Slurm's own answers show it.  Pure.
+"""The rules by which a job may be preempted, as Slurm's own answers show them.  Pure.
 
 Sources: src/plugins/preempt/{qos,partition_prio} and src/interfaces/preempt.c.
 """
@@ -20,16 +20,16 @@ _PRIO, _QOS, _NONE = "partition_prio", "qos", "none"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Contract:
+class PreemptionRules:
     """What happens to a preempted job, and who may preempt it.
 
-    ``by`` are names of partitions or of QOS; ``above`` is whether there are any, None where that
-    can't be told.
+    ``preemptors`` are names of partitions or of QOS; ``preemptable`` is whether there are any,
+    None where that can't be told.
     """
 
     preemption: Preemption = field(default_factory=Preemption)
-    above: bool | None = None
-    by: tuple[str, ...] = ()
+    preemptable: bool | None = None
+    preemptors: tuple[str, ...] = ()
 
 
 def goes_by_qos(config: ConfigRecord | None) -> bool:
@@ -38,7 +38,7 @@ def goes_by_qos(config: ConfigRecord | None) -> bool:
 
 
 def preemption_of(partition: PartitionRecord, config: ConfigRecord) -> Preemption:
-    """The contract that Slurm's own answers show for jobs of this partition.
+    """How jobs of this partition are preempted, by Slurm's own answers.
 
     ``mode`` stays unknown where preemption goes by QOS, and where no preemption plugin is named.
     """
@@ -54,36 +54,40 @@ def preemption_of(partition: PartitionRecord, config: ConfigRecord) -> Preemptio
 def preemption_of_qos(
     qos: QosRecord, known: Sequence[QosRecord], config: ConfigRecord
 ) -> Preemption:
-    """The contract of jobs in this QOS, of all that are ``known``.
+    """How jobs in this QOS are preempted; ``known`` are all QOS that there are.
 
     Unknown where preemption does not go by QOS: a QOS then changes nothing but the exempt time.
     """
     if _kind(config) != _QOS:
         return Preemption()
-    if not _above(qos, known, config):
+    if not _preemptors(qos, known, config):
         return Preemption(mode=PreemptionMode.OFF)
     exempt = config.preempt_exempt_time if qos.exempt_time is None else qos.exempt_time
     return _with_times(_mode(qos.preempt_mode or config.preempt_mode), qos.grace_time, exempt)
 
 
-def contract_of(
+def preemption_rules(
     config: ConfigRecord,
     partition: PartitionRecord | None,
     partitions: Sequence[PartitionRecord],
     qos: QosRecord | None,
     known: Sequence[QosRecord] | None,
-) -> Contract:
+) -> PreemptionRules:
     """What holds for a job in this partition and QOS; ``known`` None: QOS could not be asked."""
     kind = _kind(config)
     if kind == _NONE:
-        return Contract(preemption=Preemption(mode=PreemptionMode.OFF), above=False)
+        return PreemptionRules(preemption=Preemption(mode=PreemptionMode.OFF), preemptable=False)
     if kind == _QOS:
         if qos is None or known is None:
-            return Contract()
-        by = _above(qos, known, config)
-        return Contract(preemption=preemption_of_qos(qos, known, config), above=bool(by), by=by)
+            return PreemptionRules()
+        preemptors = _preemptors(qos, known, config)
+        return PreemptionRules(
+            preemption=preemption_of_qos(qos, known, config),
+            preemptable=bool(preemptors),
+            preemptors=preemptors,
+        )
     if kind != _PRIO or partition is None:
-        return Contract()
+        return PreemptionRules()
     preemption = preemption_of(partition, config)
     if (
         preemption.mode is not PreemptionMode.OFF
@@ -92,20 +96,24 @@ def contract_of(
     ):
         preemption = _with_times(preemption.mode, partition.grace_time, qos.exempt_time)
     if preemption.mode is PreemptionMode.OFF:
-        return Contract(preemption=preemption, above=False)
-    by = _higher(partition, partitions)
-    above = True if by else None if _may_be_higher(partition, partitions) else False
-    return Contract(preemption=preemption, above=above, by=by)
+        return PreemptionRules(preemption=preemption, preemptable=False)
+    preemptors = _higher_partitions(partition, partitions)
+    preemptable = True if preemptors else None if _may_be_higher(partition, partitions) else False
+    return PreemptionRules(preemption=preemption, preemptable=preemptable, preemptors=preemptors)
 
 
-def _above(qos: QosRecord, known: Sequence[QosRecord], config: ConfigRecord) -> tuple[str, ...]:
+def _preemptors(
+    qos: QosRecord, known: Sequence[QosRecord], config: ConfigRecord
+) -> tuple[str, ...]:
     """The QOS whose jobs may preempt those of this one."""
     within = qos.preempts_within or "WITHIN" in _words(config.preempt_mode)
-    by = [each.name for each in known if qos.name in each.preempts and each.name != qos.name]
-    return tuple([*by, qos.name] if within else by)
+    names = [each.name for each in known if qos.name in each.preempts and each.name != qos.name]
+    return tuple([*names, qos.name] if within else names)
 
 
-def _higher(partition: PartitionRecord, partitions: Sequence[PartitionRecord]) -> tuple[str, ...]:
+def _higher_partitions(
+    partition: PartitionRecord, partitions: Sequence[PartitionRecord]
+) -> tuple[str, ...]:
     """Partitions of a higher tier that share nodes with this one."""
     tier = partition.priority_tier
     if tier is None:

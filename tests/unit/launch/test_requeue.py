@@ -1,4 +1,4 @@
-"""The requeue ladder against a Slurm that answers as it is told to."""
+"""The requeuer of a job against a Slurm that answers as it is told to."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from slurm_forge.journal.events import AttemptStarted, RequeueDone, RequeueFaile
 from slurm_forge.journal.file import AppendFile
 from slurm_forge.launch.requeue.requeue import (
     PATIENCE,
-    RequeueLadder,
+    JobRequeuer,
     RequeueOutcome,
     RequeueResult,
     StopExplainer,
@@ -140,7 +140,7 @@ def climb(
     waits = Waits() if waits is None else waits
     journal = JournalWriter(run, attempt=attempt, writer="supervisor")
     journal.write(AttemptStarted(job="42", restart_count=0, nodes=("n1",), host="n1", via="sbatch"))
-    ladder = RequeueLadder(
+    job_requeuer = JobRequeuer(
         slurm,  # type: ignore[arg-type]
         job="42",
         script=script,
@@ -153,8 +153,8 @@ def climb(
         explain=explain,
     )
     if hold:
-        return ladder.hold(hold)
-    return ladder.requeue("preempted", update, wait=wait, arguments=arguments)
+        return job_requeuer.hold(hold)
+    return job_requeuer.requeue("preempted", update, wait=wait, arguments=arguments)
 
 
 def told(run: RunDirectory) -> list[str]:
@@ -439,14 +439,14 @@ def test_a_storage_that_fails_does_not_keep_slurm_from_being_asked(run: RunDirec
         raise OSError(errno.ESTALE, "Stale file handle")
 
     slurm = ScriptedSlurm([RequeueAnswer.REQUEUED])
-    ladder = RequeueLadder(
+    job_requeuer = JobRequeuer(
         slurm,  # type: ignore[arg-type]
         job="42",
         script=None,
         journal=JournalWriter(run, attempt=claim(run), writer="supervisor"),
         fence=stale,
     )
-    assert ladder.requeue("storage").outcome is RequeueOutcome.REQUEUED
+    assert job_requeuer.requeue("storage").outcome is RequeueOutcome.REQUEUED
 
 
 def test_a_successor_that_waits_already_is_not_made_twice(run: RunDirectory) -> None:
@@ -457,7 +457,7 @@ def test_a_successor_that_waits_already_is_not_made_twice(run: RunDirectory) -> 
             return waits if job == "77" else None
 
     slurm = Knows([RequeueAnswer.DISABLED])
-    ladder = RequeueLadder(
+    job_requeuer = JobRequeuer(
         slurm,  # type: ignore[arg-type]
         job="42",
         script=Path("job.sbatch"),
@@ -465,7 +465,7 @@ def test_a_successor_that_waits_already_is_not_made_twice(run: RunDirectory) -> 
         journal=JournalWriter(run, attempt=claim(run), writer="supervisor"),
         fence=lambda: None,
     )
-    assert ladder.requeue("preempted").outcome is RequeueOutcome.SUCCESSOR
+    assert job_requeuer.requeue("preempted").outcome is RequeueOutcome.SUCCESSOR
     assert slurm.asked == ["requeue 42"]
     assert fold(read_journal(run)[0]).job == "77"
 
@@ -541,7 +541,7 @@ def test_a_fenced_attempt_asks_slurm_for_nothing(run: RunDirectory) -> None:
     attempt = claim(run)
     claim(run)
     journal = JournalWriter(run, attempt=attempt, writer="supervisor")
-    ladder = RequeueLadder(
+    job_requeuer = JobRequeuer(
         slurm,  # type: ignore[arg-type]
         job="42",
         script=None,
@@ -549,7 +549,7 @@ def test_a_fenced_attempt_asks_slurm_for_nothing(run: RunDirectory) -> None:
         fence=Fence(run, attempt),
     )
     with pytest.raises(FencedError):
-        ladder.requeue("preempted")
+        job_requeuer.requeue("preempted")
     assert slurm.asked == [] and told(run) == []
 
 
@@ -610,22 +610,22 @@ def test_a_full_disk_does_not_prevent_the_requeue(
 
     monkeypatch.setattr(AppendFile, "append", full)
     slurm = ScriptedSlurm([RequeueAnswer.REQUEUED])
-    ladder = RequeueLadder(
+    job_requeuer = JobRequeuer(
         slurm,  # type: ignore[arg-type]
         job="42",
         script=None,
         journal=JournalWriter(run, attempt=attempt, writer="supervisor"),
         fence=Fence(run, attempt),
     )
-    assert ladder.requeue("preempted").outcome is RequeueOutcome.REQUEUED
+    assert job_requeuer.requeue("preempted").outcome is RequeueOutcome.REQUEUED
     assert slurm.asked == ["requeue 42"]
 
 
-def soon_ladder(run: RunDirectory, slurm: ScriptedSlurm, waits: Waits) -> RequeueLadder:
+def soon_requeuer(run: RunDirectory, slurm: ScriptedSlurm, waits: Waits) -> JobRequeuer:
     attempt = claim(run)
     journal = JournalWriter(run, attempt=attempt, writer="supervisor")
     journal.write(AttemptStarted(job="42", restart_count=0, nodes=("n1",), host="n1", via="sbatch"))
-    return RequeueLadder(
+    return JobRequeuer(
         slurm,  # type: ignore[arg-type]
         job="42",
         script=None,
@@ -639,9 +639,9 @@ def soon_ladder(run: RunDirectory, slurm: ScriptedSlurm, waits: Waits) -> Requeu
 
 def test_a_requeued_job_is_to_start_soon_and_sooner_once_we_are_gone(run: RunDirectory) -> None:
     slurm = ScriptedSlurm([RequeueAnswer.REQUEUED])
-    ladder = soon_ladder(run, slurm, Waits())
-    ladder.requeue("preempted", soon=lambda: timedelta(seconds=43))
-    ladder.start_soon(timedelta(seconds=3))
+    job_requeuer = soon_requeuer(run, slurm, Waits())
+    job_requeuer.requeue("preempted", soon=lambda: timedelta(seconds=43))
+    job_requeuer.start_soon(timedelta(seconds=3))
     assert slurm.asked == [
         "requeue 42",
         "update 42 StartTime=now+43",
@@ -651,20 +651,20 @@ def test_a_requeued_job_is_to_start_soon_and_sooner_once_we_are_gone(run: RunDir
 
 def test_how_long_ago_it_was_requeued(run: RunDirectory) -> None:
     waits = Waits()
-    ladder = soon_ladder(run, ScriptedSlurm([RequeueAnswer.REQUEUED]), waits)
-    assert ladder.requeued_ago == timedelta(0)
-    ladder.requeue("preempted", soon=lambda: timedelta(seconds=43))
+    job_requeuer = soon_requeuer(run, ScriptedSlurm([RequeueAnswer.REQUEUED]), waits)
+    assert job_requeuer.requeued_ago == timedelta(0)
+    job_requeuer.requeue("preempted", soon=lambda: timedelta(seconds=43))
     waits.append(12)
-    assert ladder.requeued_ago == timedelta(seconds=12)
+    assert job_requeuer.requeued_ago == timedelta(seconds=12)
 
 
 def test_a_pause_that_was_decided_on_holds(run: RunDirectory) -> None:
     waits = Waits()
     slurm = ScriptedSlurm([RequeueAnswer.REQUEUED])
-    ladder = soon_ladder(run, slurm, waits)
-    ladder.requeue("io", wait=timedelta(seconds=300), soon=lambda: timedelta(seconds=43))
+    job_requeuer = soon_requeuer(run, slurm, waits)
+    job_requeuer.requeue("io", wait=timedelta(seconds=300), soon=lambda: timedelta(seconds=43))
     waits.append(20)
-    ladder.start_soon(timedelta(seconds=3))
+    job_requeuer.start_soon(timedelta(seconds=3))
     assert slurm.asked == [
         "requeue 42",
         "update 42 StartTime=now+300",
@@ -676,12 +676,12 @@ def test_where_slurms_delay_is_kept_or_the_job_is_not_ours_nothing_is_asked(
     run: RunDirectory,
 ) -> None:
     slurm = ScriptedSlurm([RequeueAnswer.REQUEUED])
-    ladder = soon_ladder(run, slurm, Waits())
-    ladder.requeue("preempted", soon=lambda: None)
-    ladder.start_soon(timedelta(seconds=3))
+    job_requeuer = soon_requeuer(run, slurm, Waits())
+    job_requeuer.requeue("preempted", soon=lambda: None)
+    job_requeuer.start_soon(timedelta(seconds=3))
     assert slurm.asked == ["requeue 42"]
     denied = ScriptedSlurm([RequeueAnswer.DENIED])
-    other = soon_ladder(run, denied, Waits())
+    other = soon_requeuer(run, denied, Waits())
     other.requeue("preempted", soon=lambda: timedelta(seconds=43))
     other.start_soon(timedelta(seconds=3))
     assert denied.asked == ["requeue 42"]
@@ -695,13 +695,13 @@ def test_a_site_that_refuses_a_begin_time_costs_nothing_else(run: RunDirectory) 
                 raise SlurmCommandError(["scontrol"], 1, "Access/permission denied")
 
     slurm = Refuses([RequeueAnswer.REQUEUED])
-    ladder = soon_ladder(run, slurm, Waits())
-    done = ladder.requeue(
+    job_requeuer = soon_requeuer(run, slurm, Waits())
+    done = job_requeuer.requeue(
         "oom",
         JobUpdate(memory_per_node=1 << 30),
         soon=lambda: timedelta(seconds=43),
     )
-    ladder.start_soon(timedelta(seconds=3))
+    job_requeuer.start_soon(timedelta(seconds=3))
     assert done.outcome is RequeueOutcome.REQUEUED
     assert "update 42 MinMemoryNode=1024" in slurm.asked
     assert told(run) == ["requeue_intended", "requeue_done"]

@@ -15,8 +15,8 @@ from slurm_forge.recovery.monitor.stalls import Stall
 from slurm_forge.recovery.monitor.unreachable_hosts import (
     LinkSeen,
     Trouble,
+    find_unreachable_hosts,
     seen_of,
-    unreached,
     with_network,
 )
 from slurm_forge.vocabulary.cause import Cause, Confidence, Evidence
@@ -66,7 +66,7 @@ def test_the_one_bad_host_is_named_whoever_is_asked(link, how, count, victim, to
         for each in seen
         if "n01" in (each.seer, each.other) or data.draw(st.booleans(), label="known")
     ]
-    found = unreached(kept, ranks(count, 2))
+    found = find_unreachable_hosts(kept, ranks(count, 2))
     assert (found.hosts, found.how) == ((name,), how)
     assert found.ranks == (2 * victim, 2 * victim + 1)
     assert found.confidence is Confidence.LIKELY
@@ -75,13 +75,13 @@ def test_the_one_bad_host_is_named_whoever_is_asked(link, how, count, victim, to
 @pytest.mark.parametrize("link", [CUT, LATE])
 @given(count=st.integers(3, 40))
 def test_a_supervisor_that_reaches_nobody_is_the_one(link, count) -> None:
-    found = unreached(hub_only(count, {"n01"}, link), ranks(count))
+    found = find_unreachable_hosts(hub_only(count, {"n01"}, link), ranks(count))
     assert found.hosts == ("n01",)
 
 
 @given(count=st.integers(3, 40))
 def test_the_supervisor_alone_names_a_host_that_it_does_not_reach(count) -> None:
-    found = unreached(hub_only(count, {"n02"}, CUT), ranks(count))
+    found = find_unreachable_hosts(hub_only(count, {"n02"}, CUT), ranks(count))
     assert found.hosts == ("n02",)
     assert "does not acknowledge (1 of 1 peer, 4.2 s, 5 retransmits)" in found.evidence[0].text
     assert "among the others rtt 200 us" in found.evidence[0].text or count < 3
@@ -91,7 +91,7 @@ def test_the_supervisor_alone_names_a_host_that_it_does_not_reach(count) -> None
 def test_no_more_than_a_minority_is_named(count, data) -> None:
     links = st.sampled_from([FINE, CUT, LATE, IDLE])
     seen = [LinkSeen(a, b, data.draw(links)) for a, b in combinations(hosts(count), 2)]
-    found = unreached(seen, ranks(count))
+    found = find_unreachable_hosts(seen, ranks(count))
     assert 2 * len(found.hosts) < count
     assert set(found.ranks) == {r for r, host in ranks(count).items() if host in found.hosts}
     if all(each.link in (FINE, IDLE) for each in seen):
@@ -111,13 +111,16 @@ def test_busy_links_are_no_trouble(count, rtts) -> None:
         return Link(peer="", min_rtt=least, rtt=rtts.draw(st.floats(least, 0.099)), retransmits=1)
 
     seen = [LinkSeen(a, b, link()) for a, b in combinations(hosts(count), 2)]
-    assert unreached(seen, ranks(count)).how is Trouble.NONE
+    assert find_unreachable_hosts(seen, ranks(count)).how is Trouble.NONE
     far = Link(peer="", min_rtt=0.3, rtt=0.5)  # one host across an ocean
-    assert unreached(views(max(count, 3), {"n02": far}), ranks(max(count, 3))).how is Trouble.NONE
+    assert (
+        find_unreachable_hosts(views(max(count, 3), {"n02": far}), ranks(max(count, 3))).how
+        is Trouble.NONE
+    )
 
 
 def test_of_two_hosts_nobody_can_tell() -> None:
-    found = unreached(views(2, {"n02": CUT}), ranks(2))
+    found = find_unreachable_hosts(views(2, {"n02": CUT}), ranks(2))
     assert (found.ranks, found.hosts, found.how) == ((), (), Trouble.CUT)
     assert "with two hosts it cannot be determined" in found.evidence[0].text
 
@@ -127,7 +130,7 @@ def test_a_link_between_two_that_others_reach_names_both_as_a_guess() -> None:
         each if {each.seer, each.other} != {"n02", "n03"} else LinkSeen(each.seer, each.other, CUT)
         for each in views(6, {})
     ]
-    found = unreached(seen, ranks(6))
+    found = find_unreachable_hosts(seen, ranks(6))
     assert (found.hosts, found.confidence) == (("n02", "n03"), Confidence.GUESS)
     assert "n02 and n03 do not reach each other" in found.evidence[0].text
 
@@ -138,30 +141,30 @@ def test_halves_that_do_not_reach_each_other_name_nobody() -> None:
         LinkSeen(a, b, CUT if (a in left) != (b in left) else FINE)
         for a, b in combinations(hosts(4), 2)
     ]
-    found = unreached(seen, ranks(4))
+    found = find_unreachable_hosts(seen, ranks(4))
     assert (found.hosts, found.how) == ((), Trouble.CUT)
     assert "not a minority" in found.evidence[-1].text
 
 
 def test_two_hosts_of_many_are_both_named() -> None:
-    found = unreached(views(7, {"n03": CUT, "n06": LATE}), ranks(7))
+    found = find_unreachable_hosts(views(7, {"n03": CUT, "n06": LATE}), ranks(7))
     assert found.hosts == ("n03", "n06")
 
 
 def test_good_links_speak_for_a_host() -> None:
     """The supervisor alone knows: of six hosts it reaches three."""
-    found = unreached(hub_only(6, {"n03", "n04"}, CUT), ranks(6))
+    found = find_unreachable_hosts(hub_only(6, {"n03", "n04"}, CUT), ranks(6))
     assert found.hosts == ("n03", "n04")
 
 
 def test_a_delay_that_makes_no_probe_late_is_none() -> None:
     slow = Link(peer="", rtt=0.3, min_rtt=0.0003)
-    assert unreached(views(4, {"n02": slow}), ranks(4)).hosts == ("n02",)
-    assert unreached(views(4, {"n02": slow}), ranks(4), late=0.5).how is Trouble.NONE
+    assert find_unreachable_hosts(views(4, {"n02": slow}), ranks(4)).hosts == ("n02",)
+    assert find_unreachable_hosts(views(4, {"n02": slow}), ranks(4), late=0.5).how is Trouble.NONE
 
 
 def test_a_supervisor_beside_no_rank_is_not_named() -> None:
-    found = unreached(hub_only(4, {""}, CUT, here=""), ranks(4))
+    found = find_unreachable_hosts(hub_only(4, {""}, CUT, here=""), ranks(4))
     assert (found.hosts, found.how) == ((), Trouble.CUT)
     assert "the supervisor's node" in found.evidence[0].text
 
@@ -178,7 +181,7 @@ def test_a_standstill_names_whom_the_network_names_instead() -> None:
         since=timedelta(seconds=40), limit=timedelta(seconds=30),
         evidence=(Evidence("watchdog", "silent"),),
     )  # fmt: skip
-    found = unreached(hub_only(4, {"n01"}, CUT), ranks(4))
+    found = find_unreachable_hosts(hub_only(4, {"n01"}, CUT), ranks(4))
     better = with_network(stall, found, ranks(4))
     assert (better.late_ranks, better.late_hosts, better.cause) == (
         (0,),
@@ -186,9 +189,9 @@ def test_a_standstill_names_whom_the_network_names_instead() -> None:
         Cause.NCCL_ERROR,
     )
     assert [each.source for each in better.evidence] == ["network", "watchdog"]
-    nothing = unreached(hub_only(4, set(), FINE), ranks(4))
+    nothing = find_unreachable_hosts(hub_only(4, set(), FINE), ranks(4))
     assert with_network(stall, nothing, ranks(4)) == stall
-    two = with_network(stall, unreached(views(2, {"n02": CUT}), ranks(2)), ranks(4))
+    two = with_network(stall, find_unreachable_hosts(views(2, {"n02": CUT}), ranks(2)), ranks(4))
     assert (two.late_ranks, two.cause) == (stall.late_ranks, Cause.HANG)
     assert two.evidence[0].source == "network"
 
@@ -204,7 +207,7 @@ def test_a_network_that_is_bad_everywhere_is_judged_in_a_moment() -> None:
         for far in range(1, 11)
     ]
     before = time.process_time()
-    found = unreached(seen, {rank: f"n{rank:03}" for rank in range(count)})
+    found = find_unreachable_hosts(seen, {rank: f"n{rank:03}" for rank in range(count)})
     assert time.process_time() - before < 3.0
     assert found.how is not Trouble.NONE
     assert len(found.evidence) < 20

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from slurm_forge.site.contract import Contract, contract_of, preemption_of_qos
 from slurm_forge.site.detection import fill_from_slurm
 from slurm_forge.site.model import Preemption, PreemptionMode, Site
+from slurm_forge.site.preemption import PreemptionRules, preemption_of_qos, preemption_rules
 from slurm_forge.slurm.accounts import QosRecord
 from slurm_forge.slurm.records import ConfigRecord, PartitionRecord
 
@@ -32,16 +32,16 @@ BELOW = PartitionRecord(
 
 
 def test_a_qos_is_preempted_by_those_that_list_it() -> None:
-    assert contract_of(BY_QOS, None, (), LOW, ALL) == Contract(
+    assert preemption_rules(BY_QOS, None, (), LOW, ALL) == PreemptionRules(
         preemption=Preemption(mode=PreemptionMode.REQUEUE, grace=MINUTE, exempt=10 * MINUTE),
-        above=True,
-        by=("high",),
+        preemptable=True,
+        preemptors=("high",),
     )
 
 
 def test_a_qos_in_nobodys_list_is_not_preempted() -> None:
-    found = contract_of(BY_QOS, BELOW, (ABOVE, BELOW), NORMAL, ALL)
-    assert found.above is False and found.preemption == Preemption(mode=PreemptionMode.OFF)
+    found = preemption_rules(BY_QOS, BELOW, (ABOVE, BELOW), NORMAL, ALL)
+    assert found.preemptable is False and found.preemption == Preemption(mode=PreemptionMode.OFF)
 
 
 @pytest.mark.parametrize(
@@ -63,36 +63,40 @@ def test_its_mode_is_the_qos_own_or_the_clusters(text: str | None, mode: Preempt
 
 def test_within_is_preempted_by_its_own() -> None:
     own = replace(NORMAL, preempt_mode="within,requeue")
-    assert contract_of(BY_QOS, None, (), own, (own,)).by == ("normal",)
+    assert preemption_rules(BY_QOS, None, (), own, (own,)).preemptors == ("normal",)
     everywhere = replace(BY_QOS, preempt_mode="WITHIN,REQUEUE")
-    assert contract_of(everywhere, None, (), NORMAL, ALL).by == ("normal",)
+    assert preemption_rules(everywhere, None, (), NORMAL, ALL).preemptors == ("normal",)
 
 
 def test_qos_that_could_not_be_asked_for_are_unknown_and_not_off() -> None:
-    assert contract_of(BY_QOS, BELOW, (BELOW,), None, None) == Contract()
-    assert contract_of(BY_QOS, BELOW, (BELOW,), LOW, None) == Contract()
+    assert preemption_rules(BY_QOS, BELOW, (BELOW,), None, None) == PreemptionRules()
+    assert preemption_rules(BY_QOS, BELOW, (BELOW,), LOW, None) == PreemptionRules()
 
 
 def test_a_partition_is_preempted_from_a_higher_tier_on_the_same_nodes() -> None:
-    found = contract_of(BY_TIER, BELOW, (ABOVE, BELOW), None, None)
-    assert found.by == ("prio",) and found.above and found.preemption.grace == MINUTE
+    found = preemption_rules(BY_TIER, BELOW, (ABOVE, BELOW), None, None)
+    assert found.preemptors == ("prio",) and found.preemptable and found.preemption.grace == MINUTE
     elsewhere = replace(ABOVE, nodes="n[11-14]")
-    assert contract_of(BY_TIER, BELOW, (elsewhere, BELOW), None, None).above is False
-    assert contract_of(BY_TIER, ABOVE, (ABOVE, BELOW), None, None).preemption.mode is (
+    assert preemption_rules(BY_TIER, BELOW, (elsewhere, BELOW), None, None).preemptable is False
+    assert preemption_rules(BY_TIER, ABOVE, (ABOVE, BELOW), None, None).preemption.mode is (
         PreemptionMode.OFF
     )
 
 
 def test_the_exempt_time_of_a_qos_counts_before_the_clusters() -> None:
     exempt = replace(BY_TIER, preempt_exempt_time=5 * MINUTE)
-    assert contract_of(exempt, BELOW, (ABOVE, BELOW), LOW, ALL).preemption.exempt == 10 * MINUTE
-    assert contract_of(exempt, BELOW, (ABOVE, BELOW), NORMAL, ALL).preemption.exempt == 5 * MINUTE
+    assert (
+        preemption_rules(exempt, BELOW, (ABOVE, BELOW), LOW, ALL).preemption.exempt == 10 * MINUTE
+    )
+    assert (
+        preemption_rules(exempt, BELOW, (ABOVE, BELOW), NORMAL, ALL).preemption.exempt == 5 * MINUTE
+    )
 
 
 def test_without_a_plugin_nobody_is_preempted() -> None:
     never = replace(BY_TIER, preempt_type="preempt/none")
-    found = contract_of(never, BELOW, (ABOVE, BELOW), LOW, ALL)
-    assert found.above is False and found.preemption.mode is PreemptionMode.OFF
+    found = preemption_rules(never, BELOW, (ABOVE, BELOW), LOW, ALL)
+    assert found.preemptable is False and found.preemption.mode is PreemptionMode.OFF
 
 
 def test_a_site_that_knows_nothing_takes_over_what_qos_do() -> None:
@@ -129,11 +133,11 @@ def test_where_preemption_goes_by_partition_qos_change_nothing() -> None:
 def test_what_slurm_did_not_say_is_no_promise_that_nobody_preempts(
     mine: dict[str, Any], theirs: dict[str, Any]
 ) -> None:
-    below, above = replace(BELOW, **mine), replace(ABOVE, **theirs)
-    found = contract_of(BY_TIER, below, (above, below), None, ())
-    assert found.above is None and found.preemption.mode is PreemptionMode.REQUEUE
+    below, preemptable = replace(BELOW, **mine), replace(ABOVE, **theirs)
+    found = preemption_rules(BY_TIER, below, (preemptable, below), None, ())
+    assert found.preemptable is None and found.preemption.mode is PreemptionMode.REQUEUE
     empty = replace(below, total_nodes=0)
-    assert contract_of(BY_TIER, empty, (above, empty), None, ()).above is False
+    assert preemption_rules(BY_TIER, empty, (preemptable, empty), None, ()).preemptable is False
 
 
 def test_hundreds_of_partitions_with_thousands_of_nodes_are_told_at_once() -> None:
@@ -142,7 +146,7 @@ def test_hundreds_of_partitions_with_thousands_of_nodes_are_told_at_once() -> No
         for number in range(200)
     )
     began = time.process_time()
-    found = [contract_of(BY_TIER, each, many, None, ()) for each in many]
+    found = [preemption_rules(BY_TIER, each, many, None, ()) for each in many]
     # Each list of nodes read for each pair takes minutes.
     assert time.process_time() - began < 5
-    assert found[0].above is True and found[6].above is False
+    assert found[0].preemptable is True and found[6].preemptable is False

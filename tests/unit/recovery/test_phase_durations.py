@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from slurm_forge.recovery.monitor.phase_durations import (
     HangRules,
-    Stretches,
+    PhaseDurations,
 )
 
 RULES = HangRules(5.0, timedelta(seconds=30), timedelta(minutes=10))
@@ -16,10 +16,10 @@ KINDS = st.sampled_from(["train", "data", "save", "eval", "start", "load", "firs
 
 
 def seen(kind: str, *seconds: float) -> float:
-    stretches = Stretches(RULES)
+    phase_durations = PhaseDurations(RULES)
     for each in seconds:
-        stretches.note(kind, each)
-    return stretches.limit(kind).total_seconds()
+        phase_durations.note(kind, each)
+    return phase_durations.limit(kind).total_seconds()
 
 
 @pytest.mark.parametrize(

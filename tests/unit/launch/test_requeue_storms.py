@@ -21,7 +21,7 @@ from slurm_forge.journal.order import causal_order, without_fenced
 from slurm_forge.launch.attempt import attempt as attempt_module
 from slurm_forge.launch.requeue import reconcile as asked_back
 from slurm_forge.launch.requeue.requeue import (
-    RequeueLadder,
+    JobRequeuer,
     RequeueOutcome,
 )
 from slurm_forge.launch.submit import submission
@@ -157,8 +157,8 @@ def test_what_is_said_to_be_held_is_held(folder: Path) -> None:
     fake.wait_state(job, JobState.RUNNING)
     fake.requeue(job)
     journal = JournalWriter(run, attempt=1, writer="supervisor")
-    ladder = RequeueLadder(fake, job=job, script=None, journal=journal, fence=lambda: None)
-    assert ladder.hold("for a person to judge").outcome is RequeueOutcome.HELD
+    job_requeuer = JobRequeuer(fake, job=job, script=None, journal=journal, fence=lambda: None)
+    assert job_requeuer.hold("for a person to judge").outcome is RequeueOutcome.HELD
     assert shown(fake, job).priority == 0
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from slurm_forge.lock import exclusive
 from slurm_forge.node_ledger.lines import Entry, line_of
-from slurm_forge.node_ledger.names import ENDING, word
+from slurm_forge.node_ledger.names import ENDING, safe_file_name
 from slurm_forge.node_ledger.reading import LedgerReading, read_ledger
 from slurm_forge.node_ledger.writing import append, compact, own_folder, sweep
 from slurm_forge.recovery.nodes.statements import Ledger, NodeRules
@@ -53,7 +53,7 @@ class NodeLedger:
             return
         data = b"".join(map(line_of, entries))
         folder = own_folder(self.folder, self.cluster, make=not self.shared)
-        path = folder / f"{word(self.host or socket.gethostname())}{ENDING}"
+        path = folder / f"{safe_file_name(self.host or socket.gethostname())}{ENDING}"
         with exclusive(path.with_suffix(".lock"), _LOCK_PATIENCE) as locked:
             size = append(path, data)
             # Without a lock another writer's line might be lost between reading and replacing.
