@@ -142,7 +142,7 @@ class _LiveCheck:
         script = self.folder / "job.sbatch"
         write_atomic(script, live_script(self.wish, self.folder).encode())
         with exclusive(self.folder / LOGIN_LOCK, timedelta(0)):
-            submitted = self.wall()
+            submitted_at = self.wall()
             self._pause(0.0)
             try:
                 self._job = self.slurm.submit(script)
@@ -151,7 +151,7 @@ class _LiveCheck:
                     self._cancel_unheard(script)
                 raise
             try:
-                return self._follow(submitted)
+                return self._follow(submitted_at)
             finally:
                 if self.interrupted():
                     self._print(
@@ -159,7 +159,7 @@ class _LiveCheck:
                     )
                 self._cancel(self._job)
 
-    def _follow(self, submitted: float) -> LiveSeen:
+    def _follow(self, submitted_at: float) -> LiveSeen:
         resources = self.wish.job.resources
         self.say(f"job {self._job} submitted; it takes about a minute once it runs.")
         result = LiveSeen(
@@ -169,7 +169,7 @@ class _LiveCheck:
             nodes=resources.nodes,
             folder=str(self.folder) if self.wish.keep else "",
         )
-        problem = self._wait_start(submitted)
+        problem = self._wait_start(submitted_at)
         record = self._record
         if record is not None:
             result = replace(
@@ -211,9 +211,9 @@ class _LiveCheck:
         self._over_since = self._over_since or self.wall()
         return self.wall() > self._over_since + _SETTLES_S
 
-    def _wait_start(self, submitted: float) -> str:
+    def _wait_start(self, submitted_at: float) -> str:
         """Until the job says that it is here; why it does not, else."""
-        until = submitted + self.wish.start_within.total_seconds()
+        until = submitted_at + self.wish.start_within.total_seconds()
         reason = ""
         while not (self.folder / HERE).exists():
             if self._is_gone(TERMINAL):
@@ -267,10 +267,10 @@ class _LiveCheck:
         since = self.wall()
         self.say(f"job {self._job} requeues itself; waiting until it is back.")
 
-        def back() -> float | None:
+        def seconds_until_back() -> float | None:
             return self.wall() - since if (self.folder / AGAIN).exists() else None
 
-        return self._poll(self.wish.back_within.total_seconds(), back, self._pause)
+        return self._poll(self.wish.back_within.total_seconds(), seconds_until_back, self._pause)
 
     # --- the folder -------------------------------------------------------------------------------
 
@@ -311,11 +311,11 @@ class _LiveCheck:
     def remove_folder(self) -> None:
         """What still runs may write into it while it goes, so it is tried for a while."""
 
-        def gone() -> bool | None:
+        def is_gone() -> bool | None:
             shutil.rmtree(self.folder, ignore_errors=True)
             return None if os.path.lexists(self.folder) else True
 
-        if not self._poll(_REMOVED_S, gone, self.sleep):
+        if not self._poll(_REMOVED_S, is_gone, self.sleep):
             self._print(f"{self.folder} could not be removed: remove it by hand")
 
     # --- Slurm ------------------------------------------------------------------------------------
@@ -337,40 +337,40 @@ class _LiveCheck:
         # Before anything else, and whatever Slurm says of it: a job may be about to requeue itself.
         with contextlib.suppress(OSError):
             write_atomic(self.folder / OVER, b"", durable=False)
-        wanted = True
+        to_cancel = True
 
-        def gone() -> bool | None:
-            nonlocal wanted
+        def is_gone() -> bool | None:
+            nonlocal to_cancel
             with contextlib.suppress(SlurmCommandError):
-                if wanted:
+                if to_cancel:
                     self.slurm.cancel(job)
-                    wanted = False
+                    to_cancel = False
                 record = self.slurm.show_job(job)
                 if record is None or record.state in TERMINAL:
                     return True
                 # What has come back into the queue is taken out of it again.
-                wanted = wanted or record.state in PENDING_LIKE
+                to_cancel = to_cancel or record.state in PENDING_LIKE
             return None
 
-        if not self._poll(_GONE_S, gone, self.sleep):
+        if not self._poll(_GONE_S, is_gone, self.sleep):
             self._print(f"job {job} has not ended yet: look at squeue --me, then scancel {job}")
 
     def _cancel_unheard(self, script: Path) -> None:
         """End what came of a submission that was not answered, if anything did."""
-        answered = False
+        queue_answers = False
 
-        def listed() -> JobRecord | None:
-            nonlocal answered
+        def find_job() -> JobRecord | None:
+            nonlocal queue_answers
             with contextlib.suppress(SlurmCommandError):
                 record = job_of_script(script, self.slurm)
-                answered = True
+                queue_answers = True
                 return record
             return None
 
-        record = self._poll(_LISTED_S, listed, self.sleep)
+        record = self._poll(_LISTED_S, find_job, self.sleep)
         if record is not None:
             self._cancel(record.job_ref)
-        elif not answered:
+        elif not queue_answers:
             self._print("a job may have been submitted: look at squeue --me --name=forge-doctor")
 
     def _print(self, text: str) -> None:
@@ -387,10 +387,10 @@ def _is_refusal(error: BaseException) -> bool:
 
 
 def _pending(record: JobRecord) -> float | None:
-    begun, submitted = record.start_time, record.submit_time
-    if record.state is JobState.PENDING or begun is None or submitted is None:
+    start, submit = record.start_time, record.submit_time
+    if record.state is JobState.PENDING or start is None or submit is None:
         return None
-    return (begun - submitted).total_seconds()
+    return (start - submit).total_seconds()
 
 
 def live_job(

@@ -162,12 +162,12 @@ class _LiveJob:
 
     # --- listeners --------------------------------------------------------------------------------
 
-    def _wanted(self) -> set[tuple[Receiver, str]]:
+    def _expected_receivers(self) -> set[tuple[Receiver, str]]:
         task = self._steps.get(Receiver.TASK)
         hosts = {host for way, host in task.present if way is Receiver.TASK} if task else set()
         everywhere = (Receiver.TASK, *WORKERS)
-        wanted = {(way, host) for way in everywhere for host in {*hosts, self._host}}
-        return wanted | {(way, self._host) for way in Receiver if way not in everywhere}
+        receivers = {(way, host) for way in everywhere for host in {*hosts, self._host}}
+        return receivers | {(way, self._host) for way in Receiver if way not in everywhere}
 
     def _present(self) -> set[tuple[Receiver, str]]:
         there = (step.present for step in self._steps.values() if step.runs)
@@ -283,8 +283,8 @@ class _LiveJob:
     def _sightings(
         self, before: set[tuple[Receiver, str]], signal: str, sent_at: float | None
     ) -> tuple[Sighting, ...]:
-        wanted = self._wanted()
-        return sightings(before, self._events, wanted=wanted, signal=signal, sent_at=sent_at)
+        expected = self._expected_receivers()
+        return sightings(before, self._events, expected=expected, signal=signal, sent_at=sent_at)
 
     def _add(self, round_: SignalRound) -> None:
         self._rounds.append(round_)

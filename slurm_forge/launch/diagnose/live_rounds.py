@@ -29,11 +29,11 @@ def sightings(
     present: Collection[tuple[Receiver, str]],
     events: Sequence[ListenerEvent],
     *,
-    wanted: Collection[tuple[Receiver, str]],
+    expected: Collection[tuple[Receiver, str]],
     signal: str,
     sent_at: float | None,
 ) -> tuple[Sighting, ...]:
-    """One of each that was ``wanted`` to be there; ``events`` since the sending.
+    """One of each that is ``expected``; ``events`` are those since the sending.
 
     ``signal`` is what a task that ended without a word is taken to have died of.
     """
@@ -42,7 +42,7 @@ def sightings(
         _sighting(way, host, events, signal, sent_at)
         if (way, host) in present
         else Sighting(way=way, host=host, fate=Fate.ABSENT)
-        for way, host in sorted(wanted, key=lambda pair: (order.index(pair[0]), pair[1]))
+        for way, host in sorted(expected, key=lambda pair: (order.index(pair[0]), pair[1]))
     )
 
 

@@ -29,11 +29,11 @@ def ended(way: Receiver, at: float) -> ListenerEvent:
 
 
 def fates(*events: ListenerEvent, absent: tuple[Receiver, ...] = ()) -> dict[Receiver, Sighting]:
-    wanted = {(way, "n1") for way in Receiver}
+    expected = {(way, "n1") for way in Receiver}
     found = sightings(
-        {pair for pair in wanted if pair[0] not in absent},
+        {pair for pair in expected if pair[0] not in absent},
         events,
-        wanted=wanted,
+        expected=expected,
         signal="SIGUSR2",
         sent_at=SENT,
     )
