@@ -65,8 +65,8 @@ _STEP_NAME = "forge-live"
 _STEPS = (Receiver.TASK, Receiver.TASK_PLAIN, Receiver.SHELL, Receiver.TORCHRUN)
 #: How long listeners may take to be there: their interpreter comes from shared storage.
 _STANDS_S = 40.0
-#: How long after a signal is waited for what comes of it.
-_COLLECTS_S = 2.5
+#: How long to wait for what comes of a signal; and for a listener on a busy node.
+_COLLECTS_S, _COLLECTS_AT_MOST_S = 2.5, 10.0
 #: Beyond the moment at which Slurm's warning is due at the latest.
 _WARNING_LATE_S = 5.0
 #: With less than this left before the limit no other round is begun.
@@ -229,7 +229,7 @@ class _LiveJob:
         latest = self._end - asked_s + _WARNING_LATE_S
         while time.time() < latest and self._first() is None:
             self._take(0.2)
-        self._collect()
+        self._collect(before, Receiver.TASK)
         came = self._first()
         self._add(
             SignalRound(
@@ -263,7 +263,7 @@ class _LiveJob:
             except SlurmCommandError as error:
                 problem = error.message
             answered_s = time.time() - sent_at
-            self._collect()
+            self._collect(before, Receiver.BATCH if batch else Receiver.TASK)
             self._add(
                 SignalRound(
                     kind=kind,
@@ -275,10 +275,18 @@ class _LiveJob:
                 )
             )
 
-    def _collect(self) -> None:
-        until = time.monotonic() + _COLLECTS_S
-        while time.monotonic() < until:
+    def _collect(self, before: set[tuple[Receiver, str]], way: Receiver) -> None:
+        """Take what is said for a while, and for longer while a listener of ``way`` is silent."""
+        listeners = {each for each in before if each[0] is way}
+        began = time.monotonic()
+        while (waited := time.monotonic() - began) < _COLLECTS_AT_MOST_S:
             self._take(0.1)
+            if waited >= _COLLECTS_S and listeners <= self._reached():
+                break
+
+    def _reached(self) -> set[tuple[Receiver, str]]:
+        felt = [each for each in self._events if each.what in ("saw", "died")]
+        return {(Receiver(each.way), each.host) for each in felt}
 
     def _sightings(
         self, before: set[tuple[Receiver, str]], signal: str, sent_at: float | None
