@@ -3,12 +3,12 @@
 set -eu
 mkdir -p "$1"
 done=0
-if [ -f "$1/done" ]; then done=$(cat "$1/done"); fi
+if [ -f "$1/all" ]; then done=$(wc -l < "$1/all"); fi
 while [ "$done" -lt "$2" ]; do
     sleep 0.2 # the work
     done=$((done + 1))
+    echo "$done" >> "$1/all" # its place: one line, written at once
     echo "$done" > "$1/done.new"
     mv "$1/done.new" "$1/done"
-    echo "$done" >> "$1/all"
     echo "piece $done of $2"
 done

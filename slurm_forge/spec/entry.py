@@ -88,14 +88,15 @@ def _check_function(
 ) -> tuple[str, ...]:
     try:
         tree = ast.parse(read_bounded(source, _SOURCE_LIMIT))
-    except SyntaxError as error:
-        where = "" if error.lineno is None else f", line {error.lineno}"
+    except (SyntaxError, ValueError) as error:  # ValueError: a NUL byte, before Python 3.11.4
+        line = getattr(error, "lineno", None)
+        where = "" if line is None else f", line {line}"
         raise ConfigError(
-            f"entry: {source}{where}: {error.msg}",
+            f"entry: {source}{where}: {getattr(error, 'msg', error)}",
             path=job,
             next_step="Correct the program: every rank would fail on it.",
         ) from None
-    except (ValueError, RecursionError, MemoryError):  # the last is "nested too deep", too
+    except (RecursionError, MemoryError):  # the last is "nested too deep", too
         return (f"entry: {source} can't be checked",)
     names = set(_top_level(tree.body))
     if function in names or "*" in names or "__getattr__" in names:

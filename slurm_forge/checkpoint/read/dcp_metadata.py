@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import pickle
 from collections.abc import Mapping
+from enum import EnumMeta
 from typing import Any
 
 import torch
@@ -43,6 +44,13 @@ def _path(*parts: Any) -> str:
     return "/".join(parts)
 
 
+def _enum_member(owner: Any, name: Any) -> Any:
+    """A member of an enum as Python 3.11.0 to 3.11.3 pickle it: ``getattr(Enum, "NAME")``."""
+    if not (isinstance(owner, EnumMeta) and type(name) is str and name in owner.__members__):
+        raise pickle.UnpicklingError("it asks for an attribute, which is not allowed there")
+    return owner.__members__[name]
+
+
 _DCP = "torch.distributed.checkpoint.metadata"
 _ALLOWED: dict[tuple[str, str], Any] = {
     (_DCP, "Metadata"): Metadata,
@@ -61,6 +69,7 @@ _ALLOWED: dict[tuple[str, str], Any] = {
     ("pathlib", "WindowsPath"): _path,
     ("pathlib._local", "WindowsPath"): _path,
     ("torch.serialization", "_get_layout"): torch.serialization._get_layout,
+    ("builtins", "getattr"): _enum_member,
 }
 
 

@@ -13,6 +13,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
+    _MEM_FORMAT_ENCODING,
     BytesStorageMetadata,
     ChunkStorageMetadata,
     Metadata,
@@ -72,6 +73,9 @@ EVIL = {
     "open": Reduce(open, (MARK, "w")),
     "torch.load": Reduce(torch.load, ("x",)),
     "getattr": Reduce(getattr, (1, "real")),
+    "getattr of a class": Reduce(getattr, (Metadata, "__init__")),
+    "getattr of an enum": Reduce(getattr, (_MEM_FORMAT_ENCODING, "__class__")),
+    "getattr of an enum's class": Reduce(getattr, (_MEM_FORMAT_ENCODING, "__subclasses__")),
     "import": Reduce(__import__, ("os",)),
     "path": Reduce(Path, ("/etc",)),
     "bytes entry": BytesStorageMetadata(),
@@ -108,6 +112,21 @@ def test_a_pickle_that_does_something_is_refused_before_it_does(
     with pytest.raises(CheckpointRejectedError):
         parse_metadata(data, sizes)
     assert not (tmp_path / MARK).exists()
+
+
+def test_a_member_of_an_enum_may_be_named_as_older_pythons_do(honest, monkeypatch):
+    """Python 3.11.0 to 3.11.3 pickle one as ``getattr(Enum, "NAME")``."""
+    sizes, data = honest
+    metadata = pickle.loads(data)
+    monkeypatch.setattr(
+        _MEM_FORMAT_ENCODING,
+        "__reduce_ex__",
+        lambda member, protocol: (getattr, (type(member), member.name)),
+    )
+    written = pickle.dumps(metadata)
+    assert b"getattr" in written
+    weight = parse_metadata(written, sizes).state_dict_metadata["weight"]
+    assert weight.properties.memory_format is torch.contiguous_format
 
 
 def set_storage(metadata, **changes):
