@@ -500,8 +500,13 @@ def test_a_launch_that_is_over_leaves_nothing_behind(what: str, tmp_path: Path) 
             launch.at(failing, 1)
         launch.until(lambda: launch.doing("data", [0], 0), "the data wait")
         launch.until(lambda: launch.doing("train", [1, 2], 0), "the collective")
-        workers = [pid for rank in launch.group.pids for pid in loader_workers_of(rank)]
-        assert len(workers) == 6
+        workers: list[int] = []
+
+        def are_there() -> bool:
+            workers[:] = [pid for rank in launch.group.pids for pid in loader_workers_of(rank)]
+            return len(workers) == 6
+
+        launch.until(are_there, "two loader workers of each rank")
         match what:
             case "a rank fails":
                 failing.open()
