@@ -43,6 +43,7 @@ from slurm_forge.spec.types import (
     PositiveDuration,
     ShellText,
     Steps,
+    SwitchableSection,
     check_printable,
 )
 from slurm_forge.store.retention import RetentionRules
@@ -159,9 +160,11 @@ class BandwidthSpec(JobSection):
     )
 
 
-class ProbeSpec(JobSection):
+class ProbeSpec(SwitchableSection):
     """The regular check that all ranks still answer, with the right values."""
 
+    key: ClassVar[str] = "probe"
+    called: ClassVar[str] = "the probe"
     known_as: ClassVar[Mapping[str, str]] = {
         "interval": "every", "timeout": "deadline", "on": "enabled", "off": "enabled",
         "heartbeat": "silence", "heartbeat_timeout": "silence", "large": "bandwidth",
@@ -191,13 +194,6 @@ class ProbeSpec(JobSection):
         description="A node whose own part of a step takes this many times as long as that of the "
         "others counts as slow; null disables this check.",
     )
-
-    @model_validator(mode="before")
-    @classmethod
-    def _switched_off_by_its_key(cls, data: object) -> object:
-        if data is False:
-            raise ValueError('to switch the probe off, write "probe: {enabled: false}"')
-        return data
 
     @model_validator(mode="after")
     def _silence_is_longer_than_a_heartbeat(self) -> ProbeSpec:

@@ -17,7 +17,7 @@ from typing import Annotated, ClassVar
 from pydantic import BeforeValidator, Field, model_validator
 
 from slurm_forge.documents import did_you_mean, wrong_key
-from slurm_forge.spec.types import Count, Factor, JobSection, PositiveDuration
+from slurm_forge.spec.types import Count, Factor, JobSection, PositiveDuration, SwitchableSection
 from slurm_forge.units import format_duration
 
 _VARIABLE = re.compile(r"[A-Z][A-Z0-9_]*")
@@ -107,9 +107,10 @@ _KEYS = frozenset(EnvironmentSpec.model_fields)
 _LEAST_WITHIN = timedelta(seconds=5)
 
 
-class PreflightSpec(JobSection):
+class PreflightSpec(SwitchableSection):
     """Whether nodes are checked before a launch, and how long that may take."""
 
+    key: ClassVar[str] = "preflight"
     known_as: ClassVar[Mapping[str, str]] = {
         "on": "enabled", "off": "enabled", "timeout": "within", "deadline": "within",
         "at_most": "within",
@@ -122,13 +123,6 @@ class PreflightSpec(JobSection):
         "nodes; a longer one has failed.",
     )
 
-    @model_validator(mode="before")
-    @classmethod
-    def _switched_off_by_its_key(cls, data: object) -> object:
-        if data is False:
-            raise ValueError('to switch it off, write "preflight: {enabled: false}"')
-        return data
-
     @model_validator(mode="after")
     def _long_enough_for_a_healthy_node(self) -> PreflightSpec:
         if self.within < _LEAST_WITHIN:
@@ -139,9 +133,11 @@ class PreflightSpec(JobSection):
         return self
 
 
-class WatchdogSpec(JobSection):
+class WatchdogSpec(SwitchableSection):
     """When a rank that makes no progress counts as hung: limits are learned within these bounds."""
 
+    key: ClassVar[str] = "watchdog"
+    called: ClassVar[str] = "the watchdog"
     known_as: ClassVar[Mapping[str, str]] = {
         "on": "enabled", "off": "enabled", "timeout": "at_most", "deadline": "at_most",
         "max": "at_most", "min": "at_least", "safety_factor": "factor", "times": "factor",
@@ -162,13 +158,6 @@ class WatchdogSpec(JobSection):
         description="How long a step may take while nothing is known about the run; starts, first "
         "steps and new phases have three times as long.",
     )
-
-    @model_validator(mode="before")
-    @classmethod
-    def _switched_off_by_its_key(cls, data: object) -> object:
-        if data is False:
-            raise ValueError('to switch the watchdog off, write "watchdog: {enabled: false}"')
-        return data
 
     @model_validator(mode="after")
     def _bounds_fit(self) -> WatchdogSpec:

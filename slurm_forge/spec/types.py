@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
     AfterValidator,
@@ -18,6 +18,7 @@ from pydantic import (
     JsonValue,
     PlainSerializer,
     WithJsonSchema,
+    model_validator,
 )
 
 from slurm_forge.documents import wrong_key
@@ -42,6 +43,21 @@ class JobSection(BaseModel):
     """Base of everything users write: frozen, and an unknown key is an error."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True)
+
+
+class SwitchableSection(JobSection):
+    """A section with ``enabled``; ``key: false`` is refused with what to write instead."""
+
+    key: ClassVar[str]
+    #: What the error calls it.
+    called: ClassVar[str] = "it"
+
+    @model_validator(mode="before")
+    @classmethod
+    def _switched_off_by_its_key(cls, data: object) -> object:
+        if data is False:
+            raise ValueError(f'to switch {cls.called} off, write "{cls.key}: {{enabled: false}}"')
+        return data
 
 
 @dataclass(frozen=True, slots=True)

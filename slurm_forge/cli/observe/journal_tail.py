@@ -1,6 +1,6 @@
 """Reading a journal as it grows: each look reads only what was written since the last one.
 
-Progress that a later line makes needless is left out before it is decoded (``blank_superseded``),
+Progress that a later line supersedes is left out before it is decoded (``blank_superseded``),
 but for the newest figure of every name: what is logged often must not hide what is logged now and
 then.
 """

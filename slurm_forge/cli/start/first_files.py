@@ -96,7 +96,7 @@ def name_from(folder: Path) -> str:
 
 
 def first_files(options: InitOptions) -> FirstFiles:
-    """The files for what is wished for; ``ConfigError`` names the option that can't be."""
+    """The files that the options ask for; ``ConfigError`` names the option that can't be."""
     _check(options)
     job = _job(options)
     local_command, cluster_command = _commands(options, job)

@@ -14,7 +14,7 @@ MARK = "forge-live "
 class ListenerEvent:
     """``here``: it listens; ``saw``: its handler ran; ``died``: it was killed, says its parent.
 
-    ``ended``: its whole step is over, says nobody but the step's end.  ``way`` and ``host`` say
+    ``ended``: its whole step is over, which no listener reports.  ``way`` and ``host`` say
     which listener is meant, ``signal`` is a name, ``at`` seconds since the epoch on its node.
     """
 
