@@ -7,8 +7,9 @@ import itertools
 import os
 import re
 import signal
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -58,6 +59,27 @@ def pytest_collection_finish() -> None:
     """What is imported and collected lives until the end: no collection has to look at it."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_report_to_serializable() -> Generator[None, Any, Any]:
+    """A worker can't send text that has no bytes, such as half of a surrogate pair.
+
+    It would end with an internal error that names no reason, and the other tests with it.
+    """
+    return _sendable((yield))
+
+
+def _sendable(value: Any) -> Any:
+    match value:
+        case str():
+            return value.encode(errors="backslashreplace").decode()
+        case dict():
+            return {key: _sendable(one) for key, one in value.items()}
+        case list() | tuple():
+            return type(value)(_sendable(one) for one in value)
+        case _:
+            return value
 
 
 @pytest.fixture(scope="session")

@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable
+from dataclasses import replace
 from itertools import accumulate
 
 import numpy as np
@@ -325,7 +326,8 @@ def test_an_announcement_arrives_as_it_was_sent(anomaly: Anomaly) -> None:
     line = encode(RequestProposal(kind=RequestKind.RECOVER, reason=announce(anomaly)))
     message = decode(line)
     assert isinstance(message, RequestProposal)
-    assert announced(message.reason) == anomaly
+    text = anomaly.text.encode(errors="replace").decode()  # half of a pair has no bytes
+    assert announced(message.reason) == replace(anomaly, text=text)
 
 
 @pytest.mark.parametrize("character", ["\x00", "\U0001f600", "\ud800", '"', "\\"])
