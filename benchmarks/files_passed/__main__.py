@@ -1,8 +1,9 @@
-"""Through how many files of the package one act runs.
+"""Through how many files of the package one act runs, and under how many names a signal is known.
 
-    python -m benchmarks.files_passed render|step|nan [--json FILE]
+    python -m benchmarks.files_passed render|step|nan|signal [--json FILE]
 
-Prints each file with its calls, in the order in which they are reached.  Each act is a function of
+Prints each file with its calls, in the order in which they are reached; of ``signal`` each class
+whose values quote it, with the processes that had one.  Each act is a function of
 a module here; to add one, write it and its row in ``_MEASURES``.
 """
 
@@ -20,6 +21,7 @@ _MEASURES = {
     "render": ("benchmarks.files_passed.render", "measure"),
     "step": ("benchmarks.files_passed.training", "measure_step"),
     "nan": ("benchmarks.files_passed.training", "measure_nan"),
+    "signal": ("benchmarks.files_passed.signals", "measure"),
 }
 
 
@@ -35,8 +37,13 @@ def main() -> None:
     options = parser.parse_args()
     module, function = _MEASURES[options.act]
     passage: Passage = getattr(import_module(module), function)()
-    print(table(("file", "calls"), [(file, str(n)) for file, n in passage.files.items()]))
-    print(f"{options.act}: {len(passage.files)} files, {passage.moves} moves between files")
+    rows = [(file, str(n)) for file, n in passage.files.items()]
+    if options.act == "signal":
+        print(table(("class", "processes"), rows))
+        print(f"signal: {len(rows)} names")
+    else:
+        print(table(("file", "calls"), rows))
+        print(f"{options.act}: {len(rows)} files, {passage.moves} moves between files")
     write_json(options.json, {"act": options.act, **asdict(passage)})
 
 

@@ -1,4 +1,4 @@
-"""Checkpoints that exist or do not: staged, sealed, renamed; called by ``training.checkpointing``.
+"""Checkpoints, committed atomically: stage, seal, rename; called by ``training.checkpointing``.
 
 A checkpoint is ``rank-00000.data`` … (raw tensors, one file per rank), ``index.json`` (which
 tensors, which shards, where) and ``manifest.json`` (names, sizes, a hash per 4 MiB, the rest of the

@@ -1,4 +1,4 @@
-"""Files that are whole or absent, and files that nobody else can have planted; used by every room.
+"""Atomic writes, and reads that reject files other users could have planted; used by all above.
 
 Standard library only.  ``OSError`` is passed on as it is: only the caller knows what the file was
 for.

@@ -1,4 +1,4 @@
-"""What experiment trackers need to know of a run, without importing any; called by the user.
+"""What experiment trackers need to know about a run, without importing any; called by the user.
 
 Entry: ``trackers``.
 """

@@ -1,4 +1,4 @@
-"""The journal: append-only events, ``state = fold(read(run))``; used by every room above.
+"""The journal: append-only events, ``state = fold(read(run))``; used by all packages above.
 
 Attempts are ordered by their claims, launches by their numbers, and records within a launch by
 logical time: a writer's records come after everything that it had read.  Wall clocks have no part

@@ -1,4 +1,4 @@
-"""What runs saw of nodes, as files that all runs of a user or a group share; used by ``launch``.
+"""Node faults seen by runs, in files shared by all runs of a user or group; used by ``launch``.
 
 ``<folder>/<uid>/<cluster>/<host>.jsonl``: every user writes below a folder of their own, and every
 host a file of its own, since two hosts appending to one file lose lines on several network file

@@ -1,4 +1,4 @@
-"""Cause before cure: observations become an incident, an incident a decision; called by ``launch``.
+"""Turns observations into an incident and an incident into a decision; called by ``launch``.
 
 Pure: values in, values out.
 """

@@ -1,4 +1,4 @@
-"""The run directory: the database of a run, on shared storage; used by every room above.
+"""The run directory: the database of a run, on shared storage; used by all packages above.
 
 Entry: ``layout``.
 """

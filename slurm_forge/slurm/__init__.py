@@ -1,4 +1,4 @@
-"""Slurm as values, and one client that runs its commands; used by every room above.
+"""Typed Slurm records, and the one client that runs its commands; used by all packages above.
 
 Nothing here decides anything: text becomes values, and the client runs Slurm's own commands.
 

@@ -1,4 +1,4 @@
-"""The job file as a frozen value, with a default for nearly everything; read by every room above.
+"""The job file as a frozen value, with a default for nearly everything; read by all packages above.
 
 Entry: ``job``.
 """

@@ -1,4 +1,4 @@
-"""What the kernel reports of TCP connections; called by the hub and by rank monitors.
+"""What the kernel reports about TCP connections; called by the hub and by rank monitors.
 
 Entry: ``tcp_info``.
 """

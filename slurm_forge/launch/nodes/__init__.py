@@ -1,4 +1,4 @@
-"""The node ledger as a launch uses it: whom it excludes, what it records; called by ``attempt``.
+"""The node ledger: which nodes a launch excludes, what it records; called by ``attempt``.
 
 Entry: ``excluded_nodes``.
 """

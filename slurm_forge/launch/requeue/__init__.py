@@ -1,4 +1,4 @@
-"""What is requested of Slurm after an attempt; called by ``launch.attempt`` and ``reconcile``.
+"""Requests to Slurm after an attempt (requeue, hold, successor); called by ``launch.attempt``.
 
 A durable intent, ``scontrol requeue`` with retries, changes on the waiting job (``job_update``),
 else a successor by sbatch, else the intent stays open for ``reconcile``.  In a run that is an array

@@ -131,7 +131,8 @@ class AttemptText:
             *self._resumes(launch),
             *self._rejected(launch),
             *self._skips(launch),
-            *self._probes(launch),
+            *self._failed_saves(launch),
+            *self._late_probes(launch),
             *self._paces(launch),
             *self._incidents_of(one, launch),
         ]
@@ -277,7 +278,7 @@ class AttemptText:
         lines += [_only_followed(each.text) for each in followed]
         return lines
 
-    def _probes(self, launch: s.LaunchStory) -> Iterator[_Moment]:
+    def _failed_saves(self, launch: s.LaunchStory) -> Iterator[_Moment]:
         for row in _in_a_row(launch):
             first, last = row[0], row[-1]
             why = t.clean(t.first_line(first.event.reason), _SAVE_REASON)
@@ -286,6 +287,8 @@ class AttemptText:
                 where = f"steps {t.number(first.event.step)} to {t.number(last.event.step)}"
                 what = f"{t.plural(len(row), 'save')} in a row, at {where},"
             yield first.time, [f"{self._at(first.time)}  {what} failed: {why}"]
+
+    def _late_probes(self, launch: s.LaunchStory) -> Iterator[_Moment]:
         for late in launch.late_probes:
             what = "values corrupted" if late.event.wrong else "late"
             yield late.time, [f"{self._at(late.time)}  probe failed, {what}: {_late(late.event)}"]

@@ -1,4 +1,4 @@
-"""Nouns and primitives of a rank's process: ``Loss``, sample order, groups; used by all of it.
+"""Basic types of a rank's process: ``Loss``, ``SampleOrder``, groups; used by all of it.
 
 Entry: ``step_boundary``.
 """
