@@ -187,6 +187,7 @@ class CheckpointCommitted:
 
     ``seconds`` from the beginning of the save until it was on disk, of which training waited
     ``blocked_s``.  ``findings`` say what is not healthy in it: then it is suspect from the start.
+    ``epoch`` is the number of completed passes over the data.
     """
 
     name: str
@@ -196,6 +197,7 @@ class CheckpointCommitted:
     size: int
     blocked_s: float = 0.0
     findings: tuple[str, ...] = ()
+    epoch: int | None = None
     kind: Literal["checkpoint_committed"] = "checkpoint_committed"
 
 

@@ -30,6 +30,7 @@ class KnownCheckpoint:
     size: int = 0
     seconds: float = 0.0
     blocked_s: float = 0.0
+    epoch: int | None = None
     #: What ``keep_best`` goes by, under its name.
     metric: float | None = None
     metric_name: str = ""
@@ -68,6 +69,7 @@ def committed(known: Known, name: CheckpointName, event: CheckpointCommitted, ti
         size=event.size,
         seconds=event.seconds,
         blocked_s=event.blocked_s,
+        epoch=event.epoch,
     )
     earlier = next((k for k in known if k.name == checkpoint.name), None)
     if earlier is not None:

@@ -63,6 +63,13 @@ class BestMode(str, Enum):
     MAX = "max"
 
 
+def _check_folder(text: str) -> str:
+    check_printable(text)
+    if not text.startswith("/"):
+        raise ValueError(f'expected an absolute path, got "{text}"')
+    return text
+
+
 class KeepBest(JobSection):
     """Keep the checkpoint with the best value of a metric that the program logs."""
 
@@ -78,11 +85,15 @@ class CheckpointSpec(JobSection):
     known_as: ClassVar[Mapping[str, str]] = {
         "every": "every_minutes", "interval": "every_steps", "keep": "keep_last",
         "max_to_keep": "keep_last", "save_total_limit": "keep_last", "best": "keep_best",
-        "every_n_steps": "keep_every_steps",
+        "every_n_steps": "keep_every_steps", "fallback_dir": "fallback",
+        "every_n_epochs": "every_epochs",
     }  # fmt: skip
 
     every_steps: Count | None = Field(
         default=None, description="Save every so many optimizer steps."
+    )
+    every_epochs: Count | None = Field(
+        default=None, description="Save every so many passes over the data."
     )
     every_minutes: Minutes | None = Field(
         default=AUTO,
@@ -105,9 +116,19 @@ class CheckpointSpec(JobSection):
         default=None,
         description="Also keep permanently the first checkpoint of every N steps.",
     )
+    keep_every_epochs: Count | None = Field(
+        default=None,
+        description="Also keep permanently the first checkpoint of every N epochs.",
+    )
     keep_every_minutes: Factor | None = Field(
         default=None,
         description="Also keep, permanently, the first checkpoint of every so many minutes.",
+    )
+    fallback: Annotated[str, Field(strict=True), AfterValidator(_check_folder)] | None = Field(
+        default=None,
+        description="Absolute path of a directory on other storage that all nodes share. Saves go "
+        "there, into a folder of the run, for the rest of a launch in which one has failed in the "
+        "run directory: no space or quota, or an I/O error.",
     )
     good_after_steps: Steps = Field(
         default=20, description="Healthy steps after which a checkpoint is known to be good."
@@ -127,6 +148,7 @@ class CheckpointSpec(JobSection):
         return RetentionRules(
             last=self.keep_last,
             every_steps=self.keep_every_steps,
+            every_epochs=self.keep_every_epochs,
             every=None if minutes is None else timedelta(minutes=minutes),
             smaller_is_better=None if best is None else best.mode is BestMode.MIN,
         )

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import secrets
 from pathlib import Path
 
 from pydantic import Field
 
 from slurm_forge.documents import build, dump, read
+from slurm_forge.run_directory import RunDirectory
 from slurm_forge.site.fields import Bandwidth
 from slurm_forge.site.model import EnvironmentSets
 from slurm_forge.site.parts import MasterAddress
 from slurm_forge.spec.job import JobSpec
 from slurm_forge.spec.types import JobSection, PositiveDuration
+from slurm_forge.store.directory import CheckpointStore
 
 
 class RunFile(JobSection):
@@ -49,6 +52,8 @@ class RunFile(JobSection):
     usual_save: PositiveDuration | None = None
     #: Where the site keeps its node ledger; None is the user's own.
     node_ledger: str | None = None
+    #: The run's own folder below the job's ``fallback``: another run of that name has another.
+    fallback_name: str | None = None
     job: JobSpec
 
     def to_yaml(self) -> str:
@@ -68,9 +73,25 @@ class RunFile(JobSection):
         return f"{self.site} does not let jobs requeue themselves here"
 
     @property
+    def fallback(self) -> Path | None:
+        """Where checkpoints go that can't be written into the run directory, if anywhere."""
+        if self.job.checkpoint.fallback is None or self.fallback_name is None:
+            return None
+        return Path(self.job.checkpoint.fallback) / self.fallback_name
+
+    def open_store(self, run: RunDirectory) -> CheckpointStore:
+        """The checkpoints of the run; ``UnsafeFileError`` where others can write among them."""
+        return CheckpointStore(run.checkpoints, self.job.name, fallback=self.fallback)
+
+    @property
     def folder(self) -> Path:
         """``submitted_from`` as a path."""
         return Path(self.submitted_from)
+
+
+def name_fallback(job: JobSpec) -> str | None:
+    """A name for the run's folder below the job's ``fallback`` that no other run has."""
+    return None if job.checkpoint.fallback is None else f"{job.name}-{secrets.token_hex(4)}"
 
 
 def read_run_file(path: Path) -> RunFile:

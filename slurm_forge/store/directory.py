@@ -5,6 +5,9 @@
       .stage-step-…     being written, or left behind by a kill; never read
       .trash-…          being deleted; never read
 
+A job may name a second directory of the same layout, on other storage, for saves that fail in the
+first one (``fallback`` of its checkpoint section).
+
 Effects on disk only; it knows nothing of ranks and tensors.
 """
 
@@ -49,17 +52,27 @@ class CheckpointStore:
     """One run's ``checkpoints`` directory; ``run_id`` must be in every manifest.
 
     The directory is created (mode 0700) where it is missing; one that others can write into is
-    refused with UnsafeFileError.
+    refused with UnsafeFileError.  ``fallback`` is a second directory of the same run, on other
+    storage, created by the first stage in it; while it can't be read, it holds nothing.
     """
 
-    def __init__(self, directory: Path, run_id: str) -> None:
+    def __init__(self, directory: Path, run_id: str, *, fallback: Path | None = None) -> None:
         self.directory = private_directory(directory)
         self.run_id = run_id
+        self.fallback = fallback
         self._sequence = 0
+        if fallback is not None:
+            with contextlib.suppress(OSError):
+                if fallback.is_dir():
+                    private_directory(fallback)
 
     def path(self, name: CheckpointName) -> Path:
         """Where a published checkpoint of that name lies."""
-        return self.directory / str(name)
+        path = self.directory / str(name)
+        if self.fallback is not None and not os.path.lexists(path):
+            elsewhere = self.fallback / str(name)
+            return elsewhere if os.path.lexists(elsewhere) else path
+        return path
 
     def candidates(self) -> list[CheckpointName]:
         """Every published checkpoint, newest first: by step, attempt, launch.
@@ -68,9 +81,9 @@ class CheckpointStore:
         manifests' sequence.  Nothing is said about whether they are whole.
         """
         names = []
-        for entry in os.listdir(self.directory):  # noqa: PTH208  (a Path per entry is not needed)
+        for path in self.entries():
             with contextlib.suppress(ValueError):
-                names.append(CheckpointName.parse(entry))
+                names.append(CheckpointName.parse(path.name))
         names.sort(reverse=True)
         places = [(name.step, name.attempt, name.launch) for name in names]
         if len(set(places)) == len(places):
@@ -86,6 +99,14 @@ class CheckpointStore:
             key=lambda n: (n.step, n.attempt, n.launch, sequence.get(n, 0), n.nonce),
             reverse=True,
         )
+
+    def entries(self) -> list[Path]:
+        """What lies in the directory, and in the fallback as far as that can be read."""
+        entries = list(self.directory.iterdir())
+        if self.fallback is not None:
+            with contextlib.suppress(OSError):
+                entries += self.fallback.iterdir()
+        return entries
 
     def verify_manifest(self, name: CheckpointName) -> Manifest:
         """Read and check a checkpoint's manifest, and that all its files are there in full size.
@@ -116,9 +137,12 @@ class CheckpointStore:
         self._sequence += 1
         return self._sequence
 
-    def create_stage(self, name: CheckpointName) -> Path:
+    def create_stage(self, name: CheckpointName, *, fallback: bool = False) -> Path:
         """Make a fresh directory beside the final one: the rename stays on one file system."""
-        stage = self.directory / f"{STAGE_PREFIX}{name}"
+        directory = self.directory
+        if fallback and self.fallback is not None:
+            directory = private_directory(self.fallback)
+        stage = directory / f"{STAGE_PREFIX}{name}"
         os.mkdir(stage, 0o700)  # noqa: PTH102
         return stage
 
@@ -143,14 +167,14 @@ class CheckpointStore:
             )
         fsync_directory(stage)
         fence()
-        target = self.path(manifest.name)
+        target = stage.parent / str(manifest.name)
         try:
             os.rename(stage, target)  # noqa: PTH104
         except OSError:
             # A retransmitted rename on NFS reports failure after it has been done.
             if not self._is_published(target, data):
                 raise
-        fsync_directory(self.directory)
+        fsync_directory(target.parent)
         return target
 
     def discard_stage(self, stage: Path) -> None:
@@ -205,19 +229,19 @@ class CheckpointStore:
 
     def _to_trash(self, directory: Path) -> None:
         # Renamed first: a half-deleted checkpoint under its own name would be looked at again.
-        trash = self.directory / f"{TRASH_PREFIX}{directory.name}-{secrets.token_hex(4)}"
+        trash = directory.parent / f"{TRASH_PREFIX}{directory.name}-{secrets.token_hex(4)}"
         os.rename(directory, trash)  # noqa: PTH104
-        fsync_directory(self.directory)
+        fsync_directory(directory.parent)
 
     def _sweep(
         self, fence: Callable[[], None], current: tuple[int, int] | None, problems: list[str]
     ) -> None:
-        for entry in os.listdir(self.directory):  # noqa: PTH208
-            if not entry.startswith(TRASH_PREFIX) and not _is_abandoned(entry, current):
+        for entry in self.entries():
+            if not entry.name.startswith(TRASH_PREFIX) and not _is_abandoned(entry.name, current):
                 continue
             fence()
             shutil.rmtree(
-                self.directory / entry,
+                entry,
                 onerror=lambda _, path, info: problems.append(f"{path}: {info[1]}"),
             )
 

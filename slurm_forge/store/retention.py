@@ -18,6 +18,8 @@ class Present:
     trust: Trust = Trust.WRITTEN
     time: float | None = None
     metric: float | None = None
+    #: Passes over the data that were over then, None where nothing says how many.
+    epoch: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +28,7 @@ class RetentionRules:
 
     last: int
     every_steps: int | None = None
+    every_epochs: int | None = None
     every: timedelta | None = None
     smaller_is_better: bool | None = None
 
@@ -44,6 +47,10 @@ def wanted(present: Sequence[Present], rules: RetentionRules) -> frozenset[Check
     if rules.every_steps is not None:
         steps = rules.every_steps
         chosen += _first_of_each(oldest_first, [each.name.step // steps for each in oldest_first])
+    if rules.every_epochs is not None:
+        counted = [each for each in oldest_first if each.epoch is not None]
+        epochs = rules.every_epochs
+        chosen += _first_of_each(counted, [(each.epoch or 0) // epochs for each in counted])
     if rules.every is not None:
         timed = [each for each in oldest_first if each.time is not None]
         width = rules.every.total_seconds()

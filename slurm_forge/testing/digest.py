@@ -34,7 +34,7 @@ from slurm_forge.store.identity import CheckpointName
 def digest(run: Path | str, *, step: int | None = None, random: bool = False) -> str:
     """Digest of the newest checkpoint (or the newest of ``step``); verifies what it reads."""
     place = RunDirectory.existing(run)
-    store = CheckpointStore(place.checkpoints, read_run_file(place.spec_file).job.name)
+    store = read_run_file(place.spec_file).open_store(place)
     name = _newest(store, step)
     manifest = store.verify_manifest(name)
     directory = store.path(name)

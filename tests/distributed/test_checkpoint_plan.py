@@ -177,7 +177,11 @@ def test_a_model_of_blocks_is_planned_once_and_its_size_is_known_before(
             state = TrainingState(models={"net": net}, optimizers={"adam": adam}, rng=rng)
             name = CheckpointName.new(step=step, attempt=1, launch=1)
             flight = writer.begin(
-                state, name=name, reason="test", fence=lambda: None, permit=asked.append
+                state,
+                name=name,
+                reason="test",
+                fence=lambda: None,
+                permit=lambda size, _: asked.append(size),
             )
             written.append(flight.result().size)
             monkeypatch.setattr(TrainingState, "_anew", lambda *_: pytest.fail("taken apart anew"))
@@ -199,7 +203,11 @@ def test_the_size_is_right_where_one_rank_alone_has_something_else(tmp_path):
                 writer.prepare(state)
             name = CheckpointName.new(step=step, attempt=1, launch=1)
             flight = writer.begin(
-                state, name=name, reason="test", fence=lambda: None, permit=asked.append
+                state,
+                name=name,
+                reason="test",
+                fence=lambda: None,
+                permit=lambda size, _: asked.append(size),
             )
             written.append(flight.result().size)
         return [round(size / real, 1) for size, real in zip(asked, written, strict=False)]

@@ -14,10 +14,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import TensorDataset
 
 import slurm_forge as forge
+from slurm_forge.cli.observe.run_reading import gather
 from slurm_forge.journal import RunState, RunStatus, read_journal
-from slurm_forge.journal.events import CheckpointFailed
+from slurm_forge.journal.events import CheckpointFailed, Note
 from slurm_forge.launch.submit.submission import run_state
 from slurm_forge.run_directory import RunDirectory
+from slurm_forge.spec.run_file import read_run_file
 from slurm_forge.store.room import FreeSpace
 from slurm_forge.training.checkpointing import retention as housekeeping
 
@@ -72,6 +74,32 @@ def trained(
     )
     assert ended.returncode == 0, ended.stdout + ended.stderr
     return RunDirectory.at(kept / "tight")
+
+
+@pytest.mark.parametrize(
+    ("entry", "failed"),
+    [
+        ("train", []),
+        # Where that is known only while it is written, the first save fails.
+        pytest.param("train_under_quota", [2], marks=pytest.mark.slow),
+    ],
+)
+def test_what_the_run_directory_has_no_room_for_goes_to_the_fallback(
+    tmp_path: Path, entry: str, failed: list[int]
+) -> None:
+    other = tmp_path / "other"
+    run = trained(tmp_path, entry, "3m", f"{{every_steps: 2, fallback: {other}}}")
+    saved = [2, 4, 6]
+    assert commits(run_state(run)) == [step for step in saved if step not in failed]
+    (folder,) = other.iterdir()
+    store = read_run_file(run.spec_file).open_store(run)
+    assert {store.path(name).parent for name in store.candidates()} == {folder}
+    for name in store.candidates():
+        store.verify_manifest(name)
+    records, _ = read_journal(run)
+    notes = [record.event.text for record in records if isinstance(record.event, Note)]
+    assert [text for text in notes if str(folder) in text] != []
+    assert gather(run).on_disk == frozenset(store.candidates()), "status would miss them"
 
 
 def commits(state: RunState) -> list[int]:

@@ -89,7 +89,11 @@ def resume(
                 if not names:
                     return None
             candidate = _next_candidate(store, names, on_reject, eligible)
-            return "" if candidate is None else candidate.to_bytes().decode("ascii")
+            if candidate is None:
+                return {}
+            # Where it lies is rank 0's to say: other nodes may not see it yet.
+            place = str(store.path(candidate.name))
+            return {"manifest": candidate.to_bytes().decode("ascii"), "place": place}
 
         chosen = ranks.agree(None, None, choose, doing="Looking for a checkpoint")
         if chosen is None:
@@ -100,11 +104,11 @@ def resume(
                 next_step="The journal says why of each, and so does slurm-forge checkpoints list. "
                 "Promote one, restore the folder, or start a new run under another name.",
             )
-        manifest = Manifest.from_bytes(chosen.encode("ascii"))
+        manifest = Manifest.from_bytes(chosen["manifest"].encode("ascii"))
         reasons: list[_Reason] = []
         for wait_s in (0.0, *pauses):
             time.sleep(wait_s)  # every rank knows the same reasons, and waits as long
-            loaded, reasons = _load(store.path(manifest.name), manifest, state, ranks, patience)
+            loaded, reasons = _load(Path(chosen["place"]), manifest, state, ranks, patience)
             if loaded is not None:
                 return loaded
             if not all(passing for _, passing in reasons):

@@ -111,7 +111,8 @@ class CheckpointWriter:
         parent: CheckpointName | None = None,
         background: bool = False,
         after: After = lambda _: None,
-        permit: Callable[[int], None] = lambda _: None,
+        permit: Callable[[int, Path], None] = lambda size, directory: None,
+        fallback: bool = False,
         about: Mapping[str, Json] | None = None,
         doubts: Callable[[], Sequence[str]] = tuple,
         all_copies: bool = False,
@@ -126,8 +127,10 @@ class CheckpointWriter:
         the save is over on return.  ``after`` is called with the end of a save before anybody
         who waits for it goes on, on the save's thread.
 
-        ``permit`` is called on rank 0 with the size of all files before anything is written, and
-        raises CheckpointError where the save had better not be begun.  ``about`` (rank 0's) goes
+        ``permit`` is called on rank 0 with the size of all files, and the directory that they are
+        to lie in, before anything is written; it raises CheckpointError where the save had better
+        not be begun.  With ``fallback`` (rank 0's) the save goes to the store's fallback directory,
+        without it only where the other one has no room or fails.  ``about`` (rank 0's) goes
         into the manifest.  ``doubts`` is asked on every rank, on the save's thread, for what
         makes this state suspect; what is not finite in it is found here.  With ``all_copies`` also
         in the copies that this rank holds and another one writes: in the live ones, which may have
@@ -135,9 +138,9 @@ class CheckpointWriter:
         """
         self._wait()
         began, started = self._clock(), time.monotonic()
-        captured, agreed = self._agree(state, name, permit)
+        captured, agreed = self._agree(state, name, permit, fallback=fallback)
         name = CheckpointName.parse(agreed["name"])
-        stage = self._store.directory / agreed["stage"]
+        stage = Path(agreed["stage"])
         try:
             plan = (
                 self._planner.plan if agreed["plan"] else self._planner.make(captured, self._ranks)
@@ -171,7 +174,7 @@ class CheckpointWriter:
             agreed_end = self._persist(name, plan, stage, filling, seal, doubts, held)
             return Saved(
                 name=name,
-                path=self._store.path(name),
+                path=stage.parent / str(name),
                 size=int(agreed_end["size"]),
                 blocked=blocked.result(),
                 duration=timedelta(seconds=self._clock() - began),
@@ -266,7 +269,12 @@ class CheckpointWriter:
             self._warming.join()
 
     def _agree(
-        self, state: TrainingState, name: CheckpointName, permit: Callable[[int], None]
+        self,
+        state: TrainingState,
+        name: CheckpointName,
+        permit: Callable[[int, Path], None],
+        *,
+        fallback: bool,
     ) -> tuple[Captured, dict[str, Any]]:
         captured, error = _capture(state, self._known)
         plan = self._planner.known(captured) if captured else 0
@@ -288,7 +296,7 @@ class CheckpointWriter:
                 "size": self._planner.plan.size if plan else 0,
                 "rough": self._estimated_size,
             },
-            lambda reports: open_stage(self._store, name, reports, permit),
+            lambda reports: open_stage(self._store, name, reports, permit, fallback=fallback),
             doing="Preparing a checkpoint",
         )
         if captured is None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,9 +20,15 @@ def open_stage(
     store: CheckpointStore,
     name: CheckpointName,
     reports: Sequence[Mapping[str, Any]],
-    permit: Callable[[int], None],
+    permit: Callable[[int, Path], None],
+    *,
+    fallback: bool = False,
 ) -> dict[str, Any]:
-    """Open a stage for a save that all ranks can begin; CheckpointError where they can't."""
+    """Open a stage for a save that all ranks can begin; CheckpointError where they can't.
+
+    ``permit`` is called with the size and the directory.  ``fallback`` goes to the fallback
+    directory at once; else that is tried where the first one has no room, or fails.
+    """
     steps = [report["step"] for report in reports]
     if len(set(steps)) != 1:
         raise CheckpointError(
@@ -33,14 +41,38 @@ def open_stage(
     plans = {report["plan"] for report in reports}
     plan = plans.pop() if len(plans) == 1 else 0
     # One rank's part of a plan and another's estimate without one do not add up to anything.
-    permit(sum(report["size" if plan else "rough"] for report in reports))
-    stage = store.create_stage(name)
+    size = sum(report["size" if plan else "rough"] for report in reports)
+    stage = _stage(store, name, partial(permit, size), fallback=fallback)
     return {
         "name": str(name),
-        "stage": stage.name,
+        "stage": str(stage),
         "disagreeing": disagreeing,
         "plan": plan,
     }
+
+
+def _stage(
+    store: CheckpointStore,
+    name: CheckpointName,
+    permit: Callable[[Path], None],
+    *,
+    fallback: bool,
+) -> Path:
+    elsewhere = store.fallback
+    if elsewhere is None or not fallback:
+        try:
+            permit(store.directory)
+            return store.create_stage(name)
+        except (CheckpointError, OSError):
+            if elsewhere is None:
+                raise
+    stage = store.create_stage(name, fallback=True)
+    try:
+        permit(stage.parent)
+    except CheckpointError:
+        store.discard_stage(stage)
+        raise
+    return stage
 
 
 def same_shape(shapes: Sequence[str]) -> None:

@@ -41,7 +41,7 @@ def list_stored(store: CheckpointStore) -> tuple[list[StoredCheckpoint], list[Le
     """Everything that lies in the directory of checkpoints, newest first."""
     stored = [look_at(store, name) for name in store.candidates()]
     leftovers = []
-    for path in sorted(store.directory.iterdir()):
+    for path in sorted(store.entries()):
         for prefix, kind in ((STAGE_PREFIX, "stage"), (TRASH_PREFIX, "trash")):
             if path.name.startswith(prefix):
                 leftovers.append(Leftover(name=path.name, kind=kind, size=_bytes_below(path)))

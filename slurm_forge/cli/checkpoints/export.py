@@ -129,8 +129,8 @@ def _of_run(run: str, checkpoint: str, runs: Path | None) -> list[str]:
     doubt = opened.state.refusal(name)
     if doubt is not None:
         typer.echo(f"note: {name} is not resumed from: {doubt}", err=True)
-    store = opened.store
-    return ["--checkpoints", str(store.directory), "--run-id", store.run_id, "--name", str(name)]
+    folder, run_id = opened.store.path(name).parent, opened.store.run_id
+    return ["--checkpoints", str(folder), "--run-id", run_id, "--name", str(name)]
 
 
 def _child(words: list[str]) -> ExportSummary:

@@ -45,6 +45,7 @@ def plan_prune(
             trust=entry.trust,
             time=entry.time or None,
             metric=entry.metric,
+            epoch=entry.epoch,
         )
 
     suspect = frozenset(name for name, each in known.items() if each.trust is Trust.SUSPECT)

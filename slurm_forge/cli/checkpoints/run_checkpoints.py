@@ -49,11 +49,10 @@ def open_run(run: str, runs: Path | None) -> Opened:
     from slurm_forge.cli.run_choice import find_run
     from slurm_forge.journal import fold, read_journal
     from slurm_forge.spec.run_file import read_run_file
-    from slurm_forge.store.directory import CheckpointStore
 
     directory = find_run(run, runs)
     file = read_run_file(directory.spec_file)
-    store = CheckpointStore(directory.checkpoints, file.job.name)
+    store = file.open_store(directory)
     return Opened(directory, file, store, fold(read_journal(directory, skip_superseded=True)[0]))
 
 

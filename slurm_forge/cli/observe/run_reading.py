@@ -48,6 +48,7 @@ class RunReader:
         self._global_batch: int | None = None
         self._resumed: list[Record] = []
         self._purge: PurgeRule | None = None
+        self._fallback: Path | None = None
         self._problem = self._read_spec() if spec else None
 
     @property
@@ -70,6 +71,7 @@ class RunReader:
             if isinstance(value, int) and not isinstance(value, bool) and value > 0:
                 self._total = value
             self._memory = _memory(body)
+            self._fallback = _fallback(body)
             after = body.get("purge_after") if isinstance(body, dict) else None
             if after is not None:
                 self._purge = PurgeRule(parse_duration(after), str(body.get("purge_basis") or ""))
@@ -112,7 +114,7 @@ class RunReader:
             oldest_file=_oldest_file(run, self._purge),
             memory=self._memory,
             global_batch=self._global_batch,
-            on_disk=_on_disk(run),
+            on_disk=_on_disk(run, self._fallback),
             last_written=self._tail.last_written,
             claimed=_claimed(run),
             asked=self._tail.resume_asked_at,
@@ -154,18 +156,29 @@ def _written(folder: Path) -> list[Path]:
         return []
 
 
-def _on_disk(run: RunDirectory) -> frozenset[CheckpointName] | None:
-    """The published checkpoints, by their names alone; None where the folder can't be listed.
+def _fallback(body: Any) -> Path | None:
+    """Where checkpoints lie that could not be written into the run directory."""
+    name = body.get("fallback_name") if isinstance(body, dict) else None
+    for key in ("job", "checkpoint", "fallback"):
+        body = body.get(key) if isinstance(body, dict) else None
+    return Path(body) / name if isinstance(body, str) and isinstance(name, str) else None
+
+
+def _on_disk(run: RunDirectory, fallback: Path | None) -> frozenset[CheckpointName] | None:
+    """The published checkpoints, by their names alone; None where a folder can't be listed.
 
     To be listed after the journal was read: what that tells of has been published by then.
     """
     checkpoints = set()
-    try:
-        entries = os.listdir(run.checkpoints)  # noqa: PTH208  (a Path per entry is not needed)
-    except FileNotFoundError:
-        return frozenset()
-    except OSError:
-        return None
+    entries = []
+    for folder in (run.checkpoints, fallback):
+        try:
+            # A Path per entry is not needed.
+            entries += [] if folder is None else os.listdir(folder)  # noqa: PTH208
+        except FileNotFoundError:
+            continue
+        except OSError:
+            return None
     for entry in entries:
         with contextlib.suppress(ValueError):
             checkpoints.add(CheckpointName.parse(entry))

@@ -164,12 +164,10 @@ class Attempt:
 
         For a launch none of whose ranks is left.  How long that save took nobody knows.
         """
-        from slurm_forge.store.directory import CheckpointStore
-
         journaled = {each.name for each in fold(read_journal(self.run, refresh=True)[0]).known}
         launch = (self.claim.attempt, self.launch)
         with contextlib.suppress(OSError, UnsafeFileError):
-            store = CheckpointStore(self.run.checkpoints, self.file.job.name)
+            store = self.file.open_store(self.run)
             for name in reversed(store.candidates()):
                 if (name.attempt, name.launch) != launch or name in journaled:
                     continue

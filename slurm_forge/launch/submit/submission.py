@@ -36,7 +36,7 @@ from slurm_forge.site.model import Site, storage_at
 from slurm_forge.site.variables import NCCL_INTERFACE
 from slurm_forge.slurm.client import Slurm
 from slurm_forge.spec import JobSpec
-from slurm_forge.spec.run_file import RunFile
+from slurm_forge.spec.run_file import RunFile, name_fallback
 
 
 def entry_of(function: Callable[..., Any]) -> str:
@@ -125,6 +125,7 @@ def run_file(
         self_requeue_allowed=facts.self_requeue_allowed is not False,
         node_ledger=site.node_ledger,
         usual_save=None if usual is None else timedelta(seconds=usual.seconds),
+        fallback_name=name_fallback(job),
         job=job,
     )
 
@@ -185,7 +186,8 @@ def renew_run(run: RunDirectory, file: RunFile, now: JobSpec, path: Path) -> Run
     refuse_other_job(run, allowed, now, path)
     if file.job == now:
         return file
-    renewed = file.model_copy(update={"job": now})
+    fallback = file.fallback_name or name_fallback(now)
+    renewed = file.model_copy(update={"job": now, "fallback_name": fallback})
     write_atomic(run.spec_file, renewed.to_yaml().encode())
     changed = differences(file.job.model_dump(mode="json"), now.model_dump(mode="json"))
     note(run, UserAsked(verb=f"change {'; '.join(map(str, changed[:5]))}"[:400], user=person()))

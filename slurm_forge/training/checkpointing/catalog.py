@@ -9,6 +9,7 @@ import contextlib
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 from slurm_forge.checkpoint.content.health import about_state
@@ -167,6 +168,7 @@ class CheckpointCatalog:
         blocked: timedelta,
         findings: Sequence[str],
         time: float,
+        epoch: int | None = None,
     ) -> None:
         """A checkpoint is on disk: told, and room is made."""
         seconds, blocked_s = lasted.total_seconds(), blocked.total_seconds()
@@ -180,6 +182,7 @@ class CheckpointCatalog:
             blocked_s=blocked_s,
             size=size,
             findings=tuple(findings),
+            epoch=epoch,
         )
         with self._records.lock:
             self._records.checkpoints = k.committed(self._records.checkpoints, name, event, time)
@@ -201,9 +204,9 @@ class CheckpointCatalog:
             anomaly = Anomaly(Cause.NON_FINITE, name.step, name.step, text, in_memory=True)
             self._send(RequestProposal(kind=RequestKind.RECOVER, reason=announce(anomaly)))
 
-    def permit(self, size: int, files: int, *, use_spare: bool = False) -> None:
+    def permit(self, size: int, directory: Path, files: int, *, use_spare: bool = False) -> None:
         """Raise CheckpointError where a save had better not be begun: no room, or no time."""
-        self._house.permit(size, files, use_spare=use_spare)
+        self._house.permit(size, directory, files, use_spare=use_spare)
 
     def failed(self, step: int, error: CheckpointError) -> bool:
         """A save came to nothing; whether room was made for another try."""
@@ -218,12 +221,12 @@ class CheckpointCatalog:
         if rule is None:
             return False
         if rule.metric not in logged:
-            self._say_once(f"keep_best: the evaluation logged no {rule.metric!r}")
+            self.say_once(f"keep_best: the evaluation logged no {rule.metric!r}")
             return False
         try:
             value = float(logged[rule.metric])
         except (TypeError, ValueError, RuntimeError):
-            self._say_once(f"keep_best: {rule.metric!r} is not a number")
+            self.say_once(f"keep_best: {rule.metric!r} is not a number")
             return False
         with self._records.lock:
             best = self.best
@@ -331,7 +334,8 @@ class CheckpointCatalog:
         rule = self._spec.keep_best
         return value < than if rule and rule.mode is BestMode.MIN else value > than
 
-    def _say_once(self, text: str) -> None:
+    def say_once(self, text: str) -> None:
+        """The same, unless this launch has said it before."""
         if text not in self._reported:
             self._reported.add(text)
             self.say(text)

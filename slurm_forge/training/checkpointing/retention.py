@@ -6,6 +6,7 @@ import contextlib
 import threading
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 from slurm_forge.errors import CheckpointError, FencedError
 from slurm_forge.journal import JournalWriter, Known, KnownCheckpoint
@@ -88,11 +89,11 @@ class Retention:
         #: How many checkpoints were there when one more did not fit: statvfs knows of no quota.
         self._most: int | None = None
 
-    def permit(self, size: int, files: int, *, use_spare: bool = False) -> None:
+    def permit(self, size: int, directory: Path, files: int, *, use_spare: bool = False) -> None:
         """Raise CheckpointError where a save had better not be begun: no room, or no time."""
 
         def lacking() -> CheckpointError | None:
-            free = free_space(self._store.directory)
+            free = free_space(directory)
             return shortage(free, size=size, files=files, use_spare=use_spare)
 
         if self._most is not None and len(self._store.candidates()) >= self._most:
@@ -201,6 +202,7 @@ class Retention:
             trust=checkpoint.trust,
             time=checkpoint.time or None,
             metric=self.metric(checkpoint),
+            epoch=checkpoint.epoch,
         )
 
     def _takes(self, size: int) -> float | None:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -80,7 +81,11 @@ class Saver:
         parted = group is None or background is not None
         self._background = context.spec.checkpoint.background and parted
         self._loss_history = loss_history
-        self._store = CheckpointStore(context.directory.checkpoints, context.spec.name)
+        self._store = CheckpointStore(
+            context.directory.checkpoints,
+            context.spec.name,
+            fallback=context.fallback,
+        )
         self._writer = CheckpointWriter(self._store, group=group, background=background)
         #: The save that was begun and not finished yet, if any.
         self.pending: PendingSave | None = None
@@ -104,8 +109,11 @@ class Saver:
         )
         #: On rank 0: what was there when this launch resumed, the newest.
         self.candidates: tuple[str, ...] = ()
-        #: On rank 0: whether the last save failed for want of room, and room was made.
-        self._has_made_room = False
+        #: On rank 0: whether the last save failed, and the next one has somewhere to go: room was
+        #: made, or there is the fallback directory.
+        self._may_succeed = False
+        #: On rank 0: whether a save of this launch failed in the run directory itself.
+        self._uses_fallback = False
         #: Name and step of the last commit that all ranks know of (or of what was resumed from).
         self.last: CheckpointName | None = None
         #: The step of the last save that was begun, whatever came of it.
@@ -127,7 +135,8 @@ class Saver:
         ``use_spare``: also into the room on disk that other saves leave free.
 
         What came to nothing did so on every rank alike: the last checkpoint is untouched.  With
-        ``wait`` it is tried once more where old checkpoints have made room for it.
+        ``wait`` it is tried once more where old checkpoints have made room for it, or where there
+        is a fallback directory.
         """
         save = partial(
             self._save,
@@ -140,15 +149,15 @@ class Saver:
             doubts=doubts,
         )
         saved = save()
-        return save() if saved is None and wait and self._may_fit_now() else saved
+        return save() if saved is None and wait and self._may_succeed_now() else saved
 
-    def _may_fit_now(self) -> bool:
-        """Whether old checkpoints have made room for what did not fit.  Collective."""
+    def _may_succeed_now(self) -> bool:
+        """Whether what failed has somewhere to go now.  Collective."""
 
-        def has_room(_: object) -> bool:
-            return self._has_made_room
+        def may_succeed(_: object) -> bool:
+            return self._may_succeed
 
-        return bool(Ranks(self._group).agree(None, None, has_room, doing="Making room"))
+        return bool(Ranks(self._group).agree(None, None, may_succeed, doing="Making room"))
 
     def _save(
         self,
@@ -163,10 +172,11 @@ class Saver:
     ) -> CheckpointName | None:
         """Save, once."""
         self.finish_save()
-        self._has_made_room = False
+        self._may_succeed = False
         brief = self._context.brief
         started = time.monotonic()
         self.last_save_step = step = progress.step
+        epoch = progress.epoch
         name = CheckpointName(
             step=step,
             attempt=brief.attempt,
@@ -176,7 +186,8 @@ class Saver:
         )
 
         def after(end: Saved | CheckpointError) -> None:
-            self._note(end, step=step, reason=reason, seconds=time.monotonic() - started)
+            seconds = time.monotonic() - started
+            self._note(end, step=step, epoch=epoch, reason=reason, seconds=seconds)
 
         losses = self._loss_history.snapshot()
         unstable = (*self._instability(registry, progress), *doubts)
@@ -198,6 +209,7 @@ class Saver:
                 background=not wait,
                 after=after,
                 permit=partial(self._permit, use_spare=use_spare),
+                fallback=self._uses_fallback,
                 about=self._compatibility.about(),
                 doubts=not_trusted,
                 # Not on the way out: it takes as long as the state is large.
@@ -281,19 +293,31 @@ class Saver:
             return None  # is in the journal
         return self.last
 
-    def _permit(self, size: int, *, use_spare: bool) -> None:
+    def _permit(self, size: int, directory: Path, *, use_spare: bool) -> None:
         if self.catalog is not None:
-            self.catalog.permit(size, self._context.world_size + 2, use_spare=use_spare)
+            files = self._context.world_size + 2
+            self.catalog.permit(size, directory, files, use_spare=use_spare)
 
     def _note(
-        self, end: Saved | CheckpointError, *, step: int, reason: str, seconds: float
+        self,
+        end: Saved | CheckpointError,
+        *,
+        step: int,
+        epoch: int | None,
+        reason: str,
+        seconds: float,
     ) -> None:
         """Rank 0, at the end of a save, maybe on its thread: tell, and make room."""
         if self.catalog is None or isinstance(end, RanksLostError):
             return
         if isinstance(end, CheckpointError):
-            self._has_made_room = self.catalog.failed(step, end)
+            has_room = self.catalog.failed(step, end)
+            elsewhere = self._store.fallback is not None and not self._uses_fallback
+            self._uses_fallback = self._uses_fallback or elsewhere
+            self._may_succeed = has_room or elsewhere
             return
+        if end.path.parent == self._store.fallback:
+            self.catalog.say_once(f"checkpoints are written into the fallback {end.path.parent}")
         self.catalog.committed(
             end.name,
             reason=reason,
@@ -303,6 +327,7 @@ class Saver:
             blocked=end.blocked if self._background else timedelta(seconds=seconds),
             findings=end.findings,
             time=time.time(),
+            epoch=epoch,
         )
 
     def restore(

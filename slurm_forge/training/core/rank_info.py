@@ -130,6 +130,8 @@ class RankContext:
     #: Where the job was submitted from, and the environment that this rank was started with.
     folder: Path = Path()
     variables: Mapping[str, str] = field(default_factory=dict)
+    #: The run's own directory for checkpoints that can't be written into the run directory.
+    fallback: Path | None = None
 
     @property
     def fence(self) -> Fence:

@@ -88,6 +88,8 @@ class TrainingProgress:
 
     step: int = 0
     consumed: int = 0
+    #: Completed passes over the data; None where the checkpoint does not tell.
+    epoch: int | None = 0
     skipped: int = 0
     skipped_in_a_row: int = 0
     #: The highest loss that was usual, as rank 0 has seen it.
@@ -100,6 +102,7 @@ class TrainingProgress:
         return {
             "step": self.step,
             "consumed": self.consumed,
+            "epoch": self.epoch,
             "skipped": self.skipped,
             "skipped_in_a_row": self.skipped_in_a_row,
             "loss_summit": self.highest_usual_loss,
@@ -111,6 +114,8 @@ class TrainingProgress:
         """In place, because the program may hold a reference."""
         self.step = int(body["step"])
         self.consumed = int(body["consumed"])
+        epoch = body.get("epoch")  # nor this
+        self.epoch = None if epoch is None else int(epoch)
         self.skipped = int(body["skipped"])
         self.skipped_in_a_row = int(body["skipped_in_a_row"])
         highest = body.get("loss_summit")  # checkpoints from before have none
@@ -210,8 +215,10 @@ class ProgressLogger:
 
     def epochs(self, length: int, consumed_before: int) -> None:
         """Write down the epoch that the last step has ended, if it has; of so many samples each."""
-        epoch = consumed_before // length if length else 0
-        if not length or self._progress.consumed // length == epoch:
+        if not length:
+            return
+        epoch, self._progress.epoch = consumed_before // length, self._progress.consumed // length
+        if self._progress.epoch == epoch:
             return
         self._write(
             EpochEnded(

@@ -50,6 +50,8 @@ class SaveSchedule:
         self._on_save_started = on_save_started
         self._prepared = False
         self._stepped = False
+        #: Epochs completed at the last boundary.
+        self._epoch: int | None = None
         #: The random state of the training, while a phase goes on with one of its own.
         self.random: dict[str, torch.Tensor] | None = None
 
@@ -64,14 +66,26 @@ class SaveSchedule:
         self._stepped = stepped
         if stepped:
             self._prepare()
-        every, step = self._spec.every_steps, self._progress.step
-        if (
-            every is not None
-            and step > 0
-            and step % every == 0
-            and self._saver.last_save_step != step
-        ):
-            self.save("every_steps")
+        due = self._due()
+        if due is not None and self._saver.last_save_step != self._progress.step:
+            self.save(due)
+
+    def _due(self) -> str | None:
+        """What the job file asks for a save by at this step, if anything."""
+        spec, step, epoch, before = (
+            self._spec,
+            self._progress.step,
+            self._progress.epoch,
+            self._epoch,
+        )
+        self._epoch = epoch
+        if spec.every_steps is not None and step > 0 and step % spec.every_steps == 0:
+            return "every_steps"
+        if spec.every_epochs is not None and epoch is not None and before is not None:
+            # One step may end several epochs of a small dataset.
+            ended = epoch // spec.every_epochs > before // spec.every_epochs
+            return "every_epochs" if ended else None
+        return None
 
     def _prepare(self) -> None:
         """After the first step (optimizers have no state before it), and before any save."""

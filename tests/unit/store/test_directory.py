@@ -8,6 +8,7 @@ import pytest
 
 from slurm_forge.checkpoint.read.load import resume as resume_newest
 from slurm_forge.checkpoint.read.shard_reader import ShardReader
+from slurm_forge.checkpoint.write.save import CheckpointWriter
 from slurm_forge.errors import (
     CheckpointError,
     CheckpointMissingError,
@@ -337,3 +338,62 @@ def test_a_manifest_that_could_not_be_read_back_is_not_published(tmp_path, monke
     with pytest.raises(CheckpointError, match="can be read back"):
         save(store, weights())
     assert store.candidates() == []
+
+
+def with_fallback(tmp_path):
+    (tmp_path / "fallback").mkdir(mode=0o700, exist_ok=True)
+    open_store(tmp_path)
+    return CheckpointStore(
+        tmp_path / "checkpoints", "run", fallback=tmp_path / "fallback" / "run-1a2b3c4d"
+    )
+
+
+def save_where_there_is_room(store, state, step):
+    """With a run directory that is full."""
+
+    def permit(size, directory):
+        if directory == store.directory:
+            raise CheckpointError("no room", next_step="Make room.")
+
+    name = CheckpointName.new(step=step, attempt=1, launch=1)
+    writer = CheckpointWriter(store, group=None)
+    pending = writer.begin(state, name=name, reason="test", fence=no_fence, permit=permit)
+    return pending.result()
+
+
+def test_a_full_directory_is_passed_over_for_the_fallback(tmp_path):
+    store = with_fallback(tmp_path)
+    first = save(store, weights(1.0), step=1)
+    second = save_where_there_is_room(store, weights(2.0), 2)
+    assert (first.path.parent, second.path.parent) == (store.directory, store.fallback)
+    assert store.candidates() == [second.name, first.name]
+    assert resume(store) == (2.0, [])
+    # Who knows of no fallback sees what there was before.
+    assert resume(CheckpointStore(store.directory, "run")) == (1.0, [])
+
+
+def test_checkpoints_in_the_fallback_are_pruned_and_swept_like_the_others(tmp_path):
+    store = with_fallback(tmp_path)
+    saved = [save_where_there_is_room(store, weights(float(n)), n) for n in range(1, 5)]
+    name = CheckpointName.new(step=9, attempt=1, launch=1)
+    abandoned = store.create_stage(name, fallback=True)
+    pruned = store.prune([saved[3].name], no_fence, current=(2, 1))
+    assert pruned.removed == (saved[0].name, saved[1].name)
+    assert sorted(store.fallback.iterdir()) == [saved[2].path, saved[3].path]
+    assert not abandoned.exists()
+
+
+def test_a_fallback_that_others_can_write_into_is_refused(tmp_path):
+    store = with_fallback(tmp_path)
+    store.fallback.mkdir(mode=0o700)
+    store.fallback.chmod(0o777)
+    with pytest.raises(UnsafeFileError):
+        with_fallback(tmp_path)
+
+
+def test_a_fallback_that_is_gone_holds_nothing(tmp_path):
+    store = with_fallback(tmp_path)
+    first = save(store, weights(1.0), step=1)
+    assert CheckpointStore(store.directory, "run", fallback=tmp_path / "gone").candidates() == [
+        first.name
+    ]

@@ -55,6 +55,13 @@ def test_the_first_of_every_so_many_steps_or_minutes() -> None:
     assert steps([there(5), *present[1:]], every=timedelta(minutes=20)) == [10, 20, 35]
 
 
+def test_the_first_of_every_so_many_epochs() -> None:
+    present = [there(step, epoch=step // 10) for step in range(5, 40, 5)]
+    assert steps(present, every_epochs=1) == [5, 10, 20, 30, 35]
+    assert steps(present, every_epochs=2) == [5, 20, 35]
+    assert steps([*present, there(40)], every_epochs=3) == [5, 30, 40], "whose epoch is unknown"
+
+
 @st.composite
 def shelves(draw: st.DrawFn) -> list[Present]:
     numbers = draw(st.lists(st.integers(0, 60), unique=True, max_size=12))
@@ -65,6 +72,7 @@ def shelves(draw: st.DrawFn) -> list[Present]:
             trust=draw(st.sampled_from(Trust)),
             time=float(step),
             metric=draw(metric),
+            epoch=draw(st.none() | st.just(step // 7)),
         )
         for step in numbers
     ]
@@ -74,6 +82,7 @@ RULES = st.builds(
     RetentionRules,
     last=st.integers(1, 5),
     every_steps=st.none() | st.integers(1, 20),
+    every_epochs=st.none() | st.integers(1, 4),
     every=st.none() | st.builds(timedelta, seconds=st.integers(1, 20)),
     smaller_is_better=st.none() | st.booleans(),
 )

@@ -162,6 +162,19 @@ def train(run: forge.Run, model: nn.Module, steps: int, *, bad: tuple[int, ...] 
 # -- what is saved, and when ----------------------------------------------------------------------
 
 
+def test_a_checkpoint_at_the_end_of_every_epoch(lab: Callable[..., Lab]) -> None:
+    """Ten samples, four a step: epochs end in steps 3, 5, 8 and 10."""
+    made = lab(checkpoint={"every_epochs": 2, "keep_last": 9})
+    run, _ = made.start()
+    train(run, prepared(run), 6)
+    assert made.saved() == [(5, "every_epochs")]
+    assert [event.epoch for event in made.events(ev.CheckpointCommitted)] == [2]
+    made.committed = 5
+    run, _ = made.start()
+    train(run, prepared(run), 11)
+    assert made.saved()[1:] == [(10, "every_epochs")], "not again for what was over before"
+
+
 def test_saves_by_steps_and_at_the_end(lab):
     made = lab(checkpoint={"every_steps": 2})
     run, channel = made.start()
