@@ -100,6 +100,10 @@ class RunDirectoryError(ForgeError):
     """The run directory is missing, damaged, or belongs to somebody else."""
 
 
+class SnapshotError(ForgeError):
+    """The code of a run could not be copied, or is not there."""
+
+
 class FencedError(ForgeError):
     """A newer attempt has claimed the run: this one writes nothing any more."""
 

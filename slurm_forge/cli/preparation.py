@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import typer
+
 from slurm_forge.documents import Document, KeyPath, SourcePlace
 from slurm_forge.errors import ConfigError, RunDirectoryError
 from slurm_forge.knobs import Knobs, process_environ
@@ -77,9 +79,12 @@ def _placed(error: ConfigError, document: Document) -> ConfigError:
 
 
 def make(
-    checked: Checked, *, runs: Path, site: Site, site_file: str | None = None
+    checked: Checked, *, runs: Path, site: Site, site_file: str | None = None, queued: bool = True
 ) -> tuple[RunDirectory, RunFile]:
-    """Make the run, or renew one that was made and never started (a refused submission)."""
+    """Make the run, or renew one that was made and never started (a refused submission).
+
+    ``queued``: Slurm starts it, perhaps much later.
+    """
     run = RunDirectory.at(runs / checked.job.name)
     # What is refused is refused before anything is made.
     refuse(checked, site, run)
@@ -91,9 +96,16 @@ def make(
             next_step=f"Its batch script: {job_script(run)}.  To continue it: slurm-forge requeue "
             f"{run.name}.  For another run, change name: in {checked.path}.",
         )
-    return create_run(
-        checked.job, runs=runs, site=site, submitted_from=Path.cwd(), site_file=site_file
+    run, file = create_run(
+        checked.job,
+        runs=runs,
+        site=site,
+        submitted_from=Path.cwd(),
+        site_file=site_file,
+        queued=queued,
+        say=lambda text: typer.echo(f"note: {text}", err=True),
     )
+    return run, file
 
 
 def refuse(checked: Checked, site: Site, run: RunDirectory) -> None:

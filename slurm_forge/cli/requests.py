@@ -16,6 +16,10 @@ from slurm_forge.cli.completion import (
 if TYPE_CHECKING:
     from slurm_forge.launch.requeue.reconcile import ReconcileResult
     from slurm_forge.run_directory import RunDirectory
+    from slurm_forge.spec.run_file import RunFile
+
+#: Changed files that are named.
+_SHOWN_FILES = 10
 
 RunName = Annotated[
     str,
@@ -76,6 +80,10 @@ def requeue(
         str | None,
         typer.Option("--partition", metavar="NAME", help="Partition from now on."),
     ] = None,
+    code: Annotated[
+        str | None,
+        typer.Option("--code", metavar="new", help="new: the code as it is now, from now on."),
+    ] = None,
     json: AsJson = False,
 ) -> None:
     """Continue a held, stopped or cancelled run.
@@ -88,6 +96,7 @@ def requeue(
     Examples:
       slurm-forge requeue tiny-gpt
       slurm-forge requeue tiny-gpt --mem 64G --exclude n3
+      slurm-forge requeue tiny-gpt --code new
       slurm-forge requeue 8812301 --time 2-00:00:00 --partition long
     """
     from slurm_forge.cli.cluster.excluded_nodes_text import left_out_now
@@ -115,6 +124,8 @@ def requeue(
             f"{directory.name} was started on this machine, not by Slurm ({job})",
             next_step="Continue it here: slurm-forge run with its job file.",
         )
+    if code is not None:
+        file = _take_new_code(directory, file, code)
     chosen = site_places().load(site or file.site_file or file.site).site
     slurm = SubprocessSlurm.of_this_process()
     out = left_out_now(slurm, changed(file.job, changes), chosen)
@@ -126,6 +137,40 @@ def requeue(
             typer.echo(line, err=True)
     follow = f".   follow: slurm-forge status {reference(directory)}"
     _answer(directory, brought, follow, as_json=json)
+
+
+def _take_new_code(run: RunDirectory, file: RunFile, code: str) -> RunFile:
+    """Have the run use the code as it is now, and tell what differs."""
+    from slurm_forge.errors import RunDirectoryError
+    from slurm_forge.files import write_atomic
+    from slurm_forge.journal.events import UserAsked
+    from slurm_forge.launch.submit.code_version import with_new_code
+    from slurm_forge.launch.submit.submission import note, run_state
+    from slurm_forge.person import person
+
+    if code != "new":
+        raise typer.BadParameter('the only choice is "new"', param_hint="--code")
+    if not run_state(run).status.is_at_rest:
+        raise RunDirectoryError(
+            f"{run.name} is not at rest: its job would start with the one code or the other",
+            next_step=f"slurm-forge stop {run.name}, and once it has stopped: slurm-forge requeue "
+            f"{run.name} --code new",
+        )
+    renewed, choice = with_new_code(run, file)
+    if renewed.code == file.code:
+        typer.echo(f"{run.name}: the code is the same as before ({renewed.code})", err=True)
+        return file
+    write_atomic(run.spec_file, renewed.to_yaml().encode())
+    files = choice.changed[:_SHOWN_FILES]
+    more = len(choice.changed) - len(files)
+    names = ", ".join([*files, *([f"and {more} more"] if more > 0 else [])])
+    was = file.code or f"the files in {file.submitted_from}"
+    typer.echo(
+        f"{run.name}: code {renewed.code}, was {was}; changed: {names or 'no file'}", err=True
+    )
+    verb = f"change code: {was} -> {renewed.code}; {names}"
+    note(run, UserAsked(verb=verb[:400], user=person()))
+    return renewed
 
 
 def reconcile(run: RunName, runs: Runs = None, json: AsJson = False) -> None:

@@ -87,7 +87,8 @@ class AttemptStarted:
     """One Slurm start of the job began.
 
     ``read`` is how far it had read the journal: what older attempts write after that does not
-    count.  None in lines of older versions.
+    count.  None in lines of older versions.  ``code`` names the snapshot of the code, empty where
+    the entry is imported from the files as they are.
     """
 
     job: str
@@ -97,6 +98,7 @@ class AttemptStarted:
     via: str
     end_time: float | None = None
     read: ReadPosition | None = None
+    code: str = ""
     kind: Literal["attempt_started"] = "attempt_started"
 
 

@@ -72,6 +72,11 @@ class RunDirectory:
         return self.path / "checkpoints"
 
     @property
+    def code_pool(self) -> Path:
+        """Snapshots of source code, one folder per content, of all runs beside this one."""
+        return self.path.parent / ".code"
+
+    @property
     def submissions(self) -> Path:
         """Scripts and submitit's own files; must be writable by the user alone."""
         return self.path / "submissions"

@@ -30,7 +30,13 @@ from slurm_forge.spec.launchers import (
 )
 from slurm_forge.spec.recovery import Recovery
 from slurm_forge.spec.resources import Resources
-from slurm_forge.spec.safeguards import EnvironmentSpec, PreflightSpec, WatchdogSpec
+from slurm_forge.spec.safeguards import (
+    CodeMode,
+    CodeSpec,
+    EnvironmentSpec,
+    PreflightSpec,
+    WatchdogSpec,
+)
 from slurm_forge.spec.types import (
     AUTO,
     Arguments,
@@ -321,6 +327,7 @@ class JobSpec(JobSection):
         "before": "setup", "init": "setup", "faults": "inject", "chaos": "inject",
         "launcher": "template", "launch": "template", "sbatch_template": "template",
         "array": "chain", "segments": "chain",
+        "snapshot": "code", "source": "code",
         "image": "container.image", "mounts": "container.mounts",
         "runtime": "container.runtime",
         **{key: f"resources.{key}" for key in Resources.model_fields},
@@ -398,6 +405,10 @@ class JobSpec(JobSection):
         default_factory=EnvironmentSpec,
         description="What is done when something has changed at a resume.",
     )
+    code: CodeSpec = Field(
+        default_factory=CodeSpec,
+        description="Whether the run keeps the code it was submitted with.",
+    )
     seed: int = Field(
         default=0, strict=True, ge=0, lt=2**63, description="Seed of sample order and randomness."
     )
@@ -446,6 +457,12 @@ class JobSpec(JobSection):
                 "program",
                 "it is for a command; an entry saves and resumes by itself",
                 because="entry",
+            )
+        if self.command is not None and self.code.mode is CodeMode.SNAPSHOT:
+            raise wrong_key(
+                "code",
+                "a command runs the files in its folder; only an entry is imported from a snapshot",
+                because="command",
             )
         check_started(self.template, self.container, self.command)
         check_chain(self.template, self.chain)

@@ -12,9 +12,29 @@ from slurm_forge.run_directory import RunDirectory
 from slurm_forge.site.fields import Bandwidth
 from slurm_forge.site.model import EnvironmentSets
 from slurm_forge.site.parts import MasterAddress
+from slurm_forge.source.work_tree import Revision
 from slurm_forge.spec.job import JobSpec
 from slurm_forge.spec.types import JobSection, PositiveDuration
 from slurm_forge.store.directory import CheckpointStore
+
+
+class CodeVersion(JobSection):
+    """The snapshot that a run imports its entry from; ``root`` is the work tree it is a copy of."""
+
+    digest: str
+    root: str
+    commit: str
+    changes: str | None = None
+
+    @property
+    def revision(self) -> Revision:
+        """What git said of the work tree."""
+        return Revision(self.commit, self.changes)
+
+    def __str__(self) -> str:
+        changed = "" if self.changes == "none" else " with changes"
+        commit = f"{self.commit[:10]}{changed}, " if self.commit else ""
+        return f"{commit}snapshot {self.digest[:10]}"
 
 
 class RunFile(JobSection):
@@ -54,6 +74,8 @@ class RunFile(JobSection):
     node_ledger: str | None = None
     #: The run's own folder below the job's ``fallback``: another run of that name has another.
     fallback_name: str | None = None
+    #: None where the entry is imported from the files as they are.
+    code: CodeVersion | None = None
     job: JobSpec
 
     def to_yaml(self) -> str:

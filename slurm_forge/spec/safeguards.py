@@ -12,15 +12,24 @@ import re
 from collections.abc import Mapping
 from datetime import timedelta
 from enum import Enum
-from typing import Annotated, ClassVar
+from functools import partial
+from typing import Annotated, ClassVar, TypeVar
 
 from pydantic import BeforeValidator, Field, model_validator
 
 from slurm_forge.documents import did_you_mean, wrong_key
-from slurm_forge.spec.types import Count, Factor, JobSection, PositiveDuration, SwitchableSection
+from slurm_forge.spec.types import (
+    Count,
+    Factor,
+    JobSection,
+    Memory,
+    PositiveDuration,
+    SwitchableSection,
+)
 from slurm_forge.units import format_duration
 
 _VARIABLE = re.compile(r"[A-Z][A-Z0-9_]*")
+_E = TypeVar("_E", bound=Enum)
 
 
 class Policy(str, Enum):
@@ -32,10 +41,16 @@ class Policy(str, Enum):
 
 
 def _policy(value: object) -> Policy | None:
+    return None if value is None else _member(Policy, value)
+
+
+def _member(kind: type[_E], value: object) -> _E:
     # Made here: to pydantic this is Python from here on, and strict Python takes no text.
-    words = [policy.value for policy in Policy]
-    if value is None or value in words:
-        return None if value is None else Policy(value)
+    words = [str(member.value) for member in kind]
+    if value in words:
+        return kind(value)
+    if isinstance(value, kind):
+        return value
     if isinstance(value, str):
         raise ValueError(f"unknown value {json.dumps(value)} {did_you_mean(value, words)}")
     raise ValueError(f"expected one of {', '.join(words)}, got {json.dumps(value, default=str)}")
@@ -101,6 +116,46 @@ class EnvironmentSpec(JobSection):
 
 
 _KEYS = frozenset(EnvironmentSpec.model_fields)
+
+
+class CodeMode(str, Enum):
+    """Where a run imports its entry from."""
+
+    AUTO = "auto"
+    SNAPSHOT = "snapshot"
+    LIVE = "live"
+
+
+def _as_tuple(value: object) -> object:
+    return tuple(value) if isinstance(value, list) else value
+
+
+class CodeSpec(JobSection):
+    """Which code a run is made of: ``code: snapshot`` and ``code: live`` are short forms."""
+
+    known_as: ClassVar[Mapping[str, str]] = {"ignore": "exclude", "size": "max_size"}
+
+    mode: Annotated[CodeMode, BeforeValidator(partial(_member, CodeMode))] = Field(
+        default=CodeMode.AUTO,
+        description="snapshot: every attempt imports the entry from a copy of the git work tree, "
+        "made at submission. live: from the files as they are then. auto: snapshot for a job that "
+        "Slurm starts from a git work tree, else live.",
+    )
+    exclude: Annotated[
+        tuple[Annotated[str, Field(strict=True, min_length=1)], ...], BeforeValidator(_as_tuple)
+    ] = Field(
+        default=(),
+        description="Files and folders (patterns such as data or *.bin) that are linked instead "
+        "of copied, as files above 8M and what git ignores are anyway.",
+    )
+    max_size: Memory = Field(
+        default=100 << 20, gt=0, description="Largest size of all copied files together."
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _short_form(cls, data: object) -> object:
+        return {"mode": data} if isinstance(data, str) else data
 
 
 #: A busy node takes seconds to fork a large process, and its storage to answer.

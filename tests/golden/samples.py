@@ -71,6 +71,8 @@ def _fields(wanted: type) -> dict[str, Any]:
         return {each.name: hints[each.name] for each in dataclasses.fields(wanted) if each.init}
     if hasattr(wanted, "_fields"):
         return {name: hints[name] for name in wanted._fields}
+    if hasattr(wanted, "model_fields"):
+        return {name: hints[name] for name in wanted.model_fields}
     raise TypeError(f"no sample of {wanted!r}: add one to tests/golden/samples.py")
 
 

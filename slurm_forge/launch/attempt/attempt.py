@@ -421,6 +421,7 @@ def begin(
             host=claim.host,
             via=via,
             read=read_position(records),
+            code="" if file.code is None else str(file.code),
         ),
         durable=True,
     )

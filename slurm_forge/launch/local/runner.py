@@ -264,7 +264,11 @@ def train_here(
         file = read_run_file(run.spec_file)
     else:
         run, file = create_run(
-            job, runs=Path(runs), site=find_site("generic"), submitted_from=Path.cwd()
+            job,
+            runs=Path(runs),
+            site=find_site("generic"),
+            submitted_from=Path.cwd(),
+            queued=False,
         )
     code = run_locally(run, file, ranks, progress)
     if code > ENDED_BY_SIGNAL:

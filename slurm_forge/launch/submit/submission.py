@@ -23,13 +23,14 @@ from slurm_forge.journal import (
     newest_attempt_in,
     read_journal,
 )
-from slurm_forge.journal.events import VIA_THIS_MACHINE, Submitted, UserAsked
+from slurm_forge.journal.events import VIA_THIS_MACHINE, Note, Submitted, UserAsked
 from slurm_forge.journal.file import NO_LAUNCH
 from slurm_forge.knobs import process_environ
 from slurm_forge.launch.render.array_chain import VIA_ARRAY
 from slurm_forge.launch.render.batch_script import START_FILE, render, start_name, start_text
 from slurm_forge.launch.render.save_times import usual_saves
 from slurm_forge.launch.render.sbatch_options import leave_out
+from slurm_forge.launch.submit.code_version import CodeChoice, choose_code
 from slurm_forge.person import person
 from slurm_forge.run_directory import RunDirectory, list_claims
 from slurm_forge.site.model import Site, storage_at
@@ -66,11 +67,14 @@ def create_run(
     partition: str | None = None,
     qos: str | None = None,
     site_file: str | None = None,
+    queued: bool = True,
+    say: Callable[[str], None] = lambda text: None,
 ) -> tuple[RunDirectory, RunFile]:
     """Make the run directory ``runs/<name>`` with its ``run.yaml``; refuses one that has begun.
 
     ``partition`` and ``qos`` are those of its job where ``job`` does not say; ``site_file`` is
-    that of a site which was given by its path.
+    that of a site which was given by its path.  ``queued``: Slurm starts it, perhaps much later.
+    ``say`` is called with a line for the person who submits.
     """
     run = RunDirectory.at(runs / job.name)
     file = run_file(
@@ -85,7 +89,14 @@ def create_run(
     )
     if run.spec_file.exists() and untouched(run):
         run.spec_file.unlink(missing_ok=True)  # made once and never started: a refused submission
+    code = CodeChoice()
+    if not run.spec_file.exists():
+        code = choose_code(job, run, submitted_from.absolute(), queued=queued)
+        file = file.model_copy(update={"code": code.version})
     run.create(file.to_yaml().encode())
+    if code.note:
+        say(code.note)
+        note(run, Note(text=code.note))
     return run, file
 
 
@@ -301,7 +312,7 @@ def _hand_over(run: RunDirectory, slurm: Slurm, verb: str, via: str, args: tuple
     return job
 
 
-def note(run: RunDirectory, event: Submitted | UserAsked) -> None:
+def note(run: RunDirectory, event: Submitted | UserAsked | Note) -> None:
     """Write one event of a person's, beside whatever attempt may be alive."""
     records, _ = read_journal(run, skip_superseded=True, refresh=True)
     # After everything of the newest attempt that is known of, and before the next one's.

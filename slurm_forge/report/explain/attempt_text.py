@@ -75,6 +75,8 @@ class AttemptText:
     def attempt(self, one: s.AttemptStory, *, over: bool) -> Iterator[str]:
         """Its lines; ``over``: it does nothing any more."""
         yield _GAP.join(self._head(one))
+        if one.code and (self._full or one.code != self._code_before(one)):
+            yield f"  code: {t.clean(one.code, 120)}"
         for launch in one.launches:
             yield from self._launch(one, launch, over=over)
         if one.ended is None and over and one.found_out is None:
@@ -89,6 +91,9 @@ class AttemptText:
         yield from (f"  note: {t.clean(note, 400)}" for note in notes)
         if len(notes) < len(known):
             yield f"  and {t.plural(len(known) - len(notes), 'more note')}"
+
+    def _code_before(self, one: s.AttemptStory) -> str:
+        return next((e.code for e in reversed(self._run.attempts) if e.number < one.number), "")
 
     def _output(self, one: s.AttemptStory, *, silent: bool) -> Iterator[str]:
         """Where its output lies: errors first, where something went wrong."""

@@ -69,7 +69,8 @@ class Status:
     checkpoints ("" where that was not seen), None in every other run.  Times are
     seconds since the epoch; None is unknown.  ``slow`` has a line for each node that is slower than
     the others, and for what has become slower for all; ``failing_saves`` is set while every save
-    since the last checkpoint has failed.
+    since the last checkpoint has failed.  ``code`` names the snapshot of the code that the ranks
+    import from, empty where that is the work tree.
     """
 
     run: str
@@ -96,6 +97,7 @@ class Status:
     program: str | None = None
     slow: tuple[str, ...] = ()
     failing_saves: FailingSaves | None = None
+    code: str = ""
 
 
 def take_status(facts: RunFacts) -> Status:
@@ -139,6 +141,7 @@ def take_status(facts: RunFacts) -> Status:
         if launch is None or now.status is not RunStatus.RUNNING
         else tuple(slow_now(launch.slow, launch.trends)),
         failing_saves=now.failing_saves,
+        code="" if attempt is None else attempt.code,
     )
 
 

@@ -36,6 +36,8 @@ def _lines(status: Status, zone: tzinfo | None) -> Iterator[tuple[str, str]]:
         yield "job", _job(status)
     if status.attempt is not None:
         yield "attempt", _attempt(status)
+    if status.code:
+        yield "code", t.clean(status.code, 120)
     if status.step is not None:
         yield "step", _step(status)
     if status.logged:

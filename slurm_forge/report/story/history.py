@@ -279,6 +279,7 @@ class _Attempt:
             held=self.held,
             struck=tuple(one for one in self.struck if one.incident_id not in beyond.known),
             found_out=max((record.time for record in self.found), default=None),
+            code="" if event is None else event.code,
         )
 
 

@@ -325,7 +325,8 @@ class AttemptStory:
     submitted.  ``outcome`` is what it left the run as, empty while it runs or where it went
     without a word.  ``logs`` are the files that hold its output, named from the current folder.
     ``found_out`` is when a later attempt learned how this one, which could not say so, had ended;
-    ``struck`` are strikes for what is not in the journal (any more).
+    ``struck`` are strikes for what is not in the journal (any more).  ``code`` names the snapshot
+    that its ranks import from, empty where that is the work tree.
     """
 
     number: int
@@ -345,6 +346,7 @@ class AttemptStory:
     held: HeldStory | None = None
     struck: tuple[ev.NodesStruck, ...] = ()
     found_out: float | None = None
+    code: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,6 +19,7 @@ from slurm_forge.errors import CheckpointRejectedError, MismatchError
 from slurm_forge.journal import JournalWriter
 from slurm_forge.journal.events import ResumeCompared
 from slurm_forge.recovery.fingerprint import Fingerprint, compare, job_facts, refused
+from slurm_forge.source.work_tree import Revision
 from slurm_forge.spec import JobSpec
 from slurm_forge.store.directory import CheckpointStore
 from slurm_forge.store.manifest import Manifest
@@ -47,6 +48,7 @@ class CompatibilityCheck:
         device: torch.device,
         folder: Path,
         variables: Mapping[str, str],
+        code: Revision | None,
         registry: Registry,
         group: dist.ProcessGroup | None,
         journal: JournalWriter | None,
@@ -55,6 +57,7 @@ class CompatibilityCheck:
         self._device = device
         self._folder = folder
         self._variables = variables
+        self._code = code
         self._registry = registry
         self._ranks = Ranks(group)
         self._journal = journal
@@ -84,7 +87,10 @@ class CompatibilityCheck:
         with contextlib.suppress(Exception):  # what can't be described is not compared
             self._structure = Structure.of(registry.models, registry.optimizers, registry.others)
         self._facts |= job_facts(self._spec) | environment.collect(
-            device=self._device, folder=self._folder, variables=self._variables
+            device=self._device,
+            folder=self._folder,
+            variables=self._variables,
+            code=self._code,
         )
 
     def about(self) -> Mapping[str, Json]:

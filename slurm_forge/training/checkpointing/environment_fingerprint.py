@@ -11,16 +11,15 @@ import hashlib
 import os
 import platform
 import re
-import stat
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from datetime import timedelta
 from pathlib import Path
 
 import torch
 
 from slurm_forge.recovery.fingerprint import Fingerprint, shown_value
-from slurm_forge.slurm.process import Completed, Runner, run_command
+from slurm_forge.slurm.process import Runner, run_command
+from slurm_forge.source.work_tree import Revision, WorkTree
 
 #: Packages whose versions are told one by one; of the others a digest.
 _NAMED = (
@@ -38,21 +37,6 @@ _VARIABLES = re.compile(
 )
 #: Another on every node or of every attempt, without effect on results; or by mistake a secret.
 _PRIVATE = re.compile(r"NCCL_(DEBUG|COMM_ID|HOSTID|.*_FILE|.*IFNAME)|.*(TOKEN|SECRET|PASSW|KEY)")
-_GIT_WITHIN = timedelta(seconds=3)
-#: What a repository's configuration could have run, or changed, by a question of ours.
-_OFF = (
-    "-c", "core.fsmonitor=false", "-c", "core.hooksPath=/dev/null",
-    "-c", "diff.autoRefreshIndex=false",  # the index is somebody else's business
-)  # fmt: skip
-#: What of a driver counts in a diff (smudge: where files are written).
-_FILTERS = r"^filter\..*\.(clean|process|required)$"
-#: With whole hashes in it, a changed binary file counts as well.  Work trees of submodules have
-#: configurations of their own, so git is kept out of them.
-_DIFF = (
-    "--full-index", "--no-color", "--no-ext-diff", "--no-textconv", "--submodule=short",
-    "--ignore-submodules=dirty",
-)  # fmt: skip
-_DEEPEST = 64
 _DRIVER_FILE = Path("/proc/driver/nvidia/version")
 
 
@@ -61,9 +45,12 @@ def collect(
     device: torch.device,
     folder: Path,
     variables: Mapping[str, str],
+    code: Revision | None = None,
     run: Runner = run_command,
 ) -> Fingerprint:
     """All facts.  ``folder`` is where the job was submitted from, ``variables`` the environment.
+
+    ``code`` is the revision of the snapshot that the run imports from, if it does.
 
     Takes at most a few seconds, and those only where git does not answer.
     """
@@ -77,7 +64,7 @@ def collect(
         Fingerprint(facts)
         | _package_facts(installed_packages(sys.path))
         | variable_facts(variables)
-        | code_facts(folder, variables, run)
+        | (code_facts(folder, variables, run) if code is None else revision_facts(code))
     )
 
 
@@ -113,53 +100,19 @@ def code_facts(folder: Path, variables: Mapping[str, str], run: Runner) -> Finge
     """Revision of the git work tree around ``folder``, and a hash of what was changed on top.
 
     Files that git does not track are not part of it, nor is what was changed inside of submodules.
-    Only where the work tree is our own; and no command that its configuration names is run, so
-    that a copied repository can do nothing here.
     """
-    root = _work_tree(folder)
-    if root is None:
-        return Fingerprint()
-    environment = {
-        "PATH": variables.get("PATH", os.defpath),
-        "LC_ALL": "C",
-        "GIT_OPTIONAL_LOCKS": "0",
-        "GIT_TERMINAL_PROMPT": "0",
-        "GIT_CONFIG_NOSYSTEM": "1",
-        "GIT_CONFIG_GLOBAL": os.devnull,
-        # Nothing is fetched for a diff; git before 2.44 only knows the second one.
-        "GIT_NO_LAZY_FETCH": "1",
-        "GIT_ALLOW_PROTOCOL": "",
-    }
-    git = ["git", "--no-pager", "-C", str(root), *_OFF]
+    tree = WorkTree.around(folder, variables, run)
+    return revision_facts(None if tree is None else tree.revision())
 
-    def ask(*words: str) -> Completed | None:
-        with contextlib.suppress(OSError, ValueError):  # no git here
-            return run([*git, *words], _GIT_WITHIN, environment)
-        return None
 
-    answer = ask("rev-parse", "--verify", "HEAD")
-    revision = answer.stdout.strip() if answer is not None and answer.returncode == 0 else ""
-    if not re.fullmatch(r"[0-9a-f]{40,64}", revision):
+def revision_facts(revision: Revision | None) -> Fingerprint:
+    """The same of a revision that is known."""
+    if revision is None:
         return Fingerprint()
-    facts = {"code.revision": revision}
-    filters = _without_filters(ask("config", "--name-only", "--null", "--get-regexp", _FILTERS))
-    diff = None if filters is None else ask(*filters, "diff", "HEAD", *_DIFF)
-    if diff is not None and diff.returncode == 0:
-        digest = hashlib.sha256(diff.stdout.encode("utf-8", "surrogatepass")).hexdigest()[:16]
-        facts["code.changes"] = digest if diff.stdout else "none"
+    facts = {"code.revision": revision.commit}
+    if revision.changes is not None:
+        facts["code.changes"] = revision.changes
     return Fingerprint(facts)
-
-
-def _without_filters(answer: Completed | None) -> list[str] | None:
-    """Options of git that turn off the filters it answered with; None where that can't be had."""
-    if answer is None or answer.returncode not in (0, 1):  # 1: there are none
-        return None
-    names = {name.rpartition(".")[0] for name in answer.stdout.split("\0") if name}
-    # An option can't name what has a "=" in it; "\\" may stand for a byte that is no text.
-    if any("=" in name or "\\" in name for name in names):
-        return None
-    off = ("clean=", "process=", "required=false")
-    return [word for name in sorted(names) for each in off for word in ("-c", f"{name}.{each}")]
 
 
 def _versions(device: torch.device) -> dict[str, Callable[[], object]]:
@@ -197,17 +150,3 @@ def _package_facts(packages: Mapping[str, str]) -> Fingerprint:
     facts = {f"packages.{name}": packages[name] for name in _NAMED if name in packages}
     facts["packages.all"] = f"{len(packages)} ({digest})"
     return Fingerprint(facts, frozenset({"packages"}))
-
-
-def _work_tree(folder: Path) -> Path | None:
-    """The nearest folder upwards that git works in, if it is our own."""
-    here = folder.absolute()
-    for candidate in [here, *here.parents][:_DEEPEST]:
-        with contextlib.suppress(OSError):
-            status = (candidate / ".git").lstat()
-            # A file in a work tree that was added to another repository, and in a submodule.
-            if not stat.S_ISDIR(status.st_mode) and not stat.S_ISREG(status.st_mode):
-                return None
-            owners = {status.st_uid, candidate.stat().st_uid}
-            return candidate if owners == {os.geteuid()} else None
-    return None

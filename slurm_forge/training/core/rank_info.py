@@ -16,6 +16,7 @@ from slurm_forge.errors import ConfigError
 from slurm_forge.knobs import Knobs, LocalRanks
 from slurm_forge.run_directory import Fence, RunDirectory
 from slurm_forge.slurm.environment import SlurmEnvironment, SpecialStep
+from slurm_forge.source.work_tree import Revision
 from slurm_forge.spec import JobSpec
 
 
@@ -132,6 +133,8 @@ class RankContext:
     variables: Mapping[str, str] = field(default_factory=dict)
     #: The run's own directory for checkpoints that can't be written into the run directory.
     fallback: Path | None = None
+    #: Of the snapshot that the entry is imported from; None where it is the work tree's own.
+    code: Revision | None = None
 
     @property
     def fence(self) -> Fence:

@@ -81,6 +81,7 @@ def assemble(
         device=device,
         folder=context.folder,
         variables=context.variables,
+        code=context.code,
         registry=registry,
         group=groups.cpu,
         journal=journal,

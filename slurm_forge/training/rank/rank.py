@@ -10,11 +10,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from enum import Enum
+from pathlib import Path
 from typing import Any
 
 from slurm_forge.control.interfaces import preferred_address
 from slurm_forge.integrations.trackers import tracker_variables
 from slurm_forge.journal import JournalWriter
+from slurm_forge.journal.events import Note
 from slurm_forge.json_codec import parse
 from slurm_forge.knobs import process_environ
 from slurm_forge.run_directory import RunDirectory
@@ -195,7 +197,6 @@ class Rank:
 
             from slurm_forge.control.brief import BRIEF_KEY, LaunchBrief
             from slurm_forge.training.core import rng
-            from slurm_forge.training.core.entry import load_entry
             from slurm_forge.training.core.process_group import (
                 choose_device,
                 join,
@@ -267,6 +268,7 @@ class Rank:
             folder=self._file.folder,
             variables=self._variables,
             fallback=self._file.fallback,
+            code=None if self._file.code is None else self._file.code.revision,
         )
         if place.rank == 0:  # trackers are not to be told by several ranks
             first = (brief.attempt, brief.launch) == (1, 1)
@@ -283,7 +285,7 @@ class Rank:
         rng.derive(spec.seed, 0, 0)
         entry = None if self._persistent is None else self._persistent.entry
         if entry is None and spec.entry is not None:  # a script is its own entry
-            entry = load_entry(spec.entry, self._file.folder)
+            entry = self._load(spec.entry, journal)
         self._entry = entry
         if self._persistent is not None:
             self._persistent.entry = entry
@@ -296,6 +298,21 @@ class Rank:
             timings=lambda: (imported - self._launch_started, met - imported),
         )
         return self._run
+
+    def _load(self, name: str, journal: JournalWriter | None) -> Callable[[Any], Any]:
+        from slurm_forge.training.core.entry import load_entry, use_snapshot
+
+        code, folder = self._file.code, self._file.folder
+        if code is None:
+            return load_entry(name, folder)
+        snapshot = self._directory.code_pool / code.digest
+        name, folder = use_snapshot(name, snapshot, root=Path(code.root), folder=folder)
+        entry = load_entry(name, folder)
+        place = Path(sys.modules[entry.__module__].__file__ or snapshot).resolve()
+        if journal is not None and not place.is_relative_to(snapshot.resolve()):
+            text = f"the entry is imported from {place}, not from the snapshot of the code"
+            journal.write(Note(text=text))
+        return entry
 
     def _last_words(self, error: BaseException) -> None:
         """Over the channel, never over a collective: the others may be inside one."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from dataclasses import replace
 from datetime import timedelta
 
@@ -55,6 +56,33 @@ def test_a_held_run_is_submitted_again(shell: Shell, held: Scribe, slurm: Preten
     assert len(slurm.submitted) == 1
     assert not held.run.stop_file.exists()
     assert asked(held) == ["requeue"]
+
+
+def test_a_run_takes_the_present_code_where_a_person_wants_it(
+    shell: Shell, held: Scribe, slurm: PretendSlurm
+) -> None:
+    subprocess.run(["git", "init", "-q"], cwd=shell.folder, check=True)
+    (shell.folder / ".gitignore").write_text("runs\nmade\n.local\n.cache\n.config\n")
+    result = shell("requeue", "tiny-gpt", "--code", "new")
+    assert result.exit_code == 0, result.stderr
+    file = read_run_file(held.run.spec_file)
+    assert file.code is not None
+    assert f"code {file.code}, was the files in {shell.folder}" in result.stderr
+    (shell.folder / "tiny.py").write_text("def train(run): ...\n")
+    held.begin()
+    held.resume(0)
+    held.incident(Cause.APP_ERROR, Action.HOLD, rung=None)
+    held.end("hold")
+    result = shell("requeue", "tiny-gpt", "--code", "new")
+    assert "changed: tiny.py" in result.stderr
+    assert len(slurm.submitted) == 2
+    verbs = sorted(verb.partition(":")[0] for verb in asked(held))
+    assert verbs == ["change code"] * 2 + ["requeue"] * 2
+    held.begin()
+    held.resume(0)
+    result = shell("requeue", "tiny-gpt", "--code", "new")
+    assert result.exit_code == 2
+    assert "tiny-gpt is not at rest" in result.stderr
 
 
 def test_a_run_that_is_alive_stays_as_it_is(

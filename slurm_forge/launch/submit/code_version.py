@@ -1,0 +1,133 @@
+"""Which code a run is made of: a snapshot of the git work tree, or the files as they are."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass
+from pathlib import Path
+
+from slurm_forge.errors import ForgeError, SnapshotError
+from slurm_forge.knobs import process_environ
+from slurm_forge.run_directory import RunDirectory
+from slurm_forge.source.snapshot import (
+    changed_files,
+    content_of,
+    prune_snapshots,
+    take_snapshot,
+)
+from slurm_forge.source.work_tree import Revision, WorkTree
+from slurm_forge.spec import JobSpec
+from slurm_forge.spec.run_file import CodeVersion, RunFile, read_run_file
+from slurm_forge.spec.safeguards import CodeMode
+
+_NO_REVISION = Revision("", None)
+
+
+@dataclass(frozen=True, slots=True)
+class CodeChoice:
+    """``version`` is None where the files are used as they are; ``note`` is why, if that matters.
+
+    ``changed`` are the files in which the version differs from the one before.
+    """
+
+    version: CodeVersion | None = None
+    note: str = ""
+    changed: tuple[str, ...] = ()
+
+
+def choose_code(
+    job: JobSpec,
+    run: RunDirectory,
+    folder: Path,
+    *,
+    queued: bool,
+    before: CodeVersion | None = None,
+) -> CodeChoice:
+    """Copy the code of a run as its job file wants it.
+
+    Args:
+        job: The job.
+        run: The run, which need not exist.
+        folder: Where the job is submitted from.
+        queued: Whether Slurm starts the run, perhaps much later.
+        before: The version to compare with.
+
+    Raises:
+        SnapshotError: The job file demands a snapshot, and none can be made.
+    """
+    mode = job.code.mode
+    if job.entry is None or mode is CodeMode.LIVE or (mode is CodeMode.AUTO and not queued):
+        return CodeChoice()
+    try:
+        return _snapshot(job, run, folder, before)
+    except (SnapshotError, OSError) as error:
+        if mode is CodeMode.AUTO:
+            reason = error.message if isinstance(error, ForgeError) else str(error)
+            return CodeChoice(note=f"the code is not copied, and runs as it is then: {reason}")
+        if isinstance(error, OSError):
+            raise SnapshotError(
+                f"the code can't be copied: {error}",
+                next_step="Make room, or write code: live to run the files as they are.",
+            ) from error
+        raise
+
+
+def _snapshot(
+    job: JobSpec, run: RunDirectory, folder: Path, before: CodeVersion | None
+) -> CodeChoice:
+    tree = WorkTree.around(folder, process_environ())
+    if tree is None:
+        if job.code.mode is CodeMode.AUTO:
+            return CodeChoice()
+        raise SnapshotError(
+            f"{folder} is in no git work tree of yours",
+            next_step="Run git init there and commit, or write code: live to run the files as "
+            "they are.",
+        )
+    content = content_of(
+        tree, exclude=job.code.exclude, max_size=job.code.max_size, keep_out=run.path.parent
+    )
+    digest = take_snapshot(tree, content, run.code_pool)
+    revision = tree.revision() or _NO_REVISION
+    version = CodeVersion(
+        digest=digest, root=str(tree.root), commit=revision.commit, changes=revision.changes
+    )
+    changed: tuple[str, ...] = ()
+    if before is not None and before.digest != digest:
+        changed = changed_files(run.code_pool / before.digest, run.code_pool / digest, content)
+    used = {digest, *([] if before is None else [before.digest]), *_used(run.path.parent)}
+    prune_snapshots(run.code_pool, used)
+    return CodeChoice(version, changed=changed)
+
+
+def _used(runs: Path) -> set[str]:
+    """Snapshots that runs in this folder are made of; all there are, where one can't be read."""
+    used: set[str] = set()
+    for path in runs.glob("*/run.yaml"):
+        try:
+            code = read_run_file(path).code
+        except (ForgeError, OSError):
+            with contextlib.suppress(OSError):
+                used |= {entry.name for entry in (runs / ".code").iterdir()}
+            continue
+        if code is not None:
+            used.add(code.digest)
+    return used
+
+
+def with_new_code(run: RunDirectory, file: RunFile) -> tuple[RunFile, CodeChoice]:
+    """The run with the code as it is now, where the run was submitted from; nothing is written.
+
+    Raises:
+        SnapshotError: No snapshot can be made, or the job file says that there is none.
+    """
+    if file.job.code.mode is CodeMode.LIVE or file.job.entry is None:
+        raise SnapshotError(
+            f"{run.name} runs the files in {file.submitted_from} as they are: there is no other "
+            "code to take",
+            next_step=f"slurm-forge requeue {run.name}",
+        )
+    wanted = file.job.code.model_copy(update={"mode": CodeMode.SNAPSHOT})
+    job = file.job.model_copy(update={"code": wanted})
+    choice = choose_code(job, run, file.folder, queued=True, before=file.code)
+    return file.model_copy(update={"code": choice.version}), choice
