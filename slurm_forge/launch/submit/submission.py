@@ -30,7 +30,7 @@ from slurm_forge.launch.render.array_chain import VIA_ARRAY
 from slurm_forge.launch.render.batch_script import START_FILE, render, start_name, start_text
 from slurm_forge.launch.render.save_times import usual_saves
 from slurm_forge.launch.render.sbatch_options import leave_out
-from slurm_forge.launch.submit.code_version import CodeChoice, choose_code
+from slurm_forge.launch.submit.code_version import choose_code
 from slurm_forge.person import person
 from slurm_forge.run_directory import RunDirectory, list_claims
 from slurm_forge.site.model import Site, storage_at
@@ -38,6 +38,7 @@ from slurm_forge.site.variables import NCCL_INTERFACE
 from slurm_forge.slurm.client import Slurm
 from slurm_forge.spec import JobSpec
 from slurm_forge.spec.run_file import RunFile, name_fallback
+from slurm_forge.spec.safeguards import CodeMode
 
 
 def entry_of(function: Callable[..., Any]) -> str:
@@ -89,15 +90,22 @@ def create_run(
     )
     if run.spec_file.exists() and untouched(run):
         run.spec_file.unlink(missing_ok=True)  # made once and never started: a refused submission
-    code = CodeChoice()
-    if not run.spec_file.exists():
+    why_live = ""
+    if not run.spec_file.exists() and (
+        _has_git(submitted_from) or job.code.mode is not CodeMode.AUTO
+    ):
         code = choose_code(job, run, submitted_from.absolute(), queued=queued)
-        file = file.model_copy(update={"code": code.version})
+        file, why_live = file.model_copy(update={"code": code.version}), code.note
     run.create(file.to_yaml().encode())
-    if code.note:
-        say(code.note)
-        note(run, Note(text=code.note))
+    if why_live:
+        say(why_live)
+        note(run, Note(text=why_live))
     return run, file
+
+
+def _has_git(folder: Path) -> bool:
+    """Whether there may be a work tree around it."""
+    return any((each / ".git").exists() for each in (folder.absolute(), *folder.absolute().parents))
 
 
 def run_file(

@@ -178,7 +178,7 @@ def test_setup_and_names_may_hold_anything(tmp_path, submitted):
     assert setup[0] in script
     assert script.count(" slurm_forge.process supervise /") == 1
     assert options(script)["job-name"] == "a b/c"
-    (run,) = (tmp_path / "logs" / "runs").iterdir()
+    (run,) = (tmp_path / "logs" / "runs").glob("[!.]*")
     assert re.fullmatch("a-b-c-[0-9a-f]{6}", run.name)
 
 

@@ -22,7 +22,7 @@ def test_the_parameter_asks_for_more_nodes_than_ranks_run_on(
     asked = options((submitted / "0").read_text())
     assert (asked["nodes"], "no-kill" in asked) == ("4", True)
     assert len(job._tasks) == 6, "submitit waits for the results of ranks that never are"
-    (folder,) = (tmp_path / "jobs" / "runs").iterdir()
+    (folder,) = (tmp_path / "jobs" / "runs").glob("[!.]*")
     resources = read_run_file(folder / "run.yaml").job.resources
     assert (resources.nodes, resources.spare_nodes) == (3, 1)
     successor = options((RunDirectory.existing(folder).submissions / "job.sbatch").read_text())
