@@ -95,6 +95,12 @@ def advance(state: RunState, record: Record) -> RunState:
         case ev.UserAsked() if event.verb in _GO_ON:
             newest = max((a.number for a in state.attempts), default=0)
             return _submitted(replace(state, asked_after=newest))
+        case ev.JobChanged() if event.reopened and state.status is RunStatus.FINISHED:
+            # It rests until a person's request (or the submission that follows) lets it go on.
+            reason = f"{event.verb} by {event.user}" if event.user else event.verb
+            return replace(state, status=RunStatus.STOPPED, held=None, reason=reason)
+        case ev.Forked():
+            return replace(state, plan=event.plan)
         case ev.AttemptStarted():
             attempt = AttemptState(
                 number=record.attempt,

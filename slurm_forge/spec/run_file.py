@@ -12,6 +12,16 @@ from slurm_forge.site.model import EnvironmentSets
 from slurm_forge.site.parts import MasterAddress
 from slurm_forge.spec.job import JobSpec
 from slurm_forge.spec.types import JobSection, PositiveDuration
+from slurm_forge.vocabulary.job_change import JobChange
+
+
+class Revision(JobSection):
+    """A change of the job on purpose, in the order in which they were made."""
+
+    number: int
+    verb: str
+    user: str
+    changes: tuple[JobChange, ...] = ()
 
 
 class RunFile(JobSection):
@@ -49,6 +59,8 @@ class RunFile(JobSection):
     usual_save: PositiveDuration | None = None
     #: Where the site keeps its node ledger; None is the user's own.
     node_ledger: str | None = None
+    #: What was changed on purpose since the run was begun; of a fork, since its parent was.
+    revisions: tuple[Revision, ...] = ()
     job: JobSpec
 
     def to_yaml(self) -> str:
@@ -59,6 +71,11 @@ class RunFile(JobSection):
     def sets(self) -> EnvironmentSets:
         """The site's variables."""
         return EnvironmentSets(always=self.env, on_hang=self.on_hang, never=self.never)
+
+    @property
+    def changes(self) -> tuple[JobChange, ...]:
+        """Every change of the job on purpose, oldest first."""
+        return tuple(change for revision in self.revisions for change in revision.changes)
 
     @property
     def only_hold(self) -> str | None:

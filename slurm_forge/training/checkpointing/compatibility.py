@@ -7,7 +7,7 @@ training goes on: a cluster changes drivers and nodes as it likes.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +17,21 @@ import torch.distributed as dist
 from slurm_forge.checkpoint.collectives import Ranks
 from slurm_forge.errors import CheckpointRejectedError, MismatchError
 from slurm_forge.journal import JournalWriter
-from slurm_forge.journal.events import ResumeCompared
-from slurm_forge.recovery.fingerprint import Fingerprint, compare, job_facts, refused
+from slurm_forge.journal.events import OptionsReplaced, ResumeCompared
+from slurm_forge.recovery.fingerprint import (
+    Difference,
+    Fingerprint,
+    compare,
+    job_facts,
+    refused,
+)
+from slurm_forge.recovery.job_changes import accepted, arguments_changed
 from slurm_forge.spec import JobSpec
+from slurm_forge.spec.safeguards import Policy
 from slurm_forge.store.directory import CheckpointStore
 from slurm_forge.store.manifest import Manifest
 from slurm_forge.training.checkpointing import environment_fingerprint as environment
+from slurm_forge.training.checkpointing.constructed_options import ConstructedOptions
 from slurm_forge.training.checkpointing.structure import (
     Structure,
     differences,
@@ -32,6 +41,7 @@ from slurm_forge.training.data.dataset_fingerprint import (
     DataVersion,
     data_facts,
 )
+from slurm_forge.vocabulary.job_change import JobChange
 from slurm_forge.vocabulary.json_value import Json
 
 _MOST_LINES = 30
@@ -47,6 +57,7 @@ class CompatibilityCheck:
         device: torch.device,
         folder: Path,
         variables: Mapping[str, str],
+        changes: Sequence[JobChange],
         registry: Registry,
         group: dist.ProcessGroup | None,
         journal: JournalWriter | None,
@@ -55,12 +66,14 @@ class CompatibilityCheck:
         self._device = device
         self._folder = folder
         self._variables = variables
+        self._changes = changes
         self._registry = registry
         self._ranks = Ranks(group)
         self._journal = journal
         self._facts = Fingerprint()
         self._data: dict[str, DataVersion] = {}
         self._structure: Structure | None = None
+        self._constructed: ConstructedOptions | None = None
         self._about: dict[str, Json] | None = None
         self._manifest: Manifest | None = None
         self._reported_lines: list[str] = []
@@ -78,6 +91,7 @@ class CompatibilityCheck:
 
     def describe(self) -> None:
         """Before a checkpoint is loaded, which brings the saved options of optimizers back."""
+        self._constructed = ConstructedOptions.of(self._registry)
         if self._journal is None:
             return
         registry = self._registry
@@ -117,6 +131,26 @@ class CompatibilityCheck:
         if self._manifest is not None:
             self.compare(self._manifest)
 
+    def replace_options(self, manifest: Manifest) -> None:
+        """After a load: let the options that the program constructs now win over the loaded ones.
+
+        Only where the run's arguments were changed on purpose since the checkpoint was written.
+        Every rank knows all that it follows from, so that nothing is exchanged.
+        """
+        saved = Structure.from_json(manifest.about.get("structure"))
+        if not self._changes or saved is None or self._constructed is None:
+            return
+        before = Fingerprint.from_json(manifest.about.get("environment")).facts
+        if not arguments_changed(before, job_facts(self._spec).facts, self._changes):
+            return
+        lines = self._constructed.replace_loaded(self._registry, saved)
+        if lines and self._journal is not None:
+            event = OptionsReplaced(
+                checkpoint=str(manifest.name), step=manifest.step, options=lines[:_MOST_LINES]
+            )
+            with contextlib.suppress(OSError):
+                self._journal.write(event)
+
     def misfit(self, error: MismatchError, store: CheckpointStore) -> MismatchError:
         """Why a checkpoint does not fit what is registered, in readable lines.  Collective.
 
@@ -137,7 +171,10 @@ class CompatibilityCheck:
         """What refuses, if anything does."""
         about: Mapping[str, Any] = manifest.about
         deviations = compare(
-            Fingerprint.from_json(about.get("environment")), self._facts, self._spec.environment
+            Fingerprint.from_json(about.get("environment")),
+            self._facts,
+            self._spec.environment,
+            lambda difference: accepted(difference, self._changes),
         )
         reason = refused(deviations)
         lines = [*map(str, deviations), *self._structure_lines(about), *self._data_lines(about)]
@@ -155,9 +192,20 @@ class CompatibilityCheck:
             return {}
         return {
             "refused": f"not what step {manifest.step} was written with: {reason}",
-            "next_step": "Restore it, or allow it (in the job file, or in run.yaml of the run "
-            "directory), or start a new run under another name.",
+            "next_step": self._way_out(deviations),
         }
+
+    def _way_out(self, deviations: Sequence[Difference]) -> str:
+        """What lets the run go on with the first of what is refused."""
+        run = self._spec.name
+        first = next(each for each in deviations if each.policy is Policy.REFUSE)
+        command = f"--set environment.{first.key.partition('.')[0]}=warn"
+        if first.key == "sampling.global_batch":
+            command = f"--global-batch {first.now}"
+        return (
+            f"Restore it; or, to go on with it: slurm-forge change {run} {command}; or begin a new "
+            f"run at this checkpoint: slurm-forge fork {run} --name NEW"
+        )
 
     def _misfits(self, store: CheckpointStore) -> tuple[str, ...]:
         for name in store.candidates():

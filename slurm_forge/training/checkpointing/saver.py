@@ -355,6 +355,7 @@ class Saver:
         manifest = loaded.manifest
         if not again:
             self._compatibility.compare(manifest)
+        self._compatibility.replace_options(manifest)
         progress.restore(loaded.extra)
         exact = manifest.world_size == self._context.world_size and not loaded.missing_rng
         reseeded = self._active_plan.plan.reseeded

@@ -17,6 +17,7 @@ from slurm_forge.knobs import Knobs, LocalRanks
 from slurm_forge.run_directory import Fence, RunDirectory
 from slurm_forge.slurm.environment import SlurmEnvironment, SpecialStep
 from slurm_forge.spec import JobSpec
+from slurm_forge.vocabulary.job_change import JobChange
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,6 +131,8 @@ class RankContext:
     #: Where the job was submitted from, and the environment that this rank was started with.
     folder: Path = Path()
     variables: Mapping[str, str] = field(default_factory=dict)
+    #: What of the job was changed on purpose since the run began, oldest first.
+    changes: tuple[JobChange, ...] = ()
 
     @property
     def fence(self) -> Fence:

@@ -81,6 +81,7 @@ def assemble(
         device=device,
         folder=context.folder,
         variables=context.variables,
+        changes=context.changes,
         registry=registry,
         group=groups.cpu,
         journal=journal,

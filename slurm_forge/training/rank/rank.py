@@ -266,6 +266,7 @@ class Rank:
             spec=spec,
             folder=self._file.folder,
             variables=self._variables,
+            changes=self._file.changes,
         )
         if place.rank == 0:  # trackers are not to be told by several ranks
             first = (brief.attempt, brief.launch) == (1, 1)
