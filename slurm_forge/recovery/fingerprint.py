@@ -19,6 +19,8 @@ from slurm_forge.spec.job import JobSpec
 from slurm_forge.spec.safeguards import EnvironmentSpec, Policy
 from slurm_forge.vocabulary.json_value import Json
 
+#: How the line of a difference ends that somebody made on purpose.
+ON_PURPOSE = " (changed on purpose)"
 _LONGEST = 200
 _MOST = 5_000
 #: Arguments with such a name are compared, not shown (tokenizer and max_tokens are no secrets).
@@ -95,7 +97,7 @@ class Difference:
 
     def __str__(self) -> str:
         text = f"{self.key}: was {_or_not_set(self.saved)}, is {_or_not_set(self.now)}"
-        return f"{text} (changed on purpose)" if self.on_purpose else text
+        return f"{text}{ON_PURPOSE}" if self.on_purpose else text
 
 
 def compare(

@@ -20,6 +20,7 @@ from slurm_forge.report.story.history import (
     History,
     history_of,
 )
+from slurm_forge.report.story.job_revisions import lineage_lines
 from slurm_forge.report.story.pace_story import slow_now
 from slurm_forge.report.story.plan_text import planned
 from slurm_forge.report.story.story import (
@@ -96,6 +97,8 @@ class Status:
     program: str | None = None
     slow: tuple[str, ...] = ()
     failing_saves: FailingSaves | None = None
+    #: Where the run begins in another one, and what of its job was changed on purpose last.
+    revised: tuple[str, ...] = ()
 
 
 def take_status(facts: RunFacts) -> Status:
@@ -139,6 +142,7 @@ def take_status(facts: RunFacts) -> Status:
         if launch is None or now.status is not RunStatus.RUNNING
         else tuple(slow_now(launch.slow, launch.trends)),
         failing_saves=now.failing_saves,
+        revised=lineage_lines(ordered),
     )
 
 

@@ -131,12 +131,17 @@ class CompatibilityCheck:
         if self._manifest is not None:
             self.compare(self._manifest)
 
-    def replace_options(self, manifest: Manifest) -> None:
+    def replace_options(self, manifest: Manifest, *, fresh: bool) -> None:
         """After a load: let the options that the program constructs now win over the loaded ones.
 
         Only where the run's arguments were changed on purpose since the checkpoint was written.
-        Every rank knows all that it follows from, so that nothing is exchanged.
+        Every rank knows all that it follows from, so that nothing is exchanged.  ``fresh``: the
+        optimizers are not those of the checkpoint, and what this launch did to them is undone.
         """
+        if fresh:
+            if self._constructed is not None:
+                self._constructed.reset(self._registry)
+            return
         saved = Structure.from_json(manifest.about.get("structure"))
         if not self._changes or saved is None or self._constructed is None:
             return

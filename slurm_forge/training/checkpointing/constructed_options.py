@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import (
     LambdaLR,
@@ -36,11 +37,12 @@ from slurm_forge.training.core.run_state import Registry
 #: Functions of the program, which no checkpoint describes.
 _OF_FUNCTIONS = (LambdaLR, MultiplicativeLR)
 _RATES = ("lr", "initial_lr")
+_SCHEDULERS = (LRScheduler, ReduceLROnPlateau)
 
 
 @dataclass(frozen=True, slots=True)
 class ConstructedOptions:
-    """Taken before a load: options of every parameter group, and the state of fresh schedulers."""
+    """Taken before a load: options of every parameter group, fresh schedulers and scalers."""
 
     groups: Mapping[str, Sequence[Mapping[str, Any]]]
     texts: Mapping[str, Sequence[Mapping[str, str]]]
@@ -61,7 +63,11 @@ class ConstructedOptions:
                 for name, optimizer in registry.optimizers.items()
             },
             {name: schedule_options(each) for name, each in schedulers.items()},
-            {name: copy.deepcopy(each.state_dict()) for name, each in schedulers.items()},
+            {
+                name: copy.deepcopy(each.state_dict())
+                for name, each in registry.others.items()
+                if isinstance(each, (*_SCHEDULERS, GradScaler))
+            },
         )
 
     def replace_loaded(self, registry: Registry, saved: Structure) -> tuple[str, ...]:
@@ -86,8 +92,8 @@ class ConstructedOptions:
             for group, constructed in zip(optimizer.param_groups, self.groups[name], strict=True):
                 for option, value in constructed.items():
                     _put(group, option, value)
-        for name, scheduler in _schedulers(registry):
-            scheduler.load_state_dict(copy.deepcopy(self.states[name]))
+        for name, state in self.states.items():
+            registry.others[name].load_state_dict(copy.deepcopy(state))
 
     def _options(
         self, name: str, optimizer: Optimizer, was: Sequence[Mapping[str, str]]
@@ -187,7 +193,7 @@ class ConstructedOptions:
 
 def _schedulers(registry: Registry) -> Iterator[tuple[str, Any]]:
     for name, other in registry.others.items():
-        if isinstance(other, (LRScheduler, ReduceLROnPlateau)):
+        if isinstance(other, _SCHEDULERS):
             yield name, other
 
 

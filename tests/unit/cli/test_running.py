@@ -109,7 +109,7 @@ def test_a_run_that_is_held_exits_1_and_says_why(
     result = shell("run", "train.yaml")
     assert result.exit_code == 1
     assert "rank 0 on n01: KeyError: 'x'" in result.stdout
-    assert "slurm-forge run with its job file" in result.stdout
+    assert "slurm-forge run tiny-gpt" in result.stdout
 
 
 def test_a_run_goes_on_and_tells_only_what_is_new(
@@ -163,7 +163,7 @@ def test_a_finished_run_is_not_started_again(
     assert result.exit_code == 0
     line, more = result.stdout.splitlines()
     assert line.startswith("tiny-gpt is already finished.   how it went: slurm-forge explain ")
-    assert more.startswith("to train further: slurm-forge export tiny-gpt --to weights.pt, ")
+    assert more.startswith("to train further: slurm-forge extend tiny-gpt --set args.KEY=")
     assert len(given) == 1
 
 

@@ -1,0 +1,169 @@
+"""A person changes the job of a run that exists: its ``run.yaml``, and who is told of it.
+
+In an order that leaves a consistent run wherever it is cut off.  The old ``run.yaml`` is kept
+first.  The new one replaces it whole, and names what was changed: what a resume accepts never
+differs from what the ranks are given.  Then comes the journal, and last the DONE marker of a run
+that was finished.  Whoever asks again completes what was cut off.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from slurm_forge.errors import ConfigError, RunDirectoryError, SlurmCommandError
+from slurm_forge.files import make_private_directory, read_bounded, write_atomic
+from slurm_forge.journal import RunState, RunStatus, fold, read_journal
+from slurm_forge.journal.events import JobChanged
+from slurm_forge.launch.render.array_chain import waiting_record
+from slurm_forge.launch.render.batch_script import render
+from slurm_forge.launch.requeue.reconcile import alone, is_held, job_of_script, known_record
+from slurm_forge.launch.submit.submission import job_script, note, own_script, payload
+from slurm_forge.person import person
+from slurm_forge.run_directory import RunDirectory
+from slurm_forge.site.model import Site
+from slurm_forge.slurm.client import Slurm
+from slurm_forge.slurm.records import JobRecord
+from slurm_forge.slurm.states import ACTIVE, PENDING_LIKE, TERMINAL
+from slurm_forge.spec import JobSpec
+from slurm_forge.spec.run_file import Revision, RunFile
+from slurm_forge.vocabulary.job_change import JobChange
+
+_LARGEST = 1 << 24
+
+
+@dataclass(frozen=True, slots=True)
+class Changed:
+    """The run as it is from now on.  ``notes`` are sentences about what was done to its job."""
+
+    file: RunFile
+    notes: tuple[str, ...] = ()
+
+
+def global_batch_of(state: RunState) -> int | None:
+    """The samples of one step, as the program passed them to ``run.batches`` last."""
+    launches = [launch for attempt in state.attempts for launch in attempt.launches]
+    known = (each.resumed.global_batch for each in reversed(launches) if each.resumed is not None)
+    return next((each for each in known if each is not None), None)
+
+
+def refuse_foreign_script(run: RunDirectory) -> None:
+    """``ConfigError`` for a run whose job is described elsewhere than in its ``run.yaml``."""
+    if own_script(run).is_file():
+        raise ConfigError(
+            f"{run.name} is described by the script that calls slurm-forge exec, not by a job file",
+            next_step="Change the command and its options there, and submit the script: the next "
+            "start takes them over, under the same name.",
+        )
+    if payload(run).is_file():
+        raise ConfigError(
+            f"{run.name} was submitted by submitit with arguments that its pickle holds",
+            next_step="Submit it again through the executor with other arguments.",
+        )
+
+
+def change_run(
+    run: RunDirectory,
+    file: RunFile,
+    new: JobSpec,
+    changes: Sequence[JobChange],
+    *,
+    verb: str,
+    site: Site,
+    slurm: Slurm | None,
+) -> Changed:
+    """Replace the job of a run that rests or waits; a finished one is not finished any more.
+
+    A job that waits in the queue is held first, so that it can't start in between; where its batch
+    script would be another one it is cancelled, to be submitted anew.  ``slurm`` is None for a run
+    of this machine, whose lock the caller holds.  ``RunDirectoryError`` while the run is training.
+    """
+    with alone(run):
+        records, _ = read_journal(run, skip_superseded=True, refresh=True)
+        state = fold(records)
+        told = {e.revision: e for r in records if isinstance(e := r.event, JobChanged)}
+        missing = [each for each in file.revisions if each.number not in told]
+        reopened = state.status is not RunStatus.FINISHED and any(
+            each.reopened for each in told.values()
+        )
+        if not changes and not missing and not (run.is_done() and reopened):
+            raise ConfigError(
+                f"{run.name} has these values already",
+                next_step=f"To continue it as it is: slurm-forge requeue {run.name}",
+            )
+        notes = () if slurm is None else _set_aside(run, state, file, new, site, slurm)
+        for each in missing:
+            _tell(run, state, each)
+        if changes:
+            file = _replaced(run, file, new, changes, verb)
+            _tell(run, state, file.revisions[-1])
+        if run.is_done():
+            run.reopen()
+        return Changed(file, notes)
+
+
+def _replaced(
+    run: RunDirectory, file: RunFile, new: JobSpec, changes: Sequence[JobChange], verb: str
+) -> RunFile:
+    number = max((each.number for each in file.revisions), default=0) + 1
+    revision = Revision(number=number, verb=verb, user=person(), changes=tuple(changes))
+    now = file.model_copy(update={"job": new, "revisions": (*file.revisions, revision)})
+    kept = run.revision(number)
+    make_private_directory(kept.parent)
+    write_atomic(kept, read_bounded(run.spec_file, _LARGEST))
+    write_atomic(run.spec_file, now.to_yaml().encode())
+    return now
+
+
+def _tell(run: RunDirectory, state: RunState, revision: Revision) -> None:
+    note(
+        run,
+        JobChanged(
+            verb=revision.verb,
+            user=revision.user,
+            revision=revision.number,
+            changes=revision.changes,
+            step=state.committed_step,
+            reopened=run.is_done(),
+        ),
+    )
+
+
+def _set_aside(
+    run: RunDirectory, state: RunState, file: RunFile, new: JobSpec, site: Site, slurm: Slurm
+) -> tuple[str, ...]:
+    """See to it that no job of the run reads its ``run.yaml`` while it is replaced."""
+    record = known_record(state.job, slurm)
+    if record is None or record.state in TERMINAL:
+        record = job_of_script(job_script(run), slurm) or record
+    if record is None or record.held or record.state in TERMINAL:
+        record = waiting_record(state.job, file.job.chain, slurm) or record
+    if record is None or record.state in TERMINAL:
+        return ()
+    if record.state not in PENDING_LIKE and not is_held(record):
+        raise _is_training(run, record)
+    job = record.waiting_ref
+    if not is_held(record):
+        try:
+            slurm.hold(job)
+        except SlurmCommandError:
+            now = slurm.show_job(job)
+            if now is not None and now.state in ACTIVE:
+                raise _is_training(run, now) from None
+            raise
+        now = slurm.show_job(job)
+        if now is not None and now.state in ACTIVE:
+            raise _is_training(run, now)
+    if render(file, site, run) == render(file.model_copy(update={"job": new}), site, run):
+        return ()
+    slurm.cancel_waiting(job)
+    return (f"job {job}, which waited with the old batch script, is cancelled",)
+
+
+def _is_training(run: RunDirectory, record: JobRecord) -> RunDirectoryError:
+    return RunDirectoryError(
+        f"{run.name} runs as job {record.job_ref}, and the job file of a run that is training "
+        "can't be changed",
+        next_step=f"Let it save and stop first: slurm-forge stop {run.name}; when it has ended, "
+        "try again.",
+    )
