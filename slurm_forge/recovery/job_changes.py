@@ -13,7 +13,7 @@ from slurm_forge.errors import ConfigError
 from slurm_forge.recovery.fingerprint import Difference, flat_facts
 from slurm_forge.spec import JobSpec
 from slurm_forge.spec.loading import to_mapping
-from slurm_forge.vocabulary.job_change import ChangeKind, JobChange
+from slurm_forge.vocabulary.job_change import ChangeEffect, JobChange
 
 #: How ``JobChange`` calls the batch size that the program passes to ``run.batches``.
 GLOBAL_BATCH = "global_batch"
@@ -45,8 +45,8 @@ def job_changes(
     """
     before, after = _flat(old), _flat(new)
     changes = [
-        JobChange(key=key, old=before.get(key), new=after.get(key), kind=kind_of(key))
-        for key in dict.fromkeys((*before, *after))
+        JobChange(key=key, old=before.get(key), new=after.get(key), affects=effect_of(key))
+        for key in dict.fromkeys((*after, *before))
         if before.get(key) != after.get(key)
     ]
     batch = None if new_global_batch is None else str(new_global_batch)
@@ -55,15 +55,15 @@ def job_changes(
     if batch is not None and batch != str(global_batch):
         was = None if global_batch is None else str(global_batch)
         changes.append(JobChange(key=GLOBAL_BATCH, old=was, new=batch))
-    return tuple(sorted(changes, key=lambda each: each.kind is not ChangeKind.SCIENCE))
+    return tuple(sorted(changes, key=lambda each: each.affects is not ChangeEffect.SCIENCE))
 
 
-def kind_of(key: str) -> ChangeKind:
+def effect_of(key: str) -> ChangeEffect:
     """What a key of the job file may affect."""
     section = key.partition(".")[0]
     if section in _RESOURCES:
-        return ChangeKind.RESOURCES
-    return ChangeKind.OPERATION if section in _OPERATION else ChangeKind.SCIENCE
+        return ChangeEffect.RESOURCES
+    return ChangeEffect.OPERATION if section in _OPERATION else ChangeEffect.SCIENCE
 
 
 def refuse_change(old: JobSpec, new: JobSpec, run: str) -> None:

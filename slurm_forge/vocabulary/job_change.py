@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 
-class ChangeKind(str, Enum):
+class ChangeEffect(str, Enum):
     """What a changed key of a job file may affect."""
 
     #: The result: arguments, entry, seed, batch size, and every key that is not known better.
@@ -28,7 +28,7 @@ class JobChange:
     key: str
     old: str | None = None
     new: str | None = None
-    kind: ChangeKind = ChangeKind.SCIENCE
+    affects: ChangeEffect = ChangeEffect.SCIENCE
 
     def __str__(self) -> str:
         return f"{self.key} {_or_not_set(self.old)} → {_or_not_set(self.new)}"

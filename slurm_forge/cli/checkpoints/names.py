@@ -113,7 +113,7 @@ def _unknown(wanted: str, names: Sequence[CheckpointName]) -> CheckpointMissingE
     words = ", ".join(_WORDS)
     return CheckpointMissingError(
         f"there is no checkpoint {wanted!r}{likely}",
-        next_step=f"There are: {words}, or a step.",
+        next_step=f"There are: {_listed(names)}.  Or use {words}, or a step.",
     )
 
 

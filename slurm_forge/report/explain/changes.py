@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from slurm_forge.journal import Record
 from slurm_forge.journal import events as ev
 from slurm_forge.recovery.fingerprint import ON_PURPOSE
-from slurm_forge.report.story.job_revisions import changes_of_kind, fork_line
+from slurm_forge.report.story.job_revisions import changes_by_effect, fork_line
 from slurm_forge.report.story.lineage import (
     Lineage,
     PlanSpan,
@@ -231,7 +231,7 @@ def _on_purpose(ordered: Iterable[Record]) -> Iterator[ScienceChange]:
         if isinstance(event, ev.Forked):
             yield ScienceChange(parameter="forked", text=fork_line(event), science=True)
         elif isinstance(event, ev.JobChanged):
-            for science, text in changes_of_kind(event):
+            for science, text in changes_by_effect(event):
                 yield ScienceChange(parameter="job", text=text, science=science)
         elif isinstance(event, ev.OptionsReplaced):
             options = "; ".join(clean(line, 120) for line in event.options[:_SHOWN_ROWS])

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from slurm_forge.journal import Record
 from slurm_forge.journal import events as ev
 from slurm_forge.report.text import clean, number
-from slurm_forge.vocabulary.job_change import ChangeKind, JobChange
+from slurm_forge.vocabulary.job_change import ChangeEffect, JobChange
 
 _SHOWN = 5
 
@@ -46,9 +46,9 @@ def lineage_lines(ordered: Iterable[Record]) -> tuple[str, ...]:
     return (*forks, *last)
 
 
-def changes_of_kind(event: ev.JobChanged) -> Iterator[tuple[bool, str]]:
+def changes_by_effect(event: ev.JobChanged) -> Iterator[tuple[bool, str]]:
     """Whether it may affect the result, and the line, for each kind of change that there is."""
     for science in (True, False):
-        own = [each for each in event.changes if (each.kind is ChangeKind.SCIENCE) is science]
+        own = [each for each in event.changes if (each.affects is ChangeEffect.SCIENCE) is science]
         if own:
             yield science, with_origin(event, own)

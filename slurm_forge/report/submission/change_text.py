@@ -7,12 +7,12 @@ from collections.abc import Iterator, Sequence
 from slurm_forge.recovery.job_changes import GLOBAL_BATCH
 from slurm_forge.report.text import clean, number, plural
 from slurm_forge.spec import JobSpec
-from slurm_forge.vocabulary.job_change import ChangeKind, JobChange
+from slurm_forge.vocabulary.job_change import ChangeEffect, JobChange
 
 _HEADINGS = {
-    ChangeKind.SCIENCE: "may affect your results:",
-    ChangeKind.RESOURCES: "resources:",
-    ChangeKind.OPERATION: "how the run is kept alive:",
+    ChangeEffect.SCIENCE: "may affect your results:",
+    ChangeEffect.RESOURCES: "resources:",
+    ChangeEffect.OPERATION: "how the run is kept alive:",
 }
 
 
@@ -20,7 +20,7 @@ def change_lines(changes: Sequence[JobChange]) -> tuple[str, ...]:
     """The changes by what they may affect, science first, one line each."""
     lines = []
     for kind, heading in _HEADINGS.items():
-        own = [each for each in changes if each.kind is kind]
+        own = [each for each in changes if each.affects is kind]
         if own:
             lines += [heading, *(f"  {clean(each, 300)}" for each in own)]
     return tuple(lines)
