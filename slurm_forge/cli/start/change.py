@@ -188,7 +188,7 @@ def _change(
     state = run_state(run)
     layered = with_settings(file.job, settings)
     new = layered.job
-    refuse_foreign_script(run)
+    refuse_foreign_script(run, file.job)
     refuse_change(file.job, new, name)
     known_batch = global_batch_of(state)
     _refuse_unknown_batch(global_batch, known_batch, name)

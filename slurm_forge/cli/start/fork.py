@@ -104,7 +104,7 @@ def fork(
     parent = meant(run, runs)
     opened = open_run(str(parent.path), None)
     file, state = opened.file, opened.state
-    refuse_foreign_script(parent)
+    refuse_foreign_script(parent, file.job)
     parts = _parts(fresh)
     layered = with_settings(file.job, [*(settings or ()), f"name={name}"])
     refuse_other_kind(file.job, layered.job)

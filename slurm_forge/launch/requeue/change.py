@@ -47,13 +47,14 @@ def global_batch_of(state: RunState) -> int | None:
     return next((each for each in known if each is not None), None)
 
 
-def refuse_foreign_script(run: RunDirectory) -> None:
+def refuse_foreign_script(run: RunDirectory, job: JobSpec) -> None:
     """``ConfigError`` for a run whose job is described elsewhere than in its ``run.yaml``."""
-    if own_script(run).is_file():
+    if own_script(run).is_file() or (job.entry is None and not job_script(run).is_file()):
         raise ConfigError(
-            f"{run.name} is described by the script that calls slurm-forge exec, not by a job file",
-            next_step="Change the command and its options there, and submit the script: the next "
-            "start takes them over, under the same name.",
+            f"{run.name} is described by the script that calls slurm-forge exec or attach, not by "
+            "a job file",
+            next_step="Change the command and its options there, and start the script again: it "
+            "goes on under the same name.",
         )
     if payload(run).is_file():
         raise ConfigError(
@@ -81,11 +82,11 @@ def change_run(
     with alone(run):
         records, _ = read_journal(run, skip_superseded=True, refresh=True)
         state = fold(records)
-        told = {e.revision: e for r in records if isinstance(e := r.event, JobChanged)}
-        missing = [each for each in file.revisions if each.number not in told]
-        reopened = state.status is not RunStatus.FINISHED and any(
-            each.reopened for each in told.values()
-        )
+        told = [each.event for each in records if isinstance(each.event, JobChanged)]
+        # Of those before the newest one that was told, a fork has some in its parent's journal.
+        newest = max((each.revision for each in told), default=0)
+        missing = [each for each in file.revisions if each.number > newest]
+        reopened = state.status is not RunStatus.FINISHED and any(each.reopened for each in told)
         if not changes and not missing and not (run.is_done() and reopened):
             raise ConfigError(
                 f"{run.name} has these values already",
@@ -142,7 +143,11 @@ def _set_aside(
         return ()
     if record.state not in PENDING_LIKE and not is_held(record):
         raise _is_training(run, record)
-    job = record.waiting_ref
+    if file.job.chain is not None:
+        array = record.job_ref.partition("_")[0]
+        slurm.cancel_waiting(array)
+        return (f"the tasks of array {array} that waited are cancelled",)
+    job = record.job_ref
     if not is_held(record):
         try:
             slurm.hold(job)

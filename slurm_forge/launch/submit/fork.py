@@ -122,17 +122,15 @@ def _write_history(
         )
         if not manifest.findings:
             journal.write(CheckpointJudged(name=base, trust=Trust.VERIFIED, reason=_READ_BACK))
-        if revision.changes:
-            journal.write(
-                JobChanged(
-                    verb=revision.verb,
-                    user=revision.user,
-                    revision=revision.number,
-                    changes=revision.changes,
-                    step=manifest.step,
-                ),
-                durable=True,
+        journal.write(
+            JobChanged(
+                verb=revision.verb,
+                user=revision.user,
+                revision=revision.number,
+                changes=revision.changes,
+                step=manifest.step,
             )
+        )
     finally:
         journal.close()
 

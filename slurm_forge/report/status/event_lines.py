@@ -125,7 +125,7 @@ def _sentence(record: Record, zone: tzinfo | None) -> str | None:
             return f"submitted as job {t.clean(event.job, 40)} ({t.clean(event.via, 40)})"
         case ev.UserAsked():
             return request_line(event)
-        case ev.JobChanged():
+        case ev.JobChanged() if event.changes:
             return f"job file changed: {revision_line(event)}"
         case ev.Forked():
             return fork_line(event)

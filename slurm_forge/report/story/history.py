@@ -108,9 +108,8 @@ def history_of(ordered: Sequence[Record]) -> History:
             case ev.UserAsked():
                 acts.append(s.ActStory(time=time, verb=event.verb, user=event.user, job=None))
                 continue
-            case ev.JobChanged() | ev.Forked():
-                verb = event.verb if isinstance(event, ev.JobChanged) else "fork"
-                acts.append(s.ActStory(time=time, verb=verb, user=event.user, job=None))
+            case ev.JobChanged():
+                acts.append(s.ActStory(time=time, verb=event.verb, user=event.user, job=None))
                 continue
             case ev.AttemptStarted():
                 jobs.append(event.job)

@@ -326,7 +326,7 @@ def test_a_run_whose_script_is_the_users_is_changed_there(
     own_script(held.run).touch()
     result = shell("change", "tiny-gpt", "--set", "args.lr=1")
     assert result.exit_code == 2
-    assert "submit the script" in result.stderr
+    assert "start the script again" in result.stderr
 
 
 def test_submitting_a_run_that_exists_names_the_verbs(
