@@ -8,6 +8,7 @@ that was finished.  Whoever asks again completes what was cut off.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -30,6 +31,9 @@ from slurm_forge.spec.run_file import Revision, RunFile
 from slurm_forge.vocabulary.job_change import JobChange
 
 _LARGEST = 1 << 24
+#: How long the job of a finished run is waited for, which only ends its processes.
+_PATIENCE_S = 30.0
+_LOOK_EVERY_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +138,7 @@ def _set_aside(
     run: RunDirectory, state: RunState, file: RunFile, new: JobSpec, site: Site, slurm: Slurm
 ) -> tuple[str, ...]:
     """See to it that no job of the run reads its ``run.yaml`` while it is replaced."""
-    record = known_record(state.job, slurm)
+    record = _after_its_end(run, state.job, slurm)
     if record is None or record.state in TERMINAL:
         record = job_of_script(job_script(run), slurm) or record
     if record is None or record.held or record.state in TERMINAL:
@@ -163,6 +167,22 @@ def _set_aside(
         return ()
     slurm.cancel_waiting(job)
     return (f"job {job}, which waited with the old batch script, is cancelled",)
+
+
+def _after_its_end(run: RunDirectory, job: str, slurm: Slurm) -> JobRecord | None:
+    """What Slurm knows of the job; of a run that is finished, once its job has ended, too."""
+    deadline = time.monotonic() + _PATIENCE_S
+    while True:
+        record = known_record(job, slurm)
+        if not run.is_done() or record is None or record.state not in ACTIVE:
+            return record
+        if time.monotonic() >= deadline:
+            raise RunDirectoryError(
+                f"{run.name} is finished, and job {record.job_ref} has not ended yet "
+                f"({record.state.value})",
+                next_step="Try again when squeue does not list it any more.",
+            )
+        time.sleep(_LOOK_EVERY_S)
 
 
 def _is_training(run: RunDirectory, record: JobRecord) -> RunDirectoryError:

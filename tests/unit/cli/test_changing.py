@@ -117,6 +117,31 @@ def test_explain_and_status_tell_it(shell: Shell, finished: Scribe, slurm: Prete
     assert "revised     args.max_steps 400 → 800" in shell("status", "tiny-gpt").stdout
 
 
+def test_the_job_of_a_finished_run_is_given_time_to_end(
+    shell: Shell, finished: Scribe, slurm: PretendSlurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ends = replace(WAITS, state=JobState.COMPLETING, state_text="COMPLETING")
+    states = iter([ends, ends, replace(ends, state=JobState.COMPLETED)])
+    last = replace(ends, state=JobState.COMPLETED)
+    monkeypatch.setattr(slurm, "show_job", lambda job: next(states, last))
+    monkeypatch.setattr(changing, "_LOOK_EVERY_S", 0.0)
+    result = shell("extend", "tiny-gpt", "--set", "args.max_steps=800")
+    assert result.exit_code == 0, result.stderr
+    assert len(slurm.submitted) == 1
+
+
+def test_a_job_that_does_not_end_is_told(
+    shell: Shell, finished: Scribe, slurm: PretendSlurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slurm.jobs["8812301"] = replace(WAITS, state=JobState.COMPLETING, state_text="COMPLETING")
+    monkeypatch.setattr(changing, "_PATIENCE_S", 0.0)
+    result = shell("extend", "tiny-gpt", "--set", "args.max_steps=800")
+    assert result.exit_code == 2
+    assert "job 8812301 has not ended yet (COMPLETING)" in result.stderr
+    assert finished.run.is_done()
+    assert not told(finished)
+
+
 def test_without_submitting_the_run_rests(
     shell: Shell, finished: Scribe, slurm: PretendSlurm
 ) -> None:
