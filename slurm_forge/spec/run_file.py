@@ -73,8 +73,10 @@ class RunFile(JobSection):
         return EnvironmentSets(always=self.env, on_hang=self.on_hang, never=self.never)
 
     @property
-    def changes(self) -> tuple[JobChange, ...]:
-        """Every change of the job on purpose, oldest first."""
+    def changes(self) -> tuple[JobChange, ...] | None:
+        """Every change of the job on purpose, oldest first; None where it is as it was begun."""
+        if not self.revisions:
+            return None
         return tuple(change for revision in self.revisions for change in revision.changes)
 
     @property

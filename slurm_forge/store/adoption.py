@@ -11,7 +11,9 @@ import hashlib
 import os
 import shutil
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from slurm_forge.errors import CheckpointRejectedError
@@ -31,6 +33,7 @@ FRESH = "fresh"
 PARTS = ("optimizer", "data", "rng")
 #: Facts of a checkpoint that say nothing about a run which begins its data anew.
 _OF_DATA = ("sampling.", "data.")
+_THREADS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,9 +74,8 @@ def adopt(
     try:
         for file in manifest.files:
             _take(source.path(name) / file.name, stage / file.name, file)
-            blocks = range(len(file.block_hashes))
-            for _ in verify_blocks(stage / file.name, file, blocks, block_size=manifest.block_size):
-                pass
+        with ThreadPoolExecutor(_THREADS, thread_name_prefix="forge-adopt") as threads:
+            list(threads.map(partial(_verify, stage, manifest.block_size), manifest.files))
         target.publish(stage, manifest, fence=lambda: None)
     except FileNotFoundError as error:
         target.discard_stage(stage)
@@ -82,6 +84,12 @@ def adopt(
         target.discard_stage(stage)
         raise
     return Adopted(manifest, hashlib.sha256(written).hexdigest())
+
+
+def _verify(folder: Path, block_size: int, file: FileEntry) -> None:
+    blocks = range(len(file.block_hashes))
+    for _ in verify_blocks(folder / file.name, file, blocks, block_size=block_size):
+        pass
 
 
 def _state(manifest: Manifest, fresh: Sequence[str]) -> Mapping[str, Json]:

@@ -34,7 +34,7 @@ def test_a_finished_run_is_extended_on_more_nodes(slurm: SlurmCluster, tmp_path:
     typed(watched, "extend", "--set", "args.steps=40", "--no-submit")
     assert watched.state.status is RunStatus.STOPPED
     out = typed(watched, "change", "--set", "resources.nodes=2")
-    assert "1 rank become 2" in out
+    assert "ranks 1 → 2" in out
     watched.wait(lambda s: len(s.attempts) == 2, 90, "the second attempt")
     state = watched.wait_finished()
     assert [launch.world_size for attempt in state.attempts for launch in attempt.launches] == [

@@ -206,18 +206,18 @@ def _change(
         file.job, new, changes, step=state.committed_step, finished=run.is_done()
     )
     is_local = bool(state.job) and not state.job[:1].isdigit()
-    if not as_json:
-        for line in (*change_lines(changes), *(f"then: {each}" for each in follows), *doubts):
-            typer.echo(line)
-    notes: tuple[str, ...] = ()
-    job = text = ""
+    slurm = None if is_local else SubprocessSlurm.of_this_process()
+    now, notes = file, doubts
     if not dry_run:
-        slurm = None if is_local else SubprocessSlurm.of_this_process()
         with hold_run_lock(run) if is_local else nullcontext():
             changed = change_run(run, file, new, changes, verb=verb, site=site, slurm=slurm)
-        notes = changed.notes
-        if submit and slurm is not None:
-            job, text = bring_back_changed(run, changed.file, site, slurm)
+        now, notes = changed.file, (*doubts, *changed.notes)
+    if not as_json:
+        for line in (*change_lines(changes), *(f"then: {each}" for each in follows), *notes):
+            typer.echo(line)
+    job = text = ""
+    if submit and not dry_run and slurm is not None:
+        job, text = bring_back_changed(run, now, site, slurm)
     if as_json:
         from slurm_forge.report.encoding import to_json
 
@@ -226,14 +226,12 @@ def _change(
             path=str(run.path),
             changes=changes,
             consequences=follows,
-            notes=(*doubts, *notes),
+            notes=notes,
             dry_run=dry_run,
             job=job,
         )
         typer.echo(to_json(result))
         return
-    for note in notes:
-        typer.echo(note)
     if dry_run:
         typer.echo("dry run: nothing was changed.")
     elif text:
@@ -248,10 +246,15 @@ def bring_back_changed(
 ) -> tuple[str, str]:
     """Submit the run, or release its job: the job, and what was done."""
     from slurm_forge.cli.cluster.excluded_nodes_text import left_out_now
+    from slurm_forge.cli.failure import fail
+    from slurm_forge.errors import ForgeError
     from slurm_forge.launch.requeue.reconcile import bring_back
 
     out = left_out_now(slurm, file.job, site)
-    brought = bring_back(run, slurm, site=site, file=file, exclude=out.exclude)
+    try:
+        brought = bring_back(run, slurm, site=site, file=file, exclude=out.exclude)
+    except (ForgeError, OSError) as error:
+        fail(error, f"run.yaml of {run.name} is as asked for; only the submission did not work.")
     if brought.submitted:
         for line in out.notes:
             typer.echo(line, err=True)

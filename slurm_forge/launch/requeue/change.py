@@ -27,7 +27,7 @@ from slurm_forge.slurm.client import Slurm
 from slurm_forge.slurm.records import JobRecord
 from slurm_forge.slurm.states import ACTIVE, PENDING_LIKE, TERMINAL
 from slurm_forge.spec import JobSpec
-from slurm_forge.spec.run_file import Revision, RunFile
+from slurm_forge.spec.run_file import Revision, RunFile, read_run_file
 from slurm_forge.vocabulary.job_change import JobChange
 
 _LARGEST = 1 << 24
@@ -84,6 +84,11 @@ def change_run(
     of this machine, whose lock the caller holds.  ``RunDirectoryError`` while the run is training.
     """
     with alone(run):
+        if read_run_file(run.spec_file) != file:
+            raise RunDirectoryError(
+                f"somebody else has changed {run.name} at the same time",
+                next_step=f"See what it is now (slurm-forge status {run.name}), then try again.",
+            )
         records, _ = read_journal(run, skip_superseded=True, refresh=True)
         state = fold(records)
         told = [each.event for each in records if isinstance(each.event, JobChanged)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from slurm_forge.recovery.job_changes import GLOBAL_BATCH
-from slurm_forge.report.text import clean, number, plural
+from slurm_forge.report.text import clean, number
 from slurm_forge.spec import JobSpec
 from slurm_forge.vocabulary.job_change import ChangeEffect, JobChange
 
@@ -73,7 +73,7 @@ def _consequences(
     before, after = old.resources.tasks, new.resources.tasks
     if before != after:
         yield (
-            f"{plural(before, 'rank')} become {number(after)}: the global batch and the order of "
-            "the samples stay; random states (dropout, …) are derived anew, so that the result is "
-            "not bit-identical to that of the old number"
+            f"ranks {number(before)} → {number(after)}: the global batch and the order of the "
+            "samples stay; random states (dropout, …) are derived anew, so that the result is not "
+            "bit-identical to that of the old number"
         )

@@ -57,7 +57,7 @@ class CompatibilityCheck:
         device: torch.device,
         folder: Path,
         variables: Mapping[str, str],
-        changes: Sequence[JobChange],
+        changes: Sequence[JobChange] | None,
         registry: Registry,
         group: dist.ProcessGroup | None,
         journal: JournalWriter | None,
@@ -66,7 +66,8 @@ class CompatibilityCheck:
         self._device = device
         self._folder = folder
         self._variables = variables
-        self._changes = changes
+        self._is_revised = changes is not None
+        self._changes = changes or ()
         self._registry = registry
         self._ranks = Ranks(group)
         self._journal = journal
@@ -91,7 +92,8 @@ class CompatibilityCheck:
 
     def describe(self) -> None:
         """Before a checkpoint is loaded, which brings the saved options of optimizers back."""
-        self._constructed = ConstructedOptions.of(self._registry)
+        if self._is_revised:
+            self._constructed = ConstructedOptions.of(self._registry)
         if self._journal is None:
             return
         registry = self._registry
@@ -168,8 +170,8 @@ class CompatibilityCheck:
             return error
         return MismatchError(
             f"the checkpoint does not fit what is registered: {'; '.join(lines)} ({error.message})",
-            next_step="Build and register everything as it was when it was written, or start a new "
-            "run under another name.",
+            next_step="Build and register everything as it was when it was written.  To take over "
+            f"the weights alone: slurm-forge fork {self._spec.name} --name NEW --fresh optimizer",
         )
 
     def _compared(self, manifest: Manifest) -> Json:
@@ -204,13 +206,17 @@ class CompatibilityCheck:
         """What lets the run go on with the first of what is refused."""
         run = self._spec.name
         first = next(each for each in deviations if each.policy is Policy.REFUSE)
-        command = f"--set environment.{first.key.partition('.')[0]}=warn"
+        part = first.key.partition(".")[0]
+        command = f"--set environment.{part}=warn"
         if first.key == "sampling.global_batch":
             command = f"--global-batch {first.now}"
-        return (
-            f"Restore it; or, to go on with it: slurm-forge change {run} {command}; or begin a new "
-            f"run at this checkpoint: slurm-forge fork {run} --name NEW"
-        )
+        ways = f"Restore it; or, to go on with it: slurm-forge change {run} {command}"
+        if part in ("sampling", "data"):
+            ways += (
+                "; or begin other data in a new run from this checkpoint: "
+                f"slurm-forge fork {run} --name NEW --fresh data"
+            )
+        return ways
 
     def _misfits(self, store: CheckpointStore) -> tuple[str, ...]:
         for name in store.candidates():

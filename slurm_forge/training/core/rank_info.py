@@ -131,8 +131,9 @@ class RankContext:
     #: Where the job was submitted from, and the environment that this rank was started with.
     folder: Path = Path()
     variables: Mapping[str, str] = field(default_factory=dict)
-    #: What of the job was changed on purpose since the run began, oldest first.
-    changes: tuple[JobChange, ...] = ()
+    #: What of the job was changed on purpose since the run began, oldest first; None where no verb
+    #: has touched the run.
+    changes: tuple[JobChange, ...] | None = None
 
     @property
     def fence(self) -> Fence:

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from slurm_forge.cli.run_choice import site_places
+from slurm_forge.errors import SlurmCommandError
 from slurm_forge.journal import RunStatus, fold, read_journal
 from slurm_forge.journal import events as ev
 from slurm_forge.launch.requeue import change as changing
@@ -142,6 +143,39 @@ def test_a_job_that_does_not_end_is_told(
     assert not told(finished)
 
 
+def test_a_refused_submission_says_that_the_change_was_made(
+    shell: Shell, finished: Scribe, slurm: PretendSlurm
+) -> None:
+    slurm.submit_error = SlurmCommandError(("sbatch",), 1, "invalid account")
+    result = shell("extend", "tiny-gpt", "--set", "args.max_steps=800")
+    assert result.exit_code == 2
+    assert "only the submission did not work" in result.stderr
+    assert file_of(finished).job.args["max_steps"] == 800
+    slurm.submit_error = None
+    assert shell("requeue", "tiny-gpt").exit_code == 0
+    assert len(slurm.submitted) == 1
+
+
+def test_two_who_change_it_at_once_do_not_undo_each_other(
+    shell: Shell, finished: Scribe, slurm: PretendSlurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old = file_of(finished)
+    shell("extend", "tiny-gpt", "--set", "args.max_steps=800", "--no-submit")
+    monkeypatch.setattr("slurm_forge.spec.run_file.read_run_file", lambda path: old)
+    result = shell("change", "tiny-gpt", "--set", "args.lr=1")
+    assert result.exit_code == 2
+    assert "somebody else has changed tiny-gpt" in result.stderr
+    assert file_of(finished).job.args == {"max_steps": 800, "lr": 0.1, "batch_size": 32}
+
+
+def test_the_steps_of_a_run_are_those_it_is_to_make(
+    shell: Shell, finished: Scribe, slurm: PretendSlurm
+) -> None:
+    assert "400 of 400" in shell("status", "tiny-gpt").stdout
+    shell("extend", "tiny-gpt", "--set", "args.max_steps=800", "--no-submit")
+    assert "400 of 800" in shell("status", "tiny-gpt").stdout
+
+
 def test_without_submitting_the_run_rests(
     shell: Shell, finished: Scribe, slurm: PretendSlurm
 ) -> None:
@@ -235,7 +269,7 @@ def test_a_held_run_goes_on_with_other_values(
         ("resources.nodes", "resources"),
     ]
     assert answer["job"] == "8812301"
-    assert any("1 rank become 4" in each for each in answer["consequences"])
+    assert any("ranks 1 → 4" in each for each in answer["consequences"])
     script = slurm.submitted[0][0].read_text()
     assert "#SBATCH --nodes=4" in script
 

@@ -109,7 +109,7 @@ def test_a_child_can_be_forked_and_changed_itself(
     assert result.exit_code == 0, result.stderr
     file = read_run_file(child_of(made, "grandchild").spec_file)
     assert [each.verb for each in file.revisions] == ["fork", "change", "fork"]
-    assert [str(each) for each in file.changes] == ["args.lr not set → 0.3"]
+    assert [str(each) for each in file.changes or ()] == ["args.lr not set → 0.3"]
     result = shell("change", "grandchild", "--set", "args.lr=0.4", "--no-submit")
     assert result.exit_code == 0, result.stderr
     records, _ = read_journal(child_of(made, "grandchild"))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -18,6 +18,9 @@ from slurm_forge.errors import MismatchError
 from slurm_forge.journal import events as ev
 from slurm_forge.recovery.job_changes import job_changes
 from slurm_forge.spec import job_from_mapping
+from slurm_forge.training.checkpointing.constructed_options import ConstructedOptions
+from slurm_forge.training.checkpointing.structure import Structure
+from slurm_forge.training.core.run_state import Registry
 from slurm_forge.training.core.sample_order import SampleOrder
 from slurm_forge.training.core.step_boundary import RunStopped
 from slurm_forge.vocabulary.position import Position
@@ -66,7 +69,8 @@ def change(made: Lab, **args: Any) -> None:
     before = made.spec["args"]
     made.spec["args"] = {**before, **args}
     batch = before.get("batch_size")
-    made.changes += job_changes(job(**before), job(**made.spec["args"]), global_batch=batch)
+    more = job_changes(job(**before), job(**made.spec["args"]), global_batch=batch)
+    made.changes = (*(made.changes or ()), *more)
 
 
 class Program:
@@ -124,7 +128,7 @@ def uninterrupted(tmp: Lab, schedule: str, **args: Any) -> dict[int, float]:
     """The rates of a run that had these values from its beginning."""
     other = replace(tmp, directory=replace(tmp.directory, path=tmp.directory.path.parent / "other"))
     other.directory.create(b"")
-    other.attempt, other.changes, other.spec = 0, (), {**tmp.spec, "args": args}
+    other.attempt, other.changes, other.spec = 0, None, {**tmp.spec, "args": args}
     program = Program(schedule)
     go_on(other, program)
     return program.rates
@@ -217,6 +221,66 @@ def test_a_learning_rate_that_is_a_tensor_stays_the_same_tensor(lab) -> None:
     rate = after.optimizer.param_groups[0]["lr"]
     assert id(rate) == after.optimizer.identity
     assert float(rate) == pytest.approx(0.02)
+
+
+@dataclass
+class Constructed:
+    """What a program has constructed, and how that was described before anything was loaded."""
+
+    registry: Registry
+    structure: Structure
+
+    @classmethod
+    def of(cls, *rates: float, factor: float | None = None) -> Constructed:
+        """An optimizer with a group for each rate; with a ``factor`` it reacts to a metric."""
+        optimizer = SGD([{"params": [nn.Parameter(torch.ones(2))], "lr": rate} for rate in rates])
+        registry = Registry(optimizers={"optimizer": optimizer})
+        if factor is not None:
+            scheduler = schedules.ReduceLROnPlateau(optimizer, factor=factor, patience=0)
+            registry.others["scheduler"] = scheduler
+        return cls(registry, Structure.of({}, registry.optimizers, registry.others))
+
+    @property
+    def rates(self) -> list[float]:
+        return [group["lr"] for group in self.registry.optimizers["optimizer"].param_groups]
+
+    def take_over(self, saved: Constructed) -> tuple[str, ...]:
+        """As at a resume after a change."""
+        options = ConstructedOptions.of(self.registry)
+        old, new = saved.registry, self.registry
+        new.optimizers["optimizer"].load_state_dict(old.optimizers["optimizer"].state_dict())
+        for name, other in new.others.items():
+            other.load_state_dict(old.others[name].state_dict())
+        return options.replace_loaded(new, saved.structure)
+
+
+def test_each_group_has_its_own_rate() -> None:
+    now = Constructed.of(0.1, 0.25)
+    lines = now.take_over(Constructed.of(0.1, 0.5))
+    assert now.rates == [0.1, 0.25]
+    assert lines[0] == "optimizer: group 1: lr 0.25, was 0.5"
+
+
+def test_a_rate_that_depends_on_a_metric_keeps_its_share() -> None:
+    saved = Constructed.of(0.1, factor=0.1)
+    for metric in (1.0, 2.0):
+        saved.registry.others["scheduler"].step(metric)
+    assert saved.rates == pytest.approx([0.01])
+    now = Constructed.of(0.2, factor=0.5)
+    lines = now.take_over(saved)
+    assert now.rates == pytest.approx([0.02])
+    scheduler = now.registry.others["scheduler"]
+    assert scheduler.factor == 0.5
+    assert scheduler.best == 1.0, "what it has seen stays"
+    assert "scheduler: factor 0.5, was 0.1" in lines
+
+
+def test_what_a_program_moves_by_hand_is_not_replaced() -> None:
+    saved = Constructed.of(0.1)
+    saved.registry.optimizers["optimizer"].param_groups[0]["lr"] = 0.03
+    now = Constructed.of(0.1)
+    assert now.take_over(saved) == ()
+    assert now.rates == [0.03]
 
 
 # -- the batch size -------------------------------------------------------------------------------

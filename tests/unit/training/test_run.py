@@ -95,7 +95,7 @@ class Lab:
     attempt: int = 0
     plan: RecoveryPlan = field(default_factory=RecoveryPlan)
     committed: int | None = None
-    changes: tuple[JobChange, ...] = ()
+    changes: tuple[JobChange, ...] | None = None
 
     def start(self, **due: Any) -> tuple[forge.Run, Channel]:
         self.attempt += 1
