@@ -48,7 +48,8 @@ def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDirectory:
 
 def test_a_finished_run_goes_on_with_more_steps_ranks_and_samples(base: RunDirectory) -> None:
     forge("extend", "base", "--set", "args.steps=12")
-    forge("change", "base", "--set", "args.global_batch=24", "--set", "resources.tasks_per_node=2")
+    others = ("args.global_batch=24", "args.lr=4e-3", "resources.tasks_per_node=2")
+    forge("change", "base", *(word for each in others for word in ("--set", each)))
     forge("run", "base", "--json")
     resumed = events(base, Resumed)
     assert [(each.step, each.world_size, each.exact) for each in resumed] == [
@@ -65,6 +66,8 @@ def test_a_finished_run_goes_on_with_more_steps_ranks_and_samples(base: RunDirec
     explained = forge("explain", "base")
     assert "args.steps 8 → 12 from step 8 on (extend" in explained
     assert "args.global_batch 16 → 24" in explained
+    # Ranks that disagree about it could not have saved.
+    assert "the learning rate from here on is 0.004, the checkpoint has 0.01" in explained
     assert "resources.tasks_per_node 1 → 2" in explained
 
 
