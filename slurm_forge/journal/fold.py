@@ -253,7 +253,7 @@ def _job_changed(state: RunState, event: ev.JobChanged) -> RunState:
     if not event.reopened or state.status is not RunStatus.FINISHED:
         return state
     # It rests until a person's request (or the submission that follows) lets it go on.
-    reason = f"its job was changed ({event.verb}), and nobody has started it since"
+    reason = f"its job was changed ({event.verb}); it has not been started since"
     return replace(state, status=RunStatus.STOPPED, held=None, reason=reason)
 
 

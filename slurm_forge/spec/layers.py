@@ -347,13 +347,18 @@ def layered_job(job: Path | None, knobs: Knobs, settings: Sequence[str] = ()) ->
     )
 
 
-def with_settings(job: JobSpec, settings: Sequence[str]) -> Layered:
+def with_settings(job: JobSpec, settings: Sequence[str], name: str | None = None) -> Layered:
     """The job of a run that exists, under those of ``--set``; nothing is read.
 
-    ``ConfigError`` as for ``combined``.
+    ``name`` is that of ``--name``, where the job is for another run.  ``ConfigError`` as for
+    ``combined``.
     """
     data = to_mapping(job)
-    whole = Document(data, "run.yaml", sources=dict.fromkeys(paths_in(data), "run.yaml"))
+    sources = dict.fromkeys(paths_in(data), "run.yaml")
+    if name is not None:
+        data["name"] = name
+        sources["name",] = "--name"
+    whole = Document(data, "run.yaml", sources=sources)
     for text in settings:
         whole = _with(whole, Setting.parsed(text))
     return Layered(job=build(JobSpec, whole), document=whole, files=("run.yaml",))

@@ -55,11 +55,20 @@ def adopt(
 
     CheckpointRejectedError where it is damaged, or was deleted meanwhile; nothing is left behind.
     """
-    before = source.verify_manifest(name)
     try:
-        written = read_trusted(source.path(name) / MANIFEST_NAME, MANIFEST_LIMIT)
+        return _adopt(source, name, target, fresh)
     except FileNotFoundError as error:
-        raise _gone(name) from error
+        reason = "it was deleted while it was read"
+        raise _unusable(name, reason) from error
+    except CheckpointRejectedError as error:
+        raise _unusable(name, error.reason) from error
+
+
+def _adopt(
+    source: CheckpointStore, name: CheckpointName, target: CheckpointStore, fresh: Sequence[str]
+) -> Adopted:
+    before = source.verify_manifest(name)
+    written = read_trusted(source.path(name) / MANIFEST_NAME, MANIFEST_LIMIT)
     manifest = replace(
         before,
         run_id=target.run_id,
@@ -77,9 +86,6 @@ def adopt(
         with ThreadPoolExecutor(_THREADS, thread_name_prefix="forge-adopt") as threads:
             list(threads.map(partial(_verify, stage, manifest.block_size), manifest.files))
         target.publish(stage, manifest, fence=lambda: None)
-    except FileNotFoundError as error:
-        target.discard_stage(stage)
-        raise _gone(name) from error
     except BaseException:
         target.discard_stage(stage)
         raise
@@ -143,8 +149,10 @@ def _without_data(about: Mapping[str, Json]) -> dict[str, Json]:
     return left
 
 
-def _gone(name: CheckpointName) -> CheckpointRejectedError:
+def _unusable(name: CheckpointName, reason: str) -> CheckpointRejectedError:
     return CheckpointRejectedError(
-        f"{name} was deleted while it was read",
-        next_step="The run that it belongs to goes on: choose a newer one, --from latest.",
+        f"no run can begin at {name}: {reason}",
+        reason=reason,
+        next_step="Begin at another checkpoint: --from STEP.  Which are whole: slurm-forge "
+        "checkpoints verify.",
     )

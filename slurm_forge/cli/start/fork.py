@@ -106,7 +106,7 @@ def fork(
     file, state = opened.file, opened.state
     refuse_foreign_script(parent, file.job)
     parts = _parts(fresh)
-    layered = with_settings(file.job, [*(settings or ()), f"name={name}"])
+    layered = with_settings(file.job, settings or (), name)
     refuse_other_kind(file.job, layered.job)
     checkpoint = _chosen(opened, from_)
     changes = tuple(

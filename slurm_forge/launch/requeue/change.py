@@ -1,4 +1,4 @@
-"""A person changes the job of a run that exists: its ``run.yaml``, and who is told of it.
+"""A person changes the job of a run that exists: ``run.yaml``, the journal, the DONE marker.
 
 In an order that leaves a consistent run wherever it is cut off.  The old ``run.yaml`` is kept
 first.  The new one replaces it whole, and names what was changed: what a resume accepts never
@@ -86,16 +86,16 @@ def change_run(
     with alone(run):
         if read_run_file(run.spec_file) != file:
             raise RunDirectoryError(
-                f"somebody else has changed {run.name} at the same time",
+                f"{run.name} was changed by another command at the same time",
                 next_step=f"See what it is now (slurm-forge status {run.name}), then try again.",
             )
         records, _ = read_journal(run, skip_superseded=True, refresh=True)
         state = fold(records)
-        told = [each.event for each in records if isinstance(each.event, JobChanged)]
-        # Of those before the newest one that was told, a fork has some in its parent's journal.
-        newest = max((each.revision for each in told), default=0)
+        events = [each.event for each in records if isinstance(each.event, JobChanged)]
+        # The journal of a fork begins with its own revision: earlier ones are its parent's.
+        newest = max((each.revision for each in events), default=0)
         missing = [each for each in file.revisions if each.number > newest]
-        reopened = state.status is not RunStatus.FINISHED and any(each.reopened for each in told)
+        reopened = state.status is not RunStatus.FINISHED and any(each.reopened for each in events)
         if not changes and not missing and not (run.is_done() and reopened):
             raise ConfigError(
                 f"{run.name} has these values already",

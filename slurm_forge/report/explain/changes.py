@@ -241,7 +241,7 @@ def _on_purpose(ordered: Iterable[Record]) -> Iterator[ScienceChange]:
 
 def _from_resumes(ordered: Sequence[Record]) -> Iterator[ScienceChange]:
     """What somebody else changed between two launches, and the job let pass."""
-    told = {
+    replaced = {
         (event.checkpoint, line)
         for record in ordered
         if isinstance(event := record.event, ev.OptionsReplaced)
@@ -255,7 +255,7 @@ def _from_resumes(ordered: Sequence[Record]) -> Iterator[ScienceChange]:
                 for line in event.differences
                 if line.startswith(_SCIENCE)
                 and not line.endswith(ON_PURPOSE)
-                and (event.checkpoint, line) not in told
+                and (event.checkpoint, line) not in replaced
             ]
             if differences:
                 shown = "; ".join(clean(line, 120) for line in differences[:3])

@@ -1,4 +1,4 @@
-"""What a change of a run's job means, in words: told before and after it is made."""
+"""What a change of a run's job means, in words: for a dry run, and once it is made."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def _consequences(
         return
     at = f"step {number(step)}"
     if finished:
-        yield f"the run is finished no more: it continues from {at}"
+        yield f"the finished run continues from {at}"
     if any(key.startswith("args.") for key in keys):
         yield (
             f"from {at} on the program has these arguments; optimizer options and schedules that "

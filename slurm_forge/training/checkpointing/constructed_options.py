@@ -120,7 +120,7 @@ class ConstructedOptions:
     ) -> Iterator[str]:
         own = [(key, each) for key, each in _schedulers(registry) if each.optimizer is optimizer]
         then = [group.options for group in saved.optimizers[name].groups]
-        # Its rate is told under the one of the two that the program constructs it with.
+        # Under ``initial_lr`` where a schedule moves ``lr``.
         moved = any(
             now[option] != was.get(option, now[option])
             for now, was in zip(self.texts[name], then, strict=True)
@@ -149,9 +149,9 @@ class ConstructedOptions:
             self._rescale(name, optimizer, key, plateau, then, loaded)
         rates = [_rate(group) for group in optimizer.param_groups]
         if rates != loaded:
-            told = ", ".join(dict.fromkeys(f"{rate:.6g}" for rate in rates))
+            now_ = ", ".join(dict.fromkeys(f"{rate:.6g}" for rate in rates))
             before_ = ", ".join(dict.fromkeys(f"{rate:.6g}" for rate in loaded))
-            yield f"{name}: the learning rate from here on is {told}, the checkpoint has {before_}"
+            yield f"{name}: the learning rate from here on is {now_}, the checkpoint has {before_}"
 
     def _advance(
         self, name: str, optimizer: Optimizer, schedulers: Sequence[tuple[str, LRScheduler]]

@@ -38,7 +38,7 @@ from slurm_forge.training.core.tensor_names import (
 )
 from slurm_forge.vocabulary.json_value import Json
 
-#: Not options.  Where a schedule moves ``lr``, what it starts from (initial_lr) is told instead.
+#: Not options.  Where a schedule moves ``lr``, what it starts from (initial_lr) counts.
 _NO_OPTIONS = frozenset({"params", "param_names"})
 #: OneCycleLR and CyclicLR move these too, and leave a trace of it in the group.
 _CYCLED = frozenset({"betas", "momentum"})

@@ -94,7 +94,7 @@ def test_a_finished_run_goes_on(shell: Shell, finished: Scribe, slurm: PretendSl
     result = shell("extend", "tiny-gpt", "--set", "args.max_steps=800")
     assert result.exit_code == 0, result.stderr
     assert "args.max_steps 400 → 800" in result.stdout
-    assert "the run is finished no more: it continues from step 400" in result.stdout
+    assert "the finished run continues from step 400" in result.stdout
     assert "tiny-gpt: changed; submitted as job 8812301." in result.stdout
     assert not finished.run.is_done()
     assert len(slurm.submitted) == 1
@@ -164,7 +164,7 @@ def test_two_who_change_it_at_once_do_not_undo_each_other(
     monkeypatch.setattr("slurm_forge.spec.run_file.read_run_file", lambda path: old)
     result = shell("change", "tiny-gpt", "--set", "args.lr=1")
     assert result.exit_code == 2
-    assert "somebody else has changed tiny-gpt" in result.stderr
+    assert "tiny-gpt was changed by another command" in result.stderr
     assert file_of(finished).job.args == {"max_steps": 800, "lr": 0.1, "batch_size": 32}
 
 

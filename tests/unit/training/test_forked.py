@@ -252,6 +252,21 @@ def test_a_damaged_checkpoint_makes_no_run(lab) -> None:
     assert set(made.directory.path.parent.iterdir()) == before
 
 
+def test_a_checkpoint_that_is_pruned_meanwhile_makes_no_run(
+    lab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def gone(*_: object, **__: object) -> None:
+        raise FileNotFoundError(2, "No such file or directory")
+
+    made, _ = trained(lab)
+    before = set(made.directory.path.parent.iterdir())
+    monkeypatch.setattr("slurm_forge.store.adoption._take", gone)
+    with pytest.raises(CheckpointRejectedError, match="deleted while it was read") as caught:
+        forked(made)
+    assert "--from STEP" in caught.value.next_step
+    assert set(made.directory.path.parent.iterdir()) == before
+
+
 def test_a_name_that_is_taken_is_refused(lab) -> None:
     made, _ = trained(lab)
     forked(made)
