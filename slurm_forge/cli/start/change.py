@@ -169,6 +169,7 @@ def _change(
         change_run,
         global_batch_of,
         refuse_foreign_script,
+        refuse_kept_script,
     )
     from slurm_forge.launch.submit.submission import run_state
     from slurm_forge.recovery.job_changes import (
@@ -202,6 +203,7 @@ def _change(
     refuse(
         Checked(job=new, path=run.spec_file, doubts=doubts, document=layered.document), site, run
     )
+    refuse_kept_script(run, file, new, site)
     follows = consequences(
         file.job, new, changes, step=state.committed_step, finished=run.is_done()
     )

@@ -60,11 +60,22 @@ def refuse_foreign_script(run: RunDirectory, job: JobSpec) -> None:
             next_step="Change the command and its options there, and start the script again: it "
             "goes on under the same name.",
         )
-    if payload(run).is_file():
+
+
+def refuse_kept_script(run: RunDirectory, file: RunFile, new: JobSpec, site: Site) -> None:
+    """``ConfigError`` where the change needs another batch script, and submitit has made it."""
+    if payload(run).is_file() and _needs_another_script(run, file, new, site):
         raise ConfigError(
-            f"{run.name} was submitted by submitit with arguments that its pickle holds",
-            next_step="Submit it again through the executor with other arguments.",
+            f"{run.name} was submitted by submitit, whose batch script is kept as it is: only what "
+            "is not written there can change",
+            next_step="For memory, time, partition and nodes to exclude: slurm-forge requeue "
+            f"{run.name}.  For the rest, begin a new run at its checkpoint: slurm-forge fork "
+            f"{run.name} --name NEW --set KEY=VALUE",
         )
+
+
+def _needs_another_script(run: RunDirectory, file: RunFile, new: JobSpec, site: Site) -> bool:
+    return render(file, site, run) != render(file.model_copy(update={"job": new}), site, run)
 
 
 def change_run(
@@ -168,7 +179,7 @@ def _set_aside(
         now = slurm.show_job(job)
         if now is not None and now.state in ACTIVE:
             raise _is_training(run, now)
-    if render(file, site, run) == render(file.model_copy(update={"job": new}), site, run):
+    if not _needs_another_script(run, file, new, site):
         return ()
     slurm.cancel_waiting(job)
     return (f"job {job}, which waited with the old batch script, is cancelled",)

@@ -12,7 +12,7 @@ from slurm_forge.errors import SlurmCommandError
 from slurm_forge.journal import RunStatus, fold, read_journal
 from slurm_forge.journal import events as ev
 from slurm_forge.launch.requeue import change as changing
-from slurm_forge.launch.submit.submission import create_run, own_script
+from slurm_forge.launch.submit.submission import create_run, job_script, own_script, payload
 from slurm_forge.run_directory import RunDirectory
 from slurm_forge.slurm.records import JobRecord
 from slurm_forge.slurm.states import JobState
@@ -386,6 +386,20 @@ def test_a_run_whose_script_is_the_users_is_changed_there(
     result = shell("change", "tiny-gpt", "--set", "args.lr=1")
     assert result.exit_code == 2
     assert "start the script again" in result.stderr
+
+
+def test_of_a_run_of_submitit_what_is_not_in_its_script_can_change(
+    shell: Shell, held: Scribe, slurm: PretendSlurm
+) -> None:
+    payload(held.run).touch()
+    job_script(held.run).write_text("#!/bin/bash\n")
+    result = shell("change", "tiny-gpt", "--set", "resources.nodes=2")
+    assert result.exit_code == 2
+    assert "slurm-forge fork tiny-gpt" in result.stderr
+    assert not told(held)
+    result = shell("change", "tiny-gpt", "--set", "args.lr=1e-2")
+    assert result.exit_code == 0, result.stderr
+    assert slurm.submitted[0][0].read_text() == "#!/bin/bash\n", "the script that is kept"
 
 
 def test_submitting_a_run_that_exists_names_the_verbs(
