@@ -33,8 +33,8 @@ class Forked:
 
     ``parent`` is the path of that run, ``digest`` the SHA-256 of the manifest of its
     ``checkpoint``; ``base`` is the name of the copy in this run.  ``fresh`` names what is not taken
-    over: ``optimizer``, ``data``, ``rng``.  ``plan`` is the part of the parent's recovery plan that
-    stays in force.
+    over: ``optimizer``, ``data``, ``rng``.  ``global_batch`` is the batch size of the parent, where
+    it is known, and ``plan`` the part of its recovery plan that stays in force.
     """
 
     parent: str
@@ -44,6 +44,7 @@ class Forked:
     base: str
     user: str
     fresh: tuple[str, ...] = ()
+    global_batch: int | None = None
     plan: RecoveryPlan = field(default_factory=RecoveryPlan)
     kind: Literal["forked"] = "forked"
 

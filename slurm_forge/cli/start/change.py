@@ -164,6 +164,7 @@ def _change(
     from slurm_forge.cli.preparation import Checked, refuse
     from slurm_forge.cli.run_choice import reference, site_places
     from slurm_forge.cli.run_of_job import meant
+    from slurm_forge.journal import fold, read_journal
     from slurm_forge.launch.attempt.run_lock import hold_run_lock
     from slurm_forge.launch.requeue.change import (
         change_run,
@@ -171,7 +172,6 @@ def _change(
         refuse_foreign_script,
         refuse_kept_script,
     )
-    from slurm_forge.launch.submit.submission import run_state
     from slurm_forge.recovery.job_changes import (
         job_changes,
         refuse_change,
@@ -186,12 +186,13 @@ def _change(
     run = meant(wanted, runs)
     name = reference(run)
     file = read_run_file(run.spec_file)
-    state = run_state(run)
+    records, _ = read_journal(run, skip_superseded=True)
+    state = fold(records)
     layered = with_settings(file.job, settings)
     new = layered.job
     refuse_foreign_script(run, file.job)
     refuse_change(file.job, new, name)
-    known_batch = global_batch_of(state)
+    known_batch = global_batch_of(records)
     _refuse_unknown_batch(global_batch, known_batch, name)
     changes = job_changes(file.job, new, global_batch=known_batch, new_global_batch=global_batch)
     if verb == "extend":

@@ -93,6 +93,7 @@ def fork(
     from slurm_forge.cli.run_choice import reference, site_places
     from slurm_forge.cli.run_of_job import meant
     from slurm_forge.cli.start.change import bring_back_changed
+    from slurm_forge.journal import read_journal
     from slurm_forge.launch.requeue.change import global_batch_of, refuse_foreign_script
     from slurm_forge.launch.submit.fork import ForkRequest, fork_run
     from slurm_forge.recovery.job_changes import job_changes, refuse_other_kind
@@ -109,13 +110,11 @@ def fork(
     layered = with_settings(file.job, settings or (), name)
     refuse_other_kind(file.job, layered.job)
     checkpoint = _chosen(opened, from_)
+    batch = global_batch_of(read_journal(parent, skip_superseded=True)[0])
     changes = tuple(
         each
         for each in job_changes(
-            file.job,
-            layered.job,
-            global_batch=global_batch_of(state),
-            new_global_batch=global_batch,
+            file.job, layered.job, global_batch=batch, new_global_batch=global_batch
         )
         if each.key != "name"
     )
@@ -123,7 +122,9 @@ def fork(
         check_entry(layered.job.entry, file.folder, parent.spec_file, list(layered.job.args))
     chosen = site_places().load(site or file.site_file or file.site).site
     _refuse(layered, parent, chosen)
-    request = ForkRequest(checkpoint=checkpoint, job=layered.job, changes=changes, fresh=parts)
+    request = ForkRequest(
+        checkpoint=checkpoint, job=layered.job, changes=changes, fresh=parts, global_batch=batch
+    )
     child, now = fork_run(parent, file, state, request, runs=parent.path.parent)
     is_local = bool(state.job) and not state.job[:1].isdigit()
     if not json:

@@ -9,18 +9,20 @@ that was finished.  Whoever asks again completes what was cut off.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from slurm_forge.errors import ConfigError, RunDirectoryError, SlurmCommandError
 from slurm_forge.files import make_private_directory, read_bounded, write_atomic
-from slurm_forge.journal import RunState, RunStatus, fold, read_journal
-from slurm_forge.journal.events import JobChanged
+from slurm_forge.journal import Record, RunState, RunStatus, fold, read_journal
+from slurm_forge.journal.events import Forked, JobChanged, Resumed
+from slurm_forge.journal.fold import in_order, without_fenced
 from slurm_forge.launch.render.array_chain import waiting_record
 from slurm_forge.launch.render.batch_script import render
 from slurm_forge.launch.requeue.reconcile import alone, is_held, job_of_script, known_record
 from slurm_forge.launch.submit.submission import job_script, note, own_script, payload
 from slurm_forge.person import person
+from slurm_forge.recovery.job_changes import GLOBAL_BATCH
 from slurm_forge.run_directory import RunDirectory
 from slurm_forge.site.model import Site
 from slurm_forge.slurm.client import Slurm
@@ -44,11 +46,19 @@ class Changed:
     notes: tuple[str, ...] = ()
 
 
-def global_batch_of(state: RunState) -> int | None:
-    """The samples of one step, as the program passed them to ``run.batches`` last."""
-    launches = [launch for attempt in state.attempts for launch in attempt.launches]
-    known = (each.resumed.global_batch for each in reversed(launches) if each.resumed is not None)
-    return next((each for each in known if each is not None), None)
+def global_batch_of(records: Iterable[Record]) -> int | None:
+    """The samples of one step from the next start on, as far as the journal tells; else None."""
+    known: int | None = None
+    for record in in_order(without_fenced(records)):
+        match record.event:
+            case Resumed(global_batch=int(batch)) | Forked(global_batch=int(batch)):
+                known = batch
+            case JobChanged(changes=changes):
+                said = [each.new for each in changes if each.key == GLOBAL_BATCH]
+                known = int(said[-1]) if said and said[-1] else known
+            case _:
+                pass
+    return known
 
 
 def refuse_foreign_script(run: RunDirectory, job: JobSpec) -> None:

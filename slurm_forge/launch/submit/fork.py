@@ -41,12 +41,16 @@ _READ_BACK = "every block was read back when the run was forked"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForkRequest:
-    """What to begin at, what of it is left behind (``fresh``), and the job of the new run."""
+    """What to begin at, what of it is left behind (``fresh``), and the job of the new run.
+
+    ``global_batch`` is the batch size of the other run, where it is known.
+    """
 
     checkpoint: CheckpointName
     job: JobSpec
     changes: tuple[JobChange, ...] = ()
     fresh: tuple[str, ...] = ()
+    global_batch: int | None = None
 
 
 def fork_run(
@@ -107,6 +111,7 @@ def _write_history(
                 base=base,
                 user=revision.user,
                 fresh=request.fresh,
+                global_batch=request.global_batch,
                 plan=_inherited(state.plan, request.fresh),
             )
         )

@@ -347,6 +347,16 @@ def test_the_batch_size_is_said_where_no_argument_shows_it(
     assert "begins at the sample after the last one consumed" in result.stdout
 
 
+def test_the_batch_size_may_change_twice_before_the_next_start(
+    shell: Shell, held: Scribe, slurm: PretendSlurm
+) -> None:
+    for size in ("64", "96"):
+        result = shell("change", "tiny-gpt", "--set", f"args.batch_size={size}", "--no-submit")
+        assert result.exit_code == 0, result.stderr
+    batches = [str(c) for c in file_of(held).changes or () if c.key == "global_batch"]
+    assert batches == ["global_batch 32 → 64", "global_batch 64 → 96"]
+
+
 def test_a_run_without_a_batch_size_has_none_to_change(
     shell: Shell, held: Scribe, slurm: PretendSlurm
 ) -> None:

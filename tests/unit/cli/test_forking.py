@@ -118,6 +118,19 @@ def test_a_child_can_be_forked_and_changed_itself(
     assert numbered == [(3, "fork"), (4, "change")]
 
 
+def test_the_batch_size_of_a_fork_can_be_changed_before_its_first_start(
+    shell: Shell, made: Checkpoints, slurm: PretendSlurm
+) -> None:
+    made.scribe.write(
+        "rank0", ev.Resumed(step=0, checkpoint=None, world_size=1, global_batch=32), launch=1
+    )
+    shell("fork", "tiny-gpt", "--name", "child", "--no-submit")
+    result = shell("change", "child", "--global-batch", "64", "--no-submit")
+    assert result.exit_code == 0, result.stderr
+    changes = read_run_file(child_of(made).spec_file).changes or ()
+    assert [str(each) for each in changes] == ["global_batch 32 → 64"]
+
+
 def test_submitting_does_not_make_it_anew(
     shell: Shell, made: Checkpoints, slurm: PretendSlurm
 ) -> None:
