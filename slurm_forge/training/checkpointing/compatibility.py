@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from slurm_forge.checkpoint.collectives import Ranks
+from slurm_forge.checkpoint.content.training_state import fresh_parts
 from slurm_forge.errors import CheckpointRejectedError, MismatchError
 from slurm_forge.journal import JournalWriter
 from slurm_forge.journal.events import OptionsReplaced, ResumeCompared
@@ -35,6 +36,7 @@ from slurm_forge.training.checkpointing.constructed_options import ConstructedOp
 from slurm_forge.training.checkpointing.structure import (
     Structure,
     differences,
+    option_differences,
 )
 from slurm_forge.training.core.run_state import Registry
 from slurm_forge.training.data.dataset_fingerprint import (
@@ -145,10 +147,7 @@ class CompatibilityCheck:
                 self._constructed.reset(self._registry)
             return
         saved = Structure.from_json(manifest.about.get("structure"))
-        if not self._changes or saved is None or self._constructed is None:
-            return
-        before = Fingerprint.from_json(manifest.about.get("environment")).facts
-        if not arguments_changed(before, job_facts(self._spec).facts, self._changes):
+        if saved is None or self._constructed is None or not self._replaces_options(manifest):
             return
         lines = self._constructed.replace_loaded(self._registry, saved)
         if lines and self._journal is not None:
@@ -157,6 +156,12 @@ class CompatibilityCheck:
             )
             with contextlib.suppress(OSError):
                 self._journal.write(event)
+
+    def _replaces_options(self, manifest: Manifest) -> bool:
+        """Whether arguments were changed on purpose since the checkpoint; the same on all ranks."""
+        before = Fingerprint.from_json(manifest.about.get("environment")).facts
+        now = job_facts(self._spec).facts
+        return bool(self._changes) and arguments_changed(before, now, self._changes)
 
     def misfit(self, error: MismatchError, store: CheckpointStore) -> MismatchError:
         """Why a checkpoint does not fit what is registered, in readable lines.  Collective.
@@ -184,7 +189,7 @@ class CompatibilityCheck:
             lambda difference: accepted(difference, self._changes),
         )
         reason = refused(deviations)
-        lines = [*map(str, deviations), *self._structure_lines(about), *self._data_lines(about)]
+        lines = [*map(str, deviations), *self._structure_lines(manifest), *self._data_lines(about)]
         self.changed = bool(lines)
         if lines and lines != self._reported_lines and self._journal is not None:
             self._reported_lines = lines
@@ -221,14 +226,20 @@ class CompatibilityCheck:
     def _misfits(self, store: CheckpointStore) -> tuple[str, ...]:
         for name in store.candidates():
             with contextlib.suppress(CheckpointRejectedError):
-                return self._structure_lines(store.verify_manifest(name).about)
+                return self._structure_lines(store.verify_manifest(name))
         return ()
 
-    def _structure_lines(self, about: Mapping[str, Any]) -> tuple[str, ...]:
-        saved = Structure.from_json(about.get("structure"))
+    def _structure_lines(self, manifest: Manifest) -> tuple[str, ...]:
+        saved = Structure.from_json(manifest.about.get("structure"))
         if saved is None or self._structure is None:
             return ()
-        return differences(saved, self._structure)
+        lines = differences(saved, self._structure)
+        if "optimizer" in fresh_parts(manifest.state) or self._replaces_options(manifest):
+            return lines
+        restored = option_differences(saved, self._structure)
+        return tuple(
+            f"{line} (the saved value stays)" if line in restored else line for line in lines
+        )
 
     def _data_lines(self, about: Mapping[str, Any]) -> list[str]:
         """What of the data changed, file by file: the facts only say that it did."""

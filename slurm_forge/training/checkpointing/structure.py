@@ -355,6 +355,20 @@ def differences(saved: Structure, now: Structure, *, most: int = _MOST_LINES) ->
     return tuple(lines)
 
 
+def option_differences(saved: Structure, now: Structure) -> frozenset[str]:
+    """Those of the differences that a load settles: options, of which the saved ones come back."""
+    optimizers = saved.optimizers.keys() & now.optimizers.keys()
+    others = saved.others.keys() & now.others.keys()
+    return frozenset(
+        line
+        for lines in (
+            *(_option_changes(n, saved.optimizers[n], now.optimizers[n]) for n in optimizers),
+            *(_other_changes(n, saved.others[n], now.others[n]) for n in others),
+        )
+        for line in lines
+    )
+
+
 def _by_name(
     what: str,
     saved: Mapping[str, _T],
@@ -435,6 +449,14 @@ def _optimizer(
 ) -> Iterator[str]:
     if len(saved.groups) != len(now.groups):
         yield f"{name} has {_groups(now)}, had {_groups(saved)}"
+    yield from _option_changes(name, saved, now)
+    yield from _members(name, saved, now, then_known, now_known)
+    for index, (was, is_now) in enumerate(zip(saved.groups, now.groups, strict=False)):
+        if was.parameters == is_now.parameters and was.order != is_now.order:
+            yield f"{name}: group {index} has the same parameters in another order"
+
+
+def _option_changes(name: str, saved: Optimization, now: Optimization) -> Iterator[str]:
     changes: dict[str, list[int]] = {}
     pairs = list(zip(saved.groups, now.groups, strict=False))
     for index, (was, is_now) in enumerate(pairs):
@@ -446,10 +468,6 @@ def _optimizer(
     for text, groups in changes.items():
         everywhere = len(groups) == len(pairs)
         yield f"{name}: {'' if everywhere else f'group {_list(groups)}: '}{text}"
-    yield from _members(name, saved, now, then_known, now_known)
-    for index, (was, is_now) in enumerate(pairs):
-        if was.parameters == is_now.parameters and was.order != is_now.order:
-            yield f"{name}: group {index} has the same parameters in another order"
 
 
 def _members(

@@ -161,6 +161,9 @@ def test_without_the_verb_the_saved_learning_rate_stays(lab, schedule: str) -> N
     wanted = uninterrupted(made, schedule, lr=0.1)
     assert after.rates == {step: wanted[step] for step in range(STOP, STEPS)}
     assert not made.events(ev.OptionsReplaced)
+    (compared,) = made.events(ev.ResumeCompared)
+    rate = "lr" if schedule == "none" else "initial_lr"
+    assert f"optimizer: {rate} 0.02, was 0.1 (the saved value stays)" in compared.differences
 
 
 @pytest.mark.parametrize("schedule", ["cosine", "lambda", "warmup"])
