@@ -79,18 +79,18 @@ def build(run: forge.Run) -> nn.Module:
 
 
 def train(run: forge.Run) -> None:
-    """``args``: steps, parallel, global_batch, micro_batch, workers, pace (s per step; later_pace
-    after the first start), faults, misbehave, record (the folder for what was trained on, instead
-    of the run's), eval_every, eval_pace, long_step (a step that takes ``long_seconds``, in the
-    first attempt only, or with long_always in each), hold (a step at which the first start stays
-    until it is ended), variables (whose values are written down)."""
+    """``args``: steps, lr, parallel, global_batch, micro_batch, workers, pace (s per step;
+    later_pace after the first start), faults, misbehave, record (the folder for what was trained
+    on, instead of the run's), eval_every, eval_pace, long_step (a step that takes ``long_seconds``,
+    in the first attempt only, or with long_always in each), hold (a step at which the first start
+    stays until it is ended), variables (whose values are written down)."""
     args = run.args
     first_start = run.attempt == 1 and run.launch == 1
     pace = args.get("pace", 0.0)
     if not first_start:
         pace = args.get("later_pace", pace)
     model = build(run)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args.get("lr", 1e-2), fused=True)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=25, gamma=0.9)
     run.register(model=model, optimizer=optimizer, scheduler=scheduler)
     _tell_variables(run)

@@ -27,11 +27,13 @@ from slurm_forge.cli.cluster import (
 from slurm_forge.cli.failure import fail
 from slurm_forge.cli.observe import status as looking
 from slurm_forge.cli.observe import watch
+from slurm_forge.cli.start import change as changing
 from slurm_forge.cli.start import (
     config,
     policy,
 )
 from slurm_forge.cli.start import exec as executing
+from slurm_forge.cli.start import fork as forking
 from slurm_forge.cli.start import init as beginning
 from slurm_forge.cli.start import run as running
 from slurm_forge.cli.start import submit as submitting
@@ -81,6 +83,9 @@ app.command()(looking.status)
 app.command()(looking.explain)
 app.command()(watch.watch)
 app.command()(asking.requeue)
+app.command()(changing.extend)
+app.command()(changing.change)
+app.command()(forking.fork)
 app.command()(asking.reconcile)
 app.command()(asking.stop)
 app.command()(asking.save)

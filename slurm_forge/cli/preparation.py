@@ -94,7 +94,9 @@ def make(
         raise RunDirectoryError(
             f"there is already a run in {run.path}",
             next_step=f"Its batch script: {job_script(run)}.  To continue it: slurm-forge requeue "
-            f"{run.name}.  For another run, change name: in {checked.path}.",
+            f"{run.name}.  To train it further, or with other values: slurm-forge extend or "
+            f"slurm-forge change {run.name} --set KEY=VALUE.  For another run, change name: in "
+            f"{checked.path}, or begin at a checkpoint of this one: slurm-forge fork {run.name}.",
         )
     run, file = create_run(
         checked.job,

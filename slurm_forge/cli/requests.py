@@ -122,7 +122,7 @@ def requeue(
     if job and not job[0].isdigit() and not directory.is_done():
         raise RunDirectoryError(
             f"{directory.name} was started on this machine, not by Slurm ({job})",
-            next_step="Continue it here: slurm-forge run with its job file.",
+            next_step=f"Continue it here: slurm-forge run {run}",
         )
     if code is not None:
         file = _take_new_code(directory, file, code)

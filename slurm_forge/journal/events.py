@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from slurm_forge.journal.changes import Forked, JobChanged, OptionsReplaced
 from slurm_forge.journal.comebacks import (
     Held,
     NodesStruck,
@@ -39,14 +40,17 @@ __all__ = [
     "EpochEnded",
     "Event",
     "Finished",
+    "Forked",
     "Held",
     "IncidentSeen",
+    "JobChanged",
     "LaunchEnded",
     "LaunchStarted",
     "Logged",
     "NodesStruck",
     "Note",
     "NoticeSeen",
+    "OptionsReplaced",
     "PaceSampled",
     "PreflightMeasured",
     "ProbeMeasured",
@@ -498,6 +502,9 @@ Event = Annotated[
     | AttemptEnded
     | Finished
     | UserAsked
+    | JobChanged
+    | Forked
+    | OptionsReplaced
     | Note,
     Field(discriminator="kind"),
 ]

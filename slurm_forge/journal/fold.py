@@ -95,6 +95,10 @@ def advance(state: RunState, record: Record) -> RunState:
         case ev.UserAsked() if event.verb in _GO_ON:
             newest = max((a.number for a in state.attempts), default=0)
             return _submitted(replace(state, asked_after=newest))
+        case ev.JobChanged():
+            return _job_changed(state, event)
+        case ev.Forked():
+            return replace(state, plan=event.plan)
         case ev.AttemptStarted():
             attempt = AttemptState(
                 number=record.attempt,
@@ -233,6 +237,24 @@ def _submitted(state: RunState) -> RunState:
         return state
     # What an attempt had left open is settled by a person's own request.
     return replace(state, status=RunStatus.SUBMITTED, open_intent=None, held=None, reason="")
+
+
+def _job_changed(state: RunState, event: ev.JobChanged) -> RunState:
+    """What a person asks of Slurm now takes the place of what recovery had made of it before."""
+    keys = {change.key for change in event.changes}
+    plan = state.plan
+    plan = replace(
+        plan,
+        nodes=None if "resources.nodes" in keys else plan.nodes,
+        mem_factor=1.0 if "resources.mem" in keys else plan.mem_factor,
+        time_factor=1.0 if "resources.time" in keys else plan.time_factor,
+    )
+    state = replace(state, plan=plan)
+    if not event.reopened or state.status is not RunStatus.FINISHED:
+        return state
+    # It rests until a person's request (or the submission that follows) lets it go on.
+    reason = f"its job was changed ({event.verb}); it has not been started since"
+    return replace(state, status=RunStatus.STOPPED, held=None, reason=reason)
 
 
 def _over(attempt: AttemptState, time: float, outcome: str) -> AttemptState:

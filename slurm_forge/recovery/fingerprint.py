@@ -11,14 +11,16 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from slurm_forge.spec.job import JobSpec
 from slurm_forge.spec.safeguards import EnvironmentSpec, Policy
 from slurm_forge.vocabulary.json_value import Json
 
+#: How the line of a difference ends that somebody made on purpose.
+ON_PURPOSE = " (changed on purpose)"
 _LONGEST = 200
 _MOST = 5_000
 #: Arguments with such a name are compared, not shown (tokenizer and max_tokens are no secrets).
@@ -85,15 +87,29 @@ class Difference:
     saved: str | None
     now: str | None
     policy: Policy
+    #: The job was changed on purpose: never a refusal.
+    on_purpose: bool = False
+
+    @classmethod
+    def of(cls, key: str, saved: str | None, now: str | None) -> Difference:
+        """With the policy that holds by default."""
+        return cls(key, saved, now, _default(key, saved, now))
 
     def __str__(self) -> str:
-        return f"{self.key}: was {_or_not_set(self.saved)}, is {_or_not_set(self.now)}"
+        text = f"{self.key}: was {_or_not_set(self.saved)}, is {_or_not_set(self.now)}"
+        return f"{text}{ON_PURPOSE}" if self.on_purpose else text
 
 
 def compare(
-    saved: Fingerprint, now: Fingerprint, policy: EnvironmentSpec
+    saved: Fingerprint,
+    now: Fingerprint,
+    policy: EnvironmentSpec,
+    accepted: Callable[[Difference], bool] = lambda _: False,
 ) -> tuple[Difference, ...]:
-    """All differences that matter by ``policy``, refusals first, then in the order of the keys."""
+    """All differences that matter by ``policy``, refusals first, then in the order of the keys.
+
+    One that is ``accepted`` was made on purpose, and is not refused whatever the policy says.
+    """
     results = []
     for key in sorted({*saved.facts, *now.facts}):
         was, is_now = saved.facts.get(key), now.facts.get(key)
@@ -101,7 +117,10 @@ def compare(
             continue
         does = policy.of(_part(key)) or _default(key, was, is_now)
         if does is not Policy.IGNORE:
-            results.append(Difference(key, was, is_now, does))
+            difference = Difference(key, was, is_now, does)
+            if accepted(difference):
+                difference = replace(difference, policy=Policy.WARN, on_purpose=True)
+            results.append(difference)
     return tuple(sorted(results, key=lambda difference: difference.policy is not Policy.REFUSE))
 
 
@@ -123,7 +142,7 @@ def job_facts(spec: JobSpec) -> Fingerprint:
         facts["job.entry"] = spec.entry
     if spec.command is not None:
         facts["job.command"] = shown_value(list(spec.command))
-    facts.update(_flat("job.args", spec.args))
+    facts.update(flat_facts("job.args", spec.args))
     return Fingerprint(facts, frozenset({"job"}))
 
 
@@ -141,13 +160,14 @@ def shown_value(value: Json) -> str:
     return f"{text[: _LONGEST - 30]}… ({_hash(text)})"
 
 
-def _flat(prefix: str, value: Mapping[str, Json]) -> Iterator[tuple[str, str]]:
+def flat_facts(prefix: str, value: Mapping[str, Json]) -> Iterator[tuple[str, str]]:
+    """A mapping as facts under dotted keys; what looks like a secret is compared, not shown."""
     for key, item in value.items():
-        path = f"{prefix}.{key}"
+        path = f"{prefix}.{key}" if prefix else key
         if isinstance(item, (str, dict)) and _SECRET.fullmatch(key):
             yield path, f"(hidden, {_hash(json.dumps(item))[:8]})"
         elif isinstance(item, dict) and item:
-            yield from _flat(path, item)
+            yield from flat_facts(path, item)
         else:
             yield path, shown_value(item)
 

@@ -7,7 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from slurm_forge.errors import RunDirectoryError
-from slurm_forge.files import create_exclusive, make_private_directory, write_atomic
+from slurm_forge.files import (
+    create_exclusive,
+    fsync_directory,
+    make_private_directory,
+    write_atomic,
+)
 
 #: How the last line of a note in ``not_started`` begins, where it says what a person does next.
 NEXT_STEP = "  next step: "
@@ -42,8 +47,8 @@ class RunDirectory:
         if not create_exclusive(self.spec_file, spec):
             raise RunDirectoryError(
                 f"a run already exists in {self.path}",
-                next_step="Choose another name, or continue it: slurm-forge requeue "
-                f"{self.path.name}",
+                next_step=f"Continue it: slurm-forge requeue {self.path.name}; change it: "
+                f"slurm-forge change {self.path.name} --set KEY=VALUE; or choose another name.",
             )
 
     @property
@@ -55,6 +60,10 @@ class RunDirectory:
     def spec_file(self) -> Path:
         """The resolved spec as submitted."""
         return self.path / "run.yaml"
+
+    def revision(self, number: int) -> Path:
+        """The ``run.yaml`` that the change of this number, counted from 1, has replaced."""
+        return self.path / "revisions" / f"run-{number}.yaml"
 
     @property
     def journal(self) -> Path:
@@ -136,6 +145,11 @@ class RunDirectory:
     def is_done(self) -> bool:
         """Whether the run is finished."""
         return self.done_file.exists()
+
+    def reopen(self) -> None:
+        """Remove the DONE marker durably: the run may be started again."""
+        self.done_file.unlink(missing_ok=True)
+        fsync_directory(self.path)
 
     def mark_done(self, step: int, attempt: int) -> None:
         """Write the DONE marker durably; writing it twice is harmless."""

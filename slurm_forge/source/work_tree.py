@@ -38,7 +38,7 @@ _DEEPEST = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Revision:
+class GitRevision:
     """``changes`` is a digest of what was changed on top, ``none``, or None where unknown."""
 
     commit: str
@@ -72,7 +72,7 @@ class WorkTree:
                 return cls(candidate, variables, run) if owners == {os.geteuid()} else None
         return None
 
-    def revision(self) -> Revision | None:
+    def revision(self) -> GitRevision | None:
         """The commit that is checked out; files that git does not track count for nothing."""
         answer = self._ask("rev-parse", "--verify", "HEAD")
         commit = answer.stdout.strip() if answer is not None and answer.returncode == 0 else ""
@@ -83,9 +83,9 @@ class WorkTree:
         )
         diff = None if filters is None else self._ask(*filters, "diff", "HEAD", *_DIFF)
         if diff is None or diff.returncode != 0:
-            return Revision(commit, None)
+            return GitRevision(commit, None)
         digest = hashlib.sha256(diff.stdout.encode("utf-8", "surrogatepass")).hexdigest()[:16]
-        return Revision(commit, digest if diff.stdout else "none")
+        return GitRevision(commit, digest if diff.stdout else "none")
 
     def files(self) -> list[str] | None:
         """Tracked files, and those that git neither tracks nor ignores; a submodule is a folder."""

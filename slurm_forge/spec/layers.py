@@ -46,6 +46,7 @@ from slurm_forge.documents.writing import shorten
 from slurm_forge.errors import ConfigError
 from slurm_forge.knobs import Knobs
 from slurm_forge.spec.job import JobSpec
+from slurm_forge.spec.loading import to_mapping
 from slurm_forge.spec.types import JobSection
 
 #: What only a job file (or the command line) says.
@@ -344,6 +345,23 @@ def layered_job(job: Path | None, knobs: Knobs, settings: Sequence[str] = ()) ->
     return combined(
         tuple(_shared(job, knobs)), None if job is None else read(job), settings=settings
     )
+
+
+def with_settings(job: JobSpec, settings: Sequence[str], name: str | None = None) -> Layered:
+    """The job of a run that exists, under those of ``--set``; nothing is read.
+
+    ``name`` is that of ``--name``, where the job is for another run.  ``ConfigError`` as for
+    ``combined``.
+    """
+    data = to_mapping(job)
+    sources = dict.fromkeys(paths_in(data), "run.yaml")
+    if name is not None:
+        data["name"] = name
+        sources["name",] = "--name"
+    whole = Document(data, "run.yaml", sources=sources)
+    for text in settings:
+        whole = _with(whole, Setting.parsed(text))
+    return Layered(job=build(JobSpec, whole), document=whole, files=("run.yaml",))
 
 
 def user_setting(knobs: Knobs, key: str) -> PlaceSetting | None:

@@ -12,10 +12,11 @@ from slurm_forge.run_directory import RunDirectory
 from slurm_forge.site.fields import Bandwidth
 from slurm_forge.site.model import EnvironmentSets
 from slurm_forge.site.parts import MasterAddress
-from slurm_forge.source.work_tree import Revision
+from slurm_forge.source.work_tree import GitRevision
 from slurm_forge.spec.job import JobSpec
 from slurm_forge.spec.types import JobSection, PositiveDuration
 from slurm_forge.store.directory import CheckpointStore
+from slurm_forge.vocabulary.job_change import JobChange
 
 
 class CodeVersion(JobSection):
@@ -27,14 +28,23 @@ class CodeVersion(JobSection):
     changes: str | None = None
 
     @property
-    def revision(self) -> Revision:
+    def revision(self) -> GitRevision:
         """What git said of the work tree."""
-        return Revision(self.commit, self.changes)
+        return GitRevision(self.commit, self.changes)
 
     def __str__(self) -> str:
         changed = "" if self.changes == "none" else " with changes"
         commit = f"{self.commit[:10]}{changed}, " if self.commit else ""
         return f"{commit}snapshot {self.digest[:10]}"
+
+
+class Revision(JobSection):
+    """A change of the job on purpose, in the order in which they were made."""
+
+    number: int
+    verb: str
+    user: str
+    changes: tuple[JobChange, ...] = ()
 
 
 class RunFile(JobSection):
@@ -76,6 +86,8 @@ class RunFile(JobSection):
     fallback_name: str | None = None
     #: None where the entry is imported from the files as they are.
     code: CodeVersion | None = None
+    #: What was changed on purpose since the run was begun; of a fork, since its parent was.
+    revisions: tuple[Revision, ...] = ()
     job: JobSpec
 
     def to_yaml(self) -> str:
@@ -86,6 +98,13 @@ class RunFile(JobSection):
     def sets(self) -> EnvironmentSets:
         """The site's variables."""
         return EnvironmentSets(always=self.env, on_hang=self.on_hang, never=self.never)
+
+    @property
+    def changes(self) -> tuple[JobChange, ...] | None:
+        """Every change of the job on purpose, oldest first; None where it is as it was begun."""
+        if not self.revisions:
+            return None
+        return tuple(change for revision in self.revisions for change in revision.changes)
 
     @property
     def only_hold(self) -> str | None:

@@ -336,7 +336,7 @@ def test_after_everything_was_killed_status_says_so_and_nothing_is_in_the_way(
     until(terminal.nobody_is_left, "the end of the ranks")
     status = terminal.types("status", "tiny").says("next").text
     assert "ended unexpectedly: none of its processes is left on this machine" in status
-    assert "slurm-forge run with its job file" in status
+    assert "slurm-forge run tiny" in status
     assert "resumed at step" in terminal.goes_on_and_finishes()
 
 

@@ -69,10 +69,9 @@ def _fields(wanted: type) -> dict[str, Any]:
     hints = typing.get_type_hints(wanted, include_extras=True)
     if dataclasses.is_dataclass(wanted):
         return {each.name: hints[each.name] for each in dataclasses.fields(wanted) if each.init}
-    if hasattr(wanted, "_fields"):
-        return {name: hints[name] for name in wanted._fields}
-    if hasattr(wanted, "model_fields"):
-        return {name: hints[name] for name in wanted.model_fields}
+    for names in ("_fields", "model_fields"):
+        if hasattr(wanted, names):
+            return {name: hints[name] for name in getattr(wanted, names)}
     raise TypeError(f"no sample of {wanted!r}: add one to tests/golden/samples.py")
 
 

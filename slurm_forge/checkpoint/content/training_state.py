@@ -11,9 +11,11 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import nn
+from torch.amp.grad_scaler import GradScaler
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from slurm_forge.checkpoint.content.health import NOTES
 from slurm_forge.checkpoint.content.json_state import (
@@ -47,6 +49,7 @@ from slurm_forge.checkpoint.content.tensors import (
     some,
 )
 from slurm_forge.errors import MismatchError
+from slurm_forge.store.adoption import FRESH
 from slurm_forge.vocabulary.json_value import Json
 
 _NO_OUTLINE = Outline((), (), [], [])
@@ -237,7 +240,19 @@ class TrainingState:
 
     def target(self, document: Mapping[str, Any], metadata: Metadata) -> LoadTarget:
         """Make room for what was saved; CheckpointError, before anything changed, if it differs."""
-        registered = {"models": self.models, "optimizers": self.optimizers, "objects": self.objects}
+        fresh = fresh_parts(document)
+        objects = self.objects
+        if "optimizer" in fresh:
+            objects = {name: each for name, each in objects.items() if not _of_optimizer(each)}
+            begun = self.objects.keys() - objects.keys()
+            saved_objects = document["objects"].items()
+            left = {name: each for name, each in saved_objects if name not in begun}
+            document = {**document, "optimizers": {}, "objects": left}
+        registered = {
+            "models": self.models,
+            "optimizers": {} if "optimizer" in fresh else self.optimizers,
+            "objects": objects,
+        }
         for section, parts in registered.items():
             _compare_names(section, set(parts), set(document[section]))
         names = name_parameters(self.models)
@@ -249,17 +264,18 @@ class TrainingState:
                 name, optimizer, names, document["optimizers"][name], metadata, targets=targets
             )
             for name, optimizer in self.optimizers.items()
+            if "optimizer" not in fresh
         ]
-        for name, item in self.objects.items():
+        for name, item in objects.items():
             _target_object(name, item, metadata, targets)
-        rng = saved_tensors(metadata, "rng/")
+        rng = {} if "rng" in fresh else saved_tensors(metadata, "rng/")
         for key in set(self.rng) & set(rng):
             targets[key] = new_target(rng[key], None)
         saved = saved_tensors(metadata, NOTES)
         for key in set(self.notes) & set(saved):
             if saved[key].size == self.notes[key].shape:  # another version may have noted less
                 targets[key] = self.notes[key]
-        return LoadTarget(self, document, targets, optimizers)
+        return LoadTarget(self, document, targets, optimizers, objects)
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,6 +286,7 @@ class LoadTarget:
     document: Mapping[str, Any]
     tensors: Tensors
     optimizers: list[OptimizerTarget]
+    objects: Mapping[str, Stateful]
 
     def apply(self) -> None:
         """Give the objects their state back: models, optimizers, then everything else."""
@@ -277,12 +294,23 @@ class LoadTarget:
             apply_model(name, module, self.document["models"][name], self.tensors)
         for optimizer in self.optimizers:
             optimizer.apply()
-        for name, item in self.state.objects.items():
+        for name, item in self.objects.items():
             item.load_state_dict(decode(self.document["objects"][name], self.tensors.__getitem__))
 
     def rng(self) -> dict[str, torch.Tensor]:
         """The generator states that were saved under the names asked for."""
         return {key: self.tensors[key] for key in self.state.rng if key in self.tensors}
+
+
+def fresh_parts(document: Mapping[str, Any]) -> frozenset[str]:
+    """What a run that begins at this checkpoint does not take over from it."""
+    named = document.get(FRESH)
+    return frozenset(each for each in named or () if isinstance(each, str))
+
+
+def _of_optimizer(item: Any) -> bool:
+    """Whether it belongs to an optimizer and begins anew with it."""
+    return isinstance(item, (LRScheduler, ReduceLROnPlateau, GradScaler))
 
 
 def _target_object(name: str, item: Stateful, metadata: Metadata, targets: Tensors) -> None:

@@ -27,6 +27,7 @@ from slurm_forge.checkpoint.content.json_state import decode
 from slurm_forge.checkpoint.content.training_state import (
     LoadTarget,
     TrainingState,
+    fresh_parts,
 )
 from slurm_forge.checkpoint.read.shard_reader import ShardReader
 from slurm_forge.checkpoint.write.planner import ForgeLoadPlanner
@@ -47,13 +48,15 @@ class LoadedState:
     """What was loaded beside the registered objects.
 
     ``rng`` holds this rank's generator states; ``missing_rng`` the names asked for that were not
-    saved (there are more ranks now): the caller derives those.
+    saved (there are more ranks now): the caller derives those.  ``fresh`` names what a fork does
+    not take over: optimizers were left alone, and ``extra`` counts the steps of the other run.
     """
 
     manifest: Manifest
     extra: Mapping[str, Any]
     rng: Mapping[str, torch.Tensor]
     missing_rng: tuple[str, ...]
+    fresh: frozenset[str] = frozenset()
 
 
 def resume(
@@ -158,6 +161,7 @@ def _load(
         extra=decode(manifest.state["extra"]),
         rng=rng,
         missing_rng=tuple(key for key in state.rng if key not in rng),
+        fresh=fresh_parts(manifest.state),
     )
     return loaded, []
 

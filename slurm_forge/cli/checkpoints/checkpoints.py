@@ -42,7 +42,7 @@ Which = Annotated[
     str,
     typer.Argument(
         metavar="CHECKPOINT",
-        help="Its name (or a prefix), its step, or latest, good, next.",
+        help="Its name (or a prefix), its step, or latest, good, best, next.",
     ),
 ]
 
@@ -116,7 +116,7 @@ def verify(
         list[str] | None,
         typer.Argument(
             metavar="CHECKPOINT...",
-            help="Names (or prefixes), steps, or latest, good, next (default: all).",
+            help="Names (or prefixes), steps, or latest, good, best, next (default: all).",
         ),
     ] = None,
     json: AsJson = False,
@@ -133,13 +133,12 @@ def verify(
       slurm-forge checkpoints verify tiny-gpt latest
     """
     from slurm_forge.cli.checkpoints.disk import list_stored
-    from slurm_forge.cli.checkpoints.names import meant
     from slurm_forge.cli.failure import INTERRUPTED
     from slurm_forge.report.encoding import to_json
 
     opened = open_run(run, runs)
     stored, _ = list_stored(opened.store)
-    names = [meant(each, opened.state, stored) for each in checkpoints or ()]
+    names = [opened.meant(each) for each in checkpoints or ()]
     if not checkpoints:
         names = [each.name for each in stored]
     if not names and not json:
@@ -189,7 +188,7 @@ def promote(
     from slurm_forge.vocabulary.trust import Trust
 
     opened = open_run(run, runs)
-    name = _meant(opened, checkpoint)
+    name = opened.meant(checkpoint)
     if verify:
         verdict = read_all(opened.store, name, _progress(name))
         if verdict.problem:
@@ -221,14 +220,7 @@ def suspect(
     from slurm_forge.vocabulary.trust import Trust
 
     opened = open_run(run, runs)
-    _judge(opened, _meant(opened, checkpoint), Trust.SUSPECT, reason, as_json=json)
-
-
-def _meant(opened: Opened, wanted: str) -> CheckpointName:
-    from slurm_forge.cli.checkpoints.disk import list_stored
-    from slurm_forge.cli.checkpoints.names import meant
-
-    return meant(wanted, opened.state, list_stored(opened.store)[0])
+    _judge(opened, opened.meant(checkpoint), Trust.SUSPECT, reason, as_json=json)
 
 
 def _verified(opened: Opened, name: CheckpointName) -> Read:

@@ -121,11 +121,8 @@ def export(
 
 
 def _of_run(run: str, checkpoint: str, runs: Path | None) -> list[str]:
-    from slurm_forge.cli.checkpoints.disk import list_stored
-    from slurm_forge.cli.checkpoints.names import meant
-
     opened = open_run(run, runs)
-    name = meant(checkpoint, opened.state, list_stored(opened.store)[0])
+    name = opened.meant(checkpoint)
     doubt = opened.state.refusal(name)
     if doubt is not None:
         typer.echo(f"note: {name} is not resumed from: {doubt}", err=True)

@@ -13,19 +13,32 @@ from slurm_forge.vocabulary.trust import Trust
 LATEST = "latest"
 GOOD = "good"
 NEXT = "next"
+BEST = "best"
+_WORDS = (LATEST, GOOD, NEXT, BEST)
+_LAST = "last"
 _SHOWN = 8
 
 
-def meant(wanted: str, state: RunState, stored: Sequence[StoredCheckpoint]) -> CheckpointName:
+def meant(
+    wanted: str,
+    state: RunState,
+    stored: Sequence[StoredCheckpoint],
+    *,
+    smaller_is_better: bool | None = None,
+) -> CheckpointName:
     """The checkpoint on disk that ``wanted`` means; ``stored`` is newest first.
 
+    ``smaller_is_better`` is about the metric that the job keeps the best one by, None without one.
     CheckpointMissingError, naming the nearest, where there is none or more than one.
     """
     if not stored:
         raise CheckpointMissingError(
             "the run has no checkpoints yet", next_step="To ask for one: slurm-forge save RUN."
         )
-    if wanted in (LATEST, GOOD, NEXT):
+    wanted = LATEST if wanted == _LAST else wanted
+    if wanted == BEST:
+        return _best(state, stored, smaller_is_better)
+    if wanted in _WORDS:
         return _word(wanted, state, stored)
     names = [each.name for each in stored]
     if wanted.isascii() and wanted.isdecimal():
@@ -69,16 +82,38 @@ def _word(word: str, state: RunState, stored: Sequence[StoredCheckpoint]) -> Che
     return name
 
 
+def _best(
+    state: RunState, stored: Sequence[StoredCheckpoint], smaller_is_better: bool | None
+) -> CheckpointName:
+    there = {each.name for each in stored}
+    measured = [
+        (each.metric, each.name)
+        for each in state.known
+        if each.metric is not None and each.name in there and each.trust is not Trust.SUSPECT
+    ]
+    if smaller_is_better is None or not measured:
+        raise CheckpointMissingError(
+            "no checkpoint is known to be the best: the job keeps none by a metric"
+            if smaller_is_better is None
+            else "no checkpoint has been evaluated yet",
+            next_step="Set checkpoint.keep_best and log its metric in an evaluation, or name one: "
+            f"{_listed([each.name for each in stored])}.",
+        )
+    choose = min if smaller_is_better else max
+    return choose(measured)[1]
+
+
 def _unknown(wanted: str, names: Sequence[CheckpointName]) -> CheckpointMissingError:
     import difflib
 
     # Names begin alike: what counts is how far they agree.
     alike = max((str(name) for name in names), key=lambda name: _agree(wanted, name))
-    close = difflib.get_close_matches(wanted, [alike, LATEST, GOOD, NEXT], n=1, cutoff=0.5)
+    close = difflib.get_close_matches(wanted, [alike, *_WORDS], n=1, cutoff=0.5)
     likely = f' (did you mean "{close[0]}"?)' if close else ""
+    words = ", ".join(_WORDS)
     return CheckpointMissingError(
         f"there is no checkpoint {wanted!r}{likely}",
-        next_step=f"There are: {_listed(names)}.  Or use {LATEST}, {GOOD}, {NEXT}, or a step.",
+        next_step=f"There are: {_listed(names)}.  Or use {words}, or a step.",
     )
 
 

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from slurm_forge.run_directory import RunDirectory
     from slurm_forge.spec.run_file import RunFile
     from slurm_forge.store.directory import CheckpointStore
+    from slurm_forge.store.identity import CheckpointName
 
 RunName = Annotated[
     str,
@@ -42,6 +43,15 @@ class Opened:
     file: RunFile
     store: CheckpointStore
     state: RunState
+
+    def meant(self, wanted: str) -> CheckpointName:
+        """The checkpoint that a person means; CheckpointMissingError where there is none."""
+        from slurm_forge.cli.checkpoints.disk import list_stored
+        from slurm_forge.cli.checkpoints.names import meant
+
+        stored, _ = list_stored(self.store)
+        smaller = self.file.job.checkpoint.rules.smaller_is_better
+        return meant(wanted, self.state, stored, smaller_is_better=smaller)
 
 
 def open_run(run: str, runs: Path | None) -> Opened:

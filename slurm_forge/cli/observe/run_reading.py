@@ -17,7 +17,7 @@ from slurm_forge.cli.run_choice import (
 )
 from slurm_forge.errors import ForgeError
 from slurm_forge.journal import Damage, Record
-from slurm_forge.journal.events import Resumed
+from slurm_forge.journal.events import JobChanged, Resumed
 from slurm_forge.journal.order import in_order
 from slurm_forge.report.purge import PurgeRule, counts_from
 from slurm_forge.report.status.report_facts import RunFacts
@@ -85,9 +85,12 @@ class RunReader:
         self._records += records
         self._damage += damage
         # By attempts: the clocks of their nodes differ.
-        resumed = in_order([*self._resumed, *(r for r in records if isinstance(r.event, Resumed))])
+        telling = (r for r in records if isinstance(r.event, Resumed | JobChanged))
+        resumed = in_order([*self._resumed, *telling])
         for record in resumed:
-            if isinstance(record.event, Resumed) and record.event.until is not None:
+            if isinstance(record.event, JobChanged):
+                self._total, self._spec = None, False  # the new run.yaml may say
+            elif isinstance(record.event, Resumed) and record.event.until is not None:
                 self._total = record.event.until
                 self._global_batch = record.event.global_batch or self._global_batch
         self._resumed = resumed[-1:]

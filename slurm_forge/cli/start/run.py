@@ -18,7 +18,10 @@ if TYPE_CHECKING:
 
 
 def run(
-    job: Annotated[Path, typer.Argument(metavar="JOB.yaml", help="The job file.")],
+    job: Annotated[
+        Path,
+        typer.Argument(metavar="JOB.yaml|RUN", help="The job file, or a run to continue as it is."),
+    ],
     ranks: Annotated[
         int | None,
         typer.Option(min=1, metavar="N", help="Processes; without it, resources.tasks_per_node."),
@@ -49,6 +52,7 @@ def run(
       slurm-forge run train.yaml --ranks 2 --runs tried
       slurm-forge run train.yaml --inject nan@120,kill@350:rank0
       slurm-forge run train.yaml --set args.max_steps=50 --set name=tried
+      slurm-forge run tried
     """
     from slurm_forge.cli.failure import INTERRUPTED
     from slurm_forge.cli.run_choice import reference
@@ -147,6 +151,16 @@ def _prepared(
     from slurm_forge.site.loading import GENERIC
     from slurm_forge.spec.run_file import read_run_file
 
+    begun = _begun(path, runs)
+    if begun is not None:
+        _refuse_options(path, inject, settings)
+        file = read_run_file(begun.spec_file)
+        if file.job.entry is None:
+            raise ConfigError(
+                f"{begun.name} has a command: slurm-forge run trains an entry",
+                next_step="Continue it with slurm-forge exec, as it was started.",
+            )
+        return begun, file
     checked = check(path, settings)
     if checked.job.entry is None:
         raise ConfigError(
@@ -164,6 +178,31 @@ def _prepared(
         return make(checked, runs=folder, site=site_places().load(GENERIC).site, queued=False)
     file = read_run_file(directory.spec_file)
     return directory, renew_run(directory, file, checked.job, path)
+
+
+def _begun(path: Path, runs: Path | None) -> RunDirectory | None:
+    """The run of that name or folder; None where it is a job file that is meant."""
+    from slurm_forge.cli.run_choice import find_run
+    from slurm_forge.errors import RunDirectoryError
+
+    if path.is_file():
+        return None
+    try:
+        return find_run(str(path), runs)
+    except RunDirectoryError:
+        return None
+
+
+def _refuse_options(run: Path, inject: list[str], settings: list[str]) -> None:
+    from slurm_forge.errors import ConfigError
+
+    for option, given in (("--inject", inject), ("--set", settings)):
+        if given:
+            raise ConfigError(
+                f"{option}: a run that exists keeps its job",
+                next_step=f"To change it: slurm-forge change {run} --set KEY=VALUE, or give the "
+                "job file instead of the run.",
+            )
 
 
 def _watched(directory: RunDirectory, file: RunFile, ranks: int) -> int:

@@ -108,7 +108,7 @@ def bring_back(
     Asking twice never makes two jobs on one host.  Where two hosts ask in the same second both may
     submit; then the later start fences the other, and no step counts twice.
     """
-    with _alone(run):
+    with alone(run):
         if run.is_done():
             raise AlreadyFinishedError(
                 f"{run.name} is finished",
@@ -116,7 +116,7 @@ def bring_back(
             )
         state = run_state(run)
         now = changed(file.job, changes)  # what can't be is told before anything is done
-        record = _record(state.job, slurm)
+        record = known_record(state.job, slurm)
         if record is None or record.state not in PENDING_LIKE | ACTIVE:
             record = job_of_script(job_script(run), slurm) or record
         # Of a chain each task that has begun has a record of its own.
@@ -128,7 +128,7 @@ def bring_back(
         # Over is what Slurm says is over: a state that is not known here may be a live one.
         if record is not None and record.state in TERMINAL:
             record = None
-        if record is not None and (_is_held(record) or record.state in PENDING_LIKE):
+        if record is not None and (is_held(record) or record.state in PENDING_LIKE):
             return _release_or_change(run, state, record, slurm, file, changes)
         ending = record is not None and record.state is JobState.COMPLETING
         if record is not None and not (ending and state.status.is_at_rest):
@@ -151,7 +151,7 @@ def bring_back(
             file = renew_run(run, file, now, run.spec_file)
         run.stop_file.unlink(missing_ok=True)
         # What the record says has the raises of every decision in it, the last one's too.
-        last = _record(state.job, slurm)
+        last = known_record(state.job, slurm)
         update = planned(state, file.job, last, slurm, raised=True, also=exclude)
         args = () if update is None else arguments_for(without_nodes(update), file.job)
         if record is not None:
@@ -171,7 +171,7 @@ def bring_back(
         return ReconcileResult(job, f"submitted as job {job}", changed=True, submitted=True)
 
 
-def _is_held(record: JobRecord) -> bool:
+def is_held(record: JobRecord) -> bool:
     """Whether a release would let it start: also while what ran in it is still ending."""
     ending = record.state is JobState.COMPLETING and record.priority == 0
     return record.held or ending
@@ -187,8 +187,8 @@ def _release_or_change(
 ) -> ReconcileResult:
     """The job waits in the queue: see to it that it starts, and that its start goes on."""
     job = record.waiting_ref
-    is_held = _is_held(record)
-    goes_on = not is_held and not state.status.is_at_rest and not run.stop_file.exists()
+    held = is_held(record)
+    goes_on = not held and not state.status.is_at_rest and not run.stop_file.exists()
     if goes_on and not changes:
         return ReconcileResult(job, f"job {job} is {record.state.value} already", changed=False)
     if changes:
@@ -203,7 +203,7 @@ def _release_or_change(
     # Before the release: the start that it leads to must not find the run at rest.
     note(run, UserAsked(verb="requeue", user=person()))
     run.stop_file.unlink(missing_ok=True)
-    if not is_held:
+    if not held:
         return ReconcileResult(
             job, f"job {job} waits in the queue, and will continue", changed=True
         )
@@ -241,7 +241,7 @@ def reconcile(
     was never known what it was ended for, only a person brings it back.  Asking twice never makes
     two jobs, as with ``bring_back``.
     """
-    with _alone(run):
+    with alone(run):
         records, _ = read_journal(run, skip_superseded=True, refresh=True)
         state = fold(records)
         if run.is_done() or state.status is RunStatus.FINISHED:
@@ -256,7 +256,7 @@ def reconcile(
         wait = _wait_answer(state, records, intent, clock())
 
         def decided() -> JobUpdate | None:
-            record = _record(intent.job, slurm)
+            record = known_record(intent.job, slurm)
             there = () if record is None else names_in(record.excluded_nodes) or ()
             others = sorted(set(there) - set(state.plan.exclude_nodes))
             return and_without(planned(state, job, record, slurm, also=others), others)
@@ -337,7 +337,7 @@ def _end_of(job: str, slurm: Slurm, *, sure: bool) -> JobState | None:
 
     ``sure``: ``SlurmUnreachableError`` where only accounting can tell, and does not answer.
     """
-    record = _record(job, slurm)
+    record = known_record(job, slurm)
     if record is not None and record.state is not JobState.COMPLETING:
         return record.state
     try:
@@ -386,7 +386,7 @@ def _give(
 
 def _came_back(run: RunDirectory, job: str, restarts: int, slurm: Slurm) -> JobRecord | None:
     """The start that the intent was for, if Slurm knows it: waiting, begun, or a successor."""
-    record = _record(job, slurm)
+    record = known_record(job, slurm)
     if record is not None and record.state in PENDING_LIKE:
         return record
     if record is not None and record.state in ACTIVE:
@@ -394,7 +394,7 @@ def _came_back(run: RunDirectory, job: str, restarts: int, slurm: Slurm) -> JobR
     return job_of_script(job_script(run), slurm)
 
 
-def _record(job: str, slurm: Slurm) -> JobRecord | None:
+def known_record(job: str, slurm: Slurm) -> JobRecord | None:
     """What Slurm knows of the job, if it is one of Slurm's."""
     return slurm.show_job(job) if job[:1].isdigit() else None
 
@@ -421,7 +421,7 @@ _OTHERS = timedelta(minutes=3)
 
 
 @contextlib.contextmanager
-def _alone(run: RunDirectory) -> Iterator[None]:
+def alone(run: RunDirectory) -> Iterator[None]:
     """One command at a time brings a run back, on this host."""
     make_private_directory(run.submissions)
     with exclusive(run.submissions / "coming-back.lock", _OTHERS):

@@ -15,12 +15,12 @@ from slurm_forge.source.snapshot import (
     prune_snapshots,
     take_snapshot,
 )
-from slurm_forge.source.work_tree import Revision, WorkTree
+from slurm_forge.source.work_tree import GitRevision, WorkTree
 from slurm_forge.spec import JobSpec
 from slurm_forge.spec.run_file import CodeVersion, RunFile, read_run_file
 from slurm_forge.spec.safeguards import CodeMode
 
-_NO_REVISION = Revision("", None)
+_NO_REVISION = GitRevision("", None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ from slurm_forge.journal import (
     newest_attempt_in,
     read_journal,
 )
-from slurm_forge.journal.events import VIA_THIS_MACHINE, Note, Submitted, UserAsked
+from slurm_forge.journal.events import VIA_THIS_MACHINE, Event, Note, Submitted, UserAsked
 from slurm_forge.journal.file import NO_LAUNCH
 from slurm_forge.knobs import process_environ
 from slurm_forge.launch.render.array_chain import VIA_ARRAY
@@ -150,8 +150,14 @@ def run_file(
 
 
 def untouched(run: RunDirectory) -> bool:
-    """Whether nobody has started the run or handed it to Slurm: it is only a file so far."""
-    return not list_claims(run) and not run.is_done() and not run_state(run).job
+    """Whether nobody has started the run or handed it to Slurm: it is only a file so far.
+
+    A fork is more than that: it has the checkpoint that it begins at.
+    """
+    if list_claims(run) or run.is_done():
+        return False
+    state = run_state(run)
+    return not state.job and not state.known
 
 
 def refuse_other_job(run: RunDirectory, recorded: JobSpec, now: JobSpec, path: Path) -> None:
@@ -170,8 +176,9 @@ def refuse_other_job(run: RunDirectory, recorded: JobSpec, now: JobSpec, path: P
             ]
         ),
         path=path,
-        next_step="A run keeps the job that it was started with. To continue it, restore the old "
-        "values; to train with the new ones, choose another name.",
+        next_step=f"To continue it as it is: slurm-forge run {run.path}. To train on with the new "
+        f"values: slurm-forge change {run.path} --set KEY=VALUE (extend for more steps). To keep "
+        "both: slurm-forge fork, or another name.",
     )
 
 
@@ -320,7 +327,7 @@ def _hand_over(run: RunDirectory, slurm: Slurm, verb: str, via: str, args: tuple
     return job
 
 
-def note(run: RunDirectory, event: Submitted | UserAsked | Note) -> None:
+def note(run: RunDirectory, event: Event) -> None:
     """Write one event of a person's, beside whatever attempt may be alive."""
     records, _ = read_journal(run, skip_superseded=True, refresh=True)
     # After everything of the newest attempt that is known of, and before the next one's.

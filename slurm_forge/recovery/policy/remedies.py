@@ -40,8 +40,8 @@ _REMEDIES = {
 def train_further(run: str) -> str:
     """What to type to go beyond the end of a finished run; ``run`` is what a person types."""
     return (
-        f"slurm-forge export {run} --to weights.pt, then load them in a new run "
-        "(slurm-forge run JOB.yaml --set name=NEW)"
+        f"slurm-forge extend {run} --set args.KEY=VALUE (more steps), or in a new run: "
+        f"slurm-forge fork {run} --name NEW"
     )
 
 

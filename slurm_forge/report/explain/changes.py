@@ -6,6 +6,8 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from slurm_forge.journal import Record
 from slurm_forge.journal import events as ev
+from slurm_forge.recovery.fingerprint import ON_PURPOSE
+from slurm_forge.report.story.job_revisions import changes_by_effect, fork_line
 from slurm_forge.report.story.lineage import (
     Lineage,
     PlanSpan,
@@ -52,6 +54,7 @@ def what_changed(
         *_unknown(decisions),
         *_from_training(lineage),
         *_from_resumes(ordered),
+        *_on_purpose(ordered),
         *_beside(decisions, global_batch, nodes_asked),
         *_by_persons(ordered),
     ]
@@ -221,12 +224,39 @@ _CHANGE = "change "
 _SCIENCE = ("data ", "data.", "sampling.", "job.args", "job.entry", "model", "optimizer")
 
 
-def _from_resumes(ordered: Iterable[Record]) -> Iterator[ScienceChange]:
+def _on_purpose(ordered: Iterable[Record]) -> Iterator[ScienceChange]:
+    """What a person changed of the job with a verb for it, and what took effect of that."""
+    for record in ordered:
+        event = record.event
+        if isinstance(event, ev.Forked):
+            yield ScienceChange(parameter="forked", text=fork_line(event), science=True)
+        elif isinstance(event, ev.JobChanged):
+            for science, text in changes_by_effect(event):
+                yield ScienceChange(parameter="job", text=text, science=science)
+        elif isinstance(event, ev.OptionsReplaced):
+            options = "; ".join(clean(line, 120) for line in event.options[:_SHOWN_ROWS])
+            text = f"as constructed now from step {number(event.step)} on: {options}"
+            yield ScienceChange(parameter="options", text=text, science=True)
+
+
+def _from_resumes(ordered: Sequence[Record]) -> Iterator[ScienceChange]:
     """What somebody else changed between two launches, and the job let pass."""
+    replaced = {
+        (event.checkpoint, line)
+        for record in ordered
+        if isinstance(event := record.event, ev.OptionsReplaced)
+        for line in event.options
+    }
     for record in ordered:
         event = record.event
         if isinstance(event, ev.ResumeCompared) and not event.refused:
-            differences = [line for line in event.differences if line.startswith(_SCIENCE)]
+            differences = [
+                line
+                for line in event.differences
+                if line.startswith(_SCIENCE)
+                and not line.endswith(ON_PURPOSE)
+                and (event.checkpoint, line) not in replaced
+            ]
             if differences:
                 shown = "; ".join(clean(line, 120) for line in differences[:3])
                 more = f"; and {len(differences) - 3} more" if len(differences) > 3 else ""

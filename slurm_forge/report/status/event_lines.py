@@ -10,6 +10,7 @@ from slurm_forge.journal import events as ev
 from slurm_forge.journal.comebacks import NEXT_TASK
 from slurm_forge.report import text as t
 from slurm_forge.report.story.consequences import strike
+from slurm_forge.report.story.job_revisions import fork_line, revision_line
 from slurm_forge.report.story.pace_story import (
     PaceBuilder,
     back_to_normal,
@@ -124,6 +125,12 @@ def _sentence(record: Record, zone: tzinfo | None) -> str | None:
             return f"submitted as job {t.clean(event.job, 40)} ({t.clean(event.via, 40)})"
         case ev.UserAsked():
             return request_line(event)
+        case ev.JobChanged() if event.changes:
+            return f"job file changed: {revision_line(event)}"
+        case ev.Forked():
+            return fork_line(event)
+        case ev.OptionsReplaced():
+            return f"as constructed now: {t.clean('; '.join(event.options), 300)}"
         case ev.Note():
             return t.clean(event.text, 300)
         case _:

@@ -96,7 +96,7 @@ def again(reference: str, job: str) -> str:
         return "the same slurm-forge exec again"
     if job.startswith(("process-", "torchrun-")):
         return "the same script again"
-    return "slurm-forge run with its job file" if local else f"slurm-forge requeue {reference}"
+    return f"slurm-forge {'run' if local else 'requeue'} {reference}"
 
 
 def jobs_of(state: RunState, history: History) -> tuple[str, ...]:

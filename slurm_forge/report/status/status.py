@@ -20,6 +20,7 @@ from slurm_forge.report.story.history import (
     History,
     history_of,
 )
+from slurm_forge.report.story.job_revisions import lineage_lines
 from slurm_forge.report.story.pace_story import slow_now
 from slurm_forge.report.story.plan_text import planned
 from slurm_forge.report.story.story import (
@@ -98,6 +99,8 @@ class Status:
     slow: tuple[str, ...] = ()
     failing_saves: FailingSaves | None = None
     code: str = ""
+    #: Where the run begins in another one, and what of its job was changed on purpose last.
+    revised: tuple[str, ...] = ()
 
 
 def take_status(facts: RunFacts) -> Status:
@@ -142,6 +145,7 @@ def take_status(facts: RunFacts) -> Status:
         else tuple(slow_now(launch.slow, launch.trends)),
         failing_saves=now.failing_saves,
         code="" if attempt is None else attempt.code,
+        revised=lineage_lines(ordered),
     )
 
 

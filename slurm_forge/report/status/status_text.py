@@ -55,6 +55,7 @@ def _lines(status: Status, zone: tzinfo | None) -> Iterator[tuple[str, str]]:
     if changed:
         yield "changed", changed
     for label, lines in (
+        ("revised", status.revised),
         ("slow", status.slow),
         ("open", status.open),
         ("warning", status.warnings),

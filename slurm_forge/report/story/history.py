@@ -108,6 +108,9 @@ def history_of(ordered: Sequence[Record]) -> History:
             case ev.UserAsked():
                 acts.append(s.ActStory(time=time, verb=event.verb, user=event.user, job=None))
                 continue
+            case ev.JobChanged():
+                acts.append(s.ActStory(time=time, verb=event.verb, user=event.user, job=None))
+                continue
             case ev.AttemptStarted():
                 jobs.append(event.job)
             case ev.RequeueDone(successor=str(successor)):

@@ -7,7 +7,7 @@ training goes on: a cluster changes drivers and nodes as it likes.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,24 +15,36 @@ import torch
 import torch.distributed as dist
 
 from slurm_forge.checkpoint.collectives import Ranks
+from slurm_forge.checkpoint.content.training_state import fresh_parts
 from slurm_forge.errors import CheckpointRejectedError, MismatchError
 from slurm_forge.journal import JournalWriter
-from slurm_forge.journal.events import ResumeCompared
-from slurm_forge.recovery.fingerprint import Fingerprint, compare, job_facts, refused
-from slurm_forge.source.work_tree import Revision
+from slurm_forge.journal.events import OptionsReplaced, ResumeCompared
+from slurm_forge.recovery.fingerprint import (
+    Difference,
+    Fingerprint,
+    compare,
+    job_facts,
+    refused,
+)
+from slurm_forge.recovery.job_changes import accepted, arguments_changed
+from slurm_forge.source.work_tree import GitRevision
 from slurm_forge.spec import JobSpec
+from slurm_forge.spec.safeguards import Policy
 from slurm_forge.store.directory import CheckpointStore
 from slurm_forge.store.manifest import Manifest
 from slurm_forge.training.checkpointing import environment_fingerprint as environment
+from slurm_forge.training.checkpointing.constructed_options import ConstructedOptions
 from slurm_forge.training.checkpointing.structure import (
     Structure,
     differences,
+    option_differences,
 )
 from slurm_forge.training.core.run_state import Registry
 from slurm_forge.training.data.dataset_fingerprint import (
     DataVersion,
     data_facts,
 )
+from slurm_forge.vocabulary.job_change import JobChange
 from slurm_forge.vocabulary.json_value import Json
 
 _MOST_LINES = 30
@@ -48,7 +60,8 @@ class CompatibilityCheck:
         device: torch.device,
         folder: Path,
         variables: Mapping[str, str],
-        code: Revision | None,
+        code: GitRevision | None,
+        changes: Sequence[JobChange] | None,
         registry: Registry,
         group: dist.ProcessGroup | None,
         journal: JournalWriter | None,
@@ -58,12 +71,15 @@ class CompatibilityCheck:
         self._folder = folder
         self._variables = variables
         self._code = code
+        self._is_revised = changes is not None
+        self._changes = changes or ()
         self._registry = registry
         self._ranks = Ranks(group)
         self._journal = journal
         self._facts = Fingerprint()
         self._data: dict[str, DataVersion] = {}
         self._structure: Structure | None = None
+        self._constructed: ConstructedOptions | None = None
         self._about: dict[str, Json] | None = None
         self._manifest: Manifest | None = None
         self._reported_lines: list[str] = []
@@ -81,6 +97,8 @@ class CompatibilityCheck:
 
     def describe(self) -> None:
         """Before a checkpoint is loaded, which brings the saved options of optimizers back."""
+        if self._is_revised:
+            self._constructed = ConstructedOptions.of(self._registry)
         if self._journal is None:
             return
         registry = self._registry
@@ -123,6 +141,34 @@ class CompatibilityCheck:
         if self._manifest is not None:
             self.compare(self._manifest)
 
+    def replace_options(self, manifest: Manifest, *, fresh: bool) -> None:
+        """After a load: let the options that the program constructs now win over the loaded ones.
+
+        Only where the run's arguments were changed on purpose since the checkpoint was written.
+        Every rank knows all that it follows from, so that nothing is exchanged.  ``fresh``: the
+        optimizers are not those of the checkpoint, and what this launch did to them is undone.
+        """
+        if fresh:
+            if self._constructed is not None:
+                self._constructed.reset(self._registry)
+            return
+        saved = Structure.from_json(manifest.about.get("structure"))
+        if saved is None or self._constructed is None or not self._replaces_options(manifest):
+            return
+        lines = self._constructed.replace_loaded(self._registry, saved)
+        if lines and self._journal is not None:
+            event = OptionsReplaced(
+                checkpoint=str(manifest.name), step=manifest.step, options=lines[:_MOST_LINES]
+            )
+            with contextlib.suppress(OSError):
+                self._journal.write(event)
+
+    def _replaces_options(self, manifest: Manifest) -> bool:
+        """Whether arguments were changed on purpose since the checkpoint; the same on all ranks."""
+        before = Fingerprint.from_json(manifest.about.get("environment")).facts
+        now = job_facts(self._spec).facts
+        return bool(self._changes) and arguments_changed(before, now, self._changes)
+
     def misfit(self, error: MismatchError, store: CheckpointStore) -> MismatchError:
         """Why a checkpoint does not fit what is registered, in readable lines.  Collective.
 
@@ -135,18 +181,21 @@ class CompatibilityCheck:
             return error
         return MismatchError(
             f"the checkpoint does not fit what is registered: {'; '.join(lines)} ({error.message})",
-            next_step="Build and register everything as it was when it was written, or start a new "
-            "run under another name.",
+            next_step="Build and register everything as it was when it was written.  To take over "
+            f"the weights alone: slurm-forge fork {self._spec.name} --name NEW --fresh optimizer",
         )
 
     def _compared(self, manifest: Manifest) -> Json:
         """What refuses, if anything does."""
         about: Mapping[str, Any] = manifest.about
         deviations = compare(
-            Fingerprint.from_json(about.get("environment")), self._facts, self._spec.environment
+            Fingerprint.from_json(about.get("environment")),
+            self._facts,
+            self._spec.environment,
+            lambda difference: accepted(difference, self._changes),
         )
         reason = refused(deviations)
-        lines = [*map(str, deviations), *self._structure_lines(about), *self._data_lines(about)]
+        lines = [*map(str, deviations), *self._structure_lines(manifest), *self._data_lines(about)]
         self.changed = bool(lines)
         if lines and lines != self._reported_lines and self._journal is not None:
             self._reported_lines = lines
@@ -161,21 +210,42 @@ class CompatibilityCheck:
             return {}
         return {
             "refused": f"not what step {manifest.step} was written with: {reason}",
-            "next_step": "Restore it, or allow it (in the job file, or in run.yaml of the run "
-            "directory), or start a new run under another name.",
+            "next_step": self._way_out(deviations),
         }
+
+    def _way_out(self, deviations: Sequence[Difference]) -> str:
+        """What lets the run go on with the first of what is refused."""
+        run = self._spec.name
+        first = next(each for each in deviations if each.policy is Policy.REFUSE)
+        part = first.key.partition(".")[0]
+        command = f"--set environment.{part}=warn"
+        if first.key == "sampling.global_batch":
+            command = f"--global-batch {first.now}"
+        ways = f"Restore it; or, to go on with it: slurm-forge change {run} {command}"
+        if part in ("sampling", "data"):
+            ways += (
+                "; or begin other data in a new run from this checkpoint: "
+                f"slurm-forge fork {run} --name NEW --fresh data"
+            )
+        return ways
 
     def _misfits(self, store: CheckpointStore) -> tuple[str, ...]:
         for name in store.candidates():
             with contextlib.suppress(CheckpointRejectedError):
-                return self._structure_lines(store.verify_manifest(name).about)
+                return self._structure_lines(store.verify_manifest(name))
         return ()
 
-    def _structure_lines(self, about: Mapping[str, Any]) -> tuple[str, ...]:
-        saved = Structure.from_json(about.get("structure"))
+    def _structure_lines(self, manifest: Manifest) -> tuple[str, ...]:
+        saved = Structure.from_json(manifest.about.get("structure"))
         if saved is None or self._structure is None:
             return ()
-        return differences(saved, self._structure)
+        lines = differences(saved, self._structure)
+        if "optimizer" in fresh_parts(manifest.state) or self._replaces_options(manifest):
+            return lines
+        restored = option_differences(saved, self._structure)
+        return tuple(
+            f"{line} (the saved value stays)" if line in restored else line for line in lines
+        )
 
     def _data_lines(self, about: Mapping[str, Any]) -> list[str]:
         """What of the data changed, file by file: the facts only say that it did."""

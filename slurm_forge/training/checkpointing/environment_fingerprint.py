@@ -19,7 +19,7 @@ import torch
 
 from slurm_forge.recovery.fingerprint import Fingerprint, shown_value
 from slurm_forge.slurm.process import Runner, run_command
-from slurm_forge.source.work_tree import Revision, WorkTree
+from slurm_forge.source.work_tree import GitRevision, WorkTree
 
 #: Packages whose versions are told one by one; of the others a digest.
 _NAMED = (
@@ -45,7 +45,7 @@ def collect(
     device: torch.device,
     folder: Path,
     variables: Mapping[str, str],
-    code: Revision | None = None,
+    code: GitRevision | None = None,
     run: Runner = run_command,
 ) -> Fingerprint:
     """All facts.  ``folder`` is where the job was submitted from, ``variables`` the environment.
@@ -97,7 +97,7 @@ def variable_facts(variables: Mapping[str, str]) -> Fingerprint:
 
 
 def code_facts(folder: Path, variables: Mapping[str, str], run: Runner) -> Fingerprint:
-    """Revision of the git work tree around ``folder``, and a hash of what was changed on top.
+    """GitRevision of the git work tree around ``folder``, and a hash of what was changed on top.
 
     Files that git does not track are not part of it, nor is what was changed inside of submodules.
     """
@@ -105,7 +105,7 @@ def code_facts(folder: Path, variables: Mapping[str, str], run: Runner) -> Finge
     return revision_facts(None if tree is None else tree.revision())
 
 
-def revision_facts(revision: Revision | None) -> Fingerprint:
+def revision_facts(revision: GitRevision | None) -> Fingerprint:
     """The same of a revision that is known."""
     if revision is None:
         return Fingerprint()

@@ -380,7 +380,10 @@ class Saver:
         manifest = loaded.manifest
         if not again:
             self._compatibility.compare(manifest)
+        self._compatibility.replace_options(manifest, fresh="optimizer" in loaded.fresh)
         progress.restore(loaded.extra)
+        if "data" in loaded.fresh:
+            progress.restart()
         exact = manifest.world_size == self._context.world_size and not loaded.missing_rng
         reseeded = self._active_plan.plan.reseeded
         if reseeded:

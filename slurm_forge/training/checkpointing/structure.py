@@ -38,8 +38,8 @@ from slurm_forge.training.core.tensor_names import (
 )
 from slurm_forge.vocabulary.json_value import Json
 
-#: Options that a schedule moves; what it starts from (initial_lr) is told instead.
-_MOVED = frozenset({"params", "param_names", "lr"})
+#: Not options.  Where a schedule moves ``lr``, what it starts from (initial_lr) counts.
+_NO_OPTIONS = frozenset({"params", "param_names"})
 #: OneCycleLR and CyclicLR move these too, and leave a trace of it in the group.
 _CYCLED = frozenset({"betas", "momentum"})
 _CYCLES = frozenset({"base_momentum", "max_momentum"})
@@ -47,7 +47,7 @@ _CYCLES = frozenset({"base_momentum", "max_momentum"})
 _SCHEDULE = (
     "T_max", "T_0", "T_mult", "eta_min", "gamma", "step_size", "milestones", "total_iters",
     "start_factor", "end_factor", "factor", "power", "total_steps", "patience", "threshold", "mode",
-    "base_lrs",
+    "base_lrs", "max_lrs", "total_size", "step_ratio",
 )  # fmt: skip
 _MOST_IN_EVAL = 20
 
@@ -269,19 +269,48 @@ def _eval(module: nn.Module) -> tuple[str, ...]:
 def _optimization(optimizer: Optimizer, names: Mapping[int, str]) -> Optimization:
     groups = []
     for group in optimizer.param_groups:
-        moved = _MOVED | _CYCLED if _CYCLES & set(group) else _MOVED
         parameters = tuple(names.get(id(each), "?") for each in group["params"])
         order = hashlib.sha256("\n".join(parameters).encode()).hexdigest()[:16]
-        options = {key: item for key, item in group.items() if key not in moved}
-        groups.append(Group(_options(options), frozenset(parameters), order))
+        groups.append(Group(group_options(group), frozenset(parameters), order))
     return Optimization(type(optimizer).__qualname__, tuple(groups))
+
+
+def group_options(group: Mapping[str, Any]) -> dict[str, str]:
+    """What a parameter group was constructed with, as texts; to be asked before a load."""
+    moved = _NO_OPTIONS | _CYCLED if _CYCLES & set(group) else _NO_OPTIONS
+    if "initial_lr" in group:
+        moved = moved | {"lr"}
+    return _options({key: _rate(key, item) for key, item in group.items() if key not in moved})
+
+
+def _rate(key: str, value: Any) -> Any:
+    """A learning rate that is a tensor as a number: asked for once per launch."""
+    is_rate = key in ("lr", "initial_lr") and isinstance(value, torch.Tensor)
+    return value.item() if is_rate and value.numel() == 1 else value
 
 
 def _other(other: Any) -> Other:
     kind = type(other).__qualname__
     if not isinstance(other, (LRScheduler, ReduceLROnPlateau)):
         return Other(kind)
-    return Other(kind, _options({key: vars(other)[key] for key in _SCHEDULE if key in vars(other)}))
+    return Other(kind, schedule_options(other))
+
+
+def schedule_options(scheduler: Any) -> dict[str, str]:
+    """What a scheduler was constructed with, as texts; of one made of several, theirs too."""
+    values = vars(scheduler)
+    options = _options({key: values[key] for key in _SCHEDULE if key in values})
+    if (milestones := _plain(values.get("_milestones"))) is not None and "_milestones" in values:
+        options["milestones"] = milestones
+    for index, part in enumerate(nested_schedulers(scheduler)):
+        options |= {f"{index}.{key}": text for key, text in schedule_options(part).items()}
+    return options
+
+
+def nested_schedulers(scheduler: Any) -> tuple[Any, ...]:
+    """The schedulers that one is made of (SequentialLR, ChainedScheduler)."""
+    parts = vars(scheduler).get("_schedulers", ())
+    return tuple(parts) if isinstance(parts, (list, tuple)) else ()
 
 
 def _options(options: Mapping[str, Any]) -> dict[str, str]:
@@ -324,6 +353,20 @@ def differences(saved: Structure, now: Structure, *, most: int = _MOST_LINES) ->
     if len(lines) > most:
         lines[most:] = [f"and {len(lines) - most} more differences"]
     return tuple(lines)
+
+
+def option_differences(saved: Structure, now: Structure) -> frozenset[str]:
+    """Those of the differences that a load settles: options, of which the saved ones come back."""
+    optimizers = saved.optimizers.keys() & now.optimizers.keys()
+    others = saved.others.keys() & now.others.keys()
+    return frozenset(
+        line
+        for lines in (
+            *(_option_changes(n, saved.optimizers[n], now.optimizers[n]) for n in optimizers),
+            *(_other_changes(n, saved.others[n], now.others[n]) for n in others),
+        )
+        for line in lines
+    )
 
 
 def _by_name(
@@ -406,6 +449,14 @@ def _optimizer(
 ) -> Iterator[str]:
     if len(saved.groups) != len(now.groups):
         yield f"{name} has {_groups(now)}, had {_groups(saved)}"
+    yield from _option_changes(name, saved, now)
+    yield from _members(name, saved, now, then_known, now_known)
+    for index, (was, is_now) in enumerate(zip(saved.groups, now.groups, strict=False)):
+        if was.parameters == is_now.parameters and was.order != is_now.order:
+            yield f"{name}: group {index} has the same parameters in another order"
+
+
+def _option_changes(name: str, saved: Optimization, now: Optimization) -> Iterator[str]:
     changes: dict[str, list[int]] = {}
     pairs = list(zip(saved.groups, now.groups, strict=False))
     for index, (was, is_now) in enumerate(pairs):
@@ -417,10 +468,6 @@ def _optimizer(
     for text, groups in changes.items():
         everywhere = len(groups) == len(pairs)
         yield f"{name}: {'' if everywhere else f'group {_list(groups)}: '}{text}"
-    yield from _members(name, saved, now, then_known, now_known)
-    for index, (was, is_now) in enumerate(pairs):
-        if was.parameters == is_now.parameters and was.order != is_now.order:
-            yield f"{name}: group {index} has the same parameters in another order"
 
 
 def _members(

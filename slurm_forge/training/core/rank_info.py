@@ -16,8 +16,9 @@ from slurm_forge.errors import ConfigError
 from slurm_forge.knobs import Knobs, LocalRanks
 from slurm_forge.run_directory import Fence, RunDirectory
 from slurm_forge.slurm.environment import SlurmEnvironment, SpecialStep
-from slurm_forge.source.work_tree import Revision
+from slurm_forge.source.work_tree import GitRevision
 from slurm_forge.spec import JobSpec
+from slurm_forge.vocabulary.job_change import JobChange
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,7 +135,10 @@ class RankContext:
     #: The run's own directory for checkpoints that can't be written into the run directory.
     fallback: Path | None = None
     #: Of the snapshot that the entry is imported from; None where it is the work tree's own.
-    code: Revision | None = None
+    code: GitRevision | None = None
+    #: What of the job was changed on purpose since the run began, oldest first; None where no verb
+    #: has touched the run.
+    changes: tuple[JobChange, ...] | None = None
 
     @property
     def fence(self) -> Fence:

@@ -110,6 +110,11 @@ class TrainingProgress:
             "extra": dict(self.extra),
         }
 
+    def restart(self) -> None:
+        """Count steps and samples from 0; the program's own values stay."""
+        self.step = self.consumed = self.skipped = self.skipped_in_a_row = 0
+        self.phases.clear()
+
     def restore(self, body: Mapping[str, Any]) -> None:
         """In place, because the program may hold a reference."""
         self.step = int(body["step"])

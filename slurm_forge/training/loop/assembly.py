@@ -82,6 +82,7 @@ def assemble(
         folder=context.folder,
         variables=context.variables,
         code=context.code,
+        changes=context.changes,
         registry=registry,
         group=groups.cpu,
         journal=journal,

@@ -237,7 +237,7 @@ class BatchLoop:
             )
             if resumer.restored:
                 parts.compatibility.compare_again()
-        resumer.until = self._total(request)
+        resumer.until = partial(self._total, request)
         resumer.restore()
         require_identical(
             Ranks(self._groups.cpu),
@@ -245,7 +245,7 @@ class BatchLoop:
                 "the length of the dataset": self.length,
                 "global_batch_size": request.global_batch_size,
                 "micro_batch_size": most,
-                "until": resumer.until,
+                "until": self._total(request),
             },
             next_step="Give run.batches() the same arguments on every rank.",
         )
@@ -289,11 +289,13 @@ class BatchLoop:
                 catalog.say(note)
 
     def _total(self, request: BatchesRequest) -> int:
-        """Steps of the whole run; windows that are left out of epochs have none."""
-        total = request.until.steps(self.length, request.global_batch_size)
+        """Steps of the whole run; windows that are left out of epochs have none.
+
+        Epochs go by the samples consumed: the steps before may have had another batch size.
+        """
         windows = self._parts.active_plan.plan.skipped
-        if isinstance(request.until, Steps) or not windows:
-            return total
+        if isinstance(request.until, Steps):
+            return request.until.count
         end = request.until.count * self.length
         without, progress = Windows(windows), self._parts.progress
         samples_left = without.kept_before(end) - without.kept_before(min(progress.consumed, end))

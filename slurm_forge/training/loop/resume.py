@@ -44,8 +44,9 @@ class Resumer:
         self._member = member
         self._journal = journal
         self._timings = timings
-        #: The step at which the program is through, and samples per forward pass: if known.
-        self.until: int | None = None
+        #: Gives the step at which the program is through, once it is known where it begins.
+        self.until: Callable[[], int] | None = None
+        #: Samples per forward pass, if known.
         self.micro_batch = 0
         self.restored = self._resumed = False
 
@@ -99,7 +100,7 @@ class Resumer:
                     step=parts.progress.step,
                     checkpoint=None if name is None else str(name),
                     world_size=self._context.world_size,
-                    until=self.until,
+                    until=None if self.until is None else self.until(),
                     exact=exact and settled,
                     interpreter_s=interpreter_s,
                     rendezvous_s=rendezvous_s,

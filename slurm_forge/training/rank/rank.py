@@ -269,6 +269,7 @@ class Rank:
             variables=self._variables,
             fallback=self._file.fallback,
             code=None if self._file.code is None else self._file.code.revision,
+            changes=self._file.changes,
         )
         if place.rank == 0:  # trackers are not to be told by several ranks
             first = (brief.attempt, brief.launch) == (1, 1)

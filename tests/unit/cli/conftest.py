@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -23,6 +23,7 @@ from slurm_forge.slurm.records import (
     PartitionRecord,
     QueueRecord,
 )
+from slurm_forge.slurm.states import JobState
 from slurm_forge.slurm.text.answers import (
     RequeueAnswer,
     RequeueReply,
@@ -50,6 +51,8 @@ class PretendSlurm:
     outcome: RequeueAnswer = RequeueAnswer.REQUEUED
     submitted: list[tuple[Path, tuple[str, ...]]] = field(default_factory=list)
     released: list[str] = field(default_factory=list)
+    held: list[str] = field(default_factory=list)
+    cancelled: list[str] = field(default_factory=list)
     config: ConfigRecord = field(
         default_factory=lambda: ConfigRecord(
             cluster_name="hill", preempt_type="preempt/partition_prio"
@@ -90,6 +93,14 @@ class PretendSlurm:
 
     def release(self, job: str) -> None:
         self.released.append(job)
+
+    def hold(self, job: str) -> None:
+        self.held.append(job)
+        self.jobs[job] = replace(self.jobs[job], priority=0)
+
+    def cancel_waiting(self, job: str) -> None:
+        self.cancelled.append(job)
+        self.jobs[job] = replace(self.jobs[job], state=JobState.CANCELLED)
 
     def requeue(self, job: str) -> RequeueReply:
         return RequeueReply(self.outcome, "")

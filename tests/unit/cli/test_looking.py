@@ -359,7 +359,7 @@ def test_a_run_whose_processes_on_this_machine_are_gone_is_not_said_to_train(
     result = shell(*words, "tiny-gpt")
     assert " ended unexpectedly: none of its processes is left on this mach" in result.stdout
     place = "the last checkpoint" if saved else "the start"
-    assert f"to continue from {place}: slurm-forge run with its job file" in result.stdout
+    assert f"to continue from {place}: slurm-forge run tiny-gpt" in result.stdout
     assert "running" not in result.stdout
     told = json.loads(shell(words[0], "tiny-gpt", "--json").stdout)
     assert (told["status"], told["words"][:20]) == ("stopped", "ended unexpectedly: ")

@@ -109,7 +109,7 @@ def test_a_run_that_is_held_exits_1_and_says_why(
     result = shell("run", "train.yaml")
     assert result.exit_code == 1
     assert "rank 0 on n01: KeyError: 'x'" in result.stdout
-    assert "slurm-forge run with its job file" in result.stdout
+    assert "slurm-forge run tiny-gpt" in result.stdout
 
 
 def test_a_run_goes_on_and_tells_only_what_is_new(
@@ -163,7 +163,7 @@ def test_a_finished_run_is_not_started_again(
     assert result.exit_code == 0
     line, more = result.stdout.splitlines()
     assert line.startswith("tiny-gpt is already finished.   how it went: slurm-forge explain ")
-    assert more.startswith("to train further: slurm-forge export tiny-gpt --to weights.pt, ")
+    assert more.startswith("to train further: slurm-forge extend tiny-gpt --set args.KEY=")
     assert len(given) == 1
 
 
@@ -324,3 +324,40 @@ def test_nodes_of_the_job_file_are_ignored_aloud_and_the_output_is_named(
     told = shell("run", "train.yaml").stderr
     assert "resources.nodes: 2 is ignored: 1 rank on this machine (--ranks N)\n" in told
     assert "output of the ranks: runs/tiny-gpt/submissions/*_log.out (and .err)\n" in told
+
+
+def test_a_run_in_place_of_a_job_file_continues_as_it_is(
+    shell: Shell, trains: Callable[[Trainer], list[int]]
+) -> None:
+    def fails(scribe: Scribe, look: Callable[[], None]) -> int:
+        scribe.begin("here", job="local-1", via="submitit local")
+        scribe.incident(Cause.APP_ERROR, Action.HOLD, rung=None)
+        scribe.end("hold")
+        return 1
+
+    trains(fails)
+    shell("run", "train.yaml")
+    (shell.folder / "train.yaml").unlink()
+    given = trains(finishes)
+    shell("change", "tiny-gpt", "--set", "resources.tasks_per_node=3")
+    result = shell("run", "tiny-gpt")
+    assert result.exit_code == 0, result.output
+    assert given == [3]
+    assert "tiny-gpt is already finished" in shell("run", "runs/tiny-gpt").stdout
+
+
+@pytest.mark.parametrize("option", [("--set", "args.max_steps=9"), ("--inject", "nan@3")])
+def test_a_run_in_place_of_a_job_file_keeps_its_job(
+    shell: Shell, trains: Callable[[Trainer], list[int]], option: tuple[str, str]
+) -> None:
+    trains(finishes)
+    shell("run", "train.yaml")
+    result = shell("run", "tiny-gpt", *option)
+    assert result.exit_code == 2
+    assert "slurm-forge change tiny-gpt" in result.stderr
+
+
+def test_neither_a_file_nor_a_run_is_what_a_missing_file_is(shell: Shell) -> None:
+    result = shell("run", "trian.yaml")
+    assert result.exit_code == 2
+    assert "trian.yaml" in result.stderr

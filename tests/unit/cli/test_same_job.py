@@ -40,8 +40,9 @@ def test_the_keys_that_differ_are_named_with_both_values() -> None:
     assert [line.split(":")[0].strip() for line in rest[:-1]] == [
         "args.max_steps", "resources.mem", "resources.time", "seed",
     ]  # fmt: skip
-    assert "restore the old values" in rest[-1]
-    assert "choose another name" in rest[-1]
+    assert "slurm-forge run /somewhere/runs/x" in rest[-1]
+    assert "slurm-forge change /somewhere/runs/x --set" in rest[-1]
+    assert "another name" in rest[-1]
 
 
 def test_many_differences_are_cut() -> None:

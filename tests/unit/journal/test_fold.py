@@ -10,12 +10,13 @@ from hypothesis import strategies as st
 
 from slurm_forge.journal import RunStatus, fold
 from slurm_forge.journal import events as ev
-from slurm_forge.journal.file import Record
+from slurm_forge.journal.file import NO_LAUNCH, Record
 from slurm_forge.journal.fold import advance, in_order, without_fenced
 from slurm_forge.journal.order import causal_order
 from slurm_forge.journal.state import RunState
 from slurm_forge.vocabulary.cause import Cause, Confidence
 from slurm_forge.vocabulary.decision import Action, Decision, Incident
+from slurm_forge.vocabulary.job_change import JobChange
 from slurm_forge.vocabulary.plan import RecoveryPlan
 from slurm_forge.vocabulary.trust import Trust
 
@@ -517,3 +518,47 @@ def test_an_attempt_whose_start_was_lost_still_counts_its_commits() -> None:
     records = [r for r in long_story() if not isinstance(r.event, ev.AttemptStarted)]
     state = fold(records)
     assert (state.committed_step, state.status) == (40, RunStatus.FINISHED)
+
+
+def job_changed(*keys: str, reopened: bool = False) -> ev.JobChanged:
+    changes = tuple(JobChange(key=key, old="1", new="2") for key in keys)
+    return ev.JobChanged(verb="extend", user="ada", revision=1, changes=changes, reopened=reopened)
+
+
+def test_a_finished_run_that_is_extended_rests_until_it_is_asked_for() -> None:
+    story = Story().submitted().start().tell(ev.Finished(step=9))
+    assert fold(story.records).status is RunStatus.FINISHED
+    story.launch = NO_LAUNCH
+    story.tell(job_changed("args.max_steps", reopened=True), "cli")
+    state = fold(story.records)
+    assert state.status is RunStatus.STOPPED
+    assert "its job was changed (extend)" in state.reason
+    assert fold(story.submitted("43").records).status is RunStatus.SUBMITTED
+
+
+def test_a_change_of_a_run_that_is_not_finished_leaves_its_status() -> None:
+    story = Story().submitted().start().tell(job_changed("args.lr"), "cli")
+    assert fold(story.records).status is RunStatus.RUNNING
+
+
+def test_what_is_asked_of_slurm_anew_replaces_what_recovery_had_raised() -> None:
+    plan = RecoveryPlan(nodes=3, mem_factor=2.0, time_factor=1.5, micro_batch=4)
+    state = RunState(plan=plan)
+    record = Story().tell(job_changed("resources.nodes", "resources.mem"), "cli").records[0]
+    assert advance(state, record).plan == replace(plan, nodes=None, mem_factor=1.0)
+    record = Story().tell(job_changed("args.lr"), "cli").records[0]
+    assert advance(state, record).plan == plan
+
+
+def test_a_fork_begins_with_what_it_inherits() -> None:
+    plan = RecoveryPlan(micro_batch=4)
+    event = ev.Forked(
+        parent="/runs/base",
+        checkpoint="step-00000008.a1.l1-00000000",
+        digest="d",
+        step=8,
+        base="step-00000008.a0.l0-00000000",
+        user="ada",
+        plan=plan,
+    )
+    assert fold(Story().tell(event, "cli").records).plan == plan

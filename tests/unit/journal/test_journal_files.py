@@ -17,6 +17,7 @@ from slurm_forge.journal.file import AppendFile, Record, decode, encode, read_li
 from slurm_forge.run_directory import RunDirectory
 from slurm_forge.vocabulary.cause import Cause, Confidence, Evidence
 from slurm_forge.vocabulary.decision import Action, Change, Decision, Incident
+from slurm_forge.vocabulary.job_change import ChangeEffect
 from slurm_forge.vocabulary.plan import RecoveryPlan
 from slurm_forge.vocabulary.trust import Trust
 
@@ -39,7 +40,7 @@ def value_of(annotation: Any) -> st.SearchStrategy[Any]:
         return st.dictionaries(value_of(given_[0]), value_of(given_[1]), max_size=3)
     if given_:  # X | None
         return st.one_of(*(value_of(each) for each in given_))
-    if annotation in (Cause, Confidence, Action, Trust):
+    if annotation in (Cause, ChangeEffect, Confidence, Action, Trust):
         return st.sampled_from(list(annotation))
     simple: dict[Any, st.SearchStrategy[Any]] = {
         int: st.integers(-(2**53), 2**53),

@@ -19,7 +19,7 @@ from tests.unit.report.journals import Scribe
 STATUS = (
     "schema run path status words job attempt launch world_size nodes step total_steps last_seen "
     "last_seen_age_s checkpoint plan open next warnings logged jobs waiting "
-    "program slow failing_saves code"
+    "program slow failing_saves code revised"
 )
 RUN = (
     "schema run path status words reason job step total_steps committed_step started last_seen "

@@ -128,7 +128,7 @@ def test_a_held_local_run_goes_on_where_it_was_started(scribe: Scribe) -> None:
     scribe.begin(job="local-12", via="submitit local")
     scribe.incident(Cause.HANG, Action.HOLD, rung=None)
     scribe.end("hold")
-    assert "slurm-forge run with its job file" in screen(scribe.facts())["next"]
+    assert "slurm-forge run tiny-gpt" in screen(scribe.facts())["next"]
 
 
 def test_the_plan_in_force_is_shown_only_where_it_changes_something(scribe: Scribe) -> None:
@@ -297,7 +297,7 @@ def test_a_stopped_run_still_shows_what_was_wrong_before(scribe: Scribe) -> None
     )
     assert shown["next"] == (
         "see what went wrong before that: slurm-forge explain tiny-gpt | "
-        "then, to continue from the start: slurm-forge run with its job file"
+        "then, to continue from the start: slurm-forge run tiny-gpt"
     )
 
 

@@ -43,6 +43,7 @@ from slurm_forge.training.data.batches import Batch
 from slurm_forge.training.instability.skip_tracker import LaunchGivenUp
 from slurm_forge.vocabulary.cause import Cause
 from slurm_forge.vocabulary.decision import Action, Decision
+from slurm_forge.vocabulary.job_change import JobChange
 from slurm_forge.vocabulary.plan import RecoveryPlan
 from slurm_forge.vocabulary.position import Position
 
@@ -94,6 +95,7 @@ class Lab:
     attempt: int = 0
     plan: RecoveryPlan = field(default_factory=RecoveryPlan)
     committed: int | None = None
+    changes: tuple[JobChange, ...] | None = None
 
     def start(self, **due: Any) -> tuple[forge.Run, Channel]:
         self.attempt += 1
@@ -110,6 +112,7 @@ class Lab:
             ),
             directory=self.directory,
             spec=job_from_mapping(spec),
+            changes=self.changes,
         )
         channel = Channel(**due)
         run = forge.Run(

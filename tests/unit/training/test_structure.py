@@ -225,7 +225,16 @@ def test_an_optimizer_that_differs_is_told() -> None:
     assert lines[0] == "optimizer is AdamW, was Adam"
     assert "optimizer: weight_decay 0.1, was 0.01" in lines
     assert "optimizer: betas (0.9, 0.95), was (0.9, 0.999)" in lines
-    assert not any(" lr " in line for line in lines)
+    assert "optimizer: lr 0.5, was 0.1" in lines
+
+
+def test_of_a_learning_rate_that_a_schedule_moves_the_first_one_is_told() -> None:
+    model = Net(depth=2)
+    optimizer = adam(model)
+    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5)
+    (group,) = structure(model, optimizer).optimizers["optimizer"].groups
+    assert "lr" not in group.options
+    assert group.options["initial_lr"] == "0.1"
 
 
 def test_parameters_that_moved_between_groups_are_told() -> None:

@@ -1,0 +1,54 @@
+"""What persons changed of a run's job on purpose, and where a run begins in another, in words."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+from slurm_forge.journal import Record
+from slurm_forge.journal import events as ev
+from slurm_forge.report.text import clean, number
+from slurm_forge.vocabulary.job_change import ChangeEffect, JobChange
+
+_SHOWN = 5
+
+
+def revision_line(event: ev.JobChanged) -> str:
+    """``args.lr 0.1 → 0.01 from step 400 on (change, ada)``; all that was changed at once."""
+    return with_origin(event, event.changes)
+
+
+def with_origin(event: ev.JobChanged, changes: Sequence[JobChange]) -> str:
+    """Some of the changes of one event, with where they begin and who made them."""
+    shown = "; ".join(clean(each, 200) for each in changes[:_SHOWN])
+    more = f"; and {len(changes) - _SHOWN} more" if len(changes) > _SHOWN else ""
+    since = "" if event.step is None else f" from step {number(event.step)} on"
+    origin = ", ".join(clean(each, 64) for each in (event.verb, event.user) if each)
+    return f"{shown}{more}{since} ({origin})"
+
+
+def fork_line(event: ev.Forked) -> str:
+    """``begins at step 400 of runs/base (step-…), with its optimizer, …``."""
+    fresh = ", ".join(clean(each, 20) for each in event.fresh)
+    state = f"fresh: {fresh}" if fresh else "with its optimizer, data position and random states"
+    parent, checkpoint = clean(event.parent, 200), clean(event.checkpoint, 80)
+    return f"begins at step {number(event.step)} of {parent} ({checkpoint}), {state}"
+
+
+def lineage_lines(ordered: Iterable[Record]) -> tuple[str, ...]:
+    """For a screen: where the run begins, and what was changed last."""
+    forks: list[str] = []
+    last: list[str] = []
+    for record in ordered:
+        if isinstance(record.event, ev.Forked):
+            forks = [fork_line(record.event)]
+        elif isinstance(record.event, ev.JobChanged) and record.event.changes:
+            last = [revision_line(record.event)]
+    return (*forks, *last)
+
+
+def changes_by_effect(event: ev.JobChanged) -> Iterator[tuple[bool, str]]:
+    """Whether it may affect the result, and the line, for each kind of change that there is."""
+    for science in (True, False):
+        own = [each for each in event.changes if (each.affects is ChangeEffect.SCIENCE) is science]
+        if own:
+            yield science, with_origin(event, own)

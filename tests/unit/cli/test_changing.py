@@ -1,0 +1,421 @@
+"""``extend`` and ``change``: the job of a run that exists, wherever it is cut off."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from slurm_forge.cli.run_choice import site_places
+from slurm_forge.errors import SlurmCommandError
+from slurm_forge.journal import RunStatus, fold, read_journal
+from slurm_forge.journal import events as ev
+from slurm_forge.launch.requeue import change as changing
+from slurm_forge.launch.submit.submission import create_run, job_script, own_script, payload
+from slurm_forge.run_directory import RunDirectory
+from slurm_forge.slurm.records import JobRecord
+from slurm_forge.slurm.states import JobState
+from slurm_forge.spec import load_job
+from slurm_forge.spec.run_file import RunFile, read_run_file
+from slurm_forge.vocabulary.cause import Cause
+from slurm_forge.vocabulary.decision import Action
+from tests.unit.cli.conftest import PretendSlurm, Shell
+from tests.unit.report.journals import Scribe
+
+JOB = """\
+name: tiny-gpt
+entry: tiny:train
+args: {max_steps: 400, lr: 0.1, batch_size: 32}
+resources: {partition: long, time: "00:30:00"}
+"""
+WAITS = JobRecord(
+    job_id=8812301, name="x", state=JobState.PENDING, state_text="PENDING", priority=7
+)
+
+
+@pytest.fixture
+def trained(shell: Shell, scribe: Scribe) -> Scribe:
+    """A run of 400 steps with a batch of 32, whose first attempt still runs."""
+    (shell.folder / "train.yaml").write_text(JOB)
+    (shell.folder / "tiny.py").write_text(
+        "def train(run, max_steps, lr, batch_size, seq=1):\n    raise SystemExit('imported')\n"
+    )
+    site = site_places().load("generic").site
+    job = load_job(shell.folder / "train.yaml")
+    create_run(job, runs=shell.folder / "made", site=site, submitted_from=shell.folder)
+    made = RunDirectory.at(shell.folder / "made" / "tiny-gpt")
+    scribe.run.spec_file.write_bytes(made.spec_file.read_bytes())
+    scribe.submitted()
+    scribe.begin()
+    scribe.later(14).write(
+        "rank0",
+        ev.Resumed(step=0, checkpoint=None, world_size=1, until=400, global_batch=32),
+    )
+    scribe.train(399, 400)
+    scribe.save(400)
+    return scribe
+
+
+@pytest.fixture
+def finished(trained: Scribe) -> Scribe:
+    trained.run.mark_done(400, 1)
+    trained.write("supervisor", ev.Finished(step=400))
+    trained.end("finished")
+    return trained
+
+
+@pytest.fixture
+def held(trained: Scribe) -> Scribe:
+    trained.incident(Cause.APP_ERROR, Action.HOLD, rung=None)
+    trained.end("hold")
+    return trained
+
+
+def told(scribe: Scribe) -> list[ev.JobChanged]:
+    records, damage = read_journal(scribe.run)
+    assert not damage
+    return [each.event for each in records if isinstance(each.event, ev.JobChanged)]
+
+
+def file_of(scribe: Scribe) -> RunFile:
+    return read_run_file(scribe.run.spec_file)
+
+
+def status(scribe: Scribe) -> RunStatus:
+    return fold(read_journal(scribe.run)[0]).status
+
+
+# -- extend ---------------------------------------------------------------------------------------
+
+
+def test_a_finished_run_goes_on(shell: Shell, finished: Scribe, slurm: PretendSlurm) -> None:
+    before = finished.run.spec_file.read_bytes()
+    result = shell("extend", "tiny-gpt", "--set", "args.max_steps=800")
+    assert result.exit_code == 0, result.stderr
+    assert "args.max_steps 400 → 800" in result.stdout
+    assert "the finished run continues from step 400" in result.stdout
+    assert "tiny-gpt: changed; submitted as job 8812301." in result.stdout
+    assert not finished.run.is_done()
+    assert len(slurm.submitted) == 1
+    assert status(finished) is RunStatus.SUBMITTED
+    assert file_of(finished).job.args["max_steps"] == 800
+    assert finished.run.revision(1).read_bytes() == before
+    (event,) = told(finished)
+    assert (event.verb, event.step, event.reopened) == ("extend", 400, True)
+    assert [str(each) for each in event.changes] == ["args.max_steps 400 → 800"]
+
+
+def test_explain_and_status_tell_it(shell: Shell, finished: Scribe, slurm: PretendSlurm) -> None:
+    shell("extend", "tiny-gpt", "--set", "args.max_steps=800", "--set", "resources.time=2h")
+    explained = shell("explain", "tiny-gpt").stdout
+    science, _, beside = explained.partition("Changes that affect your results")[2].partition(
+        "Other changes"
+    )
+    assert "args.max_steps 400 → 800 from step 400 on (extend" in science
+    assert "resources.time 00:30:00 → 02:00:00" in beside
+    assert "resources.time" not in science
+    assert "revised     args.max_steps 400 → 800" in shell("status", "tiny-gpt").stdout
+
+
+def test_the_job_of_a_finished_run_is_given_time_to_end(
+    shell: Shell, finished: Scribe, slurm: PretendSlurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ends = replace(WAITS, state=JobState.COMPLETING, state_text="COMPLETING")
+    states = iter([ends, ends, replace(ends, state=JobState.COMPLETED)])
+    last = replace(ends, state=JobState.COMPLETED)
+    monkeypatch.setattr(slurm, "show_job", lambda job: next(states, last))
+    monkeypatch.setattr(changing, "_LOOK_EVERY_S", 0.0)
+    result = shell("extend", "tiny-gpt", "--set", "args.max_steps=800")
+    assert result.exit_code == 0, result.stderr
+    assert len(slurm.submitted) == 1
+
+
+def test_a_job_that_does_not_end_is_told(
+    shell: Shell, finished: Scribe, slurm: PretendSlurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slurm.jobs["8812301"] = replace(WAITS, state=JobState.COMPLETING, state_text="COMPLETING")
+    monkeypatch.setattr(changing, "_PATIENCE_S", 0.0)
+    result = shell("extend", "tiny-gpt", "--set", "args.max_steps=800")
+    assert result.exit_code == 2
+    assert "job 8812301 has not ended yet (COMPLETING)" in result.stderr
+    assert finished.run.is_done()
+    assert not told(finished)
+
+
+def test_a_refused_submission_says_that_the_change_was_made(
+    shell: Shell, finished: Scribe, slurm: PretendSlurm
+) -> None:
+    slurm.submit_error = SlurmCommandError(("sbatch",), 1, "invalid account")
+    result = shell("extend", "tiny-gpt", "--set", "args.max_steps=800")
+    assert result.exit_code == 2
+    assert "only the submission did not work" in result.stderr
+    assert file_of(finished).job.args["max_steps"] == 800
+    slurm.submit_error = None
+    assert shell("requeue", "tiny-gpt").exit_code == 0
+    assert len(slurm.submitted) == 1
+
+
+def test_two_who_change_it_at_once_do_not_undo_each_other(
+    shell: Shell, finished: Scribe, slurm: PretendSlurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old = file_of(finished)
+    shell("extend", "tiny-gpt", "--set", "args.max_steps=800", "--no-submit")
+    monkeypatch.setattr("slurm_forge.spec.run_file.read_run_file", lambda path: old)
+    result = shell("change", "tiny-gpt", "--set", "args.lr=1")
+    assert result.exit_code == 2
+    assert "tiny-gpt was changed by another command" in result.stderr
+    assert file_of(finished).job.args == {"max_steps": 800, "lr": 0.1, "batch_size": 32}
+
+
+def test_the_steps_of_a_run_are_those_it_is_to_make(
+    shell: Shell, finished: Scribe, slurm: PretendSlurm
+) -> None:
+    assert "400 of 400" in shell("status", "tiny-gpt").stdout
+    shell("extend", "tiny-gpt", "--set", "args.max_steps=800", "--no-submit")
+    assert "400 of 800" in shell("status", "tiny-gpt").stdout
+
+
+def test_without_submitting_the_run_rests(
+    shell: Shell, finished: Scribe, slurm: PretendSlurm
+) -> None:
+    result = shell("extend", "tiny-gpt", "--set", "args.max_steps=800", "--no-submit")
+    assert "to continue: slurm-forge requeue tiny-gpt" in result.stdout
+    assert not slurm.submitted
+    assert status(finished) is RunStatus.STOPPED
+    assert shell("requeue", "tiny-gpt").exit_code == 0
+    assert status(finished) is RunStatus.SUBMITTED
+
+
+def test_extend_refers_to_change(shell: Shell, finished: Scribe, slurm: PretendSlurm) -> None:
+    result = shell("extend", "tiny-gpt", "--set", "args.lr=0.2")
+    assert result.exit_code == 2
+    assert "args.lr 0.1 → 0.2 does more than prolong" in result.stderr
+    assert "slurm-forge change tiny-gpt" in result.stderr
+    assert finished.run.is_done()
+    assert not told(finished)
+
+
+class CutOff(BaseException):
+    """The process is gone."""
+
+
+@pytest.mark.parametrize("where", ["_tell", "write_atomic", "note", "reopen"])
+def test_whatever_is_cut_off_is_completed_by_the_same_command(
+    shell: Shell,
+    finished: Scribe,
+    slurm: PretendSlurm,
+    monkeypatch: pytest.MonkeyPatch,
+    where: str,
+) -> None:
+    def gone(*_: object, **__: object) -> None:
+        raise CutOff
+
+    with monkeypatch.context() as patched:
+        owner = RunDirectory if where == "reopen" else changing
+        patched.setattr(owner, where, gone)
+        with pytest.raises(CutOff):
+            shell("extend", "tiny-gpt", "--set", "args.max_steps=800")
+    # Until then it is finished, as far as whoever starts it is concerned, and readable.
+    assert finished.run.is_done()
+    file_of(finished)
+    assert not slurm.submitted
+    result = shell("extend", "tiny-gpt", "--set", "args.max_steps=800")
+    assert result.exit_code == 0, result.stderr
+    assert not finished.run.is_done()
+    assert len(slurm.submitted) == 1
+    assert [str(c) for each in told(finished) for c in each.changes] == ["args.max_steps 400 → 800"]
+    assert [each.number for each in file_of(finished).revisions] == [1]
+    assert status(finished) is RunStatus.SUBMITTED
+
+
+def test_the_same_values_change_nothing(
+    shell: Shell, finished: Scribe, slurm: PretendSlurm
+) -> None:
+    result = shell("extend", "tiny-gpt", "--set", "args.max_steps=400")
+    assert result.exit_code == 2
+    assert "has these values already" in result.stderr
+    assert finished.run.is_done()
+    assert not told(finished)
+
+
+def test_a_run_of_this_machine_is_changed_and_left_to_it(
+    shell: Shell, finished: Scribe, slurm: PretendSlurm
+) -> None:
+    finished.begin(job="local-77", via="submitit local")
+    finished.write("supervisor", ev.Finished(step=400))
+    finished.end("finished")
+    result = shell("extend", "tiny-gpt", "--set", "args.max_steps=800")
+    assert result.exit_code == 0, result.stderr
+    assert "to continue: slurm-forge run tiny-gpt" in result.stdout
+    assert not slurm.submitted
+    assert not finished.run.is_done()
+
+
+# -- change ---------------------------------------------------------------------------------------
+
+
+def test_a_held_run_goes_on_with_other_values(
+    shell: Shell, held: Scribe, slurm: PretendSlurm
+) -> None:
+    words = ["--set", "args.lr=1e-2", "--set", "args.batch_size=64", "--set", "resources.nodes=4"]
+    result = shell("change", "tiny-gpt", *words, "--json")
+    assert result.exit_code == 0, result.stderr
+    answer = json.loads(result.stdout)
+    assert [(each["key"], each["affects"]) for each in answer["changes"]] == [
+        ("args.lr", "science"),
+        ("args.batch_size", "science"),
+        ("global_batch", "science"),
+        ("resources.nodes", "resources"),
+    ]
+    assert answer["job"] == "8812301"
+    assert any("ranks 1 → 4" in each for each in answer["consequences"])
+    script = slurm.submitted[0][0].read_text()
+    assert "#SBATCH --nodes=4" in script
+
+
+def test_a_dry_run_changes_nothing(shell: Shell, held: Scribe, slurm: PretendSlurm) -> None:
+    before = held.run.spec_file.read_bytes()
+    result = shell("change", "tiny-gpt", "--set", "args.lr=1e-2", "--set", "seed=4", "--dry-run")
+    assert result.exit_code == 0, result.stderr
+    assert "may affect your results:\n  args.lr 0.1 → 0.01\n  seed 0 → 4\n" in result.stdout
+    assert "the samples come in another order" in result.stdout
+    assert "dry run: nothing was changed." in result.stdout
+    assert held.run.spec_file.read_bytes() == before
+    assert not told(held)
+    assert not slurm.submitted
+
+
+def test_a_run_that_trains_is_left_alone(
+    shell: Shell, trained: Scribe, slurm: PretendSlurm
+) -> None:
+    slurm.jobs["8812301"] = replace(WAITS, state=JobState.RUNNING, state_text="RUNNING")
+    before = trained.run.spec_file.read_bytes()
+    result = shell("change", "tiny-gpt", "--set", "args.lr=1e-2")
+    assert result.exit_code == 2
+    assert "slurm-forge stop tiny-gpt" in result.stderr
+    assert trained.run.spec_file.read_bytes() == before
+    assert not told(trained)
+
+
+def test_a_job_that_waits_is_held_meanwhile(
+    shell: Shell, held: Scribe, slurm: PretendSlurm
+) -> None:
+    slurm.jobs["8812301"] = WAITS
+    result = shell("change", "tiny-gpt", "--set", "args.lr=1e-2")
+    assert result.exit_code == 0, result.stderr
+    assert slurm.held == ["8812301"]
+    assert slurm.released == ["8812301"]
+    assert not slurm.submitted
+    assert "released job 8812301" in result.stdout
+
+
+def test_a_job_that_starts_meanwhile_is_left_alone(
+    shell: Shell, held: Scribe, slurm: PretendSlurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slurm.jobs["8812301"] = WAITS
+
+    def starts(job: str) -> None:
+        slurm.jobs[job] = replace(WAITS, state=JobState.RUNNING, state_text="RUNNING")
+
+    monkeypatch.setattr(slurm, "hold", starts)
+    result = shell("change", "tiny-gpt", "--set", "args.lr=1e-2")
+    assert result.exit_code == 2
+    assert "runs as job 8812301" in result.stderr
+    assert not told(held)
+
+
+def test_a_job_with_another_batch_script_is_submitted_anew(
+    shell: Shell, held: Scribe, slurm: PretendSlurm
+) -> None:
+    slurm.jobs["8812301"] = replace(WAITS, priority=0)
+    result = shell("change", "tiny-gpt", "--set", "resources.nodes=4")
+    assert result.exit_code == 0, result.stderr
+    assert slurm.cancelled == ["8812301"]
+    assert not slurm.released
+    assert len(slurm.submitted) == 1
+    assert "job 8812301, which waited with the old batch script, is cancelled" in result.stdout
+
+
+def test_the_batch_size_is_said_where_no_argument_shows_it(
+    shell: Shell, held: Scribe, slurm: PretendSlurm
+) -> None:
+    result = shell("change", "tiny-gpt", "--set", "args.seq=2", "--global-batch", "64")
+    assert result.exit_code == 0, result.stderr
+    (event,) = told(held)
+    assert "global_batch 32 → 64" in map(str, event.changes)
+    assert "begins at the sample after the last one consumed" in result.stdout
+
+
+def test_the_batch_size_may_change_twice_before_the_next_start(
+    shell: Shell, held: Scribe, slurm: PretendSlurm
+) -> None:
+    for size in ("64", "96"):
+        result = shell("change", "tiny-gpt", "--set", f"args.batch_size={size}", "--no-submit")
+        assert result.exit_code == 0, result.stderr
+    batches = [str(c) for c in file_of(held).changes or () if c.key == "global_batch"]
+    assert batches == ["global_batch 32 → 64", "global_batch 64 → 96"]
+
+
+def test_a_run_without_a_batch_size_has_none_to_change(
+    shell: Shell, held: Scribe, slurm: PretendSlurm
+) -> None:
+    other = Scribe(shell.folder / "runs", "other", held.run.spec_file.read_bytes())
+    other.submitted()
+    result = shell("change", "other", "--global-batch", "64")
+    assert result.exit_code == 2
+    assert "has not trained with run.batches yet" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (["--set", "name=other"], "slurm-forge fork tiny-gpt --name other"),
+        (["--set", "args.nonsense=1"], "nonsense"),
+        (["--set", "argz.lr=1"], 'did you mean "args"'),
+        (["--set", "resources.nodes=0"], "resources.nodes"),
+        ([], "has these values already"),
+    ],
+)
+def test_what_makes_no_sense_is_refused_first(
+    shell: Shell, held: Scribe, slurm: PretendSlurm, words: list[str], why: str
+) -> None:
+    before = held.run.spec_file.read_bytes()
+    result = shell("change", "tiny-gpt", *words)
+    assert result.exit_code == 2
+    assert why in result.stderr
+    assert held.run.spec_file.read_bytes() == before
+    assert not slurm.submitted
+    assert not told(held)
+
+
+def test_a_run_whose_script_is_the_users_is_changed_there(
+    shell: Shell, held: Scribe, slurm: PretendSlurm
+) -> None:
+    own_script(held.run).touch()
+    result = shell("change", "tiny-gpt", "--set", "args.lr=1")
+    assert result.exit_code == 2
+    assert "start the script again" in result.stderr
+
+
+def test_of_a_run_of_submitit_what_is_not_in_its_script_can_change(
+    shell: Shell, held: Scribe, slurm: PretendSlurm
+) -> None:
+    payload(held.run).touch()
+    job_script(held.run).write_text("#!/bin/bash\n")
+    result = shell("change", "tiny-gpt", "--set", "resources.nodes=2")
+    assert result.exit_code == 2
+    assert "slurm-forge fork tiny-gpt" in result.stderr
+    assert not told(held)
+    result = shell("change", "tiny-gpt", "--set", "args.lr=1e-2")
+    assert result.exit_code == 0, result.stderr
+    assert slurm.submitted[0][0].read_text() == "#!/bin/bash\n", "the script that is kept"
+
+
+def test_submitting_a_run_that_exists_names_the_verbs(
+    shell: Shell, held: Scribe, slurm: PretendSlurm
+) -> None:
+    result = shell("submit", "train.yaml")
+    assert result.exit_code == 2
+    for verb in ("requeue", "extend", "change", "fork"):
+        assert f"slurm-forge {verb}" in result.stderr

@@ -1,0 +1,191 @@
+"""``fork``: which checkpoint, which job, and what is told; what it computes is tested elsewhere."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from slurm_forge.journal import events as ev
+from slurm_forge.journal import read_journal
+from slurm_forge.run_directory import RunDirectory
+from slurm_forge.spec.run_file import read_run_file
+from slurm_forge.store.directory import CheckpointStore
+from slurm_forge.vocabulary.trust import Trust
+from tests.unit.cli.conftest import PretendSlurm, Shell
+from tests.unit.cli.test_checkpoints import Checkpoints
+
+KEEP_BEST = "{keep_best: {metric: val_loss}}"
+
+
+@pytest.fixture
+def made(shell: Shell, slurm: PretendSlurm) -> Checkpoints:
+    """Three checkpoints of a run that was held; the one in the middle is the best."""
+    made = Checkpoints(shell.folder / "runs", KEEP_BEST)
+    for step, loss in ((100, 3.0), (200, 1.0), (300, 2.0)):
+        name = made.save(step)
+        made.scribe.write(
+            "rank0", ev.CheckpointMeasured(name=str(name), metric="val_loss", value=loss)
+        )
+    made.judge(100, Trust.GOOD)
+    made.hold()
+    (shell.folder / "tiny.py").write_text("def train(run, lr=0.1):\n    pass\n")
+    spec = made.run.spec_file.read_text()
+    made.run.spec_file.write_text(spec.replace("/tmp", str(shell.folder)))
+    return made
+
+
+def child_of(made: Checkpoints, name: str = "child") -> RunDirectory:
+    return RunDirectory.existing(made.run.path.parent / name)
+
+
+def base_of(run: RunDirectory) -> int:
+    (name,) = CheckpointStore(run.checkpoints, run.name).candidates()
+    return name.step
+
+
+def forked(run: RunDirectory) -> ev.Forked:
+    (event,) = [r.event for r in read_journal(run)[0] if isinstance(r.event, ev.Forked)]
+    return event
+
+
+@pytest.mark.parametrize(
+    ("word", "step"),
+    [
+        ("latest", 300),
+        ("last", 300),
+        ("next", 300),
+        ("best", 200),
+        ("good", 100),
+        ("200", 200),
+        ("step-00000100", 100),
+    ],
+)
+def test_which_checkpoint_is_meant(
+    shell: Shell, made: Checkpoints, slurm: PretendSlurm, word: str, step: int
+) -> None:
+    result = shell("fork", "tiny-gpt", "--name", "child", "--from", word)
+    assert result.exit_code == 0, result.stderr
+    child = child_of(made)
+    assert base_of(child) == step
+    assert forked(child).step == step
+    assert f"child: begins at step {step} of tiny-gpt\n" in result.stdout
+    assert "child: submitted as job 8812301." in result.stdout
+    script = slurm.submitted[0][0]
+    assert script.is_relative_to(child.path)
+
+
+def test_the_job_of_the_child(shell: Shell, made: Checkpoints, slurm: PretendSlurm) -> None:
+    words = ["--set", "args.lr=0.2", "--fresh", "rng, optimizer", "--no-submit", "--json"]
+    result = shell("fork", "tiny-gpt", "--name", "child", *words)
+    assert result.exit_code == 0, result.stderr
+    answer = json.loads(result.stdout)
+    assert answer["fresh"] == ["optimizer", "rng"]
+    assert answer["job"] == ""
+    assert [each["key"] for each in answer["changes"]] == ["args.lr"]
+    assert not slurm.submitted
+    file = read_run_file(child_of(made).spec_file)
+    assert (file.job.name, file.job.args) == ("child", {"lr": 0.2})
+    assert [each.verb for each in file.revisions] == ["fork"]
+    assert read_run_file(made.run.spec_file).job.name == "tiny-gpt", "the parent stays as it is"
+
+
+def test_status_and_explain_name_the_parent(
+    shell: Shell, made: Checkpoints, slurm: PretendSlurm
+) -> None:
+    shell("fork", "tiny-gpt", "--name", "child", "--from", "200", "--fresh", "data")
+    line = f"begins at step 200 of {made.run.path} (step-00000200.a1.l1-00000000), fresh: data"
+    assert line in shell("status", "child").stdout
+    assert line in shell("explain", "child").stdout
+
+
+def test_a_child_can_be_forked_and_changed_itself(
+    shell: Shell, made: Checkpoints, slurm: PretendSlurm
+) -> None:
+    shell("fork", "tiny-gpt", "--name", "child", "--no-submit")
+    result = shell("change", "child", "--set", "args.lr=0.3", "--no-submit")
+    assert result.exit_code == 0, result.stderr
+    result = shell("fork", "child", "--name", "grandchild", "--no-submit")
+    assert result.exit_code == 0, result.stderr
+    file = read_run_file(child_of(made, "grandchild").spec_file)
+    assert [each.verb for each in file.revisions] == ["fork", "change", "fork"]
+    assert [str(each) for each in file.changes or ()] == ["args.lr not set → 0.3"]
+    result = shell("change", "grandchild", "--set", "args.lr=0.4", "--no-submit")
+    assert result.exit_code == 0, result.stderr
+    records, _ = read_journal(child_of(made, "grandchild"))
+    events = [r.event for r in records if isinstance(r.event, ev.JobChanged)]
+    numbered = sorted((each.revision, each.verb) for each in events)
+    assert numbered == [(3, "fork"), (4, "change")]
+
+
+def test_the_batch_size_of_a_fork_can_be_changed_before_its_first_start(
+    shell: Shell, made: Checkpoints, slurm: PretendSlurm
+) -> None:
+    made.scribe.write(
+        "rank0", ev.Resumed(step=0, checkpoint=None, world_size=1, global_batch=32), launch=1
+    )
+    shell("fork", "tiny-gpt", "--name", "child", "--no-submit")
+    result = shell("change", "child", "--global-batch", "64", "--no-submit")
+    assert result.exit_code == 0, result.stderr
+    changes = read_run_file(child_of(made).spec_file).changes or ()
+    assert [str(each) for each in changes] == ["global_batch 32 → 64"]
+
+
+def test_submitting_does_not_make_it_anew(
+    shell: Shell, made: Checkpoints, slurm: PretendSlurm
+) -> None:
+    shell("fork", "tiny-gpt", "--name", "child", "--no-submit")
+    (shell.folder / "train.yaml").write_text("name: child\nentry: tiny:train\n")
+    result = shell("submit", "train.yaml")
+    assert result.exit_code == 2
+    assert "there is already a run" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (["--from", "150"], "no checkpoint of step 150; the nearest"),
+        (["--fresh", "optimiser"], 'did you mean "optimizer"'),
+        (["--set", "args.nonsense=1"], "nonsense"),
+        (["--name", "tiny-gpt"], "there is already something in"),
+        (["--name", "no good"], "a name is 1 to 64 letters"),
+    ],
+)
+def test_what_can_not_be_makes_nothing(
+    shell: Shell, made: Checkpoints, slurm: PretendSlurm, words: list[str], why: str
+) -> None:
+    before = sorted(made.run.path.parent.iterdir())
+    result = shell("fork", "tiny-gpt", "--name", "child", *words)
+    assert result.exit_code == 2
+    assert why in result.stderr
+    assert sorted(made.run.path.parent.iterdir()) == before
+    assert not slurm.submitted
+
+
+def test_a_suspect_checkpoint_is_promoted_first(
+    shell: Shell, made: Checkpoints, slurm: PretendSlurm
+) -> None:
+    made.judge(300, Trust.SUSPECT)
+    result = shell("fork", "tiny-gpt", "--name", "child")
+    assert result.exit_code == 2
+    assert "is suspect: seen" in result.stderr
+    assert "slurm-forge checkpoints promote tiny-gpt 300" in result.stderr
+
+
+def test_a_damaged_checkpoint_leaves_nothing_behind(
+    shell: Shell, made: Checkpoints, slurm: PretendSlurm
+) -> None:
+    made.damage(300)
+    before = sorted(made.run.path.parent.iterdir())
+    result = shell("fork", "tiny-gpt", "--name", "child")
+    assert result.exit_code == 2
+    assert "block 70" in result.stderr
+    assert sorted(made.run.path.parent.iterdir()) == before
+
+
+def test_without_a_metric_there_is_no_best_one(shell: Shell, slurm: PretendSlurm) -> None:
+    made = Checkpoints(shell.folder / "runs")
+    made.save(100)
+    result = shell("fork", "tiny-gpt", "--name", "child", "--from", "best")
+    assert result.exit_code == 2
+    assert "checkpoint.keep_best" in result.stderr
