@@ -7,7 +7,6 @@ PyTorch and torchtitan use them: those of data parallelism are given different s
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -136,12 +135,14 @@ class RankLayout:
         layout = cls.on_mesh(dimensions, coordinate, data_parallel)
         kinds = dimension_kinds(dimensions, data_parallel)
 
+        sized = [
+            (name, kind) for (name, size), kind in zip(dimensions, kinds, strict=True) if size > 1
+        ]
+
         def along(*of: DimensionKind) -> dist.ProcessGroup | None:
-            names = tuple(
-                name
-                for (name, size), kind in zip(dimensions, kinds, strict=True)
-                if kind in of and size > 1
-            )
+            names = tuple(name for name, kind in sized if kind in of)
+            if len(names) == len(sized) > 1:
+                return dist.group.WORLD
             return _group(mesh, names)
 
         model = tuple(kind for kind in DimensionKind if kind is not DimensionKind.DATA)
@@ -304,6 +305,11 @@ def mesh_facts(mesh: DeviceMesh) -> tuple[tuple[tuple[str, int], ...], tuple[int
             f"{world_size} ranks of the run",
             next_step='Pass the whole mesh, not a part of it such as mesh["dp"].',
         )
+    if members[0] != 0:
+        raise UsageError(
+            f"the mesh begins with rank {members[0]}",
+            next_step="Put rank 0 first: it keeps the journal of the run.",
+        )
     return tuple(zip(mesh.mesh_dim_names, map(int, mesh.shape), strict=True)), tuple(coordinate)
 
 
@@ -313,9 +319,7 @@ def _group(mesh: DeviceMesh, names: tuple[str, ...]) -> dist.ProcessGroup | None
         return None
     if len(names) == 1:
         return mesh.get_group(names[0])
-    if math.prod(mesh.size(mesh.mesh_dim_names.index(name)) for name in names) == mesh.size():  # type: ignore[union-attr]
-        return dist.group.WORLD
-    return mesh[names]._flatten().get_group()
+    return mesh[names]._flatten(f"forge_{'_'.join(names)}").get_group()
 
 
 @dataclass(frozen=True, slots=True)
@@ -360,7 +364,8 @@ def _dtensors(
 def _is_data_parallel(
     parameter: DTensor, mesh: DeviceMesh, *, in_fsdp: bool, world_size: int
 ) -> bool:
-    names = mesh.mesh_dim_names or ()
+    sizes = zip(mesh.mesh_dim_names or (), mesh.shape, strict=False)
+    names = [name for name, size in sizes if size > 1]
     if any(_NAMES.get(name, DimensionKind.DATA) is not DimensionKind.DATA for name in names):
         return False
     if _EXPERT & set(names) or mesh.size() < world_size:
@@ -383,7 +388,7 @@ def refuse_without_mesh(models: Mapping[str, nn.Module], world_size: int) -> Non
     Raises:
         UsageError: Names the first parameter, and the line to write.
     """
-    found = model_parallel_parameters(models, world_size)
+    found = model_parallel_parameters(models, world_size) if world_size > 1 else []
     if found:
         first, more = found[0], len(found) - 1
         others = f" (and {more} more parameters)" if more else ""
