@@ -149,6 +149,8 @@ class CheckpointWriter:
             raise
         document = captured.document  # the tensors are not kept for as long as the write takes
         held = copies(captured, plan) if all_copies else ()
+        # Rank 0 knows what it holds itself; of each other stage one rank tells what that holds.
+        told = document if state.stages is not None and state.stages.reports else None
         filling = Filling()
         blocked: Future[timedelta] = Future()
 
@@ -168,7 +170,9 @@ class CheckpointWriter:
             return {"size": manifest.size, "findings": list(manifest.findings)}
 
         def persist() -> Saved:
-            agreed_end = self._persist(name, plan, stage, filling, seal, doubts, held)
+            agreed_end = self._persist(
+                name, plan, stage, filling, seal, doubts, held=held, told=told
+            )
             return Saved(
                 name=name,
                 path=self._store.path(name),
@@ -224,9 +228,10 @@ class CheckpointWriter:
         captured, error = _capture(state, None)
         self._known = captured.known if captured else None
         shape = captured.shape if captured else ""
-        self._estimated_size = share_of(captured, self._ranks.rank)
+        stage = 0 if state.stages is None else state.stages.stage
+        self._estimated_size = share_of(captured, leads=self._leads(state))
         error = error or self._accept(state, captured)
-        self._ranks.agree(error, shape, same_shape, doing="Planning checkpoints")
+        self._ranks.agree(error, [stage, shape], same_shape, doing="Planning checkpoints")
         if captured is None:
             raise AssertionError("agree() raises where a rank failed")
         plan = self._planner.make(captured, self._ranks)
@@ -259,6 +264,9 @@ class CheckpointWriter:
                 return caught
         return None
 
+    def _leads(self, state: TrainingState) -> bool:
+        return self._ranks.rank == 0 if state.stages is None else state.stages.leads
+
     def _wait(self) -> None:
         if self._pending_save is not None:
             self._pending_save.wait()
@@ -275,13 +283,14 @@ class CheckpointWriter:
             plan = self._planner.known(captured) if captured else 0
         self._known = captured.known if captured else None
         if not plan:  # it holds as long as the plan does
-            self._estimated_size = share_of(captured, self._ranks.rank)
+            self._estimated_size = share_of(captured, leads=self._leads(state))
         error = error or self._accept(state, captured)
         agreed = self._ranks.agree(
             error,
             {
                 "step": name.step,
                 "name": str(name),
+                "stage": 0 if state.stages is None else state.stages.stage,
                 "shape": captured.shape if captured else "",
                 "parts": dict(captured.parts) if captured else {},
                 "plan": plan,
@@ -332,7 +341,9 @@ class CheckpointWriter:
         filling: Filling,
         seal: Callable[[Sequence[Any]], dict[str, Json]],
         doubts: Callable[[], Sequence[str]],
+        *,
         held: Sequence[tuple[str, torch.Tensor]],
+        told: Mapping[str, Json] | None,
     ) -> dict[str, Any]:
         entries: list[FileEntry] = []
         findings: list[str] = []
@@ -359,7 +370,7 @@ class CheckpointWriter:
         try:
             agreed: dict[str, Any] = self._background_ranks.agree(
                 error,
-                report_of(entries, findings),
+                report_of(entries, findings, told),
                 seal,
                 doing=f"Saving {name}",
             )

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from slurm_forge.checkpoint.content.stages import merge
 from slurm_forge.errors import CheckpointError
 from slurm_forge.store.directory import CheckpointStore
 from slurm_forge.store.identity import CheckpointName
@@ -27,9 +28,12 @@ def open_stage(
             f"the ranks are at different steps: {steps[:20]}",
             next_step="Call save at the same step on every rank (run.save() does).",
         )
-    same_shape([report["shape"] for report in reports])
-    parts = [report["parts"] for report in reports]
-    disagreeing = [part for part in parts[0] if any(p.get(part) != parts[0][part] for p in parts)]
+    same_shape([(report["stage"], report["shape"]) for report in reports])
+    first: dict[int, Mapping[str, Any]] = {}  # stages of a pipeline are not to be alike
+    disagreeing: dict[str, None] = {}
+    for report in reports:
+        parts, expected = report["parts"], first.setdefault(report["stage"], report["parts"])
+        disagreeing.update((part, None) for part in expected if parts.get(part) != expected[part])
     plans = {report["plan"] for report in reports}
     plan = plans.pop() if len(plans) == 1 else 0
     # One rank's part of a plan and another's estimate without one do not add up to anything.
@@ -38,18 +42,21 @@ def open_stage(
     return {
         "name": str(name),
         "stage": stage.name,
-        "disagreeing": disagreeing,
+        "disagreeing": list[Json](disagreeing),
         "plan": plan,
     }
 
 
-def same_shape(shapes: Sequence[str]) -> None:
-    """Raise CheckpointError unless all ranks hold the same."""
-    if len(set(shapes)) != 1:
+def same_shape(shapes: Sequence[Sequence[Any]]) -> None:
+    """Raise CheckpointError unless all ranks of a pipeline stage hold the same.
+
+    Of each rank its stage, and a digest of what it holds.
+    """
+    if len({(stage, shape) for stage, shape in shapes}) != len({stage for stage, _ in shapes}):
         raise CheckpointError(
             "the ranks hold different tensors",
-            next_step="Register the same objects on every rank; pipeline stages need one run "
-            "directory each for now.",
+            next_step="Register the same objects on every rank.  If the ranks are stages of a "
+            'pipeline, pass the mesh, with a dimension named "pp": run.restore(mesh=mesh).',
         )
 
 
@@ -59,7 +66,8 @@ def sealed(
     reports: Sequence[Mapping[str, Any]],
     **facts: Any,
 ) -> Manifest:
-    """The manifest of what the ranks have reported of their files."""
+    """The manifest of what the ranks have reported: their files, and what other stages have."""
+    stages = [report["document"] for report in reports if report["document"] is not None]
     files = sorted((_entry(f) for report in reports for f in report["files"]), key=lambda f: f.name)
     findings = dict.fromkeys(each for report in reports for each in report["findings"])
     return Manifest(
@@ -67,7 +75,7 @@ def sealed(
         world_size=len(reports),
         files=tuple(files),
         findings=tuple(findings),
-        state=document,
+        state=merge(document, stages) if stages else document,
         torch_version=torch.__version__,
         **facts,
     )
@@ -81,6 +89,12 @@ def _entry(value: Sequence[Any]) -> FileEntry:
     return FileEntry(value[0], value[1], tuple(value[2]))
 
 
-def report_of(files: Sequence[FileEntry], findings: Sequence[str]) -> dict[str, Json]:
-    """What one rank tells rank 0 of its part."""
-    return {"files": [_row(file) for file in files], "findings": list(findings)}
+def report_of(
+    files: Sequence[FileEntry], findings: Sequence[str], document: Mapping[str, Json] | None
+) -> dict[str, Json]:
+    """What one rank tells rank 0 of its part; ``document`` where it speaks for its stage."""
+    return {
+        "files": [_row(file) for file in files],
+        "findings": list(findings),
+        "document": None if document is None else dict(document),
+    }
