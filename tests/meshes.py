@@ -318,15 +318,16 @@ def piped(mesh: Mesh, steps: int, before: Before = nothing) -> Callable[[forge.R
         optimizer = torch.optim.AdamW(parameters, lr=1e-2, foreach=False)
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=5, gamma=0.9)
         run.register(model=registered, optimizer=optimizer, scheduler=scheduler)
-        bad = set(run.args.get("bad_steps", ()))
+        always_bad = set(run.args.get("bad_steps", ()))
+        bad = set(run.args.get("bad_once", ()))
         for batch in run.batches(
             Sequences(), global_batch_size=BATCH, until=forge.Steps(steps), mesh=device_mesh
         ):
             before(run)
             note(run, batch)
             ((features, labels),) = batch.micro_batches
-            if run.step_number in bad:
-                bad.remove(run.step_number)  # after a rollback it is fine
+            if run.step_number in always_bad | bad:
+                bad.discard(run.step_number)  # after a rollback it is fine
                 features.mul_(float("nan"))
             with run.step(batch) as step:
                 if schedule is None:

@@ -95,7 +95,8 @@ class StepDiagnoser:
         as the step began (without them dropout differs).
 
         An error on one rank is part of the answer.  Where a forward needs the other ranks (FSDP2,
-        SyncBatchNorm, a mesh) it is raised instead, for they wait in vain for this one: end the launch.
+        SyncBatchNorm, a mesh) it is raised instead, for they wait in vain for this one: end the
+        launch.
         """
         facts = self._facts(batch, loss, blame)
         shelter: StateGuard | None = None

@@ -73,6 +73,8 @@ class Resumer:
         # run sums in the same order as an uninterrupted one.
         buckets = [settle_ddp_buckets(model) for model in parts.registry.ddp()]
         settled = Buckets.LEFT not in buckets or self._context.world_size < 3
+        # A pipeline schedule drives DDP's reducer itself: its first step sums in another order.
+        settled = settled and (layout.stages == 1 or not buckets)
         self._resumed = self._load(settled=settled, again=False) is not None
         parts.skip_tracker.begin()
         faults, catalog = self._context.spec.inject, parts.saver.catalog
