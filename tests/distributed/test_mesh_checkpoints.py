@@ -18,7 +18,7 @@ from slurm_forge.checkpoint.collectives import Ranks
 from slurm_forge.checkpoint.content.stages import PipelineStages
 from slurm_forge.checkpoint.content.training_state import TrainingState
 from slurm_forge.checkpoint.read.load import resume
-from slurm_forge.checkpoint.write.save import save_checkpoint
+from slurm_forge.checkpoint.write.save import CheckpointWriter, save_checkpoint
 from slurm_forge.errors import CheckpointError
 from slurm_forge.store.directory import CheckpointStore
 from slurm_forge.store.identity import CheckpointName
@@ -285,3 +285,29 @@ def test_stages_whose_optimizers_differ_in_groups_are_refused() -> None:
     for text in run_ranks(2, body):
         assert "2 parameter groups on pipeline stage 0 and 1 on stage 1" in text
         assert "the same groups on every stage" in text
+
+
+def test_what_a_stage_holds_is_in_every_manifest_and_as_it_was_then(tmp_path: Path) -> None:
+    def body(rank: int) -> None:
+        parts = Parts("pp", seed=1)
+        parts.train(1)
+        writer = CheckpointWriter(CheckpointStore(tmp_path, "run"), group=dist.group.WORLD)
+        for step, count in ((1, 1), (2, 1), (3, 5)):
+            for parameter in parts.model.parameters():
+                parts.optimizer.state[parameter]["count"] = count
+            writer.begin(
+                parts.state(),
+                name=CheckpointName.new(step=step, attempt=1, launch=1),
+                reason="test",
+                fence=lambda: None,
+            ).result()
+
+    run_ranks(2, body)
+    store = CheckpointStore(tmp_path, "run")
+    states = [store.verify_manifest(name).state for name in reversed(store.candidates())]
+    for state, count in zip(states, (1, 1, 5), strict=True):
+        adam = state["optimizers"]["adam"]
+        assert len(adam["state"]) == LAYERS * 6
+        assert all(each["count"] == count for each in adam["state"].values())
+        assert [len(group["params"]) for group in adam["groups"]] == [LAYERS * 3] * 2
+        assert state["stages"] == 2

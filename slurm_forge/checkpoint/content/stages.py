@@ -8,6 +8,8 @@ are, and a checkpoint loads on another number of stages.  Where stages number th
 from __future__ import annotations
 
 import copy
+import hashlib
+import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -108,6 +110,52 @@ def merge(document: Mapping[str, Any], others: Sequence[Mapping[str, Any]]) -> d
         for name, value in other["objects"].items():
             merged["objects"].setdefault(name, value)
     return merged
+
+
+class StageDocuments:
+    """What the other stages have told rank 0, kept so that it is sent again only when it changes.
+
+    One object on every rank.  Learning rates change all the time: options are not part of it.
+    """
+
+    def __init__(self) -> None:
+        self._accepted = ""
+        self._known: dict[int, Any] = {}
+
+    def report(self, stages: PipelineStages | None, document: Mapping[str, Any]) -> Json:
+        """What this rank tells rank 0: a stage, a digest, and what it holds if that is new."""
+        if stages is None or not stages.reports:
+            return None
+        told: dict[str, Json] = {
+            "models": document["models"],
+            "optimizers": {
+                name: {
+                    "groups": [{"params": group["params"]} for group in optimizer["groups"]],
+                    "state": optimizer["state"],
+                }
+                for name, optimizer in document["optimizers"].items()
+            },
+            "objects": {
+                name: value
+                for name, value in document["objects"].items()
+                if name.endswith(staged("", stages.stage))
+            },
+        }
+        digest = hashlib.sha256(json.dumps(told).encode("ascii")).hexdigest()
+        return [stages.stage, digest, None if digest == self._accepted else told]
+
+    def accepted(self, report: Any) -> None:
+        """Rank 0 has it: on the rank that told it."""
+        if report is not None:
+            self._accepted = report[1]
+
+    def merged(self, document: Mapping[str, Any], reports: Sequence[Any]) -> Mapping[str, Any]:
+        """On rank 0: the document of all stages, of its own and what the ranks have told."""
+        told = sorted(filter(None, reports), key=lambda report: int(report[0]))
+        for stage, _, body in told:
+            if body is not None:
+                self._known[stage] = body
+        return merge(document, [self._known[stage] for stage, _, _ in told]) if told else document
 
 
 def _report(

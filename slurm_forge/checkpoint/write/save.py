@@ -27,6 +27,7 @@ from slurm_forge.checkpoint.content.health import (
     unhealthy_here,
 )
 from slurm_forge.checkpoint.content.index import data_file
+from slurm_forge.checkpoint.content.stages import StageDocuments
 from slurm_forge.checkpoint.content.tensors import local_part
 from slurm_forge.checkpoint.content.training_state import (
     Captured,
@@ -91,6 +92,7 @@ class CheckpointWriter:
         self._threaded = group is None or background is not None
         self._clock = clock
         self._planner = Planner()
+        self._stage_documents = StageDocuments()
         self._arena = Arena(pinned=torch.cuda.is_available())
         self._views: list[torch.Tensor] = []
         self._views_of = 0
@@ -149,15 +151,14 @@ class CheckpointWriter:
             raise
         document = captured.document  # the tensors are not kept for as long as the write takes
         held = copies(captured, plan) if all_copies else ()
-        # Rank 0 knows what it holds itself; of each other stage one rank tells what that holds.
-        told = document if state.stages is not None and state.stages.reports else None
+        told = self._stage_documents.report(state.stages, document)
         filling = Filling()
         blocked: Future[timedelta] = Future()
 
         def seal(reports: Sequence[Any]) -> dict[str, Json]:
             manifest = sealed(
                 name,
-                document,
+                self._stage_documents.merged(document, [each["document"] for each in reports]),
                 reports,
                 about=about or {},
                 run_id=self._store.run_id,
@@ -343,7 +344,7 @@ class CheckpointWriter:
         doubts: Callable[[], Sequence[str]],
         *,
         held: Sequence[tuple[str, torch.Tensor]],
-        told: Mapping[str, Json] | None,
+        told: Json,
     ) -> dict[str, Any]:
         entries: list[FileEntry] = []
         findings: list[str] = []
@@ -379,6 +380,7 @@ class CheckpointWriter:
         except Exception:
             self._discard(stage)
             raise
+        self._stage_documents.accepted(told)
         return agreed
 
     def _unhealthy(self, plan: Plan, filling: Filling) -> tuple[str, ...]:

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from slurm_forge.checkpoint.content.stages import merge
 from slurm_forge.errors import CheckpointError
 from slurm_forge.store.directory import CheckpointStore
 from slurm_forge.store.identity import CheckpointName
@@ -66,8 +65,7 @@ def sealed(
     reports: Sequence[Mapping[str, Any]],
     **facts: Any,
 ) -> Manifest:
-    """The manifest of what the ranks have reported: their files, and what other stages have."""
-    stages = [report["document"] for report in reports if report["document"] is not None]
+    """The manifest of what the ranks have reported of their files."""
     files = sorted((_entry(f) for report in reports for f in report["files"]), key=lambda f: f.name)
     findings = dict.fromkeys(each for report in reports for each in report["findings"])
     return Manifest(
@@ -75,7 +73,7 @@ def sealed(
         world_size=len(reports),
         files=tuple(files),
         findings=tuple(findings),
-        state=merge(document, stages) if stages else document,
+        state=document,
         torch_version=torch.__version__,
         **facts,
     )
@@ -90,11 +88,11 @@ def _entry(value: Sequence[Any]) -> FileEntry:
 
 
 def report_of(
-    files: Sequence[FileEntry], findings: Sequence[str], document: Mapping[str, Json] | None
+    files: Sequence[FileEntry], findings: Sequence[str], document: Json
 ) -> dict[str, Json]:
-    """What one rank tells rank 0 of its part; ``document`` where it speaks for its stage."""
+    """What one rank tells rank 0 of its part; ``document`` is that of its pipeline stage."""
     return {
         "files": [_row(file) for file in files],
         "findings": list(findings),
-        "document": None if document is None else dict(document),
+        "document": document,
     }
