@@ -320,9 +320,8 @@ def piped(mesh: Mesh, steps: int, before: Before = nothing) -> Callable[[forge.R
         run.register(model=registered, optimizer=optimizer, scheduler=scheduler)
         always_bad = set(run.args.get("bad_steps", ()))
         bad = set(run.args.get("bad_once", ()))
-        for batch in run.batches(
-            Sequences(), global_batch_size=BATCH, until=forge.Steps(steps), mesh=device_mesh
-        ):
+        run.restore(mesh=device_mesh)
+        for batch in run.batches(Sequences(), global_batch_size=BATCH, until=forge.Steps(steps)):
             before(run)
             note(run, batch)
             ((features, labels),) = batch.micro_batches

@@ -100,6 +100,12 @@ class BatchLoss:
             return loss.sum
         if self._sum is not None:
             raise _mixed()
+        if not self._size:
+            raise UnsupportedError(
+                "a mean loss was handed over, and of how many samples can't be told: it would "
+                "count for nothing",
+                next_step="Call s.backward inside of: for micro_batch in s.micro_batches().",
+            )
         weight = self._weight_per_sample * self._size
         weighted = loss if weight == 1.0 else loss * weight
         self._mean = _add(self._mean, weighted)

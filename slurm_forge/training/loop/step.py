@@ -103,8 +103,8 @@ class Step:
                 count)``; the same form for every micro-batch, on every rank.
 
         Raises:
-            UnsupportedError: One step has losses of both forms, or a pipeline stage hands over
-                ``Loss(sum, count)``.
+            UnsupportedError: One step has losses of both forms, a pipeline stage hands over
+                ``Loss(sum, count)``, or a mean loss is none of a micro-batch of ``micro_batches``.
         """
         if self._norm_group is not None and isinstance(loss, Loss):
             raise UnsupportedError(
