@@ -100,6 +100,8 @@ class Block(nn.Module):
         self.up = nn.Linear(WIDTH, 4 * WIDTH)
         self.down = nn.Linear(4 * WIDTH, WIDTH)
         self.dropout = dropout
+        # Meant to be infinite, as the mask of an attention is: no reason to doubt a state.
+        self.register_buffer("mask", torch.full((2,), float("-inf")))
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         inner = self.down(torch.tanh(self.up(self.norm(hidden))))

@@ -253,7 +253,10 @@ class Saver:
     def unsound(self, registry: Registry) -> tuple[str, ...]:
         """What is not finite, or absurd, in what this rank holds.  Not collective."""
         state = TrainingState(
-            models=registry.models, optimizers=registry.optimizers, objects=registry.others
+            models=self._models(registry),
+            optimizers=registry.optimizers,
+            objects=registry.others,
+            stages=self._stages,
         )
         return self._writer.unsound_parts(state)
 
@@ -392,19 +395,22 @@ class Saver:
     def _state(
         self, registry: Registry, progress: TrainingProgress, random: dict[str, torch.Tensor]
     ) -> TrainingState:
-        stages, mesh = self._stages, self._layout.now.to_json()
-        models: dict[str, nn.Module] = registry.models
-        if stages is not None:
-            models = {stages.name(name): model for name, model in models.items()}
+        mesh = self._layout.now.to_json()
         return TrainingState(
-            models=models,
+            models=self._models(registry),
             optimizers=registry.optimizers,
             objects=registry.others,
-            stages=stages,
+            stages=self._stages,
             extra={**progress.to_json(), **({_MESH: mesh} if mesh else {})},
             rng={self._rng_prefix + key: value for key, value in random.items()},
             notes={} if self.catalog is None else {_LOSSES: self._loss_history.tensor()},
         )
+
+    def _models(self, registry: Registry) -> dict[str, nn.Module]:
+        """The registered models under the names that they have in checkpoints."""
+        if self._stages is None:
+            return registry.models
+        return {self._stages.name(name): model for name, model in registry.models.items()}
 
     def _gathered_stages(self, registry: Registry) -> PipelineStages | None:
         """What the stages of a pipeline have; None where there is one.  Collective."""
