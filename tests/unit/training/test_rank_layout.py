@@ -15,13 +15,18 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from slurm_forge.errors import UsageError
+from slurm_forge.errors import UnsupportedError, UsageError
+from slurm_forge.training.core.loss import BatchLoss, Loss
 from slurm_forge.training.core.rank_layout import (
     ActiveLayout,
     RankLayout,
     model_parallel_parameters,
     refuse_without_mesh,
 )
+from slurm_forge.training.core.run_state import Registry
+from slurm_forge.training.data.batches import Batch
+from slurm_forge.training.loop.step import Step
+from slurm_forge.training.step.buffer_snapshot import BufferSnapshot
 
 RANKS = 8
 
@@ -204,3 +209,19 @@ def test_model_parallel_parameters_without_a_mesh_are_refused(kind: str) -> None
     with pytest.raises(UsageError, match=r"model\.0\.weight is laid out as") as caught:
         refuse_without_mesh({"model": model}, RANKS)
     assert "run.batches(…, mesh=mesh)" in caught.value.next_step
+
+
+def test_a_count_that_only_the_last_pipeline_stage_knows_is_refused() -> None:
+    pipeline: Any = object()
+    batch = Batch(step=0, consumed=0, micro_batches=(), micro_sizes=(), sample_ids=())
+    step = Step(
+        batch,
+        registry=Registry(),
+        loss=BatchLoss(global_batch=4, ranks=1, device="cpu"),
+        lr_scale=1.0,
+        snapshot=BufferSnapshot([]),
+        norm_group=pipeline,
+    )
+    with pytest.raises(UnsupportedError, match="only the last stage knows") as caught:
+        step.backward(Loss(torch.ones((), requires_grad=True), 3))
+    assert "mean loss" in caught.value.next_step
