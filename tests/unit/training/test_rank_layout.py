@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Iterator
 from itertools import product
 from typing import Any
@@ -9,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -75,6 +79,25 @@ def test_names_tell_what_a_dimension_is_for(
     assert {each.data_ranks for each in every} == {max(data) + 1}
     assert {each.averaging_ranks for each in every} == {averaging}
     assert [each.random_stream for each in every] == streams
+
+
+NAMES = ("dp_replicate", "dp_shard", "cp", "pp", "tp")
+
+
+@given(st.permutations(NAMES), st.lists(st.integers(1, 3), min_size=5, max_size=5))
+def test_ranks_with_the_same_samples_differ_in_their_place_in_the_model(
+    names: list[str], sizes: list[int]
+) -> None:
+    every = layouts(list(zip(names, sizes, strict=True)))
+    ranks, groups = math.prod(sizes), every[0].data_ranks
+    places = Counter((each.data_rank, each.model_coordinates) for each in every)
+    assert len(places) == ranks
+    assert Counter(each.data_rank for each in every) == dict.fromkeys(
+        range(groups), ranks // groups
+    )
+    assert sum(each.leads_samples for each in every) == groups
+    assert sum(each.leads_stage for each in every) == every[0].stages
+    assert every[0].leads_stage
 
 
 def test_stages_are_those_of_the_pipeline_dimension() -> None:
