@@ -7,6 +7,7 @@ PyTorch and torchtitan use them: those of data parallelism are given different s
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -170,7 +171,12 @@ class RankLayout:
         )
 
     def to_json(self) -> Json:
-        """For the checkpoint: on the same mesh a rank's own random state is restored."""
+        """For the checkpoint: on the same mesh a rank's own random state is restored.
+
+        Empty where every rank is a data-parallel rank, as without a mesh.
+        """
+        if self.data_ranks == math.prod(size for _, size in self.dimensions):
+            return []
         return [[name, size] for name, size in self.dimensions]
 
     def __str__(self) -> str:

@@ -81,6 +81,14 @@ def test_names_tell_what_a_dimension_is_for(
     assert [each.random_stream for each in every] == streams
 
 
+def test_a_checkpoint_tells_one_mesh_from_another_and_data_parallel_ones_from_none() -> None:
+    assert RankLayout.flat(1, 4).to_json() == []
+    for dimensions in ([("dp", 4)], [("dp_replicate", 2), ("dp_shard", 2)], [("dp", 4), ("tp", 1)]):
+        assert layouts(dimensions)[1].to_json() == []
+    (one, *_) = layouts([("dp", 2), ("tp", 2)])
+    assert one.to_json() == [["dp", 2], ["tp", 2]]
+
+
 NAMES = ("dp_replicate", "dp_shard", "cp", "pp", "tp")
 
 
