@@ -6,7 +6,7 @@ checkpoint moves between them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -97,23 +97,36 @@ def capture_model(
     return rest
 
 
+def names_in(module: nn.Module) -> tuple[str, ...]:
+    """The names of everything in the module's state dict, without wrappers."""
+    return tuple(_state_of(module))
+
+
 def target_model(
-    name: str, module: nn.Module, rest: Mapping[str, Json], metadata: Metadata, targets: Tensors
+    name: str,
+    module: nn.Module,
+    rest: Mapping[str, Json],
+    metadata: Metadata,
+    targets: Tensors,
+    *,
+    all_stages: Collection[str] | None = None,
 ) -> None:
     """Add the module's own tensors to ``targets``: they are loaded in place.
 
-    CheckpointError unless names, shapes and dtypes are exactly those that were saved.
+    CheckpointError unless names, shapes and dtypes are exactly those that were saved.  Where the
+    module is one of several pipeline stages, ``all_stages`` are the names that these have together.
     """
     _refuse_fsdp1(name, module)
     prefix = f"models/{escape(name)}/"
     saved = saved_tensors(metadata, prefix)
     current = _state_of(module)
     saved_names = {unescape(key.removeprefix(prefix)) for key in saved} | set(rest)
-    if saved_names != set(current):
+    expected = set(current if all_stages is None else all_stages)
+    if saved_names != expected:
         raise MismatchError(
             f"model {name!r} differs from the saved one: "
-            f"missing in the checkpoint: {some(set(current) - saved_names) or 'nothing'}; "
-            f"only in the checkpoint: {some(saved_names - set(current)) or 'nothing'}",
+            f"missing in the checkpoint: {some(expected - saved_names) or 'nothing'}; "
+            f"only in the checkpoint: {some(saved_names - expected) or 'nothing'}",
             next_step="Build the model as it was when the checkpoint was written.",
         )
     for fqn, value in current.items():
@@ -128,6 +141,8 @@ def target_model(
             targets[key] = value
     # Tensors inside of extra state; the module itself decides what becomes of them.
     for key, tensor in saved_tensors(metadata, f"extra/{prefix}").items():
+        if all_stages is not None and unescape(key.split("/")[3]) not in current:
+            continue
         targets[key] = torch.empty(tensor.size, dtype=tensor.properties.dtype)
 
 
@@ -139,7 +154,8 @@ def apply_model(name: str, module: nn.Module, rest: Mapping[str, Json], targets:
         for key, tensor in targets.items()
         if key.startswith(prefix)
     }
-    state.update({fqn: decode(value, targets.__getitem__) for fqn, value in rest.items()})
+    own = {fqn: value for fqn, value in rest.items() if fqn in names_in(module)} if rest else {}
+    state.update({fqn: decode(value, targets.__getitem__) for fqn, value in own.items()})
     if state:
         set_model_state_dict(module, state, options=StateDictOptions(strict=True))  # type: ignore[arg-type]
 

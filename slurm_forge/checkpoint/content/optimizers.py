@@ -9,7 +9,7 @@ one that was not.  They also refuse parameters that were never stepped, and Opti
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -114,6 +114,8 @@ class OptimizerTarget:
     document: Mapping[str, Any]
     parameters: dict[str, tuple[int, torch.nn.Parameter]]
     targets: Tensors
+    #: The keys of its parameters, group by group.
+    keys: list[list[str]]
     #: Path of each tensor that is state of a parameter: (parameter's key, entry).
     state_keys: dict[str, tuple[str, str]] = field(default_factory=dict)
 
@@ -122,14 +124,18 @@ class OptimizerTarget:
         state: dict[Any, Any] = {
             self.parameters[key][0]: decode(value, self.targets.__getitem__)
             for key, value in self.document["state"].items()
+            if key in self.parameters  # else another pipeline stage has it
         }
         for path, (key, entry) in self.state_keys.items():
             state[self.parameters[key][0]][entry] = self.targets[path]
         state.update(decode(self.document["others"], self.targets.__getitem__))
         groups: list[dict[str, Any]] = []
-        for group in self.document["groups"]:
+        live = self.optimizer.param_groups
+        for group, keys, own in zip(self.document["groups"], self.keys, live, strict=True):
             options = decode(group["options"], self.targets.__getitem__)
-            groups.append({**options, "params": [self.parameters[k][0] for k in group["params"]]})
+            if keys != group["params"] and "param_names" in own:
+                options["param_names"] = own["param_names"]  # those of another stage were saved
+            groups.append({**options, "params": [self.parameters[key][0] for key in keys]})
         more = decode(self.document["more"], self.targets.__getitem__)
         # torch copies the groups deeply: a learning rate that is a tensor, and known to a
         # compiled step by its identity, would be left behind.
@@ -158,25 +164,36 @@ def target_optimizer(
     metadata: Metadata,
     *,
     targets: Tensors,
+    all_stages: Sequence[Collection[str]] | None = None,
 ) -> OptimizerTarget:
     """Add room for the saved tensors to ``targets``; the optimizer's own tensors where they fit.
 
-    CheckpointError unless groups and parameters are those that were saved.
+    CheckpointError unless groups and parameters are those that were saved.  Where pipeline stages
+    share the parameters, now or when they were saved, ``all_stages`` are the keys of all stages,
+    group by group; their order says nothing then.
     """
     prefix = f"optimizers/{escape(name)}"
     current = [[_key(name, p, names) for p in group["params"]] for group in optimizer.param_groups]
-    if current != [group["params"] for group in document["groups"]]:
+    saved_groups = [group["params"] for group in document["groups"]]
+    if all_stages is None:
+        same = current == saved_groups
+    else:
+        same = list(map(set, all_stages)) == list(map(set, saved_groups))
+    if not same:
         raise MismatchError(
             f"optimizer {name!r} has different parameter groups from the saved one",
             next_step="Build the optimizer from the same parameters, in the same groups and order.",
         )
     flat = [p for group in optimizer.param_groups for p in group["params"]]
     parameters = {_key(name, p, names): (i, p) for i, p in enumerate(flat)}
-    target = OptimizerTarget(optimizer, document, parameters, targets)
+    target = OptimizerTarget(optimizer, document, parameters, targets, current)
+    elsewhere = {key for keys in all_stages or () for key in keys} - set(parameters)
     for path, saved in saved_tensors(metadata, f"{prefix}/").items():
         parts = path.removeprefix(f"{prefix}/").split("/")
         live: object = None
         like: torch.Tensor | None = None
+        if parts[0] in ("state", "nested") and "/".join(parts[1:3]) in elsewhere:
+            continue
         if parts[0] == "state":
             key, entry = "/".join(parts[1:3]), unescape(parts[3])
             if key not in parameters:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
@@ -25,6 +25,7 @@ from slurm_forge.checkpoint.content.json_state import (
     escape,
 )
 from slurm_forge.checkpoint.content.models import (
+    ParameterName,
     apply_model,
     capture_model,
     name_parameters,
@@ -41,6 +42,7 @@ from slurm_forge.checkpoint.content.outline import (
     Outline,
     outline_of,
 )
+from slurm_forge.checkpoint.content.stages import PipelineStages, staged
 from slurm_forge.checkpoint.content.tensors import (
     Tensors,
     check_savable,
@@ -119,7 +121,8 @@ class TrainingState:
     ``extra`` is the run's own JSON (step, samples consumed, plan, …), ``rng`` this rank's generator
     states under ``rng/rank-<r>/…``.  When loading, ``extra`` is not looked at, and of ``rng`` the
     keys only.  ``notes`` are figures under ``notes/…`` that one rank at most hands over: what was
-    not saved of them is left as it is.
+    not saved of them is left as it is.  ``stages`` tells, with pipeline parallelism, what the other
+    stages have; ``models`` go by ``PipelineStages.name`` then.
     """
 
     models: Mapping[str, nn.Module] = field(default_factory=dict)
@@ -128,6 +131,7 @@ class TrainingState:
     extra: Mapping[str, Any] = field(default_factory=dict)
     rng: Mapping[str, torch.Tensor] = field(default_factory=dict)
     notes: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    stages: PipelineStages | None = None
 
     def __post_init__(self) -> None:
         wrong = [key for key in self.rng if not key.startswith("rng/rank-")]
@@ -195,10 +199,18 @@ class TrainingState:
         return captured if outline else dataclasses.replace(captured, known=None)
 
     def _objects(self, save: SaveTensor) -> dict[str, Json]:
-        return {
-            name: encode(item.state_dict(), f"objects/{escape(name)}", save)
-            for name, item in self.objects.items()
-        }
+        return dict(self._object(name, item, save) for name, item in self.objects.items())
+
+    def _object(self, name: str, item: Stateful, save: SaveTensor) -> tuple[str, Json]:
+        """What it is called in checkpoints: by its stage if it has tensors, which are its own."""
+        if self.stages is None:
+            return name, encode(item.state_dict(), f"objects/{escape(name)}", save)
+        own: Tensors = {}
+        called = staged(name, self.stages.stage)
+        value = encode(item.state_dict(), f"objects/{escape(called)}", own.__setitem__)
+        for key, tensor in own.items():
+            save(key, tensor)
+        return (called if own else name), value
 
     def _captured(
         self,
@@ -226,6 +238,7 @@ class TrainingState:
                 "models": known.models,
                 "optimizers": optimizers,
                 "objects": objects,
+                **({} if self.stages is None else {"stages": self.stages.count}),
             },
             known.alike | late if late else known.alike,
             parts,
@@ -240,34 +253,54 @@ class TrainingState:
 
     def target(self, document: Mapping[str, Any], metadata: Metadata) -> LoadTarget:
         """Make room for what was saved; CheckpointError, before anything changed, if it differs."""
-        fresh = fresh_parts(document)
-        objects = self.objects
+        fresh, stages = fresh_parts(document), self.stages
+        items, optimizers_here = self.objects, set(self.optimizers)
         if "optimizer" in fresh:
-            objects = {name: each for name, each in objects.items() if not _of_optimizer(each)}
-            begun = self.objects.keys() - objects.keys()
-            saved_objects = document["objects"].items()
-            left = {name: each for name, each in saved_objects if name not in begun}
+            items = {name: each for name, each in items.items() if not _of_optimizer(each)}
+            begun = self.objects.keys() - items.keys()
+            left = {
+                name: each
+                for name, each in document["objects"].items()
+                # Also those of pipeline stages: see ``_object``.
+                if name not in begun and name.rpartition("@")[0] not in begun
+            }
             document = {**document, "optimizers": {}, "objects": left}
-        registered = {
-            "models": self.models,
-            "optimizers": {} if "optimizer" in fresh else self.optimizers,
-            "objects": objects,
-        }
-        for section, parts in registered.items():
-            _compare_names(section, set(parts), set(document[section]))
+            optimizers_here = set()
+        objects = {name: self._saved_as(name, document["objects"]) for name in items}
+        found = set(document["objects"])
+        if stages is not None:
+            found -= {name for name in found if name.rpartition("@")[0] in objects}
+            found |= set(objects.values()) & set(document["objects"])
+        models = set(self.models) if stages is None else set(stages.models)
+        _compare_names("models", models, set(document["models"]))
+        _compare_names("optimizers", optimizers_here, set(document["optimizers"]))
+        _compare_names("objects", set(objects.values()), found)
         names = name_parameters(self.models)
         targets: Tensors = {}
         for name, module in self.models.items():
-            target_model(name, module, document["models"][name], metadata, targets)
+            target_model(
+                name,
+                module,
+                document["models"][name],
+                metadata,
+                targets,
+                all_stages=None if stages is None else stages.models[name],
+            )
         optimizers = [
             target_optimizer(
-                name, optimizer, names, document["optimizers"][name], metadata, targets=targets
+                name,
+                optimizer,
+                names,
+                document["optimizers"][name],
+                metadata,
+                targets=targets,
+                all_stages=self._all_groups(name, optimizer, names, document),
             )
             for name, optimizer in self.optimizers.items()
             if "optimizer" not in fresh
         ]
-        for name, item in objects.items():
-            _target_object(name, item, metadata, targets)
+        for name, item in items.items():
+            _target_object(objects[name], item, metadata, targets)
         rng = {} if "rng" in fresh else saved_tensors(metadata, "rng/")
         for key in set(self.rng) & set(rng):
             targets[key] = new_target(rng[key], None)
@@ -276,6 +309,28 @@ class TrainingState:
             if saved[key].size == self.notes[key].shape:  # another version may have noted less
                 targets[key] = self.notes[key]
         return LoadTarget(self, document, targets, optimizers, objects)
+
+    def _saved_as(self, name: str, saved: Mapping[str, Any]) -> str:
+        """What a registered object is called in a checkpoint: see ``_object``."""
+        called = name if self.stages is None else staged(name, self.stages.stage)
+        return called if called in saved else name
+
+    def _all_groups(
+        self,
+        name: str,
+        optimizer: Optimizer,
+        names: Mapping[int, ParameterName],
+        document: Mapping[str, Any],
+    ) -> Sequence[Collection[str]] | None:
+        """The keys of all stages' parameters; None where there are no stages, now or then."""
+        if self.stages is not None:
+            return self.stages.groups[name]
+        if "stages" not in document:
+            return None
+        return [
+            {names[id(each)].key for each in group["params"] if id(each) in names}
+            for group in optimizer.param_groups
+        ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,7 +341,8 @@ class LoadTarget:
     document: Mapping[str, Any]
     tensors: Tensors
     optimizers: list[OptimizerTarget]
-    objects: Mapping[str, Stateful]
+    #: What each registered object that is loaded is called in the checkpoint.
+    objects: Mapping[str, str]
 
     def apply(self) -> None:
         """Give the objects their state back: models, optimizers, then everything else."""
@@ -294,8 +350,9 @@ class LoadTarget:
             apply_model(name, module, self.document["models"][name], self.tensors)
         for optimizer in self.optimizers:
             optimizer.apply()
-        for name, item in self.objects.items():
-            item.load_state_dict(decode(self.document["objects"][name], self.tensors.__getitem__))
+        for name, saved_name in self.objects.items():
+            saved = self.document["objects"][saved_name]
+            self.state.objects[name].load_state_dict(decode(saved, self.tensors.__getitem__))
 
     def rng(self) -> dict[str, torch.Tensor]:
         """The generator states that were saved under the names asked for."""
@@ -331,7 +388,13 @@ def _compare_names(section: str, registered: set[str], saved: set[str]) -> None:
         raise MismatchError(
             f"the registered {section} differ from the saved ones; only here: {here}, "
             f"only in the checkpoint: {there}",
-            next_step="Register the same objects under the same names as when it was written.",
+            next_step="Register the same objects under the same names as when it was written"
+            + (
+                "; what ends in @ and a number is a pipeline stage's own: use as many stages, or "
+                "give their parameters global names."
+                if any("@" in name for name in registered ^ saved)
+                else "."
+            ),
         )
 
 

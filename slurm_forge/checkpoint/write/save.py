@@ -27,6 +27,7 @@ from slurm_forge.checkpoint.content.health import (
     unhealthy_here,
 )
 from slurm_forge.checkpoint.content.index import data_file
+from slurm_forge.checkpoint.content.stages import StageDocuments
 from slurm_forge.checkpoint.content.tensors import local_part
 from slurm_forge.checkpoint.content.training_state import (
     Captured,
@@ -91,6 +92,7 @@ class CheckpointWriter:
         self._threaded = group is None or background is not None
         self._clock = clock
         self._planner = Planner()
+        self._stage_documents = StageDocuments()
         self._arena = Arena(pinned=torch.cuda.is_available())
         self._views: list[torch.Tensor] = []
         self._views_of = 0
@@ -152,13 +154,14 @@ class CheckpointWriter:
             raise
         document = captured.document  # the tensors are not kept for as long as the write takes
         held = copies(captured, plan) if all_copies else ()
+        told = self._stage_documents.report(state.stages, document)
         filling = Filling()
         blocked: Future[timedelta] = Future()
 
         def seal(reports: Sequence[Any]) -> dict[str, Json]:
             manifest = sealed(
                 name,
-                document,
+                self._stage_documents.merged(document, [each["document"] for each in reports]),
                 reports,
                 about=about or {},
                 run_id=self._store.run_id,
@@ -171,7 +174,9 @@ class CheckpointWriter:
             return {"size": manifest.size, "findings": list(manifest.findings)}
 
         def persist() -> Saved:
-            agreed_end = self._persist(name, plan, stage, filling, seal, doubts, held)
+            agreed_end = self._persist(
+                name, plan, stage, filling, seal, doubts, held=held, told=told
+            )
             return Saved(
                 name=name,
                 path=stage.parent / str(name),
@@ -227,9 +232,10 @@ class CheckpointWriter:
         captured, error = _capture(state, None)
         self._known = captured.known if captured else None
         shape = captured.shape if captured else ""
-        self._estimated_size = share_of(captured, self._ranks.rank)
+        stage = 0 if state.stages is None else state.stages.stage
+        self._estimated_size = share_of(captured, leads=self._leads(state))
         error = error or self._accept(state, captured)
-        self._ranks.agree(error, shape, same_shape, doing="Planning checkpoints")
+        self._ranks.agree(error, [stage, shape], same_shape, doing="Planning checkpoints")
         if captured is None:
             raise AssertionError("agree() raises where a rank failed")
         plan = self._planner.make(captured, self._ranks)
@@ -262,6 +268,9 @@ class CheckpointWriter:
                 return caught
         return None
 
+    def _leads(self, state: TrainingState) -> bool:
+        return self._ranks.rank == 0 if state.stages is None else state.stages.leads
+
     def _wait(self) -> None:
         if self._pending_save is not None:
             self._pending_save.wait()
@@ -283,13 +292,14 @@ class CheckpointWriter:
             plan = self._planner.known(captured) if captured else 0
         self._known = captured.known if captured else None
         if not plan:  # it holds as long as the plan does
-            self._estimated_size = share_of(captured, self._ranks.rank)
+            self._estimated_size = share_of(captured, leads=self._leads(state))
         error = error or self._accept(state, captured)
         agreed = self._ranks.agree(
             error,
             {
                 "step": name.step,
                 "name": str(name),
+                "stage": 0 if state.stages is None else state.stages.stage,
                 "shape": captured.shape if captured else "",
                 "parts": dict(captured.parts) if captured else {},
                 "plan": plan,
@@ -340,7 +350,9 @@ class CheckpointWriter:
         filling: Filling,
         seal: Callable[[Sequence[Any]], dict[str, Json]],
         doubts: Callable[[], Sequence[str]],
+        *,
         held: Sequence[tuple[str, torch.Tensor]],
+        told: Json,
     ) -> dict[str, Any]:
         entries: list[FileEntry] = []
         findings: list[str] = []
@@ -367,7 +379,7 @@ class CheckpointWriter:
         try:
             agreed: dict[str, Any] = self._background_ranks.agree(
                 error,
-                report_of(entries, findings),
+                report_of(entries, findings, told),
                 seal,
                 doing=f"Saving {name}",
             )
@@ -376,6 +388,7 @@ class CheckpointWriter:
         except Exception:
             self._discard(stage)
             raise
+        self._stage_documents.accepted(told)
         return agreed
 
     def _unhealthy(self, plan: Plan, filling: Filling) -> tuple[str, ...]:

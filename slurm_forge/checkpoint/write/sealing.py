@@ -35,9 +35,12 @@ def open_stage(
             f"the ranks are at different steps: {steps[:20]}",
             next_step="Call save at the same step on every rank (run.save() does).",
         )
-    same_shape([report["shape"] for report in reports])
-    parts = [report["parts"] for report in reports]
-    disagreeing = [part for part in parts[0] if any(p.get(part) != parts[0][part] for p in parts)]
+    same_shape([(report["stage"], report["shape"]) for report in reports])
+    first: dict[int, Mapping[str, Any]] = {}  # stages of a pipeline are not to be alike
+    disagreeing: dict[str, None] = {}
+    for report in reports:
+        parts, expected = report["parts"], first.setdefault(report["stage"], report["parts"])
+        disagreeing.update((part, None) for part in expected if parts.get(part) != expected[part])
     plans = {report["plan"] for report in reports}
     plan = plans.pop() if len(plans) == 1 else 0
     # One rank's part of a plan and another's estimate without one do not add up to anything.
@@ -46,7 +49,7 @@ def open_stage(
     return {
         "name": str(name),
         "stage": str(stage),
-        "disagreeing": disagreeing,
+        "disagreeing": list[Json](disagreeing),
         "plan": plan,
     }
 
@@ -75,13 +78,16 @@ def _stage(
     return stage
 
 
-def same_shape(shapes: Sequence[str]) -> None:
-    """Raise CheckpointError unless all ranks hold the same."""
-    if len(set(shapes)) != 1:
+def same_shape(shapes: Sequence[Sequence[Any]]) -> None:
+    """Raise CheckpointError unless all ranks of a pipeline stage hold the same.
+
+    Of each rank its stage, and a digest of what it holds.
+    """
+    if len({(stage, shape) for stage, shape in shapes}) != len({stage for stage, _ in shapes}):
         raise CheckpointError(
             "the ranks hold different tensors",
-            next_step="Register the same objects on every rank; pipeline stages need one run "
-            "directory each for now.",
+            next_step="Register the same objects on every rank.  If the ranks are stages of a "
+            'pipeline, pass the mesh, with a dimension named "pp": run.restore(mesh=mesh).',
         )
 
 
@@ -113,6 +119,12 @@ def _entry(value: Sequence[Any]) -> FileEntry:
     return FileEntry(value[0], value[1], tuple(value[2]))
 
 
-def report_of(files: Sequence[FileEntry], findings: Sequence[str]) -> dict[str, Json]:
-    """What one rank tells rank 0 of its part."""
-    return {"files": [_row(file) for file in files], "findings": list(findings)}
+def report_of(
+    files: Sequence[FileEntry], findings: Sequence[str], document: Json
+) -> dict[str, Json]:
+    """What one rank tells rank 0 of its part; ``document`` is that of its pipeline stage."""
+    return {
+        "files": [_row(file) for file in files],
+        "findings": list(findings),
+        "document": document,
+    }

@@ -15,13 +15,14 @@ from slurm_forge.checkpoint.content.training_state import Captured
 from slurm_forge.checkpoint.write.plan import Plan
 
 
-def share_of(captured: Captured | None, rank: int) -> int:
+def share_of(captured: Captured | None, *, leads: bool) -> int:
     """This rank's share of all bytes, about, before it is known who writes what.
 
     What several ranks hold alike is written once: over all ranks it adds up to one copy.
+    ``leads``: whether this rank is the first of those with its pipeline stage.
     """
     tensors = captured.tensors.items() if captured else ()
-    return sum(_share(key, tensor, rank) for key, tensor in tensors)
+    return sum(_share(key, tensor, leads=leads) for key, tensor in tensors)
 
 
 def copies(captured: Captured, plan: Plan) -> Sequence[tuple[str, torch.Tensor]]:
@@ -33,10 +34,10 @@ def copies(captured: Captured, plan: Plan) -> Sequence[tuple[str, torch.Tensor]]
     return [(key, tensor) for key, tensor in parts if written[key] < tensor.nbytes]
 
 
-def _share(key: str, tensor: torch.Tensor, rank: int) -> int:
+def _share(key: str, tensor: torch.Tensor, *, leads: bool) -> int:
     size = local_part(tensor).nbytes
     if isinstance(tensor, DTensor):
         places = enumerate(tensor.placements)
         alike = (tensor.device_mesh.size(at) for at, place in places if place.is_replicate())
         return -(-size // math.prod(alike))
-    return size if rank == 0 or key.startswith(("rng/", NOTES)) else 0
+    return size if leads or key.startswith(("rng/", NOTES)) else 0

@@ -80,6 +80,7 @@ class CompatibilityCheck:
         self._data: dict[str, DataVersion] = {}
         self._structure: Structure | None = None
         self._constructed: ConstructedOptions | None = None
+        self._described = False
         self._about: dict[str, Json] | None = None
         self._manifest: Manifest | None = None
         self._reported_lines: list[str] = []
@@ -95,15 +96,22 @@ class CompatibilityCheck:
         self._data[name] = version
         self._facts |= data_facts(self._data)
 
-    def describe(self) -> None:
-        """Before a checkpoint is loaded, which brings the saved options of optimizers back."""
+    def describe(self, *, several_stages: bool = False) -> None:
+        """Before a checkpoint is loaded, which brings the saved options of optimizers back.
+
+        Of several pipeline stages rank 0 has one: what is registered is not described then.
+        """
         if self._is_revised:
             self._constructed = ConstructedOptions.of(self._registry)
         if self._journal is None:
             return
         registry = self._registry
-        with contextlib.suppress(Exception):  # what can't be described is not compared
-            self._structure = Structure.of(registry.models, registry.optimizers, registry.others)
+        if not several_stages:
+            with contextlib.suppress(Exception):  # what can't be described is not compared
+                self._structure = Structure.of(
+                    registry.models, registry.optimizers, registry.others
+                )
+        self._described = several_stages or self._structure is not None
         self._facts |= job_facts(self._spec) | environment.collect(
             device=self._device,
             folder=self._folder,
@@ -113,13 +121,16 @@ class CompatibilityCheck:
 
     def about(self) -> Mapping[str, Json]:
         """For the manifest; nothing on other ranks.  Made once: after the first step."""
-        if self._journal is None or self._structure is None:
+        if self._journal is None or not self._described:
             return {}
         if self._about is None:
-            self._structure = self._structure.with_modes(self._registry.models)
+            structure: dict[str, Json] = {}
+            if self._structure is not None:
+                self._structure = self._structure.with_modes(self._registry.models)
+                structure = {"structure": self._structure.to_json()}
             self._about = {
                 "environment": self._facts.to_json(),
-                "structure": self._structure.to_json(),
+                **structure,
                 "data": {name: version.to_json() for name, version in self._data.items()},
             }
         return self._about

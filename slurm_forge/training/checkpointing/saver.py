@@ -13,9 +13,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from slurm_forge.checkpoint.collectives import Ranks
 from slurm_forge.checkpoint.content.health import NOTES
+from slurm_forge.checkpoint.content.stages import PipelineStages
 from slurm_forge.checkpoint.content.training_state import TrainingState
 from slurm_forge.checkpoint.read.load import resume
 from slurm_forge.checkpoint.write.pending_save import (
@@ -47,6 +49,7 @@ from slurm_forge.training.core.loss import (
     values,
 )
 from slurm_forge.training.core.rank_info import RankContext
+from slurm_forge.training.core.rank_layout import ActiveLayout
 from slurm_forge.training.core.run_state import (
     Registry,
     TrainingProgress,
@@ -56,6 +59,8 @@ _WAIT_WITHIN_S = 60.0
 _MOST_CANDIDATES = 100
 #: Under which rank 0's losses of the last steps are saved.
 _LOSSES = NOTES + "losses"
+#: Under which a checkpoint has the dimensions of the mesh; none without one.
+_MESH = "mesh"
 
 
 class Saver:
@@ -72,10 +77,13 @@ class Saver:
         loss_history: LossHistory,
         compatibility: CompatibilityCheck,
         active_plan: ActivePlan,
+        layout: ActiveLayout,
     ) -> None:
         self._context = context
         self._journal = journal
         self._active_plan = active_plan
+        self._layout = layout
+        self._stages: PipelineStages | None = None
         self._compatibility = compatibility
         self._group = group
         parted = group is None or background is not None
@@ -257,7 +265,10 @@ class Saver:
     def unsound(self, registry: Registry) -> tuple[str, ...]:
         """What is not finite, or absurd, in what this rank holds.  Not collective."""
         state = TrainingState(
-            models=registry.models, optimizers=registry.optimizers, objects=registry.others
+            models=self._models(registry),
+            optimizers=registry.optimizers,
+            objects=registry.others,
+            stages=self._stages,
         )
         return self._writer.unsound_parts(state)
 
@@ -353,7 +364,8 @@ class Saver:
         if again:
             self._turn += 1
         else:
-            self._compatibility.describe()
+            self._stages = self._gathered_stages(registry)
+            self._compatibility.describe(several_stages=self._stages is not None)
         try:
             loaded = resume(
                 self._store,
@@ -384,11 +396,15 @@ class Saver:
         progress.restore(loaded.extra)
         if "data" in loaded.fresh:
             progress.restart()
-        exact = manifest.world_size == self._context.world_size and not loaded.missing_rng
+        layout = self._layout.now
+        # Only on the same mesh a rank's state is that of the same samples and the same part.
+        same = loaded.extra.get(_MESH, []) == layout.to_json()
+        same = same and manifest.world_size == self._context.world_size
+        exact = same and not loaded.missing_rng
         reseeded = self._active_plan.plan.reseeded
         if reseeded:
             # Asked for by the recovery plan; the order of the samples is another matter.
-            rng.derive(self._context.spec.seed + reseeded, progress.step, self._context.rank)
+            rng.derive(self._context.spec.seed + reseeded, progress.step, layout.random_stream)
             exact = False
         elif exact:
             prefix = self._rng_prefix
@@ -396,7 +412,7 @@ class Saver:
             exact = not rng.restore(saved)
         else:
             # Another number of ranks: there is no state to continue, only one to derive.
-            rng.derive(self._context.spec.seed, progress.step, self._context.rank)
+            rng.derive(self._context.spec.seed, progress.step, layout.random_stream)
         self.last = manifest.name
         self.last_save_step = manifest.step
         self._loss_history.restored()
@@ -407,13 +423,35 @@ class Saver:
     def _state(
         self, registry: Registry, progress: TrainingProgress, random: dict[str, torch.Tensor]
     ) -> TrainingState:
+        mesh = self._layout.now.to_json()
         return TrainingState(
-            models=registry.models,
+            models=self._models(registry),
             optimizers=registry.optimizers,
             objects=registry.others,
-            extra=progress.to_json(),
+            stages=self._stages,
+            extra={**progress.to_json(), **({_MESH: mesh} if mesh else {})},
             rng={self._rng_prefix + key: value for key, value in random.items()},
             notes={} if self.catalog is None else {_LOSSES: self._loss_history.tensor()},
+        )
+
+    def _models(self, registry: Registry) -> dict[str, nn.Module]:
+        """The registered models under the names that they have in checkpoints."""
+        if self._stages is None:
+            return registry.models
+        return {self._stages.name(name): model for name, model in registry.models.items()}
+
+    def _gathered_stages(self, registry: Registry) -> PipelineStages | None:
+        """What the stages of a pipeline have; None where there is one.  Collective."""
+        layout = self._layout.now
+        if layout.stages == 1:
+            return None
+        return PipelineStages.gathered(
+            Ranks(self._group),
+            stage=layout.stage,
+            count=layout.stages,
+            leads=layout.leads_stage,
+            models=registry.models,
+            optimizers=registry.optimizers,
         )
 
     @property

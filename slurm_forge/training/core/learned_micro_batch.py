@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import datetime, timezone
 
 import torch
@@ -43,6 +43,7 @@ class LearnedMicroBatch:
         requested: int,
         ranks: int,
         device: torch.device,
+        mesh: Sequence[tuple[str, int]] = (),
         now: Callable[[], datetime] = lambda: datetime.now(timezone.utc),
     ) -> None:
         self._files, self._begun = LearnedFiles.beside(run), BegunFile(run)
@@ -50,7 +51,8 @@ class LearnedMicroBatch:
         hardware = "cpu" if device.type == "cpu" else torch.cuda.get_device_name(device)
         kind = _wrapper(registry)
         self._about = f"{run.name}: {kind}, {ranks} ranks, {hardware}, micro-batch {requested}"
-        self._key = _key(fingerprint(registry), hardware, str(ranks), str(requested), kind)
+        spread = [f"{name} {size}" for name, size in mesh]
+        self._key = _key(fingerprint(registry), hardware, str(ranks), str(requested), kind, *spread)
         self._settled = False
         self._notes: list[str] = []
 

@@ -9,6 +9,11 @@ A loss that is not a mean over samples (tokens, of which each micro-batch has an
 given as ``Loss(sum, count)``.  Its gradients are those of the plain sums until the step is applied;
 then they are multiplied by n / (count over all micro-batches and ranks).  That number needs one
 all-reduce of two floats per step, the only collective of a step besides the program's own.
+
+Ranks that compute one model together have the same samples and count once.  Tensor-parallel ranks
+have the same loss, too.  With context parallelism a rank's loss is that of its own tokens, and
+gradients are averaged over n * c ranks: the mean of c equally long parts is the mean over all
+tokens, hence a mean loss is weighted as above; ``Loss(sum, count)`` counts over n * c ranks.
 """
 
 from __future__ import annotations
@@ -55,8 +60,10 @@ class Loss:
 class BatchLoss:
     """The loss of one step on one rank; one object per step.
 
-    ``ranks`` is the number of data-parallel ranks, ``group`` their process group (default: all).
-    All ranks use the same form of loss; a step that mixes both raises UnsupportedError.
+    ``ranks`` is the number of data-parallel ranks.  DDP and FSDP average gradients over
+    ``averaging_ranks``, which are in ``group`` (default: all); with context parallelism, where
+    ranks with the same samples have other tokens, these are more.  All ranks use the same form of
+    loss; a step that mixes both raises UnsupportedError.
     """
 
     def __init__(
@@ -65,10 +72,12 @@ class BatchLoss:
         global_batch: int,
         ranks: int,
         device: torch.device | str,
+        averaging_ranks: int | None = None,
         group: dist.ProcessGroup | None = None,
     ) -> None:
         self._weight_per_sample = ranks / global_batch
-        self._ranks, self._group = ranks, group
+        self._averaging_ranks = ranks if averaging_ranks is None else averaging_ranks
+        self._group = group
         self._device = torch.device(device)
         self._size = 0
         self._mean: torch.Tensor | None = None
@@ -91,6 +100,12 @@ class BatchLoss:
             return loss.sum
         if self._sum is not None:
             raise _mixed()
+        if not self._size:
+            raise UnsupportedError(
+                "a mean loss was handed over, and of how many samples can't be told: it would "
+                "count for nothing",
+                next_step="Call s.backward inside of: for micro_batch in s.micro_batches().",
+            )
         weight = self._weight_per_sample * self._size
         weighted = loss if weight == 1.0 else loss * weight
         self._mean = _add(self._mean, weighted)
@@ -107,7 +122,7 @@ class BatchLoss:
             return None
         if self._total is None:
             self._total = self._summed_over_ranks(self._sum)
-        return self._ranks / self._total[1]
+        return self._averaging_ranks / self._total[1]
 
     @property
     def known(self) -> bool:
@@ -140,7 +155,7 @@ class BatchLoss:
         total = torch.zeros(2, dtype=wide, device=self._device)
         total[0] += loss
         total[1] += self._count
-        if self._ranks > 1:
+        if self._averaging_ranks > 1:
             dist.all_reduce(total, group=self._group)
         return total
 

@@ -56,9 +56,14 @@ class Registry:
                 next_step="Register objects with both, or keep plain values in run.extra.",
             )
 
-    def names(self) -> list[Json]:
-        """Every name with the kind of its object, in the order of the alphabet."""
+    def names(self, *, kinds: bool = True) -> list[Json]:
+        """Every name in the order of the alphabet, with the kind of its object unless told.
+
+        The stages of a pipeline may be modules of different kinds.
+        """
         everything = {**self.models, **self.optimizers, **self.others}
+        if not kinds:
+            return list[Json](sorted(everything))
         return [f"{name} ({type(value).__name__})" for name, value in sorted(everything.items())]
 
     @property

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from slurm_forge.checkpoint.collectives import Ranks
 from slurm_forge.json_codec import from_json
 from slurm_forge.training.core.loss import Loss
+from slurm_forge.training.core.rank_layout import ActiveLayout, RankLayout
 from slurm_forge.training.core.rng import Generators
 from slurm_forge.training.core.run_state import Registry
 from slurm_forge.training.core.sample_order import SampleId
@@ -60,11 +61,13 @@ class StepDiagnoser:
         rank: int,
         host: str,
         group: dist.ProcessGroup | None,
+        layout: ActiveLayout | None = None,
     ) -> None:
         self._registry = registry
         self._device = device
         self._rank, self._host = rank, host
         self._ranks = Ranks(group)
+        self._layout = layout or ActiveLayout(rank, self._ranks.size)
         self._meant: frozenset[str] = frozenset()
 
     def take_as_meant(self) -> None:
@@ -92,7 +95,8 @@ class StepDiagnoser:
         as the step began (without them dropout differs).
 
         An error on one rank is part of the answer.  Where a forward needs the other ranks (FSDP2,
-        SyncBatchNorm) it is raised instead, for they wait in vain for this one: end the launch.
+        SyncBatchNorm, a mesh) it is raised instead, for they wait in vain for this one: end the
+        launch.
         """
         facts = self._facts(batch, loss, blame)
         shelter: StateGuard | None = None
@@ -144,7 +148,8 @@ class StepDiagnoser:
         generators: Generators | None,
     ) -> dict[str, Any]:
         models = self._registry.models
-        alone = self._ranks.size == 1 or not needs_peers(models.values())
+        together = needs_peers(models.values()) or bool(self._layout.now.model_coordinates)
+        alone = self._ranks.size == 1 or not together
         replayed: list[ReplayedMicroBatch] = []
         failed, random, scale = "", False, self._loss_scale()
         try:
@@ -166,7 +171,7 @@ class StepDiagnoser:
                 random = shelter.drew(generators)
         finally:
             shelter.put_back()
-        facts = _summary(replayed, batch, self._rank, self._ranks.size, scale, self._dtypes())
+        facts = _summary(replayed, batch, self._layout.now, scale, self._dtypes())
         if failed:
             facts["failed"] = failed
         return {**facts, "replayed": not failed, "random": random}
@@ -223,8 +228,7 @@ class StepDiagnoser:
 def _summary(
     replayed: Sequence[ReplayedMicroBatch],
     batch: Batch,
-    rank: int,
-    ranks: int,
+    layout: RankLayout,
     loss_scale: float,
     dtypes: Iterable[torch.dtype],
 ) -> dict[str, Any]:
@@ -246,7 +250,7 @@ def _summary(
     if not (any(losses) or gradient):
         first_bad = []
     counts = [each.count for each in replayed if each.count is not None]
-    samples, positions = _samples(batch, first_bad, rank, ranks)
+    samples, positions = _samples(batch, first_bad, layout.data_rank, layout.data_ranks)
     return {
         "loss": next((word for word in losses if word), ""),
         "gradient": gradient,

@@ -18,6 +18,7 @@ from slurm_forge.training.core.instability import ActivePlan
 from slurm_forge.training.core.loss import LossHistory
 from slurm_forge.training.core.process_group import ProcessGroups
 from slurm_forge.training.core.rank_info import RankContext
+from slurm_forge.training.core.rank_layout import ActiveLayout
 from slurm_forge.training.core.run_state import (
     Hooks,
     ProgressLogger,
@@ -44,6 +45,7 @@ from slurm_forge.vocabulary.cause import Cause
 class Parts:
     """The parts that a run calls itself.  ``first_steps`` is None on every rank but the first."""
 
+    layout: ActiveLayout
     registry: Registry
     hooks: Hooks
     progress: TrainingProgress
@@ -76,6 +78,7 @@ def assemble(
     """Make the parts of one rank.  ``act`` is called with what is due at a boundary."""
     registry, hooks, progress = Registry(), Hooks(context.rank), TrainingProgress()
     loss_history, active_plan = LossHistory(device), ActivePlan(context.brief.plan)
+    layout = ActiveLayout(context.rank, context.world_size)
     compatibility = CompatibilityCheck(
         context.spec,
         device=device,
@@ -96,6 +99,7 @@ def assemble(
         loss_history=loss_history,
         compatibility=compatibility,
         active_plan=active_plan,
+        layout=layout,
     )
     boundaries = StepBoundaries(member, act)
     spike_monitor = None
@@ -120,7 +124,12 @@ def assemble(
         progress=progress,
         registry=registry,
         examiner=StepDiagnoser(
-            registry, device, rank=context.rank, host=context.host, group=groups.cpu
+            registry,
+            device,
+            rank=context.rank,
+            host=context.host,
+            group=groups.cpu,
+            layout=layout,
         ),
         journal=journal,
         member=member,
@@ -137,7 +146,7 @@ def assemble(
         loss_history=loss_history,
         member=member,
         device=device,
-        world_size=context.world_size,
+        layout=layout,
         active_plan=active_plan,
         first_steps=first_steps,
         fault_injector=fault_injector,
@@ -166,6 +175,7 @@ def assemble(
         group=groups.cpu,
     )
     return Parts(
+        layout=layout,
         registry=registry,
         hooks=hooks,
         progress=progress,

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 from slurm_forge.checkpoint.collectives import Ranks
 from slurm_forge.errors import UnsupportedError, UsageError
@@ -47,6 +48,8 @@ class BatchesRequest:
     micro_batch_size: int | None
     num_workers: int
     collate_fn: Callable[[list[Any]], Any] | None
+    mesh: DeviceMesh | None = None
+    data_parallel: Sequence[str] | None = None
 
     def __post_init__(self) -> None:
         # Numbers of numpy and torch become Python's own, which JSON can hold.
@@ -221,8 +224,9 @@ class BatchLoop:
 
     def _begin(self, request: BatchesRequest) -> SampleOrder:
         parts, resumer, spec = self._parts, self._resumer, self._context.spec
+        parts.layout.give(request.mesh, request.data_parallel, restored=resumer.restored)
         order = SampleOrder(spec.seed, len(request.dataset), request.global_batch_size)
-        share = order.share(self._context.world_size)
+        share = order.share(parts.layout.now.data_ranks)
         most = min(request.micro_batch_size or share, share)
         self.length = len(request.dataset)
         fitting = self._fitting(most)
@@ -263,6 +267,7 @@ class BatchLoop:
                 self._parts.registry,
                 requested=requested,
                 ranks=self._context.world_size,
+                mesh=self._parts.layout.now.dimensions,
                 device=self._device,
             )
 
@@ -278,7 +283,7 @@ class BatchLoop:
     def _take_over(self, request: BatchesRequest, order: SampleOrder) -> None:
         """What a new plan says of the micro-batch."""
         planned = self._parts.active_plan.plan.micro_batch
-        share = order.share(self._context.world_size)
+        share = order.share(self._parts.layout.now.data_ranks)
         if planned is not None and planned < self._resumer.micro_batch:
             self._resumer.micro_batch = fitting_micro_batch(share, planned)
 
@@ -311,8 +316,8 @@ class BatchLoop:
         self._batch_source = BatchSource(
             request.dataset,
             order,
-            rank=self._context.rank,
-            ranks=self._context.world_size,
+            rank=parts.layout.now.data_rank,
+            ranks=parts.layout.now.data_ranks,
             micro_batch=self._resumer.micro_batch,
             num_workers=workers,
             collate_fn=request.collate_fn,

@@ -17,6 +17,7 @@ from slurm_forge.training.core.loss import values
 from slurm_forge.training.core.process_group import ProcessGroups
 from slurm_forge.training.core.rank_consistency import require_identical
 from slurm_forge.training.core.rank_info import RankContext
+from slurm_forge.training.core.rank_layout import refuse_without_mesh
 from slurm_forge.training.loop.assembly import Parts
 from slurm_forge.training.step.ddp_warmup import (
     Buckets,
@@ -56,16 +57,25 @@ class Resumer:
             return self._resumed
         self.restored = True
         parts = self._parts
+        layout = parts.layout.now
+        if not layout.dimensions:
+            refuse_without_mesh(parts.registry.models, self._context.world_size)
         self._member.enter("load", started=False)
         require_identical(
             Ranks(self._groups.cpu),
-            {"what is registered": parts.registry.names()},
-            next_step="Register the same objects under the same names on every rank.",
+            {
+                "what is registered": parts.registry.names(kinds=layout.stages == 1),
+                "the mesh": layout.to_json(),
+            },
+            next_step="Register the same objects under the same names on every rank, and pass the "
+            "same mesh.",
         )
         # DDP settles its buckets in the first backward; done here, on nothing, so that a resumed
         # run sums in the same order as an uninterrupted one.
         buckets = [settle_ddp_buckets(model) for model in parts.registry.ddp()]
         settled = Buckets.LEFT not in buckets or self._context.world_size < 3
+        # A pipeline schedule drives DDP's reducer itself: its first step sums in another order.
+        settled = settled and (layout.stages == 1 or not buckets)
         self._resumed = self._load(settled=settled, again=False) is not None
         parts.skip_tracker.begin()
         faults, catalog = self._context.spec.inject, parts.saver.catalog

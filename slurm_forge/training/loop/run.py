@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 from slurm_forge.checkpoint.collectives import Ranks
 from slurm_forge.control import Member
@@ -97,6 +98,7 @@ class Run:
         parts = assemble(
             context, device=device, groups=groups, member=member, journal=journal, act=self._act
         )
+        self._layout = parts.layout
         self._registry = parts.registry
         self._hooks = parts.hooks
         self._progress = parts.progress
@@ -214,18 +216,30 @@ class Run:
         """
         return lambda hook: self._hooks.add(name, hook)
 
-    def restore(self) -> bool:
+    def restore(
+        self,
+        *,
+        mesh: DeviceMesh | None = None,
+        data_parallel: Sequence[str] | None = None,
+    ) -> bool:
         """Load the newest checkpoint that may be resumed from.  Collective.
 
         ``batches`` and ``step`` call it; a loop without them calls it once, after ``register``.
+
+        Args:
+            mesh: The device mesh of all ranks, as for ``batches``.
+            data_parallel: The dimensions that divide the samples, as for ``batches``.
 
         Returns:
             Whether there was a checkpoint.
 
         Raises:
+            UsageError: The mesh does not tell which ranks are given different samples, or some
+                ranks compute one model together and no mesh is given.
             CheckpointMissingError: The run has saved before, and no checkpoint can be used.
             MismatchError: The run is resumed with something that the job file says to refuse.
         """
+        self._layout.give(mesh, data_parallel, restored=self._resumer.restored)
         return self._resumer.restore()
 
     def batches(
@@ -237,6 +251,8 @@ class Run:
         micro_batch_size: int | None = None,
         num_workers: int = 0,
         collate_fn: Callable[[list[Any]], Any] | None = None,
+        mesh: DeviceMesh | None = None,
+        data_parallel: Sequence[str] | None = None,
     ) -> Iterator[Batch]:
         """Restore, then yield the batches that are left, one per optimizer step.
 
@@ -247,19 +263,26 @@ class Run:
         Args:
             dataset: A map-style dataset: ``__len__`` and ``__getitem__``.
             global_batch_size: Samples of one optimizer step over all ranks; divisible by the number
-                of ranks.
+                of data-parallel ranks.
             until: When training is over: ``Steps(n)`` or ``Epochs(n)``.
             micro_batch_size: Samples per rank and forward pass; None is the rank's whole share.
                 The recovery plan may decrease it, never the global batch.
             num_workers: Data-loader worker processes per rank; 0 loads in this process.
             collate_fn: Makes a micro-batch of a list of samples; None is torch's
                 ``default_collate``.
+            mesh: The device mesh of all ranks, where some of them compute one model together.  Its
+                dimensions go by their names: ``dp``, ``dp_replicate``, ``dp_shard``, ``fsdp`` and
+                their like divide the samples; ranks along ``tp``, ``cp`` and ``pp`` get the same
+                samples.  None: every rank is a data-parallel rank.
+            data_parallel: The names of the dimensions that divide the samples, where their names do
+                not tell (``ep``).
 
         Yields:
             This rank's share of the batch; its tensors are on ``device``.
 
         Raises:
-            UsageError: The dataset has no length or index, or the sizes do not fit.
+            UsageError: The dataset has no length or index, the sizes do not fit, or it can't be
+                told which ranks are given different samples.
             UnsupportedError: The loop body applied no step to a batch.
             CheckpointMissingError: As ``restore``, on the first batch.
             MismatchError: As ``restore``, on the first batch.
@@ -272,6 +295,8 @@ class Run:
                 micro_batch_size=micro_batch_size,
                 num_workers=num_workers,
                 collate_fn=collate_fn,
+                mesh=mesh,
+                data_parallel=data_parallel,
             )
         )
 
@@ -389,7 +414,9 @@ class Run:
             changed: torch.Tensor | Loss = self._fault_injector.loss(
                 loss,
                 step=step,
-                samples_first=first_sample(batch, number, rank=self.rank, skipped=skipped),
+                samples_first=first_sample(
+                    batch, number, rank=self._layout.now.data_rank, skipped=skipped
+                ),
                 samples=batch.micro_sizes[number],
                 micro_batch=number,
                 skipped=skipped,

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -22,6 +23,7 @@ from slurm_forge.training.core.loss import (
     Loss,
     LossHistory,
 )
+from slurm_forge.training.core.rank_layout import ActiveLayout
 from slurm_forge.training.core.rng import Generators
 from slurm_forge.training.core.run_state import (
     Registry,
@@ -59,6 +61,7 @@ class Step:
         lr_scale: float,
         snapshot: BufferSnapshot,
         limit: float = LARGEST,
+        norm_group: dist.ProcessGroup | None = None,
         handing_over: Callable[[], None] = lambda: None,
     ) -> None:
         self.batch = batch
@@ -69,6 +72,7 @@ class Step:
         self._lr_scale = lr_scale
         self._snapshot = snapshot
         self._limit = limit
+        self._norm_group = norm_group
         self._handing_over = handing_over
         self._exchanges = True
         self._micro: Any = None
@@ -99,8 +103,15 @@ class Step:
                 count)``; the same form for every micro-batch, on every rank.
 
         Raises:
-            UnsupportedError: One step has losses of both forms.
+            UnsupportedError: One step has losses of both forms, a pipeline stage hands over
+                ``Loss(sum, count)``, or a mean loss is none of a micro-batch of ``micro_batches``.
         """
+        if self._norm_group is not None and isinstance(loss, Loss):
+            raise UnsupportedError(
+                "Loss(sum, count) in a pipeline: its gradients are scaled by a count that only the "
+                "last stage knows",
+                next_step="Hand over a mean loss: a scalar tensor.",
+            )
         weighted = self._loss.weigh(loss)
         if self.first_loss is None:
             mean = loss.sum / loss.count if isinstance(loss, Loss) else loss
@@ -153,6 +164,7 @@ class Step:
                 scaler=self._scaler,
                 update_scaler=False,  # once per step, however many optimizers: in ``end``
                 gradient_factor=factor,
+                norm_group=self._norm_group,
             )
             self._snapshot.restore_where(applied.left_out)
             self.applied.append(applied)
@@ -223,7 +235,7 @@ class StepLifecycle:
         loss_history: LossHistory,
         member: Member,
         device: torch.device,
-        world_size: int,
+        layout: ActiveLayout,
         active_plan: ActivePlan,
         first_steps: FirstSteps | None,
         fault_injector: FaultInjector,
@@ -235,7 +247,7 @@ class StepLifecycle:
         self._loss_history = loss_history
         self._member = member
         self._device = device
-        self._world_size = world_size
+        self._layout = layout
         self._active_plan = active_plan
         self._first_steps = first_steps
         self._fault_injector = fault_injector
@@ -251,7 +263,7 @@ class StepLifecycle:
 
     def begin(self, batch: Batch) -> Step:
         """Clear the gradients and remember the buffers."""
-        step, plan = self._progress.step, self._active_plan.plan
+        step, plan, layout = self._progress.step, self._active_plan.plan, self._layout.now
         if self._step_timer is not None:
             self._step_timer.begin()
         if self._fault_injector.active:
@@ -269,8 +281,13 @@ class StepLifecycle:
             batch,
             registry=self._registry,
             loss=BatchLoss(
-                global_batch=self._samples(batch), ranks=self._world_size, device=self._device
+                global_batch=self._samples(batch),
+                ranks=layout.data_ranks,
+                averaging_ranks=layout.averaging_ranks,
+                group=layout.averaging_group,
+                device=self._device,
             ),
+            norm_group=layout.pipeline_group,
             lr_scale=1.0 if plan.lr_factor == 1.0 else plan.lr_scale(step),
             limit=self._active_plan.limit,
             snapshot=self._snapshot,
@@ -330,7 +347,7 @@ class StepLifecycle:
             first_steps.note(before, step.first_loss, samples)
 
     def _samples(self, batch: Batch) -> int:
-        return self.global_batch or batch.size * self._world_size
+        return self.global_batch or batch.size * self._layout.now.data_ranks
 
 
 def _nothing() -> None:

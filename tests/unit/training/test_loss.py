@@ -112,6 +112,13 @@ def test_a_whole_share_at_once_is_not_touched_at_all():
     assert loss.weigh(value) is value
 
 
+def test_a_mean_of_an_unknown_number_of_samples_is_refused():
+    loss = BatchLoss(global_batch=4, ranks=1, device="cpu")
+    with pytest.raises(UnsupportedError, match="of how many samples") as caught:
+        loss.weigh(torch.ones((), requires_grad=True))
+    assert "s.micro_batches()" in caught.value.next_step
+
+
 def test_a_batch_that_counts_nothing_is_not_finite_and_so_is_skipped():
     loss = BatchLoss(global_batch=4, ranks=1, device="cpu")
     loss.weigh(Loss(torch.tensor(0.0, requires_grad=True), 0))
