@@ -8,6 +8,7 @@ save has anyway.
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import operator
 from collections.abc import Sequence
@@ -45,14 +46,25 @@ from slurm_forge.checkpoint.content.shard_layout import (
     lay_out,
 )
 from slurm_forge.checkpoint.content.training_state import Captured
+from slurm_forge.checkpoint.write.coverage import (
+    ReplicaGroups,
+    from_rows,
+    require_complete,
+)
 from slurm_forge.checkpoint.write.planner import ForgeSavePlanner
+from slurm_forge.checkpoint.write.tensor_keys import is_compared
 from slurm_forge.errors import CheckpointError
 from slurm_forge.vocabulary.json_value import Json
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What this rank writes, where in its file; ``index`` is the whole index, on rank 0 only."""
+    """What this rank writes, where in its file; ``index`` is the whole index, on rank 0 only.
+
+    ``copies``: of what has to be equal on all ranks that hold it, this rank's shards by the number
+    of the group of ranks that hold them; None is this rank alone.  ``layout`` tells them from
+    those of another plan.
+    """
 
     number: int
     shards: tuple[Shard, ...]
@@ -60,6 +72,8 @@ class Plan:
     ends: tuple[int, ...]
     size: int
     index: bytes
+    copies: tuple[tuple[int | None, tuple[Shard, ...]], ...] = ()
+    layout: str = ""
 
 
 @dataclass(slots=True)
@@ -87,8 +101,13 @@ class Planner:
             raise AssertionError("nothing has been planned yet")
         return self._plan
 
-    def make(self, captured: Captured, ranks: Ranks) -> Plan:
-        """Plan anew.  Collective; CheckpointError on all ranks if one of them can't."""
+    def make(
+        self, captured: Captured, ranks: Ranks, parameters: frozenset[str] = frozenset()
+    ) -> Plan:
+        """Plan anew.  Collective; CheckpointError on all ranks if one of them can't.
+
+        ``parameters`` are the keys of the parameters in ``captured``.
+        """
         dcp = ForgeSavePlanner(captured.alike)
         shards: list[Shard] = []
         error: Exception | None = None
@@ -103,23 +122,59 @@ class Planner:
             nonlocal index
             everybody = [[_from_row(row) for row in rows] for rows in reports]
             chosen = choose(dcp, everybody)
+            require_complete(everybody, chosen)
+            groups = ReplicaGroups.of(everybody)
             index = index_of(everybody, chosen).to_bytes()
             if len(index) > INDEX_LIMIT:
                 raise CheckpointError(
                     f"the index has {len(index)} bytes, {INDEX_LIMIT} can be read back",
                     next_step="Please report it with the number of tensors and ranks.",
                 )
-            return list[Json](list[Json](own) for own in chosen)
+            return {
+                "chosen": list[Json](list[Json](own) for own in chosen),
+                "groups": list[Json](groups.rows(rank) for rank in range(len(reports))),
+            }
 
-        chosen = ranks.agree(
+        agreed = ranks.agree(
             error, [_to_row(shard) for shard in shards], plan_all, doing="Planning a checkpoint"
         )
-        own = tuple(shards[number] for number in chosen[ranks.rank])
+        own = tuple(shards[number] for number in agreed["chosen"][ranks.rank])
+        copies = _copies(shards, from_rows(agreed["groups"][ranks.rank]), parameters)
         places, size = lay_out(own)
         ends = tuple(at + shard.nbytes for at, shard in zip(places, own, strict=True))
-        self._plan = Plan(next(self._numbers), own, tuple(places), ends, size, index)
+        self._plan = Plan(
+            next(self._numbers),
+            own,
+            tuple(places),
+            ends,
+            size,
+            index,
+            copies=copies,
+            layout=_layout(copies),
+        )
         self._made_for = _Shape.of(captured)
         return self._plan
+
+
+def _copies(
+    shards: Sequence[Shard], groups: Sequence[int | None], parameters: frozenset[str]
+) -> tuple[tuple[int | None, tuple[Shard, ...]], ...]:
+    """Shards that have to be equal wherever they are held, by group, in an order of all ranks'."""
+    compared = [
+        (group, shard)
+        for group, shard in zip(groups, shards, strict=True)
+        if is_compared(shard.key, parameters)
+    ]
+    order = operator.attrgetter("key", "offsets")
+    return tuple(
+        (group, tuple(sorted((shard for own, shard in compared if own == group), key=order)))
+        for group in dict.fromkeys(group for group, _ in compared)
+    )
+
+
+def _layout(copies: Sequence[tuple[int | None, Sequence[Shard]]]) -> str:
+    names = [(each.key, each.offsets, each.sizes) for _, shards in copies for each in shards]
+    return hashlib.blake2b(repr(names).encode(), digest_size=8).hexdigest()
 
 
 def choose(dcp: ForgeSavePlanner, everybody: Sequence[Sequence[Shard]]) -> list[list[int]]:

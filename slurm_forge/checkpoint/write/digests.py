@@ -1,0 +1,142 @@
+"""A cheap digest of tensors: the sum of their bits as integers, taken on their device.
+
+Equal tensors have equal sums on any device, whatever the order of the additions; a single flipped
+bit changes the sum.  Where there is much to read, a digest covers a sample: some of the tensors,
+some pieces of each, others at every turn, until everything was covered.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+#: What is read in one go stays below one hundredth of what a save takes, which writes everything
+#: to a disk: of a large state in host memory one of so many pieces, of a small one all of it.
+_PIECES = 16
+_HOST_BYTES = 4 << 20
+#: A GPU reads a hundred times faster than its memory is copied.
+_DEVICE_BYTES = 8 << 30
+#: Tensors, each of which costs microseconds: so many, or one for every MiB.
+_TENSORS = 256
+_PER_TENSOR = 1 << 20
+#: Integers of 8 bytes that are read in a row.
+_PIECE = 4096
+_WORD = 8
+_WRAP = 1 << 64
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One of so many tensors, and of a large one, one of so many pieces; ``turn`` says which.
+
+    ``1`` and ``1`` is everything; else as many turns as their product are.
+    """
+
+    tensors: int
+    pieces: int
+    turn: int
+
+    @classmethod
+    def of(cls, tensors: Sequence[torch.Tensor], turn: int) -> Sample:
+        """What may be read of these tensors; the same wherever their sizes are the same."""
+        size = sum(tensor.nbytes for tensor in tensors)
+        apart = -(-len(tensors) // max(_TENSORS, size // _PER_TENSOR)) or 1
+        size //= apart
+        on_host = all(tensor.device.type == "cpu" for tensor in tensors)
+        most = max(_HOST_BYTES, size // _PIECES) if on_host else _DEVICE_BYTES
+        return cls(apart, -(-size // max(1, most)) or 1, turn)
+
+    @property
+    def whole(self) -> bool:
+        """Whether everything is covered."""
+        return self.tensors == self.pieces == 1
+
+    def chosen(self, count: int) -> range:
+        """Which tensors of so many."""
+        return range(self.turn % self.tensors, count, self.tensors)
+
+    def piece(self) -> int:
+        """Which piece of a tensor."""
+        return self.turn // self.tensors % self.pieces
+
+
+class PendingSums:
+    """Sums that a device may still be working on."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor], samples: Sequence[Sample]) -> None:
+        """Begin the sums of some tensors, each with its sample; nothing is waited for."""
+        self._count = len(tensors)
+        parts: dict[torch.device, list[tuple[int, torch.Tensor]]] = {}
+        with torch.no_grad():
+            for number, (tensor, sample) in enumerate(zip(tensors, samples, strict=True)):
+                own = parts.setdefault(tensor.device, [])
+                own += [(number, part) for part in _sums(tensor, sample)]
+            self._arriving = [
+                (tuple(number for number, _ in some), *_to_host([part for _, part in some]))
+                for some in parts.values()
+                if some
+            ]
+
+    def read(self) -> list[int]:
+        """One number for each tensor, in their order.  Waits for the device."""
+        totals = [0] * self._count
+        for numbers, values, arrived in self._arriving:
+            if arrived is not None:
+                arrived.synchronize()
+            for number, value in zip(numbers, values.tolist(), strict=True):
+                totals[number] = (totals[number] + value) % _WRAP
+        return totals
+
+
+def digest_of(sums: Sequence[int]) -> str:
+    """Sums in their order as one short text."""
+    data = b"".join(value.to_bytes(_WORD, "little") for value in sums)
+    return hashlib.blake2b(data, digest_size=_WORD).hexdigest()
+
+
+def _to_host(sums: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.cuda.Event | None]:
+    stacked = torch.stack(list(sums))
+    if not stacked.is_cuda:
+        return stacked, None
+    host = torch.empty(len(sums), dtype=torch.int64, pin_memory=True)
+    host.copy_(stacked, non_blocking=True)
+    with torch.cuda.device(stacked.device):
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record()
+    return host, event
+
+
+def _sums(tensor: torch.Tensor, sample: Sample) -> list[torch.Tensor]:
+    """Integers that add up to the tensor's sum."""
+    tensor = tensor.detach().resolve_conj().resolve_neg()
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor)
+    size = tensor.element_size()
+    if tensor.numel() == 0 or size not in _INTEGERS:
+        return []
+    # Integers of 8 bytes are those of the values in their order, wherever these lie.
+    tensor = tensor.contiguous()
+    if tensor.storage_offset() * size % _WORD:
+        tensor = tensor.clone()
+    flat, per_word = tensor.view(-1), _WORD // size
+    even = tensor.numel() // per_word * per_word
+    sums: list[torch.Tensor] = []
+    if even < tensor.numel():
+        sums.append(flat[even:].view(_INTEGERS[size]).sum(dtype=torch.int64))
+    if not even:
+        return sums
+    words, row = flat[:even].view(torch.int64), sample.pieces * _PIECE
+    rows = len(words) // row
+    if sample.pieces == 1:
+        return [*sums, words.sum()]
+    at = sample.piece() * _PIECE
+    if rows:
+        sums.append(words[: rows * row].view(rows, row)[:, at : at + _PIECE].sum())
+    rest = words[rows * row + at : rows * row + at + _PIECE]
+    if len(rest):
+        sums.append(rest.sum())
+    return sums
