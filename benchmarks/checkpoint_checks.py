@@ -91,7 +91,7 @@ def _rounds(ranks: Ranks, folder: Path, size: Size, rounds: int) -> list[_Found]
         seconds, covered = [], 0.0
         for _ in range(_TIMES):
             began = time.perf_counter()
-            digest = writer._replicas.take(captured, writer._planner.plan, step=number)
+            digest = writer._replicas.take(captured, writer._planner.plan, turn=number)
             digest.report()
             seconds.append(time.perf_counter() - began)
             covered = digest.covered

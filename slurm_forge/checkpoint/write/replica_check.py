@@ -55,18 +55,41 @@ class ReplicaCheck:
     equal_at: int | None = field(default=None, init=False)
     _turn: int | None = field(default=None, init=False)
 
-    def take(
-        self, captured: Captured, plan: Plan, *, step: int, saved: SavedStates | None = None
-    ) -> StateDigest:
-        """Begin a digest of what this rank holds; the state may change once this returns.
-
-        Called on all ranks alike.  ``saved`` is what it will be compared with, if anything.
-        """
-        if saved is not None:
-            return StateDigest(captured, plan, saved.turn, self.host)
-        # Launches that end after a few saves do not all cover the same part of a large state.
+    def next_turn(self, step: int) -> int:
+        """Which part of a large state comes next; called on all ranks alike."""
+        # Launches that end after a few saves do not all begin with the same part.
         self._turn = step * _SPREAD if self._turn is None else self._turn + 1
-        return StateDigest(captured, plan, self._turn, self.host)
+        return self._turn
+
+    def take(self, captured: Captured, plan: Plan, turn: int) -> StateDigest:
+        """Begin a digest of what this rank holds; the state may change once this returns."""
+        return StateDigest(captured, plan, turn, self.host)
+
+    def compare(
+        self,
+        ranks: Ranks,
+        captured: Captured,
+        plan: Plan,
+        facts: RankFacts,
+        *,
+        step: int,
+        saved: SavedStates | None,
+    ) -> Comparison:
+        """Compare the ranks now, and with what was ``saved``.  Collective; waits for the device."""
+        digest, error = None, None
+        turn = self.next_turn(step) if saved is None else saved.turn
+        try:
+            digest = self.take(captured, plan, turn)
+        except Exception as caught:
+            error = caught
+
+        def told(reports: Sequence[Any], _: RankMismatch | None) -> dict[str, Json]:
+            return {"as_saved": None if saved is None else saved.are(SavedStates.of(reports))}
+
+        agreed, mismatch = self.exchange(
+            ranks, error, {}, digest, facts, told, step=step, doing="Comparing the ranks"
+        )
+        return Comparison(mismatch, agreed["as_saved"])
 
     def exchange(
         self,

@@ -174,7 +174,7 @@ class CheckpointWriter:
             raise
         document = captured.document  # the tensors are not kept for as long as the write takes
         held = copies(captured, plan) if all_copies else ()
-        filling = Filling()
+        filling, turn = Filling(), self._replicas.next_turn(name.step)
         blocked: Future[timedelta] = Future()
         digest: Future[StateDigest] = Future()
 
@@ -229,7 +229,7 @@ class CheckpointWriter:
             return pending_save
         try:
             self._copy(plan, captured, filling)
-            self._take_digest(plan, captured, name.step, digest)
+            self._take_digest(plan, captured, turn, digest)
         finally:
             digest.cancel()  # where it did not come to it: nobody waits for it in vain
             blocked.set_result(timedelta(seconds=time.monotonic() - started))
@@ -261,23 +261,7 @@ class CheckpointWriter:
         """
         captured, plan = self._planned(state)
         saved = None if manifest is None else SavedStates.from_json(manifest.about.get(DIGEST))
-
-        def told(reports: Sequence[Any], _: RankMismatch | None) -> dict[str, Json]:
-            return {"as_saved": None if saved is None else saved.are(SavedStates.of(reports))}
-
-        digest = Future[StateDigest]()
-        self._take_digest(plan, captured, step, digest, saved)
-        agreed, mismatch = self._replicas.exchange(
-            self._ranks,
-            digest.exception(),  # type: ignore[arg-type]  # of take_digest: an Exception
-            {},
-            None if digest.exception() else digest.result(),
-            facts,
-            told,
-            step=step,
-            doing="Comparing the ranks",
-        )
-        return Comparison(mismatch, agreed["as_saved"])
+        return self._replicas.compare(self._ranks, captured, plan, facts, step=step, saved=saved)
 
     def _planned(self, state: TrainingState) -> tuple[Captured, Plan]:
         """The state taken apart, looked at tensor by tensor, and the plan that fits it.
@@ -402,16 +386,11 @@ class CheckpointWriter:
                 raise
 
     def _take_digest(
-        self,
-        plan: Plan,
-        captured: Captured,
-        step: int,
-        digest: Future[StateDigest],
-        saved: SavedStates | None = None,
+        self, plan: Plan, captured: Captured, turn: int, digest: Future[StateDigest]
     ) -> None:
         """Begin it; what goes wrong is told to the others in the next exchange."""
         try:
-            digest.set_result(self._replicas.take(captured, plan, step=step, saved=saved))
+            digest.set_result(self._replicas.take(captured, plan, turn))
         except Exception as error:
             digest.set_exception(error)
 
