@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -17,18 +18,20 @@ from torch.nn.parallel import DistributedDataParallel
 
 import slurm_forge as forge
 from slurm_forge.journal import RunState, RunStatus, fold, read_journal
-from slurm_forge.journal.events import Event, IncidentSeen, Note, Resumed
+from slurm_forge.journal.events import CheckpointCommitted, Event, IncidentSeen, Note, Resumed
 from slurm_forge.run_directory import RunDirectory
 from slurm_forge.training.data.batches import Batch
 from slurm_forge.training.rank.main import RankOutcome
 from slurm_forge.vocabulary.cause import Cause
 from slurm_forge.vocabulary.decision import Action, Incident
 from slurm_forge.vocabulary.trust import Trust
-from tests.distributed.launches import Launch, launched, new_run, newest_manifest
+from tests.distributed.launches import Gate, Launch, launched, new_run, newest_manifest
 
 pytestmark = [pytest.mark.distributed]
 
 STEPS, SAVE_EVERY, BATCH = 12, 4, 8
+#: Steps until a run has surely heard of what a save has found.
+LONG = 5_000
 
 
 class Points(torch.utils.data.Dataset[tuple[torch.Tensor, torch.Tensor]]):
@@ -90,7 +93,7 @@ def flip_weight_on(rank: int, *, after: int) -> Any:
     return damage
 
 
-@dataclass(frozen=True)
+@dataclass
 class End:
     """How a run stands after a launch."""
 
@@ -107,7 +110,7 @@ class End:
     def text(self) -> str:
         return "; ".join(each.text for each in self.incident.evidence)
 
-    @property
+    @cached_property
     def trust(self) -> dict[int, Trust]:
         return {each.name.step: each.trust for each in self.state.known}
 
@@ -140,6 +143,14 @@ def held(end: End) -> None:
     assert {told.outcome for told in end.launch.told} == {RankOutcome.GIVEN_UP}
 
 
+def suspected_from_step_8_on(end: End) -> None:
+    """Ranks go on for some steps until all have heard of what the save at step 8 found."""
+    assert end.trust.pop(4) is Trust.GOOD
+    assert set(end.trust.values()) == {Trust.SUSPECT}
+    saves = [event for event in end.events if isinstance(event, CheckpointCommitted)]
+    assert [bool(each.findings) for each in saves[:2]] == [False, True]
+
+
 def test_a_plain_model_on_two_ranks_is_held_after_the_first_step(tmp_path: Path) -> None:
     end = train(made(tmp_path), program(lambda model: model))
     held(end)
@@ -150,12 +161,13 @@ def test_a_plain_model_on_two_ranks_is_held_after_the_first_step(tmp_path: Path)
 
 
 def test_a_flipped_bit_is_found_at_the_next_save(tmp_path: Path) -> None:
-    end = train(made(tmp_path), program(DistributedDataParallel, damage=flip_weight_on(1, after=5)))
+    damage = flip_weight_on(1, after=5)
+    end = train(made(tmp_path), program(DistributedDataParallel, damage=damage, until=LONG))
     held(end)
     assert "2.weight of model 'model'" in end.text and "between ranks 0 and 1" in end.text
     assert "after step 8; they were equal after step 4" in end.text
     assert end.incident.onset == 5 and "wrap the model" not in end.text
-    assert end.trust == {4: Trust.GOOD, 8: Trust.SUSPECT}
+    suspected_from_step_8_on(end)
     manifest = newest_manifest(end.launch.run)
     assert manifest is not None and "2.weight of model 'model'" in manifest.findings[0]
 
@@ -164,7 +176,7 @@ def test_a_flipped_bit_is_found_at_the_next_save(tmp_path: Path) -> None:
 def test_a_rank_that_differs_alone_is_named_with_its_node(tmp_path: Path) -> None:
     damage = flip_weight_on(2, after=5)
     hosts = ("n01", "n02", "n03")
-    ranks = program(DistributedDataParallel, damage=damage, batch=12)
+    ranks = program(DistributedDataParallel, damage=damage, batch=12, until=LONG)
     end = train(made(tmp_path), ranks, ranks=3, hosts=hosts)
     held(end)
     assert "on rank 2 (n03) from the 2 other ranks" in end.text
@@ -177,10 +189,10 @@ def test_optimizer_state_that_differs_is_found(tmp_path: Path) -> None:
         if (run.rank, run.step_number) == (0, 6):
             flip(optimizer.state[model.get_parameter("module.0.bias")]["exp_avg_sq"], bit=0)
 
-    end = train(made(tmp_path), program(DistributedDataParallel, damage=damage))
+    end = train(made(tmp_path), program(DistributedDataParallel, damage=damage, until=LONG))
     held(end)
     assert "exp_avg_sq of 0.bias of model 'model' (optimizer 'optimizer')" in end.text
-    assert end.trust == {4: Trust.GOOD, 8: Trust.SUSPECT}
+    suspected_from_step_8_on(end)
 
 
 @pytest.mark.slow
@@ -281,12 +293,22 @@ class Rounding(nn.Linear):
             self.weight.mul_(1.0 + 1e-3)
 
 
-def stop_at(step: int) -> Any:
-    def damage(run: forge.Run, *_: Any) -> None:
-        if run.step_number == step and run.rank == 0:
-            run.directory.joinpath("STOP").touch()
+def stop_at(run: RunDirectory, step: int, **given: Any) -> None:
+    """A launch that is stopped there: its last checkpoint is one that a stop has written."""
+    gate = Gate()
 
-    return damage
+    def wait(run: forge.Run, *_: Any) -> None:
+        if (run.step_number, run.rank) == (step, 0):
+            gate.wait(0)
+
+    with launched(run, 2, program(DistributedDataParallel, damage=wait, **given)) as launch:
+        launch.at(gate, 1)
+        launch.stop_together()
+        gate.open()
+    gate.close()
+    manifest = newest_manifest(run)
+    assert {told.outcome for told in launch.told} == {RankOutcome.STOPPED}
+    assert manifest is not None and manifest.reason == "stop"
 
 
 def resumed(end: End) -> Resumed:
@@ -300,34 +322,32 @@ def test_what_a_stop_has_written_is_compared_bit_by_bit(tmp_path: Path, layer: A
         return nn.Sequential(layer(4, 6), nn.Linear(6, 2))
 
     run = made(tmp_path)
-    wrap = DistributedDataParallel
-    first = train(run, program(wrap, build=build, damage=stop_at(5), until=40))
-    assert {told.outcome for told in first.launch.told} == {RankOutcome.STOPPED}
-    run.stop_file.unlink()
-    second = train(run, program(wrap, build=build, until=40))
-    assert second.state.status is RunStatus.FINISHED and resumed(second).step > 0
+    stop_at(run, 5, build=build)
+    second = train(run, program(DistributedDataParallel, build=build))
+    assert second.state.status is RunStatus.FINISHED and 5 <= resumed(second).step < STEPS
     told = [note for note in second.notes if "not bit for bit what was saved" in note]
     assert bool(told) is (layer is Rounding)
     assert resumed(second).exact is (layer is nn.Linear)
 
 
-def test_a_program_may_refuse_what_it_resumes_from(tmp_path: Path) -> None:
+@pytest.mark.parametrize("refuses", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_a_program_may_refuse_what_it_resumes_from(tmp_path: Path, refuses: bool) -> None:
     def validates(run: forge.Run) -> None:
         @run.on("on_resume", all_ranks=True)
         def check(step: int, **_: object) -> None:
             total = torch.ones(1)
             dist.all_reduce(total)  # a validation over all ranks
-            if run.attempt == 2 and run.rank == 1:
+            if refuses and run.rank == 1:
                 raise forge.RefuseResume(f"{int(total)} ranks, and the loss is 7.5")
 
     run = made(tmp_path)
-    train(run, program(DistributedDataParallel, damage=stop_at(5), until=40))
-    run.stop_file.unlink()
+    stop_at(run, 5)
     before = sorted(path.name for path in run.checkpoints.iterdir())
-    end = train(run, program(DistributedDataParallel, before=validates, until=40))
+    end = train(run, program(DistributedDataParallel, before=validates))
+    if not refuses:
+        assert end.state.status is RunStatus.FINISHED
+        return
     assert end.state.status is RunStatus.HELD
     assert "rank 1: 2 ranks, and the loss is 7.5" in end.state.reason
     assert {told.outcome for told in end.launch.told} == {RankOutcome.GIVEN_UP}
     assert sorted(path.name for path in run.checkpoints.iterdir()) == before
-    again = train(run, program(DistributedDataParallel, before=validates, until=12))
-    assert again.state.status is RunStatus.FINISHED

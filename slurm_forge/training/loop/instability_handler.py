@@ -146,6 +146,8 @@ class InstabilityHandler:
             self._active_plan.plan = decision.plan
             if self._spike_monitor is not None and trouble.cause is Cause.LOSS_SPIKE:
                 self._spike_monitor.tolerate()
+            if trouble.cause is Cause.RANK_MISMATCH:
+                self._save_schedule.accept_mismatch()
             if self._known_checkpoints is not None:
                 self._save_schedule.agree_with(self._known_checkpoints)
             return False  # what ``read_all`` has found meanwhile comes up at the next boundary

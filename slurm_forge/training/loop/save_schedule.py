@@ -50,6 +50,7 @@ class SaveSchedule:
         self._boundaries = boundaries
         self._on_save_started = on_save_started
         self._prepared = False
+        self._mismatch_accepted = False
         self._stepped = False
         #: The random state of the training, while a phase goes on with one of its own.
         self.random: dict[str, torch.Tensor] | None = None
@@ -86,8 +87,12 @@ class SaveSchedule:
     def compare_ranks(self, *, ids: bool = False) -> None:
         """Compare what ranks hold that should be equal; a difference is for all to act on."""
         mismatch = self._saver.compare_ranks(self._registry, self._progress, rng.capture(), ids=ids)
-        if mismatch is not None:
+        if mismatch is not None and not self._mismatch_accepted:
             self._skip_tracker.found(instability_of(mismatch))
+
+    def accept_mismatch(self) -> None:
+        """It was decided, on all ranks, that training goes on although they differ."""
+        self._mismatch_accepted = True
 
     def save(self, reason: str, *, wait: bool = False, doubts: Sequence[str] = ()) -> None:
         """Save; with ``wait`` (or where the job wants it so) it is on disk on return, or failed."""
