@@ -11,16 +11,17 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 #: What is read in one go stays below one hundredth of what a save takes, which writes everything
 #: to a disk: of a large state in host memory one of so many pieces, of a small one all of it.
-_PIECES = 16
+_PIECES = 32
 _HOST_BYTES = 4 << 20
 #: A GPU reads a hundred times faster than its memory is copied.
 _DEVICE_BYTES = 8 << 30
 #: Tensors, each of which costs microseconds: so many, or one for every MiB.
-_TENSORS = 256
+_TENSORS = 128
 _PER_TENSOR = 1 << 20
 #: Integers of 8 bytes that are read in a row.
 _PIECE = 4096
@@ -65,31 +66,36 @@ class Sample:
 
 
 class PendingSums:
-    """Sums that a device may still be working on."""
+    """Sums that a device may still be working on; those of the host are there at once."""
 
     def __init__(self, tensors: Sequence[torch.Tensor], samples: Sequence[Sample]) -> None:
         """Begin the sums of some tensors, each with its sample; nothing is waited for."""
-        self._count = len(tensors)
-        parts: dict[torch.device, list[tuple[int, torch.Tensor]]] = {}
+        self._totals = [0] * len(tensors)
+        there: dict[torch.device, list[tuple[int, torch.Tensor]]] = {}
         with torch.no_grad():
             for number, (tensor, sample) in enumerate(zip(tensors, samples, strict=True)):
-                own = parts.setdefault(tensor.device, [])
-                own += [(number, part) for part in _sums(tensor, sample)]
+                for part in _parts(tensor, sample):
+                    if part.device.type == "cpu":
+                        # On this thread alone: torch would wait for the last of its threads, on
+                        # cores that the loader's workers use, too.
+                        self._totals[number] += int(np.add.reduce(part.numpy(), None, np.int64))
+                    else:
+                        total = part.sum(dtype=torch.int64)
+                        there.setdefault(tensor.device, []).append((number, total))
             self._arriving = [
-                (tuple(number for number, _ in some), *_to_host([part for _, part in some]))
-                for some in parts.values()
-                if some
+                (tuple(number for number, _ in some), *_to_host([total for _, total in some]))
+                for some in there.values()
             ]
 
     def read(self) -> list[int]:
         """One number for each tensor, in their order.  Waits for the device."""
-        totals = [0] * self._count
         for numbers, values, arrived in self._arriving:
             if arrived is not None:
                 arrived.synchronize()
             for number, value in zip(numbers, values.tolist(), strict=True):
-                totals[number] = (totals[number] + value) % _WRAP
-        return totals
+                self._totals[number] += value
+        self._arriving = []
+        return [total % _WRAP for total in self._totals]
 
 
 def digest_of(sums: Sequence[int]) -> str:
@@ -110,33 +116,30 @@ def _to_host(sums: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.cuda.Eve
     return host, event
 
 
-def _sums(tensor: torch.Tensor, sample: Sample) -> list[torch.Tensor]:
-    """Integers that add up to the tensor's sum."""
-    tensor = tensor.detach().resolve_conj().resolve_neg()
+def _parts(tensor: torch.Tensor, sample: Sample) -> list[torch.Tensor]:
+    """What is added up: views of the tensor as integers."""
     if tensor.is_complex():
-        tensor = torch.view_as_real(tensor)
-    size = tensor.element_size()
-    if tensor.numel() == 0 or size not in _INTEGERS:
+        tensor = torch.view_as_real(tensor.resolve_conj())
+    size, count = tensor.element_size(), tensor.numel()
+    if count == 0 or size not in _INTEGERS:
         return []
     # Integers of 8 bytes are those of the values in their order, wherever these lie.
     tensor = tensor.contiguous()
     if tensor.storage_offset() * size % _WORD:
         tensor = tensor.clone()
     flat, per_word = tensor.view(-1), _WORD // size
-    even = tensor.numel() // per_word * per_word
-    sums: list[torch.Tensor] = []
-    if even < tensor.numel():
-        sums.append(flat[even:].view(_INTEGERS[size]).sum(dtype=torch.int64))
+    even = count // per_word * per_word
+    parts: list[torch.Tensor] = []
+    if even < count:
+        parts.append(flat[even:].view(_INTEGERS[size]))
     if not even:
-        return sums
-    words, row = flat[:even].view(torch.int64), sample.pieces * _PIECE
-    rows = len(words) // row
+        return parts
+    words = (flat if even == count else flat[:even]).view(torch.int64)
     if sample.pieces == 1:
-        return [*sums, words.sum()]
-    at = sample.piece() * _PIECE
+        return [*parts, words]
+    row = sample.pieces * _PIECE
+    rows, at = len(words) // row, sample.piece() * _PIECE
     if rows:
-        sums.append(words[: rows * row].view(rows, row)[:, at : at + _PIECE].sum())
+        parts.append(words[: rows * row].view(rows, row)[:, at : at + _PIECE])
     rest = words[rows * row + at : rows * row + at + _PIECE]
-    if len(rest):
-        sums.append(rest.sum())
-    return sums
+    return [*parts, rest] if len(rest) else parts
