@@ -21,7 +21,6 @@ from slurm_forge.checkpoint.write.pending_save import (
     PendingSave,
     Saved,
 )
-from slurm_forge.checkpoint.write.replica_check import RankFacts
 from slurm_forge.checkpoint.write.replicas import RankMismatch
 from slurm_forge.checkpoint.write.save import CheckpointWriter
 from slurm_forge.control import Member
@@ -35,17 +34,13 @@ from slurm_forge.errors import (
 from slurm_forge.journal import JournalWriter, fold, read_journal
 from slurm_forge.store.directory import CheckpointStore
 from slurm_forge.store.identity import CheckpointName
-from slurm_forge.store.manifest import Manifest
 from slurm_forge.training.checkpointing.catalog import (
     CheckpointCatalog,
     CliJudgements,
 )
 from slurm_forge.training.checkpointing.compatibility import CompatibilityCheck
+from slurm_forge.training.checkpointing.rank_comparison import RankComparison
 from slurm_forge.training.checkpointing.rank_mismatch import tolerates
-from slurm_forge.training.checkpointing.sample_check import (
-    samples_report,
-    wrong_samples,
-)
 from slurm_forge.training.core import rng
 from slurm_forge.training.core.instability import ActivePlan
 from slurm_forge.training.core.loss import (
@@ -93,16 +88,13 @@ class Saver:
         self._writer = CheckpointWriter(
             self._store, group=group, background=background, host=context.host
         )
-        #: Where this rank stands among those with other samples, and with the same.
-        self.layout = RankLayout.flat(context.rank, context.world_size)
+        self.comparison = RankComparison(
+            self._writer, Ranks(group), RankLayout.flat(context.rank, context.world_size)
+        )
         #: Whether the job file says to go on where ranks differ.
         self._tolerant = tolerates(context.spec.recovery)
         #: The save that was begun and not finished yet, if any.
         self.pending: PendingSave | None = None
-        #: What was loaded and not compared with the ranks' memory yet.
-        self._loaded: Manifest | None = None
-        #: Whether what was loaded last is not bit for bit what was saved.
-        self.load_differs = False
         #: How often this launch was rolled back.
         self._turn = 0
         #: On rank 0: what is known of the checkpoints there are.
@@ -221,7 +213,7 @@ class Saver:
                 doubts=not_trusted,
                 # Not on the way out: it takes as long as the state is large.
                 all_copies=not wait,
-                facts=self._facts(progress),
+                facts=self.comparison.facts(progress),
                 tolerant=self._tolerant,
             )
         except RanksLostError:
@@ -250,39 +242,13 @@ class Saver:
         *,
         ids: bool = False,
     ) -> RankMismatch | None:
-        """Compare the copies that ranks hold, and their samples: one by one with ``ids``.
-
-        Collective; waits for the device.  A checkpoint that was just loaded is compared with what
-        it holds, too.
-        """
-        if self._context.world_size == 1 and self._loaded is None:
-            return None
-        state = self._state(registry, progress, random)  # of a save: its plan stays
-        manifest, self._loaded = self._loaded, None
-        facts = self._facts(progress, ids=ids)
-        try:
-            found = self._writer.compare(state, step=progress.step, facts=facts, manifest=manifest)
-        except RanksLostError:
-            raise
-        except CheckpointError as error:  # as in ``prepare``
-            raise UnsupportedError(error.message, next_step=error.next_step) from error
-        if manifest is not None:
-            self.load_differs = found.as_saved is False
-        if found.mismatch is None or self._is_unsound_anywhere(registry):
-            return None
-        return found.mismatch
-
-    def _is_unsound_anywhere(self, registry: Registry) -> bool:
-        """What is not finite makes ranks differ, too, and has a cure: others look for it."""
-
-        def any_of(reports: Sequence[Any]) -> bool:
-            return any(reports)
-
-        own = bool(self.unsound(registry))
-        return bool(Ranks(self._group).agree(None, own, any_of, doing="Comparing the ranks"))
-
-    def _facts(self, progress: TrainingProgress, *, ids: bool = False) -> RankFacts:
-        return RankFacts(samples_report(progress, self.layout, ids=ids), wrong_samples)
+        """Compare what ranks hold that should be equal.  Collective; waits for the device."""
+        return self.comparison.compare(
+            self._state(registry, progress, random),  # that of a save: its plan stays
+            progress,
+            unsound=partial(self.unsound, registry),
+            ids=ids,
+        )
 
     def _instability(self, registry: Registry, progress: TrainingProgress) -> tuple[str, ...]:
         """What the last steps say of the state that they left, apart from the loss."""
@@ -438,7 +404,7 @@ class Saver:
         self.last = manifest.name
         self.last_save_step = manifest.step
         self._loss_history.restored()
-        self._loaded = manifest
+        self.comparison.loaded = manifest
         if self.catalog is not None:
             self.catalog.resumed(manifest.name)
         return manifest.name, exact

@@ -98,7 +98,7 @@ class Resumer:
         )
         if name is not None:
             parts.save_schedule.compare_ranks()
-            exact = exact and not parts.saver.load_differs
+            exact = exact and not parts.saver.comparison.load_differs
         interpreter_s, rendezvous_s = (0.0, 0.0) if again else self._timings()
         if self._journal is not None:
             self._journal.write(
@@ -151,7 +151,7 @@ class Resumer:
         if not exact or parts.compatibility.changed or other:
             expected = None
         parts.first_steps.resumed(
-            parts.progress.step, expected=expected, load_differs=parts.saver.load_differs
+            parts.progress.step, expected=expected, load_differs=parts.saver.comparison.load_differs
         )
 
 
