@@ -16,7 +16,7 @@ import torch
 
 #: What is read in one go stays below one hundredth of what a save takes, which writes everything
 #: to a disk: of a large state in host memory one of so many pieces, of a small one all of it.
-_PIECES = 32
+_PIECES = 64
 _HOST_BYTES = 4 << 20
 #: A GPU reads a hundred times faster than its memory is copied.
 _DEVICE_BYTES = 8 << 30
@@ -42,14 +42,17 @@ class Sample:
     turn: int
 
     @classmethod
-    def of(cls, tensors: Sequence[torch.Tensor], turn: int) -> Sample:
-        """What may be read of these tensors; the same wherever their sizes are the same."""
-        size = sum(tensor.nbytes for tensor in tensors)
-        apart = -(-len(tensors) // max(_TENSORS, size // _PER_TENSOR)) or 1
-        size //= apart
+    def of(cls, count: int, size: int, turn: int) -> Sample:
+        """Which of so many tensors, of so many bytes together, are looked at; see ``on``."""
+        apart = -(-count // max(_TENSORS, size // _PER_TENSOR)) or 1
+        return cls(apart, 1, turn)
+
+    def on(self, tensors: Sequence[torch.Tensor], size: int) -> Sample:
+        """How much of each of the chosen tensors is looked at; ``size`` is that of all tensors."""
+        size //= self.tensors
         on_host = all(tensor.device.type == "cpu" for tensor in tensors)
         most = max(_HOST_BYTES, size // _PIECES) if on_host else _DEVICE_BYTES
-        return cls(apart, -(-size // max(1, most)) or 1, turn)
+        return Sample(self.tensors, -(-size // max(1, most)) or 1, self.turn)
 
     @property
     def whole(self) -> bool:

@@ -58,12 +58,23 @@ from slurm_forge.vocabulary.json_value import Json
 
 
 @dataclass(frozen=True, slots=True)
+class SharedShards:
+    """Keys of shards that the same ranks hold, of ``size`` bytes, in an order of all ranks'.
+
+    ``group`` is the number of these ranks in ``ReplicaGroups``; None is this rank alone.
+    """
+
+    group: int | None
+    keys: tuple[str, ...]
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
     """What this rank writes, where in its file; ``index`` is the whole index, on rank 0 only.
 
-    ``copies``: of what has to be equal on all ranks that hold it, this rank's shards by the number
-    of the group of ranks that hold them; None is this rank alone.  ``layout`` tells them from
-    those of another plan.
+    ``copies`` are this rank's parts of what has to be equal on all ranks that hold it; ``layout``
+    tells them from those of another plan.
     """
 
     number: int
@@ -72,7 +83,7 @@ class Plan:
     ends: tuple[int, ...]
     size: int
     index: bytes
-    copies: tuple[tuple[int | None, tuple[Shard, ...]], ...] = ()
+    copies: tuple[SharedShards, ...] = ()
     layout: str = ""
 
 
@@ -139,7 +150,7 @@ class Planner:
             error, [_to_row(shard) for shard in shards], plan_all, doing="Planning a checkpoint"
         )
         own = tuple(shards[number] for number in agreed["chosen"][ranks.rank])
-        copies = _copies(shards, from_rows(agreed["groups"][ranks.rank]), parameters)
+        copies, layout = _copies(shards, from_rows(agreed["groups"][ranks.rank]), parameters)
         places, size = lay_out(own)
         ends = tuple(at + shard.nbytes for at, shard in zip(places, own, strict=True))
         self._plan = Plan(
@@ -150,7 +161,7 @@ class Planner:
             size,
             index,
             copies=copies,
-            layout=_layout(copies),
+            layout=layout,
         )
         self._made_for = _Shape.of(captured)
         return self._plan
@@ -158,23 +169,20 @@ class Planner:
 
 def _copies(
     shards: Sequence[Shard], groups: Sequence[int | None], parameters: frozenset[str]
-) -> tuple[tuple[int | None, tuple[Shard, ...]], ...]:
-    """Shards that have to be equal wherever they are held, by group, in an order of all ranks'."""
-    compared = [
-        (group, shard)
-        for group, shard in zip(groups, shards, strict=True)
-        if is_compared(shard.key, parameters)
-    ]
+) -> tuple[tuple[SharedShards, ...], str]:
+    """Shards that have to be equal wherever they are held, and a digest of their layout."""
+    compared: dict[int | None, list[Shard]] = {}
+    for shard, group in zip(shards, groups, strict=True):
+        if is_compared(shard.key, parameters):
+            compared.setdefault(group, []).append(shard)
     order = operator.attrgetter("key", "offsets")
-    return tuple(
-        (group, tuple(sorted((shard for own, shard in compared if own == group), key=order)))
-        for group in dict.fromkeys(group for group, _ in compared)
+    in_order = {group: sorted(some, key=order) for group, some in compared.items()}
+    layout = [(each.key, each.offsets, each.sizes) for some in in_order.values() for each in some]
+    copies = tuple(
+        SharedShards(group, tuple(each.key for each in some), sum(each.nbytes for each in some))
+        for group, some in in_order.items()
     )
-
-
-def _layout(copies: Sequence[tuple[int | None, Sequence[Shard]]]) -> str:
-    names = [(each.key, each.offsets, each.sizes) for _, shards in copies for each in shards]
-    return hashlib.blake2b(repr(names).encode(), digest_size=8).hexdigest()
+    return copies, hashlib.blake2b(repr(layout).encode(), digest_size=8).hexdigest()
 
 
 def choose(dcp: ForgeSavePlanner, everybody: Sequence[Sequence[Shard]]) -> list[list[int]]:

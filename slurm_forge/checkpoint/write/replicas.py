@@ -83,14 +83,14 @@ class StateDigest:
         self._copies: list[_HeldCopies] = []
         chosen: list[torch.Tensor] = []
         samples: list[Sample] = []
-        for group, shards in plan.copies:
-            tensors = [local_part(captured.tensors[shard.key]) for shard in shards]
-            sample = Sample.of(tensors, turn)
-            numbers = sample.chosen(len(shards))
-            keys = tuple(shards[number].key for number in numbers)
-            self._copies.append(_HeldCopies(group, keys, sample))
-            chosen += [tensors[number] for number in numbers]
-            samples += [sample] * len(numbers)
+        for each in plan.copies:
+            sample = Sample.of(len(each.keys), each.size, turn)
+            keys = tuple(each.keys[number] for number in sample.chosen(len(each.keys)))
+            tensors = [local_part(captured.tensors[key]) for key in keys]
+            sample = sample.on(tensors, each.size)
+            self._copies.append(_HeldCopies(each.group, keys, sample))
+            chosen += tensors
+            samples += [sample] * len(keys)
         self._pending = PendingSums(chosen, samples)
         self._layout = plan.layout
         self._sums: list[list[int]] | None = None

@@ -5,9 +5,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from slurm_forge.checkpoint.content.shard_layout import Shard
 from slurm_forge.checkpoint.content.training_state import TrainingState
-from slurm_forge.checkpoint.write.plan import Plan
+from slurm_forge.checkpoint.write.plan import Plan, SharedShards
 from slurm_forge.checkpoint.write.replicas import (
     RankMismatch,
     StateDigest,
@@ -24,12 +23,11 @@ def digests(models, *, alike=True, step=8):
     found = []
     for rank, model in enumerate(models):
         captured = TrainingState(models={"net": model}).capture()
-        shards = tuple(
-            Shard(key, "float32", 4, tuple(t.shape), (0,) * t.dim(), tuple(t.shape))
-            for key, t in sorted(captured.tensors.items())
-        )
+        keys = tuple(sorted(captured.tensors))
+        size = sum(tensor.nbytes for tensor in captured.tensors.values())
         object.__setattr__(captured, "alike", frozenset(captured.tensors if alike else ()))
-        plan = Plan(1, shards, (), (), 0, b"", copies=((GROUP, shards),), layout="x")
+        copies = (SharedShards(GROUP, keys, size),)
+        plan = Plan(1, (), (), (), 0, b"", copies=copies, layout="x")
         found.append(StateDigest(captured, plan, step, f"n{rank}"))
     return found
 
