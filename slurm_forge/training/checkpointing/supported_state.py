@@ -6,13 +6,14 @@ trained and belongs to nothing that is saved.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from itertools import chain
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
@@ -89,18 +90,17 @@ def _require_registered(name: str, optimizer: Optimizer, held: set[int]) -> None
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, str, torch.Tensor]]:
-    """Everything of a model that is saved as a tensor."""
-    for path, parameter in model.named_parameters():
-        yield path, "parameter", parameter
-    for prefix, module in model.named_modules():
-        transient = module._non_persistent_buffers_set
-        for name, buffer in _own_buffers(module).items():
-            if name not in transient:
-                yield f"{prefix}.{name}" if prefix else name, "buffer", buffer
+    """Everything of a model that is saved as a tensor: what its modules make of their state."""
+    for path, value in model.state_dict(keep_vars=True).items():
+        if isinstance(value, torch.Tensor):
+            kind = "parameter" if isinstance(value, nn.Parameter) or is_lazy(value) else "buffer"
+            yield _without_wrappers(model, path), kind, value
 
 
-def _own_buffers(module: nn.Module) -> Mapping[str, torch.Tensor]:
-    return {name: buffer for name, buffer in module._buffers.items() if buffer is not None}
+def _without_wrappers(model: nn.Module, path: str) -> str:
+    if isinstance(model, DistributedDataParallel):
+        path = path.removeprefix("module.")
+    return path.replace("_orig_mod.", "")
 
 
 def _described(tensor: torch.Tensor) -> str:

@@ -85,6 +85,21 @@ def test_quantized_nested_and_foreign_tensors_are_refused() -> None:
     assert "Subclass" in refused(net=model).message
 
 
+class Packed(nn.Module):
+    """Holds what can't be saved, and saves what it is made from."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("packed", torch.ones(2).to_sparse())
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        destination[f"{prefix}plain"] = self.packed.to_dense()
+
+
+def test_what_a_module_makes_of_its_state_is_what_counts() -> None:
+    require_supported(registry(net=nn.Sequential(Packed())))
+
+
 @pytest.fixture
 def mesh(tmp_path: Any) -> Any:
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/s", rank=0, world_size=1)
