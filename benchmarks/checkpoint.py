@@ -1,6 +1,6 @@
-"""What checkpoints cost: saving, loading, what training loses, planning and memory, beside DCP.
+"""What checkpoints cost: saving, loading, what training loses, planning, memory, and checks.
 
-    python -m benchmarks.checkpoint [--only save,load,stall,plan,memory] [--gib 1] [--ranks 1,2]
+    python -m benchmarks.checkpoint [--only save,load,stall,plan,memory,checks] [--ranks 1,2]
     python -m benchmarks.checkpoint --all --json FILE     # everything that is quoted
 
 Every round runs every way once, in another order; ratios are of one round, so that what slows a
@@ -27,7 +27,7 @@ from benchmarks.tables import Machine, Section, write_json
 if TYPE_CHECKING:
     from benchmarks.checkpoint_state import Size
 
-_PARTS = ("save", "load", "stall", "plan", "memory")
+_PARTS = ("save", "load", "stall", "plan", "memory", "checks")
 #: From here on a state is measured in fewer rounds.
 _LARGE_GIB = 2.0
 #: How many shards rank 0 is given in all for a simulated plan.
@@ -58,6 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _plan(options: argparse.Namespace) -> Iterator[tuple[str, Callable[[Path], Section]]]:
     """The parts that were asked for, in the order in which they are printed."""
     from benchmarks import checkpoint_load, checkpoint_memory, checkpoint_plan, checkpoint_save
+    from benchmarks.checkpoint_checks import measure_checks
     from benchmarks.checkpoint_scale import measure_scale
     from benchmarks.checkpoint_stall import measure_stall
     from benchmarks.checkpoint_state import Size
@@ -94,6 +95,10 @@ def _plan(options: argparse.Namespace) -> Iterator[tuple[str, Callable[[Path], S
             n = options.rounds
             yield "plan", partial(checkpoint_plan.measure_plan, size=small, world=world, rounds=n)
         yield "plan", lambda _: measure_scale(options.tensors, options.shards, rounds=2)
+    for size in sizes if "checks" in options.only else []:
+        for world in (each for each in options.ranks if each > 1):
+            n = rounds(size)
+            yield "checks", partial(measure_checks, size=size, world=world, rounds=n)
     if "memory" in options.only:
         for world in options.ranks:
             yield (

@@ -10,7 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from slurm_forge.errors import ForgeError
+    from slurm_forge.errors import ForgeError, RefuseResume
     from slurm_forge.launch.attach import attach
     from slurm_forge.launch.submit.api import submit
     from slurm_forge.launch.submitit.job import ForgeJob
@@ -36,6 +36,7 @@ __all__ = [
     "Incident",
     "JobSpec",
     "Loss",
+    "RefuseResume",
     "Run",
     "Steps",
     "attach",
@@ -52,6 +53,7 @@ _WHERE = {
     "ForgeJob": "slurm_forge.launch.submitit.job",
     "JobSpec": "slurm_forge.spec",
     "Loss": "slurm_forge.training.core.loss",
+    "RefuseResume": "slurm_forge.errors",
     "Run": "slurm_forge.training.loop.run",
     "Steps": "slurm_forge.training.core.duration",
     "attach": "slurm_forge.launch.attach",

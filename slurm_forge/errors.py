@@ -152,5 +152,13 @@ class UnsupportedError(ForgeError):
     """Asked for something that can't keep its promise here (an iterable without state, …)."""
 
 
+class RefuseResume(ForgeError):  # noqa: N818  what a program says, as StopIteration is
+    """Raise it in an ``on_resume`` hook: the run is held instead of going on from there.
+
+    Args:
+        message: Why, in your own words; ``explain`` shows it.
+    """
+
+
 class HookError(ForgeError):
     """A hook of the program raised while all ranks waited for its answer."""

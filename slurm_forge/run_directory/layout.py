@@ -126,6 +126,10 @@ class RunDirectory:
         """The nodes of a launch, a line for each rank, as srun reads them."""
         return self.attempt(attempt) / f"seats-l{launch}"
 
+    def memory_snapshot(self, attempt: int, launch: int, rank: int) -> Path:
+        """The history of a rank's GPU memory when it ran out, for pytorch.org/memory_viz."""
+        return self.memory_account(attempt, launch, rank).with_suffix(".pickle")
+
     def memory_account(self, attempt: int, launch: int, rank: int) -> Path:
         """What a rank that ran out of memory wrote about where it had gone."""
         return self.attempt(attempt) / f"oom-rank{rank}-launch{launch}.txt"

@@ -418,6 +418,12 @@ class JobSpec(JobSection):
         description="true if samples of a micro-batch influence each other (BatchNorm, contrastive "
         "losses): then the micro-batch is never made smaller.",
     )
+    memory_snapshot: bool = Field(
+        default=False,
+        strict=True,
+        description="Record the allocations of each GPU (some microseconds each), and write them "
+        "into the run directory when it runs out of memory: a file for pytorch.org/memory_viz.",
+    )
     chain: Annotated[Count, Field(le=MOST_TASKS)] | None = Field(
         default=None,
         description="For template: array, how many attempts are handed to Slurm at once: each "

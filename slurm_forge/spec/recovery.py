@@ -250,6 +250,7 @@ _CURES: dict[Cause, frozenset[Action]] = {
     Cause.APP_ERROR: _PROCESS,
     Cause.ENV_MISMATCH: _WATCHED,
     Cause.CHECKPOINT_BAD: _PROCESS,
+    Cause.RANK_MISMATCH: _WATCHED,
     Cause.EXTERNAL_SERVICE: _WATCHED,
     Cause.UNKNOWN: _PROCESS,
 }
@@ -324,6 +325,9 @@ def _default_ladders() -> Mapping[Cause, Ladder]:
         # The same environment would differ again, and what differs is for a human to judge.
         Cause.ENV_MISMATCH: (),
         Cause.CHECKPOINT_BAD: (_relaunch(1),),
+        # Which of two copies is right is for a person to judge, and a program that does not
+        # average its gradients would do the same again.
+        Cause.RANK_MISMATCH: (),
         Cause.EXTERNAL_SERVICE: (_relaunch(2, wait_s=30), _requeue(5, wait_s=300)),
         Cause.UNKNOWN: (_requeue(2),),
     }
@@ -343,7 +347,8 @@ class Recovery(JobSection):
         "nan": "non_finite", "inf": "non_finite", "oom": "cuda_oom", "gpu_oom": "cuda_oom",
         "out_of_memory": "host_oom", "timeout": "time_limit", "preemption": "preempted",
         "spike": "loss_spike", "nccl": "nccl_error", "deadlock": "hang", "exception": "app_error",
-        "slow_node": "straggler", "slow": "straggler",
+        "slow_node": "straggler", "slow": "straggler", "replica_mismatch": "rank_mismatch",
+        "divergence": "rank_mismatch", "sdc": "rank_mismatch",
         "ceilings": "limits", "ceiling": "limits", "budget": "limits", "budgets": "limits",
     }  # fmt: skip
 
@@ -367,6 +372,10 @@ class Recovery(JobSection):
     )
     checkpoint_bad: Ladder = _ladder(
         Cause.CHECKPOINT_BAD, "Checkpoints exist, but none can be used."
+    )
+    rank_mismatch: Ladder = _ladder(
+        Cause.RANK_MISMATCH,
+        "Ranks that hold copies of the same parameters differ, or train on the wrong samples.",
     )
     external_service: Ladder = _ladder(
         Cause.EXTERNAL_SERVICE, "An external service did not answer."

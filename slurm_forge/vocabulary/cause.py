@@ -28,6 +28,7 @@ class Cause(str, Enum):
     APP_ERROR = "app_error"
     ENV_MISMATCH = "env_mismatch"
     CHECKPOINT_BAD = "checkpoint_bad"
+    RANK_MISMATCH = "rank_mismatch"
     EXTERNAL_SERVICE = "external_service"
     UNKNOWN = "unknown"
 

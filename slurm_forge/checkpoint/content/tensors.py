@@ -8,6 +8,7 @@ from typing import TypeAlias
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
 
 from slurm_forge.errors import CheckpointError, MismatchError
 
@@ -21,16 +22,26 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
 
 def check_savable(key: str, tensor: torch.Tensor) -> torch.Tensor:
     """Return the tensor as it is saved; CheckpointError for one that can't be brought back."""
-    local = local_part(tensor)
-    if type(local) not in (torch.Tensor, torch.nn.Parameter):
-        raise _refused(key, f"a {type(local).__name__} can't be stored exactly")
-    if local.is_meta:
-        raise _refused(key, "it is on the meta device and has no values")
-    if local.layout != torch.strided or local.is_quantized or local.is_nested:
-        raise _refused(key, f"its layout is {local.layout}, quantized or nested")
-    if isinstance(tensor, DTensor) and any(place.is_partial() for place in tensor.placements):
-        raise _refused(key, "it is a sum that has not been reduced yet (Partial)")
+    why = why_not_savable(tensor)
+    if why:
+        raise _refused(key, why)
     return tensor.detach()
+
+
+def why_not_savable(tensor: torch.Tensor) -> str:
+    """Why a tensor can't be brought back from a checkpoint as it is; empty where it can."""
+    local = local_part(tensor)
+    if is_lazy(local):
+        return "it has no shape yet: the module is lazy, and was never called"
+    if type(local) not in (torch.Tensor, torch.nn.Parameter):
+        return f"a {type(local).__name__} can't be stored exactly"
+    if local.is_meta:
+        return "it is on the meta device and has no values"
+    if local.layout != torch.strided or local.is_quantized or local.is_nested:
+        return f"its layout is {local.layout}, quantized or nested"
+    if isinstance(tensor, DTensor) and any(place.is_partial() for place in tensor.placements):
+        return f"it is a sum that has not been reduced yet: its placements are {tensor.placements}"
+    return ""
 
 
 def saved_tensors(metadata: Metadata, prefix: str) -> dict[str, TensorStorageMetadata]:

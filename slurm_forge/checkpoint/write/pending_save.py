@@ -9,6 +9,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TypeAlias
 
+from slurm_forge.checkpoint.write.replicas import RankMismatch
 from slurm_forge.errors import CheckpointError
 from slurm_forge.store.identity import CheckpointName
 
@@ -22,7 +23,8 @@ class Saved:
 
     Of those, rank 0's was saved.  ``blocked`` is how long ``begin`` held this rank up,
     ``duration`` from there until it was on disk.  ``findings`` name what is not healthy in it, on
-    any rank: it is there, and not to be resumed from.
+    any rank: it is there, and not to be resumed from.  ``mismatch`` tells how ranks differ that
+    should be equal.
     """
 
     name: CheckpointName
@@ -32,6 +34,7 @@ class Saved:
     duration: timedelta
     disagreeing: tuple[str, ...]
     findings: tuple[str, ...] = ()
+    mismatch: RankMismatch | None = None
 
 
 class PendingSave:

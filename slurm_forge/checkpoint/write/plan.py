@@ -8,6 +8,7 @@ save has anyway.
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import operator
 from collections.abc import Sequence
@@ -45,14 +46,36 @@ from slurm_forge.checkpoint.content.shard_layout import (
     lay_out,
 )
 from slurm_forge.checkpoint.content.training_state import Captured
+from slurm_forge.checkpoint.write.coverage import (
+    ReplicaGroups,
+    from_rows,
+    require_complete,
+)
 from slurm_forge.checkpoint.write.planner import ForgeSavePlanner
+from slurm_forge.checkpoint.write.tensor_keys import is_compared
 from slurm_forge.errors import CheckpointError
 from slurm_forge.vocabulary.json_value import Json
 
 
 @dataclass(frozen=True, slots=True)
+class SharedShards:
+    """Keys of shards that the same ranks hold, of ``size`` bytes, in an order of all ranks'.
+
+    ``group`` is the number of these ranks in ``ReplicaGroups``; None is this rank alone.
+    """
+
+    group: int | None
+    keys: tuple[str, ...]
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
-    """What this rank writes, where in its file; ``index`` is the whole index, on rank 0 only."""
+    """What this rank writes, where in its file; ``index`` is the whole index, on rank 0 only.
+
+    ``copies`` are this rank's parts of what has to be equal on all ranks that hold it; ``layout``
+    tells them from those of another plan.
+    """
 
     number: int
     shards: tuple[Shard, ...]
@@ -60,6 +83,8 @@ class Plan:
     ends: tuple[int, ...]
     size: int
     index: bytes
+    copies: tuple[SharedShards, ...] = ()
+    layout: str = ""
 
 
 @dataclass(slots=True)
@@ -87,8 +112,13 @@ class Planner:
             raise AssertionError("nothing has been planned yet")
         return self._plan
 
-    def make(self, captured: Captured, ranks: Ranks) -> Plan:
-        """Plan anew.  Collective; CheckpointError on all ranks if one of them can't."""
+    def make(
+        self, captured: Captured, ranks: Ranks, parameters: frozenset[str] = frozenset()
+    ) -> Plan:
+        """Plan anew.  Collective; CheckpointError on all ranks if one of them can't.
+
+        ``parameters`` are the keys of the parameters in ``captured``.
+        """
         dcp = ForgeSavePlanner(captured.alike)
         shards: list[Shard] = []
         error: Exception | None = None
@@ -103,23 +133,56 @@ class Planner:
             nonlocal index
             everybody = [[_from_row(row) for row in rows] for rows in reports]
             chosen = choose(dcp, everybody)
+            require_complete(everybody, chosen)
+            groups = ReplicaGroups.of(everybody)
             index = index_of(everybody, chosen).to_bytes()
             if len(index) > INDEX_LIMIT:
                 raise CheckpointError(
                     f"the index has {len(index)} bytes, {INDEX_LIMIT} can be read back",
                     next_step="Please report it with the number of tensors and ranks.",
                 )
-            return list[Json](list[Json](own) for own in chosen)
+            return {
+                "chosen": list[Json](list[Json](own) for own in chosen),
+                "groups": list[Json](groups.rows(rank) for rank in range(len(reports))),
+            }
 
-        chosen = ranks.agree(
+        agreed = ranks.agree(
             error, [_to_row(shard) for shard in shards], plan_all, doing="Planning a checkpoint"
         )
-        own = tuple(shards[number] for number in chosen[ranks.rank])
+        own = tuple(shards[number] for number in agreed["chosen"][ranks.rank])
+        copies, layout = _copies(shards, from_rows(agreed["groups"][ranks.rank]), parameters)
         places, size = lay_out(own)
         ends = tuple(at + shard.nbytes for at, shard in zip(places, own, strict=True))
-        self._plan = Plan(next(self._numbers), own, tuple(places), ends, size, index)
+        self._plan = Plan(
+            next(self._numbers),
+            own,
+            tuple(places),
+            ends,
+            size,
+            index,
+            copies=copies,
+            layout=layout,
+        )
         self._made_for = _Shape.of(captured)
         return self._plan
+
+
+def _copies(
+    shards: Sequence[Shard], groups: Sequence[int | None], parameters: frozenset[str]
+) -> tuple[tuple[SharedShards, ...], str]:
+    """Shards that have to be equal wherever they are held, and a digest of their layout."""
+    compared: dict[int | None, list[Shard]] = {}
+    for shard, group in zip(shards, groups, strict=True):
+        if is_compared(shard.key, parameters):
+            compared.setdefault(group, []).append(shard)
+    order = operator.attrgetter("key", "offsets")
+    in_order = {group: sorted(some, key=order) for group, some in compared.items()}
+    layout = [(each.key, each.offsets, each.sizes) for some in in_order.values() for each in some]
+    copies = tuple(
+        SharedShards(group, tuple(each.key for each in some), sum(each.nbytes for each in some))
+        for group, some in in_order.items()
+    )
+    return copies, hashlib.blake2b(repr(layout).encode(), digest_size=8).hexdigest()
 
 
 def choose(dcp: ForgeSavePlanner, everybody: Sequence[Sequence[Shard]]) -> list[list[int]]:

@@ -27,6 +27,7 @@ from slurm_forge.checkpoint.content.health import (
     unhealthy_here,
 )
 from slurm_forge.checkpoint.content.index import data_file
+from slurm_forge.checkpoint.content.models import name_parameters
 from slurm_forge.checkpoint.content.stages import StageDocuments
 from slurm_forge.checkpoint.content.tensors import local_part
 from slurm_forge.checkpoint.content.training_state import (
@@ -52,10 +53,20 @@ from slurm_forge.checkpoint.write.plan import (
     Plan,
     Planner,
 )
+from slurm_forge.checkpoint.write.replica_check import (
+    Comparison,
+    RankFacts,
+    ReplicaCheck,
+    SavedStates,
+)
+from slurm_forge.checkpoint.write.replicas import (
+    RankMismatch,
+    StateDigest,
+)
 from slurm_forge.checkpoint.write.sealing import (
     open_stage,
     report_of,
-    same_shape,
+    same_plan,
     sealed,
 )
 from slurm_forge.checkpoint.write.shard_writer import write_shard_file
@@ -66,8 +77,12 @@ from slurm_forge.checkpoint.write.shares import (
 from slurm_forge.errors import RanksLostError
 from slurm_forge.store.directory import CheckpointStore
 from slurm_forge.store.identity import CheckpointName
-from slurm_forge.store.manifest import INDEX_NAME, FileEntry
+from slurm_forge.store.manifest import INDEX_NAME, FileEntry, Manifest
 from slurm_forge.vocabulary.json_value import Json
+
+#: The digest of each rank's state, in what a manifest says about its checkpoint.
+DIGEST = "digest"
+_NO_FACTS = RankFacts()
 
 
 class CheckpointWriter:
@@ -75,7 +90,8 @@ class CheckpointWriter:
 
     Collective over ``group``, which must carry CPU tensors; ``None`` is one process without a
     process group.  ``background`` is another group of the same ranks: with it (or alone) a save may
-    go on while the ranks do something else.  ``clock`` gives seconds since 1970.
+    go on while the ranks do something else.  ``clock`` gives seconds since 1970, ``host`` is the
+    name of this rank's node.
     """
 
     def __init__(
@@ -85,6 +101,7 @@ class CheckpointWriter:
         group: dist.ProcessGroup | None,
         background: dist.ProcessGroup | None = None,
         clock: Callable[[], float] = time.time,
+        host: str = "",
     ) -> None:
         self._store = store
         self._ranks = Ranks(group)
@@ -100,6 +117,7 @@ class CheckpointWriter:
         self._known: Known | None = None
         self._estimated_size = 0
         self._copier = Copier()
+        self._replicas = ReplicaCheck(host)
         self._pending_save: PendingSave | None = None
         self._warming: threading.Thread | None = None
 
@@ -118,6 +136,8 @@ class CheckpointWriter:
         about: Mapping[str, Json] | None = None,
         doubts: Callable[[], Sequence[str]] = tuple,
         all_copies: bool = False,
+        facts: RankFacts = _NO_FACTS,
+        tolerant: bool = False,
     ) -> PendingSave:
         """Begin a save and return when the state may change again.  Waits for the one before.
 
@@ -137,6 +157,9 @@ class CheckpointWriter:
         makes this state suspect; what is not finite in it is found here.  With ``all_copies`` also
         in the copies that this rank holds and another one writes: in the live ones, which may have
         moved on by then.
+
+        Copies that several ranks hold are compared, and so are the ranks' ``facts``: a difference
+        is ``Saved.mismatch``, and makes the checkpoint suspect unless ``tolerant``.
         """
         self._wait()
         began, started = self._clock(), time.monotonic()
@@ -145,7 +168,9 @@ class CheckpointWriter:
         stage = Path(agreed["stage"])
         try:
             plan = (
-                self._planner.plan if agreed["plan"] else self._planner.make(captured, self._ranks)
+                self._planner.plan
+                if agreed["plan"]
+                else self._planner.make(captured, self._ranks, _parameters(state))
             )
         except RanksLostError:
             raise
@@ -155,15 +180,17 @@ class CheckpointWriter:
         document = captured.document  # the tensors are not kept for as long as the write takes
         held = copies(captured, plan) if all_copies else ()
         told = self._stage_documents.report(state.stages, document)
-        filling = Filling()
+        filling, turn = Filling(), self._replicas.next_turn(name.step)
         blocked: Future[timedelta] = Future()
+        digest: Future[StateDigest] = Future()
 
-        def seal(reports: Sequence[Any]) -> dict[str, Json]:
+        def seal(reports: Sequence[Any], mismatch: RankMismatch | None) -> dict[str, Json]:
             manifest = sealed(
                 name,
                 self._stage_documents.merged(document, [each["document"] for each in reports]),
                 reports,
-                about=about or {},
+                more=() if mismatch is None or tolerant else (mismatch.text,),
+                about={**(about or {}), DIGEST: SavedStates.of(reports).to_json()},
                 run_id=self._store.run_id,
                 sequence=self._store.next_sequence(),
                 created_at=datetime.fromtimestamp(self._clock(), timezone.utc),
@@ -174,8 +201,17 @@ class CheckpointWriter:
             return {"size": manifest.size, "findings": list(manifest.findings)}
 
         def persist() -> Saved:
-            agreed_end = self._persist(
-                name, plan, stage, filling, seal, doubts, held=held, told=told
+            agreed_end, mismatch = self._persist(
+                name,
+                plan,
+                stage,
+                filling,
+                seal,
+                doubts,
+                held=held,
+                told=told,
+                digest=digest,
+                facts=facts,
             )
             return Saved(
                 name=name,
@@ -185,6 +221,7 @@ class CheckpointWriter:
                 duration=timedelta(seconds=self._clock() - began),
                 disagreeing=tuple(agreed["disagreeing"]),
                 findings=tuple(agreed_end["findings"]),
+                mismatch=mismatch,
             )
 
         pending_save = PendingSave(name)
@@ -207,7 +244,9 @@ class CheckpointWriter:
             return pending_save
         try:
             self._copy(plan, captured, filling)
+            self._take_digest(plan, captured, turn, digest)
         finally:
+            digest.cancel()  # where it did not come to it: nobody waits for it in vain
             blocked.set_result(timedelta(seconds=time.monotonic() - started))
         if not (background and self._threaded):
             pending_save.wait()
@@ -222,23 +261,53 @@ class CheckpointWriter:
         tensors = ((key, local_part(each).detach()) for key, each in captured.tensors.items())
         return unhealthy_here(tensors, allowed=self._infinite or {})
 
+    def compare(
+        self,
+        state: TrainingState,
+        *,
+        step: int,
+        facts: RankFacts = _NO_FACTS,
+        manifest: Manifest | None = None,
+    ) -> Comparison:
+        """Compare the copies that ranks hold of this state, and their facts.  Collective; waits.
+
+        ``manifest``: of what was just loaded, for ``Comparison.as_saved``.  CheckpointError where
+        the state could not be saved.
+        """
+        captured, plan = self._planned(state)
+        saved = None if manifest is None else SavedStates.from_json(manifest.about.get(DIGEST))
+        return self._replicas.compare(self._ranks, captured, plan, facts, step=step, saved=saved)
+
+    def _planned(self, state: TrainingState) -> tuple[Captured, Plan]:
+        """The state taken apart, looked at tensor by tensor, and the plan that fits it.
+
+        Collective; CheckpointError where it could not be saved.
+        """
+        self._wait()
+        captured, error = _capture(state, None)
+        self._known = captured.known if captured else None
+        plan = self._planner.known(captured) if captured else 0
+        self._estimated_size = share_of(captured, leads=self._leads(state))
+        error = error or self._accept(state, captured)
+        stage = 0 if state.stages is None else state.stages.stage
+        shape = captured.shape if captured else ""
+        report: Json = {"stage": stage, "shape": shape, "plan": plan}
+        known = self._ranks.agree(error, report, same_plan, doing="Planning checkpoints")
+        if captured is None:
+            raise AssertionError("agree() raises where a rank failed")
+        if known:
+            return captured, self._planner.plan
+        return captured, self._planner.make(captured, self._ranks, _parameters(state))
+
     def prepare(self, state: TrainingState) -> None:
         """Plan the next save, and touch the memory for it on a thread.  Collective.
 
         The first save of a launch would be held up by both.  CheckpointError where this state
         could not be saved: better known now than after the first hour.
         """
-        self._wait()
-        captured, error = _capture(state, None)
-        self._known = captured.known if captured else None
-        shape = captured.shape if captured else ""
-        stage = 0 if state.stages is None else state.stages.stage
-        self._estimated_size = share_of(captured, leads=self._leads(state))
-        error = error or self._accept(state, captured)
-        self._ranks.agree(error, [stage, shape], same_shape, doing="Planning checkpoints")
-        if captured is None:
-            raise AssertionError("agree() raises where a rank failed")
-        plan = self._planner.make(captured, self._ranks)
+        _, plan = self._planned(state)
+        if self._views_of == plan.number:
+            return
         self._views, self._views_of = [], 0  # they would keep memory alive that is given back
 
         def warm() -> None:
@@ -342,19 +411,31 @@ class CheckpointWriter:
             if not isinstance(error, Exception):
                 raise
 
+    def _take_digest(
+        self, plan: Plan, captured: Captured, turn: int, digest: Future[StateDigest]
+    ) -> None:
+        """Begin it; what goes wrong is told to the others in the next exchange."""
+        try:
+            digest.set_result(self._replicas.take(captured, plan, turn))
+        except Exception as error:
+            digest.set_exception(error)
+
     def _persist(
         self,
         name: CheckpointName,
         plan: Plan,
         stage: Path,
         filling: Filling,
-        seal: Callable[[Sequence[Any]], dict[str, Json]],
+        seal: Callable[[Sequence[Any], RankMismatch | None], dict[str, Json]],
         doubts: Callable[[], Sequence[str]],
         *,
         held: Sequence[tuple[str, torch.Tensor]],
         told: Json,
-    ) -> dict[str, Any]:
+        digest: Future[StateDigest],
+        facts: RankFacts,
+    ) -> tuple[dict[str, Any], RankMismatch | None]:
         entries: list[FileEntry] = []
+        taken: StateDigest | None = None
         findings: list[str] = []
         error: Exception | None = None
         try:
@@ -371,16 +452,21 @@ class CheckpointWriter:
             place = f"on rank {self._background_ranks.rank}"
             problems = unhealthy_here(held, allowed=self._infinite or {})
             findings += [f"{each} {place}" for each in problems if each not in findings]
+            taken = digest.result()
             if self._background_ranks.rank == 0:
                 index = memoryview(plan.index)
                 entries.append(write_shard_file(stage / INDEX_NAME, index, len(index)))
         except Exception as caught:
             error = caught
         try:
-            agreed: dict[str, Any] = self._background_ranks.agree(
+            agreed = self._replicas.exchange(
+                self._background_ranks,
                 error,
                 report_of(entries, findings, told),
+                taken,
+                facts,
                 seal,
+                step=name.step,
                 doing=f"Saving {name}",
             )
         except RanksLostError:
@@ -416,6 +502,11 @@ def save_checkpoint(
     writer = CheckpointWriter(store, group=group, clock=clock)
     pending_save = writer.begin(state, name=name, reason=reason, fence=fence, parent=parent)
     return pending_save.result()
+
+
+def _parameters(state: TrainingState) -> frozenset[str]:
+    """The keys of all parameters."""
+    return frozenset(f"models/{name.key}" for name in name_parameters(state.models).values())
 
 
 def _capture(state: TrainingState, known: Known | None) -> tuple[Captured | None, Exception | None]:

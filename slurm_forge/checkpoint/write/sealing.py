@@ -78,6 +78,16 @@ def _stage(
     return stage
 
 
+def same_plan(reports: Sequence[Mapping[str, Any]]) -> int:
+    """The number of the plan that fits what every rank holds, 0 if none does.
+
+    CheckpointError unless all ranks hold the same tensors.
+    """
+    same_shape([(report["stage"], report["shape"]) for report in reports])
+    plans = {int(report["plan"]) for report in reports}
+    return plans.pop() if len(plans) == 1 else 0
+
+
 def same_shape(shapes: Sequence[Sequence[Any]]) -> None:
     """Raise CheckpointError unless all ranks of a pipeline stage hold the same.
 
@@ -95,16 +105,20 @@ def sealed(
     name: CheckpointName,
     document: Mapping[str, Any],
     reports: Sequence[Mapping[str, Any]],
+    more: Sequence[str] = (),
     **facts: Any,
 ) -> Manifest:
-    """The manifest of what the ranks have reported of their files."""
+    """The manifest of what the ranks have reported of their files.
+
+    ``more`` are findings beside those of the ranks.
+    """
     files = sorted((_entry(f) for report in reports for f in report["files"]), key=lambda f: f.name)
     findings = dict.fromkeys(each for report in reports for each in report["findings"])
     return Manifest(
         name=name,
         world_size=len(reports),
         files=tuple(files),
-        findings=tuple(findings),
+        findings=(*findings, *more),
         state=document,
         torch_version=torch.__version__,
         **facts,

@@ -66,7 +66,8 @@ _AMONG = 64
 _UNANSWERED = 64
 
 _TEXT = 1000
-_KEYS = ("cause", "in_memory", "onset", "step", "text")
+_KEYS = ("cause", "hosts", "in_memory", "onset", "rank", "step", "text")
+_MOST_HOSTS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +84,9 @@ class Anomaly:
     text: str
     #: Found in memory (a weight, a moment): no sample of these steps is to blame.
     in_memory: bool = False
+    #: The rank that alone is wrong, and its host, where they are known.
+    rank: int | None = None
+    hosts: tuple[str, ...] = ()
 
 
 class Spikes:
@@ -303,6 +307,8 @@ def announce(anomaly: Anomaly) -> str:
             "step": anomaly.step,
             "text": anomaly.text[:_TEXT],
             "in_memory": anomaly.in_memory,
+            "rank": anomaly.rank,
+            "hosts": list(anomaly.hosts[:_MOST_HOSTS]),
         },
         ensure_ascii=False,  # or a text could grow beyond what the channel carries
     )
@@ -319,10 +325,14 @@ def announced(text: str) -> Anomaly:
             raise ValueError("steps")
         if not isinstance(words, str) or type(body["in_memory"]) is not bool:
             raise ValueError("text")
-        cause = Cause(body["cause"])
-        if cause not in (Cause.NON_FINITE, Cause.LOSS_SPIKE):
+        cause, rank, hosts = Cause(body["cause"]), body["rank"], body["hosts"]
+        if cause not in (Cause.NON_FINITE, Cause.LOSS_SPIKE, Cause.RANK_MISMATCH):
             raise ValueError("cause")
-        return Anomaly(cause, onset, step, words, body["in_memory"])
+        if rank is not None and (type(rank) is not int or rank < 0):
+            raise ValueError("rank")
+        if not isinstance(hosts, list) or not all(isinstance(host, str) for host in hosts):
+            raise ValueError("hosts")
+        return Anomaly(cause, onset, step, words, body["in_memory"], rank, tuple(hosts))
     except (ValueError, TypeError, RecursionError) as error:
         raise ControlChannelError(
             f"the announcement of an instability can't be read: {error!r}",

@@ -18,6 +18,7 @@ from slurm_forge.vocabulary.decision import Incident
 #: What lies with a node, or may: another one is worth a try where it costs nothing.
 _OF_NODES = frozenset({
     Cause.NODE_FAIL, Cause.GPU_ERROR, Cause.HANG, Cause.NCCL_ERROR, Cause.CRASH, Cause.STRAGGLER,
+    Cause.RANK_MISMATCH,
 })  # fmt: skip
 
 

@@ -21,6 +21,8 @@ _WEIGHTS: dict[Cause, dict[Confidence, float]] = {
     Cause.NCCL_ERROR: {Confidence.CERTAIN: 1.5, Confidence.LIKELY: 0.4, Confidence.GUESS: 0.2},
     # A fifth of the nodes of a cluster is slower than the rest at some time; it takes four.
     Cause.STRAGGLER: {Confidence.LIKELY: 0.3},
+    # One copy of the weights differs from all others, which agree.
+    Cause.RANK_MISMATCH: {Confidence.CERTAIN: 0.75, Confidence.LIKELY: 0.75},
     Cause.CRASH: {Confidence.CERTAIN: 0.4, Confidence.LIKELY: 0.4, Confidence.GUESS: 0.2},
 }
 #: A step that was bad once and fine when it was computed again.

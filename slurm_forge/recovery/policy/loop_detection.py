@@ -33,7 +33,9 @@ _PROGRAM = frozenset({
     Cause.APP_ERROR, Cause.CRASH, Cause.UNKNOWN, Cause.ENV_MISMATCH, Cause.CHECKPOINT_BAD,
 })  # fmt: skip
 #: The second time in a row that these look alike, a third would too.
-_DETERMINISTIC = frozenset({Cause.APP_ERROR, Cause.CHECKPOINT_BAD, Cause.ENV_MISMATCH})
+_DETERMINISTIC = frozenset({
+    Cause.APP_ERROR, Cause.CHECKPOINT_BAD, Cause.ENV_MISMATCH, Cause.RANK_MISMATCH,
+})  # fmt: skip
 _CRASH_LOOP = 3
 _DAY_S = 86_400.0
 

@@ -27,7 +27,7 @@ _FINAL = frozenset({Action.HOLD, Action.RAISE, Action.STOP})
 #: All ranks stop and save before these end the attempt: the next one is further on.
 _WITH_SAVE = frozenset({Cause.PREEMPTED, Cause.TIME_LIMIT, Cause.ADMIN_REQUEUE})
 #: Found while the launch lives: where the ladder warns it goes on.
-_SEEN_ALIVE = frozenset({Cause.HANG, Cause.STRAGGLER})
+_SEEN_ALIVE = frozenset({Cause.HANG, Cause.STRAGGLER, Cause.RANK_MISMATCH})
 _NEW_ATTEMPT = frozenset({Action.REQUEUE, Action.RAISE_MEM, Action.RAISE_TIME, Action.FEWER_NODES})
 #: How many more incidents are tried to see where it ends; a ladder that goes on then has no end.
 _FAR = 200

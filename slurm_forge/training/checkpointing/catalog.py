@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from slurm_forge.checkpoint.content.health import about_state
+from slurm_forge.checkpoint.write.replicas import RankMismatch
 from slurm_forge.control.messages.hub import RequestKind
 from slurm_forge.control.messages.message import Message
 from slurm_forge.control.messages.rank import RequestProposal, SaveCommitted, SaveFailed
@@ -36,6 +37,7 @@ from slurm_forge.spec.job import BestMode, CheckpointSpec
 from slurm_forge.store.directory import CheckpointStore
 from slurm_forge.store.identity import CheckpointName
 from slurm_forge.store.manifest import Manifest
+from slurm_forge.training.checkpointing.rank_mismatch import anomaly_of
 from slurm_forge.training.checkpointing.retention import CheckpointRecords, Retention
 from slurm_forge.vocabulary.cause import Cause
 from slurm_forge.vocabulary.trust import Trust
@@ -88,6 +90,7 @@ class CheckpointCatalog:
         #: The step that was evaluated last with a better result than any before, and the result.
         self._evaluated: tuple[int, float] | None = None
         self._reported: set[str] = set()
+        self._told_mismatch = False
         #: Step, loss and samples of the first micro-batch behind the last save.
         self._reference: tuple[int, float, int] | None = None
         #: Why everything that this launch saves is suspect, if it is.
@@ -203,6 +206,16 @@ class CheckpointCatalog:
             text = f"in the state after step {name.step}: {'; '.join(findings)}"
             anomaly = Anomaly(Cause.NON_FINITE, name.step, name.step, text, in_memory=True)
             self._send(RequestProposal(kind=RequestKind.RECOVER, reason=announce(anomaly)))
+
+    def ranks_differ(self, mismatch: RankMismatch, *, once: bool) -> None:
+        """A save has found ranks that differ: all of them have to hear of it.
+
+        ``once``: the job goes on with it, and one incident per launch is enough.
+        """
+        if self._seconds_left() is None and not (once and self._told_mismatch):
+            self._told_mismatch = True
+            reason = announce(anomaly_of(mismatch))
+            self._send(RequestProposal(kind=RequestKind.RECOVER, reason=reason))
 
     def permit(self, size: int, directory: Path, files: int, *, use_spare: bool = False) -> None:
         """Raise CheckpointError where a save had better not be begun: no room, or no time."""

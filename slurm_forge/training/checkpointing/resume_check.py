@@ -184,12 +184,22 @@ class FirstSteps:
         self._another = ""
         self._noted_before = 0
 
-    def resumed(self, step: int, *, expected: float | None) -> None:
-        """Training goes on from ``step``; ``expected`` is the loss of the first micro-batch."""
+    def resumed(self, step: int, *, expected: float | None, load_differs: bool = False) -> None:
+        """Training goes on from ``step``; ``expected`` is the loss of the first micro-batch.
+
+        ``load_differs``: the digest of what was loaded is not that of what was saved.  A checkpoint
+        that a stop has written has a digest, and no loss.
+        """
         self.resumed_at, self._expected = step, expected
         # After a rollback the steps come again: nothing of the first time is true of them.
         self._losses.clear()
         self.saved_at, self._another = None, ""
+        if load_differs:
+            self._another = (
+                f"parameters or optimizer state loaded at step {step} are not bit for bit what was "
+                "saved: a load_state_dict of the program, or the memory of a rank, has changed them"
+            )
+            self._report(self._another)
         self._noted_before = self._loss_history.noted
 
     def saved(self, step: int) -> None:

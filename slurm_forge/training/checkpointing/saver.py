@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from slurm_forge.checkpoint.collectives import Ranks
-from slurm_forge.checkpoint.content.health import NOTES
+from slurm_forge.checkpoint.content.health import NOTES, about_state
 from slurm_forge.checkpoint.content.stages import PipelineStages
 from slurm_forge.checkpoint.content.training_state import TrainingState
 from slurm_forge.checkpoint.read.load import resume
@@ -24,6 +24,7 @@ from slurm_forge.checkpoint.write.pending_save import (
     PendingSave,
     Saved,
 )
+from slurm_forge.checkpoint.write.replicas import RankMismatch
 from slurm_forge.checkpoint.write.save import CheckpointWriter
 from slurm_forge.control import Member
 from slurm_forge.errors import (
@@ -41,6 +42,8 @@ from slurm_forge.training.checkpointing.catalog import (
     CliJudgements,
 )
 from slurm_forge.training.checkpointing.compatibility import CompatibilityCheck
+from slurm_forge.training.checkpointing.rank_comparison import RankComparison
+from slurm_forge.training.checkpointing.rank_mismatch import tolerates
 from slurm_forge.training.core import rng
 from slurm_forge.training.core.instability import ActivePlan
 from slurm_forge.training.core.loss import (
@@ -94,7 +97,12 @@ class Saver:
             context.spec.name,
             fallback=context.fallback,
         )
-        self._writer = CheckpointWriter(self._store, group=group, background=background)
+        self._writer = CheckpointWriter(
+            self._store, group=group, background=background, host=context.host
+        )
+        self.comparison = RankComparison(self._writer, Ranks(group), layout)
+        #: Whether the job file says to go on where ranks differ.
+        self._tolerant = tolerates(context.spec.recovery)
         #: The save that was begun and not finished yet, if any.
         self.pending: PendingSave | None = None
         #: How often this launch was rolled back.
@@ -222,6 +230,8 @@ class Saver:
                 doubts=not_trusted,
                 # Not on the way out: it takes as long as the state is large.
                 all_copies=not wait,
+                facts=self.comparison.facts(progress),
+                tolerant=self._tolerant,
             )
         except RanksLostError:
             raise  # no collective may follow: this launch is over
@@ -240,6 +250,22 @@ class Saver:
             raise
         except CheckpointError as error:  # no storage has been touched: the program is to be mended
             raise UnsupportedError(error.message, next_step=error.next_step) from error
+
+    def compare_ranks(
+        self,
+        registry: Registry,
+        progress: TrainingProgress,
+        random: dict[str, torch.Tensor],
+        *,
+        ids: bool = False,
+    ) -> RankMismatch | None:
+        """Compare what ranks hold that should be equal.  Collective; waits for the device."""
+        return self.comparison.compare(
+            self._state(registry, progress, random),  # that of a save: its plan stays
+            progress,
+            unsound=partial(self.unsound, registry),
+            ids=ids,
+        )
 
     def _instability(self, registry: Registry, progress: TrainingProgress) -> tuple[str, ...]:
         """What the last steps say of the state that they left, apart from the loss."""
@@ -340,6 +366,9 @@ class Saver:
             time=time.time(),
             epoch=epoch,
         )
+        # What is not finite makes ranks differ, too, and has a cure: it is the incident then.
+        if end.mismatch is not None and not any(map(about_state, end.findings)):
+            self.catalog.ranks_differ(end.mismatch, once=self._tolerant)
 
     def restore(
         self,
@@ -416,6 +445,7 @@ class Saver:
         self.last = manifest.name
         self.last_save_step = manifest.step
         self._loss_history.restored()
+        self.comparison.loaded = manifest
         if self.catalog is not None:
             self.catalog.resumed(manifest.name)
         return manifest.name, exact

@@ -101,6 +101,8 @@ class TrainingProgress:
     highest_usual_loss: float | None = None
     phases: dict[str, int] = field(default_factory=dict)
     extra: dict[str, Any] = field(default_factory=dict)
+    #: What this rank trained on in the last step, where samples have ids; not saved.
+    sample_ids: tuple[Any, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """For the manifest."""
@@ -131,6 +133,7 @@ class TrainingProgress:
         highest = body.get("loss_summit")  # checkpoints from before have none
         self.highest_usual_loss = None if highest is None else float(highest)
         self.phases = {str(name): int(step) for name, step in body["phases"].items()}
+        self.sample_ids = ()
         self.extra.clear()
         self.extra.update(body["extra"])
 
@@ -148,6 +151,8 @@ _NAMES = (
     "on_stop",
     "on_train_end",
 )
+#: Called on all ranks at the same place: a hook may compute something together.
+_TOGETHER = frozenset({"on_train_begin", "on_resume", "on_train_end"})
 
 
 @dataclass(slots=True)
@@ -158,15 +163,20 @@ class Hooks:
     """
 
     rank: int
-    _hooks: dict[str, list[_Hook]] = field(default_factory=dict)
+    #: With whether they run on every rank.
+    _hooks: dict[str, list[tuple[_Hook, bool]]] = field(default_factory=dict)
     _on_instability: list[Callable[[Incident], Decision | None]] = field(default_factory=list)
 
-    def add(self, name: str, hook: _F) -> _F:
+    def add(self, name: str, hook: _F, *, all_ranks: bool = False) -> _F:
         """Add a hook by its name (``on_save``); usable as a decorator through ``Run.on``."""
+        if all_ranks and name not in _TOGETHER:
+            raise ValueError(
+                f"{name} runs on rank 0 only; all_ranks=True is for {', '.join(sorted(_TOGETHER))}"
+            )
         if name == "on_instability":
             self._on_instability.append(hook)
         elif name in _NAMES:
-            self._hooks.setdefault(name, []).append(hook)
+            self._hooks.setdefault(name, []).append((hook, all_ranks))
         else:
             raise ValueError(
                 f"no hook {name!r}; there are {', '.join((*_NAMES, 'on_instability'))}"
@@ -174,9 +184,9 @@ class Hooks:
         return hook
 
     def call(self, name: str, /, **arguments: Any) -> None:
-        """Call every hook of that name, on rank 0."""
-        if self.rank == 0:
-            for hook in self._hooks.get(name, ()):
+        """Call every hook of that name: on rank 0, or on all ranks where that was asked for."""
+        for hook, all_ranks in self._hooks.get(name, ()):
+            if all_ranks or self.rank == 0:
                 hook(**arguments)
 
     @property

@@ -152,7 +152,13 @@ class SkipTracker:
             source="rank 0" if anomaly.cause is Cause.LOSS_SPIKE else "all ranks",
             window=SampleWindow(bad[0].first, bad[-1].stop) if bad and self._from_stream else None,
             in_memory=anomaly.in_memory,
+            rank=anomaly.rank,
+            hosts=anomaly.hosts,
         )
+
+    def found(self, trouble: Instability) -> None:
+        """All ranks have found something together: it is acted on at the next boundary."""
+        self.trouble = self.trouble or trouble
 
     def read_all(self) -> None:
         """Wait for every verdict that is still on its way: before a save."""

@@ -51,6 +51,10 @@ from slurm_forge.vocabulary.cause import Cause, Confidence, Evidence
 from slurm_forge.vocabulary.decision import Action, Decision, Incident
 from slurm_forge.vocabulary.json_value import Json
 
+_AFTER_REFUSAL = (
+    "correct what it found and let the run go on (slurm-forge requeue RUN), or choose another "
+    "checkpoint (slurm-forge checkpoints --help)"
+)
 _CORRECT_THE_HOOK = "Correct the hook; the log of rank 0 has the traceback."
 
 
@@ -142,6 +146,8 @@ class InstabilityHandler:
             self._active_plan.plan = decision.plan
             if self._spike_monitor is not None and trouble.cause is Cause.LOSS_SPIKE:
                 self._spike_monitor.tolerate()
+            if trouble.cause is Cause.RANK_MISMATCH:
+                self._save_schedule.accept_mismatch()
             if self._known_checkpoints is not None:
                 self._save_schedule.agree_with(self._known_checkpoints)
             return False  # what ``read_all`` has found meanwhile comes up at the next boundary
@@ -174,6 +180,7 @@ class InstabilityHandler:
         self._skip_tracker.read_all()
         if self.boundary():
             return False
+        self._save_schedule.compare_ranks()
 
         def together(trouble: Sequence[Mapping[str, Any]]) -> Json:
             state = dict.fromkeys(each for one in trouble for each in one["state"])
@@ -190,9 +197,10 @@ class InstabilityHandler:
             # Of the very last steps: nobody would hear of it on the channel any more.
             self._skip_tracker.announced(announced(answer["proposal"]))
         trouble, self._skip_tracker.trouble = self._skip_tracker.trouble, None
-        if trouble is not None:
-            return not self.act(trouble)
         text = answer["state"]
+        # What is not finite makes ranks differ, too, and has a cure.
+        if trouble is not None and not (text and trouble.cause is Cause.RANK_MISMATCH):
+            return not self.act(trouble)
         if not text:
             return True
         step = self._progress.step
@@ -234,6 +242,41 @@ class InstabilityHandler:
         self._active_plan.plan = decision.plan
         self._member.send(RolledBack(step=self._progress.step, text=decision.reason))
         return smaller
+
+    def refuse(self, text: str) -> NoReturn:
+        """The program does not want to go on from what it was resumed from: the run is held.
+
+        Called on all ranks.
+        """
+        self._count += 1
+        brief, step = self._context.brief, self._progress.step
+        trouble = Instability(
+            cause=Cause.CHECKPOINT_BAD, onset=step, step=step, text=text, source="on_resume"
+        )
+        incident_id = f"{brief.attempt}.{brief.launch}.{self._count}"
+
+        def hold(_: object) -> bool:
+            journal = self._journal
+            if journal is None:
+                raise AssertionError("only rank 0 decides")
+            self._context.fence()
+            incident = trouble.incident(incident_id)
+            try:
+                journal.write(IncidentSeen(incident=incident))
+                decision = Decision(
+                    incident_id=incident_id,
+                    cause=incident.cause,
+                    action=Action.HOLD,
+                    reason=f"{incident.cause.value}: {text}; next: {_AFTER_REFUSAL}",
+                    plan=self._active_plan.plan,
+                )
+                journal.write(DecisionTaken(decision=decision), durable=True)
+            except OSError:
+                return False
+            return True
+
+        written = self._ranks.agree(None, None, hold, doing="Deciding")
+        self._give_up(trouble, decided=incident_id if written else "")
 
     def _decide(self, trouble: Instability, incident_id: str) -> Any:
         """On rank 0: the decision as JSON; None where it can't be written down."""

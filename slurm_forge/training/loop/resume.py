@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from torch.distributed.fsdp import FSDPModule
 
 from slurm_forge.checkpoint.collectives import Ranks
 from slurm_forge.control import Member
+from slurm_forge.errors import RefuseResume
 from slurm_forge.journal import JournalWriter
 from slurm_forge.journal.events import Resumed
 from slurm_forge.store.identity import CheckpointName
+from slurm_forge.training.checkpointing.supported_state import require_supported
 from slurm_forge.training.core import rng
 from slurm_forge.training.core.loss import values
 from slurm_forge.training.core.process_group import ProcessGroups
@@ -61,6 +64,7 @@ class Resumer:
         if not layout.dimensions:
             refuse_without_mesh(parts.registry.models, self._context.world_size)
         self._member.enter("load", started=False)
+        require_supported(parts.registry)
         require_identical(
             Ranks(self._groups.cpu),
             {
@@ -103,6 +107,9 @@ class Resumer:
         name, exact = parts.saver.restore(
             parts.registry, parts.progress, rng.capture(), again=again
         )
+        if name is not None:
+            parts.save_schedule.compare_ranks()
+            exact = exact and not parts.saver.comparison.load_differs
         interpreter_s, rendezvous_s = (0.0, 0.0) if again else self._timings()
         if self._journal is not None:
             self._journal.write(
@@ -121,14 +128,27 @@ class Resumer:
             )
         if name is not None:
             self._watch_first_steps(name, exact=exact)
+            self._ask_program(name)
             if parts.spike_monitor is not None:
                 parts.spike_monitor.restarted(
                     values(parts.loss_history.snapshot()),
                     name.step,
                     highest_usual_loss=parts.progress.highest_usual_loss,
                 )
-            parts.hooks.call("on_resume", step=parts.progress.step)
         return name
+
+    def _ask_program(self, name: CheckpointName) -> None:
+        """Call the hooks; where one refuses, on any rank, all ranks leave and the run is held."""
+        parts, words = self._parts, ""
+        random = rng.capture()
+        try:
+            parts.hooks.call("on_resume", step=parts.progress.step)
+        except RefuseResume as refusal:
+            words = f"rank {self._context.rank}: {refusal.message}"
+        rng.restore(random)  # a validation draws, too, and the training goes on as it would have
+        refused = Ranks(self._groups.cpu).agree(None, words, _first_words, doing="Resuming")
+        if refused:
+            parts.instability.refuse(f"the on_resume hook refused {name}: {refused}")
 
     def _watch_first_steps(self, name: CheckpointName, *, exact: bool) -> None:
         parts = self._parts
@@ -141,4 +161,10 @@ class Resumer:
         other = any(window.first <= at < window.stop for window in parts.active_plan.plan.skipped)
         if not exact or parts.compatibility.changed or other:
             expected = None
-        parts.first_steps.resumed(parts.progress.step, expected=expected)
+        parts.first_steps.resumed(
+            parts.progress.step, expected=expected, load_differs=parts.saver.comparison.load_differs
+        )
+
+
+def _first_words(reports: Sequence[Any]) -> str:
+    return next((str(words) for words in reports if words), "")

@@ -19,6 +19,7 @@ from slurm_forge.control.messages.rank import FunctionReturned, RankFinished, Ra
 from slurm_forge.errors import CheckpointError, UnsupportedError
 from slurm_forge.journal import JournalWriter
 from slurm_forge.recovery.monitor.loss_anomaly import announced
+from slurm_forge.training.checkpointing.supported_state import require_supported_wrapper
 from slurm_forge.training.core import rng
 from slurm_forge.training.core.duration import (
     Epochs,
@@ -137,8 +138,11 @@ class Run:
                 every checkpoint of the run; None is ignored.
 
         Raises:
-            UnsupportedError: The checkpoint is loaded already, a name is registered twice, or an
-                object has no ``state_dict`` and ``load_state_dict``.
+            UnsupportedError: The checkpoint is loaded already, a name is registered twice, an
+                object has no ``state_dict`` and ``load_state_dict``, or a model is wrapped by
+                FSDP1.  What else can't be saved (a parameter on the meta device, a Partial
+                placement, an optimizer of a model that is not registered) is refused by
+                ``batches`` and ``restore``, before the first step.
         """
         if self._resumer.restored:
             raise UnsupportedError(
@@ -146,6 +150,7 @@ class Run:
                 next_step="Register everything before run.batches() or run.restore().",
             )
         for name, value in objects.items():
+            require_supported_wrapper(name, value)
             self._registry.add(name, value)
 
     @property
@@ -200,21 +205,24 @@ class Run:
         """Your own plain values (JSON), part of every checkpoint; change the dict in place."""
         return self._progress.extra
 
-    def on(self, name: str) -> Callable[[_F], _F]:
+    def on(self, name: str, *, all_ranks: bool = False) -> Callable[[_F], _F]:
         """Register a hook: ``@run.on("on_save")``.
 
         Hooks run on rank 0.  A hook that raises ends the launch, as any error of the program does.
+        An ``on_resume`` hook that raises ``RefuseResume`` has the run held instead.
 
         Args:
             name: One of the names below [Hooks](#hooks).
+            all_ranks: Call it on every rank, so that it may use collectives (an evaluation of a
+                sharded model); for ``on_train_begin``, ``on_resume`` and ``on_train_end``.
 
         Returns:
             A decorator that returns the function unchanged.
 
         Raises:
-            ValueError: There is no hook of that name.
+            ValueError: There is no hook of that name, or it runs on rank 0 only.
         """
-        return lambda hook: self._hooks.add(name, hook)
+        return lambda hook: self._hooks.add(name, hook, all_ranks=all_ranks)
 
     def restore(
         self,

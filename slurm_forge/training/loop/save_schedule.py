@@ -11,6 +11,7 @@ import torch
 from slurm_forge.journal import Known
 from slurm_forge.spec.job import CheckpointSpec
 from slurm_forge.store.identity import CheckpointName
+from slurm_forge.training.checkpointing.rank_mismatch import instability_of
 from slurm_forge.training.checkpointing.saver import Saver
 from slurm_forge.training.core import rng
 from slurm_forge.training.core.run_state import (
@@ -49,6 +50,7 @@ class SaveSchedule:
         self._boundaries = boundaries
         self._on_save_started = on_save_started
         self._prepared = False
+        self._mismatch_accepted = False
         self._stepped = False
         #: Epochs completed at the last boundary.
         self._epoch: int | None = None
@@ -94,6 +96,17 @@ class SaveSchedule:
         self._prepared = self._stepped
         with self._saving():
             self._saver.prepare(self._registry, self._progress, rng.capture())
+            self.compare_ranks(ids=self._stepped)
+
+    def compare_ranks(self, *, ids: bool = False) -> None:
+        """Compare what ranks hold that should be equal; a difference is for all to act on."""
+        mismatch = self._saver.compare_ranks(self._registry, self._progress, rng.capture(), ids=ids)
+        if mismatch is not None and not self._mismatch_accepted:
+            self._skip_tracker.found(instability_of(mismatch))
+
+    def accept_mismatch(self) -> None:
+        """It was decided, on all ranks, that training goes on although they differ."""
+        self._mismatch_accepted = True
 
     def save(self, reason: str, *, wait: bool = False, doubts: Sequence[str] = ()) -> None:
         """Save; with ``wait`` (or where the job wants it so) it is on disk on return, or failed."""

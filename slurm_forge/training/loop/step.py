@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from slurm_forge.control import Member
 from slurm_forge.errors import UnsupportedError
 from slurm_forge.training.checkpointing.resume_check import FirstSteps
+from slurm_forge.training.checkpointing.supported_state import require_known_optimizer
 from slurm_forge.training.core.instability import ActivePlan
 from slurm_forge.training.core.loss import (
     BatchLoss,
@@ -142,7 +143,8 @@ class Step:
                 already.
 
         Raises:
-            UnsupportedError: No optimizer is registered and none is given.
+            UnsupportedError: No optimizer is registered and none is given, or the one given is not
+                registered.
         """
         optimizers = list(self._registry.optimizers.values()) if optimizer is None else [optimizer]
         if not optimizers:
@@ -150,6 +152,8 @@ class Step:
                 "there is no optimizer to apply: none is registered and none was given",
                 next_step="run.register(model=…, optimizer=…) before training.",
             )
+        if optimizer is not None:
+            require_known_optimizer(optimizer, self._registry)
         self.updating = True
         factor = self._loss.gradient_factor()
         loss = self._loss.mean() if self._loss.known else None
@@ -314,6 +318,7 @@ class StepLifecycle:
         from_stream = self.global_batch > 0
         progress.consumed = step.batch.consumed if from_stream else progress.consumed + samples
         self.stepped = True
+        progress.sample_ids = step.batch.sample_ids
         for scheduler in self._registry.schedulers:
             scheduler.step()  # a skipped step is a step: its samples are gone, its schedule too
         unprotected = step.end()

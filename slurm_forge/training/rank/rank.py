@@ -197,6 +197,7 @@ class Rank:
 
             from slurm_forge.control.brief import BRIEF_KEY, LaunchBrief
             from slurm_forge.training.core import rng
+            from slurm_forge.training.core.memory_snapshot import record_memory_history
             from slurm_forge.training.core.process_group import (
                 choose_device,
                 join,
@@ -240,6 +241,8 @@ class Rank:
             # Ranks that share a node's cores slow each other down by more than they gain; and a
             # fixed number keeps the order of additions, hence every bit, the same.
             torch.set_num_threads(spec.resources.cpus_per_task or 1)
+        if spec.memory_snapshot:
+            record_memory_history(device)
         groups = join(
             member,
             rank=place.rank,
@@ -352,6 +355,7 @@ class Rank:
             RankInfo,
             write_account,
         )
+        from slurm_forge.training.core.memory_snapshot import write_memory_snapshot
 
         run, place = self._run, self._place
         info = RankInfo(
@@ -364,3 +368,6 @@ class Rank:
         )
         file = self._directory.memory_account(run.attempt, run.launch, place.rank)
         write_account(file, error, run.registry, info, run.device)
+        if self._file.job.memory_snapshot:
+            file = self._directory.memory_snapshot(run.attempt, run.launch, place.rank)
+            write_memory_snapshot(file, run.device)

@@ -381,6 +381,7 @@ def weights(given: Incident, nodes: list[str] = NODES) -> dict[str, float]:
 
 SPEAKS = {
     Cause.GPU_ERROR, Cause.NODE_FAIL, Cause.HANG, Cause.NCCL_ERROR, Cause.CRASH, Cause.STRAGGLER,
+    Cause.RANK_MISMATCH,
 }  # fmt: skip
 
 

@@ -223,3 +223,35 @@ def test_a_jump_alone_is_told_and_no_more(lab):
     (note,) = made.events(ev.Note)
     assert "after the resume: loss" in note.text
     assert [each for each in channel.said if isinstance(each, RecoveryNeeded)] == []
+
+
+class Scaled(nn.Linear):
+    """Its state dict comes back changed."""
+
+    def _load_from_state_dict(self, *given: Any) -> None:
+        super()._load_from_state_dict(*given)
+        with torch.no_grad():
+            self.weight.mul_(1.25)
+
+
+@pytest.mark.parametrize("kind", [nn.Linear, Scaled])
+def test_what_a_stop_has_written_is_loaded_bit_for_bit_or_that_is_told(lab, kind):
+    """A stop leaves no loss to compare with: there is the digest of the state."""
+    made = lab()
+
+    def model_for(run):
+        torch.manual_seed(3)
+        model = kind(3, 1)
+        run.register(model=model, optimizer=torch.optim.AdamW(model.parameters(), lr=1e-3))
+        return model
+
+    run, _ = made.start(due={Position(4): RequestKind.STOP})
+    with pytest.raises(RunStopped):
+        train(run, model_for(run), 40)
+    run, _ = made.start()
+    train(run, model_for(run), 6)
+    (*_, resumed) = made.events(ev.Resumed)
+    notes = [note.text for note in made.events(ev.Note)]
+    assert resumed.step == 4 and resumed.exact is (kind is nn.Linear)
+    told = "parameters or optimizer state loaded at step 4 are not bit for bit what was saved"
+    assert any(told in note for note in notes) is (kind is Scaled)

@@ -716,6 +716,28 @@ def test_a_hook_that_does_not_exist_is_a_mistake(lab):
         run.on("on_stepend")(lambda **given: None)
 
 
+def test_only_hooks_that_all_ranks_come_to_may_run_on_all(lab):
+    run, _ = lab().start()
+    run.on("on_resume", all_ranks=True)(lambda **given: None)
+    with pytest.raises(ValueError, match="on_save runs on rank 0 only"):
+        run.on("on_save", all_ranks=True)(lambda **given: None)
+
+
+def test_a_validation_at_a_resume_changes_no_random_number(lab):
+    made = lab()
+    run, _ = made.start(due={Position(2): RequestKind.STOP})
+    with pytest.raises(RunStopped):
+        train(run, prepared(run), 9)
+    drawn = []
+    for numbers in (0, 5):
+        run, _ = made.start()
+        prepared(run)
+        run.on("on_resume")(lambda count=numbers, **given: torch.rand(count))
+        assert run.restore()
+        drawn.append(torch.rand(3))
+    assert torch.equal(*drawn)
+
+
 def test_figures_are_written_down_and_those_that_are_none_are_not(lab):
     made = lab()
     run, _ = made.start()
@@ -734,7 +756,7 @@ def test_somebody_else_s_loop_is_stopped_at_its_polls(lab):
     run, channel = made.start(due={Position(2): RequestKind.STOP})
     model = prepared(run)
     assert not run.restore()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    (optimizer,) = run.registry.optimizers.values()
     batch = Batch(
         step=0,
         consumed=0,

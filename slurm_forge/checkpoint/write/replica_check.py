@@ -1,0 +1,175 @@
+"""The comparison of ranks, in the exchanges that a save has anyway; a second one if they differ."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from slurm_forge.checkpoint.collectives import Ranks
+from slurm_forge.checkpoint.content.training_state import Captured
+from slurm_forge.checkpoint.write.plan import Plan
+from slurm_forge.checkpoint.write.replicas import (
+    RankMismatch,
+    StateDigest,
+    differing,
+    explained,
+    same_state,
+)
+from slurm_forge.vocabulary.json_value import Json
+
+_DIGEST, _DETAILS, _FACTS = "digest", "details", "facts"
+#: An odd number near a power of two by the golden ratio.
+_SPREAD = 40503
+
+
+@dataclass(frozen=True, slots=True)
+class RankFacts:
+    """What a rank says of itself beside its state (its samples), and what is wrong with all that.
+
+    ``judge`` runs on rank 0 and returns the text of a mismatch, or nothing.
+    """
+
+    report: Json = None
+    judge: Callable[[Sequence[Any]], str] = lambda _: ""
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """What a comparison found, the same on all ranks.
+
+    ``as_saved``: whether the ranks hold bit for bit what a checkpoint says; None where that was not
+    asked or can't be told.
+    """
+
+    mismatch: RankMismatch | None
+    as_saved: bool | None = None
+
+
+@dataclass(slots=True)
+class ReplicaCheck:
+    """One object per launch and rank; ``host`` is this rank's node."""
+
+    host: str = ""
+    #: The step after which all copies were last found equal.
+    equal_at: int | None = field(default=None, init=False)
+    _turn: int | None = field(default=None, init=False)
+
+    def next_turn(self, step: int) -> int:
+        """Which part of a large state comes next; called on all ranks alike."""
+        # Launches that end after a few saves do not all begin with the same part.
+        self._turn = step * _SPREAD if self._turn is None else self._turn + 1
+        return self._turn
+
+    def take(self, captured: Captured, plan: Plan, turn: int) -> StateDigest:
+        """Begin a digest of what this rank holds; the state may change once this returns."""
+        return StateDigest(captured, plan, turn, self.host)
+
+    def compare(
+        self,
+        ranks: Ranks,
+        captured: Captured,
+        plan: Plan,
+        facts: RankFacts,
+        *,
+        step: int,
+        saved: SavedStates | None,
+    ) -> Comparison:
+        """Compare the ranks now, and with what was ``saved``.  Collective; waits for the device."""
+        digest, error = None, None
+        turn = self.next_turn(step) if saved is None else saved.turn
+        try:
+            digest = self.take(captured, plan, turn)
+        except Exception as caught:
+            error = caught
+
+        def told(reports: Sequence[Any], _: RankMismatch | None) -> dict[str, Json]:
+            return {"as_saved": None if saved is None else saved.are(SavedStates.of(reports))}
+
+        agreed, mismatch = self.exchange(
+            ranks, error, {}, digest, facts, told, step=step, doing="Comparing the ranks"
+        )
+        return Comparison(mismatch, agreed["as_saved"])
+
+    def exchange(
+        self,
+        ranks: Ranks,
+        error: Exception | None,
+        report: Mapping[str, Json],
+        digest: StateDigest | None,
+        facts: RankFacts,
+        decide: Callable[[Sequence[Any], RankMismatch | None], dict[str, Json]],
+        *,
+        step: int,
+        doing: str,
+    ) -> tuple[dict[str, Any], RankMismatch | None]:
+        """``Ranks.agree`` on the reports, with what a comparison of the ranks found.
+
+        ``digest`` is None only where there is an error.  ``decide`` runs once, on rank 0, when it
+        is known whether the ranks differ.
+        """
+        own: dict[str, Json] = {**report, _FACTS: facts.report}
+        if error is None and digest is not None:
+            try:
+                own[_DIGEST] = digest.report()
+            except Exception as caught:
+                error = caught
+
+        def conclude(reports: Sequence[Any], mismatch: RankMismatch | None) -> dict[str, Json]:
+            text = facts.judge([each[_FACTS] for each in reports])
+            if text:
+                mismatch = (
+                    RankMismatch(text=text, step=step, equal_at=self.equal_at)
+                    if mismatch is None
+                    else replace(mismatch, text=f"{mismatch.text}; {text}")
+                )
+            found = {} if mismatch is None else {"mismatch": mismatch.to_json()}
+            return {**decide(reports, mismatch), **found}
+
+        def first(reports: Sequence[Any]) -> dict[str, Json]:
+            groups = differing([each[_DIGEST] for each in reports])
+            return {"differing": list[Json](groups)} if groups else conclude(reports, None)
+
+        def second(reports: Sequence[Any]) -> dict[str, Json]:
+            details = [each[_DETAILS] for each in reports]
+            return conclude(reports, explained(details, step=step, equal_at=self.equal_at))
+
+        agreed: dict[str, Any] = ranks.agree(error, own, first, doing=doing)
+        if "differing" in agreed and digest is not None:
+            own[_DETAILS] = digest.details(agreed["differing"])
+            agreed = ranks.agree(None, own, second, doing=doing)
+        if "mismatch" in agreed:
+            return agreed, RankMismatch.from_json(agreed["mismatch"])
+        self.equal_at = step
+        return agreed, None
+
+
+@dataclass(frozen=True, slots=True)
+class SavedStates:
+    """The digest of each rank's state, as it goes into a checkpoint."""
+
+    turn: int
+    ranks: tuple[str, ...]
+
+    @classmethod
+    def of(cls, reports: Sequence[Mapping[str, Any]]) -> SavedStates:
+        """From what ``exchange`` hands to ``decide``."""
+        return cls(reports[0][_DIGEST]["turn"], tuple(each[_DIGEST]["state"] for each in reports))
+
+    def to_json(self) -> dict[str, Json]:
+        """For the manifest."""
+        return {"turn": self.turn, "ranks": list[Json](self.ranks)}
+
+    @classmethod
+    def from_json(cls, body: object) -> SavedStates | None:
+        """Undo ``to_json``; None for anything else: older checkpoints have none."""
+        if not isinstance(body, dict):
+            return None
+        turn, ranks = body.get("turn"), body.get("ranks")
+        if type(turn) is not int or not isinstance(ranks, list):
+            return None
+        return cls(turn, tuple(map(str, ranks)))
+
+    def are(self, other: SavedStates) -> bool | None:
+        """Whether they are equal bit for bit; None where that can't be told."""
+        return same_state(self.ranks, other.ranks)

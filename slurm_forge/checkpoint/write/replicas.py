@@ -1,0 +1,255 @@
+"""Whether the copies that ranks hold of the same tensors are equal, and which rank is wrong.
+
+In every exchange that a save has anyway each rank reports one digest per group of ranks that hold
+the same.  Only where they differ are the sums of all tensors compared, in a second exchange.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from slurm_forge.checkpoint.content.tensors import local_part
+from slurm_forge.checkpoint.content.training_state import Captured
+from slurm_forge.checkpoint.write.digests import (
+    PendingSums,
+    Sample,
+    digest_of,
+)
+from slurm_forge.checkpoint.write.plan import Plan
+from slurm_forge.checkpoint.write.tensor_keys import in_words
+from slurm_forge.vocabulary.json_value import Json
+
+_NAMED = 3
+_SHOWN_RANKS = 8
+#: To tell which copy is wrong takes two that agree.
+_ENOUGH_TO_TELL = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankMismatch:
+    """Ranks differ that should be equal; ``rank`` and ``host`` where one alone is wrong.
+
+    ``equal_at`` is the step after which they were last found equal, None if never.
+    """
+
+    text: str
+    step: int
+    rank: int | None = None
+    host: str = ""
+    equal_at: int | None = None
+
+    def to_json(self) -> dict[str, Json]:
+        """For the other ranks."""
+        return {
+            "text": self.text,
+            "step": self.step,
+            "rank": self.rank,
+            "host": self.host,
+            "equal_at": self.equal_at,
+        }
+
+    @classmethod
+    def from_json(cls, body: Mapping[str, Any]) -> RankMismatch:
+        """Undo ``to_json``."""
+        return cls(**body)
+
+
+@dataclass(frozen=True, slots=True)
+class _HeldCopies:
+    """What this rank holds together with others (``group``), or alone (None), in a fixed order."""
+
+    group: int | None
+    keys: tuple[str, ...]
+    sample: Sample
+
+
+class StateDigest:
+    """A digest of a rank's parameters and optimizer state, group by group of ranks; taken once."""
+
+    def __init__(self, captured: Captured, plan: Plan, turn: int, host: str) -> None:
+        """Begin to take it; the state may change as soon as this returns.
+
+        ``turn``, the same on all ranks, says which part of a large state it covers.
+        """
+        self.turn = turn
+        self._host = host
+        self._alike = captured.alike
+        self._copies: list[_HeldCopies] = []
+        chosen: list[torch.Tensor] = []
+        samples: list[Sample] = []
+        for each in plan.copies:
+            sample = Sample.of(len(each.keys), each.size, turn)
+            keys = tuple(each.keys[number] for number in sample.chosen(len(each.keys)))
+            tensors = [local_part(captured.tensors[key]) for key in keys]
+            sample = sample.on(tensors, each.size)
+            self._copies.append(_HeldCopies(each.group, keys, sample))
+            chosen += tensors
+            samples += [sample] * len(keys)
+        self._pending = PendingSums(chosen, samples)
+        self._layout = plan.layout
+        self._sums: list[list[int]] | None = None
+
+    def report(self) -> dict[str, Json]:
+        """What the others compare with theirs: short.  Waits for the device."""
+        groups: dict[str, Json] = {
+            str(copies.group): [copies.sample.tensors, copies.sample.pieces, digest_of(sums)]
+            for copies, sums in zip(self._copies, self._read(), strict=True)
+            if copies.group is not None
+        }
+        return {"groups": groups, "state": self.state, "turn": self.turn}
+
+    @property
+    def covered(self) -> float:
+        """The share of the tensors and their pieces that it looks at: 1 is everything."""
+        parts = [each.sample.tensors * each.sample.pieces for each in self._copies]
+        return len(parts) / sum(parts) if parts else 1.0
+
+    @property
+    def state(self) -> str:
+        """Of everything that this rank holds, and of how it is laid out: for a checkpoint."""
+        samples = [(each.sample.tensors, each.sample.pieces) for each in self._copies]
+        layout = hashlib.blake2b(f"{self._layout} {samples}".encode(), digest_size=8).hexdigest()
+        return f"{layout}:{digest_of([value for sums in self._read() for value in sums])}"
+
+    def details(self, groups: Sequence[int]) -> dict[str, Json]:
+        """Every sum of some groups, for the ranks in them."""
+        own: dict[str, Json] = {}
+        for copies, sums in zip(self._copies, self._read(), strict=True):
+            if copies.group in groups:
+                own[str(copies.group)] = {
+                    "sums": [f"{value:x}" for value in sums],
+                    "keys": list(copies.keys),
+                    "wrapped": all(key in self._alike for key in copies.keys),
+                    "whole": copies.sample.whole,
+                }
+        return {"host": self._host, "groups": own}
+
+    def _read(self) -> list[list[int]]:
+        if self._sums is None:
+            values = self._pending.read()
+            self._sums, at = [], 0
+            for copies in self._copies:
+                self._sums.append(values[at : at + len(copies.keys)])
+                at += len(copies.keys)
+        return self._sums
+
+
+def differing(reports: Sequence[Mapping[str, Any]]) -> list[int]:
+    """The groups whose ranks do not report the same digest."""
+    first: dict[str, Any] = {}
+    found: dict[str, None] = {}
+    for report in reports:
+        for group, digest in report["groups"].items():
+            if first.setdefault(group, digest) != digest:
+                found[group] = None
+    return [int(group) for group in found]
+
+
+def same_state(saved: Sequence[str], now: Sequence[str]) -> bool | None:
+    """Whether ranks hold bit for bit what was saved; None where that can't be told.
+
+    Each is one ``StateDigest.state`` per rank: of another layout nothing can be told.
+    """
+    if len(saved) != len(now):
+        return None
+    pairs = [(one.partition(":"), two.partition(":")) for one, two in zip(saved, now, strict=True)]
+    if any(one[0] != two[0] for one, two in pairs):
+        return None
+    return all(one == two for one, two in pairs)
+
+
+def explained(
+    details: Sequence[Mapping[str, Any]], *, step: int, equal_at: int | None
+) -> RankMismatch:
+    """Which tensors differ between which ranks, from the details of all of them."""
+    differences: list[tuple[str, dict[int, str]]] = []
+    wrapped, whole = True, True
+    for group in dict.fromkeys(group for each in details for group in each["groups"]):
+        members = {
+            rank: each["groups"][group]
+            for rank, each in enumerate(details)
+            if group in each["groups"]
+        }
+        first = next(iter(members.values()))
+        whole = whole and first["whole"]
+        for number, key in enumerate(first["keys"]):
+            values = {rank: each["sums"][number] for rank, each in members.items()}
+            if len(set(values.values())) > 1:
+                differences.append((key, values))
+                wrapped = wrapped and first["wrapped"]
+    alone = _alone([values for _, values in differences])
+    host = "" if alone is None else str(details[alone]["host"])
+    return RankMismatch(
+        text=_text(differences, alone, host, step, equal_at, wrapped=wrapped, whole=whole),
+        step=step,
+        rank=alone,
+        host=host,
+        equal_at=equal_at,
+    )
+
+
+def _alone(differences: Sequence[Mapping[int, str]]) -> int | None:
+    """The rank that differs from all others in everything that differs, if there is one."""
+    suspects: set[int] | None = None
+    for values in differences:
+        usual, count = Counter(values.values()).most_common(1)[0]
+        odd = {rank for rank, value in values.items() if value != usual}
+        if len(values) < _ENOUGH_TO_TELL or count < len(values) - 1:
+            return None
+        suspects = odd if suspects is None else suspects & odd
+    return suspects.pop() if suspects and len(suspects) == 1 else None
+
+
+def _text(
+    differences: Sequence[tuple[str, Mapping[int, str]]],
+    alone: int | None,
+    host: str,
+    step: int,
+    equal_at: int | None,
+    *,
+    wrapped: bool,
+    whole: bool,
+) -> str:
+    values = differences[0][1]
+    names = ", ".join(in_words(key) for key, _ in differences[:_NAMED])
+    more = len(differences) - _NAMED
+    names += f" and {more} more" if more > 0 else ""
+    verb = "differs" if len(differences) == 1 else "differ"
+    if alone is not None:
+        others = len(values) - 1
+        between = f"on rank {alone}{host and f' ({host})'} from the {others} other ranks"
+    else:
+        between = f"between ranks {_ranks_of(values)}"
+    since = f"after step {step}"
+    if equal_at is None:
+        since += ", the first time that they are compared"
+    else:
+        since += f"; they were equal after step {equal_at}"
+        since += "" if whole else ", as far as a sample of them shows"
+    text = f"{names} {verb} {between} {since}"
+    if alone is not None:
+        return f"{text}: a fault of that rank's memory or GPU (silent data corruption) is likely"
+    if not wrapped:
+        return (
+            f"{text}: wrap the model in DistributedDataParallel or fully_shard, which average the "
+            "gradients; parts of one model (pipeline stages, experts) need names of their own in "
+            "run.register"
+        )
+    return text
+
+
+def _ranks_of(values: Mapping[int, str]) -> str:
+    """One rank for each of the first few different values, and how many there are."""
+    first: dict[str, int] = {}
+    for rank, value in values.items():
+        first.setdefault(value, rank)
+    ranks = [str(rank) for rank in first.values()]
+    if len(ranks) > _SHOWN_RANKS:
+        return f"{', '.join(ranks[:_SHOWN_RANKS])} and {len(ranks) - _SHOWN_RANKS} more"
+    return f"{', '.join(ranks[:-1])} and {ranks[-1]}"

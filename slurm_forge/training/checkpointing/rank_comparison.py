@@ -1,0 +1,74 @@
+"""When ranks are compared apart from saves: after a load, after the first step, before the end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from slurm_forge.checkpoint.collectives import Ranks
+from slurm_forge.checkpoint.content.training_state import TrainingState
+from slurm_forge.checkpoint.write.replica_check import RankFacts
+from slurm_forge.checkpoint.write.replicas import RankMismatch
+from slurm_forge.checkpoint.write.save import CheckpointWriter
+from slurm_forge.errors import CheckpointError, RanksLostError, UnsupportedError
+from slurm_forge.store.manifest import Manifest
+from slurm_forge.training.checkpointing.sample_check import (
+    samples_report,
+    wrong_samples,
+)
+from slurm_forge.training.core.rank_layout import ActiveLayout
+from slurm_forge.training.core.run_state import TrainingProgress
+
+
+class RankComparison:
+    """One object per launch and rank.
+
+    ``layout`` says which ranks train on other samples than this one, and which on the same.
+    """
+
+    def __init__(self, writer: CheckpointWriter, ranks: Ranks, layout: ActiveLayout) -> None:
+        self._writer = writer
+        self._ranks = ranks
+        self._layout = layout
+        #: What was loaded and not compared with the ranks' memory yet.
+        self.loaded: Manifest | None = None
+        #: Whether what was loaded last is not bit for bit what was saved.
+        self.load_differs = False
+
+    def facts(self, progress: TrainingProgress, *, ids: bool = False) -> RankFacts:
+        """What this rank says of its samples in the exchange of a save: one by one with ``ids``."""
+        return RankFacts(samples_report(progress, self._layout.now, ids=ids), wrong_samples)
+
+    def compare(
+        self,
+        state: TrainingState,
+        progress: TrainingProgress,
+        *,
+        unsound: Callable[[], Sequence[str]],
+        ids: bool,
+    ) -> RankMismatch | None:
+        """Compare the copies that ranks hold, their samples, and what was loaded.
+
+        Collective; waits for the device.  What is not finite (``unsound``) makes ranks differ, too,
+        and has a cure: then others look for it.
+        """
+        manifest, self.loaded = self.loaded, None
+        if self._ranks.size == 1 and manifest is None:
+            return None
+        facts = self.facts(progress, ids=ids)
+        try:
+            found = self._writer.compare(state, step=progress.step, facts=facts, manifest=manifest)
+        except RanksLostError:
+            raise
+        except CheckpointError as error:  # no storage was touched: the program is to be corrected
+            raise UnsupportedError(error.message, next_step=error.next_step) from error
+        if manifest is not None:
+            self.load_differs = found.as_saved is False
+        if found.mismatch is None:
+            return None
+
+        def any_of(reports: Sequence[Any]) -> bool:
+            return any(reports)
+
+        finite = not self._ranks.agree(None, bool(unsound()), any_of, doing="Comparing the ranks")
+        return found.mismatch if finite else None

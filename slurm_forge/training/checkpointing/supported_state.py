@@ -1,0 +1,129 @@
+"""What can't be trained and saved as it is registered, refused before the first step.
+
+A save would find most of it, after the first hour; what no save finds is a parameter that is
+trained and belongs to nothing that is saved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import chain
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
+
+from slurm_forge.checkpoint.content.tensors import local_part, why_not_savable
+from slurm_forge.errors import UnsupportedError
+from slurm_forge.training.core.run_state import Registry
+
+
+def require_supported_wrapper(name: str, value: object) -> None:
+    """Raise UnsupportedError for a model in a wrapper that nothing can be done about later."""
+    if not isinstance(value, nn.Module):
+        return
+    for path, part in value.named_modules():
+        if isinstance(part, FullyShardedDataParallel):
+            where = f"{path!r} of model {name!r}" if path else f"model {name!r}"
+            raise UnsupportedError(
+                f"{where} is wrapped by FullyShardedDataParallel (FSDP1), which flattens "
+                "parameters: a checkpoint of them fits no other number of ranks",
+                next_step="Use torch.distributed.fsdp.fully_shard (FSDP2), or "
+                "DistributedDataParallel.",
+            )
+
+
+def require_supported(registry: Registry) -> None:
+    """Raise UnsupportedError, naming the parameter, for what can't be saved or resumed exactly.
+
+    Before a checkpoint is loaded: all that is registered is built by now.
+    """
+    for name, model in registry.models.items():
+        require_supported_wrapper(name, model)
+        for path, kind, tensor in _tensors(model):
+            why = why_not_savable(tensor)
+            if why:
+                raise _refused(f"{kind} {path} of model {name!r} ({_described(tensor)})", why)
+    held = {id(parameter) for model in registry.models.values() for parameter in model.parameters()}
+    for name, optimizer in registry.optimizers.items():
+        _require_registered(name, optimizer, held)
+
+
+def require_known_optimizer(optimizer: Optimizer, registry: Registry) -> None:
+    """Raise UnsupportedError where an optimizer is stepped whose state nobody saves.
+
+    One that a registered object of the program's own holds is that object's to save.
+    """
+    known = registry.optimizers.values()
+    if any(optimizer is each for each in known):
+        return
+    owned = chain.from_iterable(
+        vars(other).values() for other in registry.others.values() if hasattr(other, "__dict__")
+    )
+    if any(optimizer is each for each in owned):
+        return
+    names = ", ".join(map(repr, registry.optimizers)) or "none"
+    raise UnsupportedError(
+        f"s.apply() got an optimizer ({type(optimizer).__name__}) that is not registered "
+        f"(registered: {names}): its moments would be lost at every resume",
+        next_step="Register it under a name of its own before training: run.register(…).",
+    )
+
+
+def _require_registered(name: str, optimizer: Optimizer, held: set[int]) -> None:
+    for number, group in enumerate(optimizer.param_groups):
+        for place, parameter in enumerate(group["params"]):
+            if id(parameter) in held:
+                continue
+            raise UnsupportedError(
+                f"optimizer {name!r} trains a parameter that belongs to no registered model "
+                f"(number {place} of group {number}, {_described(parameter)}): it would be "
+                "trained, and start over at every resume",
+                next_step="Register the model that holds it, too: run.register(model=…, "
+                f"{_keyword(name)}=…).  Make the optimizer after the model is wrapped by "
+                "fully_shard, which replaces parameters.",
+            )
+
+
+def _tensors(model: nn.Module) -> Iterator[tuple[str, str, torch.Tensor]]:
+    """Everything of a model that is saved as a tensor: what its modules make of their state."""
+    for path, value in model.state_dict(keep_vars=True).items():
+        if isinstance(value, torch.Tensor):
+            kind = "parameter" if isinstance(value, nn.Parameter) or is_lazy(value) else "buffer"
+            yield _without_wrappers(model, path), kind, value
+
+
+def _without_wrappers(model: nn.Module, path: str) -> str:
+    if isinstance(model, DistributedDataParallel):
+        path = path.removeprefix("module.")
+    return path.replace("_orig_mod.", "")
+
+
+def _described(tensor: torch.Tensor) -> str:
+    if is_lazy(local_part(tensor)):
+        return "not initialised"
+    if tensor.is_nested:
+        return "nested"
+    text = f"shape {list(tensor.shape)}, {str(tensor.dtype).removeprefix('torch.')}"
+    if isinstance(tensor, DTensor):
+        places = ", ".join(map(str, tensor.placements))
+        return f"{text}, a DTensor placed as ({places}) on a mesh of {tensor.device_mesh.shape}"
+    return f"{text} on {tensor.device}"
+
+
+def _keyword(name: str) -> str:
+    first = name.partition(".")[0]
+    return first if first.isidentifier() else "optimizer"
+
+
+def _refused(what: str, why: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"{what} can't be saved and resumed: {why}",
+        next_step="Supported are plain dense tensors, and DTensors placed as Shard and Replicate. "
+        "Materialise it before run.batches() or run.restore(), keep it out of state_dict() (a "
+        "non-persistent buffer), or register an object that stores what it is made from.",
+    )
