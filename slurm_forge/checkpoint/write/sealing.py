@@ -35,14 +35,12 @@ def open_stage(
             f"the ranks are at different steps: {steps[:20]}",
             next_step="Call save at the same step on every rank (run.save() does).",
         )
-    same_shape([(report["stage"], report["shape"]) for report in reports])
+    plan = same_plan(reports)
     first: dict[int, Mapping[str, Any]] = {}  # stages of a pipeline are not to be alike
     disagreeing: dict[str, None] = {}
     for report in reports:
         parts, expected = report["parts"], first.setdefault(report["stage"], report["parts"])
         disagreeing.update((part, None) for part in expected if parts.get(part) != expected[part])
-    plans = {report["plan"] for report in reports}
-    plan = plans.pop() if len(plans) == 1 else 0
     # One rank's part of a plan and another's estimate without one do not add up to anything.
     size = sum(report["size" if plan else "rough"] for report in reports)
     stage = _stage(store, name, partial(permit, size), fallback=fallback)
