@@ -387,7 +387,9 @@ def ranks_of(watched: Watched) -> list[int]:
             continue
         with contextlib.suppress(OSError):
             words = (entry / "cmdline").read_bytes().split(b"\0")
-            agent = b"slurm_forge.process" in words and b"agent" in words
+            # srun is given the same words, and a signal for it cancels the step.
+            by_python = not words[0].endswith(b"srun")
+            agent = by_python and b"slurm_forge.process" in words and b"agent" in words
             if agent and str(watched.run.path).encode() in words:
                 status = (entry / "stat").read_text().rpartition(")")[2].split()
                 found[int(entry.name)] = int(status[1])
