@@ -165,9 +165,13 @@ class LossHistory:
         self._ring = torch.zeros(LENGTH + 1, dtype=torch.float64, device=_wide(device))
         self._noted = 0
 
-    def note(self, loss: torch.Tensor) -> None:
+    def note(self, loss: torch.Tensor | float) -> None:
         """The loss of one more step; nothing is waited for."""
-        self._ring[self._noted % LENGTH].copy_(loss.reshape(()), non_blocking=True)
+        place = self._ring[self._noted % LENGTH]
+        if isinstance(loss, torch.Tensor):
+            place.copy_(loss.reshape(()), non_blocking=True)
+        else:
+            place.fill_(loss)
         self._noted += 1
 
     def tensor(self) -> torch.Tensor:
