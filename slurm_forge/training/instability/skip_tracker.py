@@ -9,9 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 from slurm_forge.control import Member
 from slurm_forge.control.messages.hub import RequestKind
@@ -25,18 +23,22 @@ from slurm_forge.recovery.monitor.loss_anomaly import (
 from slurm_forge.recovery.policy.decide import skips_allowed
 from slurm_forge.spec.recovery import Recovery
 from slurm_forge.training.core.instability import Instability
-from slurm_forge.training.core.rng import Generators
 from slurm_forge.training.core.run_state import (
     Registry,
     TrainingProgress,
 )
-from slurm_forge.training.data.batches import Batch
 from slurm_forge.training.faults.injector import FaultInjector
 from slurm_forge.training.instability.diagnosis import StepDiagnoser
 from slurm_forge.training.instability.diagnosis_report import Examination
 from slurm_forge.training.instability.spike_monitor import SpikeMonitor
-from slurm_forge.training.step.gradient_guard import GuardedUpdate, Reading
+from slurm_forge.training.instability.step_record import (
+    StepRecord,
+    together,
+    with_report,
+)
+from slurm_forge.training.step.gradient_guard import Reading
 from slurm_forge.training.step.gradient_norms import parameter_names
+from slurm_forge.training.step.update_report import ReportedValues
 from slurm_forge.vocabulary.cause import Cause, Evidence
 from slurm_forge.vocabulary.plan import SampleWindow
 
@@ -52,27 +54,6 @@ _BAD_LOSSES = 3
 
 class LaunchGivenUp(BaseException):
     """All ranks leave without saving: what is on disk is better than what is in memory."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepRecord:
-    """A step that has been taken, or left out: the device knows.
-
-    ``unprotected`` are buffers that the step changed and that nothing can put back.
-    """
-
-    applied: Sequence[GuardedUpdate]
-    step: int
-    samples: SampleWindow
-    batch: Batch
-    compute_loss: Callable[[Any], Any] | None
-    generators: Generators | None
-    #: This rank's own mean loss, asked for after an incident only.
-    own_loss: Callable[[], float | None]
-    has_loss: bool
-    #: Whether it is a batch of ``run.batches``, whose samples can be left out.
-    from_stream: bool
-    unprotected: tuple[str, ...]
 
 
 class SkipTracker:
@@ -115,7 +96,7 @@ class SkipTracker:
         self._from_stream = False
         self._examined_at: int | None = None
         self._examinations = 0
-        self._bad_losses = 0
+        self._bad_losses = self._bad_reports = 0
         #: The last steps and their samples, for an incident that is noticed later.
         self._recent: deque[tuple[int, SampleWindow]] = deque(maxlen=_REMEMBERED)
         #: Of the skipped steps in a row that go on now.
@@ -126,6 +107,8 @@ class SkipTracker:
         self._journaled_evidence: tuple[Evidence, ...] = ()
         #: What this rank has proposed to all, and nobody has answered yet.
         self._proposed: Anomaly | None = None
+        #: Why the weights themselves are not to be trusted: an update that was not left out.
+        self.weights_in_doubt: tuple[str, ...] = ()
         #: What all ranks have to see to before the next step, if anything.
         self.trouble: Instability | None = None
 
@@ -167,6 +150,7 @@ class SkipTracker:
         self._unread.clear()
         self._recent.clear()
         self._examined_at, self._bad_losses, self._proposed = None, 0, None
+        self._bad_reports, self.weights_in_doubt = 0, ()
         self._end_skip_streak()
         self.trouble = None
 
@@ -174,21 +158,55 @@ class SkipTracker:
         while len(self._unread) > keep:
             record = self._unread.popleft()
             readings = [each.verdict.read() for each in record.applied]
+            if record.report is not None:
+                reported = record.report.read()
+                if not readings and not self._is_sound(record, reported):
+                    continue
+                readings = with_report(readings, reported)
             if all(reading.applied for reading in readings):
                 self._progress.skipped_in_a_row = 0
                 self._end_skip_streak()
-                self._look_at_loss(record, readings[-1].loss)
+                self._look_at_loss(record, readings)
             else:
                 finite = all(reading.finite for reading in readings)
                 self._skipped(record, readings, finite=finite)
                 if not finite:
                     continue  # it says nothing about which losses and norms are usual
             if self._spike_monitor is not None:
-                self._spike_monitor.record(record.step, _together(readings))
+                self._spike_monitor.record(record.step, together(readings))
                 self._progress.highest_usual_loss = self._spike_monitor.highest_usual_loss
 
-    def _look_at_loss(self, record: StepRecord, loss: float) -> None:
+    def _is_sound(self, record: StepRecord, reported: ReportedValues) -> bool:
+        """Whether an update that the loop has made itself can have left the weights finite.
+
+        Of this rank's values alone: all ranks hear of it on the channel.
+        """
+        norm, loss = reported.norm, reported.loss
+        if norm is None:
+            name, value = "loss", loss
+        else:
+            name, value = "gradient norm", norm
+        if value is None or math.isfinite(value):
+            self._bad_reports = 0
+            return True
+        text = f"rank {self._rank} reported the {name} {value} for step {record.step}"
+        scaler = self._registry.scaler
+        if scaler is not None and scaler.is_enabled():
+            self._bad_reports += 1
+            if scaler.get_scale() > 1.0 or self._bad_reports < self._allowed[Cause.NON_FINITE]:
+                return False  # the scaler leaves the update out by itself
+            text = (
+                f"{text}, {self._bad_reports} steps in a row, and the gradient scale is at most 1"
+            )
+        else:
+            text = f"{text}, whose update this loop has made itself: it is in the weights"
+            self.weights_in_doubt = self.weights_in_doubt or (text,)
+        self._propose(Anomaly(Cause.NON_FINITE, record.step, record.step, text))
+        return False
+
+    def _look_at_loss(self, record: StepRecord, readings: Sequence[Reading]) -> None:
         """A mean over nothing is NaN and has no gradient: no norm tells of it, on any rank."""
+        loss = next((each.loss for each in readings if not math.isfinite(each.loss)), 0.0)
         if not record.has_loss or math.isfinite(loss):
             self._bad_losses = 0
             return
@@ -199,7 +217,11 @@ class SkipTracker:
                 "its gradients were finite"
             )
             onset = record.step - _BAD_LOSSES + 1
-            anomaly = Anomaly(Cause.NON_FINITE, onset, record.step, text)
+            self._propose(Anomaly(Cause.NON_FINITE, onset, record.step, text))
+
+    def _propose(self, anomaly: Anomaly) -> None:
+        """Tell all ranks, unless something was told that nobody has answered yet."""
+        if self._proposed is None:
             self._proposed = anomaly
             self._member.send(RequestProposal(kind=RequestKind.RECOVER, reason=announce(anomaly)))
 
@@ -219,7 +241,7 @@ class SkipTracker:
     def accept_and_continue(self) -> None:
         """It was decided that training goes on as it is."""
         self._progress.skipped_in_a_row = 0
-        self._proposed = None
+        self._proposed, self.weights_in_doubt = None, ()
         self._end_skip_streak()
 
     def _end_skip_streak(self) -> None:
@@ -335,15 +357,6 @@ class SkipTracker:
     def _scaler_searches(self) -> bool:
         scaler = self._registry.scaler
         return scaler is not None and scaler.get_scale() > 1.0
-
-
-def _together(readings: Sequence[Reading]) -> Reading:
-    """Of several optimizers, whose norms are no one quantity, only the loss can be watched."""
-    if len(readings) == 1:
-        return readings[0]
-    applied = all(reading.applied for reading in readings)
-    finite = all(reading.finite for reading in readings)
-    return Reading(applied, finite, math.nan, readings[-1].loss)
 
 
 def _what(finite: bool) -> str:
