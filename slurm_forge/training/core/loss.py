@@ -163,11 +163,12 @@ class LossHistory:
     def __init__(self, device: torch.device) -> None:
         # The last element counts how many were ever noted; it is kept up to date in ``tensor``.
         self._ring = torch.zeros(LENGTH + 1, dtype=torch.float64, device=_wide(device))
+        self._places = self._ring.unbind()  # making a view takes longer than writing to it
         self._noted = 0
 
     def note(self, loss: torch.Tensor | float) -> None:
         """The loss of one more step; nothing is waited for."""
-        place = self._ring[self._noted % LENGTH]
+        place = self._places[self._noted % LENGTH]
         if isinstance(loss, torch.Tensor):
             place.copy_(loss.reshape(()), non_blocking=True)
         else:

@@ -34,11 +34,11 @@ from slurm_forge.training.instability.spike_monitor import SpikeMonitor
 from slurm_forge.training.instability.step_record import (
     StepRecord,
     together,
-    with_report,
+    with_loss,
 )
 from slurm_forge.training.step.gradient_guard import Reading
 from slurm_forge.training.step.gradient_norms import parameter_names
-from slurm_forge.training.step.update_report import ReportedValues
+from slurm_forge.training.step.update_report import ReportedValues, UpdateReport
 from slurm_forge.vocabulary.cause import Cause, Evidence
 from slurm_forge.vocabulary.plan import SampleWindow
 
@@ -119,6 +119,15 @@ class SkipTracker:
         self._unread.append(record)
         self._read(self._keep)
 
+    def reported(self, step: int, samples: SampleWindow, report: UpdateReport) -> None:
+        """One more step, of a loop that has updated by itself; microseconds if all is well."""
+        if self._unread or not report.is_known:
+            self.record(StepRecord.of_report(step, samples, report))
+            return
+        self._recent.append((step, samples))
+        self._from_stream = False
+        self._take_report(step, report.read())
+
     def announced(self, anomaly: Anomaly) -> None:
         """Rank 0 has judged the last steps, and all ranks hear of it between the same two steps."""
         if self.trouble is not None or not self._recent:
@@ -157,39 +166,56 @@ class SkipTracker:
     def _read(self, keep: int) -> None:
         while len(self._unread) > keep:
             record = self._unread.popleft()
+            if record.report is not None and not record.applied:
+                self._take_report(record.step, record.report.read())
+                continue
             readings = [each.verdict.read() for each in record.applied]
             if record.report is not None:
-                reported = record.report.read()
-                if not readings and not self._is_sound(record, reported):
-                    continue
-                readings = with_report(readings, reported)
+                readings = with_loss(readings, record.report.read().loss)
             if all(reading.applied for reading in readings):
                 self._progress.skipped_in_a_row = 0
                 self._end_skip_streak()
-                self._look_at_loss(record, readings)
+                if record.has_loss:
+                    self._look_at_losses(record.step, [reading.loss for reading in readings])
             else:
                 finite = all(reading.finite for reading in readings)
                 self._skipped(record, readings, finite=finite)
                 if not finite:
                     continue  # it says nothing about which losses and norms are usual
-            if self._spike_monitor is not None:
-                self._spike_monitor.record(record.step, together(readings))
-                self._progress.highest_usual_loss = self._spike_monitor.highest_usual_loss
+            self._watch(record.step, together(readings))
 
-    def _is_sound(self, record: StepRecord, reported: ReportedValues) -> bool:
+    def _watch(self, step: int, reading: Reading) -> None:
+        if self._spike_monitor is not None:
+            self._spike_monitor.record(step, reading)
+            self._progress.highest_usual_loss = self._spike_monitor.highest_usual_loss
+
+    def _take_report(self, step: int, reported: ReportedValues) -> None:
+        """What a loop says of an update that it has made by itself."""
+        loss, norm = reported
+        if (loss is None or math.isfinite(loss)) and (norm is None or math.isfinite(norm)):
+            self._bad_reports = self._bad_losses = 0
+        elif not self._is_sound(step, reported):
+            return
+        elif loss is not None:
+            self._look_at_losses(step, [loss])
+        self._progress.skipped_in_a_row = 0
+        none = math.nan
+        self._watch(
+            step,
+            Reading(True, True, none if norm is None else norm, none if loss is None else loss),
+        )
+
+    def _is_sound(self, step: int, reported: ReportedValues) -> bool:
         """Whether an update that the loop has made itself can have left the weights finite.
 
         Of this rank's values alone: all ranks hear of it on the channel.
         """
-        norm, loss = reported.norm, reported.loss
-        if norm is None:
-            name, value = "loss", loss
-        else:
-            name, value = "gradient norm", norm
+        loss, norm = reported
+        name, value = ("loss", loss) if norm is None else ("gradient norm", norm)
         if value is None or math.isfinite(value):
             self._bad_reports = 0
             return True
-        text = f"rank {self._rank} reported the {name} {value} for step {record.step}"
+        text = f"rank {self._rank} reported the {name} {value} for step {step}"
         scaler = self._registry.scaler
         if scaler is not None and scaler.is_enabled():
             self._bad_reports += 1
@@ -201,13 +227,13 @@ class SkipTracker:
         else:
             text = f"{text}, whose update this loop has made itself: it is in the weights"
             self.weights_in_doubt = self.weights_in_doubt or (text,)
-        self._propose(Anomaly(Cause.NON_FINITE, record.step, record.step, text))
+        self._propose(Anomaly(Cause.NON_FINITE, step, step, text))
         return False
 
-    def _look_at_loss(self, record: StepRecord, readings: Sequence[Reading]) -> None:
+    def _look_at_losses(self, step: int, losses: Sequence[float]) -> None:
         """A mean over nothing is NaN and has no gradient: no norm tells of it, on any rank."""
-        loss = next((each.loss for each in readings if not math.isfinite(each.loss)), 0.0)
-        if not record.has_loss or math.isfinite(loss):
+        loss = next((each for each in losses if not math.isfinite(each)), None)
+        if loss is None:
             self._bad_losses = 0
             return
         self._bad_losses += 1
@@ -216,8 +242,7 @@ class SkipTracker:
                 f"the loss of rank {self._rank} was {loss} in {_BAD_LOSSES} steps in a row, and "
                 "its gradients were finite"
             )
-            onset = record.step - _BAD_LOSSES + 1
-            self._propose(Anomaly(Cause.NON_FINITE, onset, record.step, text))
+            self._propose(Anomaly(Cause.NON_FINITE, step - _BAD_LOSSES + 1, step, text))
 
     def _propose(self, anomaly: Anomaly) -> None:
         """Tell all ranks, unless something was told that nobody has answered yet."""

@@ -10,7 +10,7 @@ from typing import Any
 from slurm_forge.training.core.rng import Generators
 from slurm_forge.training.data.batches import Batch
 from slurm_forge.training.step.gradient_guard import GuardedUpdate, Reading
-from slurm_forge.training.step.update_report import ReportedValues, UpdateReport
+from slurm_forge.training.step.update_report import UpdateReport
 from slurm_forge.vocabulary.plan import SampleWindow
 
 
@@ -37,6 +37,23 @@ class StepRecord:
     #: What the program's own loop says of the step.
     report: UpdateReport | None = None
 
+    @classmethod
+    def of_report(cls, step: int, samples: SampleWindow, report: UpdateReport) -> StepRecord:
+        """A step that a loop has computed and updated by itself."""
+        return cls(
+            applied=(),
+            step=step,
+            samples=samples,
+            batch=None,
+            compute_loss=None,
+            generators=None,
+            own_loss=report.own_loss,
+            has_loss=report.loss is not None,
+            from_stream=False,
+            unprotected=(),
+            report=report,
+        )
+
 
 def together(readings: Sequence[Reading]) -> Reading:
     """Of several optimizers, whose norms are no one quantity, only the loss can be watched.
@@ -50,10 +67,6 @@ def together(readings: Sequence[Reading]) -> Reading:
     return Reading(applied, finite, math.nan, readings[0].loss)
 
 
-def with_report(readings: Sequence[Reading], reported: ReportedValues) -> list[Reading]:
-    """Readings with the loss that the loop has reported; without any, what it says it has done."""
-    loss = math.nan if reported.loss is None else reported.loss
-    if readings:
-        return [each if reported.loss is None else each._replace(loss=loss) for each in readings]
-    norm = math.nan if reported.norm is None else reported.norm
-    return [Reading(True, True, norm, loss)]
+def with_loss(readings: Sequence[Reading], loss: float | None) -> list[Reading]:
+    """Readings of updates whose loss the guard was not told, where the loop has reported it."""
+    return [each if loss is None else each._replace(loss=loss) for each in readings]

@@ -34,8 +34,7 @@ _ADVANCE = "Call run.advance(loss=…, grad_norm=…) once, as the last thing of
 class CustomLoop:
     """One object per rank.
 
-    ``boundary`` passes a step boundary, ``stepped`` is what follows a step that was counted, and
-    ``in_batches`` is whether a loop of ``run.batches`` goes on.
+    ``boundary`` passes a step boundary, ``stepped`` is what follows a step that was counted.
     """
 
     def __init__(
@@ -47,21 +46,20 @@ class CustomLoop:
         groups: ProcessGroups,
         boundary: Callable[[], None],
         stepped: Callable[[], None],
-        in_batches: Callable[[], bool],
     ) -> None:
         self._context = context
         self._parts = parts
         self._lifecycle = parts.step_lifecycle
         self._progress = parts.progress
+        self._boundaries = parts.boundaries
         self._resumer = resumer
         self._groups = groups
         self._boundary = boundary
         self._stepped = stepped
-        self._in_batches = in_batches
         #: Steps counted when the iteration of ``steps`` that goes on began; None outside of it.
         self._iteration: int | None = None
-        #: Whether a block of ``run.step`` goes on.
-        self.in_step = False
+        #: Whether a block of ``run.step`` goes on, and whether a batch of ``run.batches`` does.
+        self.in_step = self.in_batches = False
         #: Whether the data are fetched by the program, and not by ``run.batches``.
         self.own = False
         self._guards = True
@@ -127,7 +125,7 @@ class CustomLoop:
         self._refuse_inside("run.advance()")
         self.require_new_step("run.advance()")
         report = UpdateReport(loss, grad_norm)
-        if samples is not None:
+        if samples is not None and (type(samples) is not int or samples < 0):
             samples = _whole("run.advance", "samples", samples, least=0)
         step = self._lifecycle.open
         self._guards = guarded = step is not None and bool(step.updates)
@@ -163,7 +161,7 @@ class CustomLoop:
 
     def poll(self) -> None:
         """Outside a phase: nothing is to be done here; an error in a loop that never advances."""
-        if self._in_batches() or self._iteration is not None or self._lifecycle.counted:
+        if self.in_batches or self._iteration is not None or self._lifecycle.counted:
             return
         self._polls += 1
         if self._polls > _POLLS:
@@ -256,17 +254,17 @@ class CustomLoop:
             )
 
     def _refuse_inside(self, what: str) -> None:
-        inside = self._parts.boundaries.inside
+        inside = self._boundaries.inside
+        if not (self.in_step or self.in_batches or inside):
+            return
         if self.in_step:
             place, instead = "a block of run.step()", "s.apply(…) is the update there, and the end "
             instead += "of the block counts the step."
         elif inside is not None:
             place, instead = f"the phase {inside!r}", "Call it after the phase, or before."
-        elif self._in_batches():
+        else:
             place = "a loop over run.batches()"
             instead = "Take the step there with run.train_step(), or with run.step(batch) as s: …"
-        else:
-            return
         raise UnsupportedError(f"{what} in {place}", next_step=instead)
 
     def _first_of_its_kind(self, guarded: bool) -> None:

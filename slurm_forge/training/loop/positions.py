@@ -64,6 +64,8 @@ class Positions:
     def at_boundary(self, *, first: bool = False) -> None:
         """Keep the states where a phase may follow; ``first`` of a launch: nothing is known yet."""
         step = self._progress.step
+        if not (first or self._always or self._every):
+            return
         if first or self._always or any(step % every == 0 for every in self._every):
             self._kept_at = -1
             with contextlib.suppress(Exception):  # the program's: a save tells what is wrong

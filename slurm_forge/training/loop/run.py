@@ -129,7 +129,6 @@ class Run:
             groups=groups,
             boundary=self._boundary,
             stepped=self._stepped,
-            in_batches=lambda: self._turns.in_batches,
         )
         self._turns = StepTurns(
             context,

@@ -237,8 +237,9 @@ class StepLifecycle:
 
         ``samples`` are those of the step over all ranks, where the program says so.
         """
-        step, self.open = self.open or OpenStep(), None
-        if not step.updates and report is None:
+        step, self.open = self.open, None
+        updated = step is not None and bool(step.updates)
+        if not updated and report is None:
             return False
         if not self._started:
             self.start(timed=False)
@@ -246,17 +247,30 @@ class StepLifecycle:
         progress.step += 1
         if self._timed and self._step_timer is not None:
             self._step_timer.end(progress.step)
-        window = self._window(step, samples)
+        self.counted = self.stepped = True
+        if step is not None and updated:
+            self._take_over(step, report, samples)
+        elif report is not None:
+            self.stream_before, first = None, progress.consumed
+            progress.consumed = first + (samples or 0)
+            if report.loss is not None:
+                self._loss_history.note(report.loss)
+                self._note_first_loss(report.loss, 0)
+            window = SampleWindow(first, progress.consumed)
+            self._skip_tracker.reported(progress.step, window, report)
+        return True
+
+    def _take_over(self, step: OpenStep, report: UpdateReport | None, samples: int | None) -> None:
+        """What the updates of a step that is counted have come to."""
+        progress, window = self._progress, self._window(step, samples)
         self.stream_before = None if step.batch is None else progress.consumed
         progress.consumed = window.stop
-        self.counted = self.stepped = True
         if step.parts:
             for scheduler in self._registry.schedulers:
                 scheduler.step()  # a skipped step is a step: its samples are gone, its schedule too
-        if step.updates:
-            scaler = self._registry.scaler
-            if scaler is not None and scaler.is_enabled():
-                scaler.update()
+        scaler = self._registry.scaler
+        if scaler is not None and scaler.is_enabled():
+            scaler.update()
         # The first loss of a step: that of the second optimizer may come less often.
         part = next((each for each in step.parts if each.has_loss), None)
         loss: torch.Tensor | float | None = None
@@ -267,7 +281,9 @@ class StepLifecycle:
             loss, own_loss = report.loss, report.own_loss
         if loss is not None:
             self._loss_history.note(loss)
-        self._note_first_loss(step, loss)
+        # How many samples the program's own batches have is nothing that recovery changes.
+        size = 0 if step.batch is None else step.parts[0].batch.micro_sizes[0]
+        self._note_first_loss(step.parts[0].first_loss if step.parts else loss, size)
         self._skip_tracker.record(
             StepRecord(
                 applied=step.updates,
@@ -283,7 +299,6 @@ class StepLifecycle:
                 report=report,
             )
         )
-        return True
 
     @property
     def not_applied(self) -> tuple[str, ...]:
@@ -316,16 +331,13 @@ class StepLifecycle:
             samples = max(step.samples.values(), default=0) * self._world_size
         return SampleWindow(begin, begin + samples)
 
-    def _note_first_loss(self, step: OpenStep, loss: torch.Tensor | float | None) -> None:
+    def _note_first_loss(self, loss: torch.Tensor | float | None, samples: int) -> None:
         """Where the step is the first one behind a checkpoint: a resume is compared with it."""
         first_steps, before = self._first_steps, self._progress.step - 1
-        if first_steps is None or before not in (first_steps.saved_at, first_steps.resumed_at):
+        if first_steps is None or loss is None:
             return
-        first = step.parts[0].first_loss if step.parts else loss
-        if first is not None:
-            # How many samples the program's own batches have is nothing that recovery changes.
-            samples = 0 if step.batch is None else step.parts[0].batch.micro_sizes[0]
-            first_steps.note(before, torch.as_tensor(first), samples)
+        if before in (first_steps.saved_at, first_steps.resumed_at):
+            first_steps.note(before, loss, samples)
 
 
 def _nothing() -> None:

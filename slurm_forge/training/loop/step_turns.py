@@ -62,18 +62,19 @@ class StepTurns:
         with closing(cast("Generator[Batch, None, None]", loop)):
             try:
                 for batch in loop:
-                    self._handed_out, self._custom_loop.own = batch, False
-                    self._counted_before = self._parts.progress.step
+                    self._take(batch)
                     yield batch
                     self._custom_loop.settle()
-                    self._handed_out = None
+                    self._take(None)
             finally:
-                self._handed_out = None
+                self._take(None)
 
-    @property
-    def in_batches(self) -> bool:
-        """Whether a batch of ``run.batches`` is being worked on."""
-        return self._handed_out is not None
+    def _take(self, batch: Batch | None) -> None:
+        """What ``run.batches`` hands out; None in between."""
+        self._handed_out, self._custom_loop.in_batches = batch, batch is not None
+        if batch is not None:
+            self._custom_loop.own = False
+            self._counted_before = self._parts.progress.step
 
     @contextmanager
     def turn(

@@ -25,20 +25,26 @@ class UpdateReport:
     nobody waits for them before ``read``.
     """
 
-    __slots__ = ("_late", "_loss", "_norm", "has_loss", "loss")
+    __slots__ = ("_late", "_loss", "_norm", "loss")
 
     def __init__(
         self, loss: torch.Tensor | float | None, grad_norm: torch.Tensor | float | None
     ) -> None:
-        self._late: HostCopy | None = None
-        self._loss, self._norm = _value("loss", loss), _value("grad_norm", grad_norm)
-        self.has_loss = self._loss is not None
         #: The loss as it was reported; detached.
-        self.loss: torch.Tensor | float | None = self._loss
+        self.loss = self._loss = _value("loss", loss)
+        self._norm = _value("grad_norm", grad_norm)
+        self._late: HostCopy | None = None
+        if type(self._loss) is not torch.Tensor and type(self._norm) is not torch.Tensor:
+            return
         late = [each for each in (self._loss, self._norm) if isinstance(each, torch.Tensor)]
         if late:
             device = late[0].device
             self._late = HostCopy([each.to(device, torch.float32) for each in late])
+
+    @property
+    def is_known(self) -> bool:
+        """Whether the values are on the host."""
+        return self._late is None
 
     def read(self) -> ReportedValues:
         """The values, waiting for them if necessary."""
@@ -64,8 +70,7 @@ def _value(name: str, value: torch.Tensor | float | None) -> torch.Tensor | floa
         if isinstance(value, DTensor):
             value = value.full_tensor()
         if value.numel() == 1:
-            value = value.detach()
-            return value.item() if value.device.type == "cpu" else value.reshape(())
+            return value.item() if value.is_cpu else value.detach().reshape(())
     elif not isinstance(value, bool) and hasattr(value, "__float__"):
         return float(value)  # of numpy, as well
     what = f"a tensor of {value.numel()} elements" if isinstance(value, torch.Tensor) else value
