@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 import slurm_forge as forge
 from slurm_forge.journal import RunState, fold, read_journal
 from slurm_forge.journal import events as ev
+from slurm_forge.launch.conductor import hang_watchdog
 from slurm_forge.run_directory import RunDirectory
 from slurm_forge.testing.digest import digest
 from slurm_forge.training.rank.main import RankOutcome
@@ -181,3 +182,16 @@ def test_a_nan_that_has_reached_the_weights_is_rolled_back_by_another_launch(
     assert all(each.trust is Trust.SUSPECT for each in late)
     notes = [event.text for event in events(run, ev.Note) if "run.recovery.lr_scale" in event.text]
     assert len(notes) == (state_of(run).plan.lr_factor != 1.0)
+
+
+def test_a_rank_that_hangs_in_a_loop_of_its_own_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hang_watchdog, "_BETWEEN_S", 0.6)
+    watchdog = {"at_least": "1s", "at_most": "10s"}
+    run = new_run(tmp_path, checkpoint=SAVES, watchdog=watchdog, inject=["lock@9:rank1"])
+    with launched(run, RANKS, program("while")) as launch:
+        launch.until(lambda: events(run, ev.StallSeen), "the stall")
+    assert events(run, ev.StallSeen)[0].late_ranks == (1,)
+    (_, incident), *_ = state_of(run).attempts[0].incidents
+    assert (incident.cause, incident.rank, incident.step) == (Cause.HANG, 1, 9)
