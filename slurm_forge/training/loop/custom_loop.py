@@ -80,6 +80,8 @@ class CustomLoop:
             )
         progress, total = self._progress, until.count
         self._resumer.until = total
+        if not self._resumer.restored:
+            self.positions.require_untouched()
         self._resumer.restore()
         require_identical(
             Ranks(self._groups.cpu),
@@ -104,14 +106,8 @@ class CustomLoop:
                 if self._guards:
                     self._lifecycle.remember_buffers()
                 yield before
-                self.settle()
+                self._require_counted_once(before)
                 self._iteration = None
-                if progress.step == before:
-                    raise UnsupportedError(
-                        f"the body of run.steps() came to its end without run.advance(), in step "
-                        f"{before}: the loop would never end",
-                        next_step=_ADVANCE,
-                    )
         finally:
             self._iteration = None
 
@@ -169,6 +165,22 @@ class CustomLoop:
                 f"run.poll() was called {self._polls} times outside a phase, and no step was "
                 "counted: the run could neither save nor stop",
                 next_step=f"{_ADVANCE}  run.poll() is for phases: with run.phase(…).",
+            )
+
+    def _require_counted_once(self, before: int) -> None:
+        """At the end of the body of ``steps``: more than once was refused where it was tried."""
+        step, left_out = self._lifecycle.open, self._lifecycle.not_applied
+        if step is not None and step.updates:
+            names = f" ({', '.join(left_out)} not stepped)" if step.parts else ""
+            raise UnsupportedError(
+                f"the body of run.steps() has made an update that no run.advance() counts{names}",
+                next_step=_ADVANCE,
+            )
+        if self._progress.step == before:
+            raise UnsupportedError(
+                f"the body of run.steps() came to its end without run.advance(), in step {before}: "
+                "the loop would never end",
+                next_step=_ADVANCE,
             )
 
     # -- what the other ways to take a step need ----------------------------------------------

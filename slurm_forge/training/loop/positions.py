@@ -8,12 +8,13 @@ phase is due at, and compared when it begins: nothing but a fetch has changed th
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from slurm_forge.errors import UnsupportedError
 from slurm_forge.training.core.run_state import (
     Registry,
     TrainingProgress,
@@ -53,6 +54,7 @@ class Positions:
         self._registry = registry
         self._progress = progress
         self._every: set[int] = set()
+        self._registered: dict[str, Any] = {}
         self._always = False
         self._kept: dict[str, Any] = {}
         self._kept_at = -1
@@ -60,6 +62,25 @@ class Positions:
     def wanted_every(self, steps: int) -> None:
         """A phase is due every so many steps."""
         self._every.add(steps)
+
+    def registered(self, names: Iterable[str]) -> None:
+        """Objects were registered: iterators among them are to stay where they are for now."""
+        for name in names:
+            item = self._registry.others.get(name)
+            if hasattr(item, "__next__"):
+                with contextlib.suppress(Exception):  # the program's: a save tells what is wrong
+                    self._registered[name] = _kept(item)
+
+    def require_untouched(self) -> None:
+        """``UnsupportedError`` where an iterator has moved before the checkpoint is loaded."""
+        for name, kept in self._registered.items():
+            if not _same(kept, _kept(self._registry.others[name])):
+                raise UnsupportedError(
+                    f"{name!r} was iterated over before the checkpoint is loaded: what was fetched "
+                    "would be trained on again in another batch's place",
+                    next_step="Call run.restore() after run.register(), and fetch the first batch "
+                    "behind it.",
+                )
 
     def at_boundary(self, *, first: bool = False) -> None:
         """Keep the states where a phase may follow; ``first`` of a launch: nothing is known yet."""

@@ -163,6 +163,7 @@ class Run:
             )
         for name, value in objects.items():
             self._registry.add(name, value)
+        self._custom_loop.positions.registered(objects)
 
     @property
     def step_number(self) -> int:
@@ -242,10 +243,12 @@ class Run:
             Whether there was a checkpoint.
 
         Raises:
+            UnsupportedError: A registered iterator was iterated over already.
             CheckpointMissingError: The run has saved before, and no checkpoint can be used.
             MismatchError: The run is resumed with something that the job file says to refuse.
         """
         if not self._resumer.restored:
+            self._custom_loop.positions.require_untouched()
             self._resumer.restore()
             self._custom_loop.restored()
             self._member.enter("train", started=False)
@@ -315,7 +318,8 @@ class Run:
 
         Raises:
             UsageError: ``until`` is not a number of steps.
-            UnsupportedError: The body did not count its step.
+            UnsupportedError: The body did not count its step, or a registered iterator was iterated
+                over before the checkpoint is loaded.
             CheckpointMissingError: As ``restore``, on the first step.
             MismatchError: As ``restore``, on the first step.
         """

@@ -90,7 +90,7 @@ class StepTurns:
         Without ``compute_loss`` losses come one by one; with ``optimizer`` others may follow.
         """
         given, lifecycle = batch if of is None else of, self._lifecycle
-        in_stream = self._handed_out is not None and given is self._handed_out
+        in_stream = self._handed_out is not None and _same_samples(given, self._handed_out)
         self._check(given, compute_loss, optimizer, in_stream=in_stream)
         if in_stream:
             self._boundary()
@@ -198,6 +198,16 @@ class StepTurns:
             rank=self._context.rank,
             skipped=self._parts.active_plan.plan.skipped,
         )
+
+
+def _same_samples(batch: Any, handed_out: Batch) -> bool:
+    """Whether it is what ``run.batches`` handed out, or made of it by ``dataclasses.replace``."""
+    if batch is handed_out or not isinstance(batch, Batch):
+        return batch is handed_out
+    one, other = (
+        (each.step, each.first, each.consumed, each.sample_ids) for each in (batch, handed_out)
+    )
+    return one == other
 
 
 def _as_batch(batch: Any) -> Batch:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -421,6 +422,8 @@ STEPS_AGAIN: Callable[[forge.Run], None] = lambda run: next(run.steps(until=forg
     ("body", "says"),
     [
         (lambda p: p.own_step(next(p.stream)), "before the checkpoint is loaded"),
+        (lambda p: (next(p.stream), p.run.restore()), "'stream' was iterated over before"),
+        (lambda p: (next(p.stream), in_steps(p)), "'stream' was iterated over before"),
         (lambda p: p.applied(next(p.stream)), "before the checkpoint is loaded"),
         (lambda p: p.block(next(p.stream)), "before the checkpoint is loaded"),
         (lambda p: p.whole(next(p.stream)), "before the checkpoint is loaded"),
@@ -761,6 +764,18 @@ def test_noise_of_the_program_s_own_is_a_part_of_the_batch_s_step(lab):
     assert run.step_number == 2
 
 
+def test_what_is_made_of_a_batch_is_that_batch_and_another_one_is_not(lab):
+    run, _ = lab().start()
+    gan, last = Gan(run), None
+    with pytest.raises(UnsupportedError, match="another batch than the one"):
+        for batch in handed_out(run):
+            halves = batch.micro_batches[0].split(2)
+            made = dataclasses.replace(batch, micro_batches=halves, micro_sizes=(2, 2))
+            run.train_step(last or made, gan.d_loss)
+            last = made
+    assert run.step_number == 1
+
+
 def calls(gan: Gan, *which: str) -> None:
     """One call after the other on each batch: the loss, and with * its optimizer."""
     for batch in handed_out(gan.run):
@@ -818,6 +833,15 @@ def test_a_gan_on_data_of_its_own(lab, loop):
     assert run.finish() == 3
     assert [step for step, _ in made.saved()] == [1, 2, 3]
     assert made.events(ev.Progress)[-1].consumed == 12
+
+
+def test_a_step_that_the_body_leaves_open_is_refused_and_named(lab):
+    """Where the next batch is fetched behind it, its end is no boundary."""
+    run, _ = lab().start()
+    gan, stream = Gan(run), Stream()
+    with pytest.raises(UnsupportedError, match=r"no run.advance\(\) counts \(g not stepped\)"):
+        for _ in run.steps(until=forge.Steps(3)):
+            run.train_step(next(stream), gan.d_loss, optimizer=gan.d)
 
 
 def test_critic_updates_before_one_of_the_generator_are_one_step(lab):
