@@ -62,7 +62,9 @@ class CustomLoop:
         self.in_step = self.in_batches = False
         #: Whether the data are fetched by the program, and not by ``run.batches``.
         self.own = False
-        self._guards = True
+        #: Whether the next step is likely to be guarded by ``apply``, which puts buffers back.
+        self.guards = True
+        self._until: int | None = None
         self._checked: set[bool] = set()
         self._polls = 0
         self._weights: list[tuple[torch.Tensor, int]] = []
@@ -82,34 +84,33 @@ class CustomLoop:
         self._resumer.until = total
         if not self._resumer.restored:
             self.positions.require_untouched()
-        self._resumer.restore()
+            self._resumer.restore()
+            self.positions.at_boundary(wanted=True)
+        self.own = True
         require_identical(
             Ranks(self._groups.cpu),
             {"until": total},
             next_step="Give run.steps() the same arguments on every rank.",
         )
-        first = True
         try:
+            self._until = total
+            with self.ahead():  # the first batch may have been fetched since ``restore``
+                self._boundary()
             while True:
                 self._boundary()
-                done = progress.step >= total
-                if first or done:
-                    self.own = True
-                    self.positions.at_boundary(first=True)
-                first = False
-                if done:
+                if progress.step >= total:
                     if self._parts.instability.final_check():
                         return
                     continue
                 self._iteration = before = progress.step
                 self._lifecycle.start()
-                if self._guards:
+                if self.guards:
                     self._lifecycle.remember_buffers()
                 yield before
                 self._require_counted_once(before)
                 self._iteration = None
         finally:
-            self._iteration = None
+            self._iteration = self._until = None
 
     def advance(
         self,
@@ -124,8 +125,8 @@ class CustomLoop:
         if samples is not None and (type(samples) is not int or samples < 0):
             samples = _whole("run.advance", "samples", samples, least=0)
         step = self._lifecycle.open
-        self._guards = guarded = step is not None and bool(step.updates)
-        if guarded not in self._checked:
+        self.guards = guarded = step is not None and bool(step.updates)
+        if guarded not in self._checked and not (step is not None and step.parts):
             self._first_of_its_kind(guarded)
         self._lifecycle.close(report, samples=samples)
         self._stepped()
@@ -228,12 +229,17 @@ class CustomLoop:
         """The boundary behind a step on the program's own data."""
         self._boundary()
         self.own = True
-        self.positions.at_boundary()
+        self.positions.at_boundary(wanted=self._progress.step == self._until)
 
     @contextmanager
-    def phase(self) -> Iterator[bool]:
-        """While something else than training is done; whether the run may save meanwhile."""
+    def ahead(self, *, again: bool = False) -> Iterator[bool]:
+        """Where a save is to hold the positions of the last boundary; False if not known.
+
+        ``again``: there will be more such places, so they are kept at every boundary from then on.
+        """
         ahead = self.positions.ahead() if self.own else {}
+        if again and ahead is None:
+            self.positions.always = True
         schedule = self._parts.save_schedule
         schedule.ahead = ahead or {}
         try:
@@ -244,7 +250,7 @@ class CustomLoop:
     def restored(self) -> None:
         """The checkpoint is loaded, and a loop of the program's own may follow."""
         self.own = True
-        self.positions.at_boundary(first=True)
+        self.positions.at_boundary(wanted=True)
         self._lifecycle.note_buffers()
         self._weights = [
             (parameter, parameter._version)

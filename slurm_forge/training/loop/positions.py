@@ -8,7 +8,7 @@ phase is due at, and compared when it begins: nothing but a fetch has changed th
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,7 +55,8 @@ class Positions:
         self._progress = progress
         self._every: set[int] = set()
         self._registered: dict[str, Any] = {}
-        self._always = False
+        #: Whether phases come without being due: positions are kept at every boundary then.
+        self.always = False
         self._kept: dict[str, Any] = {}
         self._kept_at = -1
 
@@ -63,11 +64,10 @@ class Positions:
         """A phase is due every so many steps."""
         self._every.add(steps)
 
-    def registered(self, names: Iterable[str]) -> None:
+    def registered(self) -> None:
         """Objects were registered: iterators among them are to stay where they are for now."""
-        for name in names:
-            item = self._registry.others.get(name)
-            if hasattr(item, "__next__"):
+        for name, item in self._registry.others.items():
+            if name not in self._registered and hasattr(item, "__next__"):
                 with contextlib.suppress(Exception):  # the program's: a save tells what is wrong
                     self._registered[name] = _kept(item)
 
@@ -82,16 +82,16 @@ class Positions:
                     "behind it.",
                 )
 
-    def at_boundary(self, *, first: bool = False) -> None:
-        """Keep the states where a phase may follow; ``first`` of a launch: nothing is known yet."""
+    def at_boundary(self, *, wanted: bool = False) -> None:
+        """Keep the states if a phase may follow, or where they are ``wanted``: once for a step."""
         step = self._progress.step
-        if not (first or self._always or self._every):
+        wanted = wanted or self.always or any(step % every == 0 for every in self._every)
+        if not wanted or step == self._kept_at:
             return
-        if first or self._always or any(step % every == 0 for every in self._every):
-            self._kept_at = -1
-            with contextlib.suppress(Exception):  # the program's: a save tells what is wrong
-                self._kept = {name: _kept(item) for name, item in self._objects.items()}
-                self._kept_at = step
+        self._kept_at = -1
+        with contextlib.suppress(Exception):  # the program's: a save tells what is wrong
+            self._kept = {name: _kept(item) for name, item in self._objects.items()}
+            self._kept_at = step
 
     def ahead(self) -> dict[str, KeptState] | None:
         """What is to be saved in place of objects that are ahead; None where that is not known."""
@@ -99,7 +99,6 @@ class Positions:
         if not objects:
             return {}
         if self._kept_at != self._progress.step:
-            self._always = True  # phases come without ``due``: known from the next boundary on
             return None
         try:
             return {

@@ -163,7 +163,7 @@ class Run:
             )
         for name, value in objects.items():
             self._registry.add(name, value)
-        self._custom_loop.positions.registered(objects)
+        self._custom_loop.positions.registered()
 
     @property
     def step_number(self) -> int:
@@ -508,7 +508,7 @@ class Run:
             RuntimeError: One phase is inside another.
         """
         self._custom_loop.settle()
-        with self._custom_loop.phase() as may_save:
+        with self._custom_loop.ahead(again=True) as may_save:
             self._save_schedule.random = random = rng.capture()
             try:
                 with self._boundaries.phase(name, self._stop_here, acts=may_save):
@@ -561,7 +561,8 @@ class Run:
         """
         self._custom_loop.settle()
         self._custom_loop.require_counted()
-        self._save_schedule.save("asked by the program", wait=True)
+        with self._custom_loop.ahead():
+            self._save_schedule.save("asked by the program", wait=True)
 
     def log(self, **values: Any) -> None:
         """Log figures; rank 0 writes the latest into the journal every few seconds.
@@ -656,7 +657,9 @@ class Run:
         if step != reported:
             self._member.send(FunctionReturned(step=step))
         self._boundaries.leave()
-        if not self._save_schedule.have("final"):
+        with self._custom_loop.ahead():
+            saved = self._save_schedule.have("final")
+        if not saved:
             raise CheckpointError(
                 f"all {step} steps are done, and their result could not be saved",
                 next_step="The journal says why.  The run continues from its last checkpoint, or "

@@ -115,6 +115,7 @@ class StepTurns:
         if lifecycle.close():
             self._stepped()
             if self._handed_out is None:
+                self._custom_loop.guards = False
                 self._custom_loop.pass_boundary()
 
     def _check(

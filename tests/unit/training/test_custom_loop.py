@@ -191,6 +191,28 @@ def test_a_stop_before_the_first_step_finds_nothing_consumed(lab, take):
     assert program.seen == [(0, 0), (1, 1)]
 
 
+@pytest.mark.parametrize("stop", [0, 3, None])
+def test_a_batch_that_is_fetched_ahead_behind_advance_is_not_behind_a_checkpoint(lab, stop):
+    made = lab()
+    run, _ = made.start(due={} if stop is None else {Position(stop): RequestKind.STOP})
+    program = Program(run)
+    run.restore()
+    batch = next(program.stream)
+    try:
+        for _ in run.steps(until=forge.Steps(5)):
+            program.own_step(batch)
+            batch = next(program.stream)
+        run.finish()
+    except RunStopped:
+        pass
+    done = 5 if stop is None else stop
+    assert [step for step, _ in made.saved()] == [done]
+    run, _ = made.start()
+    program = Program(run)
+    run.restore()
+    assert (run.step_number, program.stream.position) == (done, done)
+
+
 def test_a_loop_that_is_over_takes_no_more_steps(lab):
     made = lab()
     for expected in ([(0, 0), (1, 1)], []):
