@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.nn.parallel import DistributedDataParallel
 
 import slurm_forge as forge
 from slurm_forge.journal import RunState, fold, read_journal
@@ -22,7 +21,7 @@ from slurm_forge.vocabulary.cause import Cause
 from slurm_forge.vocabulary.decision import Action
 from slurm_forge.vocabulary.trust import Trust
 from tests.distributed.launches import Launch, launched, new_run
-from tests.jobs import FEATURES, Net
+from tests.jobs import FEATURES, build
 
 pytestmark = [pytest.mark.distributed]
 
@@ -59,8 +58,7 @@ def program(way: str, bad: Callable[[forge.Run, int], bool] | None = None) -> An
     """
 
     def train(run: forge.Run) -> None:
-        torch.manual_seed(7)
-        model = DistributedDataParallel(Net(), bucket_cap_mb=0.01)
+        model = build(run)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         stream = Stream(run.rank)
         run.register(model=model, optimizer=optimizer, stream=stream)
@@ -127,20 +125,21 @@ def events(run: RunDirectory, kind: type) -> list[Any]:
 
 
 @pytest.mark.parametrize(
-    ("way", "faults"),
+    ("way", "parallel", "faults"),
     [
-        ("while", ["term@6:rank1", "kill@11:rank0"]),
-        ("steps", ["kill@5:rank1", "term@9:rank0"]),
-        pytest.param("while", ["kill@3:rank0", "term@5:rank1"], marks=pytest.mark.slow),
-        pytest.param("steps", ["term@0:rank1", "term@13:rank0"], marks=pytest.mark.slow),
+        ("while", "ddp", ["term@6:rank1", "kill@11:rank0"]),
+        ("steps", "fsdp2", ["kill@5:rank1", "term@9:rank0"]),
+        pytest.param("while", "fsdp2", ["kill@3:rank0", "term@5:rank1"], marks=pytest.mark.slow),
+        pytest.param("steps", "ddp", ["term@0:rank1", "term@13:rank0"], marks=pytest.mark.slow),
     ],
 )
 def test_an_interrupted_loop_ends_as_an_uninterrupted_one(
-    tmp_path: Path, way: str, faults: list[str]
+    tmp_path: Path, way: str, parallel: str, faults: list[str]
 ) -> None:
-    whole = new_run(tmp_path, "whole", checkpoint=SAVES)
+    args = {"parallel": parallel}
+    whole = new_run(tmp_path, "whole", checkpoint=SAVES, args=args)
     assert len(lived(whole, program(way))) == 1
-    run = new_run(tmp_path, "run", checkpoint=SAVES, inject=faults)
+    run = new_run(tmp_path, "run", checkpoint=SAVES, args=args, inject=faults)
     launches = lived(run, program(way))
     assert len(launches) == 1 + len(faults)
     assert {told.outcome for told in launches[-1].told} == {RankOutcome.FINISHED}

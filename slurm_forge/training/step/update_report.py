@@ -34,8 +34,6 @@ class UpdateReport:
         self.loss = self._loss = _value("loss", loss)
         self._norm = _value("grad_norm", grad_norm)
         self._late: HostCopy | None = None
-        if type(self._loss) is not torch.Tensor and type(self._norm) is not torch.Tensor:
-            return
         late = [each for each in (self._loss, self._norm) if isinstance(each, torch.Tensor)]
         if late:
             device = late[0].device

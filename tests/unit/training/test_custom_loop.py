@@ -22,6 +22,7 @@ from slurm_forge.recovery.monitor.loss_anomaly import announced
 from slurm_forge.run_directory import RunDirectory
 from slurm_forge.training.core.step_boundary import RunStopped
 from slurm_forge.training.instability.skip_tracker import LaunchGivenUp
+from slurm_forge.training.step.update_report import UpdateReport
 from slurm_forge.vocabulary.cause import Cause
 from slurm_forge.vocabulary.plan import RecoveryPlan
 from slurm_forge.vocabulary.position import LAST, Position
@@ -567,6 +568,35 @@ def test_what_has_reached_the_weights_is_proposed_to_all_and_never_good(lab, tol
     made.committed = 5
     assert run.restore()
     assert run.step_number == 3
+
+
+class OnDevice(torch.Tensor):
+    """A tensor that is copied to the host before it is read."""
+
+    is_cpu = False  # type: ignore[assignment]
+
+
+def test_values_on_a_device_are_copied_now_and_read_later():
+    loss, norm = torch.tensor(0.25).as_subclass(OnDevice), torch.ones(1).as_subclass(OnDevice)
+    report = UpdateReport(loss, norm)
+    assert not report.is_known
+    loss.fill_(7.0)
+    assert report.read() == (0.25, 1.0)
+    assert report.is_known
+    assert UpdateReport(None, norm).read() == (None, 1.0)
+    assert UpdateReport(0.5, norm).read() == (0.5, 1.0)
+    assert UpdateReport(torch.tensor([2.0], dtype=torch.bfloat16), None).is_known
+
+
+def test_a_nan_on_a_device_is_found_too(lab):
+    run, channel = lab().start()
+    program = Program(run)
+    run.restore()
+    for value in (1.0, math.nan):
+        program.backward(next(program.stream))
+        run.advance(grad_norm=torch.tensor(value).as_subclass(OnDevice))
+    (proposal,) = [said for said in channel.said if isinstance(said, RequestProposal)]
+    assert announced(proposal.reason).onset == 2
 
 
 def test_a_save_by_steps_of_weights_that_are_in_doubt_is_not_good_either(lab):
