@@ -173,7 +173,7 @@ def test_a_nan_that_has_reached_the_weights_is_rolled_back_by_another_launch(
     assert first.decision.action is Action.ROLLBACK
     (_, incident), *_ = state_of(run).attempts[0].incidents
     assert (incident.cause, incident.onset) == (Cause.NON_FINITE, 10)
-    assert "this loop has made itself" in incident.evidence[0].text
+    assert "the loop applied that update itself" in incident.evidence[0].text
     assert [event.step for event in events(run, ev.Resumed)] == [0, 4], "8 was not known as good"
     assert {told.step for told in second.told} == {STEPS}
     assert trained_on(run) == [{step: step for step in range(STEPS)}] * RANKS

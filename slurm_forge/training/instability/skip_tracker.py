@@ -107,7 +107,7 @@ class SkipTracker:
         self._journaled_evidence: tuple[Evidence, ...] = ()
         #: What this rank has proposed to all, and nobody has answered yet.
         self._proposed: Anomaly | None = None
-        #: Why the weights themselves are not to be trusted: an update that was not left out.
+        #: Why the weights themselves are not to be trusted: an update that was not skipped.
         self.weights_in_doubt: tuple[str, ...] = ()
         #: What all ranks have to see to before the next step, if anything.
         self.trouble: Instability | None = None
@@ -225,7 +225,7 @@ class SkipTracker:
                 f"{text}, {self._bad_reports} steps in a row, and the gradient scale is at most 1"
             )
         else:
-            text = f"{text}, whose update this loop has made itself: it is in the weights"
+            text = f"{text}; the loop applied that update itself, so it is in the weights"
             self.weights_in_doubt = self.weights_in_doubt or (text,)
         self._propose(Anomaly(Cause.NON_FINITE, step, step, text))
         return False
@@ -245,7 +245,7 @@ class SkipTracker:
             self._propose(Anomaly(Cause.NON_FINITE, step - _BAD_LOSSES + 1, step, text))
 
     def _propose(self, anomaly: Anomaly) -> None:
-        """Tell all ranks, unless something was told that nobody has answered yet."""
+        """Propose it to all ranks, unless an earlier proposal is still open."""
         if self._proposed is None:
             self._proposed = anomaly
             self._member.send(RequestProposal(kind=RequestKind.RECOVER, reason=announce(anomaly)))

@@ -174,7 +174,7 @@ class CustomLoop:
         if step is not None and step.updates:
             names = f" ({', '.join(left_out)} not stepped)" if step.parts else ""
             raise UnsupportedError(
-                f"the body of run.steps() has made an update that no run.advance() counts{names}",
+                f"the body of run.steps() made an update that no run.advance() counts{names}",
                 next_step=_ADVANCE,
             )
         if self._progress.step == before:
@@ -193,7 +193,7 @@ class CustomLoop:
             return
         if not step.parts:
             raise UnsupportedError(
-                "run.apply() has made an update that no run.advance() counts",
+                "run.apply() made an update that no run.advance() counts",
                 next_step=_ADVANCE,
             )
         if self._lifecycle.close():
@@ -203,8 +203,8 @@ class CustomLoop:
         """``UnsupportedError`` where the checkpoint is not loaded, or the step is counted."""
         if not self._resumer.restored:
             raise UnsupportedError(
-                f"{what} before the checkpoint is loaded: data that were fetched already would be "
-                "others than those that come next",
+                f"{what} before the checkpoint is loaded: a batch that was fetched before is not "
+                "the one that comes next",
                 next_step="Call run.restore() after run.register(), before the loop.",
             )
         if self._iteration is not None and self._progress.step != self._iteration:
@@ -266,7 +266,7 @@ class CustomLoop:
         most = max((p._version - version for p, version in self._weights), default=0)
         if most > _POLLS:
             raise UnsupportedError(
-                "the weights were updated again and again, and no step was counted: the "
+                "the weights were updated many times, and no step was counted: the "
                 "checkpoint would hold them as those of step 0",
                 next_step=_ADVANCE,
             )
@@ -308,7 +308,7 @@ def checked_steps(until: Any) -> Steps:
     if not isinstance(until, Steps):
         raise UsageError(
             f"run.steps(until={until!r}) does not say how many steps are meant",
-            next_step="Write until=forge.Steps(1000); what an epoch is, a loop of your own knows.",
+            next_step="Write until=forge.Steps(1000); a custom loop counts its own epochs.",
         )
     return Steps(_whole("run.steps", "until=forge.Steps", until.count, least=1))
 

@@ -48,7 +48,7 @@ class _LargeTensor:
 
 
 class Positions:
-    """One object per rank; ``wanted_every`` is told what phases are due by."""
+    """One object per rank; ``wanted_every`` takes the intervals that phases are due by."""
 
     def __init__(self, registry: Registry, progress: TrainingProgress) -> None:
         self._registry = registry
@@ -76,14 +76,16 @@ class Positions:
         for name, kept in self._registered.items():
             if not _same(kept, _kept(self._registry.others[name])):
                 raise UnsupportedError(
-                    f"{name!r} was iterated over before the checkpoint is loaded: what was fetched "
-                    "would be trained on again in another batch's place",
+                    f"{name!r} was iterated over before the checkpoint is loaded: after a resume "
+                    "the batch that was fetched would take another one's place",
                     next_step="Call run.restore() after run.register(), and fetch the first batch "
-                    "behind it.",
+                    "after that.",
                 )
 
     def at_boundary(self, *, wanted: bool = False) -> None:
         """Keep the states if a phase may follow, or where they are ``wanted``: once for a step."""
+        if not (wanted or self.always or self._every):
+            return  # every ordinary step
         step = self._progress.step
         wanted = wanted or self.always or any(step % every == 0 for every in self._every)
         if not wanted or step == self._kept_at:

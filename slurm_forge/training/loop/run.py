@@ -452,7 +452,7 @@ class Run:
             batch = smaller  # once the error is gone, which holds on to the memory
 
     def _stepped(self) -> None:
-        """A step was counted: what is told of it, and what may be done now and then."""
+        """After a step was counted: its hooks and events, and what is done now and then."""
         before = self._step_lifecycle.stream_before
         if before is not None:
             self._progress_log.epochs(self._batch_loop.length, before)

@@ -124,7 +124,7 @@ class StepLifecycle:
         self._snapshot_at = self._progress.step
 
     def note_buffers(self) -> None:
-        """Once the checkpoint is loaded: what changes from here on is told, not put back."""
+        """Once the checkpoint is loaded: buffers that change from here on can be named."""
         self._snapshot = self._remembered
 
     def remember_buffers_again(self) -> None:
@@ -235,7 +235,7 @@ class StepLifecycle:
     def close(self, report: UpdateReport | None = None, *, samples: int | None = None) -> bool:
         """Count the step and hand its verdicts on; False if nothing was updated or reported.
 
-        ``samples`` are those of the step over all ranks, where the program says so.
+        ``samples`` are those of the step over all ranks, where the program gives them.
         """
         step, self.open = self.open, None
         updated = step is not None and bool(step.updates)
@@ -261,7 +261,7 @@ class StepLifecycle:
         return True
 
     def _take_over(self, step: OpenStep, report: UpdateReport | None, samples: int | None) -> None:
-        """What the updates of a step that is counted have come to."""
+        """Record the updates of a step that is counted."""
         progress, window = self._progress, self._window(step, samples)
         self.stream_before = None if step.batch is None else progress.consumed
         progress.consumed = window.stop
@@ -341,8 +341,8 @@ class StepLifecycle:
 
 
 def _nothing() -> None:
-    """Where nobody asks for this rank's pace."""
+    """Without a step timer."""
 
 
 def _unknown() -> None:
-    """Of a step whose loss nobody has told."""
+    """The loss of a step that reported none."""

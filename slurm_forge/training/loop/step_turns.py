@@ -189,7 +189,8 @@ class StepTurns:
         of_samples = [each for each in self._context.spec.inject if each.samples is not None]
         if of_samples and not in_stream:
             raise UnsupportedError(
-                f"{of_samples[0]} can't be injected: samples have positions in run.batches() alone",
+                f"{of_samples[0]} can't be injected: only run.batches() knows the positions of "
+                "samples",
                 next_step="Write a step, such as nan@120, in the job's inject.",
             )
         return BatchFaults(
@@ -224,6 +225,6 @@ def _as_batch(batch: Any) -> Batch:
 
 def _not_the_last(what: str) -> UnsupportedError:
     return UnsupportedError(
-        f"{what} of another batch than the one that run.batches() handed out last",
+        f"{what} of another batch than the one that run.batches() yielded last",
         next_step="Take one step for each batch, before the next one is fetched.",
     )

@@ -22,7 +22,7 @@ class UpdateReport:
     """One step's ``run.advance(loss=…, grad_norm=…)``.
 
     Values on the host are read now; those on a device are copied behind what is queued there, and
-    nobody waits for them before ``read``.
+    only ``read`` waits for them.
     """
 
     __slots__ = ("_late", "_loss", "_norm", "loss")

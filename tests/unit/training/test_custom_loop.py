@@ -562,7 +562,7 @@ def test_what_has_reached_the_weights_is_proposed_to_all_and_never_good(lab, tol
     assert "rank 0 reported" in anomaly.text
     saves = {event.step: event.findings for event in made.events(ev.CheckpointCommitted)}
     assert not saves[3]
-    assert "it is in the weights" in saves[5][0], "the stop's"
+    assert "so it is in the weights" in saves[5][0], "the stop's"
     run, _ = made.start()
     Program(run)
     made.committed = 5
@@ -1058,8 +1058,8 @@ def test_faults_between_steps_strike_in_every_loop(lab, loop, take):
         ("applied", "nan:samples=4-9", "sees the gradients and not the samples"),
         ("applied", "nan@9:above=4", "sees the gradients and not the samples"),
         ("applied", "slow@9:factor=2", "which part of a step is this rank's own"),
-        ("block", "nan:samples=4-9", "samples have positions in run.batches() alone"),
-        ("whole", "nan:samples=4-9", "samples have positions in run.batches() alone"),
+        ("block", "nan:samples=4-9", "only run.batches() knows the positions"),
+        ("whole", "nan:samples=4-9", "only run.batches() knows the positions"),
     ],
 )
 def test_a_fault_that_would_never_strike_is_refused_in_the_first_step(lab, take, fault, says):
