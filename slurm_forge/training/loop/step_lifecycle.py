@@ -171,6 +171,14 @@ class StepLifecycle:
             faults=faults,
         )
 
+    def renew_scale(self, optimizer: Optimizer) -> None:
+        """Before another update of an optimizer in one step: a scaler takes one per ``update``."""
+        scaler, step = self._registry.scaler, self.open
+        if scaler is None or step is None or not scaler.is_enabled():
+            return
+        if id(optimizer) in step.samples:
+            scaler.update()
+
     def abandon(self, step: Step) -> bool:
         """Leave all as it was before ``begin``; False where a buffer can't be put back."""
         step.abandon()
@@ -210,6 +218,7 @@ class StepLifecycle:
             self.open = OpenStep()
         step = self.open
         for each in optimizers:
+            self.renew_scale(each)
             norm = grad_norm
             if self._fault_injector.active:
                 parameters = (p for group in each.param_groups for p in group["params"])
@@ -224,6 +233,7 @@ class StepLifecycle:
                 update_scaler=False,  # once per step, however many optimizers: in ``close``
             )
             step.updates.append(update)
+            step.samples[id(each)] += 0  # how many they are is for ``advance`` to say
             snapshot = self._remembered
             if self._snapshot_at == number:
                 snapshot.restore_where(update.left_out)

@@ -95,6 +95,8 @@ class StepTurns:
         if in_stream:
             self._boundary()
         made = _as_batch(batch)
+        if optimizer is not None:
+            lifecycle.renew_scale(optimizer)
         faults = self._faults(made, in_stream=in_stream)
         step = lifecycle.begin(
             made,

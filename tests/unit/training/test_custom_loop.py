@@ -652,6 +652,29 @@ def test_a_scaler_goes_with_guarded_updates(lab):
     assert scaler.get_scale() == 512.0
 
 
+@pytest.mark.parametrize("take", ["apply", "train_step"])
+def test_several_updates_of_one_optimizer_in_a_step_go_with_a_scaler(lab, take):
+    run, _ = lab().start()
+    gan = Gan(run)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    run.register(scaler=scaler)
+    run.restore()
+    for _ in range(2):
+        for loss, optimizer in ((gan.d_loss, gan.d), (gan.d_loss, gan.d), (gan.g_loss, gan.g)):
+            before = gan.weights()
+            if take == "apply":
+                gan.d.zero_grad()
+                scaler.scale(loss(DATA[:4])).backward()
+                run.apply(optimizer)
+            else:
+                run.train_step(DATA[:4], loss, optimizer=optimizer)
+            moved = [not torch.equal(*pair) for pair in zip(before, gan.weights(), strict=True)]
+            assert moved == [optimizer is gan.g, optimizer is gan.d]
+        if take == "apply":
+            run.advance()
+    assert run.finish() == 2
+
+
 SCALED = RecoveryPlan(lr_factor=0.5, lr_from_step=0, lr_ramp_steps=0)
 
 
