@@ -199,11 +199,10 @@ class SkipTracker:
         elif loss is not None:
             self._look_at_losses(step, [loss])
         self._progress.skipped_in_a_row = 0
-        none = math.nan
-        self._watch(
-            step,
-            Reading(True, True, none if norm is None else norm, none if loss is None else loss),
-        )
+        if self._spike_monitor is not None:
+            none = math.nan
+            norm, loss = none if norm is None else norm, none if loss is None else loss
+            self._watch(step, Reading(True, True, norm, loss))
 
     def _is_sound(self, step: int, reported: ReportedValues) -> bool:
         """Whether an update that the loop has made itself can have left the weights finite.

@@ -119,7 +119,8 @@ class CustomLoop:
         samples: int | None,
     ) -> None:
         """Count one step, and pass the boundary behind it."""
-        self._refuse_inside("run.advance()")
+        if self.in_step or self.in_batches or self._boundaries.inside is not None:
+            self._refuse_inside("run.advance()")
         self.require_new_step("run.advance()")
         report = UpdateReport(loss, grad_norm)
         if samples is not None and (type(samples) is not int or samples < 0):
@@ -229,7 +230,9 @@ class CustomLoop:
         """The boundary behind a step on the program's own data."""
         self._boundary()
         self.own = True
-        self.positions.at_boundary(wanted=self._progress.step == self._until)
+        last = self._progress.step == self._until
+        if last or self.positions.wanted:
+            self.positions.at_boundary(wanted=last)
 
     @contextmanager
     def ahead(self, *, again: bool = False) -> Iterator[bool]:

@@ -60,6 +60,11 @@ class Positions:
         self._kept: dict[str, Any] = {}
         self._kept_at = -1
 
+    @property
+    def wanted(self) -> bool:
+        """Whether a phase may follow any boundary."""
+        return self.always or bool(self._every)
+
     def wanted_every(self, steps: int) -> None:
         """A phase is due every so many steps."""
         self._every.add(steps)
@@ -84,8 +89,6 @@ class Positions:
 
     def at_boundary(self, *, wanted: bool = False) -> None:
         """Keep the states if a phase may follow, or where they are ``wanted``: once for a step."""
-        if not (wanted or self.always or self._every):
-            return  # every ordinary step
         step = self._progress.step
         wanted = wanted or self.always or any(step % every == 0 for every in self._every)
         if not wanted or step == self._kept_at:

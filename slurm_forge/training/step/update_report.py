@@ -34,8 +34,8 @@ class UpdateReport:
         self.loss = self._loss = _value("loss", loss)
         self._norm = _value("grad_norm", grad_norm)
         self._late: HostCopy | None = None
-        late = [each for each in (self._loss, self._norm) if isinstance(each, torch.Tensor)]
-        if late:
+        if isinstance(self._loss, torch.Tensor) or isinstance(self._norm, torch.Tensor):
+            late = [each for each in (self._loss, self._norm) if isinstance(each, torch.Tensor)]
             device = late[0].device
             self._late = HostCopy([each.to(device, torch.float32) for each in late])
 
@@ -68,7 +68,7 @@ def _value(name: str, value: torch.Tensor | float | None) -> torch.Tensor | floa
         if isinstance(value, DTensor):
             value = value.full_tensor()
         if value.numel() == 1:
-            return value.item() if value.is_cpu else value.detach().reshape(())
+            return value.item() if value.is_cpu else value.detach().reshape(())  # no waiting
     elif not isinstance(value, bool) and hasattr(value, "__float__"):
         return float(value)  # of numpy, as well
     what = f"a tensor of {value.numel()} elements" if isinstance(value, torch.Tensor) else value
