@@ -216,7 +216,6 @@ class _Made:
         for inputs, targets in step.micro_batches():
             step.backward(nn.functional.cross_entropy(self._model(inputs), targets))
         step.apply(max_norm=self._max_norm)
-        step.end()
         self._ring.append((step.applied, step.applied[0].verdict.read()))
 
     def flag(self) -> None:

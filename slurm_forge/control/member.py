@@ -121,6 +121,8 @@ class Member:
         with self._condition:
             for answer in self._agreement.arrive(position, self._phase, entering=entering):
                 self.send(answer)
+            if not self._agreement.pending:  # every ordinary step
+                return ()
             deadline = self._clock() + wait_s
             while self._agreement.blocked:
                 left = deadline - self._clock()

@@ -173,6 +173,13 @@ class Fault:
             or chosen_by_batch
         )
 
+    @property
+    def of_gradient(self) -> bool:
+        """Whether it can act on gradients that are computed already, whatever the samples."""
+        if self.above is not None or self.samples is not None:
+            return False
+        return self.target is FaultTarget.GRAD or self.loss_factor is not None
+
     def comes(self, *, step: int, rank: int, attempt: int) -> bool:
         """Whether step, rank and attempt are its own."""
         if self.step is not None and not self.step <= step < self.step + self.times:

@@ -223,11 +223,12 @@ class Spikes:
         return None
 
     def _bound(self) -> float:
-        if len(self._losses) < _LEAST_LOSSES:
+        count = len(self._losses)
+        if count < _LEAST_LOSSES:
             return math.inf
         level, deviation, highest = self._losses.summary()
         self.highest_usual_loss = max(self.highest_usual_loss, level)
-        doubt = 1.0 + _FEW / len(self._losses)
+        doubt = 1.0 + _FEW / count
         above = max(
             _DEVIATIONS * doubt * deviation,
             _ABOVE_HIGHEST * doubt * (highest - level),

@@ -178,7 +178,7 @@ class FirstSteps:
         #: The steps whose next micro-batch is of interest.
         self.saved_at: int | None = None
         #: First losses behind checkpoints, not read from the device yet.
-        self._losses: dict[int, tuple[torch.Tensor, int]] = {}
+        self._losses: dict[int, tuple[torch.Tensor | float, int]] = {}
         self.resumed_at: int | None = None
         self._expected: float | None = None
         self._another = ""
@@ -206,7 +206,7 @@ class FirstSteps:
         """A save of this step has been begun: the next micro-batch is its reference."""
         self.saved_at = step
 
-    def note(self, step: int, first_loss: torch.Tensor, samples: int) -> None:
+    def note(self, step: int, first_loss: torch.Tensor | float, samples: int) -> None:
         """The loss of the first micro-batch behind ``step``, of so many samples; no waiting.
 
         Of the steps ``saved_at`` and ``resumed_at``; of others it is of no use.

@@ -178,20 +178,31 @@ class LossHistory:
     def __init__(self, device: torch.device) -> None:
         # The last element counts how many were ever noted; it is kept up to date in ``tensor``.
         self._ring = torch.zeros(LENGTH + 1, dtype=torch.float64, device=_wide(device))
+        #: Losses that are known on the host, by their places: written when the ring is read.
+        self._unwritten: dict[int, float] = {}
         self._noted = 0
 
-    def note(self, loss: torch.Tensor) -> None:
+    def note(self, loss: torch.Tensor | float) -> None:
         """The loss of one more step; nothing is waited for."""
-        self._ring[self._noted % LENGTH].copy_(loss.reshape(()), non_blocking=True)
+        place = self._noted % LENGTH
+        if isinstance(loss, torch.Tensor):
+            self._unwritten.pop(place, None)
+            self._ring[place].copy_(loss.reshape(()), non_blocking=True)
+        else:
+            self._unwritten[place] = loss
         self._noted += 1
 
     def tensor(self) -> torch.Tensor:
         """The ring itself: what is saved, and read into."""
+        for place, loss in self._unwritten.items():
+            self._ring[place].fill_(loss)
+        self._unwritten.clear()
         self._ring[LENGTH].fill_(self._noted)
         return self._ring
 
     def restored(self) -> None:
         """The ring has been read from a checkpoint.  Waits for the device."""
+        self._unwritten.clear()
         self._noted = int(self._ring[LENGTH].item())
 
     def snapshot(self) -> torch.Tensor:

@@ -35,6 +35,7 @@ class StepBoundaries:
         self._phase = 0
         self._poll = 0
         self._inside: str | None = None
+        self._acts_inside = True
         self._doing = "train"
         #: How often training was rolled back in this launch: the same steps come again.
         self.rollbacks = 0
@@ -54,19 +55,24 @@ class StepBoundaries:
         return True
 
     @contextmanager
-    def phase(self, name: str, on_stop: Callable[[], None]) -> Iterator[None]:
-        """A stretch in which ranks may differ; a stop inside it calls ``on_stop`` at its end."""
+    def phase(self, name: str, on_stop: Callable[[], None], *, acts: bool = True) -> Iterator[None]:
+        """A stretch in which ranks may differ; a stop inside it calls ``on_stop`` at its end.
+
+        Without ``acts`` nothing is acted upon in it: it is due at the next boundary.
+        """
         if self._inside is not None:
             raise RuntimeError(f"phase {name!r} inside phase {self._inside!r}: end that one first")
-        self._phase += 1
-        self._poll = 0
         outer = "train"
         self._enter(name)
-        self._inside = name
+        self._inside, self._acts_inside = name, acts
         try:
-            self._due(self._at(), entering=True)
+            if acts:
+                self._phase += 1
+                self._poll = 0
+                self._due(self._at(), entering=True)
             yield
-            self._due(self._at(LAST))
+            if acts:
+                self._due(self._at(LAST))
         except PhaseStopped:
             self._inside = None
             on_stop()
@@ -97,8 +103,9 @@ class StepBoundaries:
         Every call counts: where an evaluation has collectives of its own, ranks that call as often
         as each other leave it at the same call.
         """
-        self._poll += 1
-        self._due(self._at(self._poll))
+        if self._acts_inside:
+            self._poll += 1
+            self._due(self._at(self._poll))
 
     def leave(self) -> None:
         """The program is through: what is still asked for is answered and no longer acted on."""

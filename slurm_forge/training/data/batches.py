@@ -34,6 +34,7 @@ from slurm_forge.training.data.loader import (
     StepIds,
     WorkerPool,
 )
+from slurm_forge.training.data.sample_count import samples_in
 from slurm_forge.vocabulary.plan import SampleWindow
 
 #: Samples of this rank for which the order is computed at once (numpy's cost per call, shared out).
@@ -45,29 +46,48 @@ _MOST_STEPS_AHEAD = 64
 class Batch:
     """This rank's share of one optimizer step.
 
-    A batch that a program makes by itself has no place in the sample stream.
+    ``run.batches`` yields them.  A program that iterates over its own data makes one of the
+    micro-batches of a step: ``forge.Batch(micro_batches=[first, second])``; it has no place in the
+    sample stream.
 
     Attributes:
+        micro_batches: What the collate function made of each micro-batch, on ``Run.device``.
+        micro_sizes: Samples in each of ``micro_batches``; the same on all ranks.  By default the
+            leading dimension of the first tensor of each, 1 where there is none.
         step: Optimizer steps done before it.
         consumed: The position in the sample stream, over all ranks, behind its last sample: all
             samples before it are used, or skipped, once this step is done.
         first: The position of the first sample of all ranks.
-        micro_batches: What the collate function made of each micro-batch, on ``Run.device``.
-        micro_sizes: Samples in each of ``micro_batches``; the same on all ranks.
         sample_ids: Epoch and index of each sample of this rank.
+
+    Raises:
+        UsageError: There is no micro-batch, or not one size for each.
     """
 
-    step: int
-    consumed: int
+    step: int = 0
+    consumed: int = 0
     first: int = 0
-    micro_batches: tuple[Any, ...]
-    micro_sizes: tuple[int, ...]
-    sample_ids: tuple[SampleId, ...]
+    micro_batches: Sequence[Any]
+    micro_sizes: Sequence[int] = ()
+    sample_ids: tuple[SampleId, ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "micro_batches", tuple(self.micro_batches))
+        if not self.micro_sizes:
+            sizes = tuple(samples_in(micro) for micro in self.micro_batches)
+            object.__setattr__(self, "micro_sizes", sizes)
+        if not self.micro_batches or len(self.micro_sizes) != len(self.micro_batches):
+            raise UsageError(
+                f"forge.Batch() of {len(self.micro_batches)} micro-batches and "
+                f"{len(self.micro_sizes)} sizes",
+                next_step="Give micro_batches one item or more, and micro_sizes one number for "
+                "each, or leave micro_sizes out.",
+            )
 
     @property
     def size(self) -> int:
         """Samples of this rank."""
-        return len(self.sample_ids)
+        return len(self.sample_ids) or sum(self.micro_sizes)
 
 
 class BatchSource:
@@ -281,8 +301,9 @@ def require_indexable(dataset: object) -> None:
         raise UsageError(
             f"{type(dataset).__name__} can't be asked for one sample by its index, so the samples "
             "after an interruption would not be the ones that come next",
-            next_step="Give it __len__ and __getitem__, or iterate over it yourself and register "
-            "an object that keeps its position (state_dict and load_state_dict).",
+            next_step="Give it __len__ and __getitem__, or iterate over it in a loop of your own: "
+            "register an object that keeps its position (state_dict and load_state_dict), call "
+            "run.restore() before the loop and run.advance() at the end of its body.",
         )
 
 

@@ -31,6 +31,7 @@ from slurm_forge.training.faults.strikes import (
     hold_interpreter,
     hook_gradient,
     hook_out_of_memory,
+    spoil_gradients,
     state_tensor,
     stop_loader_workers,
     wait_for_nobody,
@@ -174,6 +175,31 @@ class FaultInjector:
             if self._strikes(fault, step):
                 loss = self._spoil(fault, loss, step)
         return loss
+
+    def gradients(
+        self,
+        parameters: Iterable[torch.Tensor],
+        *,
+        step: int,
+        norm: torch.Tensor | float | None = None,
+    ) -> torch.Tensor | float | None:
+        """Gradients that the program has computed by itself, before they are judged.
+
+        Returns ``norm``, which the program has computed of them, as it would be now.
+        """
+        parameters = list(parameters) if self.active else []
+        for fault in self._faults:
+            if not fault.of_gradient:
+                continue
+            if not fault.comes(step=step, rank=self._rank, attempt=self._attempt):
+                continue
+            if not self._strikes(fault, step):
+                continue
+            factor = fault.loss_factor
+            spoil_gradients(parameters, factor=factor, value=fault.number)
+            if norm is not None:
+                norm = (norm**2 + fault.number**2) ** 0.5 if factor is None else norm * factor
+        return norm
 
     @property
     def drags(self) -> bool:

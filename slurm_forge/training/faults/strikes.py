@@ -10,7 +10,7 @@ Ways to get no further, on purpose: each leaves a rank in a place where real one
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING
 
 import torch
@@ -72,6 +72,19 @@ def hook_gradient(
         return spoilt
 
     return _hook(parameters[0], changed)
+
+
+@torch.no_grad()
+def spoil_gradients(
+    parameters: Iterable[torch.Tensor], *, factor: float | None, value: float
+) -> None:
+    """Multiply gradients that are there by ``factor``; without one write the value into one."""
+    gradients = [local_part(each.grad) for each in parameters if each.grad is not None]
+    for gradient in filter(_usable, gradients):
+        if factor is None:
+            damage(gradient, value)
+            return
+        gradient.mul_(factor)
 
 
 def multiply_gradient(loss: torch.Tensor, value: float) -> RemovableHandle | None:

@@ -9,9 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 from slurm_forge.control import Member
 from slurm_forge.control.messages.hub import RequestKind
@@ -25,18 +23,22 @@ from slurm_forge.recovery.monitor.loss_anomaly import (
 from slurm_forge.recovery.policy.decide import skips_allowed
 from slurm_forge.spec.recovery import Recovery
 from slurm_forge.training.core.instability import Instability
-from slurm_forge.training.core.rng import Generators
 from slurm_forge.training.core.run_state import (
     Registry,
     TrainingProgress,
 )
-from slurm_forge.training.data.batches import Batch
 from slurm_forge.training.faults.injector import FaultInjector
 from slurm_forge.training.instability.diagnosis import StepDiagnoser
 from slurm_forge.training.instability.diagnosis_report import Examination
 from slurm_forge.training.instability.spike_monitor import SpikeMonitor
-from slurm_forge.training.step.gradient_guard import GuardedUpdate, Reading
+from slurm_forge.training.instability.step_record import (
+    StepRecord,
+    together,
+    with_loss,
+)
+from slurm_forge.training.step.gradient_guard import Reading
 from slurm_forge.training.step.gradient_norms import parameter_names
+from slurm_forge.training.step.update_report import ReportedValues, UpdateReport
 from slurm_forge.vocabulary.cause import Cause, Evidence
 from slurm_forge.vocabulary.plan import SampleWindow
 
@@ -52,27 +54,6 @@ _BAD_LOSSES = 3
 
 class LaunchGivenUp(BaseException):
     """All ranks leave without saving: what is on disk is better than what is in memory."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepRecord:
-    """A step that has been taken, or left out: the device knows.
-
-    ``unprotected`` are buffers that the step changed and that nothing can put back.
-    """
-
-    applied: Sequence[GuardedUpdate]
-    step: int
-    samples: SampleWindow
-    batch: Batch
-    compute_loss: Callable[[Any], Any] | None
-    generators: Generators | None
-    #: This rank's own mean loss, asked for after an incident only.
-    own_loss: Callable[[], float | None]
-    has_loss: bool
-    #: Whether it is a batch of ``run.batches``, whose samples can be left out.
-    from_stream: bool
-    unprotected: tuple[str, ...]
 
 
 class SkipTracker:
@@ -115,7 +96,7 @@ class SkipTracker:
         self._from_stream = False
         self._examined_at: int | None = None
         self._examinations = 0
-        self._bad_losses = 0
+        self._bad_losses = self._bad_reports = 0
         #: The last steps and their samples, for an incident that is noticed later.
         self._recent: deque[tuple[int, SampleWindow]] = deque(maxlen=_REMEMBERED)
         #: Of the skipped steps in a row that go on now.
@@ -126,6 +107,8 @@ class SkipTracker:
         self._journaled_evidence: tuple[Evidence, ...] = ()
         #: What this rank has proposed to all, and nobody has answered yet.
         self._proposed: Anomaly | None = None
+        #: Why the weights themselves are not to be trusted: an update that was not skipped.
+        self.weights_in_doubt: tuple[str, ...] = ()
         #: What all ranks have to see to before the next step, if anything.
         self.trouble: Instability | None = None
 
@@ -135,6 +118,15 @@ class SkipTracker:
         self._from_stream = record.from_stream
         self._unread.append(record)
         self._read(self._keep)
+
+    def reported(self, step: int, samples: SampleWindow, report: UpdateReport) -> None:
+        """One more step, of a loop that has updated by itself; microseconds if all is well."""
+        if self._unread or not report.is_known:
+            self.record(StepRecord.of_report(step, samples, report))
+            return
+        self._recent.append((step, samples))
+        self._from_stream = False
+        self._take_report(step, report.read())
 
     def announced(self, anomaly: Anomaly) -> None:
         """Rank 0 has judged the last steps, and all ranks hear of it between the same two steps."""
@@ -173,29 +165,80 @@ class SkipTracker:
         self._unread.clear()
         self._recent.clear()
         self._examined_at, self._bad_losses, self._proposed = None, 0, None
+        self._bad_reports, self.weights_in_doubt = 0, ()
         self._end_skip_streak()
         self.trouble = None
 
     def _read(self, keep: int) -> None:
         while len(self._unread) > keep:
             record = self._unread.popleft()
+            if record.report is not None and not record.applied:
+                self._take_report(record.step, record.report.read())
+                continue
             readings = [each.verdict.read() for each in record.applied]
+            if record.report is not None:
+                readings = with_loss(readings, record.report.read().loss)
             if all(reading.applied for reading in readings):
                 self._progress.skipped_in_a_row = 0
                 self._end_skip_streak()
-                self._look_at_loss(record, readings[-1].loss)
+                if record.has_loss:
+                    self._look_at_losses(record.step, [reading.loss for reading in readings])
             else:
                 finite = all(reading.finite for reading in readings)
                 self._skipped(record, readings, finite=finite)
                 if not finite:
                     continue  # it says nothing about which losses and norms are usual
-            if self._spike_monitor is not None:
-                self._spike_monitor.record(record.step, _together(readings))
-                self._progress.highest_usual_loss = self._spike_monitor.highest_usual_loss
+            self._watch(record.step, together(readings))
 
-    def _look_at_loss(self, record: StepRecord, loss: float) -> None:
+    def _watch(self, step: int, reading: Reading) -> None:
+        if self._spike_monitor is not None:
+            self._spike_monitor.record(step, reading)
+            self._progress.highest_usual_loss = self._spike_monitor.highest_usual_loss
+
+    def _take_report(self, step: int, reported: ReportedValues) -> None:
+        """What a loop says of an update that it has made by itself."""
+        loss, norm = reported
+        if (loss is None or math.isfinite(loss)) and (norm is None or math.isfinite(norm)):
+            self._bad_reports = self._bad_losses = 0
+        elif not self._is_sound(step, reported):
+            return
+        elif loss is not None:
+            self._look_at_losses(step, [loss])
+        self._progress.skipped_in_a_row = 0
+        if self._spike_monitor is not None:
+            none = math.nan
+            norm, loss = none if norm is None else norm, none if loss is None else loss
+            self._watch(step, Reading(True, True, norm, loss))
+
+    def _is_sound(self, step: int, reported: ReportedValues) -> bool:
+        """Whether an update that the loop has made itself can have left the weights finite.
+
+        Of this rank's values alone: all ranks hear of it on the channel.
+        """
+        loss, norm = reported
+        name, value = ("loss", loss) if norm is None else ("gradient norm", norm)
+        if value is None or math.isfinite(value):
+            self._bad_reports = 0
+            return True
+        text = f"rank {self._rank} reported the {name} {value} for step {step}"
+        scaler = self._registry.scaler
+        if scaler is not None and scaler.is_enabled():
+            self._bad_reports += 1
+            if scaler.get_scale() > 1.0 or self._bad_reports < self._allowed[Cause.NON_FINITE]:
+                return False  # the scaler leaves the update out by itself
+            text = (
+                f"{text}, {self._bad_reports} steps in a row, and the gradient scale is at most 1"
+            )
+        else:
+            text = f"{text}; the loop applied that update itself, so it is in the weights"
+            self.weights_in_doubt = self.weights_in_doubt or (text,)
+        self._propose(Anomaly(Cause.NON_FINITE, step, step, text))
+        return False
+
+    def _look_at_losses(self, step: int, losses: Sequence[float]) -> None:
         """A mean over nothing is NaN and has no gradient: no norm tells of it, on any rank."""
-        if not record.has_loss or math.isfinite(loss):
+        loss = next((each for each in losses if not math.isfinite(each)), None)
+        if loss is None:
             self._bad_losses = 0
             return
         self._bad_losses += 1
@@ -204,8 +247,11 @@ class SkipTracker:
                 f"the loss of rank {self._rank} was {loss} in {_BAD_LOSSES} steps in a row, and "
                 "its gradients were finite"
             )
-            onset = record.step - _BAD_LOSSES + 1
-            anomaly = Anomaly(Cause.NON_FINITE, onset, record.step, text)
+            self._propose(Anomaly(Cause.NON_FINITE, step - _BAD_LOSSES + 1, step, text))
+
+    def _propose(self, anomaly: Anomaly) -> None:
+        """Propose it to all ranks, unless an earlier proposal is still open."""
+        if self._proposed is None:
             self._proposed = anomaly
             self._member.send(RequestProposal(kind=RequestKind.RECOVER, reason=announce(anomaly)))
 
@@ -225,7 +271,7 @@ class SkipTracker:
     def accept_and_continue(self) -> None:
         """It was decided that training goes on as it is."""
         self._progress.skipped_in_a_row = 0
-        self._proposed = None
+        self._proposed, self.weights_in_doubt = None, ()
         self._end_skip_streak()
 
     def _end_skip_streak(self) -> None:
@@ -341,15 +387,6 @@ class SkipTracker:
     def _scaler_searches(self) -> bool:
         scaler = self._registry.scaler
         return scaler is not None and scaler.get_scale() > 1.0
-
-
-def _together(readings: Sequence[Reading]) -> Reading:
-    """Of several optimizers, whose norms are no one quantity, only the loss can be watched."""
-    if len(readings) == 1:
-        return readings[0]
-    applied = all(reading.applied for reading in readings)
-    finite = all(reading.finite for reading in readings)
-    return Reading(applied, finite, math.nan, readings[-1].loss)
 
 
 def _what(finite: bool) -> str:

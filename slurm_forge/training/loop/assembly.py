@@ -35,7 +35,7 @@ from slurm_forge.training.instability.skip_tracker import (
 from slurm_forge.training.instability.spike_monitor import SpikeMonitor
 from slurm_forge.training.loop.instability_handler import InstabilityHandler
 from slurm_forge.training.loop.save_schedule import SaveSchedule
-from slurm_forge.training.loop.step import StepLifecycle
+from slurm_forge.training.loop.step_lifecycle import StepLifecycle
 from slurm_forge.training.monitor.collective_probe import Probe
 from slurm_forge.training.monitor.step_timer import StepTimer
 from slurm_forge.vocabulary.cause import Cause

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -10,6 +9,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
 
 from slurm_forge.checkpoint.collectives import Ranks
 from slurm_forge.control import Member
@@ -41,15 +41,16 @@ from slurm_forge.training.core.run_state import Registry
 from slurm_forge.training.core.step_boundary import RunStopped
 from slurm_forge.training.data.batches import Batch
 from slurm_forge.training.data.dataset_fingerprint import DataVersion
-from slurm_forge.training.faults.injector import first_sample
 from slurm_forge.training.instability.spike_monitor import limit_in
 from slurm_forge.training.loop.assembly import assemble
 from slurm_forge.training.loop.batch_loop import (
     BatchesRequest,
     BatchLoop,
 )
+from slurm_forge.training.loop.custom_loop import CustomLoop, checked_steps
 from slurm_forge.training.loop.resume import Resumer
 from slurm_forge.training.loop.step import Step
+from slurm_forge.training.loop.step_turns import StepTurns
 from slurm_forge.training.step.gradient_guard import LARGEST
 from slurm_forge.vocabulary.plan import RecoveryPlan
 
@@ -124,13 +125,30 @@ class Run:
         self._batch_loop = BatchLoop(
             context, parts, self._resumer, groups=groups, device=device, boundary=self._boundary
         )
+        self._custom_loop = CustomLoop(
+            context,
+            parts,
+            self._resumer,
+            groups=groups,
+            boundary=self._boundary,
+            stepped=self._stepped,
+        )
+        self._turns = StepTurns(
+            context,
+            parts,
+            self._custom_loop,
+            self._batch_loop,
+            boundary=self._boundary,
+            stepped=self._stepped,
+        )
 
     # -- what the program says ---------------------------------------------------------------
 
     def register(self, **objects: Any) -> None:
         """Register everything that has a state, before ``batches`` or ``restore``.
 
-        Learning-rate schedulers are stepped for you, once per step.
+        ``run.step`` and ``run.train_step`` step learning-rate schedulers, once per step.  In a loop
+        that calls ``run.advance`` the program steps them.
 
         Args:
             **objects: Objects with ``state_dict`` and ``load_state_dict``, or lists of them:
@@ -152,6 +170,7 @@ class Run:
         for name, value in objects.items():
             require_supported_wrapper(name, value)
             self._registry.add(name, value)
+        self._custom_loop.positions.registered()
 
     @property
     def step_number(self) -> int:
@@ -232,7 +251,8 @@ class Run:
     ) -> bool:
         """Load the newest checkpoint that may be resumed from.  Collective.
 
-        ``batches`` and ``step`` call it; a loop without them calls it once, after ``register``.
+        ``batches`` and ``steps`` call it.  Any other loop calls it once: after ``register``, and
+        before it fetches its first batch.
 
         Args:
             mesh: The device mesh of all ranks, as for ``batches``.
@@ -244,10 +264,16 @@ class Run:
         Raises:
             UsageError: The mesh does not tell which ranks are given different samples, or some
                 ranks compute one model together and no mesh is given.
+            UnsupportedError: A registered iterator was iterated over already.
             CheckpointMissingError: The run has saved before, and no checkpoint can be used.
             MismatchError: The run is resumed with something that the job file says to refuse.
         """
         self._layout.give(mesh, data_parallel, restored=self._resumer.restored)
+        if not self._resumer.restored:
+            self._custom_loop.positions.require_untouched()
+            self._resumer.restore()
+            self._custom_loop.restored()
+            self._member.enter("train", started=False)
         return self._resumer.restore()
 
     def batches(
@@ -295,52 +321,127 @@ class Run:
             CheckpointMissingError: As ``restore``, on the first batch.
             MismatchError: As ``restore``, on the first batch.
         """
-        return self._batch_loop.batches(
-            BatchesRequest(
-                dataset=dataset,
-                global_batch_size=global_batch_size,
-                until=until,
-                micro_batch_size=micro_batch_size,
-                num_workers=num_workers,
-                collate_fn=collate_fn,
-                mesh=mesh,
-                data_parallel=data_parallel,
+        return self._turns.batches(
+            self._batch_loop.batches(
+                BatchesRequest(
+                    dataset=dataset,
+                    global_batch_size=global_batch_size,
+                    until=until,
+                    micro_batch_size=micro_batch_size,
+                    num_workers=num_workers,
+                    collate_fn=collate_fn,
+                    mesh=mesh,
+                    data_parallel=data_parallel,
+                )
             )
         )
 
-    @contextmanager
-    def step(self, batch: Batch) -> Iterator[Step]:
-        """Run one optimizer step, spelled out: ``with run.step(batch) as s:``.
+    def steps(self, *, until: Steps) -> Iterator[int]:
+        """Restore, then yield the number of each step that is left: for a loop of your own.
 
-        Its beginning is the step boundary: requests to save or stop take effect there.
+        The body fetches its data from wherever it likes, computes, updates, and calls ``advance``
+        once, as the last thing.  An iterator with a position is registered, or built from the
+        number of the step.
 
         Args:
-            batch: From ``batches``, or one that you have made.
+            until: When training is over: ``Steps(n)``.
+
+        Yields:
+            Steps done before this one: 0 for the first step of the run.
+
+        Raises:
+            UsageError: ``until`` is not a number of steps.
+            UnsupportedError: The body did not count its step, or a registered iterator was iterated
+                over before the checkpoint is loaded.
+            CheckpointMissingError: As ``restore``, on the first step.
+            MismatchError: As ``restore``, on the first step.
+        """
+        return self._custom_loop.steps(checked_steps(until))
+
+    def advance(
+        self,
+        *,
+        loss: torch.Tensor | float | None = None,
+        grad_norm: torch.Tensor | float | None = None,
+        samples: int | None = None,
+    ) -> None:
+        """Count one optimizer step of a loop of your own.  Every rank calls it.
+
+        It is the last thing of the loop's body, and the step boundary: the run saves, stops and
+        probes here and nowhere else.  What belongs to the step comes before it: an EMA, a
+        learning-rate scheduler (none is stepped for you).
+
+        Where the step was made without ``run.apply``, a loss or norm that is not finite has reached
+        the weights: training is resumed from a checkpoint before it.  Values on a device are read
+        one step late.
+
+        Args:
+            loss: This rank's mean loss: a number or a tensor of one element.
+            grad_norm: The gradient norm over all ranks, before clipping, of an update that the loop
+                has made itself.
+            samples: The samples of the step, over all ranks; counted in the progress of the run.
+
+        Raises:
+            UnsupportedError: The checkpoint is not loaded, the step is counted already, or the call
+                is inside ``batches``, ``step`` or a phase.
+            UsageError: A value is not one number.
+        """
+        self._custom_loop.advance(loss, grad_norm, samples)
+
+    def apply(
+        self,
+        optimizer: Optimizer | None = None,
+        *,
+        max_norm: float | None = None,
+        grad_norm: torch.Tensor | float | None = None,
+    ) -> None:
+        """Clip, check and update, in a loop of your own: in place of ``optimizer.step()``.
+
+        A norm that is not finite, or exceeds the limit, leaves weights, moments and buffers
+        unchanged on every rank.  Gradients are cleared, and the recovery plan scales the learning
+        rate.  ``advance`` counts the step, however many updates it has.
+
+        Args:
+            optimizer: A registered optimizer; None updates every registered one.
+            max_norm: The gradient norm (2-norm over all parameters and ranks) to clip to; None does
+                not clip.
+            grad_norm: The norm over all ranks, where the program has clipped already.
+
+        Raises:
+            UnsupportedError: The optimizer is not registered, the checkpoint is not loaded, or the
+                call is inside ``batches``, ``step`` or a phase.
+        """
+        self._custom_loop.apply(optimizer, max_norm, grad_norm)
+
+    @contextmanager
+    def step(self, batch: Any) -> Iterator[Step]:
+        """Run one optimizer step, spelled out: ``with run.step(batch) as s:``.
+
+        With a batch of your own (a tuple of tensors, a dict, a ``forge.Batch`` of several
+        micro-batches) the end of the block is the step boundary: requests to save or stop take
+        effect there.  What belongs to the step, such as the update of an EMA, goes inside the
+        block.  Call ``restore`` before the loop.
+
+        Args:
+            batch: From ``batches``, or one of your own: one micro-batch, of as many samples as the
+                leading dimension of its first tensor says.
 
         Yields:
             The step: ``s.micro_batches()``, ``s.backward(loss)``, ``s.apply()``.
 
         Raises:
-            CheckpointMissingError: As ``restore``, where nothing is restored yet.
-            MismatchError: As ``restore``, where nothing is restored yet.
+            UnsupportedError: The batch is your own and the checkpoint is not loaded, or the step of
+                this batch is counted already.
         """
-        if not self._resumer.restored:
-            self._resumer.restore()
-        self._boundary()
-        step = self._step_lifecycle.begin(batch)
-        yield step
-        before = self._progress.consumed
-        if self._step_lifecycle.end(step):
-            self._progress_log.epochs(self._batch_loop.length, before)
-            self._hooks.call("on_step_end", step=self._progress.step)
-            if self._progress_log.write():
-                self._now_and_then()
+        with self._turns.turn(batch) as step:
+            yield step
 
     def train_step(
         self,
-        batch: Batch,
+        batch: Any,
         compute_loss: Callable[[Any], torch.Tensor | Loss],
         *,
+        optimizer: Optimizer | None = None,
         max_norm: float | None = None,
     ) -> torch.Tensor:
         """Accumulate over micro-batches, clip, check, and update on all ranks or on none.
@@ -348,10 +449,15 @@ class Run:
         Collective, as the backward of DDP and FSDP is.  On one rank a CUDA out-of-memory error
         halves the micro-batch and tries again.
 
+        Models with losses of their own (a generator and a discriminator) take one call for each,
+        with ``optimizer=``: gradients of all registered optimizers are cleared first, and one is
+        stepped.  The calls for one batch count as one step.
+
         Args:
-            batch: From ``batches``.
+            batch: From ``batches``, or one of your own as for ``step``.
             compute_loss: Called with each micro-batch; returns the mean loss over its samples (a
                 scalar tensor, shape ``()``), or ``Loss(sum, count)``.
+            optimizer: The registered optimizer to step; None steps every registered one.
             max_norm: The gradient norm (2-norm over all parameters and ranks) to clip to; None does
                 not clip.
 
@@ -360,33 +466,43 @@ class Run:
             host does not wait for it.
 
         Raises:
-            UnsupportedError: No optimizer is registered, or one step has losses of both forms.
-            CheckpointMissingError: As ``restore``, where nothing is restored yet.
-            MismatchError: As ``restore``, where nothing is restored yet.
+            UnsupportedError: No optimizer is registered, one step has losses of both forms, or the
+                step of this batch is counted already.
         """
+        if optimizer is not None:
+            self._custom_loop.require_registered(optimizer, "run.train_step()")
         begun: Step | None = None
+        handed = batch
         while True:
-            loss_function = (
-                self._injected(batch, compute_loss) if self._fault_injector.active else compute_loss
-            )
             try:
-                with self.step(batch) as begun:
-                    self._step_lifecycle.compute_loss = loss_function
-                    return begun.run(loss_function, max_norm=max_norm)
+                with self._turns.turn(batch, compute_loss, optimizer=optimizer, of=handed) as begun:
+                    loss_function = self._step_lifecycle.compute_loss or compute_loss
+                    return begun.run(loss_function, max_norm=max_norm, optimizer=optimizer)
             except Exception as error:
                 smaller = self._smaller(batch, begun, error)
                 if smaller is None:
                     raise
             batch = smaller  # once the error is gone, which holds on to the memory
 
-    def _smaller(self, batch: Batch, step: Step | None, error: Exception) -> Batch | None:
+    def _stepped(self) -> None:
+        """After a step was counted: its hooks and events, and what is done now and then."""
+        before = self._step_lifecycle.stream_before
+        if before is not None:
+            self._progress_log.epochs(self._batch_loop.length, before)
+        self._hooks.call("on_step_end", step=self._progress.step)
+        if self._progress_log.write():
+            self._now_and_then()
+
+    def _smaller(self, batch: Any, step: Step | None, error: Exception) -> Batch | None:
         """The batch to try again with where memory ran out; None where that is not to be cured.
 
         Only where no other rank waits for this one, and before anything was changed.
         """
         if self.world_size > 1 or step is None or step.updating:
             return None
-        if memory_that_ran_out(error) is not Memory.DEVICE or not self._batch_loop.owns(batch):
+        if memory_that_ran_out(error) is not Memory.DEVICE:
+            return None
+        if not isinstance(batch, Batch) or not self._batch_loop.owns(batch):
             return None
         if any(True for _ in self._registry.ddp()):
             return None  # a backward that was broken off leaves DDP waiting for its end
@@ -409,30 +525,6 @@ class Run:
             if full is not None and self._saver.catalog is not None:
                 self._saver.catalog.say(full)
 
-    def _injected(
-        self, batch: Batch, compute_loss: Callable[[Any], torch.Tensor | Loss]
-    ) -> Callable[[Any], torch.Tensor | Loss]:
-        """The same with the faults that strike this batch: also when it is computed once more."""
-        step, turns = self._progress.step, itertools.count()
-
-        def spoilt(micro: Any) -> torch.Tensor | Loss:
-            number = next(turns) % len(batch.micro_sizes)
-            skipped = self._active_plan.plan.skipped
-            loss: Any = compute_loss(micro)
-            changed: torch.Tensor | Loss = self._fault_injector.loss(
-                loss,
-                step=step,
-                samples_first=first_sample(
-                    batch, number, rank=self._layout.now.data_rank, skipped=skipped
-                ),
-                samples=batch.micro_sizes[number],
-                micro_batch=number,
-                skipped=skipped,
-            )
-            return changed
-
-        return spoilt
-
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Do other work than training, such as evaluation: ``with run.phase("eval"):``.
@@ -448,17 +540,21 @@ class Run:
         Raises:
             RuntimeError: One phase is inside another.
         """
-        self._save_schedule.random = random = rng.capture()
-        try:
-            with self._boundaries.phase(name, self._stop_here):
-                yield
-            self._progress.phases[name] = self._progress.step
-        finally:
-            rng.restore(random)
-            self._save_schedule.random = None
-        if name == "eval":
-            self._hooks.call("on_eval_end", step=self._progress.step)
-            self._save_schedule.evaluated(self._progress_log.of_this_step())
+        self._custom_loop.settle()
+        with self._custom_loop.ahead(again=True) as may_save:
+            self._save_schedule.random = random = rng.capture()
+            try:
+                with self._boundaries.phase(name, self._stop_here, acts=may_save):
+                    yield
+                self._progress.phases[name] = self._progress.step
+            finally:
+                rng.restore(random)
+                self._save_schedule.random = None
+            self._step_lifecycle.remember_buffers_again()
+            if name == "eval":
+                self._hooks.call("on_eval_end", step=self._progress.step)
+                if may_save:
+                    self._save_schedule.evaluated(self._progress_log.of_this_step())
 
     def due(self, name: str, *, every: int) -> bool:
         """Tell whether a phase is due: every so many steps, and again if it was cut off.
@@ -472,25 +568,34 @@ class Run:
         Returns:
             True if the phase is due before this step and has not run yet; never at step 0.
         """
+        self._custom_loop.positions.wanted_every(every)
         step = self._progress.step
         return step > 0 and step % every == 0 and self._progress.phases.get(name) != step
 
     def poll(self) -> None:
-        """Let the run stop here: inside a phase, or between steps of your own loop.
+        """Let the run stop here, inside a phase.
 
-        Where the phase has collectives, every rank calls it equally often.
+        Where the phase has collectives, every rank calls it equally often.  Outside a phase nothing
+        happens: the boundaries of ``batches``, ``steps`` and ``advance`` are the places to stop.
+
+        Raises:
+            UnsupportedError: A loop calls it outside a phase and never ``advance``.
         """
         if self._boundaries.inside is not None:
             self._boundaries.poll()
         else:
-            self._boundary()
+            self._custom_loop.poll()
 
     def save(self) -> None:
         """Save now, and wait until the checkpoint is on disk.  Collective, between two steps.
 
-        A save that fails is recorded in the journal and tried again later; training continues.
+        In a loop of your own that is right after ``advance``, before the next batch is fetched.  A
+        save that fails is recorded in the journal and tried again later; training continues.
         """
-        self._save_schedule.save("asked by the program", wait=True)
+        self._custom_loop.settle()
+        self._custom_loop.require_counted()
+        with self._custom_loop.ahead():
+            self._save_schedule.save("asked by the program", wait=True)
 
     def log(self, **values: Any) -> None:
         """Log figures; rank 0 writes the latest into the journal every few seconds.
@@ -573,7 +678,9 @@ class Run:
 
     def finish(self) -> int:
         """The program is through: last save, last words.  Collective.  Returns the last step."""
-        self.restore()
+        self._resumer.restore()
+        self._custom_loop.settle()
+        self._custom_loop.require_counted()
         self._batch_loop.over()  # also where the program left the loop and kept it
         # Before anything collective: a rank that is still at it would be waited for without end.
         reported = self._progress.step
@@ -583,7 +690,9 @@ class Run:
         if step != reported:
             self._member.send(FunctionReturned(step=step))
         self._boundaries.leave()
-        if not self._save_schedule.have("final"):
+        with self._custom_loop.ahead():
+            saved = self._save_schedule.have("final")
+        if not saved:
             raise CheckpointError(
                 f"all {step} steps are done, and their result could not be saved",
                 next_step="The journal says why.  The run continues from its last checkpoint, or "

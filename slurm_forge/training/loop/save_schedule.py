@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -56,6 +57,8 @@ class SaveSchedule:
         self._epoch: int | None = None
         #: The random state of the training, while a phase goes on with one of its own.
         self.random: dict[str, torch.Tensor] | None = None
+        #: What is saved in place of registered objects that are ahead of the steps meanwhile.
+        self.ahead: Mapping[str, Any] = {}
 
     def boundary(self, *, stepped: bool) -> None:
         """Between two steps: what is over is settled, what is due is begun."""
@@ -63,7 +66,8 @@ class SaveSchedule:
         if pending is not None and pending.done():
             self.finish_save()
         if stepped and catalog is not None and catalog.unproven:
-            healthy = self._progress.skipped_in_a_row == 0
+            tracker = self._skip_tracker
+            healthy = self._progress.skipped_in_a_row == 0 and tracker.open_proposal is None
             catalog.stepped(self._progress.step, healthy=healthy)
         self._stepped = stepped
         if stepped:
@@ -112,6 +116,7 @@ class SaveSchedule:
         """Save; with ``wait`` (or where the job wants it so) it is on disk on return, or failed."""
         self.finish_save()
         self._skip_tracker.read_all()
+        doubts = doubts or self._skip_tracker.weights_in_doubt
         self._prepare()
         random = rng.capture() if self.random is None else self.random
         # What somebody waits for is the last save, or one that was asked for.
@@ -120,7 +125,7 @@ class SaveSchedule:
             self._call_hooks(
                 self._saver.save(
                     reason,
-                    self._registry,
+                    replace(self._registry, others={**self._registry.others, **self.ahead}),
                     self._progress,
                     random,
                     wait=wait,

@@ -1,12 +1,12 @@
 """One optimizer step: micro-batches in, one update on all ranks or none.
 
-``Step`` is the user's handle on it; ``StepLifecycle`` sets it up and takes its outcome in.
+``Step`` is the user's handle on it; ``step_lifecycle`` sets it up and takes its outcome in.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -14,37 +14,32 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from slurm_forge.control import Member
 from slurm_forge.errors import UnsupportedError
-from slurm_forge.training.checkpointing.resume_check import FirstSteps
 from slurm_forge.training.checkpointing.supported_state import require_known_optimizer
-from slurm_forge.training.core.instability import ActivePlan
 from slurm_forge.training.core.loss import (
     BatchLoss,
     Loss,
-    LossHistory,
 )
-from slurm_forge.training.core.rank_layout import ActiveLayout
-from slurm_forge.training.core.rng import Generators
-from slurm_forge.training.core.run_state import (
-    Registry,
-    TrainingProgress,
-)
+from slurm_forge.training.core.run_state import Registry
 from slurm_forge.training.data.batches import Batch
-from slurm_forge.training.faults.injector import FaultInjector
-from slurm_forge.training.instability.skip_tracker import (
-    SkipTracker,
-    StepRecord,
-)
-from slurm_forge.training.monitor.step_timer import StepTimer
 from slurm_forge.training.step.buffer_snapshot import BufferSnapshot
 from slurm_forge.training.step.gradient_guard import (
     LARGEST,
     GuardedUpdate,
     apply_gradients,
-    drop_gradients,
 )
-from slurm_forge.vocabulary.plan import SampleWindow
+
+
+class StepFaults(Protocol):
+    """Faults on purpose, for a step whose losses don't pass through ``run.train_step``."""
+
+    def of_loss(self, loss: torch.Tensor | Loss, micro_batch: int) -> torch.Tensor | Loss:
+        """The loss of a micro-batch, or what a fault makes of it."""
+
+    def of_gradients(
+        self, optimizer: Optimizer, norm: torch.Tensor | float | None
+    ) -> torch.Tensor | float | None:
+        """Gradients that the program has computed by itself, and their norm."""
 
 
 class Step:
@@ -64,9 +59,12 @@ class Step:
         limit: float = LARGEST,
         norm_group: dist.ProcessGroup | None = None,
         handing_over: Callable[[], None] = lambda: None,
+        faults: StepFaults | None = None,
     ) -> None:
         self.batch = batch
         self.applied: list[GuardedUpdate] = []
+        #: The optimizers of ``applied``.
+        self.optimizers: list[Optimizer] = []
         self._registry = registry
         self._scaler = registry.scaler
         self._loss = loss
@@ -75,8 +73,9 @@ class Step:
         self._limit = limit
         self._norm_group = norm_group
         self._handing_over = handing_over
+        self._faults = faults
         self._exchanges = True
-        self._micro: Any = None
+        self._number = 0
         #: Whether an update was begun: what was raised before has changed nothing that stays.
         self.updating = False
         #: The loss of the first micro-batch, as it was handed over; detached.
@@ -92,7 +91,7 @@ class Step:
         for index, micro in enumerate(self.batch.micro_batches):
             self._exchanges = index == last
             self._synchronise(index == last)
-            self._micro = micro
+            self._number = index
             self._loss.begin(self.batch.micro_sizes[index])
             yield micro
 
@@ -113,6 +112,8 @@ class Step:
                 "last stage knows",
                 next_step="Hand over a mean loss: a scalar tensor.",
             )
+        if self._faults is not None:
+            loss = self._faults.of_loss(loss, self._number)
         weighted = self._loss.weigh(loss)
         if self.first_loss is None:
             mean = loss.sum / loss.count if isinstance(loss, Loss) else loss
@@ -158,10 +159,13 @@ class Step:
         factor = self._loss.gradient_factor()
         loss = self._loss.mean() if self._loss.known else None
         for each in optimizers:
+            norm: torch.Tensor | float | None = grad_norm
+            if self._faults is not None and loss is None:
+                norm = self._faults.of_gradients(each, grad_norm)
             applied = apply_gradients(
                 each,
                 max_norm=max_norm,
-                grad_norm=grad_norm,
+                grad_norm=norm,
                 lr_scale=self._lr_scale,
                 limit=self._limit,
                 loss=loss,
@@ -172,6 +176,7 @@ class Step:
             )
             self._snapshot.restore_where(applied.left_out)
             self.applied.append(applied)
+            self.optimizers.append(each)
 
     def abandon(self) -> None:
         """Something was raised before the update: leave gradients and buffers as if never begun."""
@@ -182,12 +187,6 @@ class Step:
     @property
     def unprotected(self) -> tuple[str, ...]:
         """Buffers that this step has changed and nothing can put back."""
-        return self._snapshot.unprotected
-
-    def end(self) -> tuple[str, ...]:
-        """After the last ``apply``; names buffers that a skipped step could not put back."""
-        if self._scaler is not None and self._scaler.is_enabled():
-            self._scaler.update()
         return self._snapshot.unprotected
 
     @property
@@ -208,11 +207,12 @@ class Step:
         compute_loss: Callable[[Any], torch.Tensor | Loss],
         *,
         max_norm: float | None,
+        optimizer: Optimizer | None = None,
     ) -> torch.Tensor:
         """The whole step for the ordinary case."""
         for micro in self.micro_batches():
             self.backward(compute_loss(micro))
-        self.apply(max_norm=max_norm)
+        self.apply(optimizer, max_norm=max_norm)
         return self.mean_loss()
 
     def _synchronise(self, now: bool) -> None:
@@ -225,135 +225,3 @@ class Step:
                 model.require_backward_grad_sync = now or model.static_graph
             elif FSDPModule in kinds:
                 model.set_requires_gradient_sync(now)
-
-
-class StepLifecycle:
-    """One object per launch and rank; ``begin`` and ``end`` are called in turn."""
-
-    def __init__(
-        self,
-        *,
-        registry: Registry,
-        progress: TrainingProgress,
-        skip_tracker: SkipTracker,
-        loss_history: LossHistory,
-        member: Member,
-        device: torch.device,
-        layout: ActiveLayout,
-        active_plan: ActivePlan,
-        first_steps: FirstSteps | None,
-        fault_injector: FaultInjector,
-        step_timer: StepTimer | None = None,
-    ) -> None:
-        self._registry = registry
-        self._progress = progress
-        self._skip_tracker = skip_tracker
-        self._loss_history = loss_history
-        self._member = member
-        self._device = device
-        self._layout = layout
-        self._active_plan = active_plan
-        self._first_steps = first_steps
-        self._fault_injector = fault_injector
-        self._step_timer = step_timer
-        self._snapshot: BufferSnapshot | None = None
-        self._generators: Generators | None = None
-        #: Samples of a step over all ranks; 0 where the program's own batches say it.
-        self.global_batch = 0
-        #: Whether a step was applied in this launch.
-        self.stepped = False
-        #: What computes the loss of a micro-batch, where that is known; for one step.
-        self.compute_loss: Callable[[Any], Any] | None = None
-
-    def begin(self, batch: Batch) -> Step:
-        """Clear the gradients and remember the buffers."""
-        step, plan, layout = self._progress.step, self._active_plan.plan, self._layout.now
-        if self._step_timer is not None:
-            self._step_timer.begin()
-        if self._fault_injector.active:
-            self._fault_injector.boundary(step, self._registry)
-        for optimizer in self._registry.optimizers.values():
-            drop_gradients(optimizer)
-        if self._snapshot is None:
-            self._snapshot = BufferSnapshot(self._registry.models.values())
-        else:
-            self._snapshot.take()
-        self._member.begin(step + 1)
-        # For the case that this step has to be computed once more.
-        self._generators = Generators.now(self._device)
-        return Step(
-            batch,
-            registry=self._registry,
-            loss=BatchLoss(
-                global_batch=self._samples(batch),
-                ranks=layout.data_ranks,
-                averaging_ranks=layout.averaging_ranks,
-                group=layout.averaging_group,
-                device=self._device,
-            ),
-            norm_group=layout.pipeline_group,
-            lr_scale=1.0 if plan.lr_factor == 1.0 else plan.lr_scale(step),
-            limit=self._active_plan.limit,
-            snapshot=self._snapshot,
-            handing_over=_nothing if self._step_timer is None else self._step_timer.handing_over,
-        )
-
-    def abandon(self, step: Step) -> bool:
-        """Leave all as it was before ``begin``; False where a buffer can't be put back."""
-        step.abandon()
-        if self._generators is not None:
-            self._generators.put_back()
-        return not step.unprotected
-
-    def end(self, step: Step) -> bool:
-        """Count the step and take its verdict in; False if the program only measured something."""
-        compute_loss, self.compute_loss = self.compute_loss, None
-        if not step.applied:
-            return False
-        progress, samples = self._progress, self._samples(step.batch)
-        progress.step += 1
-        if self._step_timer is not None:
-            self._step_timer.end(progress.step)
-        # A batch of ours says where in the stream it ends: windows of it may be left out.
-        from_stream = self.global_batch > 0
-        progress.consumed = step.batch.consumed if from_stream else progress.consumed + samples
-        self.stepped = True
-        progress.sample_ids = step.batch.sample_ids
-        for scheduler in self._registry.schedulers:
-            scheduler.step()  # a skipped step is a step: its samples are gone, its schedule too
-        unprotected = step.end()
-        if step.has_loss:
-            self._loss_history.note(step.mean_loss())
-        self._note_first_loss(step)
-        first = step.batch.first if from_stream else progress.consumed - samples
-        self._skip_tracker.record(
-            StepRecord(
-                applied=step.applied,
-                step=progress.step,
-                samples=SampleWindow(first, progress.consumed),
-                batch=step.batch,
-                compute_loss=compute_loss,
-                generators=self._generators,
-                own_loss=step.own_loss,
-                has_loss=step.has_loss,
-                from_stream=from_stream,
-                unprotected=unprotected,
-            )
-        )
-        return True
-
-    def _note_first_loss(self, step: Step) -> None:
-        """Where the step is the first one behind a checkpoint: a resume is compared with it."""
-        first_steps, before = self._first_steps, self._progress.step - 1
-        if first_steps is None or step.first_loss is None:
-            return
-        if before in (first_steps.saved_at, first_steps.resumed_at):
-            samples = step.batch.micro_sizes[0] if step.batch.micro_sizes else 0
-            first_steps.note(before, step.first_loss, samples)
-
-    def _samples(self, batch: Batch) -> int:
-        return self.global_batch or batch.size * self._layout.now.data_ranks
-
-
-def _nothing() -> None:
-    """Where nobody asks for this rank's pace."""

@@ -114,6 +114,14 @@ class BufferSnapshot:
             with torch.no_grad():
                 self._take()
 
+    def changed(self) -> tuple[str, ...]:
+        """Buffers that may have changed since the last ``take``: for a step without one."""
+        return tuple(
+            place.path
+            for place in self._places
+            if place.module.training and (place.changes or place.has_changed())
+        )
+
     def restore_where(self, skipped: torch.Tensor | bool) -> None:
         """Put the values back where ``skipped`` is 1; a tensor is never waited for."""
         if self._places:

@@ -26,6 +26,7 @@ from slurm_forge.training.step.gradient_norms import (
     ParameterNorm,
     clip_factor,
 )
+from slurm_forge.training.step.host_copy import HostCopy
 
 #: The largest finite float32: a norm above it counts as infinite whatever it was computed in.
 LARGEST = float(torch.finfo(torch.float32).max)
@@ -48,55 +49,42 @@ class Reading(NamedTuple):
 
 
 class StepVerdict:
-    """A verdict on its way to the host.
+    """A verdict on its way to the host: ``read`` one step late costs nothing."""
 
-    On CUDA the copy into pinned memory begins at once, behind what has been queued so far;
-    ``read`` waits for that copy and for nothing queued after it, so reading one step late costs
-    nothing.
-    """
-
-    __slots__ = ("_event", "_loss", "_reading", "_values")
+    __slots__ = ("_loss", "_outcome")
 
     def __init__(
         self, found_inf: torch.Tensor, norm: torch.Tensor, loss: torch.Tensor | None = None
     ) -> None:
-        self._reading: Reading | None = None
-        self._event: torch.cuda.Event | None = None
         values = [found_inf.detach(), norm.detach().to(found_inf)]
         self._loss = math.nan
         if loss is not None and loss.device.type == "cpu" and found_inf.device.type != "cpu":
             self._loss = loss.item()  # there already; sending it to the device would wait
         elif loss is not None:
             values.append(loss.detach().reshape(()).to(found_inf))
-        self._values = torch.stack(values)
-        if self._values.is_cuda:
-            pinned = torch.empty(len(values), dtype=torch.float32, pin_memory=True)
-            pinned.copy_(self._values, non_blocking=True)
-            self._values = pinned
-            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._event.record(torch.cuda.current_stream(found_inf.device))
+        self._outcome: HostCopy | Reading = HostCopy(values)
 
     @classmethod
     def known(cls, reading: Reading) -> StepVerdict:
         """One that the host has reached itself."""
         verdict = cls.__new__(cls)
-        verdict._reading, verdict._event = reading, None
+        verdict._outcome = reading
         return verdict
 
     def is_ready(self) -> bool:
         """Whether ``read`` would return at once."""
-        return self._event is None or bool(self._event.query())  # type: ignore[no-untyped-call]
+        return isinstance(self._outcome, Reading) or self._outcome.is_ready()
 
     def read(self) -> Reading:
         """The verdict, waiting for it if necessary."""
-        if self._reading is None:
-            if self._event is not None:
-                self._event.synchronize()
-            found_inf, norm, *loss = self._values.tolist()
-            self._reading = Reading(
-                not found_inf, norm <= LARGEST, norm, loss[0] if loss else self._loss
-            )
-        return self._reading
+        outcome = self._outcome
+        if isinstance(outcome, Reading):
+            return outcome
+        found_inf, norm, *loss = outcome.read()
+        self._outcome = outcome = Reading(
+            not found_inf, norm <= LARGEST, norm, loss[0] if loss else self._loss
+        )
+        return outcome
 
 
 class GuardedUpdate:
@@ -180,7 +168,8 @@ def apply_gradients(
     if isinstance(optimizer, LBFGS):
         raise UnsupportedError(
             "LBFGS evaluates the loss several times in one step: there is no update to skip",
-            next_step="Use it without run.step, or use an optimizer that steps once.",
+            next_step="Step it yourself in a loop of your own, with run.advance() at the end of "
+            "its body, or use an optimizer that steps once.",
         )
     if grad_norm is not None and gradient_factor is not None:
         raise UnsupportedError(

@@ -84,3 +84,13 @@ def test_a_loss_of_one_element_is_taken() -> None:
     trail = LossHistory(CPU)
     trail.note(torch.tensor([1.5]))
     assert values(trail.snapshot()) == [1.5]
+
+
+def test_losses_known_on_the_host_are_kept_like_those_of_a_device() -> None:
+    plain, mixed = LossHistory(CPU), LossHistory(CPU)
+    for number in range(3 * LENGTH // 2):
+        plain.note(torch.tensor(float(number)))
+        mixed.note(float(number) if number % 3 else torch.tensor(float(number)))
+        if number % 10 == 0:
+            assert torch.equal(plain.snapshot(), mixed.snapshot())
+    assert values(mixed.snapshot()) == [float(n) for n in range(LENGTH // 2, 3 * LENGTH // 2)]

@@ -1,0 +1,328 @@
+"""Training loops that are the program's own: ``run.steps``, ``run.apply``, ``run.advance``.
+
+A checkpoint is taken in ``advance`` and at the top of ``run.steps`` alone.  There as many batches
+are consumed as steps are counted, wherever in the body of the loop the program fetches them.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from slurm_forge.checkpoint.collectives import Ranks
+from slurm_forge.errors import UnsupportedError, UsageError
+from slurm_forge.training.core.duration import Steps
+from slurm_forge.training.core.process_group import ProcessGroups
+from slurm_forge.training.core.rank_consistency import require_identical
+from slurm_forge.training.core.rank_info import RankContext
+from slurm_forge.training.faults.own_loop import require_injectable
+from slurm_forge.training.loop.assembly import Parts
+from slurm_forge.training.loop.positions import Positions
+from slurm_forge.training.loop.resume import Resumer
+from slurm_forge.training.step.update_report import UpdateReport
+
+#: Calls of ``poll`` outside a phase before the first step is counted.
+_POLLS = 10
+_ADVANCE = "Call run.advance(loss=…, grad_norm=…) once, as the last thing of the loop's body."
+
+
+class CustomLoop:
+    """One object per rank.
+
+    ``boundary`` passes a step boundary, ``stepped`` is what follows a step that was counted.
+    """
+
+    def __init__(
+        self,
+        context: RankContext,
+        parts: Parts,
+        resumer: Resumer,
+        *,
+        groups: ProcessGroups,
+        boundary: Callable[[], None],
+        stepped: Callable[[], None],
+    ) -> None:
+        self._context = context
+        self._parts = parts
+        self._lifecycle = parts.step_lifecycle
+        self._progress = parts.progress
+        self._boundaries = parts.boundaries
+        self._resumer = resumer
+        self._groups = groups
+        self._boundary = boundary
+        self._stepped = stepped
+        #: Steps counted when the iteration of ``steps`` that goes on began; None outside of it.
+        self._iteration: int | None = None
+        #: Whether a block of ``run.step`` goes on, and whether a batch of ``run.batches`` does.
+        self.in_step = self.in_batches = False
+        #: Whether the data are fetched by the program, and not by ``run.batches``.
+        self.own = False
+        #: Whether the next step is likely to be guarded by ``apply``, which puts buffers back.
+        self.guards = True
+        self._until: int | None = None
+        self._checked: set[bool] = set()
+        self._polls = 0
+        self._weights: list[tuple[torch.Tensor, int]] = []
+        self.positions = Positions(parts.registry, parts.progress)
+
+    # -- the loop ----------------------------------------------------------------------------
+
+    def steps(self, until: Steps) -> Iterator[int]:
+        """The numbers of the steps that are left, each with one ``advance`` in its body."""
+        self._refuse_inside("run.steps()")
+        if self._iteration is not None:
+            raise UnsupportedError(
+                "run.steps() inside run.steps()",
+                next_step="Loop over what makes up one step without it: run.advance() counts one.",
+            )
+        progress, total = self._progress, until.count
+        self._resumer.until = lambda: total
+        if not self._resumer.restored:
+            self.positions.require_untouched()
+            self._resumer.restore()
+            self.positions.at_boundary(wanted=True)
+        self.own = True
+        require_identical(
+            Ranks(self._groups.cpu),
+            {"until": total},
+            next_step="Give run.steps() the same arguments on every rank.",
+        )
+        try:
+            self._until = total
+            with self.ahead():  # the first batch may have been fetched since ``restore``
+                self._boundary()
+            while True:
+                self._boundary()
+                if progress.step >= total:
+                    if self._parts.instability.final_check():
+                        return
+                    continue
+                self._iteration = before = progress.step
+                self._lifecycle.start()
+                if self.guards:
+                    self._lifecycle.remember_buffers()
+                yield before
+                self._require_counted_once(before)
+                self._iteration = None
+        finally:
+            self._iteration = self._until = None
+
+    def advance(
+        self,
+        loss: torch.Tensor | float | None,
+        grad_norm: torch.Tensor | float | None,
+        samples: int | None,
+    ) -> None:
+        """Count one step, and pass the boundary behind it."""
+        if self.in_step or self.in_batches or self._boundaries.inside is not None:
+            self._refuse_inside("run.advance()")
+        self.require_new_step("run.advance()")
+        report = UpdateReport(loss, grad_norm)
+        if samples is not None and (type(samples) is not int or samples < 0):
+            samples = _whole("run.advance", "samples", samples, least=0)
+        step = self._lifecycle.open
+        self.guards = guarded = step is not None and bool(step.updates)
+        if guarded not in self._checked and not (step is not None and step.parts):
+            self._first_of_its_kind(guarded)
+        self._lifecycle.close(report, samples=samples)
+        self._stepped()
+        self.pass_boundary()
+        if guarded and self._iteration is None:
+            self._lifecycle.remember_buffers()
+
+    def apply(
+        self,
+        optimizer: Optimizer | None,
+        max_norm: float | None,
+        grad_norm: torch.Tensor | float | None,
+    ) -> None:
+        """One guarded update of the step that ``advance`` will count."""
+        self._refuse_inside("run.apply()")
+        self.require_new_step("run.apply()")
+        optimizers = list(self._parts.registry.optimizers.values())
+        if optimizer is not None:
+            self.require_registered(optimizer, "run.apply()")
+            optimizers = [optimizer]
+        if not optimizers:
+            raise UnsupportedError(
+                "run.apply() without an optimizer: none is registered",
+                next_step="run.register(model=…, optimizer=…) before run.restore().",
+            )
+        if True not in self._checked:
+            self._first_of_its_kind(True)
+        self._lifecycle.apply(optimizers, max_norm=max_norm, grad_norm=grad_norm)
+
+    def poll(self) -> None:
+        """Outside a phase: nothing is to be done here; an error in a loop that never advances."""
+        if self.in_batches or self._iteration is not None or self._lifecycle.counted:
+            return
+        self._polls += 1
+        if self._polls > _POLLS:
+            raise UnsupportedError(
+                f"run.poll() was called {self._polls} times outside a phase, and no step was "
+                "counted: the run could neither save nor stop",
+                next_step=f"{_ADVANCE}  run.poll() is for phases: with run.phase(…).",
+            )
+
+    def _require_counted_once(self, before: int) -> None:
+        """At the end of the body of ``steps``: more than once was refused where it was tried."""
+        step, left_out = self._lifecycle.open, self._lifecycle.not_applied
+        if step is not None and step.updates:
+            names = f" ({', '.join(left_out)} not stepped)" if step.parts else ""
+            raise UnsupportedError(
+                f"the body of run.steps() made an update that no run.advance() counts{names}",
+                next_step=_ADVANCE,
+            )
+        if self._progress.step == before:
+            raise UnsupportedError(
+                f"the body of run.steps() came to its end without run.advance(), in step {before}: "
+                "the loop would never end",
+                next_step=_ADVANCE,
+            )
+
+    # -- what the other ways to take a step need ----------------------------------------------
+
+    def settle(self) -> None:
+        """Count a step that ``train_step(optimizer=…)`` has left open."""
+        step = self._lifecycle.open
+        if step is None or not step.updates:
+            return
+        if not step.parts:
+            raise UnsupportedError(
+                "run.apply() made an update that no run.advance() counts",
+                next_step=_ADVANCE,
+            )
+        if self._lifecycle.close():
+            self._stepped()
+
+    def require_new_step(self, what: str) -> None:
+        """``UnsupportedError`` where the checkpoint is not loaded, or the step is counted."""
+        if not self._resumer.restored:
+            raise UnsupportedError(
+                f"{what} before the checkpoint is loaded: a batch that was fetched before is not "
+                "the one that comes next",
+                next_step="Call run.restore() after run.register(), before the loop.",
+            )
+        if self._iteration is not None and self._progress.step != self._iteration:
+            raise UnsupportedError(
+                f"{what} in an iteration of run.steps() whose step is counted already",
+                next_step="Call run.advance() once in the body, as the last thing; run.step() and "
+                "run.train_step() count a step by themselves.",
+            )
+
+    def require_registered(self, optimizer: Optimizer, what: str) -> None:
+        """``UnsupportedError`` for an optimizer that is in no checkpoint."""
+        registered = self._parts.registry.optimizers
+        if not any(optimizer is each for each in registered.values()):
+            names = ", ".join(registered) or "none"
+            raise UnsupportedError(
+                f"{what} was given an optimizer ({type(optimizer).__name__}) that is not "
+                f"registered (registered: {names}): its state would be in no checkpoint",
+                next_step="Register it before training: run.register(my_optimizer=…).",
+            )
+
+    def pass_boundary(self) -> None:
+        """The boundary behind a step on the program's own data."""
+        self._boundary()
+        self.own = True
+        last = self._progress.step == self._until
+        if last or self.positions.wanted:
+            self.positions.at_boundary(wanted=last)
+
+    @contextmanager
+    def ahead(self, *, again: bool = False) -> Iterator[bool]:
+        """Where a save is to hold the positions of the last boundary; False if not known.
+
+        ``again``: there will be more such places, so they are kept at every boundary from then on.
+        """
+        ahead = self.positions.ahead() if self.own else {}
+        if again and ahead is None:
+            self.positions.always = True
+        schedule = self._parts.save_schedule
+        schedule.ahead = ahead or {}
+        try:
+            yield ahead is not None
+        finally:
+            schedule.ahead = {}
+
+    def restored(self) -> None:
+        """The checkpoint is loaded, and a loop of the program's own may follow."""
+        self.own = True
+        self.positions.at_boundary(wanted=True)
+        self._lifecycle.note_buffers()
+        self._weights = [
+            (parameter, parameter._version)
+            for optimizer in self._parts.registry.optimizers.values()
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+        ]
+
+    def require_counted(self) -> None:
+        """``UnsupportedError`` for a training of which no step was counted: it would be step 0."""
+        if self._lifecycle.counted or self._progress.step:
+            return
+        most = max((p._version - version for p, version in self._weights), default=0)
+        if most > _POLLS:
+            raise UnsupportedError(
+                "the weights were updated many times, and no step was counted: the "
+                "checkpoint would hold them as those of step 0",
+                next_step=_ADVANCE,
+            )
+
+    def _refuse_inside(self, what: str) -> None:
+        inside = self._boundaries.inside
+        if not (self.in_step or self.in_batches or inside):
+            return
+        if self.in_step:
+            place, instead = "a block of run.step()", "s.apply(…) is the update there, and the end "
+            instead += "of the block counts the step."
+        elif inside is not None:
+            place, instead = f"the phase {inside!r}", "Call it after the phase, or before."
+        else:
+            place = "a loop over run.batches()"
+            instead = "Take the step there with run.train_step(), or with run.step(batch) as s: …"
+        raise UnsupportedError(f"{what} in {place}", next_step=instead)
+
+    def _first_of_its_kind(self, guarded: bool) -> None:
+        """The first step whose updates are guarded, or are not: what does not go with it."""
+        self._checked.add(guarded)
+        require_injectable(
+            (fault for fault in self._context.spec.inject if not fault.of_start),
+            world_size=self._context.world_size,
+            guarded=guarded,
+        )
+        catalog, plan = self._parts.saver.catalog, self._parts.active_plan.plan
+        if not guarded and catalog is not None and plan.lr_factor != 1.0:
+            catalog.say(
+                f"the recovery plan scales the learning rate by {plan.lr_factor:g} from step "
+                f"{plan.lr_from_step} on, and this loop steps its optimizer itself: call "
+                "run.apply(optimizer) in place of optimizer.step(), or multiply the learning rate "
+                "by run.recovery.lr_scale(run.step_number)"
+            )
+
+
+def checked_steps(until: Any) -> Steps:
+    """``UsageError`` for what is no number of steps."""
+    if not isinstance(until, Steps):
+        raise UsageError(
+            f"run.steps(until={until!r}) does not say how many steps are meant",
+            next_step="Write until=forge.Steps(1000); a custom loop counts its own epochs.",
+        )
+    return Steps(_whole("run.steps", "until=forge.Steps", until.count, least=1))
+
+
+def _whole(what: str, name: str, value: object, *, least: int) -> int:
+    count = None
+    if not isinstance(value, bool) and hasattr(value, "__index__"):
+        count = operator.index(value)
+    if count is None or count < least:
+        raise UsageError(
+            f"{what}({name}={value!r}) is not a whole number of {least} or more",
+            next_step=f"Give {name} as a whole number of {least} or more.",
+        )
+    return count

@@ -1,0 +1,167 @@
+"""Registered objects that are ahead of the steps: iterators whose next batch is fetched already.
+
+In a loop of the program's own a phase may come behind the fetch.  A save in it has to hold the
+position of the last boundary.  So the states of registered objects are kept at boundaries that a
+phase is due at, and compared when it begins: nothing but a fetch has changed them since.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from slurm_forge.errors import UnsupportedError
+from slurm_forge.training.core.run_state import (
+    Registry,
+    TrainingProgress,
+)
+
+#: Tensors above it are no position in anything: compared by what counts their changes.
+_LARGEST = 1 << 14
+
+
+@dataclass(frozen=True, slots=True)
+class KeptState:
+    """In place of an object in a checkpoint: its state as it was."""
+
+    state: Any
+
+    def state_dict(self) -> Any:
+        """The state at the boundary."""
+        return self.state
+
+    def load_state_dict(self, state: Any) -> None:
+        """Nothing is ever loaded into it: it is saved, and the object itself is registered."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, slots=True)
+class _LargeTensor:
+    """A tensor by identity, and how often it was written to."""
+
+    tensor: torch.Tensor
+    version: int
+
+
+class Positions:
+    """One object per rank; ``wanted_every`` takes the intervals that phases are due by."""
+
+    def __init__(self, registry: Registry, progress: TrainingProgress) -> None:
+        self._registry = registry
+        self._progress = progress
+        self._every: set[int] = set()
+        self._registered: dict[str, Any] = {}
+        #: Whether phases come without being due: positions are kept at every boundary then.
+        self.always = False
+        self._kept: dict[str, Any] = {}
+        self._kept_at = -1
+
+    @property
+    def wanted(self) -> bool:
+        """Whether a phase may follow any boundary."""
+        return self.always or bool(self._every)
+
+    def wanted_every(self, steps: int) -> None:
+        """A phase is due every so many steps."""
+        self._every.add(steps)
+
+    def registered(self) -> None:
+        """Objects were registered: iterators among them are to stay where they are for now."""
+        for name, item in self._registry.others.items():
+            if name not in self._registered and hasattr(item, "__next__"):
+                with contextlib.suppress(Exception):  # the program's: a save tells what is wrong
+                    self._registered[name] = _kept(item)
+
+    def require_untouched(self) -> None:
+        """``UnsupportedError`` where an iterator has moved before the checkpoint is loaded."""
+        for name, kept in self._registered.items():
+            if not _same(kept, _kept(self._registry.others[name])):
+                raise UnsupportedError(
+                    f"{name!r} was iterated over before the checkpoint is loaded: after a resume "
+                    "the batch that was fetched would take another one's place",
+                    next_step="Call run.restore() after run.register(), and fetch the first batch "
+                    "after that.",
+                )
+
+    def at_boundary(self, *, wanted: bool = False) -> None:
+        """Keep the states if a phase may follow, or where they are ``wanted``: once for a step."""
+        step = self._progress.step
+        wanted = wanted or self.always or any(step % every == 0 for every in self._every)
+        if not wanted or step == self._kept_at:
+            return
+        self._kept_at = -1
+        with contextlib.suppress(Exception):  # the program's: a save tells what is wrong
+            self._kept = {name: _kept(item) for name, item in self._objects.items()}
+            self._kept_at = step
+
+    def ahead(self) -> dict[str, KeptState] | None:
+        """What is to be saved in place of objects that are ahead; None where that is not known."""
+        objects = self._objects
+        if not objects:
+            return {}
+        if self._kept_at != self._progress.step:
+            return None
+        try:
+            return {
+                name: KeptState(_state_of(self._kept[name]))
+                for name, item in objects.items()
+                if not _same(self._kept[name], _kept(item))
+            }
+        except Exception:  # the program's, again
+            return None
+
+    @property
+    def _objects(self) -> Mapping[str, Any]:
+        scheduled = {id(each) for each in (*self._registry.schedulers, self._registry.scaler)}
+        return {
+            name: item for name, item in self._registry.others.items() if id(item) not in scheduled
+        }
+
+
+def _kept(item: Any) -> Any:
+    return _copied(item.state_dict())
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        if value.numel() > _LARGEST:
+            return _LargeTensor(value, value._version)
+        return value.detach().clone()
+    if isinstance(value, Mapping):
+        return {key: _copied(item) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_copied(item) for item in value)
+    return value
+
+
+def _state_of(kept: Any) -> Any:
+    """The state that was copied; what is too large to be copied as it is now."""
+    if isinstance(kept, _LargeTensor):
+        return kept.tensor
+    if isinstance(kept, Mapping):
+        return {key: _state_of(item) for key, item in kept.items()}
+    if type(kept) in (list, tuple):
+        return type(kept)(_state_of(item) for item in kept)
+    return kept
+
+
+def _same(one: Any, other: Any) -> bool:
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, _LargeTensor):
+        return bool(one.tensor.data_ptr() == other.tensor.data_ptr()) and (
+            one.version == other.version
+        )
+    if isinstance(one, torch.Tensor):
+        return bool(one.dtype == other.dtype and torch.equal(one, other))
+    if isinstance(one, Mapping):
+        return one.keys() == other.keys() and all(_same(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(_same, one, other))
+    equal: Any = one == other
+    # An array of numpy compares element by element.
+    return bool(equal.all()) if hasattr(equal, "all") else bool(equal)

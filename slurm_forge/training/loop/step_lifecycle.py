@@ -1,0 +1,364 @@
+"""From the beginning of an optimizer step to its count: one object per launch and rank.
+
+A step is *open* from its first update until it is counted.  ``run.step`` opens and counts it in one
+block; ``run.train_step(optimizer=…)`` and ``run.apply`` may add several updates before that.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from slurm_forge.control import Member
+from slurm_forge.errors import UnsupportedError
+from slurm_forge.training.checkpointing.resume_check import FirstSteps
+from slurm_forge.training.core.instability import ActivePlan
+from slurm_forge.training.core.loss import BatchLoss, LossHistory
+from slurm_forge.training.core.rank_layout import ActiveLayout
+from slurm_forge.training.core.rng import Generators
+from slurm_forge.training.core.run_state import (
+    Registry,
+    TrainingProgress,
+)
+from slurm_forge.training.data.batches import Batch
+from slurm_forge.training.faults.injector import FaultInjector
+from slurm_forge.training.instability.skip_tracker import SkipTracker
+from slurm_forge.training.instability.step_record import StepRecord
+from slurm_forge.training.loop.step import Step, StepFaults
+from slurm_forge.training.monitor.step_timer import StepTimer
+from slurm_forge.training.step.buffer_snapshot import BufferSnapshot
+from slurm_forge.training.step.gradient_guard import (
+    GuardedUpdate,
+    apply_gradients,
+    drop_gradients,
+)
+from slurm_forge.training.step.update_report import UpdateReport
+from slurm_forge.vocabulary.plan import SampleWindow
+
+#: Updates of one step that are not counted: more are a loop that has forgotten to count.
+MOST_UPDATES = 100
+
+
+@dataclass(slots=True, eq=False)
+class OpenStep:
+    """Updates that were made and belong to a step that is not counted yet."""
+
+    #: What ``run.batches`` handed out for it; None where the data are the program's own.
+    batch: Batch | None = None
+    #: Those whose forward and backward went through ``run.step`` or ``run.train_step``.
+    parts: list[Step] = field(default_factory=list)
+    updates: list[GuardedUpdate] = field(default_factory=list)
+    #: Samples of this rank by the id of the optimizer that has stepped on them.
+    samples: Counter[int] = field(default_factory=Counter)
+    unprotected: tuple[str, ...] = ()
+    generators: Generators | None = None
+    #: What computes the loss of a micro-batch, where that is known.
+    compute_loss: Callable[[Any], Any] | None = None
+
+
+class StepLifecycle:
+    """``begin`` and ``add`` for each part of a step, or ``apply``; then ``close`` counts it."""
+
+    def __init__(
+        self,
+        *,
+        registry: Registry,
+        progress: TrainingProgress,
+        skip_tracker: SkipTracker,
+        loss_history: LossHistory,
+        member: Member,
+        device: torch.device,
+        layout: ActiveLayout,
+        active_plan: ActivePlan,
+        first_steps: FirstSteps | None,
+        fault_injector: FaultInjector,
+        step_timer: StepTimer | None = None,
+    ) -> None:
+        self._registry = registry
+        self._progress = progress
+        self._skip_tracker = skip_tracker
+        self._loss_history = loss_history
+        self._member = member
+        self._device = device
+        self._layout = layout
+        self._active_plan = active_plan
+        self._first_steps = first_steps
+        self._fault_injector = fault_injector
+        self._step_timer = step_timer
+        self._snapshot: BufferSnapshot | None = None
+        #: Before which step the buffers were remembered.
+        self._snapshot_at = -1
+        self._generators: Generators | None = None
+        self._started = self._timed = False
+        #: Samples of a step of ``run.batches`` over all ranks; 0 before there is any.
+        self.global_batch = 0
+        #: Whether a step was counted in this launch, and since the last rollback.
+        self.counted = self.stepped = False
+        #: Where in the stream of ``run.batches`` the last step began; None where it was not of it.
+        self.stream_before: int | None = None
+        #: The step that updates were made for.
+        self.open: OpenStep | None = None
+        #: What computes the loss of a micro-batch, where that is known; for one part of a step.
+        self.compute_loss: Callable[[Any], Any] | None = None
+
+    def start(self, *, timed: bool = True) -> None:
+        """Another step begins; ``timed`` where it does so now, and not somewhere before."""
+        step = self._progress.step
+        self._started, self._timed = True, timed
+        if timed and self._step_timer is not None:
+            self._step_timer.begin()
+        if self._fault_injector.active:
+            self._fault_injector.boundary(step, self._registry)
+        self._member.begin(step + 1)
+
+    def remember_buffers(self) -> None:
+        """Before the forward of a step: what a skipped update is to put back."""
+        if self._snapshot is None:
+            self._snapshot = BufferSnapshot(self._registry.models.values())
+        else:
+            self._snapshot.take()
+        self._snapshot_at = self._progress.step
+
+    def note_buffers(self) -> None:
+        """Once the checkpoint is loaded: buffers that change from here on can be named."""
+        self._snapshot = self._remembered
+
+    def remember_buffers_again(self) -> None:
+        """Something else was done before the forward of this step, which is to stay."""
+        if self._snapshot_at == self._progress.step:
+            self.remember_buffers()
+
+    def begin(
+        self,
+        batch: Batch,
+        *,
+        handed_out: Batch | None,
+        in_stream: bool,
+        faults: StepFaults | None = None,
+    ) -> Step:
+        """Clear the gradients and remember the buffers: for a step, or for another part of it.
+
+        ``handed_out`` is the batch of ``run.batches`` that the step is of, if any; ``in_stream``
+        whether ``batch`` is its samples, and not what the program has made.
+        """
+        step, plan, layout = self._progress.step, self._active_plan.plan, self._layout.now
+        if not self._started:
+            self.start()
+        for optimizer in self._registry.optimizers.values():
+            drop_gradients(optimizer)
+        self.remember_buffers()
+        # For the case that this step has to be computed once more.
+        self._generators = Generators.now(self._device)
+        if self.open is None or not self.open.updates:
+            self.open = OpenStep(handed_out, generators=self._generators)
+        timer = self._step_timer
+        return Step(
+            batch,
+            registry=self._registry,
+            loss=BatchLoss(
+                global_batch=self.global_batch if in_stream else batch.size * layout.data_ranks,
+                ranks=layout.data_ranks,
+                averaging_ranks=layout.averaging_ranks,
+                group=layout.averaging_group,
+                device=self._device,
+            ),
+            norm_group=layout.pipeline_group,
+            lr_scale=1.0 if plan.lr_factor == 1.0 else plan.lr_scale(step),
+            limit=self._active_plan.limit,
+            snapshot=self._remembered,
+            handing_over=_nothing if timer is None else timer.handing_over,
+            faults=faults,
+        )
+
+    def renew_scale(self, optimizer: Optimizer) -> None:
+        """Before another update of an optimizer in one step: a scaler takes one per ``update``."""
+        scaler, step = self._registry.scaler, self.open
+        if scaler is None or step is None or not scaler.is_enabled():
+            return
+        if id(optimizer) in step.samples:
+            scaler.update()
+
+    def abandon(self, step: Step) -> bool:
+        """Leave all as it was before ``begin``; False where a buffer can't be put back."""
+        step.abandon()
+        if self._generators is not None:
+            self._generators.put_back()
+        return not step.unprotected
+
+    def add(self, part: Step) -> bool:
+        """Take in what a part of a step has updated; False if it only measured something."""
+        compute_loss, self.compute_loss = self.compute_loss, None
+        step = self.open
+        if step is None or not part.applied:
+            if step is None or not step.updates:
+                self.open, self._started = None, False
+            return False
+        # With two losses there is no single one to compute again.
+        step.compute_loss = None if step.parts else compute_loss
+        step.parts.append(part)
+        step.updates += part.applied
+        step.samples.update({id(each): part.batch.size for each in part.optimizers})
+        step.unprotected = (*step.unprotected, *part.unprotected)
+        self._require_few(step)
+        return True
+
+    def apply(
+        self,
+        optimizers: Sequence[Optimizer],
+        *,
+        max_norm: float | None,
+        grad_norm: torch.Tensor | float | None,
+    ) -> None:
+        """Judge gradients that the program has computed itself, and update or leave them out."""
+        number, plan = self._progress.step, self._active_plan.plan
+        if not self._started:
+            self.start(timed=False)
+        if self.open is None:
+            self.open = OpenStep()
+        step = self.open
+        for each in optimizers:
+            self.renew_scale(each)
+            norm = grad_norm
+            if self._fault_injector.active:
+                parameters = (p for group in each.param_groups for p in group["params"])
+                norm = self._fault_injector.gradients(parameters, step=number, norm=grad_norm)
+            update = apply_gradients(
+                each,
+                max_norm=max_norm,
+                grad_norm=norm,
+                lr_scale=1.0 if plan.lr_factor == 1.0 else plan.lr_scale(number),
+                limit=self._active_plan.limit,
+                scaler=self._registry.scaler,
+                update_scaler=False,  # once per step, however many optimizers: in ``close``
+                norm_group=self._layout.now.pipeline_group,
+            )
+            step.updates.append(update)
+            step.samples[id(each)] += 0  # how many they are is for ``advance`` to say
+            snapshot = self._remembered
+            if self._snapshot_at == number:
+                snapshot.restore_where(update.left_out)
+                step.unprotected = (*step.unprotected, *snapshot.unprotected)
+            else:
+                step.unprotected = (*step.unprotected, *snapshot.changed())
+        self._require_few(step)
+
+    def close(self, report: UpdateReport | None = None, *, samples: int | None = None) -> bool:
+        """Count the step and hand its verdicts on; False if nothing was updated or reported.
+
+        ``samples`` are those of the step over all ranks, where the program gives them.
+        """
+        step, self.open = self.open, None
+        updated = step is not None and bool(step.updates)
+        if not updated and report is None:
+            return False
+        if not self._started:
+            self.start(timed=False)
+        progress, self._started = self._progress, False
+        progress.step += 1
+        if self._timed and self._step_timer is not None:
+            self._step_timer.end(progress.step)
+        self.counted = self.stepped = True
+        if step is not None and updated:
+            self._take_over(step, report, samples)
+        elif report is not None:
+            self.stream_before, first = None, progress.consumed
+            progress.consumed = first + (samples or 0)
+            if report.loss is not None:
+                self._loss_history.note(report.loss)
+                self._note_first_loss(report.loss, 0)
+            window = SampleWindow(first, progress.consumed)
+            self._skip_tracker.reported(progress.step, window, report)
+        return True
+
+    def _take_over(self, step: OpenStep, report: UpdateReport | None, samples: int | None) -> None:
+        """Record the updates of a step that is counted."""
+        progress, window = self._progress, self._window(step, samples)
+        self.stream_before = None if step.batch is None else progress.consumed
+        progress.consumed = window.stop
+        progress.sample_ids = step.parts[0].batch.sample_ids if step.parts else ()
+        if step.parts:
+            for scheduler in self._registry.schedulers:
+                scheduler.step()  # a skipped step is a step: its samples are gone, its schedule too
+        scaler = self._registry.scaler
+        if scaler is not None and scaler.is_enabled():
+            scaler.update()
+        # The first loss of a step: that of the second optimizer may come less often.
+        part = next((each for each in step.parts if each.has_loss), None)
+        loss: torch.Tensor | float | None = None
+        own_loss: Callable[[], float | None] = _unknown
+        if part is not None:
+            loss, own_loss = part.mean_loss(), part.own_loss
+        elif report is not None:
+            loss, own_loss = report.loss, report.own_loss
+        if loss is not None:
+            self._loss_history.note(loss)
+        # How many samples the program's own batches have is nothing that recovery changes.
+        size = 0 if step.batch is None else step.parts[0].batch.micro_sizes[0]
+        self._note_first_loss(step.parts[0].first_loss if step.parts else loss, size)
+        self._skip_tracker.record(
+            StepRecord(
+                applied=step.updates,
+                step=progress.step,
+                samples=window,
+                batch=step.parts[0].batch if len(step.parts) == 1 else None,
+                compute_loss=step.compute_loss,
+                generators=step.generators,
+                own_loss=own_loss,
+                has_loss=loss is not None,
+                from_stream=step.batch is not None,
+                unprotected=step.unprotected,
+                report=report,
+            )
+        )
+
+    @property
+    def not_applied(self) -> tuple[str, ...]:
+        """The registered optimizers that the open step has not applied yet."""
+        done = {} if self.open is None else self.open.samples
+        return tuple(
+            name for name, each in self._registry.optimizers.items() if id(each) not in done
+        )
+
+    @property
+    def _remembered(self) -> BufferSnapshot:
+        if self._snapshot is None:
+            self._snapshot = BufferSnapshot(self._registry.models.values())
+        return self._snapshot
+
+    def _require_few(self, step: OpenStep) -> None:
+        if len(step.updates) > MOST_UPDATES * max(1, len(self._registry.optimizers)):
+            raise UnsupportedError(
+                f"{len(step.updates)} updates were made since the last step was counted: the run "
+                "could neither save nor stop meanwhile",
+                next_step="Call run.advance() at the end of every optimizer step.",
+            )
+
+    def _window(self, step: OpenStep, samples: int | None) -> SampleWindow:
+        """The samples of the step in the stream, or their number from where the last ones ended."""
+        batch, begin = step.batch, self._progress.consumed
+        if batch is not None:  # it says where it ends: windows of the stream may be left out
+            return SampleWindow(batch.first, batch.consumed)
+        if samples is None:
+            samples = max(step.samples.values(), default=0) * self._layout.now.data_ranks
+        return SampleWindow(begin, begin + samples)
+
+    def _note_first_loss(self, loss: torch.Tensor | float | None, samples: int) -> None:
+        """Where the step is the first one behind a checkpoint: a resume is compared with it."""
+        first_steps, before = self._first_steps, self._progress.step - 1
+        if first_steps is None or loss is None:
+            return
+        if before in (first_steps.saved_at, first_steps.resumed_at):
+            first_steps.note(before, loss, samples)
+
+
+def _nothing() -> None:
+    """Without a step timer."""
+
+
+def _unknown() -> None:
+    """The loss of a step that reported none."""
