@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
@@ -49,6 +49,8 @@ from slurm_forge.checkpoint.content.tensors import (
 from slurm_forge.errors import MismatchError
 from slurm_forge.vocabulary.json_value import Json
 
+#: Keys under it are states of data sources, each of one rank.
+DATA = "data/"
 _NO_OUTLINE = Outline((), (), [], [])
 
 
@@ -116,7 +118,9 @@ class TrainingState:
     ``extra`` is the run's own JSON (step, samples consumed, plan, …), ``rng`` this rank's generator
     states under ``rng/rank-<r>/…``.  When loading, ``extra`` is not looked at, and of ``rng`` the
     keys only.  ``notes`` are figures under ``notes/…`` that one rank at most hands over: what was
-    not saved of them is left as it is.
+    not saved of them is left as it is.  ``data`` gives the state of this rank's data source, bytes
+    under ``data/…`` in multiples of 4 KiB; all that begin with ``data_prefix`` are loaded, and
+    where there are none, those of every rank.
     """
 
     models: Mapping[str, nn.Module] = field(default_factory=dict)
@@ -125,6 +129,8 @@ class TrainingState:
     extra: Mapping[str, Any] = field(default_factory=dict)
     rng: Mapping[str, torch.Tensor] = field(default_factory=dict)
     notes: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    data: Callable[[], Mapping[str, torch.Tensor]] = dict
+    data_prefix: str = DATA
 
     def __post_init__(self) -> None:
         wrong = [key for key in self.rng if not key.startswith("rng/rank-")]
@@ -207,7 +213,7 @@ class TrainingState:
     ) -> Captured:
         late = {key for key, tensor in loose.items() if isinstance(tensor, DTensor)}
         save = _saver(tensors)
-        for key, tensor in (*self.rng.items(), *self.notes.items()):
+        for key, tensor in (*self.rng.items(), *self.notes.items(), *self.data().items()):
             save(key, tensor)
         extra = encode(dict(self.extra), "extra")
         parts = {"extra": _digest(extra), **known.parts}
@@ -255,6 +261,10 @@ class TrainingState:
         rng = saved_tensors(metadata, "rng/")
         for key in set(self.rng) & set(rng):
             targets[key] = new_target(rng[key], None)
+        data = saved_tensors(metadata, DATA)
+        own = {key for key in data if key.startswith(self.data_prefix)}
+        for key in own or data:
+            targets[key] = new_target(data[key], None)
         saved = saved_tensors(metadata, NOTES)
         for key in set(self.notes) & set(saved):
             if saved[key].size == self.notes[key].shape:  # another version may have noted less
@@ -283,6 +293,10 @@ class LoadTarget:
     def rng(self) -> dict[str, torch.Tensor]:
         """The generator states that were saved under the names asked for."""
         return {key: self.tensors[key] for key in self.state.rng if key in self.tensors}
+
+    def data(self) -> dict[str, torch.Tensor]:
+        """The states of data sources that were asked for."""
+        return {key: tensor for key, tensor in self.tensors.items() if key.startswith(DATA)}
 
 
 def _target_object(name: str, item: Stateful, metadata: Metadata, targets: Tensors) -> None:

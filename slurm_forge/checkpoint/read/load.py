@@ -47,13 +47,15 @@ class LoadedState:
     """What was loaded beside the registered objects.
 
     ``rng`` holds this rank's generator states; ``missing_rng`` the names asked for that were not
-    saved (there are more ranks now): the caller derives those.
+    saved (there are more ranks now): the caller derives those.  ``data`` are the states of data
+    sources.
     """
 
     manifest: Manifest
     extra: Mapping[str, Any]
     rng: Mapping[str, torch.Tensor]
     missing_rng: tuple[str, ...]
+    data: Mapping[str, torch.Tensor]
 
 
 def resume(
@@ -154,6 +156,7 @@ def _load(
         extra=decode(manifest.state["extra"]),
         rng=rng,
         missing_rng=tuple(key for key in state.rng if key not in rng),
+        data=target.data(),
     )
     return loaded, []
 

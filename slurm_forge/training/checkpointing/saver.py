@@ -50,6 +50,7 @@ from slurm_forge.training.core.run_state import (
     Registry,
     TrainingProgress,
 )
+from slurm_forge.training.data.source_state import DataState
 
 _WAIT_WITHIN_S = 60.0
 _MOST_CANDIDATES = 100
@@ -71,8 +72,10 @@ class Saver:
         loss_history: LossHistory,
         compatibility: CompatibilityCheck,
         active_plan: ActivePlan,
+        data_state: DataState,
     ) -> None:
         self._context = context
+        self._data_state = data_state
         self._journal = journal
         self._active_plan = active_plan
         self._compatibility = compatibility
@@ -356,6 +359,7 @@ class Saver:
         if not again:
             self._compatibility.compare(manifest)
         progress.restore(loaded.extra)
+        self._data_state.restored(progress.step, loaded.extra.get("data"), loaded.data)
         exact = manifest.world_size == self._context.world_size and not loaded.missing_rng
         reseeded = self._active_plan.plan.reseeded
         if reseeded:
@@ -374,7 +378,7 @@ class Saver:
         self._loss_history.restored()
         if self.catalog is not None:
             self.catalog.resumed(manifest.name)
-        return manifest.name, exact
+        return manifest.name, exact and self._data_state.continues
 
     def _state(
         self, registry: Registry, progress: TrainingProgress, random: dict[str, torch.Tensor]
@@ -383,10 +387,16 @@ class Saver:
             models=registry.models,
             optimizers=registry.optimizers,
             objects=registry.others,
-            extra=progress.to_json(),
+            extra=self._extra(progress),
             rng={self._rng_prefix + key: value for key, value in random.items()},
             notes={} if self.catalog is None else {_LOSSES: self._loss_history.tensor()},
+            data=partial(self._data_state.tensors, progress.step),
+            data_prefix=self._data_state.prefix,
         )
+
+    def _extra(self, progress: TrainingProgress) -> dict[str, Any]:
+        shared = self._data_state.shared(progress.step)
+        return {**progress.to_json(), **({"data": shared} if shared else {})}
 
     @property
     def _rng_prefix(self) -> str:

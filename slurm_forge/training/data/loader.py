@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 from torch._C import _remove_worker_pids
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, get_worker_info
 from torch.utils.data._utils.pin_memory import pin_memory
 
 from slurm_forge.errors import ForgeError
@@ -41,7 +41,7 @@ from slurm_forge.training.data.worker_shield import (
 StepIds = list[list[SampleId]]
 
 #: Finished steps that wait for the training loop, besides what the workers prefetch themselves.
-_STEPS_READY = 2
+STEPS_READY = 2
 #: How soon the fetching thread notices that it is to end, in seconds.
 _TICK_S = 0.1
 #: What a worker gets at the end before the next, harder way is tried, in seconds.
@@ -159,7 +159,7 @@ class WorkerPool:
         self._steps = steps
         self._issued: deque[StepIds] = deque()
         self._ready: queue.Queue[tuple[StepIds, list[Any]] | BaseException] = queue.Queue(
-            _STEPS_READY
+            STEPS_READY
         )
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
@@ -319,6 +319,10 @@ class _WorkerStart:
 
     def __call__(self, worker_id: int) -> None:
         shield_worker(worker_id)
+        info = get_worker_info()
+        if info is not None and isinstance(info.dataset, MicroBatchMaker):
+            # What programs open in there is their own dataset; the information is frozen.
+            object.__setattr__(info, "dataset", info.dataset.dataset)
         if self.then is not None:
             self.then(worker_id)
 

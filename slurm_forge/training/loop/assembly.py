@@ -18,6 +18,7 @@ from slurm_forge.training.core.instability import ActivePlan
 from slurm_forge.training.core.loss import LossHistory
 from slurm_forge.training.core.process_group import ProcessGroups
 from slurm_forge.training.core.rank_info import RankContext
+from slurm_forge.training.core.rank_layout import RankLayout
 from slurm_forge.training.core.run_state import (
     Hooks,
     ProgressLogger,
@@ -25,6 +26,7 @@ from slurm_forge.training.core.run_state import (
     TrainingProgress,
 )
 from slurm_forge.training.core.step_boundary import StepBoundaries
+from slurm_forge.training.data.source_state import DataState
 from slurm_forge.training.faults.injector import FaultInjector
 from slurm_forge.training.instability.diagnosis import StepDiagnoser
 from slurm_forge.training.instability.skip_tracker import (
@@ -62,6 +64,7 @@ class Parts:
     fault_injector: FaultInjector
     spike_monitor: SpikeMonitor | None
     loss_history: LossHistory
+    data_state: DataState
 
 
 def assemble(
@@ -76,6 +79,7 @@ def assemble(
     """Make the parts of one rank.  ``act`` is called with what is due at a boundary."""
     registry, hooks, progress = Registry(), Hooks(context.rank), TrainingProgress()
     loss_history, active_plan = LossHistory(device), ActivePlan(context.brief.plan)
+    data_state = DataState(RankLayout.flat(context.rank, context.world_size))
     compatibility = CompatibilityCheck(
         context.spec,
         device=device,
@@ -94,6 +98,7 @@ def assemble(
         loss_history=loss_history,
         compatibility=compatibility,
         active_plan=active_plan,
+        data_state=data_state,
     )
     boundaries = StepBoundaries(member, act)
     spike_monitor = None
@@ -149,6 +154,7 @@ def assemble(
         skip_tracker=skip_tracker,
         hooks=hooks,
         boundaries=boundaries,
+        data_state=data_state,
         on_save_started=(lambda _: None) if first_steps is None else first_steps.saved,
     )
     instability = InstabilityHandler(
@@ -182,6 +188,7 @@ def assemble(
         fault_injector=fault_injector,
         spike_monitor=spike_monitor,
         loss_history=loss_history,
+        data_state=data_state,
     )
 
 

@@ -242,7 +242,7 @@ class StepLifecycle:
         self._step_timer = step_timer
         self._snapshot: BufferSnapshot | None = None
         self._generators: Generators | None = None
-        #: Samples of a step over all ranks; 0 where the program's own batches say it.
+        #: Samples of a step over all ranks, for people; 0 where that is not known.
         self.global_batch = 0
         #: Whether a step was applied in this launch.
         self.stepped = False
@@ -294,7 +294,7 @@ class StepLifecycle:
         if self._step_timer is not None:
             self._step_timer.end(progress.step)
         # A batch of ours says where in the stream it ends: windows of it may be left out.
-        from_stream = self.global_batch > 0
+        from_stream = step.batch.global_size > 0
         progress.consumed = step.batch.consumed if from_stream else progress.consumed + samples
         self.stepped = True
         for scheduler in self._registry.schedulers:
@@ -330,7 +330,7 @@ class StepLifecycle:
             first_steps.note(before, step.first_loss, samples)
 
     def _samples(self, batch: Batch) -> int:
-        return self.global_batch or batch.size * self._world_size
+        return batch.global_size or batch.size * self._world_size
 
 
 def _nothing() -> None:
