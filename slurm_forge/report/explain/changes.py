@@ -225,6 +225,12 @@ def _from_resumes(ordered: Iterable[Record]) -> Iterator[ScienceChange]:
     """What somebody else changed between two launches, and the job let pass."""
     for record in ordered:
         event = record.event
+        if isinstance(event, ev.Resumed) and event.data_restarted:
+            yield ScienceChange(
+                parameter="data",
+                text=f"the data began anew at step {number(event.step)} (exact: false)",
+                science=True,
+            )
         if isinstance(event, ev.ResumeCompared) and not event.refused:
             differences = [line for line in event.differences if line.startswith(_SCIENCE)]
             if differences:

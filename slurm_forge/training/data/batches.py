@@ -78,6 +78,14 @@ class Batch:
     global_size: int = 0
     id_sizes: tuple[int, ...] = ()
 
+    def ids_of(self) -> list[tuple[SampleId | int | str, ...]] | None:
+        """The ids of each micro-batch; None where they are not known."""
+        sizes = self.id_sizes or self.micro_sizes
+        if not self.sample_ids or len(self.sample_ids) != sum(sizes):
+            return None
+        ids = iter(self.sample_ids)
+        return [tuple(next(ids) for _ in range(size)) for size in sizes]
+
     @property
     def size(self) -> int:
         """Samples of this rank."""

@@ -346,7 +346,7 @@ def set_epoch(something: Any, epoch: int) -> None:
     parts = [getattr(something, name, None) for name in ("sampler", "batch_sampler", "dataset")]
     for each in (something, *parts):
         if callable(getattr(each, "set_epoch", None)):
-            each.set_epoch(epoch)  # type: ignore[union-attr]
+            each.set_epoch(epoch)
 
 
 def split(samples: Iterable[SampleId], sizes: tuple[int, ...]) -> StepIds:

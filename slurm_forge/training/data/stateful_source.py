@@ -11,7 +11,9 @@ from them as in a plain loop.
 from __future__ import annotations
 
 import dataclasses
+import gc
 import itertools
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -28,7 +30,7 @@ from slurm_forge.training.core.rank_layout import RankLayout
 from slurm_forge.training.core.rng import GlobalStates, preserved
 from slurm_forge.training.core.sample_order import micro_sizes
 from slurm_forge.training.data.batches import Batch, to_device
-from slurm_forge.training.data.loader import Polling
+from slurm_forge.training.data.loader import Polling, end_workers
 from slurm_forge.training.data.sample_streams import set_epoch
 from slurm_forge.training.data.seen_samples import SeenSamples
 from slurm_forge.training.data.source_state import pack, unpack
@@ -119,6 +121,8 @@ class StatefulSource:
         #: An earlier position, and the items consumed since.
         self._snapshot, self._since = _Position(), 0
         self._next_snapshot = 0.0
+        self._owner = os.getpid()
+        self._has_workers = isinstance(source, DataLoader) and source.num_workers > 0
         self._shield()
         if saved:
             # What loading and passing over draw was drawn before the checkpoint.
@@ -223,8 +227,12 @@ class StatefulSource:
         return self._random if in_progress else None
 
     def close(self) -> None:
-        """Let go of the iterator; a loader ends its workers once nobody else holds it."""
-        self._iterator = None
+        """End the workers of a loader; nothing else is known to have to end."""
+        iterator, self._iterator = self._iterator, None
+        mine = self._has_workers and self._owner == os.getpid()
+        # Persistent ones are the loader's; a loader may have ended the others at an epoch's end.
+        if mine and not self._source.persistent_workers and not getattr(iterator, "_shutdown", 1):
+            end_workers(iterator)
 
     # -- items -------------------------------------------------------------------------------
 
@@ -413,16 +421,17 @@ class StatefulSource:
         # A loader that begins its next epoch by itself would do it without telling.
         if getattr(source, "restart_on_stop_iteration", None) is True:
             source.restart_on_stop_iteration = False
-        if isinstance(source, DataLoader) and source.num_workers:
+        if self._has_workers:
             then = source.worker_init_fn
             if not isinstance(then, _Shielded):
                 source.worker_init_fn = _Shielded(then)
+            # An iterator of before that is collected in a worker would end its own workers there.
+            gc.collect()
 
     def _starting_workers(self) -> AbstractContextManager[None]:
-        source = self._source
-        if not isinstance(source, DataLoader) or not source.num_workers:
+        if not self._has_workers:
             return nullcontext()
-        context = source.multiprocessing_context
+        context = self._source.multiprocessing_context
         method = torch.multiprocessing.get_start_method() if context is None else ""
         return children_deaf_from_birth(method or context.get_start_method())
 

@@ -12,6 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from torch import nn
 from torch.utils.data import (
     BatchSampler,
@@ -29,8 +31,16 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 import slurm_forge as forge
 from slurm_forge.control.messages.hub import RequestKind
 from slurm_forge.errors import MismatchError, UsageError
+from slurm_forge.journal import events as ev
+from slurm_forge.journal import read_journal
+from slurm_forge.report.explain.changes import what_changed
+from slurm_forge.report.story.lineage import Lineage
 from slurm_forge.run_directory import RunDirectory
+from slurm_forge.training.core.rank_layout import RankLayout
 from slurm_forge.training.core.step_boundary import RunStopped
+from slurm_forge.training.data.seen_samples import SeenSamples
+from slurm_forge.training.data.source_state import unpack
+from slurm_forge.training.data.stateful_source import ItemsPerStep, StatefulSource
 from slurm_forge.vocabulary.plan import RecoveryPlan, SampleWindow
 from slurm_forge.vocabulary.position import LAST, Position
 from tests.unit.training.test_run import Lab
@@ -94,7 +104,7 @@ class Stream(IterableDataset):
     """Without a state."""
 
     def __iter__(self) -> Iterator[torch.Tensor]:
-        yield from torch.arange(LENGTH).float()[:, None]
+        yield from torch.arange(LENGTH).float()[:, None, None]
 
 
 def loader(workers: int = 0, *, noisy: bool = False, **how: Any) -> StatefulDataLoader:
@@ -322,10 +332,10 @@ def test_a_loader_over_a_dataset_is_the_dataset_with_its_sizes(lab):
     )
     data = lab()
 
-    def given() -> DataLoader:
+    def batched() -> DataLoader:
         return DataLoader(Numbers(noisy=True), batch_size=4, shuffle=True, num_workers=1)
 
-    rows, resumed = in_parts(data, given, 7, [Position(3)], accumulate=2)
+    rows, resumed = in_parts(data, batched, 7, [Position(3)], accumulate=2)
     assert rows == expected
     assert torch.equal(resumed, weight)
     assert sorted(of(rows)[:LENGTH]) == [float(i) for i in range(LENGTH)]
@@ -475,3 +485,353 @@ def test_windows_of_a_source_are_fetched_and_not_trained_on(lab):
     made.plan = RecoveryPlan(skipped=(SampleWindow(2, 4),))
     stops = [Position(2, 1, LAST), Position(3)]
     assert in_parts(made, lambda: Counting(batch=4), 5, stops)[0] == expected
+
+
+# -- what is refused, and what is told -------------------------------------------------------------
+
+
+class Mute(Counting):
+    """Its state can't be stored."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": self.at, "files": {"open": object()}}
+
+
+class Nothing(Counting):
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return iter(())
+
+
+class OneEpoch(Counting):
+    """An iterator of itself, as many are written: there is no second epoch."""
+
+    def __iter__(self) -> OneEpoch:  # type: ignore[override]
+        return self
+
+    def __next__(self) -> torch.Tensor:
+        if self.at >= 8:
+            raise StopIteration
+        self.at += 1
+        return torch.zeros(1, 1)
+
+
+class Blank(Counting):
+    def __iter__(self) -> Iterator[Any]:
+        yield None
+
+
+class Words(Counting):
+    def __iter__(self) -> Iterator[Any]:
+        while True:
+            yield object()
+
+
+BUFFERED = DataLoader(Numbers(), generator=torch.Generator())
+
+
+@pytest.mark.parametrize(
+    ("source", "how", "says"),
+    [
+        (Stream(), {}, r"Stream can't be resumed exactly: it has no state .*exact: false"),
+        (iter([1, 2]), {}, r"list_iterator can't be resumed exactly: it has no state"),
+        (DataLoader(Stream()), {}, r"DataLoader can't be resumed exactly: it has no state"),
+        (
+            StatefulDataLoader(Numbers(), batch_sampler=Lists()),
+            {},
+            r"its sampler \(Lists\) has no state; give run.batches\(\) the dataset",
+        ),
+        (
+            StatefulDataLoader(
+                Numbers(), sampler=RandomSampler(Numbers(), generator=torch.Generator())
+            ),
+            {},
+            r"the generator of its sampler \(RandomSampler\) is not part of its state",
+        ),
+        (Mute(), {}, r"state of the data source \(Mute\) can't be stored: data/state/files/open"),
+        (Nothing(), {}, r"the data source \(Nothing\) yields nothing\n.*each rank needs data"),
+        (OneEpoch(), {}, r"yields nothing in epoch 1: iter\(\) does not begin it anew"),
+        (Blank(), {}, r"yields None after 0 items of epoch 0"),
+        (Words(), {"global_batch_size": 2}, r"samples of .*Words.* can't be put together"),
+        (Counting(), {"num_workers": 2}, r"num_workers=…\): Counting is iterated over"),
+        (Counting(), {"sampler": [1]}, r"sampler=…\): Counting is iterated over"),
+        (Counting(), {"collate_fn": list}, r"every item of Counting is a micro-batch already"),
+        (Counting(), {"micro_batch_size": 2}, r"micro_batch_size=…\): Counting makes the micro"),
+        (Numbers(), {}, r"not told how many samples make one optimizer step"),
+        (Numbers(), {"global_batch_size": 4, "accumulate": 2}, r"accumulate=…\): it counts batch"),
+        (
+            Numbers(),
+            {"batch_sampler": Lists(), "global_batch_size": 4},
+            r"global_batch_size=…\): the batch sampler decides",
+        ),
+        (
+            Numbers(),
+            {"sampler": [1], "batch_sampler": [[1]]},
+            r"got both sampler= and batch_sampler=",
+        ),
+        (
+            Numbers(),
+            {"sampler": iter([1, 2]), "global_batch_size": 2},
+            r"got a list_iterator, which can't be iterated over once per epoch",
+        ),
+        (Numbers(), {"sampler": [99], "global_batch_size": 1}, r"the index 99, the dataset has 22"),
+        (Numbers(), {"sampler": [[1]], "global_batch_size": 1}, r"yields a list, not indices"),
+        (Numbers(), {"batch_sampler": [1]}, r"yields a int, not lists of indices"),
+        (
+            Numbers(),
+            {"global_batch_size": 2, "sample_ids": list},
+            r"the samples of a dataset with an index have ids",
+        ),
+        (DataLoader(Numbers()), {"num_workers": 2}, r"num_workers=…\): the DataLoader has its own"),
+        (DataLoader(Numbers()), {"micro_batch_size": 2}, r"the DataLoader has a batch_size"),
+        (DataLoader(Numbers(), batch_size=None), {}, r"makes no batches \(batch_size=None\)"),
+        (BUFFERED, {}, r"the DataLoader has a generator, whose state is not known"),
+        (loader(), {"global_batch_size": 6}, r"6 samples is not a multiple of 4"),
+    ],
+)
+def test_what_can_not_be_honoured_is_refused_in_words_before_a_step(lab, source, how, says):
+    run, _ = lab().start()
+    rows: list[Row] = []
+    with pytest.raises(UsageError, match=f"(?s){says}"):
+        train(run, source, 9, rows=rows, **how)
+    # Only what ends too early is found out later.
+    assert len(rows) == (8 if isinstance(source, OneEpoch) else 0)
+
+
+def test_a_source_that_is_registered_too_is_refused(lab):
+    run, _ = lab().start()
+    source = Counting(batch=4)
+    run.register(data=source)
+    with pytest.raises(UsageError, match=r"registered and given to run\.batches"):
+        run.batches(source, until=forge.Steps(3))
+
+
+def test_a_stateless_stream_begins_anew_where_the_job_allows_it_and_that_is_told(lab):
+    made = lab(exact=False)
+    rows, _ = in_parts(made, Stream, 8, [Position(3)])
+    assert [seen for _, seen, _ in rows] == [[float(i)] for i in (0, 1, 2, 0, 1, 2, 3, 4)]
+    first, again = made.events(ev.Resumed)
+    assert (first.exact, first.data_restarted) == (True, False)
+    assert (again.exact, again.data_restarted) == (False, True)
+    records, _ = read_journal(made.directory)
+    changes = what_changed(records, Lineage())
+    assert [c.text for c in changes if c.science] == [
+        "the data began anew at step 3 (exact: false)"
+    ]
+
+
+def test_a_source_without_a_saved_state_is_not_trained_on(lab):
+    made = lab(environment={"sampling": "ignore"})
+    run, _ = made.start(due={Position(3): RequestKind.STOP})
+    with pytest.raises(RunStopped):
+        train(run, Numbers(), 5, rows=[], global_batch_size=4)
+    run, _ = made.start()
+    with pytest.raises(MismatchError, match=r"step 3 holds no state of a data source"):
+        train(run, Counting(batch=4), 5, rows=[])
+
+
+def test_another_kind_of_source_is_refused_at_a_resume(lab):
+    made = lab()
+    run, _ = made.start(due={Position(3): RequestKind.STOP})
+    with pytest.raises(RunStopped):
+        train(run, Counting(batch=4), 5, rows=[])
+    run, _ = made.start()
+    with pytest.raises(MismatchError, match=r"sampling.order: was stateful, is shuffled"):
+        train(run, Numbers(), 5, rows=[], global_batch_size=4)
+
+
+def test_a_loader_with_another_number_of_workers_does_not_take_its_state_back(lab):
+    made = lab()
+    run, _ = made.start(due={Position(2): RequestKind.STOP})
+    with pytest.raises(RunStopped):
+        train(run, loader(), 5, rows=[])
+    run, _ = made.start()
+    with pytest.raises(MismatchError, match=r"(?s)does not take back the state.*number of workers"):
+        train(run, loader(1), 5, rows=[])
+
+
+def test_loops_one_after_the_other_each_go_on_where_they_were(lab):
+    def both(run: forge.Run, rows: list[Row]) -> None:
+        model = nn.Linear(1, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+        run.register(model=model, optimizer=optimizer)
+        for batch_size, until in ((2, 4), (4, 9)):
+            source = Counting(batch=batch_size)
+            for batch in run.batches(source, until=forge.Steps(until)):
+                run.train_step(batch, lambda micro: model(micro).square().mean())
+                rows.append((run.step_number, batch.micro_batches[0].flatten().tolist(), 0.0))
+
+    made, expected, rows = lab(), [], []
+    run, _ = made.start()
+    both(run, expected)
+    made = lab()
+    for stop in (2, 4, 6):
+        run, _ = made.start(due={Position(stop): RequestKind.STOP})
+        with pytest.raises(RunStopped):
+            both(run, rows)
+    run, _ = made.start()
+    both(run, rows)
+    assert rows == expected
+
+
+# -- ids ------------------------------------------------------------------------------------------
+
+
+class Named(Counting):
+    """Batches of samples that have a name; ``again`` comes a second time."""
+
+    def __init__(self, again: int | None = None) -> None:
+        super().__init__(batch=4)
+        self.again = again
+
+    def __iter__(self) -> Iterator[Any]:
+        for numbers in super().__iter__():
+            names = [f"s{int(n)}" for n in numbers.flatten()]
+            if self.again is not None and names[0] == "s16":
+                names[1] = f"s{self.again}"
+            yield {"x": numbers, "id": names}
+
+
+def named(run: forge.Run, source: Any, steps: int) -> list[tuple[Any, ...]]:
+    model, ids = nn.Linear(1, 1), []
+    run.register(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=1e-3))
+    for batch in run.batches(source, until=forge.Steps(steps), sample_ids=lambda item: item["id"]):
+        run.train_step(batch, lambda micro: model(micro["x"]).square().mean())
+        ids.append(batch.sample_ids)
+    return ids
+
+
+def test_ids_are_recorded_and_come_again_in_another_epoch(lab):
+    run, _ = lab().start()
+    ids = named(run, Named(), 13)
+    assert ids[1] == ("s4", "s5", "s6", "s7")
+    assert Counter(each for some in ids[:12] for each in some) == {
+        f"s{i}": 2 for i in range(LENGTH)
+    }
+
+
+def test_a_sample_that_comes_twice_is_named_also_across_an_interruption(lab):
+    made = lab()
+    run, _ = made.start(due={Position(2, 1, LAST): RequestKind.STOP})
+    with pytest.raises(RunStopped):
+        named(run, Named(), 9)
+    run, _ = made.start()
+    with pytest.raises(UsageError, match="gives samples twice in epoch 0: 's2'"):
+        named(run, Named(again=2), 9)
+
+
+def test_only_so_many_ids_are_remembered():
+    seen = SeenSamples(lambda item: item, remembered=4)
+    for number in range(20):
+        assert seen.look_at([number, str(number)], 0) == (number, str(number))
+        seen.commit()
+    with pytest.raises(UsageError, match="twice in epoch 0: 19, '19'"):
+        seen.look_at([19, "19"], 0)
+    assert seen.look_at([0], 0) == (0,)
+    assert seen.look_at([np.int64(7), 7.0][:1], 1) == (7,)
+    for wrong in (3.5, [None], [True]):
+        with pytest.raises(UsageError, match="not the ids of the samples"):
+            SeenSamples(lambda item, given=wrong: given).look_at(None, 0)
+
+
+# -- other numbers of ranks -----------------------------------------------------------------------
+
+
+class Sharded(Counting):
+    """Rank r of n takes every n-th number; what is left can be divided anew."""
+
+    def __init__(self, rank: int, ranks: int) -> None:
+        super().__init__()
+        self.left = list(range(rank, LENGTH, ranks))
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        while self.left:
+            yield torch.tensor([float(self.left.pop(0))])
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"left": list(self.left)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.left = list(state["left"])
+
+
+class Resharding(Sharded):
+    def load_state_dicts(self, states: list[dict[str, Any]], *, rank: int, ranks: int) -> None:
+        left = sorted(number for state in states for number in state["left"])
+        self.left = left[rank::ranks]
+
+
+def states_of(kind: Any, ranks: int, steps: int) -> list[dict[str, Any]]:
+    states = []
+    for rank in range(ranks):
+        layout = RankLayout.flat(rank, ranks)
+        source = StatefulSource(kind(rank, ranks), ItemsPerStep(items=1), layout=layout)
+        for _ in range(steps):
+            source.next_batch()
+        packed = torch.frombuffer(bytearray(source.rank_state(steps)), dtype=torch.uint8)
+        states.append(unpack(packed))
+    return states
+
+
+def resumed_on(kind: Any, rank: int, ranks: int, states: list[dict[str, Any]]) -> StatefulSource:
+    return StatefulSource(
+        kind(rank, ranks),
+        ItemsPerStep(items=2),
+        layout=RankLayout.flat(rank, ranks),
+        saved=states,
+        saved_ranks=len(states),
+    )
+
+
+def test_what_is_left_is_divided_anew_by_a_source_that_can():
+    states = states_of(Resharding, 4, 3)
+    sources = [resumed_on(Resharding, rank, 2, states) for rank in range(2)]
+    seen = [x for source in sources for _ in range(2) for x in source.next_batch().micro_batches]
+    assert sorted(float(x) for x in seen) == [float(i) for i in range(12, 20)]
+
+
+def test_a_source_that_can_not_is_refused_with_both_numbers_and_the_way_out():
+    states = states_of(Sharded, 4, 3)
+    with pytest.raises(
+        MismatchError,
+        match=r"(?s)on 4 data-parallel ranks, and this launch has 2.*Run on 4 data-parallel",
+    ):
+        resumed_on(Sharded, 0, 2, states)
+
+
+# -- every checkpoint, of any loop -----------------------------------------------------------------
+
+
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(data=st.data())
+def test_behind_every_checkpoint_are_the_samples_that_were_consumed(tmp_path_factory, data):
+    draw = data.draw
+    folder = tmp_path_factory.mktemp("any")
+    accumulate = draw(st.integers(1, 4), "accumulate")
+    workers = draw(st.sampled_from([0, 0, 0, 0, 0, 1, 4]), "workers")
+    kinds: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
+        "loader": (lambda: loader(workers, noisy=workers == 0), {}),
+        "snapshots": (lambda: loader(workers, snapshot_every_n_steps=3), {}),
+        "nodes": (node_loader, {}),
+        "own": (lambda: Counting(batch=3), {}),
+        "lists": (Numbers, {"batch_sampler": Lists(), "num_workers": workers}),
+        "map": (lambda: DataLoader(Numbers(), 3, shuffle=True, num_workers=workers), {}),
+    }
+    source, how = kinds[draw(st.sampled_from(sorted(kinds)), "kind")]
+    places = st.sampled_from([*PLACES.values()])
+    stops = sorted(draw(st.sets(st.integers(1, 8), max_size=3), "stops"))
+    windows = draw(st.lists(st.integers(0, 30), max_size=2), "skips")
+
+    def made(name: str) -> Lab:
+        directory = RunDirectory.at(folder / name)
+        directory.create(b"")
+        skipped = tuple(SampleWindow(first, first + 2) for first in windows)
+        return Lab(
+            directory, {"checkpoint": {"background": False}}, plan=RecoveryPlan(skipped=skipped)
+        )
+
+    how = {"accumulate": accumulate, "evaluate": True, **how}
+    expected, weight = whole(made("whole"), source, 9, **how)
+    positions = [Position(stop, *draw(places, "where")) for stop in stops]
+    rows, resumed = in_parts(made("parts"), source, 9, positions, **how)
+    assert rows == expected
+    assert torch.equal(resumed, weight)
