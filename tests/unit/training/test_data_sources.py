@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -671,6 +672,26 @@ def test_loops_one_after_the_other_each_go_on_where_they_were(lab):
     run, _ = made.start()
     both(run, rows)
     assert rows == expected
+
+
+def test_the_examples_of_the_documentation_run(lab):
+    page = (Path(__file__).parents[3] / "docs/how-to/training-loop.md").read_text()
+    section = page[page.index("## Iterate over the data") : page.index("## Train a step")]
+    examples = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
+    assert len(examples) == 4
+    made = lab()
+    run, _ = made.start()
+    model = nn.Linear(1, 1)
+    run.register(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=1e-3))
+    names = {
+        **globals(),
+        "run": run,
+        "dataset": Numbers(),
+        "compute_loss": lambda micro: model(micro[:, :1]).square().mean(),
+    }
+    for number, example in enumerate(examples, 1):
+        exec(example, names)
+        assert run.step_number == 4 * number
 
 
 # -- ids ------------------------------------------------------------------------------------------
