@@ -74,7 +74,8 @@ def plain_steps(loader: Any, net: nn.Module, optimizer: torch.optim.Optimizer) -
     """The loop that everybody writes."""
     for number, (images, labels) in enumerate(loader):
         optimizer.zero_grad()
-        nn.functional.cross_entropy(net(images), labels).backward()
+        loss = nn.functional.cross_entropy(net(images), labels)
+        loss.backward()  # type: ignore[no-untyped-call]
         nn.utils.clip_grad_norm_(net.parameters(), 1.0)
         optimizer.step()
         yield
