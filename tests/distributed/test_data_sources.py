@@ -76,7 +76,7 @@ def program(source: Any, dropout: float = 0.2, **how: Any) -> Program:
 
 
 def begin(folder: Path, name: str, **spec: Any) -> RunDirectory:
-    checkpoint = {"every_steps": 4, "every_minutes": None, "keep_last": 100}
+    checkpoint = {"every_steps": 4, "every_minutes": None, "keep_last": 100, "good_after_steps": 1}
     return new_run(folder, name, checkpoint=checkpoint, seed=11, **spec)
 
 
@@ -126,6 +126,23 @@ def test_a_loader_with_a_state_goes_on_as_if_never_interrupted(tmp_path, workers
             for index in indices
         ]
         assert Counter(seen) == dict.fromkeys(range(LENGTH), 1)
+
+
+def test_a_rollback_takes_the_source_back_and_leaves_out_the_bad_window(tmp_path):
+    train = program(lambda run: loader(run, 0))
+    whole = begin(tmp_path, "whole")
+    finish(whole, train)
+    ladder = [{"do": "skip", "times": 2}, {"do": "rollback", "times": 1, "skip_samples": "window"}]
+    # A micro-batch of each rank is one position: those of steps 5 and 6.
+    back = begin(tmp_path, "back", inject=["nan:samples=10-13"], recovery={"non_finite": ladder})
+    assert finish(back, train) == ["finished"]
+    for rank in range(RANKS):
+        file = back.path / f"notes-1-1-{rank}.jsonl"
+        rows = [json.loads(line) for line in file.read_text().splitlines()]
+        assert [step for step, _ in rows] == [*range(7), *range(4, STEPS)]
+        straight = [steps_of(whole)[step, rank] for step in range(STEPS)]
+        assert [seen for _, seen in rows[:7]] == straight[:7]
+        assert [seen for _, seen in rows[7:-2]] == [straight[4], *straight[7:]]
 
 
 def test_lists_of_any_length_give_the_gradients_of_one_rank_alone(tmp_path):

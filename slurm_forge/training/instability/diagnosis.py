@@ -278,9 +278,9 @@ def _samples(
         (start, start + batch.micro_sizes[at] - 1)
         for start, at in zip(starts, micro_batches, strict=True)
     ]
-    if not batch.global_size:
-        return (), ()  # a batch that the program made
     known = batch.ids_of()
+    if known is None and not batch.global_size:
+        return (), ()  # a batch that the program made
     ids = () if known is None else tuple(each for at in micro_batches for each in known[at])
     if batch.consumed - batch.first != share * ranks:
         return ids, ()  # something in between is left out of the stream
