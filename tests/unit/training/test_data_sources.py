@@ -856,3 +856,48 @@ def test_behind_every_checkpoint_are_the_samples_that_were_consumed(tmp_path_fac
     rows, resumed = in_parts(made("parts"), source, 9, positions, **how)
     assert rows == expected
     assert torch.equal(resumed, weight)
+
+
+# -- Hugging Face, where it is installed ----------------------------------------------------------
+
+
+def streamed(shuffle: bool = False) -> Any:
+    datasets = pytest.importorskip("datasets")
+    rows = datasets.Dataset.from_dict({"x": [float(i) for i in range(LENGTH)]})
+    stream = rows.to_iterable_dataset(num_shards=2)
+    if shuffle:
+        stream = stream.shuffle(seed=3, buffer_size=4)
+    return stream.map(lambda row: {"x": row["x"]}).batch(4)
+
+
+class Tensors:
+    """Rows of a stream as tensors; its state is the stream's."""
+
+    def __init__(self, stream: Any) -> None:
+        self.stream = stream
+        self.set_epoch = stream.set_epoch
+        self.state_dict, self.load_state_dict = stream.state_dict, stream.load_state_dict
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        for row in self.stream:
+            yield torch.tensor(row["x"])[:, None]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("place", PLACES)
+def test_a_stream_of_hugging_face_goes_on_where_it_was(lab, place):
+    expected, weight = whole(lab(), lambda: Tensors(streamed()), 13, evaluate=True)
+    stops = [Position(step, *PLACES[place]) for step in (2, 6, 7)]
+    rows, resumed = in_parts(lab(), lambda: Tensors(streamed()), 13, stops, evaluate=True)
+    assert rows == expected
+    assert torch.equal(resumed, weight)
+    assert Counter(x for _, seen, _ in rows[:6] for x in seen) == dict.fromkeys(range(LENGTH), 1)
+
+
+@pytest.mark.slow
+def test_a_shuffle_buffer_is_refused_because_it_is_not_part_of_the_state(lab):
+    run, _ = lab().start()
+    with pytest.raises(UsageError, match="what is in its shuffle buffer is not part of its state"):
+        run.batches(streamed(shuffle=True), until=forge.Steps(3))
+    run, _ = lab(exact=False).start()
+    run.batches(streamed(shuffle=True), until=forge.Steps(3))
