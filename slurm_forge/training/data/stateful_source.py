@@ -39,7 +39,7 @@ from slurm_forge.vocabulary.json_value import Json
 from slurm_forge.vocabulary.plan import SampleWindow
 
 #: How much of the time may go into keeping an earlier state at hand: one part of so many.
-_SNAPSHOT_SHARE = 200
+_SNAPSHOT_SHARE = 1000
 _MOST_BETWEEN_S = 1.0
 
 
