@@ -379,9 +379,10 @@ class StatefulSource:
         else:
             self._at.items = 0
             self._iterate()
-        if self._seen is not None and one["seen"] is not None:
-            self._seen.load(one["seen"])
         if self._stateful:
+            # One that begins anew gives the samples of this epoch again.
+            if self._seen is not None and one["seen"] is not None:
+                self._seen.load(one["seen"])
             for _ in range(int(one["passed"])):
                 self._draw()
 

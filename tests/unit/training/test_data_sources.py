@@ -608,7 +608,8 @@ def test_a_source_that_is_registered_too_is_refused(lab):
 
 def test_a_stateless_stream_begins_anew_where_the_job_allows_it_and_that_is_told(lab):
     made = lab(exact=False)
-    rows, _ = in_parts(made, Stream, 8, [Position(3)])
+    how: dict[str, Any] = {"sample_ids": int}
+    rows, _ = in_parts(made, Stream, 8, [Position(3)], **how)
     assert [seen for _, seen, _ in rows] == [[float(i)] for i in (0, 1, 2, 0, 1, 2, 3, 4)]
     first, again = made.events(ev.Resumed)
     assert (first.exact, first.data_restarted) == (True, False)
