@@ -128,6 +128,7 @@ class Resumed:
     show where the time of a start went, counted from the start of rank 0's process.  ``candidates``
     are the newest checkpoints at that time: what an older attempt publishes later is another
     branch.  ``global_batch`` are the samples of one step, where ``run.batches`` makes them.
+    ``data_restarted``: the data source has no state, so it began anew (``exact: false``).
     """
 
     step: int
@@ -140,6 +141,7 @@ class Resumed:
     load_s: float = 0.0
     candidates: tuple[str, ...] = ()
     global_batch: int | None = None
+    data_restarted: bool = False
     kind: Literal["resumed"] = "resumed"
 
 

@@ -146,10 +146,17 @@ def job_facts(spec: JobSpec) -> Fingerprint:
     return Fingerprint(facts, frozenset({"job"}))
 
 
-def sampling_facts(*, seed: int, global_batch: int, samples: int) -> Fingerprint:
-    """What the order of the samples follows from; ``samples`` is the length of the dataset."""
-    numbers = {"seed": seed, "global_batch": global_batch, "samples": samples}
-    return Fingerprint({f"sampling.{key}": str(value) for key, value in numbers.items()})
+def sampling_facts(
+    *, seed: int, global_batch: int | str, samples: int | None, order: str = "shuffled"
+) -> Fingerprint:
+    """What the order of the samples follows from.
+
+    ``samples`` is the length of the dataset, where it has one; ``order`` says what decides.
+    """
+    facts = {"seed": seed, "global_batch": global_batch, "samples": samples, "order": order}
+    return Fingerprint(
+        {f"sampling.{key}": str(value) for key, value in facts.items() if value is not None}
+    )
 
 
 def shown_value(value: Json) -> str:

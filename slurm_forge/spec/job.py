@@ -412,6 +412,12 @@ class JobSpec(JobSection):
     seed: int = Field(
         default=0, strict=True, ge=0, lt=2**63, description="Seed of sample order and randomness."
     )
+    exact: bool = Field(
+        default=True,
+        strict=True,
+        description="false allows data that can't be resumed where it was (something to iterate "
+        "over that has no state_dict): after an interruption it begins anew.",
+    )
     batch_coupled: bool = Field(
         default=False,
         strict=True,

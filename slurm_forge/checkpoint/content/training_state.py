@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
@@ -54,6 +54,8 @@ from slurm_forge.errors import MismatchError
 from slurm_forge.store.adoption import FRESH
 from slurm_forge.vocabulary.json_value import Json
 
+#: Keys under it are states of data sources, each of one rank.
+DATA = "data/"
 _NO_OUTLINE = Outline((), (), [], [])
 
 
@@ -122,7 +124,9 @@ class TrainingState:
     states under ``rng/rank-<r>/…``.  When loading, ``extra`` is not looked at, and of ``rng`` the
     keys only.  ``notes`` are figures under ``notes/…`` that one rank at most hands over: what was
     not saved of them is left as it is.  ``stages`` tells, with pipeline parallelism, what the other
-    stages have; ``models`` go by ``PipelineStages.name`` then.
+    stages have; ``models`` go by ``PipelineStages.name`` then.  ``data`` gives the
+    state of this rank's data source, bytes under ``data/…`` in multiples of 4 KiB; all that begin
+    with ``data_prefix`` are loaded, and where there are none, those of every rank.
     """
 
     models: Mapping[str, nn.Module] = field(default_factory=dict)
@@ -132,6 +136,8 @@ class TrainingState:
     rng: Mapping[str, torch.Tensor] = field(default_factory=dict)
     notes: Mapping[str, torch.Tensor] = field(default_factory=dict)
     stages: PipelineStages | None = None
+    data: Callable[[], Mapping[str, torch.Tensor]] = dict
+    data_prefix: str = DATA
 
     def __post_init__(self) -> None:
         wrong = [key for key in self.rng if not key.startswith("rng/rank-")]
@@ -222,7 +228,7 @@ class TrainingState:
     ) -> Captured:
         late = {key for key, tensor in loose.items() if isinstance(tensor, DTensor)}
         save = _saver(tensors)
-        for key, tensor in (*self.rng.items(), *self.notes.items()):
+        for key, tensor in (*self.rng.items(), *self.notes.items(), *self.data().items()):
             save(key, tensor)
         extra = encode(dict(self.extra), "extra")
         parts = {"extra": _digest(extra), **known.parts}
@@ -304,6 +310,10 @@ class TrainingState:
         rng = {} if "rng" in fresh else saved_tensors(metadata, "rng/")
         for key in set(self.rng) & set(rng):
             targets[key] = new_target(rng[key], None)
+        data = saved_tensors(metadata, DATA)
+        own = {key for key in data if key.startswith(self.data_prefix)}
+        for key in own or data:
+            targets[key] = new_target(data[key], None)
         saved = saved_tensors(metadata, NOTES)
         for key in set(self.notes) & set(saved):
             if saved[key].size == self.notes[key].shape:  # another version may have noted less
@@ -357,6 +367,10 @@ class LoadTarget:
     def rng(self) -> dict[str, torch.Tensor]:
         """The generator states that were saved under the names asked for."""
         return {key: self.tensors[key] for key in self.state.rng if key in self.tensors}
+
+    def data(self) -> dict[str, torch.Tensor]:
+        """The states of data sources that were asked for."""
+        return {key: tensor for key, tensor in self.tensors.items() if key.startswith(DATA)}
 
 
 def fresh_parts(document: Mapping[str, Any]) -> frozenset[str]:

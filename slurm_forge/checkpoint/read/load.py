@@ -50,12 +50,14 @@ class LoadedState:
     ``rng`` holds this rank's generator states; ``missing_rng`` the names asked for that were not
     saved (there are more ranks now): the caller derives those.  ``fresh`` names what a fork does
     not take over: optimizers were left alone, and ``extra`` counts the steps of the other run.
+    ``data`` are the states of data sources.
     """
 
     manifest: Manifest
     extra: Mapping[str, Any]
     rng: Mapping[str, torch.Tensor]
     missing_rng: tuple[str, ...]
+    data: Mapping[str, torch.Tensor]
     fresh: frozenset[str] = frozenset()
 
 
@@ -162,6 +164,7 @@ def _load(
         rng=rng,
         missing_rng=tuple(key for key in state.rng if key not in rng),
         fresh=fresh_parts(manifest.state),
+        data=target.data(),
     )
     return loaded, []
 

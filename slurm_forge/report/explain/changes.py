@@ -249,6 +249,12 @@ def _from_resumes(ordered: Sequence[Record]) -> Iterator[ScienceChange]:
     }
     for record in ordered:
         event = record.event
+        if isinstance(event, ev.Resumed) and event.data_restarted:
+            yield ScienceChange(
+                parameter="data",
+                text=f"the data began anew at step {number(event.step)} (exact: false)",
+                science=True,
+            )
         if isinstance(event, ev.ResumeCompared) and not event.refused:
             differences = [
                 line

@@ -37,6 +37,8 @@ def _sentence(record: Record, zone: tzinfo | None) -> str | None:
             if event.checkpoint is None:
                 return f"training from the start on {t.plural(event.world_size, 'rank')}"
             exact = "" if event.exact else "; random states re-derived"
+            if event.data_restarted:
+                exact = "; the data began anew"
             return (
                 f"resumed at step {t.number(event.step)} "
                 f"on {t.plural(event.world_size, 'rank')}{exact}"

@@ -60,6 +60,8 @@ def restart(resume: s.ResumeStory) -> str:
         took = f", training after {t.span(resume.start_s)}"
     parts = f"interpreter {t.span(event.interpreter_s)}, rendezvous {t.span(event.rendezvous_s)}"
     exact = "" if event.exact else ", random states re-derived"
+    if event.data_restarted:
+        exact = ", the data began anew"
     return f"{where}{took} ({parts}, load {t.span(event.load_s)}){exact}"
 
 

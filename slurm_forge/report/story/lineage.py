@@ -266,7 +266,7 @@ class _Tracer:
             line.after[id(event)] = next(reversed(self._waiting))
         self._waiting = {}
         line.inexact = [r for r in line.inexact if r.step < step]
-        if not event.exact:
+        if not event.exact and not event.data_restarted:
             line.inexact.append(event)
         line.plans = [span for span in line.plans if span.first < step]
         line.plans.append(PlanSpan(step, self._plan))

@@ -57,6 +57,7 @@ from slurm_forge.training.core.run_state import (
     Registry,
     TrainingProgress,
 )
+from slurm_forge.training.data.source_state import DataState
 
 _WAIT_WITHIN_S = 60.0
 _MOST_CANDIDATES = 100
@@ -81,8 +82,10 @@ class Saver:
         compatibility: CompatibilityCheck,
         active_plan: ActivePlan,
         layout: ActiveLayout,
+        data_state: DataState,
     ) -> None:
         self._context = context
+        self._data_state = data_state
         self._journal = journal
         self._active_plan = active_plan
         self._layout = layout
@@ -425,6 +428,8 @@ class Saver:
         progress.restore(loaded.extra)
         if "data" in loaded.fresh:
             progress.restart()
+        else:
+            self._data_state.restored(progress.step, loaded.extra.get("data"), loaded.data)
         layout = self._layout.now
         # Only on the same mesh a rank's state is that of the same samples and the same part.
         same = loaded.extra.get(_MESH, []) == layout.to_json()
@@ -448,20 +453,21 @@ class Saver:
         self.comparison.loaded = manifest
         if self.catalog is not None:
             self.catalog.resumed(manifest.name)
-        return manifest.name, exact
+        return manifest.name, exact and self._data_state.continues
 
     def _state(
         self, registry: Registry, progress: TrainingProgress, random: dict[str, torch.Tensor]
     ) -> TrainingState:
-        mesh = self._layout.now.to_json()
         return TrainingState(
             models=self._models(registry),
             optimizers=registry.optimizers,
             objects=registry.others,
             stages=self._stages,
-            extra={**progress.to_json(), **({_MESH: mesh} if mesh else {})},
+            extra=self._extra(progress),
             rng={self._rng_prefix + key: value for key, value in random.items()},
             notes={} if self.catalog is None else {_LOSSES: self._loss_history.tensor()},
+            data=partial(self._data_state.tensors, progress.step),
+            data_prefix=self._data_state.prefix,
         )
 
     def _models(self, registry: Registry) -> dict[str, nn.Module]:
@@ -483,6 +489,11 @@ class Saver:
             models=registry.models,
             optimizers=registry.optimizers,
         )
+
+    def _extra(self, progress: TrainingProgress) -> dict[str, Any]:
+        shared, mesh = self._data_state.shared(progress.step), self._layout.now.to_json()
+        more: dict[str, Any] = {"data": shared} if shared else {}
+        return {**progress.to_json(), **more, **({_MESH: mesh} if mesh else {})}
 
     @property
     def _rng_prefix(self) -> str:

@@ -88,12 +88,14 @@ class Windows:
 class SampleOrder:
     """The sample stream for ``seed``, a dataset of ``length`` samples and one global batch size.
 
-    Raises ConfigError where a size is not positive.
+    Without ``shuffle`` every epoch is the dataset in its own order.  Raises ConfigError where a
+    size is not positive.
     """
 
     seed: int
     length: int
     global_batch: int
+    shuffle: bool = True
 
     def __post_init__(self) -> None:
         if self.length < 1:
@@ -151,6 +153,8 @@ class SampleOrder:
         if not len(positions):
             return []
         epochs, places = np.divmod(positions, np.uint64(self.length))
+        if not self.shuffle:
+            return list(zip(epochs.tolist(), places.tolist(), strict=True))
         distinct, which = np.unique(epochs, return_inverse=True)
         tables = [_round_keys(self.seed, epoch, self.length) for epoch in distinct.tolist()]
         # One epoch is the common case, and numbers are faster there than a column per sample.

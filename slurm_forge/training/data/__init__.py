@@ -1,4 +1,4 @@
-"""Samples: batches, loader workers, the fingerprint of a dataset; called by the training loop.
+"""Samples: datasets, samplers, sources with a state, loader workers; called by the training loop.
 
 Entry: ``batches``.
 """

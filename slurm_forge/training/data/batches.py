@@ -1,33 +1,37 @@
 """Batches of a step, exact after any interruption and for any number of ranks and loader workers.
 
 What is in a batch depends on (seed, dataset, samples consumed, windows left out, rank, ranks,
-micro-batch) and on nothing else: the order comes from ``SampleOrder``, and Python's, numpy's and
-torch's generators are seeded from (seed, epoch, index) before each ``dataset[index]``.  Fetching
-leaves the random state of the training loop alone.
+micro-batch) and on nothing else: the order comes from ``SampleOrder`` (or from a sampler of the
+program's), and Python's, numpy's and torch's generators are seeded from (seed, epoch, index) before
+each ``dataset[index]``.  Fetching leaves the random state of the training loop alone.
 """
 
 from __future__ import annotations
 
 import copy
 import dataclasses
+import queue
 import weakref
-from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.utils.data import IterableDataset, default_collate
 
 from slurm_forge.errors import ConfigError, UsageError
+from slurm_forge.training.core.rank_layout import RankLayout
+from slurm_forge.training.core.rng import GlobalStates
 from slurm_forge.training.core.sample_order import (
     SampleId,
     SampleOrder,
-    Windows,
     micro_sizes,
 )
 from slurm_forge.training.data.loader import (
+    STEPS_READY,
     InProcess,
     MicroBatchMaker,
     Polling,
@@ -35,11 +39,14 @@ from slurm_forge.training.data.loader import (
     WorkerPool,
 )
 from slurm_forge.training.data.sample_count import samples_in
+from slurm_forge.training.data.sample_streams import (
+    OrderStream,
+    PlannedStep,
+    SampleStream,
+    split,
+)
+from slurm_forge.vocabulary.json_value import Json
 from slurm_forge.vocabulary.plan import SampleWindow
-
-#: Samples of this rank for which the order is computed at once (numpy's cost per call, shared out).
-_LOOK_AHEAD = 4096
-_MOST_STEPS_AHEAD = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,12 +60,17 @@ class Batch:
     Attributes:
         micro_batches: What the collate function made of each micro-batch, on ``Run.device``.
         micro_sizes: Samples in each of ``micro_batches``; the same on all ranks.  By default the
-            leading dimension of the first tensor of each, 1 where there is none.
+            leading dimension of the first tensor of each, 1 where there is none; 1 each where a
+            data source makes them and they count alike.
         step: Optimizer steps done before it.
         consumed: The position in the sample stream, over all ranks, behind its last sample: all
             samples before it are used, or skipped, once this step is done.
         first: The position of the first sample of all ranks.
-        sample_ids: Epoch and index of each sample of this rank.
+        sample_ids: Epoch and index of each sample of this rank, or what ``sample_ids`` gives.
+        global_size: The sum of ``micro_sizes`` over all data-parallel ranks; 0 where the program
+            made the batch.
+        id_sizes: How many of ``sample_ids`` belong to each of ``micro_batches``; empty where that
+            is ``micro_sizes``.
 
     Raises:
         UsageError: There is no micro-batch, or not one size for each.
@@ -69,7 +81,9 @@ class Batch:
     first: int = 0
     micro_batches: Sequence[Any]
     micro_sizes: Sequence[int] = ()
-    sample_ids: tuple[SampleId, ...] = ()
+    sample_ids: tuple[SampleId | int | str, ...] = ()
+    global_size: int = 0
+    id_sizes: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "micro_batches", tuple(self.micro_batches))
@@ -84,10 +98,61 @@ class Batch:
                 "each, or leave micro_sizes out.",
             )
 
+    def ids_of(self) -> list[tuple[SampleId | int | str, ...]] | None:
+        """The ids of each micro-batch; None where they are not known."""
+        sizes = self.id_sizes or self.micro_sizes
+        if not self.sample_ids or len(self.sample_ids) != sum(sizes):
+            return None
+        ids = iter(self.sample_ids)
+        return [tuple(next(ids) for _ in range(size)) for size in sizes]
+
     @property
     def size(self) -> int:
         """Samples of this rank."""
+        if self.global_size:
+            return sum(self.micro_sizes)
         return len(self.sample_ids) or sum(self.micro_sizes)
+
+
+class BatchIterator(Protocol):
+    """What the loop takes batches from, whatever they are made of."""
+
+    @property
+    def consumed(self) -> int:
+        """The position in the stream behind the batches handed out, over all ranks."""
+        ...
+
+    def start(self) -> None:
+        """Start workers and prefetching now."""
+        ...
+
+    def next_batch(self, poll: Callable[[], None] | None, interval: timedelta) -> Batch:
+        """The next batch; while waiting for it, ``poll`` is called about every ``interval``."""
+        ...
+
+    def smaller(self, batch: Batch, micro_batch: int) -> Batch:
+        """The same samples in other micro-batches."""
+        ...
+
+    def shrink(self, micro_batch: int) -> None:
+        """Hand out the following batches in micro-batches of this size."""
+        ...
+
+    def position(self, step: int) -> Mapping[str, Json]:
+        """What a checkpoint of that many steps needs beside ``consumed``; the same on all ranks."""
+        ...
+
+    def rank_state(self, step: int) -> bytes | None:
+        """What it needs of this rank alone, if anything."""
+        ...
+
+    def random(self, step: int) -> GlobalStates | None:
+        """The generators' states that belong to that many steps, where not those of now."""
+        ...
+
+    def close(self) -> None:
+        """End the workers."""
+        ...
 
 
 class BatchSource:
@@ -95,9 +160,11 @@ class BatchSource:
 
     ``dataset`` needs ``__len__`` and ``__getitem__`` (UsageError otherwise).  ``micro_batch``
     is the most samples of one forward pass.  ``start_consumed`` and ``start_step`` say where to go
-    on: any ``Batch.consumed`` (the step defaults to the steps that the samples before it make).
-    ``skipped`` are windows of the stream that are left out.  ``collate_fn`` gets the samples of one
-    micro-batch; its randomness is seeded too.  Tensors are moved to ``device``.
+    on: any ``Batch.consumed`` (the step defaults to the steps that the samples before it make);
+    ``start_position`` is what ``position`` gave there.  ``skipped`` are windows of the stream that
+    are left out.  ``samples`` may be a stream of another kind, which knows ranks and windows by
+    itself.  ``collate_fn`` gets the samples of one micro-batch; its randomness is seeded too.
+    Tensors are moved to ``device``.
 
     ``seed`` is that of the samples' randomness (default: the order's).  ``worker_init_fn`` runs in
     each worker after ours; workers are forked unless ``multiprocessing_context`` says otherwise.
@@ -108,7 +175,7 @@ class BatchSource:
     def __init__(
         self,
         dataset: Any,
-        order: SampleOrder,
+        samples: SampleOrder | SampleStream,
         *,
         rank: int,
         ranks: int,
@@ -120,23 +187,30 @@ class BatchSource:
         seed: int | None = None,
         start_consumed: int = 0,
         start_step: int | None = None,
+        start_position: Mapping[str, Json] | None = None,
         skipped: Sequence[SampleWindow] = (),
         prefetch_factor: int = 2,
         worker_init_fn: Callable[[int], None] | None = None,
         multiprocessing_context: str | None = None,
     ) -> None:
-        _check_dataset(dataset, order)
         if not 0 <= rank < ranks:
             raise ValueError(f"rank {rank} of {ranks}")
-        self._order, self._rank, self._ranks = order, rank, ranks
-        self._skipped, self._without = bool(skipped), Windows(skipped)
+        require_indexable(dataset)
+        self._step = start_step or 0
+        if isinstance(samples, SampleOrder):
+            _check_length(dataset, samples)
+            order, layout = samples, RankLayout.flat(rank, ranks)
+            samples = OrderStream(order, layout=layout, skipped=skipped)
+            seed = order.seed if seed is None else seed
+            if start_step is None:
+                self._step = samples.steps_before(start_consumed)
+        self._stream = samples
         self._consumed = start_consumed
-        steps_done = self._without.kept_before(start_consumed) // order.global_batch
-        self._step = steps_done if start_step is None else start_step
+        #: The step of the batch handed out last, and where the stream was before and behind it.
+        self._before = self._position = start_position
+        self._handed_out = -1
         self._device = None if device is None else torch.device(device)
-        self._make = MicroBatchMaker(
-            dataset, collate_fn or default_collate, order.seed if seed is None else seed
-        )
+        self._make = MicroBatchMaker(dataset, collate_fn or default_collate, seed or 0)
         pin = pin_memory and torch.cuda.is_available()
         self._in_process = partial(InProcess, self._make, pin=pin)
         self._fetch: Callable[[Iterator[StepIds]], InProcess | WorkerPool] = self._in_process
@@ -150,16 +224,16 @@ class BatchSource:
                 worker_init_fn=worker_init_fn,
                 multiprocessing_context=multiprocessing_context,
             )
-        self._sizes = self._cut(micro_batch)
+        self._steps_ahead = num_workers * prefetch_factor + STEPS_READY + 3 if num_workers else 1
+        self._micro_batch = _positive(micro_batch)
         self._begin()
 
     def _begin(self) -> None:
         """Fetch from the present position on."""
-        steps = _step_ids(
-            self._order, self._consumed, self._rank, self._ranks, self._sizes, self._without
-        )
-        self._fetcher = self._fetch(steps)
-        self._fetched: tuple[StepIds, list[Any]] | None = None
+        planned = self._stream.steps(self._consumed, self._position, self._micro_batch)
+        self._plan = _StepPlan(planned, self._steps_ahead if self._stream.in_main_thread else 0)
+        self._fetcher = self._fetch(self._plan)
+        self._fetched: tuple[PlannedStep, list[Any]] | None = None
         # Also at the interpreter's exit, before multiprocessing waits for its children.
         self._close = weakref.finalize(self, self._fetcher.close)
 
@@ -168,8 +242,29 @@ class BatchSource:
         """The position in the stream behind the batches handed out, over all ranks."""
         return self._consumed
 
+    def position(self, step: int) -> Mapping[str, Json]:
+        """Where the stream was behind that many steps: those handed out, or all but the last."""
+        return (self._before if step <= self._handed_out else self._position) or {}
+
+    @property
+    def first_digest(self) -> Json:
+        """Of what a sampler gave up to the end of the first step that was planned here."""
+        first = self._plan.first
+        return None if first is None or first.position is None else first.position["digest"]
+
+    def rank_state(self, step: int) -> bytes | None:
+        """None: the position is the same on all ranks."""
+        del step
+        return None
+
+    def random(self, step: int) -> GlobalStates | None:
+        """None: fetching leaves the generators alone."""
+        del step
+        return None
+
     def start(self) -> None:
         """Start workers and prefetching now, for instance while the model is being restored."""
+        self._plan.look_ahead()
         self._fetcher.start()
 
     def next_batch(
@@ -184,28 +279,24 @@ class BatchSource:
         what the dataset raised, with the worker's traceback, and ForgeError where a worker died.
         """
         # Kept until it is handed out: moving it to a full device may fail, and be tried again.
-        self._fetched = self._fetched or self._fetcher.next_step(Polling(poll, interval))
-        ids, parts = self._fetched
-        first, consumed = self._next_samples()
+        if self._fetched is None:
+            self._plan.look_ahead()
+            _, made = self._fetcher.next_step(Polling(poll, interval))
+            self._fetched = self._plan.done(), made
+        plan, parts = self._fetched
         batch = Batch(
             step=self._step,
-            first=first,
-            consumed=consumed,
-            micro_batches=tuple(_to_device(part, self._device) for part in parts),
-            micro_sizes=self._sizes,
-            sample_ids=tuple(sample for part in ids for sample in part),
+            first=plan.first,
+            consumed=plan.consumed,
+            micro_batches=tuple(to_device(part, self._device) for part in parts),
+            micro_sizes=tuple(map(len, plan.ids)),
+            sample_ids=tuple(sample for part in plan.ids for sample in part),
+            global_size=plan.global_size,
         )
         self._fetched = None
+        self._handed_out, self._before, self._position = self._step, self._position, plan.position
         self._consumed, self._step = batch.consumed, batch.step + 1
         return batch
-
-    def _next_samples(self) -> tuple[int, int]:
-        """Where the next global batch begins in the stream, and where it ends."""
-        size = self._order.global_batch
-        if not self._skipped:
-            return self._consumed, self._consumed + size
-        first = self._without.kept_before(self._consumed)
-        return self._without.at(first), self._without.at(first + size - 1) + 1
 
     def smaller(
         self,
@@ -220,14 +311,14 @@ class BatchSource:
         ``batch`` is one of this source, handed out last or earlier.  What ``poll`` raises is passed
         on.
         """
-        sizes = self._cut(micro_batch)
-        if sum(sizes) != batch.size:
+        if batch.size != self._stream.share:
             raise ValueError(f"a batch of {batch.size} samples is not of this source")
-        ids = _split(batch.sample_ids, sizes)
+        sizes = micro_sizes(batch.size, _positive(micro_batch))
+        ids = split(batch.sample_ids, sizes)  # type: ignore[arg-type]  # ours are pairs
         _, parts = self._in_process(iter([ids])).next_step(Polling(poll, interval))
         return dataclasses.replace(
             batch,
-            micro_batches=tuple(_to_device(part, self._device) for part in parts),
+            micro_batches=tuple(to_device(part, self._device) for part in parts),
             micro_sizes=sizes,
         )
 
@@ -236,22 +327,13 @@ class BatchSource:
 
         What was prefetched is thrown away; workers are started anew with the next batch.
         """
-        self._sizes = self._cut(micro_batch)
+        self._micro_batch = _positive(micro_batch)
         self._close()
         self._begin()
 
     def close(self) -> None:
         """End the workers, a stuck one too, in less than a second; may be called twice."""
         self._close()
-
-    def _cut(self, micro_batch: int) -> tuple[int, ...]:
-        """The sizes of a step's micro-batches."""
-        if micro_batch < 1:
-            raise ConfigError(
-                f"a micro-batch of {micro_batch} samples is empty",
-                next_step="Set micro_batch to the samples of one forward pass: 1 or more.",
-            )
-        return micro_sizes(self._order.share(self._ranks), micro_batch)
 
     def __iter__(self) -> Iterator[Batch]:
         return self
@@ -266,27 +348,39 @@ class BatchSource:
         self.close()
 
 
-def _step_ids(
-    order: SampleOrder,
-    consumed: int,
-    rank: int,
-    ranks: int,
-    sizes: tuple[int, ...],
-    without: Windows,
-) -> Iterator[StepIds]:
-    """One rank's sample ids, step by step, cut into micro-batches of ``sizes``."""
-    ahead = max(1, min(_MOST_STEPS_AHEAD, _LOOK_AHEAD // sum(sizes)))
-    first = without.kept_before(consumed)
-    while True:
-        begin = without.at(first)
-        for samples in order.steps(begin, ahead, rank=rank, ranks=ranks, without=without):
-            yield _split(samples, sizes)
-        first += ahead * order.global_batch
+class _StepPlan:
+    """Planned steps on their way through the fetcher, which takes their sample ids from here.
 
+    With ``ahead`` the steps are planned in the thread that asks for batches, so many before they
+    are needed: enough for the fetcher never to wait, for what it has been given is handed out only
+    once it gets more.  Without, the fetcher's own thread plans them.
+    """
 
-def _split(samples: Iterable[SampleId], sizes: tuple[int, ...]) -> StepIds:
-    remaining = iter(samples)
-    return [[next(remaining) for _ in range(size)] for size in sizes]
+    def __init__(self, steps: Iterator[PlannedStep], ahead: int) -> None:
+        self._steps, self._ahead = steps, ahead
+        self._planned: queue.SimpleQueue[PlannedStep] = queue.SimpleQueue()
+        self._issued: deque[PlannedStep] = deque()
+        #: The first that was planned ahead, if any.
+        self.first: PlannedStep | None = None
+
+    def look_ahead(self) -> None:
+        """Plan what the fetcher may ask for until the next batch is handed out."""
+        while self._planned.qsize() + len(self._issued) < self._ahead:
+            plan = next(self._steps)
+            self.first = self.first or plan
+            self._planned.put(plan)
+
+    def done(self) -> PlannedStep:
+        """The step whose micro-batches have been made: the oldest one."""
+        return self._issued.popleft()
+
+    def __iter__(self) -> Iterator[StepIds]:
+        return self
+
+    def __next__(self) -> StepIds:
+        plan = self._planned.get() if self._ahead else next(self._steps)
+        self._issued.append(plan)
+        return plan.ids
 
 
 def require_indexable(dataset: object) -> None:
@@ -307,8 +401,16 @@ def require_indexable(dataset: object) -> None:
         )
 
 
-def _check_dataset(dataset: Any, order: SampleOrder) -> None:
-    require_indexable(dataset)
+def _positive(micro_batch: int) -> int:
+    if micro_batch < 1:
+        raise ConfigError(
+            f"a micro-batch of {micro_batch} samples is empty",
+            next_step="Set micro_batch to the samples of one forward pass: 1 or more.",
+        )
+    return micro_batch
+
+
+def _check_length(dataset: Any, order: SampleOrder) -> None:
     if len(dataset) != order.length:
         raise ConfigError(
             f"the dataset has {len(dataset)} samples, the order was made for {order.length}",
@@ -316,7 +418,7 @@ def _check_dataset(dataset: Any, order: SampleOrder) -> None:
         )
 
 
-def _to_device(value: Any, device: torch.device | None) -> Any:
+def to_device(value: Any, device: torch.device | None) -> Any:
     """The same structure with its tensors on the device (``None``: as it is).
 
     Copies from pinned memory run beside the host.
@@ -329,15 +431,15 @@ def _to_device(value: Any, device: torch.device | None) -> Any:
         return value.to(device)
     if isinstance(value, MutableMapping):
         on_device = copy.copy(value)
-        on_device.update({key: _to_device(item, device) for key, item in value.items()})
+        on_device.update({key: to_device(item, device) for key, item in value.items()})
         return on_device
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_to_device(item, device) for item in value))
+        return type(value)(*(to_device(item, device) for item in value))
     if type(value) in (list, tuple):
-        return type(value)(_to_device(item, device) for item in value)
+        return type(value)(to_device(item, device) for item in value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = [field.name for field in dataclasses.fields(value)]
         return dataclasses.replace(
-            value, **{name: _to_device(getattr(value, name), device) for name in fields}
+            value, **{name: to_device(getattr(value, name), device) for name in fields}
         )
     return value

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 from torch._C import _remove_worker_pids
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, get_worker_info
 from torch.utils.data._utils.pin_memory import pin_memory
 
 from slurm_forge.errors import ForgeError
@@ -41,7 +41,7 @@ from slurm_forge.training.data.worker_shield import (
 StepIds = list[list[SampleId]]
 
 #: Finished steps that wait for the training loop, besides what the workers prefetch themselves.
-_STEPS_READY = 2
+STEPS_READY = 2
 #: How soon the fetching thread notices that it is to end, in seconds.
 _TICK_S = 0.1
 #: What a worker gets at the end before the next, harder way is tried, in seconds.
@@ -159,7 +159,7 @@ class WorkerPool:
         self._steps = steps
         self._issued: deque[StepIds] = deque()
         self._ready: queue.Queue[tuple[StepIds, list[Any]] | BaseException] = queue.Queue(
-            _STEPS_READY
+            STEPS_READY
         )
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
@@ -227,27 +227,7 @@ class WorkerPool:
         )
         if threading.current_thread() is not self._thread:  # which may collect the last reference
             self._thread.join(_TICK_S + _PATIENCE_S)
-        sound = not self._thread.is_alive() and all(w.is_alive() for w in iterator._workers)
-        pinning = getattr(iterator, "_pin_memory_thread", None)
-        if pinning is not None:
-            iterator._pin_memory_thread_done_event.set()
-            iterator._worker_result_queue.put((None, None))
-            pinning.join(_PATIENCE_S)
-        if sound:
-            # Only with all alive: one that died may have taken the lock of this event along.
-            iterator._workers_done_event.set()
-            for indices in iterator._index_queues:
-                indices.put(None)
-            _wait(iterator._workers)
-        for end in ("terminate", "kill"):
-            for worker in iterator._workers:
-                if worker.is_alive():
-                    getattr(worker, end)()
-            _wait(iterator._workers)
-        iterator._shutdown = True  # torch's own way may wait for 10 s per worker, or for ever
-        for pipe in (*iterator._index_queues, iterator._worker_result_queue):
-            pipe.cancel_join_thread()
-            pipe.close()
+        end_workers(iterator, sound=not self._thread.is_alive())
 
     def _issue(self) -> Iterator[list[SampleId]]:
         """What the loader hands to its workers, one micro-batch each, in order."""
@@ -319,8 +299,44 @@ class _WorkerStart:
 
     def __call__(self, worker_id: int) -> None:
         shield_worker(worker_id)
+        info = get_worker_info()
+        if info is not None and isinstance(info.dataset, MicroBatchMaker):
+            # What programs open in there is their own dataset; the information is frozen.
+            object.__setattr__(info, "dataset", info.dataset.dataset)
         if self.then is not None:
             self.then(worker_id)
+
+
+def end_workers(iterator: Any, *, sound: bool = True) -> None:
+    """End the workers of a loader's iterator in well under a second, whatever they are doing.
+
+    torch's own way may wait for 10 s per worker, or for ever.  ``sound``: nobody reads from it.
+    """
+    if iterator._worker_pids_set:
+        # torch would raise in the main thread, at any instruction, when a worker ends.
+        _remove_worker_pids(id(iterator))
+        iterator._worker_pids_set = False
+    sound = sound and all(worker.is_alive() for worker in iterator._workers)
+    pinning = getattr(iterator, "_pin_memory_thread", None)
+    if pinning is not None:
+        iterator._pin_memory_thread_done_event.set()
+        iterator._worker_result_queue.put((None, None))
+        pinning.join(_PATIENCE_S)
+    if sound:
+        # Only with all alive: one that died may have taken the lock of this event along.
+        iterator._workers_done_event.set()
+        for indices in iterator._index_queues:
+            indices.put(None)
+        _wait(iterator._workers)
+    for end in ("terminate", "kill"):
+        for worker in iterator._workers:
+            if worker.is_alive():
+                getattr(worker, end)()
+        _wait(iterator._workers)
+    iterator._shutdown = True  # nothing is left for its own finalizer
+    for pipe in (*iterator._index_queues, iterator._worker_result_queue):
+        pipe.cancel_join_thread()
+        pipe.close()
 
 
 class _StoppedError(Exception):

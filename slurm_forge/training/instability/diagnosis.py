@@ -274,7 +274,7 @@ def _largest_norm(dtypes: Iterable[torch.dtype]) -> float:
 
 def _samples(
     batch: Batch, micro_batches: Sequence[int], rank: int, ranks: int
-) -> tuple[tuple[SampleId, ...], tuple[tuple[int, int], ...]]:
+) -> tuple[tuple[SampleId | int | str, ...], tuple[tuple[int, int], ...]]:
     """Ids and places in the stream of what is in some of this rank's micro-batches."""
     share = sum(batch.micro_sizes)
     starts = [sum(batch.micro_sizes[:at]) for at in micro_batches]
@@ -282,22 +282,20 @@ def _samples(
         (start, start + batch.micro_sizes[at] - 1)
         for start, at in zip(starts, micro_batches, strict=True)
     ]
-    if len(batch.sample_ids) != share:
+    known = batch.ids_of()
+    if known is None and not batch.global_size:
         return (), ()  # a batch that the program made
-    ids = tuple(each for first, last in parts for each in batch.sample_ids[first : last + 1])
+    ids = () if known is None else tuple(each for at in micro_batches for each in known[at])
     if batch.consumed - batch.first != share * ranks:
         return ids, ()  # something in between is left out of the stream
     before = batch.first + rank * share
     return ids, tuple((before + first, before + last) for first, last in parts)
 
 
-def _bad_data(batch: Batch) -> Iterator[SampleId]:
+def _bad_data(batch: Batch) -> Iterator[SampleId | int | str]:
     """Samples with values that are not finite, where a micro-batch has one row for each."""
-    if len(batch.sample_ids) != sum(batch.micro_sizes):
-        return
-    ids = iter(batch.sample_ids)
-    for micro, size in zip(batch.micro_batches, batch.micro_sizes, strict=True):
-        own = [next(ids) for _ in range(size)]
+    for micro, own in zip(batch.micro_batches, batch.ids_of() or (), strict=False):
+        size = len(own)
         bad: set[int] = set()
         for tensor in tensors_in(micro):
             values = plain_values(tensor)

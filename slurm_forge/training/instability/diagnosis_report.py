@@ -11,7 +11,8 @@ from slurm_forge.vocabulary.cause import Evidence
 from slurm_forge.vocabulary.json_value import Json
 
 #: (epoch from 0, index into the dataset), as training/core/sample_order.py has it.
-_SampleId = tuple[int, int]
+#: Epoch and index, or what a source calls a sample.
+_SampleId = tuple[int, int] | int | str
 
 #: How many names, ranks, samples and ranges are told; of the rest only how many there are.
 MOST_NAMES, MOST_SAMPLES = 3, 8
@@ -300,9 +301,12 @@ def _range(part: tuple[int, int]) -> str:
 def _ids(samples: Sequence[_SampleId]) -> str:
     """``dataset[17], [4711] of epoch 0``: what to look at."""
     listed = samples[:MOST_SAMPLES]
-    text = ", ".join(f"[{index}]" for _, index in listed)
     more = ", …" if len(samples) >= MOST_SAMPLES else ""
-    epochs = ", ".join(map(str, _unique(epoch for epoch, _ in listed)))
+    pairs = [each for each in listed if isinstance(each, tuple)]
+    if len(pairs) < len(listed):
+        return f"samples {', '.join(shortened(str(each)) for each in listed)}{more}"
+    text = ", ".join(f"[{index}]" for _, index in pairs)
+    epochs = ", ".join(map(str, _unique(epoch for epoch, _ in pairs)))
     return f"dataset{text}{more} of epoch {epochs}"
 
 

@@ -26,6 +26,7 @@ from slurm_forge.training.core.run_state import (
     TrainingProgress,
 )
 from slurm_forge.training.core.step_boundary import StepBoundaries
+from slurm_forge.training.data.source_state import DataState
 from slurm_forge.training.faults.injector import FaultInjector
 from slurm_forge.training.instability.diagnosis import StepDiagnoser
 from slurm_forge.training.instability.skip_tracker import (
@@ -64,6 +65,7 @@ class Parts:
     fault_injector: FaultInjector
     spike_monitor: SpikeMonitor | None
     loss_history: LossHistory
+    data_state: DataState
 
 
 def assemble(
@@ -79,6 +81,7 @@ def assemble(
     registry, hooks, progress = Registry(), Hooks(context.rank), TrainingProgress()
     loss_history, active_plan = LossHistory(device), ActivePlan(context.brief.plan)
     layout = ActiveLayout(context.rank, context.world_size)
+    data_state = DataState(layout)
     compatibility = CompatibilityCheck(
         context.spec,
         device=device,
@@ -100,6 +103,7 @@ def assemble(
         compatibility=compatibility,
         active_plan=active_plan,
         layout=layout,
+        data_state=data_state,
     )
     boundaries = StepBoundaries(member, act)
     spike_monitor = None
@@ -160,6 +164,7 @@ def assemble(
         skip_tracker=skip_tracker,
         hooks=hooks,
         boundaries=boundaries,
+        data_state=data_state,
         on_save_started=(lambda _: None) if first_steps is None else first_steps.saved,
     )
     instability = InstabilityHandler(
@@ -194,6 +199,7 @@ def assemble(
         fault_injector=fault_injector,
         spike_monitor=spike_monitor,
         loss_history=loss_history,
+        data_state=data_state,
     )
 
 

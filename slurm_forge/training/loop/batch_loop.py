@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -24,15 +24,30 @@ from slurm_forge.training.core.process_group import ProcessGroups
 from slurm_forge.training.core.rank_consistency import require_identical
 from slurm_forge.training.core.rank_info import RankContext
 from slurm_forge.training.core.sample_order import (
-    SampleOrder,
     Windows,
     fitting_micro_batch,
 )
 from slurm_forge.training.core.step_boundary import DATA_POLL
 from slurm_forge.training.data.batches import (
     Batch,
+    BatchIterator,
     BatchSource,
-    require_indexable,
+)
+from slurm_forge.training.data.open_source import (
+    SourcePosition,
+    open_source,
+    sample_order,
+)
+from slurm_forge.training.data.source_kinds import (
+    DataSource,
+    SourceKind,
+    data_source,
+    epoch_length,
+    refuse_source,
+)
+from slurm_forge.training.data.step_sizes import (
+    StepSizes,
+    step_sizes,
 )
 from slurm_forge.training.loop.assembly import Parts
 from slurm_forge.training.loop.resume import Resumer
@@ -42,30 +57,68 @@ from slurm_forge.training.loop.resume import Resumer
 class BatchesRequest:
     """What the program asked of ``run.batches``; ``UsageError`` for what can't be."""
 
-    dataset: Any
-    global_batch_size: int
+    source: Any
     until: Steps | Epochs
-    micro_batch_size: int | None
-    num_workers: int
-    collate_fn: Callable[[list[Any]], Any] | None
+    global_batch_size: int | None = None
+    micro_batch_size: int | None = None
+    num_workers: int = 0
+    collate_fn: Callable[[list[Any]], Any] | None = None
+    sampler: Any = None
+    batch_sampler: Any = None
+    accumulate: int = 1
+    sample_ids: Callable[[Any], Any] | None = None
     mesh: DeviceMesh | None = None
     data_parallel: Sequence[str] | None = None
+    #: What ``source`` is, and how it is used.
+    data: DataSource = field(init=False)
 
     def __post_init__(self) -> None:
         # Numbers of numpy and torch become Python's own, which JSON can hold.
         put = partial(object.__setattr__, self)
         put("until", _checked_until(self.until))
-        put("global_batch_size", _count("global_batch_size", self.global_batch_size))
-        if self.micro_batch_size is not None:
-            put("micro_batch_size", _count("micro_batch_size", self.micro_batch_size))
+        for name in ("global_batch_size", "micro_batch_size"):
+            if getattr(self, name) is not None:
+                put(name, _count(name, getattr(self, name)))
         put("num_workers", _count("num_workers", self.num_workers, least=0))
-        if self.collate_fn is not None and not callable(self.collate_fn):
+        put("accumulate", _count("accumulate", self.accumulate))
+        for name, makes in _WHAT_IS_CALLED.items():
+            function = getattr(self, name)
+            if function is not None and not callable(function):
+                raise UsageError(
+                    f"run.batches({name}={function!r}) is not a function",
+                    next_step=f"Give a function that {makes}, or leave it out.",
+                )
+        put(
+            "data",
+            data_source(
+                self.source,
+                num_workers=self.num_workers,
+                collate_fn=self.collate_fn,
+                sampler=self.sampler,
+                batch_sampler=self.batch_sampler,
+            ),
+        )
+        if self.sample_ids is not None and self.data.indexed:
             raise UsageError(
-                f"run.batches(collate_fn={self.collate_fn!r}) is not a function",
-                next_step="Give a function that makes a batch of a list of samples, or leave it "
-                "out.",
+                "run.batches(sample_ids=…): the samples of a dataset with an index have ids",
+                next_step="Leave it out: Batch.sample_ids holds the epoch and index of each.",
             )
-        require_indexable(self.dataset)
+
+    def sizes(self, ranks: int) -> StepSizes:
+        """What a step takes; UsageError for arguments that don't go together."""
+        return step_sizes(
+            self.data,
+            global_batch_size=self.global_batch_size,
+            micro_batch_size=self.micro_batch_size,
+            accumulate=self.accumulate,
+            ranks=ranks,
+        )
+
+
+_WHAT_IS_CALLED = {
+    "collate_fn": "makes a batch of a list of samples",
+    "sample_ids": "returns the ids of the samples in an item",
+}
 
 
 def _checked_until(until: Any) -> Steps | Epochs:
@@ -91,6 +144,7 @@ _WHAT_COUNTS = {
     "global_batch_size": "the samples of one optimizer step, on all ranks together",
     "micro_batch_size": "the samples of one forward pass on one rank, or leave it out",
     "num_workers": "the number of loader processes of each rank",
+    "accumulate": "the micro-batches of each rank in one optimizer step",
 }
 
 
@@ -134,35 +188,49 @@ class BatchLoop:
         self._groups = groups
         self._device = device
         self._boundary = boundary
-        #: Samples of an epoch; 0 before the loop has begun.
+        #: Samples of an epoch; 0 before the loop has begun, or where only the source knows.
         self.length = 0
-        self._batch_source: BatchSource | None = None
+        self._batch_source: BatchIterator | None = None
         self._learning: LearnedMicroBatch | None = None
         self._begun_at = self._loops = 0
+        self._cuttable = True
 
     def batches(self, request: BatchesRequest) -> Iterator[Batch]:
-        """The batches that are left."""
+        """The batches that are left; UsageError at once for what can't be."""
         parts = self._parts
-        order = self._begin(request)
-        source, rollbacks = self._source(request, order), parts.boundaries.rollbacks
-        total = self._total(request)
+        parts.layout.give(request.mesh, request.data_parallel, restored=self._resumer.restored)
+        refuse_source(
+            request.data,
+            exact=self._context.spec.exact,
+            registered=parts.registry.others.values(),
+        )
+        return self._batches(request, request.sizes(parts.data_state.layout.data_ranks))
+
+    def _batches(self, request: BatchesRequest, sizes: StepSizes) -> Iterator[Batch]:
+        parts = self._parts
+        epoch = self._begin(request, sizes)
+        source: BatchIterator | None = None
+        rollbacks, total = parts.boundaries.rollbacks, self._total(request, sizes, epoch)
         self._begun_at = parts.progress.step
         parts.instability.rewind = self._resumer.rewind if self._rewindable else None
         # What lies before the second loop of a program is the first one's: not to be made up here.
         parts.instability.earliest = parts.progress.step if self._loops else 0
-        self._loops += 1
+        loop, self._loops = self._loops, self._loops + 1
         try:
             while True:
                 self._boundary()
                 if parts.boundaries.rollbacks != rollbacks:  # rewound: other samples come next
-                    source.close()
-                    self._take_over(request, order)
-                    source, rollbacks = self._source(request, order), parts.boundaries.rollbacks
-                    total = self._total(request)
+                    if source is not None:
+                        source.close()
+                    self._take_over(sizes)
+                    source, rollbacks = None, parts.boundaries.rollbacks
+                    total = self._total(request, sizes, epoch)
                 if parts.progress.step >= total:
                     if parts.instability.final_check():
                         return
                     continue
+                if source is None:
+                    source = self._open(request, sizes, loop)
                 with parts.boundaries.data_wait() as poll:
                     batch = source.next_batch(poll, DATA_POLL)
                 before = parts.progress.step
@@ -174,7 +242,8 @@ class BatchLoop:
         finally:
             if self._batch_source is source:
                 self.over()
-            source.close()
+            if source is not None:
+                source.close()
 
     def over(self) -> None:
         """No more batches are taken, whatever has become of the loop."""
@@ -186,7 +255,7 @@ class BatchLoop:
 
     def owns(self, batch: Batch) -> bool:
         """Whether it is of the loop that goes on now."""
-        return self._batch_source is not None and bool(batch.sample_ids)
+        return self._batch_source is not None and self._cuttable and batch.global_size > 0
 
     def smaller(self, batch: Batch, micro_batch: int) -> Batch | None:
         """The batch once more in smaller micro-batches, as all that follow; None if it isn't ours.
@@ -222,38 +291,63 @@ class BatchLoop:
             for parameter in group["params"]
         )
 
-    def _begin(self, request: BatchesRequest) -> SampleOrder:
+    def _begin(self, request: BatchesRequest, sizes: StepSizes) -> int | None:
+        """Restore.  What makes an epoch, as a step counts it, where that is known."""
         parts, resumer, spec = self._parts, self._resumer, self._context.spec
-        parts.layout.give(request.mesh, request.data_parallel, restored=resumer.restored)
-        order = SampleOrder(spec.seed, len(request.dataset), request.global_batch_size)
-        share = order.share(parts.layout.now.data_ranks)
-        most = min(request.micro_batch_size or share, share)
-        self.length = len(request.dataset)
-        fitting = self._fitting(most)
-        resumer.micro_batch = fitting_micro_batch(share, fitting) if fitting < most else most
-        parts.step_lifecycle.global_batch = request.global_batch_size
+        data, epoch = request.data, epoch_length(request.data)
+        if data.indexed and data.sampler is None:
+            sample_order(data, sizes, spec.seed)  # an empty dataset is refused in its words
+        self.length = epoch or 0 if data.indexed and sizes.cuttable else 0
+        self._cuttable = sizes.cuttable
+        most = sizes.micro_batch
+        fitting = self._fitting(most) if sizes.cuttable else most
+        resumer.micro_batch = fitting_micro_batch(sizes.share, fitting) if fitting < most else most
+        parts.step_lifecycle.global_batch = sizes.samples
         # A second loop may be over other data; every start of the program begins with the first.
         if not self._loops:
+            total = str(sizes.total) if sizes.cuttable else f"{sizes.total} batches"
             parts.compatibility.know(
                 sampling_facts(
-                    seed=spec.seed, global_batch=request.global_batch_size, samples=self.length
+                    seed=spec.seed,
+                    # Of a source on each rank: another number of ranks is judged when it is opened.
+                    global_batch=total if data.indexed else f"{sizes.share} a rank",
+                    samples=len(data.data) if data.indexed else None,
+                    order=data.kind.value,
                 )
             )
             if resumer.restored:
                 parts.compatibility.compare_again()
-        resumer.until = partial(self._total, request)
+        epoch = self._agreed_epoch(data, epoch)
+        resumer.until = partial(self._total, request, sizes, epoch)
+        resumer.until()  # what can't be counted is refused before anything is loaded
         resumer.restore()
         require_identical(
             Ranks(self._groups.cpu),
             {
+                "the kind of data source": data.kind.value,
                 "the length of the dataset": self.length,
-                "global_batch_size": request.global_batch_size,
+                "global_batch_size": sizes.total,
                 "micro_batch_size": most,
-                "until": self._total(request),
+                "until": self._total(request, sizes, epoch),
             },
             next_step="Give run.batches() the same arguments on every rank.",
         )
-        return order
+        return epoch
+
+    def _agreed_epoch(self, data: DataSource, own: int | None) -> int | None:
+        """The length of an epoch over all ranks: of sources of their own, what each has at least.
+
+        Collective.
+        """
+        if data.indexed:
+            return own
+
+        def shortest(lengths: Sequence[int | None]) -> int | None:
+            known = [each for each in lengths if each is not None]
+            return min(known) if len(known) == len(lengths) else None
+
+        least = Ranks(self._groups.cpu).agree(None, own, shortest, doing="Beginning")
+        return None if least is None else int(least) * self._parts.data_state.layout.data_ranks
 
     def _fitting(self, requested: int) -> int:
         """Samples per forward pass: what is asked, the plan, and what other runs have learned."""
@@ -280,12 +374,11 @@ class BatchLoop:
         self._tell_learned()
         return fitting
 
-    def _take_over(self, request: BatchesRequest, order: SampleOrder) -> None:
+    def _take_over(self, sizes: StepSizes) -> None:
         """What a new plan says of the micro-batch."""
         planned = self._parts.active_plan.plan.micro_batch
-        share = order.share(self._parts.layout.now.data_ranks)
-        if planned is not None and planned < self._resumer.micro_batch:
-            self._resumer.micro_batch = fitting_micro_batch(share, planned)
+        if sizes.cuttable and planned is not None and planned < self._resumer.micro_batch:
+            self._resumer.micro_batch = fitting_micro_batch(sizes.share, planned)
 
     def _tell_learned(self) -> None:
         catalog = self._parts.saver.catalog
@@ -293,42 +386,60 @@ class BatchLoop:
             for note in self._learning.notes():
                 catalog.say(note)
 
-    def _total(self, request: BatchesRequest) -> int:
+    def _total(self, request: BatchesRequest, sizes: StepSizes, epoch: int | None) -> int:
         """Steps of the whole run; windows that are left out of epochs have none.
 
         Epochs go by the samples consumed: the steps before may have had another batch size.
         """
-        windows = self._parts.active_plan.plan.skipped
-        if isinstance(request.until, Steps):
-            return request.until.count
-        end = request.until.count * self.length
+        until, windows = request.until, self._parts.active_plan.plan.skipped
+        if isinstance(until, Steps):
+            return until.count
+        if not epoch:
+            raise UsageError(
+                f"run.batches(until=forge.Epochs({until.count})): {request.data.name} does not say "
+                "how long an epoch is",
+                next_step="Write until=forge.Steps(n), or give the source a __len__.",
+            )
+        # A batch sampler's lists are not positions in the stream: what was left out of them is
+        # made up for by as many lists of the next epoch.
+        if request.data.kind is SourceKind.BATCH_SAMPLER:
+            return until.steps(epoch, sizes.total)
+        end = until.count * epoch
         without, progress = Windows(windows), self._parts.progress
         samples_left = without.kept_before(end) - without.kept_before(min(progress.consumed, end))
-        return progress.step + -(-samples_left // request.global_batch_size)
+        return progress.step + -(-samples_left // sizes.total)
 
-    def _source(self, request: BatchesRequest, order: SampleOrder) -> BatchSource:
-        parts = self._parts
-        plan = parts.active_plan.plan
-        workers = request.num_workers
-        if workers and plan.worker_factor < 1.0:
-            workers = max(1, int(workers * plan.worker_factor))
-        seed = self._context.spec.seed
-        self._batch_source = BatchSource(
-            request.dataset,
-            order,
-            rank=parts.layout.now.data_rank,
-            ranks=parts.layout.now.data_ranks,
-            micro_batch=self._resumer.micro_batch,
-            num_workers=workers,
-            collate_fn=request.collate_fn,
+    def _open(self, request: BatchesRequest, sizes: StepSizes, loop: int) -> BatchIterator:
+        """The source at the present position of the run."""
+        parts, plan = self._parts, self._parts.active_plan.plan
+        source = open_source(
+            request.data,
+            sizes,
+            SourcePosition(
+                step=parts.progress.step,
+                consumed=parts.progress.consumed,
+                loop=loop,
+                micro_batch=self._resumer.micro_batch,
+                seed=self._context.spec.seed,
+                reseeded=plan.reseeded,
+                worker_factor=plan.worker_factor,
+                skipped=plan.skipped,
+            ),
+            state=parts.data_state,
             device=self._device,
-            # Other random numbers where the plan asks for them; the order of samples stays.
-            seed=seed + plan.reseeded,
-            start_consumed=parts.progress.consumed,
-            start_step=parts.progress.step,
-            skipped=plan.skipped,
+            sample_ids=request.sample_ids,
         )
-        return self._batch_source
+        if isinstance(source, BatchSource) and request.data.sampler is not None:
+            source.start()
+            require_identical(
+                Ranks(self._groups.cpu),
+                {"the digest of the sampler's first indices": source.first_digest},
+                next_step="Let the order of the sampler follow from set_epoch(epoch) or the global "
+                "random generators, and be that of the whole run on every rank.",
+            )
+        parts.data_state.attach(source, loop)
+        self._batch_source = source
+        return source
 
 
 def _not_stepped() -> UnsupportedError:

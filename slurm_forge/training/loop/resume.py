@@ -124,6 +124,7 @@ class Resumer:
                     load_s=time.monotonic() - started,
                     candidates=parts.saver.candidates,
                     global_batch=parts.step_lifecycle.global_batch or None,
+                    data_restarted=name is not None and not parts.data_state.continues,
                 )
             )
         if name is not None:

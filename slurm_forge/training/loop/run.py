@@ -280,30 +280,45 @@ class Run:
         self,
         dataset: Any,
         *,
-        global_batch_size: int,
+        global_batch_size: int | None = None,
         until: Steps | Epochs,
         micro_batch_size: int | None = None,
         num_workers: int = 0,
         collate_fn: Callable[[list[Any]], Any] | None = None,
         mesh: DeviceMesh | None = None,
         data_parallel: Sequence[str] | None = None,
+        sampler: Any = None,
+        batch_sampler: Any = None,
+        accumulate: int = 1,
+        sample_ids: Callable[[Any], Any] | None = None,
     ) -> Iterator[Batch]:
         """Restore, then yield the batches that are left, one per optimizer step.
 
-        The order of the samples depends on the seed of the job and on the samples consumed alone:
-        it is the same after any interruption, for any number of ranks and loader workers.
-        Python's, numpy's and torch's generators are seeded before each ``dataset[index]``.
+        Of a dataset with an index, or a ``DataLoader`` over one, the order of the samples depends
+        on the seed of the job (or the sampler) and on the samples consumed alone: it is the same
+        after any interruption, for any number of ranks and loader workers.  Python's, numpy's and
+        torch's generators are seeded before each ``dataset[index]``.  Of anything else that is
+        iterated over, each data-parallel rank's own state is part of every checkpoint.
 
         Args:
-            dataset: A map-style dataset: ``__len__`` and ``__getitem__``.
+            dataset: A map-style dataset (``__len__`` and ``__getitem__``), a ``DataLoader`` over
+                one, or an iterable with ``state_dict`` and ``load_state_dict``, such as
+                torchdata's ``StatefulDataLoader``.
             global_batch_size: Samples of one optimizer step over all ranks; divisible by the number
-                of data-parallel ranks.
+                of data-parallel ranks.  A dataset needs it.  With an iterable it says that the
+                items are samples; without it, every item is a micro-batch.
             until: When training is over: ``Steps(n)`` or ``Epochs(n)``.
             micro_batch_size: Samples per rank and forward pass; None is the rank's whole share.
                 The recovery plan may decrease it, never the global batch.
             num_workers: Data-loader worker processes per rank; 0 loads in this process.
             collate_fn: Makes a micro-batch of a list of samples; None is torch's
                 ``default_collate``.
+            sampler: Yields the indices of the whole run, epoch by epoch; the ranks share them out.
+            batch_sampler: Yields lists of indices, each of which is a micro-batch of one rank.
+            accumulate: Micro-batches of each rank in one step, where the source or the batch
+                sampler makes them.
+            sample_ids: Returns the ids of the samples in an item of an iterable: they are recorded,
+                and one that comes twice in an epoch is an error.
             mesh: The device mesh of all ranks, where some of them compute one model together.  Its
                 dimensions go by their names: ``dp``, ``dp_replicate``, ``dp_shard``, ``fsdp`` and
                 their like divide the samples; ranks along ``tp``, ``cp`` and ``pp`` get the same
@@ -315,21 +330,27 @@ class Run:
             This rank's share of the batch; its tensors are on ``device``.
 
         Raises:
-            UsageError: The dataset has no length or index, the sizes do not fit, or it can't be
-                told which ranks are given different samples.
-            UnsupportedError: The loop body applied no step to a batch.
+            UsageError: The source can't be resumed exactly, it yields nothing, the sizes do not
+                fit, or it can't be told which ranks are given different samples.
+            UnsupportedError: The loop body applied no step to a batch, or samplers differ between
+                ranks.
             CheckpointMissingError: As ``restore``, on the first batch.
-            MismatchError: As ``restore``, on the first batch.
+            MismatchError: As ``restore``, on the first batch; the source does not take back its
+                state, or a sampler yields another order.
         """
         return self._turns.batches(
             self._batch_loop.batches(
                 BatchesRequest(
-                    dataset=dataset,
+                    source=dataset,
                     global_batch_size=global_batch_size,
                     until=until,
                     micro_batch_size=micro_batch_size,
                     num_workers=num_workers,
                     collate_fn=collate_fn,
+                    sampler=sampler,
+                    batch_sampler=batch_sampler,
+                    accumulate=accumulate,
+                    sample_ids=sample_ids,
                     mesh=mesh,
                     data_parallel=data_parallel,
                 )

@@ -21,6 +21,7 @@ from slurm_forge.training.core.run_state import (
     TrainingProgress,
 )
 from slurm_forge.training.core.step_boundary import StepBoundaries
+from slurm_forge.training.data.source_state import DataState
 from slurm_forge.training.instability.skip_tracker import SkipTracker
 
 
@@ -40,6 +41,7 @@ class SaveSchedule:
         skip_tracker: SkipTracker,
         hooks: Hooks,
         boundaries: StepBoundaries,
+        data_state: DataState,
         on_save_started: Callable[[int], None] = lambda _: None,
     ) -> None:
         self._saver = saver
@@ -49,6 +51,7 @@ class SaveSchedule:
         self._skip_tracker = skip_tracker
         self._hooks = hooks
         self._boundaries = boundaries
+        self._data_state = data_state
         self._on_save_started = on_save_started
         self._prepared = False
         self._mismatch_accepted = False
@@ -118,7 +121,8 @@ class SaveSchedule:
         self._skip_tracker.read_all()
         doubts = doubts or self._skip_tracker.weights_in_doubt
         self._prepare()
-        random = rng.capture() if self.random is None else self.random
+        # With a batch fetched and not used, they are those before the fetch.
+        random = self._data_state.random(self._progress.step) or self.random or rng.capture()
         # What somebody waits for is the last save, or one that was asked for.
         use_spare, wait = wait, wait or not self._spec.background
         with self._saving():

@@ -95,7 +95,7 @@ class StepLifecycle:
         self._snapshot_at = -1
         self._generators: Generators | None = None
         self._started = self._timed = False
-        #: Samples of a step of ``run.batches`` over all ranks; 0 before there is any.
+        #: Samples of a step of ``run.batches`` over all ranks, for people; 0 where unknown.
         self.global_batch = 0
         #: Whether a step was counted in this launch, and since the last rollback.
         self.counted = self.stepped = False
@@ -161,7 +161,7 @@ class StepLifecycle:
             batch,
             registry=self._registry,
             loss=BatchLoss(
-                global_batch=self.global_batch if in_stream else batch.size * layout.data_ranks,
+                global_batch=(in_stream and batch.global_size) or batch.size * layout.data_ranks,
                 ranks=layout.data_ranks,
                 averaging_ranks=layout.averaging_ranks,
                 group=layout.averaging_group,

@@ -244,7 +244,7 @@ def test_model_parallel_parameters_without_a_mesh_are_refused(kind: str) -> None
 
 def test_a_count_that_only_the_last_pipeline_stage_knows_is_refused() -> None:
     pipeline: Any = object()
-    batch = Batch(step=0, consumed=0, micro_batches=(), micro_sizes=(), sample_ids=())
+    batch = Batch(step=0, consumed=0, micro_batches=(0,), micro_sizes=(1,), sample_ids=())
     step = Step(
         batch,
         registry=Registry(),

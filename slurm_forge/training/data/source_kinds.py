@@ -1,0 +1,299 @@
+"""What ``run.batches`` was given: a dataset with an index, a loader over one, or something to
+iterate over; and what of it is used.  Pure: nothing is iterated here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from enum import Enum
+from typing import Any
+
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+
+from slurm_forge.errors import UsageError
+from slurm_forge.training.data.batches import require_indexable
+
+
+class SourceKind(str, Enum):
+    """How the samples of a run are found."""
+
+    #: A dataset with an index, in our own order.
+    SHUFFLED = "shuffled"
+    #: A dataset with an index, in its own order.
+    SEQUENTIAL = "sequential"
+    #: A dataset with an index, in the order of a sampler.
+    SAMPLER = "sampler"
+    #: The same; the sampler makes the micro-batches, too.
+    BATCH_SAMPLER = "batch_sampler"
+    #: Something to iterate over that has a state.
+    STATEFUL = "stateful"
+    #: Something to iterate over that has none.
+    STATELESS = "stateless"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataSource:
+    """A source and how it is to be used.
+
+    Attributes:
+        kind: How its samples are found.
+        data: The dataset with an index, or what is iterated over.
+        sampler: For the two kinds that have one.
+        micro_batch: The batch size of the loader that it came in.
+        num_workers: As of ``DataLoader``, like the five below.
+        inexact: Why a resume can't continue exactly, if so.
+    """
+
+    kind: SourceKind
+    data: Any
+    sampler: Any = None
+    micro_batch: int | None = None
+    num_workers: int = 0
+    collate_fn: Callable[[list[Any]], Any] | None = None
+    prefetch_factor: int = 2
+    pin_memory: bool = False
+    worker_init_fn: Callable[[int], None] | None = None
+    multiprocessing_context: str | None = None
+    inexact: str = ""
+
+    @property
+    def indexed(self) -> bool:
+        """Whether its samples can be asked for one by one."""
+        return self.kind not in (SourceKind.STATEFUL, SourceKind.STATELESS)
+
+    @property
+    def name(self) -> str:
+        """What it is called in messages."""
+        return type(self.data).__name__
+
+
+def data_source(
+    data: Any,
+    *,
+    num_workers: int = 0,
+    collate_fn: Callable[[list[Any]], Any] | None = None,
+    sampler: Any = None,
+    batch_sampler: Any = None,
+) -> DataSource:
+    """What there is to do with ``data``; UsageError for what can't be honoured."""
+    if isinstance(data, DataLoader) and not _is_stateful(data):
+        given = {
+            "num_workers": num_workers,
+            "collate_fn": collate_fn,
+            "sampler": sampler,
+            "batch_sampler": batch_sampler,
+        }
+        _refuse(given, "the DataLoader has its own", "Set it where the DataLoader is made.")
+        return _from_loader(data)
+    indexable = hasattr(data, "__getitem__") and hasattr(data, "__len__")
+    if indexable and not isinstance(data, (IterableDataset, DataLoader)):
+        source = DataSource(
+            kind=SourceKind.SHUFFLED, data=data, num_workers=num_workers, collate_fn=collate_fn
+        )
+        return _with_sampler(source, sampler, batch_sampler)
+    if not hasattr(data, "__iter__"):
+        require_indexable(data)
+    given = {"sampler": sampler, "batch_sampler": batch_sampler, "num_workers": num_workers}
+    _refuse(
+        given,
+        f"{type(data).__name__} is iterated over, its samples can't be asked for by an index",
+        "Leave it out; a StatefulDataLoader brings workers and a sampler along.",
+    )
+    if _is_stateful(data):
+        return DataSource(
+            kind=SourceKind.STATEFUL, data=data, collate_fn=collate_fn, inexact=_forgets(data)
+        )
+    return _stateless(data, collate_fn)
+
+
+def refuse_source(source: DataSource, *, exact: bool, registered: Iterable[Any]) -> None:
+    """UsageError before the first step, for what a resume could not continue exactly.
+
+    ``exact`` says whether the job wants that; ``registered`` are the objects whose state is kept
+    already.
+    """
+    if source.inexact and exact:
+        raise UsageError(
+            f"{source.name} can't be resumed exactly: {source.inexact}",
+            next_step="Give it state_dict and load_state_dict (torchdata's StatefulDataLoader and "
+            "nodes have them), or __len__ and __getitem__; or allow it with exact: false in the "
+            "job file: after an interruption the data then begins anew.",
+        )
+    if not source.indexed and any(each is source.data for each in registered):
+        raise UsageError(
+            f"{source.name} is registered and given to run.batches(), which keeps its state",
+            next_step="Leave it out of run.register().",
+        )
+
+
+def epoch_length(source: DataSource) -> int | None:
+    """What makes an epoch: samples, or batches where the source makes them; None if unknown."""
+    counted = source.data if source.sampler is None else source.sampler
+    try:
+        return len(counted)
+    except TypeError:
+        return None
+
+
+def _is_stateful(data: Any) -> bool:
+    return all(callable(getattr(data, name, None)) for name in ("state_dict", "load_state_dict"))
+
+
+def _stateless(data: Any, collate_fn: Callable[[list[Any]], Any] | None) -> DataSource:
+    return DataSource(
+        kind=SourceKind.STATELESS,
+        data=data,
+        collate_fn=collate_fn,
+        inexact="it has no state (state_dict and load_state_dict), so after an interruption its "
+        "position would be lost",
+    )
+
+
+#: Samplers whose order is drawn when an epoch begins, if at all: winding on finds it again.
+_DRAWN_AT_ONCE = (
+    BatchSampler,
+    DistributedSampler,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+    list,
+    range,
+    tuple,
+)
+_DEEPEST = 20
+
+
+def _forgets(data: Any, depth: int = 0) -> str:
+    """What of a source with a state is not part of it, so that a resume would go on otherwise."""
+    if depth > _DEEPEST or data is None:
+        return ""
+    if type(data).__name__ == "BufferShuffledExamplesIterable":  # of Hugging Face's datasets
+        return "what is in its shuffle buffer is not part of its state, and would be lost"
+    if type(data).__module__.startswith("torchdata.nodes."):
+        parts = [part for part in vars(data).values() if _is_node(part)]
+    elif isinstance(data, DataLoader):
+        parts = [data.dataset]
+    else:
+        parts = [getattr(data, name, None) for name in ("_ex_iterable", "ex_iterable")]
+        parts += getattr(data, "ex_iterables", None) or []
+    if isinstance(data, DataLoader) or type(data).__name__ == "SamplerWrapper":
+        for sampler in (getattr(data, "batch_sampler", None), getattr(data, "sampler", None)):
+            if forgets := _sampler_forgets(sampler):
+                return forgets
+    return next(filter(None, (_forgets(part, depth + 1) for part in parts)), "")
+
+
+def _is_node(part: Any) -> bool:
+    return type(part).__module__.startswith("torchdata.nodes.")
+
+
+def _sampler_forgets(sampler: Any) -> str:
+    kind = type(sampler)
+    if sampler is None or kind.__module__.startswith(("torchdata.", "torch.utils.data.dataloader")):
+        return ""
+    if kind is BatchSampler:
+        return _sampler_forgets(sampler.sampler)
+    if _is_stateful(sampler):
+        return ""
+    if kind not in _DRAWN_AT_ONCE:
+        return (
+            f"its sampler ({kind.__name__}) has no state; give run.batches() the dataset and the "
+            "sampler instead, or the sampler a state"
+        )
+    if isinstance(getattr(sampler, "generator", None), torch.Generator):
+        return f"the generator of its sampler ({kind.__name__}) is not part of its state"
+    return ""
+
+
+def _from_loader(loader: DataLoader[Any]) -> DataSource:
+    own_iteration = type(loader).__iter__ is not DataLoader.__iter__
+    if own_iteration or isinstance(loader.dataset, IterableDataset):
+        return _stateless(loader, None)
+    require_indexable(loader.dataset)
+    if loader.generator is not None:
+        raise UsageError(
+            "the DataLoader has a generator, whose state is not known after an interruption",
+            next_step="Leave it out: the order follows from the seed in the job file.",
+        )
+    if loader.batch_sampler is None:
+        raise UsageError(
+            "the DataLoader makes no batches (batch_size=None)",
+            next_step="Give it a batch_size: the samples of one micro-batch; or give the dataset "
+            "itself to run.batches().",
+        )
+    context = loader.multiprocessing_context
+    source = DataSource(
+        kind=SourceKind.SHUFFLED,
+        data=loader.dataset,
+        micro_batch=loader.batch_size,
+        num_workers=loader.num_workers,
+        collate_fn=loader.collate_fn,
+        prefetch_factor=loader.prefetch_factor or 2,
+        pin_memory=bool(loader.pin_memory),
+        worker_init_fn=loader.worker_init_fn,
+        multiprocessing_context=None if context is None else context.get_start_method(),
+    )
+    if loader.batch_size is None:
+        return _with_sampler(source, None, loader.batch_sampler)
+    return _with_sampler(source, loader.sampler, None)
+
+
+def _with_sampler(source: DataSource, sampler: Any, batch_sampler: Any) -> DataSource:
+    if sampler is not None and batch_sampler is not None:
+        raise UsageError(
+            "run.batches() got both sampler= and batch_sampler=",
+            next_step="Give one of them: a batch sampler contains its sampler.",
+        )
+    if batch_sampler is not None:
+        inner = batch_sampler.sampler if type(batch_sampler) is BatchSampler else None
+        for each in (batch_sampler, inner):
+            _check_sampler("batch_sampler", each)
+        return replace(source, kind=SourceKind.BATCH_SAMPLER, sampler=batch_sampler)
+    if sampler is None:
+        return source
+    _check_sampler("sampler", sampler)
+    kind = SourceKind.SAMPLER
+    if type(sampler) is SequentialSampler:
+        kind = SourceKind.SEQUENTIAL
+    elif type(sampler) is RandomSampler:
+        if not sampler.replacement and sampler.num_samples == len(source.data):
+            kind = SourceKind.SHUFFLED
+    elif type(sampler) is DistributedSampler:
+        # The ranks share the samples out by themselves here.
+        kind = SourceKind.SHUFFLED if sampler.shuffle else SourceKind.SEQUENTIAL
+    return replace(source, kind=kind, sampler=sampler if kind is SourceKind.SAMPLER else None)
+
+
+def _check_sampler(name: str, sampler: Any) -> None:
+    if sampler is None:
+        return
+    kind = type(sampler).__name__
+    if not hasattr(sampler, "__iter__") or hasattr(sampler, "__next__"):
+        raise UsageError(
+            f"run.batches({name}=…) got a {kind}, which can't be iterated over once per epoch",
+            next_step="Give an object whose iter() begins an epoch: a torch Sampler, a list, or a "
+            "class with __iter__.",
+        )
+    if isinstance(getattr(sampler, "generator", None), torch.Generator):
+        raise UsageError(
+            f"the {kind} has a generator, whose state is not known after an interruption",
+            next_step="Leave the generator out: the global generators are seeded for each epoch.",
+        )
+
+
+def _refuse(given: dict[str, Any], why: str, next_step: str) -> None:
+    for name, value in given.items():
+        if value not in (None, 0):
+            raise UsageError(f"run.batches({name}=…): {why}", next_step=next_step)

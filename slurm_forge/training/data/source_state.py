@@ -1,0 +1,166 @@
+"""Where a data source is, in checkpoints: what all ranks know of it, and the state of each rank.
+
+The position is that of what was consumed by the steps that a checkpoint counts.  What all ranks
+share is JSON; the state of a data-parallel rank is one tensor of bytes,
+``data/rank-<r>-of-<n>/state``.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from slurm_forge.checkpoint.content.json_state import (
+    decode,
+    dtype_name,
+    dtype_named,
+    encode,
+)
+from slurm_forge.checkpoint.content.tensors import check_savable
+from slurm_forge.errors import CheckpointError
+from slurm_forge.training.core.rank_layout import ActiveLayout, RankLayout
+from slurm_forge.training.data.batches import BatchIterator
+from slurm_forge.vocabulary.json_value import Json
+
+_KEY = re.compile(r"data/rank-([0-9]+)-of-([0-9]+)/state")
+_MAGIC = b"forge data 1\0\0\0\0"
+#: Sizes are multiples of it, and never decrease: a save plan holds while sizes stay the same.
+_ROOM = 4096
+
+
+class DataState:
+    """Stands between the loop's data source and checkpoints; one per launch and rank."""
+
+    def __init__(self, layout: ActiveLayout) -> None:
+        self._layout = layout
+        self._iterator: BatchIterator | None = None
+        self._loop = 0
+        self._room = 0
+        #: The step of the checkpoint that was loaded last, if any.
+        self.restored_at: int | None = None
+        #: What the checkpoint that was resumed from holds: shared, and by rank and number of ranks.
+        self._shared: dict[str, Any] = {}
+        self._states: dict[tuple[int, int], torch.Tensor] = {}
+
+    @property
+    def layout(self) -> RankLayout:
+        """Which ranks have sources of their own."""
+        return self._layout.now
+
+    def attach(self, iterator: BatchIterator, loop: int) -> None:
+        """From now on it is the position of this one, the program's loop number ``loop``."""
+        self._iterator, self._loop = iterator, loop
+
+    def shared(self, step: int) -> dict[str, Json]:
+        """What all ranks know alike, in a checkpoint of that many steps; nothing is collective."""
+        if self._iterator is None:
+            return dict(self._shared)
+        return {"loop": self._loop, **self._iterator.position(step)}
+
+    def tensors(self, step: int) -> dict[str, torch.Tensor]:
+        """The state of this rank; CheckpointError for a state that can't be stored."""
+        if self._iterator is None:
+            # Nothing has been consumed since the resume.
+            return {
+                _key(rank, ranks): tensor
+                for (rank, ranks), tensor in self._states.items()
+                if rank % self.layout.data_ranks == self.layout.data_rank
+            }
+        state = self._iterator.rank_state(step)
+        if state is None:
+            return {}
+        self._room = max(self._room, -(-len(state) // _ROOM) * _ROOM)
+        padded = torch.frombuffer(bytearray(state.ljust(self._room, b"\0")), dtype=torch.uint8)
+        return {_key(self.layout.data_rank, self.layout.data_ranks): padded}
+
+    def random(self, step: int) -> dict[str, torch.Tensor] | None:
+        """The generators' states that belong to that many steps, if not those of now."""
+        states = None if self._iterator is None else self._iterator.random(step)
+        return None if states is None else states.tensors()
+
+    @property
+    def prefix(self) -> str:
+        """Of the keys that this rank loads, where as many ranks saved them; else it loads all."""
+        return _key(self.layout.data_rank, self.layout.data_ranks)
+
+    def restored(self, step: int, shared: object, tensors: Mapping[str, torch.Tensor]) -> None:
+        """What the checkpoint holds that was just loaded, of so many steps."""
+        self._iterator, self.restored_at = None, step
+        self._shared = dict(shared) if isinstance(shared, Mapping) else {}
+        matches = ((_KEY.fullmatch(key), tensor) for key, tensor in tensors.items())
+        self._states = {
+            (int(match[1]), int(match[2])): tensor for match, tensor in matches if match is not None
+        }
+
+    def saved(self, loop: int) -> dict[str, Any]:
+        """What was shared in the checkpoint, where it was made in that loop of the program."""
+        return self._shared if self._shared and self.saved_loop == loop else {}
+
+    @property
+    def continues(self) -> bool:
+        """Whether the data goes on where the checkpoint was made."""
+        return self._shared.get("exact") is not False
+
+    @property
+    def saved_loop(self) -> int:
+        """The loop in which the checkpoint was made."""
+        return int(self._shared.get("loop", 0))
+
+    def saved_states(self) -> list[dict[str, Any]]:
+        """The states of the ranks that saved: this rank's, or all where it were not as many."""
+        return [unpack(tensor) for _, tensor in sorted(self._states.items())]
+
+    @property
+    def saved_ranks(self) -> int:
+        """The number of data-parallel ranks whose states were saved; 0 for none."""
+        return max((ranks for _, ranks in self._states), default=0)
+
+
+def pack(value: Mapping[str, Any]) -> bytes:
+    """A state with tensors in it as bytes; CheckpointError, naming the key, for what can't be."""
+    tensors: list[bytes] = []
+    table: list[Json] = []
+
+    def save(key: str, tensor: torch.Tensor) -> None:
+        plain = check_savable(key, tensor).cpu().contiguous()
+        tensors.append(plain.reshape(-1).view(torch.uint8).numpy().tobytes())
+        table.append([key, dtype_name(plain.dtype), list[Json](plain.shape)])
+
+    body = encode(dict(value), "data", save)
+    head = json.dumps([body, table], allow_nan=False).encode()
+    return b"".join((_MAGIC, len(head).to_bytes(8, "little"), head, *tensors))
+
+
+def unpack(packed: torch.Tensor) -> dict[str, Any]:
+    """What was packed; CheckpointError where it is not that."""
+    data = packed.cpu().numpy().tobytes()
+    try:
+        if not data.startswith(_MAGIC):
+            raise ValueError("it begins otherwise")
+        at = len(_MAGIC) + 8
+        size = int.from_bytes(data[at - 8 : at], "little")
+        body, table = json.loads(data[at : at + size])
+        at += size
+        tensors: dict[str, torch.Tensor] = {}
+        for key, dtype, shape in table:
+            empty = torch.empty(shape, dtype=dtype_named(dtype))
+            part = bytearray(data[at : at + empty.nbytes])
+            at += len(part)
+            flat = torch.frombuffer(part, dtype=empty.dtype) if part else empty
+            tensors[key] = flat.reshape(shape)
+        value: dict[str, Any] = decode(body, tensors.__getitem__)
+        return value
+    except (ValueError, TypeError, KeyError, RuntimeError) as error:
+        raise CheckpointError(
+            f"the state of the data source in the checkpoint can't be read: {error}",
+            next_step="Another version of slurm_forge may have written it: use that one, or "
+            "resume from an older checkpoint.",
+        ) from error
+
+
+def _key(rank: int, ranks: int) -> str:
+    return f"data/rank-{rank}-of-{ranks}/state"
