@@ -24,7 +24,7 @@ def printed(slurm: SlurmCluster, folder: Path, program: str, options: Sequence[s
     output = folder / "out.txt"
     body = f"srun --kill-on-bad-exit=1 bash -c '{program}'; echo over"
     job = slurm.sbatch(body, *options, f"--output={output}")
-    slurm.wait_state(job, ("COMPLETED", "FAILED", "CANCELLED", "OUT_OF_MEMORY"), 60)
+    slurm.wait_state(job, ("COMPLETED", "FAILED", "CANCELLED", "OUT_OF_MEMORY"), 120)
     return output.read_text()
 
 

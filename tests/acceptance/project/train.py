@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import Dataset
 
 import slurm_forge as forge
@@ -26,7 +27,9 @@ def train(run: forge.Run, steps: int = 30, pace: float = 0.0) -> None:
     """Called on every rank; slow at that ``pace`` until there is a file ``go`` beside this one."""
     go = Path(__file__).with_name("go")
     torch.manual_seed(7)
-    model = nn.Linear(4, 2)
+    model: nn.Module = nn.Linear(4, 2)
+    if run.world_size > 1:
+        model = DistributedDataParallel(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     run.register(model=model, optimizer=optimizer)
     for batch in run.batches(Samples(), global_batch_size=8, until=forge.Steps(steps)):
