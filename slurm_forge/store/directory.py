@@ -66,6 +66,10 @@ class CheckpointStore:
                 if fallback.is_dir():
                     private_directory(fallback)
 
+    def folder(self, *, fallback: bool) -> Path:
+        """The directory, or the fallback where there is one."""
+        return self.fallback if fallback and self.fallback is not None else self.directory
+
     def path(self, name: CheckpointName) -> Path:
         """Where a published checkpoint of that name lies."""
         path = self.directory / str(name)
@@ -139,9 +143,7 @@ class CheckpointStore:
 
     def create_stage(self, name: CheckpointName, *, fallback: bool = False) -> Path:
         """Make a fresh directory beside the final one: the rename stays on one file system."""
-        directory = self.directory
-        if fallback and self.fallback is not None:
-            directory = private_directory(self.fallback)
+        directory = private_directory(self.folder(fallback=fallback))
         stage = directory / f"{STAGE_PREFIX}{name}"
         os.mkdir(stage, 0o700)  # noqa: PTH102
         return stage

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import TensorDataset
 
 import slurm_forge as forge
@@ -40,7 +41,7 @@ def train(run: forge.Run) -> None:
 
     ``stuck`` keeps every rank in a step while it is there, ``wrong`` is an error.
     """
-    model = nn.Linear(4, 2)
+    model = DistributedDataParallel(nn.Linear(4, 2))
     run.register(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
     few = (run.directory / "enough").exists()
     data = TensorDataset(torch.randn(64, 4))

@@ -28,8 +28,9 @@ def block(language: str, begins: str, page: Path = README) -> str:
 
 @pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_the_example_of_the_readme_runs_as_it_is_written(tmp_path: Path, ranks: int) -> None:
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "train.py").write_text(block("python", "# mine/train.py"))
+    (tmp_path / "my_project").mkdir()
+    program = block("python", "# my_project/train.py")
+    (tmp_path / "my_project" / "train.py").write_text(program)
     job = block("yaml", "# train.yaml").replace("max_steps: 20000", "max_steps: 30")
     (tmp_path / "train.yaml").write_text(job)
     done = subprocess.run(

@@ -165,7 +165,7 @@ class CheckpointWriter:
         began, started = self._clock(), time.monotonic()
         captured, agreed = self._agree(state, name, permit, fallback=fallback)
         name = CheckpointName.parse(agreed["name"])
-        stage = Path(agreed["stage"])
+        stage = self._store.folder(fallback=bool(agreed["fallback"])) / agreed["stage"]
         try:
             plan = (
                 self._planner.plan

@@ -46,7 +46,8 @@ def open_stage(
     stage = _stage(store, name, partial(permit, size), fallback=fallback)
     return {
         "name": str(name),
-        "stage": str(stage),
+        "stage": stage.name,
+        "fallback": stage.parent == store.fallback,
         "disagreeing": list[Json](disagreeing),
         "plan": plan,
     }
