@@ -188,7 +188,8 @@ class SkipTracker:
                 self._skipped(record, readings, finite=finite)
                 if not finite:
                     continue  # it says nothing about which losses and norms are usual
-            self._watch(record.step, together(readings))
+            one = readings[0] if len(readings) == 1 else together(readings)
+            self._watch(record.step, one)
 
     def _watch(self, step: int, reading: Reading) -> None:
         if self._spike_monitor is not None:

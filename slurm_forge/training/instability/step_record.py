@@ -60,8 +60,6 @@ def together(readings: Sequence[Reading]) -> Reading:
 
     That of the first: a step of two losses may lack the second one now and then.
     """
-    if len(readings) == 1:
-        return readings[0]
     applied = all(reading.applied for reading in readings)
     finite = all(reading.finite for reading in readings)
     return Reading(applied, finite, math.nan, readings[0].loss)

@@ -64,7 +64,8 @@ class StepTurns:
                 for batch in loop:
                     self._take(batch)
                     yield batch
-                    self._custom_loop.settle()
+                    if self._lifecycle.open is not None:
+                        self._custom_loop.settle()
                     self._take(None)
             finally:
                 self._take(None)
