@@ -16,7 +16,7 @@ from torch.utils.data import TensorDataset
 import slurm_forge as forge
 from slurm_forge.cli.observe.run_reading import gather
 from slurm_forge.journal import RunState, RunStatus, read_journal
-from slurm_forge.journal.events import CheckpointFailed, Note
+from slurm_forge.journal.events import CheckpointFailed, CheckpointsPruned, Note
 from slurm_forge.launch.submit.submission import run_state
 from slurm_forge.run_directory import RunDirectory
 from slurm_forge.spec.run_file import read_run_file
@@ -88,7 +88,7 @@ def test_what_the_run_directory_has_no_room_for_goes_to_the_fallback(
     tmp_path: Path, entry: str, failed: list[int]
 ) -> None:
     other = tmp_path / "other"
-    run = trained(tmp_path, entry, "3m", f"{{every_steps: 2, fallback: {other}}}")
+    run = trained(tmp_path, entry, "3m", f"{{every_steps: 2, keep_last: 9, fallback: {other}}}")
     saved = [2, 4, 6]
     assert commits(run_state(run)) == [step for step in saved if step not in failed]
     (folder,) = other.iterdir()
@@ -99,6 +99,7 @@ def test_what_the_run_directory_has_no_room_for_goes_to_the_fallback(
     records, _ = read_journal(run)
     notes = [record.event.text for record in records if isinstance(record.event, Note)]
     assert [text for text in notes if str(folder) in text] != []
+    assert not [each for each in records if isinstance(each.event, CheckpointsPruned)]
     assert gather(run).on_disk == frozenset(store.candidates()), "status would miss them"
 
 

@@ -96,10 +96,13 @@ class Retention:
             free = free_space(directory)
             return shortage(free, size=size, files=files, use_spare=use_spare)
 
-        if self._most is not None and len(self._store.candidates()) >= self._most:
+        # What the job asks to keep is deleted for room only where no other place is left.
+        is_last_place = self._store.fallback in (None, directory)
+        most = self._most if is_last_place else None
+        if most is not None and len(self._store.candidates()) >= most:
             self.make_room(_FULL)
         short = lacking()
-        if short is not None:
+        if short is not None and is_last_place:
             self.make_room(str(short.message))
             short = lacking()
         if short is not None:
