@@ -369,6 +369,12 @@ class Saver:
             time=time.time(),
             epoch=epoch,
         )
+        names = [each for each in end.disagreeing if each.startswith("objects/")]
+        if names:
+            self.catalog.say_once(
+                f"ranks differ in {', '.join(names)}: the checkpoint keeps what rank 0 has, and a "
+                "resume gives that to all ranks"
+            )
         # What is not finite makes ranks differ, too, and has a cure: it is the incident then.
         if end.mismatch is not None and not any(map(about_state, end.findings)):
             self.catalog.ranks_differ(end.mismatch, once=self._tolerant)

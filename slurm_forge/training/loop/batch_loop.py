@@ -193,6 +193,8 @@ class BatchLoop:
         self._batch_source: BatchIterator | None = None
         self._learning: LearnedMicroBatch | None = None
         self._begun_at = self._loops = 0
+        #: What the program has given to run.batches.
+        self._sources: list[Any] = []
         self._cuttable = True
 
     def batches(self, request: BatchesRequest) -> Iterator[Batch]:
@@ -204,6 +206,13 @@ class BatchLoop:
             exact=self._context.spec.exact,
             registered=parts.registry.others.values(),
         )
+        if not request.data.indexed and any(each is request.data.data for each in self._sources):
+            raise UsageError(
+                f"{request.data.name} is given to run.batches() a second time: two loops can't "
+                "keep one position",
+                next_step="Use one loop, or give the second one a source of its own.",
+            )
+        self._sources.append(request.data.data)
         return self._batches(request, request.sizes(parts.data_state.layout.data_ranks))
 
     def _batches(self, request: BatchesRequest, sizes: StepSizes) -> Iterator[Batch]:

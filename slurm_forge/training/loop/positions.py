@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from slurm_forge.errors import UnsupportedError
+from slurm_forge.training.core.rng import preserved
 from slurm_forge.training.core.run_state import (
     Registry,
     TrainingProgress,
@@ -22,6 +23,7 @@ from slurm_forge.training.core.run_state import (
 
 #: Tensors above it are no position in anything: compared by what counts their changes.
 _LARGEST = 1 << 14
+_NOTHING = object()
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,8 +80,9 @@ class Positions:
 
     def require_untouched(self) -> None:
         """``UnsupportedError`` where an iterator has moved before the checkpoint is loaded."""
-        for name, kept in self._registered.items():
-            if not _same(kept, _kept(self._registry.others[name])):
+        for name, item in self._registry.others.items():
+            kept = self._registered.get(name, _NOTHING)
+            if _is_begun(item) or (kept is not _NOTHING and not _same(kept, _kept(item))):
                 raise UnsupportedError(
                     f"{name!r} was iterated over before the checkpoint is loaded: after a resume "
                     "the batch that was fetched would take another one's place",
@@ -94,7 +97,8 @@ class Positions:
         if not wanted or step == self._kept_at:
             return
         self._kept_at = -1
-        with contextlib.suppress(Exception):  # the program's: a save tells what is wrong
+        # Asking a loader for its state may make its iterator, which draws a number.
+        with contextlib.suppress(Exception), preserved():  # the program's: a save tells
             self._kept = {name: _kept(item) for name, item in self._objects.items()}
             self._kept_at = step
 
@@ -120,6 +124,12 @@ class Positions:
         return {
             name: item for name, item in self._registry.others.items() if id(item) not in scheduled
         }
+
+
+def _is_begun(item: Any) -> bool:
+    """Whether a StatefulDataLoader of torchdata has an iterator that the program asked for."""
+    asked_for_state = getattr(item, "_initial_iter_for_state_dict", None)
+    return asked_for_state is False and getattr(item, "_iterator", None) is not None
 
 
 def _kept(item: Any) -> Any:

@@ -31,7 +31,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 import slurm_forge as forge
 from slurm_forge.control.messages.hub import RequestKind
-from slurm_forge.errors import MismatchError, UsageError
+from slurm_forge.errors import MismatchError, UnsupportedError, UsageError
 from slurm_forge.journal import events as ev
 from slurm_forge.journal import read_journal
 from slurm_forge.report.explain.changes import what_changed
@@ -604,6 +604,23 @@ def test_a_source_that_is_registered_too_is_refused(lab):
     run.register(data=source)
     with pytest.raises(UsageError, match=r"registered and given to run\.batches"):
         run.batches(source, until=forge.Steps(3))
+
+
+def test_a_source_with_a_position_serves_one_loop(lab):
+    run, _ = lab().start()
+    source = Counting(batch=4)
+    run.batches(source, until=forge.Steps(3))
+    with pytest.raises(UsageError, match=r"a second time"):
+        run.batches(source, until=forge.Steps(5))
+
+
+def test_a_loader_that_was_iterated_before_the_restore_is_refused(lab):
+    run, _ = lab().start()
+    model, data = torch.nn.Linear(1, 1), loader()
+    run.register(model=model, data=data)
+    next(iter(data))
+    with pytest.raises(UnsupportedError, match="'data' was iterated over before"):
+        run.restore()
 
 
 def test_a_stateless_stream_begins_anew_where_the_job_allows_it_and_that_is_told(lab):
