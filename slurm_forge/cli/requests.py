@@ -119,6 +119,10 @@ def requeue(
     changes = ResourceChanges(mem=mem, time=time, exclude=exclude, partition=partition)
     file = read_run_file(directory.spec_file)
     job = run_state(directory).job
+    if code is not None and job and not job[0].isdigit():
+        _take_new_code(directory, file, code)
+        typer.echo(f"to continue: slurm-forge run {reference(directory)}")
+        return
     if job and not job[0].isdigit() and not directory.is_done():
         raise RunDirectoryError(
             f"{directory.name} was started on this machine, not by Slurm ({job})",
@@ -150,6 +154,12 @@ def _take_new_code(run: RunDirectory, file: RunFile, code: str) -> RunFile:
 
     if code != "new":
         raise typer.BadParameter('the only choice is "new"', param_hint="--code")
+    if run.is_done():
+        raise RunDirectoryError(
+            f"{run.name} is finished: no code of it runs any more",
+            next_step=f"Begin a new run at its checkpoint with the present code: slurm-forge fork "
+            f"{run.name} --name NEW --code new",
+        )
     if not run_state(run).status.is_at_rest:
         raise RunDirectoryError(
             f"{run.name} is not at rest: its job would start with the one code or the other",

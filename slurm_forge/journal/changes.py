@@ -34,7 +34,8 @@ class Forked:
     ``parent`` is the path of that run, ``digest`` the SHA-256 of the manifest of its
     ``checkpoint``; ``base`` is the name of the copy in this run.  ``fresh`` names what is not taken
     over: ``optimizer``, ``data``, ``rng``.  ``global_batch`` is the batch size of the parent, where
-    it is known, and ``plan`` the part of its recovery plan that stays in force.
+    it is known, and ``plan`` the part of its recovery plan that stays in force.  ``local``: the
+    parent was trained without Slurm.
     """
 
     parent: str
@@ -46,6 +47,7 @@ class Forked:
     fresh: tuple[str, ...] = ()
     global_batch: int | None = None
     plan: RecoveryPlan = field(default_factory=RecoveryPlan)
+    local: bool = False
     kind: Literal["forked"] = "forked"
 
 

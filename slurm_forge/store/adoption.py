@@ -102,7 +102,13 @@ def _state(manifest: Manifest, fresh: Sequence[str]) -> Mapping[str, Json]:
     """What is to be loaded: without what begins anew, which may be built of other parts then."""
     if not fresh:
         return manifest.state
-    state: dict[str, Json] = {**manifest.state, FRESH: list[Json](fresh)}
+    # Of a fork's own beginning, where nothing was trained since: it begins those parts anew, too.
+    before = manifest.state.get(FRESH)
+    known = before if isinstance(before, list) else []
+    state: dict[str, Json] = {
+        **manifest.state,
+        FRESH: [each for each in PARTS if each in fresh or each in known],
+    }
     objects = state.get("objects")
     if "optimizer" in fresh and isinstance(objects, dict):
         bound = _bound_to_optimizers(manifest.about)

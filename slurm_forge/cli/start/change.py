@@ -169,6 +169,7 @@ def _change(
     from slurm_forge.launch.requeue.change import (
         change_run,
         global_batch_of,
+        is_of_this_machine,
         refuse_foreign_script,
         refuse_kept_script,
     )
@@ -208,7 +209,7 @@ def _change(
     follows = consequences(
         file.job, new, changes, step=state.committed_step, finished=run.is_done()
     )
-    is_local = bool(state.job) and not state.job[:1].isdigit()
+    is_local = is_of_this_machine(records)
     slurm = None if is_local else SubprocessSlurm.of_this_process()
     now, notes = file, doubts
     if not dry_run:

@@ -18,6 +18,12 @@ if TYPE_CHECKING:
     from slurm_forge.store.identity import CheckpointName
 
 
+_SCHEDULE_STAYS = (
+    "then: schedules of the learning rate go on from where they are, while steps are counted from "
+    "0; to begin them anew, too: --fresh optimizer,data"
+)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForkResult:
     """What ``fork`` prints with ``--json``; ``job`` is empty where nothing was submitted."""
@@ -60,6 +66,14 @@ def fork(
             "(the first sample, steps counted from 0), rng.",
         ),
     ] = "",
+    code: Annotated[
+        str | None,
+        typer.Option(
+            "--code",
+            metavar="new",
+            help="new: the code as it is now, not the snapshot.",
+        ),
+    ] = None,
     global_batch: Annotated[
         int | None,
         typer.Option(
@@ -94,7 +108,11 @@ def fork(
     from slurm_forge.cli.run_of_job import meant
     from slurm_forge.cli.start.change import bring_back_changed
     from slurm_forge.journal import read_journal
-    from slurm_forge.launch.requeue.change import global_batch_of, refuse_foreign_script
+    from slurm_forge.launch.requeue.change import (
+        global_batch_of,
+        is_of_this_machine,
+        refuse_foreign_script,
+    )
     from slurm_forge.launch.submit.fork import ForkRequest, fork_run
     from slurm_forge.recovery.job_changes import job_changes, refuse_other_kind
     from slurm_forge.report.submission.change_text import change_lines
@@ -105,12 +123,13 @@ def fork(
     parent = meant(run, runs)
     opened = open_run(str(parent.path), None)
     file, state = opened.file, opened.state
+    records, _ = read_journal(parent, skip_superseded=True)
     refuse_foreign_script(parent, file.job)
     parts = _parts(fresh)
     layered = with_settings(file.job, settings or (), name)
     refuse_other_kind(file.job, layered.job)
     checkpoint = _chosen(opened, from_)
-    batch = global_batch_of(read_journal(parent, skip_superseded=True)[0])
+    batch = global_batch_of(records)
     changes = tuple(
         each
         for each in job_changes(
@@ -122,16 +141,24 @@ def fork(
         check_entry(layered.job.entry, file.folder, parent.spec_file, list(layered.job.args))
     chosen = site_places().load(site or file.site_file or file.site).site
     _refuse(layered, parent, chosen)
+    is_local = is_of_this_machine(records)
     request = ForkRequest(
-        checkpoint=checkpoint, job=layered.job, changes=changes, fresh=parts, global_batch=batch
+        checkpoint=checkpoint,
+        job=layered.job,
+        changes=changes,
+        fresh=parts,
+        global_batch=batch,
+        new_code=_wants_new_code(code),
+        local=is_local,
     )
     child, now = fork_run(parent, file, state, request, runs=parent.path.parent)
-    is_local = bool(state.job) and not state.job[:1].isdigit()
     if not json:
         left = f", fresh: {', '.join(parts)}" if parts else ""
         typer.echo(f"{child.name}: begins at step {checkpoint.step} of {parent.name}{left}")
-        for line in change_lines(changes):
+        for line in change_lines(now.revisions[-1].changes):
             typer.echo(line)
+        if "data" in parts and "optimizer" not in parts:
+            typer.echo(_SCHEDULE_STAYS)
     job = text = ""
     if submit and not is_local:
         job, text = bring_back_changed(child, now, chosen, SubprocessSlurm.of_this_process())
@@ -145,7 +172,7 @@ def fork(
             checkpoint=str(checkpoint),
             step=checkpoint.step,
             fresh=parts,
-            changes=changes,
+            changes=now.revisions[-1].changes,
             job=job,
         )
         typer.echo(to_json(result))
@@ -154,6 +181,12 @@ def fork(
     else:
         verb = "run" if is_local else "requeue"
         typer.echo(f"to start it: slurm-forge {verb} {reference(child)}")
+
+
+def _wants_new_code(code: str | None) -> bool:
+    if code not in (None, "new"):
+        raise typer.BadParameter('the only choice is "new"', param_hint="--code")
+    return code is not None
 
 
 def _parts(text: str) -> tuple[str, ...]:

@@ -52,6 +52,7 @@ from slurm_forge.launch.render.rank_environment import (
     with_suspects,
 )
 from slurm_forge.launch.render.save_times import remember_saves
+from slurm_forge.launch.requeue.change import report_revisions
 from slurm_forge.recovery import LaunchFacts, classify, decide
 from slurm_forge.recovery.incident.classify import is_unexplained
 from slurm_forge.recovery.monitor.preflight_verdict import thoroughness
@@ -393,6 +394,8 @@ def begin(
             next_step="Start it with slurm-forge submit or slurm-forge run; or name another run: "
             "slurm-forge exec --name OTHER -- …",
         )
+    with contextlib.suppress(OSError):
+        report_revisions(run, file, records)
     claim = claim_attempt(
         run,
         job=job,

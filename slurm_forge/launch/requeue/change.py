@@ -61,6 +61,14 @@ def global_batch_of(records: Iterable[Record]) -> int | None:
     return known
 
 
+def is_of_this_machine(records: Sequence[Record]) -> bool:
+    """Whether the run goes on without Slurm; of a fork that has not started, as its parent did."""
+    job = fold(records).job
+    if job:
+        return not job[0].isdigit()
+    return any(isinstance(each.event, Forked) and each.event.local for each in records)
+
+
 def refuse_foreign_script(run: RunDirectory, job: JobSpec) -> None:
     """``ConfigError`` for a run whose job is described elsewhere than in its ``run.yaml``."""
     if own_script(run).is_file() or (job.entry is None and not job_script(run).is_file()):
@@ -113,14 +121,13 @@ def change_run(
         records, _ = read_journal(run, skip_superseded=True, refresh=True)
         state = fold(records)
         events = [each.event for each in records if isinstance(each.event, JobChanged)]
-        # The journal of a fork begins with its own revision: earlier ones are its parent's.
-        newest = max((each.revision for each in events), default=0)
-        missing = [each for each in file.revisions if each.number > newest]
+        missing = _unreported(records, file)
         reopened = state.status is not RunStatus.FINISHED and any(each.reopened for each in events)
         if not changes and not missing and not (run.is_done() and reopened):
             raise ConfigError(
                 f"{run.name} has these values already",
-                next_step=f"To continue it as it is: slurm-forge requeue {run.name}",
+                next_step="To continue it as it is: slurm-forge "
+                f"{'requeue' if slurm is not None else 'run'} {run.name}",
             )
         notes = () if slurm is None else _set_aside(run, state, file, new, site, slurm)
         for each in missing:
@@ -131,6 +138,24 @@ def change_run(
         if run.is_done():
             run.reopen()
         return Changed(file, notes)
+
+
+def report_revisions(run: RunDirectory, file: RunFile, records: Sequence[Record]) -> None:
+    """Write down the revisions of ``run.yaml`` that the journal lacks.
+
+    A change that was cut off between the two takes effect at the next start all the same.
+    """
+    missing = _unreported(records, file)
+    state = fold(records) if missing else RunState()
+    for each in missing:
+        _tell(run, state, each)
+
+
+def _unreported(records: Sequence[Record], file: RunFile) -> list[Revision]:
+    # The journal of a fork begins with its own revision: earlier ones are its parent's.
+    events = (each.event for each in records if isinstance(each.event, JobChanged))
+    newest = max((each.revision for each in events), default=0)
+    return [each for each in file.revisions if each.number > newest]
 
 
 def _replaced(

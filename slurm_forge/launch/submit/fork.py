@@ -24,7 +24,7 @@ from slurm_forge.journal.events import (
     Note,
 )
 from slurm_forge.journal.file import NO_LAUNCH
-from slurm_forge.launch.submit.code_version import choose_code
+from slurm_forge.launch.submit.code_version import CodeChoice, choose_code
 from slurm_forge.launch.submit.submission import note
 from slurm_forge.person import person
 from slurm_forge.run_directory import RunDirectory
@@ -44,7 +44,9 @@ _READ_BACK = "every block was read back when the run was forked"
 class ForkRequest:
     """What to begin at, what of it is left behind (``fresh``), and the job of the new run.
 
-    ``global_batch`` is the batch size of the other run, where it is known.
+    ``global_batch`` is the batch size of the other run, where it is known.  ``new_code``: the new
+    run is made of the code as it is now, not of the snapshot that the other one has.  ``local``:
+    the new run is to be started on this machine, as the other one was.
     """
 
     checkpoint: CheckpointName
@@ -52,6 +54,8 @@ class ForkRequest:
     changes: tuple[JobChange, ...] = ()
     fresh: tuple[str, ...] = ()
     global_batch: int | None = None
+    new_code: bool = False
+    local: bool = False
 
 
 def fork_run(
@@ -71,9 +75,12 @@ def fork_run(
     make_private_directory(child.path.parent)
     made = RunDirectory.at(child.path.parent / f".fork-{child.name}-{secrets.token_hex(4)}")
     number = max((each.number for each in file.revisions), default=0) + 1
-    revision = Revision(number=number, verb=FORKED, user=person(), changes=request.changes)
-    # The code as it is now, as for any new run; of one on this machine, the work tree's.
-    code = choose_code(request.job, child, file.folder, queued=file.code is not None)
+    code = _code(child, file, request)
+    changes = request.changes
+    if file.code is not None and code.version != file.code:
+        new = code.version or f"the files in {file.submitted_from}"
+        changes = (*changes, JobChange(key="code", old=f"{file.code}", new=f"{new}"))
+    revision = Revision(number=number, verb=FORKED, user=person(), changes=changes)
     now = file.model_copy(
         update={
             "job": request.job,
@@ -102,6 +109,14 @@ def fork_run(
     return child, now
 
 
+def _code(child: RunDirectory, file: RunFile, request: ForkRequest) -> CodeChoice:
+    same = file.code is not None and request.job.code == file.job.code
+    if same and not request.new_code:
+        return CodeChoice(file.code)  # with nothing changed it computes what the other run would
+    queued = file.code is not None
+    return choose_code(request.job, child, file.folder, queued=queued, before=file.code)
+
+
 def _write_history(
     made: RunDirectory,
     parent: RunDirectory,
@@ -125,6 +140,7 @@ def _write_history(
                 fresh=request.fresh,
                 global_batch=request.global_batch,
                 plan=_inherited(state.plan, request.fresh),
+                local=request.local,
             )
         )
         journal.write(

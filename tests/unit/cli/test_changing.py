@@ -229,6 +229,24 @@ def test_whatever_is_cut_off_is_completed_by_the_same_command(
     assert status(finished) is RunStatus.SUBMITTED
 
 
+def test_the_next_start_tells_of_a_change_that_was_cut_off(
+    shell: Shell, held: Scribe, slurm: PretendSlurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def gone(*_: object, **__: object) -> None:
+        raise CutOff
+
+    with monkeypatch.context() as patched:
+        patched.setattr(changing, "_tell", gone)
+        with pytest.raises(CutOff):
+            shell("change", "tiny-gpt", "--set", "args.lr=0.2")
+    assert not told(held)
+    for _ in range(2):  # and only once
+        records, _ = read_journal(held.run)
+        changing.report_revisions(held.run, file_of(held), records)
+        assert [str(c) for each in told(held) for c in each.changes] == ["args.lr 0.1 → 0.2"]
+    assert "args.lr 0.1 → 0.2" in shell("explain", "tiny-gpt").stdout
+
+
 def test_the_same_values_change_nothing(
     shell: Shell, finished: Scribe, slurm: PretendSlurm
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 
 import pytest
 
@@ -189,3 +190,51 @@ def test_without_a_metric_there_is_no_best_one(shell: Shell, slurm: PretendSlurm
     result = shell("fork", "tiny-gpt", "--name", "child", "--from", "best")
     assert result.exit_code == 2
     assert "checkpoint.keep_best" in result.stderr
+
+
+def test_a_fork_of_a_run_of_this_machine_is_one_of_this_machine(
+    shell: Shell, made: Checkpoints, slurm: PretendSlurm
+) -> None:
+    made.scribe.begin(job="local-77", via="submitit local")
+    made.scribe.end("hold")
+    result = shell("fork", "tiny-gpt", "--name", "child")
+    assert "to start it: slurm-forge run child" in result.stdout, result.stderr
+    result = shell("change", "child", "--set", "args.lr=0.3")
+    assert "to continue: slurm-forge run child" in result.stdout, result.stderr
+    result = shell("fork", "child", "--name", "grandchild")
+    assert "to start it: slurm-forge run grandchild" in result.stdout, result.stderr
+    result = shell("change", "child", "--set", "args.lr=0.3")
+    assert "slurm-forge run child" in result.stderr
+    assert not slurm.submitted
+
+
+def test_the_schedule_of_a_fork_with_fresh_data_is_told(
+    shell: Shell, made: Checkpoints, slurm: PretendSlurm
+) -> None:
+    for parts, is_told in (("data", True), ("data,optimizer", False), ("rng", False)):
+        words = ["fork", "tiny-gpt", "--name", f"child-{parts[-3:]}", "--fresh", parts]
+        assert ("schedules of the learning rate" in shell(*words).stdout) is is_told
+
+
+def test_a_fork_keeps_the_snapshot_of_its_parent_unless_the_present_code_is_wanted(
+    shell: Shell, made: Checkpoints, slurm: PretendSlurm
+) -> None:
+    git = ["git", "-C", str(shell.folder), "-c", "user.name=a", "-c", "user.email=a@b"]
+    subprocess.run([*git, "init", "-q"], check=True)
+    subprocess.run([*git, "add", "tiny.py"], check=True)
+    subprocess.run([*git, "commit", "-qm", "one"], check=True)
+    assert shell("requeue", "tiny-gpt", "--code", "new").exit_code == 0
+    made.hold()
+    before = read_run_file(made.run.spec_file).code
+    assert before is not None
+    with (shell.folder / "tiny.py").open("a") as file:
+        file.write("\nOTHER = 1\n")
+    shell("fork", "tiny-gpt", "--name", "same")
+    assert read_run_file(child_of(made, "same").spec_file).code == before
+    told = shell("fork", "tiny-gpt", "--name", "other", "--code", "new").stdout
+    code = read_run_file(child_of(made, "other").spec_file).code
+    assert code is not None
+    assert code != before
+    assert f"{before} → {code}" in told
+    assert f"{before} → {code}" in shell("explain", "other").stdout
+    assert str(before) + " →" not in shell("explain", "same").stdout

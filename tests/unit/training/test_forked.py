@@ -225,6 +225,18 @@ def test_fresh_random_numbers_are_told(lab) -> None:
     assert not resumed.exact
 
 
+def test_a_fork_at_the_beginning_of_a_fork_takes_over_what_that_one_did(lab) -> None:
+    made, _ = trained(lab)
+    first = forked(made, "first", fresh=("data",))
+    second, program = forked(first, "second", step=0, fresh=("rng",)), Program("cosine")
+    go_on(second, program)
+    control = Program("cosine")
+    go_on(first, control)
+    assert program.samples == control.samples
+    (forking,) = second.events(ev.Forked)
+    assert forking.fresh == ("rng",)
+
+
 def test_a_stop_leaves_a_whole_checkpoint_of_a_fork_without_optimizer(lab) -> None:
     made, _ = trained(lab)
     child = forked(made, fresh=("optimizer",))
