@@ -185,7 +185,9 @@ def test_a_lost_node_costs_a_relaunch_on_the_spare_one(
     assert attempt.job == watched.job
     assert slurm.job(watched.job).restarts == 0, "it went back to the queue"
     (incident,) = [each for _, each in attempt.incidents]
-    assert (incident.cause, incident.hosts) == (Cause.NODE_FAIL, (first[1],))
+    # On a busy machine the relaunch may come before the controller notices that the node is down.
+    assert incident.cause in (Cause.NODE_FAIL, Cause.CRASH)
+    assert incident.hosts == (first[1],)
     assert [each.action for _, each in attempt.decisions] == [Action.RELAUNCH]
     (spare,) = set(slurm.nodes) - set(first)
     assert launches(watched) == [first, (first[0], spare, first[2])]
