@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from slurm_forge.cli.completion import (
-    run_names,
     site_names,
 )
+from slurm_forge.cli.options import AsJson, RunOrJob, Runs
 
 if TYPE_CHECKING:
     from slurm_forge.launch.requeue.reconcile import ReconcileResult
@@ -20,23 +19,6 @@ if TYPE_CHECKING:
 
 #: Changed files that are named.
 _SHOWN_FILES = 10
-
-RunName = Annotated[
-    str,
-    typer.Argument(
-        metavar="RUN",
-        help="Name of a run, the path of its folder, or the id of one of its jobs.",
-        autocompletion=run_names,
-    ),
-]
-Runs = Annotated[
-    Path | None,
-    typer.Option(
-        "--runs", metavar="DIR", help="Folder of runs (default: SLURM_FORGE_RUNS, ./runs)."
-    ),
-]
-
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON with stable keys.")]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +36,7 @@ class Answer:
 
 
 def requeue(
-    run: RunName,
+    run: RunOrJob,
     site: Annotated[
         str | None,
         typer.Option(
@@ -183,7 +165,7 @@ def _take_new_code(run: RunDirectory, file: RunFile, code: str) -> RunFile:
     return renewed
 
 
-def reconcile(run: RunName, runs: Runs = None, json: AsJson = False) -> None:
+def reconcile(run: RunOrJob, runs: Runs = None, json: AsJson = False) -> None:
     """Retry a requeue that Slurm did not confirm.
 
     \b
@@ -220,7 +202,7 @@ def _answer(run: RunDirectory, brought: ReconcileResult, more: str, *, as_json: 
     )
 
 
-def stop(run: RunName, runs: Runs = None) -> None:
+def stop(run: RunOrJob, runs: Runs = None) -> None:
     """Ask a run to save and stop, until it is requeued.
 
     The job of a waiting run stays in the queue: when its turn comes it ends at once without
@@ -275,7 +257,7 @@ def _job_in_queue(run: RunDirectory) -> str:
     return job if waits else ""
 
 
-def save(run: RunName, runs: Runs = None) -> None:
+def save(run: RunOrJob, runs: Runs = None) -> None:
     """Ask a run for a checkpoint now; it continues.
 
     \b

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from slurm_forge.cli.completion import run_names, setting_keys, site_names
+from slurm_forge.cli.completion import setting_keys
+from slurm_forge.cli.options import AsJson, GlobalBatch, RunOrJob, Runs, SubmittedSite
 
 if TYPE_CHECKING:
     from slurm_forge.run_directory import RunDirectory
@@ -17,29 +18,6 @@ if TYPE_CHECKING:
     from slurm_forge.slurm.client import Slurm
     from slurm_forge.spec.run_file import RunFile
 
-RunName = Annotated[
-    str,
-    typer.Argument(
-        metavar="RUN",
-        help="Name of a run, the path of its folder, or the id of one of its jobs.",
-        autocompletion=run_names,
-    ),
-]
-SiteName = Annotated[
-    str | None,
-    typer.Option(
-        "--site",
-        metavar="NAME|FILE",
-        help="Site (default: the one it was submitted with).",
-        autocompletion=site_names,
-    ),
-]
-Runs = Annotated[
-    Path | None,
-    typer.Option(
-        "--runs", metavar="DIR", help="Folder of runs (default: SLURM_FORGE_RUNS, ./runs)."
-    ),
-]
 DryRun = Annotated[
     bool,
     typer.Option("--dry-run", help="Print what would change and what follows."),
@@ -48,7 +26,6 @@ Submit = Annotated[
     bool,
     typer.Option("--submit/--no-submit", help="Submit the run afterwards, or leave it at rest."),
 ]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON with stable keys.")]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +45,7 @@ class ChangeResult:
 
 
 def extend(
-    run: RunName,
+    run: RunOrJob,
     settings: Annotated[
         list[str],
         typer.Option(
@@ -78,11 +55,11 @@ def extend(
             autocompletion=setting_keys,
         ),
     ],
-    site: SiteName = None,
+    site: SubmittedSite = None,
     runs: Runs = None,
     dry_run: DryRun = False,
     submit: Submit = True,
-    json: Json = False,
+    json: AsJson = False,
 ) -> None:
     """Train a run further than its job file says, also a finished one.
 
@@ -98,7 +75,7 @@ def extend(
 
 
 def change(
-    run: RunName,
+    run: RunOrJob,
     settings: Annotated[
         list[str] | None,
         typer.Option(
@@ -108,20 +85,12 @@ def change(
             autocompletion=setting_keys,
         ),
     ] = None,
-    global_batch: Annotated[
-        int | None,
-        typer.Option(
-            "--global-batch",
-            min=1,
-            metavar="N",
-            help="Batch size that run.batches gets from now on, where --set does not show it.",
-        ),
-    ] = None,
-    site: SiteName = None,
+    global_batch: GlobalBatch = None,
+    site: SubmittedSite = None,
     runs: Runs = None,
     dry_run: DryRun = False,
     submit: Submit = True,
-    json: Json = False,
+    json: AsJson = False,
 ) -> None:
     """Change the job of a run that exists: learning rate, batch size, number of nodes, any key.
 
@@ -209,7 +178,7 @@ def _change(
     follows = consequences(
         file.job, new, changes, step=state.committed_step, finished=run.is_done()
     )
-    is_local = is_of_this_machine(records)
+    is_local = is_of_this_machine(state, records)
     slurm = None if is_local else SubprocessSlurm.of_this_process()
     now, notes = file, doubts
     if not dry_run:

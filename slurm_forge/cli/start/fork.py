@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from slurm_forge.cli.completion import setting_keys
-from slurm_forge.cli.start.change import RunName, Runs, SiteName
+from slurm_forge.cli.options import AsJson, GlobalBatch, RunOrJob, Runs, SubmittedSite
 
 if TYPE_CHECKING:
     from slurm_forge.cli.checkpoints.run_checkpoints import Opened
@@ -39,7 +39,7 @@ class ForkResult:
 
 
 def fork(
-    run: RunName,
+    run: RunOrJob,
     name: Annotated[str, typer.Option("--name", metavar="NEW", help="Name of the new run.")],
     from_: Annotated[
         str,
@@ -74,21 +74,13 @@ def fork(
             help="new: the code as it is now, not the snapshot.",
         ),
     ] = None,
-    global_batch: Annotated[
-        int | None,
-        typer.Option(
-            "--global-batch",
-            min=1,
-            metavar="N",
-            help="Batch size that run.batches gets from now on, where --set does not show it.",
-        ),
-    ] = None,
-    site: SiteName = None,
+    global_batch: GlobalBatch = None,
+    site: SubmittedSite = None,
     runs: Runs = None,
     submit: Annotated[
         bool, typer.Option("--submit/--no-submit", help="Submit the new run, or only make it.")
     ] = True,
-    json: Annotated[bool, typer.Option("--json", help="Print JSON with stable keys.")] = False,
+    json: AsJson = False,
 ) -> None:
     """Begin a new run at a checkpoint of another one.
 
@@ -141,7 +133,7 @@ def fork(
         check_entry(layered.job.entry, file.folder, parent.spec_file, list(layered.job.args))
     chosen = site_places().load(site or file.site_file or file.site).site
     _refuse(layered, parent, chosen)
-    is_local = is_of_this_machine(records)
+    is_local = is_of_this_machine(state, records)
     request = ForkRequest(
         checkpoint=checkpoint,
         job=layered.job,

@@ -61,11 +61,10 @@ def global_batch_of(records: Iterable[Record]) -> int | None:
     return known
 
 
-def is_of_this_machine(records: Sequence[Record]) -> bool:
+def is_of_this_machine(state: RunState, records: Sequence[Record]) -> bool:
     """Whether the run goes on without Slurm; of a fork that has not started, as its parent did."""
-    job = fold(records).job
-    if job:
-        return not job[0].isdigit()
+    if state.job:
+        return not state.job[0].isdigit()
     return any(isinstance(each.event, Forked) and each.event.local for each in records)
 
 

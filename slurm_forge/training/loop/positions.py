@@ -23,7 +23,6 @@ from slurm_forge.training.core.run_state import (
 
 #: Tensors above it are no position in anything: compared by what counts their changes.
 _LARGEST = 1 << 14
-_NOTHING = object()
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,8 +80,8 @@ class Positions:
     def require_untouched(self) -> None:
         """``UnsupportedError`` where an iterator has moved before the checkpoint is loaded."""
         for name, item in self._registry.others.items():
-            kept = self._registered.get(name, _NOTHING)
-            if _is_begun(item) or (kept is not _NOTHING and not _same(kept, _kept(item))):
+            kept = self._registered
+            if _is_begun(item) or (name in kept and not _same(kept[name], _kept(item))):
                 raise UnsupportedError(
                     f"{name!r} was iterated over before the checkpoint is loaded: after a resume "
                     "the batch that was fetched would take another one's place",
