@@ -9,6 +9,14 @@ import typer
 
 from slurm_forge.cli.completion import run_names, site_names
 
+RunName = Annotated[
+    str,
+    typer.Argument(
+        metavar="RUN",
+        help="Name of a run, or the path of its folder.",
+        autocompletion=run_names,
+    ),
+]
 RunOrJob = Annotated[
     str,
     typer.Argument(

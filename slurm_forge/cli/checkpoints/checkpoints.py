@@ -12,13 +12,11 @@ import typer
 from slurm_forge.cli.checkpoints import export as exporting
 from slurm_forge.cli.checkpoints import prune as deleting
 from slurm_forge.cli.checkpoints.run_checkpoints import (
-    AsJson,
     Opened,
-    RunName,
-    Runs,
     open_run,
     write_line,
 )
+from slurm_forge.cli.options import AsJson, RunName, Runs
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -13,11 +13,10 @@ from typing import Annotated
 import typer
 
 from slurm_forge.cli.checkpoints.run_checkpoints import (
-    AsJson,
-    Runs,
     open_run,
 )
 from slurm_forge.cli.completion import run_names
+from slurm_forge.cli.options import AsJson, Runs
 from slurm_forge.process import process_words
 
 

@@ -10,13 +10,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from slurm_forge.cli.checkpoints.run_checkpoints import (
-    AsJson,
     Opened,
-    RunName,
-    Runs,
     open_run,
     write_line,
 )
+from slurm_forge.cli.options import AsJson, RunName, Runs
 
 if TYPE_CHECKING:
     from slurm_forge.cli.checkpoints.prune_selection import PrunePlan

@@ -4,11 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
-
-import typer
-
-from slurm_forge.cli.completion import run_names
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from slurm_forge.journal import RunState
@@ -17,22 +13,6 @@ if TYPE_CHECKING:
     from slurm_forge.spec.run_file import RunFile
     from slurm_forge.store.directory import CheckpointStore
     from slurm_forge.store.identity import CheckpointName
-
-RunName = Annotated[
-    str,
-    typer.Argument(
-        metavar="RUN",
-        help="Name of a run, or the path of its folder.",
-        autocompletion=run_names,
-    ),
-]
-Runs = Annotated[
-    Path | None,
-    typer.Option(
-        "--runs", metavar="DIR", help="Folder of runs (default: SLURM_FORGE_RUNS, ./runs)."
-    ),
-]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON with stable keys.")]
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from slurm_forge.cli.completion import site_names
+from slurm_forge.cli.options import AsJson
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -38,7 +39,6 @@ Cluster = Annotated[
     str | None,
     typer.Option("--cluster", metavar="NAME", help="Slurm's ClusterName (default: this cluster)."),
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON with stable keys.")]
 
 
 @app.command("list")

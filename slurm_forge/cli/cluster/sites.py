@@ -13,6 +13,7 @@ from slurm_forge.cli.cluster import (
     sites_detect,
 )
 from slurm_forge.cli.completion import site_names
+from slurm_forge.cli.options import AsJson
 
 if TYPE_CHECKING:
     from slurm_forge.site.loading import LoadedSite, SitePlaces
@@ -26,8 +27,6 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON with stable keys.")]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from slurm_forge.cli.completion import run_names
+from slurm_forge.cli.options import AsJson, RunName, Runs
 
 if TYPE_CHECKING:
     from slurm_forge.report.status.report_facts import RunFacts
@@ -17,22 +18,6 @@ if TYPE_CHECKING:
 
 _LOOK_EVERY_S = 1.0
 _FIGURES_EVERY_S = 30.0
-
-RunName = Annotated[
-    str,
-    typer.Argument(
-        metavar="RUN",
-        help="Name of a run, or the path of its folder.",
-        autocompletion=run_names,
-    ),
-]
-Runs = Annotated[
-    Path | None,
-    typer.Option(
-        "--runs", metavar="DIR", help="Folder of runs (default: SLURM_FORGE_RUNS, ./runs)."
-    ),
-]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON with stable keys.")]
 
 
 def status(
@@ -47,7 +32,7 @@ def status(
     follow: Annotated[
         bool, typer.Option("--follow", "-f", help="Keep running and print what happens.")
     ] = False,
-    json: Json = False,
+    json: AsJson = False,
     runs: Runs = None,
 ) -> None:
     """Where a run stands: one screen, and what to do next.
@@ -94,7 +79,7 @@ def explain(
     attempt: Annotated[
         int | None, typer.Option(min=1, help="Show this attempt in full.", metavar="N")
     ] = None,
-    json: Json = False,
+    json: AsJson = False,
     runs: Runs = None,
 ) -> None:
     """What happened, why, what changed, what it cost.

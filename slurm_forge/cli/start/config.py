@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from slurm_forge.cli.completion import site_names
+from slurm_forge.cli.options import AsJson
 from slurm_forge.cli.start.settings import Settings
 
 if TYPE_CHECKING:
@@ -31,8 +32,6 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON with stable keys.")]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

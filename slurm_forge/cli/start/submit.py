@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from slurm_forge.cli.completion import site_names
+from slurm_forge.cli.options import AsJson
 from slurm_forge.cli.start.injected_faults import Inject
 from slurm_forge.cli.start.settings import Settings
 
@@ -38,7 +39,6 @@ Runs = Annotated[
         help="Folder of runs (default: SLURM_FORGE_RUNS, runs: in your settings, ./runs).",
     ),
 ]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON with stable keys.")]
 
 _NOTHING = "nothing was submitted."
 
@@ -70,7 +70,7 @@ def submit(
     runs: Runs = None,
     inject: Inject = None,
     settings: Settings = None,
-    json: Json = False,
+    json: AsJson = False,
 ) -> None:
     """Check a job, make its run, submit it to Slurm.
 
@@ -186,7 +186,7 @@ def render(
     site: SiteName = None,
     runs: Runs = None,
     settings: Settings = None,
-    json: Json = False,
+    json: AsJson = False,
 ) -> None:
     """Make the run of a job and print its batch script.
 
