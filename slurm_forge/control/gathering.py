@@ -127,42 +127,34 @@ class RankAgreement:
     """What one rank has been asked, and where it is.  Not thread-safe: the member locks around it.
 
     The program calls ``arrive`` in front of a position, waits while ``blocked``, then calls
-    ``go_on``; requests and targets come in between, at any time.
+    ``go_on``; requests and targets come in between, at any time.  While nothing is ``pending``,
+    writing down ``position`` and ``path`` is all that this comes to.
     """
 
     def __init__(self) -> None:
-        self._position = Position(0)
+        #: The last position passed, and the names of the phases since its boundary.
+        self.position = Position(0)
+        self.path = ""
+        #: What is asked for and not done yet, by number.
+        self.pending: dict[int, _Pending] = {}
         self._waiting_at: Position | None = None
         self._entering = False
         self._asked_anew: set[int] = set()
-        self._path = ""
-        self._arrived_at = self._position
-        self._pending: dict[int, _Pending] = {}
         self._acted: set[int] = set()
-
-    @property
-    def position(self) -> Position:
-        """The last position passed."""
-        return self._position
-
-    @property
-    def pending(self) -> bool:
-        """Whether something is asked for that is not done yet."""
-        return bool(self._pending)
 
     @property
     def blocked(self) -> bool:
         """Whether the rank must wait here: a request has no target yet."""
-        return any(pending.target is None for pending in self._pending.values())
+        return any(pending.target is None for pending in self.pending.values())
 
     def on_request(self, request: Request) -> PositionReport | None:
         """A request, for the first time or anew: the answer, None for one of an older round."""
         if request.id not in self._acted:
-            pending = self._pending.get(request.id)
+            pending = self.pending.get(request.id)
             if pending is not None and pending.request.round > request.round:
                 return None
             if pending is None or pending.request.round < request.round:
-                self._pending[request.id] = _Pending(request)
+                self.pending[request.id] = _Pending(request)
         # Asked again after this rank has acted: it says where it is, no more.
         return self._at(request)
 
@@ -171,7 +163,7 @@ class RankAgreement:
 
         One of an older round means nothing any more.
         """
-        pending = self._pending.get(target.id)
+        pending = self.pending.get(target.id)
         if pending is None or pending.request.round != target.round:
             return None
         pending.target = target.position
@@ -179,30 +171,24 @@ class RankAgreement:
 
     def withdrawn(self, number: int) -> None:
         """The request was given up before it ever had a target, on all ranks."""
-        if self._pending.pop(number, None) is not None:
+        if self.pending.pop(number, None) is not None:
             self._acted.add(number)
             self._forget_old()
 
     def arrive(
-        self, position: Position, name: str = "", *, entering: bool = False
+        self, position: Position, path: str = "", *, entering: bool = False
     ) -> list[PositionReport]:
-        """Come to ``position``, in the phase ``name``; what is to be said before waiting.
+        """Come to ``position``, in the last phase of ``path``; what is to be said before waiting.
 
         ``entering`` a phase that a target lies behind asks the others anew, so that a stop need not
         wait for the end of a long evaluation.
         """
-        at, before = position, self._arrived_at
-        if (at.rollbacks, at.step, at.phase) != (before.rollbacks, before.step, before.phase):
-            self._path = f"{self._path}/{name}" if position.phase > 0 else ""
-        self._arrived_at = position
-        if not self._pending:  # the path of every ordinary step
-            self._position = position
-            return []
+        self.path = path
         self._waiting_at, self._entering = position, entering
         self._asked_anew.clear()
-        for pending in self._pending.values():
+        for pending in self.pending.values():
             self._asks_anew(pending)
-        waiting = [pending for pending in self._pending.values() if pending.target is None]
+        waiting = [pending for pending in self.pending.values() if pending.target is None]
         return [self._at(pending.request) for pending in waiting]
 
     def go_on(self) -> tuple[Request, ...]:
@@ -213,15 +199,15 @@ class RankAgreement:
         """
         if self._waiting_at is None:
             return ()
-        self._position, self._waiting_at = self._waiting_at, None
+        self.position, self._waiting_at = self._waiting_at, None
         due = sorted(
             (pending.target, number)
-            for number, pending in self._pending.items()
-            if pending.target is not None and pending.target <= self._position
+            for number, pending in self.pending.items()
+            if pending.target is not None and pending.target <= self.position
         )
         self._acted.update(number for _, number in due)
         self._forget_old()
-        return tuple(self._pending.pop(number).request for _, number in due)
+        return tuple(self.pending.pop(number).request for _, number in due)
 
     def _forget_old(self) -> None:
         """Probes come every minute for months; nobody asks again for what is so long ago."""
@@ -249,11 +235,11 @@ class RankAgreement:
 
     def _at(self, request: Request) -> PositionReport:
         waiting = self._waiting_at is not None
-        position = self._position if self._waiting_at is None else self._waiting_at
+        position = self.position if self._waiting_at is None else self._waiting_at
         return PositionReport(
             id=request.id,
             round=request.round,
             position=position,
-            path=self._path,
+            path=self.path,
             waiting=waiting,
         )

@@ -109,22 +109,25 @@ class Member:
     # -- for the main thread ---------------------------------------------------------------
 
     def advance(
-        self, position: Position, *, entering: bool = False, wait_s: float = 60.0
+        self, position: Position, path: str = "", *, entering: bool = False, wait_s: float = 60.0
     ) -> tuple[Request, ...]:
         """Pass ``position``; the requests that are due there, in one order for all.
 
-        Waits while a request has no target yet.  ``entering`` a phase with a target behind it asks
-        the others anew, so that a stop need not wait for the end of a long evaluation.
+        ``path`` names the phases since the boundary, such as ``/eval/data``.  Waits while a request
+        has no target yet.  ``entering`` a phase with a target behind it asks the others anew, so
+        that a stop need not wait for the end of a long evaluation.
         """
         if self._progress is not None:
             self._progress.advance(position)
         with self._condition:
-            for answer in self._agreement.arrive(position, self._phase, entering=entering):
-                self.send(answer)
-            if not self._agreement.pending:  # every ordinary step
+            agreement = self._agreement
+            if not agreement.pending:  # every ordinary step
+                agreement.position, agreement.path = position, path
                 return ()
+            for answer in agreement.arrive(position, path, entering=entering):
+                self.send(answer)
             deadline = self._clock() + wait_s
-            while self._agreement.blocked:
+            while agreement.blocked:
                 left = deadline - self._clock()
                 if left <= 0 or self._lost:
                     raise ControlChannelError(
@@ -134,7 +137,7 @@ class Member:
                         "checkpoint, or from the start if it has none.",
                     )
                 self._condition.wait(min(left, 1.0))
-            return self._agreement.go_on()
+            return agreement.go_on()
 
     def enter(self, phase: str, *, started: bool = True) -> None:
         """Say what the main thread is doing from now on: with the next heartbeat.
@@ -169,7 +172,7 @@ class Member:
     @property
     def pending(self) -> bool:
         """Whether somebody has asked for something that is not done yet."""
-        return self._agreement.pending
+        return bool(self._agreement.pending)
 
     @property
     def seconds_left(self) -> float | None:

@@ -34,6 +34,8 @@ class StepBoundaries:
         self._step = -1
         self._phase = 0
         self._poll = 0
+        #: The names of the phases since the boundary: two ranks in one phase have the same.
+        self._path = ""
         self._inside: str | None = None
         self._acts_inside = True
         self._doing = "train"
@@ -43,13 +45,13 @@ class StepBoundaries:
     def rewound(self) -> None:
         """Training goes on at an earlier step; its boundary is still to be passed."""
         self.rollbacks += 1
-        self._step, self._phase, self._poll = -1, 0, 0
+        self._begin(-1)
 
     def boundary(self, step: int) -> bool:
         """Pass the boundary after ``step`` steps; False if it was passed already."""
         if step == self._step:
             return False
-        self._step, self._phase, self._poll = step, 0, 0
+        self._begin(step)
         self._enter("train")
         self._due(self._at())
         return True
@@ -67,8 +69,7 @@ class StepBoundaries:
         self._inside, self._acts_inside = name, acts
         try:
             if acts:
-                self._phase += 1
-                self._poll = 0
+                self._begin_phase(name)
                 self._due(self._at(), entering=True)
             yield
             if acts:
@@ -84,8 +85,7 @@ class StepBoundaries:
     @contextmanager
     def data_wait(self) -> Iterator[Callable[[], None]]:
         """Waiting for the next batch; yields what the waiting loop calls now and then."""
-        self._phase += 1
-        self._poll = 0
+        self._begin_phase("data")
         self._enter("data")
         self._due(self._at())
         yield self._data_poll
@@ -110,8 +110,8 @@ class StepBoundaries:
     def leave(self) -> None:
         """The program is through: what is still asked for is answered and no longer acted on."""
         if self._member is not None:
-            self._phase += 1
-            self._member.advance(self._at(), entering=True)
+            self._begin_phase(self._doing)
+            self._member.advance(self._at(), self._path, entering=True)
 
     @contextmanager
     def meanwhile(self, name: str) -> Iterator[None]:
@@ -128,6 +128,12 @@ class StepBoundaries:
         """The phase the program is in, if any."""
         return self._inside
 
+    def _begin(self, step: int) -> None:
+        self._step, self._phase, self._poll, self._path = step, 0, 0, ""
+
+    def _begin_phase(self, name: str) -> None:
+        self._phase, self._poll, self._path = self._phase + 1, 0, f"{self._path}/{name}"
+
     def _enter(self, name: str) -> None:
         self._doing = name
         if self._member is not None:
@@ -139,7 +145,7 @@ class StepBoundaries:
     def _due(self, position: Position, *, entering: bool = False) -> None:
         if self._member is None:
             return
-        for request in self._member.advance(position, entering=entering):
+        for request in self._member.advance(position, self._path, entering=entering):
             if request.kind is RequestKind.STOP and self._inside is not None:
                 raise PhaseStopped
             self._act(request)

@@ -27,7 +27,7 @@ class Pass:
     """Come by a position.  ``polls``: only while something is pending, as a waiting loop does."""
 
     position: Position
-    name: str = ""
+    path: str = ""
     entering: bool = False
     only_if_pending: bool = False
     leaving: bool = False
@@ -57,21 +57,21 @@ def program(rank: int, steps: int, evaluations: dict[int, list[Evaluation]]) -> 
     ops: list[Op] = []
     for step in range(steps):
         ops.append(Pass(Position(step)))
-        phase = 0
+        phase, path = 0, ""
         for number, evaluation in enumerate(evaluations.get(step, [])):
             if evaluation.ranks and rank not in evaluation.ranks:
                 continue
-            phase += 1
-            ops.append(Pass(Position(step, phase), evaluation.name, entering=True))
+            phase, path = phase + 1, f"{path}/{evaluation.name}"
+            ops.append(Pass(Position(step, phase), path, entering=True))
             for poll in range(1, evaluation.polls[rank] + 1):
                 if evaluation.collective:
                     ops.append(Together(f"eval {step}.{number}.{poll}"))
-                ops.append(Pass(Position(step, phase, poll), evaluation.name))
-            ops.append(Pass(Position(step, phase, LAST), evaluation.name))
-        phase += 1
-        ops.append(Pass(Position(step, phase), "data"))
-        ops += [Pass(Position(step, phase, poll), "data", only_if_pending=True) for poll in (1, 2)]
-        ops.append(Pass(Position(step, phase, LAST), "data"))
+                ops.append(Pass(Position(step, phase, poll), path))
+            ops.append(Pass(Position(step, phase, LAST), path))
+        phase, path = phase + 1, f"{path}/data"
+        ops.append(Pass(Position(step, phase), path))
+        ops += [Pass(Position(step, phase, poll), path, only_if_pending=True) for poll in (1, 2)]
+        ops.append(Pass(Position(step, phase, LAST), path))
         ops.append(Together(f"step {step}"))
     ops.append(Pass(Position(steps)))
     ops.append(Pass(Position(steps, 1), entering=True, leaving=True))
@@ -176,7 +176,7 @@ class World:
             return
         if not rank.arrived:
             self.to_hub[rank.number] += rank.agreement.arrive(
-                op.position, op.name, entering=op.entering
+                op.position, op.path, entering=op.entering
             )
             rank.arrived = True
             if rank.agreement.blocked:
@@ -396,7 +396,7 @@ def test_a_target_of_an_older_round_frees_nobody() -> None:
 def test_a_target_that_comes_while_a_rank_is_about_to_enter_is_asked_anew_once() -> None:
     agreement = RankAgreement()
     agreement.on_request(Request(id=1, kind=RequestKind.STOP, reason=""))
-    (waiting,) = agreement.arrive(Position(4, 1), "eval", entering=True)
+    (waiting,) = agreement.arrive(Position(4, 1), "/eval", entering=True)
     assert waiting.round == 0
     anew = agreement.on_target(RequestTarget(id=1, round=0, position=Position(5)))
     assert anew == PositionReport(
@@ -413,7 +413,7 @@ def test_nobody_waits_at_an_evaluation_for_a_probe_that_is_agreed_for_behind_it(
     agreement = RankAgreement()
     agreement.on_request(Request(id=1, kind=RequestKind.PROBE, reason=""))
     agreement.on_target(RequestTarget(id=1, round=0, position=Position(5)))
-    assert agreement.arrive(Position(4, 1), "eval", entering=True) == []
+    assert agreement.arrive(Position(4, 1), "/eval", entering=True) == []
     assert not agreement.blocked
     assert agreement.go_on() == ()
     agreement.arrive(Position(5))
@@ -441,7 +441,7 @@ def test_a_target_inside_the_phase_to_be_entered_stands() -> None:
     agreement = RankAgreement()
     agreement.on_request(Request(id=1, kind=RequestKind.PROBE, reason=""))
     agreement.on_request(Request(id=2, kind=RequestKind.SAVE, reason=""))
-    agreement.arrive(Position(4, 1), "eval", entering=True)
+    agreement.arrive(Position(4, 1), "/eval", entering=True)
     assert agreement.on_target(RequestTarget(id=1, round=0, position=Position(4, 1, 3))) is None
     assert agreement.on_target(RequestTarget(id=2, round=0, position=Position(4, 1, 2))) is None
     assert agreement.go_on() == ()
@@ -453,7 +453,7 @@ def test_what_is_due_at_once_is_done_in_the_order_of_the_targets() -> None:
     for number, poll in ((1, 9), (2, 3), (3, 9)):
         agreement.on_request(Request(id=number, kind=RequestKind.SAVE, reason=""))
         agreement.on_target(RequestTarget(id=number, round=0, position=Position(4, 1, poll)))
-    agreement.arrive(Position(4, 1, LAST), "data")
+    agreement.arrive(Position(4, 1, LAST), "/data")
     assert [request.id for request in agreement.go_on()] == [2, 1, 3]
 
 

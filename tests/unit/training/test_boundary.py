@@ -23,11 +23,15 @@ class Channel:
 
     due: dict[Position, tuple[Request, ...]] = field(default_factory=dict)
     passed: list[tuple[Position, bool]] = field(default_factory=list)
+    paths: list[str] = field(default_factory=list)
     phases: list[str] = field(default_factory=list)
     pending: bool = False
 
-    def advance(self, position: Position, *, entering: bool = False) -> tuple[Request, ...]:
+    def advance(
+        self, position: Position, path: str, *, entering: bool = False
+    ) -> tuple[Request, ...]:
         self.passed.append((position, entering))
+        self.paths.append(path)
         return self.due.get(position, ())
 
     def enter(self, phase: str) -> None:
@@ -79,6 +83,7 @@ def test_a_step_passes_its_boundary_its_data_and_its_phases_in_order():
         (Position(4), False),
     ]
     assert program.channel.phases == ["train", "data", "train", "eval", "train", "train"]
+    assert program.channel.paths == ["", *2 * ["/data"], *4 * ["/data/eval"], ""]
 
 
 def test_a_boundary_is_passed_once_per_step():
