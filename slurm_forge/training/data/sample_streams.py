@@ -11,7 +11,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice, repeat
+from itertools import chain, islice, repeat
 from typing import Any, Protocol
 
 import numpy as np
@@ -31,7 +31,7 @@ from slurm_forge.training.data.loader import StepIds
 from slurm_forge.vocabulary.json_value import Json
 from slurm_forge.vocabulary.plan import SampleWindow
 
-#: Samples of this rank for which the order is computed at once (numpy's cost per call, shared out).
+#: Samples of this rank whose steps are planned at once (numpy's cost per call, shared out).
 _LOOK_AHEAD = 4096
 _MOST_STEPS_AHEAD = 64
 #: What is taken from a sampler at once, because changing the random state costs 0.1 ms.
@@ -94,27 +94,36 @@ class OrderStream:
     ) -> Iterator[PlannedStep]:
         """As ``SampleStream.steps``; a number is the whole position."""
         del position
+        return chain.from_iterable(self._planned(consumed, micro_batch))
+
+    def _planned(self, consumed: int, micro_batch: int) -> Iterator[list[PlannedStep]]:
+        """Many steps at a time: most steps of a run find theirs planned."""
         order, without, layout = self._order, self._without, self._layout
         share, size = order.share(layout.data_ranks), order.global_batch
         sizes = micro_sizes(share, micro_batch)
         ahead = max(1, min(_MOST_STEPS_AHEAD, _LOOK_AHEAD // share))
         kept = without.kept_before(consumed)
         while True:
-            for samples in order.steps(
+            steps = order.steps(
                 without.at(kept),
                 ahead,
                 rank=layout.data_rank,
                 ranks=layout.data_ranks,
                 without=without,
-            ):
-                yield PlannedStep(
-                    ids=split(samples, sizes),
-                    # Where nothing is left out, a step begins where the one before it ended.
-                    first=without.at(kept),
-                    consumed=without.at(kept + size - 1) + 1,
-                    global_size=size,
+            )
+            planned = []
+            for samples in steps:
+                first, kept = kept, kept + size
+                planned.append(
+                    PlannedStep(
+                        ids=split(samples, sizes),
+                        # Where nothing is left out, a step begins where the one before it ended.
+                        first=without.at(first),
+                        consumed=without.at(kept - 1) + 1,
+                        global_size=size,
+                    )
                 )
-                kept += size
+            yield planned
 
 
 class SamplerStream:
