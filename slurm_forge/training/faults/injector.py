@@ -88,6 +88,8 @@ class FaultInjector:
             f for f in everything if f.rank in (None, rank) and f.attempt in (None, attempt)
         )
         self.active = bool(self._faults)
+        #: The first that goes by samples, on whatever rank.
+        self.of_samples = next((f for f in everything if f.samples is not None), None)
         self._rank, self._attempt = rank, attempt
         self._struck = StruckFaults(directory / FOLDER, launch=f"{attempt}.{launch}", rank=rank)
         self._say, self._send, self._sleep = say or _to_stderr, send or _to_myself, sleep

@@ -76,8 +76,12 @@ def assemble(
     member: Member,
     journal: JournalWriter | None,
     act: Callable[[Request], None],
+    on_counted: Callable[[], None],
 ) -> Parts:
-    """Make the parts of one rank.  ``act`` is called with what is due at a boundary."""
+    """Make the parts of one rank.
+
+    ``act`` is called with what is due at a boundary, ``on_counted`` after each step.
+    """
     registry, hooks, progress = Registry(), Hooks(context.rank), TrainingProgress()
     loss_history, active_plan = LossHistory(device), ActivePlan(context.brief.plan)
     layout = ActiveLayout(context.rank, context.world_size)
@@ -155,6 +159,7 @@ def assemble(
         first_steps=first_steps,
         fault_injector=fault_injector,
         step_timer=step_timer,
+        on_counted=on_counted,
     )
     save_schedule = SaveSchedule(
         saver,

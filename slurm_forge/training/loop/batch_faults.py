@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from slurm_forge.errors import UnsupportedError
 from slurm_forge.training.core.loss import Loss
 from slurm_forge.training.data.batches import Batch
 from slurm_forge.training.faults.injector import FaultInjector, first_sample
@@ -16,7 +17,11 @@ from slurm_forge.vocabulary.plan import SampleWindow
 
 
 class BatchFaults:
-    """The faults that strike one batch: also when its step is computed once more."""
+    """The faults that strike one batch: also when its step is computed once more.
+
+    ``UnsupportedError`` for a fault of samples where ``in_stream`` is False: their positions are
+    known to ``run.batches`` only.
+    """
 
     def __init__(
         self,
@@ -26,7 +31,14 @@ class BatchFaults:
         step: int,
         rank: int,
         skipped: Sequence[SampleWindow],
+        in_stream: bool,
     ) -> None:
+        if injector.of_samples is not None and not in_stream:
+            raise UnsupportedError(
+                f"{injector.of_samples} can't be injected: only run.batches() knows the positions "
+                "of samples",
+                next_step="Write a step, such as nan@120, in the job's inject.",
+            )
         self._injector = injector
         self._batch = batch
         self._step = step

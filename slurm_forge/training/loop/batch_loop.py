@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
 
 from slurm_forge.checkpoint.collectives import Ranks
 from slurm_forge.errors import UnsupportedError, UsageError
 from slurm_forge.recovery.fingerprint import sampling_facts
 from slurm_forge.recovery.policy.micro_batch import may_shrink
-from slurm_forge.training.core.duration import (
-    Epochs,
-    Steps,
-)
+from slurm_forge.training.core.duration import Steps
+from slurm_forge.training.core.error_report import in_one_line
 from slurm_forge.training.core.learned_micro_batch import LearnedMicroBatch
+from slurm_forge.training.core.loss import Loss
+from slurm_forge.training.core.oom import Memory, memory_that_ran_out
 from slurm_forge.training.core.process_group import ProcessGroups
 from slurm_forge.training.core.rank_consistency import require_identical
 from slurm_forge.training.core.rank_info import RankContext
@@ -41,136 +40,23 @@ from slurm_forge.training.data.open_source import (
 from slurm_forge.training.data.source_kinds import (
     DataSource,
     SourceKind,
-    data_source,
     epoch_length,
     refuse_source,
 )
-from slurm_forge.training.data.step_sizes import (
-    StepSizes,
-    step_sizes,
-)
+from slurm_forge.training.data.step_sizes import StepSizes
 from slurm_forge.training.loop.assembly import Parts
+from slurm_forge.training.loop.batches_request import BatchesRequest
 from slurm_forge.training.loop.resume import Resumer
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BatchesRequest:
-    """What the program asked of ``run.batches``; ``UsageError`` for what can't be."""
-
-    source: Any
-    until: Steps | Epochs
-    global_batch_size: int | None = None
-    micro_batch_size: int | None = None
-    num_workers: int = 0
-    collate_fn: Callable[[list[Any]], Any] | None = None
-    sampler: Any = None
-    batch_sampler: Any = None
-    accumulate: int = 1
-    sample_ids: Callable[[Any], Any] | None = None
-    mesh: DeviceMesh | None = None
-    data_parallel: Sequence[str] | None = None
-    #: What ``source`` is, and how it is used.
-    data: DataSource = field(init=False)
-
-    def __post_init__(self) -> None:
-        # Numbers of numpy and torch become Python's own, which JSON can hold.
-        put = partial(object.__setattr__, self)
-        put("until", _checked_until(self.until))
-        for name in ("global_batch_size", "micro_batch_size"):
-            if getattr(self, name) is not None:
-                put(name, _count(name, getattr(self, name)))
-        put("num_workers", _count("num_workers", self.num_workers, least=0))
-        put("accumulate", _count("accumulate", self.accumulate))
-        for name, makes in _WHAT_IS_CALLED.items():
-            function = getattr(self, name)
-            if function is not None and not callable(function):
-                raise UsageError(
-                    f"run.batches({name}={function!r}) is not a function",
-                    next_step=f"Give a function that {makes}, or leave it out.",
-                )
-        put(
-            "data",
-            data_source(
-                self.source,
-                num_workers=self.num_workers,
-                collate_fn=self.collate_fn,
-                sampler=self.sampler,
-                batch_sampler=self.batch_sampler,
-            ),
-        )
-        if self.sample_ids is not None and self.data.indexed:
-            raise UsageError(
-                "run.batches(sample_ids=…): the samples of a dataset with an index have ids",
-                next_step="Leave it out: Batch.sample_ids holds the epoch and index of each.",
-            )
-
-    def sizes(self, ranks: int) -> StepSizes:
-        """What a step takes; UsageError for arguments that don't go together."""
-        return step_sizes(
-            self.data,
-            global_batch_size=self.global_batch_size,
-            micro_batch_size=self.micro_batch_size,
-            accumulate=self.accumulate,
-            ranks=ranks,
-        )
-
-
-_WHAT_IS_CALLED = {
-    "collate_fn": "makes a batch of a list of samples",
-    "sample_ids": "returns the ids of the samples in an item",
-}
-
-
-def _checked_until(until: Any) -> Steps | Epochs:
-    if not isinstance(until, Steps | Epochs):
-        example = _as_int(until, least=1) or 1000
-        raise UsageError(
-            f"run.batches(until={until!r}) does not say whether steps or epochs are meant",
-            next_step=f"Write until=forge.Steps({example}), or forge.Epochs(1) for passes over the "
-            "data.",
-        )
-    count = _as_int(until.count, least=1)
-    if count is None:
-        kind = type(until).__name__
-        raise UsageError(
-            f"run.batches(until=forge.{kind}({until.count!r})) is not the length of a run",
-            next_step=f"Write a whole number of 1 or more: forge.{kind}(1000) counts from the "
-            "start of the run, not of this attempt.",
-        )
-    return replace(until, count=count)
-
-
-_WHAT_COUNTS = {
-    "global_batch_size": "the samples of one optimizer step, on all ranks together",
-    "micro_batch_size": "the samples of one forward pass on one rank, or leave it out",
-    "num_workers": "the number of loader processes of each rank",
-    "accumulate": "the micro-batches of each rank in one optimizer step",
-}
-
-
-def _count(name: str, value: object, *, least: int = 1) -> int:
-    count = _as_int(value, least=least)
-    if count is None:
-        raise UsageError(
-            f"run.batches({name}={value!r}) is not a whole number of {least} or more",
-            next_step=f"Set {name} to {_WHAT_COUNTS[name]}.",
-        )
-    return count
-
-
-def _as_int(value: Any, *, least: int) -> int | None:
-    """A whole number of at least that, of numpy and torch as well; ``True`` is none."""
-    if isinstance(value, bool):
-        return None
-    try:
-        count = operator.index(value)
-    except TypeError:
-        return None
-    return count if count >= least else None
+from slurm_forge.training.loop.step import Step
+from slurm_forge.training.loop.step_lifecycle import ONE_EACH
 
 
 class BatchLoop:
-    """One object per rank; ``batches`` is one loop over what is left of the run."""
+    """One object per rank; ``batches`` is one loop over what is left of the run.
+
+    Each batch has one step, counted before the next one is handed out; ``boundary`` passes the
+    boundary between two steps, at the top of the loop.
+    """
 
     def __init__(
         self,
@@ -193,6 +79,8 @@ class BatchLoop:
         self._batch_source: BatchIterator | None = None
         self._learning: LearnedMicroBatch | None = None
         self._begun_at = self._loops = 0
+        #: The steps that were counted when the last batch was handed out.
+        self._counted_before = 0
         #: What the program has given to run.batches.
         self._sources: list[Any] = []
         self._cuttable = True
@@ -242,11 +130,11 @@ class BatchLoop:
                     source = self._open(request, sizes, loop)
                 with parts.boundaries.data_wait() as poll:
                     batch = source.next_batch(poll, DATA_POLL)
-                before = parts.progress.step
-                parts.instability.batch_in_progress = True
+                self._hand_out(batch)
                 yield batch
-                parts.instability.batch_in_progress = False
-                if parts.progress.step == before:
+                parts.step_lifecycle.settle()
+                self._hand_out(None)
+                if parts.progress.step == self._counted_before:
                     raise _not_stepped()  # it would come again for ever
         finally:
             if self._batch_source is source:
@@ -254,15 +142,73 @@ class BatchLoop:
             if source is not None:
                 source.close()
 
+    def _hand_out(self, batch: Batch | None) -> None:
+        """``batch`` is the program's until its step is over; None in between."""
+        lifecycle = self._parts.step_lifecycle
+        lifecycle.handed_out = batch
+        self._parts.instability.batch_in_progress = batch is not None
+        if batch is not None:
+            lifecycle.own_data = False
+            self._counted_before = self._parts.progress.step
+
+    def turn(
+        self,
+        batch: Any,
+        handed_out: Batch,
+        compute_loss: Callable[[Any], torch.Tensor | Loss] | None,
+        optimizer: Optimizer | None,
+    ) -> AbstractContextManager[Step]:
+        """A call of ``run.step`` or ``run.train_step`` while ``handed_out`` is the program's."""
+        lifecycle = self._parts.step_lifecycle
+        what = "run.step()" if compute_loss is None else "run.train_step()"
+        in_stream = _same_samples(batch, handed_out)
+        if not lifecycle.continues(what, optimizer):
+            if self._parts.progress.step != self._counted_before:
+                raise UnsupportedError(
+                    f"{what} of a batch whose step is counted already: each call without "
+                    "optimizer= steps every registered optimizer",
+                    next_step=f"{ONE_EACH}  Several updates of one: with run.step(batch) as s: … "
+                    "s.apply(optimizer).",
+                )
+            if not in_stream and optimizer is None:
+                raise UnsupportedError(
+                    f"{what} of another batch than the one that run.batches() yielded last",
+                    next_step="Take one step for each batch, before the next one is fetched.",
+                )
+        return lifecycle.turn(batch, compute_loss, optimizer, in_stream=in_stream)
+
     def over(self) -> None:
         """No more batches are taken, whatever has become of the loop."""
         self._parts.instability.rewind = None
-        self._parts.instability.batch_in_progress = False
+        self._hand_out(None)
         if self._batch_source is not None:
             self._batch_source.close()
             self._batch_source = None
 
-    def owns(self, batch: Batch) -> bool:
+    def cut_smaller(self, batch: Any, step: Step | None, error: Exception) -> Batch | None:
+        """The batch to try again with where memory ran out; None where that is not to be cured.
+
+        Only where no other rank waits for this one, and before anything was changed.
+        """
+        parts = self._parts
+        if self._context.world_size > 1 or step is None or step.updating:
+            return None
+        if memory_that_ran_out(error) is not Memory.DEVICE:
+            return None
+        if not isinstance(batch, Batch) or not self._owns(batch):
+            return None
+        if any(True for _ in parts.registry.ddp()):
+            return None  # a backward that was broken off leaves DDP waiting for its end
+        if not parts.step_lifecycle.abandon(step):
+            return None
+        micro_batch = parts.instability.shrink(in_one_line(error), max(batch.micro_sizes))
+        if micro_batch is None:
+            return None
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+        return self.smaller(batch, micro_batch)
+
+    def _owns(self, batch: Batch) -> bool:
         """Whether it is of the loop that goes on now."""
         return self._batch_source is not None and self._cuttable and batch.global_size > 0
 
@@ -272,7 +218,7 @@ class BatchLoop:
         The samples and the global batch stay what they are.
         """
         source = self._batch_source
-        if source is None or not self.owns(batch):
+        if source is None or not self._owns(batch):
             return None
         again = source.smaller(batch, micro_batch)
         source.shrink(micro_batch)
@@ -449,6 +395,16 @@ class BatchLoop:
         parts.data_state.attach(source, loop)
         self._batch_source = source
         return source
+
+
+def _same_samples(batch: Any, handed_out: Batch) -> bool:
+    """Whether it is what ``run.batches`` handed out, or made of it by ``dataclasses.replace``."""
+    if batch is handed_out or not isinstance(batch, Batch):
+        return batch is handed_out
+    one, other = (
+        (each.step, each.first, each.consumed, each.sample_ids) for each in (batch, handed_out)
+    )
+    return one == other
 
 
 def _not_stepped() -> UnsupportedError:

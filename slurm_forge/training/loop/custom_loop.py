@@ -17,24 +17,30 @@ from torch.optim import Optimizer
 from slurm_forge.checkpoint.collectives import Ranks
 from slurm_forge.errors import UnsupportedError, UsageError
 from slurm_forge.training.core.duration import Steps
+from slurm_forge.training.core.loss import Loss
 from slurm_forge.training.core.process_group import ProcessGroups
 from slurm_forge.training.core.rank_consistency import require_identical
 from slurm_forge.training.core.rank_info import RankContext
+from slurm_forge.training.data.batches import Batch
+from slurm_forge.training.data.sample_count import first_tensor
 from slurm_forge.training.faults.own_loop import require_injectable
 from slurm_forge.training.loop.assembly import Parts
 from slurm_forge.training.loop.positions import Positions
 from slurm_forge.training.loop.resume import Resumer
+from slurm_forge.training.loop.step import Step
+from slurm_forge.training.loop.step_lifecycle import ADVANCE, ONE_EACH
+from slurm_forge.training.step.gradient_guard import apply_gradients
 from slurm_forge.training.step.update_report import UpdateReport
 
 #: Calls of ``poll`` outside a phase before the first step is counted.
 _POLLS = 10
-_ADVANCE = "Call run.advance(loss=…, grad_norm=…) once, as the last thing of the loop's body."
 
 
 class CustomLoop:
     """One object per rank.
 
-    ``boundary`` passes a step boundary, ``stepped`` is what follows a step that was counted.
+    ``boundary`` passes a step boundary.  With a batch of the program's own that is where the step
+    is counted: the program has fetched its batch by then, and the next one not yet.
     """
 
     def __init__(
@@ -45,7 +51,6 @@ class CustomLoop:
         *,
         groups: ProcessGroups,
         boundary: Callable[[], None],
-        stepped: Callable[[], None],
     ) -> None:
         self._context = context
         self._parts = parts
@@ -55,19 +60,16 @@ class CustomLoop:
         self._resumer = resumer
         self._groups = groups
         self._boundary = boundary
-        self._stepped = stepped
         #: Steps counted when the iteration of ``steps`` that goes on began; None outside of it.
         self._iteration: int | None = None
-        #: Whether a block of ``run.step`` goes on, and whether a batch of ``run.batches`` does.
-        self.in_step = self.in_batches = False
-        #: Whether the data are fetched by the program, and not by ``run.batches``.
-        self.own = False
         #: Whether the next step is likely to be guarded by ``apply``, which puts buffers back.
-        self.guards = True
+        self._guards = True
         self._until: int | None = None
         self._checked: set[bool] = set()
         self._polls = 0
         self._weights: list[tuple[torch.Tensor, int]] = []
+        #: The last batch and loss function of a program with several optimizers.
+        self._last: tuple[torch.Tensor | None, object] = (None, None)
         self.positions = Positions(parts.registry, parts.progress)
 
     # -- the loop ----------------------------------------------------------------------------
@@ -86,7 +88,7 @@ class CustomLoop:
             self.positions.require_untouched()
             self._resumer.restore()
             self.positions.at_boundary(wanted=True)
-        self.own = True
+        self._lifecycle.own_data = True
         require_identical(
             Ranks(self._groups.cpu),
             {"until": total},
@@ -104,7 +106,7 @@ class CustomLoop:
                     continue
                 self._iteration = before = progress.step
                 self._lifecycle.start()
-                if self.guards:
+                if self._guards:
                     self._lifecycle.remember_buffers()
                 yield before
                 self._require_counted_once(before)
@@ -119,19 +121,17 @@ class CustomLoop:
         samples: int | None,
     ) -> None:
         """Count one step, and pass the boundary behind it."""
-        if self.in_step or self.in_batches or self._boundaries.inside is not None:
-            self._refuse_inside("run.advance()")
-        self.require_new_step("run.advance()")
+        self._refuse_inside("run.advance()")
+        self._require_new_step("run.advance()")
         report = UpdateReport(loss, grad_norm)
         if samples is not None and (type(samples) is not int or samples < 0):
             samples = _whole("run.advance", "samples", samples, least=0)
         step = self._lifecycle.open
-        self.guards = guarded = step is not None and bool(step.updates)
+        self._guards = guarded = step is not None and bool(step.updates)
         if guarded not in self._checked and not (step is not None and step.parts):
             self._first_of_its_kind(guarded)
         self._lifecycle.close(report, samples=samples)
-        self._stepped()
-        self.pass_boundary()
+        self._pass_boundary()
         if guarded and self._iteration is None:
             self._lifecycle.remember_buffers()
 
@@ -141,9 +141,9 @@ class CustomLoop:
         max_norm: float | None,
         grad_norm: torch.Tensor | float | None,
     ) -> None:
-        """One guarded update of the step that ``advance`` will count."""
+        """Judge gradients that the program has computed: updates ``advance`` will count."""
         self._refuse_inside("run.apply()")
-        self.require_new_step("run.apply()")
+        self._require_new_step("run.apply()")
         optimizers = list(self._parts.registry.optimizers.values())
         if optimizer is not None:
             self.require_registered(optimizer, "run.apply()")
@@ -155,18 +155,72 @@ class CustomLoop:
             )
         if True not in self._checked:
             self._first_of_its_kind(True)
-        self._lifecycle.apply(optimizers, max_norm=max_norm, grad_norm=grad_norm)
+        number, plan = self._progress.step, self._parts.active_plan
+        faults, layout = self._parts.fault_injector, self._parts.layout.now
+        for each in optimizers:
+            step = self._lifecycle.begin_update(each)
+            norm = grad_norm
+            if faults.active:
+                parameters = (p for group in each.param_groups for p in group["params"])
+                norm = faults.gradients(parameters, step=number, norm=grad_norm)
+            update = apply_gradients(
+                each,
+                max_norm=max_norm,
+                grad_norm=norm,
+                lr_scale=plan.plan.lr_scale(number),
+                limit=plan.limit,
+                scaler=self._parts.registry.scaler,
+                update_scaler=False,  # once per step, however many optimizers: when it is counted
+                norm_group=layout.pipeline_group,
+            )
+            self._lifecycle.add_update(step, each, update)
+
+    @contextmanager
+    def turn(
+        self,
+        batch: Any,
+        compute_loss: Callable[[Any], torch.Tensor | Loss] | None,
+        optimizer: Optimizer | None,
+    ) -> Iterator[Step]:
+        """A call of ``run.step`` or ``run.train_step`` with a batch of the program's own."""
+        what = "run.step()" if compute_loss is None else "run.train_step()"
+        if not self._lifecycle.continues(what, optimizer):
+            self._require_new_step(what)
+            if compute_loss is not None and optimizer is None:
+                self._require_one_loss(batch, compute_loss)
+        before = self._progress.step
+        with self._lifecycle.turn(batch, compute_loss, optimizer, in_stream=False) as step:
+            yield step
+        if self._progress.step != before:
+            self._guards = False
+            self._pass_boundary()
+
+    def _require_one_loss(self, batch: Any, compute_loss: Callable[..., Any]) -> None:
+        """Several optimizers and two losses of one batch: a GAN that names no optimizer."""
+        if len(self._parts.registry.optimizers) < 2:
+            return
+        tensor = first_tensor(batch.micro_batches if isinstance(batch, Batch) else batch)
+        code = getattr(compute_loss, "__code__", compute_loss)
+        last_tensor, last_code = self._last
+        if tensor is not None and tensor is last_tensor and code is not last_code:
+            raise UnsupportedError(
+                "run.train_step() with another loss of the same batch: each call without "
+                "optimizer= steps every registered optimizer, and counts a step",
+                next_step=ONE_EACH,
+            )
+        self._last = (tensor, code)
 
     def poll(self) -> None:
         """Outside a phase: nothing is to be done here; an error in a loop that never advances."""
-        if self.in_batches or self._iteration is not None or self._lifecycle.counted:
+        lifecycle = self._lifecycle
+        if lifecycle.handed_out is not None or self._iteration is not None or lifecycle.counted:
             return
         self._polls += 1
         if self._polls > _POLLS:
             raise UnsupportedError(
                 f"run.poll() was called {self._polls} times outside a phase, and no step was "
                 "counted: the run could neither save nor stop",
-                next_step=f"{_ADVANCE}  run.poll() is for phases: with run.phase(…).",
+                next_step=f"{ADVANCE}  run.poll() is for phases: with run.phase(…).",
             )
 
     def _require_counted_once(self, before: int) -> None:
@@ -176,31 +230,18 @@ class CustomLoop:
             names = f" ({', '.join(left_out)} not stepped)" if step.parts else ""
             raise UnsupportedError(
                 f"the body of run.steps() made an update that no run.advance() counts{names}",
-                next_step=_ADVANCE,
+                next_step=ADVANCE,
             )
         if self._progress.step == before:
             raise UnsupportedError(
                 f"the body of run.steps() came to its end without run.advance(), in step {before}: "
                 "the loop would never end",
-                next_step=_ADVANCE,
+                next_step=ADVANCE,
             )
 
     # -- what the other ways to take a step need ----------------------------------------------
 
-    def settle(self) -> None:
-        """Count a step that ``train_step(optimizer=…)`` has left open."""
-        step = self._lifecycle.open
-        if step is None or not step.updates:
-            return
-        if not step.parts:
-            raise UnsupportedError(
-                "run.apply() made an update that no run.advance() counts",
-                next_step=_ADVANCE,
-            )
-        if self._lifecycle.close():
-            self._stepped()
-
-    def require_new_step(self, what: str) -> None:
+    def _require_new_step(self, what: str) -> None:
         """``UnsupportedError`` where the checkpoint is not loaded, or the step is counted."""
         if not self._resumer.restored:
             raise UnsupportedError(
@@ -226,10 +267,10 @@ class CustomLoop:
                 next_step="Register it before training: run.register(my_optimizer=…).",
             )
 
-    def pass_boundary(self) -> None:
+    def _pass_boundary(self) -> None:
         """The boundary behind a step on the program's own data."""
         self._boundary()
-        self.own = True
+        self._lifecycle.own_data = True
         last = self._progress.step == self._until
         if last or self.positions.wanted:
             self.positions.at_boundary(wanted=last)
@@ -240,7 +281,7 @@ class CustomLoop:
 
         ``again``: there will be more such places, so they are kept at every boundary from then on.
         """
-        ahead = self.positions.ahead() if self.own else {}
+        ahead = self.positions.ahead() if self._lifecycle.own_data else {}
         if again and ahead is None:
             self.positions.always = True
         schedule = self._parts.save_schedule
@@ -252,9 +293,8 @@ class CustomLoop:
 
     def restored(self) -> None:
         """The checkpoint is loaded, and a loop of the program's own may follow."""
-        self.own = True
+        self._lifecycle.own_data = True
         self.positions.at_boundary(wanted=True)
-        self._lifecycle.note_buffers()
         self._weights = [
             (parameter, parameter._version)
             for optimizer in self._parts.registry.optimizers.values()
@@ -271,14 +311,14 @@ class CustomLoop:
             raise UnsupportedError(
                 "the weights were updated many times, and no step was counted: the "
                 "checkpoint would hold them as those of step 0",
-                next_step=_ADVANCE,
+                next_step=ADVANCE,
             )
 
     def _refuse_inside(self, what: str) -> None:
-        inside = self._boundaries.inside
-        if not (self.in_step or self.in_batches or inside):
+        lifecycle, inside = self._lifecycle, self._boundaries.inside
+        if not (lifecycle.in_step or lifecycle.handed_out is not None or inside is not None):
             return
-        if self.in_step:
+        if lifecycle.in_step:
             place, instead = "a block of run.step()", "s.apply(…) is the update there, and the end "
             instead += "of the block counts the step."
         elif inside is not None:

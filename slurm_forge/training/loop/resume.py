@@ -86,6 +86,7 @@ class Resumer:
         if faults and catalog is not None:
             catalog.say(f"injected faults: {', '.join(map(str, faults))}")
         parts.hooks.call("on_train_begin", step=parts.progress.step)
+        parts.step_lifecycle.note_buffers()
         return self._resumed
 
     def rewind(self) -> None:

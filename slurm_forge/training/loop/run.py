@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -25,15 +25,10 @@ from slurm_forge.training.core.duration import (
     Epochs,
     Steps,
 )
-from slurm_forge.training.core.error_report import in_one_line
 from slurm_forge.training.core.loss import Loss
 from slurm_forge.training.core.memory_report import (
     Pressure,
     cuda_stats,
-)
-from slurm_forge.training.core.oom import (
-    Memory,
-    memory_that_ran_out,
 )
 from slurm_forge.training.core.process_group import ProcessGroups
 from slurm_forge.training.core.rank_info import RankContext
@@ -43,14 +38,11 @@ from slurm_forge.training.data.batches import Batch
 from slurm_forge.training.data.dataset_fingerprint import DataVersion
 from slurm_forge.training.instability.spike_monitor import limit_in
 from slurm_forge.training.loop.assembly import assemble
-from slurm_forge.training.loop.batch_loop import (
-    BatchesRequest,
-    BatchLoop,
-)
+from slurm_forge.training.loop.batch_loop import BatchLoop
+from slurm_forge.training.loop.batches_request import BatchesRequest
 from slurm_forge.training.loop.custom_loop import CustomLoop, checked_steps
 from slurm_forge.training.loop.resume import Resumer
 from slurm_forge.training.loop.step import Step
-from slurm_forge.training.loop.step_turns import StepTurns
 from slurm_forge.training.step.gradient_guard import LARGEST
 from slurm_forge.vocabulary.plan import RecoveryPlan
 
@@ -98,7 +90,13 @@ class Run:
         self._member = member
         self._journal = journal
         parts = assemble(
-            context, device=device, groups=groups, member=member, journal=journal, act=self._act
+            context,
+            device=device,
+            groups=groups,
+            member=member,
+            journal=journal,
+            act=self._act,
+            on_counted=self._on_counted,
         )
         self._layout = parts.layout
         self._registry = parts.registry
@@ -126,20 +124,7 @@ class Run:
             context, parts, self._resumer, groups=groups, device=device, boundary=self._boundary
         )
         self._custom_loop = CustomLoop(
-            context,
-            parts,
-            self._resumer,
-            groups=groups,
-            boundary=self._boundary,
-            stepped=self._stepped,
-        )
-        self._turns = StepTurns(
-            context,
-            parts,
-            self._custom_loop,
-            self._batch_loop,
-            boundary=self._boundary,
-            stepped=self._stepped,
+            context, parts, self._resumer, groups=groups, boundary=self._boundary
         )
 
     # -- what the program says ---------------------------------------------------------------
@@ -338,22 +323,20 @@ class Run:
             MismatchError: As ``restore``, on the first batch; the source does not take back its
                 state, or a sampler yields another order.
         """
-        return self._turns.batches(
-            self._batch_loop.batches(
-                BatchesRequest(
-                    source=dataset,
-                    global_batch_size=global_batch_size,
-                    until=until,
-                    micro_batch_size=micro_batch_size,
-                    num_workers=num_workers,
-                    collate_fn=collate_fn,
-                    sampler=sampler,
-                    batch_sampler=batch_sampler,
-                    accumulate=accumulate,
-                    sample_ids=sample_ids,
-                    mesh=mesh,
-                    data_parallel=data_parallel,
-                )
+        return self._batch_loop.batches(
+            BatchesRequest(
+                source=dataset,
+                global_batch_size=global_batch_size,
+                until=until,
+                micro_batch_size=micro_batch_size,
+                num_workers=num_workers,
+                collate_fn=collate_fn,
+                sampler=sampler,
+                batch_sampler=batch_sampler,
+                accumulate=accumulate,
+                sample_ids=sample_ids,
+                mesh=mesh,
+                data_parallel=data_parallel,
             )
         )
 
@@ -454,7 +437,7 @@ class Run:
             UnsupportedError: The batch is your own and the checkpoint is not loaded, or the step of
                 this batch is counted already.
         """
-        with self._turns.turn(batch) as step:
+        with self._turn(batch, None, None) as step:
             yield step
 
     def train_step(
@@ -493,19 +476,29 @@ class Run:
         if optimizer is not None:
             self._custom_loop.require_registered(optimizer, "run.train_step()")
         begun: Step | None = None
-        handed = batch
         while True:
             try:
-                with self._turns.turn(batch, compute_loss, optimizer=optimizer, of=handed) as begun:
-                    loss_function = self._step_lifecycle.compute_loss or compute_loss
-                    return begun.run(loss_function, max_norm=max_norm, optimizer=optimizer)
+                with self._turn(batch, compute_loss, optimizer) as begun:
+                    return begun.run(max_norm=max_norm, optimizer=optimizer)
             except Exception as error:
-                smaller = self._smaller(batch, begun, error)
+                smaller = self._batch_loop.cut_smaller(batch, begun, error)
                 if smaller is None:
                     raise
             batch = smaller  # once the error is gone, which holds on to the memory
 
-    def _stepped(self) -> None:
+    def _turn(
+        self,
+        batch: Any,
+        compute_loss: Callable[[Any], torch.Tensor | Loss] | None,
+        optimizer: Optimizer | None,
+    ) -> AbstractContextManager[Step]:
+        """A part of a step, or all of it: of a batch of ``batches``, or of the program's own."""
+        handed_out = self._step_lifecycle.handed_out
+        if handed_out is None:
+            return self._custom_loop.turn(batch, compute_loss, optimizer)
+        return self._batch_loop.turn(batch, handed_out, compute_loss, optimizer)
+
+    def _on_counted(self) -> None:
         """After a step was counted: its hooks and events, and what is done now and then."""
         before = self._step_lifecycle.stream_before
         if before is not None:
@@ -513,28 +506,6 @@ class Run:
         self._hooks.call("on_step_end", step=self._progress.step)
         if self._progress_log.write():
             self._now_and_then()
-
-    def _smaller(self, batch: Any, step: Step | None, error: Exception) -> Batch | None:
-        """The batch to try again with where memory ran out; None where that is not to be cured.
-
-        Only where no other rank waits for this one, and before anything was changed.
-        """
-        if self.world_size > 1 or step is None or step.updating:
-            return None
-        if memory_that_ran_out(error) is not Memory.DEVICE:
-            return None
-        if not isinstance(batch, Batch) or not self._batch_loop.owns(batch):
-            return None
-        if any(True for _ in self._registry.ddp()):
-            return None  # a backward that was broken off leaves DDP waiting for its end
-        if not self._step_lifecycle.abandon(step):
-            return None
-        micro_batch = self._instability.shrink(in_one_line(error), max(batch.micro_sizes))
-        if micro_batch is None:
-            return None
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
-        return self._batch_loop.smaller(batch, micro_batch)
 
     def _now_and_then(self) -> None:
         """On rank 0, every few seconds: what may wait for the device or write a small file."""
@@ -561,7 +532,7 @@ class Run:
         Raises:
             RuntimeError: One phase is inside another.
         """
-        self._custom_loop.settle()
+        self._step_lifecycle.settle()
         with self._custom_loop.ahead(again=True) as may_save:
             self._save_schedule.random = random = rng.capture()
             try:
@@ -613,7 +584,7 @@ class Run:
         In a loop of your own that is right after ``advance``, before the next batch is fetched.  A
         save that fails is recorded in the journal and tried again later; training continues.
         """
-        self._custom_loop.settle()
+        self._step_lifecycle.settle()
         self._custom_loop.require_counted()
         with self._custom_loop.ahead():
             self._save_schedule.save("asked by the program", wait=True)
@@ -700,7 +671,7 @@ class Run:
     def finish(self) -> int:
         """The program is through: last save, last words.  Collective.  Returns the last step."""
         self._resumer.restore()
-        self._custom_loop.settle()
+        self._step_lifecycle.settle()
         self._custom_loop.require_counted()
         self._batch_loop.over()  # also where the program left the loop and kept it
         # Before anything collective: a rank that is still at it would be waited for without end.

@@ -55,7 +55,8 @@ class Step:
         registry: Registry,
         loss: BatchLoss,
         lr_scale: float,
-        snapshot: BufferSnapshot,
+        buffers: BufferSnapshot | None,
+        compute_loss: Callable[[Any], torch.Tensor | Loss] | None = None,
         limit: float = LARGEST,
         norm_group: dist.ProcessGroup | None = None,
         handing_over: Callable[[], None] = lambda: None,
@@ -69,7 +70,10 @@ class Step:
         self._scaler = registry.scaler
         self._loss = loss
         self._lr_scale = lr_scale
-        self._snapshot = snapshot
+        #: None where no model has any.
+        self._buffers = buffers
+        #: What computes the loss of a micro-batch; None where losses come one by one.
+        self.compute_loss = compute_loss
         self._limit = limit
         self._norm_group = norm_group
         self._handing_over = handing_over
@@ -174,7 +178,8 @@ class Step:
                 gradient_factor=factor,
                 norm_group=self._norm_group,
             )
-            self._snapshot.restore_where(applied.left_out)
+            if self._buffers is not None:
+                self._buffers.restore_where(applied.left_out)
             self.applied.append(applied)
             self.optimizers.append(each)
 
@@ -182,12 +187,13 @@ class Step:
         """Something was raised before the update: leave gradients and buffers as if never begun."""
         for optimizer in self._registry.optimizers.values():
             optimizer.zero_grad(set_to_none=True)
-        self._snapshot.restore_where(True)
+        if self._buffers is not None:
+            self._buffers.restore_where(True)
 
     @property
     def unprotected(self) -> tuple[str, ...]:
         """Buffers that this step has changed and nothing can put back."""
-        return self._snapshot.unprotected
+        return () if self._buffers is None else self._buffers.unprotected
 
     @property
     def has_loss(self) -> bool:
@@ -202,16 +208,12 @@ class Step:
         """This rank's part of the mean loss over the batch, detached; nothing is synchronised."""
         return self._loss.mean()
 
-    def run(
-        self,
-        compute_loss: Callable[[Any], torch.Tensor | Loss],
-        *,
-        max_norm: float | None,
-        optimizer: Optimizer | None = None,
-    ) -> torch.Tensor:
-        """The whole step for the ordinary case."""
+    def run(self, *, max_norm: float | None, optimizer: Optimizer | None = None) -> torch.Tensor:
+        """The whole step for the ordinary case, where ``compute_loss`` is known."""
+        if self.compute_loss is None:
+            raise AssertionError("the losses of this step come one by one")
         for micro in self.micro_batches():
-            self.backward(compute_loss(micro))
+            self.backward(self.compute_loss(micro))
         self.apply(optimizer, max_norm=max_norm)
         return self.mean_loss()
 

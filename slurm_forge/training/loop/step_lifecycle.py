@@ -7,7 +7,8 @@ block; ``run.train_step(optimizer=…)`` and ``run.apply`` may add several updat
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,10 +16,10 @@ import torch
 from torch.optim import Optimizer
 
 from slurm_forge.control import Member
-from slurm_forge.errors import UnsupportedError
+from slurm_forge.errors import UnsupportedError, UsageError
 from slurm_forge.training.checkpointing.resume_check import FirstSteps
 from slurm_forge.training.core.instability import ActivePlan
-from slurm_forge.training.core.loss import BatchLoss, LossHistory
+from slurm_forge.training.core.loss import BatchLoss, Loss, LossHistory
 from slurm_forge.training.core.rank_layout import ActiveLayout
 from slurm_forge.training.core.rng import Generators
 from slurm_forge.training.core.run_state import (
@@ -29,19 +30,24 @@ from slurm_forge.training.data.batches import Batch
 from slurm_forge.training.faults.injector import FaultInjector
 from slurm_forge.training.instability.skip_tracker import SkipTracker
 from slurm_forge.training.instability.step_record import StepRecord
-from slurm_forge.training.loop.step import Step, StepFaults
+from slurm_forge.training.loop.batch_faults import BatchFaults
+from slurm_forge.training.loop.step import Step
 from slurm_forge.training.monitor.step_timer import StepTimer
 from slurm_forge.training.step.buffer_snapshot import BufferSnapshot
 from slurm_forge.training.step.gradient_guard import (
     GuardedUpdate,
-    apply_gradients,
     drop_gradients,
 )
 from slurm_forge.training.step.update_report import UpdateReport
 from slurm_forge.vocabulary.plan import SampleWindow
 
+ADVANCE = "Call run.advance(loss=…, grad_norm=…) once, as the last thing of the loop's body."
+ONE_EACH = (
+    "Where models have losses of their own, name the optimizer in each call: "
+    "run.train_step(batch, compute_loss, optimizer=…)."
+)
 #: Updates of one step that are not counted: more are a loop that has forgotten to count.
-MOST_UPDATES = 100
+_MOST_UPDATES = 100
 
 
 @dataclass(slots=True, eq=False)
@@ -62,7 +68,10 @@ class OpenStep:
 
 
 class StepLifecycle:
-    """``begin`` and ``add`` for each part of a step, or ``apply``; then ``close`` counts it."""
+    """``turn`` for each part of a step, or ``add_update``; then ``close`` counts it.
+
+    ``on_counted`` is what follows a step that was counted: its hooks and events.
+    """
 
     def __init__(
         self,
@@ -77,7 +86,8 @@ class StepLifecycle:
         active_plan: ActivePlan,
         first_steps: FirstSteps | None,
         fault_injector: FaultInjector,
-        step_timer: StepTimer | None = None,
+        step_timer: StepTimer | None,
+        on_counted: Callable[[], None],
     ) -> None:
         self._registry = registry
         self._progress = progress
@@ -90,9 +100,11 @@ class StepLifecycle:
         self._first_steps = first_steps
         self._fault_injector = fault_injector
         self._step_timer = step_timer
-        self._snapshot: BufferSnapshot | None = None
+        self._on_counted = on_counted
+        #: None where no model has any.
+        self._buffers: BufferSnapshot | None = None
         #: Before which step the buffers were remembered.
-        self._snapshot_at = -1
+        self._buffers_at = -1
         self._generators: Generators | None = None
         self._started = self._timed = False
         #: Samples of a step of ``run.batches`` over all ranks, for people; 0 where unknown.
@@ -103,8 +115,12 @@ class StepLifecycle:
         self.stream_before: int | None = None
         #: The step that updates were made for.
         self.open: OpenStep | None = None
-        #: What computes the loss of a micro-batch, where that is known; for one part of a step.
-        self.compute_loss: Callable[[Any], Any] | None = None
+        #: Whether a block of ``run.step`` goes on.
+        self.in_step = False
+        #: The batch of ``run.batches`` that the program works on.
+        self.handed_out: Batch | None = None
+        #: Whether the data are fetched by the program, and not by ``run.batches``.
+        self.own_data = False
 
     def start(self, *, timed: bool = True) -> None:
         """Another step begins; ``timed`` where it does so now, and not somewhere before."""
@@ -116,37 +132,95 @@ class StepLifecycle:
             self._fault_injector.boundary(step, self._registry)
         self._member.begin(step + 1)
 
-    def remember_buffers(self) -> None:
-        """Before the forward of a step: what a skipped update is to put back."""
-        if self._snapshot is None:
-            self._snapshot = BufferSnapshot(self._registry.models.values())
-        else:
-            self._snapshot.take()
-        self._snapshot_at = self._progress.step
-
     def note_buffers(self) -> None:
         """Once the checkpoint is loaded: buffers that change from here on can be named."""
-        self._snapshot = self._remembered
+        models = self._registry.models.values()
+        if any(part._buffers for model in models for part in model.modules()):
+            self._buffers = BufferSnapshot(models)
+
+    def remember_buffers(self) -> None:
+        """Before the forward of a step: what a skipped update is to put back."""
+        if self._buffers is not None:
+            self._buffers.take()
+        self._buffers_at = self._progress.step
 
     def remember_buffers_again(self) -> None:
         """Something else was done before the forward of this step, which is to stay."""
-        if self._snapshot_at == self._progress.step:
+        if self._buffers_at == self._progress.step:
             self.remember_buffers()
 
-    def begin(
+    def continues(self, what: str, optimizer: Optimizer | None) -> bool:
+        """Whether the call ``what`` adds an update to a step that is open already.
+
+        ``UnsupportedError`` where it can't.
+        """
+        if self.in_step:
+            raise UnsupportedError(
+                f"{what} inside a block of run.step()",
+                next_step="Call s.backward(loss) and s.apply() in the block, or end it first.",
+            )
+        if self.open is None or not self.open.updates:
+            return False
+        self._require_parts(self.open)
+        if optimizer is None:
+            raise UnsupportedError(
+                f"{what} steps every registered optimizer, and a call with optimizer= has begun "
+                "the step already",
+                next_step=ONE_EACH,
+            )
+        return True
+
+    @contextmanager
+    def turn(
+        self,
+        batch: Any,
+        compute_loss: Callable[[Any], torch.Tensor | Loss] | None,
+        optimizer: Optimizer | None,
+        *,
+        in_stream: bool,
+    ) -> Iterator[Step]:
+        """A part of a step, or all of it; ``in_stream``: ``batch`` is samples of ``run.batches``.
+
+        Without ``compute_loss`` losses come one by one; with ``optimizer`` others may follow.
+        """
+        if optimizer is not None:
+            self._renew_scale(optimizer)
+        part = self._begin(_as_batch(batch), compute_loss, in_stream=in_stream)
+        self.in_step = True
+        try:
+            yield part
+        finally:
+            self.in_step = False
+        if self._add(part) and (optimizer is None or not self.not_applied):
+            self.close()
+
+    def settle(self) -> None:
+        """Count a step that ``train_step(optimizer=…)`` has left open."""
+        if self.open is not None and self.open.updates:
+            self._require_parts(self.open)
+            self.close()
+
+    def _begin(
         self,
         batch: Batch,
+        compute_loss: Callable[[Any], torch.Tensor | Loss] | None,
         *,
-        handed_out: Batch | None,
         in_stream: bool,
-        faults: StepFaults | None = None,
     ) -> Step:
-        """Clear the gradients and remember the buffers: for a step, or for another part of it.
-
-        ``handed_out`` is the batch of ``run.batches`` that the step is of, if any; ``in_stream``
-        whether ``batch`` is its samples, and not what the program has made.
-        """
+        """Clear the gradients and remember the buffers: for a step, or for another part of it."""
         step, plan, layout = self._progress.step, self._active_plan.plan, self._layout.now
+        faults: BatchFaults | None = None
+        if self._fault_injector.active:
+            faults = BatchFaults(
+                self._fault_injector,
+                batch,
+                step=step,
+                rank=layout.data_rank,
+                skipped=plan.skipped,
+                in_stream=in_stream,
+            )
+            if compute_loss is not None:
+                compute_loss, faults = faults.wrap(compute_loss), None
         if not self._started:
             self.start()
         for optimizer in self._registry.optimizers.values():
@@ -155,7 +229,7 @@ class StepLifecycle:
         # For the case that this step has to be computed once more.
         self._generators = Generators.now(self._device)
         if self.open is None or not self.open.updates:
-            self.open = OpenStep(handed_out, generators=self._generators)
+            self.open = OpenStep(self.handed_out, generators=self._generators)
         timer = self._step_timer
         return Step(
             batch,
@@ -170,12 +244,13 @@ class StepLifecycle:
             norm_group=layout.pipeline_group,
             lr_scale=1.0 if plan.lr_factor == 1.0 else plan.lr_scale(step),
             limit=self._active_plan.limit,
-            snapshot=self._remembered,
+            buffers=self._buffers,
+            compute_loss=compute_loss,
             handing_over=_nothing if timer is None else timer.handing_over,
             faults=faults,
         )
 
-    def renew_scale(self, optimizer: Optimizer) -> None:
+    def _renew_scale(self, optimizer: Optimizer) -> None:
         """Before another update of an optimizer in one step: a scaler takes one per ``update``."""
         scaler, step = self._registry.scaler, self.open
         if scaler is None or step is None or not scaler.is_enabled():
@@ -184,22 +259,21 @@ class StepLifecycle:
             scaler.update()
 
     def abandon(self, step: Step) -> bool:
-        """Leave all as it was before ``begin``; False where a buffer can't be put back."""
+        """Leave all as it was before the step; False where a buffer can't be put back."""
         step.abandon()
         if self._generators is not None:
             self._generators.put_back()
         return not step.unprotected
 
-    def add(self, part: Step) -> bool:
+    def _add(self, part: Step) -> bool:
         """Take in what a part of a step has updated; False if it only measured something."""
-        compute_loss, self.compute_loss = self.compute_loss, None
         step = self.open
         if step is None or not part.applied:
             if step is None or not step.updates:
                 self.open, self._started = None, False
             return False
         # With two losses there is no single one to compute again.
-        step.compute_loss = None if step.parts else compute_loss
+        step.compute_loss = None if step.parts else part.compute_loss
         step.parts.append(part)
         step.updates += part.applied
         step.samples.update({id(each): part.batch.size for each in part.optimizers})
@@ -207,55 +281,35 @@ class StepLifecycle:
         self._require_few(step)
         return True
 
-    def apply(
-        self,
-        optimizers: Sequence[Optimizer],
-        *,
-        max_norm: float | None,
-        grad_norm: torch.Tensor | float | None,
-    ) -> None:
-        """Judge gradients that the program has computed itself, and update or leave them out."""
-        number, plan = self._progress.step, self._active_plan.plan
+    def begin_update(self, optimizer: Optimizer) -> OpenStep:
+        """The program has computed gradients itself: the step that an update of them belongs to."""
         if not self._started:
             self.start(timed=False)
         if self.open is None:
             self.open = OpenStep()
-        step = self.open
-        for each in optimizers:
-            self.renew_scale(each)
-            norm = grad_norm
-            if self._fault_injector.active:
-                parameters = (p for group in each.param_groups for p in group["params"])
-                norm = self._fault_injector.gradients(parameters, step=number, norm=grad_norm)
-            update = apply_gradients(
-                each,
-                max_norm=max_norm,
-                grad_norm=norm,
-                lr_scale=1.0 if plan.lr_factor == 1.0 else plan.lr_scale(number),
-                limit=self._active_plan.limit,
-                scaler=self._registry.scaler,
-                update_scaler=False,  # once per step, however many optimizers: in ``close``
-                norm_group=self._layout.now.pipeline_group,
-            )
-            step.updates.append(update)
-            step.samples[id(each)] += 0  # how many they are is for ``advance`` to say
-            snapshot = self._remembered
-            if self._snapshot_at == number:
-                snapshot.restore_where(update.left_out)
-                step.unprotected = (*step.unprotected, *snapshot.unprotected)
+        self._renew_scale(optimizer)
+        return self.open
+
+    def add_update(self, step: OpenStep, optimizer: Optimizer, update: GuardedUpdate) -> None:
+        """Take in what became of them."""
+        buffers = self._buffers
+        step.updates.append(update)
+        step.samples[id(optimizer)] += 0  # how many they are is for ``advance`` to say
+        if buffers is not None:
+            if self._buffers_at == self._progress.step:
+                buffers.restore_where(update.left_out)
+                step.unprotected = (*step.unprotected, *buffers.unprotected)
             else:
-                step.unprotected = (*step.unprotected, *snapshot.changed())
+                step.unprotected = (*step.unprotected, *buffers.changed())
         self._require_few(step)
 
-    def close(self, report: UpdateReport | None = None, *, samples: int | None = None) -> bool:
-        """Count the step and hand its verdicts on; False if nothing was updated or reported.
+    def close(self, report: UpdateReport | None = None, *, samples: int | None = None) -> None:
+        """Count the step and hand its verdicts on.
 
         ``samples`` are those of the step over all ranks, where the program gives them.
         """
         step, self.open = self.open, None
         updated = step is not None and bool(step.updates)
-        if not updated and report is None:
-            return False
         if not self._started:
             self.start(timed=False)
         progress, self._started = self._progress, False
@@ -273,7 +327,7 @@ class StepLifecycle:
                 self._note_first_loss(report.loss, 0)
             window = SampleWindow(first, progress.consumed)
             self._skip_tracker.reported(progress.step, window, report)
-        return True
+        self._on_counted()
 
     def _take_over(self, step: OpenStep, report: UpdateReport | None, samples: int | None) -> None:
         """Record the updates of a step that is counted."""
@@ -324,14 +378,14 @@ class StepLifecycle:
             name for name, each in self._registry.optimizers.items() if id(each) not in done
         )
 
-    @property
-    def _remembered(self) -> BufferSnapshot:
-        if self._snapshot is None:
-            self._snapshot = BufferSnapshot(self._registry.models.values())
-        return self._snapshot
+    def _require_parts(self, step: OpenStep) -> None:
+        if not step.parts:
+            raise UnsupportedError(
+                "run.apply() made an update that no run.advance() counts", next_step=ADVANCE
+            )
 
     def _require_few(self, step: OpenStep) -> None:
-        if len(step.updates) > MOST_UPDATES * max(1, len(self._registry.optimizers)):
+        if len(step.updates) > _MOST_UPDATES * max(1, len(self._registry.optimizers)):
             raise UnsupportedError(
                 f"{len(step.updates)} updates were made since the last step was counted: the run "
                 "could neither save nor stop meanwhile",
@@ -354,6 +408,17 @@ class StepLifecycle:
             return
         if before in (first_steps.saved_at, first_steps.resumed_at):
             first_steps.note(before, loss, samples)
+
+
+def _as_batch(batch: Any) -> Batch:
+    """The program's own batch as one micro-batch."""
+    if batch is None:
+        raise UsageError(
+            "run.step(None): there is no batch",
+            next_step="Give it what your loop has fetched: a tensor, a tuple, a dict, a "
+            "forge.Batch.",
+        )
+    return batch if isinstance(batch, Batch) else Batch(micro_batches=(batch,))
 
 
 def _nothing() -> None:

@@ -30,7 +30,6 @@ from slurm_forge.training.core.rank_layout import (
 from slurm_forge.training.core.run_state import Registry
 from slurm_forge.training.data.batches import Batch
 from slurm_forge.training.loop.step import Step
-from slurm_forge.training.step.buffer_snapshot import BufferSnapshot
 
 RANKS = 8
 
@@ -250,7 +249,7 @@ def test_a_count_that_only_the_last_pipeline_stage_knows_is_refused() -> None:
         registry=Registry(),
         loss=BatchLoss(global_batch=4, ranks=1, device="cpu"),
         lr_scale=1.0,
-        snapshot=BufferSnapshot([]),
+        buffers=None,
         norm_group=pipeline,
     )
     with pytest.raises(UnsupportedError, match="only the last stage knows") as caught:

@@ -63,7 +63,9 @@ class Channel:
     #: Nobody has said when the launch will be ended.
     seconds_left: float | None = None
 
-    def advance(self, position: Position, *, entering: bool = False) -> tuple[Request, ...]:
+    def advance(
+        self, position: Position, path: str, *, entering: bool = False
+    ) -> tuple[Request, ...]:
         kind = self.due.get(position)
         return () if kind is None else (Request(id=1, kind=kind, reason="asked"),)
 
