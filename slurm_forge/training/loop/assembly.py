@@ -35,6 +35,7 @@ from slurm_forge.training.instability.skip_tracker import (
 )
 from slurm_forge.training.instability.spike_monitor import SpikeMonitor
 from slurm_forge.training.loop.instability_handler import InstabilityHandler
+from slurm_forge.training.loop.request_handler import RequestHandler
 from slurm_forge.training.loop.save_schedule import SaveSchedule
 from slurm_forge.training.loop.step_lifecycle import StepLifecycle
 from slurm_forge.training.monitor.collective_probe import Probe
@@ -58,7 +59,7 @@ class Parts:
     boundaries: StepBoundaries
     progress_log: ProgressLogger
     probe: Probe | None
-    step_timer: StepTimer | None
+    requests: RequestHandler
     active_plan: ActivePlan
     skip_tracker: SkipTracker
     instability: InstabilityHandler
@@ -75,13 +76,9 @@ def assemble(
     groups: ProcessGroups,
     member: Member,
     journal: JournalWriter | None,
-    act: Callable[[Request], None],
     on_counted: Callable[[], None],
 ) -> Parts:
-    """Make the parts of one rank.
-
-    ``act`` is called with what is due at a boundary, ``on_counted`` after each step.
-    """
+    """Make the parts of one rank.  ``on_counted`` is called after each step."""
     registry, hooks, progress = Registry(), Hooks(context.rank), TrainingProgress()
     loss_history, active_plan = LossHistory(device), ActivePlan(context.brief.plan)
     layout = ActiveLayout(context.rank, context.world_size)
@@ -109,6 +106,10 @@ def assemble(
         layout=layout,
         data_state=data_state,
     )
+
+    def act(request: Request) -> None:
+        requests.act(request)  # made last: it saves, and a save tells the boundaries
+
     boundaries = StepBoundaries(member, act)
     spike_monitor = None
     if saver.catalog is not None:
@@ -184,6 +185,22 @@ def assemble(
         member=member,
         group=groups.cpu,
     )
+    progress_log = ProgressLogger(journal, progress)
+    probe = _probe(context, device, groups, member, fault_injector)
+    requests = RequestHandler(
+        member=member,
+        progress=progress,
+        progress_log=progress_log,
+        hooks=hooks,
+        boundaries=boundaries,
+        save_schedule=save_schedule,
+        skip_tracker=skip_tracker,
+        spike_monitor=spike_monitor,
+        active_plan=active_plan,
+        step_lifecycle=step_lifecycle,
+        probe=probe,
+        step_timer=step_timer,
+    )
     return Parts(
         layout=layout,
         registry=registry,
@@ -195,9 +212,9 @@ def assemble(
         first_steps=first_steps,
         step_lifecycle=step_lifecycle,
         boundaries=boundaries,
-        progress_log=ProgressLogger(journal, progress),
-        probe=_probe(context, device, groups, member, fault_injector),
-        step_timer=step_timer,
+        progress_log=progress_log,
+        probe=probe,
+        requests=requests,
         active_plan=active_plan,
         skip_tracker=skip_tracker,
         instability=instability,

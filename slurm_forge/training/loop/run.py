@@ -13,12 +13,9 @@ from torch.optim import Optimizer
 
 from slurm_forge.checkpoint.collectives import Ranks
 from slurm_forge.control import Member
-from slurm_forge.control.messages.hub import Request, RequestKind
-from slurm_forge.control.messages.probe import BANDWIDTH
-from slurm_forge.control.messages.rank import FunctionReturned, RankFinished, RankStopped
+from slurm_forge.control.messages.rank import FunctionReturned, RankFinished
 from slurm_forge.errors import CheckpointError, UnsupportedError
 from slurm_forge.journal import JournalWriter
-from slurm_forge.recovery.monitor.loss_anomaly import announced
 from slurm_forge.training.checkpointing.supported_state import require_supported_wrapper
 from slurm_forge.training.core import rng
 from slurm_forge.training.core.duration import (
@@ -33,17 +30,14 @@ from slurm_forge.training.core.memory_report import (
 from slurm_forge.training.core.process_group import ProcessGroups
 from slurm_forge.training.core.rank_info import RankContext
 from slurm_forge.training.core.run_state import Registry
-from slurm_forge.training.core.step_boundary import RunStopped
 from slurm_forge.training.data.batches import Batch
 from slurm_forge.training.data.dataset_fingerprint import DataVersion
-from slurm_forge.training.instability.spike_monitor import limit_in
 from slurm_forge.training.loop.assembly import assemble
 from slurm_forge.training.loop.batch_loop import BatchLoop
 from slurm_forge.training.loop.batches_request import BatchesRequest
 from slurm_forge.training.loop.custom_loop import CustomLoop, checked_steps
 from slurm_forge.training.loop.resume import Resumer
 from slurm_forge.training.loop.step import Step
-from slurm_forge.training.step.gradient_guard import LARGEST
 from slurm_forge.vocabulary.plan import RecoveryPlan
 
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -95,7 +89,6 @@ class Run:
             groups=groups,
             member=member,
             journal=journal,
-            act=self._act,
             on_counted=self._on_counted,
         )
         self._layout = parts.layout
@@ -110,12 +103,10 @@ class Run:
         self._boundaries = parts.boundaries
         self._progress_log = parts.progress_log
         self._probe = parts.probe
-        self._step_timer = parts.step_timer
+        self._requests = parts.requests
         self._active_plan = parts.active_plan
         self._instability = parts.instability
         self._skip_tracker = parts.skip_tracker
-        self._spike_monitor = parts.spike_monitor
-        self._fault_injector = parts.fault_injector
         self._pressure = Pressure()
         self._resumer = Resumer(
             context, parts, groups=groups, member=member, journal=journal, timings=timings
@@ -536,7 +527,7 @@ class Run:
         with self._custom_loop.ahead(again=True) as may_save:
             self._save_schedule.random = random = rng.capture()
             try:
-                with self._boundaries.phase(name, self._stop_here, acts=may_save):
+                with self._boundaries.phase(name, self._requests.stop_here, acts=may_save):
                     yield
                 self._progress.phases[name] = self._progress.step
             finally:
@@ -612,40 +603,6 @@ class Run:
         if self._skip_tracker.trouble is None and not self._instability.unfinished_rollbacks:
             return False
         return self._instability.boundary()
-
-    def _act(self, request: Request) -> None:
-        match request.kind:
-            case RequestKind.STOP:
-                self._stop_here()
-                raise RunStopped
-            case RequestKind.SAVE:
-                self._save_schedule.save(request.reason)
-            case RequestKind.PROBE if self._probe is not None:
-                if self._step_timer is not None:
-                    self._step_timer.try_out()
-                self._probe.issue(request.id, large=request.reason == BANDWIDTH)
-                self._hooks.call("on_probe", step=self._progress.step)
-            case RequestKind.LIMIT:
-                # One from before a rollback is not meant for the steps behind it.
-                stale = self._boundaries.rollbacks > 0 and not self._step_lifecycle.stepped
-                self._active_plan.limit = LARGEST if stale else limit_in(request.reason)
-                if self._spike_monitor is not None:
-                    self._spike_monitor.set_active_limit(self._active_plan.limit)
-            case RequestKind.RECOVER:
-                self._skip_tracker.announced(announced(request.reason))
-            case _:
-                pass
-
-    def _stop_here(self) -> None:
-        """Save, and tell the conductor: the run stops on all ranks at this step."""
-        step = self._progress.step
-        self._skip_tracker.read_all()
-        self._save_schedule.have("stop", doubts=self._skip_tracker.doubts)
-        self._progress_log.write(now=True)
-        last = self._save_schedule.last
-        self._hooks.call("on_stop", step=step)
-        name = None if last is None else str(last)
-        self._member.send(RankStopped(step=step, checkpoint=name))
 
     # -- for the worker ----------------------------------------------------------------------
 
