@@ -1,7 +1,9 @@
 """A training step: from the request for a batch to the end of ``train_step``.
 
 Two gloo ranks train a small model as a run of this machine.  Counted is the main thread of rank 0,
-which does all that other ranks do, judges the loss besides, and writes the journal.
+which does all that other ranks do, judges the loss besides, and writes the journal.  The samples
+are fetched in this process, and the model has no buffers: loader workers do some of it in another
+thread, and buffers are one more file.
 """
 
 from __future__ import annotations
@@ -27,24 +29,25 @@ _STEPS = 5
 
 def measure_step() -> Passage:
     """An ordinary step, some steps after the start."""
-    passages = sorted(_run(nan=False), key=lambda passage: len(passage.files))
-    return passages[len(passages) // 2]
+    return measure_both()[0]
 
 
 def measure_nan() -> Passage:
     """The first step with a NaN gradient: its update is skipped, examined and written down."""
-    return _run(nan=True)[0]
+    return measure_both()[1]
 
 
-def _run(*, nan: bool) -> list[Passage]:
+def measure_both() -> tuple[Passage, Passage]:
+    """An ordinary step, and the one with a NaN gradient, of one run."""
     with TemporaryDirectory() as folder:
         results = Path(folder) / "results.json"
-        spec = {"name": "count", "args": {"nan": nan, "results": str(results)}}
+        spec = {"name": "count", "args": {"results": str(results)}}
         train_here(f"{__name__}:train", spec, ranks=2, runs=folder)
-        return [Passage(**passage) for passage in json.loads(results.read_text())]
+        *steps, nan = [Passage(**passage) for passage in json.loads(results.read_text())]
+    return sorted(steps, key=lambda passage: len(passage.files))[_STEPS // 2], nan
 
 
-def train(run: forge.Run, *, nan: bool, results: str) -> None:
+def train(run: forge.Run, *, results: str) -> None:
     """The entry: train, and write what was counted on rank 0."""
     torch.manual_seed(0)
     model = DistributedDataParallel(nn.Linear(4, 1))
@@ -55,10 +58,11 @@ def train(run: forge.Run, *, nan: bool, results: str) -> None:
         loss: torch.Tensor = model(micro).square().mean() * factor
         return loss
 
-    batches = run.batches(samples, global_batch_size=8, until=forge.Steps(_FIRST + _STEPS))
+    last = _FIRST + _STEPS
+    batches = run.batches(samples, global_batch_size=8, until=forge.Steps(last + 1))
     passages = []
-    for step in range(_FIRST + _STEPS):
-        factor = float("nan") if nan and step == _FIRST else 1.0
+    for step in range(last + 1):
+        factor = float("nan") if step == last else 1.0
         counter = FileCounter()
         counter.start()
         batch = next(batches)
