@@ -36,7 +36,8 @@ class StepBoundaries:
         self._poll = 0
         #: The names of the phases since the boundary: two ranks in one phase have the same.
         self._path = ""
-        self._inside: str | None = None
+        #: The phase that the program is in, if any.
+        self.inside: str | None = None
         self._acts_inside = True
         self._doing = "train"
         #: How often training was rolled back in this launch: the same steps come again.
@@ -62,11 +63,11 @@ class StepBoundaries:
 
         Without ``acts`` nothing is acted upon in it: it is due at the next boundary.
         """
-        if self._inside is not None:
-            raise RuntimeError(f"phase {name!r} inside phase {self._inside!r}: end that one first")
+        if self.inside is not None:
+            raise RuntimeError(f"phase {name!r} inside phase {self.inside!r}: end that one first")
         outer = "train"
         self._enter(name)
-        self._inside, self._acts_inside = name, acts
+        self.inside, self._acts_inside = name, acts
         try:
             if acts:
                 self._begin_phase(name)
@@ -75,11 +76,11 @@ class StepBoundaries:
             if acts:
                 self._due(self._at(LAST))
         except PhaseStopped:
-            self._inside = None
+            self.inside = None
             on_stop()
             raise RunStopped from None
         finally:
-            self._inside = None
+            self.inside = None
             self._enter(outer)
 
     @contextmanager
@@ -123,11 +124,6 @@ class StepBoundaries:
         finally:
             self._enter(doing)
 
-    @property
-    def inside(self) -> str | None:
-        """The phase the program is in, if any."""
-        return self._inside
-
     def _begin(self, step: int) -> None:
         self._step, self._phase, self._poll, self._path = step, 0, 0, ""
 
@@ -146,7 +142,7 @@ class StepBoundaries:
         if self._member is None:
             return
         for request in self._member.advance(position, self._path, entering=entering):
-            if request.kind is RequestKind.STOP and self._inside is not None:
+            if request.kind is RequestKind.STOP and self.inside is not None:
                 raise PhaseStopped
             self._act(request)
 

@@ -97,8 +97,9 @@ class SkipTracker:
         self._examined_at: int | None = None
         self._examinations = 0
         self._bad_losses = self._bad_reports = 0
-        #: The last steps and their samples, for an incident that is noticed later.
-        self._recent: deque[tuple[int, SampleWindow]] = deque(maxlen=_REMEMBERED)
+        #: The last steps, each with its first sample and the one behind its last: for an incident
+        #: that is noticed later.
+        self._recent: deque[tuple[int, int, int]] = deque(maxlen=_REMEMBERED)
         #: Of the skipped steps in a row that go on now.
         self._skip_streak_from: SampleWindow | None = None
         self._skip_streak_is_finite = True
@@ -114,26 +115,29 @@ class SkipTracker:
 
     def record(self, record: StepRecord) -> None:
         """One more step."""
-        self._recent.append((record.step, record.samples))
+        self._recent.append((record.step, record.samples.first, record.samples.stop))
         self._from_stream = record.from_stream
         self._unread.append(record)
         self._read(self._keep)
 
-    def reported(self, step: int, samples: SampleWindow, report: UpdateReport) -> None:
-        """One more step, of a loop that has updated by itself; microseconds if all is well."""
-        if self._unread or not report.is_known:
-            self.record(StepRecord.of_report(step, samples, report))
+    def reported(self, step: int, first: int, stop: int, report: UpdateReport) -> None:
+        """One more step, of a loop that has updated by itself; microseconds if all is well.
+
+        It is of the samples from ``first`` on, ``stop`` not included.
+        """
+        if self._unread or report.values is None:
+            self.record(StepRecord.of_report(step, SampleWindow(first, stop), report))
             return
-        self._recent.append((step, samples))
+        self._recent.append((step, first, stop))
         self._from_stream = False
-        self._take_report(step, report.read())
+        self._take_report(step, report.values)
 
     def announced(self, anomaly: Anomaly) -> None:
         """Rank 0 has judged the last steps, and all ranks hear of it between the same two steps."""
         if self.trouble is not None or not self._recent:
             return
-        bad = [samples for step, samples in self._recent if anomaly.onset <= step <= anomaly.step]
-        last, _ = self._recent[-1]
+        bad = [each for each in self._recent if anomaly.onset <= each[0] <= anomaly.step]
+        last = self._recent[-1][0]
         if anomaly.step > last:
             return  # proposed before a rollback: that has answered it
         self.trouble = Instability(
@@ -142,7 +146,7 @@ class SkipTracker:
             step=last,
             text=anomaly.text,
             source="rank 0" if anomaly.cause is Cause.LOSS_SPIKE else "all ranks",
-            window=SampleWindow(bad[0].first, bad[-1].stop) if bad and self._from_stream else None,
+            window=SampleWindow(bad[0][1], bad[-1][2]) if bad and self._from_stream else None,
             in_memory=anomaly.in_memory,
             rank=anomaly.rank,
             hosts=anomaly.hosts,

@@ -325,8 +325,7 @@ class StepLifecycle:
             if report.loss is not None:
                 self._loss_history.note(report.loss)
                 self._note_first_loss(report.loss, 0)
-            window = SampleWindow(first, progress.consumed)
-            self._skip_tracker.reported(progress.step, window, report)
+            self._skip_tracker.reported(progress.step, first, progress.consumed, report)
         self._on_counted()
 
     def _take_over(self, step: OpenStep, report: UpdateReport | None, samples: int | None) -> None:

@@ -25,35 +25,33 @@ class UpdateReport:
     only ``read`` waits for them.
     """
 
-    __slots__ = ("_late", "_loss", "_norm", "loss")
+    __slots__ = ("_late", "_norm", "loss", "values")
 
     def __init__(
         self, loss: torch.Tensor | float | None, grad_norm: torch.Tensor | float | None
     ) -> None:
         #: The loss as it was reported; detached.
-        self.loss = self._loss = _value("loss", loss)
-        self._norm = _value("grad_norm", grad_norm)
-        self._late: HostCopy | None = None
-        if isinstance(self._loss, torch.Tensor) or isinstance(self._norm, torch.Tensor):
-            late = [each for each in (self._loss, self._norm) if isinstance(each, torch.Tensor)]
-            device = late[0].device
-            self._late = HostCopy([each.to(device, torch.float32) for each in late])
-
-    @property
-    def is_known(self) -> bool:
-        """Whether the values are on the host."""
-        return self._late is None
+        self.loss = loss = _value("loss", loss)
+        norm = _value("grad_norm", grad_norm)
+        #: What is on the host; None while some of it is on its way.
+        self.values: ReportedValues | None = None
+        late = [each for each in (loss, norm) if isinstance(each, torch.Tensor)]
+        if not late:
+            self.values = ReportedValues(loss, norm)  # type: ignore[arg-type]  # both are numbers
+            return
+        self._norm = norm
+        self._late = HostCopy([each.to(late[0].device, torch.float32) for each in late])
 
     def read(self) -> ReportedValues:
         """The values, waiting for them if necessary."""
-        if self._late is not None:
+        if self.values is None:
             arrived = iter(self._late.read())
-            self._late = None
-            if isinstance(self._loss, torch.Tensor):
-                self._loss = next(arrived)
-            if isinstance(self._norm, torch.Tensor):
-                self._norm = next(arrived)
-        return ReportedValues(self._loss, self._norm)  # type: ignore[arg-type]  # numbers by now
+            loss, norm = (
+                next(arrived) if isinstance(each, torch.Tensor) else each
+                for each in (self.loss, self._norm)
+            )
+            self.values = ReportedValues(loss, norm)
+        return self.values
 
     def own_loss(self) -> float | None:
         """This rank's loss, if it was reported.  Waits for the device."""

@@ -579,13 +579,13 @@ class OnDevice(torch.Tensor):
 def test_values_on_a_device_are_copied_now_and_read_later():
     loss, norm = torch.tensor(0.25).as_subclass(OnDevice), torch.ones(1).as_subclass(OnDevice)
     report = UpdateReport(loss, norm)
-    assert not report.is_known
+    assert report.values is None
     loss.fill_(7.0)
     assert report.read() == (0.25, 1.0)
-    assert report.is_known
+    assert report.values == (0.25, 1.0)
     assert UpdateReport(None, norm).read() == (None, 1.0)
     assert UpdateReport(0.5, norm).read() == (0.5, 1.0)
-    assert UpdateReport(torch.tensor([2.0], dtype=torch.bfloat16), None).is_known
+    assert UpdateReport(torch.tensor([2.0], dtype=torch.bfloat16), None).values == (2.0, None)
 
 
 def test_a_nan_on_a_device_is_found_too(lab):
