@@ -19,7 +19,6 @@ from dataclasses import asdict, dataclass
 from itertools import accumulate
 from pathlib import Path
 from statistics import median
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -31,6 +30,7 @@ from slurm_forge.control.messages.rank import RequestProposal
 from slurm_forge.recovery.monitor.loss_anomaly import announced
 from slurm_forge.spec.recovery import default_recovery
 from slurm_forge.training.instability.spike_monitor import SpikeMonitor
+from slurm_forge.training.step.gradient_guard import Reading
 
 Array = npt.NDArray[np.float64]
 #: Losses and norms of that many steps.
@@ -42,14 +42,6 @@ _EPISODE = 20_000
 _AT_ONCE = 25
 _BEFORE = 600
 _AFTER = 60
-
-
-class Step(NamedTuple):
-    """What the watch reads."""
-
-    applied: bool
-    norm: float
-    loss: float
 
 
 class Rank0:
@@ -88,7 +80,7 @@ class Rank0:
             applied = norm <= self.limit
             if not applied:
                 self.left_out.append(step)
-            taken(step, Step(applied, norm, loss))
+            taken(step, Reading(applied, True, norm, loss))
             if len(alarms) != known:
                 known = len(alarms)
                 self.watch.tolerate()
@@ -332,7 +324,7 @@ def cost_us() -> float:
     rng = np.random.default_rng(1)
     count = 20_000
     readings = [
-        Step(True, norm, loss)
+        Reading(True, True, norm, loss)
         for norm, loss in zip(
             lognormal(rng, count, 0.2).tolist(), rng.normal(size=count).tolist(), strict=True
         )

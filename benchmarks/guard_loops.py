@@ -211,7 +211,7 @@ class _Made:
             registry=self._registry,
             loss=BatchLoss(global_batch=size * self._ranks, ranks=self._ranks, device=_CPU),
             lr_scale=1.0,
-            snapshot=self._snapshot,
+            buffers=self._snapshot,
         )
         for inputs, targets in step.micro_batches():
             step.backward(nn.functional.cross_entropy(self._model(inputs), targets))

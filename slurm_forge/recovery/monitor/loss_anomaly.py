@@ -110,13 +110,9 @@ class Spikes:
         self._unanswered: int | None = None
         #: The highest level that was ever usual: of what has fallen far, a little is no spike.
         self.highest_usual_loss = -math.inf
-        self._outliers = 0
+        #: How many single steps lay far above what is usual, and nothing came of it.
+        self.outliers = 0
         self._strays: deque[int] = deque(maxlen=_COMMON)  # the last outliers
-
-    @property
-    def outliers(self) -> int:
-        """How many single steps lay far above what is usual, and nothing came of it."""
-        return self._outliers
 
     @property
     def limit(self) -> float | None:
@@ -155,12 +151,12 @@ class Spikes:
         self._forget_norms()
         self._forget_losses()
         self._step = at
-        outliers = self._outliers
+        outliers = self.outliers
         finite = [loss for loss in losses if math.isfinite(loss)]
         for age, loss in enumerate(finite):
             if self._note_loss(max(0, at - len(finite) + 1 + age), loss) is not None:
                 self.tolerate()  # it was lived with then, or the state would not have been kept
-        self._outliers = outliers
+        self.outliers = outliers
 
     def tolerate(self) -> None:
         """The anomaly is how things are from now on: what is usual is learned anew."""
@@ -208,7 +204,7 @@ class Spikes:
         far = loss > self._far
         recent = self._recent
         if len(recent) == _OF_AMONG_STRAYS and recent[0][2]:
-            self._outliers += 1  # nothing has come of it
+            self.outliers += 1  # nothing has come of it
             self._strays.append(recent[0][0])
         recent.append((step, loss, far))
         if far:

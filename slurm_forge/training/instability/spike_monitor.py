@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 from slurm_forge.control.messages.hub import RequestKind
 from slurm_forge.control.messages.message import Message
@@ -23,7 +22,7 @@ from slurm_forge.recovery.monitor.loss_anomaly import (
 )
 from slurm_forge.recovery.policy.decide import skips_allowed
 from slurm_forge.spec.recovery import Recovery
-from slurm_forge.training.step.gradient_guard import LARGEST
+from slurm_forge.training.step.gradient_guard import LARGEST, Reading
 from slurm_forge.vocabulary.cause import Cause
 
 #: A limit is announced no more often than that, and only where it has to be that much higher; each
@@ -40,22 +39,6 @@ _LOST_AFTER_STEPS = 32
 _NO_LIMIT = 1e38
 #: Single outliers are told of together.
 _OUTLIERS_EVERY_S = 600.0
-
-
-class StepReading(Protocol):
-    """What the device said about a step; ``loss`` is NaN where it is not known."""
-
-    @property
-    def applied(self) -> bool:
-        """Whether the update was made."""
-
-    @property
-    def norm(self) -> float:
-        """The global gradient norm before clipping."""
-
-    @property
-    def loss(self) -> float:
-        """The mean loss of this rank's part of the batch."""
 
 
 class SpikeMonitor:
@@ -93,7 +76,7 @@ class SpikeMonitor:
         self._told_outliers = 0
         self._next_outliers_at = -math.inf
 
-    def record(self, step: int, reading: StepReading) -> None:
+    def record(self, step: int, reading: Reading) -> None:
         """The verdict of a step has been read.  Microseconds, unless there is something to say."""
         if not self._enabled:
             return

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,24 +22,13 @@ from slurm_forge.training.core.loss import (
 )
 from slurm_forge.training.core.run_state import Registry
 from slurm_forge.training.data.batches import Batch
+from slurm_forge.training.loop.batch_faults import BatchFaults
 from slurm_forge.training.step.buffer_snapshot import BufferSnapshot
 from slurm_forge.training.step.gradient_guard import (
     LARGEST,
     GuardedUpdate,
     apply_gradients,
 )
-
-
-class StepFaults(Protocol):
-    """Faults on purpose, for a step whose losses don't pass through ``run.train_step``."""
-
-    def of_loss(self, loss: torch.Tensor | Loss, micro_batch: int) -> torch.Tensor | Loss:
-        """The loss of a micro-batch, or what a fault makes of it."""
-
-    def of_gradients(
-        self, optimizer: Optimizer, norm: torch.Tensor | float | None
-    ) -> torch.Tensor | float | None:
-        """Gradients that the program has computed by itself, and their norm."""
 
 
 class Step:
@@ -60,7 +49,7 @@ class Step:
         limit: float = LARGEST,
         norm_group: dist.ProcessGroup | None = None,
         handing_over: Callable[[], None] = lambda: None,
-        faults: StepFaults | None = None,
+        faults: BatchFaults | None = None,
     ) -> None:
         self.batch = batch
         self.applied: list[GuardedUpdate] = []

@@ -35,11 +35,11 @@ class UpdateReport:
         norm = _value("grad_norm", grad_norm)
         #: What is on the host; None while some of it is on its way.
         self.values: ReportedValues | None = None
-        late = [each for each in (loss, norm) if isinstance(each, torch.Tensor)]
-        if not late:
-            self.values = ReportedValues(loss, norm)  # type: ignore[arg-type]  # both are numbers
+        if not isinstance(loss, torch.Tensor) and not isinstance(norm, torch.Tensor):
+            self.values = ReportedValues(loss, norm)
             return
         self._norm = norm
+        late = [each for each in (loss, norm) if isinstance(each, torch.Tensor)]
         self._late = HostCopy([each.to(late[0].device, torch.float32) for each in late])
 
     def read(self) -> ReportedValues:

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -13,19 +12,13 @@ from slurm_forge.control.messages.rank import RequestProposal
 from slurm_forge.recovery.monitor.loss_anomaly import announced
 from slurm_forge.spec.recovery import Ladder, Recovery, Rung, default_recovery
 from slurm_forge.training.instability.spike_monitor import SpikeMonitor
+from slurm_forge.training.step.gradient_guard import Reading
 from slurm_forge.vocabulary.cause import Cause
 from slurm_forge.vocabulary.decision import Action
 
 SKIP = Rung(do=Action.SKIP, times=3)
 ROLLBACK = Rung(do=Action.ROLLBACK, times=2)
 WARN = Rung(do=Action.WARN)
-
-
-class Step(NamedTuple):
-    applied: bool
-    finite: bool
-    norm: float
-    loss: float
 
 
 class Rank0:
@@ -60,7 +53,7 @@ class Rank0:
                 self._agreed = len(self.limits())
                 self.watch.set_active_limit(self.limits()[-1])
             self.now += seconds
-            self.watch.record(self.step, Step(applied, True, float(norm), float(loss)))
+            self.watch.record(self.step, Reading(applied, True, float(norm), float(loss)))
 
     def asked(self, kind: RequestKind) -> list[str]:
         return [message.reason for message in self.sent if message.kind is kind]
