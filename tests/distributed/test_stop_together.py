@@ -316,14 +316,13 @@ def in_place(case: Case, launch: Launch, gates: Gates) -> None:
     others = [rank for rank in range(case.ranks) if rank not in case.held]
     # The position that is said is the last boundary passed: of those between two steps, the first.
     launch.until(lambda: launch.doing(here, case.held, case.step), here)
-    if case.moment is Moment.END and STEPS % case.save_every == 0:
-        elsewhere = "train"  # all is saved already: they wait for the held ones to say goodbye
     ahead = case.step + (case.moment is Moment.BETWEEN)
     launch.until(lambda: launch.doing(elsewhere, others, ahead), elsewhere)
 
 
 #: What the held ranks and the others say that they are doing where it is not training.  Others have
-#: left an evaluation, or wait for data, that has no collectives, and wait in the next all-reduce.
+#: left an evaluation, or wait for data, that has no collectives, and wait in the next all-reduce;
+#: after the last step they wait in the final check, which comes before the last save.
 PHASES = {
     Moment.DATA: ("data", "train"),
     Moment.STUCK: ("data", "data"),
@@ -331,7 +330,6 @@ PHASES = {
     Moment.LOCKSTEP: ("eval", "eval"),
     Moment.RANK_ZERO: ("eval", "train"),
     Moment.SAVE: ("save", "save"),
-    Moment.END: ("train", "save"),
 }
 
 
