@@ -54,7 +54,7 @@ class StepBoundaries:
             return False
         self._begin(step)
         self._enter("train")
-        self._due(self._at())
+        self._due()
         return True
 
     @contextmanager
@@ -71,10 +71,10 @@ class StepBoundaries:
         try:
             if acts:
                 self._begin_phase(name)
-                self._due(self._at(), entering=True)
+                self._due(entering=True)
             yield
             if acts:
-                self._due(self._at(LAST))
+                self._due(LAST)
         except PhaseStopped:
             self.inside = None
             on_stop()
@@ -88,15 +88,15 @@ class StepBoundaries:
         """Waiting for the next batch; yields what the waiting loop calls now and then."""
         self._begin_phase("data")
         self._enter("data")
-        self._due(self._at())
+        self._due()
         yield self._data_poll
-        self._due(self._at(LAST))
+        self._due(LAST)
         self._enter("train")
 
     def _data_poll(self) -> None:
         if self._member is not None and self._member.pending:
             self._poll += 1
-            self._due(self._at(self._poll))
+            self._due(self._poll)
 
     def poll(self) -> None:
         """Look for a request inside a phase; cheap enough for every batch of an evaluation.
@@ -106,13 +106,15 @@ class StepBoundaries:
         """
         if self._acts_inside:
             self._poll += 1
-            self._due(self._at(self._poll))
+            self._due(self._poll)
 
     def leave(self) -> None:
         """The program is through: what is still asked for is answered and no longer acted on."""
         if self._member is not None:
             self._begin_phase(self._doing)
-            self._member.advance(self._at(), self._path, entering=True)
+            self._member.advance(
+                Position(self._step, self._phase, 0, self.rollbacks), self._path, entering=True
+            )
 
     @contextmanager
     def meanwhile(self, name: str) -> Iterator[None]:
@@ -135,12 +137,10 @@ class StepBoundaries:
         if self._member is not None:
             self._member.enter(name)
 
-    def _at(self, poll: int = 0) -> Position:
-        return Position(self._step, self._phase, poll, self.rollbacks)
-
-    def _due(self, position: Position, *, entering: bool = False) -> None:
+    def _due(self, poll: int = 0, *, entering: bool = False) -> None:
         if self._member is None:
             return
+        position = Position(self._step, self._phase, poll, self.rollbacks)
         for request in self._member.advance(position, self._path, entering=entering):
             if request.kind is RequestKind.STOP and self.inside is not None:
                 raise PhaseStopped

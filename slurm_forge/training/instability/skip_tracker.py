@@ -159,6 +159,8 @@ class SkipTracker:
     def read_all(self) -> None:
         """Wait for every verdict that is still on its way: before a save."""
         self._read(0)
+        if self._spike_monitor is not None:
+            self._progress.highest_usual_loss = self._spike_monitor.highest_usual_loss
 
     def begin(self) -> None:
         """Everything is as it was resumed: what is not finite in it now is meant so."""
@@ -192,13 +194,9 @@ class SkipTracker:
                 self._skipped(record, readings, finite=finite)
                 if not finite:
                     continue  # it says nothing about which losses and norms are usual
-            one = readings[0] if len(readings) == 1 else together(readings)
-            self._watch(record.step, one)
-
-    def _watch(self, step: int, reading: Reading) -> None:
-        if self._spike_monitor is not None:
-            self._spike_monitor.record(step, reading)
-            self._progress.highest_usual_loss = self._spike_monitor.highest_usual_loss
+            if self._spike_monitor is not None:
+                one = readings[0] if len(readings) == 1 else together(readings)
+                self._spike_monitor.record(record.step, one)
 
     def _take_report(self, step: int, reported: ReportedValues) -> None:
         """What a loop says of an update that it has made by itself."""
@@ -213,7 +211,7 @@ class SkipTracker:
         if self._spike_monitor is not None:
             none = math.nan
             norm, loss = none if norm is None else norm, none if loss is None else loss
-            self._watch(step, Reading(True, True, norm, loss))
+            self._spike_monitor.record(step, Reading(True, True, norm, loss))
 
     def _is_sound(self, step: int, reported: ReportedValues) -> bool:
         """Whether an update that the loop has made itself can have left the weights finite.

@@ -121,19 +121,21 @@ class CustomLoop:
         samples: int | None,
     ) -> None:
         """Count one step, and pass the boundary behind it."""
-        self._refuse_inside("run.advance()")
+        lifecycle, inside = self._lifecycle, self._boundaries.inside
+        if lifecycle.in_step or lifecycle.handed_out is not None or inside is not None:
+            self._refuse_inside("run.advance()")
         self._require_new_step("run.advance()")
         report = UpdateReport(loss, grad_norm)
         if samples is not None and (type(samples) is not int or samples < 0):
             samples = _whole("run.advance", "samples", samples, least=0)
-        step = self._lifecycle.open
+        step = lifecycle.open
         self._guards = guarded = step is not None and bool(step.updates)
         if guarded not in self._checked and not (step is not None and step.parts):
             self._first_of_its_kind(guarded)
-        self._lifecycle.close(report, samples=samples)
+        lifecycle.close(report, samples=samples)
         self._pass_boundary()
         if guarded and self._iteration is None:
-            self._lifecycle.remember_buffers()
+            lifecycle.remember_buffers()
 
     def apply(
         self,
