@@ -1,7 +1,8 @@
 """How the ranks of a save or load tell each other what happened: small, and never pickled.
 
 One exchange is a gather to rank 0 and a broadcast back.  Whatever goes wrong on one rank reaches
-all of them as the same error, and none is left waiting.
+all of them as the same error, and none is left waiting.  Each rank says what its exchange is for:
+ranks that meet in different ones (one has left the loop, say) get one error that names both.
 """
 
 from __future__ import annotations
@@ -21,11 +22,13 @@ from slurm_forge.errors import (
     MismatchError,
     RanksLostError,
     StorageFullError,
+    UnsupportedError,
 )
 from slurm_forge.vocabulary.json_value import Json
 
 _MOST_FAILURES = 20
 _LONGEST_TEXT = 2000
+_SHOWN_RANKS = 8
 #: Bytes of a packet: a length, and what a rank says of a save when nothing has changed.
 _HEAD = 8
 _SHORT = 2048 - _HEAD
@@ -64,13 +67,17 @@ class Ranks:
         ``error`` is what went wrong on this rank before.  ``decide`` runs on rank 0, only if no
         rank had an error; FencedError and MismatchError stay such, a lack of space or quota on any
         rank is a StorageFullError, all else is a CheckpointError (``doing`` tells what was going
-        on).  Raises RanksLostError where a rank is gone.
+        on).  Raises RanksLostError where a rank is gone, UnsupportedError on all ranks where they
+        are not all ``doing`` the same.
         """
-        entry: Json = {"report": report} if error is None else {"error": _describe(error)}
+        entry: dict[str, Json] = {"doing": doing}
+        entry |= {"report": report} if error is None else {"error": _describe(error)}
         cause = error
 
         def judge(everything: Sequence[Any]) -> dict[str, Any]:
             nonlocal cause
+            if apart := _apart([str(each["doing"]) for each in everything]):
+                return {"apart": apart}
             verdict: dict[str, Any] = {}
             failures: list[Any] = [
                 [rank, *each["error"]] for rank, each in enumerate(everything) if "error" in each
@@ -85,6 +92,13 @@ class Ranks:
             return verdict
 
         verdict = judge([entry]) if self.group is None else self._exchange(entry, judge)
+        if "apart" in verdict:
+            raise UnsupportedError(
+                f"the ranks are at different places of the program: {verdict['apart']}",
+                next_step="Let every rank take the same steps, make the same calls, and leave the "
+                "loop after the same step: decide it from what all ranks know, or agree on it with "
+                "torch.distributed.all_reduce.",
+            ) from cause
         if verdict["failures"]:
             raise _failure(verdict["failures"], doing) from cause
         return verdict["result"]
@@ -164,6 +178,24 @@ def _length(packet: torch.Tensor) -> int:
 def _from_parts(packet: torch.Tensor, rest: torch.Tensor | None) -> Any:
     data = bytes(packet[_HEAD:].numpy()) + (b"" if rest is None else bytes(rest.numpy()))
     return json.loads(data[: _length(packet)].decode("ascii"))
+
+
+def _apart(doing: Sequence[str]) -> str:
+    """Which ranks are doing what; empty where all are doing the same."""
+    ranks: dict[str, list[int]] = {}
+    for rank, each in enumerate(doing):
+        ranks.setdefault(each, []).append(rank)
+    if len(ranks) == 1:
+        return ""
+    return "; ".join(f"{_named(some)}: {each}" for each, some in ranks.items())
+
+
+def _named(ranks: Sequence[int]) -> str:
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    shown = ", ".join(map(str, ranks[:_SHOWN_RANKS]))
+    more = len(ranks) - _SHOWN_RANKS
+    return f"ranks {shown}{f' and {more} more' if more > 0 else ''}"
 
 
 #: Errors that stay what they are on every rank; everything else is a CheckpointError.

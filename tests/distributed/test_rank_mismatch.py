@@ -17,6 +17,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import slurm_forge as forge
+from slurm_forge.checkpoint.collectives import Ranks
+from slurm_forge.errors import UnsupportedError
 from slurm_forge.journal import RunState, RunStatus, fold, read_journal
 from slurm_forge.journal.events import CheckpointCommitted, Event, IncidentSeen, Note, Resumed
 from slurm_forge.run_directory import RunDirectory
@@ -26,6 +28,7 @@ from slurm_forge.vocabulary.cause import Cause
 from slurm_forge.vocabulary.decision import Action, Incident
 from slurm_forge.vocabulary.trust import Trust
 from tests.distributed.launches import Gate, Launch, launched, new_run, newest_manifest
+from tests.distributed.ranks import run_ranks
 
 pytestmark = [pytest.mark.distributed]
 
@@ -279,6 +282,21 @@ def test_ranks_on_the_same_samples_are_held(tmp_path: Path) -> None:
     end = train(made(tmp_path), own_loop)
     held(end)
     assert "ranks 0 and 1 trained on the same samples in the last step: all 4" in end.text
+
+
+def test_ranks_in_different_exchanges_are_told_what_each_is_doing() -> None:
+    def meet(rank: int) -> tuple[str, bool]:
+        ranks, doing = Ranks(dist.group.WORLD), ("Preparing a checkpoint", "Ending the run")
+        with pytest.raises(UnsupportedError) as caught:
+            ranks.agree(None, {"parts": rank}, lambda all_of: all_of[0]["parts"], doing=doing[rank])
+        ranks.agree(None, None, lambda _: None, doing="Going on together")
+        return caught.value.message, "leave the loop after the same step" in caught.value.next_step
+
+    text = "rank 0: Preparing a checkpoint; rank 1: Ending the run"
+    assert (
+        run_ranks(2, meet, timeout=60)
+        == [(f"the ranks are at different places of the program: {text}", True)] * 2
+    )
 
 
 # -- what is loaded, and a program that refuses it ---------------------------------------------

@@ -70,5 +70,5 @@ class RankComparison:
         def any_of(reports: Sequence[Any]) -> bool:
             return any(reports)
 
-        finite = not self._ranks.agree(None, bool(unsound()), any_of, doing="Comparing the ranks")
+        finite = not self._ranks.agree(None, bool(unsound()), any_of, doing="Judging a difference")
         return found.mismatch if finite else None
