@@ -690,6 +690,7 @@ class Run:
 
     def leave(self) -> None:
         """The launch is over for this rank: nothing of ours goes on beside the next one."""
+        self._resumer.leave()
         if self._probe is not None:
             self._probe.close()
 
