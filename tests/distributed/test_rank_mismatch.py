@@ -271,6 +271,7 @@ def test_ranks_on_the_same_samples_are_held(tmp_path: Path) -> None:
         model = DistributedDataParallel(net())
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
         run.register(model=model, optimizer=optimizer)
+        run.restore()
         for number in range(6):
             ids = tuple((0, 4 * number + each) for each in range(4))  # forgot the rank
             x = torch.stack([Points()[index][0] for _, index in ids])

@@ -13,11 +13,14 @@ from slurm_forge.checkpoint.write.replicas import (
     RankMismatch,
     StateDigest,
     differing,
+    differing_parts,
     explained,
     same_state,
 )
 from slurm_forge.vocabulary.json_value import Json
 
+#: The buffers that ranks differ in, in what ``exchange`` returns.
+OWN_BUFFERS = "own"
 _DIGEST, _DETAILS, _FACTS = "digest", "details", "facts"
 #: An odd number near a power of two by the golden ratio.
 _SPREAD = 40503
@@ -39,11 +42,12 @@ class Comparison:
     """What a comparison found, the same on all ranks.
 
     ``as_saved``: whether the ranks hold bit for bit what a checkpoint says; None where that was not
-    asked or can't be told.
+    asked or can't be told.  ``own`` are the buffers that ranks differ in.
     """
 
     mismatch: RankMismatch | None
     as_saved: bool | None = None
+    own: tuple[str, ...] = ()
 
 
 @dataclass(slots=True)
@@ -89,7 +93,7 @@ class ReplicaCheck:
         agreed, mismatch = self.exchange(
             ranks, error, {}, digest, facts, told, step=step, doing="Comparing the ranks"
         )
-        return Comparison(mismatch, agreed["as_saved"])
+        return Comparison(mismatch, agreed["as_saved"], tuple(agreed[OWN_BUFFERS]))
 
     def exchange(
         self,
@@ -115,15 +119,23 @@ class ReplicaCheck:
             except Exception as caught:
                 error = caught
 
-        def conclude(reports: Sequence[Any], mismatch: RankMismatch | None) -> dict[str, Json]:
-            text = facts.judge([each[_FACTS] for each in reports])
-            if text:
+        def conclude(
+            reports: Sequence[Any], mismatch: RankMismatch | None, buffers: Sequence[str] = ()
+        ) -> dict[str, Json]:
+            digests = [each[_DIGEST] for each in reports]
+            texts = [
+                differing_parts(digests, step=step, equal_at=self.equal_at),
+                facts.judge([each[_FACTS] for each in reports]),
+            ]
+            for text in filter(None, texts):
                 mismatch = (
                     RankMismatch(text=text, step=step, equal_at=self.equal_at)
                     if mismatch is None
                     else replace(mismatch, text=f"{mismatch.text}; {text}")
                 )
-            found = {} if mismatch is None else {"mismatch": mismatch.to_json()}
+            found: dict[str, Json] = {OWN_BUFFERS: list[Json](buffers)}
+            if mismatch is not None:
+                found["mismatch"] = mismatch.to_json()
             return {**decide(reports, mismatch), **found}
 
         def first(reports: Sequence[Any]) -> dict[str, Json]:
@@ -132,7 +144,7 @@ class ReplicaCheck:
 
         def second(reports: Sequence[Any]) -> dict[str, Json]:
             details = [each[_DETAILS] for each in reports]
-            return conclude(reports, explained(details, step=step, equal_at=self.equal_at))
+            return conclude(reports, *explained(details, step=step, equal_at=self.equal_at))
 
         agreed: dict[str, Any] = ranks.agree(error, own, first, doing=doing)
         if "differing" in agreed and digest is not None:

@@ -25,6 +25,10 @@ from slurm_forge.checkpoint.write.plan import Plan
 from slurm_forge.checkpoint.write.tensor_keys import in_words
 from slurm_forge.vocabulary.json_value import Json
 
+#: Digits of a digest that are reported.
+_SHORT = 16
+#: How groups of buffers are told from others.
+_BUFFERS = "buffers "
 _NAMED = 3
 _SHOWN_RANKS = 8
 #: To tell which copy is wrong takes two that agree.
@@ -64,9 +68,14 @@ class RankMismatch:
 class _HeldCopies:
     """What this rank holds together with others (``group``), or alone (None), in a fixed order."""
 
-    group: int | None
+    group: str | None
     keys: tuple[str, ...]
     sample: Sample
+
+    @property
+    def may_differ(self) -> bool:
+        """Whether it is buffers, in which ranks may differ."""
+        return self.group is not None and self.group.startswith(_BUFFERS)
 
 
 class StateDigest:
@@ -80,6 +89,7 @@ class StateDigest:
         self.turn = turn
         self._host = host
         self._alike = captured.alike
+        self._common = captured.common
         self._copies: list[_HeldCopies] = []
         chosen: list[torch.Tensor] = []
         samples: list[Sample] = []
@@ -88,7 +98,8 @@ class StateDigest:
             keys = tuple(each.keys[number] for number in sample.chosen(len(each.keys)))
             tensors = [local_part(captured.tensors[key]) for key in keys]
             sample = sample.on(tensors, each.size)
-            self._copies.append(_HeldCopies(each.group, keys, sample))
+            group = None if each.group is None else f"{_BUFFERS * each.buffers}{each.group}"
+            self._copies.append(_HeldCopies(group, keys, sample))
             chosen += tensors
             samples += [sample] * len(keys)
         self._pending = PendingSums(chosen, samples)
@@ -98,11 +109,12 @@ class StateDigest:
     def report(self) -> dict[str, Json]:
         """What the others compare with theirs: short.  Waits for the device."""
         groups: dict[str, Json] = {
-            str(copies.group): [copies.sample.tensors, copies.sample.pieces, digest_of(sums)]
+            copies.group: [copies.sample.tensors, copies.sample.pieces, digest_of(sums)]
             for copies, sums in zip(self._copies, self._read(), strict=True)
             if copies.group is not None
         }
-        return {"groups": groups, "state": self.state, "turn": self.turn}
+        common: dict[str, Json] = {key: text[:_SHORT] for key, text in self._common.items()}
+        return {"groups": groups, "state": self.state, "turn": self.turn, "common": common}
 
     @property
     def covered(self) -> float:
@@ -112,20 +124,28 @@ class StateDigest:
 
     @property
     def state(self) -> str:
-        """Of everything that this rank holds, and of how it is laid out: for a checkpoint."""
-        samples = [(each.sample.tensors, each.sample.pieces) for each in self._copies]
-        layout = hashlib.blake2b(f"{self._layout} {samples}".encode(), digest_size=8).hexdigest()
-        return f"{layout}:{digest_of([value for sums in self._read() for value in sums])}"
+        """Of all that has to be equal on other ranks, and of how it is laid out: for a checkpoint.
 
-    def details(self, groups: Sequence[int]) -> dict[str, Json]:
+        Buffers are left out: whether they are saved for each rank is found out in the launch.
+        """
+        held = [
+            pair for pair in zip(self._copies, self._read(), strict=True) if not pair[0].may_differ
+        ]
+        samples = [(each.sample.tensors, each.sample.pieces) for each, _ in held]
+        layout = hashlib.blake2b(f"{self._layout} {samples}".encode(), digest_size=8).hexdigest()
+        return f"{layout}:{digest_of([value for _, sums in held for value in sums])}"
+
+    def details(self, groups: Sequence[str]) -> dict[str, Json]:
         """Every sum of some groups, for the ranks in them."""
         own: dict[str, Json] = {}
         for copies, sums in zip(self._copies, self._read(), strict=True):
-            if copies.group in groups:
-                own[str(copies.group)] = {
+            if copies.group is not None and copies.group in groups:
+                own[copies.group] = {
                     "sums": [f"{value:x}" for value in sums],
                     "keys": list(copies.keys),
-                    "wrapped": all(key in self._alike for key in copies.keys),
+                    "wrapped": all(
+                        key in self._alike or key.startswith("objects/") for key in copies.keys
+                    ),
                     "whole": copies.sample.whole,
                 }
         return {"host": self._host, "groups": own}
@@ -140,7 +160,7 @@ class StateDigest:
         return self._sums
 
 
-def differing(reports: Sequence[Mapping[str, Any]]) -> list[int]:
+def differing(reports: Sequence[Mapping[str, Any]]) -> list[str]:
     """The groups whose ranks do not report the same digest."""
     first: dict[str, Any] = {}
     found: dict[str, None] = {}
@@ -148,7 +168,25 @@ def differing(reports: Sequence[Mapping[str, Any]]) -> list[int]:
         for group, digest in report["groups"].items():
             if first.setdefault(group, digest) != digest:
                 found[group] = None
-    return [int(group) for group in found]
+    return list(found)
+
+
+def differing_parts(
+    reports: Sequence[Mapping[str, Any]], *, step: int, equal_at: int | None
+) -> str:
+    """Which options and states differ that all ranks should have in common; empty if none."""
+    differences: list[tuple[str, dict[int, str]]] = []
+    for part in reports[0]["common"]:
+        values = {rank: str(each["common"].get(part)) for rank, each in enumerate(reports)}
+        if len(set(values.values())) > 1:
+            differences.append((part, values))
+    if not differences:
+        return ""
+    text = _text(differences, None, "", step, equal_at, wrapped=True, whole=True)
+    return (
+        f"{text}; step a scheduler with the same figures on every rank (an average of the loss "
+        "over the ranks), and set the same options"
+    )
 
 
 def same_state(saved: Sequence[str], now: Sequence[str]) -> bool | None:
@@ -166,9 +204,10 @@ def same_state(saved: Sequence[str], now: Sequence[str]) -> bool | None:
 
 def explained(
     details: Sequence[Mapping[str, Any]], *, step: int, equal_at: int | None
-) -> RankMismatch:
-    """Which tensors differ between which ranks, from the details of all of them."""
+) -> tuple[RankMismatch | None, list[str]]:
+    """What should be equal and is not, from the details of all ranks, and buffers that differ."""
     differences: list[tuple[str, dict[int, str]]] = []
+    buffers: list[str] = []
     wrapped, whole = True, True
     for group in dict.fromkeys(group for each in details for group in each["groups"]):
         members = {
@@ -177,21 +216,27 @@ def explained(
             if group in each["groups"]
         }
         first = next(iter(members.values()))
-        whole = whole and first["whole"]
         for number, key in enumerate(first["keys"]):
             values = {rank: each["sums"][number] for rank, each in members.items()}
-            if len(set(values.values())) > 1:
-                differences.append((key, values))
-                wrapped = wrapped and first["wrapped"]
+            if len(set(values.values())) == 1:
+                continue
+            if group.startswith(_BUFFERS):
+                buffers.append(key)
+                continue
+            differences.append((key, values))
+            wrapped, whole = wrapped and first["wrapped"], whole and first["whole"]
+    if not differences:
+        return None, buffers
     alone = _alone([values for _, values in differences])
     host = "" if alone is None else str(details[alone]["host"])
-    return RankMismatch(
+    mismatch = RankMismatch(
         text=_text(differences, alone, host, step, equal_at, wrapped=wrapped, whole=whole),
         step=step,
         rank=alone,
         host=host,
         equal_at=equal_at,
     )
+    return mismatch, buffers
 
 
 def _alone(differences: Sequence[Mapping[int, str]]) -> int | None:

@@ -27,7 +27,8 @@ def open_stage(
     """Open a stage for a save that all ranks can begin; CheckpointError where they can't.
 
     ``permit`` is called with the size and the directory.  ``fallback`` goes to the fallback
-    directory at once; else that is tried where the first one has no room, or fails.
+    directory at once; else that is tried where the first one has no room, or fails.  No stage is
+    opened where ranks differ in something (``own``) that each of them has to save, then.
     """
     steps = [report["step"] for report in reports]
     if len(set(steps)) != 1:
@@ -35,12 +36,10 @@ def open_stage(
             f"the ranks are at different steps: {steps[:20]}",
             next_step="Call save at the same step on every rank (run.save() does).",
         )
-    plan = same_plan(reports)
-    first: dict[int, Mapping[str, Any]] = {}  # stages of a pipeline are not to be alike
-    disagreeing: dict[str, None] = {}
-    for report in reports:
-        parts, expected = report["parts"], first.setdefault(report["stage"], report["parts"])
-        disagreeing.update((part, None) for part in expected if parts.get(part) != expected[part])
+    common = common_plan(reports)
+    if common["own"]:
+        return common
+    plan, differ = common["plan"], _differing(reports)
     # One rank's part of a plan and another's estimate without one do not add up to anything.
     size = sum(report["size" if plan else "rough"] for report in reports)
     stage = _stage(store, name, partial(permit, size), fallback=fallback)
@@ -48,8 +47,8 @@ def open_stage(
         "name": str(name),
         "stage": stage.name,
         "fallback": stage.parent == store.fallback,
-        "disagreeing": list[Json](disagreeing),
-        "plan": plan,
+        "disagreeing": list[Json](differ),
+        **common,
     }
 
 
@@ -77,14 +76,30 @@ def _stage(
     return stage
 
 
-def same_plan(reports: Sequence[Mapping[str, Any]]) -> int:
+def common_plan(reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The number of the plan that fits what every rank holds, 0 if none does.
 
+    ``own`` are the objects that ranks differ in, and that are to be saved for each rank.
     CheckpointError unless all ranks hold the same tensors.
     """
     same_shape([(report["stage"], report["shape"]) for report in reports])
     plans = {int(report["plan"]) for report in reports}
-    return plans.pop() if len(plans) == 1 else 0
+    return {
+        "plan": plans.pop() if len(plans) == 1 else 0,
+        "own": [part for part in _differing(reports) if part.startswith("objects/")],
+    }
+
+
+def _differing(reports: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The parts that differ between ranks: of models only within a stage of a pipeline."""
+    first: dict[tuple[str, int], Any] = {}
+    found: dict[str, None] = {}
+    for report in reports:
+        for part, digest in report["parts"].items():
+            stage = int(report["stage"]) if part.startswith("models/") else 0
+            if first.setdefault((part, stage), digest) != digest:
+                found[part] = None
+    return list(found)
 
 
 def same_shape(shapes: Sequence[Sequence[Any]]) -> None:
