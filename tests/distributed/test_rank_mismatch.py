@@ -285,6 +285,53 @@ def test_ranks_on_the_same_samples_are_held(tmp_path: Path) -> None:
     assert "ranks 0 and 1 trained on the same samples in the last step: all 4" in end.text
 
 
+class Forgetful:
+    """A loader of somebody's that every rank makes alike, with a position."""
+
+    def __init__(self) -> None:
+        self.position = 0
+
+    def __iter__(self) -> Forgetful:
+        return self
+
+    def __next__(self) -> torch.Tensor:
+        self.position += 1
+        return torch.randn(4, 4, generator=torch.Generator().manual_seed(self.position))
+
+    def state_dict(self) -> dict[str, int]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.position = state["position"]
+
+
+@pytest.mark.parametrize("way", ["steps", pytest.param("batches", marks=pytest.mark.slow)])
+def test_a_forgotten_sampler_is_found_by_what_the_model_is_given(tmp_path: Path, way: str) -> None:
+    def train_alike(run: forge.Run) -> None:
+        model = DistributedDataParallel(net())
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+        data = Forgetful()
+
+        def compute_loss(x: torch.Tensor) -> torch.Tensor:
+            return model(x).square().mean()
+
+        if way == "batches":
+            run.register(model=model, optimizer=optimizer)
+            for batch in run.batches(data, until=forge.Steps(LONG)):
+                run.train_step(batch, compute_loss)
+            return
+        run.register(model=model, optimizer=optimizer, data=data)
+        for _ in run.steps(until=forge.Steps(LONG)):
+            compute_loss(next(data)).backward()
+            run.apply()
+            run.advance()
+
+    end = train(made(tmp_path), train_alike)
+    held(end)
+    assert "ranks 0 and 1 gave model 'model' the same inputs in 3 steps" in end.text
+    assert "DistributedSampler" in end.text
+
+
 def test_ranks_in_different_exchanges_are_told_what_each_is_doing() -> None:
     def meet(rank: int) -> tuple[str, bool]:
         ranks, doing = Ranks(dist.group.WORLD), ("Preparing a checkpoint", "Ending the run")

@@ -13,11 +13,12 @@ from slurm_forge.checkpoint.write.save import CheckpointWriter
 from slurm_forge.errors import CheckpointError, RanksLostError, UnsupportedError
 from slurm_forge.store.manifest import Manifest
 from slurm_forge.training.checkpointing.sample_check import (
+    ModelInputs,
     samples_report,
     wrong_samples,
 )
 from slurm_forge.training.core.rank_layout import ActiveLayout
-from slurm_forge.training.core.run_state import TrainingProgress
+from slurm_forge.training.core.run_state import Registry, TrainingProgress
 
 
 class RankComparison:
@@ -28,6 +29,8 @@ class RankComparison:
 
     def __init__(self, writer: CheckpointWriter, ranks: Ranks, layout: ActiveLayout) -> None:
         self._writer = writer
+        #: What models are given, where samples have no ids.
+        self.inputs: ModelInputs | None = None
         self._ranks = ranks
         self._layout = layout
         #: What was loaded and not compared with the ranks' memory yet.
@@ -35,9 +38,18 @@ class RankComparison:
         #: Whether what was loaded last is not bit for bit what was saved.
         self.load_differs = False
 
+    def watch_inputs(self, registry: Registry, progress: TrainingProgress) -> None:
+        """Look at what models are given in the next steps, on several ranks."""
+        if self._ranks.size > 1 and self.inputs is None:
+            self.inputs = ModelInputs(lambda: progress.step)
+            self.inputs.watch(registry.models)
+
     def facts(self, progress: TrainingProgress, *, ids: bool = False) -> RankFacts:
         """What this rank says of its samples in the exchange of a save: one by one with ``ids``."""
-        return RankFacts(samples_report(progress, self._layout.now, ids=ids), wrong_samples)
+        inputs = None if self.inputs is None else self.inputs.report()
+        return RankFacts(
+            samples_report(progress, self._layout.now, ids=ids, inputs=inputs), wrong_samples
+        )
 
     def compare(
         self,

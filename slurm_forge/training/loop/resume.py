@@ -91,6 +91,7 @@ class Resumer:
         self._resumed = self._load(settled=settled, again=False) is not None
         parts.skip_tracker.begin()
         self._optimizer_watch.begin()
+        parts.saver.comparison.watch_inputs(parts.registry, parts.progress)
         faults, catalog = self._context.spec.inject, parts.saver.catalog
         if faults and catalog is not None:
             catalog.say(f"injected faults: {', '.join(map(str, faults))}")
