@@ -332,6 +332,20 @@ def test_a_forgotten_sampler_is_found_by_what_the_model_is_given(tmp_path: Path,
     assert "DistributedSampler" in end.text
 
 
+@pytest.mark.slow
+def test_a_dataset_that_is_divided_twice_is_refused(tmp_path: Path) -> None:
+    def train_divided(run: forge.Run) -> None:
+        model = DistributedDataParallel(net())
+        run.register(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=1e-2))
+        own = torch.utils.data.Subset(Points(), range(run.rank, 64, 2))
+        for batch in run.batches(own, global_batch_size=BATCH, until=forge.Steps(STEPS)):
+            run.train_step(batch, lambda micro: model(micro[0]).square().mean())
+
+    end = train(made(tmp_path, app_error=[]), train_divided)
+    assert end.state.status is RunStatus.HELD and end.incident.cause is Cause.APP_ERROR
+    assert "the ranks differ: the digest of the dataset is" in end.text
+
+
 def test_ranks_in_different_exchanges_are_told_what_each_is_doing() -> None:
     def meet(rank: int) -> tuple[str, bool]:
         ranks, doing = Ranks(dist.group.WORLD), ("Preparing a checkpoint", "Ending the run")

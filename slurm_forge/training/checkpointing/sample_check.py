@@ -11,10 +11,13 @@ import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
+from torch.utils.data import ConcatDataset, Subset, TensorDataset
 from torch.utils.hooks import RemovableHandle
 
+from slurm_forge.checkpoint.content.tensors import why_not_savable
 from slurm_forge.training.core.rank_layout import RankLayout
 from slurm_forge.training.core.run_state import TrainingProgress
 from slurm_forge.vocabulary.json_value import Json
@@ -142,6 +145,37 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
     elif isinstance(value, Mapping | list | tuple):
         for each in value.values() if isinstance(value, Mapping) else value:
             yield from _tensors(each)
+
+
+def dataset_digest(data: Any) -> str:
+    """A digest of which samples a dataset holds, as far as it shows that at once; else empty.
+
+    It tells datasets apart that a program has divided over the ranks before ``run.batches`` does:
+    by the indices of a ``Subset``, or the ends of a tensor, an array or a list.
+    """
+    parts: list[object] = []
+    if isinstance(data, Subset):
+        indices = np.asarray(data.indices)
+        parts = [indices.dtype.kind, len(indices), indices.tobytes(), dataset_digest(data.dataset)]
+    elif isinstance(data, ConcatDataset):
+        parts = [dataset_digest(each) for each in data.datasets]
+    elif isinstance(data, TensorDataset):
+        parts = [dataset_digest(each) for each in data.tensors]
+    elif type(data) in (torch.Tensor, np.ndarray, list, tuple) and len(data):
+        parts = [_content(data[0]), _content(data[-1])]
+    if not any(parts):
+        return ""
+    return hashlib.blake2b(repr(parts).encode(), digest_size=8).hexdigest()
+
+
+def _content(sample: Any) -> str:
+    if isinstance(sample, list | tuple):
+        return "".join(map(_content, sample))
+    if type(sample) is torch.Tensor and why_not_savable(sample) == "" and not sample.is_cuda:
+        sample = sample.detach().reshape(-1).contiguous().view(torch.uint8).numpy()
+    if isinstance(sample, np.ndarray | np.generic):
+        return "" if sample.dtype.hasobject else repr(sample.tobytes())
+    return repr(sample) if isinstance(sample, int | float | str | bytes) else ""
 
 
 def samples_report(

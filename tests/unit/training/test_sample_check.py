@@ -5,12 +5,15 @@ from __future__ import annotations
 import copy
 import pickle
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import ConcatDataset, Subset, TensorDataset
 
 from slurm_forge.training.checkpointing.sample_check import (
     ModelInputs,
+    dataset_digest,
     samples_report,
     wrong_samples,
 )
@@ -157,3 +160,29 @@ def test_a_copy_of_the_model_is_not_watched_and_can_be_pickled():
     for clock.step, batch in enumerate(numbers(1, steps=5)):
         model(batch)
     assert len(inputs.report()["net"]) == 3 and not model._forward_pre_hooks
+
+
+# -- datasets that are divided over the ranks already ---------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda rank: Subset(range(100), list(range(rank, 100, 2))),
+        lambda rank: Subset(range(100), torch.arange(rank, 100, 2)),
+        lambda rank: ConcatDataset([range(4), Subset(range(100), range(rank, 100, 2))]),
+        lambda rank: TensorDataset(torch.arange(100.0)[rank::2], torch.arange(50)),
+        lambda rank: torch.arange(100.0).view(50, 2)[rank::2],
+        lambda rank: torch.arange(100.0).bfloat16()[rank::2],
+        lambda rank: np.arange(100)[rank::2],
+        lambda rank: [(torch.ones(2) * rank, 1), (torch.ones(2), 2)],
+        lambda rank: [f"text {number}" for number in range(rank, 100, 2)],
+    ],
+)
+def test_a_dataset_shows_which_samples_it_holds(make):
+    assert dataset_digest(make(0)) == dataset_digest(make(0)) != dataset_digest(make(1)) != ""
+
+
+def test_a_dataset_that_does_not_show_it_has_no_digest():
+    for data in (range(4), [], [object(), object()], {0: 1}):
+        assert dataset_digest(data) == ""
