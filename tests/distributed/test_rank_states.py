@@ -150,7 +150,7 @@ def evidence(run: RunDirectory) -> str:
 @pytest.mark.parametrize(
     ("wrap", "own"),
     [
-        (ddp, "object 'stream' differs between ranks: each rank's own is saved"),
+        (ddp, "the ranks differ in object 'stream': each rank's own is saved"),
         (ddp_with_own_buffers, "1.running_mean of model 'model'"),
         pytest.param(fsdp2, "1.running_var of model 'model'", marks=pytest.mark.slow),
     ],
@@ -185,7 +185,7 @@ def test_states_of_other_ranks_than_there_are_now(tmp_path: Path, exact: bool) -
         assert "those of 2 ranks, and there are 3 now" in evidence(run)
         return
     assert state_of(run).status is RunStatus.FINISHED
-    assert "object 'stream' was saved for each rank, and there are other ranks now" in notes(run)
+    assert "each rank's own of object 'stream', and there are other ranks now" in notes(run)
     assert [each.exact for each in events(run, Resumed)][-1] is False
 
 

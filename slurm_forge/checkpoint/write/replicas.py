@@ -278,6 +278,11 @@ def _text(
         since += f"; they were equal after step {equal_at}"
         since += "" if whole else ", as far as a sample of them shows"
     text = f"{names} {verb} {between} {since}"
+    if alone is not None and equal_at is None:
+        return (
+            f"{text}: that rank builds or loads it differently, or its GPU computes wrong (silent "
+            "data corruption)"
+        )
     if alone is not None:
         return f"{text}: a fault of that rank's memory or GPU (silent data corruption) is likely"
     if not wrapped:

@@ -69,6 +69,7 @@ from slurm_forge.checkpoint.write.sealing import (
     common_plan,
     open_stage,
     report_of,
+    require_same_tensors,
     sealed,
 )
 from slurm_forge.checkpoint.write.shard_writer import write_shard_file
@@ -300,13 +301,30 @@ class CheckpointWriter:
             known = self._ranks.agree(
                 error, _report_of(state, captured, plan), common_plan, doing="Planning checkpoints"
             )
-            if not self._keeps_own(known["own"]):
+            if not self._differ(known, state, captured):
                 break
         if captured is None:
             raise AssertionError("agree() raises where a rank failed")
         if known["plan"]:
             return captured, self._planner.plan
         return captured, self._planner.make(captured, self._ranks, _replicated(state, captured))
+
+    def _differ(
+        self, agreed: Mapping[str, Any], state: TrainingState, captured: Captured | None
+    ) -> bool:
+        """Whether ranks have just been found to differ in what each of them saves from now on.
+
+        CheckpointError where they hold other tensors.
+        """
+        if agreed["unlike"]:
+            keys = [
+                key
+                for key in (captured.tensors if captured else ())
+                if key.startswith(("models/", "optimizers/", "extra/"))
+            ]
+            report: Json = {"stage": _stage_of(state), "keys": list[Json](keys)}
+            self._ranks.agree(None, report, require_same_tensors, doing="Comparing tensors")
+        return self._keeps_own(agreed["own"])
 
     def _keeps_own(self, names: Sequence[str]) -> bool:
         """Whether ranks have just been found to differ in something, which each keeps from now."""
@@ -405,7 +423,7 @@ class CheckpointWriter:
                 lambda reports: open_stage(self._store, name, reports, permit, fallback=fallback),
                 doing="Preparing a checkpoint",
             )
-            if not self._keeps_own(agreed["own"]):
+            if not self._differ(agreed, state, captured):
                 break
         if captured is None:
             raise AssertionError("agree() raises where a rank failed")
@@ -540,10 +558,14 @@ def _replicated(state: TrainingState, captured: Captured) -> frozenset[str]:
     return captured.copies.union(f"models/{name.key}" for name in parameters)
 
 
+def _stage_of(state: TrainingState) -> int:
+    return 0 if state.stages is None else state.stages.stage
+
+
 def _report_of(state: TrainingState, captured: Captured | None, plan: int) -> dict[str, Json]:
     """What all ranks tell of a state before it is planned or saved."""
     return {
-        "stage": 0 if state.stages is None else state.stages.stage,
+        "stage": _stage_of(state),
         "shape": captured.shape if captured else "",
         "parts": dict(captured.parts) if captured else {},
         "plan": plan,

@@ -384,7 +384,7 @@ class Saver:
             return
         if end.own:
             self.catalog.say_once(
-                f"{some(list(map(in_words, end.own)))} differs between ranks: each rank's own is "
+                f"the ranks differ in {some(list(map(in_words, end.own)))}: each rank's own is "
                 "saved, and comes back on as many ranks and the same mesh"
             )
         names = [
@@ -394,7 +394,7 @@ class Saver:
         ]
         if names:
             self.catalog.say_once(
-                f"{some(names)} differs between ranks: the checkpoint of step {end.name.step} has "
+                f"the ranks differ in {some(names)}: the checkpoint of step {end.name.step} has "
                 "rank 0's, and a resume gives that to all ranks"
             )
 
@@ -474,8 +474,9 @@ class Saver:
             rng.derive(self._context.spec.seed, progress.step, layout.random_stream)
         if loaded.foreign and self.catalog is not None:
             self.catalog.say(
-                f"{some(list(map(in_words, loaded.foreign)))} was saved for each rank, and there "
-                "are other ranks now: each continues with what rank 0 had"
+                "the checkpoint has each rank's own of "
+                f"{some(list(map(in_words, loaded.foreign)))}, and there are other ranks now: each "
+                "continues with rank 0's"
             )
         self.last = manifest.name
         self.last_save_step = manifest.step
