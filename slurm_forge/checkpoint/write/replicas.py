@@ -1,7 +1,7 @@
-"""Whether the copies that ranks hold of the same tensors are equal, and which rank is wrong.
+"""Compares the replicas of tensors over ranks, and finds the rank that differs.
 
-In every exchange that a save has anyway each rank reports one digest per group of ranks that hold
-the same.  Only where they differ are the sums of all tensors compared, in a second exchange.
+Each rank reports one digest per replica group, in an exchange that a save needs anyway.  If the
+digests of a group differ, a second exchange compares the sums of its tensors one by one.
 """
 
 from __future__ import annotations
@@ -25,21 +25,22 @@ from slurm_forge.checkpoint.write.plan import Plan
 from slurm_forge.checkpoint.write.tensor_keys import in_words
 from slurm_forge.vocabulary.json_value import Json
 
-#: Digits of a digest that are reported.
+#: Digits of a reported digest.
 _SHORT = 16
-#: How groups of buffers are told from others.
+#: Prefix of the groups that hold buffers.
 _BUFFERS = "buffers "
 _NAMED = 3
 _SHOWN_RANKS = 8
-#: To tell which copy is wrong takes two that agree.
+#: A wrong replica can be identified only if two others agree.
 _ENOUGH_TO_TELL = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankMismatch:
-    """Ranks differ that should be equal; ``rank`` and ``host`` where one alone is wrong.
+    """A difference between ranks that should be equal.
 
-    ``equal_at`` is the step after which they were last found equal, None if never.
+    ``rank`` and ``host`` identify the rank if a single one differs.  ``equal_at`` is the step after
+    which the ranks were last equal, None if they never were.
     """
 
     text: str
@@ -49,7 +50,7 @@ class RankMismatch:
     equal_at: int | None = None
 
     def to_json(self) -> dict[str, Json]:
-        """For the other ranks."""
+        """Encode it for the other ranks."""
         return {
             "text": self.text,
             "step": self.step,
@@ -60,13 +61,13 @@ class RankMismatch:
 
     @classmethod
     def from_json(cls, body: Mapping[str, Any]) -> RankMismatch:
-        """Undo ``to_json``."""
+        """Decode what ``to_json`` returned."""
         return cls(**body)
 
 
 @dataclass(frozen=True, slots=True)
 class _HeldCopies:
-    """What this rank holds together with others (``group``), or alone (None), in a fixed order."""
+    """What all ranks of ``group`` hold, or this rank alone (None), in the same order on all."""
 
     group: str | None
     keys: tuple[str, ...]
@@ -74,17 +75,17 @@ class _HeldCopies:
 
     @property
     def may_differ(self) -> bool:
-        """Whether it is buffers, in which ranks may differ."""
+        """Whether these are buffers, which may differ between ranks."""
         return self.group is not None and self.group.startswith(_BUFFERS)
 
 
 class StateDigest:
-    """A digest of a rank's parameters and optimizer state, group by group of ranks; taken once."""
+    """The digest of one rank's parameters and optimizer state, per replica group."""
 
     def __init__(self, captured: Captured, plan: Plan, turn: int, host: str) -> None:
-        """Begin to take it; the state may change as soon as this returns.
+        """Start computing it; the state may change once this returns.
 
-        ``turn``, the same on all ranks, says which part of a large state it covers.
+        ``turn``, equal on all ranks, selects the sample of a large state.
         """
         self.turn = turn
         self._host = host
@@ -107,7 +108,7 @@ class StateDigest:
         self._sums: list[list[int]] | None = None
 
     def report(self) -> dict[str, Json]:
-        """What the others compare with theirs: short.  Waits for the device."""
+        """Return the short report that ranks compare.  Waits for the device."""
         groups: dict[str, Json] = {
             copies.group: [copies.sample.tensors, copies.sample.pieces, digest_of(sums)]
             for copies, sums in zip(self._copies, self._read(), strict=True)
@@ -118,15 +119,15 @@ class StateDigest:
 
     @property
     def covered(self) -> float:
-        """The share of the tensors and their pieces that it looks at: 1 is everything."""
+        """The share of the state that the digest covers, at most 1."""
         parts = [each.sample.tensors * each.sample.pieces for each in self._copies]
         return len(parts) / sum(parts) if parts else 1.0
 
     @property
     def state(self) -> str:
-        """Of all that has to be equal on other ranks, and of how it is laid out: for a checkpoint.
+        """The digest of all parameters and optimizer state and of their layout, for a checkpoint.
 
-        Buffers are left out: whether they are saved for each rank is found out in the launch.
+        It has no buffers: which of them are saved per rank is known only once ranks differ.
         """
         held = [
             pair for pair in zip(self._copies, self._read(), strict=True) if not pair[0].may_differ
@@ -136,7 +137,7 @@ class StateDigest:
         return f"{layout}:{digest_of([value for _, sums in held for value in sums])}"
 
     def details(self, groups: Sequence[str]) -> dict[str, Json]:
-        """Every sum of some groups, for the ranks in them."""
+        """Return the sum of each tensor in the given groups."""
         own: dict[str, Json] = {}
         for copies, sums in zip(self._copies, self._read(), strict=True):
             if copies.group is not None and copies.group in groups:
@@ -161,7 +162,7 @@ class StateDigest:
 
 
 def differing(reports: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The groups whose ranks do not report the same digest."""
+    """Return the groups whose ranks report different digests."""
     first: dict[str, Any] = {}
     found: dict[str, None] = {}
     for report in reports:
@@ -174,7 +175,7 @@ def differing(reports: Sequence[Mapping[str, Any]]) -> list[str]:
 def differing_parts(
     reports: Sequence[Mapping[str, Any]], *, step: int, equal_at: int | None
 ) -> str:
-    """Which options and states differ that all ranks should have in common; empty if none."""
+    """Describe the options and states that should be equal and differ; empty if none does."""
     differences: list[tuple[str, dict[int, str]]] = []
     for part in reports[0]["common"]:
         values = {rank: str(each["common"].get(part)) for rank, each in enumerate(reports)}
@@ -190,9 +191,9 @@ def differing_parts(
 
 
 def same_state(saved: Sequence[str], now: Sequence[str]) -> bool | None:
-    """Whether ranks hold bit for bit what was saved; None where that can't be told.
+    """Whether the ranks hold what was saved, bit by bit; None if the layouts differ.
 
-    Each is one ``StateDigest.state`` per rank: of another layout nothing can be told.
+    Each argument has the ``StateDigest.state`` of every rank.
     """
     if len(saved) != len(now):
         return None
@@ -205,7 +206,7 @@ def same_state(saved: Sequence[str], now: Sequence[str]) -> bool | None:
 def explained(
     details: Sequence[Mapping[str, Any]], *, step: int, equal_at: int | None
 ) -> tuple[RankMismatch | None, list[str]]:
-    """What should be equal and is not, from the details of all ranks, and buffers that differ."""
+    """Return the mismatch that the details of all ranks show, and the buffers that differ."""
     differences: list[tuple[str, dict[int, str]]] = []
     buffers: list[str] = []
     wrapped, whole = True, True
@@ -240,7 +241,7 @@ def explained(
 
 
 def _alone(differences: Sequence[Mapping[int, str]]) -> int | None:
-    """The rank that differs from all others in everything that differs, if there is one."""
+    """Return the one rank that differs from all others wherever ranks differ, if there is one."""
     suspects: set[int] | None = None
     for values in differences:
         usual, count = Counter(values.values()).most_common(1)[0]
@@ -295,7 +296,7 @@ def _text(
 
 
 def _ranks_of(values: Mapping[int, str]) -> str:
-    """One rank for each of the first few different values, and how many there are."""
+    """Name one rank for each distinct value, and the number of values that are left out."""
     first: dict[str, int] = {}
     for rank, value in values.items():
         first.setdefault(value, rank)

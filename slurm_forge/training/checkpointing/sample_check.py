@@ -1,8 +1,8 @@
-"""Whether ranks train on the samples that are theirs: disjoint, or equal inside a model group.
+"""Checks that data-parallel ranks train on different samples, and model-parallel ones on the same.
 
-Each rank reports a digest of the samples of its last step in an exchange that a save has anyway;
-the ids themselves only in the first one of a launch, where an overlap in part is found, too.  Where
-samples have no ids, what registered models are given in a few steps tells as much.
+Each rank reports a digest of the samples of its last step in an exchange that a save needs anyway.
+The first report of a launch has the ids themselves, which shows partial overlaps, too.  For samples
+without ids, the inputs of the registered models in a few steps are compared instead.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from slurm_forge.training.core.rank_layout import RankLayout
 from slurm_forge.training.core.run_state import TrainingProgress
 from slurm_forge.vocabulary.json_value import Json
 
-#: Ids of one rank that the first exchange carries at most.
+#: The most ids in the first report of a rank.
 _MOST_IDS = 4096
 _SHOWN = 3
-#: Steps of a launch in which the inputs of models are looked at, and the most models that are.
+#: In how many steps of a launch the inputs of models are digested, and of how many models.
 _STEPS, _MOST_MODELS = 3, 8
-#: Elements of a tensor that are looked at, and those of a step that tell samples apart.
+#: The most elements of a tensor in a digest, and the least of a step that identify samples.
 _MOST_ELEMENTS, _LEAST_ELEMENTS = 1 << 16, 16
 
 
 class ModelInputs:
-    """What the registered models are given in the first steps of a launch, as digests.
+    """Digests of the inputs of the registered models in the first steps of a launch.
 
-    Only training counts: in training mode, with gradients, the first call of a step.  Nothing waits
-    for the device.
+    Of each step, the first call in training mode with gradients counts.  Nothing waits for the
+    device.
     """
 
     def __init__(self, step: Callable[[], int]) -> None:
@@ -43,7 +43,7 @@ class ModelInputs:
         self._hooks: dict[str, _InputHook] = {}
 
     def watch(self, models: Mapping[str, nn.Module]) -> None:
-        """Look on from now on."""
+        """Start to digest what these models are given."""
         for name, model in models.items():
             learned = any(each.requires_grad for each in model.parameters())
             if learned and len(self._hooks) < _MOST_MODELS:
@@ -51,7 +51,7 @@ class ModelInputs:
                 hook.handle = model.register_forward_pre_hook(hook, with_kwargs=True)
 
     def report(self) -> dict[str, Json]:
-        """A digest for each of a few steps, of the models that were seen in as many."""
+        """Return one digest per step for each model that was called in enough steps."""
         return {
             name: list[Json](digests)
             for name, hook in self._hooks.items()
@@ -60,14 +60,14 @@ class ModelInputs:
 
 
 class _InputHook:
-    """Keeps what one model is given in its first steps, and leaves the model then.
+    """A forward pre-hook that keeps a model's inputs in its first steps, and removes itself then.
 
-    Copies of the model, and what is pickled of it, get a hook that does nothing.
+    In a copy of the model, or a pickled one, it does nothing.
     """
 
     def __init__(self, step: Callable[[], int]) -> None:
         self._step = step
-        #: By step: the beginnings of the tensors, and when they have arrived.
+        #: The beginnings of the input tensors, by step.
         self._seen: dict[int, list[_Kept]] = {}
         self._digests: list[str] = []
         self.handle: RemovableHandle | None = None
@@ -92,7 +92,7 @@ class _InputHook:
         self._seen[step] = [_Kept(each) for each in tensors] if enough else []
 
     def digests(self) -> list[str]:
-        """One for each step, once there are enough of them and all has arrived."""
+        """Return one digest per step, once all steps are seen and their copies complete."""
         kept = list(self._seen.values())
         if not self._digests and len(kept) == _STEPS and all(e.arrived for s in kept for e in s):
             self._digests = [_digest(some) for some in kept]
@@ -101,16 +101,16 @@ class _InputHook:
 
 
 def _no_hook() -> Callable[..., None]:
-    """What stands for a hook in a copy of the model."""
+    """Return the hook of a copied model."""
     return _ignore
 
 
 def _ignore(*_: Any) -> None:
-    """In a copy of the model."""
+    """Do nothing: the hook of a copied model."""
 
 
 class _Kept:
-    """The beginning of a tensor as it was."""
+    """A copy of the beginning of a tensor."""
 
     __slots__ = ("_event", "values")
 
@@ -124,7 +124,7 @@ class _Kept:
 
     @property
     def arrived(self) -> bool:
-        """Whether reading it waits for nothing."""
+        """Whether the copy is complete, so that reading it doesn't wait for the device."""
         return self._event is None or bool(self._event.query())  # type: ignore[no-untyped-call]
 
 
@@ -137,7 +137,7 @@ def _digest(some: Sequence[_Kept]) -> str:
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    """The plain tensors in what a model is given."""
+    """Yield the plain tensors in the arguments of a model."""
     if isinstance(value, torch.Tensor):
         plain = type(value) in (torch.Tensor, nn.Parameter) and value.layout is torch.strided
         if plain and not value.is_meta:
@@ -148,10 +148,10 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
 
 
 def dataset_digest(data: Any) -> str:
-    """A digest of which samples a dataset holds, as far as it shows that at once; else empty.
+    """Return a digest of which samples a dataset holds, empty if it doesn't show that cheaply.
 
-    It tells datasets apart that a program has divided over the ranks before ``run.batches`` does:
-    by the indices of a ``Subset``, or the ends of a tensor, an array or a list.
+    It distinguishes datasets that the program has divided over the ranks already, by the indices of
+    a ``Subset``, or the first and last sample of a tensor, an array or a list.
     """
     parts: list[object] = []
     if isinstance(data, Subset):
@@ -185,9 +185,9 @@ def samples_report(
     ids: bool,
     inputs: Mapping[str, Json] | None = None,
 ) -> Json:
-    """What this rank says of the samples of its last step; ``ids``: one by one.
+    """Return this rank's report about the samples of its last step; ``ids``: with their ids.
 
-    ``inputs`` is what ``ModelInputs`` reports, for samples without ids.
+    ``inputs`` is the report of ``ModelInputs``, for samples without ids.
     """
     samples = progress.sample_ids
     digest = hashlib.blake2b(repr(samples).encode(), digest_size=8).hexdigest()
@@ -205,9 +205,9 @@ def samples_report(
 
 
 def wrong_samples(reports: Sequence[Any]) -> str:
-    """What is wrong with the samples that ranks report; empty where nothing is.
+    """Describe what is wrong with the samples of all ranks; empty if nothing is.
 
-    Of samples without ids (batches of the program's own) the inputs of models are compared.
+    For samples without ids, the inputs of the models are compared.
     """
     known = [(rank, each) for rank, each in enumerate(reports) if each and each["count"]]
     by_data_rank: dict[int, tuple[int, Mapping[str, Any]]] = {}
@@ -235,7 +235,7 @@ def wrong_samples(reports: Sequence[Any]) -> str:
 
 
 def _wrong_inputs(reports: Sequence[Any]) -> str:
-    """What is wrong with what models were given in the first steps of the launch."""
+    """Describe what is wrong with the inputs of the models; empty if nothing is."""
     by_stream: dict[tuple[str, int], tuple[int, Any]] = {}
     by_inputs: dict[str, tuple[int, int]] = {}
     for rank, each in enumerate(reports):
