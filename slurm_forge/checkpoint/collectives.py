@@ -1,7 +1,8 @@
-"""How the ranks of a save or load tell each other what happened: small, and never pickled.
+"""Exchanges between ranks: small reports to rank 0, and one answer to all, never pickled.
 
-One exchange is a gather to rank 0 and a broadcast back.  Whatever goes wrong on one rank reaches
-all of them as the same error, and none is left waiting.
+One exchange is a gather to rank 0 and a broadcast back.  What goes wrong on one rank is raised on
+all of them as the same error, and none is left waiting.  Each rank names the purpose of its
+exchange: if these differ (one rank has left the loop, say), all get one error that names them.
 """
 
 from __future__ import annotations
@@ -21,12 +22,14 @@ from slurm_forge.errors import (
     MismatchError,
     RanksLostError,
     StorageFullError,
+    UnsupportedError,
 )
 from slurm_forge.vocabulary.json_value import Json
 
 _MOST_FAILURES = 20
 _LONGEST_TEXT = 2000
-#: Bytes of a packet: a length, and what a rank says of a save when nothing has changed.
+_SHOWN_RANKS = 8
+#: Bytes of a packet: a length, and a report that is no longer than in an ordinary save.
 _HEAD = 8
 _SHORT = 2048 - _HEAD
 
@@ -59,18 +62,22 @@ class Ranks:
         *,
         doing: str,
     ) -> Any:
-        """Give every rank what ``decide`` makes of all reports, or the same error.
+        """Return what ``decide`` makes of all reports on every rank, or raise the same error.
 
         ``error`` is what went wrong on this rank before.  ``decide`` runs on rank 0, only if no
         rank had an error; FencedError and MismatchError stay such, a lack of space or quota on any
         rank is a StorageFullError, all else is a CheckpointError (``doing`` tells what was going
-        on).  Raises RanksLostError where a rank is gone.
+        on).  Raises RanksLostError where a rank is gone, UnsupportedError on all ranks where they
+        are not all ``doing`` the same.
         """
-        entry: Json = {"report": report} if error is None else {"error": _describe(error)}
+        entry: dict[str, Json] = {"doing": doing}
+        entry |= {"report": report} if error is None else {"error": _describe(error)}
         cause = error
 
         def judge(everything: Sequence[Any]) -> dict[str, Any]:
             nonlocal cause
+            if apart := _apart([str(each["doing"]) for each in everything]):
+                return {"apart": apart}
             verdict: dict[str, Any] = {}
             failures: list[Any] = [
                 [rank, *each["error"]] for rank, each in enumerate(everything) if "error" in each
@@ -85,6 +92,13 @@ class Ranks:
             return verdict
 
         verdict = judge([entry]) if self.group is None else self._exchange(entry, judge)
+        if "apart" in verdict:
+            raise UnsupportedError(
+                f"the ranks are at different places of the program: {verdict['apart']}",
+                next_step="Let every rank take the same steps, make the same calls, and leave the "
+                "loop after the same step: decide it from what all ranks know, or agree on it with "
+                "torch.distributed.all_reduce.",
+            ) from cause
         if verdict["failures"]:
             raise _failure(verdict["failures"], doing) from cause
         return verdict["result"]
@@ -92,7 +106,7 @@ class Ranks:
     def _exchange(
         self, value: Json, judge: Callable[[Sequence[Any]], dict[str, Any]]
     ) -> dict[str, Any]:
-        """What ``judge`` makes of every rank's value on rank 0, on every rank.
+        """Return on every rank what ``judge`` makes of all values on rank 0.
 
         One gather and one broadcast while everything is short: each costs up to a millisecond.
         """
@@ -120,7 +134,7 @@ class Ranks:
         return verdict
 
     def _gather(self, packet: torch.Tensor) -> list[torch.Tensor] | None:
-        """Every rank's tensor on rank 0, else None; all have one length."""
+        """Return the tensors of all ranks on rank 0, else None; they have the same length."""
         parts = [torch.empty_like(packet) for _ in range(self.size)] if self.rank == 0 else None
         try:
             dist.gather(packet, parts, dst=self._root, group=self.group)
@@ -129,7 +143,7 @@ class Ranks:
         return parts
 
     def _broadcast(self, packet: torch.Tensor) -> torch.Tensor:
-        """Rank 0's tensor on every rank; all have one length."""
+        """Return rank 0's tensor on every rank; they have the same length."""
         try:
             dist.broadcast(packet, src=self._root, group=self.group)
         except RuntimeError as error:
@@ -139,7 +153,7 @@ class Ranks:
     @property
     def _root(self) -> int:
         if self.group is None:
-            raise AssertionError("a process alone has nobody to ask")
+            raise AssertionError("a single process has no other ranks")
         return dist.get_global_rank(self.group, 0)
 
 
@@ -148,7 +162,7 @@ def _to_bytes(value: Json | dict[str, Any]) -> bytes:
 
 
 def _packet(data: bytes, length: int | None = None) -> torch.Tensor:
-    """A length and as much of the data as fits beside it."""
+    """Return a length, followed by as much of the data as fits."""
     head = (len(data) if length is None else length).to_bytes(_HEAD, "little", signed=True)
     return _padded(head + data[:_SHORT], _HEAD + _SHORT)
 
@@ -164,6 +178,24 @@ def _length(packet: torch.Tensor) -> int:
 def _from_parts(packet: torch.Tensor, rest: torch.Tensor | None) -> Any:
     data = bytes(packet[_HEAD:].numpy()) + (b"" if rest is None else bytes(rest.numpy()))
     return json.loads(data[: _length(packet)].decode("ascii"))
+
+
+def _apart(doing: Sequence[str]) -> str:
+    """Describe which rank is doing what; empty if all are doing the same."""
+    ranks: dict[str, list[int]] = {}
+    for rank, each in enumerate(doing):
+        ranks.setdefault(each, []).append(rank)
+    if len(ranks) == 1:
+        return ""
+    return "; ".join(f"{_named(some)}: {each}" for each, some in ranks.items())
+
+
+def _named(ranks: Sequence[int]) -> str:
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    shown = ", ".join(map(str, ranks[:_SHOWN_RANKS]))
+    more = len(ranks) - _SHOWN_RANKS
+    return f"ranks {shown}{f' and {more} more' if more > 0 else ''}"
 
 
 #: Errors that stay what they are on every rank; everything else is a CheckpointError.

@@ -325,7 +325,7 @@ def test_ranks_at_different_steps_do_not_save(tmp_path):
 def test_ranks_with_different_tensors_do_not_save(tmp_path):
     def body(rank):
         model = nn.Linear(2, 2, bias=rank == 0)
-        with pytest.raises(CheckpointError, match="different tensors"):
+        with pytest.raises(CheckpointError, match="bias of model 'm' on rank 0, and not on rank 1"):
             save_checkpoint(
                 CheckpointStore(tmp_path / "c", "run"), TrainingState(models={"m": model}),
                 name=CheckpointName.new(step=1, attempt=1, launch=1), reason="test",
@@ -336,19 +336,23 @@ def test_ranks_with_different_tensors_do_not_save(tmp_path):
     assert run_ranks(2, body) == [True, True]
 
 
-def test_numbers_that_differ_between_ranks_are_reported(tmp_path):
+def test_an_object_that_differs_between_ranks_is_saved_for_each(tmp_path):
     def body(rank):
-        state = Value(1.0)
+        state, store = Value(1.0), CheckpointStore(tmp_path / "c", "run")
         state.number += rank
         saved = save_checkpoint(
-            CheckpointStore(tmp_path / "c", "run"), state.state(rank),
+            store, state.state(rank),
             name=CheckpointName.new(step=1, attempt=1, launch=1), reason="test",
             group=dist.group.WORLD, fence=lambda: None,
         )  # fmt: skip
-        return saved.disagreeing, str(saved.name)
+        other = Value(5.0)
+        resume_newest(store, other.state(rank), group=dist.group.WORLD, on_reject=lambda *_: None)
+        assert other.number == 1.0 + rank
+        return saved.disagreeing, saved.own, str(saved.name)
 
     results = run_ranks(2, body)
-    assert results[0] == results[1] and results[0][0] == ("extra", "objects/value")
+    assert results[0] == results[1]
+    assert results[0][:2] == (("extra/value",), ("objects/value",))
 
 
 def test_a_stopped_rank_is_waited_for_no_longer_than_the_group_allows(tmp_path):

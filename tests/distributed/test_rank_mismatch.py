@@ -17,6 +17,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import slurm_forge as forge
+from slurm_forge.checkpoint.collectives import Ranks
+from slurm_forge.errors import UnsupportedError
 from slurm_forge.journal import RunState, RunStatus, fold, read_journal
 from slurm_forge.journal.events import CheckpointCommitted, Event, IncidentSeen, Note, Resumed
 from slurm_forge.run_directory import RunDirectory
@@ -26,6 +28,7 @@ from slurm_forge.vocabulary.cause import Cause
 from slurm_forge.vocabulary.decision import Action, Incident
 from slurm_forge.vocabulary.trust import Trust
 from tests.distributed.launches import Gate, Launch, launched, new_run, newest_manifest
+from tests.distributed.ranks import run_ranks
 
 pytestmark = [pytest.mark.distributed]
 
@@ -268,6 +271,7 @@ def test_ranks_on_the_same_samples_are_held(tmp_path: Path) -> None:
         model = DistributedDataParallel(net())
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
         run.register(model=model, optimizer=optimizer)
+        run.restore()
         for number in range(6):
             ids = tuple((0, 4 * number + each) for each in range(4))  # forgot the rank
             x = torch.stack([Points()[index][0] for _, index in ids])
@@ -279,6 +283,82 @@ def test_ranks_on_the_same_samples_are_held(tmp_path: Path) -> None:
     end = train(made(tmp_path), own_loop)
     held(end)
     assert "ranks 0 and 1 trained on the same samples in the last step: all 4" in end.text
+
+
+class Forgetful:
+    """A loader of somebody's that every rank makes alike, with a position."""
+
+    def __init__(self) -> None:
+        self.position = 0
+
+    def __iter__(self) -> Forgetful:
+        return self
+
+    def __next__(self) -> torch.Tensor:
+        self.position += 1
+        return torch.randn(4, 4, generator=torch.Generator().manual_seed(self.position))
+
+    def state_dict(self) -> dict[str, int]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.position = state["position"]
+
+
+@pytest.mark.parametrize("way", ["steps", pytest.param("batches", marks=pytest.mark.slow)])
+def test_a_forgotten_sampler_is_found_by_what_the_model_is_given(tmp_path: Path, way: str) -> None:
+    def train_alike(run: forge.Run) -> None:
+        model = DistributedDataParallel(net())
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+        data = Forgetful()
+
+        def compute_loss(x: torch.Tensor) -> torch.Tensor:
+            return model(x).square().mean()
+
+        if way == "batches":
+            run.register(model=model, optimizer=optimizer)
+            for batch in run.batches(data, until=forge.Steps(LONG)):
+                run.train_step(batch, compute_loss)
+            return
+        run.register(model=model, optimizer=optimizer, data=data)
+        for _ in run.steps(until=forge.Steps(LONG)):
+            compute_loss(next(data)).backward()
+            run.apply()
+            run.advance()
+
+    end = train(made(tmp_path), train_alike)
+    held(end)
+    assert "ranks 0 and 1 gave model 'model' the same inputs in 3 steps" in end.text
+    assert "DistributedSampler" in end.text
+
+
+@pytest.mark.slow
+def test_a_dataset_that_is_divided_twice_is_refused(tmp_path: Path) -> None:
+    def train_divided(run: forge.Run) -> None:
+        model = DistributedDataParallel(net())
+        run.register(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=1e-2))
+        own = torch.utils.data.Subset(Points(), range(run.rank, 64, 2))
+        for batch in run.batches(own, global_batch_size=BATCH, until=forge.Steps(STEPS)):
+            run.train_step(batch, lambda micro: model(micro[0]).square().mean())
+
+    end = train(made(tmp_path, app_error=[]), train_divided)
+    assert end.state.status is RunStatus.HELD and end.incident.cause is Cause.APP_ERROR
+    assert "the ranks differ: the digest of the dataset is" in end.text
+
+
+def test_ranks_in_different_exchanges_are_told_what_each_is_doing() -> None:
+    def meet(rank: int) -> tuple[str, bool]:
+        ranks, doing = Ranks(dist.group.WORLD), ("Preparing a checkpoint", "Ending the run")
+        with pytest.raises(UnsupportedError) as caught:
+            ranks.agree(None, {"parts": rank}, lambda all_of: all_of[0]["parts"], doing=doing[rank])
+        ranks.agree(None, None, lambda _: None, doing="Going on together")
+        return caught.value.message, "leave the loop after the same step" in caught.value.next_step
+
+    text = "rank 0: Preparing a checkpoint; rank 1: Ending the run"
+    assert (
+        run_ranks(2, meet, timeout=60)
+        == [(f"the ranks are at different places of the program: {text}", True)] * 2
+    )
 
 
 # -- what is loaded, and a program that refuses it ---------------------------------------------

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 from torch import nn
@@ -17,6 +18,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
 )
 from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from slurm_forge.checkpoint.content.json_state import (
@@ -66,7 +68,7 @@ def name_parameters(models: Mapping[str, nn.Module]) -> dict[int, ParameterName]
     """The name of each parameter, by its ``id``; a shared one has its first name."""
     names: dict[int, ParameterName] = {}
     for model_name, module in models.items():
-        for fqn, parameter, replicated in _walk(module, "", False, set()):
+        for fqn, parameter, replicated in _walk(module):
             name = ParameterName(model_name, fqn, replicated, parameter.requires_grad)
             names.setdefault(id(parameter), name)
     return names
@@ -82,7 +84,7 @@ def capture_model(
     """
     _refuse_fsdp1(name, module)
     prefix = f"models/{escape(name)}"
-    for fqn, _, replicated in _walk(module, "", False, set()):
+    for fqn, _, replicated in _walk(module):
         if replicated:
             alike.add(f"{prefix}/{escape(fqn)}")
     rest: dict[str, Json] = {}
@@ -194,21 +196,51 @@ def wrapped_attribute(module: nn.Module) -> str | None:
     return _WRAPPED.get(type(module).__name__)
 
 
-def _walk(
-    module: nn.Module, prefix: str, replicated: bool, visited: set[int]
-) -> Iterator[tuple[str, nn.Parameter, bool]]:
+def rank_buffers(models: Mapping[str, nn.Module]) -> set[str]:
+    """The keys of buffers that each rank has by itself, and that ranks may differ in.
+
+    Not those that DDP broadcasts before the next forward, nor those of a ``DTensor``.
+    """
+    keys: set[str] = set()
+    for name, model in models.items():
+        for module, prefix, wrappers in _modules_of(model, "", (), set()):
+            if any(each.broadcast_buffers for each in wrappers) and not _ignores(wrappers):
+                continue
+            for own, buffer in module.named_buffers(recurse=False):
+                if not isinstance(buffer, DTensor):
+                    keys.add(f"models/{escape(name)}/{escape(prefix + own)}")
+    return keys
+
+
+def _walk(module: nn.Module) -> Iterator[tuple[str, nn.Parameter, bool]]:
+    for part, prefix, wrappers in _modules_of(module, "", (), set()):
+        replicated = bool(wrappers) and not _ignores(wrappers)
+        for name, parameter in part.named_parameters(recurse=False):
+            yield prefix + name, parameter, replicated
+
+
+_Wrappers: TypeAlias = tuple[DistributedDataParallel, ...]
+
+
+def _modules_of(
+    module: nn.Module, prefix: str, wrappers: _Wrappers, visited: set[int]
+) -> Iterator[tuple[nn.Module, str, _Wrappers]]:
+    """Each module once, with the beginning of its names, and the DDP modules around it."""
     if id(module) in visited:
         return
     visited.add(id(module))
-    is_ddp = isinstance(module, DistributedDataParallel)
-    ignored = set(getattr(module, "parameters_to_ignore", ())) if is_ddp else set()
-    replicated = (replicated or is_ddp) and not ignored
-    for name, parameter in module.named_parameters(recurse=False):
-        yield prefix + name, parameter, replicated
+    if isinstance(module, DistributedDataParallel):
+        wrappers = (*wrappers, module)
+    yield module, prefix, wrappers
     wrapped = wrapped_attribute(module)
     for name, child in module.named_children():
         below = prefix if name == wrapped else f"{prefix}{name}."
-        yield from _walk(child, below, replicated, visited)
+        yield from _modules_of(child, below, wrappers, visited)
+
+
+def _ignores(wrappers: _Wrappers) -> bool:
+    """Whether DDP was told to leave some tensors alone: which ones is not looked into."""
+    return any(getattr(each, "parameters_to_ignore", ()) for each in wrappers)
 
 
 def _refuse_fsdp1(name: str, module: nn.Module) -> None:

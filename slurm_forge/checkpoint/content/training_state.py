@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
@@ -29,6 +30,7 @@ from slurm_forge.checkpoint.content.models import (
     apply_model,
     capture_model,
     name_parameters,
+    rank_buffers,
     target_model,
 )
 from slurm_forge.checkpoint.content.optimizers import (
@@ -41,6 +43,15 @@ from slurm_forge.checkpoint.content.outline import (
     ObjectOutline,
     Outline,
     outline_of,
+)
+from slurm_forge.checkpoint.content.rank_states import (
+    OWN,
+    RankIdentity,
+    other_layout,
+    own_states,
+    pack,
+    padded,
+    unpack,
 )
 from slurm_forge.checkpoint.content.stages import PipelineStages, staged
 from slurm_forge.checkpoint.content.tensors import (
@@ -56,6 +67,8 @@ from slurm_forge.vocabulary.json_value import Json
 
 #: Keys under it are states of data sources, each of one rank.
 DATA = "data/"
+#: Elements of a registered object's tensor up to which ranks compare it in every save.
+_SMALL = 1 << 14
 _NO_OUTLINE = Outline((), (), [], [])
 
 
@@ -76,8 +89,11 @@ class Stateful(Protocol):
 class Captured:
     """A state taken apart.  The tensors are the live ones: nothing may change before the write.
 
-    ``alike``: keys of tensors that are equal on all ranks.  ``parts``: a digest of the JSON of
-    each object, to find ranks that disagree.  ``shape``: a digest of what must not differ.
+    ``alike``: keys of tensors that are equal on all ranks.  ``parts``: a digest of each part that
+    may differ between ranks.  ``common``: a digest of those that may not (the options of
+    optimizers, schedulers, gradient scalers); ``copies`` are tensors of objects that may not
+    either, ``buffers`` tensors of models that may.  ``shape``: a digest of what must not differ for
+    a save to be possible.
     """
 
     tensors: Tensors
@@ -86,6 +102,23 @@ class Captured:
     parts: dict[str, str]
     shape: str
     known: Known | None
+    common: Mapping[str, str] = field(default_factory=dict)
+    copies: frozenset[str] = frozenset()
+    buffers: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class _Objects:
+    """The registered objects, taken apart.
+
+    ``digests`` are those of objects that are saved once for all ranks; ``own`` is what is saved for
+    this rank.
+    """
+
+    document: dict[str, Json] = field(default_factory=dict)
+    digests: dict[str, str] = field(default_factory=dict)
+    copies: set[str] = field(default_factory=set)
+    own: Tensors = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +147,7 @@ class Known:
     alike: frozenset[str]
     shape: str
     parts: Mapping[str, str]
+    buffers: frozenset[str]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,27 +172,36 @@ class TrainingState:
     stages: PipelineStages | None = None
     data: Callable[[], Mapping[str, torch.Tensor]] = dict
     data_prefix: str = DATA
+    identity: RankIdentity | None = None
+    exact: bool = True
 
     def __post_init__(self) -> None:
         wrong = [key for key in self.rng if not key.startswith("rng/rank-")]
         if wrong:
             raise ValueError(f"generator states are named rng/rank-<r>/…, not {wrong[0]!r}")
 
-    def capture(self, known: Known | None = None) -> Captured:
+    def placed(self, rank: int, ranks: int) -> TrainingState:
+        """It with the number of this rank, unless that is given."""
+        if self.identity is not None:
+            return self
+        return dataclasses.replace(self, identity=RankIdentity(rank, str(ranks)))
+
+    def capture(self, known: Known | None = None, own: Collection[str] = ()) -> Captured:
         """Take the state apart; CheckpointError, naming the key, for what can't be saved.
 
         With what an earlier call knew, names that still hold are not made anew; shapes, dtypes and
-        placements are not looked at then (``Planner.known`` compares them).
+        placements are not looked at then (``Planner.known`` compares them).  ``own`` names what is
+        saved for each rank, such as ``objects/data``.
         """
         with torch.no_grad():
             sight = outline_of(self.models, self.optimizers)
             if known is not None and sight is not None:
-                again = self._again(known, sight)
+                again = self._again(known, sight, own)
                 if again is not None:
                     return again
-            return self._anew(sight)
+            return self._anew(sight, own)
 
-    def _again(self, known: Known, sight: ObjectOutline) -> Captured | None:
+    def _again(self, known: Known, sight: ObjectOutline, own: Collection[str]) -> Captured | None:
         tensors = known.outline.tensors(sight)
         if tensors is None:
             return None
@@ -170,12 +213,12 @@ class TrainingState:
             )
             for name, optimizer in self.optimizers.items()
         }
-        objects = self._objects(save)
+        objects = self._objects(save, own)
         if tuple(loose) != known.loose:
             return None
-        return self._captured(known, {**tensors, **loose}, loose, optimizers, objects)
+        return self._captured(known, {**tensors, **loose}, loose, optimizers, objects, own)
 
-    def _anew(self, sight: ObjectOutline | None) -> Captured:
+    def _anew(self, sight: ObjectOutline | None, own: Collection[str]) -> Captured:
         tensors: Tensors = {}
         alike: set[str] = set()
         names = name_parameters(self.models)
@@ -191,32 +234,43 @@ class TrainingState:
         outline = sight and Outline.of(sight, self.models, self.optimizers, names, tensors)
         # What a DTensor replicates is equal by definition: any holder may write it.
         alike.update(key for key, tensor in tensors.items() if isinstance(tensor, DTensor))
-        objects = self._objects(_saver(loose))
+        shape = _digest(sorted((*tensors, *loose)))
+        objects = self._objects(_saver(loose), own)
         known = Known(
             outline=outline or _NO_OUTLINE,
             models=models,
             optimizers={name: _Fixed.of(each) for name, each in optimizers.items()},
             loose=tuple(loose),
             alike=frozenset(alike),
-            shape=_digest(sorted((*tensors, *loose))),
+            shape=shape,
             parts={f"models/{name}": _digest(value) for name, value in models.items()},
+            buffers=frozenset(rank_buffers(self.models) & tensors.keys()),
         )
-        captured = self._captured(known, {**tensors, **loose}, loose, optimizers, objects)
+        captured = self._captured(known, {**tensors, **loose}, loose, optimizers, objects, own)
         return captured if outline else dataclasses.replace(captured, known=None)
 
-    def _objects(self, save: SaveTensor) -> dict[str, Json]:
-        return dict(self._object(name, item, save) for name, item in self.objects.items())
-
-    def _object(self, name: str, item: Stateful, save: SaveTensor) -> tuple[str, Json]:
-        """What it is called in checkpoints: by its stage if it has tensors, which are its own."""
-        if self.stages is None:
-            return name, encode(item.state_dict(), f"objects/{escape(name)}", save)
-        own: Tensors = {}
-        called = staged(name, self.stages.stage)
-        value = encode(item.state_dict(), f"objects/{escape(called)}", own.__setitem__)
-        for key, tensor in own.items():
-            save(key, tensor)
-        return (called if own else name), value
+    def _objects(self, save: SaveTensor, own: Collection[str]) -> _Objects:
+        made = _Objects()
+        identity = self.identity or RankIdentity()
+        for name, item in self.objects.items():
+            state, key = item.state_dict(), f"objects/{escape(name)}"
+            if key in own:
+                made.own[identity.key(key)] = padded(pack(state, key))
+                if identity.rank == 0:  # also for exports, and for another layout of ranks
+                    made.document[name] = encode(state, key, save)
+                continue
+            called, tensors = name, Tensors()
+            value = encode(state, key, tensors.__setitem__)
+            if self.stages is not None and tensors:  # by its stage, whose own the tensors are
+                called, tensors = staged(name, self.stages.stage), Tensors()
+                value = encode(state, f"objects/{escape(called)}", tensors.__setitem__)
+            copies = set() if not tensors else _copies(tensors, self.models)
+            made.copies.update(copies)
+            made.document[called] = value
+            made.digests[called] = _digest([value, _facts(tensors, copies)])
+            for key, tensor in tensors.items():
+                save(key, tensor)
+        return made
 
     def _captured(
         self,
@@ -224,32 +278,41 @@ class TrainingState:
         tensors: Tensors,
         loose: Tensors,
         optimizers: dict[str, Json],
-        objects: dict[str, Json],
+        objects: _Objects,
+        own: Collection[str],
     ) -> Captured:
         late = {key for key, tensor in loose.items() if isinstance(tensor, DTensor)}
         save = _saver(tensors)
+        identity = self.identity or RankIdentity()
+        own_buffers = known.buffers.intersection(own)
+        tensors.update({identity.key(key): tensors[key] for key in sorted(own_buffers)})
+        tensors.update(objects.own)
         for key, tensor in (*self.rng.items(), *self.notes.items(), *self.data().items()):
             save(key, tensor)
-        extra = encode(dict(self.extra), "extra")
-        parts = {"extra": _digest(extra), **known.parts}
-        parts.update(
-            (f"optimizers/{name}", _digest([known.optimizers[name].digest, _options(value)]))
-            for name, value in optimizers.items()
-        )
-        parts.update((f"objects/{name}", _digest(value)) for name, value in objects.items())
+        extra = {key: encode(value, f"extra/{key}") for key, value in self.extra.items()}
+        parts = {f"extra/{key}": _digest(value) for key, value in extra.items()} | {**known.parts}
+        common = {
+            f"optimizers/{name}": _digest(_options(value)) for name, value in optimizers.items()
+        }
+        for name, digest in objects.digests.items():
+            item = self.objects.get(name)
+            (common if _of_optimizer(item) else parts)[f"objects/{escape(name)}"] = digest
         return Captured(
             tensors,
             {
                 "extra": extra,
                 "models": known.models,
                 "optimizers": optimizers,
-                "objects": objects,
+                "objects": objects.document,
                 **({} if self.stages is None else {"stages": self.stages.count}),
             },
             known.alike | late if late else known.alike,
             parts,
             known.shape,
             known,
+            common,
+            frozenset(objects.copies),
+            known.buffers - own_buffers,
         )
 
     def trained(self) -> frozenset[str]:
@@ -267,12 +330,18 @@ class TrainingState:
             left = {
                 name: each
                 for name, each in document["objects"].items()
-                # Also those of pipeline stages: see ``_object``.
+                # Also those of pipeline stages: see ``_objects``.
                 if name not in begun and name.rpartition("@")[0] not in begun
             }
             document = {**document, "optimizers": {}, "objects": left}
             optimizers_here = set()
-        objects = {name: self._saved_as(name, document["objects"]) for name in items}
+        own_keys, foreign = self._own_states(items, metadata)
+        objects = {
+            name: name
+            if f"objects/{escape(name)}" in own_keys
+            else self._saved_as(name, document["objects"])
+            for name in items
+        }
         found = set(document["objects"])
         if stages is not None:
             found -= {name for name in found if name.rpartition("@")[0] in objects}
@@ -306,7 +375,11 @@ class TrainingState:
             if "optimizer" not in fresh
         ]
         for name, item in items.items():
-            _target_object(objects[name], item, metadata, targets)
+            if f"objects/{escape(name)}" not in own_keys:
+                _target_object(objects[name], item, metadata, targets)
+        saved = saved_tensors(metadata, OWN)
+        for called, key in own_keys.items():
+            targets[key] = new_target(saved[key], targets.get(called))
         rng = {} if "rng" in fresh else saved_tensors(metadata, "rng/")
         for key in set(self.rng) & set(rng):
             targets[key] = new_target(rng[key], None)
@@ -318,10 +391,35 @@ class TrainingState:
         for key in set(self.notes) & set(saved):
             if saved[key].size == self.notes[key].shape:  # another version may have noted less
                 targets[key] = self.notes[key]
-        return LoadTarget(self, document, targets, optimizers, objects)
+        return LoadTarget(self, document, targets, optimizers, objects, own_keys, foreign)
+
+    def _own_states(
+        self, items: Collection[str], metadata: Metadata
+    ) -> tuple[dict[str, str], tuple[str, ...]]:
+        """Keys of what was saved for this rank, by what is called so on all ranks.
+
+        Then what was saved for another layout of ranks: rank 0's is loaded.
+
+        Raises:
+            MismatchError: That has an object's state, and the resume is to be exact.
+        """
+        identity = self.identity or RankIdentity()
+        here = {f"objects/{escape(name)}" for name in items}
+        saved = {
+            called: layout
+            for called, layout in own_states(saved_tensors(metadata, OWN)).items()
+            if called in here or called.startswith("models/")
+        }
+        foreign = tuple(each for each, layout in saved.items() if layout != identity.layout)
+        refused = [each for each in foreign if each in here]
+        if refused and self.exact:
+            raise other_layout(refused, saved[refused[0]], identity)
+        keys = {each: identity.key(each) for each in saved if each not in foreign}
+        there = saved_tensors(metadata, identity.prefix)
+        return {each: key for each, key in keys.items() if key in there}, foreign
 
     def _saved_as(self, name: str, saved: Mapping[str, Any]) -> str:
-        """What a registered object is called in a checkpoint: see ``_object``."""
+        """What a registered object is called in a checkpoint: see ``_objects``."""
         called = name if self.stages is None else staged(name, self.stages.stage)
         return called if called in saved else name
 
@@ -353,14 +451,25 @@ class LoadTarget:
     optimizers: list[OptimizerTarget]
     #: What each registered object that is loaded is called in the checkpoint.
     objects: Mapping[str, str]
+    #: Keys of what was saved for this rank, by what is called so on all ranks.
+    own: Mapping[str, str]
+    #: What was saved for each rank, of other ranks than there are now.
+    foreign: tuple[str, ...]
 
     def apply(self) -> None:
         """Give the objects their state back: models, optimizers, then everything else."""
+        for called, key in self.own.items():
+            if called in self.tensors:
+                self.tensors[called].copy_(self.tensors[key])
         for name, module in self.state.models.items():
             apply_model(name, module, self.document["models"][name], self.tensors)
         for optimizer in self.optimizers:
             optimizer.apply()
         for name, saved_name in self.objects.items():
+            own = self.own.get(f"objects/{escape(name)}")
+            if own is not None:
+                self.state.objects[name].load_state_dict(unpack(self.tensors[own]))
+                continue
             saved = self.document["objects"][saved_name]
             self.state.objects[name].load_state_dict(decode(saved, self.tensors.__getitem__))
 
@@ -394,6 +503,35 @@ def _target_object(name: str, item: Stateful, metadata: Metadata, targets: Tenso
     for key, saved in saved_tensors(metadata, prefix).items():
         if key == prefix or key.startswith(f"{prefix}/"):
             targets[key] = new_target(saved, present.get(key))
+
+
+def _copies(tensors: Tensors, models: Mapping[str, nn.Module]) -> set[str]:
+    """Those of an object's tensors that are copies of one thing on all ranks that hold them.
+
+    These are a ``DTensor``, and all of an object that has a tensor for each learned parameter of a
+    model, as an EMA has.  What is large, or on a device, is taken for a copy, too: a save has no
+    time to look at it before it begins.
+    """
+    copies = {
+        key
+        for key, tensor in tensors.items()
+        if isinstance(tensor, DTensor) or tensor.device.type != "cpu" or tensor.numel() > _SMALL
+    }
+    shapes = Counter(each.shape for each in tensors.values() if each.is_floating_point())
+    for model in models.values():
+        learned = Counter(each.shape for each in model.parameters() if each.requires_grad)
+        if learned and learned <= shapes:
+            return set(tensors)
+    return copies
+
+
+def _facts(tensors: Tensors, copies: Collection[str]) -> list[Json]:
+    """What ranks compare of an object's tensors; of copies nothing that takes time."""
+    facts: list[Json] = []
+    for key, tensor in tensors.items():
+        content = "" if key in copies else hashlib.sha256(pack(tensor, key)).hexdigest()
+        facts.append([key, str(tensor.dtype), list[Json](tensor.shape), content])
+    return facts
 
 
 def _compare_names(section: str, registered: set[str], saved: set[str]) -> None:

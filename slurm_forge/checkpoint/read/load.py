@@ -50,7 +50,8 @@ class LoadedState:
     ``rng`` holds this rank's generator states; ``missing_rng`` the names asked for that were not
     saved (there are more ranks now): the caller derives those.  ``fresh`` names what a fork does
     not take over: optimizers were left alone, and ``extra`` counts the steps of the other run.
-    ``data`` are the states of data sources.
+    ``data`` are the states of data sources.  ``foreign`` names what was saved for each rank of
+    another layout: rank 0's was loaded.
     """
 
     manifest: Manifest
@@ -59,6 +60,7 @@ class LoadedState:
     missing_rng: tuple[str, ...]
     data: Mapping[str, torch.Tensor]
     fresh: frozenset[str] = frozenset()
+    foreign: tuple[str, ...] = ()
 
 
 def resume(
@@ -84,6 +86,7 @@ def resume(
     there are checkpoints and none can be used: the objects may hold a part of one.
     """
     ranks = Ranks(group)
+    state = state.placed(ranks.rank, ranks.size)
     names: list[CheckpointName] | None = None
     while True:
 
@@ -166,6 +169,7 @@ def _load(
         missing_rng=tuple(key for key in state.rng if key not in rng),
         fresh=fresh_parts(manifest.state),
         data=target.data(),
+        foreign=target.foreign,
     )
     return loaded, []
 

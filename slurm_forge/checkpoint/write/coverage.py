@@ -1,4 +1,4 @@
-"""What ranks hold and what they write: nothing is left out, nothing is written twice.  Pure.
+"""Checks that what the ranks write is what they hold, each element once.  Pure.
 
 Ranks that hold a shard of the same tensor at the same place hold copies of it.  One of them writes
 it; whether the copies are equal is for ``replicas`` to find out.

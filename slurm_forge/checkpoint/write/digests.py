@@ -1,8 +1,8 @@
-"""A cheap digest of tensors: the sum of their bits as integers, taken on their device.
+"""A cheap digest of tensors: the sum of their bits as integers, computed on their device.
 
-Equal tensors have equal sums on any device, whatever the order of the additions; a single flipped
-bit changes the sum.  Where there is much to read, a digest covers a sample: some of the tensors,
-some pieces of each, others at every turn, until everything was covered.
+Equal tensors have equal sums on any device, in whatever order they are added up; a single flipped
+bit changes the sum.  Of a large state, a digest covers a sample: some of the tensors, and some
+pieces of each.  Successive turns cover different samples, and together the whole state.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-#: What is read in one go stays below one hundredth of what a save takes, which writes everything
-#: to a disk: of a large state in host memory one of so many pieces, of a small one all of it.
+#: A digest reads one in so many pieces of a large state in host memory, and all of a small one.
+#: That takes less than a hundredth of the time of a save, which writes all of it to a disk.
 _PIECES = 64
 _HOST_BYTES = 4 << 20
-#: A GPU reads a hundred times faster than its memory is copied.
+#: A GPU reads its own memory a hundred times faster than the host copies it.
 _DEVICE_BYTES = 8 << 30
-#: Tensors, each of which costs microseconds: so many, or one for every MiB.
+#: Each tensor costs microseconds, so a digest reads this many, or one per MiB if that is more.
 _TENSORS = 128
 _PER_TENSOR = 1 << 20
-#: Integers of 8 bytes that are read in a row.
+#: How many 8-byte integers a piece has.
 _PIECE = 4096
 _WORD = 8
 _WRAP = 1 << 64
@@ -32,9 +32,9 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One of so many tensors, and of a large one, one of so many pieces; ``turn`` says which.
+    """What one digest reads: every ``tensors``-th tensor, and one in ``pieces`` pieces of each.
 
-    ``1`` and ``1`` is everything; else as many turns as their product are.
+    ``turn`` selects which; ``tensors * pieces`` successive turns cover everything.
     """
 
     tensors: int
@@ -43,12 +43,12 @@ class Sample:
 
     @classmethod
     def of(cls, count: int, size: int, turn: int) -> Sample:
-        """Which of so many tensors, of so many bytes together, are looked at; see ``on``."""
+        """Return the sample of ``count`` tensors with ``size`` bytes together; see ``on``."""
         apart = -(-count // max(_TENSORS, size // _PER_TENSOR)) or 1
         return cls(apart, 1, turn)
 
     def on(self, tensors: Sequence[torch.Tensor], size: int) -> Sample:
-        """How much of each of the chosen tensors is looked at; ``size`` is that of all tensors."""
+        """Return how much of each chosen tensor is read; ``size`` is the total of all tensors."""
         size //= self.tensors
         on_host = all(tensor.device.type == "cpu" for tensor in tensors)
         most = max(_HOST_BYTES, size // _PIECES) if on_host else _DEVICE_BYTES
@@ -56,31 +56,31 @@ class Sample:
 
     @property
     def whole(self) -> bool:
-        """Whether everything is covered."""
+        """Whether the sample covers everything."""
         return self.tensors == self.pieces == 1
 
     def chosen(self, count: int) -> range:
-        """Which tensors of so many."""
+        """The numbers of the chosen ones among ``count`` tensors."""
         return range(self.turn % self.tensors, count, self.tensors)
 
     def piece(self) -> int:
-        """Which piece of a tensor."""
+        """The number of the chosen piece in each run of ``pieces``."""
         return self.turn // self.tensors % self.pieces
 
 
 class PendingSums:
-    """Sums that a device may still be working on; those of the host are there at once."""
+    """Sums of tensors, which a device may still be computing."""
 
     def __init__(self, tensors: Sequence[torch.Tensor], samples: Sequence[Sample]) -> None:
-        """Begin the sums of some tensors, each with its sample; nothing is waited for."""
+        """Start summing each tensor over its sample, without waiting for a device."""
         self._totals = [0] * len(tensors)
         there: dict[torch.device, list[tuple[int, torch.Tensor]]] = {}
         with torch.no_grad():
             for number, (tensor, sample) in enumerate(zip(tensors, samples, strict=True)):
                 for part in _parts(tensor, sample):
                     if part.device.type == "cpu":
-                        # On this thread alone: torch would wait for the last of its threads, on
-                        # cores that the loader's workers use, too.
+                        # numpy stays on this thread.  torch would use its thread pool, and wait
+                        # for cores that the loader's workers keep busy.
                         self._totals[number] += int(np.add.reduce(part.numpy(), None, np.int64))
                     else:
                         total = part.sum(dtype=torch.int64)
@@ -91,7 +91,7 @@ class PendingSums:
             ]
 
     def read(self) -> list[int]:
-        """One number for each tensor, in their order.  Waits for the device."""
+        """Return one sum per tensor, in order.  Waits for the device."""
         for numbers, values, arrived in self._arriving:
             if arrived is not None:
                 arrived.synchronize()
@@ -102,7 +102,7 @@ class PendingSums:
 
 
 def digest_of(sums: Sequence[int]) -> str:
-    """Sums in their order as one short text."""
+    """Return a short digest of the sums and their order."""
     data = b"".join(value.to_bytes(_WORD, "little") for value in sums)
     return hashlib.blake2b(data, digest_size=_WORD).hexdigest()
 
@@ -120,13 +120,13 @@ def _to_host(sums: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.cuda.Eve
 
 
 def _parts(tensor: torch.Tensor, sample: Sample) -> list[torch.Tensor]:
-    """What is added up: views of the tensor as integers."""
+    """Return the integer views of the tensor that the sum covers."""
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor.resolve_conj())
     size, count = tensor.element_size(), tensor.numel()
     if count == 0 or size not in _INTEGERS:
         return []
-    # Integers of 8 bytes are those of the values in their order, wherever these lie.
+    # The words have to hold the values in logical order, whatever the strides are.
     tensor = tensor.contiguous()
     if tensor.storage_offset() * size % _WORD:
         tensor = tensor.clone()

@@ -19,12 +19,12 @@ After: TypeAlias = "Callable[[Saved | CheckpointError], None]"
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """A published checkpoint.  ``disagreeing`` names objects whose JSON differs between ranks.
+    """A published checkpoint.  ``disagreeing`` names JSON that differs between ranks.
 
-    Of those, rank 0's was saved.  ``blocked`` is how long ``begin`` held this rank up,
-    ``duration`` from there until it was on disk.  ``findings`` name what is not healthy in it, on
-    any rank: it is there, and not to be resumed from.  ``mismatch`` tells how ranks differ that
-    should be equal.
+    Of that, rank 0's was saved; ``own`` names the objects of which each rank's was.  ``blocked`` is
+    how long ``begin`` held this rank up, ``duration`` from there until it was on disk.
+    ``findings`` name what is not healthy in it, on any rank: it is there, and not to be resumed
+    from.  ``mismatch`` tells how ranks differ that should be equal.
     """
 
     name: CheckpointName
@@ -33,6 +33,7 @@ class Saved:
     blocked: timedelta
     duration: timedelta
     disagreeing: tuple[str, ...]
+    own: tuple[str, ...] = ()
     findings: tuple[str, ...] = ()
     mismatch: RankMismatch | None = None
 

@@ -11,8 +11,8 @@ from __future__ import annotations
 import hashlib
 import itertools
 import operator
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -62,19 +62,21 @@ class SharedShards:
     """Keys of shards that the same ranks hold, of ``size`` bytes, in an order of all ranks'.
 
     ``group`` is the number of these ranks in ``ReplicaGroups``; None is this rank alone.
+    ``buffers``: ranks may differ in them, and save their own then.
     """
 
     group: int | None
     keys: tuple[str, ...]
     size: int
+    buffers: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
     """What this rank writes, where in its file; ``index`` is the whole index, on rank 0 only.
 
-    ``copies`` are this rank's parts of what has to be equal on all ranks that hold it; ``layout``
-    tells them from those of another plan.
+    ``copies`` are this rank's parts of what several ranks hold, and of what it holds alone of that
+    kind; ``layout`` tells those that have to be equal from those of another plan.
     """
 
     number: int
@@ -113,11 +115,11 @@ class Planner:
         return self._plan
 
     def make(
-        self, captured: Captured, ranks: Ranks, parameters: frozenset[str] = frozenset()
+        self, captured: Captured, ranks: Ranks, replicated: frozenset[str] = frozenset()
     ) -> Plan:
         """Plan anew.  Collective; CheckpointError on all ranks if one of them can't.
 
-        ``parameters`` are the keys of the parameters in ``captured``.
+        ``replicated`` are the keys in ``captured`` of parameters, and of other copies.
         """
         dcp = ForgeSavePlanner(captured.alike)
         shards: list[Shard] = []
@@ -150,7 +152,9 @@ class Planner:
             error, [_to_row(shard) for shard in shards], plan_all, doing="Planning a checkpoint"
         )
         own = tuple(shards[number] for number in agreed["chosen"][ranks.rank])
-        copies, layout = _copies(shards, from_rows(agreed["groups"][ranks.rank]), parameters)
+        groups = from_rows(agreed["groups"][ranks.rank])
+        copies, layout = _copies(shards, groups, lambda key: is_compared(key, replicated))
+        buffers, _ = _copies(shards, groups, captured.buffers.__contains__)
         places, size = lay_out(own)
         ends = tuple(at + shard.nbytes for at, shard in zip(places, own, strict=True))
         self._plan = Plan(
@@ -160,7 +164,10 @@ class Planner:
             ends,
             size,
             index,
-            copies=copies,
+            copies=(
+                *copies,
+                *(replace(each, buffers=True) for each in buffers if each.group is not None),
+            ),
             layout=layout,
         )
         self._made_for = _Shape.of(captured)
@@ -168,12 +175,12 @@ class Planner:
 
 
 def _copies(
-    shards: Sequence[Shard], groups: Sequence[int | None], parameters: frozenset[str]
+    shards: Sequence[Shard], groups: Sequence[int | None], chosen: Callable[[str], bool]
 ) -> tuple[tuple[SharedShards, ...], str]:
-    """Shards that have to be equal wherever they are held, and a digest of their layout."""
+    """The chosen shards by the ranks that hold them, and a digest of their layout."""
     compared: dict[int | None, list[Shard]] = {}
     for shard, group in zip(shards, groups, strict=True):
-        if is_compared(shard.key, parameters):
+        if chosen(shard.key):
             compared.setdefault(group, []).append(shard)
     order = operator.attrgetter("key", "offsets")
     in_order = {group: sorted(some, key=order) for group, some in compared.items()}

@@ -1,4 +1,4 @@
-"""The comparison of ranks, in the exchanges that a save has anyway; a second one if they differ."""
+"""Compares ranks in the exchanges of a save; a difference takes a second exchange."""
 
 from __future__ import annotations
 
@@ -13,21 +13,25 @@ from slurm_forge.checkpoint.write.replicas import (
     RankMismatch,
     StateDigest,
     differing,
+    differing_parts,
     explained,
     same_state,
 )
 from slurm_forge.vocabulary.json_value import Json
 
+#: The key under which ``exchange`` returns the buffers that differ between ranks.
+OWN_BUFFERS = "own"
 _DIGEST, _DETAILS, _FACTS = "digest", "details", "facts"
-#: An odd number near a power of two by the golden ratio.
+#: An odd number near 2**16 / golden ratio: successive multiples spread evenly.
 _SPREAD = 40503
 
 
 @dataclass(frozen=True, slots=True)
 class RankFacts:
-    """What a rank says of itself beside its state (its samples), and what is wrong with all that.
+    """What a rank reports besides its state, such as its samples.
 
-    ``judge`` runs on rank 0 and returns the text of a mismatch, or nothing.
+    ``judge`` runs on rank 0 with the reports of all ranks, and returns the text of a mismatch or an
+    empty text.
     """
 
     report: Json = None
@@ -36,14 +40,15 @@ class RankFacts:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """What a comparison found, the same on all ranks.
+    """The result of a comparison, the same on all ranks.
 
-    ``as_saved``: whether the ranks hold bit for bit what a checkpoint says; None where that was not
-    asked or can't be told.
+    ``as_saved``: whether the ranks hold what a checkpoint has, bit by bit; None if that was not
+    asked, or is unknown.  ``own`` are the buffers that differ between ranks.
     """
 
     mismatch: RankMismatch | None
     as_saved: bool | None = None
+    own: tuple[str, ...] = ()
 
 
 @dataclass(slots=True)
@@ -51,18 +56,18 @@ class ReplicaCheck:
     """One object per launch and rank; ``host`` is this rank's node."""
 
     host: str = ""
-    #: The step after which all copies were last found equal.
+    #: The step after which all replicas were last equal.
     equal_at: int | None = field(default=None, init=False)
     _turn: int | None = field(default=None, init=False)
 
     def next_turn(self, step: int) -> int:
-        """Which part of a large state comes next; called on all ranks alike."""
-        # Launches that end after a few saves do not all begin with the same part.
+        """Return which sample of a large state is next; every rank calls it equally often."""
+        # Launches that end after a few saves must not all begin with the same sample.
         self._turn = step * _SPREAD if self._turn is None else self._turn + 1
         return self._turn
 
     def take(self, captured: Captured, plan: Plan, turn: int) -> StateDigest:
-        """Begin a digest of what this rank holds; the state may change once this returns."""
+        """Start the digest of this rank's state, which may change once this returns."""
         return StateDigest(captured, plan, turn, self.host)
 
     def compare(
@@ -75,7 +80,7 @@ class ReplicaCheck:
         step: int,
         saved: SavedStates | None,
     ) -> Comparison:
-        """Compare the ranks now, and with what was ``saved``.  Collective; waits for the device."""
+        """Compare the ranks, and their state with ``saved``.  Collective; waits for the device."""
         digest, error = None, None
         turn = self.next_turn(step) if saved is None else saved.turn
         try:
@@ -89,7 +94,7 @@ class ReplicaCheck:
         agreed, mismatch = self.exchange(
             ranks, error, {}, digest, facts, told, step=step, doing="Comparing the ranks"
         )
-        return Comparison(mismatch, agreed["as_saved"])
+        return Comparison(mismatch, agreed["as_saved"], tuple(agreed[OWN_BUFFERS]))
 
     def exchange(
         self,
@@ -103,10 +108,10 @@ class ReplicaCheck:
         step: int,
         doing: str,
     ) -> tuple[dict[str, Any], RankMismatch | None]:
-        """``Ranks.agree`` on the reports, with what a comparison of the ranks found.
+        """Compare the ranks within ``Ranks.agree``; return what was agreed, and the mismatch.
 
-        ``digest`` is None only where there is an error.  ``decide`` runs once, on rank 0, when it
-        is known whether the ranks differ.
+        ``digest`` is None only if there is an ``error``.  ``decide`` runs once, on rank 0, after
+        the comparison.
         """
         own: dict[str, Json] = {**report, _FACTS: facts.report}
         if error is None and digest is not None:
@@ -115,15 +120,23 @@ class ReplicaCheck:
             except Exception as caught:
                 error = caught
 
-        def conclude(reports: Sequence[Any], mismatch: RankMismatch | None) -> dict[str, Json]:
-            text = facts.judge([each[_FACTS] for each in reports])
-            if text:
+        def conclude(
+            reports: Sequence[Any], mismatch: RankMismatch | None, buffers: Sequence[str] = ()
+        ) -> dict[str, Json]:
+            digests = [each[_DIGEST] for each in reports]
+            texts = [
+                differing_parts(digests, step=step, equal_at=self.equal_at),
+                facts.judge([each[_FACTS] for each in reports]),
+            ]
+            for text in filter(None, texts):
                 mismatch = (
                     RankMismatch(text=text, step=step, equal_at=self.equal_at)
                     if mismatch is None
                     else replace(mismatch, text=f"{mismatch.text}; {text}")
                 )
-            found = {} if mismatch is None else {"mismatch": mismatch.to_json()}
+            found: dict[str, Json] = {OWN_BUFFERS: list[Json](buffers)}
+            if mismatch is not None:
+                found["mismatch"] = mismatch.to_json()
             return {**decide(reports, mismatch), **found}
 
         def first(reports: Sequence[Any]) -> dict[str, Json]:
@@ -132,7 +145,7 @@ class ReplicaCheck:
 
         def second(reports: Sequence[Any]) -> dict[str, Json]:
             details = [each[_DETAILS] for each in reports]
-            return conclude(reports, explained(details, step=step, equal_at=self.equal_at))
+            return conclude(reports, *explained(details, step=step, equal_at=self.equal_at))
 
         agreed: dict[str, Any] = ranks.agree(error, own, first, doing=doing)
         if "differing" in agreed and digest is not None:
@@ -146,23 +159,23 @@ class ReplicaCheck:
 
 @dataclass(frozen=True, slots=True)
 class SavedStates:
-    """The digest of each rank's state, as it goes into a checkpoint."""
+    """The digests of all ranks' states, as a checkpoint stores them."""
 
     turn: int
     ranks: tuple[str, ...]
 
     @classmethod
     def of(cls, reports: Sequence[Mapping[str, Any]]) -> SavedStates:
-        """From what ``exchange`` hands to ``decide``."""
+        """Collect them from the reports that ``exchange`` passes to ``decide``."""
         return cls(reports[0][_DIGEST]["turn"], tuple(each[_DIGEST]["state"] for each in reports))
 
     def to_json(self) -> dict[str, Json]:
-        """For the manifest."""
+        """Encode them for the manifest."""
         return {"turn": self.turn, "ranks": list[Json](self.ranks)}
 
     @classmethod
     def from_json(cls, body: object) -> SavedStates | None:
-        """Undo ``to_json``; None for anything else: older checkpoints have none."""
+        """Decode them; None for anything else, as in older checkpoints."""
         if not isinstance(body, dict):
             return None
         turn, ranks = body.get("turn"), body.get("ranks")
@@ -171,5 +184,5 @@ class SavedStates:
         return cls(turn, tuple(map(str, ranks)))
 
     def are(self, other: SavedStates) -> bool | None:
-        """Whether they are equal bit for bit; None where that can't be told."""
+        """Whether the states are equal, bit by bit; None if that is unknown."""
         return same_state(self.ranks, other.ranks)

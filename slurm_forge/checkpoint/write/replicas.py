@@ -1,7 +1,7 @@
-"""Whether the copies that ranks hold of the same tensors are equal, and which rank is wrong.
+"""Compares the replicas of tensors over ranks, and finds the rank that differs.
 
-In every exchange that a save has anyway each rank reports one digest per group of ranks that hold
-the same.  Only where they differ are the sums of all tensors compared, in a second exchange.
+Each rank reports one digest per replica group, in an exchange that a save needs anyway.  If the
+digests of a group differ, a second exchange compares the sums of its tensors one by one.
 """
 
 from __future__ import annotations
@@ -25,17 +25,22 @@ from slurm_forge.checkpoint.write.plan import Plan
 from slurm_forge.checkpoint.write.tensor_keys import in_words
 from slurm_forge.vocabulary.json_value import Json
 
+#: Digits of a reported digest.
+_SHORT = 16
+#: Prefix of the groups that hold buffers.
+_BUFFERS = "buffers "
 _NAMED = 3
 _SHOWN_RANKS = 8
-#: To tell which copy is wrong takes two that agree.
+#: A wrong replica can be identified only if two others agree.
 _ENOUGH_TO_TELL = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankMismatch:
-    """Ranks differ that should be equal; ``rank`` and ``host`` where one alone is wrong.
+    """A difference between ranks that should be equal.
 
-    ``equal_at`` is the step after which they were last found equal, None if never.
+    ``rank`` and ``host`` identify the rank if a single one differs.  ``equal_at`` is the step after
+    which the ranks were last equal, None if they never were.
     """
 
     text: str
@@ -45,7 +50,7 @@ class RankMismatch:
     equal_at: int | None = None
 
     def to_json(self) -> dict[str, Json]:
-        """For the other ranks."""
+        """Encode it for the other ranks."""
         return {
             "text": self.text,
             "step": self.step,
@@ -56,30 +61,36 @@ class RankMismatch:
 
     @classmethod
     def from_json(cls, body: Mapping[str, Any]) -> RankMismatch:
-        """Undo ``to_json``."""
+        """Decode what ``to_json`` returned."""
         return cls(**body)
 
 
 @dataclass(frozen=True, slots=True)
 class _HeldCopies:
-    """What this rank holds together with others (``group``), or alone (None), in a fixed order."""
+    """What all ranks of ``group`` hold, or this rank alone (None), in the same order on all."""
 
-    group: int | None
+    group: str | None
     keys: tuple[str, ...]
     sample: Sample
 
+    @property
+    def may_differ(self) -> bool:
+        """Whether these are buffers, which may differ between ranks."""
+        return self.group is not None and self.group.startswith(_BUFFERS)
+
 
 class StateDigest:
-    """A digest of a rank's parameters and optimizer state, group by group of ranks; taken once."""
+    """The digest of one rank's parameters and optimizer state, per replica group."""
 
     def __init__(self, captured: Captured, plan: Plan, turn: int, host: str) -> None:
-        """Begin to take it; the state may change as soon as this returns.
+        """Start computing it; the state may change once this returns.
 
-        ``turn``, the same on all ranks, says which part of a large state it covers.
+        ``turn``, equal on all ranks, selects the sample of a large state.
         """
         self.turn = turn
         self._host = host
         self._alike = captured.alike
+        self._common = captured.common
         self._copies: list[_HeldCopies] = []
         chosen: list[torch.Tensor] = []
         samples: list[Sample] = []
@@ -88,7 +99,8 @@ class StateDigest:
             keys = tuple(each.keys[number] for number in sample.chosen(len(each.keys)))
             tensors = [local_part(captured.tensors[key]) for key in keys]
             sample = sample.on(tensors, each.size)
-            self._copies.append(_HeldCopies(each.group, keys, sample))
+            group = None if each.group is None else f"{_BUFFERS * each.buffers}{each.group}"
+            self._copies.append(_HeldCopies(group, keys, sample))
             chosen += tensors
             samples += [sample] * len(keys)
         self._pending = PendingSums(chosen, samples)
@@ -96,36 +108,45 @@ class StateDigest:
         self._sums: list[list[int]] | None = None
 
     def report(self) -> dict[str, Json]:
-        """What the others compare with theirs: short.  Waits for the device."""
+        """Return the short report that ranks compare.  Waits for the device."""
         groups: dict[str, Json] = {
-            str(copies.group): [copies.sample.tensors, copies.sample.pieces, digest_of(sums)]
+            copies.group: [copies.sample.tensors, copies.sample.pieces, digest_of(sums)]
             for copies, sums in zip(self._copies, self._read(), strict=True)
             if copies.group is not None
         }
-        return {"groups": groups, "state": self.state, "turn": self.turn}
+        common: dict[str, Json] = {key: text[:_SHORT] for key, text in self._common.items()}
+        return {"groups": groups, "state": self.state, "turn": self.turn, "common": common}
 
     @property
     def covered(self) -> float:
-        """The share of the tensors and their pieces that it looks at: 1 is everything."""
+        """The share of the state that the digest covers, at most 1."""
         parts = [each.sample.tensors * each.sample.pieces for each in self._copies]
         return len(parts) / sum(parts) if parts else 1.0
 
     @property
     def state(self) -> str:
-        """Of everything that this rank holds, and of how it is laid out: for a checkpoint."""
-        samples = [(each.sample.tensors, each.sample.pieces) for each in self._copies]
-        layout = hashlib.blake2b(f"{self._layout} {samples}".encode(), digest_size=8).hexdigest()
-        return f"{layout}:{digest_of([value for sums in self._read() for value in sums])}"
+        """The digest of all parameters and optimizer state and of their layout, for a checkpoint.
 
-    def details(self, groups: Sequence[int]) -> dict[str, Json]:
-        """Every sum of some groups, for the ranks in them."""
+        It has no buffers: which of them are saved per rank is known only once ranks differ.
+        """
+        held = [
+            pair for pair in zip(self._copies, self._read(), strict=True) if not pair[0].may_differ
+        ]
+        samples = [(each.sample.tensors, each.sample.pieces) for each, _ in held]
+        layout = hashlib.blake2b(f"{self._layout} {samples}".encode(), digest_size=8).hexdigest()
+        return f"{layout}:{digest_of([value for _, sums in held for value in sums])}"
+
+    def details(self, groups: Sequence[str]) -> dict[str, Json]:
+        """Return the sum of each tensor in the given groups."""
         own: dict[str, Json] = {}
         for copies, sums in zip(self._copies, self._read(), strict=True):
-            if copies.group in groups:
-                own[str(copies.group)] = {
+            if copies.group is not None and copies.group in groups:
+                own[copies.group] = {
                     "sums": [f"{value:x}" for value in sums],
                     "keys": list(copies.keys),
-                    "wrapped": all(key in self._alike for key in copies.keys),
+                    "wrapped": all(
+                        key in self._alike or key.startswith("objects/") for key in copies.keys
+                    ),
                     "whole": copies.sample.whole,
                 }
         return {"host": self._host, "groups": own}
@@ -140,21 +161,39 @@ class StateDigest:
         return self._sums
 
 
-def differing(reports: Sequence[Mapping[str, Any]]) -> list[int]:
-    """The groups whose ranks do not report the same digest."""
+def differing(reports: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the groups whose ranks report different digests."""
     first: dict[str, Any] = {}
     found: dict[str, None] = {}
     for report in reports:
         for group, digest in report["groups"].items():
             if first.setdefault(group, digest) != digest:
                 found[group] = None
-    return [int(group) for group in found]
+    return list(found)
+
+
+def differing_parts(
+    reports: Sequence[Mapping[str, Any]], *, step: int, equal_at: int | None
+) -> str:
+    """Describe the options and states that should be equal and differ; empty if none does."""
+    differences: list[tuple[str, dict[int, str]]] = []
+    for part in reports[0]["common"]:
+        values = {rank: str(each["common"].get(part)) for rank, each in enumerate(reports)}
+        if len(set(values.values())) > 1:
+            differences.append((part, values))
+    if not differences:
+        return ""
+    text = _text(differences, None, "", step, equal_at, wrapped=True, whole=True)
+    return (
+        f"{text}; step a scheduler with the same figures on every rank (an average of the loss "
+        "over the ranks), and set the same options"
+    )
 
 
 def same_state(saved: Sequence[str], now: Sequence[str]) -> bool | None:
-    """Whether ranks hold bit for bit what was saved; None where that can't be told.
+    """Whether the ranks hold what was saved, bit by bit; None if the layouts differ.
 
-    Each is one ``StateDigest.state`` per rank: of another layout nothing can be told.
+    Each argument has the ``StateDigest.state`` of every rank.
     """
     if len(saved) != len(now):
         return None
@@ -166,9 +205,10 @@ def same_state(saved: Sequence[str], now: Sequence[str]) -> bool | None:
 
 def explained(
     details: Sequence[Mapping[str, Any]], *, step: int, equal_at: int | None
-) -> RankMismatch:
-    """Which tensors differ between which ranks, from the details of all of them."""
+) -> tuple[RankMismatch | None, list[str]]:
+    """Return the mismatch that the details of all ranks show, and the buffers that differ."""
     differences: list[tuple[str, dict[int, str]]] = []
+    buffers: list[str] = []
     wrapped, whole = True, True
     for group in dict.fromkeys(group for each in details for group in each["groups"]):
         members = {
@@ -177,25 +217,31 @@ def explained(
             if group in each["groups"]
         }
         first = next(iter(members.values()))
-        whole = whole and first["whole"]
         for number, key in enumerate(first["keys"]):
             values = {rank: each["sums"][number] for rank, each in members.items()}
-            if len(set(values.values())) > 1:
-                differences.append((key, values))
-                wrapped = wrapped and first["wrapped"]
+            if len(set(values.values())) == 1:
+                continue
+            if group.startswith(_BUFFERS):
+                buffers.append(key)
+                continue
+            differences.append((key, values))
+            wrapped, whole = wrapped and first["wrapped"], whole and first["whole"]
+    if not differences:
+        return None, buffers
     alone = _alone([values for _, values in differences])
     host = "" if alone is None else str(details[alone]["host"])
-    return RankMismatch(
+    mismatch = RankMismatch(
         text=_text(differences, alone, host, step, equal_at, wrapped=wrapped, whole=whole),
         step=step,
         rank=alone,
         host=host,
         equal_at=equal_at,
     )
+    return mismatch, buffers
 
 
 def _alone(differences: Sequence[Mapping[int, str]]) -> int | None:
-    """The rank that differs from all others in everything that differs, if there is one."""
+    """Return the one rank that differs from all others wherever ranks differ, if there is one."""
     suspects: set[int] | None = None
     for values in differences:
         usual, count = Counter(values.values()).most_common(1)[0]
@@ -233,6 +279,11 @@ def _text(
         since += f"; they were equal after step {equal_at}"
         since += "" if whole else ", as far as a sample of them shows"
     text = f"{names} {verb} {between} {since}"
+    if alone is not None and equal_at is None:
+        return (
+            f"{text}: that rank builds or loads it differently, or its GPU computes wrong (silent "
+            "data corruption)"
+        )
     if alone is not None:
         return f"{text}: a fault of that rank's memory or GPU (silent data corruption) is likely"
     if not wrapped:
@@ -245,7 +296,7 @@ def _text(
 
 
 def _ranks_of(values: Mapping[int, str]) -> str:
-    """One rank for each of the first few different values, and how many there are."""
+    """Name one rank for each distinct value, and the number of values that are left out."""
     first: dict[str, int] = {}
     for rank, value in values.items():
         first.setdefault(value, rank)

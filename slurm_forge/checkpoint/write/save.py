@@ -28,6 +28,7 @@ from slurm_forge.checkpoint.content.health import (
 )
 from slurm_forge.checkpoint.content.index import data_file
 from slurm_forge.checkpoint.content.models import name_parameters
+from slurm_forge.checkpoint.content.rank_states import OWN, called
 from slurm_forge.checkpoint.content.stages import StageDocuments
 from slurm_forge.checkpoint.content.tensors import local_part
 from slurm_forge.checkpoint.content.training_state import (
@@ -54,6 +55,7 @@ from slurm_forge.checkpoint.write.plan import (
     Planner,
 )
 from slurm_forge.checkpoint.write.replica_check import (
+    OWN_BUFFERS,
     Comparison,
     RankFacts,
     ReplicaCheck,
@@ -64,9 +66,10 @@ from slurm_forge.checkpoint.write.replicas import (
     StateDigest,
 )
 from slurm_forge.checkpoint.write.sealing import (
+    common_plan,
     open_stage,
     report_of,
-    same_plan,
+    require_same_tensors,
     sealed,
 )
 from slurm_forge.checkpoint.write.shard_writer import write_shard_file
@@ -115,6 +118,8 @@ class CheckpointWriter:
         self._views_of = 0
         self._infinite: Mapping[str, NotFinite] | None = None
         self._known: Known | None = None
+        #: What is saved for each rank, since ranks were found to differ in it.
+        self._own: frozenset[str] = frozenset()
         self._estimated_size = 0
         self._copier = Copier()
         self._replicas = ReplicaCheck(host)
@@ -170,7 +175,7 @@ class CheckpointWriter:
             plan = (
                 self._planner.plan
                 if agreed["plan"]
-                else self._planner.make(captured, self._ranks, _parameters(state))
+                else self._planner.make(captured, self._ranks, _replicated(state, captured))
             )
         except RanksLostError:
             raise
@@ -180,7 +185,7 @@ class CheckpointWriter:
         document = captured.document  # the tensors are not kept for as long as the write takes
         held = copies(captured, plan) if all_copies else ()
         told = self._stage_documents.report(state.stages, document)
-        filling, turn = Filling(), self._replicas.next_turn(name.step)
+        filling, turn, own = Filling(), self._replicas.next_turn(name.step), self._own
         blocked: Future[timedelta] = Future()
         digest: Future[StateDigest] = Future()
 
@@ -219,7 +224,8 @@ class CheckpointWriter:
                 size=int(agreed_end["size"]),
                 blocked=blocked.result(),
                 duration=timedelta(seconds=self._clock() - began),
-                disagreeing=tuple(agreed["disagreeing"]),
+                disagreeing=(*agreed["disagreeing"], *agreed_end[OWN_BUFFERS]),
+                own=tuple(sorted(own)),
                 findings=tuple(agreed_end["findings"]),
                 mismatch=mismatch,
             )
@@ -254,7 +260,7 @@ class CheckpointWriter:
 
     def unsound_parts(self, state: TrainingState) -> tuple[str, ...]:
         """What a save of this state would find not sound in this rank's part.  Not collective."""
-        captured, error = _capture(state, None)
+        captured, error = self._capture(state, None)
         error = error or self._accept(state, captured)
         if captured is None or error is not None:
             return ()  # a save says why it can't be saved
@@ -276,7 +282,9 @@ class CheckpointWriter:
         """
         captured, plan = self._planned(state)
         saved = None if manifest is None else SavedStates.from_json(manifest.about.get(DIGEST))
-        return self._replicas.compare(self._ranks, captured, plan, facts, step=step, saved=saved)
+        found = self._replicas.compare(self._ranks, captured, plan, facts, step=step, saved=saved)
+        self._keeps_own(found.own)
+        return found
 
     def _planned(self, state: TrainingState) -> tuple[Captured, Plan]:
         """The state taken apart, looked at tensor by tensor, and the plan that fits it.
@@ -284,20 +292,53 @@ class CheckpointWriter:
         Collective; CheckpointError where it could not be saved.
         """
         self._wait()
-        captured, error = _capture(state, None)
-        self._known = captured.known if captured else None
-        plan = self._planner.known(captured) if captured else 0
-        self._estimated_size = share_of(captured, leads=self._leads(state))
-        error = error or self._accept(state, captured)
-        stage = 0 if state.stages is None else state.stages.stage
-        shape = captured.shape if captured else ""
-        report: Json = {"stage": stage, "shape": shape, "plan": plan}
-        known = self._ranks.agree(error, report, same_plan, doing="Planning checkpoints")
+        while True:
+            captured, error = self._capture(state, None)
+            self._known = captured.known if captured else None
+            plan = self._planner.known(captured) if captured else 0
+            self._estimated_size = share_of(captured, leads=self._leads(state))
+            error = error or self._accept(state, captured)
+            known = self._ranks.agree(
+                error, _report_of(state, captured, plan), common_plan, doing="Planning checkpoints"
+            )
+            if not self._differ(known, state, captured):
+                break
         if captured is None:
             raise AssertionError("agree() raises where a rank failed")
-        if known:
+        if known["plan"]:
             return captured, self._planner.plan
-        return captured, self._planner.make(captured, self._ranks, _parameters(state))
+        return captured, self._planner.make(captured, self._ranks, _replicated(state, captured))
+
+    def _differ(
+        self, agreed: Mapping[str, Any], state: TrainingState, captured: Captured | None
+    ) -> bool:
+        """Whether ranks have just been found to differ in what each of them saves from now on.
+
+        CheckpointError where they hold other tensors.
+        """
+        if agreed["unlike"]:
+            keys = [
+                key
+                for key in (captured.tensors if captured else ())
+                if key.startswith(("models/", "optimizers/", "extra/"))
+            ]
+            report: Json = {"stage": _stage_of(state), "keys": list[Json](keys)}
+            self._ranks.agree(None, report, require_same_tensors, doing="Comparing tensors")
+        return self._keeps_own(agreed["own"])
+
+    def _keeps_own(self, names: Sequence[str]) -> bool:
+        """Whether ranks have just been found to differ in something, which each keeps from now."""
+        self._own |= set(names)
+        return bool(names)
+
+    def _capture(
+        self, state: TrainingState, known: Known | None
+    ) -> tuple[Captured | None, Exception | None]:
+        try:
+            placed = state.placed(self._ranks.rank, self._ranks.size)
+            return placed.capture(known, self._own), None
+        except Exception as caught:
+            return None, caught
 
     def prepare(self, state: TrainingState) -> None:
         """Plan the next save, and touch the memory for it on a thread.  Collective.
@@ -325,7 +366,9 @@ class CheckpointWriter:
 
         Returns what went wrong: the other ranks are waiting to hear of it.
         """
-        if self._infinite is None and captured is not None:
+        if captured is None:
+            return None
+        if self._infinite is None:
             try:
                 learned = state.trained()
                 self._infinite = infinite_by_design(
@@ -335,6 +378,10 @@ class CheckpointWriter:
                 )
             except Exception as caught:
                 return caught
+        if self._own:
+            shared = {key: called(key) for key in captured.tensors if key.startswith(OWN)}
+            meant = self._infinite
+            self._infinite = {**meant, **{k: meant[c] for k, c in shared.items() if c in meant}}
         return None
 
     def _leads(self, state: TrainingState) -> bool:
@@ -354,30 +401,30 @@ class CheckpointWriter:
         *,
         fallback: bool,
     ) -> tuple[Captured, dict[str, Any]]:
-        captured, error = _capture(state, self._known)
-        plan = self._planner.known(captured) if captured else 0
-        if captured and not plan and self._known is not None:
-            captured, error = _capture(state, None)  # looked at one by one before it is planned
+        while True:
+            captured, error = self._capture(state, self._known)
             plan = self._planner.known(captured) if captured else 0
-        self._known = captured.known if captured else None
-        if not plan:  # it holds as long as the plan does
-            self._estimated_size = share_of(captured, leads=self._leads(state))
-        error = error or self._accept(state, captured)
-        agreed = self._ranks.agree(
-            error,
-            {
-                "step": name.step,
-                "name": str(name),
-                "stage": 0 if state.stages is None else state.stages.stage,
-                "shape": captured.shape if captured else "",
-                "parts": dict(captured.parts) if captured else {},
-                "plan": plan,
-                "size": self._planner.plan.size if plan else 0,
-                "rough": self._estimated_size,
-            },
-            lambda reports: open_stage(self._store, name, reports, permit, fallback=fallback),
-            doing="Preparing a checkpoint",
-        )
+            if captured and not plan and self._known is not None:
+                captured, error = self._capture(state, None)  # looked at one by one to be planned
+                plan = self._planner.known(captured) if captured else 0
+            self._known = captured.known if captured else None
+            if not plan:  # it holds as long as the plan does
+                self._estimated_size = share_of(captured, leads=self._leads(state))
+            error = error or self._accept(state, captured)
+            agreed = self._ranks.agree(
+                error,
+                {
+                    **_report_of(state, captured, plan),
+                    "step": name.step,
+                    "name": str(name),
+                    "size": self._planner.plan.size if plan else 0,
+                    "rough": self._estimated_size,
+                },
+                lambda reports: open_stage(self._store, name, reports, permit, fallback=fallback),
+                doing="Preparing a checkpoint",
+            )
+            if not self._differ(agreed, state, captured):
+                break
         if captured is None:
             raise AssertionError("agree() raises where a rank failed")
         return captured, agreed
@@ -475,6 +522,7 @@ class CheckpointWriter:
             self._discard(stage)
             raise
         self._stage_documents.accepted(told)
+        self._keeps_own(agreed[0][OWN_BUFFERS])  # from the next save on, which waits for this one
         return agreed
 
     def _unhealthy(self, plan: Plan, filling: Filling) -> tuple[str, ...]:
@@ -504,16 +552,24 @@ def save_checkpoint(
     return pending_save.result()
 
 
-def _parameters(state: TrainingState) -> frozenset[str]:
-    """The keys of all parameters."""
-    return frozenset(f"models/{name.key}" for name in name_parameters(state.models).values())
+def _replicated(state: TrainingState, captured: Captured) -> frozenset[str]:
+    """The keys of all parameters, and of what registered objects hold copies of."""
+    parameters = name_parameters(state.models).values()
+    return captured.copies.union(f"models/{name.key}" for name in parameters)
 
 
-def _capture(state: TrainingState, known: Known | None) -> tuple[Captured | None, Exception | None]:
-    try:
-        return state.capture(known), None
-    except Exception as caught:
-        return None, caught
+def _stage_of(state: TrainingState) -> int:
+    return 0 if state.stages is None else state.stages.stage
+
+
+def _report_of(state: TrainingState, captured: Captured | None, plan: int) -> dict[str, Json]:
+    """What all ranks tell of a state before it is planned or saved."""
+    return {
+        "stage": _stage_of(state),
+        "shape": captured.shape if captured else "",
+        "parts": dict(captured.parts) if captured else {},
+        "plan": plan,
+    }
 
 
 def _when_copied(devices: Collection[torch.device]) -> Callable[[], None]:

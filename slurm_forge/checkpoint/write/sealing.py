@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from slurm_forge.checkpoint.write.tensor_keys import in_words
 from slurm_forge.errors import CheckpointError
 from slurm_forge.store.directory import CheckpointStore
 from slurm_forge.store.identity import CheckpointName
@@ -27,7 +28,8 @@ def open_stage(
     """Open a stage for a save that all ranks can begin; CheckpointError where they can't.
 
     ``permit`` is called with the size and the directory.  ``fallback`` goes to the fallback
-    directory at once; else that is tried where the first one has no room, or fails.
+    directory at once; else that is tried where the first one has no room, or fails.  No stage is
+    opened where ranks differ in objects (``own``), or hold other tensors (``unlike``).
     """
     steps = [report["step"] for report in reports]
     if len(set(steps)) != 1:
@@ -35,12 +37,10 @@ def open_stage(
             f"the ranks are at different steps: {steps[:20]}",
             next_step="Call save at the same step on every rank (run.save() does).",
         )
-    plan = same_plan(reports)
-    first: dict[int, Mapping[str, Any]] = {}  # stages of a pipeline are not to be alike
-    disagreeing: dict[str, None] = {}
-    for report in reports:
-        parts, expected = report["parts"], first.setdefault(report["stage"], report["parts"])
-        disagreeing.update((part, None) for part in expected if parts.get(part) != expected[part])
+    common = common_plan(reports)
+    if common["own"] or common["unlike"]:
+        return common
+    plan, differ = common["plan"], _differing(reports)
     # One rank's part of a plan and another's estimate without one do not add up to anything.
     size = sum(report["size" if plan else "rough"] for report in reports)
     stage = _stage(store, name, partial(permit, size), fallback=fallback)
@@ -48,8 +48,8 @@ def open_stage(
         "name": str(name),
         "stage": stage.name,
         "fallback": stage.parent == store.fallback,
-        "disagreeing": list[Json](disagreeing),
-        "plan": plan,
+        "disagreeing": list[Json](differ),
+        **common,
     }
 
 
@@ -77,27 +77,52 @@ def _stage(
     return stage
 
 
-def same_plan(reports: Sequence[Mapping[str, Any]]) -> int:
+def common_plan(reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The number of the plan that fits what every rank holds, 0 if none does.
 
-    CheckpointError unless all ranks hold the same tensors.
+    ``own`` are the objects that ranks differ in, and that are to be saved for each rank;
+    ``unlike`` tells whether ranks of one pipeline stage hold other tensors.
     """
-    same_shape([(report["stage"], report["shape"]) for report in reports])
     plans = {int(report["plan"]) for report in reports}
-    return plans.pop() if len(plans) == 1 else 0
+    shapes = {(report["stage"], report["shape"]) for report in reports}
+    return {
+        "plan": plans.pop() if len(plans) == 1 else 0,
+        "own": [part for part in _differing(reports) if part.startswith("objects/")],
+        "unlike": len(shapes) != len({stage for stage, _ in shapes}),
+    }
 
 
-def same_shape(shapes: Sequence[Sequence[Any]]) -> None:
-    """Raise CheckpointError unless all ranks of a pipeline stage hold the same.
+def _differing(reports: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The parts that differ between ranks: of models only within a stage of a pipeline."""
+    first: dict[tuple[str, int], Any] = {}
+    found: dict[str, None] = {}
+    for report in reports:
+        for part, digest in report["parts"].items():
+            stage = int(report["stage"]) if part.startswith("models/") else 0
+            if first.setdefault((part, stage), digest) != digest:
+                found[part] = None
+    return list(found)
 
-    Of each rank its stage, and a digest of what it holds.
-    """
-    if len({(stage, shape) for stage, shape in shapes}) != len({stage for stage, _ in shapes}):
-        raise CheckpointError(
-            "the ranks hold different tensors",
-            next_step="Register the same objects on every rank.  If the ranks are stages of a "
-            'pipeline, pass the mesh, with a dimension named "pp": run.restore(mesh=mesh).',
-        )
+
+def require_same_tensors(reports: Sequence[Mapping[str, Any]]) -> None:
+    """Raise CheckpointError, naming a tensor, unless ranks of a stage hold tensors of one name."""
+    first: dict[int, tuple[int, dict[str, None]]] = {}
+    for rank, report in enumerate(reports):
+        keys = dict.fromkeys(report["keys"])
+        other, known = first.setdefault(int(report["stage"]), (rank, keys))
+        for holder, without, extra in (
+            (other, rank, [key for key in known if key not in keys]),
+            (rank, other, [key for key in keys if key not in known]),
+        ):
+            if extra:
+                more = f" and {len(extra) - 1} more" if len(extra) > 1 else ""
+                raise CheckpointError(
+                    f"the ranks hold different tensors: {in_words(extra[0])}{more} on rank "
+                    f"{holder}, and not on rank {without}",
+                    next_step="Register the same objects on every rank.  If the ranks are stages "
+                    'of a pipeline, pass the mesh, with a dimension named "pp": '
+                    "run.restore(mesh=mesh).",
+                )
 
 
 def sealed(

@@ -10,6 +10,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from slurm_forge.checkpoint.content.health import NOTES
+from slurm_forge.checkpoint.content.rank_states import OWN
 from slurm_forge.checkpoint.content.tensors import local_part
 from slurm_forge.checkpoint.content.training_state import DATA, Captured
 from slurm_forge.checkpoint.write.plan import Plan
@@ -40,4 +41,4 @@ def _share(key: str, tensor: torch.Tensor, *, leads: bool) -> int:
         places = enumerate(tensor.placements)
         alike = (tensor.device_mesh.size(at) for at, place in places if place.is_replicate())
         return -(-size // math.prod(alike))
-    return size if leads or key.startswith(("rng/", NOTES, DATA)) else 0
+    return size if leads or key.startswith(("rng/", NOTES, DATA, OWN)) else 0

@@ -13,14 +13,24 @@ def in_words(key: str) -> str:
             return f"{name} of model {model!r}"
         case ["optimizers", optimizer, "state", model, name, entry]:
             return f"{entry} of {name} of model {model!r} (optimizer {optimizer!r})"
+        case ["models", model]:
+            return f"the extra state of model {model!r}"
+        case ["objects", name]:
+            return f"object {name!r}"
+        case ["objects", name, *path]:
+            return f"{'.'.join(path)} of object {name!r}"
+        case ["optimizers", optimizer, "groups", group, option, *_]:
+            return f"{option} of group {group} of optimizer {optimizer!r}"
+        case ["optimizers", optimizer]:
+            return f"an option (such as the learning rate) of optimizer {optimizer!r}"
         case _:
             return key
 
 
-def is_compared(key: str, parameters: frozenset[str]) -> bool:
-    """Whether copies of it have to be equal on all ranks: a parameter, or state of an optimizer.
+def is_compared(key: str, replicated: frozenset[str]) -> bool:
+    """Whether copies of it have to be equal on all ranks: a parameter, or a tensor of an optimizer.
 
     Not buffers: DDP makes those of a rank its own statistics until the next forward.
-    ``parameters`` are the keys of all parameters.
+    ``replicated`` are the keys of all parameters, and of what objects hold copies of.
     """
-    return key in parameters or (key.startswith("optimizers/") and "/state/" in key)
+    return key in replicated or key.startswith("optimizers/")

@@ -1,4 +1,4 @@
-"""When ranks are compared apart from saves: after a load, after the first step, before the end."""
+"""Compares ranks outside of saves: after a load, after the first step, and before the end."""
 
 from __future__ import annotations
 
@@ -13,31 +13,43 @@ from slurm_forge.checkpoint.write.save import CheckpointWriter
 from slurm_forge.errors import CheckpointError, RanksLostError, UnsupportedError
 from slurm_forge.store.manifest import Manifest
 from slurm_forge.training.checkpointing.sample_check import (
+    ModelInputs,
     samples_report,
     wrong_samples,
 )
 from slurm_forge.training.core.rank_layout import ActiveLayout
-from slurm_forge.training.core.run_state import TrainingProgress
+from slurm_forge.training.core.run_state import Registry, TrainingProgress
 
 
 class RankComparison:
     """One object per launch and rank.
 
-    ``layout`` says which ranks train on other samples than this one, and which on the same.
+    ``layout`` tells which ranks train on the same samples as this one.
     """
 
     def __init__(self, writer: CheckpointWriter, ranks: Ranks, layout: ActiveLayout) -> None:
         self._writer = writer
+        #: Digests of what the models are given, for samples without ids.
+        self.inputs: ModelInputs | None = None
         self._ranks = ranks
         self._layout = layout
-        #: What was loaded and not compared with the ranks' memory yet.
+        #: The checkpoint that was loaded, until it is compared with the ranks' memory.
         self.loaded: Manifest | None = None
-        #: Whether what was loaded last is not bit for bit what was saved.
+        #: Whether the state after the last load differs from what was saved.
         self.load_differs = False
 
+    def watch_inputs(self, registry: Registry, progress: TrainingProgress) -> None:
+        """Start to digest what the models are given, if there are several ranks."""
+        if self._ranks.size > 1 and self.inputs is None:
+            self.inputs = ModelInputs(lambda: progress.step)
+            self.inputs.watch(registry.models)
+
     def facts(self, progress: TrainingProgress, *, ids: bool = False) -> RankFacts:
-        """What this rank says of its samples in the exchange of a save: one by one with ``ids``."""
-        return RankFacts(samples_report(progress, self._layout.now, ids=ids), wrong_samples)
+        """Return this rank's report about its samples; ``ids``: with the id of each."""
+        inputs = None if self.inputs is None else self.inputs.report()
+        return RankFacts(
+            samples_report(progress, self._layout.now, ids=ids, inputs=inputs), wrong_samples
+        )
 
     def compare(
         self,
@@ -47,10 +59,10 @@ class RankComparison:
         unsound: Callable[[], Sequence[str]],
         ids: bool,
     ) -> RankMismatch | None:
-        """Compare the copies that ranks hold, their samples, and what was loaded.
+        """Compare the replicas, the samples, and the state that was just loaded.
 
-        Collective; waits for the device.  What is not finite (``unsound``) makes ranks differ, too,
-        and has a cure: then others look for it.
+        Collective; waits for the device.  A state that is not finite (``unsound``) differs between
+        ranks as well, and is no mismatch: it is handled as an instability.
         """
         manifest, self.loaded = self.loaded, None
         if self._ranks.size == 1 and manifest is None:
@@ -70,5 +82,5 @@ class RankComparison:
         def any_of(reports: Sequence[Any]) -> bool:
             return any(reports)
 
-        finite = not self._ranks.agree(None, bool(unsound()), any_of, doing="Comparing the ranks")
+        finite = not self._ranks.agree(None, bool(unsound()), any_of, doing="Judging a difference")
         return found.mismatch if finite else None

@@ -1,4 +1,4 @@
-"""Ranks that differ and should be equal, as an incident that all ranks know of."""
+"""A mismatch between ranks as an incident that all ranks act on."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ _SOURCE = "comparison of the ranks"
 
 
 def tolerates(policy: Recovery) -> bool:
-    """Whether the job goes on where ranks differ: then no checkpoint is suspect for it."""
+    """Whether the job continues if ranks differ: no checkpoint is suspect then."""
     ladder = policy.ladder(Cause.RANK_MISMATCH)
     return bool(ladder) and ladder[0].do is Action.WARN
 
 
 def anomaly_of(mismatch: RankMismatch) -> Anomaly:
-    """For ranks that hear of it over the channel."""
+    """Convert it for ranks that are told over the control channel."""
     return Anomaly(
         Cause.RANK_MISMATCH,
         _onset(mismatch),
@@ -32,7 +32,7 @@ def anomaly_of(mismatch: RankMismatch) -> Anomaly:
 
 
 def instability_of(mismatch: RankMismatch) -> Instability:
-    """For ranks that have found it together."""
+    """Convert it for ranks that took part in the comparison."""
     return Instability(
         cause=Cause.RANK_MISMATCH,
         onset=_onset(mismatch),
@@ -46,5 +46,5 @@ def instability_of(mismatch: RankMismatch) -> Instability:
 
 
 def _onset(mismatch: RankMismatch) -> int:
-    """The first step that may have made the difference, counted from 1."""
+    """Return the first step that may have caused the difference, counted from 1."""
     return min(mismatch.step, (mismatch.equal_at or 0) + 1)

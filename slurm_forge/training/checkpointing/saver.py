@@ -17,7 +17,10 @@ from torch import nn
 
 from slurm_forge.checkpoint.collectives import Ranks
 from slurm_forge.checkpoint.content.health import NOTES, about_state
+from slurm_forge.checkpoint.content.json_state import escape
+from slurm_forge.checkpoint.content.rank_states import RankIdentity
 from slurm_forge.checkpoint.content.stages import PipelineStages
+from slurm_forge.checkpoint.content.tensors import some
 from slurm_forge.checkpoint.content.training_state import TrainingState
 from slurm_forge.checkpoint.read.load import resume
 from slurm_forge.checkpoint.write.pending_save import (
@@ -26,6 +29,7 @@ from slurm_forge.checkpoint.write.pending_save import (
 )
 from slurm_forge.checkpoint.write.replicas import RankMismatch
 from slurm_forge.checkpoint.write.save import CheckpointWriter
+from slurm_forge.checkpoint.write.tensor_keys import in_words
 from slurm_forge.control import Member
 from slurm_forge.errors import (
     CheckpointError,
@@ -369,15 +373,30 @@ class Saver:
             time=time.time(),
             epoch=epoch,
         )
-        names = [each for each in end.disagreeing if each.startswith("objects/")]
-        if names:
-            self.catalog.say_once(
-                f"ranks differ in {', '.join(names)}: the checkpoint keeps what rank 0 has, and a "
-                "resume gives that to all ranks"
-            )
+        self._note_differences(end)
         # What is not finite makes ranks differ, too, and has a cure: it is the incident then.
         if end.mismatch is not None and not any(map(about_state, end.findings)):
             self.catalog.ranks_differ(end.mismatch, once=self._tolerant)
+
+    def _note_differences(self, end: Saved) -> None:
+        """On rank 0: what of a checkpoint is each rank's own, and what is not and differs."""
+        if self.catalog is None:
+            return
+        if end.own:
+            self.catalog.say_once(
+                f"the ranks differ in {some(list(map(in_words, end.own)))}: each rank's own is "
+                "saved, and comes back on as many ranks and the same mesh"
+            )
+        names = [
+            "run.extra" if each == "extra/extra" else in_words(each)
+            for each in end.disagreeing
+            if each == "extra/extra" or each.startswith("models/")
+        ]
+        if names:
+            self.catalog.say_once(
+                f"the ranks differ in {some(names)}: the checkpoint of step {end.name.step} has "
+                "rank 0's, and a resume gives that to all ranks"
+            )
 
     def restore(
         self,
@@ -453,6 +472,12 @@ class Saver:
         else:
             # Another number of ranks: there is no state to continue, only one to derive.
             rng.derive(self._context.spec.seed, progress.step, layout.random_stream)
+        if loaded.foreign and self.catalog is not None:
+            self.catalog.say(
+                "the checkpoint has each rank's own of "
+                f"{some(list(map(in_words, loaded.foreign)))}, and there are other ranks now: each "
+                "continues with rank 0's"
+            )
         self.last = manifest.name
         self.last_save_step = manifest.step
         self._loss_history.restored()
@@ -474,6 +499,8 @@ class Saver:
             notes={} if self.catalog is None else {_LOSSES: self._loss_history.tensor()},
             data=partial(self._data_state.tensors, progress.step),
             data_prefix=self._data_state.prefix,
+            identity=RankIdentity(self._context.rank, self._layout_text),
+            exact=self._context.spec.exact,
         )
 
     def _models(self, registry: Registry) -> dict[str, nn.Module]:
@@ -500,6 +527,13 @@ class Saver:
         shared, mesh = self._data_state.shared(progress.step), self._layout.now.to_json()
         more: dict[str, Any] = {"data": shared} if shared else {}
         return {**progress.to_json(), **more, **({_MESH: mesh} if mesh else {})}
+
+    @property
+    def _layout_text(self) -> str:
+        """How the ranks are laid out: their number, or the dimensions of the mesh."""
+        mesh: Any = self._layout.now.to_json()
+        sizes = "-".join(f"{escape(str(name))}_{size}" for name, size in mesh)
+        return sizes or str(self._context.world_size)
 
     @property
     def _rng_prefix(self) -> str:

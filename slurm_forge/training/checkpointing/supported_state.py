@@ -1,15 +1,17 @@
 """What can't be trained and saved as it is registered, refused before the first step.
 
 A save would find most of it, after the first hour; what no save finds is a parameter that is
-trained and belongs to nothing that is saved.
+trained and belongs to nothing that is saved, and an optimizer that nobody has registered.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from itertools import chain
+from collections.abc import Callable, Iterator
+from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
+import torch.optim.optimizer as torch_optimizer
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
@@ -58,13 +60,7 @@ def require_known_optimizer(optimizer: Optimizer, registry: Registry) -> None:
 
     One that a registered object of the program's own holds is that object's to save.
     """
-    known = registry.optimizers.values()
-    if any(optimizer is each for each in known):
-        return
-    owned = chain.from_iterable(
-        vars(other).values() for other in registry.others.values() if hasattr(other, "__dict__")
-    )
-    if any(optimizer is each for each in owned):
+    if _is_saved(optimizer, registry):
         return
     names = ", ".join(map(repr, registry.optimizers)) or "none"
     raise UnsupportedError(
@@ -72,6 +68,90 @@ def require_known_optimizer(optimizer: Optimizer, registry: Registry) -> None:
         f"(registered: {names}): its moments would be lost at every resume",
         next_step="Register it under a name of its own before training: run.register(…).",
     )
+
+
+class OptimizerWatch:
+    """Refuses an optimizer that trains registered parameters and is in no checkpoint.
+
+    It sees each ``optimizer.step()`` of this process.  An optimizer is refused when it steps
+    again after ``counted`` has grown: one that lives for a single step (the inner loop of
+    meta-learning) has nothing to lose.
+    """
+
+    def __init__(self, registry: Registry, counted: Callable[[], int]) -> None:
+        self._registry = registry
+        self._counted = counted
+        self._known: frozenset[int] = frozenset()
+        #: Optimizers that are not registered, by the steps counted when they were first seen.
+        self._seen: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
+
+    def begin(self) -> None:
+        """Look on from now on, in place of any watch of an earlier run in this process."""
+        self._known = frozenset(map(id, self._registry.optimizers.values()))
+        hooks = torch_optimizer._global_optimizer_post_hooks
+        for key in [key for key, hook in hooks.items() if _is_watch(hook)]:
+            del hooks[key]
+        torch_optimizer.register_optimizer_step_post_hook(self.stepped)
+
+    def end(self) -> None:
+        """Look on no longer."""
+        hooks = torch_optimizer._global_optimizer_post_hooks
+        for key in [key for key, hook in hooks.items() if hook == self.stepped]:
+            del hooks[key]
+
+    def stepped(self, optimizer: Optimizer, *_: Any) -> None:
+        """Called by torch after each step of any optimizer."""
+        if torch.compiler.is_compiling() or id(optimizer) in self._known:
+            return
+        counted = self._counted()
+        if self._seen.setdefault(optimizer, counted) == counted:
+            return
+        if _is_saved(optimizer, self._registry):
+            return
+        name = self._trains(optimizer)
+        if name is None:
+            return
+        names = ", ".join(map(repr, self._registry.optimizers)) or "none"
+        raise UnsupportedError(
+            f"an optimizer ({type(optimizer).__name__}) that is not registered (registered: "
+            f"{names}) steps {name}: its state is in no checkpoint, and each resume would lose it",
+            next_step="Register it with the model, before the checkpoint is loaded: "
+            "run.register(model=…, optimizer=…).",
+        )
+
+    def _trains(self, optimizer: Optimizer) -> str | None:
+        """The first parameter of a registered model that it has, in words."""
+        own = {id(each) for group in optimizer.param_groups for each in group["params"]}
+        for model_name, model in self._registry.models.items():
+            for path, parameter in model.named_parameters():
+                if id(parameter) in own:
+                    return f"{_without_wrappers(model, path)} of model {model_name!r}"
+        return None
+
+
+def _is_watch(hook: object) -> bool:
+    return isinstance(getattr(hook, "__self__", None), OptimizerWatch)
+
+
+def _is_saved(optimizer: Optimizer, registry: Registry) -> bool:
+    """Whether it is registered, or a part of something that is and that saves it."""
+    for known in registry.optimizers.values():
+        if optimizer is known or optimizer.state is known.state:
+            return True
+        # A wrapper such as Lookahead, whose state_dict has that of the optimizer inside.
+        if type(known).state_dict is not Optimizer.state_dict and _holds(known, optimizer):
+            return True
+    return any(_holds(other, optimizer) for other in registry.others.values())
+
+
+def _holds(item: object, optimizer: Optimizer) -> bool:
+    for value in vars(item).values() if hasattr(item, "__dict__") else ():
+        parts = value.values() if isinstance(value, dict) else value
+        if value is optimizer or (
+            isinstance(value, dict | list | tuple) and any(each is optimizer for each in parts)
+        ):
+            return True
+    return False
 
 
 def _require_registered(name: str, optimizer: Optimizer, held: set[int]) -> None:

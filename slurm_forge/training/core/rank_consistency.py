@@ -14,7 +14,7 @@ def require_identical(ranks: Ranks, facts: Mapping[str, Json], *, next_step: str
 
     Ranks that differ would train on the wrong samples, or wait for each other for ever.
     """
-    difference = ranks.agree(None, dict(facts), _difference, doing="Comparing the ranks")
+    difference = ranks.agree(None, dict(facts), _difference, doing="Comparing arguments")
     if difference:
         raise UnsupportedError(f"the ranks differ: {difference}", next_step=next_step)
 

@@ -7,27 +7,18 @@ share is JSON; the state of a data-parallel rank is one tensor of bytes,
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 
-from slurm_forge.checkpoint.content.json_state import (
-    decode,
-    dtype_name,
-    dtype_named,
-    encode,
-)
-from slurm_forge.checkpoint.content.tensors import check_savable
-from slurm_forge.errors import CheckpointError
+from slurm_forge.checkpoint.content.rank_states import unpack
 from slurm_forge.training.core.rank_layout import ActiveLayout, RankLayout
 from slurm_forge.training.data.batches import BatchIterator
 from slurm_forge.vocabulary.json_value import Json
 
 _KEY = re.compile(r"data/rank-([0-9]+)-of-([0-9]+)/state")
-_MAGIC = b"forge data 1\0\0\0\0"
 #: Sizes are multiples of it, and never decrease: a save plan holds while sizes stay the same.
 _ROOM = 4096
 
@@ -118,48 +109,6 @@ class DataState:
     def saved_ranks(self) -> int:
         """The number of data-parallel ranks whose states were saved; 0 for none."""
         return max((ranks for _, ranks in self._states), default=0)
-
-
-def pack(value: Mapping[str, Any]) -> bytes:
-    """A state with tensors in it as bytes; CheckpointError, naming the key, for what can't be."""
-    tensors: list[bytes] = []
-    table: list[Json] = []
-
-    def save(key: str, tensor: torch.Tensor) -> None:
-        plain = check_savable(key, tensor).cpu().contiguous()
-        tensors.append(plain.reshape(-1).view(torch.uint8).numpy().tobytes())
-        table.append([key, dtype_name(plain.dtype), list[Json](plain.shape)])
-
-    body = encode(dict(value), "data", save)
-    head = json.dumps([body, table], allow_nan=False).encode()
-    return b"".join((_MAGIC, len(head).to_bytes(8, "little"), head, *tensors))
-
-
-def unpack(packed: torch.Tensor) -> dict[str, Any]:
-    """What was packed; CheckpointError where it is not that."""
-    data = packed.cpu().numpy().tobytes()
-    try:
-        if not data.startswith(_MAGIC):
-            raise ValueError("it begins otherwise")
-        at = len(_MAGIC) + 8
-        size = int.from_bytes(data[at - 8 : at], "little")
-        body, table = json.loads(data[at : at + size])
-        at += size
-        tensors: dict[str, torch.Tensor] = {}
-        for key, dtype, shape in table:
-            empty = torch.empty(shape, dtype=dtype_named(dtype))
-            part = bytearray(data[at : at + empty.nbytes])
-            at += len(part)
-            flat = torch.frombuffer(part, dtype=empty.dtype) if part else empty
-            tensors[key] = flat.reshape(shape)
-        value: dict[str, Any] = decode(body, tensors.__getitem__)
-        return value
-    except (ValueError, TypeError, KeyError, RuntimeError) as error:
-        raise CheckpointError(
-            f"the state of the data source in the checkpoint can't be read: {error}",
-            next_step="Another version of slurm_forge may have written it: use that one, or "
-            "resume from an older checkpoint.",
-        ) from error
 
 
 def _key(rank: int, ranks: int) -> str:

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, default_collate
 
+from slurm_forge.checkpoint.content.rank_states import pack, unpack
 from slurm_forge.errors import CheckpointError, MismatchError, UsageError
 from slurm_forge.training.core import rng
 from slurm_forge.training.core.rank_layout import RankLayout
@@ -33,7 +34,6 @@ from slurm_forge.training.data.batches import Batch, to_device
 from slurm_forge.training.data.loader import Polling, end_workers
 from slurm_forge.training.data.sample_streams import set_epoch
 from slurm_forge.training.data.seen_samples import SeenSamples
-from slurm_forge.training.data.source_state import pack, unpack
 from slurm_forge.training.data.worker_shield import children_deaf_from_birth, shield_worker
 from slurm_forge.vocabulary.json_value import Json
 from slurm_forge.vocabulary.plan import SampleWindow

@@ -14,6 +14,7 @@ from slurm_forge.checkpoint.collectives import Ranks
 from slurm_forge.errors import UnsupportedError, UsageError
 from slurm_forge.recovery.fingerprint import sampling_facts
 from slurm_forge.recovery.policy.micro_batch import may_shrink
+from slurm_forge.training.checkpointing.sample_check import dataset_digest
 from slurm_forge.training.core.duration import Steps
 from slurm_forge.training.core.error_report import in_one_line
 from slurm_forge.training.core.learned_micro_batch import LearnedMicroBatch
@@ -284,8 +285,10 @@ class BatchLoop:
                 "global_batch_size": sizes.total,
                 "micro_batch_size": most,
                 "until": self._total(request, sizes, epoch),
+                "the digest of the dataset": dataset_digest(data.data) if data.indexed else "",
             },
-            next_step="Give run.batches() the same arguments on every rank.",
+            next_step="Give run.batches() the same arguments on every rank: the whole dataset, "
+            "which it divides over the ranks itself.",
         )
         return epoch
 

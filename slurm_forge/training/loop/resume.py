@@ -14,7 +14,10 @@ from slurm_forge.errors import RefuseResume
 from slurm_forge.journal import JournalWriter
 from slurm_forge.journal.events import Resumed
 from slurm_forge.store.identity import CheckpointName
-from slurm_forge.training.checkpointing.supported_state import require_supported
+from slurm_forge.training.checkpointing.supported_state import (
+    OptimizerWatch,
+    require_supported,
+)
 from slurm_forge.training.core import rng
 from slurm_forge.training.core.loss import values
 from slurm_forge.training.core.process_group import ProcessGroups
@@ -53,6 +56,11 @@ class Resumer:
         #: Samples per forward pass, if known.
         self.micro_batch = 0
         self.restored = self._resumed = False
+        self._optimizer_watch = OptimizerWatch(parts.registry, lambda: parts.progress.step)
+
+    def leave(self) -> None:
+        """The launch is over for this rank."""
+        self._optimizer_watch.end()
 
     def restore(self) -> bool:
         """Resume from the newest checkpoint that may be used; True if there was one."""
@@ -82,6 +90,8 @@ class Resumer:
         settled = settled and (layout.stages == 1 or not buckets)
         self._resumed = self._load(settled=settled, again=False) is not None
         parts.skip_tracker.begin()
+        self._optimizer_watch.begin()
+        parts.saver.comparison.watch_inputs(parts.registry, parts.progress)
         faults, catalog = self._context.spec.inject, parts.saver.catalog
         if faults and catalog is not None:
             catalog.say(f"injected faults: {', '.join(map(str, faults))}")

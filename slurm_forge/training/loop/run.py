@@ -124,7 +124,8 @@ class Run:
         """Register everything that has a state, before ``batches`` or ``restore``.
 
         ``run.step`` and ``run.train_step`` step learning-rate schedulers, once per step.  In a loop
-        that calls ``run.advance`` the program steps them.
+        that calls ``run.advance`` the program steps them.  What differs between ranks, such as the
+        position of an iterator, is saved for each rank.
 
         Args:
             **objects: Objects with ``state_dict`` and ``load_state_dict``, or lists of them:
@@ -618,6 +619,7 @@ class Run:
 
     def leave(self) -> None:
         """The launch is over for this rank: nothing of ours goes on beside the next one."""
+        self._resumer.leave()
         if self._probe is not None:
             self._probe.close()
 

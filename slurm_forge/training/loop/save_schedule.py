@@ -102,8 +102,9 @@ class SaveSchedule:
             return
         self._prepared = self._stepped
         with self._saving():
-            self._saver.prepare(self._registry, self._progress, rng.capture())
             self.compare_ranks(ids=self._stepped)
+            # Behind it: what ranks differ in by their nature is part of the plan.
+            self._saver.prepare(self._registry, self._progress, rng.capture())
 
     def compare_ranks(self, *, ids: bool = False) -> None:
         """Compare what ranks hold that should be equal; a difference is for all to act on."""

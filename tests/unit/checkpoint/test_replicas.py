@@ -11,6 +11,7 @@ from slurm_forge.checkpoint.write.replicas import (
     RankMismatch,
     StateDigest,
     differing,
+    differing_parts,
     explained,
     same_state,
 )
@@ -18,7 +19,7 @@ from slurm_forge.checkpoint.write.replicas import (
 GROUP = 0
 
 
-def digests(models, *, alike=True, step=8):
+def digests(models, *, alike=True, step=8, buffers=False):
     """What each rank of one group would take of its copy of a model."""
     found = []
     for rank, model in enumerate(models):
@@ -26,7 +27,7 @@ def digests(models, *, alike=True, step=8):
         keys = tuple(sorted(captured.tensors))
         size = sum(tensor.nbytes for tensor in captured.tensors.values())
         object.__setattr__(captured, "alike", frozenset(captured.tensors if alike else ()))
-        copies = (SharedShards(GROUP, keys, size),)
+        copies = (SharedShards(GROUP, keys, size, buffers),)
         plan = Plan(1, (), (), (), 0, b"", copies=copies, layout="x")
         found.append(StateDigest(captured, plan, step, f"n{rank}"))
     return found
@@ -39,8 +40,11 @@ def net():
 
 def mismatch(models, *, equal_at=4, alike=True):
     taken = digests(models, alike=alike)
-    assert differing([each.report() for each in taken]) == [GROUP]
-    return explained([each.details([GROUP]) for each in taken], step=8, equal_at=equal_at)
+    groups = differing([each.report() for each in taken])
+    assert groups == [str(GROUP)]
+    found, buffers = explained([each.details(groups) for each in taken], step=8, equal_at=equal_at)
+    assert buffers == []
+    return found
 
 
 def flipped(bit=3):
@@ -82,6 +86,27 @@ def test_a_plain_model_is_to_be_wrapped():
         "between ranks 0 and 1 after step 8"
     )
     assert "wrap the model in DistributedDataParallel or fully_shard" in found.text
+
+
+def test_buffers_that_differ_are_each_rank_s_own_and_no_part_of_what_has_to_be_equal():
+    taken = digests([net(), flipped()], buffers=True)
+    groups = differing([each.report() for each in taken])
+    found = explained([each.details(groups) for each in taken], step=8, equal_at=None)
+    assert found == (None, ["models/net/1.weight"])
+    assert taken[0].state == taken[1].state
+
+
+def test_an_option_that_differs_is_named():
+    taken = digests([net(), net(), net()])
+    for rank, each in enumerate(taken):
+        each._common = {"optimizers/adam": f"{rank // 2:064x}"[::-1], "objects/warmup": "0" * 64}
+    reports = [each.report() for each in taken]
+    text = differing_parts(reports, step=8, equal_at=4)
+    assert text.startswith(
+        "an option (such as the learning rate) of optimizer 'adam' differs between ranks 0 and 2 "
+        "after step 8; they were equal after step 4"
+    )
+    assert differing_parts(reports[:2], step=8, equal_at=4) == ""
 
 
 def test_two_odd_ones_are_no_single_fault():

@@ -424,6 +424,14 @@ def stranger(program: Program) -> torch.optim.Optimizer:
     return torch.optim.SGD(program.model.parameters(), lr=0.1)
 
 
+def stepped_by_a_stranger(program: Program) -> None:
+    optimizer = stranger(program)
+    for _ in program.run.steps(until=forge.Steps(3)):
+        program.backward(next(program.stream))
+        optimizer.step()
+        program.run.advance()
+
+
 def one_step_of(program: Program, batch: Any) -> None:
     with program.run.step(batch):
         pass
@@ -466,6 +474,7 @@ STEPS_AGAIN: Callable[[forge.Run], None] = lambda run: next(run.steps(until=forg
         (in_batches(APPLY), "run.apply() in a loop over run.batches()"),
         (in_batches(STEPS_AGAIN), "run.steps() in a loop over run.batches()"),
         (lambda p: (p.run.restore(), p.run.apply(stranger(p))), "(SGD) that is not registered"),
+        (stepped_by_a_stranger, "(SGD) that is not registered (registered: 'optimizer') steps"),
         (
             lambda p: p.run.train_step(1, lambda micro: micro, optimizer=stranger(p)),
             "run.train_step() was given an optimizer (SGD) that is not registered",
@@ -491,7 +500,7 @@ def test_what_is_not_understood_is_refused_before_it_is_trained_through(lab, bod
         body(program)
     assert says in str(caught.value)
     assert caught.value.next_step
-    if "update" not in says and not program.optimizer.state:
+    if "update" not in says and "steps" not in says and not program.optimizer.state:
         assert torch.equal(program.weights, before)
     assert made.saved() == []
 

@@ -30,6 +30,7 @@ from torchdata import nodes
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 import slurm_forge as forge
+from slurm_forge.checkpoint.content.rank_states import unpack
 from slurm_forge.control.messages.hub import RequestKind
 from slurm_forge.errors import MismatchError, UnsupportedError, UsageError
 from slurm_forge.journal import events as ev
@@ -40,7 +41,6 @@ from slurm_forge.run_directory import RunDirectory
 from slurm_forge.training.core.rank_layout import RankLayout
 from slurm_forge.training.core.step_boundary import RunStopped
 from slurm_forge.training.data.seen_samples import SeenSamples
-from slurm_forge.training.data.source_state import unpack
 from slurm_forge.training.data.stateful_source import ItemsPerStep, StatefulSource
 from slurm_forge.vocabulary.plan import RecoveryPlan, SampleWindow
 from slurm_forge.vocabulary.position import LAST, Position

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, init_device_me
 
 from slurm_forge.errors import UnsupportedError
 from slurm_forge.training.checkpointing.supported_state import (
+    OptimizerWatch,
     require_known_optimizer,
     require_supported,
     require_supported_wrapper,
@@ -164,3 +165,76 @@ def test_an_optimizer_that_nobody_saves_is_not_stepped() -> None:
     with pytest.raises(UnsupportedError, match=r"registered: 'optimizer'.*lost at every resume"):
         require_known_optimizer(other, known)
     require_known_optimizer(other, registry(model=model, wrapped=Wrapper(other)))
+
+
+class Steps:
+    """Counts the steps of a run, as its progress does."""
+
+    counted = 0
+
+
+def watch(registered: Registry) -> tuple[OptimizerWatch, Steps]:
+    steps = Steps()
+    return OptimizerWatch(registered, lambda: steps.counted), steps
+
+
+def test_an_optimizer_of_registered_parameters_that_is_not_registered_is_refused() -> None:
+    model, own, other = nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2)
+    looking, steps = watch(registry(model=model, optimizer=torch.optim.SGD(own.parameters())))
+    looking.begin()
+    try:
+        optimizer = torch.optim.Adam(model.parameters())
+        optimizer.step()
+        torch.optim.Adam(other.parameters()).step()
+        steps.counted = 1
+        torch.optim.Adam(model.parameters()).step()  # one that lives for this step only
+        torch.optim.Adam(other.parameters()).step()
+        with pytest.raises(UnsupportedError, match=r"Adam.*steps weight of model 'model'") as found:
+            optimizer.step()
+        assert "run.register(model=…, optimizer=…)" in found.value.next_step
+    finally:
+        looking.end()
+    optimizer.step()
+
+
+def test_a_part_of_what_is_registered_is_no_stranger() -> None:
+    model = nn.Linear(2, 2)
+    inner, shared = (torch.optim.Adam(model.parameters()) for _ in range(2))
+    outer = torch.optim.Adam(model.parameters())
+    outer.state = shared.state
+    wrapped = torch.optim.SGD(model.parameters())
+    looking, steps = watch(registry(model=model, outer=outer, listed=Listed([wrapped])))
+    later, _ = watch(registry(model=model, inner=inner))
+    looking.begin()
+    try:
+        for steps.counted in range(3):
+            shared.step()
+            wrapped.step()
+        later.begin()  # of the next run in this process
+        for steps.counted in range(3):
+            inner.step()
+    finally:
+        later.end()
+
+
+class Listed(Wrapper):
+    """Keeps its optimizers in a list."""
+
+    def __init__(self, several: list[Any]) -> None:
+        super().__init__(several[0])
+        self.several = several
+        del self.inner
+
+
+def test_a_compiled_step_is_not_broken_by_the_watch() -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    looking, _ = watch(registry(model=model, optimizer=optimizer))
+    looking.begin()
+    try:
+        model(torch.ones(1, 2)).sum().backward()
+        before = model.weight.detach().clone()
+        torch.compile(optimizer.step, backend="eager")()
+        assert not torch.equal(before, model.weight)
+    finally:
+        looking.end()

@@ -1,0 +1,117 @@
+"""State that each rank has of its own: registered iterators, random generators, metrics.
+
+Most registered objects are the same on all ranks and saved once.  What differs between ranks is
+saved for each of them, as bytes under ``own/rank-<r>-of-<layout>/…``, and comes back on the same
+layout of ranks only.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from slurm_forge.checkpoint.content.json_state import (
+    decode,
+    dtype_name,
+    dtype_named,
+    encode,
+    unescape,
+)
+from slurm_forge.checkpoint.content.tensors import check_savable, some
+from slurm_forge.errors import CheckpointError, MismatchError
+from slurm_forge.vocabulary.json_value import Json
+
+#: Keys under it are state of one rank.
+OWN = "own/"
+_MAGIC = b"forge data 1\0\0\0\0"
+#: Sizes are powers of two from here on: a save plan holds while sizes stay the same.
+_LEAST_ROOM = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class RankIdentity:
+    """This rank among all ranks, and how these are laid out: their number, or a mesh in words."""
+
+    rank: int = 0
+    layout: str = "1"
+
+    @property
+    def prefix(self) -> str:
+        """Of the keys of this rank's own state."""
+        return f"{OWN}rank-{self.rank}-of-{self.layout}/"
+
+    def key(self, key: str) -> str:
+        """Where this rank's own state is kept of what is called ``objects/data``, say."""
+        return self.prefix + key
+
+
+def called(key: str) -> str:
+    """What a rank's own state is of: ``objects/data``, say."""
+    return key.split("/", 2)[2]
+
+
+def own_states(keys: Collection[str]) -> dict[str, str]:
+    """What a checkpoint has for each rank, such as ``objects/data``, and for which layout."""
+    return {called(key): key.split("/", 2)[1].rpartition("-of-")[2] for key in keys}
+
+
+def other_layout(keys: Collection[str], saved: str, now: RankIdentity) -> MismatchError:
+    """The refusal of states that were saved on other ranks than there are now."""
+    names = some([unescape(each.partition("/")[2]) for each in keys])
+    return MismatchError(
+        f"each rank has a state of its own of {names}: the checkpoint has those of {saved} ranks, "
+        f"and there are {now.layout} now",
+        next_step="Resume on as many ranks and the same mesh; or write exact: false in the job "
+        "file, and every rank continues with rank 0's.",
+    )
+
+
+def padded(state: bytes) -> torch.Tensor:
+    """Bytes as a tensor of a size that seldom changes."""
+    room = max(_LEAST_ROOM, 1 << (len(state) - 1).bit_length())
+    return torch.frombuffer(bytearray(state.ljust(room, b"\0")), dtype=torch.uint8)
+
+
+def pack(value: Any, path: str = "data") -> bytes:
+    """A state with tensors in it as bytes; CheckpointError, naming the key, for what can't be."""
+    tensors: list[bytes] = []
+    table: list[Json] = []
+
+    def save(key: str, tensor: torch.Tensor) -> None:
+        plain = check_savable(key, tensor).cpu().contiguous()
+        tensors.append(plain.reshape(-1).view(torch.uint8).numpy().tobytes())
+        table.append([key, dtype_name(plain.dtype), list[Json](plain.shape)])
+
+    body = encode(value, path, save)
+    head = json.dumps([body, table], allow_nan=False).encode()
+    return b"".join((_MAGIC, len(head).to_bytes(8, "little"), head, *tensors))
+
+
+def unpack(packed: torch.Tensor) -> Any:
+    """What was packed; CheckpointError where it is not that."""
+    data = packed.cpu().numpy().tobytes()
+    try:
+        if not data.startswith(_MAGIC):
+            raise ValueError("it begins otherwise")
+        at = len(_MAGIC) + 8
+        size = int.from_bytes(data[at - 8 : at], "little")
+        body, table = json.loads(data[at : at + size])
+        at += size
+        tensors: dict[str, torch.Tensor] = {}
+        for key, dtype, shape in table:
+            empty = torch.empty(shape, dtype=dtype_named(dtype))
+            part = bytearray(data[at : at + empty.nbytes])
+            at += len(part)
+            flat = torch.frombuffer(part, dtype=empty.dtype) if part else empty
+            tensors[key] = flat.reshape(shape)
+        return decode(body, tensors.__getitem__)
+    except (ValueError, TypeError, KeyError, RuntimeError) as error:
+        raise CheckpointError(
+            f"the state of a data source or of one rank in the checkpoint can't be read: {error}",
+            next_step="Another version of slurm_forge may have written it: use that one, or "
+            "resume from an older checkpoint.",
+        ) from error
