@@ -45,6 +45,7 @@ from slurm_forge.training.data.source_kinds import (
     epoch_length,
     refuse_source,
 )
+from slurm_forge.training.data.stateful_source import StatefulSource
 from slurm_forge.training.data.step_sizes import (
     StepSizes,
     step_sizes,
@@ -446,6 +447,9 @@ class BatchLoop:
                 next_step="Let the order of the sampler follow from set_epoch(epoch) or the global "
                 "random generators, and be that of the whole run on every rank.",
             )
+        unchecked = source.unchecked if isinstance(source, StatefulSource) else ""
+        if unchecked and parts.saver.catalog is not None:
+            parts.saver.catalog.say(unchecked)
         parts.data_state.attach(source, loop)
         self._batch_source = source
         return source

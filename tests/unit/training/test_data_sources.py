@@ -39,6 +39,8 @@ from slurm_forge.report.story.lineage import Lineage
 from slurm_forge.run_directory import RunDirectory
 from slurm_forge.training.core.rank_layout import RankLayout
 from slurm_forge.training.core.step_boundary import RunStopped
+from slurm_forge.training.data import stateful_source
+from slurm_forge.training.data.item_digest import item_digest
 from slurm_forge.training.data.seen_samples import SeenSamples
 from slurm_forge.training.data.source_state import unpack
 from slurm_forge.training.data.stateful_source import ItemsPerStep, StatefulSource
@@ -710,6 +712,174 @@ def test_the_examples_of_the_documentation_run(lab):
     for number, example in enumerate(examples, 1):
         exec(example, names)
         assert run.step_number == 4 * number
+
+
+# -- a source that begins again instead of going on -----------------------------------------------
+
+
+class Resetting(Counting):
+    """Its iter() puts the position back to the beginning, once it is iterated."""
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        self.at = 0
+        yield from super().__iter__()
+
+
+class CountingOn(Counting):
+    """Its position goes on after a load, and its items do not; ``noisy`` as augmentation is."""
+
+    def __init__(self, noisy: bool = False, shuffled: bool = False) -> None:
+        super().__init__(batch=4)
+        self.noisy, self.shuffled = noisy, shuffled
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        numbers = torch.arange(LENGTH).float()[:, None]
+        if self.shuffled:
+            numbers = numbers[torch.randperm(LENGTH)]
+        for batch in numbers.split(4):
+            self.at += len(batch)
+            yield batch + random.random() if self.noisy else batch
+
+
+class Unmoved(CountingOn):
+    """Its state never changes."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        pass
+
+
+class StatefulStream(CountingOn, IterableDataset):
+    """In a loader, whose own count of batches goes on."""
+
+
+BEGINS_AGAIN: dict[str, Callable[[], Any]] = {
+    "resetting": lambda: Resetting(batch=4),
+    "counting on": CountingOn,
+    "noisy": lambda: CountingOn(noisy=True),
+    "shuffled": lambda: CountingOn(shuffled=True),
+    "unmoved": Unmoved,
+    "in a loader": lambda: StatefulDataLoader(StatefulStream(noisy=True), batch_size=None),
+    "in a node": lambda: nodes.Loader(nodes.IterableWrapper(CountingOn())),
+    "in a worker": lambda: StatefulDataLoader(
+        StatefulStream(noisy=True), batch_size=None, num_workers=1
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", BEGINS_AGAIN)
+def test_a_source_that_begins_an_epoch_again_at_a_resume_is_never_trained_on(
+    lab, kind, monkeypatch
+):
+    """In a phase an earlier position is saved: one at the beginning is where it begins again."""
+    source = BEGINS_AGAIN[kind]
+    # Keeps an earlier position before every step.
+    monkeypatch.setattr(stateful_source, "_LEAST_BETWEEN_S", 0.0)
+    monkeypatch.setattr(stateful_source, "_MOST_BETWEEN_S", 0.0)
+    steps = (1,) if kind == "in a worker" else (1, 8)
+    for step, place in itertools.product(steps, ["boundary", "in the phase"]):
+        made = lab()
+        run, _ = made.start(due={Position(step, *PLACES[place]): RequestKind.STOP})
+        with pytest.raises(RunStopped):
+            train(run, source(), 11, rows=[], evaluate=True)
+        run, _ = made.start()
+        rows: list[Row] = []
+        with pytest.raises(MismatchError, match=r"begins epoch [01] again instead of going on"):
+            train(run, source(), 11, rows=rows, evaluate=True)
+        assert rows == [], (step, place)
+
+
+class Opaque(Counting):
+    """Its items can't be compared."""
+
+    class Item:
+        __slots__ = ("x",)
+
+        def __init__(self, x: torch.Tensor) -> None:
+            self.x = x
+
+        def __getitem__(self, columns: Any) -> torch.Tensor:
+            return self.x[columns]
+
+        def flatten(self) -> torch.Tensor:
+            return self.x.flatten()
+
+    def __iter__(self) -> Iterator[Any]:
+        return map(self.Item, super().__iter__())
+
+
+def test_that_nothing_shows_whether_a_source_goes_on_is_noted(lab):
+    made = lab()
+    rows, _ = in_parts(made, lambda: Opaque(batch=4), 9, [Position(2), Position(7)])
+    assert [seen[0] for _, seen, _ in rows] == [0.0, 4, 8, 12, 16, 20, 0, 4, 8]
+    notes = [event.text for event in made.events(ev.Note)]
+    assert (
+        sum("whether the data source (Opaque) goes on where it was" in text for text in notes) == 2
+    )
+
+
+class Cycle(Counting):
+    """Endless: the same ``length`` items over and over; its position grows or comes round."""
+
+    def __init__(self, length: int, *, grows: bool) -> None:
+        super().__init__(length)
+        self.grows = grows
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        while True:
+            if self.at == self.length and not self.grows:
+                self.at = 0
+            self.at += 1
+            yield torch.full((4, 1), float((self.at - 1) % self.length))
+
+
+@pytest.mark.parametrize("grows", [True, False])
+@pytest.mark.parametrize("length", [1, 3])
+def test_a_source_whose_items_repeat_is_not_taken_for_one_that_begins_again(lab, length, grows):
+    def source() -> Cycle:
+        return Cycle(length, grows=grows)
+
+    expected, weight = whole(lab(), source, 9, evaluate=True)
+    for place in ("after the fetch", "in the phase"):
+        stops = [Position(step, *PLACES[place]) for step in (1, 2, 3, 3, 6)]
+        rows, resumed = in_parts(lab(), source, 9, stops, evaluate=True)
+        assert rows == expected
+        assert torch.equal(resumed, weight)
+
+
+def test_items_are_told_apart_by_what_they_hold():
+    def items() -> list[Any]:
+        long = torch.zeros(100_000)
+        return [
+            1,
+            "1",
+            1.0,
+            True,
+            [1, 2],
+            (1, 2),
+            {"a": 1},
+            {"a": 2},
+            torch.ones(2),
+            torch.ones(2, dtype=torch.bfloat16),
+            torch.ones(1, 2),
+            torch.tensor([1.0, 2.0]),
+            long,
+            torch.cat([long[1:], torch.ones(1)]),
+            np.ones(2),
+            np.array(["a", None], dtype=object),
+            np.array(["b", None], dtype=object),
+            forge.Loss(torch.ones(()), 3),
+            forge.Batch(micro_batches=[torch.ones(2)]),
+            forge.Batch(micro_batches=[torch.zeros(2)]),
+        ]
+
+    digests = [*map(item_digest, items())]
+    assert digests == [*map(item_digest, items())]
+    assert "" not in digests
+    assert len({*digests}) == len(digests)
+    assert [*map(item_digest, (None, object(), [], [None], torch.ones(0)))] == [""] * 5
 
 
 # -- ids ------------------------------------------------------------------------------------------
