@@ -44,6 +44,7 @@ from slurm_forge.training.data.source_kinds import (
     data_source,
     epoch_length,
     refuse_source,
+    source_facts,
 )
 from slurm_forge.training.data.stateful_source import StatefulSource
 from slurm_forge.training.data.step_sizes import (
@@ -321,8 +322,7 @@ class BatchLoop:
                     seed=spec.seed,
                     # Of a source on each rank: another number of ranks is judged when it is opened.
                     global_batch=total if data.indexed else f"{sizes.share} a rank",
-                    samples=len(data.data) if data.indexed else None,
-                    order=data.kind.value,
+                    source=source_facts(data, parts.data_state.layout.data_ranks),
                 )
             )
             if resumer.restored:

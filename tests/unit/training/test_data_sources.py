@@ -660,6 +660,75 @@ def test_another_kind_of_source_is_refused_at_a_resume(lab):
         train(run, Numbers(), 5, rows=[], global_batch_size=4)
 
 
+class Others(Numbers):
+    """Another dataset of the same length."""
+
+
+class Sized(Counting):
+    def __len__(self) -> int:
+        return len(range(0, self.length, self.batch or 1))
+
+
+def order(**how: Any) -> WeightedRandomSampler:
+    return WeightedRandomSampler([1.0] * LENGTH, **how)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "says"),
+    [
+        (loader, lambda: loader(batch_size=8), "sampling.batch_size: was 4, is 8"),
+        (loader, lambda: loader(drop_last=False), "sampling.drop_last: was True, is False"),
+        (loader, lambda: loader(shuffle=False), "sampling.sampler: was RandomSampler, is Seq"),
+        (
+            loader,
+            lambda: StatefulDataLoader(Numbers(23), 4, shuffle=True, drop_last=True),
+            "sampling.samples: was 22, is 23",
+        ),
+        (
+            loader,
+            lambda: StatefulDataLoader(Others(), 4, shuffle=True, drop_last=True),
+            "sampling.source: was StatefulDataLoader over Numbers, is StatefulDataLoader over Oth",
+        ),
+        (lambda: Counting(batch=4), lambda: Sized(batch=4), "source: was Counting, is Sized"),
+        (lambda: Sized(batch=4), lambda: Sized(batch=2), "length_on_1_ranks: was 6, is 11"),
+        (
+            lambda: DataLoader(Numbers(), 4, shuffle=True),
+            lambda: DataLoader(Others(), 4, shuffle=True),
+            "sampling.source: was Numbers, is Others",
+        ),
+        (
+            lambda: DataLoader(Numbers(), 4, shuffle=True),
+            lambda: DataLoader(Numbers(), 2, shuffle=True),
+            "sampling.global_batch: was 4, is 2",
+        ),
+        (
+            lambda: DataLoader(Numbers(), 4, sampler=order(num_samples=17)),
+            lambda: DataLoader(Numbers(), 4, sampler=order(num_samples=18)),
+            "sampling.epoch: was 17, is 18",
+        ),
+        (
+            lambda: DataLoader(Numbers(), 4, sampler=order(num_samples=17)),
+            lambda: DataLoader(Numbers(), 4, sampler=[*range(17)]),
+            "sampling.sampler: was WeightedRandomSampler, is list",
+        ),
+    ],
+)
+def test_a_source_that_means_something_else_is_refused_at_a_resume(lab, before, after, says):
+    made = lab()
+    run, _ = made.start(due={Position(3): RequestKind.STOP})
+    with pytest.raises(RunStopped):
+        train(run, before(), 5, rows=[])
+    run, _ = made.start()
+    rows: list[Row] = []
+    with pytest.raises(MismatchError, match=says):
+        train(run, after(), 5, rows=rows)
+    assert rows == []
+    made.spec["environment"] = {"sampling": "warn"}
+    run, _ = made.start()
+    train(run, before(), 5, rows=rows)
+    assert len(rows) == 2
+
+
 def test_a_loader_with_another_number_of_workers_does_not_take_its_state_back(lab):
     made = lab()
     run, _ = made.start(due={Position(2): RequestKind.STOP})
