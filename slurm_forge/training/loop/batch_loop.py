@@ -195,6 +195,9 @@ class BatchLoop:
         self._batch_source: BatchIterator | None = None
         self._learning: LearnedMicroBatch | None = None
         self._begun_at = self._loops = 0
+        #: The loop that goes on, by its number, and the step at which it is through.
+        self._goes_on: int | None = None
+        self._ends_at = 0
         #: What the program has given to run.batches.
         self._sources: list[Any] = []
         self._cuttable = True
@@ -219,6 +222,9 @@ class BatchLoop:
 
     def _batches(self, request: BatchesRequest, sizes: StepSizes) -> Iterator[Batch]:
         parts = self._parts
+        # One that the program has left at its last step, and kept, is over.
+        if self._goes_on is not None and parts.progress.step < self._ends_at:
+            raise _inside_another(parts.progress.step, self._ends_at)
         epoch = self._begin(request, sizes)
         source: BatchIterator | None = None
         rollbacks, total = parts.boundaries.rollbacks, self._total(request, sizes, epoch)
@@ -227,6 +233,7 @@ class BatchLoop:
         # What lies before the second loop of a program is the first one's: not to be made up here.
         parts.instability.earliest = parts.progress.step if self._loops else 0
         loop, self._loops = self._loops, self._loops + 1
+        self._goes_on, self._ends_at = loop, total
         try:
             while True:
                 self._boundary()
@@ -235,7 +242,7 @@ class BatchLoop:
                         source.close()
                     self._take_over(sizes)
                     source, rollbacks = None, parts.boundaries.rollbacks
-                    total = self._total(request, sizes, epoch)
+                    total = self._ends_at = self._total(request, sizes, epoch)
                 if parts.progress.step >= total:
                     if parts.instability.final_check():
                         return
@@ -251,6 +258,8 @@ class BatchLoop:
                 if parts.progress.step == before:
                     raise _not_stepped()  # it would come again for ever
         finally:
+            if self._goes_on == loop:
+                self._goes_on = None
             if self._batch_source is source:
                 self.over()
             if source is not None:
@@ -453,6 +462,15 @@ class BatchLoop:
         parts.data_state.attach(source, loop)
         self._batch_source = source
         return source
+
+
+def _inside_another(step: int, ends_at: int) -> UnsupportedError:
+    return UnsupportedError(
+        f"a loop over run.batches() is begun while another one goes on (step {step} of {ends_at}): "
+        "a checkpoint holds the position of one",
+        next_step="Take what a step needs from one dataset, and evaluate over a DataLoader in "
+        "run.phase(…); call close() on the iterator of a loop that is left before its end.",
+    )
 
 
 def _not_stepped() -> UnsupportedError:

@@ -185,6 +185,15 @@ class CustomLoop:
                 next_step=_ADVANCE,
             )
 
+    def refuse_batches(self) -> None:
+        """``UnsupportedError`` for ``run.batches`` in the body of ``steps``."""
+        if self._iteration is not None:
+            raise UnsupportedError(
+                "run.batches() inside run.steps(): each of them counts the steps of the run",
+                next_step="Leave run.steps() and run.advance() out; or iterate over the data "
+                "themselves in the body.",
+            )
+
     # -- what the other ways to take a step need ----------------------------------------------
 
     def settle(self) -> None:

@@ -60,6 +60,7 @@ class StepTurns:
     def batches(self, loop: Iterator[Batch]) -> Iterator[Batch]:
         """The batches of ``loop``, and after each the step that was left open is counted."""
         with closing(cast("Generator[Batch, None, None]", loop)):
+            self._custom_loop.refuse_batches()
             try:
                 for batch in loop:
                     self._take(batch)

@@ -616,6 +616,69 @@ def test_a_source_with_a_position_serves_one_loop(lab):
         run.batches(source, until=forge.Steps(5))
 
 
+def looped(run: forge.Run, batch: int = 4, until: int = 6) -> Iterator[Any]:
+    return iter(run.batches(Counting(batch=batch), until=forge.Steps(until)))
+
+
+@pytest.mark.parametrize("stepped", [False, True])
+def test_a_loop_inside_another_is_refused_before_it_trains(lab, stepped):
+    run, _ = lab().start()
+    model = nn.Linear(1, 1)
+    run.register(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=1e-3))
+    outer = looped(run)
+    batch = next(outer)
+    if stepped:
+        run.train_step(batch, lambda micro: model(micro).square().mean())
+    with pytest.raises(UnsupportedError, match=r"begun while another one goes on \(step . of 6\)"):
+        next(looped(run, 3))
+    with pytest.raises(UnsupportedError, match="begun while another one goes on"):
+        for _ in zip(outer if stepped else [batch], looped(run, 3), strict=False):
+            pass
+    outer.close()
+    assert next(looped(run, 3)).step == stepped
+
+
+def test_a_loop_that_is_kept_at_its_last_step_is_over(lab):
+    run, _ = lab().start()
+    model = nn.Linear(1, 1)
+    run.register(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=1e-3))
+    first, second = looped(run, until=2), looped(run, 3, until=4)
+    for loop, until in ((first, 2), (second, 4)):
+        while run.step_number < until:
+            run.train_step(next(loop), lambda micro: model(micro).square().mean())
+    assert [*first, *second] == []
+    assert run.step_number == run.finish() == 4
+
+
+def test_batches_inside_of_steps_are_refused(lab):
+    run, _ = lab().start()
+    model = nn.Linear(1, 1)
+    run.register(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=1e-3))
+    for _ in run.steps(until=forge.Steps(1)):
+        with pytest.raises(UnsupportedError, match=r"run.batches\(\) inside run.steps\(\)"):
+            next(looped(run))
+        run.advance()
+
+
+def test_a_batch_fetched_ahead_is_refused_and_nothing_is_lost(lab):
+    made = lab()
+    run, _ = made.start()
+    model = nn.Linear(1, 1)
+    run.register(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=1e-3))
+    loop = looped(run)
+    run.train_step(next(loop), lambda micro: model(micro).square().mean())
+    following = next(loop)
+    run.save()
+    with pytest.raises(UnsupportedError, match="a batch was taken and no step was applied"):
+        next(loop)
+    run, _ = made.start()
+    again = nn.Linear(1, 1)
+    run.register(model=again, optimizer=torch.optim.SGD(again.parameters(), lr=1e-3))
+    batch = next(looped(run))
+    assert (batch.step, batch.first) == (following.step, following.first) == (1, 1)
+    assert torch.equal(batch.micro_batches[0], following.micro_batches[0])
+
+
 def test_a_loader_that_was_iterated_before_the_restore_is_refused(lab):
     run, _ = lab().start()
     model, data = torch.nn.Linear(1, 1), loader()
