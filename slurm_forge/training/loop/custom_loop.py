@@ -86,6 +86,7 @@ class CustomLoop:
             self.positions.require_untouched()
             self._resumer.restore()
             self.positions.at_boundary(wanted=True)
+            self.positions.watch()
         self.own = True
         require_identical(
             Ranks(self._groups.cpu),
@@ -94,6 +95,7 @@ class CustomLoop:
         )
         try:
             self._until = total
+            self.positions.loop_begins()
             with self.ahead():  # the first batch may have been fetched since ``restore``
                 self._boundary()
             while True:
@@ -237,6 +239,7 @@ class CustomLoop:
 
     def pass_boundary(self) -> None:
         """The boundary behind a step on the program's own data."""
+        self.positions.require_not_ahead()
         self._boundary()
         self.own = True
         last = self._progress.step == self._until
@@ -263,6 +266,7 @@ class CustomLoop:
         """The checkpoint is loaded, and a loop of the program's own may follow."""
         self.own = True
         self.positions.at_boundary(wanted=True)
+        self.positions.watch()
         self._lifecycle.note_buffers()
         self._weights = [
             (parameter, parameter._version)
