@@ -72,10 +72,10 @@ class Program:
 
     run: forge.Run
     seen: list[tuple[int, int]] = field(default_factory=list)
+    stream: Any = field(default_factory=Stream)
 
     def __post_init__(self) -> None:
         torch.manual_seed(3)
-        self.stream = Stream()
         self.model = nn.Sequential(nn.Linear(WIDTH, 2), nn.Dropout(0.2), nn.Linear(2, 1))
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.05)
         self.run.register(model=self.model, optimizer=self.optimizer, stream=self.stream)

@@ -442,7 +442,7 @@ class Forgetful:
     ("shorter", "says"), [(False, "in another order"), (True, "and ends after 2")]
 )
 def test_a_sampler_that_gives_another_order_is_refused_before_it_is_trained_on(lab, shorter, says):
-    made = lab()
+    made = lab(environment={"sampling": "warn"})
     run, _ = made.start(due={Position(2): RequestKind.STOP})
     with pytest.raises(RunStopped):
         train(run, Numbers(), 5, rows=[], global_batch_size=4, sampler=Forgetful())
@@ -1142,7 +1142,12 @@ def test_a_source_that_can_not_is_refused_with_both_numbers_and_the_way_out():
 # -- every checkpoint, of any loop -----------------------------------------------------------------
 
 
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(
+    # 12, and 250 where time does not matter.
+    max_examples=settings.default.max_examples // 2,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+)
 @given(data=st.data())
 def test_behind_every_checkpoint_are_the_samples_that_were_consumed(tmp_path_factory, data):
     draw = data.draw
@@ -1152,10 +1157,20 @@ def test_behind_every_checkpoint_are_the_samples_that_were_consumed(tmp_path_fac
     kinds: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
         "loader": (lambda: loader(workers, noisy=workers == 0), {}),
         "snapshots": (lambda: loader(workers, snapshot_every_n_steps=3), {}),
-        "nodes": (node_loader, {}),
+        "nodes": (lambda: node_loader(prefetch=bool(workers)), {}),
         "own": (lambda: Counting(batch=3), {}),
+        "samples": (Counting, {"global_batch_size": 4 * accumulate, "micro_batch_size": 3}),
         "lists": (Numbers, {"batch_sampler": Lists(), "num_workers": workers}),
-        "map": (lambda: DataLoader(Numbers(), 3, shuffle=True, num_workers=workers), {}),
+        "map": (
+            lambda: DataLoader(
+                Numbers(),
+                3,
+                shuffle=True,
+                num_workers=workers,
+                prefetch_factor=draw(st.integers(1, 5), "prefetch") if workers else None,
+            ),
+            {},
+        ),
     }
     source, how = kinds[draw(st.sampled_from(sorted(kinds)), "kind")]
     places = st.sampled_from([*PLACES.values()])
@@ -1170,11 +1185,22 @@ def test_behind_every_checkpoint_are_the_samples_that_were_consumed(tmp_path_fac
             directory, {"checkpoint": {"background": False}}, plan=RecoveryPlan(skipped=skipped)
         )
 
-    how = {"accumulate": accumulate, "evaluate": True, **how}
+    how = {"evaluate": True, **how}
+    if "global_batch_size" not in how:
+        how["accumulate"] = accumulate
     expected, weight = whole(made("whole"), source, 9, **how)
     positions = [Position(stop, *draw(places, "where")) for stop in stops]
-    rows, resumed = in_parts(made("parts"), source, 9, positions, **how)
-    assert rows == expected
+    kept, rows = made("parts"), []
+    if not draw(st.booleans(), "killed"):
+        rows, resumed = in_parts(kept, source, 9, positions, **how)
+        assert rows == expected
+    else:
+        # What was asked for somewhere is what the next launch finds, and not the last step.
+        run, _ = kept.start(due=dict.fromkeys(positions, RequestKind.SAVE))
+        train(run, source(), 8, rows=rows, **how)
+        resumed = train(kept.start()[0], source(), 9, rows=rows, **how).weight
+        assert all(row == expected[row[0] - 1] for row in rows)
+        assert rows[-1] == expected[-1]
     assert torch.equal(resumed, weight)
 
 
