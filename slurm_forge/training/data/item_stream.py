@@ -178,6 +178,14 @@ class ItemStream:
             _wind_on(self._iterator)
         except UsageError:
             raise
+        except StopIteration as error:
+            raise MismatchError(
+                f"{source_name(self._source)} ends before it has come to where it was: it passes "
+                "over what was used, and has less of it now or can't do so in its workers",
+                next_step="Make it as it was when the checkpoint was written; give a dataset that "
+                "is iterated over in workers state_dict and load_state_dict; or resume from an "
+                "earlier checkpoint.",
+            ) from error
         except Exception as error:
             raise MismatchError(
                 f"{source_name(self._source)} does not take back the state in the checkpoint: "

@@ -214,6 +214,8 @@ def _forgets(data: Any, depth: int = 0) -> str:
     if type(data).__module__.startswith("torchdata.nodes."):
         parts = [part for part in vars(data).values() if _is_node(part)]
     elif isinstance(data, DataLoader):
+        if data.num_workers and not getattr(data, "in_order", True):
+            return "with in_order=False its batches come as its workers finish them"
         parts = [data.dataset]
     else:
         parts = [getattr(data, name, None) for name in ("_ex_iterable", "ex_iterable")]

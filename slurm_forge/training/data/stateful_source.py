@@ -238,7 +238,15 @@ class StatefulSource:
     def _fetch_item(self) -> None:
         item = self._stream.draw()
         self._drawn += 1
-        ids = () if self._seen is None else self._seen.look_at(item, self._stream.at.epoch)
+        ids: tuple[int | str, ...] = ()
+        if self._seen is not None:
+            ids = self._seen.look_at(item, self._stream.at.epoch)
+            if len(ids) != 1 and (not ids or self._per_step.micro_batch is not None):
+                raise UsageError(
+                    f"sample_ids returned {len(ids)} ids for one item of {self._name}",
+                    next_step="Return one id for each sample: a list of them for a batch, and one "
+                    "where the items are samples (global_batch_size is given).",
+                )
         self._items.append((item, ids))
 
     def _skips(self, first: int, size: int) -> bool:

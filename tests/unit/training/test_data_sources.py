@@ -550,6 +550,21 @@ BUFFERED = DataLoader(Numbers(), generator=torch.Generator())
             {},
             r"the generator of its sampler \(RandomSampler\) is not part of its state",
         ),
+        (
+            loader(1, in_order=False),
+            {},
+            r"with in_order=False its batches come as its workers finish them",
+        ),
+        (
+            Counting(batch=4),
+            {"sample_ids": lambda _: []},
+            r"sample_ids returned 0 ids for one item of the data source \(Counting\)",
+        ),
+        (
+            Counting(),
+            {"sample_ids": lambda _: [1, 2], "global_batch_size": 4},
+            r"sample_ids returned 2 ids for one item .*\n.*one where the items are samples",
+        ),
         (Mute(), {}, r"state of the data source \(Mute\) can't be stored: data/state/files/open"),
         (Nothing(), {}, r"the data source \(Nothing\) yields nothing\n.*each rank needs data"),
         (OneEpoch(), {}, r"yields nothing in epoch 1: iter\(\) does not begin it anew"),
@@ -800,6 +815,24 @@ def test_a_loader_with_another_number_of_workers_does_not_take_its_state_back(la
     run, _ = made.start()
     with pytest.raises(MismatchError, match=r"(?s)does not take back the state.*number of workers"):
         train(run, loader(1), 5, rows=[])
+
+
+class Ending(Counting):
+    """Winds itself on as it is loaded, and has less than before."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for _ in range(state["at"]):
+            next(iter([]))
+
+
+def test_a_source_that_ends_while_it_is_wound_on_is_refused(lab):
+    made = lab()
+    run, _ = made.start(due={Position(2): RequestKind.STOP})
+    with pytest.raises(RunStopped):
+        train(run, Ending(batch=4), 5, rows=[])
+    run, _ = made.start()
+    with pytest.raises(MismatchError, match=r"\(Ending\) ends before it has come to where it was"):
+        train(run, Ending(batch=4), 5, rows=[])
 
 
 def test_loops_one_after_the_other_each_go_on_where_they_were(lab):
