@@ -2,11 +2,14 @@
 
     python -m benchmarks.data_sources [--workers 0,4] [--rounds 20] [--json FILE]
 
-One process, one loader, one model: a round trains the same number of steps in a plain loop
-(``for batch in loader``, backward, clip, step) and in ``run.batches`` with ``run.train_step``, in
-another order each time.  A sample is cut from an image of 160 x 160 bytes, mirrored and normalised,
-about 0.2 ms; a batch has 64 of them.  The first step of a turn, which starts the loader's workers,
-is not measured.
+One process, one model, two loaders of one kind: a plain loop (``for batch in loader``, backward,
+clip, step) and ``run.batches`` with ``run.train_step`` take a step in turn, so that what else goes
+on on the machine slows both down.  A sample is cut from an image of 160 x 160 bytes, mirrored and
+normalised, about 0.2 ms; a batch has 64 of them.  A round has loaders of its own, and their first
+step, which starts the workers, is not measured.
+
+The ratio is that of the samples per second of a round; beside it that of the samples per second of
+processor time of this process, in which the loaders' workers are not.
 """
 
 from __future__ import annotations
@@ -17,9 +20,9 @@ import random
 import sys
 import tempfile
 import time
-from collections.abc import Generator, Sequence
-from dataclasses import asdict
-from itertools import islice
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +33,11 @@ from torch.utils.data import Dataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 import slurm_forge as forge
-from benchmarks.tables import Machine, Spread, cell, paired_ratio, plain, spread, table, write_json
+from benchmarks.tables import Machine, cell, paired_ratio, plain, spread, table, write_json
 
 _BATCH, _CROP = 64, 96
-#: Steps of a turn that are measured, after the one that starts the workers.
+_PLAIN, _FORGE = "plain", "run.batches"
+#: Steps of a round that are measured, after the one that starts the workers.
 _STEPS = 24
 
 
@@ -69,16 +73,6 @@ def model_and_optimizer() -> tuple[nn.Module, torch.optim.Optimizer]:
     return net, torch.optim.AdamW(net.parameters(), lr=1e-4)
 
 
-def timed(steps: Generator[None, None, None]) -> float:
-    """Samples per second, but for the first step and for what ends a loop."""
-    next(steps)
-    began = time.perf_counter()
-    count = sum(1 for _ in islice(steps, _STEPS))
-    seconds = time.perf_counter() - began
-    steps.close()
-    return count * _BATCH / seconds
-
-
 def plain_steps(
     loader: Any, net: nn.Module, optimizer: torch.optim.Optimizer
 ) -> Generator[None, None, None]:
@@ -101,30 +95,51 @@ def forge_steps(run: forge.Run, loader: Any, net: nn.Module) -> Generator[None, 
         yield
 
 
-def measure(run: forge.Run, workers: Sequence[int], rounds: int) -> dict[int, Any]:
-    """Samples per second of both ways, round by round, for each number of workers."""
+@dataclass(frozen=True, slots=True)
+class Rate:
+    """Samples per second in one round, and per second of the process's processor time."""
+
+    wall: float
+    cpu: float
+
+
+def one_round(ways: Mapping[str, Iterator[None]]) -> dict[str, Rate]:
+    """One step of each way after the other, but for the first and for what ends a loop."""
+    for steps in ways.values():
+        next(steps)
+    wall, cpu = dict.fromkeys(ways, 0.0), dict.fromkeys(ways, 0.0)
+    for number in range(_STEPS):
+        for way in [*ways][:: 1 if number % 2 else -1]:
+            began, worked = time.perf_counter(), time.process_time()
+            next(ways[way])
+            wall[way] += time.perf_counter() - began
+            cpu[way] += time.process_time() - worked
+    samples = _STEPS * _BATCH
+    return {way: Rate(samples / wall[way], samples / cpu[way]) for way in ways}
+
+
+def measure(
+    run: forge.Run, workers: Sequence[int], rounds: int
+) -> dict[int, list[dict[str, Rate]]]:
+    """Every round, for each number of workers."""
     torch.set_num_threads(1)
     net, optimizer = model_and_optimizer()
     run.register(model=net, optimizer=optimizer)
     run.restore()
-    found: dict[int, Any] = {}
-    for count in workers:
-        loader = StatefulDataLoader(
+
+    def loader(count: int) -> Any:
+        return StatefulDataLoader(
             Images(), batch_size=_BATCH, shuffle=True, drop_last=True, num_workers=count
         )
-        rates: dict[str, list[float | None]] = {"plain": [], "run.batches": []}
-        for number in range(rounds + 1):
-            ways = ["plain", "run.batches"][:: 1 if number % 2 else -1]
-            for way in ways:
-                steps = (
-                    plain_steps(loader, net, optimizer)
-                    if way == "plain"
-                    else forge_steps(run, loader, net)
-                )
-                rate = timed(steps)
-                if number:  # the first round warms up
-                    rates[way].append(rate)
-        found[count] = rates
+
+    found: dict[int, list[dict[str, Rate]]] = {}
+    for count in workers:
+        for _ in range(rounds + 1):
+            plain_loop = plain_steps(loader(count), net, optimizer)
+            with closing(plain_loop), closing(forge_steps(run, loader(count), net)) as forge_loop:
+                rates = one_round({_PLAIN: plain_loop, _FORGE: forge_loop})
+            found.setdefault(count, []).append(rates)
+        del found[count][0]  # it warmed up
     return found
 
 
@@ -142,12 +157,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with forge.attach(spec=spec, runs=folder) as run:
             found = measure(run, counts, options.rounds)
     rows, data = [], {}
-    for count, rates in found.items():
-        ratio = paired_ratio(rates["run.batches"], rates["plain"])
-        both: list[Spread | None] = [spread(rates[way]) for way in ("plain", "run.batches")]
-        rows.append([str(count), *(cell(each, 0) for each in both), cell(ratio, 3)])
-        data[count] = {"rates": rates, "ratio": plain(ratio)}
-    header = ["workers", "plain, samples/s", "run.batches, samples/s", "ratio"]
+    for count, turns in found.items():
+        wall, cpu = (
+            {way: [getattr(each[way], kind) for each in turns] for way in (_PLAIN, _FORGE)}
+            for kind in ("wall", "cpu")
+        )
+        ratios = [paired_ratio(of[_FORGE], of[_PLAIN]) for of in (wall, cpu)]
+        rates = [spread(wall[way]) for way in (_PLAIN, _FORGE)]
+        cells = [*(cell(each, 0) for each in rates), *(cell(each, 3) for each in ratios)]
+        rows.append([str(count), *cells])
+        data[count] = {
+            "wall": wall,
+            "cpu": cpu,
+            "ratio": plain(ratios[0]),
+            "cpu_ratio": plain(ratios[1]),
+        }
+    header = ["workers", f"{_PLAIN}, samples/s", f"{_FORGE}, samples/s", "ratio", "of CPU time"]
     machine = Machine.measured(load, began)
     sys.stdout.write(f"{table(header, rows)}\n\n{machine.text()}\n")
     write_json(options.json, {"machine": asdict(machine), "workers": data})

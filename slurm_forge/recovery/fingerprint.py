@@ -147,13 +147,10 @@ def job_facts(spec: JobSpec) -> Fingerprint:
 
 
 def sampling_facts(
-    *, seed: int, global_batch: int | str, samples: int | None, order: str = "shuffled"
+    *, seed: int, global_batch: int | str, source: Mapping[str, object]
 ) -> Fingerprint:
-    """What the order of the samples follows from.
-
-    ``samples`` is the length of the dataset, where it has one; ``order`` says what decides.
-    """
-    facts = {"seed": seed, "global_batch": global_batch, "samples": samples, "order": order}
+    """What the samples and their order follow from; ``source`` is what the data source says."""
+    facts = {"seed": seed, "global_batch": global_batch, **source}
     return Fingerprint(
         {f"sampling.{key}": str(value) for key, value in facts.items() if value is not None}
     )

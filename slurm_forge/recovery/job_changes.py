@@ -25,6 +25,8 @@ _OPERATION = frozenset({
 })  # fmt: skip
 #: Keys whose fact in a checkpoint has another name than ``job.KEY``.
 _FACTS = {"seed": "sampling.seed", GLOBAL_BATCH: "sampling.global_batch"}
+#: The fact of a loader that makes batches by itself.
+_LOADER_BATCH = "sampling.batch_size"
 _JOB_FACTS = ("args.", "entry", "command", "batch_coupled")
 #: An argument of such a name is taken for the batch size where its value is that of the run.
 _BATCH_SIZE = re.compile(r"(.*[._-])?(batch|bs|bsz|batchsize)([._-].*)?", re.IGNORECASE)
@@ -113,7 +115,13 @@ def accepted(difference: Difference, changes: Sequence[JobChange]) -> bool:
 
     The value now must be that of the last change of this key, and the saved one a value before it.
     """
-    own = [each for each in changes if fact_of(each.key) == difference.key]
+    own = [
+        each
+        for each in changes
+        if fact_of(each.key) == difference.key
+        # A loader's batch size is known to the job as an argument.
+        or (difference.key == _LOADER_BATCH and _is_named_batch_size(each.key))
+    ]
     if not own or own[-1].new != difference.now:
         return False
     return any(each.old == difference.saved for each in own)
@@ -139,14 +147,16 @@ def arguments_changed(
 
 
 def _is_batch_size(change: JobChange, global_batch: int) -> bool:
-    key = change.key.rpartition(".")[2]
     return (
-        change.key.startswith("args.")
-        and change.old == str(global_batch)
+        change.old == str(global_batch)
         and change.new is not None
         and change.new.isdecimal()
-        and _BATCH_SIZE.fullmatch(key) is not None
+        and _is_named_batch_size(change.key)
     )
+
+
+def _is_named_batch_size(key: str) -> bool:
+    return key.startswith("args.") and _BATCH_SIZE.fullmatch(key.rpartition(".")[2]) is not None
 
 
 def _grows(change: JobChange) -> bool:

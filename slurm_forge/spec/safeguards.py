@@ -92,7 +92,7 @@ class EnvironmentSpec(JobSection):
     )
     sampling: _Choice = Field(
         default=None,
-        description="Seed, global batch and number of samples, which determine the order of the "
+        description="Seed, global batch, data source and sampler, which determine the order of the "
         "samples.  Else: refuse.",
     )
     data: _Choice = Field(

@@ -12,7 +12,7 @@ import struct
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -54,6 +54,12 @@ class GlobalStates:
             None if numpy is None else numpy.random.get_state(legacy=False),
             torch.cuda.get_rng_state().clone() if cuda and _uses_cuda() else None,
         )
+
+    def is_of_host(self) -> bool:
+        """Whether nothing was drawn from the generators on the host since."""
+        now = GlobalStates.now(cuda=False).tensors()
+        then = replace(self, cuda=None).tensors()
+        return then.keys() == now.keys() and all(torch.equal(then[key], now[key]) for key in now)
 
     def put_back_host(self) -> None:
         """Give Python's, numpy's and torch's generators on the host the states they had."""

@@ -179,7 +179,7 @@ class WorkerPool:
             pin_memory=pin,
             prefetch_factor=prefetch_factor,
             timeout=_TICK_S,
-            worker_init_fn=_WorkerStart(worker_init_fn),
+            worker_init_fn=WorkerStart(worker_init_fn),
             multiprocessing_context=self._start_method,
             # Without one, making the iterator draws from the global generator of the training loop.
             generator=torch.Generator(),
@@ -292,12 +292,13 @@ class WorkerPool:
 
 
 @dataclass(frozen=True, slots=True)
-class _WorkerStart:
+class WorkerStart:
     """What a worker runs first.  A class and no closure: other start methods pickle it."""
 
     then: Callable[[int], None] | None
 
     def __call__(self, worker_id: int) -> None:
+        """As ``worker_init_fn``."""
         shield_worker(worker_id)
         info = get_worker_info()
         if info is not None and isinstance(info.dataset, MicroBatchMaker):

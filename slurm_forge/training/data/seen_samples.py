@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -66,11 +67,12 @@ class SeenSamples:
         """For the checkpoint."""
         return {"epoch": self._epoch, "old": _tensor(self._old), "new": _tensor(self._new)}
 
-    def load(self, state: Mapping[str, Any]) -> None:
-        """Go on from a checkpoint."""
+    def load_all(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """Go on from a checkpoint: with what this rank has seen, or what all ranks have."""
         self._fetched.clear()
-        self._epoch = int(state["epoch"])
-        self._old, self._new = ({*part.tolist()} for part in (state["old"], state["new"]))
+        self._epoch = int(states[0]["epoch"]) if states else 0
+        old, new = ([each[part].tolist() for each in states] for part in ("old", "new"))
+        self._old, self._new = {*chain(*old)}, {*chain(*new)}
 
     def _has(self, number: int, epoch: int) -> bool:
         if epoch == self._epoch and (number in self._old or number in self._new):

@@ -137,12 +137,42 @@ def refuse_source(source: DataSource, *, exact: bool, registered: Iterable[Any])
         )
 
 
+def source_facts(source: DataSource, ranks: int) -> dict[str, object]:
+    """What a resume compares: with another one of these the samples would be others.
+
+    A source on each of ``ranks`` ranks is as long as its part of the data.
+    """
+    data = source.data
+    facts: dict[str, object] = {"order": source.kind.value, "source": source.name}
+    if source.indexed:
+        facts["samples"] = len(data)
+        if source.sampler is not None:
+            facts["sampler"] = type(source.sampler).__name__
+        if source.kind is SourceKind.SAMPLER:
+            facts["epoch"] = _length(source.sampler)
+    elif isinstance(data, DataLoader):
+        sampler = data.sampler if data.batch_size is not None else data.batch_sampler
+        facts |= {
+            "source": f"{source.name} over {type(data.dataset).__name__}",
+            "samples": _length(data.dataset),
+            "batch_size": data.batch_size,
+            "drop_last": data.drop_last,
+            "sampler": None if sampler is None else type(sampler).__name__,
+        }
+    else:
+        facts[f"length_on_{ranks}_ranks"] = _length(data)
+    return facts
+
+
 def epoch_length(source: DataSource) -> int | None:
     """What makes an epoch: samples, or batches where the source makes them; None if unknown."""
-    counted = source.data if source.sampler is None else source.sampler
+    return _length(source.data if source.sampler is None else source.sampler)
+
+
+def _length(counted: Any) -> int | None:
     try:
         return len(counted)
-    except TypeError:
+    except (TypeError, NotImplementedError):  # torchdata's way to say that there is none
         return None
 
 
@@ -184,6 +214,8 @@ def _forgets(data: Any, depth: int = 0) -> str:
     if type(data).__module__.startswith("torchdata.nodes."):
         parts = [part for part in vars(data).values() if _is_node(part)]
     elif isinstance(data, DataLoader):
+        if data.num_workers and not getattr(data, "in_order", True):
+            return "with in_order=False its batches come as its workers finish them"
         parts = [data.dataset]
     else:
         parts = [getattr(data, name, None) for name in ("_ex_iterable", "ex_iterable")]

@@ -11,36 +11,32 @@ from them as in a plain loop.
 from __future__ import annotations
 
 import dataclasses
-import gc
-import itertools
-import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, default_collate
+from torch.utils.data import default_collate
 
 from slurm_forge.checkpoint.content.rank_states import pack, unpack
-from slurm_forge.errors import CheckpointError, MismatchError, UsageError
-from slurm_forge.training.core import rng
+from slurm_forge.errors import CheckpointError, UsageError
 from slurm_forge.training.core.rank_layout import RankLayout
 from slurm_forge.training.core.rng import GlobalStates, preserved
 from slurm_forge.training.core.sample_order import micro_sizes
 from slurm_forge.training.data.batches import Batch, to_device
-from slurm_forge.training.data.loader import Polling, end_workers
-from slurm_forge.training.data.sample_streams import set_epoch
+from slurm_forge.training.data.item_stream import ItemStream, StreamPosition, source_name
+from slurm_forge.training.data.loader import Polling
 from slurm_forge.training.data.seen_samples import SeenSamples
-from slurm_forge.training.data.worker_shield import children_deaf_from_birth, shield_worker
 from slurm_forge.vocabulary.json_value import Json
 from slurm_forge.vocabulary.plan import SampleWindow
 
 #: How much of the time may go into keeping an earlier state at hand: one part of so many.
 _SNAPSHOT_SHARE = 1000
-_MOST_BETWEEN_S = 1.0
+_MOST_BETWEEN_S, _LEAST_BETWEEN_S = 1.0, 0.1
+#: Of an earlier state that a checkpoint holds beside the present one.
+_LARGEST_BEFORE = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,20 +57,6 @@ class ItemsPerStep:
         if self.micro_batch is None:
             return (1,) * self.items
         return micro_sizes(self.items, self.micro_batch)
-
-
-@dataclass(slots=True)
-class _Position:
-    """Where the source is: in which epoch, how far in it, and its own state there.
-
-    ``random`` are the generators before the epoch was begun: a sampler without a state of its own
-    (torch's ``RandomSampler`` in a loader) draws its order there, and is wound on at a resume.
-    """
-
-    epoch: int = 0
-    items: int = 0
-    state: Any = None
-    random: GlobalStates | None = None
 
 
 class StatefulSource:
@@ -104,14 +86,13 @@ class StatefulSource:
         skipped: Sequence[SampleWindow] = (),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._source, self._per_step, self._layout = source, per_step, layout
+        self._name, self._per_step, self._layout = source_name(source), per_step, layout
         self._device = None if device is None else torch.device(device)
-        self._stateful, self._exact, self._clock = stateful, exact, clock
+        self._exact, self._clock = exact, clock
         self._skipped = tuple(skipped)
         self._consumed, self._step = start_consumed, start_step
         self._seen = None if sample_ids is None else SeenSamples(sample_ids)
-        self._iterator: Iterator[Any] | None = None
-        self._at = _Position()
+        self._stream = ItemStream(source, layout=layout, stateful=stateful)
         #: The batch in progress: its items, what was drawn for it, and the generators before that.
         self._items: list[tuple[Any, tuple[int | str, ...]]] = []
         self._drawn = 0
@@ -119,17 +100,17 @@ class StatefulSource:
         self._in_progress: int | None = None
         self._random: GlobalStates | None = None
         #: An earlier position, and the items consumed since.
-        self._snapshot, self._since = _Position(), 0
+        self._snapshot, self._since = StreamPosition(), 0
         self._next_snapshot = 0.0
-        self._owner = os.getpid()
-        self._has_workers = isinstance(source, DataLoader) and source.num_workers > 0
-        self._shield()
-        if saved:
+        if not saved:
+            self._stream.begin_epoch()
+        else:
             # What loading and passing over draw was drawn before the checkpoint.
             with preserved():
-                self._load(saved, saved_ranks)
-        else:
-            self._begin_epoch()
+                self._stream.load(saved, saved_ranks)
+            if self._seen is not None and stateful:
+                # One that begins anew gives the samples of this epoch again.
+                self._seen.load_all([one["seen"] for one in saved if one["seen"] is not None])
         self._keep_snapshot()
 
     # -- as the loop sees it -----------------------------------------------------------------
@@ -138,6 +119,15 @@ class StatefulSource:
     def consumed(self) -> int:
         """The position behind the batches handed out: items over all ranks."""
         return self._consumed
+
+    @property
+    def unchecked(self) -> str:
+        """For people: that nothing shows whether it goes on where it was loaded; empty if it does.
+
+        Known when it is made.
+        """
+        why = self._stream.unchecked
+        return why and f"whether {self._name} goes on where it was could not be checked: {why}"
 
     def start(self) -> None:
         """Its workers run already."""
@@ -154,7 +144,7 @@ class StatefulSource:
         if not self._fetching:
             self._settle()
             # Never of an earlier epoch: its end would be passed over with other random numbers.
-            another_epoch = self._at.epoch != self._snapshot.epoch
+            another_epoch = self._stream.at.epoch != self._snapshot.epoch
             if another_epoch or self._clock() >= self._next_snapshot:
                 self._keep_snapshot()
             self._random = GlobalStates.now()
@@ -204,19 +194,23 @@ class StatefulSource:
         Where the last batch is not among them, it is an earlier one and what came since.
         """
         in_progress = self._in_progress is not None and step <= self._in_progress
+        stream = self._stream
+        before = stream.before
         if in_progress:
-            at, passed = dataclasses.replace(self._snapshot), self._since
-            at.state = unpack(torch.frombuffer(bytearray(at.state), dtype=torch.uint8))["state"]
+            at, passed = self._of_snapshot(), self._since
         else:
             self._settle()
-            at, passed = self._now(), 0
+            at, passed = stream.position(), 0
+            if self._since:
+                small = len(self._snapshot.state) <= _LARGEST_BEFORE
+                before = {**self._of_snapshot().to_json(), "passed": self._since} if small else None
         return pack(
             {
-                "epoch": at.epoch,
-                "items": at.items,
+                **at.to_json(),
                 "passed": passed,
-                "state": at.state,
-                "random": None if at.random is None else at.random.tensors(),
+                # What shows at a resume whether the source goes on where the state says.
+                "next": stream.first_digest if in_progress else None,
+                "before": before,
                 "seen": None if self._seen is None else self._seen.state(),
             }
         )
@@ -228,11 +222,7 @@ class StatefulSource:
 
     def close(self) -> None:
         """End the workers of a loader; nothing else is known to have to end."""
-        iterator, self._iterator = self._iterator, None
-        mine = self._has_workers and self._owner == os.getpid()
-        # Persistent ones are the loader's; a loader may have ended the others at an epoch's end.
-        if mine and not self._source.persistent_workers and not getattr(iterator, "_shutdown", 1):
-            end_workers(iterator)
+        self._stream.close()
 
     # -- items -------------------------------------------------------------------------------
 
@@ -246,48 +236,18 @@ class StatefulSource:
             self._seen.commit()
 
     def _fetch_item(self) -> None:
-        item = self._draw()
+        item = self._stream.draw()
         self._drawn += 1
-        ids = () if self._seen is None else self._seen.look_at(item, self._at.epoch)
-        self._items.append((item, ids))
-
-    def _draw(self) -> Any:
-        while True:
-            if self._iterator is None:
-                self._begin_epoch()
-            try:
-                item = next(self._iterator)  # type: ignore[arg-type]
-            except StopIteration:
-                if self._at.items == 0:
-                    raise _empty(self._source, self._at.epoch) from None
-                self._at.epoch, self._at.items = self._at.epoch + 1, 0
-                self._iterator = None
-                continue
-            if item is None:
+        ids: tuple[int | str, ...] = ()
+        if self._seen is not None:
+            ids = self._seen.look_at(item, self._stream.at.epoch)
+            if len(ids) != 1 and (not ids or self._per_step.micro_batch is not None):
                 raise UsageError(
-                    f"{_name(self._source)} yields None after {self._at.items} items of epoch "
-                    f"{self._at.epoch}",
-                    next_step="Yield batches, or samples where global_batch_size is given; raise "
-                    "StopIteration at the end.",
+                    f"sample_ids returned {len(ids)} ids for one item of {self._name}",
+                    next_step="Return one id for each sample: a list of them for a batch, and one "
+                    "where the items are samples (global_batch_size is given).",
                 )
-            self._at.items += 1
-            return item
-
-    def _begin_epoch(self) -> None:
-        self._at.random = GlobalStates.now(cuda=False)
-        set_epoch(self._source, self._at.epoch)
-        self._iterate()
-
-    def _iterate(self) -> None:
-        with self._starting_workers():
-            try:
-                iterator: Any = iter(self._source)
-            except TypeError as error:
-                raise UsageError(
-                    f"{_name(self._source)} can't be iterated over: {error}",
-                    next_step="Give run.batches() a source whose iter() yields batches or samples.",
-                ) from error
-        self._iterator = iterator
+        self._items.append((item, ids))
 
     def _skips(self, first: int, size: int) -> bool:
         """Whether a step's worth of items is left out of training."""
@@ -324,7 +284,7 @@ class StatefulSource:
                 if self._per_step.collate_fn is not None:
                     raise
                 raise UsageError(
-                    f"the samples of {_name(self._source)} can't be put together: {error}",
+                    f"the samples of {self._name} can't be put together: {error}",
                     next_step="Give run.batches() a collate_fn; or leave global_batch_size out "
                     "where every item is a batch already.",
                 ) from error
@@ -333,146 +293,24 @@ class StatefulSource:
 
     # -- state -------------------------------------------------------------------------------
 
-    def _now(self) -> _Position:
-        at = dataclasses.replace(self._at)
-        at.state = self._source.state_dict() if self._stateful else None
-        return at
-
     def _keep_snapshot(self) -> None:
         """Have a position at hand for a stop while a batch is in progress."""
         begun = self._clock()
-        at = self._now()
+        at = self._stream.position()
+        self._stream.first_digest = None
         try:
             # As bytes: a source may go on changing what it has returned.
             at.state = pack({"state": at.state})
         except CheckpointError as error:
             raise UsageError(
-                f"the state of {_name(self._source)} can't be stored: {error.message}",
+                f"the state of {self._name} can't be stored: {error.message}",
                 next_step=error.next_step,
             ) from error
         self._snapshot, self._since = at, 0
         took = self._clock() - begun
-        self._next_snapshot = begun + min(_SNAPSHOT_SHARE * took, max(_MOST_BETWEEN_S, took))
+        between = max(_LEAST_BETWEEN_S, min(_SNAPSHOT_SHARE * took, max(_MOST_BETWEEN_S, took)))
+        self._next_snapshot = begun + between
 
-    def _load(self, saved: Sequence[Mapping[str, Any]], ranks: int) -> None:
-        one = saved[0] if ranks == self._layout.data_ranks else self._resharded(saved, ranks)
-        if one["random"] is not None and self._stateful:
-            rng.restore(one["random"])
-        self._at = _Position(epoch=int(one["epoch"]), items=int(one["items"]))
-        self._at.random = GlobalStates.now(cuda=False)
-        set_epoch(self._source, self._at.epoch)
-        if self._stateful:
-            try:
-                if ranks == self._layout.data_ranks:
-                    self._source.load_state_dict(one["state"])
-                self._iterate()
-                _wind_on(self._iterator)
-            except UsageError:
-                raise
-            except Exception as error:
-                raise MismatchError(
-                    f"{_name(self._source)} does not take back the state in the checkpoint: "
-                    f"{type(error).__name__}: {error}",
-                    next_step="Make it as it was when the checkpoint was written: the same data, "
-                    "batch size and number of workers; or start a new run under another name.",
-                ) from error
-        else:
-            self._at.items = 0
-            self._iterate()
-        if self._stateful:
-            # One that begins anew gives the samples of this epoch again.
-            if self._seen is not None and one["seen"] is not None:
-                self._seen.load(one["seen"])
-            for _ in range(int(one["passed"])):
-                self._draw()
-
-    def _resharded(self, saved: Sequence[Mapping[str, Any]], ranks: int) -> Mapping[str, Any]:
-        """Of several ranks' states one for this rank, where the source can make it."""
-        layout, name = self._layout, _name(self._source)
-        reshard = getattr(self._source, "load_state_dicts", None)
-        if not self._stateful or len(saved) != ranks:
-            return saved[layout.data_rank % len(saved)]
-        if not callable(reshard):
-            raise MismatchError(
-                f"the checkpoint holds the state of {name} on {ranks} data-parallel ranks, and "
-                f"this launch has {layout.data_ranks}: the states can't be shared out anew",
-                next_step=f"Run on {ranks} data-parallel ranks, or give the source a method "
-                "load_state_dicts(states, rank=…, ranks=…) that divides what is left.",
-            )
-        if any(one["passed"] for one in saved) or len({one["epoch"] for one in saved}) > 1:
-            raise MismatchError(
-                f"the checkpoint was written on {ranks} data-parallel ranks, inside a phase or "
-                f"with ranks in different epochs: the states can't be shared out over "
-                f"{layout.data_ranks}",
-                next_step=f"Run on {ranks} data-parallel ranks up to the next checkpoint.",
-            )
-        reshard([one["state"] for one in saved], rank=layout.data_rank, ranks=layout.data_ranks)
-        seen = [one["seen"] for one in saved if one["seen"] is not None]
-        together = {
-            "epoch": saved[0]["epoch"],
-            **{key: torch.cat([one[key] for one in seen]) for key in ("old", "new") if seen},
-        }
-        return {**saved[0], "seen": together if seen else None}
-
-    # -- workers -----------------------------------------------------------------------------
-
-    def _shield(self) -> None:
-        """Have a loader's workers outlive signals to the whole group, as those of ours do."""
-        source = self._source
-        # A loader that begins its next epoch by itself would do it without telling.
-        if getattr(source, "restart_on_stop_iteration", None) is True:
-            source.restart_on_stop_iteration = False
-        if self._has_workers:
-            then = source.worker_init_fn
-            if not isinstance(then, _Shielded):
-                source.worker_init_fn = _Shielded(then)
-            # An iterator of before that is collected in a worker would end its own workers there.
-            gc.collect()
-
-    def _starting_workers(self) -> AbstractContextManager[None]:
-        if not self._has_workers:
-            return nullcontext()
-        context = self._source.multiprocessing_context
-        method = torch.multiprocessing.get_start_method() if context is None else ""
-        return children_deaf_from_birth(method or context.get_start_method())
-
-
-def _wind_on(iterator: Any) -> None:
-    """Have a loader pass over what its sampler gave before now, and not with the next batch.
-
-    torchdata does so with the first batch where the sampler has no state and there are no workers:
-    the sampler would then draw its order from the training's generators.
-    """
-    indices = getattr(iterator, "_sampler_iter", None)
-    if isinstance(indices, itertools.islice):
-        first = [*itertools.islice(indices, 1)]
-        iterator._sampler_iter = itertools.chain(first, indices)
-
-
-@dataclass(frozen=True, slots=True)
-class _Shielded:
-    """What a loader's worker runs first.  A class and no closure: other start methods pickle it."""
-
-    then: Callable[[int], None] | None
-
-    def __call__(self, worker_id: int) -> None:
-        shield_worker(worker_id)
-        if self.then is not None:
-            self.then(worker_id)
-
-
-def _name(source: Any) -> str:
-    return f"the data source ({type(source).__name__})"
-
-
-def _empty(source: Any, epoch: int) -> UsageError:
-    if epoch == 0:
-        return UsageError(
-            f"{_name(source)} yields nothing",
-            next_step="Check its files and filters on every rank: each rank needs data.",
-        )
-    return UsageError(
-        f"{_name(source)} yields nothing in epoch {epoch}: iter() does not begin it anew",
-        next_step="Have iter() begin a new epoch once the last one has ended, or train for fewer "
-        "steps.",
-    )
+    def _of_snapshot(self) -> StreamPosition:
+        packed = torch.frombuffer(bytearray(self._snapshot.state), dtype=torch.uint8)
+        return dataclasses.replace(self._snapshot, state=unpack(packed)["state"])

@@ -43,7 +43,9 @@ from slurm_forge.training.data.source_kinds import (
     SourceKind,
     epoch_length,
     refuse_source,
+    source_facts,
 )
+from slurm_forge.training.data.stateful_source import StatefulSource
 from slurm_forge.training.data.step_sizes import StepSizes
 from slurm_forge.training.loop.assembly import Parts
 from slurm_forge.training.loop.batches_request import BatchesRequest
@@ -82,6 +84,9 @@ class BatchLoop:
         self._begun_at = self._loops = 0
         #: The steps that were counted when the last batch was handed out.
         self._counted_before = 0
+        #: The loop that goes on, by its number, and the step at which it is through.
+        self._goes_on: int | None = None
+        self._ends_at = 0
         #: What the program has given to run.batches.
         self._sources: list[Any] = []
         self._cuttable = True
@@ -106,6 +111,11 @@ class BatchLoop:
 
     def _batches(self, request: BatchesRequest, sizes: StepSizes) -> Iterator[Batch]:
         parts = self._parts
+        # One that the program has left at its last step, and kept, is over.
+        if self._goes_on is not None and parts.progress.step < self._ends_at:
+            raise _inside_another(parts.progress.step, self._ends_at)
+        if parts.step_lifecycle.iteration is not None:
+            raise _inside_steps()
         epoch = self._begin(request, sizes)
         source: BatchIterator | None = None
         rollbacks, total = parts.boundaries.rollbacks, self._total(request, sizes, epoch)
@@ -114,6 +124,7 @@ class BatchLoop:
         # What lies before the second loop of a program is the first one's: not to be made up here.
         parts.instability.earliest = parts.progress.step if self._loops else 0
         loop, self._loops = self._loops, self._loops + 1
+        self._goes_on, self._ends_at = loop, total
         try:
             while True:
                 self._boundary()
@@ -122,7 +133,7 @@ class BatchLoop:
                         source.close()
                     self._take_over(sizes)
                     source, rollbacks = None, parts.boundaries.rollbacks
-                    total = self._total(request, sizes, epoch)
+                    total = self._ends_at = self._total(request, sizes, epoch)
                 if parts.progress.step >= total:
                     if parts.instability.final_check():
                         return
@@ -138,6 +149,8 @@ class BatchLoop:
                 if parts.progress.step == self._counted_before:
                     raise _not_stepped()  # it would come again for ever
         finally:
+            if self._goes_on == loop:
+                self._goes_on = None
             if self._batch_source is source:
                 self.over()
             if source is not None:
@@ -267,8 +280,7 @@ class BatchLoop:
                     seed=spec.seed,
                     # Of a source on each rank: another number of ranks is judged when it is opened.
                     global_batch=total if data.indexed else f"{sizes.share} a rank",
-                    samples=len(data.data) if data.indexed else None,
-                    order=data.kind.value,
+                    source=source_facts(data, parts.data_state.layout.data_ranks),
                 )
             )
             if resumer.restored:
@@ -395,6 +407,9 @@ class BatchLoop:
                 next_step="Let the order of the sampler follow from set_epoch(epoch) or the global "
                 "random generators, and be that of the whole run on every rank.",
             )
+        unchecked = source.unchecked if isinstance(source, StatefulSource) else ""
+        if unchecked and parts.saver.catalog is not None:
+            parts.saver.catalog.say(unchecked)
         parts.data_state.attach(source, loop)
         self._batch_source = source
         return source
@@ -408,6 +423,23 @@ def _same_samples(batch: Any, handed_out: Batch) -> bool:
         (each.step, each.first, each.consumed, each.sample_ids) for each in (batch, handed_out)
     )
     return one == other
+
+
+def _inside_another(step: int, ends_at: int) -> UnsupportedError:
+    return UnsupportedError(
+        f"a loop over run.batches() is begun while another one goes on (step {step} of {ends_at}): "
+        "a checkpoint holds the position of one",
+        next_step="Take what a step needs from one dataset, and evaluate over a DataLoader in "
+        "run.phase(…); call close() on the iterator of a loop that is left before its end.",
+    )
+
+
+def _inside_steps() -> UnsupportedError:
+    return UnsupportedError(
+        "run.batches() inside run.steps(): each of them counts the steps of the run",
+        next_step="Leave run.steps() and run.advance() out; or iterate over the data themselves in "
+        "the body.",
+    )
 
 
 def _not_stepped() -> UnsupportedError:

@@ -60,8 +60,6 @@ class CustomLoop:
         self._resumer = resumer
         self._groups = groups
         self._boundary = boundary
-        #: Steps counted when the iteration of ``steps`` that goes on began; None outside of it.
-        self._iteration: int | None = None
         #: Whether the next step is likely to be guarded by ``apply``, which puts buffers back.
         self._guards = True
         self._until: int | None = None
@@ -77,7 +75,7 @@ class CustomLoop:
     def steps(self, until: Steps) -> Iterator[int]:
         """The numbers of the steps that are left, each with one ``advance`` in its body."""
         self._refuse_inside("run.steps()")
-        if self._iteration is not None:
+        if self._lifecycle.iteration is not None:
             raise UnsupportedError(
                 "run.steps() inside run.steps()",
                 next_step="Loop over what makes up one step without it: run.advance() counts one.",
@@ -88,6 +86,7 @@ class CustomLoop:
             self.positions.require_untouched()
             self._resumer.restore()
             self.positions.at_boundary(wanted=True)
+            self.positions.watch()
         self._lifecycle.own_data = True
         require_identical(
             Ranks(self._groups.cpu),
@@ -96,6 +95,7 @@ class CustomLoop:
         )
         try:
             self._until = total
+            self.positions.loop_begins()
             with self.ahead():  # the first batch may have been fetched since ``restore``
                 self._boundary()
             while True:
@@ -104,15 +104,15 @@ class CustomLoop:
                     if self._parts.instability.final_check():
                         return
                     continue
-                self._iteration = before = progress.step
+                self._lifecycle.iteration = before = progress.step
                 self._lifecycle.start()
                 if self._guards:
                     self._lifecycle.remember_buffers()
                 yield before
                 self._require_counted_once(before)
-                self._iteration = None
+                self._lifecycle.iteration = None
         finally:
-            self._iteration = self._until = None
+            self._lifecycle.iteration = self._until = None
 
     def advance(
         self,
@@ -134,7 +134,7 @@ class CustomLoop:
             self._first_of_its_kind(guarded)
         lifecycle.close(report, samples=samples)
         self._pass_boundary()
-        if guarded and self._iteration is None:
+        if guarded and self._lifecycle.iteration is None:
             lifecycle.remember_buffers()
 
     def apply(
@@ -215,7 +215,11 @@ class CustomLoop:
     def poll(self) -> None:
         """Outside a phase: nothing is to be done here; an error in a loop that never advances."""
         lifecycle = self._lifecycle
-        if lifecycle.handed_out is not None or self._iteration is not None or lifecycle.counted:
+        if (
+            lifecycle.handed_out is not None
+            or self._lifecycle.iteration is not None
+            or lifecycle.counted
+        ):
             return
         self._polls += 1
         if self._polls > _POLLS:
@@ -251,7 +255,10 @@ class CustomLoop:
                 "the one that comes next",
                 next_step="Call run.restore() after run.register(), before the loop.",
             )
-        if self._iteration is not None and self._progress.step != self._iteration:
+        if (
+            self._lifecycle.iteration is not None
+            and self._progress.step != self._lifecycle.iteration
+        ):
             raise UnsupportedError(
                 f"{what} in an iteration of run.steps() whose step is counted already",
                 next_step="Call run.advance() once in the body, as the last thing; run.step() and "
@@ -271,6 +278,7 @@ class CustomLoop:
 
     def _pass_boundary(self) -> None:
         """The boundary behind a step on the program's own data."""
+        self.positions.require_not_ahead()
         self._boundary()
         self._lifecycle.own_data = True
         last = self._progress.step == self._until
@@ -297,6 +305,7 @@ class CustomLoop:
         """The checkpoint is loaded, and a loop of the program's own may follow."""
         self._lifecycle.own_data = True
         self.positions.at_boundary(wanted=True)
+        self.positions.watch()
         self._weights = [
             (parameter, parameter._version)
             for optimizer in self._parts.registry.optimizers.values()

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.utils.data import DataLoader
 
 from slurm_forge.errors import UnsupportedError
 from slurm_forge.training.core.rng import preserved
@@ -21,6 +22,8 @@ from slurm_forge.training.core.run_state import (
     TrainingProgress,
 )
 
+#: Steps of a launch in which fetches are watched: later ones are like them.
+_WATCHED = 3
 #: Tensors above it are no position in anything: compared by what counts their changes.
 _LARGEST = 1 << 14
 
@@ -60,6 +63,11 @@ class Positions:
         self.always = False
         self._kept: dict[str, Any] = {}
         self._kept_at = -1
+        #: Iterables when the last update was made, or those that were fetched from before a loop.
+        self._at_update: dict[str, Any] = {}
+        self._fetched_before: dict[str, Any] = {}
+        self._watch: list[Any] = []
+        self._unwatched_at = -1
 
     @property
     def wanted(self) -> bool:
@@ -101,6 +109,55 @@ class Positions:
             self._kept = {name: _kept(item) for name, item in self._objects.items()}
             self._kept_at = step
 
+    def watch(self) -> None:
+        """A loop of the program's begins: see in its first steps that it does not fetch ahead."""
+        if self._unwatched_at >= 0 or not self._iterables:
+            return
+        self._unwatched_at = self._progress.step + _WATCHED
+        for optimizer in self._registry.optimizers.values():
+            hook = getattr(optimizer, "register_step_post_hook", None)
+            if callable(hook):
+                self._watch.append(hook(lambda *_: self._updated()))
+
+    def loop_begins(self) -> None:
+        """What was fetched since the last boundary is for the first step, and all that is."""
+        fetched, items = self.ahead() or {}, self._iterables
+        with contextlib.suppress(Exception), preserved():
+            self._fetched_before = {n: _kept(items[n]) for n in fetched if n in items}
+
+    def require_not_ahead(self) -> None:
+        """``UnsupportedError`` at the end of a step that has fetched the next one's batch."""
+        if self._watch or self._fetched_before:
+            name = self._moved(self._at_update)
+            if name is not None:
+                raise _fetched_ahead(name, "between the update of the weights and the step's end")
+            name = self._moved(self._fetched_before)
+            if name is not None:
+                raise _fetched_ahead(name, "before the loop, and again in the first step")
+        self._at_update, self._fetched_before = {}, {}
+        if self._watch and self._progress.step >= self._unwatched_at:
+            for handle in self._watch:
+                handle.remove()
+            self._watch = []
+
+    def _updated(self) -> None:
+        if self._progress.step >= self._unwatched_at:
+            return  # in a loop over run.batches(), which fetches by itself
+        with contextlib.suppress(Exception), preserved():  # the program's: a save tells
+            self._at_update = {name: _kept(item) for name, item in self._iterables.items()}
+
+    def _moved(self, kept: Mapping[str, Any]) -> str | None:
+        with contextlib.suppress(Exception), preserved():
+            for name, state in kept.items():
+                if not _same(state, _kept(self._iterables[name])):
+                    return name
+        return None
+
+    @property
+    def _iterables(self) -> Mapping[str, Any]:
+        """What data come from: not an EMA or a replay buffer, which change after the update."""
+        return {name: item for name, item in self._objects.items() if _hands_out(item)}
+
     def ahead(self) -> dict[str, KeptState] | None:
         """What is to be saved in place of objects that are ahead; None where that is not known."""
         objects = self._objects
@@ -123,6 +180,23 @@ class Positions:
         return {
             name: item for name, item in self._registry.others.items() if id(item) not in scheduled
         }
+
+
+def _fetched_ahead(name: str, where: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"{name!r} was fetched from {where}: its position would be that of a batch which no step "
+        "has used, and the batch would be lost at a resume",
+        next_step="Fetch each batch in the body of its own step, behind run.advance(); an iterator "
+        "that reads ahead by itself keeps the position of what it has handed out.",
+    )
+
+
+def _hands_out(item: Any) -> bool:
+    return (
+        hasattr(item, "__next__")
+        or isinstance(item, DataLoader)
+        or type(item).__module__.startswith("torchdata.")
+    )
 
 
 def _is_begun(item: Any) -> bool:

@@ -121,6 +121,8 @@ class StepLifecycle:
         self.handed_out: Batch | None = None
         #: Whether the data are fetched by the program, and not by ``run.batches``.
         self.own_data = False
+        #: The step that the body of ``run.steps`` is in; None outside of it.
+        self.iteration: int | None = None
 
     def start(self, *, timed: bool = True) -> None:
         """Another step begins; ``timed`` where it does so now, and not somewhere before."""

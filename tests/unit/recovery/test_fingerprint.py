@@ -107,8 +107,8 @@ def test_what_was_not_set_is_one_where_everything_was_looked_at() -> None:
 
 def test_the_way_out_of_a_refusal_is_told() -> None:
     found = compare(
-        sampling_facts(seed=1, global_batch=64, samples=1000),
-        sampling_facts(seed=1, global_batch=128, samples=1010),
+        sampling_facts(seed=1, global_batch=64, source={"samples": 1000, "sampler": None}),
+        sampling_facts(seed=1, global_batch=128, source={"samples": 1010, "sampler": None}),
         DEFAULT,
     )
     assert refused(found) == (

@@ -176,6 +176,13 @@ def test_a_checkpoint_may_be_older_than_the_last_of_several_changes() -> None:
     assert not accepted(differs("16", "32"), changes), "that is not what the job says now"
 
 
+def test_an_argument_called_batch_size_accepts_a_loader_of_that_batch_size() -> None:
+    difference = Difference.of("sampling.batch_size", "4", "8")
+    assert accepted(difference, [JobChange(key="args.batch_size", old="4", new="8")])
+    assert not accepted(difference, [JobChange(key="args.batch_size", old="4", new="16")])
+    assert not accepted(difference, [JobChange(key="args.layers", old="4", new="8")])
+
+
 def test_resources_accept_no_fact() -> None:
     change = JobChange(key="resources.nodes", old="1", new="2", affects=ChangeEffect.RESOURCES)
     assert not accepted(Difference.of("resources.nodes", "1", "2"), [change])

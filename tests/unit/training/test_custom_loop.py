@@ -72,10 +72,10 @@ class Program:
 
     run: forge.Run
     seen: list[tuple[int, int]] = field(default_factory=list)
+    stream: Any = field(default_factory=Stream)
 
     def __post_init__(self) -> None:
         torch.manual_seed(3)
-        self.stream = Stream()
         self.model = nn.Sequential(nn.Linear(WIDTH, 2), nn.Dropout(0.2), nn.Linear(2, 1))
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.05)
         self.run.register(model=self.model, optimizer=self.optimizer, stream=self.stream)
@@ -1101,3 +1101,79 @@ def test_a_fault_that_would_never_strike_is_refused_in_the_first_step(lab, take,
     assert says in str(caught.value)
     assert fault in str(caught.value)
     assert run.step_number == 0
+
+
+# -- batches that are fetched before their step ---------------------------------------------------
+
+
+def _behind_the_update(program: Program, take: str) -> None:
+    following = next(program.stream)
+
+    def fetch(*_: object) -> None:
+        nonlocal following
+        following = next(program.stream)
+
+    program.optimizer.register_step_post_hook(fetch)  # ours comes before it, and sees less
+    for _ in program.run.steps(until=forge.Steps(4)):
+        getattr(program, take)(following)
+
+
+def _before_the_loop(program: Program, take: str) -> None:
+    following = next(program.stream)
+    for _ in program.run.steps(until=forge.Steps(4)):
+        batch, following = following, next(program.stream)
+        getattr(program, take)(batch)
+
+
+@pytest.mark.parametrize("take", ["own_step", "applied", "block", "whole"])
+@pytest.mark.parametrize(
+    ("loop", "says"),
+    [
+        (_behind_the_update, "between the update of the weights and the step's end"),
+        (_before_the_loop, "before the loop, and again in the first step"),
+    ],
+)
+@pytest.mark.parametrize("resumed", [False, True])
+def test_a_batch_that_is_fetched_ahead_is_refused_before_it_is_lost(
+    lab: Callable[..., Lab], loop: Callable[..., None], says: str, take: str, resumed: bool
+) -> None:
+    made = lab()
+    if resumed:
+        run, _ = made.start(due={Position(2): RequestKind.STOP})
+        with pytest.raises(RunStopped):
+            Program(run).train(4, take, "steps")
+    saved = made.saved()
+    run, _ = made.start()
+    program = Program(run)
+    run.restore()
+    with pytest.raises(UnsupportedError, match=f"'stream' was fetched from {says}"):
+        loop(program, take)
+    assert made.saved() == saved
+
+
+def test_a_first_batch_may_be_fetched_before_the_loop_and_trained_on_in_it(
+    lab: Callable[..., Lab],
+) -> None:
+    run, _ = lab().start()
+    program = Program(run)
+    run.restore()
+    first: list[torch.Tensor] = [next(program.stream)]
+    for _ in run.steps(until=forge.Steps(5)):
+        program.own_step(first.pop() if first else next(program.stream))
+    assert program.seen == [(step, step) for step in range(5)]
+
+
+def test_what_changes_behind_the_update_and_hands_nothing_out_belongs_to_the_step(
+    lab: Callable[..., Lab],
+) -> None:
+    run, _ = lab().start()
+    average = torch.optim.swa_utils.AveragedModel(nn.Linear(WIDTH, 1))
+    run.register(average=average)
+    program = Program(run)
+    run.restore()
+    for _ in run.steps(until=forge.Steps(5)):
+        loss, norm = program.backward(next(program.stream))
+        program.optimizer.step()
+        average.update_parameters(average.module)
+        run.advance(loss=loss, grad_norm=norm)
+    assert run.step_number == 5

@@ -12,6 +12,9 @@ from typing import Any
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from torch.utils.data import Dataset, RandomSampler
+from torchdata import nodes
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 import slurm_forge as forge
 from slurm_forge.control.messages.hub import RequestKind
@@ -20,10 +23,58 @@ from slurm_forge.store.identity import CheckpointName
 from slurm_forge.training.core import rng
 from slurm_forge.training.core.step_boundary import RunStopped
 from slurm_forge.vocabulary.position import LAST, Position
-from tests.unit.training.test_custom_loop import Program
+from tests.unit.training.test_custom_loop import WIDTH, Program, Stream
 from tests.unit.training.test_run import Lab
 
 STEPS = 6
+
+
+class Rows(Dataset[torch.Tensor]):
+    """Seven samples, so that epochs end inside of steps."""
+
+    def __len__(self) -> int:
+        return 7
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.randn(WIDTH, generator=torch.Generator().manual_seed(index)) + index
+
+
+class Loaded(Stream):
+    """The batches of a loader that keeps its own state, in torch's random order."""
+
+    def __init__(self, loader: Any) -> None:
+        super().__init__()
+        self.loader = loader
+        self.iterator: Any = None
+
+    def __next__(self) -> torch.Tensor:
+        batch = None
+        while batch is None:
+            self.iterator = self.iterator or iter(self.loader)
+            batch = next(self.iterator, None)
+            self.iterator = None if batch is None else self.iterator
+        self.position += 1
+        self.fetched.append((self.position, batch.sum().item()))
+        return batch
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"position": self.position, "loader": self.loader.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.position = state["position"]
+        self.loader.load_state_dict(state["loader"])
+
+
+def stream_of(source: str) -> Stream:
+    if source == "stream":
+        return Stream()
+    if source == "nodes":
+        rows = nodes.Mapper(nodes.SamplerWrapper(RandomSampler(Rows())), Rows().__getitem__)
+        batches = nodes.Mapper(nodes.Batcher(rows, batch_size=2), torch.stack)
+        prefetched = nodes.Prefetcher(batches, prefetch_factor=2)
+        return Loaded(nodes.Loader(prefetched, restart_on_stop_iteration=False))
+    workers = 2 if source == "workers" else 0
+    return Loaded(StatefulDataLoader(Rows(), 2, shuffle=True, num_workers=workers))
 
 
 @dataclass
@@ -73,6 +124,7 @@ class Memory:
 class Shape:
     """How a loop is written, and how its run is saved."""
 
+    source: str
     loop: str
     take: str
     accumulate: int
@@ -84,6 +136,8 @@ class Shape:
 
 shapes = st.builds(
     Shape,
+    # Processes and threads take their time.
+    source=st.sampled_from(["stream", "stream", "stream", "loader", "loader", "nodes", "workers"]),
     loop=st.sampled_from(["for", "while", "steps"]),
     take=st.sampled_from(["own", "apply", "block", "whole", "two"]),
     accumulate=st.integers(1, 4),
@@ -182,7 +236,7 @@ def lived(
     for place, kind in [*stops, (Position(STEPS + 1), RequestKind.STOP)]:
         run, _ = made.start(due={place: kind})
         memory.keep(run)
-        program = Program(run)
+        program = Program(run, stream=stream_of(shape.source))
         try:
             train(program, shape)
         except RunStopped:
@@ -196,7 +250,10 @@ def lived(
 
 
 @settings(
-    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    # 40, and 800 where time does not matter.
+    max_examples=settings.default.max_examples * 8 // 5,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(
     shape=shapes,
@@ -213,10 +270,11 @@ def test_the_samples_behind_every_checkpoint_are_those_consumed(
     for kept in memory.saved:
         number = kept["progress"]["step"]
         assert kept["others"]["stream"]["position"] == number * shape.accumulate, kept["reason"]
-    last = dict(program.seen)
-    size = shape.accumulate
-    assert last == {n: tuple(range(n * size, (n + 1) * size)) for n in range(STEPS)}
     _, whole = lived(folder / "whole", shape, [])
+    expected, size = dict(whole.seen), shape.accumulate
+    assert all(seen == expected[number] for number, seen in program.seen)
+    if shape.source == "stream":
+        assert expected == {n: tuple(range(n * size, (n + 1) * size)) for n in range(STEPS)}
     assert torch.equal(program.weights, whole.weights)
 
 
@@ -224,7 +282,7 @@ def test_a_save_behind_the_fetch_is_seen(tmp_path: Path, monkeypatch: Any) -> No
     """The property can fail: as it did where a phase saved what was fetched."""
     from slurm_forge.training.loop.positions import Positions
 
-    shape = Shape("while", "own", 1, "behind the fetch", None, frozenset(), 1)
+    shape = Shape("stream", "while", "own", 1, "behind the fetch", None, frozenset(), 1)
     stop: Callable[[], Any] = lambda: lived(  # noqa: E731
         tmp_path / "run", shape, [(Position(2, 1, 1), RequestKind.STOP)]
     )
