@@ -84,6 +84,8 @@ class RunFile(JobSection):
     node_ledger: str | None = None
     #: The run's own folder below the job's ``fallback``: another run of that name has another.
     fallback_name: str | None = None
+    #: Such folders below an earlier ``fallback``: what was saved there is still read.
+    old_fallbacks: tuple[str, ...] = ()
     #: None where the entry is imported from the files as they are.
     code: CodeVersion | None = None
     #: What was changed on purpose since the run was begun; of a fork, since its parent was.
@@ -120,9 +122,25 @@ class RunFile(JobSection):
             return None
         return Path(self.job.checkpoint.fallback) / self.fallback_name
 
+    @property
+    def earlier_fallbacks(self) -> tuple[Path, ...]:
+        """Where checkpoints may lie that were written under an earlier job of the run."""
+        return tuple(Path(each) for each in self.old_fallbacks)
+
+    def with_job(self, job: JobSpec) -> RunFile:
+        """The same run with another job; a fallback folder that the job leaves is kept in mind."""
+        now = self.model_copy(
+            update={"job": job, "fallback_name": self.fallback_name or name_fallback(job)}
+        )
+        known = dict.fromkeys((*self.old_fallbacks, str(self.fallback)))
+        left = tuple(each for each in known if each not in ("None", str(now.fallback)))
+        return now.model_copy(update={"old_fallbacks": left})
+
     def open_store(self, run: RunDirectory) -> CheckpointStore:
         """The checkpoints of the run; ``UnsafeFileError`` where others can write among them."""
-        return CheckpointStore(run.checkpoints, self.job.name, fallback=self.fallback)
+        return CheckpointStore(
+            run.checkpoints, self.job.name, fallback=self.fallback, earlier=self.earlier_fallbacks
+        )
 
     @property
     def folder(self) -> Path:

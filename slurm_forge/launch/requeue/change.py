@@ -29,7 +29,7 @@ from slurm_forge.slurm.client import Slurm
 from slurm_forge.slurm.records import JobRecord
 from slurm_forge.slurm.states import ACTIVE, PENDING_LIKE, TERMINAL
 from slurm_forge.spec import JobSpec
-from slurm_forge.spec.run_file import Revision, RunFile, name_fallback, read_run_file
+from slurm_forge.spec.run_file import Revision, RunFile, read_run_file
 from slurm_forge.vocabulary.job_change import JobChange
 
 _LARGEST = 1 << 24
@@ -162,13 +162,7 @@ def _replaced(
 ) -> RunFile:
     number = max((each.number for each in file.revisions), default=0) + 1
     revision = Revision(number=number, verb=verb, user=person(), changes=tuple(changes))
-    now = file.model_copy(
-        update={
-            "job": new,
-            "revisions": (*file.revisions, revision),
-            "fallback_name": file.fallback_name or name_fallback(new),
-        }
-    )
+    now = file.with_job(new).model_copy(update={"revisions": (*file.revisions, revision)})
     kept = run.revision(number)
     make_private_directory(kept.parent)
     write_atomic(kept, read_bounded(run.spec_file, _LARGEST))

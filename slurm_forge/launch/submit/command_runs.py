@@ -160,7 +160,7 @@ def open_run(
             f"{run.path} is finished, and was started with another command",
             next_step="Choose another name: slurm-forge exec --name OTHER -- …",
         )
-    renewed = file.model_copy(update={"job": job})
+    renewed = file.with_job(job)
     write_atomic(run.spec_file, renewed.to_yaml().encode())
     changed = differences(file.job.model_dump(mode="json"), job.model_dump(mode="json"))
     verb = f"change {'; '.join(str(one) for one in changed[:_SHOWN])}"

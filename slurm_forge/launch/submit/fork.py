@@ -86,6 +86,7 @@ def fork_run(
             "job": request.job,
             "revisions": (*file.revisions, revision),
             "fallback_name": name_fallback(request.job),
+            "old_fallbacks": (),
             "code": code.version,
         }
     )

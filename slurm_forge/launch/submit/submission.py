@@ -212,8 +212,7 @@ def renew_run(run: RunDirectory, file: RunFile, now: JobSpec, path: Path) -> Run
     refuse_other_job(run, allowed, now, path)
     if file.job == now:
         return file
-    fallback = file.fallback_name or name_fallback(now)
-    renewed = file.model_copy(update={"job": now, "fallback_name": fallback})
+    renewed = file.with_job(now)
     write_atomic(run.spec_file, renewed.to_yaml().encode())
     changed = differences(file.job.model_dump(mode="json"), now.model_dump(mode="json"))
     note(run, UserAsked(verb=f"change {'; '.join(map(str, changed[:5]))}"[:400], user=person()))

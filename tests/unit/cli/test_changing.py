@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from slurm_forge.cli.observe.run_reading import gather
 from slurm_forge.cli.run_choice import site_places
 from slurm_forge.errors import SlurmCommandError
 from slurm_forge.journal import RunStatus, fold, read_journal
@@ -21,6 +22,7 @@ from slurm_forge.spec.run_file import RunFile, read_run_file
 from slurm_forge.vocabulary.cause import Cause
 from slurm_forge.vocabulary.decision import Action
 from tests.unit.cli.conftest import PretendSlurm, Shell
+from tests.unit.cli.test_checkpoints import Checkpoints
 from tests.unit.report.journals import Scribe
 
 JOB = """\
@@ -314,6 +316,32 @@ def test_a_run_that_trains_is_left_alone(
     assert "slurm-forge stop tiny-gpt" in result.stderr
     assert trained.run.spec_file.read_bytes() == before
     assert not told(trained)
+
+
+def test_what_lies_in_an_earlier_fallback_folder_stays_part_of_the_run(
+    shell: Shell, slurm: PretendSlurm
+) -> None:
+    first, second = shell.folder / "first", shell.folder / "second"
+    made = Checkpoints(shell.folder / "runs", f"{{fallback: {first}}}")
+    file = read_run_file(made.run.spec_file).model_copy(update={"fallback_name": "tiny-gpt-1a2b"})
+    made.run.spec_file.write_text(file.to_yaml())
+    (shell.folder / "tiny.py").write_text("def train(run):\n    pass\n")
+    name = str(made.save(100))
+    made.hold()
+    (first / "tiny-gpt-1a2b").mkdir(parents=True, mode=0o700)
+    (made.run.checkpoints / name).rename(first / "tiny-gpt-1a2b" / name)
+    for place, earlier in ((second, first), (first, second), ("null", first)):
+        words = ("--set", f"checkpoint.fallback={place}", "--no-submit")
+        result = shell("change", "tiny-gpt", *words)
+        assert result.exit_code == 0, result.stderr
+        file = read_run_file(made.run.spec_file)
+        assert str(earlier / "tiny-gpt-1a2b") in file.old_fallbacks
+        assert str(file.fallback) not in file.old_fallbacks
+        assert name in shell("checkpoints", "list", "tiny-gpt", "--json").stdout
+        assert [each.step for each in gather(made.run).on_disk or ()] == [100]
+    result = shell("fork", "tiny-gpt", "--name", "child", "--no-submit")
+    assert result.exit_code == 0, result.stderr
+    assert read_run_file(made.run.path.parent / "child" / "run.yaml").old_fallbacks == ()
 
 
 def test_a_job_that_waits_is_held_meanwhile(
