@@ -100,14 +100,14 @@ def requeue(
     directory = meant(run, runs)
     changes = ResourceChanges(mem=mem, time=time, exclude=exclude, partition=partition)
     file = read_run_file(directory.spec_file)
-    job = run_state(directory).job
-    if code is not None and job and not job[0].isdigit():
+    state = run_state(directory)
+    if code is not None and state.is_local:
         _take_new_code(directory, file, code)
         typer.echo(f"to continue: slurm-forge run {reference(directory)}")
         return
-    if job and not job[0].isdigit() and not directory.is_done():
+    if state.is_local and not directory.is_done():
         raise RunDirectoryError(
-            f"{directory.name} was started on this machine, not by Slurm ({job})",
+            f"{directory.name} is a run of this machine, not of Slurm",
             next_step=f"Continue it here: slurm-forge run {run}",
         )
     if code is not None:
@@ -234,7 +234,7 @@ def stop(run: RunOrJob, runs: Runs = None) -> None:
         )
     typer.echo(
         f"{directory.name}: {answer}.   to continue later: "
-        f"{again(reference(directory), run_state(directory).job)}"
+        f"{again(reference(directory), run_state(directory))}"
     )
 
 

@@ -138,7 +138,6 @@ def _change(
     from slurm_forge.launch.requeue.change import (
         change_run,
         global_batch_of,
-        is_of_this_machine,
         refuse_foreign_script,
         refuse_kept_script,
     )
@@ -178,11 +177,10 @@ def _change(
     follows = consequences(
         file.job, new, changes, step=state.committed_step, finished=run.is_done()
     )
-    is_local = is_of_this_machine(state, records)
-    slurm = None if is_local else SubprocessSlurm.of_this_process()
+    slurm = None if state.is_local else SubprocessSlurm.of_this_process()
     now, notes = file, doubts
     if not dry_run:
-        with hold_run_lock(run) if is_local else nullcontext():
+        with hold_run_lock(run) if state.is_local else nullcontext():
             changed = change_run(run, file, new, changes, verb=verb, site=site, slurm=slurm)
         now, notes = changed.file, (*doubts, *changed.notes)
     if not as_json:
@@ -210,7 +208,7 @@ def _change(
     elif text:
         typer.echo(f"{run.name}: changed; {text}.   follow: slurm-forge status {name}")
     else:
-        again = f"slurm-forge run {name}" if is_local else f"slurm-forge requeue {name}"
+        again = f"slurm-forge run {name}" if state.is_local else f"slurm-forge requeue {name}"
         typer.echo(f"{run.name}: changed.   to continue: {again}")
 
 

@@ -99,10 +99,8 @@ def fork(
     from slurm_forge.cli.run_choice import reference, site_places
     from slurm_forge.cli.run_of_job import meant
     from slurm_forge.cli.start.change import bring_back_changed
-    from slurm_forge.journal import read_journal
     from slurm_forge.launch.requeue.change import (
         global_batch_of,
-        is_of_this_machine,
         refuse_foreign_script,
     )
     from slurm_forge.launch.submit.fork import ForkRequest, fork_run
@@ -115,13 +113,12 @@ def fork(
     parent = meant(run, runs)
     opened = open_run(str(parent.path), None)
     file, state = opened.file, opened.state
-    records, _ = read_journal(parent, skip_superseded=True)
     refuse_foreign_script(parent, file.job)
     parts = _parts(fresh)
     layered = with_settings(file.job, settings or (), name)
     refuse_other_kind(file.job, layered.job)
     checkpoint = _chosen(opened, from_)
-    batch = global_batch_of(records)
+    batch = global_batch_of(opened.records)
     changes = tuple(
         each
         for each in job_changes(
@@ -133,7 +130,7 @@ def fork(
         check_entry(layered.job.entry, file.folder, parent.spec_file, list(layered.job.args))
     chosen = site_places().load(site or file.site_file or file.site).site
     _refuse(layered, parent, chosen)
-    is_local = is_of_this_machine(state, records)
+    is_local = state.is_local
     request = ForkRequest(
         checkpoint=checkpoint,
         job=layered.job,

@@ -61,13 +61,6 @@ def global_batch_of(records: Iterable[Record]) -> int | None:
     return known
 
 
-def is_of_this_machine(state: RunState, records: Sequence[Record]) -> bool:
-    """Whether the run goes on without Slurm; of a fork that has not started, as its parent did."""
-    if state.job:
-        return not state.job[0].isdigit()
-    return any(isinstance(each.event, Forked) and each.event.local for each in records)
-
-
 def refuse_foreign_script(run: RunDirectory, job: JobSpec) -> None:
     """``ConfigError`` for a run whose job is described elsewhere than in its ``run.yaml``."""
     if own_script(run).is_file() or (job.entry is None and not job_script(run).is_file()):

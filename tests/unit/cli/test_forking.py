@@ -199,6 +199,11 @@ def test_a_fork_of_a_run_of_this_machine_is_one_of_this_machine(
     made.scribe.end("hold")
     result = shell("fork", "tiny-gpt", "--name", "child")
     assert "to start it: slurm-forge run child" in result.stdout, result.stderr
+    for verb in ("status", "explain"):
+        assert "slurm-forge run child" in shell(verb, "child").stdout
+        assert "slurm-forge requeue" not in shell(verb, "child").stdout
+    result = shell("requeue", "child")
+    assert "Continue it here: slurm-forge run child" in result.stderr
     result = shell("change", "child", "--set", "args.lr=0.3")
     assert "to continue: slurm-forge run child" in result.stdout, result.stderr
     result = shell("fork", "child", "--name", "grandchild")
