@@ -6,9 +6,11 @@ it was to begin at.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import shutil
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -37,6 +39,9 @@ from slurm_forge.vocabulary.job_change import JobChange
 from slurm_forge.vocabulary.plan import RecoveryPlan
 from slurm_forge.vocabulary.trust import Trust
 
+#: How the name of a run begins that is being made.
+_STAGE = ".fork-"
+_ABANDONED_S = 86400.0
 _READ_BACK = "every block was read back when the run was forked"
 
 
@@ -68,12 +73,10 @@ def fork_run(
     """
     child = RunDirectory.at(runs / request.job.name)
     if os.path.lexists(child.path):
-        raise RunDirectoryError(
-            f"there is already something in {child.path}",
-            next_step="Choose another name for the new run: --name OTHER",
-        )
+        raise _taken(child)
     make_private_directory(child.path.parent)
-    made = RunDirectory.at(child.path.parent / f".fork-{child.name}-{secrets.token_hex(4)}")
+    _remove_abandoned(child.path.parent)
+    made = RunDirectory.at(child.path.parent / f"{_STAGE}{child.name}-{secrets.token_hex(4)}")
     number = max((each.number for each in file.revisions), default=0) + 1
     code = _code(child, file, request)
     changes = request.changes
@@ -99,7 +102,12 @@ def fork_run(
             fresh=request.fresh,
         )
         _write_history(made, parent, state, request, adopted, revision)
-        os.rename(made.path, child.path)  # noqa: PTH104
+        try:
+            os.rename(made.path, child.path)  # noqa: PTH104
+        except OSError as error:
+            if os.path.lexists(child.path):  # another command was as fast
+                raise _taken(child) from error
+            raise
     except BaseException:
         shutil.rmtree(made.path, ignore_errors=True)
         raise
@@ -108,6 +116,21 @@ def fork_run(
         note(child, Note(text=code.note))
     note(parent, Note(text=f"forked: {child.name} begins at {request.checkpoint}"))
     return child, now
+
+
+def _taken(child: RunDirectory) -> RunDirectoryError:
+    return RunDirectoryError(
+        f"there is already something in {child.path}",
+        next_step="Choose another name for the new run: --name OTHER",
+    )
+
+
+def _remove_abandoned(runs: Path) -> None:
+    """Delete what forks that were killed have left: none takes as long as those are old."""
+    for left in runs.glob(f"{_STAGE}*"):
+        with contextlib.suppress(OSError):
+            if time.time() - left.stat().st_mtime > _ABANDONED_S:
+                shutil.rmtree(left, ignore_errors=True)
 
 
 def _code(child: RunDirectory, file: RunFile, request: ForkRequest) -> CodeChoice:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 
 import pytest
 
 from slurm_forge.journal import events as ev
 from slurm_forge.journal import read_journal
+from slurm_forge.launch.submit import fork as forks
 from slurm_forge.run_directory import RunDirectory
 from slurm_forge.spec.run_file import read_run_file
 from slurm_forge.store.directory import CheckpointStore
@@ -182,6 +184,40 @@ def test_a_damaged_checkpoint_leaves_nothing_behind(
     assert result.exit_code == 2
     assert "block 70" in result.stderr
     assert sorted(made.run.path.parent.iterdir()) == before
+
+
+def test_what_a_killed_fork_left_is_no_run_and_goes_with_a_later_fork(
+    shell: Shell, made: Checkpoints, slurm: PretendSlurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def killed(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    runs = made.run.path.parent
+    with monkeypatch.context() as patched:  # as kill -9 does: nothing is cleared away
+        patched.setattr(forks.shutil, "rmtree", lambda *_, **__: None)
+        patched.setattr(forks, "_write_history", killed)
+        assert shell("fork", "tiny-gpt", "--name", "child").exit_code
+    (left,) = runs.glob(".fork-child-*")
+    assert ".fork" not in shell("status").stdout
+    shell("fork", "tiny-gpt", "--name", "other", "--no-submit")
+    assert left.is_dir(), "it may be a fork that goes on"
+    os.utime(left, (0, 0))
+    shell("fork", "tiny-gpt", "--name", "third", "--no-submit")
+    assert not left.exists()
+    made.store.verify_manifest(made.names[300])
+
+
+def test_two_forks_of_one_name_make_one_run(
+    shell: Shell, made: Checkpoints, slurm: PretendSlurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shell("fork", "tiny-gpt", "--name", "child", "--from", "100", "--no-submit")
+    with monkeypatch.context() as patched:
+        patched.setattr(forks.os.path, "lexists", lambda path: patched.undo() is not None)
+        result = shell("fork", "tiny-gpt", "--name", "child", "--from", "200")
+    assert result.exit_code == 2
+    assert "there is already something in" in result.stderr
+    assert base_of(child_of(made)) == 100
+    assert not list(made.run.path.parent.glob(".fork-*"))
 
 
 def test_without_a_metric_there_is_no_best_one(shell: Shell, slurm: PretendSlurm) -> None:
