@@ -20,6 +20,7 @@ from slurm_forge.journal.fold import in_order, without_fenced
 from slurm_forge.launch.render.array_chain import waiting_record
 from slurm_forge.launch.render.batch_script import render
 from slurm_forge.launch.requeue.reconcile import alone, is_held, job_of_script, known_record
+from slurm_forge.launch.submit.code_version import CodeChoice, code_change
 from slurm_forge.launch.submit.submission import job_script, note, own_script, payload
 from slurm_forge.person import person
 from slurm_forge.recovery.job_changes import GLOBAL_BATCH
@@ -105,15 +106,9 @@ def change_run(
     of this machine, whose lock the caller holds.  ``RunDirectoryError`` while the run is training.
     """
     with alone(run):
-        if read_run_file(run.spec_file) != file:
-            raise RunDirectoryError(
-                f"{run.name} was changed by another command at the same time",
-                next_step=f"See what it is now (slurm-forge status {run.name}), then try again.",
-            )
-        records, _ = read_journal(run, skip_superseded=True, refresh=True)
+        records, missing = _unchanged_since(run, file)
         state = fold(records)
         events = [each.event for each in records if isinstance(each.event, JobChanged)]
-        missing = _unreported(records, file)
         reopened = state.status is not RunStatus.FINISHED and any(each.reopened for each in events)
         if not changes and not missing and not (run.is_done() and reopened):
             raise ConfigError(
@@ -125,11 +120,34 @@ def change_run(
         for each in missing:
             _tell(run, state, each)
         if changes:
-            file = _replaced(run, file, new, changes, verb)
+            file = _replaced(run, file.with_job(new), changes, verb)
             _tell(run, state, file.revisions[-1])
         if run.is_done():
             run.reopen()
         return Changed(file, notes)
+
+
+def change_code(run: RunDirectory, file: RunFile, choice: CodeChoice, *, verb: str) -> RunFile:
+    """Have a run that rests use another snapshot of its code from its next start on."""
+    with alone(run):
+        records, missing = _unchanged_since(run, file)
+        state = fold(records)
+        now = file.model_copy(update={"code": choice.version})
+        now = _replaced(run, now, (code_change(file, choice),), verb)
+        for each in (*missing, now.revisions[-1]):
+            _tell(run, state, each)
+    return now
+
+
+def _unchanged_since(run: RunDirectory, file: RunFile) -> tuple[list[Record], list[Revision]]:
+    """The journal and the revisions that it lacks; RunDirectoryError where ``file`` is outdated."""
+    if read_run_file(run.spec_file) != file:
+        raise RunDirectoryError(
+            f"{run.name} was changed by another command at the same time",
+            next_step=f"See what it is now (slurm-forge status {run.name}), then try again.",
+        )
+    records, _ = read_journal(run, skip_superseded=True, refresh=True)
+    return records, _unreported(records, file)
 
 
 def report_revisions(run: RunDirectory, file: RunFile, records: Sequence[Record]) -> None:
@@ -150,12 +168,11 @@ def _unreported(records: Sequence[Record], file: RunFile) -> list[Revision]:
     return [each for each in file.revisions if each.number > newest]
 
 
-def _replaced(
-    run: RunDirectory, file: RunFile, new: JobSpec, changes: Sequence[JobChange], verb: str
-) -> RunFile:
+def _replaced(run: RunDirectory, file: RunFile, changes: Sequence[JobChange], verb: str) -> RunFile:
+    """Keep the present ``run.yaml``, and put ``file`` with one more revision in its place."""
     number = max((each.number for each in file.revisions), default=0) + 1
     revision = Revision(number=number, verb=verb, user=person(), changes=tuple(changes))
-    now = file.with_job(new).model_copy(update={"revisions": (*file.revisions, revision)})
+    now = file.model_copy(update={"revisions": (*file.revisions, revision)})
     kept = run.revision(number)
     make_private_directory(kept.parent)
     write_atomic(kept, read_bounded(run.spec_file, _LARGEST))

@@ -19,15 +19,19 @@ from slurm_forge.source.work_tree import GitRevision, WorkTree
 from slurm_forge.spec import JobSpec
 from slurm_forge.spec.run_file import CodeVersion, RunFile, read_run_file
 from slurm_forge.spec.safeguards import CodeMode
+from slurm_forge.vocabulary.job_change import JobChange
 
+#: Changed files that are named.
+_SHOWN_FILES = 10
 _NO_REVISION = GitRevision("", None)
 
 
 @dataclass(frozen=True, slots=True)
 class CodeChoice:
-    """``version`` is None where the files are used as they are; ``note`` is why, if that matters.
+    """``version`` is None where the files are used as they are.
 
-    ``changed`` are the files in which the version differs from the one before.
+    ``note`` tells why, if that matters, or what a snapshot does not hold.  ``changed`` are the
+    files in which the version differs from the one before.
     """
 
     version: CodeVersion | None = None
@@ -98,6 +102,17 @@ def _snapshot(
     used = {digest, *([] if before is None else [before.digest]), *_used(run.path.parent)}
     prune_snapshots(run.code_pool, used)
     return CodeChoice(version, changed=changed)
+
+
+def code_change(file: RunFile, choice: CodeChoice) -> JobChange:
+    """That a run which is now made of ``file`` is to be made of the code chosen."""
+    live = f"the files in {file.submitted_from}"
+    names = ", ".join(choice.changed[:_SHOWN_FILES])
+    more = len(choice.changed) - _SHOWN_FILES
+    differs = f" (changed: {names}{f' and {more} more' if more > 0 else ''})" if names else ""
+    return JobChange(
+        key="code", old=str(file.code or live), new=f"{choice.version or live}{differs}"
+    )
 
 
 def _used(runs: Path) -> set[str]:

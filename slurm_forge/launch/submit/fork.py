@@ -26,7 +26,7 @@ from slurm_forge.journal.events import (
     Note,
 )
 from slurm_forge.journal.file import NO_LAUNCH
-from slurm_forge.launch.submit.code_version import CodeChoice, choose_code
+from slurm_forge.launch.submit.code_version import CodeChoice, choose_code, code_change
 from slurm_forge.launch.submit.submission import note
 from slurm_forge.person import person
 from slurm_forge.run_directory import RunDirectory
@@ -81,8 +81,7 @@ def fork_run(
     code = _code(child, file, request)
     changes = request.changes
     if file.code is not None and code.version != file.code:
-        new = code.version or f"the files in {file.submitted_from}"
-        changes = (*changes, JobChange(key="code", old=f"{file.code}", new=f"{new}"))
+        changes = (*changes, code_change(file, code))
     revision = Revision(number=number, verb=FORKED, user=person(), changes=changes)
     now = file.model_copy(
         update={
