@@ -90,16 +90,16 @@ def create_run(
     )
     if run.spec_file.exists() and untouched(run):
         run.spec_file.unlink(missing_ok=True)  # made once and never started: a refused submission
-    why_live = ""
+    doubt = ""
     if not run.spec_file.exists() and (
         _has_git(submitted_from) or job.code.mode is not CodeMode.AUTO
     ):
         code = choose_code(job, run, submitted_from.absolute(), queued=queued)
-        file, why_live = file.model_copy(update={"code": code.version}), code.note
+        file, doubt = file.model_copy(update={"code": code.version}), code.note
     run.create(file.to_yaml().encode())
-    if why_live:
-        say(why_live)
-        note(run, Note(text=why_live))
+    if doubt:
+        say(doubt)
+        note(run, Note(text=doubt))
     return run, file
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 
 import pytest
@@ -194,7 +195,7 @@ def test_what_a_killed_fork_left_is_no_run_and_goes_with_a_later_fork(
 
     runs = made.run.path.parent
     with monkeypatch.context() as patched:  # as kill -9 does: nothing is cleared away
-        patched.setattr(forks.shutil, "rmtree", lambda *_, **__: None)
+        patched.setattr(shutil, "rmtree", lambda *_, **__: None)
         patched.setattr(forks, "_write_history", killed)
         assert shell("fork", "tiny-gpt", "--name", "child").exit_code
     (left,) = runs.glob(".fork-child-*")
@@ -212,7 +213,7 @@ def test_two_forks_of_one_name_make_one_run(
 ) -> None:
     shell("fork", "tiny-gpt", "--name", "child", "--from", "100", "--no-submit")
     with monkeypatch.context() as patched:
-        patched.setattr(forks.os.path, "lexists", lambda path: patched.undo() is not None)
+        patched.setattr(os.path, "lexists", lambda path: patched.undo() is not None)
         result = shell("fork", "tiny-gpt", "--name", "child", "--from", "200")
     assert result.exit_code == 2
     assert "there is already something in" in result.stderr
