@@ -212,8 +212,13 @@ def test_two_forks_of_one_name_make_one_run(
     shell: Shell, made: Checkpoints, slurm: PretendSlurm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shell("fork", "tiny-gpt", "--name", "child", "--from", "100", "--no-submit")
+
+    def looked_too_early(_: object) -> bool:
+        patched.undo()
+        return False
+
     with monkeypatch.context() as patched:
-        patched.setattr(os.path, "lexists", lambda path: patched.undo() is not None)
+        patched.setattr(os.path, "lexists", looked_too_early)
         result = shell("fork", "tiny-gpt", "--name", "child", "--from", "200")
     assert result.exit_code == 2
     assert "there is already something in" in result.stderr

@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -47,18 +48,18 @@ def repository(tmp_path: Path) -> Path:
     return folder
 
 
-def selection(folder: Path, keep_out: Path | None = None, **options: object) -> Selection:
+def selection(folder: Path, keep_out: Path | None = None, **options: Any) -> Selection:
     given = {"exclude": (), "max_size": LARGE, **options}
-    return Selection(keep_out=keep_out or folder.parent / "runs", **given)  # type: ignore[arg-type]
+    return Selection(keep_out=keep_out or folder.parent / "runs", **given)
 
 
-def contents(folder: Path, keep_out: Path | None = None, **options: object) -> Content:
+def contents(folder: Path, keep_out: Path | None = None, **options: Any) -> Content:
     tree = WorkTree.around(folder, PATH)
     assert tree is not None
     return content_of(tree, selection(folder, keep_out, **options))
 
 
-def copied(folder: Path, pool: Path, **options: object) -> Path:
+def copied(folder: Path, pool: Path, **options: Any) -> Path:
     tree = WorkTree.around(folder, PATH)
     assert tree is not None
     return pool / take_snapshot(tree, selection(folder, **options), pool)[0]
