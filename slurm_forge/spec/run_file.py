@@ -82,6 +82,8 @@ class RunFile(JobSection):
     usual_save: PositiveDuration | None = None
     #: Where the site keeps its node ledger; None is the user's own.
     node_ledger: str | None = None
+    #: Processes of a run of this machine, where ``--ranks`` said another number than the job.
+    ranks: int | None = Field(default=None, ge=1)
     #: The run's own folder below the job's ``fallback``: another run of that name has another.
     fallback_name: str | None = None
     #: Such folders below an earlier ``fallback``: what was saved there is still read.
@@ -129,8 +131,13 @@ class RunFile(JobSection):
 
     def with_job(self, job: JobSpec) -> RunFile:
         """The same run with another job; a fallback folder that the job leaves is kept in mind."""
+        same = job.resources.tasks_per_node == self.job.resources.tasks_per_node
         now = self.model_copy(
-            update={"job": job, "fallback_name": self.fallback_name or name_fallback(job)}
+            update={
+                "job": job,
+                "ranks": self.ranks if same else None,
+                "fallback_name": self.fallback_name or name_fallback(job),
+            }
         )
         known = dict.fromkeys((*self.old_fallbacks, str(self.fallback)))
         left = tuple(each for each in known if each not in ("None", str(now.fallback)))

@@ -83,9 +83,8 @@ def fork_run(
     if file.code is not None and code.version != file.code:
         changes = (*changes, code_change(file, code))
     revision = Revision(number=number, verb=FORKED, user=person(), changes=changes)
-    now = file.model_copy(
+    now = file.with_job(request.job).model_copy(
         update={
-            "job": request.job,
             "revisions": (*file.revisions, revision),
             "fallback_name": name_fallback(request.job),
             "old_fallbacks": (),
