@@ -93,17 +93,27 @@ def refuse_other_kind(old: JobSpec, new: JobSpec) -> None:
     )
 
 
-def refuse_not_prolonging(changes: Iterable[JobChange], run: str) -> None:
+def refuse_not_prolonging(
+    changes: Iterable[JobChange], run: str, defaults: Mapping[str, object]
+) -> None:
     """``ConfigError`` unless every change only prolongs the run.
 
-    That is a whole number of ``args`` that grows (steps, epochs), and ``resources.time``.
+    That is a whole number of ``args`` that grows (steps, epochs), and ``resources.time``.  Where
+    the job does not set an argument, its value is that of the program's ``defaults``.
     """
     for each in changes:
-        if each.key == "resources.time" or (each.key.startswith("args.") and _grows(each)):
+        name = each.key.removeprefix("args.")
+        was = each.old if each.old is not None else defaults.get(name)
+        if each.key == "resources.time" or (name != each.key and _grows(was, each.new)):
             continue
+        why = "does more than prolong the run"
+        if was is None and name != each.key:
+            why = (
+                "may do more than prolong the run: the program's source shows no whole number as "
+                f"the default of {name}"
+            )
         raise ConfigError(
-            f"{each} does more than prolong the run: extend takes whole numbers of args that grow, "
-            "and resources.time",
+            f"{each} {why}; extend takes whole numbers of args that grow, and resources.time",
             next_step=f"Give all of it to the verb that takes any key: slurm-forge change {run}",
         )
 
@@ -149,9 +159,9 @@ def _is_batch_size(change: JobChange, global_batch: int) -> bool:
     )
 
 
-def _grows(change: JobChange) -> bool:
+def _grows(was: object, now: str | None) -> bool:
     try:
-        return change.old is not None and int(change.new or "") > int(change.old)
+        return int(now or "") > int(str(was))
     except ValueError:
         return False
 

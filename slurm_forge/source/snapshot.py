@@ -174,6 +174,25 @@ def changed_files(old: Path, new: Path, content: Content) -> tuple[str, ...]:
     return tuple(sorted(differ | (before - set(content.files))))
 
 
+def place_in_snapshot(entry: str, snapshot: Path, *, root: Path, folder: Path) -> tuple[str, Path]:
+    """The entry and the folder that it is looked for from, in a copy of the work tree at ``root``.
+
+    Raises:
+        SnapshotError: The snapshot is gone.
+    """
+    if not snapshot.is_dir():
+        raise SnapshotError(
+            f"the code of this run is not in {snapshot}",
+            next_step="If the run was moved, move the folder .code beside it along, or continue "
+            "with the code as it is now: slurm-forge requeue RUN --code new.",
+        )
+    where, colon, name = entry.rpartition(":")
+    file = Path(where)
+    if where.endswith(".py") and file.is_absolute() and file.is_relative_to(root):
+        entry = f"{snapshot / file.relative_to(root)}{colon}{name}"
+    return entry, snapshot / folder.relative_to(root)
+
+
 def _copied(path: Path, root: Path) -> bool:
     """Whether it was copied: neither a link nor below one."""
     while path != root:

@@ -12,6 +12,7 @@ from slurm_forge.run_directory import RunDirectory
 from slurm_forge.site.fields import Bandwidth
 from slurm_forge.site.model import EnvironmentSets
 from slurm_forge.site.parts import MasterAddress
+from slurm_forge.source.snapshot import place_in_snapshot
 from slurm_forge.source.work_tree import GitRevision
 from slurm_forge.spec.job import JobSpec
 from slurm_forge.spec.types import JobSection, PositiveDuration
@@ -128,6 +129,17 @@ class RunFile(JobSection):
     def earlier_fallbacks(self) -> tuple[Path, ...]:
         """Where checkpoints may lie that were written under an earlier job of the run."""
         return tuple(Path(each) for each in self.old_fallbacks)
+
+    def entry_place(self, run: RunDirectory, entry: str) -> tuple[str, Path]:
+        """What to look for as ``entry``, and from which folder, in the code that the run uses.
+
+        Raises:
+            SnapshotError: The run's snapshot is gone.
+        """
+        if self.code is None:
+            return entry, self.folder
+        snapshot = run.code_pool / self.code.digest
+        return place_in_snapshot(entry, snapshot, root=Path(self.code.root), folder=self.folder)
 
     def with_job(self, job: JobSpec) -> RunFile:
         """The same run with another job; a fallback folder that the job leaves is kept in mind."""

@@ -148,7 +148,7 @@ def _change(
     )
     from slurm_forge.report.submission.change_text import change_lines, consequences
     from slurm_forge.slurm.client import SubprocessSlurm
-    from slurm_forge.spec.entry import check_entry
+    from slurm_forge.spec.entry import check_entry, default_arguments
     from slurm_forge.spec.layers import with_settings
     from slurm_forge.spec.run_file import read_run_file
 
@@ -164,11 +164,14 @@ def _change(
     known_batch = global_batch_of(records)
     _refuse_unknown_batch(global_batch, known_batch, name)
     changes = job_changes(file.job, new, global_batch=known_batch, new_global_batch=global_batch)
-    if verb == "extend":
-        refuse_not_prolonging(changes, name)
     doubts: tuple[str, ...] = ()
+    defaults: dict[str, object] = {}
     if new.entry is not None:
-        doubts = tuple(check_entry(new.entry, file.folder, run.spec_file, list(new.args)))
+        place = file.entry_place(run, new.entry)
+        doubts = check_entry(*place, run.spec_file, list(new.args))
+        defaults = default_arguments(*place)
+    if verb == "extend":
+        refuse_not_prolonging(changes, name, defaults)
     site = site_places().load(site_name or file.site_file or file.site).site
     refuse(
         Checked(job=new, path=run.spec_file, doubts=doubts, document=layered.document), site, run

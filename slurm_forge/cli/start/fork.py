@@ -127,7 +127,13 @@ def fork(
         if each.key != "name"
     )
     if layered.job.entry is not None:
-        check_entry(layered.job.entry, file.folder, parent.spec_file, list(layered.job.args))
+        kept = code is None and layered.job.code == file.job.code
+        place = (layered.job.entry, file.folder)
+        check_entry(
+            *(file.entry_place(parent, layered.job.entry) if kept else place),
+            parent.spec_file,
+            list(layered.job.args),
+        )
     chosen = site_places().load(site or file.site_file or file.site).site
     _refuse(layered, parent, chosen)
     is_local = state.is_local

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+import subprocess
 from dataclasses import replace
 
 import pytest
@@ -196,6 +198,35 @@ def test_extend_refers_to_change(shell: Shell, finished: Scribe, slurm: PretendS
     assert "slurm-forge change tiny-gpt" in result.stderr
     assert finished.run.is_done()
     assert not told(finished)
+
+
+def test_extend_knows_the_default_of_an_argument_that_the_job_does_not_set(
+    shell: Shell, finished: Scribe, slurm: PretendSlurm
+) -> None:
+    result = shell("extend", "tiny-gpt", "--set", "args.seq=1")
+    assert "args.seq not set → 1 does more than prolong the run" in result.stderr
+    result = shell("extend", "tiny-gpt", "--set", "args.seq=2")
+    assert result.exit_code == 0, result.stderr
+
+
+def test_arguments_are_those_of_the_code_that_the_run_keeps(
+    shell: Shell, held: Scribe, slurm: PretendSlurm
+) -> None:
+    subprocess.run(["git", "init", "-q"], cwd=shell.folder, check=True)
+    assert shell("requeue", "tiny-gpt", "--code", "new").exit_code == 0
+    held.begin()
+    held.incident(Cause.APP_ERROR, Action.HOLD, rung=None)
+    held.end("hold")
+    (shell.folder / "tiny.py").write_text(
+        "def train(run, max_steps, lr, batch_size, other=1):\n    pass\n"
+    )
+    result = shell("change", "tiny-gpt", "--set", "args.other=2", "--no-submit")
+    assert "the function has no parameter 'other'" in result.stderr
+    result = shell("change", "tiny-gpt", "--set", "args.seq=2", "--no-submit")
+    assert result.exit_code == 0, result.stderr
+    shutil.rmtree(held.run.code_pool)
+    result = shell("change", "tiny-gpt", "--set", "args.seq=3", "--no-submit")
+    assert "the code of this run is not in" in result.stderr
 
 
 class CutOff(BaseException):
