@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
 from slurm_forge.errors import ConfigError
 from slurm_forge.recovery.fingerprint import Difference, flat_facts
@@ -56,6 +57,14 @@ def job_changes(
         was = None if global_batch is None else str(global_batch)
         changes.append(JobChange(key=GLOBAL_BATCH, old=was, new=batch))
     return tuple(sorted(changes, key=lambda each: each.affects is not ChangeEffect.SCIENCE))
+
+
+def merged(earlier: Sequence[JobChange], later: Sequence[JobChange]) -> tuple[JobChange, ...]:
+    """Both as one change of each key, from its first value to its last one."""
+    first = {each.key: each for each in reversed((*earlier, *later))}
+    last = {each.key: each.new for each in (*earlier, *later)}
+    both = (replace(each, new=last[each.key]) for each in reversed(first.values()))
+    return tuple(each for each in both if each.old != each.new)
 
 
 def effect_of(key: str) -> ChangeEffect:

@@ -100,11 +100,12 @@ def fork(
     from slurm_forge.cli.run_of_job import meant
     from slurm_forge.cli.start.change import bring_back_changed
     from slurm_forge.launch.requeue.change import (
+        changed_later,
         global_batch_of,
         refuse_foreign_script,
     )
     from slurm_forge.launch.submit.fork import ForkRequest, fork_run
-    from slurm_forge.recovery.job_changes import job_changes, refuse_other_kind
+    from slurm_forge.recovery.job_changes import job_changes, merged, refuse_other_kind
     from slurm_forge.report.submission.change_text import change_lines
     from slurm_forge.slurm.client import SubprocessSlurm
     from slurm_forge.spec.entry import check_entry
@@ -140,7 +141,7 @@ def fork(
     request = ForkRequest(
         checkpoint=checkpoint,
         job=layered.job,
-        changes=changes,
+        changes=merged(changed_later(opened.records, checkpoint), changes),
         fresh=parts,
         global_batch=batch,
         new_code=_wants_new_code(code),

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from slurm_forge.errors import ConfigError, RunDirectoryError, SlurmCommandError
 from slurm_forge.files import make_private_directory, read_bounded, write_atomic
 from slurm_forge.journal import Record, RunState, RunStatus, fold, read_journal
-from slurm_forge.journal.events import Forked, JobChanged, Resumed
+from slurm_forge.journal.events import CheckpointCommitted, Forked, JobChanged, Resumed
 from slurm_forge.journal.fold import in_order, without_fenced
 from slurm_forge.launch.render.array_chain import waiting_record
 from slurm_forge.launch.render.batch_script import render
@@ -23,7 +23,7 @@ from slurm_forge.launch.requeue.reconcile import alone, is_held, job_of_script, 
 from slurm_forge.launch.submit.code_version import CodeChoice, code_change
 from slurm_forge.launch.submit.submission import job_script, note, own_script, payload
 from slurm_forge.person import person
-from slurm_forge.recovery.job_changes import GLOBAL_BATCH
+from slurm_forge.recovery.job_changes import GLOBAL_BATCH, merged
 from slurm_forge.run_directory import RunDirectory
 from slurm_forge.site.model import Site
 from slurm_forge.slurm.client import Slurm
@@ -31,6 +31,7 @@ from slurm_forge.slurm.records import JobRecord
 from slurm_forge.slurm.states import ACTIVE, PENDING_LIKE, TERMINAL
 from slurm_forge.spec import JobSpec
 from slurm_forge.spec.run_file import Revision, RunFile, read_run_file
+from slurm_forge.store.identity import CheckpointName
 from slurm_forge.vocabulary.job_change import JobChange
 
 _LARGEST = 1 << 24
@@ -60,6 +61,24 @@ def global_batch_of(records: Iterable[Record]) -> int | None:
             case _:
                 pass
     return known
+
+
+def changed_later(records: Iterable[Record], checkpoint: CheckpointName) -> tuple[JobChange, ...]:
+    """What was changed once the run had trained on from a checkpoint, under the job before.
+
+    A run that begins at the checkpoint has it from there on.
+    """
+    later: tuple[JobChange, ...] = ()
+    is_there = False
+    for record in in_order(without_fenced(records)):
+        match record.event:
+            case CheckpointCommitted(name=name):
+                is_there = is_there or name == str(checkpoint)
+            case JobChanged(changes=changes, step=int(step)) if is_there and step > checkpoint.step:
+                later = merged(later, changes)
+            case _:
+                pass
+    return later
 
 
 def refuse_foreign_script(run: RunDirectory, job: JobSpec) -> None:

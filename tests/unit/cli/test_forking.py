@@ -122,6 +122,22 @@ def test_a_child_can_be_forked_and_changed_itself(
     assert numbered == [(3, "fork"), (4, "change")]
 
 
+def test_a_fork_tells_what_its_parent_had_otherwise_at_that_step(
+    shell: Shell, made: Checkpoints, slurm: PretendSlurm
+) -> None:
+    shell("change", "tiny-gpt", "--set", "args.lr=0.2", "--no-submit")
+    shell("change", "tiny-gpt", "--set", "args.lr=0.3", "--set", "seed=1", "--no-submit")
+    told = shell("fork", "tiny-gpt", "--name", "early", "--from", "200", "--no-submit").stdout
+    assert "args.lr not set → 0.3\n  seed 0 → 1\n" in told
+    assert "args.lr not set → 0.3; seed 0 → 1 from step 200 on" in shell("explain", "early").stdout
+    words = ("--from", "200", "--set", "seed=0", "--no-submit")
+    told = shell("fork", "tiny-gpt", "--name", "seed", *words).stdout
+    assert "seed" not in told.partition("\n")[2].partition("to start it")[0]
+    told = shell("fork", "tiny-gpt", "--name", "late", "--from", "300", "--no-submit").stdout
+    assert "args.lr" not in told
+    assert "args.lr" not in shell("explain", "late").stdout
+
+
 def test_the_batch_size_of_a_fork_can_be_changed_before_its_first_start(
     shell: Shell, made: Checkpoints, slurm: PretendSlurm
 ) -> None:
