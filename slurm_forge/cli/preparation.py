@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,10 +51,10 @@ def check(path: Path, settings: Sequence[str] = ()) -> Checked:
     """
     layered = layered_job(path, Knobs.from_environ(process_environ()), settings)
     job = layered.job
-    doubts: tuple[str, ...] = ()
+    doubts = fallback_doubts(job)
     if job.entry is not None:
         try:
-            doubts = tuple(check_entry(job.entry, Path.cwd(), path, list(job.args)))
+            doubts = (*check_entry(job.entry, Path.cwd(), path, list(job.args)), *doubts)
         except ConfigError as error:
             raise _placed(error, layered.document) from None
     return Checked(
@@ -63,6 +64,21 @@ def check(path: Path, settings: Sequence[str] = ()) -> Checked:
         document=layered.document,
         site=layered.site,
         runs=layered.runs,
+    )
+
+
+def fallback_doubts(job: JobSpec) -> tuple[str, ...]:
+    """That checkpoints can't go to the job's ``fallback``, as far as this machine tells."""
+    folder = job.checkpoint.fallback
+    if folder is None:
+        return ()
+    there = next(each for each in (Path(folder), *Path(folder).parents) if os.path.lexists(each))
+    if there.is_dir() and os.access(there, os.W_OK | os.X_OK):
+        return ()
+    why = "is not a directory" if not there.is_dir() else "can't be written to by you"
+    return (
+        f"checkpoint.fallback: on this machine {there} {why}; unless it is otherwise on the nodes, "
+        f"make {folder} a directory of yours",
     )
 
 

@@ -13,6 +13,7 @@ from slurm_forge.cli.completion import setting_keys
 from slurm_forge.cli.options import AsJson, GlobalBatch, RunOrJob, Runs, SubmittedSite
 
 if TYPE_CHECKING:
+    from slurm_forge.journal import RunState
     from slurm_forge.run_directory import RunDirectory
     from slurm_forge.site.model import Site
     from slurm_forge.slurm.client import Slurm
@@ -130,7 +131,7 @@ def _change(
     submit: bool,
     as_json: bool,
 ) -> None:
-    from slurm_forge.cli.preparation import Checked, refuse
+    from slurm_forge.cli.preparation import Checked, fallback_doubts, refuse
     from slurm_forge.cli.run_choice import reference, site_places
     from slurm_forge.cli.run_of_job import meant
     from slurm_forge.journal import fold, read_journal
@@ -159,6 +160,7 @@ def _change(
     state = fold(records)
     layered = with_settings(file.job, settings)
     new = layered.job
+    _refuse_nothing(settings, global_batch, name)
     refuse_foreign_script(run, file.job)
     refuse_change(file.job, new, name)
     known_batch = global_batch_of(records)
@@ -170,6 +172,7 @@ def _change(
         place = file.entry_place(run, new.entry)
         doubts = check_entry(*place, run.spec_file, list(new.args))
         defaults = default_arguments(*place)
+    doubts = (*doubts, *fallback_doubts(new))
     if verb == "extend":
         refuse_not_prolonging(changes, name, defaults)
     site = site_places().load(site_name or file.site_file or file.site).site
@@ -178,7 +181,10 @@ def _change(
     )
     refuse_kept_script(run, file, new, site)
     follows = consequences(
-        file.job, new, changes, step=state.committed_step, finished=run.is_done()
+        changes,
+        ranks=(_ranks(file, state), _ranks(file.with_job(new), state)),
+        step=state.committed_step,
+        finished=run.is_done(),
     )
     slurm = None if state.is_local else SubprocessSlurm.of_this_process()
     now, notes = file, doubts
@@ -233,6 +239,23 @@ def bring_back_changed(
         for line in out.notes:
             typer.echo(line, err=True)
     return brought.job, brought.text
+
+
+def _ranks(file: RunFile, state: RunState) -> int:
+    """Of a run of this machine, on which there is no more than one node."""
+    resources = file.job.resources
+    return file.ranks or resources.tasks_per_node if state.is_local else resources.tasks
+
+
+def _refuse_nothing(wanted: list[str], global_batch: int | None, name: str) -> None:
+    from slurm_forge.errors import ConfigError
+
+    if not wanted and global_batch is None:
+        raise ConfigError(
+            "--set: nothing is given to change",
+            next_step=f"slurm-forge change {name} --set KEY=VALUE, for example args.lr=1e-4; "
+            "the keys: slurm-forge config schema.",
+        )
 
 
 def _refuse_unknown_batch(wanted: int | None, known: int | None, name: str) -> None:

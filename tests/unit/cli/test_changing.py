@@ -349,6 +349,39 @@ def test_a_run_that_trains_is_left_alone(
     assert not told(trained)
 
 
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["resources.nodes=4"], "continues from step 400, and ends there: none of this makes it"),
+        (["args.max_steps=500"], "the finished run continues from step 400\n"),
+        (["checkpoint.fallback=/nowhere/x/y"], "on this machine / can't be written to by you"),
+        (["checkpoint.fallback=/dev/null/x"], "on this machine /dev/null is not a directory"),
+    ],
+)
+def test_what_follows_is_told_before(
+    shell: Shell,
+    finished: Scribe,
+    slurm: PretendSlurm,
+    monkeypatch: pytest.MonkeyPatch,
+    words: list[str],
+    told: str,
+) -> None:
+    monkeypatch.setattr("os.access", lambda path, mode: str(path) != "/")
+    settings = (word for each in words for word in ("--set", each))
+    assert told in shell("change", "tiny-gpt", *settings, "--dry-run").stdout
+
+
+def test_the_ranks_of_a_run_of_this_machine_are_those_of_one_node(
+    shell: Shell, held: Scribe, slurm: PretendSlurm
+) -> None:
+    held.begin(job="local-77", via="submitit local")
+    held.end("hold")
+    words = ("--set", "resources.nodes=3", "--set", "resources.tasks_per_node=2", "--dry-run")
+    assert "ranks 1 → 2" in shell("change", "tiny-gpt", *words).stdout
+    held.run.spec_file.write_text(file_of(held).model_copy(update={"ranks": 4}).to_yaml())
+    assert "ranks 4 → 2" in shell("change", "tiny-gpt", *words).stdout
+
+
 def test_what_lies_in_an_earlier_fallback_folder_stays_part_of_the_run(
     shell: Shell, slurm: PretendSlurm
 ) -> None:
@@ -451,7 +484,7 @@ def test_a_run_without_a_batch_size_has_none_to_change(
         (["--set", "args.nonsense=1"], "nonsense"),
         (["--set", "argz.lr=1"], 'did you mean "args"'),
         (["--set", "resources.nodes=0"], "resources.nodes"),
-        ([], "has these values already"),
+        ([], "--set: nothing is given to change"),
     ],
 )
 def test_what_makes_no_sense_is_refused_first(
