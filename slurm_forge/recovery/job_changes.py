@@ -138,6 +138,13 @@ def accepted(difference: Difference, changes: Sequence[JobChange]) -> bool:
     return any(each.old == difference.saved for each in own)
 
 
+def unmet_batch(now: Mapping[str, str], changes: Sequence[JobChange]) -> str | None:
+    """The batch size that the run was changed to, where the program uses another one."""
+    wanted = [each.new for each in changes if each.key == GLOBAL_BATCH]
+    used = now.get(_FACTS[GLOBAL_BATCH], "")
+    return wanted[-1] if wanted and used.isdecimal() and wanted[-1] != used else None
+
+
 def fact_of(key: str) -> str | None:
     """The key under which a checkpoint's facts hold the value of a key; None where none does."""
     if key in _FACTS:
