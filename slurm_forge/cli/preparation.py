@@ -10,7 +10,7 @@ from pathlib import Path
 import typer
 
 from slurm_forge.documents import Document, KeyPath, SourcePlace
-from slurm_forge.errors import ConfigError, RunDirectoryError
+from slurm_forge.errors import ConfigError, RunDirectoryError, SnapshotError
 from slurm_forge.knobs import Knobs, process_environ
 from slurm_forge.launch.render.batch_script import refuse_traps
 from slurm_forge.launch.render.sbatch_options import asked_options, job_request
@@ -114,16 +114,19 @@ def make(
             f"slurm-forge change {run.name} --set KEY=VALUE.  For another run, change name: in "
             f"{checked.path}, or begin at a checkpoint of this one: slurm-forge fork {run.name}.",
         )
-    run, file = create_run(
-        checked.job,
-        runs=runs,
-        site=site,
-        submitted_from=Path.cwd(),
-        site_file=site_file,
-        queued=queued,
-        say=lambda text: typer.echo(f"note: {text}", err=True),
-    )
-    return run, file
+    try:
+        return create_run(
+            checked.job,
+            runs=runs,
+            site=site,
+            submitted_from=Path.cwd(),
+            site_file=site_file,
+            queued=queued,
+            say=lambda text: typer.echo(f"note: {text}", err=True),
+        )
+    except SnapshotError as error:  # the job file asks for one
+        place = checked.document.place_of(("code",))
+        raise SnapshotError(f"{place}: code: {error.message}", next_step=error.next_step) from error
 
 
 def refuse(checked: Checked, site: Site, run: RunDirectory) -> None:

@@ -152,7 +152,7 @@ def with_new_code(run: RunDirectory, file: RunFile) -> tuple[RunFile, CodeChoice
         raise SnapshotError(
             f"{run.name} runs the files in {file.submitted_from} as they are: there is no other "
             "code to take",
-            next_step=f"slurm-forge requeue {run.name}",
+            next_step="Leave out --code new: its next start imports what is there then.",
         )
     wanted = file.job.code.model_copy(update={"mode": CodeMode.SNAPSHOT})
     job = file.job.model_copy(update={"code": wanted})

@@ -169,6 +169,7 @@ def test_submitting_does_not_make_it_anew(
         (["--set", "args.nonsense=1"], "nonsense"),
         (["--name", "tiny-gpt"], "there is already something in"),
         (["--name", "no good"], "a name is 1 to 64 letters"),
+        (["--set", "name=other"], "--set name=other: the new run is child by --name"),
     ],
 )
 def test_what_can_not_be_makes_nothing(

@@ -86,6 +86,15 @@ def test_what_happens_is_told_as_it_happens_and_explained_at_the_end(
     assert "\x1b" not in result.stdout  # not a terminal
 
 
+def test_a_snapshot_that_can_not_be_made_names_the_line_that_wants_it(shell: Shell) -> None:
+    (shell.folder / "train.yaml").write_text(f"{JOB}code: snapshot\n")
+    result = shell("run", "train.yaml")
+    assert result.exit_code == 2
+    line = len(JOB.splitlines()) + 1
+    assert f"train.yaml:{line}: code: {shell.folder} is in no git work tree" in result.stderr
+    assert not (shell.folder / "runs" / "tiny-gpt").exists()
+
+
 def test_a_later_start_and_a_fork_have_as_many_ranks_as_the_run_was_given_last(
     shell: Shell, trains: Callable[[Trainer], list[int]]
 ) -> None:
