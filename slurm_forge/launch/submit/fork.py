@@ -132,10 +132,9 @@ def _remove_abandoned(runs: Path) -> None:
 
 
 def _code(child: RunDirectory, file: RunFile, request: ForkRequest) -> CodeChoice:
-    same = file.code is not None and request.job.code == file.job.code
-    if same and not request.new_code:
+    if request.job.code == file.job.code and not request.new_code:
         return CodeChoice(file.code)  # with nothing changed it computes what the other run would
-    queued = file.code is not None
+    queued = not request.local or file.code is not None
     return choose_code(request.job, child, file.folder, queued=queued, before=file.code)
 
 

@@ -371,6 +371,15 @@ def test_what_follows_is_told_before(
     assert told in shell("change", "tiny-gpt", *settings, "--dry-run").stdout
 
 
+def test_checkpoints_that_are_gone_are_told(
+    shell: Shell, held: Scribe, slurm: PretendSlurm
+) -> None:
+    words = ("change", "tiny-gpt", "--set", "seed=1", "--dry-run")
+    assert "tiny-gpt has saved checkpoints, and none is there" in shell(*words).stdout
+    (held.run.checkpoints / "step-00000400.a1.l1-00000000").mkdir()
+    assert "none is there" not in shell(*words).stdout
+
+
 def test_the_ranks_of_a_run_of_this_machine_are_those_of_one_node(
     shell: Shell, held: Scribe, slurm: PretendSlurm
 ) -> None:

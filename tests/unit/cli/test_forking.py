@@ -243,6 +243,14 @@ def test_two_forks_of_one_name_make_one_run(
     assert not list(made.run.path.parent.glob(".fork-*"))
 
 
+def test_checkpoints_that_are_gone_are_told(
+    shell: Shell, made: Checkpoints, slurm: PretendSlurm
+) -> None:
+    shutil.rmtree(made.run.checkpoints)
+    result = shell("fork", "tiny-gpt", "--name", "child")
+    assert "has saved step 300, and no checkpoint of it is there" in result.stderr
+
+
 def test_without_a_metric_there_is_no_best_one(shell: Shell, slurm: PretendSlurm) -> None:
     made = Checkpoints(shell.folder / "runs")
     made.save(100)
@@ -278,6 +286,16 @@ def test_the_schedule_of_a_fork_with_fresh_data_is_told(
     for parts, is_told in (("data", True), ("data,optimizer", False), ("rng", False)):
         words = ["fork", "tiny-gpt", "--name", f"child-{parts[-3:]}", "--fresh", parts]
         assert ("schedules of the learning rate" in shell(*words).stdout) is is_told
+
+
+def test_the_present_code_of_a_run_of_slurm_is_a_snapshot_also_where_there_was_none(
+    shell: Shell, made: Checkpoints, slurm: PretendSlurm
+) -> None:
+    subprocess.run(["git", "init", "-q"], cwd=shell.folder, check=True)
+    for name, words, is_copied in (("live", (), False), ("copied", ("--code", "new"), True)):
+        result = shell("fork", "tiny-gpt", "--name", name, "--no-submit", *words)
+        assert result.exit_code == 0, result.stderr
+        assert (read_run_file(child_of(made, name).spec_file).code is not None) is is_copied
 
 
 def test_a_fork_keeps_the_snapshot_of_its_parent_unless_the_present_code_is_wanted(
