@@ -7,10 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from slurm_forge.cli.completion import (
-    site_names,
-)
-from slurm_forge.cli.options import AsJson, RunOrJob, Runs
+from slurm_forge.cli.options import AsJson, RunOrJob, Runs, SubmittedSite
 
 if TYPE_CHECKING:
     from slurm_forge.launch.requeue.reconcile import ReconcileResult
@@ -34,15 +31,7 @@ class Answer:
 
 def requeue(
     run: RunOrJob,
-    site: Annotated[
-        str | None,
-        typer.Option(
-            "--site",
-            metavar="NAME|FILE",
-            help="Site (default: the one it was submitted with).",
-            autocompletion=site_names,
-        ),
-    ] = None,
+    site: SubmittedSite = None,
     runs: Runs = None,
     mem: Annotated[
         str | None, typer.Option("--mem", metavar="SIZE", help="Memory per node from now on: 64G.")

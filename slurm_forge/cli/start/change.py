@@ -147,6 +147,7 @@ def _change(
         refuse_change,
         refuse_not_prolonging,
     )
+    from slurm_forge.report.status.run_status import again
     from slurm_forge.report.submission.change_text import change_lines, consequences
     from slurm_forge.slurm.client import SubprocessSlurm
     from slurm_forge.spec.entry import check_entry, default_arguments
@@ -219,8 +220,7 @@ def _change(
     elif text:
         typer.echo(f"{run.name}: changed; {text}.   follow: slurm-forge status {name}")
     else:
-        again = f"slurm-forge run {name}" if state.is_local else f"slurm-forge requeue {name}"
-        typer.echo(f"{run.name}: changed.   to continue: {again}")
+        typer.echo(f"{run.name}: changed.   to continue: {again(name, state)}")
 
 
 def bring_back_changed(

@@ -106,6 +106,7 @@ def fork(
     )
     from slurm_forge.launch.submit.fork import ForkRequest, fork_run
     from slurm_forge.recovery.job_changes import job_changes, merged, refuse_other_kind
+    from slurm_forge.report.status.run_status import again
     from slurm_forge.report.submission.change_text import change_lines
     from slurm_forge.slurm.client import SubprocessSlurm
     from slurm_forge.spec.entry import check_entry
@@ -137,7 +138,6 @@ def fork(
         )
     chosen = site_places().load(site or file.site_file or file.site).site
     _refuse(layered, parent, chosen)
-    is_local = state.is_local
     request = ForkRequest(
         checkpoint=checkpoint,
         job=layered.job,
@@ -145,7 +145,7 @@ def fork(
         fresh=parts,
         global_batch=batch,
         new_code=_wants_new_code(code),
-        local=is_local,
+        local=state.is_local,
     )
     child, now = fork_run(parent, file, state, request, runs=parent.path.parent)
     if not json:
@@ -156,7 +156,7 @@ def fork(
         if "data" in parts and "optimizer" not in parts:
             typer.echo(_SCHEDULE_STAYS)
     job = text = ""
-    if submit and not is_local:
+    if submit and not state.is_local:
         job, text = bring_back_changed(child, now, chosen, SubprocessSlurm.of_this_process())
     if json:
         from slurm_forge.report.encoding import to_json
@@ -175,8 +175,7 @@ def fork(
     elif text:
         typer.echo(f"{child.name}: {text}.   follow: slurm-forge status {reference(child)}")
     else:
-        verb = "run" if is_local else "requeue"
-        typer.echo(f"to start it: slurm-forge {verb} {reference(child)}")
+        typer.echo(f"to start it: {again(reference(child), state)}")
 
 
 def _wants_new_code(code: str | None) -> bool:

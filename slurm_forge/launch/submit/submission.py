@@ -210,8 +210,11 @@ def renew_run(run: RunDirectory, file: RunFile, now: JobSpec, path: Path) -> Run
         update={**{key: getattr(now, key) for key in _MAY_CHANGE}, "resources": resources}
     )
     refuse_other_job(run, allowed, now, path)
-    if file.job == now:
-        return file
+    return file if file.job == now else replace_job(run, file, now)
+
+
+def replace_job(run: RunDirectory, file: RunFile, now: JobSpec) -> RunFile:
+    """Give the run another job of the same meaning, and tell it in the journal."""
     renewed = file.with_job(now)
     write_atomic(run.spec_file, renewed.to_yaml().encode())
     changed = differences(file.job.model_dump(mode="json"), now.model_dump(mode="json"))
