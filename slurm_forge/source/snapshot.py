@@ -25,6 +25,8 @@ from slurm_forge.units import format_memory
 #: Larger files are data: weights, archives, notebooks full of pictures.
 _LARGEST_FILE = 8 << 20
 _STAGE = ".stage-"
+#: How bytes begin that are no text, in what a command prints.
+_NO_TEXT = "\\x"
 #: How a directory of runs is recognized, wherever it lies (``run_directory/layout.py``).
 _SPEC, _JOURNAL, _POOL = "run.yaml", "journal", ".code"
 _SHOWN = 3
@@ -77,11 +79,18 @@ def content_of(tree: WorkTree, selection: Selection) -> Content:
     files: dict[str, int] = {}
     links: dict[str, None] = {}
     outside: list[str] = []
+    listed = _with_submodules(tree, listed)
     runs = _of_runs(tree.root, (*listed, *ignored))
-    for path in _with_submodules(tree, listed):
+    for path in listed:
         place = tree.root / path
         if _is_within(place, keep_out) or _is_below(path, runs):
             continue
+        if _NO_TEXT in path and not os.path.lexists(place):
+            raise SnapshotError(
+                f"the name of {path} in {tree.root} is not UTF-8",
+                next_step="Rename the file, git-ignore it, or write code: live to run the files "
+                "as they are.",
+            )
         # Deleted, and git was not told.
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             status = place.lstat()

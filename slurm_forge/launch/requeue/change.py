@@ -136,13 +136,22 @@ def change_run(
                 f"{'requeue' if slurm is not None else 'run'} {run.name}",
             )
         notes = () if slurm is None else _set_aside(run, state, file, new, site, slurm)
-        for each in missing:
-            _tell(run, state, each)
-        if changes:
-            file = _replaced(run, file.with_job(new), changes, verb)
-            _tell(run, state, file.revisions[-1])
-        if run.is_done():
-            run.reopen()
+        try:
+            for each in missing:
+                _tell(run, state, each)
+            if changes:
+                file = _replaced(run, file.with_job(new), changes, verb)
+                _tell(run, state, file.revisions[-1])
+            if run.is_done():
+                run.reopen()
+        except OSError as error:
+            again = "run" if slurm is None else "requeue"
+            raise RunDirectoryError(
+                f"{run.path} can't be written: {error}; a job of {run.name} that waited does not "
+                "start",
+                next_step="Make room there and type the command again, or let the run go on as it "
+                f"is: slurm-forge {again} {run.name}",
+            ) from error
         return Changed(file, notes)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import shutil
 import subprocess
@@ -427,6 +428,21 @@ def test_a_job_that_waits_is_held_meanwhile(
     assert slurm.released == ["8812301"]
     assert not slurm.submitted
     assert "released job 8812301" in result.stdout
+
+
+def test_a_full_disk_is_told_with_the_job_that_waits(
+    shell: Shell, held: Scribe, slurm: PretendSlurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    slurm.jobs["8812301"] = WAITS
+    monkeypatch.setattr(changing, "write_atomic", full)
+    result = shell("change", "tiny-gpt", "--set", "args.lr=1e-2")
+    assert result.exit_code == 2
+    assert "No space left on device; a job of tiny-gpt that waited does not start" in result.stderr
+    assert "slurm-forge requeue tiny-gpt" in result.stderr
+    assert file_of(held).job.args["lr"] == 0.1
 
 
 def test_a_job_that_starts_meanwhile_is_left_alone(

@@ -131,6 +131,14 @@ def test_too_much_code_is_refused_with_its_largest_folders(repository: Path) -> 
     assert "code: live" in caught.value.next_step
 
 
+def test_a_file_whose_name_is_no_text_is_refused(repository: Path) -> None:
+    (repository / os.fsdecode(b"\xff.py")).write_text("")
+    with pytest.raises(SnapshotError, match="is not UTF-8"):
+        contents(repository)
+    (repository / ".gitignore").write_text("*\n")
+    assert "train.py" in contents(repository).files
+
+
 def test_runs_in_the_work_tree_are_neither_copied_nor_linked(repository: Path) -> None:
     (repository / "runs" / "x").mkdir(parents=True)
     (repository / "runs" / "x" / "run.yaml").write_text("")
