@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 import typer
 
 from slurm_forge.documents import Document, KeyPath, SourcePlace
-from slurm_forge.errors import ConfigError, RunDirectoryError
+from slurm_forge.errors import ConfigError, RunDirectoryError, SnapshotError
 from slurm_forge.knobs import Knobs, process_environ
 from slurm_forge.launch.render.batch_script import refuse_traps
 from slurm_forge.launch.render.sbatch_options import asked_options, job_request
@@ -50,10 +51,10 @@ def check(path: Path, settings: Sequence[str] = ()) -> Checked:
     """
     layered = layered_job(path, Knobs.from_environ(process_environ()), settings)
     job = layered.job
-    doubts: tuple[str, ...] = ()
+    doubts = fallback_doubts(job)
     if job.entry is not None:
         try:
-            doubts = tuple(check_entry(job.entry, Path.cwd(), path, list(job.args)))
+            doubts = (*check_entry(job.entry, Path.cwd(), path, list(job.args)), *doubts)
         except ConfigError as error:
             raise _placed(error, layered.document) from None
     return Checked(
@@ -63,6 +64,21 @@ def check(path: Path, settings: Sequence[str] = ()) -> Checked:
         document=layered.document,
         site=layered.site,
         runs=layered.runs,
+    )
+
+
+def fallback_doubts(job: JobSpec) -> tuple[str, ...]:
+    """That checkpoints can't go to the job's ``fallback``, as far as this machine tells."""
+    folder = job.checkpoint.fallback
+    if folder is None:
+        return ()
+    there = next(each for each in (Path(folder), *Path(folder).parents) if os.path.lexists(each))
+    if there.is_dir() and os.access(there, os.W_OK | os.X_OK):
+        return ()
+    why = "is not a directory" if not there.is_dir() else "can't be written to by you"
+    return (
+        f"checkpoint.fallback: on this machine {there} {why}; unless it is otherwise on the nodes, "
+        f"make {folder} a directory of yours",
     )
 
 
@@ -98,16 +114,19 @@ def make(
             f"slurm-forge change {run.name} --set KEY=VALUE.  For another run, change name: in "
             f"{checked.path}, or begin at a checkpoint of this one: slurm-forge fork {run.name}.",
         )
-    run, file = create_run(
-        checked.job,
-        runs=runs,
-        site=site,
-        submitted_from=Path.cwd(),
-        site_file=site_file,
-        queued=queued,
-        say=lambda text: typer.echo(f"note: {text}", err=True),
-    )
-    return run, file
+    try:
+        return create_run(
+            checked.job,
+            runs=runs,
+            site=site,
+            submitted_from=Path.cwd(),
+            site_file=site_file,
+            queued=queued,
+            say=lambda text: typer.echo(f"note: {text}", err=True),
+        )
+    except SnapshotError as error:  # the job file asks for one
+        place = checked.document.place_of(("code",))
+        raise SnapshotError(f"{place}: code: {error.message}", next_step=error.next_step) from error
 
 
 def refuse(checked: Checked, site: Site, run: RunDirectory) -> None:

@@ -7,18 +7,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from slurm_forge.cli.completion import (
-    site_names,
-)
-from slurm_forge.cli.options import AsJson, RunOrJob, Runs
+from slurm_forge.cli.options import AsJson, RunOrJob, Runs, SubmittedSite
 
 if TYPE_CHECKING:
     from slurm_forge.launch.requeue.reconcile import ReconcileResult
     from slurm_forge.run_directory import RunDirectory
     from slurm_forge.spec.run_file import RunFile
-
-#: Changed files that are named.
-_SHOWN_FILES = 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,15 +31,7 @@ class Answer:
 
 def requeue(
     run: RunOrJob,
-    site: Annotated[
-        str | None,
-        typer.Option(
-            "--site",
-            metavar="NAME|FILE",
-            help="Site (default: the one it was submitted with).",
-            autocompletion=site_names,
-        ),
-    ] = None,
+    site: SubmittedSite = None,
     runs: Runs = None,
     mem: Annotated[
         str | None, typer.Option("--mem", metavar="SIZE", help="Memory per node from now on: 64G.")
@@ -100,14 +86,14 @@ def requeue(
     directory = meant(run, runs)
     changes = ResourceChanges(mem=mem, time=time, exclude=exclude, partition=partition)
     file = read_run_file(directory.spec_file)
-    job = run_state(directory).job
-    if code is not None and job and not job[0].isdigit():
+    state = run_state(directory)
+    if code is not None and state.is_local:
         _take_new_code(directory, file, code)
         typer.echo(f"to continue: slurm-forge run {reference(directory)}")
         return
-    if job and not job[0].isdigit() and not directory.is_done():
+    if state.is_local and not directory.is_done():
         raise RunDirectoryError(
-            f"{directory.name} was started on this machine, not by Slurm ({job})",
+            f"{directory.name} is a run of this machine, not of Slurm",
             next_step=f"Continue it here: slurm-forge run {run}",
         )
     if code is not None:
@@ -128,11 +114,10 @@ def requeue(
 def _take_new_code(run: RunDirectory, file: RunFile, code: str) -> RunFile:
     """Have the run use the code as it is now, and tell what differs."""
     from slurm_forge.errors import RunDirectoryError
-    from slurm_forge.files import write_atomic
-    from slurm_forge.journal.events import UserAsked
+    from slurm_forge.journal import RunStatus
+    from slurm_forge.launch.requeue.change import change_code
     from slurm_forge.launch.submit.code_version import with_new_code
-    from slurm_forge.launch.submit.submission import note, run_state
-    from slurm_forge.person import person
+    from slurm_forge.launch.submit.submission import run_state
 
     if code != "new":
         raise typer.BadParameter('the only choice is "new"', param_hint="--code")
@@ -142,7 +127,8 @@ def _take_new_code(run: RunDirectory, file: RunFile, code: str) -> RunFile:
             next_step=f"Begin a new run at its checkpoint with the present code: slurm-forge fork "
             f"{run.name} --name NEW --code new",
         )
-    if not run_state(run).status.is_at_rest:
+    status = run_state(run).status
+    if not status.is_at_rest and status is not RunStatus.NEW:
         raise RunDirectoryError(
             f"{run.name} is not at rest: its job would start with the one code or the other",
             next_step=f"slurm-forge stop {run.name}, and once it has stopped: slurm-forge requeue "
@@ -152,16 +138,10 @@ def _take_new_code(run: RunDirectory, file: RunFile, code: str) -> RunFile:
     if renewed.code == file.code:
         typer.echo(f"{run.name}: the code is the same as before ({renewed.code})", err=True)
         return file
-    write_atomic(run.spec_file, renewed.to_yaml().encode())
-    files = choice.changed[:_SHOWN_FILES]
-    more = len(choice.changed) - len(files)
-    names = ", ".join([*files, *([f"and {more} more"] if more > 0 else [])])
-    was = file.code or f"the files in {file.submitted_from}"
-    typer.echo(
-        f"{run.name}: code {renewed.code}, was {was}; changed: {names or 'no file'}", err=True
-    )
-    verb = f"change code: {was} -> {renewed.code}; {names}"
-    note(run, UserAsked(verb=verb[:400], user=person()))
+    renewed = change_code(run, file, choice, verb="requeue --code new")
+    typer.echo(f"{run.name}: {renewed.revisions[-1].changes[0]}", err=True)
+    if choice.note:
+        typer.echo(f"note: {choice.note}", err=True)
     return renewed
 
 
@@ -234,7 +214,7 @@ def stop(run: RunOrJob, runs: Runs = None) -> None:
         )
     typer.echo(
         f"{directory.name}: {answer}.   to continue later: "
-        f"{again(reference(directory), run_state(directory).job)}"
+        f"{again(reference(directory), run_state(directory))}"
     )
 
 

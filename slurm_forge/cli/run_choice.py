@@ -102,9 +102,13 @@ def from_here(path: Path) -> str:
 
 
 def run_names(folder: Path) -> list[str]:
-    """Names of the runs in a folder."""
+    """Names of the runs in a folder; what begins with a dot is not yet one."""
     try:
-        return sorted(p.name for p in folder.iterdir() if (p / "run.yaml").is_file())
+        return sorted(
+            p.name
+            for p in folder.iterdir()
+            if not p.name.startswith(".") and (p / "run.yaml").is_file()
+        )
     except OSError:
         return []
 

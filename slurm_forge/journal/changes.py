@@ -11,7 +11,9 @@ from slurm_forge.vocabulary.plan import RecoveryPlan
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobChanged:
-    """A person changed the job of the run: ``verb`` is ``extend``, ``change`` or ``fork``.
+    """A person changed the job of the run, or which code it uses.
+
+    ``verb`` is ``extend``, ``change``, ``fork`` or ``requeue --code new``.
 
     ``revision`` numbers the changes of a run from 1; the ``run.yaml`` before it is kept under that
     number.  ``step`` is that of the newest checkpoint at that time.  ``reopened``: the run was

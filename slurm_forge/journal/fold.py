@@ -98,7 +98,7 @@ def advance(state: RunState, record: Record) -> RunState:
         case ev.JobChanged():
             return _job_changed(state, event)
         case ev.Forked():
-            return replace(state, plan=event.plan)
+            return replace(state, plan=event.plan, forked_locally=event.local)
         case ev.AttemptStarted():
             attempt = AttemptState(
                 number=record.attempt,

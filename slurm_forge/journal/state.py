@@ -7,6 +7,7 @@ from enum import Enum
 
 from slurm_forge.journal import events as ev
 from slurm_forge.journal.known import Branch, Known
+from slurm_forge.slurm.records import is_slurm_job
 from slurm_forge.store.identity import CheckpointName
 from slurm_forge.vocabulary.cause import Cause
 from slurm_forge.vocabulary.decision import Decision, Incident
@@ -138,8 +139,15 @@ class RunState:
     unstable: tuple[int, int] | None = None
     #: The longest stretches of the last launch that told them, by kind: for the watchdog's limits.
     stretches: tuple[tuple[str, float], ...] = ()
+    #: Whether the run is a fork of one that was trained without Slurm.
+    forked_locally: bool = False
     #: What was written too late to count.
     fenced: tuple[FencedRecords, ...] = ()
+
+    @property
+    def is_local(self) -> bool:
+        """Whether the run goes on without Slurm; of a fork that has not started, as its parent."""
+        return not is_slurm_job(self.job) if self.job else self.forked_locally
 
     def times(self, cause: Cause, rung: int | None) -> int:
         """How much of a rung's budget is used (None: how often a hook decided beside them)."""

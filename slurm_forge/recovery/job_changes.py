@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
 from slurm_forge.errors import ConfigError
 from slurm_forge.recovery.fingerprint import Difference, flat_facts
@@ -60,6 +61,14 @@ def job_changes(
     return tuple(sorted(changes, key=lambda each: each.affects is not ChangeEffect.SCIENCE))
 
 
+def merged(earlier: Sequence[JobChange], later: Sequence[JobChange]) -> tuple[JobChange, ...]:
+    """Both as one change of each key, from its first value to its last one."""
+    first = {each.key: each for each in reversed((*earlier, *later))}
+    last = {each.key: each.new for each in (*earlier, *later)}
+    both = (replace(each, new=last[each.key]) for each in reversed(first.values()))
+    return tuple(each for each in both if each.old != each.new)
+
+
 def effect_of(key: str) -> ChangeEffect:
     """What a key of the job file may affect."""
     section = key.partition(".")[0]
@@ -95,17 +104,27 @@ def refuse_other_kind(old: JobSpec, new: JobSpec) -> None:
     )
 
 
-def refuse_not_prolonging(changes: Iterable[JobChange], run: str) -> None:
+def refuse_not_prolonging(
+    changes: Iterable[JobChange], run: str, defaults: Mapping[str, object]
+) -> None:
     """``ConfigError`` unless every change only prolongs the run.
 
-    That is a whole number of ``args`` that grows (steps, epochs), and ``resources.time``.
+    That is a whole number of ``args`` that grows (steps, epochs), and ``resources.time``.  Where
+    the job does not set an argument, its value is that of the program's ``defaults``.
     """
     for each in changes:
-        if each.key == "resources.time" or (each.key.startswith("args.") and _grows(each)):
+        name = each.key.removeprefix("args.")
+        was = each.old if each.old is not None else defaults.get(name)
+        if each.key == "resources.time" or (name != each.key and _grows(was, each.new)):
             continue
+        why = "does more than prolong the run"
+        if was is None and name != each.key:
+            why = (
+                "may do more than prolong the run: the program's source shows no whole number as "
+                f"the default of {name}"
+            )
         raise ConfigError(
-            f"{each} does more than prolong the run: extend takes whole numbers of args that grow, "
-            "and resources.time",
+            f"{each} {why}; extend takes whole numbers of args that grow, and resources.time",
             next_step=f"Give all of it to the verb that takes any key: slurm-forge change {run}",
         )
 
@@ -125,6 +144,13 @@ def accepted(difference: Difference, changes: Sequence[JobChange]) -> bool:
     if not own or own[-1].new != difference.now:
         return False
     return any(each.old == difference.saved for each in own)
+
+
+def unmet_batch(now: Mapping[str, str], changes: Sequence[JobChange]) -> str | None:
+    """The batch size that the run was changed to, where the program uses another one."""
+    wanted = [each.new for each in changes if each.key == GLOBAL_BATCH]
+    used = now.get(_FACTS[GLOBAL_BATCH], "")
+    return wanted[-1] if wanted and used.isdecimal() and wanted[-1] != used else None
 
 
 def fact_of(key: str) -> str | None:
@@ -159,9 +185,9 @@ def _is_named_batch_size(key: str) -> bool:
     return key.startswith("args.") and _BATCH_SIZE.fullmatch(key.rpartition(".")[2]) is not None
 
 
-def _grows(change: JobChange) -> bool:
+def _grows(was: object, now: str | None) -> bool:
     try:
-        return change.old is not None and int(change.new or "") > int(change.old)
+        return int(now or "") > int(str(was))
     except ValueError:
         return False
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from slurm_forge.journal.state import RunStatus
-from slurm_forge.slurm.records import JobRecord, QueueRecord
+from slurm_forge.slurm.records import JobRecord, QueueRecord, is_slurm_job
 from slurm_forge.slurm.states import ACTIVE, HELD, PENDING_LIKE, TERMINAL, JobState
 
 
@@ -172,7 +172,7 @@ _BY_SLURM = (
 
 def has_question(run: RunSnapshot, queue: JobInQueue, now: float, limits: WatchLimits) -> bool:
     """Whether the job itself has to be asked about before anything can be said of the run."""
-    if not queue.answered or queue.asked or run.status not in _LIVE or not _of_slurm(run):
+    if not queue.answered or queue.asked or run.status not in _LIVE or not is_slurm_job(run.job):
         return False
     if run.intent is not None:
         return False
@@ -185,7 +185,7 @@ def assess_run(
     run: RunSnapshot, queue: JobInQueue, now: float, limits: WatchLimits
 ) -> WatchFinding | None:
     """The finding, None where all is well, or nothing is known for sure yet."""
-    if not _of_slurm(run):
+    if not is_slurm_job(run.job):
         return None
     if run.status is RunStatus.HELD:
         return _held_finding(run, queue)
@@ -202,10 +202,6 @@ def assess_run(
     if queue.line.state is JobState.RUNNING:
         return _running(run, queue, now, limits)
     return None
-
-
-def _of_slurm(run: RunSnapshot) -> bool:
-    return run.job[:1].isdigit()
 
 
 def _owned(run: RunSnapshot) -> bool:

@@ -274,6 +274,11 @@ class QueueRecord:
     unrecognized: tuple[Unrecognized, ...] = ()
 
 
+def is_slurm_job(job: str) -> bool:
+    """Whether a run's job is one of Slurm's; what other front ends call theirs begins otherwise."""
+    return job[:1].isdigit()
+
+
 def _seconds_option(options: tuple[str, ...], name: str) -> timedelta | None:
     for option in options:
         key, _, value = option.partition("=")

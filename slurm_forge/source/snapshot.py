@@ -25,6 +25,11 @@ from slurm_forge.units import format_memory
 #: Larger files are data: weights, archives, notebooks full of pictures.
 _LARGEST_FILE = 8 << 20
 _STAGE = ".stage-"
+#: How bytes begin that are no text, in what a command prints.
+_NO_TEXT = "\\x"
+#: How a directory of runs is recognized, wherever it lies (``run_directory/layout.py``).
+_SPEC, _JOURNAL, _POOL = "run.yaml", "journal", ".code"
+_SHOWN = 3
 _NEVER_LINKED = ("__pycache__", "*.pyc", ".git")
 _TRIES = 3
 _YOUNG_S = 3600.0
@@ -34,26 +39,37 @@ _YOUNG_S = 3600.0
 class Content:
     """What a snapshot holds: paths relative to the root, in the order of the alphabet.
 
-    ``files`` are copied, ``links`` point to the work tree.
+    ``files`` are copied, ``links`` point to the work tree; of these, ``outside`` are links that
+    git does not ignore and that lead out of it.
     """
 
     files: tuple[str, ...]
     links: tuple[str, ...]
     size: int
+    outside: tuple[str, ...] = ()
 
 
-def content_of(tree: WorkTree, *, exclude: Sequence[str], max_size: int, keep_out: Path) -> Content:
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """What of a work tree is copied.
+
+    ``exclude`` are patterns as ``fnmatch`` has them, for paths relative to the root and for
+    folders, ``max_size`` the bytes of all copied files.  ``keep_out`` is a folder that is neither
+    copied nor linked: where snapshots and runs lie.  So are the directories of other runs.
+    """
+
+    exclude: Sequence[str]
+    max_size: int
+    keep_out: Path
+
+
+def content_of(tree: WorkTree, selection: Selection) -> Content:
     """Decide what is copied and what is linked.
-
-    Args:
-        tree: The work tree.
-        exclude: Patterns as ``fnmatch`` has them, for paths relative to the root and for folders.
-        max_size: Bytes of all copied files.
-        keep_out: A folder that is neither copied nor linked: where snapshots and runs lie.
 
     Raises:
         SnapshotError: git does not list the files, or they are larger than ``max_size``.
     """
+    exclude, max_size, keep_out = selection.exclude, selection.max_size, selection.keep_out
     listed, ignored = tree.files(), tree.ignored()
     if listed is None or ignored is None:
         raise SnapshotError(
@@ -62,20 +78,35 @@ def content_of(tree: WorkTree, *, exclude: Sequence[str], max_size: int, keep_ou
         )
     files: dict[str, int] = {}
     links: dict[str, None] = {}
-    for path in _with_submodules(tree, listed):
+    outside: list[str] = []
+    listed = _with_submodules(tree, listed)
+    runs = _of_runs(tree.root, (*listed, *ignored))
+    for path in listed:
         place = tree.root / path
-        if _is_within(place, keep_out):
+        if _is_within(place, keep_out) or _is_below(path, runs):
             continue
-        with contextlib.suppress(FileNotFoundError):  # deleted, and git was not told
+        if _NO_TEXT in path and not os.path.lexists(place):
+            raise SnapshotError(
+                f"the name of {path} in {tree.root} is not UTF-8",
+                next_step="Rename the file, git-ignore it, or write code: live to run the files "
+                "as they are.",
+            )
+        # Deleted, and git was not told.
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             status = place.lstat()
-            linked = _excluded(path, exclude) or (None if _is_code(place, tree.root) else path)
+            linked = _excluded(path, exclude)
+            if linked is None and not _is_code(place, tree.root):
+                linked = path
+                outside += [f"{path} -> {place.readlink()}"] if place.is_symlink() else []
             if linked is None:
                 files[path] = status.st_size
             else:
                 links[linked.rstrip("/")] = None
     for path in ignored:
         clean = path.rstrip("/")
-        if _excluded(clean, _NEVER_LINKED) is None and not _holds(tree.root / clean, keep_out):
+        if _is_below(clean, runs) or _holds(tree.root / clean, keep_out):
+            continue
+        if _excluded(clean, _NEVER_LINKED) is None:
             links[clean] = None
     size = sum(files.values())
     if size > max_size:
@@ -85,38 +116,47 @@ def content_of(tree: WorkTree, *, exclude: Sequence[str], max_size: int, keep_ou
             next_step="Leave folders to be linked with code: {exclude: [FOLDER]}, raise "
             "code: {max_size: 500M}, or write code: live to run the files as they are.",
         )
-    return Content(tuple(sorted(files)), tuple(sorted(links)), size)
+    return Content(tuple(sorted(files)), tuple(sorted(links)), size, tuple(outside))
 
 
-def take_snapshot(tree: WorkTree, content: Content, pool: Path) -> str:
-    """Copy the content into ``pool`` unless it is there; its digest, which names the folder.
+def take_snapshot(tree: WorkTree, selection: Selection, pool: Path) -> tuple[str, Content]:
+    """Copy what is selected into ``pool`` unless it is there: its digest, which names the folder.
 
     Raises:
-        SnapshotError: Files change while they are copied.
-        OSError: The pool can't be written.
+        SnapshotError: As for ``content_of``; or files change while they are copied.
+        OSError: A file can't be read, or the pool can't be written.
     """
     private_directory(pool)
+    unsteady: tuple[str, ...] = ()
     for _ in range(_TRIES):
+        content = content_of(tree, selection)
         digest = _digest(tree.root, content)
         target = pool / digest
         if target.is_dir():
             os.utime(target)  # young again: nobody deletes it before its run is written
-            return digest
+            return digest, content
         stage = pool / f"{_STAGE}{secrets.token_hex(4)}"
         try:
             _copy(tree.root, content, stage)
             if _digest(stage, content) != digest:
+                unsteady = changed_files(stage, tree.root, content)
                 continue
-            with contextlib.suppress(FileExistsError, OSError):  # another was as fast
+            try:
                 os.rename(stage, target)  # noqa: PTH104
-            if target.is_dir():
-                fsync_directory(pool)
-                return digest
+            except OSError:
+                if not target.is_dir():  # else another was as fast
+                    raise
+            fsync_directory(pool)
+            return digest, content
+        except FileNotFoundError as error:  # it was deleted since it was listed
+            unsteady = (os.path.relpath(error.filename or tree.root, tree.root),)
         finally:
             shutil.rmtree(stage, ignore_errors=True)
+    names = ", ".join(unsteady[:_SHOWN])
     raise SnapshotError(
-        f"files in {tree.root} change while they are copied",
-        next_step="Submit again once they rest, or write code: live to run them as they are.",
+        f"files in {tree.root} change while they are copied" + (f": {names}" if names else ""),
+        next_step="Git-ignore what is no code, or leave it to be linked with code: {exclude: "
+        "[PATTERN]}, and submit again; or write code: live to run the files as they are.",
     )
 
 
@@ -141,6 +181,25 @@ def changed_files(old: Path, new: Path, content: Content) -> tuple[str, ...]:
     }
     differ = {path for path in content.files if _bytes(old / path) != _bytes(new / path)}
     return tuple(sorted(differ | (before - set(content.files))))
+
+
+def place_in_snapshot(entry: str, snapshot: Path, *, root: Path, folder: Path) -> tuple[str, Path]:
+    """The entry and the folder that it is looked for from, in a copy of the work tree at ``root``.
+
+    Raises:
+        SnapshotError: The snapshot is gone.
+    """
+    if not snapshot.is_dir():
+        raise SnapshotError(
+            f"the code of this run is not in {snapshot}",
+            next_step="If the run was moved, move the folder .code beside it along, or continue "
+            "with the code as it is now: slurm-forge requeue RUN --code new.",
+        )
+    where, colon, name = entry.rpartition(":")
+    file = Path(where)
+    if where.endswith(".py") and file.is_absolute() and file.is_relative_to(root):
+        entry = f"{snapshot / file.relative_to(root)}{colon}{name}"
+    return entry, snapshot / folder.relative_to(root)
 
 
 def _copied(path: Path, root: Path) -> bool:
@@ -221,6 +280,29 @@ def _excluded(path: str, patterns: Sequence[str]) -> str | None:
     return None
 
 
+def _of_runs(root: Path, listed: Iterable[str]) -> frozenset[str]:
+    """Run directories in the work tree, and the pools of snapshots beside them.
+
+    What lies there is written all the time, by whoever trains, and grows large.
+    """
+    found: set[str] = set()
+    for path in listed:
+        folder, _, name = path.rpartition("/")
+        if name == _SPEC and folder and (root / folder / _JOURNAL).is_dir():
+            beside = folder.rpartition("/")[0]
+            found |= {folder, f"{beside}/{_POOL}" if beside else _POOL}
+    return frozenset(found)
+
+
+def _is_below(path: str, folders: frozenset[str]) -> bool:
+    """Whether it is, or lies in, one of the folders."""
+    while folders and path:
+        if path in folders:
+            return True
+        path = path.rpartition("/")[0]
+    return False
+
+
 def _is_within(place: Path, folder: Path) -> bool:
     return place == folder or folder in place.parents
 
@@ -236,4 +318,4 @@ def _largest(files: dict[str, int]) -> list[str]:
     for path, size in files.items():
         top = path.split("/", 1)[0]
         sizes[top] = sizes.get(top, 0) + size
-    return sorted(sizes, key=lambda top: -sizes[top])[:3]
+    return sorted(sizes, key=lambda top: -sizes[top])[:_SHOWN]

@@ -6,6 +6,7 @@ It may import torch, or do anything.
 from __future__ import annotations
 
 import ast
+import contextlib
 import importlib.machinery
 import inspect
 from collections.abc import Callable, Collection, Iterator
@@ -50,6 +51,20 @@ def check_entry(
             return (f"entry: no module {where!r} found from {folder}; the ranks will look for it",)
         source = file
     return _check_function(source, function, job, args)
+
+
+def default_arguments(entry: str, folder: Path) -> dict[str, object]:
+    """The defaults that the source of an entry shows as plain values, by the parameter's name."""
+    where, _, function = entry.rpartition(":")
+    source = folder / where if where.endswith(".py") else _source_of(where, folder)
+    known: dict[str, object] = {}
+    with contextlib.suppress(OSError, SyntaxError, ValueError, RecursionError, MemoryError):
+        body = [] if source is None else ast.parse(read_bounded(source, _SOURCE_LIMIT)).body
+        definition = _definition(body, function)
+        for name, default in () if definition is None else _defaults(definition.args).items():
+            with contextlib.suppress(ValueError):
+                known[name] = ast.literal_eval(default)
+    return known
 
 
 def require_arguments(function: Callable[..., object], args: Collection[str]) -> None:
@@ -114,31 +129,38 @@ def _check_function(
 def _check_arguments(
     body: list[ast.stmt], function: str, job: Path | None, args: Collection[str]
 ) -> None:
+    definition = _definition(body, function)
+    problem = None if definition is None else _parameters(definition.args).problem(args)
+    if problem is not None:
+        raise _misfit(problem, function, job)
+
+
+def _definition(body: list[ast.stmt], function: str) -> ast.FunctionDef | None:
+    """The only one; which of several, or what a decorator makes of it, only running it tells."""
     definitions = [
         line for line in body if isinstance(line, ast.FunctionDef) and line.name == function
     ]
     others = [name for name in _top_level(body) if name == function]
     if len(definitions) != 1 or len(others) != 1 or definitions[0].decorator_list:
-        return  # which one it is, or what a decorator makes of it, only running it tells
-    problem = _parameters(definitions[0].args).problem(args)
-    if problem is not None:
-        raise _misfit(problem, function, job)
+        return None
+    return definitions[0]
+
+
+def _defaults(arguments: ast.arguments) -> dict[str, ast.expr]:
+    positional = [a.arg for a in (*arguments.posonlyargs, *arguments.args)]
+    first = len(positional) - len(arguments.defaults)
+    given = dict(zip(positional[first:], arguments.defaults, strict=True))
+    for each, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True):
+        given |= {} if default is None else {each.arg: default}
+    return given
 
 
 def _parameters(arguments: ast.arguments) -> Parameters:
     positional = [*arguments.posonlyargs, *arguments.args]
-    optional = positional[len(positional) - len(arguments.defaults) :] if arguments.defaults else []
-    keyword = [a.arg for a in arguments.kwonlyargs]
-    required = {a.arg for a in positional[1:] if a not in optional}
-    required |= {
-        a.arg
-        for a, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
-        if default is None
-    }
-    names = (*(a.arg for a in positional[1:]), *keyword)
+    names = tuple(a.arg for a in (*positional[1:], *arguments.kwonlyargs))
     return Parameters(
         names,
-        frozenset(required),
+        frozenset(names) - _defaults(arguments).keys(),
         arguments.kwarg is not None,
         arguments.args[0].arg if arguments.args and not arguments.posonlyargs else None,
         bool(positional) or arguments.vararg is not None,

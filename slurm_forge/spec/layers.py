@@ -359,8 +359,12 @@ def with_settings(job: JobSpec, settings: Sequence[str], name: str | None = None
         data["name"] = name
         sources["name",] = "--name"
     whole = Document(data, "run.yaml", sources=sources)
-    for text in settings:
-        whole = _with(whole, Setting.parsed(text))
+    for setting in map(Setting.parsed, settings):
+        if name is not None and setting.path == ("name",):
+            raise ConfigError(
+                f"the new run is {name} by --name", path=setting.source, next_step="Leave it out."
+            )
+        whole = _with(whole, setting)
     return Layered(job=build(JobSpec, whole), document=whole, files=("run.yaml",))
 
 

@@ -12,6 +12,7 @@ from slurm_forge.run_directory import RunDirectory
 from slurm_forge.site.fields import Bandwidth
 from slurm_forge.site.model import EnvironmentSets
 from slurm_forge.site.parts import MasterAddress
+from slurm_forge.source.snapshot import place_in_snapshot
 from slurm_forge.source.work_tree import GitRevision
 from slurm_forge.spec.job import JobSpec
 from slurm_forge.spec.types import JobSection, PositiveDuration
@@ -82,8 +83,12 @@ class RunFile(JobSection):
     usual_save: PositiveDuration | None = None
     #: Where the site keeps its node ledger; None is the user's own.
     node_ledger: str | None = None
+    #: Processes of a run of this machine, where ``--ranks`` said another number than the job.
+    ranks: int | None = Field(default=None, ge=1)
     #: The run's own folder below the job's ``fallback``: another run of that name has another.
     fallback_name: str | None = None
+    #: Such folders below an earlier ``fallback``: what was saved there is still read.
+    old_fallbacks: tuple[str, ...] = ()
     #: None where the entry is imported from the files as they are.
     code: CodeVersion | None = None
     #: What was changed on purpose since the run was begun; of a fork, since its parent was.
@@ -120,9 +125,41 @@ class RunFile(JobSection):
             return None
         return Path(self.job.checkpoint.fallback) / self.fallback_name
 
+    @property
+    def earlier_fallbacks(self) -> tuple[Path, ...]:
+        """Where checkpoints may lie that were written under an earlier job of the run."""
+        return tuple(Path(each) for each in self.old_fallbacks)
+
+    def entry_place(self, run: RunDirectory, entry: str) -> tuple[str, Path]:
+        """What to look for as ``entry``, and from which folder, in the code that the run uses.
+
+        Raises:
+            SnapshotError: The run's snapshot is gone.
+        """
+        if self.code is None:
+            return entry, self.folder
+        snapshot = run.code_pool / self.code.digest
+        return place_in_snapshot(entry, snapshot, root=Path(self.code.root), folder=self.folder)
+
+    def with_job(self, job: JobSpec) -> RunFile:
+        """The same run with another job; a fallback folder that the job leaves is kept in mind."""
+        same = job.resources.tasks_per_node == self.job.resources.tasks_per_node
+        now = self.model_copy(
+            update={
+                "job": job,
+                "ranks": self.ranks if same else None,
+                "fallback_name": self.fallback_name or name_fallback(job),
+            }
+        )
+        known = dict.fromkeys((*self.old_fallbacks, str(self.fallback)))
+        left = tuple(each for each in known if each not in ("None", str(now.fallback)))
+        return now.model_copy(update={"old_fallbacks": left})
+
     def open_store(self, run: RunDirectory) -> CheckpointStore:
         """The checkpoints of the run; ``UnsafeFileError`` where others can write among them."""
-        return CheckpointStore(run.checkpoints, self.job.name, fallback=self.fallback)
+        return CheckpointStore(
+            run.checkpoints, self.job.name, fallback=self.fallback, earlier=self.earlier_fallbacks
+        )
 
     @property
     def folder(self) -> Path:

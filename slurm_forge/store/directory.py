@@ -6,7 +6,8 @@
       .trash-…          being deleted; never read
 
 A job may name a second directory of the same layout, on other storage, for saves that fail in the
-first one (``fallback`` of its checkpoint section).
+first one (``fallback`` of its checkpoint section).  Where it names another one later, checkpoints
+in the earlier one stay part of the run.
 
 Effects on disk only; it knows nothing of ranks and tensors.
 """
@@ -53,18 +54,32 @@ class CheckpointStore:
 
     The directory is created (mode 0700) where it is missing; one that others can write into is
     refused with UnsafeFileError.  ``fallback`` is a second directory of the same run, on other
-    storage, created by the first stage in it; while it can't be read, it holds nothing.
+    storage, created by the first stage in it; ``earlier`` are such directories that no save goes to
+    any more.  While one of these can't be read, it holds nothing.
     """
 
-    def __init__(self, directory: Path, run_id: str, *, fallback: Path | None = None) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        run_id: str,
+        *,
+        fallback: Path | None = None,
+        earlier: Sequence[Path] = (),
+    ) -> None:
         self.directory = private_directory(directory)
         self.run_id = run_id
         self.fallback = fallback
+        self._others = (*(() if fallback is None else (fallback,)), *earlier)
         self._sequence = 0
-        if fallback is not None:
+        for other in self._others:
             with contextlib.suppress(OSError):
-                if fallback.is_dir():
-                    private_directory(fallback)
+                if other.is_dir():
+                    private_directory(other)
+
+    @property
+    def folders(self) -> tuple[Path, ...]:
+        """Where checkpoints lie: the directory first."""
+        return (self.directory, *self._others)
 
     def folder(self, *, fallback: bool) -> Path:
         """The directory, or the fallback where there is one."""
@@ -72,11 +87,8 @@ class CheckpointStore:
 
     def path(self, name: CheckpointName) -> Path:
         """Where a published checkpoint of that name lies."""
-        path = self.directory / str(name)
-        if self.fallback is not None and not os.path.lexists(path):
-            elsewhere = self.fallback / str(name)
-            return elsewhere if os.path.lexists(elsewhere) else path
-        return path
+        places = [folder / str(name) for folder in self.folders]
+        return next((each for each in places if os.path.lexists(each)), places[0])
 
     def candidates(self) -> list[CheckpointName]:
         """Every published checkpoint, newest first: by step, attempt, launch.
@@ -105,11 +117,11 @@ class CheckpointStore:
         )
 
     def entries(self) -> list[Path]:
-        """What lies in the directory, and in the fallback as far as that can be read."""
+        """What lies in the directory, and in the others as far as they can be read."""
         entries = list(self.directory.iterdir())
-        if self.fallback is not None:
+        for other in self._others:
             with contextlib.suppress(OSError):
-                entries += self.fallback.iterdir()
+                entries += other.iterdir()
         return entries
 
     def verify_manifest(self, name: CheckpointName) -> Manifest:

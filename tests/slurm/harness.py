@@ -210,9 +210,10 @@ def submit(
     site: Site | None = None,
     exclude: Sequence[str] = (),
     qos: str | None = None,
+    source: Path = REPOSITORY,
     **job: Any,
 ) -> Watched:
-    """Make a run of ``tests/jobs.py`` and start it."""
+    """Make a run of ``tests/jobs.py``, or of another entry in ``source``, and start it."""
     spec = job_from_mapping(
         job_mapping(
             name=name,
@@ -229,7 +230,7 @@ def submit(
     )
     site = site or find_site("generic")
     with environment(cluster, folder / "nodes"):
-        run, file = create_run(spec, runs=folder / "runs", site=site, submitted_from=REPOSITORY)
+        run, file = create_run(spec, runs=folder / "runs", site=site, submitted_from=source)
         if way is Way.TEMPLATE:
             slurm = SubprocessSlurm.of_this_process()
             return Watched(

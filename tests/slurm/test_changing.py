@@ -1,7 +1,8 @@
-"""A run on a real Slurm that is changed on purpose: once it is finished, and while it waits."""
+"""A run on a real Slurm that is changed on purpose, and one that begins in it, with their code."""
 
 from __future__ import annotations
 
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -10,9 +11,12 @@ from typer.testing import CliRunner
 from slurm_forge.cli.main import app
 from slurm_forge.journal import RunStatus
 from slurm_forge.journal.events import JobChanged
+from slurm_forge.launch.submit.submission import run_state
+from slurm_forge.run_directory import RunDirectory
+from slurm_forge.spec.run_file import read_run_file
 from slurm_forge.testing.cluster import SlurmCluster
 from tests.jobs import consumed
-from tests.slurm.harness import Watched, environment, submit
+from tests.slurm.harness import REPOSITORY, Watched, environment, submit
 
 pytestmark = [pytest.mark.slurm]
 
@@ -27,8 +31,34 @@ def typed(watched: Watched, *words: str) -> str:
     return result.output
 
 
-def test_a_finished_run_is_extended_on_more_nodes(slurm: SlurmCluster, tmp_path: Path) -> None:
-    watched = submit(slurm, tmp_path, name="further", args=ARGS, nodes=1)
+#: Notes which code of it has run.
+ENTRY = f"""
+import sys
+sys.path.append({str(REPOSITORY)!r})
+from tests import jobs
+
+def train(run):
+    with open(run.directory / "code", "a") as file:
+        file.write(f"{{run.attempt}} submitted\\n")
+    jobs.train(run)
+"""
+
+
+def code_of(run: RunDirectory) -> set[str]:
+    return set((run.path / "code").read_text().splitlines())
+
+
+def test_a_finished_run_is_extended_on_more_nodes_and_forked(
+    slurm: SlurmCluster, tmp_path: Path
+) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    (source / "mine.py").write_text(ENTRY)
+    subprocess.run(["git", "init", "-q", str(source)], check=True)
+    watched = submit(
+        slurm, tmp_path, name="further", args=ARGS, nodes=1, entry="mine.py:train", source=source
+    )
+    (source / "mine.py").write_text(ENTRY.replace("submitted", "edited"))
     watched.wait_finished()
     # Left at rest: nothing of its old job starts it, and Slurm is not asked for anything.
     typed(watched, "extend", "--set", "args.steps=40", "--no-submit")
@@ -45,6 +75,14 @@ def test_a_finished_run_is_extended_on_more_nodes(slurm: SlurmCluster, tmp_path:
     assert sorted(consumed(watched.run.path)) == list(range(40))
     verbs = [event.verb for _, event in watched.events(JobChanged)]
     assert verbs == ["extend", "change"]
+    assert code_of(watched.run) == {"1 submitted", "2 submitted"}
+    less = ("--set", "args.steps=24", "--set", "resources.nodes=1")
+    typed(watched, "fork", "--name", "child", "--from", "20", "--code", "new", *less)
+    run = RunDirectory.at(watched.run.path.parent / "child")
+    child = Watched(slurm, run, read_run_file(run.spec_file), run_state(run).job)
+    child.wait_finished()
+    assert sorted(consumed(run.path)) == [20, 21, 22, 23]
+    assert code_of(run) == {"1 edited"}
 
 
 @pytest.mark.slow

@@ -100,8 +100,8 @@ def resume(
             if candidate is None:
                 return {}
             # Where it lies is rank 0's to say: other nodes may not see it yet.
-            fallback = store.path(candidate.name).parent == store.fallback
-            return {"manifest": candidate.to_bytes().decode("ascii"), "fallback": fallback}
+            folder = store.folders.index(store.path(candidate.name).parent)
+            return {"manifest": candidate.to_bytes().decode("ascii"), "folder": folder}
 
         chosen = ranks.agree(None, None, choose, doing="Looking for a checkpoint")
         if chosen is None:
@@ -113,7 +113,7 @@ def resume(
                 "Promote one, restore the folder, or start a new run under another name.",
             )
         manifest = Manifest.from_bytes(chosen["manifest"].encode("ascii"))
-        directory = store.folder(fallback=bool(chosen["fallback"])) / str(manifest.name)
+        directory = store.folders[chosen["folder"]] / str(manifest.name)
         reasons: list[_Reason] = []
         for wait_s in (0.0, *pauses):
             time.sleep(wait_s)  # every rank knows the same reasons, and waits as long

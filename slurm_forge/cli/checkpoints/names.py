@@ -31,6 +31,11 @@ def meant(
     ``smaller_is_better`` is about the metric that the job keeps the best one by, None without one.
     CheckpointMissingError, naming the nearest, where there is none or more than one.
     """
+    if not stored and state.known:
+        raise CheckpointMissingError(
+            f"the run has saved step {state.known[-1].name.step}, and no checkpoint of it is there",
+            next_step="Restore its folder of checkpoints, or begin another run.",
+        )
     if not stored:
         raise CheckpointMissingError(
             "the run has no checkpoints yet", next_step="To ask for one: slurm-forge save RUN."

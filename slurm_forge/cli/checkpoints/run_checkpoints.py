@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from slurm_forge.journal import RunState
+    from slurm_forge.journal import Record, RunState
     from slurm_forge.journal.events import Event
     from slurm_forge.run_directory import RunDirectory
     from slurm_forge.spec.run_file import RunFile
@@ -22,6 +22,7 @@ class Opened:
     run: RunDirectory
     file: RunFile
     store: CheckpointStore
+    records: tuple[Record, ...]
     state: RunState
 
     def meant(self, wanted: str) -> CheckpointName:
@@ -43,7 +44,8 @@ def open_run(run: str, runs: Path | None) -> Opened:
     directory = find_run(run, runs)
     file = read_run_file(directory.spec_file)
     store = file.open_store(directory)
-    return Opened(directory, file, store, fold(read_journal(directory, skip_superseded=True)[0]))
+    records, _ = read_journal(directory, skip_superseded=True)
+    return Opened(directory, file, store, tuple(records), fold(records))
 
 
 def write_line(opened: Opened, event: Event) -> None:

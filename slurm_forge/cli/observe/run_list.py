@@ -11,6 +11,7 @@ from slurm_forge.cli.run_choice import state_folder
 from slurm_forge.report.status.run_listing import ListedRun
 from slurm_forge.run_directory import RunDirectory
 from slurm_forge.run_directory.snapshot_file import SnapshotFile, signature
+from slurm_forge.slurm.records import is_slurm_job
 
 #: Grows with what a line is worked out by.
 _VERSION = "2"
@@ -38,7 +39,7 @@ class Lister:
             return remembered
         line, newest = self._made(run)
         # Whether a local run is still there is no matter of files.
-        if line.job[:1].isdigit() or not line.job or line.status in _RESTS:
+        if is_slurm_job(line.job) or not line.job or line.status in _RESTS:
             self._remembered.put(run, signed, {**asdict(line), "newest": newest})
         return line
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -48,7 +48,7 @@ class RunReader:
         self._global_batch: int | None = None
         self._resumed: list[Record] = []
         self._purge: PurgeRule | None = None
-        self._fallback: Path | None = None
+        self._fallbacks: tuple[Path, ...] = ()
         self._problem = self._read_spec() if spec else None
 
     @property
@@ -71,7 +71,7 @@ class RunReader:
             if isinstance(value, int) and not isinstance(value, bool) and value > 0:
                 self._total = value
             self._memory = _memory(body)
-            self._fallback = _fallback(body)
+            self._fallbacks = _fallbacks(body)
             after = body.get("purge_after") if isinstance(body, dict) else None
             if after is not None:
                 self._purge = PurgeRule(parse_duration(after), str(body.get("purge_basis") or ""))
@@ -117,7 +117,7 @@ class RunReader:
             oldest_file=_oldest_file(run, self._purge),
             memory=self._memory,
             global_batch=self._global_batch,
-            on_disk=_on_disk(run, self._fallback),
+            on_disk=_on_disk(run, self._fallbacks),
             last_written=self._tail.last_written,
             claimed=_claimed(run),
             asked=self._tail.resume_asked_at,
@@ -159,25 +159,28 @@ def _written(folder: Path) -> list[Path]:
         return []
 
 
-def _fallback(body: Any) -> Path | None:
+def _fallbacks(body: Any) -> tuple[Path, ...]:
     """Where checkpoints lie that could not be written into the run directory."""
-    name = body.get("fallback_name") if isinstance(body, dict) else None
+    if not isinstance(body, dict):
+        return ()
+    name, old = body.get("fallback_name"), body.get("old_fallbacks")
     for key in ("job", "checkpoint", "fallback"):
         body = body.get(key) if isinstance(body, dict) else None
-    return Path(body) / name if isinstance(body, str) and isinstance(name, str) else None
+    now = [Path(body) / name] if isinstance(body, str) and isinstance(name, str) else []
+    earlier = old if isinstance(old, list) else []
+    return (*now, *(Path(each) for each in earlier if isinstance(each, str)))
 
 
-def _on_disk(run: RunDirectory, fallback: Path | None) -> frozenset[CheckpointName] | None:
+def _on_disk(run: RunDirectory, fallbacks: Sequence[Path]) -> frozenset[CheckpointName] | None:
     """The published checkpoints, by their names alone; None where a folder can't be listed.
 
     To be listed after the journal was read: what that tells of has been published by then.
     """
     checkpoints = set()
     entries = []
-    for folder in (run.checkpoints, fallback):
+    for folder in (run.checkpoints, *fallbacks):
         try:
-            # A Path per entry is not needed.
-            entries += [] if folder is None else os.listdir(folder)  # noqa: PTH208
+            entries += os.listdir(folder)  # noqa: PTH208  # a Path per entry is not needed
         except FileNotFoundError:
             continue
         except OSError:

@@ -13,6 +13,7 @@ from slurm_forge.cli.completion import setting_keys
 from slurm_forge.cli.options import AsJson, GlobalBatch, RunOrJob, Runs, SubmittedSite
 
 if TYPE_CHECKING:
+    from slurm_forge.journal import RunState
     from slurm_forge.run_directory import RunDirectory
     from slurm_forge.site.model import Site
     from slurm_forge.slurm.client import Slurm
@@ -130,7 +131,7 @@ def _change(
     submit: bool,
     as_json: bool,
 ) -> None:
-    from slurm_forge.cli.preparation import Checked, refuse
+    from slurm_forge.cli.preparation import Checked, fallback_doubts, refuse
     from slurm_forge.cli.run_choice import reference, site_places
     from slurm_forge.cli.run_of_job import meant
     from slurm_forge.journal import fold, read_journal
@@ -138,7 +139,6 @@ def _change(
     from slurm_forge.launch.requeue.change import (
         change_run,
         global_batch_of,
-        is_of_this_machine,
         refuse_foreign_script,
         refuse_kept_script,
     )
@@ -147,9 +147,10 @@ def _change(
         refuse_change,
         refuse_not_prolonging,
     )
+    from slurm_forge.report.status.run_status import again
     from slurm_forge.report.submission.change_text import change_lines, consequences
     from slurm_forge.slurm.client import SubprocessSlurm
-    from slurm_forge.spec.entry import check_entry
+    from slurm_forge.spec.entry import check_entry, default_arguments
     from slurm_forge.spec.layers import with_settings
     from slurm_forge.spec.run_file import read_run_file
 
@@ -160,29 +161,38 @@ def _change(
     state = fold(records)
     layered = with_settings(file.job, settings)
     new = layered.job
+    _refuse_nothing(settings, global_batch, name)
     refuse_foreign_script(run, file.job)
     refuse_change(file.job, new, name)
     known_batch = global_batch_of(records)
     _refuse_unknown_batch(global_batch, known_batch, name)
     changes = job_changes(file.job, new, global_batch=known_batch, new_global_batch=global_batch)
-    if verb == "extend":
-        refuse_not_prolonging(changes, name)
     doubts: tuple[str, ...] = ()
+    defaults: dict[str, object] = {}
     if new.entry is not None:
-        doubts = tuple(check_entry(new.entry, file.folder, run.spec_file, list(new.args)))
+        place = file.entry_place(run, new.entry)
+        doubts = check_entry(*place, run.spec_file, list(new.args))
+        defaults = default_arguments(*place)
+    doubts = (*doubts, *fallback_doubts(new))
+    if state.committed_step is not None and not file.open_store(run).candidates():
+        doubts = (*doubts, f"{run.name} has saved checkpoints, and none is there: restore them")
+    if verb == "extend":
+        refuse_not_prolonging(changes, name, defaults)
     site = site_places().load(site_name or file.site_file or file.site).site
     refuse(
         Checked(job=new, path=run.spec_file, doubts=doubts, document=layered.document), site, run
     )
     refuse_kept_script(run, file, new, site)
     follows = consequences(
-        file.job, new, changes, step=state.committed_step, finished=run.is_done()
+        changes,
+        ranks=(_ranks(file, state), _ranks(file.with_job(new), state)),
+        step=state.committed_step,
+        finished=run.is_done(),
     )
-    is_local = is_of_this_machine(state, records)
-    slurm = None if is_local else SubprocessSlurm.of_this_process()
+    slurm = None if state.is_local else SubprocessSlurm.of_this_process()
     now, notes = file, doubts
     if not dry_run:
-        with hold_run_lock(run) if is_local else nullcontext():
+        with hold_run_lock(run) if state.is_local else nullcontext():
             changed = change_run(run, file, new, changes, verb=verb, site=site, slurm=slurm)
         now, notes = changed.file, (*doubts, *changed.notes)
     if not as_json:
@@ -210,8 +220,7 @@ def _change(
     elif text:
         typer.echo(f"{run.name}: changed; {text}.   follow: slurm-forge status {name}")
     else:
-        again = f"slurm-forge run {name}" if is_local else f"slurm-forge requeue {name}"
-        typer.echo(f"{run.name}: changed.   to continue: {again}")
+        typer.echo(f"{run.name}: changed.   to continue: {again(name, state)}")
 
 
 def bring_back_changed(
@@ -232,6 +241,23 @@ def bring_back_changed(
         for line in out.notes:
             typer.echo(line, err=True)
     return brought.job, brought.text
+
+
+def _ranks(file: RunFile, state: RunState) -> int:
+    """Of a run of this machine, on which there is no more than one node."""
+    resources = file.job.resources
+    return file.ranks or resources.tasks_per_node if state.is_local else resources.tasks
+
+
+def _refuse_nothing(wanted: list[str], global_batch: int | None, name: str) -> None:
+    from slurm_forge.errors import ConfigError
+
+    if not wanted and global_batch is None:
+        raise ConfigError(
+            "--set: nothing is given to change",
+            next_step=f"slurm-forge change {name} --set KEY=VALUE, for example args.lr=1e-4; "
+            "the keys: slurm-forge config schema.",
+        )
 
 
 def _refuse_unknown_batch(wanted: int | None, known: int | None, name: str) -> None:

@@ -99,14 +99,14 @@ def fork(
     from slurm_forge.cli.run_choice import reference, site_places
     from slurm_forge.cli.run_of_job import meant
     from slurm_forge.cli.start.change import bring_back_changed
-    from slurm_forge.journal import read_journal
     from slurm_forge.launch.requeue.change import (
+        changed_later,
         global_batch_of,
-        is_of_this_machine,
         refuse_foreign_script,
     )
     from slurm_forge.launch.submit.fork import ForkRequest, fork_run
-    from slurm_forge.recovery.job_changes import job_changes, refuse_other_kind
+    from slurm_forge.recovery.job_changes import job_changes, merged, refuse_other_kind
+    from slurm_forge.report.status.run_status import again
     from slurm_forge.report.submission.change_text import change_lines
     from slurm_forge.slurm.client import SubprocessSlurm
     from slurm_forge.spec.entry import check_entry
@@ -115,13 +115,12 @@ def fork(
     parent = meant(run, runs)
     opened = open_run(str(parent.path), None)
     file, state = opened.file, opened.state
-    records, _ = read_journal(parent, skip_superseded=True)
     refuse_foreign_script(parent, file.job)
     parts = _parts(fresh)
     layered = with_settings(file.job, settings or (), name)
     refuse_other_kind(file.job, layered.job)
     checkpoint = _chosen(opened, from_)
-    batch = global_batch_of(records)
+    batch = global_batch_of(opened.records)
     changes = tuple(
         each
         for each in job_changes(
@@ -130,18 +129,23 @@ def fork(
         if each.key != "name"
     )
     if layered.job.entry is not None:
-        check_entry(layered.job.entry, file.folder, parent.spec_file, list(layered.job.args))
+        kept = code is None and layered.job.code == file.job.code
+        place = (layered.job.entry, file.folder)
+        check_entry(
+            *(file.entry_place(parent, layered.job.entry) if kept else place),
+            parent.spec_file,
+            list(layered.job.args),
+        )
     chosen = site_places().load(site or file.site_file or file.site).site
     _refuse(layered, parent, chosen)
-    is_local = is_of_this_machine(state, records)
     request = ForkRequest(
         checkpoint=checkpoint,
         job=layered.job,
-        changes=changes,
+        changes=merged(changed_later(opened.records, checkpoint), changes),
         fresh=parts,
         global_batch=batch,
         new_code=_wants_new_code(code),
-        local=is_local,
+        local=state.is_local,
     )
     child, now = fork_run(parent, file, state, request, runs=parent.path.parent)
     if not json:
@@ -152,7 +156,7 @@ def fork(
         if "data" in parts and "optimizer" not in parts:
             typer.echo(_SCHEDULE_STAYS)
     job = text = ""
-    if submit and not is_local:
+    if submit and not state.is_local:
         job, text = bring_back_changed(child, now, chosen, SubprocessSlurm.of_this_process())
     if json:
         from slurm_forge.report.encoding import to_json
@@ -171,8 +175,7 @@ def fork(
     elif text:
         typer.echo(f"{child.name}: {text}.   follow: slurm-forge status {reference(child)}")
     else:
-        verb = "run" if is_local else "requeue"
-        typer.echo(f"to start it: slurm-forge {verb} {reference(child)}")
+        typer.echo(f"to start it: {again(reference(child), state)}")
 
 
 def _wants_new_code(code: str | None) -> bool:

@@ -24,7 +24,11 @@ def run(
     ],
     ranks: Annotated[
         int | None,
-        typer.Option(min=1, metavar="N", help="Processes; without it, resources.tasks_per_node."),
+        typer.Option(
+            min=1,
+            metavar="N",
+            help="Processes; without it, as many as before, at first resources.tasks_per_node.",
+        ),
     ] = None,
     runs: Annotated[
         Path | None,
@@ -70,7 +74,7 @@ def run(
                 f"to train further: {train_further(name)}"
             )
         return
-    count = ranks or file.job.resources.tasks_per_node
+    file, count = _with_ranks(directory, file, ranks)
     if not json:
         _announce(directory, file.job.resources, count)
     try:
@@ -86,6 +90,22 @@ def run(
             typer.echo("")
         _print_story(directory, as_json=json)
     raise typer.Exit(code)
+
+
+def _with_ranks(run: RunDirectory, file: RunFile, ranks: int | None) -> tuple[RunFile, int]:
+    """How many processes train the run, which a later start and a fork of it inherit."""
+    from slurm_forge.files import write_atomic
+    from slurm_forge.launch.attempt.run_lock import hold_run_lock
+    from slurm_forge.spec.run_file import read_run_file
+
+    usual = file.job.resources.tasks_per_node
+    count = ranks or file.ranks or usual
+    kept = None if count == usual else count
+    if kept != file.ranks:
+        with hold_run_lock(run):
+            file = read_run_file(run.spec_file).model_copy(update={"ranks": kept})
+            write_atomic(run.spec_file, file.to_yaml().encode())
+    return file, count
 
 
 def _stopped(directory: RunDirectory, *, again: str) -> bool:

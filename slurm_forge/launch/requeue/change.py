@@ -15,21 +15,23 @@ from dataclasses import dataclass
 from slurm_forge.errors import ConfigError, RunDirectoryError, SlurmCommandError
 from slurm_forge.files import make_private_directory, read_bounded, write_atomic
 from slurm_forge.journal import Record, RunState, RunStatus, fold, read_journal
-from slurm_forge.journal.events import Forked, JobChanged, Resumed
+from slurm_forge.journal.events import CheckpointCommitted, Forked, JobChanged, Resumed
 from slurm_forge.journal.fold import in_order, without_fenced
 from slurm_forge.launch.render.array_chain import waiting_record
 from slurm_forge.launch.render.batch_script import render
 from slurm_forge.launch.requeue.reconcile import alone, is_held, job_of_script, known_record
+from slurm_forge.launch.submit.code_version import CodeChoice, code_change
 from slurm_forge.launch.submit.submission import job_script, note, own_script, payload
 from slurm_forge.person import person
-from slurm_forge.recovery.job_changes import GLOBAL_BATCH
+from slurm_forge.recovery.job_changes import GLOBAL_BATCH, merged
 from slurm_forge.run_directory import RunDirectory
 from slurm_forge.site.model import Site
 from slurm_forge.slurm.client import Slurm
 from slurm_forge.slurm.records import JobRecord
 from slurm_forge.slurm.states import ACTIVE, PENDING_LIKE, TERMINAL
 from slurm_forge.spec import JobSpec
-from slurm_forge.spec.run_file import Revision, RunFile, name_fallback, read_run_file
+from slurm_forge.spec.run_file import Revision, RunFile, read_run_file
+from slurm_forge.store.identity import CheckpointName
 from slurm_forge.vocabulary.job_change import JobChange
 
 _LARGEST = 1 << 24
@@ -61,11 +63,22 @@ def global_batch_of(records: Iterable[Record]) -> int | None:
     return known
 
 
-def is_of_this_machine(state: RunState, records: Sequence[Record]) -> bool:
-    """Whether the run goes on without Slurm; of a fork that has not started, as its parent did."""
-    if state.job:
-        return not state.job[0].isdigit()
-    return any(isinstance(each.event, Forked) and each.event.local for each in records)
+def changed_later(records: Iterable[Record], checkpoint: CheckpointName) -> tuple[JobChange, ...]:
+    """What was changed once the run had trained on from a checkpoint, under the job before.
+
+    A run that begins at the checkpoint has it from there on.
+    """
+    later: tuple[JobChange, ...] = ()
+    is_there = False
+    for record in in_order(without_fenced(records)):
+        match record.event:
+            case CheckpointCommitted(name=name):
+                is_there = is_there or name == str(checkpoint)
+            case JobChanged(changes=changes, step=int(step)) if is_there and step > checkpoint.step:
+                later = merged(later, changes)
+            case _:
+                pass
+    return later
 
 
 def refuse_foreign_script(run: RunDirectory, job: JobSpec) -> None:
@@ -112,15 +125,9 @@ def change_run(
     of this machine, whose lock the caller holds.  ``RunDirectoryError`` while the run is training.
     """
     with alone(run):
-        if read_run_file(run.spec_file) != file:
-            raise RunDirectoryError(
-                f"{run.name} was changed by another command at the same time",
-                next_step=f"See what it is now (slurm-forge status {run.name}), then try again.",
-            )
-        records, _ = read_journal(run, skip_superseded=True, refresh=True)
+        records, missing = _unchanged_since(run, file)
         state = fold(records)
         events = [each.event for each in records if isinstance(each.event, JobChanged)]
-        missing = _unreported(records, file)
         reopened = state.status is not RunStatus.FINISHED and any(each.reopened for each in events)
         if not changes and not missing and not (run.is_done() and reopened):
             raise ConfigError(
@@ -129,14 +136,46 @@ def change_run(
                 f"{'requeue' if slurm is not None else 'run'} {run.name}",
             )
         notes = () if slurm is None else _set_aside(run, state, file, new, site, slurm)
-        for each in missing:
-            _tell(run, state, each)
-        if changes:
-            file = _replaced(run, file, new, changes, verb)
-            _tell(run, state, file.revisions[-1])
-        if run.is_done():
-            run.reopen()
+        try:
+            for each in missing:
+                _tell(run, state, each)
+            if changes:
+                file = _replaced(run, file.with_job(new), changes, verb)
+                _tell(run, state, file.revisions[-1])
+            if run.is_done():
+                run.reopen()
+        except OSError as error:
+            again = "run" if slurm is None else "requeue"
+            raise RunDirectoryError(
+                f"{run.path} can't be written: {error}; a job of {run.name} that waited does not "
+                "start",
+                next_step="Make room there and type the command again, or let the run go on as it "
+                f"is: slurm-forge {again} {run.name}",
+            ) from error
         return Changed(file, notes)
+
+
+def change_code(run: RunDirectory, file: RunFile, choice: CodeChoice, *, verb: str) -> RunFile:
+    """Have a run that rests use another snapshot of its code from its next start on."""
+    with alone(run):
+        records, missing = _unchanged_since(run, file)
+        state = fold(records)
+        now = file.model_copy(update={"code": choice.version})
+        now = _replaced(run, now, (code_change(file, choice),), verb)
+        for each in (*missing, now.revisions[-1]):
+            _tell(run, state, each)
+    return now
+
+
+def _unchanged_since(run: RunDirectory, file: RunFile) -> tuple[list[Record], list[Revision]]:
+    """The journal and the revisions that it lacks; RunDirectoryError where ``file`` is outdated."""
+    if read_run_file(run.spec_file) != file:
+        raise RunDirectoryError(
+            f"{run.name} was changed by another command at the same time",
+            next_step=f"See what it is now (slurm-forge status {run.name}), then try again.",
+        )
+    records, _ = read_journal(run, skip_superseded=True, refresh=True)
+    return records, _unreported(records, file)
 
 
 def report_revisions(run: RunDirectory, file: RunFile, records: Sequence[Record]) -> None:
@@ -157,18 +196,11 @@ def _unreported(records: Sequence[Record], file: RunFile) -> list[Revision]:
     return [each for each in file.revisions if each.number > newest]
 
 
-def _replaced(
-    run: RunDirectory, file: RunFile, new: JobSpec, changes: Sequence[JobChange], verb: str
-) -> RunFile:
+def _replaced(run: RunDirectory, file: RunFile, changes: Sequence[JobChange], verb: str) -> RunFile:
+    """Keep the present ``run.yaml``, and put ``file`` with one more revision in its place."""
     number = max((each.number for each in file.revisions), default=0) + 1
     revision = Revision(number=number, verb=verb, user=person(), changes=tuple(changes))
-    now = file.model_copy(
-        update={
-            "job": new,
-            "revisions": (*file.revisions, revision),
-            "fallback_name": file.fallback_name or name_fallback(new),
-        }
-    )
+    now = file.model_copy(update={"revisions": (*file.revisions, revision)})
     kept = run.revision(number)
     make_private_directory(kept.parent)
     write_atomic(kept, read_bounded(run.spec_file, _LARGEST))

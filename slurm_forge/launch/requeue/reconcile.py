@@ -68,7 +68,7 @@ from slurm_forge.recovery.policy.remedies import train_further
 from slurm_forge.run_directory import Fence, RunDirectory, newest_claim
 from slurm_forge.site.model import Site
 from slurm_forge.slurm.client import COMMAND_NOT_FOUND, JobUpdate, Slurm
-from slurm_forge.slurm.records import JobRecord
+from slurm_forge.slurm.records import JobRecord, is_slurm_job
 from slurm_forge.slurm.states import ACTIVE, PENDING_LIKE, TERMINAL, JobState
 from slurm_forge.spec.run_file import RunFile, read_run_file
 from slurm_forge.vocabulary.cause import Cause
@@ -396,7 +396,7 @@ def _came_back(run: RunDirectory, job: str, restarts: int, slurm: Slurm) -> JobR
 
 def known_record(job: str, slurm: Slurm) -> JobRecord | None:
     """What Slurm knows of the job, if it is one of Slurm's."""
-    return slurm.show_job(job) if job[:1].isdigit() else None
+    return slurm.show_job(job) if is_slurm_job(job) else None
 
 
 def job_of_script(script: Path, slurm: Slurm) -> JobRecord | None:

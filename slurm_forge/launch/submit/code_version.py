@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,8 +11,9 @@ from slurm_forge.errors import ForgeError, SnapshotError
 from slurm_forge.knobs import process_environ
 from slurm_forge.run_directory import RunDirectory
 from slurm_forge.source.snapshot import (
+    Content,
+    Selection,
     changed_files,
-    content_of,
     prune_snapshots,
     take_snapshot,
 )
@@ -19,15 +21,19 @@ from slurm_forge.source.work_tree import GitRevision, WorkTree
 from slurm_forge.spec import JobSpec
 from slurm_forge.spec.run_file import CodeVersion, RunFile, read_run_file
 from slurm_forge.spec.safeguards import CodeMode
+from slurm_forge.vocabulary.job_change import JobChange
 
+#: Changed files that are named.
+_SHOWN_FILES = 10
 _NO_REVISION = GitRevision("", None)
 
 
 @dataclass(frozen=True, slots=True)
 class CodeChoice:
-    """``version`` is None where the files are used as they are; ``note`` is why, if that matters.
+    """``version`` is None where the files are used as they are.
 
-    ``changed`` are the files in which the version differs from the one before.
+    ``note`` tells why, if that matters, or what a snapshot does not hold.  ``changed`` are the
+    files in which the version differs from the one before.
     """
 
     version: CodeVersion | None = None
@@ -65,9 +71,11 @@ def choose_code(
             reason = error.message if isinstance(error, ForgeError) else str(error)
             return CodeChoice(note=f"the code is not copied, and runs as it is then: {reason}")
         if isinstance(error, OSError):
+            full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+            advice = "Make room" if full else "Leave it to be linked with code: {exclude: [FILE]}"
             raise SnapshotError(
                 f"the code can't be copied: {error}",
-                next_step="Make room, or write code: live to run the files as they are.",
+                next_step=f"{advice}, or write code: live to run the files as they are.",
             ) from error
         raise
 
@@ -84,10 +92,8 @@ def _snapshot(
             next_step="Run git init there and commit, or write code: live to run the files as "
             "they are.",
         )
-    content = content_of(
-        tree, exclude=job.code.exclude, max_size=job.code.max_size, keep_out=run.path.parent
-    )
-    digest = take_snapshot(tree, content, run.code_pool)
+    selection = Selection(job.code.exclude, job.code.max_size, keep_out=run.path.parent)
+    digest, content = take_snapshot(tree, selection, run.code_pool)
     revision = tree.revision() or _NO_REVISION
     version = CodeVersion(
         digest=digest, root=str(tree.root), commit=revision.commit, changes=revision.changes
@@ -97,7 +103,28 @@ def _snapshot(
         changed = changed_files(run.code_pool / before.digest, run.code_pool / digest, content)
     used = {digest, *([] if before is None else [before.digest]), *_used(run.path.parent)}
     prune_snapshots(run.code_pool, used)
-    return CodeChoice(version, changed=changed)
+    return CodeChoice(version, _outside(tree.root, content), changed)
+
+
+def _outside(root: Path, content: Content) -> str:
+    """That what lies behind links out of the work tree is not part of the snapshot."""
+    if not content.outside:
+        return ""
+    first, count = content.outside[0], len(content.outside)
+    links = "a link leads" if count == 1 else f"{count} links lead"
+    more = "" if count == 1 else f" and {count - 1} more"
+    return f"{links} out of {root}, and what is there when the run starts counts: {first}{more}"
+
+
+def code_change(file: RunFile, choice: CodeChoice) -> JobChange:
+    """That a run which is now made of ``file`` is to be made of the code chosen."""
+    live = f"the files in {file.submitted_from}"
+    names = ", ".join(choice.changed[:_SHOWN_FILES])
+    more = len(choice.changed) - _SHOWN_FILES
+    differs = f" (changed: {names}{f' and {more} more' if more > 0 else ''})" if names else ""
+    return JobChange(
+        key="code", old=str(file.code or live), new=f"{choice.version or live}{differs}"
+    )
 
 
 def _used(runs: Path) -> set[str]:
@@ -125,7 +152,7 @@ def with_new_code(run: RunDirectory, file: RunFile) -> tuple[RunFile, CodeChoice
         raise SnapshotError(
             f"{run.name} runs the files in {file.submitted_from} as they are: there is no other "
             "code to take",
-            next_step=f"slurm-forge requeue {run.name}",
+            next_step="Leave out --code new: its next start imports what is there then.",
         )
     wanted = file.job.code.model_copy(update={"mode": CodeMode.SNAPSHOT})
     job = file.job.model_copy(update={"code": wanted})

@@ -9,16 +9,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from slurm_forge.documents import Document, build, build_plain, differences, read
+from slurm_forge.documents import Document, build, build_plain, read
 from slurm_forge.errors import ConfigError
-from slurm_forge.files import write_atomic
-from slurm_forge.journal.events import UserAsked
 from slurm_forge.launch.submit.submission import (
     create_run,
-    note,
+    replace_job,
     untouched,
 )
-from slurm_forge.person import person
 from slurm_forge.run_directory import RunDirectory
 from slurm_forge.site.model import Site
 from slurm_forge.spec import JobSpec
@@ -26,7 +23,6 @@ from slurm_forge.spec.launchers import ProgramSpec
 from slurm_forge.spec.run_file import RunFile, read_run_file
 
 _KEY = re.compile(r"^(?:[^\n]*?: )?(?P<key>[a-z_]+): ")
-_SHOWN = 5
 
 
 def program_job(
@@ -160,9 +156,4 @@ def open_run(
             f"{run.path} is finished, and was started with another command",
             next_step="Choose another name: slurm-forge exec --name OTHER -- …",
         )
-    renewed = file.model_copy(update={"job": job})
-    write_atomic(run.spec_file, renewed.to_yaml().encode())
-    changed = differences(file.job.model_dump(mode="json"), job.model_dump(mode="json"))
-    verb = f"change {'; '.join(str(one) for one in changed[:_SHOWN])}"
-    note(run, UserAsked(verb=verb[:400], user=person()))
-    return run, renewed
+    return run, replace_job(run, file, job)

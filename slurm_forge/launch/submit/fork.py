@@ -6,9 +6,11 @@ it was to begin at.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import shutil
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,7 +26,7 @@ from slurm_forge.journal.events import (
     Note,
 )
 from slurm_forge.journal.file import NO_LAUNCH
-from slurm_forge.launch.submit.code_version import CodeChoice, choose_code
+from slurm_forge.launch.submit.code_version import CodeChoice, choose_code, code_change
 from slurm_forge.launch.submit.submission import note
 from slurm_forge.person import person
 from slurm_forge.run_directory import RunDirectory
@@ -37,6 +39,9 @@ from slurm_forge.vocabulary.job_change import JobChange
 from slurm_forge.vocabulary.plan import RecoveryPlan
 from slurm_forge.vocabulary.trust import Trust
 
+#: How the name of a run begins that is being made.
+_STAGE = ".fork-"
+_ABANDONED_S = 86400.0
 _READ_BACK = "every block was read back when the run was forked"
 
 
@@ -68,24 +73,21 @@ def fork_run(
     """
     child = RunDirectory.at(runs / request.job.name)
     if os.path.lexists(child.path):
-        raise RunDirectoryError(
-            f"there is already something in {child.path}",
-            next_step="Choose another name for the new run: --name OTHER",
-        )
+        raise _taken(child)
     make_private_directory(child.path.parent)
-    made = RunDirectory.at(child.path.parent / f".fork-{child.name}-{secrets.token_hex(4)}")
+    _remove_abandoned(child.path.parent)
+    made = RunDirectory.at(child.path.parent / f"{_STAGE}{child.name}-{secrets.token_hex(4)}")
     number = max((each.number for each in file.revisions), default=0) + 1
     code = _code(child, file, request)
     changes = request.changes
     if file.code is not None and code.version != file.code:
-        new = code.version or f"the files in {file.submitted_from}"
-        changes = (*changes, JobChange(key="code", old=f"{file.code}", new=f"{new}"))
+        changes = (*changes, code_change(file, code))
     revision = Revision(number=number, verb=FORKED, user=person(), changes=changes)
-    now = file.model_copy(
+    now = file.with_job(request.job).model_copy(
         update={
-            "job": request.job,
             "revisions": (*file.revisions, revision),
             "fallback_name": name_fallback(request.job),
+            "old_fallbacks": (),
             "code": code.version,
         }
     )
@@ -98,7 +100,12 @@ def fork_run(
             fresh=request.fresh,
         )
         _write_history(made, parent, state, request, adopted, revision)
-        os.rename(made.path, child.path)  # noqa: PTH104
+        try:
+            os.rename(made.path, child.path)  # noqa: PTH104
+        except OSError as error:
+            if os.path.lexists(child.path):  # another command was as fast
+                raise _taken(child) from error
+            raise
     except BaseException:
         shutil.rmtree(made.path, ignore_errors=True)
         raise
@@ -109,11 +116,25 @@ def fork_run(
     return child, now
 
 
+def _taken(child: RunDirectory) -> RunDirectoryError:
+    return RunDirectoryError(
+        f"there is already something in {child.path}",
+        next_step="Choose another name for the new run: --name OTHER",
+    )
+
+
+def _remove_abandoned(runs: Path) -> None:
+    """Delete what forks that were killed have left: none takes as long as those are old."""
+    for left in runs.glob(f"{_STAGE}*"):
+        with contextlib.suppress(OSError):
+            if time.time() - left.stat().st_mtime > _ABANDONED_S:
+                shutil.rmtree(left, ignore_errors=True)
+
+
 def _code(child: RunDirectory, file: RunFile, request: ForkRequest) -> CodeChoice:
-    same = file.code is not None and request.job.code == file.job.code
-    if same and not request.new_code:
+    if request.job.code == file.job.code and not request.new_code:
         return CodeChoice(file.code)  # with nothing changed it computes what the other run would
-    queued = file.code is not None
+    queued = not request.local or file.code is not None
     return choose_code(request.job, child, file.folder, queued=queued, before=file.code)
 
 

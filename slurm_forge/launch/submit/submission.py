@@ -90,16 +90,16 @@ def create_run(
     )
     if run.spec_file.exists() and untouched(run):
         run.spec_file.unlink(missing_ok=True)  # made once and never started: a refused submission
-    why_live = ""
+    doubt = ""
     if not run.spec_file.exists() and (
         _has_git(submitted_from) or job.code.mode is not CodeMode.AUTO
     ):
         code = choose_code(job, run, submitted_from.absolute(), queued=queued)
-        file, why_live = file.model_copy(update={"code": code.version}), code.note
+        file, doubt = file.model_copy(update={"code": code.version}), code.note
     run.create(file.to_yaml().encode())
-    if why_live:
-        say(why_live)
-        note(run, Note(text=why_live))
+    if doubt:
+        say(doubt)
+        note(run, Note(text=doubt))
     return run, file
 
 
@@ -210,10 +210,12 @@ def renew_run(run: RunDirectory, file: RunFile, now: JobSpec, path: Path) -> Run
         update={**{key: getattr(now, key) for key in _MAY_CHANGE}, "resources": resources}
     )
     refuse_other_job(run, allowed, now, path)
-    if file.job == now:
-        return file
-    fallback = file.fallback_name or name_fallback(now)
-    renewed = file.model_copy(update={"job": now, "fallback_name": fallback})
+    return file if file.job == now else replace_job(run, file, now)
+
+
+def replace_job(run: RunDirectory, file: RunFile, now: JobSpec) -> RunFile:
+    """Give the run another job of the same meaning, and tell it in the journal."""
+    renewed = file.with_job(now)
     write_atomic(run.spec_file, renewed.to_yaml().encode())
     changed = differences(file.job.model_dump(mode="json"), now.model_dump(mode="json"))
     note(run, UserAsked(verb=f"change {'; '.join(map(str, changed[:5]))}"[:400], user=person()))

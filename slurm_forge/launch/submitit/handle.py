@@ -22,6 +22,7 @@ from slurm_forge.launch.submit.submission import run_state
 from slurm_forge.launch.submitit.job import ForgeJob
 from slurm_forge.run_directory import RunDirectory
 from slurm_forge.slurm.client import SubprocessSlurm
+from slurm_forge.slurm.records import is_slurm_job
 from slurm_forge.slurm.states import TERMINAL, JobState, parse_state
 
 _UNCERTAIN = frozenset({JobState.UNKNOWN, *TERMINAL})
@@ -170,7 +171,7 @@ class RunHandle(SlurmJob[Any]):
         return self._state
 
     def _newest(self, state: RunState) -> str:
-        return state.job if state.job[:1].isdigit() else self.job_id
+        return state.job if is_slurm_job(state.job) else self.job_id
 
     def _standing(self, run: RunDirectory, *, force: bool = False) -> HandleState:
         is_done = run.is_done()
@@ -216,7 +217,7 @@ class RunHandle(SlurmJob[Any]):
     def _all_paths(self, state: RunState) -> list[utils.JobPaths]:
         """Submitit's files of every job that the run has had since this one, in their order."""
         jobs = [each.job for each in state.attempts] + [state.job]
-        job_numbers = [job for job in dict.fromkeys(jobs) if job[:1].isdigit()]
+        job_numbers = [job for job in dict.fromkeys(jobs) if is_slurm_job(job)]
         later = (
             job_numbers[job_numbers.index(self.job_id) + 1 :] if self.job_id in job_numbers else []
         )

@@ -23,6 +23,7 @@ from slurm_forge.report.story.pace_story import (
 from slurm_forge.report.story.plan_text import step_of
 from slurm_forge.report.story.skipped_steps import row_of
 from slurm_forge.report.story.unresolved_failure import is_fault
+from slurm_forge.slurm.records import is_slurm_job
 from slurm_forge.vocabulary.cause import Evidence
 from slurm_forge.vocabulary.decision import Action
 
@@ -119,7 +120,7 @@ class AttemptText:
         end = one.last_seen if one.ended is None and one.found_out is not None else one.ended
         yield t.period(one.started, end, self._now, self._zone)
         if one.waited_s is not None and one.waited_s >= 1:
-            queue = " in the queue" if one.job[:1].isdigit() else ""
+            queue = " in the queue" if is_slurm_job(one.job) else ""
             yield f"waited {t.span(one.waited_s)}{queue}"
         if self._full and one.via:
             yield f"via {t.clean(one.via, 40)}"

@@ -286,6 +286,15 @@ def _from_training(lineage: Lineage) -> Iterator[ScienceChange]:
             text=f"{count} skipped (step {where}{more}: {unused} without effect{undone})",
             science=True,
         )
+    if lineage.differing:
+        found = lineage.differing[0]
+        since = "" if found.onset is None else f", begun at step {number(found.onset)} or later"
+        at = "" if found.step is None else f" found at step {number(found.step)}"
+        yield ScienceChange(
+            parameter="rank_mismatch",
+            text=f"ranks that should be equal differ:{at}{since}",
+            science=True,
+        )
     for resumed in lineage.inexact:
         yield ScienceChange(
             parameter="randomness",

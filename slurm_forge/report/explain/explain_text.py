@@ -11,6 +11,7 @@ from slurm_forge.report.explain.attempt_text import AttemptText
 from slurm_forge.report.status.status_text import failing_saves_text
 from slurm_forge.report.story import story as s
 from slurm_forge.report.story.unresolved_failure import is_fault
+from slurm_forge.slurm.records import is_slurm_job
 
 _GAP = "   "
 #: What is shorter than this, in time and as a share of all, is not worth a word.
@@ -103,7 +104,7 @@ def _cost(story: s.RunStory) -> Iterator[str]:
         yield f"{t.rank_time(story.lost_rank_s, story.gpus_per_rank)} lost{because}"
     if story.idle_rank_s >= worth:
         yield f"{t.rank_time(story.idle_rank_s, story.gpus_per_rank)} idle"
-    where = " in the queue" if story.job[:1].isdigit() else ""
+    where = " in the queue" if is_slurm_job(story.job) else ""
     if story.queued_s >= _worth_telling_s(story):
         yield f"{t.span(story.queued_s)} waiting{where}"
     # The header's time counts from the first start on.

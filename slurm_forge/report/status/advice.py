@@ -22,6 +22,7 @@ from slurm_forge.report.story.story import (
     RunStory,
 )
 from slurm_forge.report.text import clean, number, plural
+from slurm_forge.slurm.records import is_slurm_job
 from slurm_forge.vocabulary.cause import Cause
 
 _BY_ADMIN = "JobHeldAdmin"
@@ -31,14 +32,12 @@ _COMMAND = re.compile(rf" \({_REQUEUE}[^()]*\)")
 _REPAIR = "repair the environment that the job starts in (its modules, its Python)"
 
 
-def go_on(reference: str, job: str, standing: Standing | None = None) -> str:
-    """The command that lets a run go on; ``job`` tells where it was started."""
-    command = again(reference, job)
-    held_job = waiting = None
-    if standing is not None:
-        held_job, waiting = standing.held_job, standing.waiting
-        if standing.not_started is not None:  # its script has asked for it to be held
-            held_job = standing.not_started.job
+def go_on(reference: str, state: RunState, standing: Standing) -> str:
+    """The command that lets a run go on."""
+    command = again(reference, state)
+    held_job, waiting = standing.held_job, standing.waiting
+    if standing.not_started is not None:  # its script has asked for it to be held
+        held_job = standing.not_started.job
     if waiting is not None and not waiting.held:
         held_job = None  # it is not in the queue any more, or nobody holds it
     elif waiting is not None:
@@ -51,7 +50,7 @@ def go_on(reference: str, job: str, standing: Standing | None = None) -> str:
 def next_steps(facts: RunFacts, state: RunState, standing: Standing) -> tuple[str, ...]:
     """What a person who looks at the status would do now; one line each."""
     name, status = facts.reference, standing.status
-    onward = go_on(name, state.job, standing)
+    onward = go_on(name, state, standing)
     if status is RunStatus.FINISHED:
         done = f"nothing to do; how it went: slurm-forge explain {name}"
         return (
@@ -62,7 +61,7 @@ def next_steps(facts: RunFacts, state: RunState, standing: Standing) -> tuple[st
     if standing.not_started is not None and standing.not_started.next_step:
         # A start of ours that failed: unlike those of batch scripts, nothing holds the job.
         first = clean(standing.not_started.next_step, 300)
-        return (first, f"then, to continue: {again(name, state.job)}")
+        return (first, f"then, to continue: {again(name, state)}")
     if standing.not_started is not None:
         return (_REPAIR, f"then, to continue: {onward}")
     if standing.contradiction is not None:
@@ -79,10 +78,10 @@ def next_steps(facts: RunFacts, state: RunState, standing: Standing) -> tuple[st
         case RunStatus.NEW:
             return (f"if you did not pass its script to sbatch yourself: {onward}",)
         case RunStatus.SUBMITTED | RunStatus.REQUEUED:
-            where = f" (squeue -j {job})" if job[:1].isdigit() else ""
+            where = f" (squeue -j {job})" if is_slurm_job(job) else ""
             return (f"nothing to do: it starts when resources are free{where}",)
         case RunStatus.RUNNING if standing.doubtful:
-            look = f"squeue -j {job}" if job[:1].isdigit() else "look for its processes"
+            look = f"squeue -j {job}" if is_slurm_job(job) else "look for its processes"
             return (f"see whether it is alive: {look}", f"if it is not: {onward}")
         case RunStatus.HELD:
             return (
@@ -132,16 +131,16 @@ def next_in_story(
         return next_steps(facts, state, standing)
     if standing.contradiction is not None:
         return (standing.contradiction.next,)
-    onward = go_on(facts.reference, state.job, standing)
+    onward = go_on(facts.reference, state, standing)
     if standing.status is RunStatus.HELD:
         last = next(reversed(list(_incidents(story))), None)
         first = _reasoned(state) or _remedy(None if last is None else last.cause)
         if _asks_administrator(standing):
             return (_then(_COMMAND.sub("", first), _asks_administrator(standing)),)
-        return (_going_on(first, facts.reference, state.job, onward),)
+        return (_going_on(first, facts.reference, state, onward),)
     if standing.trouble is not None:
         first = _remedy(standing.trouble.incident.cause)
-        return (_going_on(first, facts.reference, state.job, onward),)
+        return (_going_on(first, facts.reference, state, onward),)
     return next_steps(facts, state, standing)
 
 
@@ -151,9 +150,9 @@ def _asks_administrator(standing: Standing) -> str:
     return waiting.next if waiting is not None and waiting.reason == _BY_ADMIN else ""
 
 
-def _going_on(first: str, name: str, job: str, onward: str) -> str:
+def _going_on(first: str, name: str, state: RunState, onward: str) -> str:
     """What to change and the command to go on with, which may be the one that changes it."""
-    if again(name, job) != f"slurm-forge requeue {name}":  # it was started on this machine
+    if again(name, state) != f"slurm-forge requeue {name}":  # it was started on this machine
         return _then(_COMMAND.sub("", first), onward)
     command = first.replace(_REQUEUE, f"slurm-forge requeue {name} ")
     return command if command != first else _then(first, onward)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from slurm_forge.report import text as t
+from slurm_forge.slurm.records import is_slurm_job
 
 if TYPE_CHECKING:  # a thousand lines that are known already need nothing of a journal
     from slurm_forge.report.status.report_facts import RunFacts
@@ -91,7 +92,7 @@ def _cells(one: ListedRun) -> tuple[str, ...]:
     step = "" if one.step is None else f"step {t.number(one.step)}"
     if step and one.total_steps is not None:
         step += f" of {t.number(one.total_steps)}"
-    job = f"job {t.clean(one.job, 40)}" if one.job[:1].isdigit() else ""
+    job = f"job {t.clean(one.job, 40)}" if is_slurm_job(one.job) else ""
     return t.clean(one.run, 64), one.status, step, job
 
 

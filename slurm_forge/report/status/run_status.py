@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from slurm_forge.journal import Record, RunState, RunStatus
 from slurm_forge.launch.render.array_chain import VIA_ARRAY
@@ -89,14 +89,13 @@ class Standing:
     failing_saves: FailingSaves | None = None
 
 
-def again(reference: str, job: str) -> str:
-    """The command that starts a run another time; ``job`` tells where it was started."""
-    local = job != "" and not job[0].isdigit()
-    if job.startswith("exec-"):
+def again(reference: str, state: RunState) -> str:
+    """The command that starts a run another time."""
+    if state.job.startswith("exec-"):
         return "the same slurm-forge exec again"
-    if job.startswith(("process-", "torchrun-")):
+    if state.job.startswith(("process-", "torchrun-")):
         return "the same script again"
-    return f"slurm-forge {'run' if local else 'requeue'} {reference}"
+    return f"slurm-forge {'run' if state.is_local else 'requeue'} {reference}"
 
 
 def jobs_of(state: RunState, history: History) -> tuple[str, ...]:
@@ -209,7 +208,7 @@ def _contradiction_of_machine(
 
 def _onward(facts: RunFacts, state: RunState, history: History) -> str:
     going_on = to_go_on(facts, state, of_program=history.of_program)
-    return f"{going_on}: {again(facts.reference, state.job)}"
+    return f"{going_on}: {again(facts.reference, state)}"
 
 
 def _contradiction_of_slurm(
@@ -220,7 +219,7 @@ def _contradiction_of_slurm(
     if status in (RunStatus.SUBMITTED, RunStatus.REQUEUED) and answer is not None:
         if answer.job != state.job or state.open_intent is not None:
             return None
-        command = again(facts.reference, state.job)
+        command = again(facts.reference, state)
         return job_cancelled(answer, again=command, started=newest is not None)
     if status is not RunStatus.RUNNING or answer is None or newest is None:
         return None
@@ -228,7 +227,7 @@ def _contradiction_of_slurm(
         return None
     return slurm_contradiction(
         answer,
-        again=again(facts.reference, state.job),
+        again=again(facts.reference, state),
         bring_back=_onward(facts, state, history),
         now=facts.now,
         last_seen=last_heard(facts, newest),
@@ -246,7 +245,7 @@ def _ended_by_signal(
     begun = None if record is None or record.state not in ACTIVE else record.start_time
     if begun is not None and begun.timestamp() > note.time:
         return None
-    command = again(facts.reference, note.job)
+    command = again(facts.reference, replace(state, job=note.job))
     return ended_by_signal(answer, job=note.job, signal=note.signal, again=command, now=facts.now)
 
 
@@ -314,7 +313,7 @@ def _waiting(
     last = newest.launches[-1].incidents[-1:] if newest is not None and newest.launches else ()
     return why_waiting(
         answer,
-        again=again(facts.reference, job),
+        again=again(facts.reference, replace(state, job=job)),
         now=facts.now,
         # The id of an array without a task is that of a chain which has not begun, or is held.
         chained="_" not in job or (newest is not None and newest.via == VIA_ARRAY),

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from slurm_forge.journal import Record
 from slurm_forge.journal import events as ev
 from slurm_forge.report.story.story import LoggedFigure, Timed
+from slurm_forge.vocabulary.cause import Cause
 from slurm_forge.vocabulary.decision import Action, Decision, Incident
 from slurm_forge.vocabulary.plan import RecoveryPlan
 
@@ -50,10 +51,11 @@ class PlanSpan:
 class Lineage:
     """What became of the steps of every launch; ``skipped`` are the skips that stayed.
 
-    ``undone`` are those that training went back over.  ``followed`` holds the launches after which
-    training was begun again.  ``figures`` are the newest logged ones of steps that stayed, by name.
-    ``trained_until`` is the time of the last step that was seen, ``unsaid_s`` what the steps took
-    that only the end of a launch tells of.  Of incidents, by their id:
+    ``undone`` are those that training went back over.  ``differing`` are incidents of ranks that
+    should be equal, but for those that training went back behind.  ``followed`` holds the launches
+    after which training was begun again.  ``figures`` are the newest logged ones of steps that
+    stayed, by name.  ``trained_until`` is the time of the last step that was seen, ``unsaid_s``
+    what the steps took that only the end of a launch tells of.  Of incidents, by their id:
     ``costs``, and those that training has ``passed``; ``after`` says which one a resume was for (by
     the identity of its event).  ``plans`` are those that the steps which stayed were trained under;
     ``coming`` is in force from the next start on.
@@ -74,6 +76,7 @@ class Lineage:
     undone: list[Timed[ev.StepSkipped]] = field(default_factory=list)
     figures: dict[str, LoggedFigure] = field(default_factory=dict)
     inexact: list[ev.Resumed] = field(default_factory=list)
+    differing: list[Incident] = field(default_factory=list)
     costs: dict[str, Cost] = field(default_factory=dict)
     passed: set[str] = field(default_factory=set)
     after: dict[int, str] = field(default_factory=dict)
@@ -153,6 +156,8 @@ class _Tracer:
         self._segments: list[_Segment] = []
         self._seen: list[LaunchKey] = []
         self._plan = RecoveryPlan()
+        #: The checkpoint that a fork with random states of its own begins at.
+        self._fresh_rng_at: str | None = None
         self._decided: set[str] = set()
         #: Incidents since training last began, and whether it was they that ended it.
         self._waiting: dict[str, bool] = {}
@@ -185,6 +190,8 @@ class _Tracer:
         """One more record."""
         line, key, event = self._line, (record.attempt, record.launch), record.event
         match event:
+            case ev.Forked():
+                self._fresh_rng_at = event.base if "rng" in event.fresh else None
             case ev.Resumed():
                 self._resumed(key, event, record.time)
             case ev.Progress() | ev.Logged() | ev.CheckpointCommitted() | ev.StepSkipped():
@@ -266,7 +273,8 @@ class _Tracer:
             line.after[id(event)] = next(reversed(self._waiting))
         self._waiting = {}
         line.inexact = [r for r in line.inexact if r.step < step]
-        if not event.exact and not event.data_restarted:
+        told = event.checkpoint is not None and event.checkpoint == self._fresh_rng_at
+        if not event.exact and not event.data_restarted and not told:
             line.inexact.append(event)
         line.plans = [span for span in line.plans if span.first < step]
         line.plans.append(PlanSpan(step, self._plan))
@@ -280,6 +288,8 @@ class _Tracer:
             line.step = max(step, line.step or 0)
         trains = bool(self._segments) and self._segments[-1].key == key
         self._waiting.setdefault(incident.id, trains)
+        if incident.cause is Cause.RANK_MISMATCH:
+            line.differing.append(incident)
         place = step if step is not None else -1 if line.step is None else line.step
         heapq.heappush(self._ahead, (place, incident.id))
 
@@ -303,6 +313,7 @@ class _Tracer:
         line, segments = self._line, self._segments
         line.undone += [skip for skip in line.skipped if skip.event.step > step]
         line.skipped = [skip for skip in line.skipped if skip.event.step <= step]
+        line.differing = [each for each in line.differing if (each.onset or 0) <= step]
         line.figures = {name: one for name, one in line.figures.items() if one.step <= step}
         steps, seconds = 0, 0.0
         while segments and segments[-1].head > step:

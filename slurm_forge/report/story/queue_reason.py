@@ -14,7 +14,7 @@ from datetime import datetime, tzinfo
 from slurm_forge.journal import Record, RunStatus, fold
 from slurm_forge.report import text as t
 from slurm_forge.report.story import story as s
-from slurm_forge.slurm.records import AccountingRecord, JobRecord
+from slurm_forge.slurm.records import AccountingRecord, JobRecord, is_slurm_job
 from slurm_forge.slurm.states import ACTIVE, PENDING_LIKE, TERMINAL, JobState
 from slurm_forge.slurm.text.array_tasks import tasks_of
 
@@ -175,7 +175,7 @@ def job_to_ask_about(records: Iterable[Record]) -> str | None:
     state = fold(records)
     asks = state.status in (RunStatus.SUBMITTED, RunStatus.RUNNING, RunStatus.REQUEUED)
     asks = asks or (state.status is RunStatus.HELD and state.held is not None)
-    if not asks or state.open_intent is not None or not state.job[:1].isdigit():
+    if not asks or state.open_intent is not None or not is_slurm_job(state.job):
         return None
     return state.job if state.held is None else state.held.job
 

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 
 from slurm_forge.recovery.job_changes import GLOBAL_BATCH
 from slurm_forge.report.text import clean, number
-from slurm_forge.spec import JobSpec
 from slurm_forge.vocabulary.job_change import ChangeEffect, JobChange
 
 _HEADINGS = {
@@ -27,24 +26,18 @@ def change_lines(changes: Sequence[JobChange]) -> tuple[str, ...]:
 
 
 def consequences(
-    old: JobSpec,
-    new: JobSpec,
-    changes: Sequence[JobChange],
-    *,
-    step: int | None,
-    finished: bool,
+    changes: Sequence[JobChange], *, ranks: tuple[int, int], step: int | None, finished: bool
 ) -> tuple[str, ...]:
-    """What follows from the changes; ``step`` is that of the newest checkpoint, if there is one."""
-    return tuple(_consequences(old, new, changes, step, finished=finished))
+    """What follows from the changes.
+
+    ``ranks`` is their number before and after; ``step`` is that of the newest checkpoint, if there
+    is one.
+    """
+    return tuple(_consequences(changes, ranks, step, finished=finished))
 
 
 def _consequences(
-    old: JobSpec,
-    new: JobSpec,
-    changes: Sequence[JobChange],
-    step: int | None,
-    *,
-    finished: bool,
+    changes: Sequence[JobChange], ranks: tuple[int, int], step: int | None, *, finished: bool
 ) -> Iterator[str]:
     keys = {each.key for each in changes}
     if step is None:
@@ -52,7 +45,9 @@ def _consequences(
         return
     at = f"step {number(step)}"
     if finished:
-        yield f"the finished run continues from {at}"
+        further = any(key.startswith("args.") for key in keys)
+        ends = "" if further else ", and ends there: none of this makes it train further"
+        yield f"the finished run continues from {at}{ends}"
     if any(key.startswith("args.") for key in keys):
         yield (
             f"from {at} on the program has these arguments; optimizer options and schedules that "
@@ -70,7 +65,7 @@ def _consequences(
         )
     if "entry" in keys:
         yield "the other function must register what the checkpoint holds, under the same names"
-    before, after = old.resources.tasks, new.resources.tasks
+    before, after = ranks
     if before != after:
         yield (
             f"ranks {number(before)} → {number(after)}: the global batch and the order of the "

@@ -26,7 +26,7 @@ from slurm_forge.recovery.fingerprint import (
     job_facts,
     refused,
 )
-from slurm_forge.recovery.job_changes import accepted, arguments_changed
+from slurm_forge.recovery.job_changes import accepted, arguments_changed, unmet_batch
 from slurm_forge.source.work_tree import GitRevision
 from slurm_forge.spec import JobSpec
 from slurm_forge.spec.safeguards import Policy
@@ -218,10 +218,22 @@ class CompatibilityCheck:
             with contextlib.suppress(OSError):  # rank 0 alone must not fail over a line about it
                 self._journal.write(event)
         if reason is None:
-            return {}
+            return self._unmet()
         return {
             "refused": f"not what step {manifest.step} was written with: {reason}",
             "next_step": self._way_out(deviations),
+        }
+
+    def _unmet(self) -> Json:
+        """The refusal of a change of the batch size that the program does not follow."""
+        wanted = unmet_batch(self._facts.facts, self._changes)
+        if wanted is None:
+            return {}
+        used = self._facts.facts["sampling.global_batch"]
+        return {
+            "refused": f"the batch size was changed to {wanted}, and run.batches() gets {used}",
+            "next_step": "Change the arguments that it follows from, or write down what it is: "
+            f"slurm-forge change {self._spec.name} --global-batch {used}",
         }
 
     def _way_out(self, deviations: Sequence[Difference]) -> str:

@@ -103,6 +103,7 @@ class Saver:
             context.directory.checkpoints,
             context.spec.name,
             fallback=context.fallback,
+            earlier=context.earlier_fallbacks,
         )
         self._writer = CheckpointWriter(
             self._store, group=group, background=background, host=context.host

@@ -9,8 +9,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from slurm_forge.errors import ConfigError, SnapshotError
+from slurm_forge.errors import ConfigError
 from slurm_forge.files import private_directory
+from slurm_forge.source.snapshot import place_in_snapshot
 from slurm_forge.spec.entry import Parameters
 
 
@@ -36,20 +37,11 @@ def use_snapshot(entry: str, snapshot: Path, *, root: Path, folder: Path) -> tup
     Returns the entry and the folder that ``load_entry`` takes.  ``SnapshotError`` where the
     snapshot is gone, ``UnsafeFileError`` where others can write into it.
     """
-    if not snapshot.is_dir():
-        raise SnapshotError(
-            f"the code of this run is not in {snapshot}",
-            next_step="If the run was moved, move the folder .code beside it along, or continue "
-            "with the code as it is now: slurm-forge requeue RUN --code new.",
-        )
+    placed = place_in_snapshot(entry, snapshot, root=root, folder=folder)
     private_directory(snapshot)
     paths = [Path(path) for path in sys.path if path]
     sys.path[:0] = [str(snapshot / p.relative_to(root)) for p in paths if p.is_relative_to(root)]
-    where, colon, name = entry.rpartition(":")
-    file = Path(where)
-    if where.endswith(".py") and file.is_absolute() and file.is_relative_to(root):
-        entry = f"{snapshot / file.relative_to(root)}{colon}{name}"
-    return entry, snapshot / folder.relative_to(root)
+    return placed
 
 
 def load_entry(entry: str, directory: Path) -> Callable[[Any], Any]:

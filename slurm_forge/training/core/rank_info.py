@@ -134,6 +134,8 @@ class RankContext:
     variables: Mapping[str, str] = field(default_factory=dict)
     #: The run's own directory for checkpoints that can't be written into the run directory.
     fallback: Path | None = None
+    #: Where it wrote such checkpoints under an earlier job file.
+    earlier_fallbacks: tuple[Path, ...] = ()
     #: Of the snapshot that the entry is imported from; None where it is the work tree's own.
     code: GitRevision | None = None
     #: What of the job was changed on purpose since the run began, oldest first; None where no verb

@@ -271,6 +271,7 @@ class Rank:
             folder=self._file.folder,
             variables=self._variables,
             fallback=self._file.fallback,
+            earlier_fallbacks=self._file.earlier_fallbacks,
             code=None if self._file.code is None else self._file.code.revision,
             changes=self._file.changes,
         )

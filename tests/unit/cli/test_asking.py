@@ -13,6 +13,7 @@ from slurm_forge.cli.run_choice import site_places
 from slurm_forge.errors import SlurmUnreachableError
 from slurm_forge.journal import RunStatus, fold, read_journal
 from slurm_forge.journal import events as ev
+from slurm_forge.launch.requeue import change as changing
 from slurm_forge.launch.submit.submission import create_run
 from slurm_forge.run_directory import RunDirectory
 from slurm_forge.slurm.records import JobRecord
@@ -67,22 +68,39 @@ def test_a_run_takes_the_present_code_where_a_person_wants_it(
     assert result.exit_code == 0, result.stderr
     file = read_run_file(held.run.spec_file)
     assert file.code is not None
-    assert f"code {file.code}, was the files in {shell.folder}" in result.stderr
+    assert f"code the files in {shell.folder} → {file.code}" in result.stderr
     (shell.folder / "tiny.py").write_text("def train(run): ...\n")
     held.begin()
     held.resume(0)
     held.incident(Cause.APP_ERROR, Action.HOLD, rung=None)
     held.end("hold")
     result = shell("requeue", "tiny-gpt", "--code", "new")
-    assert "changed: tiny.py" in result.stderr
+    assert "(changed: tiny.py)" in result.stderr
     assert len(slurm.submitted) == 2
-    verbs = sorted(verb.partition(":")[0] for verb in asked(held))
-    assert verbs == ["change code"] * 2 + ["requeue"] * 2
+    assert asked(held) == ["requeue"] * 2
+    assert "(changed: tiny.py) (requeue --code new" in shell("explain", "tiny-gpt").stdout
     held.begin()
     held.resume(0)
     result = shell("requeue", "tiny-gpt", "--code", "new")
     assert result.exit_code == 2
     assert "tiny-gpt is not at rest" in result.stderr
+
+
+def test_the_next_start_tells_of_new_code_that_was_taken_before_the_command_was_killed(
+    shell: Shell, held: Scribe, slurm: PretendSlurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def killed(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    subprocess.run(["git", "init", "-q"], cwd=shell.folder, check=True)
+    with monkeypatch.context() as patched:
+        patched.setattr(changing, "_tell", killed)
+        assert shell("requeue", "tiny-gpt", "--code", "new").exit_code
+    file = read_run_file(held.run.spec_file)
+    assert file.code is not None
+    assert str(file.code) not in shell("explain", "tiny-gpt").stdout.partition("Changes")[2]
+    changing.report_revisions(held.run, file, read_journal(held.run)[0])
+    assert str(file.code) in shell("explain", "tiny-gpt").stdout.partition("Changes")[2]
 
 
 def test_a_run_that_is_alive_stays_as_it_is(
@@ -111,7 +129,7 @@ def test_a_run_of_this_machine_is_not_given_to_slurm(
     held.incident(Cause.APP_ERROR, Action.HOLD, rung=None)
     result = shell("requeue", "tiny-gpt")
     assert result.exit_code == 2
-    assert "was started on this machine" in result.stderr
+    assert "is a run of this machine, not of Slurm" in result.stderr
     assert "slurm-forge run" in result.stderr
     assert slurm.submitted == []
 

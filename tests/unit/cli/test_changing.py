@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import shutil
+import subprocess
 from dataclasses import replace
 
 import pytest
 
+from slurm_forge.cli.observe.run_reading import gather
 from slurm_forge.cli.run_choice import site_places
 from slurm_forge.errors import SlurmCommandError
 from slurm_forge.journal import RunStatus, fold, read_journal
@@ -21,6 +25,7 @@ from slurm_forge.spec.run_file import RunFile, read_run_file
 from slurm_forge.vocabulary.cause import Cause
 from slurm_forge.vocabulary.decision import Action
 from tests.unit.cli.conftest import PretendSlurm, Shell
+from tests.unit.cli.test_checkpoints import Checkpoints
 from tests.unit.report.journals import Scribe
 
 JOB = """\
@@ -196,6 +201,35 @@ def test_extend_refers_to_change(shell: Shell, finished: Scribe, slurm: PretendS
     assert not told(finished)
 
 
+def test_extend_knows_the_default_of_an_argument_that_the_job_does_not_set(
+    shell: Shell, finished: Scribe, slurm: PretendSlurm
+) -> None:
+    result = shell("extend", "tiny-gpt", "--set", "args.seq=1")
+    assert "args.seq not set → 1 does more than prolong the run" in result.stderr
+    result = shell("extend", "tiny-gpt", "--set", "args.seq=2")
+    assert result.exit_code == 0, result.stderr
+
+
+def test_arguments_are_those_of_the_code_that_the_run_keeps(
+    shell: Shell, held: Scribe, slurm: PretendSlurm
+) -> None:
+    subprocess.run(["git", "init", "-q"], cwd=shell.folder, check=True)
+    assert shell("requeue", "tiny-gpt", "--code", "new").exit_code == 0
+    held.begin()
+    held.incident(Cause.APP_ERROR, Action.HOLD, rung=None)
+    held.end("hold")
+    (shell.folder / "tiny.py").write_text(
+        "def train(run, max_steps, lr, batch_size, other=1):\n    pass\n"
+    )
+    result = shell("change", "tiny-gpt", "--set", "args.other=2", "--no-submit")
+    assert "the function has no parameter 'other'" in result.stderr
+    result = shell("change", "tiny-gpt", "--set", "args.seq=2", "--no-submit")
+    assert result.exit_code == 0, result.stderr
+    shutil.rmtree(held.run.code_pool)
+    result = shell("change", "tiny-gpt", "--set", "args.seq=3", "--no-submit")
+    assert "the code of this run is not in" in result.stderr
+
+
 class CutOff(BaseException):
     """The process is gone."""
 
@@ -316,6 +350,74 @@ def test_a_run_that_trains_is_left_alone(
     assert not told(trained)
 
 
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["resources.nodes=4"], "continues from step 400, and ends there: none of this makes it"),
+        (["args.max_steps=500"], "the finished run continues from step 400\n"),
+        (["checkpoint.fallback=/nowhere/x/y"], "on this machine / can't be written to by you"),
+        (["checkpoint.fallback=/dev/null/x"], "on this machine /dev/null is not a directory"),
+    ],
+)
+def test_what_follows_is_told_before(
+    shell: Shell,
+    finished: Scribe,
+    slurm: PretendSlurm,
+    monkeypatch: pytest.MonkeyPatch,
+    words: list[str],
+    told: str,
+) -> None:
+    monkeypatch.setattr("os.access", lambda path, mode: str(path) != "/")
+    settings = (word for each in words for word in ("--set", each))
+    assert told in shell("change", "tiny-gpt", *settings, "--dry-run").stdout
+
+
+def test_checkpoints_that_are_gone_are_told(
+    shell: Shell, held: Scribe, slurm: PretendSlurm
+) -> None:
+    words = ("change", "tiny-gpt", "--set", "seed=1", "--dry-run")
+    assert "tiny-gpt has saved checkpoints, and none is there" in shell(*words).stdout
+    (held.run.checkpoints / "step-00000400.a1.l1-00000000").mkdir()
+    assert "none is there" not in shell(*words).stdout
+
+
+def test_the_ranks_of_a_run_of_this_machine_are_those_of_one_node(
+    shell: Shell, held: Scribe, slurm: PretendSlurm
+) -> None:
+    held.begin(job="local-77", via="submitit local")
+    held.end("hold")
+    words = ("--set", "resources.nodes=3", "--set", "resources.tasks_per_node=2", "--dry-run")
+    assert "ranks 1 → 2" in shell("change", "tiny-gpt", *words).stdout
+    held.run.spec_file.write_text(file_of(held).model_copy(update={"ranks": 4}).to_yaml())
+    assert "ranks 4 → 2" in shell("change", "tiny-gpt", *words).stdout
+
+
+def test_what_lies_in_an_earlier_fallback_folder_stays_part_of_the_run(
+    shell: Shell, slurm: PretendSlurm
+) -> None:
+    first, second = shell.folder / "first", shell.folder / "second"
+    made = Checkpoints(shell.folder / "runs", f"{{fallback: {first}}}")
+    file = read_run_file(made.run.spec_file).model_copy(update={"fallback_name": "tiny-gpt-1a2b"})
+    made.run.spec_file.write_text(file.to_yaml())
+    (shell.folder / "tiny.py").write_text("def train(run):\n    pass\n")
+    name = str(made.save(100))
+    made.hold()
+    (first / "tiny-gpt-1a2b").mkdir(parents=True, mode=0o700)
+    (made.run.checkpoints / name).rename(first / "tiny-gpt-1a2b" / name)
+    for place, earlier in ((second, first), (first, second), ("null", first)):
+        words = ("--set", f"checkpoint.fallback={place}", "--no-submit")
+        result = shell("change", "tiny-gpt", *words)
+        assert result.exit_code == 0, result.stderr
+        file = read_run_file(made.run.spec_file)
+        assert str(earlier / "tiny-gpt-1a2b") in file.old_fallbacks
+        assert str(file.fallback) not in file.old_fallbacks
+        assert name in shell("checkpoints", "list", "tiny-gpt", "--json").stdout
+        assert [each.step for each in gather(made.run).on_disk or ()] == [100]
+    result = shell("fork", "tiny-gpt", "--name", "child", "--no-submit")
+    assert result.exit_code == 0, result.stderr
+    assert read_run_file(made.run.path.parent / "child" / "run.yaml").old_fallbacks == ()
+
+
 def test_a_job_that_waits_is_held_meanwhile(
     shell: Shell, held: Scribe, slurm: PretendSlurm
 ) -> None:
@@ -326,6 +428,21 @@ def test_a_job_that_waits_is_held_meanwhile(
     assert slurm.released == ["8812301"]
     assert not slurm.submitted
     assert "released job 8812301" in result.stdout
+
+
+def test_a_full_disk_is_told_with_the_job_that_waits(
+    shell: Shell, held: Scribe, slurm: PretendSlurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    slurm.jobs["8812301"] = WAITS
+    monkeypatch.setattr(changing, "write_atomic", full)
+    result = shell("change", "tiny-gpt", "--set", "args.lr=1e-2")
+    assert result.exit_code == 2
+    assert "No space left on device; a job of tiny-gpt that waited does not start" in result.stderr
+    assert "slurm-forge requeue tiny-gpt" in result.stderr
+    assert file_of(held).job.args["lr"] == 0.1
 
 
 def test_a_job_that_starts_meanwhile_is_left_alone(
@@ -392,7 +509,7 @@ def test_a_run_without_a_batch_size_has_none_to_change(
         (["--set", "args.nonsense=1"], "nonsense"),
         (["--set", "argz.lr=1"], 'did you mean "args"'),
         (["--set", "resources.nodes=0"], "resources.nodes"),
-        ([], "has these values already"),
+        ([], "--set: nothing is given to change"),
     ],
 )
 def test_what_makes_no_sense_is_refused_first(

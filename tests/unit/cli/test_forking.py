@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import subprocess
 
 import pytest
 
 from slurm_forge.journal import events as ev
 from slurm_forge.journal import read_journal
+from slurm_forge.launch.submit import fork as forks
 from slurm_forge.run_directory import RunDirectory
 from slurm_forge.spec.run_file import read_run_file
 from slurm_forge.store.directory import CheckpointStore
@@ -119,6 +122,22 @@ def test_a_child_can_be_forked_and_changed_itself(
     assert numbered == [(3, "fork"), (4, "change")]
 
 
+def test_a_fork_tells_what_its_parent_had_otherwise_at_that_step(
+    shell: Shell, made: Checkpoints, slurm: PretendSlurm
+) -> None:
+    shell("change", "tiny-gpt", "--set", "args.lr=0.2", "--no-submit")
+    shell("change", "tiny-gpt", "--set", "args.lr=0.3", "--set", "seed=1", "--no-submit")
+    told = shell("fork", "tiny-gpt", "--name", "early", "--from", "200", "--no-submit").stdout
+    assert "args.lr not set → 0.3\n  seed 0 → 1\n" in told
+    assert "args.lr not set → 0.3; seed 0 → 1 from step 200 on" in shell("explain", "early").stdout
+    words = ("--from", "200", "--set", "seed=0", "--no-submit")
+    told = shell("fork", "tiny-gpt", "--name", "seed", *words).stdout
+    assert "seed" not in told.partition("\n")[2].partition("to start it")[0]
+    told = shell("fork", "tiny-gpt", "--name", "late", "--from", "300", "--no-submit").stdout
+    assert "args.lr" not in told
+    assert "args.lr" not in shell("explain", "late").stdout
+
+
 def test_the_batch_size_of_a_fork_can_be_changed_before_its_first_start(
     shell: Shell, made: Checkpoints, slurm: PretendSlurm
 ) -> None:
@@ -150,6 +169,7 @@ def test_submitting_does_not_make_it_anew(
         (["--set", "args.nonsense=1"], "nonsense"),
         (["--name", "tiny-gpt"], "there is already something in"),
         (["--name", "no good"], "a name is 1 to 64 letters"),
+        (["--set", "name=other"], "--set name=other: the new run is child by --name"),
     ],
 )
 def test_what_can_not_be_makes_nothing(
@@ -184,6 +204,53 @@ def test_a_damaged_checkpoint_leaves_nothing_behind(
     assert sorted(made.run.path.parent.iterdir()) == before
 
 
+def test_what_a_killed_fork_left_is_no_run_and_goes_with_a_later_fork(
+    shell: Shell, made: Checkpoints, slurm: PretendSlurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def killed(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    runs = made.run.path.parent
+    with monkeypatch.context() as patched:  # as kill -9 does: nothing is cleared away
+        patched.setattr(shutil, "rmtree", lambda *_, **__: None)
+        patched.setattr(forks, "_write_history", killed)
+        assert shell("fork", "tiny-gpt", "--name", "child").exit_code
+    (left,) = runs.glob(".fork-child-*")
+    assert ".fork" not in shell("status").stdout
+    shell("fork", "tiny-gpt", "--name", "other", "--no-submit")
+    assert left.is_dir(), "it may be a fork that goes on"
+    os.utime(left, (0, 0))
+    shell("fork", "tiny-gpt", "--name", "third", "--no-submit")
+    assert not left.exists()
+    made.store.verify_manifest(made.names[300])
+
+
+def test_two_forks_of_one_name_make_one_run(
+    shell: Shell, made: Checkpoints, slurm: PretendSlurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shell("fork", "tiny-gpt", "--name", "child", "--from", "100", "--no-submit")
+
+    def looked_too_early(_: object) -> bool:
+        patched.undo()
+        return False
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os.path, "lexists", looked_too_early)
+        result = shell("fork", "tiny-gpt", "--name", "child", "--from", "200")
+    assert result.exit_code == 2
+    assert "there is already something in" in result.stderr
+    assert base_of(child_of(made)) == 100
+    assert not list(made.run.path.parent.glob(".fork-*"))
+
+
+def test_checkpoints_that_are_gone_are_told(
+    shell: Shell, made: Checkpoints, slurm: PretendSlurm
+) -> None:
+    shutil.rmtree(made.run.checkpoints)
+    result = shell("fork", "tiny-gpt", "--name", "child")
+    assert "has saved step 300, and no checkpoint of it is there" in result.stderr
+
+
 def test_without_a_metric_there_is_no_best_one(shell: Shell, slurm: PretendSlurm) -> None:
     made = Checkpoints(shell.folder / "runs")
     made.save(100)
@@ -199,6 +266,11 @@ def test_a_fork_of_a_run_of_this_machine_is_one_of_this_machine(
     made.scribe.end("hold")
     result = shell("fork", "tiny-gpt", "--name", "child")
     assert "to start it: slurm-forge run child" in result.stdout, result.stderr
+    for verb in ("status", "explain"):
+        assert "slurm-forge run child" in shell(verb, "child").stdout
+        assert "slurm-forge requeue" not in shell(verb, "child").stdout
+    result = shell("requeue", "child")
+    assert "Continue it here: slurm-forge run child" in result.stderr
     result = shell("change", "child", "--set", "args.lr=0.3")
     assert "to continue: slurm-forge run child" in result.stdout, result.stderr
     result = shell("fork", "child", "--name", "grandchild")
@@ -214,6 +286,16 @@ def test_the_schedule_of_a_fork_with_fresh_data_is_told(
     for parts, is_told in (("data", True), ("data,optimizer", False), ("rng", False)):
         words = ["fork", "tiny-gpt", "--name", f"child-{parts[-3:]}", "--fresh", parts]
         assert ("schedules of the learning rate" in shell(*words).stdout) is is_told
+
+
+def test_the_present_code_of_a_run_of_slurm_is_a_snapshot_also_where_there_was_none(
+    shell: Shell, made: Checkpoints, slurm: PretendSlurm
+) -> None:
+    subprocess.run(["git", "init", "-q"], cwd=shell.folder, check=True)
+    for name, words, is_copied in (("live", (), False), ("copied", ("--code", "new"), True)):
+        result = shell("fork", "tiny-gpt", "--name", name, "--no-submit", *words)
+        assert result.exit_code == 0, result.stderr
+        assert (read_run_file(child_of(made, name).spec_file).code is not None) is is_copied
 
 
 def test_a_fork_keeps_the_snapshot_of_its_parent_unless_the_present_code_is_wanted(

@@ -86,6 +86,37 @@ def test_what_happens_is_told_as_it_happens_and_explained_at_the_end(
     assert "\x1b" not in result.stdout  # not a terminal
 
 
+def test_a_snapshot_that_can_not_be_made_names_the_line_that_wants_it(shell: Shell) -> None:
+    (shell.folder / "train.yaml").write_text(f"{JOB}code: snapshot\n")
+    result = shell("run", "train.yaml")
+    assert result.exit_code == 2
+    line = len(JOB.splitlines()) + 1
+    assert f"train.yaml:{line}: code: {shell.folder} is in no git work tree" in result.stderr
+    assert not (shell.folder / "runs" / "tiny-gpt").exists()
+
+
+def test_a_later_start_and_a_fork_have_as_many_ranks_as_the_run_was_given_last(
+    shell: Shell, trains: Callable[[Trainer], list[int]]
+) -> None:
+    def stops(scribe: Scribe, look: Callable[[], None]) -> int:
+        scribe.begin("here", job="local-1", via="submitit local")
+        scribe.resume(0, world_size=3)
+        scribe.save(2)
+        scribe.end("stopped")
+        return 1
+
+    given = trains(stops)
+    for words in (["train.yaml", "--ranks", "3"], ["train.yaml"], ["tiny-gpt"]):
+        shell("run", *words)
+    spec = RunDirectory.at(shell.folder / "runs" / "tiny-gpt").spec_file
+    assert read_run_file(spec).with_job(read_run_file(spec).job).ranks == 3, "as a fork is made"
+    shell("change", "tiny-gpt", "--set", "resources.tasks_per_node=4")
+    shell("run", "tiny-gpt")
+    shell("run", "tiny-gpt", "--ranks", "1")
+    shell("run", "tiny-gpt")
+    assert given == [3, 3, 3, 4, 1, 1]
+
+
 def test_ranks_are_those_of_the_job_where_nothing_is_said(
     shell: Shell, trains: Callable[[Trainer], list[int]]
 ) -> None:

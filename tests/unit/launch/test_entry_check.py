@@ -10,6 +10,7 @@ import pytest
 from slurm_forge.errors import ConfigError
 from slurm_forge.spec.entry import (
     check_entry,
+    default_arguments,
     require_arguments,
 )
 
@@ -126,6 +127,20 @@ def test_arguments_that_would_fail_on_every_rank_are_an_error_now(
         check_entry(f"f.py:{function}", functions, JOB, args)
     assert message in str(caught.value)
     assert "run.args" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("function", "defaults"),
+    [("some", {"lr": 0.1, "seed": 0}), ("alone", {}), ("unknown", {}), ("missing", {})],
+)
+def test_the_defaults_that_the_source_shows(
+    functions: Path, function: str, defaults: dict[str, object]
+) -> None:
+    with (functions / "f.py").open("a") as file:
+        file.write("def computed(run, steps=2 * 100, lr=BASE, *, more=None): ...\n")
+    assert default_arguments(f"f.py:{function}", functions) == defaults
+    assert default_arguments("f.py:computed", functions) == {"more": None}
+    assert default_arguments("gone.py:f", functions) == default_arguments("gone:f", functions) == {}
 
 
 def _old(steps: int) -> None: ...

@@ -24,7 +24,7 @@ from slurm_forge.launch.supervisor.signal_shield import (
 )
 from slurm_forge.slurm.environment import SlurmEnvironment
 
-WITHIN_S = 30.0
+WITHIN_S = 90.0
 STEP = {
     "SLURM_JOB_ID": "7", "SLURM_STEP_ID": "3", "SLURM_PROCID": "1", "SLURM_NTASKS": "2",
     "SLURMD_NODENAME": "n2",
@@ -79,7 +79,8 @@ LISTENS = """
             file.write(signal.Signals(number).name + "\\n")
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, heard)
-    (F / "pid").write_text(str(os.getpid()))
+    (F / "new").write_text(str(os.getpid()))
+    (F / "new").rename(F / "pid")
     while not (F / "go").exists():
         time.sleep(0.01)
 """

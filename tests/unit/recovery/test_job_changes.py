@@ -113,7 +113,7 @@ def test_the_batch_size_can_be_said() -> None:
     ],
 )
 def test_extend_takes_what_prolongs(keys: dict[str, Any]) -> None:
-    refuse_not_prolonging(job_changes(job(), job(**keys)), "x")
+    refuse_not_prolonging(job_changes(job(), job(**keys)), "x", {})
 
 
 @pytest.mark.parametrize(
@@ -129,13 +129,26 @@ def test_extend_takes_what_prolongs(keys: dict[str, Any]) -> None:
 )
 def test_anything_else_is_for_the_other_verb(keys: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="slurm-forge change x"):
-        refuse_not_prolonging(job_changes(job(), job(**keys)), "x")
+        refuse_not_prolonging(job_changes(job(), job(**keys)), "x", {})
+
+
+@pytest.mark.parametrize("steps", [200, "200", None, 400, 399.5, True, "many"])
+def test_an_argument_that_the_job_does_not_set_grows_from_the_default_of_the_program(
+    steps: object,
+) -> None:
+    changes = job_changes(job(), job(args={**BASE["args"], "max_steps": 400}))
+    if steps == 200 or steps == "200":
+        refuse_not_prolonging(changes, "x", {"max_steps": steps})
+        return
+    why = "shows no whole number as the default of max_steps" if steps is None else "does more than"
+    with pytest.raises(ConfigError, match=why):
+        refuse_not_prolonging(changes, "x", {"max_steps": steps})
 
 
 def test_a_larger_batch_is_no_longer_run() -> None:
     new = job(args={"lr": 0.1, "batch_size": 64})
     with pytest.raises(ConfigError, match="global_batch 32 → 64 does more than prolong"):
-        refuse_not_prolonging(job_changes(job(), new, global_batch=32), "x")
+        refuse_not_prolonging(job_changes(job(), new, global_batch=32), "x", {})
 
 
 def test_the_name_and_the_effect_of_program_stay() -> None:

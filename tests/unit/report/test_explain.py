@@ -345,6 +345,47 @@ def test_another_number_of_ranks_is_told_as_science(scribe: Scribe) -> None:
     assert "results: random states re-derived at step 10 (4 ranks, unlike" in told(scribe.facts())
 
 
+def test_random_states_that_a_fork_leaves_behind_are_told_once(scribe: Scribe) -> None:
+    base = "step-00000400.a0.l0-00000000"
+    scribe.write(
+        "cli",
+        ev.Forked(
+            parent="/runs/base", checkpoint=base, digest="x", step=400, base=base, user="ada",
+            fresh=("rng",),
+        ),
+    )  # fmt: skip
+    scribe.begin()
+    scribe.later(14).write(
+        "rank0", ev.Resumed(step=400, checkpoint=base, world_size=1, exact=False)
+    )
+    scribe.train(401, 410)
+    scribe.save(410)
+    scribe.relaunch()
+    scribe.resume(410, world_size=2, exact=False)
+    text = told(scribe.facts())
+    assert "fresh: rng" in text
+    assert "re-derived at step 400" not in text
+    assert "re-derived at step 410 (2 ranks, unlike the checkpoint)" in text
+
+
+def test_ranks_that_differ_change_the_result_until_training_goes_back_behind_it(
+    scribe: Scribe,
+) -> None:
+    scribe.begin()
+    scribe.resume(0)
+    scribe.train(1, 20)
+    scribe.save(20)
+    scribe.train(21, 40)
+    scribe.unstable(40, Action.HOLD, cause=Cause.RANK_MISMATCH, onset=21, rung=None)
+    scribe.end("hold")
+    line = "ranks that should be equal differ: found at step 40, begun at step 21 or later"
+    assert line in told(scribe.facts())
+    scribe.begin()
+    scribe.resume(20)
+    scribe.train(21, 22)
+    assert "ranks that should be equal" not in told(scribe.facts())
+
+
 def test_a_held_run_says_why_and_what_to_do(scribe: Scribe) -> None:
     scribe.begin()
     scribe.resume(0)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,7 +16,7 @@ from slurm_forge.launch.submit.code_version import with_new_code
 from slurm_forge.launch.submit.submission import create_run, run_state
 from slurm_forge.run_directory import RunDirectory
 from slurm_forge.source import snapshot as snapshots
-from slurm_forge.source.snapshot import Content, content_of, take_snapshot
+from slurm_forge.source.snapshot import Content, Selection, content_of, take_snapshot
 from slurm_forge.source.work_tree import WorkTree
 from slurm_forge.spec import job_from_mapping
 from slurm_forge.spec.run_file import RunFile, read_run_file
@@ -46,17 +48,21 @@ def repository(tmp_path: Path) -> Path:
     return folder
 
 
-def contents(folder: Path, keep_out: Path | None = None, **options: object) -> Content:
-    tree = WorkTree.around(folder, PATH)
-    assert tree is not None
+def selection(folder: Path, keep_out: Path | None = None, **options: Any) -> Selection:
     given = {"exclude": (), "max_size": LARGE, **options}
-    return content_of(tree, keep_out=keep_out or folder.parent / "runs", **given)  # type: ignore[arg-type]
+    return Selection(keep_out=keep_out or folder.parent / "runs", **given)
 
 
-def copied(folder: Path, pool: Path, **options: object) -> Path:
+def contents(folder: Path, keep_out: Path | None = None, **options: Any) -> Content:
     tree = WorkTree.around(folder, PATH)
     assert tree is not None
-    return pool / take_snapshot(tree, contents(folder, **options), pool)
+    return content_of(tree, selection(folder, keep_out, **options))
+
+
+def copied(folder: Path, pool: Path, **options: Any) -> Path:
+    tree = WorkTree.around(folder, PATH)
+    assert tree is not None
+    return pool / take_snapshot(tree, selection(folder, **options), pool)[0]
 
 
 def test_what_is_tracked_or_new_is_copied_and_the_rest_is_linked(
@@ -125,6 +131,14 @@ def test_too_much_code_is_refused_with_its_largest_folders(repository: Path) -> 
     assert "code: live" in caught.value.next_step
 
 
+def test_a_file_whose_name_is_no_text_is_refused(repository: Path) -> None:
+    (repository / os.fsdecode(b"\xff.py")).write_text("")
+    with pytest.raises(SnapshotError, match="is not UTF-8"):
+        contents(repository)
+    (repository / ".gitignore").write_text("*\n")
+    assert "train.py" in contents(repository).files
+
+
 def test_runs_in_the_work_tree_are_neither_copied_nor_linked(repository: Path) -> None:
     (repository / "runs" / "x").mkdir(parents=True)
     (repository / "runs" / "x" / "run.yaml").write_text("")
@@ -135,10 +149,77 @@ def test_runs_in_the_work_tree_are_neither_copied_nor_linked(repository: Path) -
     assert "out" not in contents(repository, keep_out=repository / "out" / "runs").links
 
 
+def test_other_runs_in_the_work_tree_are_left_out_however_they_are_ignored(
+    repository: Path,
+) -> None:
+    before = contents(repository)
+    for run in ("tried/one", "two"):
+        for name in ("run.yaml", "journal/1-rank0.jsonl", "checkpoints/step-1/rank-0.data"):
+            (repository / run / name).parent.mkdir(parents=True, exist_ok=True)
+            (repository / run / name).write_text("")
+    (repository / "tried" / ".code" / "1a2b").mkdir(parents=True)
+    (repository / "tried" / ".code" / "1a2b" / "train.py").write_text("lr = 1\n")
+    (repository / "tried" / "notes.py").write_text("")
+    (repository / "run.yaml").write_text("")
+    found = contents(repository)
+    assert set(found.files) - set(before.files) == {"tried/notes.py", "run.yaml"}
+    assert found.links == before.links
+    with (repository / ".gitignore").open("a") as ignored:
+        ignored.write("*.jsonl\nrun.yaml\n")
+    found = contents(repository)
+    assert not [
+        path for path in (*found.files, *found.links) if path.startswith(("two", "tried/o"))
+    ]
+
+
+def test_a_file_that_vanishes_meanwhile_is_left_out(
+    repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copies = shutil.copy2
+    (repository / "step.tmp").write_text("")
+
+    def vanishes(source: Path, target: Path, **options: bool) -> None:
+        (repository / "step.tmp").unlink(missing_ok=True)
+        copies(source, target, **options)
+
+    monkeypatch.setattr(shutil, "copy2", vanishes)
+    place = copied(repository, tmp_path / "pool")
+    assert (place / "train.py").is_file()
+    assert not (place / "step.tmp").exists()
+
+
+@pytest.mark.parametrize("how", ["grows", "comes and goes"])
+def test_what_never_rests_is_named(
+    repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    copies = shutil.copy2
+    log = repository / "pkg" / "train.log"
+    log.write_text("")
+
+    def changing(source: Path, target: Path, **options: bool) -> None:
+        if how == "grows":
+            log.write_text(log.read_text() + "x")
+        else:
+            log.unlink(missing_ok=True)
+        copies(source, target, **options)
+
+    def listed(tree: WorkTree) -> list[str]:
+        log.touch()
+        return [".gitignore", "pkg/train.log", "train.py"]
+
+    monkeypatch.setattr(shutil, "copy2", changing)
+    monkeypatch.setattr(WorkTree, "files", listed)
+    with pytest.raises(SnapshotError, match=r"while they are copied: pkg/train\.log") as caught:
+        copied(repository, tmp_path / "pool")
+    assert "exclude" in caught.value.next_step
+    assert list((tmp_path / "pool").iterdir()) == []
+
+
 def test_links_that_leave_the_work_tree_keep_their_target(repository: Path, tmp_path: Path) -> None:
     (tmp_path / "elsewhere").write_text("far away")
     (repository / "near.py").symlink_to("train.py")
     (repository / "far.txt").symlink_to("../elsewhere")
+    assert contents(repository).outside == ("far.txt -> ../elsewhere",)
     place = copied(repository, tmp_path / "pool")
     (repository / "train.py").write_text("lr = 5\n")
     assert (place / "near.py").read_text() == "lr = 1\n"
@@ -203,6 +284,22 @@ def test_what_can_not_be_copied_is_told(repository: Path) -> None:
     assert file.code is None
     assert "larger than 1K" in said[0]
     assert run_state(run).job == ""
+
+
+def test_links_out_of_the_work_tree_are_told(repository: Path) -> None:
+    for name in ("far.py", "farther.py"):
+        (repository / name).symlink_to("/elsewhere")
+    said: list[str] = []
+    create_run(
+        job_from_mapping({"name": "run", "entry": "train.py:train"}),
+        runs=repository.parent / "runs",
+        site=find_site("generic"),
+        submitted_from=repository,
+        say=said.append,
+    )
+    assert len(said) == 1
+    assert "2 links lead out" in said[0]
+    assert "far.py -> /elsewhere and 1 more" in said[0]
 
 
 def test_new_code_is_taken_on_request_and_unused_snapshots_go(repository: Path) -> None:

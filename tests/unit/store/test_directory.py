@@ -397,3 +397,16 @@ def test_a_fallback_that_is_gone_holds_nothing(tmp_path):
     assert CheckpointStore(store.directory, "run", fallback=tmp_path / "gone").candidates() == [
         first.name
     ]
+
+
+def test_checkpoints_in_an_earlier_fallback_are_found_and_deleted_like_the_others(tmp_path):
+    store = with_fallback(tmp_path)
+    saved = [save_where_there_is_room(store, weights(float(n)), n) for n in range(1, 5)]
+    moved = CheckpointStore(
+        store.directory, "run", fallback=tmp_path / "other" / "run", earlier=(store.fallback,)
+    )
+    assert resume(moved) == (4.0, [])
+    newest = save_where_there_is_room(moved, weights(5.0), 5)
+    assert newest.path.parent == moved.fallback
+    assert moved.prune([newest.name], no_fence).removed == tuple(each.name for each in saved[:3])
+    assert moved.candidates() == [newest.name, saved[3].name]

@@ -23,6 +23,7 @@ from slurm_forge.training.checkpointing.structure import Structure
 from slurm_forge.training.core.run_state import Registry
 from slurm_forge.training.core.sample_order import SampleOrder
 from slurm_forge.training.core.step_boundary import RunStopped
+from slurm_forge.vocabulary.job_change import JobChange
 from slurm_forge.vocabulary.position import Position
 from tests.unit.training.test_run import LENGTH, Lab, Numbers, RequestKind, forge, lab
 
@@ -325,6 +326,17 @@ def test_a_batch_size_that_nobody_asked_for_is_refused_still(lab) -> None:
         go_on(made, Program())
     assert "sampling.global_batch: was 4, is 8" in str(caught.value)
     assert "slurm-forge change run --global-batch 8" in str(caught.value)
+
+
+def test_a_batch_size_that_the_program_does_not_follow_is_refused(lab) -> None:
+    made = lab(args={"lr": 0.1, "batch_size": 4})
+    stopped(made, Program())
+    made.changes = (JobChange(key="global_batch", old="4", new="8"),)
+    with pytest.raises(MismatchError, match=r"changed to 8, and run\.batches\(\) gets 4") as caught:
+        go_on(made, Program())
+    assert "slurm-forge change run --global-batch 4" in caught.value.next_step
+    made.changes = (*made.changes, JobChange(key="global_batch", old="8", new="4"))
+    go_on(made, Program())
 
 
 def test_a_change_of_one_key_accepts_no_other(lab) -> None:
