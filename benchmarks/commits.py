@@ -56,11 +56,17 @@ def _guard_figures(result: Any) -> Figures:
 
 
 def _probe_figures(result: Any) -> Figures:
-    probe = result["probe"]
+    """Each beside what was measured in turns with it: a step without a probe is plain torch."""
+    probe, block = result["probe"], result["probe"]["blocks"][0]
+    pairs = zip(block["with_cpu_ms"], block["without_cpu_ms"], strict=True)
     return {
-        "issue of a probe, us": statistics.median(probe["issue_us"]),
+        "issue of a probe, in bare all_reduces": statistics.median(
+            issue / floor for issue, floor in zip(probe["issue_us"], probe["floor_us"], strict=True)
+        ),
         "heartbeat, us": probe["beat_us"],
-        "step with a probe a second, cpu ms": statistics.median(probe["blocks"][0]["with_cpu_ms"]),
+        "step with a probe a second, in steps without (cpu)": statistics.median(
+            with_probe / without for with_probe, without in pairs
+        ),
     }
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from docsite.causes import about_cause, all_causes, page_of
 from docsite.events import journal
 from docsite.keys import keys_of_model
-from docsite.rooms import rooms
+from docsite.packages import packages
 from docsite.variables import variables
 from docsite.verbs import command_line
 from slurm_forge.site.model import Site
@@ -85,9 +85,16 @@ def pages(docs: Path = DOCS) -> Iterator[Page]:
         "The variables of slurm_forge itself. Variables of the job are `env:` in the job file.",
         variables(),
     )
+    yield _reference(
+        "packages",
+        "The packages",
+        "What lives in each package of `slurm_forge/`, who calls it, and the module to begin at. A "
+        "package imports only lower layers. [Architecture](../architecture.md) says where to find "
+        "and add things.",
+        packages(),
+    )
     for cause in Cause:
         yield _filled(docs, page_of(cause), {"policy": about_cause(cause)})
-    yield _filled(docs, "architecture.md", {"rooms": rooms()})
     titles = {cause: title_of(docs / page_of(cause)) for cause in Cause}
     yield _filled(docs, "causes/index.md", {"causes": all_causes(titles)})
 

@@ -1,7 +1,7 @@
 """The environment variables of slurm_forge itself, and of launchers other than Slurm: one place.
 
-Slurm's own variables are understood in ``slurm_forge.slurm.environment``.  Only this module reads
-``os.environ``; everybody else is given ``process_environ()``.
+Slurm's own variables are interpreted by ``slurm_forge.slurm.environment``.  Entry points pass
+``os.environ`` or ``process_environ()`` to these two modules; no other interprets a variable.
 """
 
 from __future__ import annotations

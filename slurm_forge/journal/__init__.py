@@ -14,12 +14,11 @@ Entry: ``events``.
 
 from slurm_forge.journal.file import Damage, JournalWriter, Record, read_journal
 from slurm_forge.journal.fold import fold
-from slurm_forge.journal.known import INSTABILITY, Known, KnownCheckpoint
+from slurm_forge.journal.known import Known, KnownCheckpoint
 from slurm_forge.journal.order import newest_attempt_in, read_position
 from slurm_forge.journal.state import AttemptState, RunState, RunStatus
 
 __all__ = [
-    "INSTABILITY",
     "AttemptState",
     "Damage",
     "JournalWriter",

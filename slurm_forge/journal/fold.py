@@ -8,7 +8,6 @@ from dataclasses import replace
 from slurm_forge.journal import events as ev
 from slurm_forge.journal.file import Record
 from slurm_forge.journal.known import (
-    INSTABILITY,
     Branch,
     after_instability,
     committed,
@@ -34,7 +33,7 @@ from slurm_forge.journal.state import (
     RunStatus,
 )
 from slurm_forge.store.identity import CheckpointName
-from slurm_forge.vocabulary.cause import Cause
+from slurm_forge.vocabulary.cause import INSTABILITY, Cause
 from slurm_forge.vocabulary.decision import Action, Decision, Incident
 from slurm_forge.vocabulary.trust import Trust
 

@@ -11,9 +11,6 @@ from slurm_forge.store.identity import CheckpointName
 from slurm_forge.vocabulary.cause import Cause
 from slurm_forge.vocabulary.trust import Trust
 
-#: Causes after which what was written last is not believed: its numbers may be bad already.
-INSTABILITY = frozenset({Cause.NON_FINITE, Cause.LOSS_SPIKE})
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KnownCheckpoint:

@@ -25,7 +25,7 @@ from pydantic import (
 from slurm_forge.documents import did_you_mean, wrong_key
 from slurm_forge.spec.safeguards import Limits
 from slurm_forge.spec.types import Count, Duration, Factor, JobSection, Steps
-from slurm_forge.vocabulary.cause import Cause
+from slurm_forge.vocabulary.cause import SLURM_INTERRUPTIONS, Cause
 from slurm_forge.vocabulary.decision import Action, Start
 
 __all__ = [
@@ -263,7 +263,7 @@ _TAKE_VARIABLES = frozenset(
 #: And where they are used unless the job file says otherwise.
 _VARIABLES_BY_DEFAULT = frozenset({Cause.HANG, Cause.NCCL_ERROR})
 #: Interruptions that are nobody's fault and may come any number of times.
-_UNLIMITED = frozenset({Cause.PREEMPTED, Cause.TIME_LIMIT, Cause.ADMIN_REQUEUE, Cause.NODE_FAIL})
+_UNLIMITED = SLURM_INTERRUPTIONS | {Cause.NODE_FAIL}
 
 
 def _requeue(times: int | None = None, *, exclude_node: bool = False, wait_s: int = 0) -> Rung:

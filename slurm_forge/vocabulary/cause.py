@@ -33,6 +33,18 @@ class Cause(str, Enum):
     UNKNOWN = "unknown"
 
 
+# Groups that several decisions depend on.
+
+#: Slurm ends the attempt, and announces it where it can.
+SLURM_INTERRUPTIONS = frozenset({Cause.PREEMPTED, Cause.TIME_LIMIT, Cause.ADMIN_REQUEUE})
+#: A person wants the run to stop.
+USER_REQUESTS = frozenset({Cause.USER_CANCELLED, Cause.STOP_REQUESTED})
+#: The numbers are bad: what was written last may be, too.
+INSTABILITY = frozenset({Cause.NON_FINITE, Cause.LOSS_SPIKE})
+#: Reported by a driver or by Slurm, not concluded from how a program ended.
+REPORTED_NODE_FAULTS = frozenset({Cause.NODE_FAIL, Cause.GPU_ERROR})
+
+
 class Confidence(str, Enum):
     """How strong the evidence is: ``certain`` rests on an authority, ``guess`` on little."""
 

@@ -118,7 +118,7 @@ class Attempt:
 
     @property
     def incident_id(self) -> str:
-        """The name of what the last launch ended of."""
+        """The id of the incident that ended the last launch."""
         return f"{self.claim.attempt}.{self.launch}"
 
     def state(self) -> RunState:

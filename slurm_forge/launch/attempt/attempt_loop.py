@@ -24,11 +24,9 @@ from slurm_forge.launch.requeue.requeue import RequeueOutcome, RequeueResult
 from slurm_forge.recovery import LaunchFacts
 from slurm_forge.recovery.incident.slurm_evidence import is_ending
 from slurm_forge.slurm.client import Slurm
-from slurm_forge.vocabulary.cause import Cause
+from slurm_forge.vocabulary.cause import SLURM_INTERRUPTIONS, Cause
 from slurm_forge.vocabulary.decision import Action, Decision
 
-#: Time is short, and no node is to blame.
-_URGENT = frozenset({Cause.PREEMPTED, Cause.TIME_LIMIT, Cause.ADMIN_REQUEUE})
 #: The queue is cheaper to wait in than an allocation.
 _LONGEST_PAUSE_S = 120.0
 
@@ -161,7 +159,7 @@ class AttemptLoop:
                 self._requeuer.finished()
                 attempt.end("finished")
                 return AttemptEnd(outcome="finished")
-            if decision.cause not in _URGENT:
+            if decision.cause not in SLURM_INTERRUPTIONS:
                 self._requeuer.strike(decision)
             short = decision.wait_s <= self._longest_pause_s
             if not (short and _may_stay(facts) and front_end.relaunch(decision, facts)):
@@ -204,7 +202,7 @@ class AttemptLoop:
 def settle(decision: Decision, requeuer: Requeuer) -> tuple[str, RequeueResult | None]:
     """Requeue, hold or rest, as it was decided; the word for it, and what became of a request."""
     if decision.action in REQUEUEING:
-        result = requeuer.requeue(decision, urgent=decision.cause in _URGENT)
+        result = requeuer.requeue(decision, urgent=decision.cause in SLURM_INTERRUPTIONS)
     elif decision.action is Action.HOLD:
         result = requeuer.hold(decision.reason)
     else:

@@ -1,8 +1,6 @@
-"""Requests probes, collects the answers, and gathers evidence once one has failed.
+"""Requests probes when they are due, collects the answers, gathers evidence once one has failed.
 
 Talks to the hub only.  ``recovery.monitor.probe_verdict`` decides what answers and silence mean.
-
-Stacks of all ranks, asked for once, as evidence for a verdict that is there already.
 """
 
 from __future__ import annotations
@@ -324,7 +322,9 @@ def look_of(message: StackReport, now: float) -> Look:
 
 
 class StackRound:
-    """``begin``, ``on_message`` what monitors find, ``over`` once all have answered or time is up.
+    """Stacks of all ranks, as evidence for a verdict that was reached already.
+
+    ``begin``, ``on_message`` what monitors find, ``over`` once all have answered or time is up.
 
     Rounds are numbered below zero: those of the watchdog are above.
     """

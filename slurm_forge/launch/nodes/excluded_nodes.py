@@ -27,7 +27,7 @@ from slurm_forge.slurm.client import Slurm
 from slurm_forge.slurm.records import PartitionRecord
 from slurm_forge.slurm.text.nodelist import expand_nodes
 from slurm_forge.spec import JobSpec
-from slurm_forge.vocabulary.cause import Cause
+from slurm_forge.vocabulary.cause import REPORTED_NODE_FAULTS
 from slurm_forge.vocabulary.decision import Incident
 
 #: How the ledger is weighed, everywhere.
@@ -185,10 +185,6 @@ def names_added(records: Iterable[Record]) -> frozenset[str]:
     return frozenset(added)
 
 
-#: Slurm's and the driver's own word, which no fault on purpose brings about.
-_NEVER_INJECTED = frozenset({Cause.NODE_FAIL, Cause.GPU_ERROR})
-
-
 class NodeExcluder:
     """The node ledger as one attempt uses it.
 
@@ -224,7 +220,7 @@ class NodeExcluder:
         A rehearsal convicts no node: only what nobody can have made on purpose counts in it.
         """
         nodes_are_bad = any(fault.of_start for fault in self._job.inject)
-        if self._job.inject and (nodes_are_bad or incident.cause not in _NEVER_INJECTED):
+        if self._job.inject and (nodes_are_bad or incident.cause not in REPORTED_NODE_FAULTS):
             return None
         hosts = tuple(filter(None, map(self._node, incident.hosts)))
         strikes = strikes_of(

@@ -23,12 +23,11 @@ from slurm_forge.recovery.nodes.statements import (
     NodeRules,
     Strike,
 )
-from slurm_forge.vocabulary.cause import Cause
+from slurm_forge.vocabulary.cause import REPORTED_NODE_FAULTS
 
 #: Who said it, and what.
 _Source = tuple[str, str]
-#: Said by a driver or by Slurm, not concluded from how a program ended.
-_BY_AUTHORITY = frozenset({Cause.GPU_ERROR.value, Cause.NODE_FAIL.value})
+_BY_AUTHORITY = frozenset(cause.value for cause in REPORTED_NODE_FAULTS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,12 +15,9 @@ from slurm_forge.recovery.policy.rungs import (
     apply,
 )
 from slurm_forge.spec.recovery import LONGEST_WAIT, Recovery, Rung
-from slurm_forge.vocabulary.cause import Cause
+from slurm_forge.vocabulary.cause import USER_REQUESTS, Cause
 from slurm_forge.vocabulary.decision import Action, Decision, Incident
 from slurm_forge.vocabulary.plan import Variable
-
-#: The run is over because somebody wanted it so.
-_WANTED = frozenset({Cause.USER_CANCELLED, Cause.STOP_REQUESTED})
 
 
 def skips_allowed(policy: Recovery, cause: Cause) -> int:
@@ -66,7 +63,7 @@ def decide(
     earlier = state.decided_on(incident.id)
     if earlier is not None and earlier.cause is incident.cause:
         return earlier
-    if incident.cause in _WANTED:
+    if incident.cause in USER_REQUESTS:
         return _rest(state, incident, Action.STOP, _why_stopped(incident))
     loop = None if in_process else looping(policy.limits, state, incident, now=now)
     if loop is not None:

@@ -19,14 +19,13 @@ from slurm_forge.recovery.policy.attempt_progress import (
     outcomes,
 )
 from slurm_forge.spec.recovery import Limits
-from slurm_forge.vocabulary.cause import Cause
+from slurm_forge.vocabulary.cause import USER_REQUESTS, Cause
 from slurm_forge.vocabulary.decision import Incident
 
 #: Nobody's fault: another attempt may well fare better.
 _INTERRUPTIONS = frozenset({Cause.PREEMPTED, Cause.NODE_FAIL, Cause.ADMIN_REQUEUE})
 #: Nothing of the run's own either: what they may cost is for their ladders to say.
 _CIRCUMSTANCES = _INTERRUPTIONS | {Cause.EXTERNAL_SERVICE, Cause.STORAGE}
-_WANTED = frozenset({Cause.USER_CANCELLED, Cause.STOP_REQUESTED})
 #: What the program does by itself, wherever it runs.  (A hang or a lost GPU at the start is cured
 #: by other nodes, memory by less of it: their ladders come to that.)
 _PROGRAM = frozenset({
@@ -127,7 +126,7 @@ def _failures(state: RunState, since: int, incident: Incident) -> Iterator[Incid
     counted_ids = {incident.id}
     for attempt in reversed(state.attempts):
         for _, each in reversed(attempt.incidents):
-            counts = each.cause not in _INTERRUPTIONS | _WANTED | {Cause.TIME_LIMIT}
+            counts = each.cause not in _INTERRUPTIONS | USER_REQUESTS | {Cause.TIME_LIMIT}
             if attempt.number > since and counts and each.id not in counted_ids:
                 yield each
             counted_ids.add(each.id)  # what is written twice counts once
@@ -186,7 +185,7 @@ def _no_progress(
         if each.progress or (not now and (attempt.number <= since or _changes(attempt))):
             break
         cause = incident.cause if now else _cause_of(attempt)
-        if cause not in _WANTED:
+        if cause not in USER_REQUESTS:
             causes.append(cause)
             mark = each.mark
     faults = sum(cause is not None and cause not in _CIRCUMSTANCES for cause in causes)

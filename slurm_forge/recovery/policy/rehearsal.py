@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from slurm_forge.journal import events as ev
 from slurm_forge.journal.file import Record
 from slurm_forge.journal.fold import advance
-from slurm_forge.journal.known import INSTABILITY, newest_usable
+from slurm_forge.journal.known import newest_usable
 from slurm_forge.journal.state import RunState
 from slurm_forge.recovery.nodes.placement import AllocationState
 from slurm_forge.recovery.policy.decide import (
@@ -18,14 +18,18 @@ from slurm_forge.recovery.policy.decide import (
 from slurm_forge.spec.job import JobSpec
 from slurm_forge.store.identity import CheckpointName
 from slurm_forge.store.retention import Present, wanted
-from slurm_forge.vocabulary.cause import Cause, Confidence, Evidence
+from slurm_forge.vocabulary.cause import (
+    INSTABILITY,
+    SLURM_INTERRUPTIONS,
+    Cause,
+    Confidence,
+    Evidence,
+)
 from slurm_forge.vocabulary.decision import Action, Decision, Incident
 from slurm_forge.vocabulary.plan import SampleWindow, Variable
 from slurm_forge.vocabulary.trust import Trust
 
 _FINAL = frozenset({Action.HOLD, Action.RAISE, Action.STOP})
-#: All ranks stop and save before these end the attempt: the next one is further on.
-_WITH_SAVE = frozenset({Cause.PREEMPTED, Cause.TIME_LIMIT, Cause.ADMIN_REQUEUE})
 #: Found while the launch lives: where the ladder warns it goes on.
 _SEEN_ALIVE = frozenset({Cause.HANG, Cause.STRAGGLER, Cause.RANK_MISMATCH})
 _NEW_ATTEMPT = frozenset({Action.REQUEUE, Action.RAISE_MEM, Action.RAISE_TIME, Action.FEWER_NODES})
@@ -134,7 +138,7 @@ class _Stage:
         skips = skips_allowed(job.recovery, cause) if cause in INSTABILITY else 0
         incident = self._incident(max(1, skips))
         self._train(incident.onset or self._at)
-        if cause in _WITH_SAVE:
+        if cause in SLURM_INTERRUPTIONS:
             self._save(self._at)
         decision = self._warned(incident) if cause in _SEEN_ALIVE else None
         if decision is None and cause is Cause.STRAGGLER:
@@ -213,7 +217,9 @@ class _Stage:
             confidence=Confidence.LIKELY,
             evidence=(Evidence("rehearsal", "as it was the last time"),),
             step=step,
-            hosts=() if unstable or self._cause in _WITH_SAVE else (f"node{self._struck}",),
+            hosts=()
+            if unstable or self._cause in SLURM_INTERRUPTIONS
+            else (f"node{self._struck}",),
             micro_batch=plan.micro_batch or self._assumed.micro_batch,
             onset=self._at if unstable else None,
             window=SampleWindow(first, first + length * batch) if unstable else None,
@@ -259,7 +265,7 @@ class _Stage:
             self._launch += 1
         if act.decision.action is Action.WARN:
             self._at = act.step + 1
-        elif self._cause in _WITH_SAVE:
+        elif self._cause in SLURM_INTERRUPTIONS:
             self._at += self._assumed.every_steps
 
     def _start_attempt(self) -> None:

@@ -8,7 +8,6 @@ from datetime import timedelta
 
 from slurm_forge.errors import ConfigError
 from slurm_forge.journal.events import VIA_THIS_MACHINE
-from slurm_forge.journal.known import INSTABILITY
 from slurm_forge.journal.state import RunState
 from slurm_forge.recovery.nodes.placement import AllocationState
 from slurm_forge.recovery.policy.attempt_progress import made_progress
@@ -25,7 +24,7 @@ from slurm_forge.recovery.policy.skip_windows import (
 )
 from slurm_forge.slurm.text.nodelist import check_node_name
 from slurm_forge.spec.recovery import Rung, SkipSamples, VariableSet, takes_variables
-from slurm_forge.vocabulary.cause import Cause
+from slurm_forge.vocabulary.cause import INSTABILITY, Cause
 from slurm_forge.vocabulary.decision import Action, Change, Incident
 from slurm_forge.vocabulary.plan import RecoveryPlan, Variable
 

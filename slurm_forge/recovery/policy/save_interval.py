@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 
 from slurm_forge.journal.state import AttemptState, RunState
-from slurm_forge.vocabulary.cause import Cause
+from slurm_forge.vocabulary.cause import USER_REQUESTS, Cause
 
 #: Before anything is known.
 FIRST = timedelta(minutes=10)
@@ -23,7 +23,7 @@ _MOST = timedelta(minutes=60)
 #: A save is over, and its disk at rest for a while, before the next one begins.
 _REST = 4.0
 #: Ends that somebody wanted, or that are known long before: a save comes in time.
-_COSTS_NOTHING = frozenset({Cause.USER_CANCELLED, Cause.STOP_REQUESTED, Cause.TIME_LIMIT})
+_COSTS_NOTHING = USER_REQUESTS | {Cause.TIME_LIMIT}
 
 
 def best_interval(*, blocked: timedelta, durable: timedelta, between: timedelta) -> timedelta:

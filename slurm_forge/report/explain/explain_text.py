@@ -1,4 +1,4 @@
-"""The text of ``explain``: a header, every attempt, and what it comes down to."""
+"""The text of ``explain``: a header, every attempt, and a conclusion."""
 
 from __future__ import annotations
 

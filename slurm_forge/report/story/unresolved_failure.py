@@ -9,19 +9,10 @@ from slurm_forge.report.story.story import (
     AttemptStory,
     IncidentStory,
 )
-from slurm_forge.vocabulary.cause import Cause
+from slurm_forge.vocabulary.cause import SLURM_INTERRUPTIONS, USER_REQUESTS
 
 #: Somebody or something wanted the run to stop: nothing is broken.
-_INTERRUPTIONS = frozenset(
-    cause.value
-    for cause in (
-        Cause.PREEMPTED,
-        Cause.TIME_LIMIT,
-        Cause.USER_CANCELLED,
-        Cause.ADMIN_REQUEUE,
-        Cause.STOP_REQUESTED,
-    )
-)
+_INTERRUPTIONS = frozenset(cause.value for cause in SLURM_INTERRUPTIONS | USER_REQUESTS)
 
 
 @dataclass(frozen=True, slots=True)

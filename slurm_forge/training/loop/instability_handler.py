@@ -23,7 +23,6 @@ from slurm_forge.control.messages.rank import RecoveryNeeded, RolledBack
 from slurm_forge.errors import HookError
 from slurm_forge.journal import JournalWriter, Known, RunState, fold, read_journal
 from slurm_forge.journal.events import DecisionTaken, IncidentSeen, Recovered
-from slurm_forge.journal.known import INSTABILITY
 from slurm_forge.recovery.monitor.loss_anomaly import (
     announce,
     announced,
@@ -47,7 +46,7 @@ from slurm_forge.training.instability.skip_tracker import (
 from slurm_forge.training.instability.spike_monitor import SpikeMonitor
 from slurm_forge.training.loop.save_schedule import SaveSchedule
 from slurm_forge.training.step.gradient_guard import LARGEST
-from slurm_forge.vocabulary.cause import Cause, Confidence, Evidence
+from slurm_forge.vocabulary.cause import INSTABILITY, Cause, Confidence, Evidence
 from slurm_forge.vocabulary.decision import Action, Decision, Incident
 from slurm_forge.vocabulary.json_value import Json
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import shutil
 from pathlib import Path
 
 import pytest
 
+from docsite.packages import packages
 from docsite.pages import DOCS
-from docsite.rooms import rooms
 
 TOP = DOCS.parent
 PAGE = (DOCS / "architecture.md").read_text()
@@ -34,16 +35,40 @@ def test_every_package_in_the_diagram_exists() -> None:
     assert {path for path in named if not (TOP / "slurm_forge" / path).is_dir()} == set()
 
 
+def test_all_modules_with_a_set_of_causes_are_named() -> None:
+    row = next(line for line in PAGE.splitlines() if line.startswith("| a cause that is not"))
+    package = TOP / "slurm_forge"
+    assert set(re.findall(r"`([\w/]+\.py)`", row)) == {
+        file.relative_to(package).as_posix()
+        for file in package.rglob("*.py")
+        if file != package / "vocabulary" / "cause.py" and _has_set_of_causes(file)
+    }
+
+
+def _has_set_of_causes(file: Path) -> bool:
+    """Whether a set at the top of the module names members of ``Cause``."""
+    members = (
+        member
+        for node in ast.parse(file.read_text()).body
+        if isinstance(node, ast.Assign | ast.AnnAssign)
+        for each in ast.walk(node)
+        if isinstance(each, ast.Set)
+        for member in each.elts
+    )
+    return any(ast.unparse(member).startswith("Cause.") for member in members)
+
+
 def test_every_package_is_in_the_table() -> None:
     packages = {
         file.parent.relative_to(TOP / "slurm_forge").as_posix()
         for file in (TOP / "slurm_forge").rglob("__init__.py")
     } - {".", "testing", "testing/cluster"}
-    assert set(re.findall(r"^\| \[`([a-z_/]+)`\]", PAGE, re.MULTILINE)) == packages
+    table = (DOCS / "reference" / "packages.md").read_text()
+    assert set(re.findall(r"^\| \[`([a-z_/]+)`\]", table, re.MULTILINE)) == packages
 
 
 def test_every_package_says_what_lives_there_and_who_uses_it() -> None:
-    for row in rooms()[2:]:
+    for row in packages()[2:]:
         assert re.search(r"; (called|used|read|started|forked) by ", row), row
 
 
@@ -53,9 +78,9 @@ def test_a_package_without_an_entry_is_an_error(tmp_path: Path) -> None:
     package.mkdir(parents=True)
     (package / "__init__.py").write_text('"""Verbs; called by a person.\n\nEntry: ``main``.\n"""\n')
     with pytest.raises(LookupError, match="`main`` does not exist"):
-        rooms(tmp_path)
+        packages(tmp_path)
     (package / "main.py").touch()
-    assert "| Verbs; called by a person. |" in rooms(tmp_path)[-1]
+    assert "| Verbs; called by a person. |" in packages(tmp_path)[-1]
     (package / "__init__.py").write_text('"""Verbs."""\n')
     with pytest.raises(LookupError, match="names no module to begin at"):
-        rooms(tmp_path)
+        packages(tmp_path)

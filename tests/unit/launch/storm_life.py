@@ -12,7 +12,6 @@ from slurm_forge.errors import ForgeError
 from slurm_forge.journal import RunState, RunStatus, fold, read_journal
 from slurm_forge.journal import events as ev
 from slurm_forge.journal.fold import in_order, without_fenced
-from slurm_forge.journal.known import INSTABILITY
 from slurm_forge.launch.attempt.attempt import (
     REQUEUEING,
     StartRefusal,
@@ -26,7 +25,7 @@ from slurm_forge.run_directory import RunDirectory, list_claims
 from slurm_forge.site.model import Site
 from slurm_forge.slurm.states import ACTIVE, PENDING_LIKE, JobState
 from slurm_forge.spec.run_file import RunFile
-from slurm_forge.vocabulary.cause import Cause
+from slurm_forge.vocabulary.cause import INSTABILITY, Cause
 from slurm_forge.vocabulary.decision import Action
 from tests.fake_slurm import (
     Disturbance,

@@ -1,4 +1,4 @@
-"""The table of packages in docs/architecture.md: from their docstrings and the layers contract."""
+"""The tables of docs/reference/packages.md: from docstrings and the layers contract."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _CONTRACT = re.compile(r"^\[\[tool\.importlinter\.contracts\]\]\n(.*?)(?=^\[|\Z)
 _ENTRY = re.compile(r"^Entry: (.+)\.$", re.M)
 
 
-def rooms(top: Path = _TOP) -> list[str]:
+def packages(top: Path = _TOP) -> list[str]:
     """One row per package, highest layer first: what lives there, its entry files.
 
     ``LookupError`` where a package names no entry file that exists.
@@ -72,7 +72,7 @@ def _row(top: Path, name: str, layer: str) -> tuple[str, ...]:
     for module in modules:
         if not (folder / f"{module}.py").is_file():
             raise LookupError(f"{folder}/__init__.py: Entry: ``{module}`` does not exist")
-    link = f"../{_PACKAGE}/{name}"
+    link = f"../../{_PACKAGE}/{name}"
     return (
         f"[`{name}`]({link})",
         layer,
