@@ -46,6 +46,9 @@ class RankComparison:
 
     def facts(self, progress: TrainingProgress, *, ids: bool = False) -> RankFacts:
         """Return this rank's report about its samples; ``ids``: with the id of each."""
+        if progress.sample_ids or self._layout.now.stage:
+            # Ids tell more.  Later stages of a pipeline are given activations, not samples.
+            self.inputs = None
         inputs = None if self.inputs is None else self.inputs.report()
         return RankFacts(
             samples_report(progress, self._layout.now, ids=ids, inputs=inputs), wrong_samples
