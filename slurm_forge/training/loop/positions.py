@@ -200,7 +200,15 @@ def _hands_out(item: Any) -> bool:
 
 
 def _is_begun(item: Any) -> bool:
-    """Whether a StatefulDataLoader of torchdata has an iterator that the program asked for."""
+    """Whether a loader of torchdata, which is no iterator itself, was iterated over.
+
+    ``nodes.Loader`` tells it in its state.  ``StatefulDataLoader`` tells it nowhere, and to ask for
+    its state starts its workers: of its private fields these two are alike in torchdata 0.8 to 0.11
+    and a test fails where they are not.
+    """
+    if type(item).__module__ == "torchdata.nodes.loader":
+        with contextlib.suppress(Exception), preserved():  # the program's: a save tells
+            return bool(item.state_dict()["num_yielded"])
     asked_for_state = getattr(item, "_initial_iter_for_state_dict", None)
     return asked_for_state is False and getattr(item, "_iterator", None) is not None
 

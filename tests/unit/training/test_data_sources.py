@@ -694,11 +694,28 @@ def test_a_batch_fetched_ahead_is_refused_and_nothing_is_lost(lab):
     assert torch.equal(batch.micro_batches[0], following.micro_batches[0])
 
 
-def test_a_loader_that_was_iterated_before_the_restore_is_refused(lab):
+#: What a program may do with a loader before the restore, and whether that is too early.
+TOUCHES: dict[str, tuple[Callable[[Any], Any], bool]] = {
+    "nothing": (lambda _: None, False),
+    "state": (lambda data: data.state_dict(), False),
+    "batch": (lambda data: next(iter(data)), True),
+    "state, batch": (lambda data: (data.state_dict(), next(iter(data))), True),
+    "epoch": (list, True),
+    "state put back": (lambda data: data.load_state_dict(data.state_dict()), False),
+}
+
+
+@pytest.mark.parametrize("touch", TOUCHES)
+@pytest.mark.parametrize("make", [loader, node_loader], ids=["loader", "node"])
+def test_a_loader_that_was_iterated_before_the_restore_is_refused(lab, make, touch):
+    act, too_early = TOUCHES[touch]
     run, _ = lab().start()
-    model, data = torch.nn.Linear(1, 1), loader()
-    run.register(model=model, data=data)
-    next(iter(data))
+    data = make()
+    run.register(model=torch.nn.Linear(1, 1), data=data)
+    act(data)
+    if not too_early:
+        run.restore()
+        return
     with pytest.raises(UnsupportedError, match="'data' was iterated over before"):
         run.restore()
 
