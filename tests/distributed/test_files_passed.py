@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
+
 from benchmarks.files_passed.training import measure_both
+
+pytestmark = [pytest.mark.distributed]
 
 #: A reader follows that many files at most through an ordinary step, and through a skipped one.
 _MOST, _MOST_NAN = 20, 25
