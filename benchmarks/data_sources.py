@@ -15,6 +15,7 @@ processor time of this process, in which the loaders' workers are not.
 from __future__ import annotations
 
 import argparse
+import ctypes
 import os
 import random
 import sys
@@ -103,6 +104,18 @@ class Rate:
     cpu: float
 
 
+def keep_memory() -> None:
+    """Have freed memory used again, and not given back to the kernel.
+
+    It makes the difference of some thousand page faults a step, several ms, whether it is; by
+    chance, and for one way in one round and for the other in the next.
+    """
+    trim_threshold, mmap_threshold = -1, -3  # of malloc.h
+    libc = ctypes.CDLL(None)
+    libc.mallopt(mmap_threshold, 1 << 30)
+    libc.mallopt(trim_threshold, (1 << 31) - 1)
+
+
 def one_round(ways: Mapping[str, Iterator[None]]) -> dict[str, Rate]:
     """One step of each way after the other, but for the first and for what ends a loop."""
     for steps in ways.values():
@@ -123,6 +136,7 @@ def measure(
 ) -> dict[int, list[dict[str, Rate]]]:
     """Every round, for each number of workers."""
     torch.set_num_threads(1)
+    keep_memory()
     net, optimizer = model_and_optimizer()
     run.register(model=net, optimizer=optimizer)
     run.restore()
