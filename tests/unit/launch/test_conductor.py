@@ -206,6 +206,7 @@ class Rank:
                     self.leave(RankStopped(step=self.step, checkpoint=f"step-{self.step}"))
                 return True
             self.stage.barrier.wait(WITHIN_S)
+            time.sleep(0.001)  # a step: ranks that only loop leave the hub's thread no processor
             self.step += 1
         return False
 
