@@ -85,7 +85,8 @@ def ddp_with_own_buffers(model: nn.Module) -> nn.Module:
 
 
 def fsdp2(model: nn.Module) -> nn.Module:
-    return fully_shard(model)
+    sharded: nn.Module = fully_shard(model)  # type: ignore[assignment]
+    return sharded
 
 
 #: Called behind every update: the run, the model, and what else is registered.
