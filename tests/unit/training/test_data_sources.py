@@ -116,10 +116,11 @@ def loader(workers: int = 0, *, noisy: bool = False, **how: Any) -> StatefulData
     return StatefulDataLoader(Numbers(noisy=noisy), num_workers=workers, **how)
 
 
-def node_loader(prefetch: bool = False) -> Any:
+def node_loader(prefetch: bool = False, shuffle: bool = True) -> Any:
     """Its sampler has no state: torchdata winds it on, with what it draws when it begins."""
     mapped = nodes.Mapper(
-        nodes.SamplerWrapper(RandomSampler(Numbers())), lambda i: torch.tensor([float(i), 0.0])
+        nodes.SamplerWrapper((RandomSampler if shuffle else SequentialSampler)(Numbers())),
+        lambda i: torch.tensor([float(i), 0.0]),
     )
     batched = nodes.Mapper(nodes.Batcher(mapped, batch_size=4), torch.stack)
     return nodes.Loader(nodes.Prefetcher(batched, prefetch_factor=2) if prefetch else batched)
@@ -1207,7 +1208,9 @@ def test_behind_every_checkpoint_are_the_samples_that_were_consumed(tmp_path_fac
     kinds: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
         "loader": (lambda: loader(workers, noisy=workers == 0), {}),
         "snapshots": (lambda: loader(workers, snapshot_every_n_steps=3), {}),
-        "nodes": (lambda: node_loader(prefetch=bool(workers)), {}),
+        "nodes": (node_loader, {}),
+        # Its thread takes numbers from the training's generators at no certain time.
+        "prefetching nodes": (lambda: node_loader(prefetch=True, shuffle=False), {}),
         "own": (lambda: Counting(batch=3), {}),
         "samples": (Counting, {"global_batch_size": 4 * accumulate, "micro_batch_size": 3}),
         "lists": (Numbers, {"batch_sampler": Lists(), "num_workers": workers}),

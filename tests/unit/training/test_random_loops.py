@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from torch.utils.data import Dataset, RandomSampler
+from torch.utils.data import Dataset, SequentialSampler
 from torchdata import nodes
 from torchdata.stateful_dataloader import StatefulDataLoader
 
@@ -69,7 +69,7 @@ def stream_of(source: str) -> Stream:
     if source == "stream":
         return Stream()
     if source == "nodes":
-        rows = nodes.Mapper(nodes.SamplerWrapper(RandomSampler(Rows())), Rows().__getitem__)
+        rows = nodes.Mapper(nodes.SamplerWrapper(SequentialSampler(Rows())), Rows().__getitem__)
         batches = nodes.Mapper(nodes.Batcher(rows, batch_size=2), torch.stack)
         prefetched = nodes.Prefetcher(batches, prefetch_factor=2)
         return Loaded(nodes.Loader(prefetched, restart_on_stop_iteration=False))
