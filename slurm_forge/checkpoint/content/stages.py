@@ -126,7 +126,7 @@ class StageDocuments:
         """What this rank tells rank 0: a stage, a digest, and what it holds if that is new."""
         if stages is None or not stages.reports:
             return None
-        told: dict[str, Json] = {
+        content: dict[str, Json] = {
             "models": document["models"],
             "optimizers": {
                 name: {
@@ -141,8 +141,8 @@ class StageDocuments:
                 if name.endswith(staged("", stages.stage))
             },
         }
-        digest = hashlib.sha256(json.dumps(told).encode("ascii")).hexdigest()
-        return [stages.stage, digest, None if digest == self._accepted else told]
+        digest = hashlib.sha256(json.dumps(content).encode("ascii")).hexdigest()
+        return [stages.stage, digest, None if digest == self._accepted else content]
 
     def accepted(self, report: Any) -> None:
         """Rank 0 has it: on the rank that told it."""
@@ -151,11 +151,15 @@ class StageDocuments:
 
     def merged(self, document: Mapping[str, Any], reports: Sequence[Any]) -> Mapping[str, Any]:
         """On rank 0: the document of all stages, of its own and what the ranks have told."""
-        told = sorted(filter(None, reports), key=lambda report: int(report[0]))
-        for stage, _, body in told:
+        by_stage = sorted(filter(None, reports), key=lambda report: int(report[0]))
+        for stage, _, body in by_stage:
             if body is not None:
                 self._known[stage] = body
-        return merge(document, [self._known[stage] for stage, _, _ in told]) if told else document
+        return (
+            merge(document, [self._known[stage] for stage, _, _ in by_stage])
+            if by_stage
+            else document
+        )
 
 
 def _report(

@@ -134,10 +134,10 @@ class ReplicaCheck:
                     if mismatch is None
                     else replace(mismatch, text=f"{mismatch.text}; {text}")
                 )
-            found: dict[str, Json] = {OWN_BUFFERS: list[Json](buffers)}
+            result: dict[str, Json] = {OWN_BUFFERS: list[Json](buffers)}
             if mismatch is not None:
-                found["mismatch"] = mismatch.to_json()
-            return {**decide(reports, mismatch), **found}
+                result["mismatch"] = mismatch.to_json()
+            return {**decide(reports, mismatch), **result}
 
         def first(reports: Sequence[Any]) -> dict[str, Json]:
             groups = differing([each[_DIGEST] for each in reports])

@@ -164,12 +164,12 @@ class StateDigest:
 def differing(reports: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return the groups whose ranks report different digests."""
     first: dict[str, Any] = {}
-    found: dict[str, None] = {}
+    groups: dict[str, None] = {}
     for report in reports:
         for group, digest in report["groups"].items():
             if first.setdefault(group, digest) != digest:
-                found[group] = None
-    return list(found)
+                groups[group] = None
+    return list(groups)
 
 
 def differing_parts(

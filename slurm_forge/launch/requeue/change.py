@@ -56,8 +56,8 @@ def global_batch_of(records: Iterable[Record]) -> int | None:
             case Resumed(global_batch=int(batch)) | Forked(global_batch=int(batch)):
                 known = batch
             case JobChanged(changes=changes):
-                said = [each.new for each in changes if each.key == GLOBAL_BATCH]
-                known = int(said[-1]) if said and said[-1] else known
+                sizes = [each.new for each in changes if each.key == GLOBAL_BATCH]
+                known = int(sizes[-1]) if sizes and sizes[-1] else known
             case _:
                 pass
     return known

@@ -29,8 +29,9 @@ _REMEDIES = {
     Cause.STORAGE: "check quota and free space of the run's file system",
     Cause.CHECKPOINT_BAD: "see why none is used (slurm-forge checkpoints list): promote one, or "
     "restore its folder",
-    Cause.RANK_MISMATCH: "wrap a plain model in DistributedDataParallel or fully_shard; exclude "
-    "the node of a rank that differs alone (slurm-forge requeue RUN --exclude NODES)",
+    Cause.RANK_MISMATCH: "mend what the evidence names (wrap a plain model in "
+    "DistributedDataParallel or fully_shard, give each rank samples of its own); exclude the node "
+    "of a rank that differs alone (slurm-forge requeue RUN --exclude NODES)",
     Cause.APP_ERROR: "fix the error shown in the evidence",
     Cause.CRASH: "look at the end of the output (of the rank that died, if there are several)",
     Cause.ENV_MISMATCH: "restore what differs (or allow it under environment:), and install what "

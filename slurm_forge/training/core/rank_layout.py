@@ -58,16 +58,13 @@ class RankLayout:
     """Where this rank stands among the ranks that have other samples, and among the others.
 
     ``data_rank`` counts among ``data_ranks``.  ``model_coordinates`` are the dimensions that do not
-    divide the samples, by name, with this rank's place.  The data group has the ranks that
-    differ from this one in their samples only; the model group those with the same samples; None is
-    this rank alone, or, without a mesh, all ranks.
+    divide the samples, by name, with this rank's place.  A group of None is this rank alone,
+    or, without a mesh, all ranks.
     """
 
     data_rank: int
     data_ranks: int
     model_coordinates: tuple[tuple[str, int], ...] = ()
-    data_group: dist.ProcessGroup | None = None
-    model_group: dist.ProcessGroup | None = None
     #: Name and size of each dimension of the mesh; none without a mesh.
     dimensions: tuple[tuple[str, int], ...] = ()
     #: Over how many ranks, and which, gradients are averaged: those with other samples or tokens.
@@ -146,20 +143,12 @@ class RankLayout:
                 return dist.group.WORLD
             return _group(mesh, names)
 
-        model = tuple(kind for kind in DimensionKind if kind is not DimensionKind.DATA)
         # On every rank in this order: making a group is collective.
         return replace(
             layout,
-            data_group=along(DimensionKind.DATA),
-            model_group=along(*model),
             averaging_group=along(DimensionKind.DATA, DimensionKind.CONTEXT),
             pipeline_group=along(DimensionKind.PIPELINE),
         )
-
-    @property
-    def leads_samples(self) -> bool:
-        """Whether it is the first of the ranks with its samples."""
-        return all(at == 0 for _, at in self.model_coordinates)
 
     @property
     def leads_stage(self) -> bool:

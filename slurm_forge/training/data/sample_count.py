@@ -25,5 +25,5 @@ def first_tensor(value: Any, depth: int = 0) -> torch.Tensor | None:
     inner = value.values() if isinstance(value, Mapping) else value
     if not isinstance(value, Mapping | list | tuple):
         return None
-    found = (first_tensor(each, depth + 1) for each in inner)
-    return next((tensor for tensor in found if tensor is not None), None)
+    tensors = (first_tensor(each, depth + 1) for each in inner)
+    return next((tensor for tensor in tensors if tensor is not None), None)

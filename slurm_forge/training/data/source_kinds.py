@@ -88,13 +88,13 @@ def data_source(
 ) -> DataSource:
     """What there is to do with ``data``; UsageError for what can't be honoured."""
     if isinstance(data, DataLoader) and not _is_stateful(data):
-        given = {
+        arguments = {
             "num_workers": num_workers,
             "collate_fn": collate_fn,
             "sampler": sampler,
             "batch_sampler": batch_sampler,
         }
-        _refuse(given, "the DataLoader has its own", "Set it where the DataLoader is made.")
+        _refuse(arguments, "the DataLoader has its own", "Set it where the DataLoader is made.")
         return _from_loader(data)
     indexable = hasattr(data, "__getitem__") and hasattr(data, "__len__")
     if indexable and not isinstance(data, (IterableDataset, DataLoader)):
@@ -104,9 +104,9 @@ def data_source(
         return _with_sampler(source, sampler, batch_sampler)
     if not hasattr(data, "__iter__"):
         require_indexable(data)
-    given = {"sampler": sampler, "batch_sampler": batch_sampler, "num_workers": num_workers}
+    arguments = {"sampler": sampler, "batch_sampler": batch_sampler, "num_workers": num_workers}
     _refuse(
-        given,
+        arguments,
         f"{type(data).__name__} is iterated over, its samples can't be asked for by an index",
         "Leave it out; a StatefulDataLoader brings workers and a sampler along.",
     )

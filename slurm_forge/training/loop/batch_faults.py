@@ -47,9 +47,9 @@ class BatchFaults:
 
     def of_loss(self, loss: torch.Tensor | Loss, micro_batch: int) -> torch.Tensor | Loss:
         """The loss of a micro-batch, or what a fault makes of it."""
-        given: Any = loss
+        result: Any = loss
         changed: torch.Tensor | Loss = self._injector.loss(
-            given,
+            result,
             step=self._step,
             samples_first=first_sample(
                 self._batch, micro_batch, rank=self._rank, skipped=self._skipped

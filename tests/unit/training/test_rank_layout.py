@@ -52,8 +52,6 @@ def test_without_a_mesh_every_rank_is_a_data_parallel_rank() -> None:
     layout = RankLayout.flat(3, 8)
     assert (layout.data_rank, layout.data_ranks, layout.model_coordinates) == (3, 8, ())
     assert (layout.averaging_ranks, layout.random_stream, layout.dimensions) == (8, 3, ())
-    assert layout.data_group is None
-    assert layout.model_group is None
 
 
 @pytest.mark.parametrize(
@@ -102,7 +100,6 @@ def test_ranks_with_the_same_samples_differ_in_their_place_in_the_model(
     assert Counter(each.data_rank for each in every) == dict.fromkeys(
         range(groups), ranks // groups
     )
-    assert sum(each.leads_samples for each in every) == groups
     assert sum(each.leads_stage for each in every) == every[0].stages
     assert every[0].leads_stage
 
@@ -113,7 +110,6 @@ def test_stages_are_those_of_the_pipeline_dimension() -> None:
     assert {each.stages for each in every} == {2}
     assert [each.leads_stage for each in every] == [True, False, True, False] + [False] * 4
     assert every[3].model_coordinates == (("pp", 1), ("tp", 1))
-    assert [each.leads_samples for each in every] == [True, False, False, False] * 2
 
 
 def test_experts_divide_the_samples_or_not_as_the_program_says() -> None:
@@ -160,13 +156,11 @@ def test_groups_are_those_of_the_mesh() -> None:
     def members(group: dist.ProcessGroup | None) -> list[int]:
         return dist.get_process_group_ranks(group)
 
-    assert members(layout.data_group) == [0, 2]
     assert members(layout.averaging_group) == [0, 2]
-    assert members(layout.model_group) == [0, 1, 4, 5]
     assert members(layout.pipeline_group) == [0, 4]
     whole = RankLayout.of_mesh(mesh_of(("dp_replicate", 2), ("dp_shard", 4)))
-    assert members(whole.data_group) == list(range(8))
-    assert whole.model_group is None
+    assert members(whole.averaging_group) == list(range(8))
+    assert whole.pipeline_group is None
 
 
 @pytest.mark.usefixtures("eight_ranks")
