@@ -23,7 +23,7 @@ from torch import nn
 import slurm_forge as forge
 from benchmarks.tables import Machine, cell, plain, spread, table, write_json
 
-#: The goal of the issue that asked for it.
+#: Microseconds that a step may cost.
 _GOAL_US = 10.0
 
 Call = Callable[[forge.Run], None]
