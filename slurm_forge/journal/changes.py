@@ -54,6 +54,14 @@ class Forked:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DataPositionMissing:
+    """A loop of the program's own resumes at ``step`` without a registered data position."""
+
+    step: int
+    kind: Literal["data_position_missing"] = "data_position_missing"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class OptionsReplaced:
     """Optimizer options and schedules of the program won over those of the checkpoint.
 

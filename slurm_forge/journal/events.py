@@ -10,7 +10,12 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from slurm_forge.journal.changes import Forked, JobChanged, OptionsReplaced
+from slurm_forge.journal.changes import (
+    DataPositionMissing,
+    Forked,
+    JobChanged,
+    OptionsReplaced,
+)
 from slurm_forge.journal.comebacks import (
     Held,
     NodesStruck,
@@ -36,6 +41,7 @@ __all__ = [
     "CheckpointRejected",
     "CheckpointWitnessed",
     "CheckpointsPruned",
+    "DataPositionMissing",
     "DecisionTaken",
     "EpochEnded",
     "Event",
@@ -507,6 +513,7 @@ Event = Annotated[
     | JobChanged
     | Forked
     | OptionsReplaced
+    | DataPositionMissing
     | Note,
     Field(discriminator="kind"),
 ]

@@ -7,7 +7,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from slurm_forge.journal import Record
 from slurm_forge.journal import events as ev
 from slurm_forge.recovery.fingerprint import ON_PURPOSE
-from slurm_forge.report.story.job_revisions import changes_by_effect, fork_line
+from slurm_forge.report.story.job_revisions import (
+    changes_by_effect,
+    fork_line,
+    missing_position_line,
+)
 from slurm_forge.report.story.lineage import (
     Lineage,
     PlanSpan,
@@ -255,6 +259,9 @@ def _from_resumes(ordered: Sequence[Record]) -> Iterator[ScienceChange]:
                 text=f"the data began anew at step {number(event.step)} (exact: false)",
                 science=True,
             )
+        if isinstance(event, ev.DataPositionMissing):
+            text = missing_position_line(event)
+            yield ScienceChange(parameter="data", text=text, science=True)
         if isinstance(event, ev.ResumeCompared) and not event.refused:
             differences = [
                 line

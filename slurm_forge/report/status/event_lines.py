@@ -10,7 +10,11 @@ from slurm_forge.journal import events as ev
 from slurm_forge.journal.comebacks import NEXT_TASK
 from slurm_forge.report import text as t
 from slurm_forge.report.story.consequences import strike
-from slurm_forge.report.story.job_revisions import fork_line, revision_line
+from slurm_forge.report.story.job_revisions import (
+    fork_line,
+    missing_position_line,
+    revision_line,
+)
 from slurm_forge.report.story.pace_story import (
     PaceBuilder,
     back_to_normal,
@@ -133,6 +137,8 @@ def _sentence(record: Record, zone: tzinfo | None) -> str | None:
             return fork_line(event)
         case ev.OptionsReplaced():
             return f"as constructed now: {t.clean('; '.join(event.options), 300)}"
+        case ev.DataPositionMissing():
+            return missing_position_line(event)
         case ev.Note():
             return t.clean(event.text, 300)
         case _:

@@ -52,3 +52,12 @@ def changes_by_effect(event: ev.JobChanged) -> Iterator[tuple[bool, str]]:
         own = [each for each in event.changes if (each.affects is ChangeEffect.SCIENCE) is science]
         if own:
             yield science, with_origin(event, own)
+
+
+def missing_position_line(event: ev.DataPositionMissing) -> str:
+    """One line about a loop of the program's own that can't know how far its data were read."""
+    return (
+        f"resumed at step {number(event.step)} without a data position: whatever the program does "
+        "not derive from run.step_number, such as an epoch counter or an iterator, began anew "
+        "(register a StatefulDataLoader, or keep the position in run.extra)"
+    )

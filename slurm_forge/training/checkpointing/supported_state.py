@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from slurm_forge.checkpoint.content.tensors import local_part, why_not_savable
 from slurm_forge.errors import UnsupportedError
@@ -141,7 +142,10 @@ def _is_saved(optimizer: Optimizer, registry: Registry) -> bool:
         # A wrapper such as Lookahead, whose state_dict has that of the optimizer inside.
         if type(known).state_dict is not Optimizer.state_dict and _holds(known, optimizer):
             return True
-    return any(_holds(other, optimizer) for other in registry.others.values())
+    # A schedule has the optimizer, and leaves it out of its state_dict.
+    schedules = (LRScheduler, ReduceLROnPlateau)
+    others = (each for each in registry.others.values() if not isinstance(each, schedules))
+    return any(_holds(other, optimizer) for other in others)
 
 
 def _holds(item: object, optimizer: Optimizer) -> bool:

@@ -14,6 +14,8 @@ from torch import nn
 from torch.amp.grad_scaler import GradScaler
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.utils.data import DataLoader
 
 from slurm_forge.errors import UnsupportedError
 from slurm_forge.journal import JournalWriter
@@ -51,9 +53,12 @@ class Registry:
         elif hasattr(value, "state_dict") and hasattr(value, "load_state_dict"):
             self.others[name] = value
         else:
+            instead = "Register objects with both, or keep plain values in run.extra."
+            if isinstance(value, DataLoader):
+                instead = "Register torchdata's StatefulDataLoader, or pass it to run.batches()."
             raise UnsupportedError(
                 f"{name!r} ({type(value).__name__}) has no state_dict and load_state_dict",
-                next_step="Register objects with both, or keep plain values in run.extra.",
+                next_step=instead,
             )
 
     def names(self, *, kinds: bool = True) -> list[Json]:
@@ -67,10 +72,16 @@ class Registry:
         return [f"{name} ({type(value).__name__})" for name, value in sorted(everything.items())]
 
     @property
+    def may_hold_position(self) -> bool:
+        """Whether any object is no schedule and no scaler: it may hold the position of data."""
+        return any(
+            not isinstance(each, LRScheduler | ReduceLROnPlateau | GradScaler)
+            for each in self.others.values()
+        )
+
+    @property
     def schedulers(self) -> list[Any]:
         """Learning-rate schedulers that advance once per step (not those that need a metric)."""
-        from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
-
         return [
             other
             for other in self.others.values()

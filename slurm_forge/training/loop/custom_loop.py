@@ -64,6 +64,7 @@ class CustomLoop:
         self._guards = True
         self._until: int | None = None
         self._checked: set[bool] = set()
+        self._first_step = True
         self._polls = 0
         self._weights: list[tuple[torch.Tensor, int]] = []
         #: The last batch and loss function of a program with several optimizers.
@@ -278,6 +279,9 @@ class CustomLoop:
 
     def _pass_boundary(self) -> None:
         """The boundary behind a step on the program's own data."""
+        if self._first_step:
+            self._first_step = False
+            self._resumer.note_missing_position()
         self.positions.require_not_ahead()
         self._boundary()
         self._lifecycle.own_data = True

@@ -12,7 +12,7 @@ from slurm_forge.checkpoint.collectives import Ranks
 from slurm_forge.control import Member
 from slurm_forge.errors import RefuseResume
 from slurm_forge.journal import JournalWriter
-from slurm_forge.journal.events import Resumed
+from slurm_forge.journal.events import DataPositionMissing, Resumed
 from slurm_forge.store.identity import CheckpointName
 from slurm_forge.training.checkpointing.supported_state import (
     OptimizerWatch,
@@ -56,6 +56,7 @@ class Resumer:
         #: Samples per forward pass, if known.
         self.micro_batch = 0
         self.restored = self._resumed = False
+        self._resumed_at = 0
         self._optimizer_watch = OptimizerWatch(parts.registry, lambda: parts.progress.step)
 
     def leave(self) -> None:
@@ -89,6 +90,7 @@ class Resumer:
         # A pipeline schedule drives DDP's reducer itself: its first step sums in another order.
         settled = settled and (layout.stages == 1 or not buckets)
         self._resumed = self._load(settled=settled, again=False) is not None
+        self._resumed_at = parts.progress.step
         parts.skip_tracker.begin()
         self._optimizer_watch.begin()
         parts.saver.comparison.watch_inputs(parts.registry, parts.progress)
@@ -98,6 +100,17 @@ class Resumer:
         parts.hooks.call("on_train_begin", step=parts.progress.step)
         parts.step_lifecycle.note_buffers()
         return self._resumed
+
+    def note_missing_position(self) -> None:
+        """A loop of the program's own begins: tell where it resumes and no data position came back.
+
+        A program may derive its batches from ``step_number`` alone, so this is no error.
+        """
+        parts = self._parts
+        if not self._resumed or parts.registry.may_hold_position or parts.progress.extra:
+            return
+        if self._journal is not None:
+            self._journal.write(DataPositionMissing(step=self._resumed_at))
 
     def rewind(self) -> None:
         """Put everything back, in place, to the newest checkpoint that may still be used."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 from collections.abc import Callable, Iterator
@@ -73,12 +74,18 @@ class Program:
     run: forge.Run
     seen: list[tuple[int, int]] = field(default_factory=list)
     stream: Any = field(default_factory=Stream)
+    registered: bool = True
 
     def __post_init__(self) -> None:
         torch.manual_seed(3)
         self.model = nn.Sequential(nn.Linear(WIDTH, 2), nn.Dropout(0.2), nn.Linear(2, 1))
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.05)
-        self.run.register(model=self.model, optimizer=self.optimizer, stream=self.stream)
+        self.schedule = torch.optim.lr_scheduler.ConstantLR(self.optimizer, factor=1.0)
+        self.run.register(model=self.model, optimizer=self.optimizer)
+        if self.registered:
+            self.run.register(stream=self.stream)
+        else:
+            self.run.register(schedule=self.schedule)
 
     @property
     def weights(self) -> torch.Tensor:
@@ -176,6 +183,22 @@ def test_an_interrupted_own_loop_is_the_uninterrupted_one(lab, loop, take):
     assert seen == [(step, step) for step in range(7)]
     assert torch.equal(program.weights, expected.weights)
     assert [event.step for event in made.events(ev.Resumed)] == [0, 2, 3, 6]
+
+
+@pytest.mark.parametrize("loop", ["plain", "steps"])
+@pytest.mark.parametrize("position", ["nowhere", "registered", "extra"])
+def test_a_resume_without_a_position_of_the_data_is_told(lab, loop, position):
+    """A plain ``for epoch in range(…)`` trains its epochs again then, and for too long."""
+    made = lab()
+    for stop in (3, None):
+        run, _ = made.start(due={} if stop is None else {Position(stop): RequestKind.STOP})
+        program = Program(run, registered=position == "registered")
+        if position == "extra":
+            run.extra.setdefault("epoch", 0)
+        with pytest.raises(RunStopped) if stop else contextlib.nullcontext():
+            program.train(5, loop=loop)
+    told = [event.step for event in made.events(ev.DataPositionMissing)]
+    assert told == ([3] if position == "nowhere" else [])
 
 
 @pytest.mark.parametrize("take", STEPS)

@@ -180,10 +180,13 @@ def watch(registered: Registry) -> tuple[OptimizerWatch, Steps]:
 
 def test_an_optimizer_of_registered_parameters_that_is_not_registered_is_refused() -> None:
     model, own, other = nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2)
-    looking, steps = watch(registry(model=model, optimizer=torch.optim.SGD(own.parameters())))
+    optimizer = torch.optim.Adam(model.parameters())
+    # It has the optimizer, and leaves it out of its state.
+    schedule = torch.optim.lr_scheduler.ConstantLR(optimizer)
+    of_own = torch.optim.SGD(own.parameters())
+    looking, steps = watch(registry(model=model, optimizer=of_own, schedule=schedule))
     looking.begin()
     try:
-        optimizer = torch.optim.Adam(model.parameters())
         optimizer.step()
         torch.optim.Adam(other.parameters()).step()
         steps.counted = 1
