@@ -183,9 +183,10 @@ def _change(
         Checked(job=new, path=run.spec_file, doubts=doubts, document=layered.document), site, run
     )
     refuse_kept_script(run, file, new, site)
+    renewed = file.with_job(new)
     follows = consequences(
         changes,
-        ranks=(_ranks(file, state), _ranks(file.with_job(new), state)),
+        ranks=(_ranks(file, state), _ranks(renewed, state)),
         step=state.committed_step,
         finished=run.is_done(),
     )
@@ -193,7 +194,7 @@ def _change(
     now, notes = file, doubts
     if not dry_run:
         with hold_run_lock(run) if state.is_local else nullcontext():
-            changed = change_run(run, file, new, changes, verb=verb, site=site, slurm=slurm)
+            changed = change_run(run, file, renewed, changes, verb=verb, site=site, slurm=slurm)
         now, notes = changed.file, (*doubts, *changed.notes)
     if not as_json:
         for line in (*change_lines(changes), *(f"then: {each}" for each in follows), *notes):

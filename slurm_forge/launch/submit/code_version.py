@@ -142,13 +142,17 @@ def _used(runs: Path) -> set[str]:
     return used
 
 
-def with_new_code(run: RunDirectory, file: RunFile) -> tuple[RunFile, CodeChoice]:
+def with_new_code(run: RunDirectory, file: RunFile, *, local: bool) -> tuple[RunFile, CodeChoice]:
     """The run with the code as it is now, where the run was submitted from; nothing is written.
+
+    ``local``: it is a run of this machine.
 
     Raises:
         SnapshotError: No snapshot can be made, or the job file says that there is none.
     """
-    if file.job.code.mode is CodeMode.LIVE or file.job.entry is None:
+    mode = file.job.code.mode
+    live = mode is CodeMode.LIVE or (local and mode is CodeMode.AUTO and file.code is None)
+    if live or file.job.entry is None:
         raise SnapshotError(
             f"{run.name} runs the files in {file.submitted_from} as they are: there is no other "
             "code to take",
