@@ -9,6 +9,7 @@ from pathlib import Path
 
 from slurm_forge.errors import ForgeError, SnapshotError
 from slurm_forge.knobs import process_environ
+from slurm_forge.recovery.job_changes import CODE
 from slurm_forge.run_directory import RunDirectory
 from slurm_forge.source.snapshot import (
     Content,
@@ -122,9 +123,7 @@ def code_change(file: RunFile, choice: CodeChoice) -> JobChange:
     names = ", ".join(choice.changed[:_SHOWN_FILES])
     more = len(choice.changed) - _SHOWN_FILES
     differs = f" (changed: {names}{f' and {more} more' if more > 0 else ''})" if names else ""
-    return JobChange(
-        key="code", old=str(file.code or live), new=f"{choice.version or live}{differs}"
-    )
+    return JobChange(key=CODE, old=str(file.code or live), new=f"{choice.version or live}{differs}")
 
 
 def _used(runs: Path) -> set[str]:
@@ -142,7 +141,9 @@ def _used(runs: Path) -> set[str]:
     return used
 
 
-def with_new_code(run: RunDirectory, file: RunFile, *, local: bool) -> tuple[RunFile, CodeChoice]:
+def with_new_code(
+    run: RunDirectory, file: RunFile, *, local: bool = False
+) -> tuple[RunFile, CodeChoice]:
     """The run with the code as it is now, where the run was submitted from; nothing is written.
 
     ``local``: it is a run of this machine.
