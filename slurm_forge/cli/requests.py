@@ -131,7 +131,7 @@ def _with_new_code(
         raise typer.BadParameter('the only choice is "new"', param_hint="--code")
     if run.is_done():
         raise RunDirectoryError(
-            f"{run.name} is finished: no code of it runs any more",
+            f"{run.name} is finished, so it needs no other code",
             next_step=f"Begin a new run at its checkpoint with the present code: slurm-forge fork "
             f"{run.name} --name NEW --code new",
         )

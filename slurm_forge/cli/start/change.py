@@ -175,7 +175,7 @@ def _change(
         defaults = default_arguments(*place)
     doubts = (*doubts, *fallback_doubts(new))
     if state.committed_step is not None and not file.open_store(run).candidates():
-        doubts = (*doubts, f"{run.name} has saved checkpoints, and none is there: restore them")
+        doubts = (*doubts, f"all checkpoints of {run.name} are gone: restore them first")
     if verb == "extend":
         refuse_not_prolonging(changes, name, defaults)
     site = site_places().load(site_name or file.site_file or file.site).site

@@ -23,6 +23,7 @@ from slurm_forge.launch.requeue.reconcile import alone, is_held, job_of_script, 
 from slurm_forge.launch.submit.submission import job_script, note, own_script, payload
 from slurm_forge.person import person
 from slurm_forge.recovery.job_changes import GLOBAL_BATCH, merged
+from slurm_forge.recovery.policy.remedies import train_further
 from slurm_forge.run_directory import RunDirectory
 from slurm_forge.site.model import Site
 from slurm_forge.slurm.client import Slurm
@@ -135,10 +136,12 @@ def change_run(
         events = [each.event for each in records if isinstance(each.event, JobChanged)]
         reopened = state.status is not RunStatus.FINISHED and any(each.reopened for each in events)
         if not changes and not missing and not (run.is_done() and reopened):
+            again = "run" if slurm is None else "requeue"
             raise ConfigError(
                 f"{run.name} has these values already",
-                next_step="To continue it as it is: slurm-forge "
-                f"{'requeue' if slurm is not None else 'run'} {run.name}",
+                next_step=f"It is finished.  To train further: {train_further(run.name)}"
+                if run.is_done()
+                else f"To continue it as it is: slurm-forge {again} {run.name}",
             )
         notes = () if slurm is None else _set_aside(run, state, file, new.job, site, slurm)
         try:

@@ -70,7 +70,9 @@ def choose_code(
     except (SnapshotError, OSError) as error:
         if mode is CodeMode.AUTO:
             reason = error.message if isinstance(error, ForgeError) else str(error)
-            return CodeChoice(note=f"the code is not copied, and runs as it is then: {reason}")
+            return CodeChoice(
+                note=f"no snapshot of the code, each start imports the files as they are: {reason}"
+            )
         if isinstance(error, OSError):
             full = error.errno in (errno.ENOSPC, errno.EDQUOT)
             advice = "Make room" if full else "Leave it to be linked with code: {exclude: [FILE]}"

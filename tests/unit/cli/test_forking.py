@@ -253,7 +253,7 @@ def test_checkpoints_that_are_gone_are_told(
 ) -> None:
     shutil.rmtree(made.run.checkpoints)
     result = shell("fork", "tiny-gpt", "--name", "child")
-    assert "has saved step 300, and no checkpoint of it is there" in result.stderr
+    assert "saved step 300, but all its checkpoints are gone" in result.stderr
 
 
 def test_without_a_metric_there_is_no_best_one(shell: Shell, slurm: PretendSlurm) -> None:
