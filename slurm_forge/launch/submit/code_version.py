@@ -159,7 +159,8 @@ def with_new_code(
         raise SnapshotError(
             f"{run.name} runs the files in {file.submitted_from} as they are: there is no other "
             "code to take",
-            next_step="Leave out --code new: its next start imports what is there then.",
+            next_step="Its next start imports what is there then: slurm-forge "
+            f"{'run' if local else 'requeue'} {run.name}",
         )
     wanted = file.job.code.model_copy(update={"mode": CodeMode.SNAPSHOT})
     job = file.job.model_copy(update={"code": wanted})

@@ -144,6 +144,7 @@ def test_a_run_of_this_machine_takes_the_present_code_also_after_it_was_killed(
     held.begin(job="local-77", via="submitit local")  # no end was written
     result = shell("requeue", "tiny-gpt", "--code", "new")
     assert "runs the files in" in result.stderr, "there is no snapshot, and none is wanted"
+    assert "imports what is there then: slurm-forge run tiny-gpt" in result.stderr
     spec = held.run.spec_file.read_text()
     held.run.spec_file.write_text(spec.replace("mode: auto", "mode: snapshot"))
     result = shell("requeue", "tiny-gpt", "--code", "new", "--mem", "4G")
