@@ -77,8 +77,8 @@ def fallback_doubts(job: JobSpec) -> tuple[str, ...]:
         return ()
     why = "is not a directory" if not there.is_dir() else "can't be written to by you"
     return (
-        f"checkpoint.fallback: on this machine {there} {why}; unless it is otherwise on the nodes, "
-        f"make {folder} a directory of yours",
+        f"checkpoint.fallback: on this machine {there} {why}; unless the nodes differ, "
+        f"make {folder} a directory that you can write to",
     )
 
 

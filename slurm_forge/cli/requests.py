@@ -12,6 +12,8 @@ from slurm_forge.cli.options import AsJson, RunOrJob, Runs, SubmittedSite
 if TYPE_CHECKING:
     from slurm_forge.launch.requeue.reconcile import ReconcileResult
     from slurm_forge.run_directory import RunDirectory
+    from slurm_forge.site.model import Site
+    from slurm_forge.slurm.client import Slurm
     from slurm_forge.spec.run_file import RunFile
 
 
@@ -58,7 +60,7 @@ def requeue(
 
     A live run is left alone.  --mem, --time, --exclude and --partition are what it requests
     from Slurm from now on: they are stored in its run.yaml and applied to a waiting job.
-    A run that is training has to be stopped first.
+    With these or --code, a run that is training has to be stopped first.
 
     \b
     Examples:
@@ -78,7 +80,7 @@ def requeue(
         ResourceChanges,
         changed,
     )
-    from slurm_forge.launch.requeue.reconcile import bring_back
+    from slurm_forge.launch.requeue.reconcile import ReconcileResult, bring_back
     from slurm_forge.launch.submit.submission import run_state
     from slurm_forge.slurm.client import SubprocessSlurm
     from slurm_forge.spec.run_file import read_run_file
@@ -87,20 +89,22 @@ def requeue(
     changes = ResourceChanges(mem=mem, time=time, exclude=exclude, partition=partition)
     file = read_run_file(directory.spec_file)
     state = run_state(directory)
-    if code is not None and state.is_local:
-        _take_new_code(directory, file, code)
-        typer.echo(f"to continue: slurm-forge run {reference(directory)}")
-        return
-    if state.is_local and not directory.is_done():
+    if state.is_local and not directory.is_done() and (changes or code is None):
         raise RunDirectoryError(
             f"{directory.name} is a run of this machine, not of Slurm",
             next_step=f"Continue it here: slurm-forge run {run}",
         )
-    if code is not None:
-        file = _take_new_code(directory, file, code)
     chosen = site_places().load(site or file.site_file or file.site).site
+    if state.is_local and code is not None:
+        now = _with_new_code(directory, file, code, chosen, None)
+        done = ReconcileResult(state.job, "its next start uses this code", changed=now != file)
+        again = f".   to continue: slurm-forge run {reference(directory)}"
+        _answer(directory, done, again, as_json=json)
+        return
     slurm = SubprocessSlurm.of_this_process()
     out = left_out_now(slurm, changed(file.job, changes), chosen)
+    if code is not None:
+        file = _with_new_code(directory, file, code, chosen, slurm)
     brought = bring_back(
         directory, slurm, site=chosen, file=file, exclude=out.exclude, changes=changes
     )
@@ -111,38 +115,40 @@ def requeue(
     _answer(directory, brought, follow, as_json=json)
 
 
-def _take_new_code(run: RunDirectory, file: RunFile, code: str) -> RunFile:
-    """Have the run use the code as it is now, and tell what differs."""
+def _with_new_code(
+    run: RunDirectory, file: RunFile, code: str, site: Site, slurm: Slurm | None
+) -> RunFile:
+    """Have the run use the code as it is now, and tell what differs; ``slurm`` as `change_run`."""
+    from contextlib import nullcontext
+
     from slurm_forge.errors import RunDirectoryError
-    from slurm_forge.journal import RunStatus
-    from slurm_forge.launch.requeue.change import change_code
-    from slurm_forge.launch.submit.code_version import with_new_code
-    from slurm_forge.launch.submit.submission import run_state
+    from slurm_forge.launch.attempt.run_lock import hold_run_lock
+    from slurm_forge.launch.requeue.change import change_run
+    from slurm_forge.launch.submit.code_version import code_change, with_new_code
+    from slurm_forge.spec.entry import check_entry
 
     if code != "new":
         raise typer.BadParameter('the only choice is "new"', param_hint="--code")
     if run.is_done():
         raise RunDirectoryError(
-            f"{run.name} is finished: no code of it runs any more",
+            f"{run.name} is finished, so it needs no other code",
             next_step=f"Begin a new run at its checkpoint with the present code: slurm-forge fork "
             f"{run.name} --name NEW --code new",
         )
-    status = run_state(run).status
-    if not status.is_at_rest and status is not RunStatus.NEW:
-        raise RunDirectoryError(
-            f"{run.name} is not at rest: its job would start with the one code or the other",
-            next_step=f"slurm-forge stop {run.name}, and once it has stopped: slurm-forge requeue "
-            f"{run.name} --code new",
-        )
-    renewed, choice = with_new_code(run, file)
+    renewed, choice = with_new_code(run, file, local=slurm is None)
+    notes: tuple[str, ...] = (choice.note,) if choice.note else ()
+    if file.job.entry is not None:
+        notes += check_entry(file.job.entry, file.folder, run.spec_file, list(file.job.args))
     if renewed.code == file.code:
         typer.echo(f"{run.name}: the code is the same as before ({renewed.code})", err=True)
         return file
-    renewed = change_code(run, file, choice, verb="requeue --code new")
-    typer.echo(f"{run.name}: {renewed.revisions[-1].changes[0]}", err=True)
-    if choice.note:
-        typer.echo(f"note: {choice.note}", err=True)
-    return renewed
+    verb, changes = "requeue --code new", (code_change(file, choice),)
+    with hold_run_lock(run) if slurm is None else nullcontext():
+        changed = change_run(run, file, renewed, changes, verb=verb, site=site, slurm=slurm)
+    typer.echo(f"{run.name}: {changes[0]}", err=True)
+    for each in (*notes, *changed.notes):
+        typer.echo(f"note: {each}", err=True)
+    return changed.file
 
 
 def reconcile(run: RunOrJob, runs: Runs = None, json: AsJson = False) -> None:

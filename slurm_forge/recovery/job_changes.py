@@ -18,6 +18,8 @@ from slurm_forge.vocabulary.job_change import ChangeEffect, JobChange
 
 #: How ``JobChange`` calls the batch size that the program passes to ``run.batches``.
 GLOBAL_BATCH = "global_batch"
+#: And the code that the run is made of; not the section ``code`` of its job file.
+CODE = "code"
 
 _RESOURCES = frozenset({"resources", "template", "chain"})
 _OPERATION = frozenset({
@@ -62,10 +64,14 @@ def job_changes(
 
 
 def merged(earlier: Sequence[JobChange], later: Sequence[JobChange]) -> tuple[JobChange, ...]:
-    """Both as one change of each key, from its first value to its last one."""
-    first = {each.key: each for each in reversed((*earlier, *later))}
-    last = {each.key: each.new for each in (*earlier, *later)}
-    both = (replace(each, new=last[each.key]) for each in reversed(first.values()))
+    """Both as one change of each key, from its first value to its last one.
+
+    Changes of the code stay apart: each names the files in which it differs from the one before.
+    """
+    every = [(str(each) if each.key == CODE else each.key, each) for each in (*earlier, *later)]
+    first = dict(reversed(every))
+    last = {key: each.new for key, each in every}
+    both = (replace(each, new=last[key]) for key, each in reversed(first.items()))
     return tuple(each for each in both if each.old != each.new)
 
 

@@ -28,7 +28,7 @@ _STAGE = ".stage-"
 #: How bytes begin that are no text, in what a command prints.
 _NO_TEXT = "\\x"
 #: How a directory of runs is recognized, wherever it lies (``run_directory/layout.py``).
-_SPEC, _JOURNAL, _POOL = "run.yaml", "journal", ".code"
+_SPEC, _JOURNAL, _BESIDE = "run.yaml", "journal", (".code", ".learned")
 _SHOWN = 3
 _NEVER_LINKED = ("__pycache__", "*.pyc", ".git")
 _TRIES = 3
@@ -54,8 +54,8 @@ class Selection:
     """What of a work tree is copied.
 
     ``exclude`` are patterns as ``fnmatch`` has them, for paths relative to the root and for
-    folders, ``max_size`` the bytes of all copied files.  ``keep_out`` is a folder that is neither
-    copied nor linked: where snapshots and runs lie.  So are the directories of other runs.
+    folders, ``max_size`` the bytes of all copied files.  ``keep_out`` is the folder of runs: unless
+    the work tree lies in it, it is neither copied nor linked.  So are directories of other runs.
     """
 
     exclude: Sequence[str]
@@ -81,6 +81,10 @@ def content_of(tree: WorkTree, selection: Selection) -> Content:
     outside: list[str] = []
     listed = _with_submodules(tree, listed)
     runs = _of_runs(tree.root, (*listed, *ignored))
+    if tree.root == keep_out.resolve():
+        runs |= {*_BESIDE}
+    if _is_within(tree.root, keep_out.resolve()):
+        keep_out /= _BESIDE[0]
     for path in listed:
         place = tree.root / path
         if _is_within(place, keep_out) or _is_below(path, runs):
@@ -281,7 +285,7 @@ def _excluded(path: str, patterns: Sequence[str]) -> str | None:
 
 
 def _of_runs(root: Path, listed: Iterable[str]) -> frozenset[str]:
-    """Run directories in the work tree, and the pools of snapshots beside them.
+    """Run directories in the work tree, and what runs share beside them.
 
     What lies there is written all the time, by whoever trains, and grows large.
     """
@@ -290,7 +294,7 @@ def _of_runs(root: Path, listed: Iterable[str]) -> frozenset[str]:
         folder, _, name = path.rpartition("/")
         if name == _SPEC and folder and (root / folder / _JOURNAL).is_dir():
             beside = folder.rpartition("/")[0]
-            found |= {folder, f"{beside}/{_POOL}" if beside else _POOL}
+            found |= {folder, *(f"{beside}/{name}".lstrip("/") for name in _BESIDE)}
     return frozenset(found)
 
 

@@ -33,8 +33,8 @@ def meant(
     """
     if not stored and state.known:
         raise CheckpointMissingError(
-            f"the run has saved step {state.known[-1].name.step}, and no checkpoint of it is there",
-            next_step="Restore its folder of checkpoints, or begin another run.",
+            f"the run saved step {state.known[-1].name.step}, but all its checkpoints are gone",
+            next_step="Restore its checkpoints folder, or start another run.",
         )
     if not stored:
         raise CheckpointMissingError(

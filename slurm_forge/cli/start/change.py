@@ -175,7 +175,7 @@ def _change(
         defaults = default_arguments(*place)
     doubts = (*doubts, *fallback_doubts(new))
     if state.committed_step is not None and not file.open_store(run).candidates():
-        doubts = (*doubts, f"{run.name} has saved checkpoints, and none is there: restore them")
+        doubts = (*doubts, f"all checkpoints of {run.name} are gone: restore them first")
     if verb == "extend":
         refuse_not_prolonging(changes, name, defaults)
     site = site_places().load(site_name or file.site_file or file.site).site
@@ -183,9 +183,10 @@ def _change(
         Checked(job=new, path=run.spec_file, doubts=doubts, document=layered.document), site, run
     )
     refuse_kept_script(run, file, new, site)
+    renewed = file.with_job(new)
     follows = consequences(
         changes,
-        ranks=(_ranks(file, state), _ranks(file.with_job(new), state)),
+        ranks=(_ranks(file, state), _ranks(renewed, state)),
         step=state.committed_step,
         finished=run.is_done(),
     )
@@ -193,7 +194,7 @@ def _change(
     now, notes = file, doubts
     if not dry_run:
         with hold_run_lock(run) if state.is_local else nullcontext():
-            changed = change_run(run, file, new, changes, verb=verb, site=site, slurm=slurm)
+            changed = change_run(run, file, renewed, changes, verb=verb, site=site, slurm=slurm)
         now, notes = changed.file, (*doubts, *changed.notes)
     if not as_json:
         for line in (*change_lines(changes), *(f"then: {each}" for each in follows), *notes):

@@ -39,7 +39,9 @@ class RunLock:
 
     def __init__(self, descriptor: int | None) -> None:
         self.descriptor = descriptor
-        self.name("")
+        # What was trained last stays known until it is trained again.
+        before = None if descriptor is None else _read(descriptor)
+        self.name("" if before is None or before.host != socket.gethostname() else before.job)
 
     def name(self, job: str) -> None:
         """Write down who this is, and the job that trains now."""

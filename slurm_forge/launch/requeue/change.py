@@ -20,15 +20,15 @@ from slurm_forge.journal.fold import in_order, without_fenced
 from slurm_forge.launch.render.array_chain import waiting_record
 from slurm_forge.launch.render.batch_script import render
 from slurm_forge.launch.requeue.reconcile import alone, is_held, job_of_script, known_record
-from slurm_forge.launch.submit.code_version import CodeChoice, code_change
 from slurm_forge.launch.submit.submission import job_script, note, own_script, payload
 from slurm_forge.person import person
 from slurm_forge.recovery.job_changes import GLOBAL_BATCH, merged
+from slurm_forge.recovery.policy.remedies import train_further
 from slurm_forge.run_directory import RunDirectory
 from slurm_forge.site.model import Site
 from slurm_forge.slurm.client import Slurm
 from slurm_forge.slurm.records import JobRecord
-from slurm_forge.slurm.states import ACTIVE, PENDING_LIKE, TERMINAL
+from slurm_forge.slurm.states import ACTIVE, PENDING_LIKE, TERMINAL, JobState
 from slurm_forge.spec import JobSpec
 from slurm_forge.spec.run_file import Revision, RunFile, read_run_file
 from slurm_forge.store.identity import CheckpointName
@@ -111,71 +111,56 @@ def _needs_another_script(run: RunDirectory, file: RunFile, new: JobSpec, site: 
 def change_run(
     run: RunDirectory,
     file: RunFile,
-    new: JobSpec,
+    new: RunFile,
     changes: Sequence[JobChange],
     *,
     verb: str,
     site: Site,
     slurm: Slurm | None,
 ) -> Changed:
-    """Replace the job of a run that rests or waits; a finished one is not finished any more.
+    """Replace ``run.yaml`` of a run that rests or waits; a finished one is not finished any more.
 
     A job that waits in the queue is held first, so that it can't start in between; where its batch
     script would be another one it is cancelled, to be submitted anew.  ``slurm`` is None for a run
     of this machine, whose lock the caller holds.  ``RunDirectoryError`` while the run is training.
     """
     with alone(run):
-        records, missing = _unchanged_since(run, file)
+        if read_run_file(run.spec_file) != file:
+            raise RunDirectoryError(
+                f"{run.name} was changed by another command at the same time",
+                next_step=f"See what it is now (slurm-forge status {run.name}), then try again.",
+            )
+        records, _ = read_journal(run, skip_superseded=True, refresh=True)
+        missing = _unreported(records, file)
         state = fold(records)
         events = [each.event for each in records if isinstance(each.event, JobChanged)]
         reopened = state.status is not RunStatus.FINISHED and any(each.reopened for each in events)
         if not changes and not missing and not (run.is_done() and reopened):
+            again = "run" if slurm is None else "requeue"
             raise ConfigError(
                 f"{run.name} has these values already",
-                next_step="To continue it as it is: slurm-forge "
-                f"{'requeue' if slurm is not None else 'run'} {run.name}",
+                next_step=f"It is finished.  To train further: {train_further(run.name)}"
+                if run.is_done()
+                else f"To continue it as it is: slurm-forge {again} {run.name}",
             )
-        notes = () if slurm is None else _set_aside(run, state, file, new, site, slurm)
+        notes = () if slurm is None else _set_aside(run, state, file, new.job, site, slurm)
         try:
             for each in missing:
                 _tell(run, state, each)
             if changes:
-                file = _replaced(run, file.with_job(new), changes, verb)
+                file = _replaced(run, new, changes, verb)
                 _tell(run, state, file.revisions[-1])
             if run.is_done():
                 run.reopen()
         except OSError as error:
+            waits = "" if slurm is None else f"; a job of {run.name} that waited does not start"
             again = "run" if slurm is None else "requeue"
             raise RunDirectoryError(
-                f"{run.path} can't be written: {error}; a job of {run.name} that waited does not "
-                "start",
+                f"{run.path} can't be written: {error}{waits}",
                 next_step="Make room there and type the command again, or let the run go on as it "
                 f"is: slurm-forge {again} {run.name}",
             ) from error
         return Changed(file, notes)
-
-
-def change_code(run: RunDirectory, file: RunFile, choice: CodeChoice, *, verb: str) -> RunFile:
-    """Have a run that rests use another snapshot of its code from its next start on."""
-    with alone(run):
-        records, missing = _unchanged_since(run, file)
-        state = fold(records)
-        now = file.model_copy(update={"code": choice.version})
-        now = _replaced(run, now, (code_change(file, choice),), verb)
-        for each in (*missing, now.revisions[-1]):
-            _tell(run, state, each)
-    return now
-
-
-def _unchanged_since(run: RunDirectory, file: RunFile) -> tuple[list[Record], list[Revision]]:
-    """The journal and the revisions that it lacks; RunDirectoryError where ``file`` is outdated."""
-    if read_run_file(run.spec_file) != file:
-        raise RunDirectoryError(
-            f"{run.name} was changed by another command at the same time",
-            next_step=f"See what it is now (slurm-forge status {run.name}), then try again.",
-        )
-    records, _ = read_journal(run, skip_superseded=True, refresh=True)
-    return records, _unreported(records, file)
 
 
 def report_revisions(run: RunDirectory, file: RunFile, records: Sequence[Record]) -> None:
@@ -234,6 +219,8 @@ def _set_aside(
     if record is None or record.state in TERMINAL:
         return ()
     if record.state not in PENDING_LIKE and not is_held(record):
+        if record.state is JobState.COMPLETING and state.status.is_at_rest:
+            return ()  # only its processes are left to end
         raise _is_training(run, record)
     if file.job.chain is not None:
         array = record.job_ref.partition("_")[0]
@@ -275,8 +262,7 @@ def _after_its_end(run: RunDirectory, job: str, slurm: Slurm) -> JobRecord | Non
 
 def _is_training(run: RunDirectory, record: JobRecord) -> RunDirectoryError:
     return RunDirectoryError(
-        f"{run.name} runs as job {record.job_ref}, and the job file of a run that is training "
-        "can't be changed",
+        f"{run.name} runs as job {record.job_ref}, and a run that is training can't be changed",
         next_step=f"Let it save and stop first: slurm-forge stop {run.name}; when it has ended, "
         "try again.",
     )

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from slurm_forge.errors import ForgeError, SnapshotError
 from slurm_forge.knobs import process_environ
+from slurm_forge.recovery.job_changes import CODE
 from slurm_forge.run_directory import RunDirectory
 from slurm_forge.source.snapshot import (
     Content,
@@ -69,7 +70,9 @@ def choose_code(
     except (SnapshotError, OSError) as error:
         if mode is CodeMode.AUTO:
             reason = error.message if isinstance(error, ForgeError) else str(error)
-            return CodeChoice(note=f"the code is not copied, and runs as it is then: {reason}")
+            return CodeChoice(
+                note=f"no snapshot of the code, each start imports the files as they are: {reason}"
+            )
         if isinstance(error, OSError):
             full = error.errno in (errno.ENOSPC, errno.EDQUOT)
             advice = "Make room" if full else "Leave it to be linked with code: {exclude: [FILE]}"
@@ -122,9 +125,7 @@ def code_change(file: RunFile, choice: CodeChoice) -> JobChange:
     names = ", ".join(choice.changed[:_SHOWN_FILES])
     more = len(choice.changed) - _SHOWN_FILES
     differs = f" (changed: {names}{f' and {more} more' if more > 0 else ''})" if names else ""
-    return JobChange(
-        key="code", old=str(file.code or live), new=f"{choice.version or live}{differs}"
-    )
+    return JobChange(key=CODE, old=str(file.code or live), new=f"{choice.version or live}{differs}")
 
 
 def _used(runs: Path) -> set[str]:
@@ -142,17 +143,24 @@ def _used(runs: Path) -> set[str]:
     return used
 
 
-def with_new_code(run: RunDirectory, file: RunFile) -> tuple[RunFile, CodeChoice]:
+def with_new_code(
+    run: RunDirectory, file: RunFile, *, local: bool = False
+) -> tuple[RunFile, CodeChoice]:
     """The run with the code as it is now, where the run was submitted from; nothing is written.
+
+    ``local``: it is a run of this machine.
 
     Raises:
         SnapshotError: No snapshot can be made, or the job file says that there is none.
     """
-    if file.job.code.mode is CodeMode.LIVE or file.job.entry is None:
+    mode = file.job.code.mode
+    live = mode is CodeMode.LIVE or (local and mode is CodeMode.AUTO and file.code is None)
+    if live or file.job.entry is None:
         raise SnapshotError(
             f"{run.name} runs the files in {file.submitted_from} as they are: there is no other "
             "code to take",
-            next_step="Leave out --code new: its next start imports what is there then.",
+            next_step="Its next start imports what is there then: slurm-forge "
+            f"{'run' if local else 'requeue'} {run.name}",
         )
     wanted = file.job.code.model_copy(update={"mode": CodeMode.SNAPSHOT})
     job = file.job.model_copy(update={"code": wanted})

@@ -75,6 +75,8 @@ def next_steps(facts: RunFacts, state: RunState, standing: Standing) -> tuple[st
     if waiting is not None and status is not RunStatus.HELD:
         return (waiting.next,)
     match status:
+        case RunStatus.NEW if state.is_local:
+            return (f"to start it: {onward}",)
         case RunStatus.NEW:
             return (f"if you did not pass its script to sbatch yourself: {onward}",)
         case RunStatus.SUBMITTED | RunStatus.REQUEUED:

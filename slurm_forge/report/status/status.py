@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
-from slurm_forge.journal import RunState, RunStatus, fold
+from slurm_forge.journal import Record, RunState, RunStatus, fold
 from slurm_forge.journal import events as ev
 from slurm_forge.journal.fold import in_order, without_fenced
 from slurm_forge.report.checkpoints import newest_step
@@ -29,7 +30,6 @@ from slurm_forge.report.story.story import (
     LaunchStory,
     LoggedFigure,
     PlanInForce,
-    Timed,
     WaitingStory,
 )
 from slurm_forge.report.text import clean
@@ -127,7 +127,7 @@ def take_status(facts: RunFacts) -> Status:
         total_steps=facts.total_steps,
         last_seen=last_seen,
         last_seen_age_s=None if last_seen is None else max(0.0, facts.now - last_seen),
-        checkpoint=_last_checkpoint(history, state, facts),
+        checkpoint=_last_checkpoint(ordered, state, facts),
         plan=None if now.status is RunStatus.FINISHED else _plan(history, state, step or 0),
         open=_open(facts, state, now.status),
         next=next_steps(facts, state, now),
@@ -156,18 +156,19 @@ def _probe_off(launch: LaunchStory | None, status: RunStatus) -> tuple[str, ...]
     return (f"the probe failed, and training continues without it: {clean(launch.probe_off, 300)}",)
 
 
-def _last_checkpoint(history: History, state: RunState, facts: RunFacts) -> LastCheckpoint | None:
+def _last_checkpoint(
+    records: Iterable[Record], state: RunState, facts: RunFacts
+) -> LastCheckpoint | None:
     there = None if facts.on_disk is None else {str(name) for name in facts.on_disk}
-    commits: list[Timed[ev.CheckpointCommitted]] = [
-        saved
-        for attempt in history.attempts
-        for launch in attempt.launches
-        for saved in launch.checkpoints
-        if there is None or saved.event.name in there
+    commits = [
+        (record.event, record.time)
+        for record in records
+        if isinstance(record.event, ev.CheckpointCommitted)
+        and (there is None or record.event.name in there)
     ]
     if not commits:
         return None
-    last, time = commits[-1].event, commits[-1].time
+    last, time = commits[-1]
     known = next((each for each in state.known if str(each.name) == last.name), None)
     good = [
         each.name.step

@@ -13,6 +13,7 @@ from slurm_forge.cli.run_choice import site_places
 from slurm_forge.errors import SlurmUnreachableError
 from slurm_forge.journal import RunStatus, fold, read_journal
 from slurm_forge.journal import events as ev
+from slurm_forge.launch.attempt.run_lock import hold_run_lock
 from slurm_forge.launch.requeue import change as changing
 from slurm_forge.launch.submit.submission import create_run
 from slurm_forge.run_directory import RunDirectory
@@ -81,9 +82,82 @@ def test_a_run_takes_the_present_code_where_a_person_wants_it(
     assert "(changed: tiny.py) (requeue --code new" in shell("explain", "tiny-gpt").stdout
     held.begin()
     held.resume(0)
+    (shell.folder / "tiny.py").write_text("def train(run): pass\n")
+    slurm.jobs["8812301"] = JobRecord(
+        job_id=8812301, name="x", state=JobState.RUNNING, state_text="RUNNING"
+    )
+    before = read_run_file(held.run.spec_file)
     result = shell("requeue", "tiny-gpt", "--code", "new")
     assert result.exit_code == 2
-    assert "tiny-gpt is not at rest" in result.stderr
+    assert "a run that is training can't be changed" in result.stderr
+    assert read_run_file(held.run.spec_file) == before
+    slurm.jobs.clear()  # its node went down, and Slurm has forgotten it
+    assert shell("requeue", "tiny-gpt", "--code", "new").exit_code == 0
+    assert read_run_file(held.run.spec_file).code != before.code
+
+
+def test_a_job_that_waits_takes_the_present_code(
+    shell: Shell, held: Scribe, slurm: PretendSlurm
+) -> None:
+    subprocess.run(["git", "init", "-q"], cwd=shell.folder, check=True)
+    assert shell("requeue", "tiny-gpt").exit_code == 0
+    slurm.jobs["8812301"] = JobRecord(
+        job_id=8812301, name="x", state=JobState.PENDING, state_text="PENDING"
+    )
+    result = shell("requeue", "tiny-gpt", "--code", "new")
+    assert result.exit_code == 0, result.stderr
+    assert (slurm.held, slurm.released) == (["8812301"], ["8812301"])
+    assert read_run_file(held.run.spec_file).code is not None
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (("--site", "nowhere"), "nowhere"),
+        (("--mem", "much"), "much"),
+    ],
+)
+def test_the_code_stays_where_something_else_is_refused(
+    shell: Shell, held: Scribe, slurm: PretendSlurm, words: tuple[str, ...], problem: str
+) -> None:
+    subprocess.run(["git", "init", "-q"], cwd=shell.folder, check=True)
+    result = shell("requeue", "tiny-gpt", "--code", "new", *words)
+    assert result.exit_code
+    assert problem in result.stderr
+    assert read_run_file(held.run.spec_file).code is None
+
+
+def test_code_that_can_not_run_is_refused(shell: Shell, held: Scribe, slurm: PretendSlurm) -> None:
+    subprocess.run(["git", "init", "-q"], cwd=shell.folder, check=True)
+    (shell.folder / "tiny.py").write_text("def trains(run): ...\n")
+    result = shell("requeue", "tiny-gpt", "--code", "new")
+    assert result.exit_code == 2
+    assert "train" in result.stderr
+    assert not slurm.submitted
+    assert read_run_file(held.run.spec_file).code is None
+
+
+def test_a_run_of_this_machine_takes_the_present_code_also_after_it_was_killed(
+    shell: Shell, held: Scribe, slurm: PretendSlurm
+) -> None:
+    subprocess.run(["git", "init", "-q"], cwd=shell.folder, check=True)
+    held.begin(job="local-77", via="submitit local")  # no end was written
+    result = shell("requeue", "tiny-gpt", "--code", "new")
+    assert "runs the files in" in result.stderr, "there is no snapshot, and none is wanted"
+    assert "imports what is there then: slurm-forge run tiny-gpt" in result.stderr
+    spec = held.run.spec_file.read_text()
+    held.run.spec_file.write_text(spec.replace("mode: auto", "mode: snapshot"))
+    result = shell("requeue", "tiny-gpt", "--code", "new", "--mem", "4G")
+    assert "is a run of this machine" in result.stderr, "it asks Slurm for no memory"
+    with hold_run_lock(held.run):
+        result = shell("requeue", "tiny-gpt", "--code", "new")
+    assert "is being trained already" in result.stderr
+    assert read_run_file(held.run.spec_file).code is None
+    result = shell("requeue", "tiny-gpt", "--code", "new", "--json")
+    assert result.exit_code == 0, result.stderr
+    assert json.loads(result.stdout)["changed"] is True
+    assert read_run_file(held.run.spec_file).code is not None
+    assert "slurm-forge run tiny-gpt" in shell("requeue", "tiny-gpt", "--code", "new").stdout
 
 
 def test_the_next_start_tells_of_new_code_that_was_taken_before_the_command_was_killed(

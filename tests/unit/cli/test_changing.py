@@ -287,6 +287,7 @@ def test_the_same_values_change_nothing(
     result = shell("extend", "tiny-gpt", "--set", "args.max_steps=400")
     assert result.exit_code == 2
     assert "has these values already" in result.stderr
+    assert "It is finished.  To train further: slurm-forge extend tiny-gpt" in result.stderr
     assert finished.run.is_done()
     assert not told(finished)
 
@@ -376,9 +377,9 @@ def test_checkpoints_that_are_gone_are_told(
     shell: Shell, held: Scribe, slurm: PretendSlurm
 ) -> None:
     words = ("change", "tiny-gpt", "--set", "seed=1", "--dry-run")
-    assert "tiny-gpt has saved checkpoints, and none is there" in shell(*words).stdout
+    assert "all checkpoints of tiny-gpt are gone" in shell(*words).stdout
     (held.run.checkpoints / "step-00000400.a1.l1-00000000").mkdir()
-    assert "none is there" not in shell(*words).stdout
+    assert "are gone" not in shell(*words).stdout
 
 
 def test_the_ranks_of_a_run_of_this_machine_are_those_of_one_node(
@@ -443,6 +444,10 @@ def test_a_full_disk_is_told_with_the_job_that_waits(
     assert "No space left on device; a job of tiny-gpt that waited does not start" in result.stderr
     assert "slurm-forge requeue tiny-gpt" in result.stderr
     assert file_of(held).job.args["lr"] == 0.1
+    held.begin(job="local-77", via="submitit local")
+    result = shell("change", "tiny-gpt", "--set", "args.lr=1e-2")
+    assert "No space left on device\n" in result.stderr, "no job of Slurm waits"
+    assert "slurm-forge run tiny-gpt" in result.stderr
 
 
 def test_a_job_that_starts_meanwhile_is_left_alone(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 
@@ -99,7 +100,9 @@ def test_status_and_explain_name_the_parent(
 ) -> None:
     shell("fork", "tiny-gpt", "--name", "child", "--from", "200", "--fresh", "data")
     line = f"begins at step 200 of {made.run.path} (step-00000200.a1.l1-00000000), fresh: data"
-    assert line in shell("status", "child").stdout
+    status = shell("status", "child").stdout
+    assert line in status
+    assert re.search(r"checkpoint +step 0, .*step-00000000", status)
     assert line in shell("explain", "child").stdout
 
 
@@ -250,7 +253,7 @@ def test_checkpoints_that_are_gone_are_told(
 ) -> None:
     shutil.rmtree(made.run.checkpoints)
     result = shell("fork", "tiny-gpt", "--name", "child")
-    assert "has saved step 300, and no checkpoint of it is there" in result.stderr
+    assert "saved step 300, but all its checkpoints are gone" in result.stderr
 
 
 def test_without_a_metric_there_is_no_best_one(shell: Shell, slurm: PretendSlurm) -> None:
@@ -271,6 +274,7 @@ def test_a_fork_of_a_run_of_this_machine_is_one_of_this_machine(
     for verb in ("status", "explain"):
         assert "slurm-forge run child" in shell(verb, "child").stdout
         assert "slurm-forge requeue" not in shell(verb, "child").stdout
+        assert "sbatch" not in shell(verb, "child").stdout
     result = shell("requeue", "child")
     assert "Continue it here: slurm-forge run child" in result.stderr
     result = shell("change", "child", "--set", "args.lr=0.3")

@@ -67,6 +67,7 @@ def test_a_second_one_is_told_who_trains_and_one_after_that_is_let_in(run: RunDi
     assert holder.wait() != 0
     module._PATIENCE_S = 20.0  # its child sees the end of its input, and ends
     enter(run)
+    assert has_left(run, "local-5"), "who only changes the run trains nothing"
 
 
 def test_it_is_held_as_long_as_a_child_lives(run: RunDirectory) -> None:

@@ -13,6 +13,7 @@ from slurm_forge.recovery.job_changes import (
     arguments_changed,
     effect_of,
     job_changes,
+    merged,
     refuse_change,
     refuse_not_prolonging,
 )
@@ -225,3 +226,19 @@ def test_only_changed_arguments_make_constructed_options_count() -> None:
     assert not arguments_changed(before, after, ())
     assert not arguments_changed(after, after, changes), "the checkpoint has it already"
     assert not arguments_changed(Fingerprint().facts, after, changes), "nobody knows"
+
+
+def test_merged_changes_go_from_the_first_value_to_the_last() -> None:
+    def lr(old: str, new: str) -> JobChange:
+        return JobChange(key="args.lr", old=old, new=new)
+
+    codes = [
+        JobChange(key="code", old="one", new="two (changed: a.py)"),
+        JobChange(key="code", old="two", new="three (changed: b.py)"),
+    ]
+    assert merged((codes[0], lr("1", "2")), (lr("2", "3"), codes[1])) == (
+        codes[0],
+        lr("1", "3"),
+        codes[1],
+    ), "each names the files that it changed"
+    assert merged((lr("1", "2"),), (lr("2", "1"),)) == ()

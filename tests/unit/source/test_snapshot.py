@@ -159,6 +159,8 @@ def test_other_runs_in_the_work_tree_are_left_out_however_they_are_ignored(
             (repository / run / name).write_text("")
     (repository / "tried" / ".code" / "1a2b").mkdir(parents=True)
     (repository / "tried" / ".code" / "1a2b" / "train.py").write_text("lr = 1\n")
+    (repository / "tried" / ".learned").mkdir()
+    (repository / "tried" / ".learned" / "saves-1.json").write_text("{}")
     (repository / "tried" / "notes.py").write_text("")
     (repository / "run.yaml").write_text("")
     found = contents(repository)
@@ -170,6 +172,17 @@ def test_other_runs_in_the_work_tree_are_left_out_however_they_are_ignored(
     assert not [
         path for path in (*found.files, *found.links) if path.startswith(("two", "tried/o"))
     ]
+
+
+@pytest.mark.parametrize("runs", [".", ".."])
+def test_the_work_tree_may_lie_in_the_folder_of_runs(repository: Path, runs: str) -> None:
+    before = contents(repository)
+    for run, name in (("one", "run.yaml"), (".code/1a2b", "train.py"), (".learned", "a.json")):
+        (repository / runs / run).mkdir(parents=True)
+        (repository / runs / run / name).write_text("")
+    (repository / runs / "one" / "journal").mkdir()
+    assert "train.py" in before.files
+    assert contents(repository, keep_out=(repository / runs).resolve()) == before
 
 
 def test_a_file_that_vanishes_meanwhile_is_left_out(
