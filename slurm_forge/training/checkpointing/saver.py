@@ -61,6 +61,7 @@ from slurm_forge.training.core.run_state import (
     Registry,
     TrainingProgress,
 )
+from slurm_forge.training.data.sample_streams import sampler_epoch, set_epoch
 from slurm_forge.training.data.source_state import DataState
 
 _WAIT_WITHIN_S = 60.0
@@ -69,6 +70,8 @@ _MOST_CANDIDATES = 100
 _LOSSES = NOTES + "losses"
 #: Under which a checkpoint has the dimensions of the mesh; none without one.
 _MESH = "mesh"
+#: The epochs of registered loaders whose sampler is told which one begins.
+_EPOCHS = "sampler_epochs"
 
 
 class Saver:
@@ -456,6 +459,9 @@ class Saver:
             progress.restart()
         else:
             self._data_state.restored(progress.step, loaded.extra.get("data"), loaded.data)
+            # A loader begins its order when it is asked for its state: before the program's loop.
+            for name, epoch in loaded.extra.get(_EPOCHS, {}).items():
+                set_epoch(registry.others.get(name), int(epoch))
         layout = self._layout.now
         # Only on the same mesh a rank's state is that of the same samples and the same part.
         same = loaded.extra.get(_MESH, []) == layout.to_json()
@@ -495,7 +501,7 @@ class Saver:
             optimizers=registry.optimizers,
             objects=registry.others,
             stages=self._stages,
-            extra=self._extra(progress),
+            extra=self._extra(registry, progress),
             rng={self._rng_prefix + key: value for key, value in random.items()},
             notes={} if self.catalog is None else {_LOSSES: self._loss_history.tensor()},
             data=partial(self._data_state.tensors, progress.step),
@@ -524,9 +530,12 @@ class Saver:
             optimizers=registry.optimizers,
         )
 
-    def _extra(self, progress: TrainingProgress) -> dict[str, Any]:
+    def _extra(self, registry: Registry, progress: TrainingProgress) -> dict[str, Any]:
         shared, mesh = self._data_state.shared(progress.step), self._layout.now.to_json()
         more: dict[str, Any] = {"data": shared} if shared else {}
+        epochs = {name: sampler_epoch(item) for name, item in registry.others.items()}
+        if told := {name: epoch for name, epoch in epochs.items() if epoch is not None}:
+            more[_EPOCHS] = told
         return {**progress.to_json(), **more, **({_MESH: mesh} if mesh else {})}
 
     @property

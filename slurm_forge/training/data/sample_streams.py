@@ -358,6 +358,15 @@ def set_epoch(something: Any, epoch: int) -> None:
             each.set_epoch(epoch)
 
 
+def sampler_epoch(loader: Any) -> int | None:
+    """The epoch that the sampler of a loader was told last; None where it asks for none."""
+    for each in (getattr(loader, name, None) for name in ("sampler", "batch_sampler")):
+        epoch = getattr(each, "epoch", None)
+        if callable(getattr(each, "set_epoch", None)) and type(epoch) is int:
+            return epoch
+    return None
+
+
 def split(samples: Iterable[SampleId], sizes: tuple[int, ...]) -> StepIds:
     """The samples in lists of these sizes."""
     remaining = iter(samples)

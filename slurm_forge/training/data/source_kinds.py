@@ -4,7 +4,7 @@ iterate over; and what of it is used.  Pure: nothing is iterated here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
@@ -164,6 +164,24 @@ def source_facts(source: DataSource, ranks: int) -> dict[str, object]:
     return facts
 
 
+def refuse_own_sources(registered: Mapping[str, Any], *, exact: bool) -> bool:
+    """Whether what a program iterates over by itself goes on exactly after a resume.
+
+    Raises UsageError where it does not and the job wants that.
+    """
+    for name, item in registered.items():
+        if forgets := _forgets(item, winds_on=False):
+            if exact:
+                raise UsageError(
+                    f"{name!r} ({type(item).__name__}) can't be resumed exactly: {forgets}",
+                    next_step="Give torchdata's StatefulDataLoader shuffle=True, or its sampler "
+                    "state_dict and load_state_dict; give it to run.batches(); or allow it with "
+                    "exact: false in the job file.",
+                )
+            return False
+    return True
+
+
 def epoch_length(source: DataSource) -> int | None:
     """What makes an epoch: samples, or batches where the source makes them; None if unknown."""
     return _length(source.data if source.sampler is None else source.sampler)
@@ -202,11 +220,16 @@ _DRAWN_AT_ONCE = (
     range,
     tuple,
 )
+#: Of these the samplers whose order is drawn: at a resume another one, in a loop of one's own.
+_RANDOM = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 _DEEPEST = 20
 
 
-def _forgets(data: Any, depth: int = 0) -> str:
-    """What of a source with a state is not part of it, so that a resume would go on otherwise."""
+def _forgets(data: Any, depth: int = 0, *, winds_on: bool = True) -> str:
+    """What of a source with a state is not part of it, so that a resume would go on otherwise.
+
+    ``winds_on``: whether an order that was drawn is drawn again, with the same random numbers.
+    """
     if depth > _DEEPEST or data is None:
         return ""
     if type(data).__name__ == "BufferShuffledExamplesIterable":  # of Hugging Face's datasets
@@ -222,23 +245,26 @@ def _forgets(data: Any, depth: int = 0) -> str:
         parts += getattr(data, "ex_iterables", None) or []
     if isinstance(data, DataLoader) or type(data).__name__ == "SamplerWrapper":
         for sampler in (getattr(data, "batch_sampler", None), getattr(data, "sampler", None)):
-            if forgets := _sampler_forgets(sampler):
+            if forgets := _sampler_forgets(sampler, winds_on=winds_on):
                 return forgets
-    return next(filter(None, (_forgets(part, depth + 1) for part in parts)), "")
+    found = (_forgets(part, depth + 1, winds_on=winds_on) for part in parts)
+    return next(filter(None, found), "")
 
 
 def _is_node(part: Any) -> bool:
     return type(part).__module__.startswith("torchdata.nodes.")
 
 
-def _sampler_forgets(sampler: Any) -> str:
+def _sampler_forgets(sampler: Any, *, winds_on: bool) -> str:
     kind = type(sampler)
+    if kind.__name__ == "BatchSampler":  # torch's, and torchdata's
+        return _sampler_forgets(sampler.sampler, winds_on=winds_on)
     if sampler is None or kind.__module__.startswith(("torchdata.", "torch.utils.data.dataloader")):
         return ""
-    if kind is BatchSampler:
-        return _sampler_forgets(sampler.sampler)
     if _is_stateful(sampler):
         return ""
+    if kind in _RANDOM and not winds_on:
+        return f"its sampler ({kind.__name__}) has no state, and would draw another order"
     if kind not in _DRAWN_AT_ONCE:
         return (
             f"its sampler ({kind.__name__}) has no state; give run.batches() the dataset and the "

@@ -66,6 +66,7 @@ class Positions:
         #: Iterables when the last update was made, or those that were fetched from before a loop.
         self._at_update: dict[str, Any] = {}
         self._fetched_before: dict[str, Any] = {}
+        self._loop_begun = False
         self._watch: list[Any] = []
         self._unwatched_at = -1
 
@@ -120,7 +121,13 @@ class Positions:
                 self._watch.append(hook(lambda *_: self._updated()))
 
     def loop_begins(self) -> None:
-        """What was fetched since the last boundary is for the first step, and all that is."""
+        """What was fetched since the last boundary is for the first step, and all that is.
+
+        Not before a later loop: the one before it was left where its data ended.
+        """
+        if self._loop_begun:
+            return
+        self._loop_begun = True
         fetched, items = self.ahead() or {}, self._iterables
         with contextlib.suppress(Exception), preserved():
             self._fetched_before = {n: _kept(items[n]) for n in fetched if n in items}

@@ -24,6 +24,7 @@ from slurm_forge.training.core.process_group import ProcessGroups
 from slurm_forge.training.core.rank_consistency import require_identical
 from slurm_forge.training.core.rank_info import RankContext
 from slurm_forge.training.core.rank_layout import refuse_without_mesh
+from slurm_forge.training.data.source_kinds import refuse_own_sources
 from slurm_forge.training.loop.assembly import Parts
 from slurm_forge.training.step.ddp_warmup import (
     Buckets,
@@ -74,6 +75,9 @@ class Resumer:
             refuse_without_mesh(parts.registry.models, self._context.world_size)
         self._member.enter("load", started=False)
         require_supported(parts.registry)
+        own_sources_exact = refuse_own_sources(
+            parts.registry.others, exact=self._context.spec.exact
+        )
         require_identical(
             Ranks(self._groups.cpu),
             {
@@ -88,7 +92,7 @@ class Resumer:
         buckets = [settle_ddp_buckets(model) for model in parts.registry.ddp()]
         settled = Buckets.LEFT not in buckets or self._context.world_size < 3
         # A pipeline schedule drives DDP's reducer itself: its first step sums in another order.
-        settled = settled and (layout.stages == 1 or not buckets)
+        settled = settled and (layout.stages == 1 or not buckets) and own_sources_exact
         self._resumed = self._load(settled=settled, again=False) is not None
         self._resumed_at = parts.progress.step
         parts.skip_tracker.begin()
@@ -131,6 +135,9 @@ class Resumer:
         name, exact = parts.saver.restore(
             parts.registry, parts.progress, rng.capture(), again=again
         )
+        # What follows may draw: a loader that is asked for its state begins its iterator, and a
+        # validation of the program's is random.  The training goes on as it would have.
+        random = rng.capture()
         if name is not None:
             parts.save_schedule.compare_ranks()
             exact = exact and not parts.saver.comparison.load_differs
@@ -160,17 +167,16 @@ class Resumer:
                     name.step,
                     highest_usual_loss=parts.progress.highest_usual_loss,
                 )
+        rng.restore(random)
         return name
 
     def _ask_program(self, name: CheckpointName) -> None:
         """Call the hooks; where one refuses, on any rank, all ranks leave and the run is held."""
         parts, words = self._parts, ""
-        random = rng.capture()
         try:
             parts.hooks.call("on_resume", step=parts.progress.step)
         except RefuseResume as refusal:
             words = f"rank {self._context.rank}: {refusal.message}"
-        rng.restore(random)  # a validation draws, too, and the training goes on as it would have
         refused = Ranks(self._groups.cpu).agree(None, words, _first_words, doing="Resuming")
         if refused:
             parts.instability.refuse(f"the on_resume hook refused {name}: {refused}")

@@ -711,7 +711,7 @@ TOUCHES: dict[str, tuple[Callable[[Any], Any], bool]] = {
 def test_a_loader_that_was_iterated_before_the_restore_is_refused(lab, make, touch):
     act, too_early = TOUCHES[touch]
     run, _ = lab().start()
-    data = make()
+    data = make(shuffle=False)
     run.register(model=torch.nn.Linear(1, 1), data=data)
     act(data)
     if not too_early:
