@@ -260,6 +260,19 @@ def test_the_program_itself_counts_also_where_git_does_not_track_it(
     assert code_facts(tmp_path, PATH, run_command, tmp_path / "gone.py") == Fingerprint()
 
 
+def test_run_directories_that_were_committed_are_no_changes_of_the_code(repository: Path) -> None:
+    run = repository / "sub" / "sums"
+    (run / "journal").mkdir(parents=True)
+    for name in ("run.yaml", "journal/rank0.jsonl"):
+        (run / name).write_text("{}")
+    git(repository, "add", ".")
+    git(repository, "commit", "-qm", "all")
+    (run / "journal" / "rank0.jsonl").write_text("{}{}")
+    assert code(repository)["code.changes"] == "none"
+    (repository / "train.py").write_text("lr = 2\n")
+    assert code(repository)["code.changes"] != "none"
+
+
 @pytest.mark.parametrize("returncode", [None, 2, 128])
 def test_without_knowing_the_filters_nothing_is_compared(
     repository: Path, returncode: int | None
