@@ -126,6 +126,20 @@ def test_an_edit_of_live_code_changes_the_result_and_new_code_is_told_once(scrib
     assert f"resumed with differences in attempt 3: {line}" in resume()
 
 
+def test_the_next_step_of_an_error_is_not_cut_and_is_what_explain_says_to_do(
+    scribe: Scribe,
+) -> None:
+    scribe.submitted()
+    scribe.begin("n01")
+    scribe.resume(0)
+    text = f"ConfigError: {'x' * 400}; next: Pass until=forge.Steps({'9' * 300})."
+    scribe.incident(Cause.APP_ERROR, Action.HOLD, text=text, step=0, rung=None)
+    lines = told(scribe.facts())
+    step = text.partition("; next: ")[2]
+    assert f"…; next: {step}" in lines
+    assert f"Next: {step.rstrip('.')}, then " in lines
+
+
 def test_the_figures_of_a_preempted_run(scribe: Scribe) -> None:
     preempted_and_finished(scribe)
     story = explain(scribe.facts(after=9999))
