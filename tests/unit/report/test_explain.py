@@ -76,7 +76,7 @@ def test_the_story_of_a_preempted_run_that_finished(scribe: Scribe) -> None:
         "What it cost: 1.9 rank-minutes lost (1 restart), 17 min waiting in the queue, "
         "3 min waiting in the queue before the first start.\n"
         "Changes that affect your results: none.\n"
-        "Next time: nothing to do.\n"
+        "Next time: no action needed.\n"
         "Details: slurm-forge explain tiny-gpt --attempt 1\n"
     )
 
@@ -90,7 +90,7 @@ def test_what_a_resume_differed_in_is_told_and_what_it_was_refused_for(scribe: S
             "rank0", ev.ResumeCompared(checkpoint=name, differences=(line,), refused=refused)
         )
     text = told(scribe.facts())
-    assert "note: resumed, and not as it was: torch: was 2.9, is 2.10" in text
+    assert "note: resumed with a difference: torch: was 2.9, is 2.10" in text
     assert "note: not resumed, because: sampling.seed: was 0, is 1" in text
     assert "Changes that affect your results: none." in text
     line = "data train: part-3 changed: 1 kB -> 2 kB"
@@ -132,7 +132,7 @@ def test_the_next_step_of_an_error_is_not_cut_and_is_what_explain_says_to_do(
     scribe.submitted()
     scribe.begin("n01")
     scribe.resume(0)
-    text = f"ConfigError: {'x' * 400}; next: Pass until=forge.Steps({'9' * 300})."
+    text = f"ConfigError: {'x' * 400}; next: Pass until=forge.Steps({'9' * 450})."
     scribe.incident(Cause.APP_ERROR, Action.HOLD, text=text, step=0, rung=None)
     lines = told(scribe.facts())
     step = text.partition("; next: ")[2]
