@@ -93,7 +93,7 @@ def requeue(
         return
     if state.is_local and not directory.is_done():
         raise RunDirectoryError(
-            f"{directory.name} is a run of this machine, not of Slurm",
+            f"{directory.name} is a local run, not one of Slurm",
             next_step=f"Continue it here: slurm-forge run {run}",
         )
     if code is not None:

@@ -127,7 +127,7 @@ def _check_function(
         f"entry: {source} has no function {function!r}"
         + (f' (did you mean "{close}"?)' if close else ""),
         path=job,
-        next_step=f"Define def {function}(run): … at its top level, or correct entry.",
+        next_step=f"Correct `entry:`, or define {function}(run) at its top level.",
     )
 
 
