@@ -13,6 +13,7 @@ unset PYTHONDONTWRITEBYTECODE
 
 need_venv() {
     [ -x "$py" ] && return
+    echo "making a virtual environment in $venv" >&2
     local base="${FORGE_PYTHON:-python3}"
     if ! "$base" -m venv "$venv" 2>/dev/null; then
         # Debian and Ubuntu keep the venv module in a package of its own.
@@ -35,6 +36,7 @@ has_gpu() { command -v nvidia-smi >/dev/null && nvidia-smi -L 2>/dev/null | grep
 # Gigabytes of CUDA libraries serve nobody on a machine without a GPU.
 need_torch() {
     "$py" -c 'import torch' 2>/dev/null && return
+    echo "installing PyTorch into $venv (a minute or two)" >&2
     if has_gpu; then
         "$py" -m pip install -q -c constraints-dev.txt torch numpy
     else

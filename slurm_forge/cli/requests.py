@@ -91,7 +91,7 @@ def requeue(
     state = run_state(directory)
     if state.is_local and not directory.is_done() and (changes or code is None):
         raise RunDirectoryError(
-            f"{directory.name} is a run of this machine, not of Slurm",
+            f"{directory.name} is a local run, not one of Slurm",
             next_step=f"Continue it here: slurm-forge run {run}",
         )
     chosen = site_places().load(site or file.site_file or file.site).site

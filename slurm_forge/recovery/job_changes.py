@@ -123,15 +123,15 @@ def refuse_not_prolonging(
         was = each.old if each.old is not None else defaults.get(name)
         if each.key == "resources.time" or (name != each.key and _grows(was, each.new)):
             continue
-        why = "does more than prolong the run"
+        why = "is not just an extension of the run"
         if was is None and name != each.key:
             why = (
-                "may do more than prolong the run: the program's source shows no whole number as "
-                f"the default of {name}"
+                "may not be just an extension of the run: the program's source shows no whole "
+                f"number as the default of {name}"
             )
         raise ConfigError(
             f"{each} {why}; extend takes whole numbers of args that grow, and resources.time",
-            next_step=f"Give all of it to the verb that takes any key: slurm-forge change {run}",
+            next_step=f"Use slurm-forge change {run} --set KEY=VALUE.",
         )
 
 

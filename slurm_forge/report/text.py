@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from datetime import datetime, tzinfo
 
 from slurm_forge.errors import ConfigError
+from slurm_forge.recovery.policy.remedies import NEXT
 from slurm_forge.slurm.text.nodelist import fold_nodes
 
 _UNKNOWN = "?"
@@ -37,11 +38,16 @@ def first_line(reason: str) -> str:
 
 
 def observed(source: str, text: str, limit: int = 0) -> str:
-    """Evidence with where it was seen, said once, and without what we have printed ourselves."""
+    """Evidence with where it was seen, said once, and without what we have printed ourselves.
+
+    Only what comes before the next step of an error is cut at ``limit``.
+    """
     shown = _OUR_OWN.sub("", text).strip().removeprefix(f"{source}: ")
+    shown, then, step = shown.partition(NEXT)
+    text = f"{clean(shown, limit)}{then}{clean(step)}"
     if source == "exit status":
-        return f"exit code {clean(shown, limit)}"
-    return f"{clean(source, 60)}: {clean(shown, limit)}"
+        return f"exit code {text}"
+    return f"{clean(source, 60)}: {text}"
 
 
 def paragraph(text: str) -> str:

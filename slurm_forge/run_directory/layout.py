@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -42,6 +43,7 @@ class RunDirectory:
 
     def create(self, spec: bytes) -> None:
         """Make the directories (private to the user) and write the resolved spec once."""
+        self.make_runs_folder()
         for folder in (self.path, self.journal, self.attempts, self.checkpoints, self.submissions):
             make_private_directory(folder)
         if not create_exclusive(self.spec_file, spec):
@@ -50,6 +52,13 @@ class RunDirectory:
                 next_step=f"Continue it: slurm-forge requeue {self.path.name}; change it: "
                 f"slurm-forge change {self.path.name} --set KEY=VALUE; or choose another name.",
             )
+
+    def make_runs_folder(self) -> None:
+        """Make the folder of runs if it is missing; git ignores what lies in one made here."""
+        folder = self.path.parent
+        if not os.path.lexists(folder):
+            make_private_directory(folder)
+            create_exclusive(folder / ".gitignore", b"*\n")
 
     @property
     def name(self) -> str:

@@ -73,7 +73,10 @@ class WorkTree:
         return None
 
     def revision(self) -> GitRevision | None:
-        """The commit that is checked out; files that git does not track count for nothing."""
+        """The commit that is checked out.
+
+        Files that git does not track count for nothing, nor do run directories that it tracks.
+        """
         answer = self._ask("rev-parse", "--verify", "HEAD")
         commit = answer.stdout.strip() if answer is not None and answer.returncode == 0 else ""
         if not re.fullmatch(r"[0-9a-f]{40,64}", commit):
@@ -81,11 +84,23 @@ class WorkTree:
         filters = _without_filters(
             self._ask("config", "--name-only", "--null", "--get-regexp", _FILTERS)
         )
-        diff = None if filters is None else self._ask(*filters, "diff", "HEAD", *_DIFF)
+        runs = self._run_directories()
+        diff = None
+        if filters is not None and runs is not None:
+            beside = [f":(exclude,literal){each}" for each in runs]
+            diff = self._ask(*filters, "diff", "HEAD", *_DIFF, "--", ".", *beside)
         if diff is None or diff.returncode != 0:
             return GitRevision(commit, None)
         digest = hashlib.sha256(diff.stdout.encode("utf-8", "surrogatepass")).hexdigest()[:16]
         return GitRevision(commit, digest if diff.stdout else "none")
+
+    def _run_directories(self) -> list[str] | None:
+        """Those that somebody has added to git: they change with every step."""
+        answer = self._ask("ls-files", "-z", "--", ":(glob)**/run.yaml")
+        if answer is None or answer.returncode != 0:
+            return None
+        folders = [path.rpartition("/")[0] for path in answer.stdout.split("\0")]
+        return [each for each in folders if each and (self.root / each / "journal").is_dir()]
 
     def files(self) -> list[str] | None:
         """Tracked files, and those that git neither tracks nor ignores; a submodule is a folder."""

@@ -55,8 +55,7 @@ def check_entry(
 
 def default_arguments(entry: str, folder: Path) -> dict[str, object]:
     """The defaults that the source of an entry shows as plain values, by the parameter's name."""
-    where, _, function = entry.rpartition(":")
-    source = folder / where if where.endswith(".py") else _source_of(where, folder)
+    source, function = source_file(entry, folder), entry.rpartition(":")[2]
     known: dict[str, object] = {}
     with contextlib.suppress(OSError, SyntaxError, ValueError, RecursionError, MemoryError):
         body = [] if source is None else ast.parse(read_bounded(source, _SOURCE_LIMIT)).body
@@ -65,6 +64,12 @@ def default_arguments(entry: str, folder: Path) -> dict[str, object]:
             with contextlib.suppress(ValueError):
                 known[name] = ast.literal_eval(default)
     return known
+
+
+def source_file(entry: str, folder: Path) -> Path | None:
+    """The file of an entry; None where no module of that name is found."""
+    where = entry.rpartition(":")[0]
+    return folder / where if where.endswith(".py") else _source_of(where, folder)
 
 
 def require_arguments(function: Callable[..., object], args: Collection[str]) -> None:
@@ -122,7 +127,7 @@ def _check_function(
         f"entry: {source} has no function {function!r}"
         + (f' (did you mean "{close}"?)' if close else ""),
         path=job,
-        next_step=f"Define def {function}(run): … at its top level, or correct entry.",
+        next_step=f"Correct `entry:`, or define {function}(run) at its top level.",
     )
 
 

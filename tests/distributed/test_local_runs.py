@@ -41,7 +41,7 @@ from slurm_forge.site.model import EnvironmentSets, Site
 from slurm_forge.spec import job_from_mapping
 from slurm_forge.testing.faults import Faults
 from slurm_forge.training.core.sample_order import SampleOrder
-from slurm_forge.vocabulary.cause import Cause
+from slurm_forge.vocabulary.cause import Cause, Confidence
 from slurm_forge.vocabulary.decision import Action
 from tests.jobs import Samples, _Record, build, consumed, told_variables
 from tests.strange import not_understood, strange_task
@@ -264,9 +264,10 @@ def test_a_call_that_can_not_work_is_held_at_once_whatever_the_ladder_says(tmp_p
     assert incidents(state) == [(Cause.APP_ERROR, Action.HOLD)]
     assert state.status is RunStatus.HELD and state.high_water == 0
     assert [len(attempt.launches) for attempt in state.attempts] == [1], "a useless second start"
-    assert "would repeat the request; next: fix the error shown in the evidence" in state.reason
+    assert "would repeat the request; next: Write until=forge.Steps(60)" in state.reason
     ((_, incident),) = state.attempts[0].incidents
-    assert "Write until=forge.Steps(60)" in incident.evidence[0].text
+    assert incident.confidence is Confidence.CERTAIN
+    assert "; next: Write until=forge.Steps(60)" in incident.evidence[0].text
     assert "(test_local_runs.py:" in incident.evidence[0].text, "not where it is written"
 
 

@@ -158,7 +158,7 @@ def test_a_plain_model_on_two_ranks_is_held_after_the_first_step(tmp_path: Path)
     end = train(made(tmp_path), program(lambda model: model))
     held(end)
     assert "0.bias of model 'model'" in end.text and "more differ between ranks 0 and 1" in end.text
-    assert "after step 1, the first time" in end.text
+    assert "after step 1, the first comparison" in end.text
     assert "wrap the model in DistributedDataParallel or fully_shard" in end.text
     assert Trust.GOOD not in end.trust.values() and Trust.WRITTEN not in end.trust.values()
 

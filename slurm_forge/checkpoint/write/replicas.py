@@ -274,7 +274,7 @@ def _text(
         between = f"between ranks {_ranks_of(values)}"
     since = f"after step {step}"
     if equal_at is None:
-        since += ", the first time that they are compared"
+        since += ", the first comparison"
     else:
         since += f"; they were equal after step {equal_at}"
         since += "" if whole else ", as far as a sample of them shows"

@@ -96,6 +96,7 @@ def _snapshot(
             "they are.",
         )
     selection = Selection(job.code.exclude, job.code.max_size, keep_out=run.path.parent)
+    run.make_runs_folder()
     digest, content = take_snapshot(tree, selection, run.code_pool)
     revision = tree.revision() or _NO_REVISION
     version = CodeVersion(

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from slurm_forge.errors import RunDirectoryError
-from slurm_forge.files import fsync_directory, make_private_directory
+from slurm_forge.files import fsync_directory
 from slurm_forge.journal import JournalWriter, RunState
 from slurm_forge.journal.events import (
     CheckpointCommitted,
@@ -74,7 +74,7 @@ def fork_run(
     child = RunDirectory.at(runs / request.job.name)
     if os.path.lexists(child.path):
         raise _taken(child)
-    make_private_directory(child.path.parent)
+    child.make_runs_folder()
     _remove_abandoned(child.path.parent)
     made = RunDirectory.at(child.path.parent / f"{_STAGE}{child.name}-{secrets.token_hex(4)}")
     number = max((each.number for each in file.revisions), default=0) + 1

@@ -223,4 +223,5 @@ def _by_last_words(facts: LaunchFacts, first: RankFailure) -> Judged:
     killed = killed_for_memory(facts)
     if killed and first.cause in _MAY_BE_MEMORY:
         return Cause.HOST_OOM, Confidence.LIKELY, (words, *killed)
-    return first.cause, Confidence.LIKELY, (words,)
+    sure = Confidence.CERTAIN if first.usage_error else Confidence.LIKELY
+    return first.cause, sure, (words,)

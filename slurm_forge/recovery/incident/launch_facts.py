@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 
-from slurm_forge.errors import UsageError
+from slurm_forge.errors import UnsupportedError, UsageError
 from slurm_forge.recovery.monitor.preflight_verdict import PreflightRefusal
 from slurm_forge.recovery.monitor.probe_verdict import ProbeFailure
 from slurm_forge.recovery.monitor.stalls import Stall
@@ -16,12 +16,14 @@ from slurm_forge.vocabulary.cause import Cause
 
 #: How evidence names the process that started the run here (``slurm-forge run`` or ``exec``).
 STARTER = "starter"
-_USAGE_ERROR = f"{UsageError.__module__}.{UsageError.__qualname__}"
+_USAGE_ERRORS = frozenset(
+    f"{kind.__module__}.{kind.__qualname__}" for kind in (UsageError, UnsupportedError)
+)
 
 
 def is_usage_error(kind: str) -> bool:
-    """Whether the exception of a rank, by its module and name, is ``UsageError``."""
-    return kind == _USAGE_ERROR
+    """Whether an exception, by its module and name, is about how slurm_forge is called."""
+    return kind in _USAGE_ERRORS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

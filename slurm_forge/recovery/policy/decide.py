@@ -8,7 +8,7 @@ from slurm_forge.journal.state import RunState
 from slurm_forge.recovery.incident.launch_facts import STARTER
 from slurm_forge.recovery.nodes.placement import AllocationState
 from slurm_forge.recovery.policy.loop_detection import looping
-from slurm_forge.recovery.policy.remedies import remedy
+from slurm_forge.recovery.policy.remedies import NEXT, own_next_step, remedy
 from slurm_forge.recovery.policy.rungs import (
     AppliedRung,
     RungContext,
@@ -106,7 +106,7 @@ def _step_taken(
     target = None if applied.target is None else applied.target.name
     reason = f"{incident.cause.value}: {action.value}"
     if action in (Action.HOLD, Action.RAISE):
-        reason = f"{reason}, as the job file says; next: {remedy(incident.cause)}"
+        reason = f"{reason}, as the job file says{NEXT}{_next_step(incident)}"
     if applied.remarks:
         reason = f"{reason} ({'; '.join(applied.remarks)})"
     return Decision(
@@ -129,8 +129,12 @@ def _wait(rung: Rung, before: int) -> timedelta:
 
 
 def _hold_decision(state: RunState, incident: Incident, why: str, next_step: str = "") -> Decision:
-    reason = f"{why}; next: {next_step or remedy(incident.cause)}"
+    reason = f"{why}{NEXT}{next_step or _next_step(incident)}"
     return _rest(state, incident, Action.HOLD, reason)
+
+
+def _next_step(incident: Incident) -> str:
+    return own_next_step(incident.evidence) or remedy(incident.cause)
 
 
 def _rest(state: RunState, incident: Incident, action: Action, reason: str) -> Decision:

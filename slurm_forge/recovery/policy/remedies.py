@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from slurm_forge.vocabulary.cause import Cause
+from collections.abc import Iterable
 
+from slurm_forge.vocabulary.cause import Cause, Evidence
+
+#: How the next step begins, in the reason of a decision and in the last words of a rank.
+NEXT = "; next: "
 _UNSTABLE = (
     "look at the loss, the data and the learning rate around that step; to resume from an earlier "
     "checkpoint: slurm-forge checkpoints --help"
@@ -46,6 +50,12 @@ def train_further(run: str) -> str:
         f"slurm-forge extend {run} --set args.KEY=VALUE (more steps), or in a new run: "
         f"slurm-forge fork {run} --name NEW"
     )
+
+
+def own_next_step(evidence: Iterable[Evidence]) -> str:
+    """What the error in the evidence says that the user does next; empty where none does."""
+    steps = (each.text.partition(NEXT)[2].rstrip(".") for each in evidence)
+    return next(filter(None, steps), "")
 
 
 def remedy(cause: Cause) -> str:

@@ -225,7 +225,7 @@ def _by_persons(ordered: Iterable[Record]) -> Iterator[ScienceChange]:
 #: How the verb of a person begins who changed something of the job file.
 _CHANGE = "change "
 #: Differences of a resume that the result follows from; the rest is how it is computed.
-_SCIENCE = ("data ", "data.", "sampling.", "job.args", "job.entry", "model", "optimizer")
+_SCIENCE = ("code.", "data ", "data.", "sampling.", "job.args", "job.entry", "model", "optimizer")
 
 
 def _on_purpose(ordered: Iterable[Record]) -> Iterator[ScienceChange]:
@@ -251,8 +251,15 @@ def _from_resumes(ordered: Sequence[Record]) -> Iterator[ScienceChange]:
         if isinstance(event := record.event, ev.OptionsReplaced)
         for line in event.options
     }
+    new_code_since: dict[str, bool] = {}
+    has_new_code = False
     for record in ordered:
         event = record.event
+        if isinstance(event, ev.CheckpointCommitted):
+            new_code_since[event.name] = False
+        if isinstance(event, ev.JobChanged) and any(each.key == "code" for each in event.changes):
+            new_code_since = dict.fromkeys(new_code_since, True)
+            has_new_code = True
         if isinstance(event, ev.Resumed) and event.data_restarted:
             yield ScienceChange(
                 parameter="data",
@@ -263,11 +270,14 @@ def _from_resumes(ordered: Sequence[Record]) -> Iterator[ScienceChange]:
             text = missing_position_line(event)
             yield ScienceChange(parameter="data", text=text, science=True)
         if isinstance(event, ev.ResumeCompared) and not event.refused:
+            # What ``requeue --code new`` and a fork's ``--code new`` change is listed by itself.
+            is_listed = new_code_since.get(event.checkpoint, has_new_code)
             differences = [
                 line
                 for line in event.differences
                 if line.startswith(_SCIENCE)
                 and not line.endswith(ON_PURPOSE)
+                and not (is_listed and line.startswith("code."))
                 and (event.checkpoint, line) not in replaced
             ]
             if differences:

@@ -130,10 +130,10 @@ def _closing(story: s.RunStory, reference: str, attempt: int | None) -> Iterator
     if beside:
         yield from _listed("Other changes", beside)
     if story.next:
-        yield from _listed("Next", [t.clean(step, 400) for step in story.next])
+        yield from _listed("Next", [t.clean(step) for step in story.next])
     lessons = [t.clean(lesson, 400) for lesson in story.next_time]
     if lessons or not story.next:
-        yield from _listed("Next time", lessons or ["nothing to do"])
+        yield from _listed("Next time", lessons or ["no action needed"])
     if attempt is None:
         yield from _details(story, reference)
 

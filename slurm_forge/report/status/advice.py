@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 
 from slurm_forge.journal import RunState, RunStatus
-from slurm_forge.recovery.policy.remedies import remedy, train_further
+from slurm_forge.recovery.policy.remedies import NEXT, own_next_step, remedy, train_further
 from slurm_forge.report.status.report_facts import RunFacts
 from slurm_forge.report.status.run_status import (
     Standing,
@@ -15,7 +15,6 @@ from slurm_forge.report.status.run_status import (
     to_go_on,
     turn,
 )
-from slurm_forge.report.story.consequences import NEXT
 from slurm_forge.report.story.story import (
     FailingSaves,
     IncidentStory,
@@ -136,12 +135,12 @@ def next_in_story(
     onward = go_on(facts.reference, state, standing)
     if standing.status is RunStatus.HELD:
         last = next(reversed(list(_incidents(story))), None)
-        first = _reasoned(state) or _remedy(None if last is None else last.cause)
+        first = _reasoned(state) or _remedy(last)
         if _asks_administrator(standing):
             return (_then(_COMMAND.sub("", first), _asks_administrator(standing)),)
         return (_going_on(first, facts.reference, state, onward),)
     if standing.trouble is not None:
-        first = _remedy(standing.trouble.incident.cause)
+        first = _remedy(standing.trouble.incident)
         return (_going_on(first, facts.reference, state, onward),)
     return next_steps(facts, state, standing)
 
@@ -166,12 +165,14 @@ def _then(first: str, onward: str) -> str:
 
 def _reasoned(state: RunState) -> str:
     """What the decision itself says is to be done next: it knows more than the cause alone."""
-    return clean(state.reason.partition(NEXT)[2], 300)
+    return clean(state.reason.partition(NEXT)[2])
 
 
-def _remedy(cause: str | None) -> str:
-    known = next((each for each in Cause if each.value == cause), Cause.UNKNOWN)
-    return remedy(known)
+def _remedy(incident: IncidentStory | None) -> str:
+    if incident is None:
+        return remedy(Cause.UNKNOWN)
+    known = next((each for each in Cause if each.value == incident.cause), Cause.UNKNOWN)
+    return clean(own_next_step(incident.evidence)) or remedy(known)
 
 
 def _incidents(story: RunStory) -> Iterator[IncidentStory]:

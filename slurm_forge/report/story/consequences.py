@@ -7,6 +7,7 @@ from datetime import tzinfo
 
 from slurm_forge.journal import events as ev
 from slurm_forge.journal.comebacks import NEXT_TASK
+from slurm_forge.recovery.policy.remedies import NEXT
 from slurm_forge.report import text as t
 from slurm_forge.report.story import story as s
 from slurm_forge.report.story.plan_text import in_words
@@ -33,7 +34,6 @@ _TO_COME = {
     Action.RELAUNCH.value: "to be relaunched",
 }
 #: How decisions that hold a run end: with what a person can do, which is told elsewhere.
-NEXT = "; next: "
 #: How the answer of a program's hook begins in the reason of its decision.
 _HOOK = ": on_instability: "
 #: What was to be changed on a job that is in the queue already.

@@ -217,7 +217,7 @@ class _Attempt:
             case ev.Note():
                 self.notes.append(event.text)
             case ev.ResumeCompared():
-                prefix = "not resumed, because" if event.refused else "resumed, and not as it was"
+                prefix = "not resumed, because" if event.refused else "resumed with a difference"
                 self.notes += [f"{prefix}: {line}" for line in event.differences]
             case _ if record.writer.startswith(_PERSON) or record.launch >= NO_LAUNCH:
                 pass

@@ -50,8 +50,8 @@ def _consequences(
         yield f"the finished run continues from {at}{ends}"
     if any(key.startswith("args.") for key in keys):
         yield (
-            f"from {at} on the program has these arguments; optimizer options and schedules that "
-            "it constructs otherwise because of them replace those of the checkpoint"
+            f"from {at} on, your function gets these arguments; optimizer options and schedules "
+            "that they change replace the saved ones"
         )
     if GLOBAL_BATCH in keys:
         yield (

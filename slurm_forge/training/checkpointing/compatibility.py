@@ -7,6 +7,7 @@ training goes on: a cluster changes drivers and nodes as it likes.
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from slurm_forge.recovery.fingerprint import (
 from slurm_forge.recovery.job_changes import accepted, arguments_changed, unmet_batch
 from slurm_forge.source.work_tree import GitRevision
 from slurm_forge.spec import JobSpec
+from slurm_forge.spec.entry import source_file
 from slurm_forge.spec.safeguards import Policy
 from slurm_forge.store.directory import CheckpointStore
 from slurm_forge.store.manifest import Manifest
@@ -117,7 +119,15 @@ class CompatibilityCheck:
             folder=self._folder,
             variables=self._variables,
             code=self._code,
+            program=self._program(),
         )
+
+    def _program(self) -> Path | None:
+        """The file of the entry; of a script that attaches, its own."""
+        if self._spec.entry is not None:
+            return source_file(self._spec.entry, self._folder)
+        script = getattr(sys.modules.get("__main__"), "__file__", None)
+        return None if script is None else Path(script)
 
     def about(self) -> Mapping[str, Json]:
         """For the manifest; nothing on other ranks.  Made once: after the first step."""

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import torch
 
+from slurm_forge.files import read_bounded
 from slurm_forge.recovery.fingerprint import Fingerprint, shown_value
 from slurm_forge.slurm.process import Runner, run_command
 from slurm_forge.source.work_tree import GitRevision, WorkTree
@@ -38,6 +39,7 @@ _VARIABLES = re.compile(
 #: Another on every node or of every attempt, without effect on results; or by mistake a secret.
 _PRIVATE = re.compile(r"NCCL_(DEBUG|COMM_ID|HOSTID|.*_FILE|.*IFNAME)|.*(TOKEN|SECRET|PASSW|KEY)")
 _DRIVER_FILE = Path("/proc/driver/nvidia/version")
+_LONGEST_PROGRAM = 1 << 22
 
 
 def collect(
@@ -46,11 +48,13 @@ def collect(
     folder: Path,
     variables: Mapping[str, str],
     code: GitRevision | None = None,
+    program: Path | None = None,
     run: Runner = run_command,
 ) -> Fingerprint:
     """All facts.  ``folder`` is where the job was submitted from, ``variables`` the environment.
 
-    ``code`` is the revision of the snapshot that the run imports from, if it does.
+    ``code`` is the revision of the snapshot that the run imports from, if it does; ``program`` is
+    the file that the program begins in, which counts where there is no snapshot.
 
     Takes at most a few seconds, and those only where git does not answer.
     """
@@ -64,7 +68,7 @@ def collect(
         Fingerprint(facts)
         | _package_facts(installed_packages(sys.path))
         | variable_facts(variables)
-        | (code_facts(folder, variables, run) if code is None else revision_facts(code))
+        | (code_facts(folder, variables, run, program) if code is None else revision_facts(code))
     )
 
 
@@ -96,13 +100,21 @@ def variable_facts(variables: Mapping[str, str]) -> Fingerprint:
     return Fingerprint(facts, frozenset({"variables"}))
 
 
-def code_facts(folder: Path, variables: Mapping[str, str], run: Runner) -> Fingerprint:
+def code_facts(
+    folder: Path, variables: Mapping[str, str], run: Runner, program: Path | None = None
+) -> Fingerprint:
     """GitRevision of the git work tree around ``folder``, and a hash of what was changed on top.
 
-    Files that git does not track are not part of it, nor is what was changed inside of submodules.
+    Files that git does not track are not part of it, except ``program``, which has a hash of its
+    own; nor is what was changed inside of submodules.
     """
     tree = WorkTree.around(folder, variables, run)
-    return revision_facts(None if tree is None else tree.revision())
+    facts = {}
+    if program is not None:
+        with contextlib.suppress(OSError, ValueError):
+            body = read_bounded(program, _LONGEST_PROGRAM)
+            facts["code.program"] = hashlib.sha256(body).hexdigest()[:16]
+    return Fingerprint(facts) | revision_facts(None if tree is None else tree.revision())
 
 
 def revision_facts(revision: GitRevision | None) -> Fingerprint:

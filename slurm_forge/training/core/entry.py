@@ -62,7 +62,7 @@ def load_entry(entry: str, directory: Path) -> Callable[[Any], Any]:
     except AttributeError:
         raise ConfigError(
             f"{where} has no function {name!r}",
-            next_step=f"Define def {name}(run): … there, or correct entry: in the job file.",
+            next_step=f"Correct `entry:` in the job file, or define {name}(run) there.",
         ) from None
     if not callable(function):
         raise ConfigError(

@@ -17,6 +17,7 @@ from slurm_forge.errors import (
     CheckpointMissingError,
     ConfigError,
     ControlChannelError,
+    ForgeError,
     HookError,
     MismatchError,
     RanksLostError,
@@ -27,6 +28,7 @@ from slurm_forge.recovery.incident.output_tail import (
     MISTAKES,
     even_of_a_mistake,
 )
+from slurm_forge.recovery.policy.remedies import NEXT
 from slurm_forge.training.core.oom import (
     LoaderKilledError,
     Memory,
@@ -70,7 +72,20 @@ def in_one_line(error: BaseException) -> str:
         return (
             f"sys.exit({error.code!r}) in the training function. Return from it when it is through."
         )
-    *lines, last = [line.strip() for line in str(error).splitlines() if line.strip()] or [""]
+    return _joined(str(error))
+
+
+def last_words(error: BaseException) -> str:
+    """Its type and what it says, where it was raised, and what it says to do next."""
+    step = error.next_step if isinstance(error, ForgeError) else ""
+    said = str(error).removesuffix(f"\n  {step}") if step else str(error)
+    if said == str(error):
+        return f"{type(error).__name__}: {in_one_line(error)}{where(error)}"
+    return f"{type(error).__name__}: {_joined(said)}{where(error)}{NEXT}{_joined(step)}"
+
+
+def _joined(text: str) -> str:
+    *lines, last = [line.strip() for line in text.splitlines() if line.strip()] or [""]
     return " ".join([*(line if line[-1] in ".:,;!?" else f"{line}." for line in lines), last])
 
 

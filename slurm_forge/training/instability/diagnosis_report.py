@@ -246,8 +246,8 @@ def _blamed(ranks: Sequence[RankFindings]) -> list[Evidence]:
     """Gradients of the step itself; with sharded parameters each rank speaks of its own parts."""
     most = max(ranks, key=lambda each: each.blamed_in_all)
     if most.blamed:
-        more = f", and of {most.blamed_in_all - 1} more" if most.blamed_in_all > 1 else ""
-        return [Evidence("gradients", f"not finite in the step: that of {most.blamed[0]}{more}")]
+        more = f" and {most.blamed_in_all - 1} more" if most.blamed_in_all > 1 else ""
+        return [Evidence("gradients", f"non-finite gradients: {most.blamed[0]}{more}")]
     largest = next((each.largest for each in ranks if each.largest), "")
     return [Evidence("gradients", f"the largest in the step: {largest}")] if largest else []
 

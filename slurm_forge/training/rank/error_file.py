@@ -15,8 +15,7 @@ from slurm_forge.run_directory import RunDirectory, list_claims
 from slurm_forge.run_directory.last_words import LastWords, write_last_words
 from slurm_forge.training.core.error_report import (
     cause_of,
-    in_one_line,
-    where,
+    last_words,
 )
 
 _LONGEST_TEXT = 2000
@@ -26,7 +25,7 @@ _PATIENCE_S = 2.0
 
 def last_words_of(error: BaseException, *, step: int, phase: str, micro_batch: int) -> RankFailed:
     """What a rank says of the exception that ends it."""
-    text = f"{type(error).__name__}: {in_one_line(error)}{where(error)}"
+    text = last_words(error)
     return RankFailed(
         step=step,
         phase=phase,

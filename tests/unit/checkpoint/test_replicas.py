@@ -73,8 +73,7 @@ def test_of_two_nobody_can_tell_which_is_wrong():
     found = mismatch([net(), flipped()], equal_at=None)
     assert found.rank is None and found.host == ""
     assert found.text == (
-        "1.weight of model 'net' differs between ranks 0 and 1 after step 8, the first time that "
-        "they are compared"
+        "1.weight of model 'net' differs between ranks 0 and 1 after step 8, the first comparison"
     )
 
 

@@ -203,7 +203,7 @@ def test_a_run_of_this_machine_is_not_given_to_slurm(
     held.incident(Cause.APP_ERROR, Action.HOLD, rung=None)
     result = shell("requeue", "tiny-gpt")
     assert result.exit_code == 2
-    assert "is a run of this machine, not of Slurm" in result.stderr
+    assert "is a local run, not one of Slurm" in result.stderr
     assert "slurm-forge run" in result.stderr
     assert slurm.submitted == []
 

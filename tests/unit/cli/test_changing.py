@@ -195,7 +195,7 @@ def test_without_submitting_the_run_rests(
 def test_extend_refers_to_change(shell: Shell, finished: Scribe, slurm: PretendSlurm) -> None:
     result = shell("extend", "tiny-gpt", "--set", "args.lr=0.2")
     assert result.exit_code == 2
-    assert "args.lr 0.1 → 0.2 does more than prolong" in result.stderr
+    assert "args.lr 0.1 → 0.2 is not just an extension" in result.stderr
     assert "slurm-forge change tiny-gpt" in result.stderr
     assert finished.run.is_done()
     assert not told(finished)
@@ -205,7 +205,7 @@ def test_extend_knows_the_default_of_an_argument_that_the_job_does_not_set(
     shell: Shell, finished: Scribe, slurm: PretendSlurm
 ) -> None:
     result = shell("extend", "tiny-gpt", "--set", "args.seq=1")
-    assert "args.seq not set → 1 does more than prolong the run" in result.stderr
+    assert "args.seq not set → 1 is not just an extension of the run" in result.stderr
     result = shell("extend", "tiny-gpt", "--set", "args.seq=2")
     assert result.exit_code == 0, result.stderr
 

@@ -141,14 +141,14 @@ def test_an_argument_that_the_job_does_not_set_grows_from_the_default_of_the_pro
     if steps == 200 or steps == "200":
         refuse_not_prolonging(changes, "x", {"max_steps": steps})
         return
-    why = "shows no whole number as the default of max_steps" if steps is None else "does more than"
+    why = "shows no whole number as the default of max_steps" if steps is None else "is not just"
     with pytest.raises(ConfigError, match=why):
         refuse_not_prolonging(changes, "x", {"max_steps": steps})
 
 
 def test_a_larger_batch_is_no_longer_run() -> None:
     new = job(args={"lr": 0.1, "batch_size": 64})
-    with pytest.raises(ConfigError, match="global_batch 32 → 64 does more than prolong"):
+    with pytest.raises(ConfigError, match="global_batch 32 → 64 is not just an extension"):
         refuse_not_prolonging(job_changes(job(), new, global_batch=32), "x", {})
 
 

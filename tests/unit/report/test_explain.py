@@ -21,6 +21,7 @@ from slurm_forge.report.status.status import take_status
 from slurm_forge.report.status.status_text import status_text
 from slurm_forge.vocabulary.cause import Cause, Confidence
 from slurm_forge.vocabulary.decision import Action, Change
+from slurm_forge.vocabulary.job_change import JobChange
 from slurm_forge.vocabulary.plan import RecoveryPlan
 from tests.fake_slurm import FakeSlurm
 from tests.unit.report.journals import Scribe
@@ -75,7 +76,7 @@ def test_the_story_of_a_preempted_run_that_finished(scribe: Scribe) -> None:
         "What it cost: 1.9 rank-minutes lost (1 restart), 17 min waiting in the queue, "
         "3 min waiting in the queue before the first start.\n"
         "Changes that affect your results: none.\n"
-        "Next time: nothing to do.\n"
+        "Next time: no action needed.\n"
         "Details: slurm-forge explain tiny-gpt --attempt 1\n"
     )
 
@@ -89,7 +90,7 @@ def test_what_a_resume_differed_in_is_told_and_what_it_was_refused_for(scribe: S
             "rank0", ev.ResumeCompared(checkpoint=name, differences=(line,), refused=refused)
         )
     text = told(scribe.facts())
-    assert "note: resumed, and not as it was: torch: was 2.9, is 2.10" in text
+    assert "note: resumed with a difference: torch: was 2.9, is 2.10" in text
     assert "note: not resumed, because: sampling.seed: was 0, is 1" in text
     assert "Changes that affect your results: none." in text
     line = "data train: part-3 changed: 1 kB -> 2 kB"
@@ -98,6 +99,45 @@ def test_what_a_resume_differed_in_is_told_and_what_it_was_refused_for(scribe: S
     assert (
         f"Changes that affect your results: resumed with differences in attempt 1: {line}" in text
     )
+
+
+def test_an_edit_of_live_code_changes_the_result_and_new_code_is_told_once(scribe: Scribe) -> None:
+    scribe.submitted()
+    scribe.begin("n01")
+    scribe.train(1, 10)
+    scribe.save(10)
+    name = "step-00000010.a1.l1-00000000"
+    line = "code.program: was aa, is bb"
+
+    def resume() -> str:
+        scribe.write(
+            "rank0", ev.ResumeCompared(checkpoint=name, differences=(line,), refused=False)
+        )
+        return told(scribe.facts())
+
+    change = JobChange(key="code", old="aa", new="bb")
+    asked = ev.JobChanged(verb="requeue --code new", user="ada", revision=1, changes=(change,))
+    scribe.later(1).write("cli", asked, launch=1 << 30)
+    scribe.later(1).begin("n01")
+    assert "resumed with differences" not in resume()
+    scribe.save(20)
+    scribe.later(1).begin("n01")
+    name = "step-00000020.a2.l1-00000000"
+    assert f"resumed with differences in attempt 3: {line}" in resume()
+
+
+def test_the_next_step_of_an_error_is_not_cut_and_is_what_explain_says_to_do(
+    scribe: Scribe,
+) -> None:
+    scribe.submitted()
+    scribe.begin("n01")
+    scribe.resume(0)
+    text = f"ConfigError: {'x' * 400}; next: Pass until=forge.Steps({'9' * 450})."
+    scribe.incident(Cause.APP_ERROR, Action.HOLD, text=text, step=0, rung=None)
+    lines = told(scribe.facts())
+    step = text.partition("; next: ")[2]
+    assert f"…; next: {step}" in lines
+    assert f"Next: {step.rstrip('.')}, then " in lines
 
 
 def test_the_figures_of_a_preempted_run(scribe: Scribe) -> None:

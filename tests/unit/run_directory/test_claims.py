@@ -156,3 +156,12 @@ def test_the_run_is_private_to_its_user(run: RunDirectory) -> None:
     for path in (run.path, run.journal, run.attempts, run.checkpoints, run.submissions):
         assert path.stat().st_mode & 0o777 == 0o700
     assert (run.attempts / "1.json").stat().st_mode & 0o777 == 0o600
+
+
+def test_git_ignores_a_folder_of_runs_that_was_made_for_them_and_no_other(tmp_path: Path) -> None:
+    made = RunDirectory.at(tmp_path / "runs" / "sums")
+    made.create(b"{}")
+    assert (tmp_path / "runs" / ".gitignore").read_text() == "*\n"
+    (tmp_path / "given").mkdir(mode=0o700)
+    RunDirectory.at(tmp_path / "given" / "sums").create(b"{}")
+    assert {each.name for each in (tmp_path / "given").iterdir()} == {"sums"}

@@ -246,6 +246,33 @@ def test_nothing_is_fetched_for_what_a_repository_lacks(
     assert not ran.exists()
 
 
+def test_the_program_itself_counts_also_where_git_does_not_track_it(
+    repository: Path, tmp_path: Path
+) -> None:
+    program = repository / "new.py"
+    program.write_text("lr = 1\n")
+    one = collect(device=CPU, folder=repository, variables=PATH, program=program)
+    program.write_text("lr = 2\n")
+    two = collect(device=CPU, folder=repository, variables=PATH, program=program)
+    assert [each.key for each in compare(one, two, EnvironmentSpec())] == ["code.program"]
+    elsewhere = code_facts(tmp_path, PATH, run_command, program).facts
+    assert set(elsewhere) == {"code.program"}
+    assert code_facts(tmp_path, PATH, run_command, tmp_path / "gone.py") == Fingerprint()
+
+
+def test_run_directories_that_were_committed_are_no_changes_of_the_code(repository: Path) -> None:
+    run = repository / "sub" / "sums"
+    (run / "journal").mkdir(parents=True)
+    for name in ("run.yaml", "journal/rank0.jsonl"):
+        (run / name).write_text("{}")
+    git(repository, "add", ".")
+    git(repository, "commit", "-qm", "all")
+    (run / "journal" / "rank0.jsonl").write_text("{}{}")
+    assert code(repository)["code.changes"] == "none"
+    (repository / "train.py").write_text("lr = 2\n")
+    assert code(repository)["code.changes"] != "none"
+
+
 @pytest.mark.parametrize("returncode", [None, 2, 128])
 def test_without_knowing_the_filters_nothing_is_compared(
     repository: Path, returncode: int | None

@@ -17,8 +17,10 @@ import pytest
 from slurm_forge.control.messages import protocol
 from slurm_forge.control.messages.hub import Welcome
 from slurm_forge.control.messages.rank import RankFailed
+from slurm_forge.errors import UnsupportedError
 from slurm_forge.knobs import Knobs
 from slurm_forge.recovery.incident.crash_dumps import find_dump
+from slurm_forge.recovery.incident.launch_facts import is_usage_error
 from slurm_forge.run_directory import RunDirectory, claim_attempt
 from slurm_forge.run_directory.last_words import read_last_words
 from slurm_forge.spec.run_file import RunFile
@@ -195,3 +197,10 @@ def test_leaving_words_never_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     leave_behind(RunDirectory.at("/proc/nowhere"), words, rank=0, host="n1", attempt=1, launch=1)
     assert list(tmp_path.iterdir()) == []
     assert raised == []
+
+
+def test_the_next_step_of_an_error_is_apart_from_what_it_says() -> None:
+    error = UnsupportedError("run.steps() inside run.steps()", next_step="Use one loop.")
+    words = last_words_of(error, step=0, phase="start", micro_batch=0)
+    assert words.text == ("UnsupportedError: run.steps() inside run.steps(); next: Use one loop.")
+    assert is_usage_error(words.error)
