@@ -137,7 +137,7 @@ def test_code_that_can_not_run_is_refused(shell: Shell, held: Scribe, slurm: Pre
     assert read_run_file(held.run.spec_file).code is None
 
 
-def test_a_run_of_this_machine_takes_the_present_code_also_after_it_was_killed(
+def test_a_local_run_takes_the_present_code_also_after_it_was_killed(
     shell: Shell, held: Scribe, slurm: PretendSlurm
 ) -> None:
     subprocess.run(["git", "init", "-q"], cwd=shell.folder, check=True)
@@ -148,7 +148,7 @@ def test_a_run_of_this_machine_takes_the_present_code_also_after_it_was_killed(
     spec = held.run.spec_file.read_text()
     held.run.spec_file.write_text(spec.replace("mode: auto", "mode: snapshot"))
     result = shell("requeue", "tiny-gpt", "--code", "new", "--mem", "4G")
-    assert "is a run of this machine" in result.stderr, "it asks Slurm for no memory"
+    assert "is a local run" in result.stderr, "it asks Slurm for no memory"
     with hold_run_lock(held.run):
         result = shell("requeue", "tiny-gpt", "--code", "new")
     assert "is being trained already" in result.stderr
