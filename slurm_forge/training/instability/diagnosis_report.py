@@ -247,7 +247,7 @@ def _blamed(ranks: Sequence[RankFindings]) -> list[Evidence]:
     most = max(ranks, key=lambda each: each.blamed_in_all)
     if most.blamed:
         more = f" and {most.blamed_in_all - 1} more" if most.blamed_in_all > 1 else ""
-        return [Evidence("gradients", f"non-finite gradients: {most.blamed[0]}{more}")]
+        return [Evidence("gradients", f"not finite: {most.blamed[0]}{more}")]
     largest = next((each.largest for each in ranks if each.largest), "")
     return [Evidence("gradients", f"the largest in the step: {largest}")] if largest else []
 

@@ -367,7 +367,7 @@ def test_without_a_replay_the_gradients_of_the_step_speak():
     assert found.repeats is None
     assert found.parameters == ("model.a", "model.b")
     assert texts(found) == {
-        "gradients": "non-finite gradients: model.a and 1 more",
+        "gradients": "not finite: model.a and 1 more",
         "replay": "not computed again: the weights have moved on",
     }
     found = training.examiner.examine(
