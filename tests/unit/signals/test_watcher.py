@@ -125,7 +125,7 @@ def test_signals_of_others_do_not_make_the_watcher_deaf(start: type[Child]) -> N
         for number in (signal.SIGRTMIN + 5, signal.SIGHUP):
             signal.signal(number, lambda number, frame: say(f"own {number}"))
         say("ready")
-        while True: time.sleep(60)
+        while True: time.sleep(0.05)  # a signal right before it waits for its end
         """
     )
     assert child.line() == "ready"
