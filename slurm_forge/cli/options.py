@@ -50,3 +50,10 @@ GlobalBatch = Annotated[
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON with stable keys.")]
+
+
+def wants_new_code(code: str | None) -> bool:
+    """Whether ``--code new`` is given; ``BadParameter`` for another choice."""
+    if code not in (None, "new"):
+        raise typer.BadParameter('the only choice is "new"', param_hint="--code")
+    return code is not None

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from slurm_forge.cli.options import AsJson, RunOrJob, Runs, SubmittedSite
+from slurm_forge.cli.options import AsJson, RunOrJob, Runs, SubmittedSite, wants_new_code
 
 if TYPE_CHECKING:
     from slurm_forge.launch.requeue.reconcile import ReconcileResult
@@ -127,8 +127,7 @@ def _with_new_code(
     from slurm_forge.launch.submit.code_version import code_change, with_new_code
     from slurm_forge.spec.entry import check_entry
 
-    if code != "new":
-        raise typer.BadParameter('the only choice is "new"', param_hint="--code")
+    wants_new_code(code)
     if run.is_done():
         raise RunDirectoryError(
             f"{run.name} is finished, so it needs no other code",

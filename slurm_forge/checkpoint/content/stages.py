@@ -155,11 +155,8 @@ class StageDocuments:
         for stage, _, body in by_stage:
             if body is not None:
                 self._known[stage] = body
-        return (
-            merge(document, [self._known[stage] for stage, _, _ in by_stage])
-            if by_stage
-            else document
-        )
+        stages = [self._known[stage] for stage, _, _ in by_stage]
+        return merge(document, stages) if stages else document
 
 
 def _report(

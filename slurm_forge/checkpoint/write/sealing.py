@@ -40,7 +40,7 @@ def open_stage(
     common = common_plan(reports)
     if common["own"] or common["unlike"]:
         return common
-    plan, differ = common["plan"], _differing(reports)
+    plan = common["plan"]
     # One rank's part of a plan and another's estimate without one do not add up to anything.
     size = sum(report["size" if plan else "rough"] for report in reports)
     stage = _stage(store, name, partial(permit, size), fallback=fallback)
@@ -48,7 +48,6 @@ def open_stage(
         "name": str(name),
         "stage": stage.name,
         "fallback": stage.parent == store.fallback,
-        "disagreeing": list[Json](differ),
         **common,
     }
 
@@ -80,14 +79,17 @@ def _stage(
 def common_plan(reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The number of the plan that fits what every rank holds, 0 if none does.
 
-    ``own`` are the objects that ranks differ in, and that are to be saved for each rank;
+    ``disagreeing`` are the parts that ranks differ in, ``own`` the objects among them, which are to
+    be saved for each rank;
     ``unlike`` tells whether ranks of one pipeline stage hold other tensors.
     """
     plans = {int(report["plan"]) for report in reports}
     shapes = {(report["stage"], report["shape"]) for report in reports}
+    differ = _differing(reports)
     return {
         "plan": plans.pop() if len(plans) == 1 else 0,
-        "own": [part for part in _differing(reports) if part.startswith("objects/")],
+        "disagreeing": differ,
+        "own": [part for part in differ if part.startswith("objects/")],
         "unlike": len(shapes) != len({stage for stage, _ in shapes}),
     }
 

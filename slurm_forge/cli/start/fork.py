@@ -8,7 +8,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from slurm_forge.cli.completion import setting_keys
-from slurm_forge.cli.options import AsJson, GlobalBatch, RunOrJob, Runs, SubmittedSite
+from slurm_forge.cli.options import (
+    AsJson,
+    GlobalBatch,
+    RunOrJob,
+    Runs,
+    SubmittedSite,
+    wants_new_code,
+)
 
 if TYPE_CHECKING:
     from slurm_forge.cli.checkpoints.run_checkpoints import Opened
@@ -144,7 +151,7 @@ def fork(
         changes=merged(changed_later(opened.records, checkpoint), changes),
         fresh=parts,
         global_batch=batch,
-        new_code=_wants_new_code(code),
+        new_code=wants_new_code(code),
         local=state.is_local,
     )
     child, now = fork_run(parent, file, state, request, runs=parent.path.parent)
@@ -176,12 +183,6 @@ def fork(
         typer.echo(f"{child.name}: {text}.   follow: slurm-forge status {reference(child)}")
     else:
         typer.echo(f"to start it: {again(reference(child), state)}")
-
-
-def _wants_new_code(code: str | None) -> bool:
-    if code not in (None, "new"):
-        raise typer.BadParameter('the only choice is "new"', param_hint="--code")
-    return code is not None
 
 
 def _parts(text: str) -> tuple[str, ...]:

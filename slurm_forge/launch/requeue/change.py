@@ -124,6 +124,7 @@ def change_run(
     script would be another one it is cancelled, to be submitted anew.  ``slurm`` is None for a run
     of this machine, whose lock the caller holds.  ``RunDirectoryError`` while the run is training.
     """
+    onward = f"slurm-forge {'run' if slurm is None else 'requeue'} {run.name}"
     with alone(run):
         if read_run_file(run.spec_file) != file:
             raise RunDirectoryError(
@@ -136,12 +137,11 @@ def change_run(
         events = [each.event for each in records if isinstance(each.event, JobChanged)]
         reopened = state.status is not RunStatus.FINISHED and any(each.reopened for each in events)
         if not changes and not missing and not (run.is_done() and reopened):
-            again = "run" if slurm is None else "requeue"
             raise ConfigError(
                 f"{run.name} has these values already",
                 next_step=f"It is finished.  To train further: {train_further(run.name)}"
                 if run.is_done()
-                else f"To continue it as it is: slurm-forge {again} {run.name}",
+                else f"To continue it as it is: {onward}",
             )
         notes = () if slurm is None else _set_aside(run, state, file, new.job, site, slurm)
         try:
@@ -154,11 +154,10 @@ def change_run(
                 run.reopen()
         except OSError as error:
             waits = "" if slurm is None else f"; a job of {run.name} that waited does not start"
-            again = "run" if slurm is None else "requeue"
             raise RunDirectoryError(
                 f"{run.path} can't be written: {error}{waits}",
                 next_step="Make room there and type the command again, or let the run go on as it "
-                f"is: slurm-forge {again} {run.name}",
+                f"is: {onward}",
             ) from error
         return Changed(file, notes)
 

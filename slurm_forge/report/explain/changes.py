@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from slurm_forge.journal import Record
 from slurm_forge.journal import events as ev
 from slurm_forge.recovery.fingerprint import ON_PURPOSE
+from slurm_forge.recovery.job_changes import CODE
 from slurm_forge.report.story.job_revisions import (
     changes_by_effect,
     fork_line,
@@ -257,7 +258,7 @@ def _from_resumes(ordered: Sequence[Record]) -> Iterator[ScienceChange]:
         event = record.event
         if isinstance(event, ev.CheckpointCommitted):
             new_code_since[event.name] = False
-        if isinstance(event, ev.JobChanged) and any(each.key == "code" for each in event.changes):
+        if isinstance(event, ev.JobChanged) and any(each.key == CODE for each in event.changes):
             new_code_since = dict.fromkeys(new_code_since, True)
             has_new_code = True
         if isinstance(event, ev.Resumed) and event.data_restarted:

@@ -33,7 +33,6 @@ _TO_COME = {
     Action.REQUEUE.value: "to be requeued",
     Action.RELAUNCH.value: "to be relaunched",
 }
-#: How decisions that hold a run end: with what a person can do, which is told elsewhere.
 #: How the answer of a program's hook begins in the reason of its decision.
 _HOOK = ": on_instability: "
 #: What was to be changed on a job that is in the queue already.

@@ -1,7 +1,7 @@
 """What can't be trained and saved as it is registered, refused before the first step.
 
 A save would find most of it, after the first hour; what no save finds is a parameter that is
-trained and belongs to nothing that is saved, and an optimizer that nobody has registered.
+trained and belongs to nothing that is saved, and an optimizer that is not registered.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim.lr_scheduler import LRScheduler
 
 from slurm_forge.checkpoint.content.tensors import local_part, why_not_savable
 from slurm_forge.errors import UnsupportedError
@@ -143,8 +143,7 @@ def _is_saved(optimizer: Optimizer, registry: Registry) -> bool:
         if type(known).state_dict is not Optimizer.state_dict and _holds(known, optimizer):
             return True
     # A schedule has the optimizer, and leaves it out of its state_dict.
-    schedules = (LRScheduler, ReduceLROnPlateau)
-    others = (each for each in registry.others.values() if not isinstance(each, schedules))
+    others = (each for each in registry.others.values() if not isinstance(each, LRScheduler))
     return any(_holds(other, optimizer) for other in others)
 
 

@@ -74,10 +74,7 @@ class Registry:
     @property
     def may_hold_position(self) -> bool:
         """Whether any object is no schedule and no scaler: it may hold the position of data."""
-        return any(
-            not isinstance(each, LRScheduler | ReduceLROnPlateau | GradScaler)
-            for each in self.others.values()
-        )
+        return any(not isinstance(each, LRScheduler | GradScaler) for each in self.others.values())
 
     @property
     def schedulers(self) -> list[Any]:
