@@ -122,9 +122,8 @@ class CustomLoop:
         samples: int | None,
     ) -> None:
         """Count one step, and pass the boundary behind it."""
-        lifecycle, inside = self._lifecycle, self._boundaries.inside
-        if lifecycle.in_step or lifecycle.handed_out is not None or inside is not None:
-            self._refuse_inside("run.advance()")
+        lifecycle = self._lifecycle
+        self._refuse_inside("run.advance()")
         self._require_new_step("run.advance()")
         report = UpdateReport(loss, grad_norm)
         if samples is not None and (type(samples) is not int or samples < 0):
@@ -135,7 +134,7 @@ class CustomLoop:
             self._first_of_its_kind(guarded)
         lifecycle.close(report, samples=samples)
         self._pass_boundary()
-        if guarded and self._lifecycle.iteration is None:
+        if guarded and lifecycle.iteration is None:
             lifecycle.remember_buffers()
 
     def apply(
@@ -216,11 +215,8 @@ class CustomLoop:
     def poll(self) -> None:
         """Outside a phase: nothing is to be done here; an error in a loop that never advances."""
         lifecycle = self._lifecycle
-        if (
-            lifecycle.handed_out is not None
-            or self._lifecycle.iteration is not None
-            or lifecycle.counted
-        ):
+        in_loop = lifecycle.handed_out is not None or lifecycle.iteration is not None
+        if in_loop or lifecycle.counted:
             return
         self._polls += 1
         if self._polls > _POLLS:
@@ -256,10 +252,8 @@ class CustomLoop:
                 "the one that comes next",
                 next_step="Call run.restore() after run.register(), before the loop.",
             )
-        if (
-            self._lifecycle.iteration is not None
-            and self._progress.step != self._lifecycle.iteration
-        ):
+        iteration = self._lifecycle.iteration
+        if iteration is not None and self._progress.step != iteration:
             raise UnsupportedError(
                 f"{what} in an iteration of run.steps() whose step is counted already",
                 next_step="Call run.advance() once in the body, as the last thing; run.step() and "

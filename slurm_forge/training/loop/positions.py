@@ -134,13 +134,14 @@ class Positions:
 
     def require_not_ahead(self) -> None:
         """``UnsupportedError`` at the end of a step that has fetched the next one's batch."""
-        if self._watch or self._fetched_before:
-            name = self._moved(self._at_update)
-            if name is not None:
-                raise _fetched_ahead(name, "between the update of the weights and the step's end")
-            name = self._moved(self._fetched_before)
-            if name is not None:
-                raise _fetched_ahead(name, "before the loop, and again in the first step")
+        if not (self._watch or self._fetched_before):
+            return
+        name = self._moved(self._at_update)
+        if name is not None:
+            raise _fetched_ahead(name, "between the update of the weights and the step's end")
+        name = self._moved(self._fetched_before)
+        if name is not None:
+            raise _fetched_ahead(name, "before the loop, and again in the first step")
         self._at_update, self._fetched_before = {}, {}
         if self._watch and self._progress.step >= self._unwatched_at:
             for handle in self._watch:
