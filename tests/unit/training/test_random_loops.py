@@ -250,8 +250,8 @@ def lived(
 
 
 @settings(
-    # 12, and 250 where time does not matter: examples with workers take seconds.
-    max_examples=settings.default.max_examples // 2,
+    # Examples with workers take seconds; 800 where time does not matter.
+    max_examples=12 if settings.default.max_examples < 100 else 800,
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
