@@ -178,7 +178,7 @@ class RankAgreement:
     def arrive(
         self, position: Position, path: str = "", *, entering: bool = False
     ) -> list[PositionReport]:
-        """Come to ``position``, in the last phase of ``path``; what is to be said before waiting.
+        """Arrive at ``position``, in the last phase of ``path``; return what to send before a wait.
 
         ``entering`` a phase that a target lies behind asks the others anew, so that a stop need not
         wait for the end of a long evaluation.

@@ -296,7 +296,7 @@ def _text(
 
 
 def _ranks_of(values: Mapping[int, str]) -> str:
-    """Name one rank for each distinct value, and the number of values that are left out."""
+    """Name one rank for each distinct value, and how many values are not named."""
     first: dict[str, int] = {}
     for rank, value in values.items():
         first.setdefault(value, rank)

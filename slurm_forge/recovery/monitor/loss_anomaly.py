@@ -110,7 +110,7 @@ class Spikes:
         self._unanswered: int | None = None
         #: The highest level that was ever usual: of what has fallen far, a little is no spike.
         self.highest_usual_loss = -math.inf
-        #: How many single steps lay far above what is usual, and nothing came of it.
+        #: How many single steps lay far above what is usual, and led to nothing.
         self.outliers = 0
         self._strays: deque[int] = deque(maxlen=_COMMON)  # the last outliers
 
@@ -204,7 +204,7 @@ class Spikes:
         far = loss > self._far
         recent = self._recent
         if len(recent) == _OF_AMONG_STRAYS and recent[0][2]:
-            self.outliers += 1  # nothing has come of it
+            self.outliers += 1  # it led to nothing
             self._strays.append(recent[0][0])
         recent.append((step, loss, far))
         if far:

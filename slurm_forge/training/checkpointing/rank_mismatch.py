@@ -19,7 +19,7 @@ def tolerates(policy: Recovery) -> bool:
 
 
 def anomaly_of(mismatch: RankMismatch) -> Anomaly:
-    """Convert it for ranks that are told over the control channel."""
+    """Convert it for ranks that learn of it over the control channel."""
     return Anomaly(
         Cause.RANK_MISMATCH,
         _onset(mismatch),

@@ -70,7 +70,7 @@ _MOST_CANDIDATES = 100
 _LOSSES = NOTES + "losses"
 #: Under which a checkpoint has the dimensions of the mesh; none without one.
 _MESH = "mesh"
-#: The epochs of registered loaders whose sampler is told which one begins.
+#: The epochs of registered loaders whose samplers have ``set_epoch``.
 _EPOCHS = "sampler_epochs"
 
 

@@ -73,7 +73,7 @@ class ItemStream:
         self.at = StreamPosition()
         #: The digest of the first item since it was None.
         self.first_digest: str | None = None
-        #: What was loaded, until the first item after it has come.
+        #: What was loaded, until the first item after it arrives.
         self._loaded: Mapping[str, Any] | None = None
         #: A position before the one that was loaded, and how many items lie between them.
         self.before: Mapping[str, Any] | None = None
@@ -260,7 +260,7 @@ class ItemStream:
     # -- workers -----------------------------------------------------------------------------
 
     def _shield(self) -> None:
-        """Have a loader's workers outlive signals to the whole group, as those of ours do."""
+        """Let a loader's workers survive signals to the process group, as our own workers do."""
         source = self._source
         # A loader that begins its next epoch by itself would do it without telling.
         if getattr(source, "restart_on_stop_iteration", None) is True:

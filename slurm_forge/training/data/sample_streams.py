@@ -117,7 +117,7 @@ class OrderStream:
                 planned.append(
                     PlannedStep(
                         ids=split(samples, sizes),
-                        # Where nothing is left out, a step begins where the one before it ended.
+                        # Unless samples are skipped, a step begins where the one before it ended.
                         first=without.at(first),
                         consumed=without.at(kept - 1) + 1,
                         global_size=size,
