@@ -57,6 +57,12 @@ class Loaded(Stream):
         self.fetched.append((self.position, batch.sum().item()))
         return batch
 
+    def close(self) -> None:
+        """Ends the workers at once: those of a cycle that is collected are waited for, 5 s each."""
+        shut_down = getattr(self.iterator, "_shutdown_workers", None)
+        if shut_down is not None:
+            shut_down()
+
     def state_dict(self) -> dict[str, Any]:
         return {"position": self.position, "loader": self.loader.state_dict()}
 
@@ -236,13 +242,16 @@ def lived(
     for place, kind in [*stops, (Position(STEPS + 1), RequestKind.STOP)]:
         run, _ = made.start(due={place: kind})
         memory.keep(run)
-        program = Program(run, stream=stream_of(shape.source))
+        stream = stream_of(shape.source)
+        program = Program(run, stream=stream)
         try:
             train(program, shape)
         except RunStopped:
-            seen += program.seen
             continue
-        seen += program.seen
+        finally:
+            seen += program.seen
+            if isinstance(stream, Loaded):
+                stream.close()
         run.finish()
         break
     program.seen = seen
