@@ -7,11 +7,19 @@ from pathlib import Path
 
 import pytest
 
+from slurm_forge.source.work_tree import WorkTree
+
 SBATCH = """#!/bin/sh
 count=$(ls "{kept}" | wc -l)
 cp "$1" "{kept}/$count"
 echo "Submitted batch job $((4000 + count))"
 """
+
+
+@pytest.fixture(autouse=True)
+def no_snapshot(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs of the files as they are: each copy of this repository is a thousand files."""
+    monkeypatch.setattr(WorkTree, "around", lambda *_: None)
 
 
 @pytest.fixture

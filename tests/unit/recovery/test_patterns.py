@@ -625,9 +625,9 @@ def test_any_text_is_read(text: str) -> None:
     ["a", "Xid (", "c10d ", "NCCL WARN NET/IB ", "https://a ", "cannot import name a from ",
      "    No space left on device\n"],
 )  # fmt: skip
-def test_a_megabyte_of_nonsense_is_read_in_no_time(piece: str) -> None:
-    text = piece * (1_000_000 // len(piece))
+def test_much_nonsense_is_read_in_no_time(piece: str) -> None:
+    text = piece * (200_000 // len(piece))
     began = time.process_time()
     find_cause(text)
     list(find_last(text))
-    assert time.process_time() - began < 8
+    assert time.process_time() - began < 2
