@@ -145,13 +145,15 @@ def derive(seed: int, step: int, rank: int) -> None:
         torch.cuda.manual_seed(words[3])
 
 
-def seed_sample(seed: int, epoch: int, index: int, *, collate: bool = False) -> None:
-    """Seed the host's global generators for fetching one sample: f(seed, epoch, index) and no more.
+def sample_words(
+    seed: int, epoch: int, index: int, *, collate: bool = False
+) -> tuple[int, int, int, int]:
+    """The seeds for fetching one sample, for Python, torch and numpy: f(seed, epoch, index).
 
-    ``collate`` gives the (different) stream for the collate function of the micro-batch that this
-    sample begins.  About 7 µs; CUDA's generator and generators in objects are left alone.
+    ``collate`` gives the (different) ones for the collate function of the micro-batch that this
+    sample begins.
     """
-    _seed_host(_words(b"collate" if collate else b"sample", seed, epoch, index))
+    return _words(b"collate" if collate else b"sample", seed, epoch, index)
 
 
 @contextmanager
@@ -229,6 +231,11 @@ def _seed_host(words: tuple[int, int, int, int]) -> None:
     random.seed(words[0])
     # torch.manual_seed asks every kind of accelerator first: 90 µs instead of 1.
     torch.default_generator.manual_seed(words[1])
+    seed_numpy(words)
+
+
+def seed_numpy(words: tuple[int, int, int, int]) -> None:
+    """Seed numpy's global generator, where numpy is imported."""
     numpy: Any = sys.modules.get("numpy")
     if numpy is not None:
         numpy.random.seed(words[2] & 0xFFFFFFFF)  # its legacy generator takes 32 bits

@@ -13,7 +13,7 @@ import signal
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import connection
@@ -24,14 +24,16 @@ from torch._C import _remove_worker_pids
 from torch.utils.data import DataLoader, get_worker_info
 from torch.utils.data._utils.pin_memory import pin_memory
 
-from slurm_forge.errors import ForgeError
+from slurm_forge.errors import ForgeError, UsageError
 from slurm_forge.slurm.kernel import OomKills, killed_since, read_oom_kills
-from slurm_forge.training.core.oom import LoaderKilledError
-from slurm_forge.training.core.rng import (
-    preserved,
-    seed_sample,
+from slurm_forge.training.core.host_generators import (
+    HostGenerator,
+    HostStates,
+    SampleRandomness,
 )
+from slurm_forge.training.core.oom import LoaderKilledError
 from slurm_forge.training.core.sample_order import SampleId
+from slurm_forge.training.data.item_digest import item_digest
 from slurm_forge.training.data.worker_shield import (
     children_deaf_from_birth,
     shield_worker,
@@ -46,6 +48,9 @@ STEPS_READY = 2
 _TICK_S = 0.1
 #: What a worker gets at the end before the next, harder way is tried, in seconds.
 _PATIENCE_S = 0.2
+#: What a sample takes at most for its seeding to matter, and how long samples are fetched without a
+#: look at what else there is to do, in seconds.
+_QUICK_S, _AT_ONCE_S = 0.002, 0.02
 
 
 class Polling:
@@ -70,31 +75,105 @@ class Polling:
         return max(self._interval, 0.001)
 
 
-@dataclass(frozen=True, slots=True)
 class MicroBatchMaker:
     """Makes a micro-batch from sample ids: the dataset's samples, seeded one by one, collated.
 
-    Samples are fetched one by one also where the dataset has ``__getitems__``: randomness in
-    there would depend on which samples come together.
+    Where samples are quick, only the generators that the dataset draws from are seeded.  One that
+    draws from none is asked for all samples at once, where it has ``__getitems__``; with randomness
+    in there it would depend on which samples come together.
     """
 
-    dataset: Any
-    collate_fn: Callable[[list[Any]], Any]
-    seed: int
+    def __init__(self, dataset: Any, collate_fn: Callable[[list[Any]], Any], seed: int) -> None:
+        self.dataset = dataset
+        self.randomness = SampleRandomness(seed)
+        self._collate_fn = collate_fn
+        self._has_getitems = getattr(dataset, "__getitems__", None) is not None
+        self._at_once: int | None = None
 
     def __getitem__(self, ids: Sequence[SampleId]) -> Any:
         """The micro-batch of these samples; this is how a ``DataLoader`` worker asks for it."""
-        return self.collate(ids, [self.sample(sample) for sample in ids])
+        before = self.randomness.generators.states()
+        while True:
+            try:
+                made = self.collate(ids, self.samples(ids))
+            except Exception:
+                if self.learned(before):
+                    continue
+                raise
+            if not self.learned(before):
+                return made
 
-    def sample(self, sample: SampleId) -> Any:
-        """One sample, with its own randomness."""
-        seed_sample(self.seed, *sample)
-        return self.dataset[sample[1]]
+    def learned(self, before: HostStates, drawn: frozenset[HostGenerator] = frozenset()) -> bool:
+        """Whether a generator was drawn from that was not seeded, since then or among ``drawn``.
+
+        What was made is to be made again then.
+        """
+        randomness = self.randomness
+        drawn |= randomness.generators.drawn(before, randomness.unused())
+        return randomness.learn(drawn)
+
+    def at_once(self, sample: SampleId) -> int:
+        """How many samples like that one are fetched in about 20 ms."""
+        if self._at_once is None:
+            self._examine(sample)
+        return self._at_once or 1
+
+    def samples(self, ids: Sequence[SampleId]) -> list[Any]:
+        """These samples, in order, each with its own randomness."""
+        if self._at_once is None:
+            self._examine(ids[0])
+        dataset, randomness = self.dataset, self.randomness
+        if randomness.used:
+            samples = []
+            for epoch, index in ids:
+                randomness.begin(epoch, index)
+                samples.append(dataset[index])
+            return samples
+        if not self._has_getitems:
+            return [dataset[index] for _, index in ids]
+        samples = list(dataset.__getitems__([index for _, index in ids]))
+        if len(samples) != len(ids):
+            raise UsageError(
+                f"{type(self.dataset).__name__}.__getitems__ gave {len(samples)} samples for "
+                f"{len(ids)} indices",
+                next_step="Return one sample for each index, in order, or remove __getitems__.",
+            )
+        return samples
 
     def collate(self, ids: Sequence[SampleId], samples: list[Any]) -> Any:
         """Put samples together; collate functions draw random numbers too (token masking)."""
-        seed_sample(self.seed, *ids[0], collate=True)
-        return self.collate_fn(samples)
+        self.randomness.begin(*ids[0], collate=True)
+        return self._collate_fn(samples)
+
+    def _examine(self, sample: SampleId) -> None:
+        """Learn which generators a sample is made of.
+
+        One that takes long, or differs by the seed of a generator that it did not draw from (it
+        may ask for the seed itself), is seeded wholly: that costs 9 µs.
+        """
+        self._at_once = 1
+        outside = self.randomness.generators.states()
+        try:
+            one = self._sample_of_seed(sample, 1)
+            other = one and self._sample_of_seed(sample, 2)
+        except Exception:  # raised again by the fetch that follows
+            one = other = ""
+        finally:
+            self.randomness.generators.put_back(outside)
+        if not one or one != other:
+            self.randomness.use_all()
+
+    def _sample_of_seed(self, sample: SampleId, seed: int) -> str:
+        """The digest of a sample that has other randomness where it draws none; empty if slow."""
+        randomness = self.randomness
+        while True:
+            randomness.begin_otherwise(*sample, seed)
+            before, began = randomness.generators.states(), time.perf_counter()
+            item = self.dataset[sample[1]]
+            took = time.perf_counter() - began
+            if not self.learned(before):
+                self._at_once = 1 + int(_AT_ONCE_S / max(took, 1e-6))
+                return item_digest(item) if took < _QUICK_S else ""
 
 
 class InProcess:
@@ -103,6 +182,9 @@ class InProcess:
     def __init__(self, make: MicroBatchMaker, steps: Iterator[StepIds], *, pin: bool) -> None:
         self._make, self._steps, self._pin = make, steps, pin
         self._next_ids: StepIds | None = None
+        self._before = make.randomness.generators.states()
+        #: What was drawn from for the micro-batch in progress, up to the last poll.
+        self._drawn: frozenset[HostGenerator] = frozenset()
 
     def start(self) -> None:
         """Nothing to start."""
@@ -111,12 +193,18 @@ class InProcess:
         """The next step's sample ids and micro-batches; polls between samples."""
         if self._next_ids is None:
             self._next_ids = next(self._steps)
-        ids = self._next_ids
+        ids, randomness = self._next_ids, self._make.randomness
         parts: list[Any] = []
         work = self._work(ids, parts)
         while True:
-            with preserved():
+            self._before = randomness.generators.states()
+            changed = frozenset(HostGenerator)
+            try:
                 interrupted = any(pace.is_due() for _ in work)
+                if not interrupted:
+                    changed = randomness.used
+            finally:
+                self._drawn |= randomness.generators.put_back(self._before, changed)
             if not interrupted:
                 break
             pace.poll()  # with the caller's random state: it may be saved in there
@@ -129,12 +217,26 @@ class InProcess:
     def _work(self, ids: StepIds, parts: list[Any]) -> Iterator[None]:
         """Make the micro-batches into ``parts``, with a pause after each sample."""
         for some in ids:
-            samples = []
-            for sample in some:
-                samples.append(self._make.sample(sample))
-                yield
-            batch = self._make.collate(some, samples)
+            batch = yield from self._micro_batch(some)
             parts.append(pin_memory(batch) if self._pin else batch)  # type: ignore[no-untyped-call]
+
+    def _micro_batch(self, ids: Sequence[SampleId]) -> Generator[None, None, Any]:
+        make = self._make
+        while True:
+            self._drawn = frozenset()
+            samples: list[Any] = []
+            try:
+                size = make.at_once(ids[0])
+                for first in range(0, len(ids), size):
+                    samples += make.samples(ids[first : first + size])
+                    yield
+                batch = make.collate(ids, samples)
+            except Exception:
+                if make.learned(self._before, self._drawn):
+                    continue
+                raise
+            if not make.learned(self._before, self._drawn):
+                return batch
 
 
 class WorkerPool:

@@ -12,6 +12,11 @@ from hypothesis import strategies as st
 
 from slurm_forge.errors import CheckpointError
 from slurm_forge.training.core import rng
+from slurm_forge.training.core.host_generators import (
+    HostGenerator,
+    HostGenerators,
+    SampleRandomness,
+)
 
 
 def draw() -> list[float]:
@@ -112,8 +117,10 @@ def test_derived_states_repeat_and_differ_by_step_and_rank():
 
 
 def test_randomness_of_a_sample_depends_on_its_identity_alone():
-    def drawn(*which, **how):
-        rng.seed_sample(*which, **how)
+    def drawn(seed, *which, **how):
+        randomness = SampleRandomness(seed)
+        randomness.use_all()
+        randomness.begin(*which, **how)
         return tuple(draw())
 
     first = drawn(0, 3, 7)
@@ -129,7 +136,55 @@ def test_preserved_gives_the_caller_its_states_back_after_an_error_too():
     expected = draw()
     rng.restore(state)
     with pytest.raises(KeyError), rng.preserved():
-        rng.seed_sample(0, 0, 0)
         draw()
         raise KeyError
     assert draw() == expected
+
+
+DRAWS = {
+    HostGenerator.PYTHON: [random.random, lambda: random.gauss(0, 1), lambda: random.seed(1)],
+    HostGenerator.TORCH: [lambda: torch.rand(1), lambda: torch.randn(1)],
+    HostGenerator.NUMPY: [numpy.random.rand, numpy.random.randn, lambda: numpy.random.seed(1)],
+}
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from(HostGenerator), st.integers(0, 2)), max_size=6),
+    st.lists(st.tuples(st.sampled_from(HostGenerator), st.integers(0, 2)), max_size=6),
+)
+def test_what_is_drawn_from_is_known_and_put_back(earlier, later):
+    def play(draws):
+        for which, number in draws:
+            DRAWS[which][number % len(DRAWS[which])]()
+
+    generators = HostGenerators()
+    generators.states()
+    play(earlier)  # a normal number may be held back now, which leaves no trace when it is drawn
+    before, states = rng.capture(), generators.states()
+    assert generators.drawn(states) == frozenset()
+    play(later)
+    after = rng.capture()
+    changed = {
+        which for which in HostGenerator if not (after[which.value] == before[which.value]).all()
+    }
+    assert generators.drawn(states) == changed
+    assert generators.put_back(states) == changed
+    assert all((rng.capture()[name] == before[name]).all() for name in before)
+    assert generators.drawn(states) == frozenset()
+
+
+def test_a_generator_of_numpy_that_was_exchanged_is_watched_as_well():
+    mine = numpy.random.get_bit_generator()
+    generators = HostGenerators()
+    try:
+        for kind in (numpy.random.MT19937, numpy.random.PCG64):
+            before = generators.states()
+            numpy.random.set_bit_generator(kind(3))
+            assert generators.drawn(before) == {HostGenerator.NUMPY}
+            states = generators.states()
+            first = numpy.random.rand()
+            assert HostGenerator.NUMPY in generators.drawn(states)
+            generators.put_back(states)
+            assert numpy.random.rand() == first
+    finally:
+        numpy.random.set_bit_generator(mine)
