@@ -214,7 +214,11 @@ def _shuffle(values: _Words, length: int, keys: _Words) -> None:
         np.right_shift(larger, np.uint64(33), out=wrapped)
         larger ^= wrapped
         larger *= np.uint64(0xC4CEB9FE1A85EC53)
-        np.copyto(values, partner, where=larger.view(np.int64) < 0)
+        # Swapped where the top bit is set; a masked copy takes twice as long as all the rest.
+        np.right_shift(larger.view(np.int64), 63, out=larger.view(np.int64))
+        partner ^= values
+        partner &= larger
+        values ^= partner
 
 
 def _nearest(global_batch: int, ranks: int) -> str:

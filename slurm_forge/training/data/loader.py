@@ -7,6 +7,7 @@ deaf: a ``Polling`` is called in between, and what it raises loses nothing.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import queue
 import signal
@@ -26,13 +27,13 @@ from torch.utils.data._utils.pin_memory import pin_memory
 
 from slurm_forge.errors import ForgeError, UsageError
 from slurm_forge.slurm.kernel import OomKills, killed_since, read_oom_kills
-from slurm_forge.training.core.host_generators import (
+from slurm_forge.training.core.oom import LoaderKilledError
+from slurm_forge.training.core.sample_order import SampleId
+from slurm_forge.training.data.host_generators import (
     HostGenerator,
     HostStates,
     SampleRandomness,
 )
-from slurm_forge.training.core.oom import LoaderKilledError
-from slurm_forge.training.core.sample_order import SampleId
 from slurm_forge.training.data.item_digest import item_digest
 from slurm_forge.training.data.worker_shield import (
     children_deaf_from_birth,
@@ -48,9 +49,11 @@ STEPS_READY = 2
 _TICK_S = 0.1
 #: What a worker gets at the end before the next, harder way is tried, in seconds.
 _PATIENCE_S = 0.2
-#: What a sample takes at most for its seeding to matter, and how long samples are fetched without a
-#: look at what else there is to do, in seconds.
-_QUICK_S, _AT_ONCE_S = 0.002, 0.02
+#: What a sample takes at most for its seeding to matter, and at least to be fetched no more often
+#: than it has to be; how long samples are fetched without a look at what else there is to do.
+_QUICK_S, _SLOW_S, _AT_ONCE_S = 0.002, 0.05, 0.02
+#: How often the first sample is fetched: each generator may show only once the last one is seeded.
+_FETCHES = 5
 
 
 class Polling:
@@ -109,7 +112,10 @@ class MicroBatchMaker:
         What was made is to be made again then.
         """
         randomness = self.randomness
-        drawn |= randomness.generators.drawn(before, randomness.unused())
+        if len(randomness.used) == len(HostGenerator):
+            return False
+        if not randomness.generators.are_unchanged(before):
+            drawn |= randomness.generators.drawn(before)
         return randomness.learn(drawn)
 
     def at_once(self, sample: SampleId) -> int:
@@ -146,34 +152,34 @@ class MicroBatchMaker:
         return self._collate_fn(samples)
 
     def _examine(self, sample: SampleId) -> None:
-        """Learn which generators a sample is made of.
+        """Learn which generators a sample is made of, by fetching it a few times.
 
         One that takes long, or differs by the seed of a generator that it did not draw from (it
         may ask for the seed itself), is seeded wholly: that costs 9 µs.
         """
         self._at_once = 1
-        outside = self.randomness.generators.states()
+        randomness, digests, quickest = self.randomness, list[str](), math.inf
+        outside = randomness.generators.states()
         try:
-            one = self._sample_of_seed(sample, 1)
-            other = one and self._sample_of_seed(sample, 2)
+            for seed in range(1, _FETCHES + 1):
+                randomness.begin_otherwise(*sample, seed)
+                before, began = randomness.generators.states(), time.perf_counter()
+                item = self.dataset[sample[1]]
+                quickest = min(quickest, time.perf_counter() - began)
+                if quickest > _SLOW_S:
+                    break
+                if self.learned(before):
+                    digests.clear()
+                else:
+                    digests.append(item_digest(item))
         except Exception:  # raised again by the fetch that follows
-            one = other = ""
+            digests.clear()
         finally:
-            self.randomness.generators.put_back(outside)
-        if not one or one != other:
-            self.randomness.use_all()
-
-    def _sample_of_seed(self, sample: SampleId, seed: int) -> str:
-        """The digest of a sample that has other randomness where it draws none; empty if slow."""
-        randomness = self.randomness
-        while True:
-            randomness.begin_otherwise(*sample, seed)
-            before, began = randomness.generators.states(), time.perf_counter()
-            item = self.dataset[sample[1]]
-            took = time.perf_counter() - began
-            if not self.learned(before):
-                self._at_once = 1 + int(_AT_ONCE_S / max(took, 1e-6))
-                return item_digest(item) if took < _QUICK_S else ""
+            randomness.generators.put_back(outside)
+        if quickest < _QUICK_S and len(digests) > 1 and len({"", *digests}) == 2:
+            self._at_once += int(_AT_ONCE_S / max(quickest, 1e-6))
+        else:
+            randomness.use_all()
 
 
 class InProcess:
@@ -198,13 +204,13 @@ class InProcess:
         work = self._work(ids, parts)
         while True:
             self._before = randomness.generators.states()
-            changed = frozenset(HostGenerator)
+            interrupted = True
             try:
                 interrupted = any(pace.is_due() for _ in work)
-                if not interrupted:
-                    changed = randomness.used
             finally:
-                self._drawn |= randomness.generators.put_back(self._before, changed)
+                # At the end of a micro-batch nothing else was drawn from.
+                if interrupted or randomness.used:
+                    self._drawn |= randomness.generators.put_back(self._before)
             if not interrupted:
                 break
             pace.poll()  # with the caller's random state: it may be saved in there

@@ -32,8 +32,8 @@ from slurm_forge.vocabulary.json_value import Json
 from slurm_forge.vocabulary.plan import SampleWindow
 
 #: Samples of this rank whose steps are planned at once (numpy's cost per call, shared out).
-_LOOK_AHEAD = 4096
-_MOST_STEPS_AHEAD = 64
+_LOOK_AHEAD = 8192
+_MOST_STEPS_AHEAD = 256
 #: What is taken from a sampler at once, because changing the random state costs 0.1 ms.
 _INDICES_AT_ONCE = 4096
 _LISTS_AT_ONCE = 64
