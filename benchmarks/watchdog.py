@@ -25,7 +25,7 @@ from slurm_forge.control import Hub, Member
 from slurm_forge.control.addresses import parse_addresses
 from slurm_forge.control.clock_page import ProgressClock, new_page
 from slurm_forge.run_directory import RunDirectory
-from slurm_forge.training.core.procfs import (
+from slurm_forge.training.monitor.procfs import (
     children_of,
     read_process,
 )

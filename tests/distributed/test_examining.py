@@ -13,11 +13,11 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
+from slurm_forge.training.core.host_generators import Generators
 from slurm_forge.training.core.loss import (
     BatchLoss,
     Loss,
 )
-from slurm_forge.training.core.rng import Generators
 from slurm_forge.training.core.run_state import Registry
 from slurm_forge.training.data.batches import Batch
 from slurm_forge.training.instability.diagnosis import StepDiagnoser

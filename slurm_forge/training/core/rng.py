@@ -190,30 +190,6 @@ class OwnRandomness:
             self._outside.put_back_host()
 
 
-@dataclass(frozen=True, slots=True)
-class Generators:
-    """The states of torch's own generators: those that dropout draws from."""
-
-    host: torch.Tensor
-    device: torch.Tensor | None
-    index: int = 0
-
-    @classmethod
-    def now(cls, device: torch.device) -> Generators:
-        """Copies, in a microsecond; nothing is waited for."""
-        host = torch.default_generator.get_state()
-        if device.type != "cuda":
-            return cls(host, None)
-        index = torch.cuda.current_device() if device.index is None else device.index
-        return cls(host, torch.cuda.default_generators[index].get_state(), index)
-
-    def put_back(self) -> None:
-        """Draw from here on what followed then."""
-        torch.default_generator.set_state(self.host)
-        if self.device is not None:
-            torch.cuda.default_generators[self.index].set_state(self.device)
-
-
 def _uses_cuda() -> bool:
     # Asking for a state would initialise CUDA, which costs memory and forbids forking.
     return torch.cuda.is_available() and bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]

@@ -27,13 +27,13 @@ from torch.utils.data._utils.pin_memory import pin_memory
 
 from slurm_forge.errors import ForgeError, UsageError
 from slurm_forge.slurm.kernel import OomKills, killed_since, read_oom_kills
-from slurm_forge.training.core.oom import LoaderKilledError
-from slurm_forge.training.core.sample_order import SampleId
-from slurm_forge.training.data.host_generators import (
+from slurm_forge.training.core.host_generators import (
     HostGenerator,
     HostStates,
     SampleRandomness,
 )
+from slurm_forge.training.core.oom import LoaderKilledError
+from slurm_forge.training.core.sample_order import SampleId
 from slurm_forge.training.data.item_digest import item_digest
 from slurm_forge.training.data.worker_shield import (
     children_deaf_from_birth,

@@ -17,9 +17,9 @@ import torch.distributed as dist
 
 from slurm_forge.checkpoint.collectives import Ranks
 from slurm_forge.json_codec import from_json
+from slurm_forge.training.core.host_generators import Generators
 from slurm_forge.training.core.loss import Loss
 from slurm_forge.training.core.rank_layout import ActiveLayout, RankLayout
-from slurm_forge.training.core.rng import Generators
 from slurm_forge.training.core.run_state import Registry
 from slurm_forge.training.core.sample_order import SampleId
 from slurm_forge.training.data.batches import Batch

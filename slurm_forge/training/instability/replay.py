@@ -19,11 +19,11 @@ from torch.utils.hooks import RemovableHandle
 
 from slurm_forge.checkpoint.content.models import wrapped_attribute
 from slurm_forge.training.core import rng
+from slurm_forge.training.core.host_generators import Generators
 from slurm_forge.training.core.loss import (
     BatchLoss,
     Loss,
 )
-from slurm_forge.training.core.rng import Generators
 from slurm_forge.training.data.batches import Batch
 from slurm_forge.training.step.gradient_norms import parameter_names
 

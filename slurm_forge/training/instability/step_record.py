@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from slurm_forge.training.core.rng import Generators
+from slurm_forge.training.core.host_generators import Generators
 from slurm_forge.training.data.batches import Batch
 from slurm_forge.training.step.gradient_guard import GuardedUpdate, Reading
 from slurm_forge.training.step.update_report import UpdateReport

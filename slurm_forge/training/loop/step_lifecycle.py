@@ -18,10 +18,10 @@ from torch.optim import Optimizer
 from slurm_forge.control import Member
 from slurm_forge.errors import UnsupportedError, UsageError
 from slurm_forge.training.checkpointing.resume_check import FirstSteps
+from slurm_forge.training.core.host_generators import Generators
 from slurm_forge.training.core.instability import ActivePlan
 from slurm_forge.training.core.loss import BatchLoss, Loss, LossHistory
 from slurm_forge.training.core.rank_layout import ActiveLayout
-from slurm_forge.training.core.rng import Generators
 from slurm_forge.training.core.run_state import (
     Registry,
     TrainingProgress,

@@ -45,10 +45,6 @@ from slurm_forge.run_directory import RunDirectory
 from slurm_forge.run_directory.last_words import LastWords, write_last_words
 from slurm_forge.signals import signal_name
 from slurm_forge.slurm.kernel import killed_since, read_oom_kills
-from slurm_forge.training.core.procfs import (
-    exit_status,
-    read_process,
-)
 from slurm_forge.training.monitor.flight_recorder import (
     dump_into,
     forget,
@@ -58,6 +54,10 @@ from slurm_forge.training.monitor.netlink import (
     own_addresses,
 )
 from slurm_forge.training.monitor.port_counters import PortCounters
+from slurm_forge.training.monitor.procfs import (
+    exit_status,
+    read_process,
+)
 from slurm_forge.training.monitor.stacks import StackDumper
 from slurm_forge.vocabulary.cause import Cause
 

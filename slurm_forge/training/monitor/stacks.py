@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from slurm_forge.signals import STACK_SIGNAL
-from slurm_forge.training.core.procfs import (
+from slurm_forge.training.monitor.procfs import (
     ProcessFacts,
     catches,
     children_of,

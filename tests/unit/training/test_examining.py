@@ -14,11 +14,11 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from slurm_forge.json_codec import parse
+from slurm_forge.training.core.host_generators import Generators
 from slurm_forge.training.core.loss import (
     BatchLoss,
     Loss,
 )
-from slurm_forge.training.core.rng import Generators
 from slurm_forge.training.core.run_state import Registry
 from slurm_forge.training.data.batches import Batch
 from slurm_forge.training.instability.diagnosis import StepDiagnoser

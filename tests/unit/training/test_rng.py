@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from slurm_forge.errors import CheckpointError
 from slurm_forge.training.core import rng
-from slurm_forge.training.data.host_generators import (
+from slurm_forge.training.core.host_generators import (
     HostGenerator,
     HostGenerators,
     SampleRandomness,

@@ -14,7 +14,7 @@ from torch.utils.data import default_collate
 
 from slurm_forge.errors import UsageError
 from slurm_forge.training.core import rng
-from slurm_forge.training.data.host_generators import HostGenerator
+from slurm_forge.training.core.host_generators import HostGenerator
 from slurm_forge.training.data.loader import InProcess, MicroBatchMaker, Polling, WorkerPool
 
 STEPS = [[[(0, i) for i in range(start, start + 3)], [(0, start + 3)]] for start in range(0, 24, 4)]

@@ -23,7 +23,7 @@ from slurm_forge.control.stack_text import threads
 from slurm_forge.knobs import Knobs
 from slurm_forge.run_directory import RunDirectory
 from slurm_forge.run_directory.last_words import read_last_words
-from slurm_forge.training.core.procfs import (
+from slurm_forge.training.monitor.procfs import (
     ProcessFacts,
     exit_status,
     parse_stat,

@@ -1,4 +1,4 @@
-"""The host's global generators of random numbers: cheap to look at where nobody draws from them.
+"""Global generators of random numbers: cheap to look at where nobody draws from them.
 
 A copy of all states takes 37 µs, 30 of them numpy's, and seeding for a sample 8 µs.  Most datasets
 draw from one generator or from none, and that shows.
@@ -17,6 +17,31 @@ from typing import Any
 import torch
 
 from slurm_forge.training.core.rng import sample_words, seed_numpy
+
+
+@dataclass(frozen=True, slots=True)
+class Generators:
+    """The states of torch's own generators: those that dropout draws from."""
+
+    host: torch.Tensor
+    device: torch.Tensor | None
+    index: int = 0
+
+    @classmethod
+    def now(cls, device: torch.device) -> Generators:
+        """Copies, in a microsecond; nothing is waited for."""
+        host = torch.default_generator.get_state()
+        if device.type != "cuda":
+            return cls(host, None)
+        index = torch.cuda.current_device() if device.index is None else device.index
+        return cls(host, torch.cuda.default_generators[index].get_state(), index)
+
+    def put_back(self) -> None:
+        """Draw from here on what followed then."""
+        torch.default_generator.set_state(self.host)
+        if self.device is not None:
+            torch.cuda.default_generators[self.index].set_state(self.device)
+
 
 #: A Mersenne Twister in memory, Python's and numpy's: 624 words, and where it is in them.
 _MT_WORDS, _MT_BYTES = 624, 625 * 4
