@@ -18,8 +18,11 @@ from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
 
 from slurm_forge.checkpoint.content.models import wrapped_attribute
-from slurm_forge.training.core import rng
-from slurm_forge.training.core.host_generators import Generators
+from slurm_forge.training.core.host_generators import (
+    Generators,
+    HostGenerator,
+    HostGenerators,
+)
 from slurm_forge.training.core.loss import (
     BatchLoss,
     Loss,
@@ -43,40 +46,42 @@ class ReplayedMicroBatch:
 class StateGuard:
     """Keeps what a forward and backward change beside the gradients; ``put_back`` restores it.
 
-    Buffers of all models, the random state, and which modules are in training mode.  Raises
-    UnsupportedError where the random state can't be had.
+    Buffers of all models, the random state, and which modules are in training mode.
     """
 
     def __init__(self, models: Iterable[nn.Module]) -> None:
-        self._random = rng.capture()
+        models = list(models)
+        devices = (p.device for model in models for p in model.parameters())
+        self._device = next(devices, torch.device("cpu"))
+        self._host = HostGenerators()
+        self._random, self._generators = self._host.states(), Generators.now(self._device)
         self._modes: list[tuple[nn.Module, bool]] = []
         self._buffers: list[tuple[nn.Module, str, torch.Tensor | None, torch.Tensor | None]] = []
         for module in dict.fromkeys(part for model in models for part in model.modules()):
             self._modes.append((module, module.training))
             for name, buffer in module._buffers.items():
                 self._buffers.append((module, name, buffer, _copy(buffer)))
-        self._drawn_from = self._random
+        self._drawn_from = self._random, self._generators
 
     def begin(self, generators: Generators | None) -> None:
         """The replay begins, with the random numbers of the step where they are known."""
         if generators is not None:
             generators.put_back()
-        self._drawn_from = rng.capture()
+        self._drawn_from = self._host.states(), Generators.now(self._device)
 
     def drew(self, generators: Generators | None) -> bool:
         """Whether random numbers were drawn since that can't be those of the step."""
-        generator_names = set() if generators is None else {"torch", "cuda"}
-        now = rng.capture()
-        return any(
-            name not in generator_names
-            and not torch.equal(state, self._drawn_from.get(name, state[:0]))
-            for name, state in now.items()
-        )
+        host, device = self._drawn_from
+        drawn = self._host.drawn(host)
+        if generators is not None:
+            return bool(drawn - {HostGenerator.TORCH})
+        return bool(drawn) or not device.are_equal(Generators.now(self._device))
 
     @torch.no_grad()
     def put_back(self) -> None:
         """Everything as it was when this object was made."""
-        rng.restore(self._random)
+        self._host.put_back(self._random)
+        self._generators.put_back()
         for module, training in self._modes:
             module.training = training
         for module, name, buffer, values in self._buffers:
