@@ -100,6 +100,10 @@ class RunDirectoryError(ForgeError):
     """The run directory is missing, damaged, or belongs to somebody else."""
 
 
+class FormatError(RunDirectoryError):
+    """A later version of slurm_forge wrote it, in a format that this one must not read."""
+
+
 class SnapshotError(ForgeError):
     """The code of a run could not be copied, or is not there."""
 

@@ -226,11 +226,11 @@ def stop(run: RunOrJob, runs: Runs = None) -> None:
 def _job_in_queue(run: RunDirectory) -> str:
     """The run's job while it waits to be started, by Slurm or else by the journal; else empty."""
     from slurm_forge.cli.observe.surroundings import ask_slurm
-    from slurm_forge.journal import RunStatus, fold, read_journal
+    from slurm_forge.journal import RunStatus, fold, read_to_fold
     from slurm_forge.report.story.queue_reason import job_to_ask_about
     from slurm_forge.slurm.states import PENDING_LIKE
 
-    records, _ = read_journal(run)
+    records = read_to_fold(run)
     job = job_to_ask_about(records)
     if job is None:
         return ""

@@ -17,7 +17,7 @@ from slurm_forge.errors import ForgeError, RunDirectoryError
 from slurm_forge.run_directory import RunDirectory
 
 if TYPE_CHECKING:
-    from slurm_forge.journal.events import Event
+    pass
 
 _JOB = re.compile(r"[0-9]{1,10}(?:_[0-9]{1,10})?")
 
@@ -51,19 +51,24 @@ def meant(wanted: str, runs: Path | None) -> RunDirectory:
 
 def jobs_of(run: RunDirectory) -> frozenset[str]:
     """Every job that the journal of the run names as its own; none where it can't be read."""
-    from slurm_forge.journal import read_journal
+    from slurm_forge.journal import read_to_fold
 
     try:
-        records, _ = read_journal(run, skip_superseded=True)
+        records = read_to_fold(run)
     except (ForgeError, OSError):
         return frozenset()
     return frozenset(job for record in records for job in _jobs(record.event))
 
 
-def _jobs(event: Event) -> Iterator[str]:
+def _jobs(event: object) -> Iterator[str]:
     from slurm_forge.journal.events import AttemptStarted, RequeueDone, Submitted
+    from slurm_forge.journal.state import EarlierState
 
-    if isinstance(event, AttemptStarted | Submitted):
+    if isinstance(event, EarlierState):
+        for attempt in event.state.attempts:
+            yield from (attempt.job, *(done.successor or done.job for _, done in attempt.requeues))
+        yield event.state.job
+    elif isinstance(event, AttemptStarted | Submitted):
         yield event.job
     elif isinstance(event, RequeueDone):
         yield event.successor or event.job

@@ -12,10 +12,12 @@ client list the folder anew.
 Entry: ``events``.
 """
 
-from slurm_forge.journal.file import Damage, JournalWriter, Record, read_journal
+from slurm_forge.journal.archive import compact_journal, read_journal, read_to_fold
+from slurm_forge.journal.file import JournalWriter, Record
 from slurm_forge.journal.fold import fold
 from slurm_forge.journal.known import Known, KnownCheckpoint
 from slurm_forge.journal.order import newest_attempt_in, read_position
+from slurm_forge.journal.reading import Damage
 from slurm_forge.journal.state import AttemptState, RunState, RunStatus
 
 __all__ = [
@@ -27,8 +29,10 @@ __all__ = [
     "Record",
     "RunState",
     "RunStatus",
+    "compact_journal",
     "fold",
     "newest_attempt_in",
     "read_journal",
     "read_position",
+    "read_to_fold",
 ]

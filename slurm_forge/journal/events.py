@@ -76,6 +76,7 @@ __all__ = [
     "StretchesLearned",
     "Submitted",
     "TrendSeen",
+    "UnknownEvent",
     "UserAsked",
 ]
 
@@ -467,6 +468,14 @@ class Note:
 
     text: str
     kind: Literal["note"] = "note"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnknownEvent:
+    """What a later slurm_forge (``by``) wrote and this one does not know: never written by it."""
+
+    kind: str
+    by: str = ""
 
 
 Event = Annotated[

@@ -1,8 +1,7 @@
-"""The journal's files: a line per event, a file per writer, and reading what all have written.
+"""The lines of the journal and the files that they are appended to: one per writer.
 
 One file per writer because shared appends are not safe everywhere: BeeGFS keeps ``O_APPEND`` and
 ``flock`` node-local by default, NFS clients cache.  So no two processes ever write the same file.
-Readers tolerate a torn last line.
 """
 
 from __future__ import annotations
@@ -20,18 +19,23 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import islice
 from pathlib import Path
 from types import TracebackType
+from typing import cast
 
 from pydantic import TypeAdapter, ValidationError
 
+from slurm_forge import __version__
+from slurm_forge.errors import UnsafeFileError
 from slurm_forge.files import (
     fsync_directory,
     make_private_directory,
     read_trusted,
-    refresh_listing,
+    write_atomic,
 )
 from slurm_forge.files.atomic import write_all
+from slurm_forge.format_version import FormatVersion, refuse_later
 from slurm_forge.journal.events import (
     CheckpointCommitted,
     CheckpointJudged,
@@ -46,12 +50,15 @@ from slurm_forge.journal.events import (
     RequeueFailed,
     RequeueIntended,
     Submitted,
+    UnknownEvent,
     UserAsked,
 )
+from slurm_forge.journal.later_words import later_event
+from slurm_forge.journal.state import EarlierState
 from slurm_forge.run_directory import RunDirectory
 
-#: Version of the line format.  Readers skip lines of a kind they do not know.
-FORMAT = 1
+#: Version of the line format: see ``slurm_forge.format_version``.
+FORMAT = FormatVersion(1, 1)
 #: One event is small; a longer line is damage, or somebody filling the disk.
 LINE_LIMIT = 1 << 18
 #: The launch of an event that belongs to none, such as what a person asked for: it comes after
@@ -73,15 +80,19 @@ _DURABLE = (
     Submitted,
     UserAsked,
 )
+_LONGEST_WORD = 64
+#: In the text of a value the quotes would be escaped: these can't be anything but the kind.
+_FREQUENT = (b'"kind":"progress"', b'"kind":"logged"')
+_LOGGED = _FREQUENT[1]
+#: More than a day of training: a figure that is older than that is nobody's newest.
+_LOOKED_AT = 20_000
+_FIGURE = re.compile(rb'"((?:[^"\\]|\\.)*)":')
+#: What a file of one writer grows to before it begins another one.
+_ROTATE_AT = 1 << 24
 #: A disk that stays full must not be filled with empty files.
 _MAX_REOPENS = 8
 #: Lines that are written anew where the file that they were in can't be trusted any more.
 _UNSYNCED = 1000
-
-_FILE_LIMIT = 1 << 28
-_NAME = re.compile(r"\d{1,9}-([a-z0-9]+-[0-9a-f]{8})\.jsonl")
-#: In the text of a value the quotes would be escaped: these can't be anything but the kind.
-_FREQUENT = (b'"kind":"progress"', b'"kind":"logged"')
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +100,8 @@ class Record:
     """An event and its place: the attempt and launch that it belongs to, its writer, and its order.
 
     ``logical_time`` (Lamport) is greater than that of whatever its writer had written or read
-    before; 0 in lines of older versions.  ``time`` is the writer's clock, for people.
+    before; 0 in lines of older versions.  ``time`` is the writer's clock, for people.  A line also
+    has ``v``, the version of its format, and ``by``, that of slurm_forge.
     """
 
     attempt: int
@@ -97,7 +109,21 @@ class Record:
     sequence: int
     time: float
     writer: str
+    event: Event | UnknownEvent | EarlierState
+    logical_time: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Line:
+    """A record as it is written, without its writer."""
+
+    attempt: int
+    launch: int
+    seq: int
+    time: float
     event: Event
+    v: object = 1
+    by: object = ""
     logical_time: int = 0
 
 
@@ -106,51 +132,116 @@ def _adapter() -> TypeAdapter[Event]:
     return TypeAdapter(Event)
 
 
+@lru_cache(maxsize=1)
+def _line_adapter() -> TypeAdapter[_Line]:
+    return TypeAdapter(_Line)
+
+
 def encode(record: Record) -> bytes:
     """One line, newline included."""
     body = {
-        "v": FORMAT,
+        "v": str(FORMAT),
+        "by": __version__,
         "attempt": record.attempt,
         "launch": record.launch,
         "seq": record.sequence,
         "time": record.time,
         "logical_time": record.logical_time,
-        "event": _adapter().dump_python(record.event, mode="json"),
+        "event": _adapter().dump_python(cast("Event", record.event), mode="json"),
     }
     return json.dumps(body, separators=(",", ":"), allow_nan=True).encode() + b"\n"
 
 
-def decode(line: bytes, writer: str) -> Record | None:
-    """The record on a line; None for a kind from a newer version; ``ValueError`` for damage."""
+def decode(line: bytes, writer: str) -> Record:
+    """The record on a line; of a kind that a later version added it is an ``UnknownEvent``.
+
+    Raises:
+        ValueError: The line is damaged.
+        FormatError: A later major version wrote it.
+    """
     if len(line) > LINE_LIMIT:
         raise ValueError(f"line of {len(line)} bytes")
     try:
+        read = _line_adapter().validate_json(line)
+    except ValidationError as error:
+        return _decode_later(line, writer, error)
+    if read.v != _WRITTEN:
+        _refuse_later(writer, read.v, read.by)
+    return _record(writer, read, read.event)
+
+
+_WRITTEN = str(FORMAT)
+
+
+def _record(writer: str, read: _Line, event: Event | UnknownEvent) -> Record:
+    if not math.isfinite(read.time):
+        raise ValueError("a time that can't be ordered")
+    return Record(
+        attempt=read.attempt,
+        launch=read.launch,
+        sequence=read.seq,
+        time=read.time,
+        writer=writer,
+        event=event,
+        logical_time=read.logical_time,
+    )
+
+
+def _decode_later(line: bytes, writer: str, error: ValidationError) -> Record:
+    """What has words that this version does not know; else the line is damaged."""
+    try:
         body = json.loads(line)
-    except RecursionError as error:
-        raise ValueError("nested too deep") from error
+    except RecursionError as nested:
+        raise ValueError("nested too deep") from nested
     if not isinstance(body, dict) or not isinstance(body.get("event"), dict):
         raise ValueError("not an event")
+    _refuse_later(writer, body.get("v", 1), body.get("by"))
+    by = str(body.get("by", ""))[:_LONGEST_WORD]
+    known, later = later_event(body["event"], error.errors(), by)
     try:
-        event = _adapter().validate_python(body["event"])
-    except ValidationError as error:
-        if any(e["type"] == "union_tag_invalid" for e in error.errors()):
-            return None
-        raise ValueError(str(error)) from error
-    try:
-        record = Record(
-            attempt=int(body["attempt"]),
-            launch=int(body["launch"]),
-            sequence=int(body["seq"]),
-            time=float(body["time"]),
-            writer=writer,
-            event=event,
-            logical_time=int(body.get("logical_time", 0)),
-        )
-    except (KeyError, TypeError, OverflowError) as error:
-        raise ValueError(f"field missing: {error}") from error
-    if not math.isfinite(record.time):
-        raise ValueError("a time that can't be ordered")
-    return record
+        read = _line_adapter().validate_python({**body, "event": known})
+    except ValidationError as damaged:
+        raise ValueError(str(damaged)) from damaged
+    return _record(writer, read, later or read.event)
+
+
+def _refuse_later(writer: str, version: object, by: object) -> None:
+    refuse_later(f"the journal of {writer}", FormatVersion.parse(version), FORMAT, by)
+
+
+def blank_superseded(content: bytes) -> bytes:
+    """Blank out each line of progress that a later one of the same row supersedes.
+
+    The state of the run is the same with and without them; line numbers stay.
+    """
+    lines = content.split(b"\n")
+    later: set[bytes] = set()
+    for index in range(len(lines) - 2, -1, -1):
+        line = lines[index]
+        kind = next((k for k in _FREQUENT if k in line), None)
+        if kind is None or not line.endswith(b"}"):
+            later.clear()
+        elif kind in later:
+            lines[index] = b""
+        else:
+            later.add(kind)
+    return b"\n".join(lines)
+
+
+def without_superseded(content: bytes) -> bytes:
+    """As ``blank_superseded``, but for the newest figure of every name: what reports are made of.
+
+    What is logged often must not hide what is logged now and then.
+    """
+    lines, thin = content.split(b"\n"), blank_superseded(content).split(b"\n")
+    figures: set[bytes] = set()
+    logged = (index for index in range(len(lines) - 1, -1, -1) if _LOGGED in lines[index])
+    for index in islice(logged, _LOOKED_AT):
+        names = set(_FIGURE.findall(lines[index].partition(b'"values":')[2]))
+        if not names <= figures:
+            thin[index] = lines[index]
+            figures |= names
+    return b"\n".join(thin)
 
 
 class AppendFile:
@@ -226,7 +317,8 @@ class AppendFile:
 class JournalWriter:
     """One writer's file.  Thread-safe; the file appears with the first event.
 
-    After a failed write or ``fsync`` the event goes into a fresh file; readers count it once.
+    After a failed write or ``fsync`` the event goes into a fresh file; readers count it once.  So
+    does what comes after ``rotate_at`` bytes; of the old file only lines remain that count.
     """
 
     def __init__(
@@ -237,8 +329,10 @@ class JournalWriter:
         writer: str,
         launch: int = 0,
         clock: Callable[[], float] = time.time,
+        rotate_at: int = _ROTATE_AT,
     ) -> None:
         self._folder = run.journal
+        self._rotate_at = rotate_at
         #: The attempt that writes.
         self.attempt = attempt
         self._writer = writer
@@ -252,6 +346,7 @@ class JournalWriter:
         #: What was written since the last fsync, and what of it the present file still owes.
         self._unsynced: deque[bytes] = deque(maxlen=_UNSYNCED)
         self._owed: list[bytes] = []
+        self._written = 0
         #: The launch that following events belong to.
         self.launch = launch
 
@@ -287,6 +382,9 @@ class JournalWriter:
                 self._unsynced.clear()
             else:
                 self._unsynced.append(line)
+            self._written += len(line)
+            if self._written >= self._rotate_at:
+                self._rotate()
 
     def advance_clock(self, records: Iterable[Record]) -> None:
         """Order what is written from now on behind ``records``, which the writer has read."""
@@ -300,6 +398,19 @@ class JournalWriter:
             self._closed = True
             self._close_file()
 
+    def _rotate(self) -> None:
+        """Leave the file, with the lines in it that count: a year of progress is few of them."""
+        self._written = 0
+        if self._file is None:
+            return
+        path = self._file.path
+        self._close_file()
+        # Else it stays as it is, and what it may not hold is written anew.
+        with contextlib.suppress(OSError, UnsafeFileError):
+            content = without_superseded(read_trusted(path, 2 * self._rotate_at + LINE_LIMIT))
+            write_atomic(path, b"".join(f for f in content.splitlines(keepends=True) if f.strip()))
+            self._unsynced.clear()
+
     def _append(self, line: bytes, sync: bool) -> None:
         if self._file is None:
             make_private_directory(self._folder)
@@ -307,6 +418,7 @@ class JournalWriter:
             self._file = AppendFile(self._folder / name)
             # Readers count once what is in two files.
             self._owed = list(self._unsynced)
+            self._written = 0
         while self._owed:
             self._file.append(self._owed[0])
             self._owed.pop(0)
@@ -318,77 +430,3 @@ class JournalWriter:
             # Some file systems report a failed write only here.
             with contextlib.suppress(OSError):
                 file.close()
-
-
-@dataclass(frozen=True, slots=True)
-class Damage:
-    """A line that could not be read: in which file, at which line (from 1), and why."""
-
-    file: str
-    line: int
-    reason: str
-
-
-def read_lines(content: bytes, *, file: str, writer: str) -> tuple[list[Record], list[Damage]]:
-    """Records of one file.  A last line without its newline is a write that never finished."""
-    records: list[Record] = []
-    damage: list[Damage] = []
-    lines = content.split(b"\n")
-    for number, line in enumerate(lines[:-1], start=1):
-        if not line.strip():
-            continue
-        try:
-            record = decode(line, writer)
-        except ValueError as error:
-            damage.append(Damage(file, number, str(error)))
-            continue
-        if record is not None:
-            records.append(record)
-    return records, damage
-
-
-def blank_superseded(content: bytes) -> bytes:
-    """Blank out each line of progress that a later one of the same row supersedes.
-
-    The state of the run is the same with and without them; line numbers stay.
-    """
-    lines = content.split(b"\n")
-    later: set[bytes] = set()
-    for index in range(len(lines) - 2, -1, -1):
-        line = lines[index]
-        kind = next((k for k in _FREQUENT if k in line), None)
-        if kind is None or not line.endswith(b"}"):
-            later.clear()
-        elif kind in later:
-            lines[index] = b""
-        else:
-            later.add(kind)
-    return b"\n".join(lines)
-
-
-def read_journal(
-    run: RunDirectory, *, skip_superseded: bool = False, refresh: bool = False
-) -> tuple[list[Record], list[Damage]]:
-    """All records of a run, in no particular order (``fold`` orders them), and what was damaged.
-
-    With ``skip_superseded`` without the lines of progress that change nothing in the state: a month
-    of training is read in a blink, which a requeue inside a grace time depends on.  ``refresh``: no
-    file may be missed, since the caller is about to write what counts behind all that is there.
-    """
-    records: list[Record] = []
-    damage: list[Damage] = []
-    if not run.journal.is_dir():
-        return records, damage
-    if refresh:
-        refresh_listing(run.journal)
-    for path in sorted(run.journal.iterdir()):
-        match = _NAME.fullmatch(path.name)
-        if match is None:
-            continue
-        content = read_trusted(path, _FILE_LIMIT)
-        if skip_superseded:
-            content = blank_superseded(content)
-        more, bad = read_lines(content, file=path.name, writer=match.group(1))
-        records += more
-        damage += bad
-    return records, damage

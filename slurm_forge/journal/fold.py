@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from dataclasses import replace
 
 from slurm_forge.journal import events as ev
 from slurm_forge.journal.file import Record
 from slurm_forge.journal.known import (
     Branch,
-    after_instability,
-    committed,
-    judged,
-    measured,
-    pruned,
-    rolled_back,
-    with_reference_loss,
+    commit,
+    doubt_after_instability,
+    forget,
+    judge,
+    keep_reference_loss,
+    measure,
+    roll_back,
 )
 from slurm_forge.journal.order import (
     by_person,
     causal_order,
+    earlier_state,
     fenced_records,
     in_order,
     without_fenced,
@@ -27,6 +28,8 @@ from slurm_forge.journal.order import (
 from slurm_forge.journal.state import (
     AttemptState,
     BudgetUse,
+    EarlierState,
+    FencedRecords,
     LaunchState,
     Rollback,
     RunState,
@@ -47,16 +50,32 @@ __all__ = [
 
 #: Skipped steps of an attempt that are kept: decisions rest on the last row of them.
 _SKIPS_KEPT = 255
+#: Attempts that are looked back at while the records of a later one are folded, and how many more
+#: may be open before the older ones are put aside.
+_OPEN = 16
+_MOST_OPEN = 64
 
 
 def fold(records: Iterable[Record]) -> RunState:
     """Compute the state of a run from its records, in any order, duplicates of a file excluded."""
-    ordered = list(records)
-    state = RunState()
-    for record in _telling(causal_order(without_fenced(ordered))):
-        state = advance(state, record)
-    fenced = fenced_records(ordered)
-    return replace(state, fenced=fenced) if fenced else state
+    read = list(records)
+    return _folded(without_fenced(read), fenced_records(read))
+
+
+def fold_through(records: Iterable[Record], through: int) -> RunState:
+    """The state after the attempts up to ``through``; what counts of them, later ones settle."""
+    read = list(records)
+    counting = [record for record in without_fenced(read) if record.attempt <= through]
+    return _folded(counting, [each for each in fenced_records(read) if each.attempt <= through])
+
+
+def _folded(counting: Sequence[Record], fenced: Iterable[FencedRecords]) -> RunState:
+    earlier = earlier_state(counting)
+    folding = _Folding(RunState() if earlier is None else earlier.state)
+    for record in _telling(causal_order(counting)):
+        folding.add(record)
+    state = folding.state()
+    return replace(state, fenced=(*state.fenced, *fenced))
 
 
 def _telling(ordered: Iterable[Record]) -> Iterator[Record]:
@@ -68,7 +87,7 @@ def _telling(ordered: Iterable[Record]) -> Iterator[Record]:
     furthest: tuple[int, Record] | None = None
     for record in ordered:
         event = record.event
-        if isinstance(event, ev.Logged):
+        if isinstance(event, ev.Logged | EarlierState):
             continue
         if isinstance(event, ev.Progress) and row == (record.attempt, record.launch):
             if furthest is None or event.step > furthest[0]:
@@ -85,11 +104,63 @@ def _telling(ordered: Iterable[Record]) -> Iterator[Record]:
 
 def advance(state: RunState, record: Record) -> RunState:
     """The state after one more record, which must be the next one in order."""
+    if isinstance(record.event, EarlierState):
+        return record.event.state
+    folding = _Folding(state)
+    folding.add(record)
+    return folding.state()
+
+
+class _Folding:
+    """A state while records are added to it: what grows with the run is not copied each time."""
+
+    def __init__(self, state: RunState) -> None:
+        self.known = {each.name: each for each in state.known}
+        self.gone = set(state.gone)
+        self.applied = set(state.applied)
+        self.excluded = set(state.excluded)
+        #: Attempts that no record to come belongs to, since they come in the order of attempts.
+        self._earlier: list[AttemptState] = []
+        self._incidents = {
+            (each.number, incident.id)
+            for each in state.attempts[-_OPEN:]
+            for _, incident in each.incidents
+        }
+        self._state = state
+
+    def add(self, record: Record) -> None:
+        """One more record, the next one in order."""
+        attempts = self._state.attempts
+        if len(attempts) > _MOST_OPEN and record.attempt > attempts[-1].number:
+            self._earlier += attempts[:-_OPEN]
+            self._state = replace(self._state, attempts=attempts[-_OPEN:])
+        self._state = _advance(self._state, record, self)
+
+    def knows(self, attempt: int, incident_id: str) -> bool:
+        """Whether the attempt has an incident of that id; from now on it has."""
+        known = (attempt, incident_id) in self._incidents
+        self._incidents.add((attempt, incident_id))
+        return known
+
+    def state(self) -> RunState:
+        """The state after all that was added."""
+        return replace(
+            self._state,
+            attempts=(*self._earlier, *self._state.attempts),
+            known=tuple(self.known.values()),
+            gone=frozenset(self.gone),
+            applied=frozenset(self.applied),
+            excluded=frozenset(self.excluded),
+        )
+
+
+def _advance(state: RunState, record: Record, grown: _Folding) -> RunState:
+    """``state`` is without what is in ``grown``, which is changed in place."""
     event, time = record.event, record.time
     match event:
         case ev.Submitted():
             # Written when Slurm has answered: the job may have started, and ended, before that.
-            overtaken = any(a.job == event.job for a in state.attempts)
+            overtaken = any(a.job == event.job for a in state.attempts[-_OPEN:])
             return state if overtaken else _submitted(replace(state, job=event.job))
         case ev.UserAsked() if event.verb in _GO_ON:
             newest = max((a.number for a in state.attempts), default=0)
@@ -97,7 +168,7 @@ def advance(state: RunState, record: Record) -> RunState:
         case ev.JobChanged():
             return _job_changed(state, event)
         case ev.Forked():
-            return replace(state, plan=event.plan, forked_locally=event.local)
+            return replace(state, plan=event.plan, forked_locally=event.local, forked=event)
         case ev.AttemptStarted():
             attempt = AttemptState(
                 number=record.attempt,
@@ -117,7 +188,7 @@ def advance(state: RunState, record: Record) -> RunState:
                 reason="",
             )
         case ev.DecisionTaken():
-            return _decided(state, record, event.decision)
+            return _decided(state, record, event.decision, grown)
         case ev.Finished():
             reached = _reach(state, event.step)
             return replace(reached, status=RunStatus.FINISHED, open_intent=None)
@@ -158,10 +229,13 @@ def advance(state: RunState, record: Record) -> RunState:
             back = back and state.status is RunStatus.RUNNING
             return replace(changed, status=RunStatus.REQUEUED) if back else changed
         case ev.IncidentSeen():
-            changed = _in_attempt(state, record, lambda a: _with_incident(a, time, event.incident))
+            again = grown.knows(record.attempt, event.incident.id)
+            changed = _in_attempt(
+                state, record, lambda a: _with_incident(a, time, event.incident, again=again)
+            )
             step = event.incident.step
             changed = changed if step is None else _reach(changed, step)
-            return _doubt(changed, record, event.incident)
+            return _doubt(changed, record, event.incident, grown)
         case ev.NoticeSeen():
             return _in_attempt(
                 state, record, lambda a: replace(a, notices=(*a.notices, (time, event)))
@@ -171,45 +245,37 @@ def advance(state: RunState, record: Record) -> RunState:
                 state,
                 record,
                 lambda a: replace(
-                    a,
-                    checkpoints=(*a.checkpoints, (time, event)),
-                    checkpoints_and_decisions=(*a.checkpoints_and_decisions, event),
+                    a, checkpoints_and_decisions=(*a.checkpoints_and_decisions, (time, event))
                 ),
             )
-            changed = _branched(_now_known(changed, record, event), record)
+            _now_known(grown, record, event)
+            changed = _branched(changed, record)
             return _committed(changed, event.step, healthy=not event.findings)
         case ev.CheckpointJudged():
             name = _name(event.name)
-            if name is None or name in state.gone:
+            if name is None or name in grown.gone:
                 return state
-            person = by_person(record)
-            known = judged(state.known, name, event.trust, event.reason, by_person=person)
-            state = replace(state, known=known)
-            good = any(each.name == name and each.trust is Trust.GOOD for each in known)
+            judge(grown.known, name, event.trust, event.reason, by_person=by_person(record))
+            good = grown.known[name].trust is Trust.GOOD
             return _freed(state, name.step, INSTABILITY) if good else state
         case ev.CheckpointMeasured():
-            name = _name(event.name)
-            known = (
-                state.known
-                if name is None
-                else measured(state.known, name, event.metric, event.value)
-            )
-            return replace(state, known=known)
+            measure(grown.known, _name(event.name), event.metric, event.value)
+            return state
         case ev.CheckpointWitnessed():
-            name = _name(event.name)
-            known = (
-                state.known
-                if name is None
-                else with_reference_loss(state.known, name, event.loss, event.samples)
-            )
-            return replace(state, known=known)
+            keep_reference_loss(grown.known, _name(event.name), event.loss, event.samples)
+            return state
         case ev.CheckpointsPruned():
             removed = {name for text in event.names if (name := _name(text)) is not None}
-            return replace(state, known=pruned(state.known, removed), gone=state.gone | removed)
+            forget(grown.known, removed)
+            grown.gone |= removed
+            return state
         case ev.StepSkipped():
             return _in_attempt(
                 state, record, lambda a: replace(a, skipped=(*a.skipped[-_SKIPS_KEPT:], event))
             )
+        case ev.NodesStruck():
+            grown.excluded.update(event.excluded)
+            return state
         case ev.StretchesLearned():
             return replace(state, stretches=tuple(sorted(event.seconds.items())))
         case ev.ProbeMeasured():
@@ -248,7 +314,13 @@ def _job_changed(state: RunState, event: ev.JobChanged) -> RunState:
         mem_factor=1.0 if "resources.mem" in keys else plan.mem_factor,
         time_factor=1.0 if "resources.time" in keys else plan.time_factor,
     )
-    state = replace(state, plan=plan)
+    state = replace(
+        state,
+        plan=plan,
+        last_change=event if event.changes else state.last_change,
+        revision=max(state.revision, event.revision),
+        reopened=state.reopened or event.reopened,
+    )
     if not event.reopened or state.status is not RunStatus.FINISHED:
         return state
     # It rests until a person's request (or the submission that follows) lets it go on.
@@ -275,20 +347,28 @@ def _in_attempt(
     return replace(state, attempts=tuple(attempts))
 
 
-def _with_incident(attempt: AttemptState, time: float, incident: Incident) -> AttemptState:
+def _with_incident(
+    attempt: AttemptState, time: float, incident: Incident, *, again: bool
+) -> AttemptState:
     """What comes again under its id is the same incident, better known by then."""
-    known = {each.id: (at, each) for at, each in attempt.incidents}
-    at, _ = known.get(incident.id, (time, incident))
-    known[incident.id] = (at, incident)
-    return replace(attempt, incidents=tuple(known.values()))
+    if not again:
+        return replace(attempt, incidents=(*attempt.incidents, (time, incident)))
+    return replace(
+        attempt,
+        incidents=tuple(
+            (at, incident if each.id == incident.id else each) for at, each in attempt.incidents
+        ),
+    )
 
 
 def _in_launch(state: RunState, record: Record) -> RunState:
     event, time = record.event, record.time
 
     def change(attempt: AttemptState) -> AttemptState:
-        launches = {launch.number: launch for launch in attempt.launches}
-        launch = launches.get(record.launch, LaunchState(number=record.launch, started=time))
+        launches = list(attempt.launches)
+        # Records come in the order of launches.
+        begun = bool(launches) and launches[-1].number == record.launch
+        launch = launches.pop() if begun else LaunchState(number=record.launch, started=time)
         match event:
             case ev.LaunchStarted():
                 launch = replace(launch, started=time, world_size=event.world_size)
@@ -304,19 +384,17 @@ def _in_launch(state: RunState, record: Record) -> RunState:
                 launch = replace(launch, ended=time, outcome=event.outcome, step=step)
             case _:
                 pass
-        launches[record.launch] = launch
-        return replace(attempt, launches=tuple(launches[n] for n in sorted(launches)))
+        return replace(attempt, launches=(*launches, launch))
 
     changed = _in_attempt(state, record, change)
     step = getattr(event, "step", None)
     return _reach(changed, step) if isinstance(step, int) else changed
 
 
-def _now_known(state: RunState, record: Record, event: ev.CheckpointCommitted) -> RunState:
+def _now_known(grown: _Folding, record: Record, event: ev.CheckpointCommitted) -> None:
     name = _name(event.name)
-    if name is None or name in state.gone:
-        return state
-    return replace(state, known=committed(state.known, name, event, record.time))
+    if name is not None and name not in grown.gone:
+        commit(grown.known, name, event, record.time)
 
 
 def _branched(state: RunState, record: Record) -> RunState:
@@ -332,13 +410,14 @@ def _branched(state: RunState, record: Record) -> RunState:
     return replace(state, branch=coming, next_branch=None)
 
 
-def _doubt(state: RunState, record: Record, incident: Incident) -> RunState:
+def _doubt(state: RunState, record: Record, incident: Incident, grown: _Folding) -> RunState:
     """After an instability less is trusted than before."""
     if incident.cause not in INSTABILITY:
         return state
     onset = onset_of(state, incident)
-    known = state.known if onset is None else after_instability(state.known, onset, incident.cause)
-    return replace(state, known=known, unstable=(record.attempt, record.launch))
+    if onset is not None:
+        doubt_after_instability(grown.known, onset, incident.cause)
+    return replace(state, unstable=(record.attempt, record.launch))
 
 
 def onset_of(state: RunState, incident: Incident) -> int | None:
@@ -406,30 +485,31 @@ _FINAL = {
 }
 
 
-def _decided(state: RunState, record: Record, decision: Decision) -> RunState:
+def _decided(state: RunState, record: Record, decision: Decision, grown: _Folding) -> RunState:
+    grown.excluded.update(decision.plan.exclude_nodes)
     changed = _in_attempt(
         state,
         record,
         lambda a: replace(
             a,
-            decisions=(*a.decisions, (record.time, decision)),
-            checkpoints_and_decisions=(*a.checkpoints_and_decisions, decision),
+            checkpoints_and_decisions=(*a.checkpoints_and_decisions, (record.time, decision)),
         ),
     )
     # That somebody has cancelled the job may be known only after it was decided to go on.
-    if decision.incident_id in state.applied and decision.action is not Action.STOP:
+    if decision.incident_id in grown.applied and decision.action is not Action.STOP:
         return changed
     # A warning of the supervisor's may cross a decision of rank 0's, whose plan stays in force.
     warns = decision.action is Action.WARN and not decision.changes
     plan = state.plan if warns else decision.plan
-    changed = replace(changed, plan=plan, applied=changed.applied | {decision.incident_id})
+    changed = replace(changed, plan=plan)
+    grown.applied.add(decision.incident_id)
     if decision.action in _FINAL:
         status = _FINAL[decision.action]
         if decision.cause is Cause.USER_CANCELLED:
             status = RunStatus.CANCELLED
         return replace(changed, status=status, reason=decision.reason, open_intent=None)
     if decision.action is Action.ROLLBACK:
-        changed = _gone_back(changed, decision)
+        changed = _gone_back(changed, decision, grown)
     times = changed.times(decision.cause, decision.rung) + 1
     others = tuple(
         use for use in changed.spent if (use.cause, use.rung) != (decision.cause, decision.rung)
@@ -438,10 +518,11 @@ def _decided(state: RunState, record: Record, decision: Decision) -> RunState:
     return replace(changed, spent=(*others, use))
 
 
-def _gone_back(state: RunState, decision: Decision) -> RunState:
+def _gone_back(state: RunState, decision: Decision, grown: _Folding) -> RunState:
     """Everybody who reads this resumes from the target, or from what is older."""
     target = None if decision.target is None else _name(decision.target)
-    known = state.known if target is None else rolled_back(state.known, target)
+    if target is not None:
+        roll_back(grown.known, target)
     incident = state.incident(decision.incident_id)
     place = None if incident is None else incident.step
-    return replace(state, known=known, rollback=Rollback(place, target, state.high_water))
+    return replace(state, rollback=Rollback(place, target, state.high_water))

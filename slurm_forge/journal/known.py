@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
@@ -53,10 +53,16 @@ class Branch:
 
 
 #: By their names as text, in the order in which they became known.
-Known: TypeAlias = "tuple[KnownCheckpoint, ...]"
+Known: TypeAlias = tuple[KnownCheckpoint, ...]
 
 
-def committed(known: Known, name: CheckpointName, event: CheckpointCommitted, time: float) -> Known:
+#: The same by their names, while records are folded: what follows changes it in place.
+KnownByName: TypeAlias = "dict[CheckpointName, KnownCheckpoint]"
+
+
+def commit(
+    known: KnownByName, name: CheckpointName, event: CheckpointCommitted, time: float
+) -> None:
     """A checkpoint was published; a judgement that came before its line stays."""
     checkpoint = KnownCheckpoint(
         name=name,
@@ -68,7 +74,7 @@ def committed(known: Known, name: CheckpointName, event: CheckpointCommitted, ti
         blocked_s=event.blocked_s,
         epoch=event.epoch,
     )
-    earlier = next((k for k in known if k.name == checkpoint.name), None)
+    earlier = known.pop(name, None)
     if earlier is not None:
         checkpoint = replace(
             checkpoint,
@@ -82,88 +88,104 @@ def committed(known: Known, name: CheckpointName, event: CheckpointCommitted, ti
             seconds=event.seconds or earlier.seconds,
             blocked_s=event.blocked_s or earlier.blocked_s,
         )
-    return (*(k for k in known if k.name != checkpoint.name), checkpoint)
+    known[name] = checkpoint
 
 
-def judged(known: Known, name: CheckpointName, trust: Trust, why: str, *, by_person: bool) -> Known:
+def judge(
+    known: KnownByName, name: CheckpointName, trust: Trust, why: str, *, by_person: bool
+) -> None:
     """A judgement; of two automatic ones the stronger stays: good is not merely verified."""
-
-    def judge(each: KnownCheckpoint) -> KnownCheckpoint:
-        if each.by_person and not by_person:
-            return each
-        weaker = trust is Trust.VERIFIED and each.trust in (Trust.GOOD, Trust.SUSPECT)
-        if weaker or (not by_person and each.trust is Trust.SUSPECT):
-            return each
-        # Reading every block back is no opinion: it does not bind what is found out later.
-        opinion = by_person and trust is not Trust.VERIFIED
-        return replace(each, trust=trust, why=why, by_person=opinion)
-
-    if all(each.name != name for each in known):
-        known = (*known, KnownCheckpoint(name=name))
-    return _where(known, {name}, judge)
+    each = known.setdefault(name, KnownCheckpoint(name=name))
+    if each.by_person and not by_person:
+        return
+    weaker = trust is Trust.VERIFIED and each.trust in (Trust.GOOD, Trust.SUSPECT)
+    if weaker or (not by_person and each.trust is Trust.SUSPECT):
+        return
+    # Reading every block back is no opinion: it does not bind what is found out later.
+    opinion = by_person and trust is not Trust.VERIFIED
+    known[name] = replace(each, trust=trust, why=why, by_person=opinion)
 
 
-def measured(known: Known, name: CheckpointName, metric: str, value: float) -> Known:
+def measure(known: KnownByName, name: CheckpointName | None, metric: str, value: float) -> None:
     """The metric that the job keeps the best one by."""
-    return _where(known, {name}, lambda each: replace(each, metric=value, metric_name=metric))
+    if name is not None and name in known:
+        known[name] = replace(known[name], metric=value, metric_name=metric)
 
 
-def with_reference_loss(known: Known, name: CheckpointName, loss: float, samples: int) -> Known:
+def keep_reference_loss(
+    known: KnownByName, name: CheckpointName | None, loss: float, samples: int
+) -> None:
     """The loss of the first micro-batch behind it."""
-    return _where(
-        known, {name}, lambda each: replace(each, reference_loss=loss, reference_samples=samples)
-    )
+    if name is not None and name in known:
+        known[name] = replace(known[name], reference_loss=loss, reference_samples=samples)
 
 
-def pruned(known: Known, names: Collection[CheckpointName]) -> Known:
+def forget(known: KnownByName, names: Iterable[CheckpointName]) -> None:
     """Those are gone."""
-    return tuple(each for each in known if each.name not in names)
+    for name in names:
+        known.pop(name, None)
 
 
-def after_instability(known: Known, onset: int, cause: Cause) -> Known:
+def doubt_after_instability(known: KnownByName, onset: int, cause: Cause) -> None:
     """What an instability whose first bad step was ``onset`` leaves to be trusted.
 
     Where there is a good one, good ones only: the trouble begins before it shows.  Where there is
     none yet, those from before the onset are all there is.
     """
-    earned = any(each.trust is Trust.GOOD and each.name.step < onset for each in known)
-
-    def doubt(each: KnownCheckpoint) -> KnownCheckpoint:
-        if each.by_person or each.trust is Trust.SUSPECT:
-            return each
+    trusted = [each for each in known.values() if each.trust is not Trust.SUSPECT]
+    earned = any(each.trust is Trust.GOOD and each.name.step < onset for each in trusted)
+    for each in trusted:
+        if each.by_person:
+            continue
         if each.name.step >= onset:
             why = f"written after the onset of {cause.value} at step {onset}"
         elif earned and each.trust is not Trust.GOOD:
             why = f"not known to be good yet when {cause.value} began at step {onset}"
         else:
-            return each
-        return replace(each, trust=Trust.SUSPECT, why=why)
-
-    return tuple(doubt(each) for each in known)
+            continue
+        known[each.name] = replace(each, trust=Trust.SUSPECT, why=why)
 
 
-def rolled_back(known: Known, target: CheckpointName) -> Known:
+def roll_back(known: KnownByName, target: CheckpointName) -> None:
     """Training goes on from ``target``: what is younger is not resumed from any more."""
+    for each in [each for each in known.values() if each.name.step > target.step]:
+        if not each.by_person and each.trust is not Trust.SUSPECT:
+            why = f"rolled back past it, to step {target.step}"
+            known[each.name] = replace(each, trust=Trust.SUSPECT, why=why)
 
-    def pass_over(each: KnownCheckpoint) -> KnownCheckpoint:
-        younger = each.name.step > target.step
-        if not younger or each.by_person or each.trust is Trust.SUSPECT:
-            return each
-        why = f"rolled back past it, to step {target.step}"
-        return replace(each, trust=Trust.SUSPECT, why=why)
 
-    return tuple(pass_over(each) for each in known)
+def committed(known: Known, name: CheckpointName, event: CheckpointCommitted, time: float) -> Known:
+    """As ``commit``, of values."""
+    return _changed(known, lambda by_name: commit(by_name, name, event, time))
+
+
+def judged(known: Known, name: CheckpointName, trust: Trust, why: str, *, by_person: bool) -> Known:
+    """As ``judge``, of values."""
+    return _changed(known, lambda by_name: judge(by_name, name, trust, why, by_person=by_person))
+
+
+def measured(known: Known, name: CheckpointName, metric: str, value: float) -> Known:
+    """As ``measure``, of values."""
+    return _changed(known, lambda by_name: measure(by_name, name, metric, value))
+
+
+def with_reference_loss(known: Known, name: CheckpointName, loss: float, samples: int) -> Known:
+    """As ``keep_reference_loss``, of values."""
+    return _changed(known, lambda by_name: keep_reference_loss(by_name, name, loss, samples))
+
+
+def pruned(known: Known, names: Iterable[CheckpointName]) -> Known:
+    """As ``forget``, of values."""
+    return _changed(known, lambda by_name: forget(by_name, names))
+
+
+def _changed(known: Known, change: Callable[[KnownByName], None]) -> Known:
+    by_name = {each.name: each for each in known}
+    change(by_name)
+    return tuple(by_name.values())
 
 
 def newest_usable(known: Known) -> KnownCheckpoint | None:
     """What would be resumed from if everything on disk is whole."""
     usable = [each for each in known if each.trust is not Trust.SUSPECT]
     return max(usable, key=lambda each: each.name, default=None)
-
-
-def _where(
-    known: Known,
-    names: Collection[CheckpointName],
-    change: Callable[[KnownCheckpoint], KnownCheckpoint],
-) -> Known:
-    return tuple(change(each) if each.name in names else each for each in known)

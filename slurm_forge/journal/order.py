@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from slurm_forge.journal import events as ev
 from slurm_forge.journal.file import NO_LAUNCH, Record
 from slurm_forge.journal.positions import ReadPosition, WriterPosition
-from slurm_forge.journal.state import FencedRecords
+from slurm_forge.journal.state import EarlierState, FencedRecords
 
 _BEGIN, _DURING, _END = range(3)
 _STARTS = (ev.AttemptStarted, ev.LaunchStarted)
@@ -57,10 +57,14 @@ def in_order(records: Iterable[Record]) -> list[Record]:
 _Key = tuple[int, int, int, float, float, str, int]
 
 
-def _sorted(records: Iterable[Record], *, by_time: bool) -> list[Record]:
+def _sorted(unsorted: Iterable[Record], *, by_time: bool) -> list[Record]:
+    records = list(unsorted)
     by_writer: dict[tuple[int, int, str], list[Record]] = {}
+    first = [record for record in records if isinstance(record.event, EarlierState)]
     # Whose copy is kept must not depend on the order that the files were listed in.
     for record in _once(sorted(records, key=lambda r: (r.attempt, r.writer, r.sequence))):
+        if isinstance(record.event, EarlierState):
+            continue
         by_writer.setdefault((record.attempt, record.launch, record.writer), []).append(record)
     keyed: list[tuple[_Key, Record]] = []
     for (attempt, launch, writer), own in by_writer.items():
@@ -71,7 +75,7 @@ def _sorted(records: Iterable[Record], *, by_time: bool) -> list[Record]:
             timed = by_time and launch != NO_LAUNCH and part == _DURING
             place = (0.0, latest) if timed or not logical else (float(logical), 0.0)
             keyed.append(((attempt, launch, part, *place, writer, record.sequence), record))
-    return [record for _, record in sorted(keyed, key=lambda pair: pair[0])]
+    return [*first, *(record for _, record in sorted(keyed, key=lambda pair: pair[0]))]
 
 
 def _once(records: Iterable[Record]) -> Iterator[Record]:
@@ -101,7 +105,7 @@ def _parts(own: Sequence[Record]) -> Iterator[tuple[int, Record]]:
         yield _BEGIN if at <= begun else part, record
 
 
-def _is_end(event: ev.Event) -> bool:
+def _is_end(event: object) -> bool:
     """Whether it is only written once the ranks of the launch are gone (rank 0's own aside)."""
     match event:
         case ev.IncidentSeen():
@@ -112,6 +116,11 @@ def _is_end(event: ev.Event) -> bool:
             return isinstance(event, _ENDS)
 
 
+def earlier_state(records: Iterable[Record]) -> EarlierState | None:
+    """What stands in the place of the records of older attempts, if anything does."""
+    return next((r.event for r in records if isinstance(r.event, EarlierState)), None)
+
+
 def newest_attempt_in(records: Iterable[Record]) -> int:
     """The newest attempt that has written anything; 0 before the first one."""
     return max((record.attempt for record in records), default=0)
@@ -120,10 +129,19 @@ def newest_attempt_in(records: Iterable[Record]) -> int:
 def read_position(records: Iterable[Record]) -> ReadPosition:
     """How far ``records`` go: what an attempt that begins now tells later readers."""
     valid = without_fenced(records)
-    since = max((r.attempt for r in valid if isinstance(r.event, ev.AttemptStarted)), default=0)
+    earlier = earlier_state(valid)
+    before = () if earlier is None else earlier.state.attempts[-1:]
+    since = max(
+        (
+            *(each.number for each in before),
+            *(r.attempt for r in valid if isinstance(r.event, ev.AttemptStarted)),
+        ),
+        default=0,
+    )
     last: dict[str, int] = {}
     for record in valid:
-        if record.attempt >= since and not by_person(record):
+        counts = record.attempt >= since and not isinstance(record.event, EarlierState)
+        if counts and not by_person(record):
             last[record.writer] = max(record.sequence, last.get(record.writer, -1))
     writers = tuple(WriterPosition(writer, last[writer]) for writer in sorted(last))
     return ReadPosition(since=since, writers=writers)
@@ -179,7 +197,7 @@ def _fences(records: Sequence[Record]) -> dict[int, dict[str, int]]:
 
 
 def _is_fenced(record: Record, fences: Mapping[int, Mapping[str, int]]) -> bool:
-    if by_person(record) or isinstance(record.event, _LAST_LINES):
+    if by_person(record) or isinstance(record.event, (*_LAST_LINES, EarlierState)):
         return False
     known = fences.get(record.attempt)
     return known is not None and record.sequence > known.get(record.writer, -1)

@@ -64,13 +64,29 @@ class AttemptState:
     launches: tuple[LaunchState, ...] = ()
     notices: tuple[tuple[float, ev.NoticeSeen], ...] = ()
     incidents: tuple[tuple[float, Incident], ...] = ()
-    decisions: tuple[tuple[float, Decision], ...] = ()
-    checkpoints: tuple[tuple[float, ev.CheckpointCommitted], ...] = ()
     #: As they came, which their times don't tell: several hosts write them.
-    checkpoints_and_decisions: tuple[ev.CheckpointCommitted | Decision, ...] = ()
+    checkpoints_and_decisions: tuple[tuple[float, ev.CheckpointCommitted | Decision], ...] = ()
     skipped: tuple[ev.StepSkipped, ...] = ()
     requeues: tuple[tuple[float, ev.RequeueDone], ...] = ()
     probes: int = 0
+
+    @property
+    def decisions(self) -> tuple[tuple[float, Decision], ...]:
+        """What was decided in it, and when."""
+        return tuple(
+            (time, each)
+            for time, each in self.checkpoints_and_decisions
+            if isinstance(each, Decision)
+        )
+
+    @property
+    def checkpoints(self) -> tuple[tuple[float, ev.CheckpointCommitted], ...]:
+        """What was committed in it, and when."""
+        return tuple(
+            (time, each)
+            for time, each in self.checkpoints_and_decisions
+            if isinstance(each, ev.CheckpointCommitted)
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +159,14 @@ class RunState:
     forked_locally: bool = False
     #: What was written too late to count.
     fenced: tuple[FencedRecords, ...] = ()
+    #: Nodes that the run itself had its job exclude: struck, or by its plans.
+    excluded: frozenset[str] = frozenset()
+    #: Where the run begins in another one, and what of its job was changed on purpose last.
+    forked: ev.Forked | None = None
+    last_change: ev.JobChanged | None = None
+    #: The number of the newest change of the job on purpose, and whether any reopened the run.
+    revision: int = 0
+    reopened: bool = False
 
     @property
     def is_local(self) -> bool:
@@ -184,3 +208,12 @@ class RunState:
         if doubted and any(each.trust is Trust.GOOD for each in self.known):
             return "the journal does not know it, and an instability came after it"
         return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EarlierState:
+    """The state after all attempts up to ``through``, in the place of their records."""
+
+    through: int
+    state: RunState
+    kind: str = "earlier_state"

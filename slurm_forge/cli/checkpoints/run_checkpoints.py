@@ -50,9 +50,9 @@ def open_run(run: str, runs: Path | None) -> Opened:
 
 def write_line(opened: Opened, event: Event) -> None:
     """One line of a person's in the journal, on disk on return."""
-    from slurm_forge.journal import JournalWriter, newest_attempt_in, read_journal
+    from slurm_forge.journal import JournalWriter, newest_attempt_in, read_to_fold
 
-    records, _ = read_journal(opened.run, skip_superseded=True, refresh=True)
+    records = read_to_fold(opened.run, refresh=True)
     attempt = newest_attempt_in(records)
     launches = [
         launch.number

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from slurm_forge.cli.run_choice import run_names
 from slurm_forge.errors import ForgeError
-from slurm_forge.journal import RunState, fold, read_journal
+from slurm_forge.journal import RunState, fold, read_to_fold
 from slurm_forge.knobs import process_environ
 from slurm_forge.launch.render.save_times import save_note_in
 from slurm_forge.person import person
@@ -118,7 +118,7 @@ def look_at_runs(folder: Path) -> EarlierRuns:
     states = []
     for _, run in newest:
         try:
-            state = fold(read_journal(run, skip_superseded=True)[0])
+            state = fold(read_to_fold(run))
             advised_interval((state,), now=now())
         except (ForgeError, OSError, OverflowError, ValueError):
             continue  # what holds times that no clock can show is no measure, either

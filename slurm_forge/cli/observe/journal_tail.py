@@ -1,54 +1,48 @@
 """Reading a journal as it grows: each look reads only what was written since the last one.
 
-Progress that a later line supersedes is left out before it is decoded (``blank_superseded``),
-but for the newest figure of every name: what is logged often must not hide what is logged now and
-then.
+Progress that a later line supersedes is left out before it is decoded (``without_superseded``).
 """
 
 from __future__ import annotations
 
-import os
-import re
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from itertools import islice
-from pathlib import Path
 
-from slurm_forge.errors import UnsafeFileError
-from slurm_forge.files import open_trusted
+from slurm_forge.files import refresh_listing
 from slurm_forge.journal import Damage, Record
+from slurm_forge.journal.archive import JournalFile, JournalFolder, read_archive, read_earlier
 from slurm_forge.journal.events import Submitted, UserAsked
-from slurm_forge.journal.file import NO_LAUNCH, blank_superseded, read_lines
+from slurm_forge.journal.file import NO_LAUNCH, without_superseded
 from slurm_forge.journal.order import by_person
+from slurm_forge.journal.reading import read_lines, read_pieces
 from slurm_forge.report.story.history import GO_ON
 from slurm_forge.run_directory import RunDirectory
 
-_NAME = re.compile(r"\d{1,9}-([a-z0-9]+-[0-9a-f]{8})\.jsonl")
-_FILE_LIMIT = 1 << 28
-_CHUNK = 1 << 20
-#: In the text of a value the quotes would be escaped: this can't be anything but the kind.
-_LOGGED = b'"kind":"logged"'
-#: More than a day of training: a figure that is older than that is nobody's newest.
-_LOOKED_AT = 20_000
-_FIGURE = re.compile(rb'"((?:[^"\\]|\\.)*)":')
+#: How often a folder is listed anew in which files are archived meanwhile.
+_TRIES = 8
 
 
 @dataclass(slots=True)
-class _JournalFile:
+class _ReadFile:
     """How far a file has been read, in bytes and in whole lines, and when it was written last.
 
-    ``attempt`` is the one of which its lines are a sign of life, 0 where they are none.  ``asks``:
-    a person asked in it for the run to go on.
+    ``inode`` is another one once its writer has left lines out of it, ``sequence`` that of the last
+    line that was read.  ``attempt`` is the one of which its lines are a sign of life, 0 where they
+    are none.  ``asks``: a person asked in it for the run to go on.
     """
 
     offset: int = 0
     lines: int = 0
     written: float = 0.0
+    inode: int = 0
+    sequence: int = -1
     attempt: int = 0
     asks: bool = False
 
     def note(self, records: Iterable[Record]) -> None:
         for record in records:
+            self.sequence = max(self.sequence, record.sequence)
             if not by_person(record) and record.launch < NO_LAUNCH:
                 self.attempt = max(self.attempt, record.attempt)
             self.asks |= _is_to_go_on(record)
@@ -57,35 +51,66 @@ class _JournalFile:
 class JournalTail:
     """The journal of one run; ``poll`` returns what is new since the last call."""
 
-    def __init__(self, run: RunDirectory) -> None:
+    def __init__(self, run: RunDirectory, *, whole: bool = False) -> None:
+        self._whole = whole
+        #: The state after archived attempts: with ``whole`` their records are read all the same.
+        self.earlier: Record | None = None
         self._folder = run.journal
-        self._files: dict[str, _JournalFile] = {}
+        self._files: dict[str, _ReadFile] = {}
+        self._archives_read = False
 
     def poll(self) -> tuple[list[Record], list[Damage]]:
         """New records and damaged lines, in no particular order; the first call returns all.
 
         A last line without its newline is left for the next call.
         """
+        for attempt in range(_TRIES):
+            if attempt:
+                refresh_listing(self._folder)
+            with suppress(FileNotFoundError):
+                return self._poll(JournalFolder.list(self._folder))
+        return [], []
+
+    def _poll(self, listed: JournalFolder) -> tuple[list[Record], list[Damage]]:
         records: list[Record] = []
         damage: list[Damage] = []
-        try:
-            paths = sorted(self._folder.iterdir())
-        except FileNotFoundError:
-            return records, damage
-        for path in paths:
-            match = _NAME.fullmatch(path.name)
-            if match is None:
-                continue
-            known = self._files.setdefault(path.name, _JournalFile())
-            content, known.written = _read_from(path, known.offset)
-            whole = content[: content.rfind(b"\n") + 1]
-            new, bad = read_lines(_thinned(whole), file=path.name, writer=match.group(1))
-            known.note(new)
-            records += new
-            damage += [replace(one, line=one.line + known.lines) for one in bad]
-            known.offset += len(whole)
-            known.lines += whole.count(b"\n")
+        if not self._archives_read:
+            # What is archived later was read from its own files before.
+            self.earlier = read_earlier(listed)
+            for through, path in listed.archives.items():
+                if self._whole or self.earlier is None or through > self.earlier.attempt:
+                    more, bad = read_archive(path)
+                    records += more
+                    damage += bad
+        read = {file.path.name: self._read(file) for file in listed.files}
+        for name, (known, more, bad) in read.items():
+            self._files[name] = known
+            records += more
+            damage += bad
+        self._archives_read = True
         return records, damage
+
+    def _read(self, file: JournalFile) -> tuple[_ReadFile, list[Record], list[Damage]]:
+        known = replace(self._files.get(file.path.name, _ReadFile()))
+        inode = file.path.lstat().st_ino
+        again = known.inode not in (0, inode)
+        known.inode = inode
+        if again:
+            known.offset = known.lines = 0
+        records: list[Record] = []
+        damage: list[Damage] = []
+        for piece in read_pieces(file.path, known.offset):
+            thin = without_superseded(piece.content)
+            more, bad = read_lines(
+                thin, file=file.path.name, writer=file.writer, before=known.lines
+            )
+            records += [each for each in more if not again or each.sequence > known.sequence]
+            damage += () if again else bad
+            known.offset = piece.end
+            known.lines += piece.content.count(b"\n")
+        known.written = file.path.lstat().st_mtime
+        known.note(records)
+        return known, records, damage
 
     @property
     def last_written(self) -> float | None:
@@ -103,33 +128,3 @@ class JournalTail:
 def _is_to_go_on(record: Record) -> bool:
     event = record.event
     return isinstance(event, Submitted) or (isinstance(event, UserAsked) and event.verb in GO_ON)
-
-
-def _thinned(content: bytes) -> bytes:
-    lines, thin = content.split(b"\n"), blank_superseded(content).split(b"\n")
-    figures: set[bytes] = set()
-    logged = (index for index in range(len(lines) - 1, -1, -1) if _LOGGED in lines[index])
-    for index in islice(logged, _LOOKED_AT):
-        names = set(_FIGURE.findall(lines[index].partition(b'"values":')[2]))
-        if not names <= figures:
-            thin[index] = lines[index]
-            figures |= names
-    return b"\n".join(thin)
-
-
-def _read_from(path: Path, offset: int) -> tuple[bytes, float]:
-    """What of the file comes after ``offset``, and when that was written."""
-    descriptor = open_trusted(path)
-    try:
-        if os.fstat(descriptor).st_size - offset > _FILE_LIMIT:
-            raise UnsafeFileError(
-                f"{path} is larger than {_FILE_LIMIT} bytes",
-                next_step="No journal grows that large: check what the file is, then move it away.",
-            )
-        chunks: list[bytes] = []
-        while chunk := os.pread(descriptor, _CHUNK, offset):
-            chunks.append(chunk)
-            offset += len(chunk)
-        return b"".join(chunks), os.fstat(descriptor).st_mtime
-    finally:
-        os.close(descriptor)

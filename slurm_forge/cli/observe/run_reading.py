@@ -31,15 +31,21 @@ _LOG_ENDINGS = (".out", "_log.err")
 class RunReader:
     """A run that is looked at again and again.
 
-    Without ``spec`` run.yaml is read only for what the journal does not say, the last step.
+    Without ``spec`` run.yaml is read only for what the journal does not say, the last step.  Only
+    with ``whole`` the records of attempts that are archived are among those that are read.
     """
 
     def __init__(
-        self, run: RunDirectory, *, clock: Callable[[], float] = time.time, spec: bool = True
+        self,
+        run: RunDirectory,
+        *,
+        clock: Callable[[], float] = time.time,
+        spec: bool = True,
+        whole: bool = False,
     ) -> None:
         self._run = run
         self._clock = clock
-        self._tail = JournalTail(run)
+        self._tail = JournalTail(run, whole=whole)
         self._records: list[Record] = []
         self._damage: list[Damage] = []
         self._spec = spec
@@ -107,6 +113,7 @@ class RunReader:
             reference=reference(run),
             now=self._clock(),
             records=tuple(self._records),
+            earlier=self._tail.earlier,
             damage=tuple(self._damage),
             total_steps=self._total,
             done=run.is_done(),
@@ -131,9 +138,12 @@ def _memory(body: Any) -> int | None:
     return parse_memory(body) if isinstance(body, (str, int)) else None
 
 
-def gather(run: RunDirectory, *, logs: bool = True) -> RunFacts:
-    """Read everything once; with ``logs`` also look where the output lies."""
-    gathering = RunReader(run)
+def gather(run: RunDirectory, *, logs: bool = True, whole: bool = False) -> RunFacts:
+    """Read everything once; with ``logs`` also look where the output lies.
+
+    With ``whole`` also the records of attempts that are archived.
+    """
+    gathering = RunReader(run, whole=whole)
     gathering.poll()
     facts = gathering.facts()
     return replace(facts, logs=_logs(run)) if logs else facts

@@ -103,7 +103,7 @@ def explain(
     from slurm_forge.report.explain.explain_text import explain_text
 
     directory = find_run(run, runs)
-    facts = with_queue(lambda: surrounded(gather(directory), directory))
+    facts = with_queue(lambda: surrounded(gather(directory, whole=True), directory))
     story = told_by(facts)
     chosen = story if attempt is None else only_attempt(story, attempt)
     if chosen is None:

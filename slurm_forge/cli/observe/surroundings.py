@@ -61,7 +61,7 @@ def with_queue(
     before that.
     """
     facts = read()
-    job = job_to_ask_about(facts.records)
+    job = job_to_ask_about(facts.records_to_fold)
     if job is None or facts.done:
         return facts
     answer = (ask_slurm if ask is None else ask)(job)

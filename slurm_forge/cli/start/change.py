@@ -134,7 +134,7 @@ def _change(
     from slurm_forge.cli.preparation import Checked, fallback_doubts, refuse
     from slurm_forge.cli.run_choice import reference, site_places
     from slurm_forge.cli.run_of_job import meant
-    from slurm_forge.journal import fold, read_journal
+    from slurm_forge.journal import fold, read_to_fold
     from slurm_forge.launch.attempt.run_lock import hold_run_lock
     from slurm_forge.launch.requeue.change import (
         change_run,
@@ -157,7 +157,7 @@ def _change(
     run = meant(wanted, runs)
     name = reference(run)
     file = read_run_file(run.spec_file)
-    records, _ = read_journal(run, skip_superseded=True)
+    records = read_to_fold(run)
     state = fold(records)
     layered = with_settings(file.job, settings)
     new = layered.job

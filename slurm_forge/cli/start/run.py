@@ -258,7 +258,7 @@ def _print_story(directory: RunDirectory, *, as_json: bool) -> None:
     from slurm_forge.report.explain.explain import explain
     from slurm_forge.report.explain.explain_text import explain_text
 
-    facts = gather(directory)
+    facts = gather(directory, whole=True)
     if as_json:
         from slurm_forge.report.encoding import to_json
 

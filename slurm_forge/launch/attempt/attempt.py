@@ -21,9 +21,10 @@ from slurm_forge.errors import (
 from slurm_forge.journal import (
     JournalWriter,
     RunState,
+    compact_journal,
     fold,
-    read_journal,
     read_position,
+    read_to_fold,
 )
 from slurm_forge.journal.events import (
     AttemptEnded,
@@ -107,7 +108,7 @@ class Attempt:
         """An attempt whose process is gone, for whoever writes down how its ``launch`` ended."""
         file = read_run_file(run.spec_file)
         journal = JournalWriter(run, attempt=claim.attempt, writer=writer, launch=launch)
-        journal.advance_clock(read_journal(run, skip_superseded=True)[0])
+        journal.advance_clock(read_to_fold(run))
         on_hang = effective_on_hang(file, process_environ())
         return cls(run, file, claim, journal, launch, on_hang=on_hang)
 
@@ -123,7 +124,7 @@ class Attempt:
 
     def state(self) -> RunState:
         """The state of the run, read anew; what the attempt writes next comes behind it."""
-        records, _ = read_journal(self.run, skip_superseded=True)
+        records = read_to_fold(self.run)
         self.journal.advance_clock(records)
         return fold(records)
 
@@ -165,7 +166,7 @@ class Attempt:
 
         For a launch none of whose ranks is left.  How long that save took nobody knows.
         """
-        journaled = {each.name for each in fold(read_journal(self.run, refresh=True)[0]).known}
+        journaled = {each.name for each in fold(read_to_fold(self.run, refresh=True)).known}
         launch = (self.claim.attempt, self.launch)
         with contextlib.suppress(OSError, UnsafeFileError):
             store = self.file.open_store(self.run)
@@ -371,7 +372,7 @@ def begin(
     """
     if run.is_done():
         return StartRefusal.DONE
-    records, _ = read_journal(run, skip_superseded=True, refresh=True)
+    records = read_to_fold(run, refresh=True)
     state = fold(records)
     if run.stop_file.exists():
         keep_stopped(run, state, records, "the file STOP exists")
@@ -395,7 +396,7 @@ def begin(
             "slurm-forge exec --name OTHER -- …",
         )
     with contextlib.suppress(OSError):
-        report_revisions(run, file, records)
+        report_revisions(run, file, state)
     claim = claim_attempt(
         run,
         job=job,
@@ -410,7 +411,7 @@ def begin(
         verdict = post_mortem(run, state, file, claim, slurm=slurm, now=clock())
     journal = JournalWriter(run, attempt=claim.attempt, writer="supervisor", clock=clock)
     # Whoever is fenced by the claim, and does not know it yet, may have written until now.
-    records, _ = read_journal(run, skip_superseded=True, refresh=True)
+    records = read_to_fold(run, refresh=True)
     journal.advance_clock(records)
     if verdict is not None and (verdict.action in _ENDS or _needs_another_job(verdict)):
         return Attempt(run, file, claim, journal, verdict=verdict)  # it does not begin
@@ -429,6 +430,7 @@ def begin(
         durable=True,
     )
     own = process_environ()
+    compact_journal(run, claim.attempt, Fence(run, claim.attempt))
     attempt = Attempt(
         run,
         file,

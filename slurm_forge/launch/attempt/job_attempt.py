@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Protocol
 
 from slurm_forge.errors import FencedError, ForgeError
-from slurm_forge.journal import JournalWriter, fold, newest_attempt_in, read_journal
+from slurm_forge.journal import JournalWriter, fold, newest_attempt_in, read_to_fold
 from slurm_forge.journal.events import Held
 from slurm_forge.journal.file import NO_LAUNCH
 from slurm_forge.knobs import Knobs
@@ -185,7 +185,7 @@ def settle_waiting_tasks(run: RunDirectory, why: StartRefusal, job: str, slurm: 
         waiting = chain.waiting()
         if not waiting:
             return
-        records, _ = read_journal(run, skip_superseded=True, refresh=True)
+        records = read_to_fold(run, refresh=True)
         state = fold(records)
         reason = state.reason or "the run rests"
         if chain.hold(waiting, reason):

@@ -7,7 +7,7 @@ from dataclasses import replace
 from datetime import timedelta
 
 from slurm_forge.errors import ForgeError
-from slurm_forge.journal import JournalWriter, RunState, RunStatus, fold, read_journal
+from slurm_forge.journal import JournalWriter, RunState, RunStatus, fold, read_to_fold
 from slurm_forge.journal.events import DecisionTaken, IncidentSeen
 from slurm_forge.journal.state import AttemptState
 from slurm_forge.knobs import process_environ
@@ -61,7 +61,7 @@ def post_mortem(
         return None  # another job, which is fenced from now on, and has not ended
     # Slurm may have taken its time: whoever claimed the run since finds it out, or has done so.
     Fence(run, claim.attempt)()
-    records, _ = read_journal(run, skip_superseded=True, refresh=True)
+    records = read_to_fold(run, refresh=True)
     state = fold(records)
     if state.incident(incident_id) is not None:
         return None

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 
 from slurm_forge.errors import ForgeError
-from slurm_forge.journal import read_journal
+from slurm_forge.journal import fold, read_to_fold
 from slurm_forge.journal.events import Note
 from slurm_forge.knobs import Knobs
 from slurm_forge.launch.attempt.attempt import Attempt
@@ -20,7 +20,6 @@ from slurm_forge.launch.attempt.attempt_loop import Requeuer
 from slurm_forge.launch.conductor.job_poller import ConfigQuery
 from slurm_forge.launch.nodes.excluded_nodes import (
     NodeExcluder,
-    names_added,
     nodes_of,
     open_ledger,
     partitions_named,
@@ -232,12 +231,11 @@ class SlurmRequeuer(Requeuer):
         if node_excluder is None or record is None:
             return update
         # What somebody else has the job leave out stays; None is that its list is right as it is.
-        records, _ = read_journal(self._attempt.run, skip_superseded=True)
         complete = node_excluder.excluded(
             record.excluded_nodes,
             also=plan.exclude_nodes,
             needed=plan.nodes and plan.nodes + self._attempt.file.job.resources.spares,
-            own=names_added(records),
+            own=fold(read_to_fold(self._attempt.run)).excluded,
         )
         update = replace(update or JobUpdate(), exclude_nodes=complete)
         return update if update.assignments() else None

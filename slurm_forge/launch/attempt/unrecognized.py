@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable
 
-from slurm_forge.journal import read_journal
+from slurm_forge.journal import read_to_fold
 from slurm_forge.journal.events import Note
 from slurm_forge.launch.attempt.attempt import Attempt
 from slurm_forge.slurm.versions import Unrecognized
@@ -21,7 +21,7 @@ def note_unrecognized(attempt: Attempt, fields: Iterable[Unrecognized]) -> None:
     if not by_name:
         return
     with contextlib.suppress(OSError):
-        records, _ = read_journal(attempt.run)
+        records = read_to_fold(attempt.run)
         texts = [record.event.text for record in records if isinstance(record.event, Note)]
         for name, each in by_name.items():
             begins = tuple(f"{words}: {name}=" for words in _WORDS)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from slurm_forge.errors import AlreadyFinishedError
-from slurm_forge.journal import RunState, RunStatus, fold, read_journal
+from slurm_forge.journal import RunState, RunStatus, fold, read_to_fold
 from slurm_forge.journal.events import VIA_THIS_MACHINE, Submitted, UserAsked
 from slurm_forge.launch.attempt.attempt import (
     REQUEUEING,
@@ -188,7 +188,7 @@ class _LocalRun:
 
     def _keep_stopped(self) -> None:
         """The run waits for its next start, which is not to come: have its journal say so."""
-        records, _ = read_journal(self._run, skip_superseded=True)
+        records = read_to_fold(self._run)
         state = fold(records)
         if state.job == self._job:
             keep_stopped(self._run, state, records, stopped_before_start(self._request.name))

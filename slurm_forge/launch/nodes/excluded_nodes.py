@@ -12,8 +12,7 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 
 from slurm_forge.errors import ConfigError, SlurmCommandError
-from slurm_forge.journal import Record
-from slurm_forge.journal.events import DecisionTaken, NodesStruck
+from slurm_forge.journal.events import NodesStruck
 from slurm_forge.knobs import Knobs
 from slurm_forge.launch.nodes.ledger_client import LedgerClient
 from slurm_forge.node_ledger import NodeLedger, ledger_place
@@ -174,17 +173,6 @@ def names_in(expression: str | None) -> tuple[str, ...] | None:
         return None
 
 
-def names_added(records: Iterable[Record]) -> frozenset[str]:
-    """Nodes that a run itself had its job exclude, by its journal: struck, or by its plans."""
-    added: set[str] = set()
-    for record in records:
-        if isinstance(record.event, NodesStruck):
-            added.update(record.event.excluded)
-        elif isinstance(record.event, DecisionTaken):
-            added.update(record.event.decision.plan.exclude_nodes)
-    return frozenset(added)
-
-
 class NodeExcluder:
     """The node ledger as one attempt uses it.
 
@@ -276,8 +264,8 @@ class NodeExcluder:
     ) -> tuple[str, ...] | None:
         """The complete list for a job that excludes ``current`` so far; None: it stays as it is.
 
-        ``own`` are names that this run added itself (``names_added``): those that are not to be
-        excluded any more are used again.  All others are somebody else's and stay.
+        ``own`` are names that this run added itself (``RunState.excluded``): those that are not to
+        be excluded any more are used again.  All others are somebody else's and stay.
         """
         now = names_in(current)
         if now is None:

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from slurm_forge.errors import ForgeError
 from slurm_forge.files import make_private_directory, read_json, write_atomic
-from slurm_forge.journal import RunState, fold, read_journal
+from slurm_forge.journal import RunState, fold, read_to_fold
 from slurm_forge.run_directory.layout import RunDirectory
 from slurm_forge.spec import JobSpec
 
@@ -142,7 +142,7 @@ def save_note_of_run(run: RunDirectory) -> SaveNote | None:
     with contextlib.suppress(OSError, ForgeError):
         if not any(run.journal.iterdir()):
             return None  # it has never been started
-        return save_note_in(fold(read_journal(run, skip_superseded=True)[0]))
+        return save_note_in(fold(read_to_fold(run)))
     return None
 
 

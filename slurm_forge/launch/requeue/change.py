@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from slurm_forge.errors import ConfigError, RunDirectoryError, SlurmCommandError
 from slurm_forge.files import make_private_directory, read_bounded, write_atomic
-from slurm_forge.journal import Record, RunState, RunStatus, fold, read_journal
+from slurm_forge.journal import Record, RunState, RunStatus, fold, read_to_fold
 from slurm_forge.journal.events import CheckpointCommitted, Forked, JobChanged, Resumed
 from slurm_forge.journal.fold import in_order, without_fenced
 from slurm_forge.launch.render.array_chain import waiting_record
@@ -131,11 +131,10 @@ def change_run(
                 f"{run.name} was changed by another command at the same time",
                 next_step=f"See what it is now (slurm-forge status {run.name}), then try again.",
             )
-        records, _ = read_journal(run, skip_superseded=True, refresh=True)
-        missing = _unreported(records, file)
+        records = read_to_fold(run, refresh=True)
         state = fold(records)
-        events = [each.event for each in records if isinstance(each.event, JobChanged)]
-        reopened = state.status is not RunStatus.FINISHED and any(each.reopened for each in events)
+        missing = _unreported(state, file)
+        reopened = state.status is not RunStatus.FINISHED and state.reopened
         if not changes and not missing and not (run.is_done() and reopened):
             raise ConfigError(
                 f"{run.name} has these values already",
@@ -162,22 +161,18 @@ def change_run(
         return Changed(file, notes)
 
 
-def report_revisions(run: RunDirectory, file: RunFile, records: Sequence[Record]) -> None:
+def report_revisions(run: RunDirectory, file: RunFile, state: RunState) -> None:
     """Write down the revisions of ``run.yaml`` that the journal lacks.
 
     A change that was cut off between the two takes effect at the next start all the same.
     """
-    missing = _unreported(records, file)
-    state = fold(records) if missing else RunState()
-    for each in missing:
+    for each in _unreported(state, file):
         _tell(run, state, each)
 
 
-def _unreported(records: Sequence[Record], file: RunFile) -> list[Revision]:
+def _unreported(state: RunState, file: RunFile) -> list[Revision]:
     # The journal of a fork begins with its own revision: earlier ones are its parent's.
-    events = (each.event for each in records if isinstance(each.event, JobChanged))
-    newest = max((each.revision for each in events), default=0)
-    return [each for each in file.revisions if each.number > newest]
+    return [each for each in file.revisions if each.number > state.revision]
 
 
 def _replaced(run: RunDirectory, file: RunFile, changes: Sequence[JobChange], verb: str) -> RunFile:

@@ -22,7 +22,7 @@ from slurm_forge.journal import (
     RunStatus,
     fold,
     newest_attempt_in,
-    read_journal,
+    read_to_fold,
 )
 from slurm_forge.journal.comebacks import FOUND_QUEUED
 from slurm_forge.journal.events import (
@@ -242,7 +242,7 @@ def reconcile(
     two jobs, as with ``bring_back``.
     """
     with alone(run):
-        records, _ = read_journal(run, skip_superseded=True, refresh=True)
+        records = read_to_fold(run, refresh=True)
         state = fold(records)
         if run.is_done() or state.status is RunStatus.FINISHED:
             return ReconcileResult(state.job, "the run is finished", changed=False)

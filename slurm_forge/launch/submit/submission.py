@@ -21,7 +21,7 @@ from slurm_forge.journal import (
     RunState,
     fold,
     newest_attempt_in,
-    read_journal,
+    read_to_fold,
 )
 from slurm_forge.journal.events import VIA_THIS_MACHINE, Event, Note, Submitted, UserAsked
 from slurm_forge.journal.file import NO_LAUNCH
@@ -331,7 +331,7 @@ def _hand_over(run: RunDirectory, slurm: Slurm, verb: str, via: str, args: tuple
 
 def note(run: RunDirectory, event: Event) -> None:
     """Write one event of a person's, beside whatever attempt may be alive."""
-    records, _ = read_journal(run, skip_superseded=True, refresh=True)
+    records = read_to_fold(run, refresh=True)
     # After everything of the newest attempt that is known of, and before the next one's.
     attempt = newest_attempt_in(records)
     journal = JournalWriter(run, attempt=attempt, writer="cli", launch=NO_LAUNCH)
@@ -387,5 +387,5 @@ def _rests_since(state: RunState, slurm: Slurm) -> float:
 
 def run_state(run: RunDirectory) -> RunState:
     """The state of a run from its journal."""
-    records, _ = read_journal(run, skip_superseded=True)
+    records = read_to_fold(run)
     return fold(records)

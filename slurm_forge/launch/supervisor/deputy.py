@@ -27,7 +27,7 @@ from pathlib import Path
 
 from slurm_forge.control.interfaces import interfaces
 from slurm_forge.errors import ConfigError, FencedError, ForgeError
-from slurm_forge.journal import fold, read_journal
+from slurm_forge.journal import fold, read_to_fold
 from slurm_forge.journal.events import LaunchEnded
 from slurm_forge.knobs import Knobs
 from slurm_forge.launch.attempt.attempt import Attempt
@@ -82,7 +82,7 @@ def bring_back(
         and batch_node_lost(run, claim, launch=launch, job=job, slurm=slurm, pause=pause)
     ):
         return "nothing to do: another process requeues it"
-    records, _ = read_journal(run, skip_superseded=True)
+    records = read_to_fold(run)
     state = fold(records)
     attempt_state = next((each for each in state.attempts if each.number == attempt), None)
     incident_id = f"{attempt}.{launch}"
@@ -263,7 +263,7 @@ def lost_with_its_node(incident: Incident, claim: Claim) -> Incident:
 
 def _has_launch_event(run: RunDirectory, attempt: int, launch: int) -> bool:
     """Whether the supervisor, or rank 0 in its place, has said how the launch ended."""
-    state = fold(read_journal(run, skip_superseded=True)[0])
+    state = fold(read_to_fold(run))
     attempt_state = next((each for each in state.attempts if each.number == attempt), None)
     if attempt_state is None or attempt_state.ended is not None:
         return True

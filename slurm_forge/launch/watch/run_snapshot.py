@@ -8,11 +8,11 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from slurm_forge.files import read_trusted
 from slurm_forge.journal import Record, RunState, RunStatus, fold
 from slurm_forge.journal import events as ev
-from slurm_forge.journal.file import blank_superseded, read_lines
+from slurm_forge.journal.archive import JournalFolder, read_folder
 from slurm_forge.journal.fold import in_order, without_fenced
+from slurm_forge.journal.reading import read_end
 from slurm_forge.journal.state import AttemptState
 from slurm_forge.launch.render.array_chain import VIA_ARRAY
 from slurm_forge.recovery.run_watch import RunSnapshot
@@ -22,9 +22,7 @@ from slurm_forge.run_directory.snapshot_file import signature
 #: The verb that a watcher's own restarts are noted with: their budget is counted by it.
 RESTARTED = "watch --restart"
 
-_NAME = re.compile(r"(\d{1,9})-([a-z0-9]+-[0-9a-f]{8})\.jsonl")
 _CLAIM = re.compile(r"([1-9][0-9]{0,8})\.json")
-_FILE_LIMIT = 1 << 28
 #: Progress is written every five seconds: some twenty minutes of it.
 _TAIL = 1 << 15
 _TIME = re.compile(rb'"time":([0-9]{1,11}(?:\.[0-9]+)?)')
@@ -74,23 +72,22 @@ def _listed(folder: str, name: re.Pattern[str]) -> _Listed:
 
 
 def _read(run: RunDirectory) -> RunSnapshot:
-    journal, claims = _listed(str(run.journal), _NAME), _listed(str(run.attempts), _CLAIM)
-    records: list[Record] = []
+    listed, claims = JournalFolder.list(run.journal), _listed(str(run.attempts), _CLAIM)
+    records, _ = read_folder(listed, skip_superseded=True, use_state=True)
     tails: list[bytes] = []
     ahead: dict[str, float] = {}
-    newest = max((_number(file, _NAME) for file, _ in journal), default=0)
-    for file, _ in journal:
-        content = read_trusted(run.journal / file, _FILE_LIMIT)
-        number, _, writer = file.removesuffix(".jsonl").partition("-")
-        lines, _ = read_lines(blank_superseded(content), file=file, writer=writer)
-        records += lines
-        ahead[writer] = _clock_ahead(content, (run.journal / file).stat().st_mtime)
-        if int(number) == newest and writer.startswith("rank0"):
-            tails.append(content[-_TAIL:])
+    changed = [time for _, time in claims]
+    newest = max((file.attempt for file in listed.files), default=0)
+    for file in listed.files:
+        end, written = read_end(file.path, _TAIL)
+        changed.append(written)
+        ahead[file.writer] = _clock_ahead(end, written)
+        if file.attempt == newest and file.writer.startswith("rank0"):
+            tails.append(end)
     state = fold(records)
     # Every node has a clock of its own, and the files have one for all.
     ordered = [
-        replace(record, time=record.time - ahead[record.writer])
+        replace(record, time=record.time - ahead.get(record.writer, 0.0))
         for record in in_order(without_fenced(records))
     ]
     attempt = state.attempts[-1] if state.attempts else None
@@ -103,7 +100,7 @@ def _read(run: RunDirectory) -> RunSnapshot:
         attempt=current,
         claimed=max((_number(file, _CLAIM) for file, _ in claims), default=0),
         ended=attempt is not None and attempt.ended is not None,
-        changed=max((time for _, time in (*journal, *claims)), default=0.0),
+        changed=max(changed, default=0.0),
         usual_silence_s=_usual_silence(tails),
         last_save=_last_save(in_attempt, attempt),
         saves_every_s=_saves_every(ordered),

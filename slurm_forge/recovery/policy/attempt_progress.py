@@ -78,7 +78,7 @@ def outcomes(state: RunState) -> Iterator[AttemptOutcome]:
 def _in_order(attempt: AttemptState) -> Iterator[int | Decision]:
     """Steps of healthy checkpoints, and rollbacks, as they came."""
     visited: set[str] = set()
-    for what in attempt.checkpoints_and_decisions:
+    for _, what in attempt.checkpoints_and_decisions:
         if isinstance(what, CheckpointCommitted):
             if not what.findings:
                 yield what.step

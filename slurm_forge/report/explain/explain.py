@@ -6,7 +6,7 @@ import math
 from dataclasses import replace
 from itertools import pairwise
 
-from slurm_forge.journal import RunState, RunStatus, fold
+from slurm_forge.journal import RunState, RunStatus
 from slurm_forge.journal.fold import in_order, without_fenced
 from slurm_forge.report.checkpoints import newest_step
 from slurm_forge.report.explain.changes import what_changed
@@ -35,7 +35,7 @@ AT_REST = frozenset({RunStatus.HELD, RunStatus.STOPPED, RunStatus.CANCELLED, Run
 def explain(facts: RunFacts) -> RunStory:
     """Tell the run as its journal tells it.  Never raises, whatever the journal holds."""
     ordered = in_order(without_fenced(facts.records))
-    state = fold(facts.records)
+    state = facts.state()
     history = history_of(ordered)
     now = standing(facts, state, history)
     started = history.attempts[0].started if history.attempts else None

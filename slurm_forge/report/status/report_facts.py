@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from slurm_forge.journal import Damage, Record
+from slurm_forge.journal import Damage, Record, RunState, fold
 from slurm_forge.report.purge import PurgeRule
 from slurm_forge.report.story.queue_reason import QueueAnswer
 from slurm_forge.run_directory.layout import NEXT_STEP
@@ -54,6 +54,8 @@ class RunFacts:
     reference: str
     now: float
     records: tuple[Record, ...] = ()
+    #: The state after attempts that are archived: ``records`` are without theirs, or with them.
+    earlier: Record | None = None
     damage: tuple[Damage, ...] = ()
     total_steps: int | None = None
     done: bool = False
@@ -83,3 +85,15 @@ class RunFacts:
     asked: float | None = None
     #: The job that was started on this machine and has no process left there.
     gone_here: str = ""
+
+    @property
+    def records_to_fold(self) -> tuple[Record, ...]:
+        """The records, the state after archived attempts in the place of theirs."""
+        if self.earlier is None:
+            return self.records
+        through = self.earlier.attempt
+        return (self.earlier, *(each for each in self.records if each.attempt > through))
+
+    def state(self) -> RunState:
+        """What the records come to."""
+        return fold(self.records_to_fold)

@@ -100,7 +100,9 @@ def again(reference: str, state: RunState) -> str:
 
 def jobs_of(state: RunState, history: History) -> tuple[str, ...]:
     """Every job that the run has been, the first one first."""
-    return tuple(dict.fromkeys(job for job in (*history.jobs, state.job) if job))
+    told = {attempt.number for attempt in history.attempts}
+    archived = (each.job for each in state.attempts if each.number not in told)
+    return tuple(dict.fromkeys(job for job in (*archived, *history.jobs, state.job) if job))
 
 
 def standing(facts: RunFacts, state: RunState, history: History) -> Standing:

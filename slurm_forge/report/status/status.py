@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from slurm_forge.journal import Record, RunState, RunStatus, fold
+from slurm_forge.journal import Record, RunState, RunStatus
 from slurm_forge.journal import events as ev
 from slurm_forge.journal.fold import in_order, without_fenced
 from slurm_forge.report.checkpoints import newest_step
@@ -106,7 +106,7 @@ class Status:
 def take_status(facts: RunFacts) -> Status:
     """Where the run stands.  Never raises, whatever the journal holds."""
     ordered = in_order(without_fenced(facts.records))
-    state = fold(facts.records)
+    state = facts.state()
     history = history_of(ordered)
     now = standing(facts, state, history)
     attempt = history.attempts[-1] if history.attempts else None
@@ -145,7 +145,7 @@ def take_status(facts: RunFacts) -> Status:
         else tuple(slow_now(launch.slow, launch.trends)),
         failing_saves=now.failing_saves,
         code="" if attempt is None else attempt.code,
-        revised=lineage_lines(ordered),
+        revised=lineage_lines(state),
     )
 
 
@@ -166,6 +166,13 @@ def _last_checkpoint(
         if isinstance(record.event, ev.CheckpointCommitted)
         and (there is None or record.event.name in there)
     ]
+    if not commits:  # none since the attempts that are archived
+        commits = [
+            (event, time)
+            for attempt in state.attempts
+            for time, event in attempt.checkpoints
+            if there is None or event.name in there
+        ]
     if not commits:
         return None
     last, time = commits[-1]

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
-from slurm_forge.journal import Record
+from slurm_forge.journal import RunState
 from slurm_forge.journal import events as ev
 from slurm_forge.report.text import clean, number
 from slurm_forge.vocabulary.job_change import ChangeEffect, JobChange
@@ -34,16 +34,13 @@ def fork_line(event: ev.Forked) -> str:
     return f"begins at step {number(event.step)} of {parent} ({checkpoint}), {state}"
 
 
-def lineage_lines(ordered: Iterable[Record]) -> tuple[str, ...]:
+def lineage_lines(state: RunState) -> tuple[str, ...]:
     """For a screen: where the run begins, and what was changed last."""
-    forks: list[str] = []
-    last: list[str] = []
-    for record in ordered:
-        if isinstance(record.event, ev.Forked):
-            forks = [fork_line(record.event)]
-        elif isinstance(record.event, ev.JobChanged) and record.event.changes:
-            last = [revision_line(record.event)]
-    return (*forks, *last)
+    fork, change = state.forked, state.last_change
+    return (
+        *(() if fork is None else (fork_line(fork),)),
+        *(() if change is None else (revision_line(change),)),
+    )
 
 
 def changes_by_effect(event: ev.JobChanged) -> Iterator[tuple[bool, str]]:

@@ -47,7 +47,7 @@ class RunContext:
     known: set[str] = field(default_factory=set)
     struck: dict[str, list[ev.NodesStruck]] = field(default_factory=dict)
 
-    def add(self, event: ev.Event) -> None:
+    def add(self, event: object) -> None:
         """One more event of the run."""
         match event:
             case ev.CheckpointJudged():

@@ -253,7 +253,9 @@ class _Tracer:
 
     def _resumed(self, key: LaunchKey, event: ev.Resumed, time: float) -> None:
         line, step = self._line, event.step
-        line.followed.update(self._seen)
+        if self._seen:
+            # Of those before it the start before this one has said it.
+            line.followed.add(self._seen[-1])
         self._seen.append(key)
         # Rank 0 lives where training goes on in the same launch, and has said how far it was.
         before = self._segments[-1] if self._segments else None
@@ -276,7 +278,8 @@ class _Tracer:
         told = event.checkpoint is not None and event.checkpoint == self._fresh_rng_at
         if not event.exact and not event.data_restarted and not told:
             line.inexact.append(event)
-        line.plans = [span for span in line.plans if span.first < step]
+        while line.plans and line.plans[-1].first >= step:  # they ascend
+            line.plans.pop()
         line.plans.append(PlanSpan(step, self._plan))
         line.coming = None
         self._segments.append(_Segment(key, time, step, step, time, []))

@@ -18,7 +18,7 @@ from slurm_forge.control.messages.hub import RequestKind
 from slurm_forge.control.messages.message import Message
 from slurm_forge.control.messages.rank import RequestProposal, SaveCommitted, SaveFailed
 from slurm_forge.errors import CheckpointError, ForgeError, StorageFullError
-from slurm_forge.journal import JournalWriter, Known, RunState, fold, read_journal
+from slurm_forge.journal import JournalWriter, Known, RunState, fold, read_to_fold
 from slurm_forge.journal import known as k
 from slurm_forge.journal.events import (
     CheckpointCommitted,
@@ -380,7 +380,7 @@ class CliJudgements:
         if sizes == self._known_sizes:
             return None
         with contextlib.suppress(OSError, ForgeError):
-            checkpoints = fold(read_journal(self._run, skip_superseded=True)[0]).known
+            checkpoints = fold(read_to_fold(self._run)).known
             self._known_sizes = sizes
             return checkpoints
         return None

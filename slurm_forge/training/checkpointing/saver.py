@@ -38,7 +38,7 @@ from slurm_forge.errors import (
     RanksLostError,
     UnsupportedError,
 )
-from slurm_forge.journal import JournalWriter, fold, read_journal
+from slurm_forge.journal import JournalWriter, fold, read_to_fold
 from slurm_forge.store.directory import CheckpointStore
 from slurm_forge.store.identity import CheckpointName
 from slurm_forge.training.checkpointing.catalog import (
@@ -417,7 +417,7 @@ class Saver:
         """
         there: Sequence[CheckpointName] = ()
         if self.catalog is not None and self._journal is not None:
-            records, _ = read_journal(self._context.directory, skip_superseded=True, refresh=True)
+            records = read_to_fold(self._context.directory, refresh=True)
             self._journal.advance_clock(records)
             self.catalog.recall(fold(records))
             there = self._store.candidates()

@@ -21,7 +21,7 @@ from slurm_forge.checkpoint.collectives import Ranks
 from slurm_forge.control import Member
 from slurm_forge.control.messages.rank import RecoveryNeeded, RolledBack
 from slurm_forge.errors import HookError
-from slurm_forge.journal import JournalWriter, Known, RunState, fold, read_journal
+from slurm_forge.journal import JournalWriter, Known, RunState, fold, read_to_fold
 from slurm_forge.journal.events import DecisionTaken, IncidentSeen, Recovered
 from slurm_forge.recovery.monitor.loss_anomaly import (
     announce,
@@ -299,7 +299,7 @@ class InstabilityHandler:
 
     def _read(self, journal: JournalWriter) -> RunState:
         """The state of the run; what is written from now on comes behind what it rests on."""
-        records, _ = read_journal(self._context.directory, skip_superseded=True)
+        records = read_to_fold(self._context.directory)
         journal.advance_clock(records)
         return fold(records)
 

@@ -12,7 +12,8 @@ from slurm_forge.cli.observe.journal_tail import JournalTail
 from slurm_forge.errors import UnsafeFileError
 from slurm_forge.journal import Record, fold
 from slurm_forge.journal import events as ev
-from slurm_forge.journal.file import blank_superseded, encode, read_lines
+from slurm_forge.journal.file import blank_superseded, encode
+from slurm_forge.journal.reading import read_lines
 from slurm_forge.vocabulary.cause import Cause
 from slurm_forge.vocabulary.decision import Action
 from tests.unit.report.journals import Scribe

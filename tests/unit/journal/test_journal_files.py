@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from slurm_forge.journal import JournalWriter, fold, read_journal
 from slurm_forge.journal import events as ev
-from slurm_forge.journal.file import AppendFile, Record, decode, encode, read_lines
+from slurm_forge.journal.file import AppendFile, Record, decode, encode
+from slurm_forge.journal.reading import read_lines
 from slurm_forge.run_directory import RunDirectory
 from slurm_forge.vocabulary.cause import Cause, Confidence, Evidence
 from slurm_forge.vocabulary.decision import Action, Change, Decision, Incident
@@ -148,10 +149,12 @@ def test_no_bytes_make_the_reader_fail(content: bytes) -> None:
     read_lines(content, file="f", writer="w")
 
 
-def test_a_kind_from_a_newer_version_is_passed_over_silently() -> None:
+def test_a_kind_from_a_newer_version_is_kept_as_one() -> None:
     newer = lines(1).replace(b'"kind":"progress"', b'"kind":"teleported"')
+    newer = newer.replace(b'"by":"0.1.0"', b'"by":"9.9.9"')
     found, damage = read_lines(newer + lines(2), file="f", writer="w")
     assert (steps(found), damage) == ([2], [])
+    assert found[0].event == ev.UnknownEvent(kind="teleported", by="9.9.9")
 
 
 def test_fields_from_a_newer_version_are_passed_over() -> None:

@@ -8,10 +8,10 @@ from slurm_forge.journal import events as ev
 from slurm_forge.journal.known import (
     Known,
     KnownCheckpoint,
-    after_instability,
+    doubt_after_instability,
     newest_usable,
-    rolled_back,
 )
+from slurm_forge.journal.known import roll_back as roll_back_past
 from slurm_forge.store.identity import CheckpointName
 from slurm_forge.vocabulary.cause import Cause, Confidence
 from slurm_forge.vocabulary.decision import Action, Decision, Incident
@@ -129,6 +129,18 @@ def test_what_an_older_attempt_publishes_late_is_another_branch() -> None:
     assert refused(CheckpointName(60, 2, 1, "0000beef")) is None
 
 
+def doubted(known: Known, onset: int, cause: Cause = Cause.LOSS_SPIKE) -> Known:
+    by_name = {each.name: each for each in known}
+    doubt_after_instability(by_name, onset, cause)
+    return tuple(by_name.values())
+
+
+def gone_back(known: Known, target: CheckpointName) -> Known:
+    by_name = {each.name: each for each in known}
+    roll_back_past(by_name, target)
+    return tuple(by_name.values())
+
+
 @st.composite
 def histories(draw: st.DrawFn) -> Known:
     steps = draw(st.lists(st.integers(0, 40), unique=True, max_size=8))
@@ -144,8 +156,8 @@ def histories(draw: st.DrawFn) -> Known:
 
 @given(histories(), st.integers(0, 40))
 def test_doubt_only_ever_takes_trust_away_and_twice_is_once(known: Known, onset: int) -> None:
-    once = after_instability(known, onset, Cause.LOSS_SPIKE)
-    assert after_instability(once, onset, Cause.LOSS_SPIKE) == once
+    once = doubted(known, onset)
+    assert doubted(once, onset) == once
     for before, after in zip(known, once, strict=True):
         assert after == before or (after.trust is Trust.SUSPECT and not before.by_person)
         if after.name.step >= onset and not before.by_person:
@@ -156,7 +168,7 @@ def test_doubt_only_ever_takes_trust_away_and_twice_is_once(known: Known, onset:
 
 @pytest.mark.parametrize("onset", [1, 50])
 def test_newest_usable_of_nothing(onset: int) -> None:
-    assert newest_usable(after_instability((), onset, Cause.NON_FINITE)) is None
+    assert newest_usable(doubted((), onset, Cause.NON_FINITE)) is None
 
 
 # -- rolling back ----------------------------------------------------------------------------------
@@ -226,8 +238,8 @@ def test_what_is_written_after_the_rollback_is_trusted_as_any_other() -> None:
 @given(histories(), st.integers(0, 40))
 def test_going_back_takes_trust_away_from_younger_ones_only(known: Known, step: int) -> None:
     target = CheckpointName(step, 1, 1, "ffffffff")
-    once = rolled_back(known, target)
-    assert rolled_back(once, target) == once
+    once = gone_back(known, target)
+    assert gone_back(once, target) == once
     for before, after in zip(known, once, strict=True):
         if before.name.step <= step or before.by_person:
             assert after == before

@@ -13,7 +13,7 @@ import pytest
 
 from slurm_forge.documents import build, load
 from slurm_forge.errors import SlurmUnreachableError
-from slurm_forge.journal import Record
+from slurm_forge.journal import Record, fold
 from slurm_forge.journal import events as ev
 from slurm_forge.knobs import Knobs
 from slurm_forge.launch.nodes.excluded_nodes import (
@@ -21,7 +21,6 @@ from slurm_forge.launch.nodes.excluded_nodes import (
     exclusion_at_submission,
     exclusion_now,
     job_exclusion,
-    names_added,
     nodes_of,
     open_ledger,
     partition_of,
@@ -276,7 +275,7 @@ def test_the_journal_says_what_a_run_added_itself() -> None:
         Record(attempt=1, launch=1, sequence=i, time=NOW, writer="supervisor", event=event)
         for i, event in enumerate(events)
     ]
-    assert names_added(records) == {"n06", "n11"}
+    assert fold(records).excluded == {"n06", "n11"}
 
 
 # When the file system is not there

@@ -16,6 +16,7 @@ import pytest
 
 from slurm_forge.journal import JournalWriter, RunState, RunStatus
 from slurm_forge.journal import file as journal_file
+from slurm_forge.journal import reading as journal_reading
 from slurm_forge.journal.fold import advance
 from slurm_forge.journal.order import causal_order, without_fenced
 from slurm_forge.launch.attempt import attempt as attempt_module
@@ -60,7 +61,7 @@ def folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """In memory where that can be had, and without reading the same lines again and again."""
     memory = Path("/dev/shm")
     path = Path(tempfile.mkdtemp(prefix="forge-", dir=memory if memory.is_dir() else None))
-    decode = journal_file.decode
+    decode = journal_reading.decode
     known: dict[tuple[bytes, str], journal_file.Record | None] = {}
 
     def once(line: bytes, writer: str) -> journal_file.Record | None:
@@ -68,7 +69,7 @@ def folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
             known[line, writer] = decode(line, writer)
         return known[line, writer]
 
-    monkeypatch.setattr(journal_file, "decode", once)
+    monkeypatch.setattr(journal_reading, "decode", once)
     folded = Folded()
     for module in (attempt_module, submission):
         monkeypatch.setattr(module, "fold", folded)
