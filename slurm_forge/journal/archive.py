@@ -24,7 +24,6 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from slurm_forge import __version__
 from slurm_forge.errors import ForgeError
 from slurm_forge.files import (
     create_exclusive,
@@ -33,7 +32,7 @@ from slurm_forge.files import (
     refresh_listing,
     write_atomic,
 )
-from slurm_forge.format_version import FormatVersion, refuse_later
+from slurm_forge.format_version import PACKAGE_VERSION, FormatVersion, refuse_later
 from slurm_forge.journal.events import AttemptStarted
 from slurm_forge.journal.file import FORMAT, Record, without_superseded
 from slurm_forge.journal.fold import fold_through
@@ -266,7 +265,7 @@ def _archive_of(files: Sequence[JournalFile]) -> bytes:
     body = b"".join(lines)
     head = {
         "v": str(FORMAT),
-        "by": __version__,
+        "by": PACKAGE_VERSION,
         "archive": {
             "sha256": hashlib.sha256(body).hexdigest(),
             "files": [file.path.name for file in files],
@@ -287,7 +286,7 @@ def _state_file(state: RunState, logical_time: int) -> bytes:
     body = _state_adapter().dump_json(state, exclude_defaults=True)
     head = {
         "v": _STATE_FORMAT,
-        "by": __version__,
+        "by": PACKAGE_VERSION,
         "logical_time": logical_time,
         "sha256": hashlib.sha256(body).hexdigest(),
     }
@@ -299,7 +298,7 @@ def _read_state(path: Path, through: int) -> Record | None:
     with suppress(OSError, ForgeError, ValueError, KeyError, TypeError):
         line, _, body = read_trusted(path, _STATE_LIMIT).partition(b"\n")
         head = json.loads(line)
-        ours = (head["v"], head["by"]) == (_STATE_FORMAT, __version__)
+        ours = (head["v"], head["by"]) == (_STATE_FORMAT, PACKAGE_VERSION)
         if ours and head["sha256"] == hashlib.sha256(body).hexdigest():
             state = _state_adapter().validate_json(body)
             return _state_record(state, through, int(head["logical_time"]))

@@ -26,7 +26,6 @@ from typing import cast
 
 from pydantic import TypeAdapter, ValidationError
 
-from slurm_forge import __version__
 from slurm_forge.errors import UnsafeFileError
 from slurm_forge.files import (
     fsync_directory,
@@ -35,7 +34,7 @@ from slurm_forge.files import (
     write_atomic,
 )
 from slurm_forge.files.atomic import write_all
-from slurm_forge.format_version import FormatVersion, refuse_later
+from slurm_forge.format_version import PACKAGE_VERSION, FormatVersion, refuse_later
 from slurm_forge.journal.events import (
     CheckpointCommitted,
     CheckpointJudged,
@@ -141,7 +140,7 @@ def encode(record: Record) -> bytes:
     """One line, newline included."""
     body = {
         "v": str(FORMAT),
-        "by": __version__,
+        "by": PACKAGE_VERSION,
         "attempt": record.attempt,
         "launch": record.launch,
         "seq": record.sequence,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from dataclasses import replace
 
@@ -30,6 +31,7 @@ from slurm_forge.journal.state import (
     BudgetUse,
     EarlierState,
     FencedRecords,
+    LaterRecords,
     LaunchState,
     Rollback,
     RunState,
@@ -119,6 +121,7 @@ class _Folding:
         self.gone = set(state.gone)
         self.applied = set(state.applied)
         self.excluded = set(state.excluded)
+        self.later = Counter({(each.kind, each.by): each.count for each in state.later})
         #: Attempts that no record to come belongs to, since they come in the order of attempts.
         self._earlier: list[AttemptState] = []
         self._incidents = {
@@ -151,6 +154,10 @@ class _Folding:
             gone=frozenset(self.gone),
             applied=frozenset(self.applied),
             excluded=frozenset(self.excluded),
+            later=tuple(
+                LaterRecords(kind=kind, by=by, count=count)
+                for (kind, by), count in sorted(self.later.items())
+            ),
         )
 
 
@@ -273,6 +280,9 @@ def _advance(state: RunState, record: Record, grown: _Folding) -> RunState:
             return _in_attempt(
                 state, record, lambda a: replace(a, skipped=(*a.skipped[-_SKIPS_KEPT:], event))
             )
+        case ev.UnknownEvent():
+            grown.later[event.kind, event.by] += 1
+            return state
         case ev.NodesStruck():
             grown.excluded.update(event.excluded)
             return state

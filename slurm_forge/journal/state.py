@@ -112,6 +112,15 @@ class FencedRecords:
     count: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaterRecords:
+    """How many records of a kind a later slurm_forge (``by``) wrote that this one does not know."""
+
+    kind: str
+    by: str
+    count: int
+
+
 @dataclass(frozen=True, slots=True)
 class Rollback:
     """The last rollback, until training is past the trouble: where it happened, where it led to.
@@ -159,6 +168,8 @@ class RunState:
     forked_locally: bool = False
     #: What was written too late to count.
     fenced: tuple[FencedRecords, ...] = ()
+    #: What a later version wrote, and nothing here rests on.
+    later: tuple[LaterRecords, ...] = ()
     #: Nodes that the run itself had its job exclude: struck, or by its plans.
     excluded: frozenset[str] = frozenset()
     #: Where the run begins in another one, and what of its job was changed on purpose last.

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from slurm_forge.errors import FencedError, RunDirectoryError
 from slurm_forge.files import create_exclusive, make_private_directory, read_json
+from slurm_forge.format_version import PACKAGE_VERSION, FormatVersion, refuse_later
 from slurm_forge.run_directory.layout import RunDirectory
 
 _CLAIM_LIMIT = 1 << 20
@@ -35,6 +36,10 @@ class Claim:
     pid: int
     nodes: tuple[str, ...]
     time: float
+
+
+#: Version of the file: see ``slurm_forge.format_version``.
+_FORMAT = FormatVersion(1)
 
 
 def _claim_file(run: RunDirectory, attempt: int) -> Path:
@@ -82,7 +87,8 @@ def claim_attempt(
             nodes=tuple(nodes),
             time=time,
         )
-        body = json.dumps(asdict(claim), sort_keys=True).encode()
+        written = {**asdict(claim), "by": PACKAGE_VERSION, "v": str(_FORMAT)}
+        body = json.dumps(written, sort_keys=True).encode()
         if create_exclusive(_claim_file(run, claim.attempt), body):
             make_private_directory(run.attempt(claim.attempt))
             return claim
@@ -101,6 +107,7 @@ def newest_claim(run: RunDirectory) -> Claim | None:
     path = _claim_file(run, numbers[-1])
     try:
         data = read_json(path, _CLAIM_LIMIT)
+        refuse_later(str(path), FormatVersion.parse(data.get("v", 1)), _FORMAT, data.get("by"))
         return Claim(
             attempt=numbers[-1],
             nonce=str(data["nonce"]),
@@ -114,7 +121,8 @@ def newest_claim(run: RunDirectory) -> Claim | None:
     except (ValueError, KeyError, TypeError, OverflowError) as error:
         raise RunDirectoryError(
             f"the claim {path} can't be read: {error}",
-            next_step="Move it away to let the next attempt start; nothing else depends on it.",
+            next_step="Rename it to let the next attempt start, such as to "
+            f"{path.name}.damaged; nothing else depends on it.",
         ) from error
 
 

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
-from pydantic import Field
+from pydantic import Field, PrivateAttr, ValidationError
 
 from slurm_forge.documents import build, dump, read
+from slurm_forge.errors import ConfigError, FormatError, RunDirectoryError
+from slurm_forge.files import write_atomic
+from slurm_forge.format_version import PACKAGE_VERSION, FormatVersion, refuse_later, to_install
+from slurm_forge.lock import exclusive
 from slurm_forge.run_directory import RunDirectory
 from slurm_forge.site.fields import Bandwidth
 from slurm_forge.site.model import EnvironmentSets
@@ -18,6 +27,11 @@ from slurm_forge.spec.job import JobSpec
 from slurm_forge.spec.types import JobSection, PositiveDuration
 from slurm_forge.store.directory import CheckpointStore
 from slurm_forge.vocabulary.job_change import JobChange
+
+#: Version of the file: see ``slurm_forge.format_version``.
+FORMAT = FormatVersion(1, 1)
+#: Rewriting the file takes a moment; whoever waits longer waits for something else.
+_LOCKED = timedelta(seconds=20)
 
 
 class CodeVersion(JobSection):
@@ -57,6 +71,9 @@ class RunFile(JobSection):
     hang, and ``never`` says of variables why they must not be set.
     """
 
+    #: The version of the file, and of the slurm_forge that wrote it.
+    format_version: str = str(FORMAT)
+    written_by: str = PACKAGE_VERSION
     submitted_from: str
     python: str
     site: str = "generic"
@@ -94,10 +111,12 @@ class RunFile(JobSection):
     #: What was changed on purpose since the run was begun; of a fork, since its parent was.
     revisions: tuple[Revision, ...] = ()
     job: JobSpec
+    #: Keys of a later minor version, which are written as they were read.
+    _later: dict[str, Any] = PrivateAttr(default_factory=dict)
 
     def to_yaml(self) -> str:
         """The text of ``run.yaml``; reading it gives an equal value."""
-        return dump(self.model_dump(mode="json"))
+        return dump(_joined(self.model_dump(mode="json"), self._later))
 
     @property
     def sets(self) -> EnvironmentSets:
@@ -173,5 +192,85 @@ def name_fallback(job: JobSpec) -> str | None:
 
 
 def read_run_file(path: Path) -> RunFile:
-    """Read ``run.yaml``: only we or root may be able to write it (``UnsafeFileError``)."""
-    return build(RunFile, read(path, trusted=True))
+    """Read ``run.yaml``: only we or root may be able to write it (``UnsafeFileError``).
+
+    Of a later minor version keys that this one does not know are passed over, and kept.
+
+    Raises:
+        FormatError: It is of a later major version, or of a later minor one with values that this
+            version does not know.
+    """
+    document = read(path, trusted=True)
+    body: Mapping[str, Any] = document.data
+    by = body.get("written_by", "")
+    try:
+        found = FormatVersion.parse(body.get("format_version", "1.0"))
+    except ValueError as error:
+        raise ConfigError(f"format_version: {error}", path=path, next_step=_RESTORE) from error
+    refuse_later(str(path), found, FORMAT, by)
+    if found <= FORMAT:
+        return build(RunFile, document)
+    known, later = _without_later(body)
+    try:
+        file = build(RunFile, replace(document, data=known))
+    except ConfigError as error:
+        raise FormatError(
+            f"{path} has format {found} and values that this slurm_forge does not know: "
+            f"{error.message}",
+            next_step=f"Install what wrote it: {to_install(by)}",
+        ) from error
+    file._later = later  # not a key of the file
+    return file
+
+
+def replace_run_file(run: RunDirectory, was: RunFile, now: RunFile) -> None:
+    """Put ``now`` in the place of ``was``, which is what the caller has read.
+
+    Raises:
+        RunDirectoryError: Another command has changed the file since.
+    """
+    with exclusive(run.submissions / "run-yaml.lock", _LOCKED):
+        if read_run_file(run.spec_file) != was:
+            raise RunDirectoryError(
+                f"{run.name} was changed by another command at the same time",
+                next_step=f"See what it is now (slurm-forge status {run.name}), then try again.",
+            )
+        write_atomic(run.spec_file, now.to_yaml().encode())
+
+
+_RESTORE = "Restore it: the last change of the job is in the folder revisions beside it."
+
+
+def _without_later(body: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The keys that are known at any depth, and the others, each where it was."""
+    known: dict[str, Any] = json.loads(json.dumps(body))
+    later: dict[str, Any] = {}
+    try:
+        RunFile.model_validate_json(json.dumps(known), strict=True)
+    except ValidationError as error:
+        for mistake in error.errors():
+            if mistake["type"] == "extra_forbidden":
+                _move(known, later, mistake["loc"])
+    return known, later
+
+
+def _move(known: dict[str, Any], later: dict[str, Any], path: Sequence[int | str]) -> None:
+    """Take the key at ``path``, in which names of union members are left out, to ``later``."""
+    *above, key = path
+    for name in above:
+        inner = known.get(str(name))
+        if isinstance(inner, dict):
+            known, later = inner, later.setdefault(str(name), {})
+    if key in known:
+        later[str(key)] = known.pop(str(key))
+
+
+def _joined(body: Mapping[str, Any], later: Mapping[str, Any]) -> dict[str, Any]:
+    joined = dict(body)
+    for key, value in later.items():
+        own = joined.get(key)
+        if isinstance(own, dict) and isinstance(value, dict):
+            joined[key] = _joined(own, value)
+        else:
+            joined[key] = value
+    return joined

@@ -16,6 +16,7 @@ from datetime import datetime
 from typing import Any, NoReturn
 
 from slurm_forge.errors import CheckpointRejectedError
+from slurm_forge.format_version import FormatVersion, refuse_later
 from slurm_forge.store.identity import CheckpointName
 from slurm_forge.vocabulary.json_value import Json
 
@@ -27,6 +28,7 @@ BLOCK_SIZE = 4 << 20
 #: Bytes of a manifest that are read at most; hashes of some 30 TiB fit.
 MANIFEST_LIMIT = 256 << 20
 
+#: See ``slurm_forge.format_version``; a major version alone, as first versions read it.
 _FORMAT = 1
 _MOST_FILES = 1_000_000
 _LARGEST_FILE = 1 << 50
@@ -160,14 +162,24 @@ def _canonical(body: object) -> bytes:
     return json.dumps(body, separators=(",", ":"), allow_nan=False).encode("ascii")
 
 
+def _refuse_later(found: object) -> None:
+    try:
+        version = FormatVersion.parse(found)
+    except ValueError as error:
+        raise rejected(str(error)) from error
+    refuse_later("the checkpoint", version, FormatVersion(_FORMAT))
+
+
 def _read_body(value: object) -> Manifest:
     keys = {
         "format", "run_id", "name", "step", "attempt", "launch", "nonce", "sequence", "parent",
         "reason", "findings", "about", "created_at", "torch_version", "world_size", "block_size",
         "files", "state",
     }  # fmt: skip
-    if isinstance(value, dict) and value.get("format") != _FORMAT:
-        raise rejected(f"its format is {value.get('format')!r}, this version reads {_FORMAT}")
+    if isinstance(value, dict) and (value.get("format") is True or value.get("format") != _FORMAT):
+        # Of a later minor version keys that this one does not know are passed over.
+        _refuse_later(value.get("format"))
+        value = {key: each for key, each in value.items() if key in keys}
     body = _dict(value, "body", keys)
     name = _name(body["name"], "name")
     named_as = (body["step"], body["attempt"], body["launch"], body["nonce"])

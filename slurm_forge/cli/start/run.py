@@ -94,17 +94,17 @@ def run(
 
 def _with_ranks(run: RunDirectory, file: RunFile, ranks: int | None) -> tuple[RunFile, int]:
     """How many processes train the run, which a later start and a fork of it inherit."""
-    from slurm_forge.files import write_atomic
     from slurm_forge.launch.attempt.run_lock import hold_run_lock
-    from slurm_forge.spec.run_file import read_run_file
+    from slurm_forge.spec.run_file import read_run_file, replace_run_file
 
     usual = file.job.resources.tasks_per_node
     count = ranks or file.ranks or usual
     kept = None if count == usual else count
     if kept != file.ranks:
         with hold_run_lock(run):
-            file = read_run_file(run.spec_file).model_copy(update={"ranks": kept})
-            write_atomic(run.spec_file, file.to_yaml().encode())
+            was = read_run_file(run.spec_file)
+            file = was.model_copy(update={"ranks": kept})
+            replace_run_file(run, was, file)
     return file, count
 
 

@@ -30,7 +30,7 @@ from slurm_forge.slurm.client import Slurm
 from slurm_forge.slurm.records import JobRecord
 from slurm_forge.slurm.states import ACTIVE, PENDING_LIKE, TERMINAL, JobState
 from slurm_forge.spec import JobSpec
-from slurm_forge.spec.run_file import Revision, RunFile, read_run_file
+from slurm_forge.spec.run_file import Revision, RunFile, read_run_file, replace_run_file
 from slurm_forge.store.identity import CheckpointName
 from slurm_forge.vocabulary.job_change import JobChange
 
@@ -183,7 +183,7 @@ def _replaced(run: RunDirectory, file: RunFile, changes: Sequence[JobChange], ve
     kept = run.revision(number)
     make_private_directory(kept.parent)
     write_atomic(kept, read_bounded(run.spec_file, _LARGEST))
-    write_atomic(run.spec_file, now.to_yaml().encode())
+    replace_run_file(run, file, now)
     return now
 
 

@@ -37,7 +37,7 @@ from slurm_forge.site.model import Site, storage_at
 from slurm_forge.site.variables import NCCL_INTERFACE
 from slurm_forge.slurm.client import Slurm
 from slurm_forge.spec import JobSpec
-from slurm_forge.spec.run_file import RunFile, name_fallback
+from slurm_forge.spec.run_file import RunFile, name_fallback, replace_run_file
 from slurm_forge.spec.safeguards import CodeMode
 
 
@@ -216,7 +216,7 @@ def renew_run(run: RunDirectory, file: RunFile, now: JobSpec, path: Path) -> Run
 def replace_job(run: RunDirectory, file: RunFile, now: JobSpec) -> RunFile:
     """Give the run another job of the same meaning, and tell it in the journal."""
     renewed = file.with_job(now)
-    write_atomic(run.spec_file, renewed.to_yaml().encode())
+    replace_run_file(run, file, renewed)
     changed = differences(file.job.model_dump(mode="json"), now.model_dump(mode="json"))
     note(run, UserAsked(verb=f"change {'; '.join(map(str, changed[:5]))}"[:400], user=person()))
     return renewed

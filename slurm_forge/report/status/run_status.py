@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
+from slurm_forge.format_version import to_install
 from slurm_forge.journal import Record, RunState, RunStatus
 from slurm_forge.launch.render.array_chain import VIA_ARRAY
 from slurm_forge.report.checkpoints import missing_checkpoint, newest_step
@@ -431,8 +432,27 @@ def warnings_of(facts: RunFacts, state: RunState, ordered: Iterable[Record]) -> 
     if len(facts.damage) > _SHOWN_DAMAGE:
         warnings.append(f"{plural(len(facts.damage) - _SHOWN_DAMAGE, 'more damaged line')} ignored")
     warnings += fenced_lines(state)
+    warnings += later_lines(state)
     warnings += clock_differences(ordered)
     return tuple(warnings)
+
+
+def later_lines(state: RunState) -> Iterator[str]:
+    """A sentence about what a later slurm_forge wrote and this one does not know."""
+    if not state.later:
+        return
+    count = sum(each.count for each in state.later)
+    kinds = ", ".join(dict.fromkeys(clean(each.kind, 40) for each in state.later))
+    newest = max((each.by for each in state.later), key=_release)
+    verb = "is" if count == 1 else "are"
+    yield (
+        f"{plural(count, 'event')} of kinds that this slurm_forge does not know ({kinds}) {verb} "
+        f"not shown: a later version wrote them ({clean(to_install(newest))})"
+    )
+
+
+def _release(version: str) -> tuple[int, ...]:
+    return tuple(int(each) for each in re.findall(r"[0-9]+", version)[:4])
 
 
 def fenced_lines(state: RunState) -> Iterator[str]:

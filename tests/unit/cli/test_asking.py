@@ -173,7 +173,7 @@ def test_the_next_start_tells_of_new_code_that_was_taken_before_the_command_was_
     file = read_run_file(held.run.spec_file)
     assert file.code is not None
     assert str(file.code) not in shell("explain", "tiny-gpt").stdout.partition("Changes")[2]
-    changing.report_revisions(held.run, file, read_journal(held.run)[0])
+    changing.report_revisions(held.run, file, fold(read_journal(held.run)[0]))
     assert str(file.code) in shell("explain", "tiny-gpt").stdout.partition("Changes")[2]
 
 
@@ -219,7 +219,7 @@ def test_reconcile_carries_an_open_intent_out(
     held.end("open")
     result = shell("reconcile", "tiny-gpt")
     assert result.exit_code == 0, result.stderr
-    assert fold(read_journal(held.run)[0]).open_intent is None
+    assert fold(fold(read_journal(held.run)[0])).open_intent is None
     assert "nothing is open" in shell("reconcile", "tiny-gpt").stdout
 
 
@@ -244,7 +244,7 @@ def test_stop_and_save_leave_their_files_and_say_who_asked(shell: Shell, held: S
     assert shell("save", "tiny-gpt").exit_code == 0
     assert held.run.save_file.exists()
     assert sorted(asked(held)) == ["save", "stop", "stop"]
-    assert fold(read_journal(held.run)[0]).status is RunStatus.HELD
+    assert fold(fold(read_journal(held.run)[0])).status is RunStatus.HELD
 
 
 def test_stop_says_what_becomes_of_a_job_that_waits(

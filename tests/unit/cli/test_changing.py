@@ -276,7 +276,7 @@ def test_the_next_start_tells_of_a_change_that_was_cut_off(
     assert not told(held)
     for _ in range(2):  # and only once
         records, _ = read_journal(held.run)
-        changing.report_revisions(held.run, file_of(held), records)
+        changing.report_revisions(held.run, file_of(held), fold(records))
         assert [str(c) for each in told(held) for c in each.changes] == ["args.lr 0.1 → 0.2"]
     assert "args.lr 0.1 → 0.2" in shell("explain", "tiny-gpt").stdout
 

@@ -192,7 +192,7 @@ def test_a_state_of_another_version_is_not_used(
     long.compact()
     records = read_to_fold(long.run)
     assert not isinstance(records[0].event, ev.AttemptStarted | ev.UserAsked)
-    monkeypatch.setattr("slurm_forge.journal.archive.__version__", "9.9.9")
+    monkeypatch.setattr("slurm_forge.journal.archive.PACKAGE_VERSION", "9.9.9")
     older = read_to_fold(long.run)
     assert len(older) > len(records)
     assert fold(older) == fold(long.records)
