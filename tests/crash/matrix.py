@@ -20,7 +20,7 @@ import torch
 
 from tests.crash.case import AFTER_ACK, KINDS, Case, Look, LostError, Report, Result
 from tests.crash.disk import Disk, Loss, read_tree, write_tree
-from tests.crash.records import Claiming, Journalling, Submitting
+from tests.crash.records import Archiving, Claiming, Journalling, Submitting
 from tests.crash.saves import dcp_paths, save_paths
 from tests.crash.shim import SETTLED, Op, Record, Shim, Strike
 from tests.distributed.ranks import Outcome, start_ranks
@@ -32,7 +32,15 @@ _WRITES = 2
 
 PATHS: dict[str, Any] = {
     path.name: path
-    for path in [*save_paths(), Journalling(), Claiming(), Submitting(), *dcp_paths()]
+    for path in [
+        *save_paths(),
+        Journalling(),
+        Journalling("journal, rotated", rotate_at=500),
+        Archiving(),
+        Claiming(),
+        Submitting(),
+        *dcp_paths(),
+    ]
 }
 
 

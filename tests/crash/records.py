@@ -7,7 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from slurm_forge.errors import FencedError, ForgeError
-from slurm_forge.journal import JournalWriter, fold, read_journal
+from slurm_forge.journal import (
+    JournalWriter,
+    compact_journal,
+    fold,
+    read_journal,
+    read_to_fold,
+)
 from slurm_forge.journal.events import AttemptStarted, CheckpointCommitted, LaunchStarted, Progress
 from slurm_forge.journal.fold import in_order
 from slurm_forge.run_directory import RunDirectory
@@ -39,9 +45,13 @@ def _durable(number: int) -> bool:
 
 @dataclass(frozen=True)
 class Journalling:
-    """Events, every one acknowledged when ``write`` returned; the state is that of a prefix."""
+    """Events, every one acknowledged when ``write`` returned; the state is that of a prefix.
+
+    A file is left once it has ``rotate_at`` bytes.
+    """
 
     name: str = "journal"
+    rotate_at: int = 1 << 24
     ranks: int = 1
     watch: Watch = Watch.CHANGES
     strikes: tuple[Strike, ...] = CHANGES
@@ -53,7 +63,14 @@ class Journalling:
         run.create(b"{}")
         arm(shim, rank, case, self.watch)
         now = _CLOCK
-        journal = JournalWriter(run, attempt=1, writer="rank", launch=1, clock=lambda: now)
+        journal = JournalWriter(
+            run,
+            attempt=1,
+            writer="rank",
+            launch=1,
+            clock=lambda: now,
+            rotate_at=self.rotate_at,
+        )
         refused = []
         for number in range(_EVENTS):
             now = _CLOCK + number
@@ -123,6 +140,93 @@ class Journalling:
 
     def look_after(self, reports: Sequence[Report]) -> str:
         return ""
+
+
+@dataclass(frozen=True)
+class Archiving:
+    """Attempts that are long over: whatever strikes, each of their events is there, and once."""
+
+    name: str = "archive"
+    ranks: int = 1
+    watch: Watch = Watch.CHANGES
+    strikes: tuple[Strike, ...] = CHANGES
+    power: bool = True
+
+    def body(self, rank: int, case: Case, shim: Shim) -> Report:
+        shim.be(rank)
+        run = RunDirectory.at(Path(shim.root) / "run")
+        run.create(b"{}")
+        for attempt in range(1, _ATTEMPTS + 1):
+            _write_attempt(run, attempt)
+        shim.mark(_ATTEMPTS)
+        arm(shim, rank, case, self.watch)
+        # Nothing of it may keep an attempt from starting.
+        compact_journal(run, _ATTEMPTS, block=2, kept=1)
+        shim.disarm()
+        return Report("done", found=_ATTEMPTS, problems=tuple(_wrong_with(run, _ATTEMPTS)))
+
+    def possible(self, acked: Sequence[int], reports: Sequence[Report | None]) -> list[int]:
+        return []
+
+    def look(
+        self, root: Path, acked: Sequence[int], possible: Sequence[int], *, power: bool
+    ) -> Look:
+        if not acked:
+            return Look(None)
+        run = RunDirectory.at(root / "run")
+        try:
+            problems = _wrong_with(run, max(acked))
+        except Exception as error:
+            problems = [f"it can't be read: {type(error).__name__}: {error}"]
+        return Look(max(acked), "; ".join(problems), bool(problems))
+
+    def next_attempt(self, root: Path) -> tuple[int, list[str]]:
+        run = RunDirectory.at(root / "run")
+        newest = max(attempt for attempt in range(1, 99) if list(run.journal.glob(f"{attempt}-*")))
+        for attempt in range(newest + 1, newest + 3):
+            _write_attempt(run, attempt)
+            compact_journal(run, attempt, block=2, kept=1)
+        problems = [f"{path.name} is left" for path in run.journal.glob("[12]-*")]
+        return newest + 2, problems
+
+    def look_after(self, reports: Sequence[Report]) -> str:
+        return ""
+
+
+_ATTEMPTS = 5
+
+
+def _write_attempt(run: RunDirectory, attempt: int) -> None:
+    journal = JournalWriter(
+        run, attempt=attempt, writer="rank", launch=1, clock=lambda: _CLOCK + attempt
+    )
+    for number in range(_EVENTS):
+        event = _event(number)
+        if isinstance(event, CheckpointCommitted):
+            name = str(CheckpointName(number, attempt, 1, "0" * 8))
+            event = CheckpointCommitted(name=name, step=number, reason="test", seconds=0.1, size=1)
+        journal.write(event, durable=True)
+    journal.close()
+
+
+def _wrong_with(run: RunDirectory, attempts: int) -> list[str]:
+    """What is not as the events of so many attempts are."""
+    numbers = list(range(1, attempts + 1))
+    saved = [number for number in range(_EVENTS) if _durable(number)]
+    problems = []
+    records, damage = read_journal(run)
+    found = [
+        (record.attempt, record.event.step)
+        for record in in_order(records)
+        if isinstance(record.event, CheckpointCommitted)
+    ]
+    if found != [(attempt, step) for attempt in numbers for step in saved] or damage:
+        problems.append(f"the records are {found}, damaged {damage}")
+    for state in (fold(records), fold(read_to_fold(run))):
+        known = [(each.number, len(each.checkpoints)) for each in state.attempts]
+        if known != [(attempt, len(saved)) for attempt in numbers]:
+            problems.append(f"the state is {known}")
+    return problems
 
 
 @dataclass(frozen=True)
