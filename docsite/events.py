@@ -60,6 +60,7 @@ def _descriptions(attributes: str) -> dict[str, str]:
 
 def _type(field: dataclasses.Field[Any]) -> str:
     text = field.type if isinstance(field.type, str) else getattr(field.type, "__name__", "")
+    text = text.replace("Event | UnknownEvent | EarlierState", "Event")  # what is written
     text = re.sub(r"tuple\[(.*), \.\.\.\]", r"list of \1", text.replace("ev.", ""))
     return text.replace(" | None", "").replace(" | ", " or ")
 

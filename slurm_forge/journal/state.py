@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -209,16 +210,27 @@ class RunState:
 
     def refusal(self, name: CheckpointName) -> str | None:
         """Why a checkpoint that is whole is not to be resumed from, or None."""
-        if self.branch is not None and self.branch.excludes(name):
-            later = self.branch.attempt
-            return f"published by attempt {name.attempt} after attempt {later} had gone on"
-        checkpoint = next((each for each in self.known if each.name == name), None)
-        if checkpoint is not None:
-            return None if checkpoint.trust is not Trust.SUSPECT else checkpoint.why or "suspect"
-        doubted = self.unstable is not None and (name.attempt, name.launch) <= self.unstable
-        if doubted and any(each.trust is Trust.GOOD for each in self.known):
-            return "the journal does not know it, and an instability came after it"
-        return None
+        return self.refusals()(name)
+
+    def refusals(self) -> Callable[[CheckpointName], str | None]:
+        """``refusal`` for whoever asks about many checkpoints."""
+        known = {each.name: each for each in self.known}
+        any_good = any(each.trust is Trust.GOOD for each in self.known)
+
+        def refusal(name: CheckpointName) -> str | None:
+            if self.branch is not None and self.branch.excludes(name):
+                later = self.branch.attempt
+                return f"published by attempt {name.attempt} after attempt {later} had gone on"
+            checkpoint = known.get(name)
+            if checkpoint is not None:
+                suspect = checkpoint.trust is Trust.SUSPECT
+                return (checkpoint.why or "suspect") if suspect else None
+            doubted = self.unstable is not None and (name.attempt, name.launch) <= self.unstable
+            if doubted and any_good:
+                return "the journal does not know it, and an instability came after it"
+            return None
+
+        return refusal
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -65,8 +65,9 @@ class CheckpointsListed:
 
 def resumed_next(state: RunState, stored: Sequence[StoredCheckpoint]) -> CheckpointName | None:
     """What a start would resume from now; ``stored`` has the newest first."""
+    refusal = state.refusals()
     for each in stored:
-        if each.manifest is not None and state.refusal(each.name) is None:
+        if each.manifest is not None and refusal(each.name) is None:
             return each.name
     return None
 
@@ -98,7 +99,8 @@ def list_checkpoints(
     """Put together what is there (newest first) and what is known."""
     # A finished run is not started again.
     next_ = None if state.status is RunStatus.FINISHED else resumed_next(state, stored)
-    lines = [_present(state, each, next_) for each in stored]
+    by_name, refusal = {each.name: each for each in state.known}, state.refusals()
+    lines = [_present(each, by_name.get(each.name), refusal(each.name), next_) for each in stored]
     lines += _gone(state, {each.name for each in stored})
     return CheckpointsListed(
         run=run, path=path, checkpoints=tuple(lines), leftovers=tuple(leftovers)
@@ -106,10 +108,13 @@ def list_checkpoints(
 
 
 def _present(
-    state: RunState, stored: StoredCheckpoint, next_: CheckpointName | None
+    stored: StoredCheckpoint,
+    known: KnownCheckpoint | None,
+    refusal: str | None,
+    next_: CheckpointName | None,
 ) -> CheckpointLine:
-    name, manifest, known = stored.name, stored.manifest, _known(state, stored.name)
-    why = stored.problem or state.refusal(name) or ("" if known is None else known.why)
+    name, manifest = stored.name, stored.manifest
+    why = stored.problem or refusal or ("" if known is None else known.why)
     time = None if manifest is None else manifest.created_at.timestamp()
     return CheckpointLine(
         name=str(name),
@@ -155,7 +160,3 @@ def _gone(state: RunState, present: set[CheckpointName]) -> Iterator[CheckpointL
             world_size=None,
             next=False,
         )
-
-
-def _known(state: RunState, name: CheckpointName) -> KnownCheckpoint | None:
-    return next((each for each in state.known if each.name == name), None)

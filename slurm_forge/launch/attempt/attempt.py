@@ -139,13 +139,14 @@ class Attempt:
         mark_launch(self.run, self.claim.attempt, self.launch)
         self.journal.launch = self.launch
         state = self.state()
+        refusal = state.refusals()
         brief = LaunchBrief(
             attempt=self.claim.attempt,
             launch=self.launch,
             plan=state.plan,
             committed_step=state.committed_step,
             resume_step=max(
-                (each.name.step for each in state.known if state.refusal(each.name) is None),
+                (each.name.step for each in state.known if refusal(each.name) is None),
                 default=None,
             ),
             preflight=thoroughness(self.file.job.preflight.enabled, start, state),

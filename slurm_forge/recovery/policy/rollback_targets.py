@@ -41,7 +41,8 @@ def again(state: RunState, incident: Incident) -> bool:
 
 def next_start(state: RunState) -> RollbackTarget:
     """Where a start would go on from now."""
-    names = (each.name for each in state.known if state.refusal(each.name) is None)
+    refusal = state.refusals()
+    names = (each.name for each in state.known if refusal(each.name) is None)
     return RollbackTarget(max(names, default=None))
 
 
@@ -52,10 +53,11 @@ def may_be_used(state: RunState, incident: Incident) -> tuple[CheckpointName, ..
     Nobody goes back past what a person has promoted: a start would resume from it.
     """
     onset = onset_of(state, incident)
+    refusal = state.refusals()
     usable = [
         each
         for each in state.known
-        if state.refusal(each.name) is None
+        if refusal(each.name) is None
         and (onset is None or each.name.step < onset or each.by_person)
     ]
     good = [each for each in usable if each.trust is Trust.GOOD]

@@ -132,9 +132,10 @@ class CheckpointCatalog:
         Only of those that would have been resumed from rather than ``used``.
         """
         instead = "no checkpoint was used" if used is None else f"{used} was used instead"
+        refusal = self._history.refusals()
         for each in self._history.known:
             newer = used is None or each.name > used
-            if newer and each.name not in there and self._history.refusal(each.name) is None:
+            if newer and each.name not in there and refusal(each.name) is None:
                 self.rejected(each.name, f"it was saved, but its folder is gone: {instead}")
 
     def resumed(self, name: CheckpointName) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -9,11 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slurm_forge.cli.observe.journal_tail import JournalTail
+from slurm_forge.cli.observe.run_reading import RunReader
 from slurm_forge.errors import UnsafeFileError
-from slurm_forge.journal import Record, fold
+from slurm_forge.journal import JournalWriter, Record, compact_journal, fold
 from slurm_forge.journal import events as ev
 from slurm_forge.journal.file import blank_superseded, encode
 from slurm_forge.journal.reading import read_lines
+from slurm_forge.report.explain.explain import explain
+from slurm_forge.report.status.status import take_status
 from slurm_forge.vocabulary.cause import Cause
 from slurm_forge.vocabulary.decision import Action
 from tests.unit.report.journals import Scribe
@@ -135,3 +139,64 @@ def test_nothing_that_counts_is_left_out(events: list[ev.Event]) -> None:
     assert [r for r in kept if not isinstance(r.event, frequent)] == [
         r for r in all_records if not isinstance(r.event, frequent)
     ]
+
+
+def test_a_file_that_its_writer_has_left_is_told_once(tmp_path: Path) -> None:
+    run = Scribe(tmp_path).run
+    journal = JournalWriter(run, attempt=1, writer="rank0", launch=1, rotate_at=4_000)
+    tail, told = JournalTail(run), []
+    for step in range(300):
+        journal.write(ev.Progress(step=step))
+        if step % 10 == 0:
+            journal.write(ev.Note(text=str(step)))
+        if step % 7 == 0:
+            records, damage = tail.poll()
+            assert damage == []
+            told += [each.event.text for each in records if isinstance(each.event, ev.Note)]
+    told += [each.event.text for each in tail.poll()[0] if isinstance(each.event, ev.Note)]
+    assert len(list(run.journal.iterdir())) > 5
+    assert sorted(set(told), key=int) == [str(step) for step in range(0, 300, 10)]
+    records, _ = JournalTail(run).poll()
+    assert len([each for each in records if isinstance(each.event, ev.Note)]) >= 30
+
+
+def test_a_run_that_is_archived_is_told_as_before(tmp_path: Path) -> None:
+    scribe = Scribe(tmp_path)
+    scribe.submitted()
+    for number in range(1, 10):
+        scribe.later(600).begin("n01", "n02")
+        scribe.later(14).resume(40 * number - 40)
+        scribe.train(40 * number - 40, 40 * number)
+        scribe.save(40 * number)
+        scribe.preempted(40 * number)
+    tell = RunReader(scribe.run, clock=lambda: scribe.now, whole=True)
+    tell.poll()
+    facts = tell.facts()
+    before = (explain(facts), take_status(facts))
+    compact_journal(scribe.run, scribe.attempt, block=3, kept=1)
+    assert len(list(scribe.run.journal.glob("archive-*"))) == 2
+    again = RunReader(scribe.run, clock=lambda: scribe.now, whole=True)
+    again.poll()
+    assert explain(again.facts()) == before[0]
+    brief = RunReader(scribe.run, clock=lambda: scribe.now)
+    assert len(brief.poll()) < len(facts.records) / 2
+    assert take_status(brief.facts()) == before[1]
+    assert brief.poll() == []
+
+
+def test_events_of_a_later_version_are_counted_once_with_what_to_install(tmp_path: Path) -> None:
+    scribe = Scribe(tmp_path)
+    scribe.begin("n01")
+    scribe.resume(0)
+    path = next(scribe.run.journal.glob("1-rank0-*"))
+    (line,) = path.read_bytes().splitlines()
+    later = json.loads(line) | {"by": "9.8.7", "event": {"kind": "teleported", "to": "Mars"}}
+    with path.open("ab") as file:
+        for number in range(1, 4):
+            file.write(json.dumps(later | {"seq": number}).encode() + b"\n")
+    facts = scribe.looked()
+    for warnings in (take_status(facts).warnings, explain(facts).warnings):
+        assert [each for each in warnings if "teleported" in each] == [
+            "3 events of kinds that this slurm_forge does not know (teleported) are not shown: a "
+            'later version wrote them (pip install "slurm-forge>=9.8.7")'
+        ]

@@ -322,3 +322,82 @@ def test_what_decisions_rest_on_is_on_disk_before_write_returns(
     assert len(synced) == len(durable)
     journal.write(ev.Note(text="y"), durable=True)
     assert len(synced) == len(durable) + 1
+
+
+# -- files of any size ---------------------------------------------------------------------------
+
+
+def test_a_writer_leaves_a_file_that_is_long_and_what_counts_in_it_remains(
+    run: RunDirectory,
+) -> None:
+    clock = iter(range(1000, 9000))
+    journal = JournalWriter(
+        run, attempt=1, writer="rank0", launch=1, clock=lambda: next(clock), rotate_at=20_000
+    )
+    kept = JournalWriter(run, attempt=2, writer="rank0", launch=1, clock=lambda: 1.0)
+    written = 0
+    for step in range(1, 1001):
+        events: list[ev.Event] = [
+            ev.Progress(step=step),
+            ev.Logged(step=step, values={"loss": 1.0 / step} | ({"lr": 0.1} if step < 3 else {})),
+        ]
+        if step % 250 == 0:
+            name = f"step-{step:08d}.a1.l1-0000abcd"
+            events.append(
+                ev.CheckpointCommitted(name=name, step=step, reason="", seconds=1.0, size=1)
+            )
+        for event in events:
+            journal.write(event)
+            kept.write(event)
+    journal.close()
+    kept.close()
+    (whole,) = run.journal.glob("2-*")
+    written = whole.stat().st_size
+    files = list(run.journal.glob("1-*"))
+    assert len(files) > 5
+    assert sum(path.stat().st_size for path in files) < written / 5
+    records, damage = read_journal(run)
+    assert damage == []
+    rotated = [each for each in records if each.attempt == 1]
+    assert len(rotated) < 300
+    figures = [each.event.values for each in rotated if isinstance(each.event, ev.Logged)]
+    assert {name for values in figures for name in values} == {"loss", "lr"}
+    one, two = (fold([each for each in records if each.attempt == n]) for n in (1, 2))
+    assert (one.high_water, one.committed_step) == (two.high_water, two.committed_step)
+    assert [each.name for each in one.known] == [each.name for each in two.known]
+
+
+@pytest.mark.parametrize("chunk", [64, 200, 1 << 12])
+def test_a_file_is_read_in_pieces_as_it_would_be_at_once(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch, chunk: int
+) -> None:
+    long = b'{"x":"' + b"y" * (1 << 18) + b'"}\n'
+    content = lines(*range(40)) + long + b"\x00\n\n" + lines(7, 8) + b'{"torn'
+    path = run.journal / "1-rank0-00000000.jsonl"
+    path.write_bytes(content)
+    path.chmod(0o600)
+    records, damage = read_lines(content, file=path.name, writer="rank0-00000000")
+    monkeypatch.setattr("slurm_forge.journal.reading._CHUNK", chunk)
+    found, bad = read_journal(run)
+    assert found == records
+    assert [(each.file, each.line) for each in bad] == [(each.file, each.line) for each in damage]
+    assert fold(read_journal(run, skip_superseded=True)[0]) == fold(records)
+
+
+def test_no_size_makes_a_run_unreadable_and_nothing_advises_to_remove_its_journal(
+    run: RunDirectory,
+) -> None:
+    """A sparse file of 257 MiB, as one launch of a month left it before journals were left."""
+    path = run.journal / "1-rank0-00000000.jsonl"
+    with path.open("wb") as file:
+        file.write(lines(1))
+        file.seek(257 << 20)
+        file.write(b"\n" + lines(2))
+    path.chmod(0o600)
+    records, damage = read_journal(run, skip_superseded=True)
+    assert steps(records) == [1, 2]
+    assert [each.line for each in damage] == [2]
+    text = "".join(
+        each.read_text() for each in (Path(ev.__file__).parents[1] / "journal").glob("*.py")
+    )
+    assert "move it away" not in text
