@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import pytest
 from slurm_forge.documents import dump
 from slurm_forge.errors import CheckpointRejectedError, ConfigError, FormatError, RunDirectoryError
 from slurm_forge.format_version import FormatVersion, refuse_later
-from slurm_forge.journal import fold
+from slurm_forge.journal import RunStatus, fold, read_journal, read_to_fold
 from slurm_forge.journal.file import decode
 from slurm_forge.run_directory import RunDirectory, newest_claim
 from slurm_forge.spec import job_from_mapping
@@ -318,3 +319,32 @@ def test_what_to_install_is_only_ever_a_version(by: object) -> None:
     with pytest.raises(FormatError) as refused:
         refuse_later("it", FormatVersion(2), FormatVersion(1), by)
     assert ("rm -" in str(refused.value), ">=1.2.3" in str(refused.value)) == (False, by == "1.2.3")
+
+
+# -- what earlier commits wrote --------------------------------------------------------------------
+
+
+KEPT = [
+    *sorted((FILES.parent / "journals").iterdir()),
+    *sorted((FILES.parent / "runs").glob("*/finished")),
+]
+
+
+@pytest.mark.parametrize("kept", KEPT, ids=lambda path: path.parent.name + "/" + path.name)
+def test_a_run_of_an_earlier_commit_is_read(kept: Path, tmp_path: Path) -> None:
+    """Preempted at step 15 and brought back, a step skipped at 26, finished at 40."""
+    run = RunDirectory.at(tmp_path / "finished")
+    shutil.copytree(kept, run.path, ignore=shutil.ignore_patterns("checkpoints"))
+    for path in (run.path, *run.path.rglob("*")):
+        path.chmod(0o700 if path.is_dir() else 0o600)
+    records, damage = read_journal(run)
+    assert damage == []
+    state = fold(records)
+    assert state == fold(read_to_fold(run))
+    assert (state.status, state.high_water, state.later) == (RunStatus.FINISHED, 40, ())
+    assert [(each.number, each.outcome) for each in state.attempts][-1] == (2, "finished")
+    causes = [incident.cause for each in state.attempts for _, incident in each.incidents]
+    assert causes.count(Cause.PREEMPTED) == 1
+    assert read_run_file(run.spec_file).job.args["steps"] == 40
+    claim = newest_claim(run)
+    assert claim is not None and claim.attempt == 2
