@@ -16,8 +16,8 @@ from slurm_forge.journal.archive import compact_journal, read_journal, read_to_f
 from slurm_forge.journal.file import JournalWriter, Record
 from slurm_forge.journal.fold import fold
 from slurm_forge.journal.known import Known, KnownCheckpoint
+from slurm_forge.journal.line_reader import Damage
 from slurm_forge.journal.order import newest_attempt_in, read_position
-from slurm_forge.journal.reading import Damage
 from slurm_forge.journal.state import AttemptState, RunState, RunStatus
 
 __all__ = [

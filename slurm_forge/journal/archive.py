@@ -36,7 +36,7 @@ from slurm_forge.format_version import PACKAGE_VERSION, FormatVersion, refuse_la
 from slurm_forge.journal.events import AttemptStarted
 from slurm_forge.journal.file import FORMAT, Record, without_superseded
 from slurm_forge.journal.fold import fold_through
-from slurm_forge.journal.reading import Damage, read_file, read_lines, read_pieces
+from slurm_forge.journal.line_reader import Damage, read_file, read_lines, read_pieces
 from slurm_forge.journal.state import EarlierState, RunState
 from slurm_forge.run_directory import RunDirectory
 
@@ -337,7 +337,7 @@ def compact_journal(
         block: So many attempts are archived at once, of all runs alike.
         kept: So many attempts before this one are not archived.
     """
-    with suppress(OSError, ForgeError):
+    with suppress(OSError, ForgeError, ValueError):  # a text that is no UTF-8 is not written
         listed = JournalFolder.list(run.journal)
         if listed.through + block + kept > attempt:
             return

@@ -14,8 +14,8 @@ from slurm_forge.journal import Damage, Record
 from slurm_forge.journal.archive import JournalFile, JournalFolder, read_archive, read_earlier
 from slurm_forge.journal.events import Submitted, UserAsked
 from slurm_forge.journal.file import NO_LAUNCH, without_superseded
+from slurm_forge.journal.line_reader import read_lines, read_pieces
 from slurm_forge.journal.order import by_person
-from slurm_forge.journal.reading import read_lines, read_pieces
 from slurm_forge.report.story.history import GO_ON
 from slurm_forge.run_directory import RunDirectory
 

@@ -147,7 +147,7 @@ def change_run(
             for each in missing:
                 _tell(run, state, each)
             if changes:
-                file = _replaced(run, new, changes, verb)
+                file = _replaced(run, file, new, changes, verb)
                 _tell(run, state, file.revisions[-1])
             if run.is_done():
                 run.reopen()
@@ -175,7 +175,9 @@ def _unreported(state: RunState, file: RunFile) -> list[Revision]:
     return [each for each in file.revisions if each.number > state.revision]
 
 
-def _replaced(run: RunDirectory, file: RunFile, changes: Sequence[JobChange], verb: str) -> RunFile:
+def _replaced(
+    run: RunDirectory, was: RunFile, file: RunFile, changes: Sequence[JobChange], verb: str
+) -> RunFile:
     """Keep the present ``run.yaml``, and put ``file`` with one more revision in its place."""
     number = max((each.number for each in file.revisions), default=0) + 1
     revision = Revision(number=number, verb=verb, user=person(), changes=tuple(changes))
@@ -183,7 +185,7 @@ def _replaced(run: RunDirectory, file: RunFile, changes: Sequence[JobChange], ve
     kept = run.revision(number)
     make_private_directory(kept.parent)
     write_atomic(kept, read_bounded(run.spec_file, _LARGEST))
-    replace_run_file(run, file, now)
+    replace_run_file(run, was, now)
     return now
 
 

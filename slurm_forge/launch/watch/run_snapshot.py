@@ -12,7 +12,7 @@ from slurm_forge.journal import Record, RunState, RunStatus, fold
 from slurm_forge.journal import events as ev
 from slurm_forge.journal.archive import JournalFolder, read_folder
 from slurm_forge.journal.fold import in_order, without_fenced
-from slurm_forge.journal.reading import read_end
+from slurm_forge.journal.line_reader import read_end
 from slurm_forge.journal.state import AttemptState
 from slurm_forge.launch.render.array_chain import VIA_ARRAY
 from slurm_forge.recovery.run_watch import RunSnapshot

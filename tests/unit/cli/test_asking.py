@@ -219,7 +219,7 @@ def test_reconcile_carries_an_open_intent_out(
     held.end("open")
     result = shell("reconcile", "tiny-gpt")
     assert result.exit_code == 0, result.stderr
-    assert fold(fold(read_journal(held.run)[0])).open_intent is None
+    assert fold(read_journal(held.run)[0]).open_intent is None
     assert "nothing is open" in shell("reconcile", "tiny-gpt").stdout
 
 
@@ -244,7 +244,7 @@ def test_stop_and_save_leave_their_files_and_say_who_asked(shell: Shell, held: S
     assert shell("save", "tiny-gpt").exit_code == 0
     assert held.run.save_file.exists()
     assert sorted(asked(held)) == ["save", "stop", "stop"]
-    assert fold(fold(read_journal(held.run)[0])).status is RunStatus.HELD
+    assert fold(read_journal(held.run)[0]).status is RunStatus.HELD
 
 
 def test_stop_says_what_becomes_of_a_job_that_waits(

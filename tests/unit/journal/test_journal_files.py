@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from slurm_forge.journal import JournalWriter, fold, read_journal
 from slurm_forge.journal import events as ev
 from slurm_forge.journal.file import AppendFile, Record, decode, encode
-from slurm_forge.journal.reading import read_lines
+from slurm_forge.journal.line_reader import read_lines
 from slurm_forge.run_directory import RunDirectory
 from slurm_forge.vocabulary.cause import Cause, Confidence, Evidence
 from slurm_forge.vocabulary.decision import Action, Change, Decision, Incident
@@ -377,7 +377,7 @@ def test_a_file_is_read_in_pieces_as_it_would_be_at_once(
     path.write_bytes(content)
     path.chmod(0o600)
     records, damage = read_lines(content, file=path.name, writer="rank0-00000000")
-    monkeypatch.setattr("slurm_forge.journal.reading._CHUNK", chunk)
+    monkeypatch.setattr("slurm_forge.journal.line_reader._CHUNK", chunk)
     found, bad = read_journal(run)
     assert found == records
     assert [(each.file, each.line) for each in bad] == [(each.file, each.line) for each in damage]

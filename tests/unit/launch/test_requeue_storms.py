@@ -14,9 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from slurm_forge.journal import JournalWriter, RunState, RunStatus
+from slurm_forge.journal import JournalWriter, RunState, RunStatus, line_reader
 from slurm_forge.journal import file as journal_file
-from slurm_forge.journal import reading as journal_reading
 from slurm_forge.journal.fold import advance
 from slurm_forge.journal.order import causal_order, without_fenced
 from slurm_forge.launch.attempt import attempt as attempt_module
@@ -61,7 +60,7 @@ def folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """In memory where that can be had, and without reading the same lines again and again."""
     memory = Path("/dev/shm")
     path = Path(tempfile.mkdtemp(prefix="forge-", dir=memory if memory.is_dir() else None))
-    decode = journal_reading.decode
+    decode = line_reader.decode
     known: dict[tuple[bytes, str], journal_file.Record | None] = {}
 
     def once(line: bytes, writer: str) -> journal_file.Record | None:
@@ -69,7 +68,7 @@ def folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
             known[line, writer] = decode(line, writer)
         return known[line, writer]
 
-    monkeypatch.setattr(journal_reading, "decode", once)
+    monkeypatch.setattr(line_reader, "decode", once)
     folded = Folded()
     for module in (attempt_module, submission):
         monkeypatch.setattr(module, "fold", folded)

@@ -124,7 +124,7 @@ def test_names_that_are_not_plain(name):
     (lambda b: b.update(step=13), "differ from its name"),
     (lambda b: b.update(nonce="0" * 8), "differ from its name"),
     (lambda b: b.update(name="step-12"), "not a checkpoint name"),
-    (lambda b: b.update(format=2), "its format is 2"),
+    (lambda b: b.update(format="two"), "not the version of a format"),
     (lambda b: b.update(more=1), "expected the keys"),
     (lambda b: b.pop("parent"), "expected the keys"),
     (lambda b: b.update(world_size=0), "world_size"),
