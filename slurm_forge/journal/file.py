@@ -45,6 +45,8 @@ from slurm_forge.journal.events import (
     Forked,
     IncidentSeen,
     JobChanged,
+    Logged,
+    Progress,
     RequeueDone,
     RequeueFailed,
     RequeueIntended,
@@ -86,8 +88,8 @@ _LOGGED = _FREQUENT[1]
 #: More than a day of training: a figure that is older than that is nobody's newest.
 _LOOKED_AT = 20_000
 _FIGURE = re.compile(rb'"((?:[^"\\]|\\.)*)":')
-#: What a file of one writer grows to before it begins another one.
-_ROTATE_AT = 1 << 24
+#: What the file of a rank grows to before it begins another one: some ten hours of 30 figures.
+_ROTATE_AT = 1 << 23
 #: A disk that stays full must not be filled with empty files.
 _MAX_REOPENS = 8
 #: Lines that are written anew where the file that they were in can't be trusted any more.
@@ -382,7 +384,8 @@ class JournalWriter:
             else:
                 self._unsynced.append(line)
             self._written += len(line)
-            if self._written >= self._rotate_at:
+            # A supervisor writes little, and is known by the file that it has begun.
+            if self._written >= self._rotate_at and isinstance(event, (Progress, Logged)):
                 self._rotate()
 
     def advance_clock(self, records: Iterable[Record]) -> None:

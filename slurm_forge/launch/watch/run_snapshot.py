@@ -26,6 +26,7 @@ _CLAIM = re.compile(r"([1-9][0-9]{0,8})\.json")
 #: Progress is written every five seconds: some twenty minutes of it.
 _TAIL = 1 << 15
 _TIME = re.compile(rb'"time":([0-9]{1,11}(?:\.[0-9]+)?)')
+_LAUNCH = re.compile(rb'"launch":([0-9]{1,10}),"seq"')
 _MOVES = (b'"kind":"progress"', b'"kind":"logged"')
 _LAST_SAVES = 6
 
@@ -74,7 +75,7 @@ def _listed(folder: str, name: re.Pattern[str]) -> _Listed:
 def _read(run: RunDirectory) -> RunSnapshot:
     listed, claims = JournalFolder.list(run.journal), _listed(str(run.attempts), _CLAIM)
     records, _ = read_folder(listed, skip_superseded=True, use_state=True)
-    tails: list[bytes] = []
+    tails: dict[bytes, tuple[float, bytes]] = {}
     ahead: dict[str, float] = {}
     changed = [time for _, time in claims]
     newest = max((file.attempt for file in listed.files), default=0)
@@ -83,7 +84,10 @@ def _read(run: RunDirectory) -> RunSnapshot:
         changed.append(written)
         ahead[file.writer] = _clock_ahead(end, written)
         if file.attempt == newest and file.writer.startswith("rank0"):
-            tails.append(end)
+            # What a rank has left of an earlier file tells nothing of how often it writes.
+            launch = _LAUNCH.findall(end)[-1:]
+            key = launch[0] if launch else b""
+            tails[key] = max((written, end), tails.get(key, (0.0, b"")))
     state = fold(records)
     # Every node has a clock of its own, and the files have one for all.
     ordered = [
@@ -101,7 +105,7 @@ def _read(run: RunDirectory) -> RunSnapshot:
         claimed=max((_number(file, _CLAIM) for file, _ in claims), default=0),
         ended=attempt is not None and attempt.ended is not None,
         changed=max(changed, default=0.0),
-        usual_silence_s=_usual_silence(tails),
+        usual_silence_s=_usual_silence(end for _, end in tails.values()),
         last_save=_last_save(in_attempt, attempt),
         saves_every_s=_saves_every(ordered),
         intent=_intended(ordered, state),

@@ -30,7 +30,7 @@ from slurm_forge.launch.submit.submission import (
     run_state,
     submit_script,
 )
-from slurm_forge.launch.watch.run_snapshot import RESTARTED
+from slurm_forge.launch.watch.run_snapshot import RESTARTED, SnapshotCache
 from slurm_forge.launch.watch.watcher import (
     HandledFinding,
     Round,
@@ -397,3 +397,24 @@ def test_a_chain_whose_task_died_goes_on_by_itself(world: World) -> None:
     world.fake.advance(timedelta(seconds=200))
     (found,) = world.watcher().round([run]).findings
     assert found.finding.kind is FindingKind.DEAD
+
+
+def test_what_a_rank_left_of_a_long_file_is_not_taken_for_silence(tmp_path: Path) -> None:
+    run = RunDirectory.at(tmp_path / "long")
+    run.create(b"{}")
+    now = 1000.0
+    supervisor = JournalWriter(run, attempt=1, writer="supervisor", launch=1, clock=lambda: now)
+    supervisor.write(
+        AttemptStarted(job="1", restart_count=0, nodes=("n1",), host="n1", via="sbatch")
+    )
+    rank = JournalWriter(
+        run, attempt=1, writer="rank0", launch=1, clock=lambda: now, rotate_at=20_000
+    )
+    for step in range(1, 401):
+        now += 5.0
+        rank.write(Progress(step=step))
+        if step % 100 == 0:
+            name = f"step-{step:08d}.a1.l1-0000abcd"
+            rank.write(CheckpointCommitted(name=name, step=step, reason="", seconds=1.0, size=1))
+    assert len(list(run.journal.glob("1-rank0-*"))) > 2
+    assert SnapshotCache().read(run, "long").usual_silence_s == 5.0
