@@ -11,6 +11,7 @@ from datetime import timedelta
 from enum import Enum
 
 from slurm_forge.control.interfaces import interface_of
+from slurm_forge.open_files import ranks_possible
 from slurm_forge.recovery.live_observations import (
     Fate,
     JobSeen,
@@ -33,6 +34,8 @@ _CLOCK_S = 2.0
 _FILES_LATE_S = 5.0
 _SHM_LEAST = 1 * _GIB
 _LOCKED_LEAST = 64 << 20
+#: A launch of so many ranks meets no limit of the cluster's.
+_RANKS_LEAST = 1024
 #: Beyond what was predicted, before it is told: the scheduler's own intervals.
 _BACK_LATE = timedelta(seconds=60)
 #: Slurm may send it a minute early (sbatch, --signal); later than asked for it never is.
@@ -340,6 +343,13 @@ def _machine(node: NodeSeen, site: Site, report: JobSeen) -> Iterator[LiveFindin
             "memory",
             f"a process may lock {node.locked_memory >> 20} MiB of memory: InfiniBand needs more.",
             "ulimit -l on compute nodes (the administrators, or PropagateResourceLimits).",
+        )
+    if node.open_files is not None and (most := ranks_possible(node.open_files)) < _RANKS_LEAST:
+        yield LiveFinding(
+            Mark.NOTE,
+            "open files",
+            f"a process may open {node.open_files} files: enough for a launch of {most} ranks.",
+            "ulimit -Hn on compute nodes (the administrators, or PropagateResourceLimits).",
         )
 
 

@@ -141,6 +141,7 @@ class NodeSeen:
     memory_limit: int | None = None
     memory_asked: int | None = None
     locked_memory: int | None = None
+    open_files: int | None = None
     #: How the nodes that connect to this job's channel got there.
     reaches: tuple[Reach, ...] = ()
     interfaces: tuple[str, ...] = ()

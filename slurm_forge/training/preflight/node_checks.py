@@ -21,6 +21,7 @@ from slurm_forge.control.messages.preflight import Check, CheckVerdict, Thorough
 from slurm_forge.errors import ForgeError
 from slurm_forge.files import make_private_directory
 from slurm_forge.lock import exclusive
+from slurm_forge.open_files import open_files_allowed, open_files_needed
 from slurm_forge.site.model import EnvironmentSets
 from slurm_forge.site.variables import VariableDifferenceKind, differences
 from slurm_forge.slurm.kernel import available_memory
@@ -53,7 +54,8 @@ class NodeRequirements:
     what the job asks of the node, in bytes.  ``folder`` is on the storage that is tried, None for
     ranks that leave it to another one of their node.  ``sets`` are the site's variables,
     those for after a hang too where ``on_hang``.  ``broken`` is what is wrong on purpose, for
-    rehearsals.  ``busy``: somebody trains there, and is not to be disturbed.
+    rehearsals.  ``busy``: somebody trains there, and is not to be disturbed.  ``ranks`` is how many
+    the launch has (0: it is none).
     """
 
     thoroughness: Thoroughness
@@ -66,6 +68,7 @@ class NodeRequirements:
     on_hang: bool = False
     broken: str = ""
     busy: bool = False
+    ranks: int = 0
 
 
 def run_checks(
@@ -100,6 +103,8 @@ def run_checks(
     if full:
         checks.append(("cpu computes", lambda: _cpu_computes(requirements)))
         checks.append(("name", _name_resolves))
+    if requirements.ranks:
+        checks.append(("open files", lambda: _open_files(requirements.ranks)))
     checks.append(("memory", lambda: _memory(requirements)))
     folder = requirements.folder
     if folder is not None:
@@ -235,6 +240,13 @@ def _wrong_products(device: torch.device, dtype: torch.dtype, side: int, times: 
         exact = product.double().cpu()
         wrong += int((exact.sum(dim=1) != rows).sum()) + int((exact.sum(dim=0) != columns).sum())
     return wrong
+
+
+def _open_files(ranks: int) -> Check:
+    allowed, needed = open_files_allowed(), open_files_needed(ranks)
+    if allowed < needed:
+        return _bad(f"{allowed} may be open, {ranks} ranks need {needed} (ulimit -Hn)")
+    return _fine()
 
 
 def _memory(requirements: NodeRequirements) -> Check:

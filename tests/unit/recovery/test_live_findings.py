@@ -153,6 +153,13 @@ def test_every_problem_says_what_to_do() -> None:
     assert [each.text for each in bad if not each.advice] == []
 
 
+def test_a_limit_of_open_files_is_told_where_it_is_one() -> None:
+    told = found(seen(node=replace(NODE, open_files=1024)))
+    assert any("enough for a launch of 224 ranks" in each.text for each in told)
+    assert not [each for each in found(seen(node=replace(NODE, open_files=1 << 19)))
+                if each.about == "open files"]  # fmt: skip
+
+
 def test_a_task_that_hears_nothing_is_a_problem() -> None:
     assert "does not reach the tasks" in problems(seen(steps(TASK=Fate.NOTHING)))[0]
 

@@ -117,6 +117,14 @@ def test_too_little_memory_is_told() -> None:
     assert checks["memory"].verdict is CheckVerdict.ODD
 
 
+def test_too_few_files_for_so_many_ranks_are_bad() -> None:
+    for ranks, expected in ((2, CheckVerdict.FINE), (1 << 20, CheckVerdict.BAD)):
+        checks = found(run_checks(wanted(ranks=ranks), {}, may_use_gpu=False))
+        assert checks["open files"].verdict is expected
+    assert "ulimit -Hn" in checks["open files"].text
+    assert "open files" not in found(run_checks(wanted(), {}, may_use_gpu=False))
+
+
 def test_what_nvidia_smi_says() -> None:
     assert parse_gpus("0, 0, No\n1, 3, Yes\n2, [N/A], [N/A]\nError: no\n") == (
         GpuFacts(index=0),
