@@ -17,7 +17,6 @@ import argparse
 import contextlib
 import multiprocessing
 import os
-import secrets
 import statistics
 import sys
 import threading
@@ -347,14 +346,14 @@ def _blocks(
 def _beats() -> float:
     """Of making and sending one, to a real hub on this machine."""
     with contextlib.ExitStack() as stack:
-        hub = Hub(world_size=1, nonce=secrets.token_hex(16))
+        hub = Hub(world_size=1)
         hub.start()
         stack.callback(hub.close)
         hosts, port = parse_addresses(hub.addresses)
         member = Member(
             rank=0,
             world_size=1,
-            nonce=hub.nonce,
+            credentials=hub.credentials,
             hosts=hosts,
             port=port,
             host="here",

@@ -76,7 +76,7 @@ def main() -> int:
 def measure(seconds: float, rounds: int) -> Costs:
     """All of it; ``seconds`` is how long the witness is watched."""
     with contextlib.ExitStack() as stack:
-        hub = Hub(world_size=1, nonce="n" * 32)
+        hub = Hub(world_size=1)
         hub.start()
         stack.callback(hub.close)
         without, with_page = (_boundaries(stack, hub, page) for page in (False, True))
@@ -94,14 +94,14 @@ def measure(seconds: float, rounds: int) -> Costs:
 
 
 def _boundaries(stack: contextlib.ExitStack, hub: Hub, page: bool) -> tuple[StepBoundaries, Member]:
-    own = Hub(world_size=1, nonce=hub.nonce)
+    own = Hub(world_size=1)
     own.start()
     stack.callback(own.close)
     hosts, port = parse_addresses(own.addresses)
     member = Member(
         rank=0,
         world_size=1,
-        nonce=hub.nonce,
+        credentials=own.credentials,
         hosts=hosts,
         port=port,
         host="here",
@@ -150,7 +150,7 @@ def _witness(stack: contextlib.ExitStack, hub: Hub, seconds: float) -> tuple[flo
         world_size=1,
         host="here",
         channel=hub.addresses,
-        nonce=hub.nonce,
+        credentials=hub.credentials,
         attempt=1,
         launch=1,
         alone_after=None,

@@ -85,8 +85,11 @@ class Knobs:
     channel: str | None = _knob(
         "SLURM_FORGE_CHANNEL", str, None, "The control channel: `host1,host2:port`.")
     nonce: str = _knob(
-        "SLURM_FORGE_NONCE", str, "", "Nonce that every process on the control channel has to "
-        "present.")
+        "SLURM_FORGE_NONCE", str, "", "Which launch the control channel is that of.")
+    secret: str = _knob(
+        "SLURM_FORGE_SECRET", str, "", "By which the processes of an attempt prove to each other "
+        "that they belong to it ([security](../explanation/security.md)); ranks remove it from "
+        "their environment.")
     attempt: int = _knob(
         "SLURM_FORGE_ATTEMPT", _number, 0, "The attempt that a process belongs to.")
     launch: int = _knob(
@@ -97,14 +100,12 @@ class Knobs:
     agents: str | None = _knob(
         "SLURM_FORGE_AGENTS", str, None, "The channel of the agents of a step: `host1,host2:port`.")
     agents_nonce: str = _knob(
-        "SLURM_FORGE_AGENTS_NONCE", str, "", "Nonce that every process on the agents' channel "
-        "has to present.")
+        "SLURM_FORGE_AGENTS_NONCE", str, "", "Which step the agents' channel is that of.")
     shields: str | None = _knob(
         "SLURM_FORGE_SHIELDS", str, None,
         "The channel of the shields, which run between Slurm and a launcher of ranks.")
     shields_nonce: str = _knob(
-        "SLURM_FORGE_SHIELDS_NONCE", str, "", "Nonce that every process on the shields' channel "
-        "has to present.")
+        "SLURM_FORGE_SHIELDS_NONCE", str, "", "Which step the shields' channel is that of.")
     torchrun: str | None = _knob(
         "SLURM_FORGE_TORCHRUN", str, None, "The step (`job.step`) whose ranks torchrun numbers.")
     lifeline: bool = _knob(
@@ -236,6 +237,8 @@ class LocalRanks:
     local_rank: int
     world_size: int
     job: str
+    #: Whether all of them are known to be on this machine.
+    one_node: bool = False
     #: What tells one start of torchrun's from any other; empty where it is not torchrun's.
     torchrun: str = ""
 
@@ -248,6 +251,7 @@ class LocalRanks:
                 local_rank=_number_of(environ, "SUBMITIT_LOCAL_LOCALID", 0),
                 world_size=_number_of(environ, "SUBMITIT_LOCAL_NTASKS", 1),
                 job="local-" + environ["SUBMITIT_LOCAL_JOB_ID"],
+                one_node=True,
             )
         if "RANK" in environ and "WORLD_SIZE" in environ:
             return cls(
@@ -255,6 +259,7 @@ class LocalRanks:
                 local_rank=_number_of(environ, "LOCAL_RANK", 0),
                 world_size=_number_of(environ, "WORLD_SIZE", 1),
                 job="torchrun-" + environ.get("TORCHELASTIC_RUN_ID", "none"),
+                one_node=environ.get("LOCAL_WORLD_SIZE") == environ["WORLD_SIZE"],
                 torchrun=_start_of_torchrun(environ),
             )
         return cls(rank=0, local_rank=0, world_size=1, job="process")

@@ -3,23 +3,51 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import socket
 from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
 
 #: A node that lost power closes no connection, and TCP itself waits for a quarter of an hour.
 _IDLE_S, _BETWEEN_S, _TRIES = 30, 10, 3
+_LOOPBACK = "127."
 
 
 def candidates(interface_address: str | None = None) -> tuple[str, ...]:
-    """Names and addresses to try, best first.  ``interface_address`` is the site's own choice."""
+    """Names and addresses to try, best first.  ``interface_address`` is the site's own choice.
+
+    The last one is the loopback of this machine, in a word that no other machine understands: on
+    another one somebody else may listen there.
+    """
     hosts = [interface_address] if interface_address else []
     name = socket.gethostname()
-    hosts.append(name)
+    if not name.startswith("localhost"):  # on another machine that is another one
+        hosts.append(name)
     # The name may be unknown to the resolver; the loopback below still serves one node.
     with contextlib.suppress(OSError):
-        hosts += [str(info[4][0]) for info in socket.getaddrinfo(name, None, socket.AF_INET)]
-    hosts.append("127.0.0.1")
+        found = [str(info[4][0]) for info in socket.getaddrinfo(name, None, socket.AF_INET)]
+        hosts += [host for host in found if not host.startswith(_LOOPBACK)]
+    hosts.append(_own_loopback())
     return tuple(dict.fromkeys(hosts))
+
+
+@cache
+def _own_loopback() -> str:
+    """The loopback interface of this machine, or of this network namespace of it."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text()
+        network = Path("/proc/self/ns/net").stat().st_ino
+    except OSError:
+        boot, network = socket.gethostname(), 0
+    return f"local-{hashlib.sha256(f'{boot} {network}'.encode()).hexdigest()[:16]}"
+
+
+def usable_hosts(hosts: Sequence[str]) -> tuple[str, ...]:
+    """The same hosts, the loopback as an address, and only where it is that of this machine."""
+    own = _own_loopback()
+    known = ("127.0.0.1" if host == own else host for host in hosts)
+    return tuple(host for host in known if not host.startswith("local-"))
 
 
 def format_addresses(hosts: Sequence[str], port: int) -> str:
@@ -39,11 +67,11 @@ def parse_addresses(text: str) -> tuple[tuple[str, ...], int]:
 def connect(hosts: Sequence[str], port: int, timeout_s: float) -> socket.socket:
     """Connect to the first host that answers; the last ``OSError`` when none does."""
     error: OSError = OSError("no address")
-    for host in hosts:
+    for host in usable_hosts(hosts):
         try:
             connection = socket.create_connection((host, port), timeout=timeout_s)
-        except OSError as failed:
-            error = failed
+        except (OSError, UnicodeError) as failed:
+            error = failed if isinstance(failed, OSError) else OSError(str(failed))
             continue
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         notice_dead_peer(connection)
@@ -60,11 +88,12 @@ def answering_first(hosts: Sequence[str], port: int, within_s: float) -> tuple[s
     For libraries that use up their timeout on the first name, even one that does not resolve.  Each
     host is given an equal share of ``within_s``.
     """
+    hosts = usable_hosts(hosts)
     for host in hosts:
         with contextlib.suppress(OSError, UnicodeError):
             socket.create_connection((host, port), timeout=within_s / len(hosts)).close()
             return (host, *(other for other in hosts if other != host))
-    return tuple(hosts)
+    return hosts
 
 
 def notice_dead_peer(connection: socket.socket) -> None:

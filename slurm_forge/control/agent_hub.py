@@ -5,18 +5,17 @@ It keeps what agents have said; whoever starts launches reads it from there.
 
 from __future__ import annotations
 
-import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from slurm_forge.control.handshake import AuthenticatedConnection, Credentials, Role
 from slurm_forge.control.listener import Listener, Peer
 from slurm_forge.control.messages.agent import (
     AgentHello,
     AgentNotice,
     AgentReady,
     AgentShutdown,
-    AgentWelcome,
     KillWorker,
     StartWorker,
     WorkerEnded,
@@ -73,14 +72,14 @@ class AgentsHub(Listener[_Agent]):
         self,
         *,
         world_size: int,
-        nonce: str,
         on_notice: Callable[[int, str], None],
+        credentials: Credentials | None = None,
         interface_address: str | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__(
             world_size=world_size,
-            nonce=nonce,
+            credentials=credentials,
             name="forge-agents",
             tick_s=_TICK_S,
             interface_address=interface_address,
@@ -134,8 +133,8 @@ class AgentsHub(Listener[_Agent]):
 
     # -- the serving thread --------------------------------------------------------------------
 
-    def _let_in(self, connection: socket.socket) -> _Agent:
-        return _Agent(connection, self._clock())
+    def _let_in(self, connection: AuthenticatedConnection, address: str) -> _Agent:
+        return _Agent(connection, self._clock(), address)
 
     def _decode(self, line: bytes) -> Message:
         return decode_agents(line)
@@ -163,15 +162,16 @@ class AgentsHub(Listener[_Agent]):
                 pass
 
     def _greet(self, peer: _Agent, message: Message) -> None:
-        if not (
-            isinstance(message, AgentHello)
-            and self._belongs(message.nonce, message.world, message.rank)
-            and message.rank not in self._agents
-        ):
+        if not isinstance(message, AgentHello):
             self._drop(peer)
+            return
+        if self._refused(peer, Role.AGENT, message.world, message.rank):
+            return
+        if message.rank in self._agents:
+            self._refuse(peer, f"the agent of rank {message.rank} has connected before")
             return
         peer.rank, peer.host, peer.pid = message.rank, message.host, message.pid
         self._agents[message.rank] = peer
-        self._send(peer, AgentWelcome(nonce=self.nonce))
+        self._welcome(peer)
         if self._order is not None:
             self._send(peer, self._order)

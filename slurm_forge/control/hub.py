@@ -7,12 +7,12 @@ the conductor through ``events``.
 from __future__ import annotations
 
 import queue
-import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from slurm_forge.control.gathering import RequestAnswers
+from slurm_forge.control.handshake import AuthenticatedConnection, Credentials, Role
 from slurm_forge.control.listener import Listener, Peer
 from slurm_forge.control.messages import protocol
 from slurm_forge.control.messages.hub import (
@@ -23,7 +23,6 @@ from slurm_forge.control.messages.hub import (
     RequestTarget,
     RequestWithdrawn,
     TimeLeft,
-    Welcome,
 )
 from slurm_forge.control.messages.links import LinkReport, PortReport
 from slurm_forge.control.messages.message import Message
@@ -43,7 +42,7 @@ _TICK_S = 0.1
 
 @dataclass(frozen=True, slots=True)
 class RankJoined:
-    """A rank connected and knew the nonce."""
+    """A rank connected and knew the secret."""
 
     rank: int
 
@@ -123,20 +122,21 @@ class _Peer(Peer):
 class Hub(Listener[_Peer]):
     """Listens for the ranks of one launch.  Use ``start``, read ``events``, ``close``.
 
-    A ``world_size`` of 0 is not known yet: the first rank that joins says it.
+    A ``world_size`` of 0 is not known yet: the first rank that joins says it.  Without
+    ``credentials`` it makes its own.
     """
 
     def __init__(
         self,
         *,
         world_size: int,
-        nonce: str,
+        credentials: Credentials | None = None,
         interface_address: str | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__(
             world_size=world_size,
-            nonce=nonce,
+            credentials=credentials,
             name="forge-hub",
             tick_s=_TICK_S,
             interface_address=interface_address,
@@ -183,7 +183,7 @@ class Hub(Listener[_Peer]):
             connections = []
             for peer in self._peers.values():
                 rank = peer.rank if peer.monitor is None else peer.monitor
-                each = connection_of(peer.connection)
+                each = connection_of(peer.connection.socket)
                 if rank is not None and each is not None:
                     connections.append((rank, each))
         return tuple(connections)
@@ -245,8 +245,8 @@ class Hub(Listener[_Peer]):
 
     # -- the serving thread ----------------------------------------------------------------
 
-    def _let_in(self, connection: socket.socket) -> _Peer:
-        return _Peer(connection, self._clock())
+    def _let_in(self, connection: AuthenticatedConnection, address: str) -> _Peer:
+        return _Peer(connection, self._clock(), address)
 
     def _decode(self, line: bytes) -> Message:
         return protocol.decode(line)
@@ -317,26 +317,25 @@ class Hub(Listener[_Peer]):
         if isinstance(message, MonitorHello):
             self._greet_monitor(peer, message, now)
             return
-        if (
-            self.world_size == 0
-            and isinstance(message, Hello)
-            and protocol.same_nonce(message.nonce, self.nonce)
-            and message.world > message.rank >= 0
-        ):
-            self.world_size = message.world
-        belongs = (
-            isinstance(message, Hello)
-            and self._belongs(message.nonce, message.world, message.rank)
-            and not self._is_connected(message.rank)
-        )
-        if not belongs or not isinstance(message, Hello):
+        if not isinstance(message, Hello):
             self._drop(peer)
+            return
+        if self.world_size == 0 and message.world > message.rank >= 0:
+            self.world_size = message.world
+        if self._refused(peer, Role.RANK, message.world, message.rank):
+            return
+        before = self._members.get(message.rank)
+        if before is not None and before.connected:
+            self._refuse(
+                peer,
+                f"rank {message.rank} is here already, from {before.host} (process {before.pid})",
+            )
             return
         peer.rank = message.rank
         self._members[message.rank] = MemberView(
             rank=message.rank, host=message.host, pid=message.pid, last_message_at=now
         )
-        self._send(peer, Welcome(nonce=self.nonce))
+        self._welcome(peer)
         for key, value in self._published.items():
             self._send(peer, Publish(key=key, value=value))
         for request, gathering in self._requests.values():
@@ -348,16 +347,17 @@ class Hub(Listener[_Peer]):
         self.events.put(RankJoined(message.rank))
 
     def _greet_monitor(self, peer: _Peer, message: MonitorHello, now: float) -> None:
+        if self._refused(peer, Role.MONITOR, message.world, message.rank):
+            return
         before = self._monitors.get(message.rank)
-        again = before is not None and before.connected
-        if again or not self._belongs(message.nonce, message.world, message.rank):
-            self._drop(peer)
+        if before is not None and before.connected:
+            self._refuse(peer, f"the monitor of rank {message.rank} is here already")
             return
         peer.monitor = message.rank
         self._monitors[message.rank] = MonitorView(
             rank=message.rank, host=message.host, last_message_at=now
         )
-        self._send(peer, Welcome(nonce=self.nonce))
+        self._welcome(peer)
 
     def _is_connected(self, rank: int) -> bool:
         member = self._members.get(rank)

@@ -6,8 +6,10 @@ One thread, one selector.  What lines mean, and who may stay, is said by whoever
 from __future__ import annotations
 
 import contextlib
+import errno
 import selectors
 import socket
+import sys
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -16,25 +18,42 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from slurm_forge.control.addresses import candidates, format_addresses, notice_dead_peer
+from slurm_forge.control.handshake import (
+    AuthenticatedConnection,
+    Credentials,
+    Role,
+    answer_knock,
+    refuse,
+    welcome,
+)
 from slurm_forge.control.messages import protocol
 from slurm_forge.control.messages.message import Message
 from slurm_forge.errors import ControlChannelError
+from slurm_forge.open_files import open_files_needed, raise_open_files_limit, ranks_possible
 
-_HELLO_WITHIN_S = 10.0
-#: How many may knock at once where it is not known yet how many there are.
+#: How long a connection may take to prove that it belongs to the channel.
+_HELLO_WITHIN_S = 5.0
+#: How many ranks are expected where it is not known yet how many there are.
 _UNKNOWN_WORLD = 4096
+#: Connections that prove nothing, beside places for all ranks and their monitors.
+_STRANGERS = 256
+#: How many are accepted before those that are here are heard again.
+_ACCEPTED_AT_ONCE = 64
+#: How many addresses of strangers are named, once each.
+_NAMED = 16
 #: Who does not read must not block the others; a full buffer means that it is frozen.
 _SEND_WITHIN_S = 2.0
 
 
 @dataclass(slots=True)
 class Peer:
-    """A connection, and whose it is once that was said."""
+    """A connection, and whose it is once that was said.  ``role`` is what it says to be."""
 
-    connection: socket.socket
+    connection: AuthenticatedConnection
     since: float
+    address: str
     rank: int | None = None
-    buffer: bytes = b""
+    role: str = ""
 
     @property
     def stranger(self) -> bool:
@@ -57,18 +76,25 @@ class Listener(ABC, Generic[PeerT]):
         self,
         *,
         world_size: int,
-        nonce: str,
+        credentials: Credentials | None,
         name: str,
         tick_s: float,
         interface_address: str | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.world_size = world_size
-        self.nonce = nonce
+        self.credentials = Credentials.new() if credentials is None else credentials
+        self._open_files = _checked_limit(world_size)
         self._tick_s = tick_s
         self._clock = clock
         self._lock = threading.RLock()
         self._peers: dict[int, PeerT] = {}  # by file descriptor
+        #: Of these, who has proved nothing yet: by address, and those of each the oldest first.
+        self._strangers: dict[str, dict[int, PeerT]] = {}
+        self._named: set[str] = set()
+        self._look_at = 0.0
+        #: No file can be opened: until then nobody is accepted.
+        self._full_until: float | None = None
         self._closing = False
         self._listener = socket.create_server(("", 0), backlog=4096)
         self._listener.setblocking(False)
@@ -84,8 +110,8 @@ class Listener(ABC, Generic[PeerT]):
     # -- what a channel is made of -------------------------------------------------------------
 
     @abstractmethod
-    def _let_in(self, connection: socket.socket) -> PeerT:
-        """What is kept of somebody who knocked."""
+    def _let_in(self, connection: AuthenticatedConnection, address: str) -> PeerT:
+        """What is kept of somebody who connects."""
 
     @abstractmethod
     def _decode(self, line: bytes) -> Message:
@@ -93,7 +119,7 @@ class Listener(ABC, Generic[PeerT]):
 
     @abstractmethod
     def _take(self, peer: PeerT, message: Message) -> None:
-        """What a peer said, a stranger's first word included."""
+        """What a peer said, the hello of one that knows the secret included."""
 
     @abstractmethod
     def _on_closed(self, peer: PeerT) -> None:
@@ -121,10 +147,30 @@ class Listener(ABC, Generic[PeerT]):
         for end in (self._listener, self._waker, self._wake, self._selector):
             end.close()
 
-    def _belongs(self, nonce: str, world: int, rank: int) -> bool:
-        """Whether somebody who introduces itself so is one of those that are listened for."""
-        same = protocol.same_nonce(nonce, self.nonce)
-        return same and world == self.world_size and 0 <= rank < self.world_size
+    def _refused(self, peer: PeerT, role: Role, world: int, rank: int) -> bool:
+        """Whether somebody who introduces itself so was none of those that are listened for."""
+        why = ""
+        if peer.role != role.value:
+            why = f"a connection of the role {peer.role} says what a {role.value} says"
+        elif world != self.world_size:
+            why = f"this launch has {self.world_size} ranks, not {world}"
+        elif not 0 <= rank < self.world_size:
+            why = f"this launch has no rank {rank}"
+        if why:
+            self._refuse(peer, why)
+        return bool(why)
+
+    def _refuse(self, peer: PeerT, why: str) -> None:
+        """Tell somebody who knows the secret why it has no place here, and drop it."""
+        with contextlib.suppress(OSError):
+            refuse(peer.connection, why)
+        self._drop(peer)
+
+    def _welcome(self, peer: PeerT) -> None:
+        try:
+            welcome(peer.connection)
+        except OSError:
+            self._drop(peer)
 
     def _broadcast(self, message: Message) -> None:
         line = protocol.encode(message)
@@ -137,7 +183,7 @@ class Listener(ABC, Generic[PeerT]):
 
     def _send_line(self, peer: PeerT, line: bytes) -> None:
         try:
-            peer.connection.sendall(line)
+            peer.connection.send(line)
         except OSError:
             self._drop(peer)
 
@@ -146,6 +192,7 @@ class Listener(ABC, Generic[PeerT]):
         if descriptor not in self._peers:
             return
         del self._peers[descriptor]
+        self._no_stranger(peer, descriptor)
         self._selector.unregister(peer.connection)
         peer.connection.close()
         self._on_closed(peer)
@@ -175,26 +222,84 @@ class Listener(ABC, Generic[PeerT]):
         with self._lock:
             now = self._clock()
             self._tick(now)
-            for peer in list(self._peers.values()):
-                if peer.stranger and now - peer.since > _HELLO_WITHIN_S:
-                    self._drop(peer)
+            self._end_silent(now)
+            if self._full_until is not None and now >= self._full_until:
+                self._full_until = None
+                self._selector.register(self._listener, selectors.EVENT_READ)
 
     def _accept(self) -> None:
-        try:
-            connection, _ = self._listener.accept()
-        except OSError:
-            return
-        with contextlib.suppress(OSError):  # who is gone again is noticed by reading
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            notice_dead_peer(connection)
-        connection.settimeout(_SEND_WITHIN_S)
-        with self._lock:
-            strangers = sum(peer.stranger for peer in self._peers.values())
-            if strangers > (self.world_size or _UNKNOWN_WORLD) + 16:
-                connection.close()
+        for _ in range(_ACCEPTED_AT_ONCE):
+            try:
+                connection, address = self._listener.accept()
+            except OSError as error:
+                if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
+                    self._on_full(error)
                 return
-            self._peers[connection.fileno()] = self._let_in(connection)
-            self._selector.register(connection, selectors.EVENT_READ)
+            with contextlib.suppress(OSError):  # who is gone again is noticed by reading
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                notice_dead_peer(connection)
+            connection.settimeout(_SEND_WITHIN_S)
+            with self._lock:
+                if len(self._peers) >= self._room:
+                    self._end_oldest("there is room for no more of them")
+                peer = self._let_in(AuthenticatedConnection(connection), str(address[0]))
+                self._peers[connection.fileno()] = peer
+                self._strangers.setdefault(peer.address, {})[connection.fileno()] = peer
+                self._selector.register(peer.connection, selectors.EVENT_READ)
+
+    @property
+    def _room(self) -> int:
+        """How many connections there may be: nobody who belongs here is ever without a place."""
+        wanted = 2 * (self.world_size or _UNKNOWN_WORLD) + _STRANGERS
+        return min(wanted, max(1, self._open_files - _STRANGERS // 4))
+
+    def _on_full(self, error: OSError) -> None:
+        """No file can be opened: a stranger makes room, else the listener rests for a moment.
+
+        The listener stays readable meanwhile: to wait for it would be to spin.
+        """
+        with self._lock:
+            if self._end_oldest(f"this process can open no more files ({error.strerror})"):
+                return
+            self._full_until = self._clock() + self._tick_s
+            self._selector.unregister(self._listener)
+
+    # -- strangers -----------------------------------------------------------------------------
+
+    def _end_silent(self, now: float) -> None:
+        """Drop who has proved nothing in its time; looked for once in a while."""
+        if now < self._look_at:
+            return
+        self._look_at = now + self._tick_s
+        for strangers in list(self._strangers.values()):
+            for peer in list(strangers.values()):
+                if now - peer.since <= _HELLO_WITHIN_S:
+                    break  # those behind it came later
+                self._end_stranger(peer, f"it was silent for {_HELLO_WITHIN_S:.0f} s")
+
+    def _end_oldest(self, why: str) -> bool:
+        """Drop the oldest stranger of the address that has the most; whether there was one."""
+        most = max(self._strangers.values(), key=len, default=None)
+        if most is None:
+            return False
+        self._end_stranger(next(iter(most.values())), why)
+        return True
+
+    def _end_stranger(self, peer: PeerT, why: str) -> None:
+        if peer.address not in self._named and len(self._named) < _NAMED:
+            self._named.add(peer.address)
+            sys.stderr.write(
+                f"slurm_forge: a connection from {peer.address} to the control channel was ended: "
+                f"{why}.  It has not proved that it belongs to this run, which goes on.\n"
+            )
+        self._drop(peer)
+
+    def _no_stranger(self, peer: PeerT, descriptor: int) -> None:
+        strangers = self._strangers.get(peer.address)
+        if strangers is not None and strangers.pop(descriptor, None) is not None and not strangers:
+            del self._strangers[peer.address]
+
+    # -- what is said --------------------------------------------------------------------------
 
     def _receive(self, descriptor: int) -> None:
         with self._lock:
@@ -202,26 +307,62 @@ class Listener(ABC, Generic[PeerT]):
         if peer is None:
             return
         try:
-            data = peer.connection.recv(1 << 16)
+            lines = peer.connection.receive()
         except TimeoutError:
             return  # the descriptor was reused since select() saw it: nothing has come yet
-        except OSError:
-            data = b""
+        except (OSError, EOFError):
+            with self._lock:
+                self._drop(peer)
+            return
+        except ControlChannelError as error:
+            with self._lock:
+                self._end(peer, error.message)
+            return
         with self._lock:
-            if not data:
-                self._drop(peer)
-                return
-            peer.buffer += data
-            *lines, peer.buffer = peer.buffer.split(b"\n")
-            if len(peer.buffer) > protocol.LINE_LIMIT:
-                self._drop(peer)
-                return
             for line in lines:
-                try:
-                    message = self._decode(line)
-                except ControlChannelError:
-                    self._drop(peer)
-                    return
-                self._take(peer, message)
+                if peer.connection.session is None:
+                    self._answer(peer, line)
+                else:
+                    try:
+                        message = self._decode(peer.connection.open(line))
+                    except ControlChannelError as error:
+                        self._end(peer, error.message)
+                        return
+                    self._take(peer, message)
+                    if not peer.stranger:
+                        self._no_stranger(peer, descriptor)
                 if peer.connection.fileno() < 0:
                     return  # dropped meanwhile: the rest was said by nobody
+
+    def _answer(self, peer: PeerT, line: bytes) -> None:
+        """The first line of a connection: anybody's."""
+        knock = answer_knock(line, self.credentials)
+        try:
+            peer.connection.socket.sendall(knock.line)
+        except OSError:
+            self._drop(peer)
+            return
+        if knock.session is None:
+            self._end_stranger(peer, knock.why)
+            return
+        peer.connection.session, peer.role = knock.session, knock.role
+
+    def _end(self, peer: PeerT, why: str) -> None:
+        """Drop who has said what nobody of ours says."""
+        if peer.stranger:
+            self._end_stranger(peer, why)
+        else:
+            self._drop(peer)
+
+
+def _checked_limit(world_size: int) -> int:
+    """How many files may be open; ``ControlChannelError`` where so many ranks can't connect."""
+    limit, needed = raise_open_files_limit(), open_files_needed(world_size)
+    if limit < needed:
+        raise ControlChannelError(
+            f"a launch of {world_size} ranks needs {needed} open files in a process, and the hard "
+            f"limit is {limit}: enough for {ranks_possible(limit)} ranks",
+            next_step="Raise the limit (ulimit -Hn) in the script before slurm-forge, or ask the "
+            "operators of the cluster to; slurm-forge doctor --live shows it for compute nodes.",
+        )
+    return limit

@@ -14,9 +14,9 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-from slurm_forge.control.addresses import connect
 from slurm_forge.control.clock_page import ProgressClock
 from slurm_forge.control.gathering import RankAgreement
+from slurm_forge.control.handshake import Credentials, Role, dial
 from slurm_forge.control.messages import protocol
 from slurm_forge.control.messages.hub import (
     Abort,
@@ -25,7 +25,6 @@ from slurm_forge.control.messages.hub import (
     RequestTarget,
     RequestWithdrawn,
     TimeLeft,
-    Welcome,
 )
 from slurm_forge.control.messages.links import QueryLinks
 from slurm_forge.control.messages.message import Message
@@ -48,7 +47,7 @@ class Member:
     """Connects a rank to the hub.  ``on_abort`` is called on the reader thread, once.
 
     Losing the hub counts as an abort too: without it ranks can't agree on anything any more.
-    Before the hub's welcome both are a ``ControlChannelError`` of the constructor instead.
+    Until the hub has welcomed the rank both are a ``ControlChannelError`` of the constructor.
     """
 
     def __init__(
@@ -56,7 +55,7 @@ class Member:
         *,
         rank: int,
         world_size: int,
-        nonce: str,
+        credentials: Credentials,
         hosts: Sequence[str],
         port: int,
         host: str,
@@ -69,7 +68,6 @@ class Member:
         self._rank = rank
         #: Where this rank's progress is told to whoever looks on from another process.
         self._progress = progress
-        self._nonce = nonce
         self._on_abort = on_abort
         self._clock = clock
         self._condition = threading.Condition()
@@ -84,27 +82,18 @@ class Member:
         self._ends_at: float | None = None
         self._closing = False
         self._lost = ""
-        try:
-            self._socket = connect(hosts, port, connect_within_s)
-        except OSError as error:
-            raise ControlChannelError(
-                f"rank {rank} can't reach the control channel at {','.join(hosts)}:{port}: {error}",
-                next_step="Can compute nodes open TCP connections to each other?  A site file can "
-                "name the interface (socket_interface).",
-            ) from error
-        self._welcomed = False
-        self._answered = threading.Event()
-        self.send(Hello(nonce=nonce, rank=rank, world=world_size, host=host, pid=pid))
+        hello = Hello(rank=rank, world=world_size, host=host, pid=pid)
+        self._connection = dial(
+            hosts,
+            port,
+            credentials,
+            Role.RANK,
+            protocol.encode(hello),
+            who=f"rank {rank}",
+            within_s=connect_within_s,
+        )
         self._thread = threading.Thread(target=self._serve, name="forge-channel", daemon=True)
         self._thread.start()
-        self._answered.wait(connect_within_s)
-        if not self._welcomed:
-            reason = self._lost or "silence"
-            self.close()
-            raise ControlChannelError(
-                f"rank {rank} was not welcomed on the control channel ({reason})",
-                next_step="Is a rank of an older launch still alive on this node?",
-            )
 
     # -- for the main thread ---------------------------------------------------------------
 
@@ -206,9 +195,9 @@ class Member:
         """Leave on purpose: the end of the channel means nothing any more."""
         self._closing = True
         with contextlib.suppress(OSError):  # already gone
-            self._socket.shutdown(socket.SHUT_RDWR)
+            self._connection.socket.shutdown(socket.SHUT_RDWR)
         self._thread.join(timeout=2)
-        self._socket.close()
+        self._connection.close()
 
     # -- the reader thread -----------------------------------------------------------------
 
@@ -222,29 +211,24 @@ class Member:
 
     def _read(self) -> str:
         """Serve until the channel ends; why it did."""
-        buffer = b""
         next_beat = 0.0
         with selectors.DefaultSelector() as selector:
-            selector.register(self._socket, selectors.EVENT_READ)
+            selector.register(self._connection, selectors.EVENT_READ)
             while not self._closing:
                 now = self._clock()
-                if now >= next_beat and self._welcomed:
+                if now >= next_beat:
                     next_beat = now + _BEAT_S
                     if self._progress is not None:
                         self._progress.alive()
                     self.send(self._beat(now))
-                until_beat = max(0.0, next_beat - now) if self._welcomed else 0.05
-                if not selector.select(timeout=until_beat):
+                if not selector.select(timeout=max(0.0, next_beat - now)):
                     continue
                 try:
-                    data = self._socket.recv(1 << 16)
-                except OSError:
-                    data = b""
-                if not data:
+                    lines = self._connection.receive()
+                except (OSError, EOFError):
                     return HUB_GONE
-                *lines, buffer = (buffer + data).split(b"\n")
                 for line in lines:
-                    reason = self._take(protocol.decode(line))
+                    reason = self._take(protocol.decode(self._connection.open(line)))
                     if reason:
                         return reason
         return "closed"
@@ -265,11 +249,6 @@ class Member:
     def _take(self, message: Message) -> str:
         """Act on a message; why the channel ends, or nothing."""
         match message:
-            case Welcome():
-                if not protocol.same_nonce(message.nonce, self._nonce):
-                    return "the hub does not know the nonce"
-                self._welcomed = True
-                self._answered.set()
             case Request():
                 with self._condition:
                     answer = self._agreement.on_request(message)
@@ -306,13 +285,11 @@ class Member:
         with self._condition:
             self._lost = self._lost or reason
             self._condition.notify_all()
-        wanted = self._closing or not self._welcomed
-        self._closing = True
-        self._answered.set()
+        wanted, self._closing = self._closing, True
         if not wanted:
             self._on_abort(reason)
 
     def _send(self, message: Message) -> None:
         data = protocol.encode(message)
         with self._send_lock:
-            self._socket.sendall(data)
+            self._connection.send(data)

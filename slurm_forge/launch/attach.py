@@ -18,7 +18,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn
 
-from slurm_forge.control.addresses import connect, parse_addresses
+from slurm_forge.control.handshake import Credentials
 from slurm_forge.errors import ConfigError
 from slurm_forge.journal.events import VIA_THIS_MACHINE
 from slurm_forge.knobs import Knobs, LocalRanks, process_environ
@@ -160,7 +160,7 @@ class Attachment:
             run,
             place,
             channel=knobs.channel,
-            nonce=knobs.nonce,
+            credentials=Credentials(knobs.nonce, knobs.secret),
             launch_started=knobs.started,
             attempt=knobs.attempt,
             keys=self._keys(run.name),
@@ -191,7 +191,7 @@ class Attachment:
                 command=True,
             )
         if attempt is None or isinstance(attempt, StartRefusal):
-            Rendezvous("", "", 0).publish(run, key)
+            Rendezvous().publish(run, key)
             _nothing_to_do(run, refused or attempt)
         if environment is not None:
             note_unrecognized(attempt, environment.unrecognized)
@@ -205,7 +205,7 @@ class Attachment:
             ear=None if environment is None else self._ear(environment),
         )
         if attempt.verdict is not None:
-            Rendezvous("", "", 0).publish(run, key)
+            Rendezvous().publish(run, key)
             embedded.conclude()
         embedded.start()
         embedded.rendezvous.publish(run, key)
@@ -214,7 +214,7 @@ class Attachment:
             run,
             place,
             channel=embedded.rendezvous.channel,
-            nonce=embedded.rendezvous.nonce,
+            credentials=embedded.rendezvous.credentials,
             survives_abort=True,
             attempt=embedded.rendezvous.attempt,
             keys=self._keys(run.name),
@@ -240,14 +240,14 @@ class Attachment:
     def _join(self, place: Any) -> Any:
         """Any other rank: by what rank 0 has written into the run directory."""
         run = RunDirectory.at(self._folder() / self._run_name(place))
-        rendezvous = await_rendezvous(run, _key(place), _answers)
+        rendezvous = await_rendezvous(run, _key(place))
         if rendezvous is None:
             _nothing_to_do(run, None)
         return self._worker.open_rank(
             run,
             place,
             channel=rendezvous.channel,
-            nonce=rendezvous.nonce,
+            credentials=rendezvous.credentials,
             attempt=rendezvous.attempt,
             keys=self._keys(run.name),
         )
@@ -298,15 +298,6 @@ def _key(place: Any) -> str:
     """The same for all ranks of one start, and for no other."""
     started = LocalRanks.from_environ(process_environ()).torchrun
     return "-".join(filter(None, (place.job, str(place.restart_count), started)))
-
-
-def _answers(rendezvous: Rendezvous) -> bool:
-    hosts, port = parse_addresses(rendezvous.channel)
-    try:
-        connect(hosts, port, 2.0).close()
-    except OSError:
-        return False
-    return True
 
 
 def _nothing_to_do(run: RunDirectory, refused: StartRefusal | None) -> NoReturn:

@@ -18,7 +18,9 @@ NCCL_INTERFACE = "NCCL_SOCKET_IFNAME"
 #: Gloo's: whole names, and it fails for one that is not there.
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 #: Read when a communicator is made (or its plugin is loaded), not when an interpreter or torch is.
-_READ_LATE = ("NCCL_", "RCCL_", "TORCH_NCCL_", "GLOO_", "FI_", "UCX_", "OFI_NCCL_")
+_SENT = re.compile(r"(NCCL|RCCL|TORCH_NCCL|GLOO|FI|UCX|OFI_NCCL)_[A-Z0-9_]+")
+#: Of these, what names code to load, or a file to read or write: a plugin of NCCL, for one.
+_NAMES_FILES = re.compile(r"PLUGIN|LIB|MODULE|PATH|DIR|FILE|CONF|PIPE")
 
 
 #: Names of what is nobody else's business, and the name and password in an address.
@@ -146,5 +148,9 @@ def effective(
 
 
 def reaches_forks(name: str) -> bool:
-    """Whether a variable still counts in a process that has imported torch, and made no group."""
-    return name.startswith(_READ_LATE)
+    """Whether a variable may be sent to a process that has imported torch, and made no group.
+
+    It still counts there, and whoever sets it has no code executed by that: every other variable
+    takes a new start, by srun.
+    """
+    return _SENT.fullmatch(name) is not None and _NAMES_FILES.search(name) is None

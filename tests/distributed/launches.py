@@ -14,13 +14,12 @@ from __future__ import annotations
 
 import contextlib
 import os
-import secrets
 import select
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -28,6 +27,7 @@ from unittest import mock
 import slurm_forge as forge
 from slurm_forge.control import Hub
 from slurm_forge.control import member as member_module
+from slurm_forge.control.handshake import Credentials
 from slurm_forge.control.messages.hub import RequestKind
 from slurm_forge.knobs import Knobs
 from slurm_forge.launch.attempt.attempt import (
@@ -235,7 +235,7 @@ class _ListenedHub(Hub):
     """Says when the ranks were asked for something, or told to leave."""
 
     def __init__(self, world_size: int) -> None:
-        super().__init__(world_size=world_size, nonce=secrets.token_hex(16))
+        super().__init__(world_size=world_size)
         self.spoke = threading.Event()
         self.asked: list[tuple[int, RequestKind]] = []
 
@@ -282,7 +282,7 @@ def launched(
         save_file=run.save_file,
         launched=None,
     )
-    arguments = (program, ranks, run.path, hub.addresses, hub.nonce, enter, tuple(hosts))
+    arguments = (program, ranks, run.path, hub.addresses, hub.credentials, enter, tuple(hosts))
     facts: list[LaunchFacts] = []
     conducting = threading.Thread(
         target=lambda: facts.append(conductor.watch()), name="conductor", daemon=True
@@ -317,7 +317,7 @@ def _be_a_rank(
     ranks: int,
     path: Path,
     channel: str,
-    nonce: str,
+    credentials: Credentials,
     enter: Callable[[int], None],
     hosts: tuple[str, ...] = (),
 ) -> Told:
@@ -332,7 +332,7 @@ def _be_a_rank(
         restart_count=0,
         node=hosts[rank] if hosts else "",
     )
-    result = run_rank(RunDirectory.existing(path), place, channel=channel, nonce=nonce)
+    result = run_rank(RunDirectory.existing(path), place, channel=channel, credentials=credentials)
     return Told(result.outcome, result.step, time.monotonic(), children_of(os.getpid()))
 
 
@@ -342,7 +342,7 @@ def _be_a_process(
     ranks: int,
     path: Path,
     channel: str,
-    nonce: str,
+    credentials: Credentials,
     enter: Callable[[int], None],
     hosts: tuple[str, ...] = (),
 ) -> None:
@@ -350,7 +350,7 @@ def _be_a_process(
     enter(rank)
     _program = program
     os.environ.update({"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)})
-    os.environ.update(Knobs(channel=channel, nonce=nonce).to_environ())
+    os.environ.update(Knobs(channel=channel, **asdict(credentials)).to_environ())
     worker_main([str(path)])
 
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import secrets
 import sys
 import threading
 import time
@@ -21,6 +20,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from slurm_forge.control import Hub
+from slurm_forge.control.handshake import Credentials
 from slurm_forge.knobs import Knobs
 from slurm_forge.launch.attempt.attempt import (
     Attempt,
@@ -83,6 +83,7 @@ class Job:
         self.facts: LaunchFacts | None = None
         self.began = 0.0
         self._next = Start.COLD
+        self.credentials = Credentials.new()
         self._conducting: threading.Thread | None = None
         self.hub: Hub | None = None
         srun = folder / "srun"
@@ -118,14 +119,15 @@ class Job:
         variables = for_launch(self.attempt.file, self._variables, plan)
         if not self.step.can_reuse(options, self.ranks, variables):
             start = Start.COLD
-        hub = Hub(world_size=self.ranks, nonce=secrets.token_hex(16))
+        hub = Hub(world_size=self.ranks, credentials=self.credentials.renewed())
         self.hub = hub
         hub.start()
         self.attempt.next_launch(hub, ("here",), start)
         self.began = time.time()
         knobs = Knobs(
             channel=hub.addresses,
-            nonce=hub.nonce,
+            nonce=hub.credentials.nonce,
+            secret=hub.credentials.secret,
             attempt=1,
             launch=self.attempt.launch,
             started=self.began,

@@ -28,6 +28,7 @@ from slurm_forge.checkpoint.content.shard_layout import (
     Shard,
     ShardPlacement,
 )
+from slurm_forge.control.handshake import Credentials
 from slurm_forge.control.messages import protocol
 from slurm_forge.control.messages.agent import AgentMessage, decode_agents
 from slurm_forge.control.messages.live import ListenerEvent as LiveTold
@@ -42,7 +43,6 @@ from slurm_forge.launch.diagnose.live_rounds import parse_event
 from slurm_forge.launch.render.save_times import SaveNote, SaveNotes
 from slurm_forge.launch.submitit.embedded import (
     Rendezvous,
-    await_rendezvous,
 )
 from slurm_forge.node_ledger import lines as ledger
 from slurm_forge.process import MODULES
@@ -182,12 +182,13 @@ def _rendezvous() -> Entry:
         _run(folder).attempts.mkdir(parents=True)
         value.publish(_run(folder), "8812301-0")
 
+    value = Rendezvous("10.0.0.1:4444", Credentials("nonce", "secret"), 2)
     parts = _in_folder(
         lambda folder: _run(folder).rendezvous("8812301-0"),
         write,
-        lambda folder: await_rendezvous(_run(folder), "8812301-0", lambda _: True),
+        lambda folder: Rendezvous.read(_run(folder), "8812301-0"),
     )
-    return Entry("rendezvous.json", Rendezvous("10.0.0.1:4444", "secret", 2), *parts)
+    return Entry("rendezvous.json", value, *parts)
 
 
 #: One of every section of a job file.

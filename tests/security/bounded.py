@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import multiprocessing
 import os
 import pickle
 import resource
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from typing import Any
 
 #: A user that owns nothing here.
@@ -45,15 +48,42 @@ def as_nobody(work: Callable[[], Any]) -> Any:
     """Run in a forked process of another user; what it returned, or the type of its exception."""
 
     def other() -> Any:
-        os.setgroups([])
-        os.setgid(NOBODY)
-        os.setuid(NOBODY)
+        _become_nobody()
         try:
             return work()
         except Exception as error:
             return type(error)
 
     return _forked(other)
+
+
+@contextlib.contextmanager
+def beside_nobody(work: Callable[[Connection], None]) -> Iterator[Connection]:
+    """Run in a forked process of another user as long as the block runs, with a pipe to it."""
+    ours, theirs = multiprocessing.Pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            ours.close()
+            signal.alarm(120)
+            _become_nobody()
+            work(theirs)
+            signal.pause()
+        finally:
+            os._exit(0)
+    theirs.close()
+    try:
+        yield ours
+    finally:
+        ours.close()
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
+def _become_nobody() -> None:
+    os.setgroups([])
+    os.setgid(NOBODY)
+    os.setuid(NOBODY)
 
 
 def _resident() -> float:

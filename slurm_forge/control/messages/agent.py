@@ -18,22 +18,13 @@ from slurm_forge.control.messages.protocol import decode_by
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentHello(Message):
-    """First line of an agent: whose it is, and that it belongs to this step (the nonce)."""
+    """First line of an agent, behind the handshake: whose it is."""
 
     m: Literal["agent"] = "agent"
-    nonce: str
     rank: Int
     world: Int
     host: str
     pid: Int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AgentWelcome(Message):
-    """The supervisor's answer: it knows the nonce too."""
-
-    m: Literal["welcome_agent"] = "welcome_agent"
-    nonce: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +43,7 @@ class AgentReady(Message):
 class StartWorker(Message):
     """Start the rank of a launch: its control channel, and when the launch was begun (epoch).
 
+    ``nonce`` is that of the control channel, whose secret is that of this one.
     ``in_process``: a worker that has unwound may go on instead of a new one.  ``variables``
     (``NAME=value``) are what the agent's own environment lacks, ``without`` the names that it has
     too many.
@@ -125,7 +117,6 @@ class AgentShutdown(Message):
 
 AgentMessage = Annotated[
     AgentHello
-    | AgentWelcome
     | AgentReady
     | StartWorker
     | WorkerStarted

@@ -22,14 +22,6 @@ class RequestKind(str, Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Welcome(Message):
-    """The hub's answer: it knows the nonce too."""
-
-    m: Literal["welcome"] = "welcome"
-    nonce: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Request(Message):
     """The hub asks all ranks for something, at a step yet to be agreed.
 

@@ -13,7 +13,6 @@ class MonitorHello(Message):
     """First line of a rank's monitor, which belongs to the launch and is no member of it."""
 
     m: Literal["attend"] = "attend"
-    nonce: str
     rank: Int
     world: Int
     host: str

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import hmac
 from dataclasses import fields
 from functools import cache
 from typing import Annotated, Any
 
 from pydantic import Field, TypeAdapter, ValidationError
 
+from slurm_forge.control.handshake import LINE_LIMIT
 from slurm_forge.control.messages.hub import (
     Abort,
     Publish,
@@ -16,7 +16,6 @@ from slurm_forge.control.messages.hub import (
     RequestTarget,
     RequestWithdrawn,
     TimeLeft,
-    Welcome,
 )
 from slurm_forge.control.messages.links import LinkReport, PortReport, QueryLinks
 from slurm_forge.control.messages.message import Message
@@ -49,15 +48,12 @@ from slurm_forge.control.messages.step_timing import StepTiming
 from slurm_forge.errors import ControlChannelError
 from slurm_forge.json_codec import dumps
 
-#: Last words carry a traceback; anything longer is not ours.
-LINE_LIMIT = 1 << 16
 #: Texts that may lose their beginning so that a line fits, and how much of one is kept at most.
 _CUT = ("trace", "text", "reason")
 _KEPT = 12_000
 
 ControlMessage = Annotated[
     Hello
-    | Welcome
     | Heartbeat
     | Notice
     | Request
@@ -144,10 +140,3 @@ def decode_by(adapter: TypeAdapter[Message], line: bytes) -> Message:
             f"({'.'.join(map(str, what['loc']))[:100]})",
             next_step="Are all ranks running the same version of slurm_forge?",
         ) from error
-
-
-def same_nonce(nonce: str, expected: str) -> bool:
-    """Compare in constant time whatever characters a stranger has sent."""
-    return hmac.compare_digest(
-        nonce.encode("utf-8", "surrogatepass"), expected.encode("utf-8", "surrogatepass")
-    )

@@ -11,10 +11,9 @@ from slurm_forge.control.messages.message import Int, Message, WirePosition
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hello(Message):
-    """First line of a rank: who it is, and that it belongs to this launch (the nonce)."""
+    """First line of a rank, behind the handshake: which one it is, and where."""
 
     m: Literal["hello"] = "hello"
-    nonce: str
     rank: Int
     world: Int
     host: str

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import secrets
 import signal
 import time
 from collections.abc import Callable, Mapping
@@ -103,7 +102,6 @@ class CommandLauncher:
         folder = file.folder
         hub = Hub(
             world_size=0,
-            nonce=secrets.token_hex(16),
             interface_address=preferred_address(file.socket_interface, file.host_suffix),
         )
         hub.start()
@@ -116,7 +114,8 @@ class CommandLauncher:
             command, latest = self._command(max(before, 0))
             knobs = Knobs(
                 channel=hub.addresses,
-                nonce=hub.nonce,
+                nonce=hub.credentials.nonce,
+                secret=hub.credentials.secret,
                 attempt=attempt.claim.attempt,
                 launch=attempt.launch,
                 started=time.time(),
@@ -146,7 +145,7 @@ class CommandLauncher:
                 command,
                 variables,
                 program,
-                mark=f"SLURM_FORGE_NONCE={hub.nonce}",
+                mark=f"SLURM_FORGE_NONCE={hub.credentials.nonce}",
                 slurm=self._slurm,
                 job="" if environment is None else environment.job_ref,
                 folder=str(folder) if folder.is_dir() else None,

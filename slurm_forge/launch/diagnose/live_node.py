@@ -21,6 +21,7 @@ from datetime import timedelta
 from pathlib import Path
 
 from slurm_forge.control.addresses import candidates, format_addresses, parse_addresses
+from slurm_forge.control.handshake import Credentials, Role, accept, dial, welcome
 from slurm_forge.control.interfaces import interface_addresses, interfaces
 from slurm_forge.errors import ForgeError
 from slurm_forge.files import fsync_directory
@@ -32,15 +33,15 @@ from slurm_forge.launch.diagnose.live_meeting import (
     is_taken,
     read_card,
 )
+from slurm_forge.open_files import open_files_allowed
 from slurm_forge.recovery.live_observations import NodeSeen, NodeStorage, Reach
 from slurm_forge.slurm.environment import node_name
 from slurm_forge.slurm.kernel import available_memory, read_memory_limit
 from slurm_forge.slurm.process import Runner, run_command
 from slurm_forge.store.room import free_space
 
-#: What a node prints before its report, and says to the first one.
+#: What a node prints before its report.
 PREFIX = "forge-live-node "
-_GREETING = b"forge-live "
 
 _ANSWER = timedelta(seconds=10)
 _TORCH = timedelta(seconds=90)
@@ -70,6 +71,7 @@ def inspect_node(
         memory_limit=read_memory_limit()[0],
         memory_asked=_requested_memory(environ),
         locked_memory=_locked(),
+        open_files=open_files_allowed(),
         interfaces=interfaces(),
         package=True,
     )
@@ -212,45 +214,47 @@ def _locked() -> int | None:
 
 @contextmanager
 def open_door(nonce: str) -> Iterator[str]:
-    """Listen on a port of this node for the other ones, who have to know the nonce.
+    """Listen on a port of this node for the other ones, who have to know what the card says.
 
     Every way here, as ``host1,host2:port``: names, then the address of each interface.
     """
     with socket.create_server(("", 0)) as server:
-        known = [host for host in candidates() if not host.startswith("127.")]
+        known = [host for host in candidates() if not host.startswith("local-")]
         known += [address for _, address in interface_addresses()]
         hosts = tuple(dict.fromkeys(known)) or ("127.0.0.1",)
-        serving = threading.Thread(target=_serve, args=(server, nonce.encode()), daemon=True)
+        serving = threading.Thread(target=_serve, args=(server, nonce), daemon=True)
         serving.start()
         yield format_addresses(hosts, server.getsockname()[1])
 
 
-def _serve(server: socket.socket, nonce: bytes) -> None:
+def _serve(server: socket.socket, nonce: str) -> None:
     with suppress(OSError):  # closed
         while True:
             connection, _ = server.accept()
-            with connection, suppress(OSError):
+            with connection, suppress(OSError, EOFError, ForgeError):
                 connection.settimeout(_CONNECT_S)
-                if connection.recv(256).strip() == _GREETING + nonce:
-                    connection.sendall(nonce)
+                welcome(accept(connection, _credentials(nonce))[0])
 
 
 def knock(addresses: str, nonce: str) -> tuple[Reach, ...]:
-    """Try each address of ``host1,host2:port`` by itself; who listens there must know the nonce."""
+    """Try each address of ``host1,host2:port`` by itself; who listens must know the card, too."""
     hosts, port = parse_addresses(addresses)
-    return tuple(_one(host, port, nonce.encode()) for host in hosts)
+    return tuple(_one(host, port, nonce) for host in hosts)
 
 
-def _one(host: str, port: int, nonce: bytes) -> Reach:
+def _credentials(card: str) -> Credentials:
+    """The card is their secret: it lies in a folder that is the user's alone."""
+    return Credentials("live", card)
+
+
+def _one(host: str, port: int, card: str) -> Reach:
     began = time.monotonic()
     try:
-        with socket.create_connection((host, port), timeout=_CONNECT_S) as connection:
-            connection.sendall(_GREETING + nonce + b"\n")
-            answer = connection.recv(64)
-    except (OSError, UnicodeError) as error:
-        return Reach(address=host, problem=str(getattr(error, "strerror", None) or error))
-    if answer != nonce:
-        return Reach(address=host, problem="another program answers there")
+        dial(
+            (host,), port, _credentials(card), Role.NODE, b"live", who=host, within_s=_CONNECT_S
+        ).close()
+    except ForgeError as error:
+        return Reach(address=host, problem=error.message)
     return Reach(address=host, connected_s=time.monotonic() - began)
 
 

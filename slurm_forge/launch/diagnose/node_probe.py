@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import secrets
 import signal
 import subprocess
 import sys
@@ -92,10 +91,10 @@ def look_at(
     ``start_within`` is how long the processes may take to be there: a step may wait for its nodes.
     """
     started_at = clock()
-    hub = Hub(world_size=place.world, nonce=secrets.token_hex(16))
+    hub = Hub(world_size=place.world)
     hub.start()
     judge = PreflightMonitor(hub, within, clock, expected=expected)
-    knobs = Knobs(channel=hub.addresses, nonce=hub.nonce)
+    knobs = Knobs(channel=hub.addresses, nonce=hub.credentials.nonce, secret=hub.credentials.secret)
     variables = {**environ, **knobs.to_environ()}
     if _EXPORT in variables:  # left by sbatch --export=NONE, which is not about what is ours
         variables[_EXPORT] = "ALL"

@@ -9,17 +9,18 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import secrets
 import signal
 import socket
 import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from slurm_forge.control import Hub
+from slurm_forge.control.addresses import parse_addresses
+from slurm_forge.control.handshake import Credentials, is_hub_at
 from slurm_forge.control.interfaces import preferred_address
 from slurm_forge.errors import FencedError, RunDirectoryError
 from slurm_forge.files import read_json, write_atomic
@@ -49,6 +50,7 @@ from slurm_forge.vocabulary.cause import Cause
 from slurm_forge.vocabulary.decision import Decision
 
 _LIMIT = 1 << 16
+_ANSWER_S = 2.0
 #: How long ranks that were told to leave may take.
 _LEAVE_S = 3.0
 _LOOK_EVERY_S = 0.2
@@ -56,16 +58,31 @@ _LOOK_EVERY_S = 0.2
 
 @dataclass(frozen=True, slots=True)
 class Rendezvous:
-    """Where rank 0 of this attempt hosts the control channel; None of it when it refuses."""
+    """Where rank 0 of this attempt hosts the control channel; without any when it refuses."""
 
-    channel: str
-    nonce: str
-    attempt: int
+    channel: str = ""
+    credentials: Credentials = field(default_factory=lambda: Credentials("", ""))
+    attempt: int = 0
 
     def publish(self, run: RunDirectory, key: str) -> None:
-        """Write it for the other ranks; readable by the user alone, because of the nonce."""
-        body = {"channel": self.channel, "nonce": self.nonce, "attempt": self.attempt}
+        """Write it for the other ranks; readable by the user alone, because of the secret."""
+        body = {"channel": self.channel, **asdict(self.credentials), "attempt": self.attempt}
         write_atomic(run.rendezvous(key), json.dumps(body).encode())
+
+    @classmethod
+    def read(cls, run: RunDirectory, key: str) -> Rendezvous | None:
+        """What was published; None where nothing is there that can be used."""
+        try:
+            body = read_json(run.rendezvous(key), _LIMIT)
+            credentials = Credentials(str(body["nonce"]), str(body["secret"]))
+            return cls(str(body["channel"]), credentials, int(body["attempt"]))
+        except (OSError, RunDirectoryError, KeyError, ValueError, TypeError):
+            return None
+
+    def is_alive(self) -> bool:
+        """Whether that hub answers: the file may be left by an older attempt."""
+        hosts, port = parse_addresses(self.channel)
+        return is_hub_at(hosts, port, self.credentials, _ANSWER_S)
 
 
 def withdraw(run: RunDirectory, key: str) -> None:
@@ -76,28 +93,19 @@ def withdraw(run: RunDirectory, key: str) -> None:
 def await_rendezvous(
     run: RunDirectory,
     key: str,
-    usable: Callable[[Rendezvous], bool],
     *,
     unwanted: Callable[[], bool] = lambda: False,
     wait_s: float = 120.0,
 ) -> Rendezvous | None:
-    """What rank 0 published, once ``usable`` says that it is alive; None once the run is done,
-    or ``unwanted``.
-
-    A file left by an older attempt names a hub that nobody answers at, or with another nonce.
-    """
+    """What rank 0 published, once it is alive; None once the run is done, or ``unwanted``."""
     deadline = time.monotonic() + wait_s
     while time.monotonic() < deadline:
         if unwanted():
             return None
-        try:
-            body = read_json(run.rendezvous(key), _LIMIT)
-            rendezvous = Rendezvous(str(body["channel"]), str(body["nonce"]), int(body["attempt"]))
-        except (OSError, RunDirectoryError, KeyError, ValueError, TypeError):
-            rendezvous = None
+        rendezvous = Rendezvous.read(run, key)
         if rendezvous is not None and not rendezvous.channel:
             return None
-        if rendezvous is not None and usable(rendezvous):
+        if rendezvous is not None and rendezvous.is_alive():
             return rendezvous
         time.sleep(0.05)
     raise RunDirectoryError(
@@ -132,7 +140,6 @@ class EmbeddedConductor(FrontEnd):
         file = attempt.file
         self.hub = Hub(
             world_size=world_size,
-            nonce=secrets.token_hex(16),
             interface_address=preferred_address(file.socket_interface, file.host_suffix),
         )
         self._job_poller = JobPoller(slurm, job)
@@ -170,7 +177,7 @@ class EmbeddedConductor(FrontEnd):
     @property
     def rendezvous(self) -> Rendezvous:
         """What the other ranks need to know."""
-        return Rendezvous(self.hub.addresses, self.hub.nonce, self._attempt.claim.attempt)
+        return Rendezvous(self.hub.addresses, self.hub.credentials, self._attempt.claim.attempt)
 
     def launch(self) -> LaunchFacts:
         """Its ranks are there already, and this process is one of them."""

@@ -20,7 +20,7 @@ from typing import Any
 
 from submitit.core.utils import DelayedSubmission
 
-from slurm_forge.control.addresses import connect, parse_addresses
+from slurm_forge.control.handshake import Credentials
 from slurm_forge.errors import ForgeError
 from slurm_forge.journal.events import VIA_THIS_MACHINE
 from slurm_forge.knobs import Knobs
@@ -81,7 +81,7 @@ class ForgeJob:
                 run,
                 place,
                 channel=knobs.channel,
-                nonce=knobs.nonce,
+                credentials=Credentials(knobs.nonce, knobs.secret),
                 launch_started=knobs.started,
             )
             return _end_rank(run, worker, result)
@@ -126,14 +126,14 @@ class _StockTask:
         if self._place.rank == 0:
             return self._conduct()
         unwanted = (lambda: False) if self._lifeline is None else self._lifeline.is_cut
-        rendezvous = await_rendezvous(self._run, self._key, _is_reachable, unwanted=unwanted)
+        rendezvous = await_rendezvous(self._run, self._key, unwanted=unwanted)
         if rendezvous is None:
             return _summary(self._run)
         result = self._worker.run_rank(
             self._run,
             self._place,
             channel=rendezvous.channel,
-            nonce=rendezvous.nonce,
+            credentials=rendezvous.credentials,
             attempt=rendezvous.attempt,
         )
         return _end_rank(self._run, self._worker, result)
@@ -154,7 +154,7 @@ class _StockTask:
             unwanted="" if self._lifeline is None else self._lifeline.why_cut(),
         )
         if isinstance(attempt, StartRefusal):
-            Rendezvous("", "", 0).publish(self._run, self._key)
+            Rendezvous().publish(self._run, self._key)
             return _summary(self._run, attempt)
         if in_slurm and environment:
             note_unrecognized(attempt, environment.unrecognized)
@@ -169,7 +169,7 @@ class _StockTask:
             lifeline=self._lifeline,
         )
         if attempt.verdict is not None:
-            Rendezvous("", "", 0).publish(self._run, self._key)
+            Rendezvous().publish(self._run, self._key)
             embedded.conclude()
             raise ForgeError(
                 f"{self._run.name} does not continue: {embedded.reason}",
@@ -181,7 +181,7 @@ class _StockTask:
             self._run,
             self._place,
             channel=embedded.rendezvous.channel,
-            nonce=embedded.rendezvous.nonce,
+            credentials=embedded.rendezvous.credentials,
             survives_abort=True,
             attempt=embedded.rendezvous.attempt,
         )
@@ -232,15 +232,6 @@ def _environment_given_back() -> Iterator[None]:
 def _raise_in_main(code: int) -> None:
     """The user's own process must not be ended: what is to be told, its main thread tells."""
     del code
-
-
-def _is_reachable(rendezvous: Rendezvous) -> bool:
-    hosts, port = parse_addresses(rendezvous.channel)
-    try:
-        connect(hosts, port, 2.0).close()
-    except OSError:
-        return False
-    return True
 
 
 def _summary(run: RunDirectory, refusal: StartRefusal | None = None) -> str:

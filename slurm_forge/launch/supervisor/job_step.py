@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePath
@@ -147,6 +146,7 @@ class JobStep:
         """Start every rank of a launch, ``hub`` being its control channel.
 
         ``placement`` and ``hosts_file`` place the ranks of a new step, where that has to be said.
+        ``hub`` has the secret of the ones before: agents that stand know no other.
         """
         self._hub = hub
         # What a process has read of its environment it does not read again.
@@ -156,7 +156,7 @@ class JobStep:
             attempt=knobs.attempt,
             launch=knobs.launch,
             channel=hub.addresses,
-            nonce=hub.nonce,
+            nonce=hub.credentials.nonce,
             started=knobs.started or 0.0,
             in_process=going_on,
         )
@@ -166,11 +166,12 @@ class JobStep:
                 each = options.ranks_per_task
                 self._shields = shields = AgentsHub(
                     world_size=hub.world_size // each,
-                    nonce=secrets.token_hex(16),
+                    credentials=hub.credentials.renewed(),
                     on_notice=lambda task, what: self._on_notice(task * each, what),
                     interface_address=parse_addresses(hub.addresses)[0][0],
                 )
-                knobs = replace(knobs, shields=shields.addresses, shields_nonce=shields.nonce)
+                nonce = shields.credentials.nonce
+                knobs = replace(knobs, shields=shields.addresses, shields_nonce=nonce)
             payload = with_agent(options.payload, self._run)
             if payload is None:
                 self._step = StepProcess(
@@ -180,13 +181,14 @@ class JobStep:
                 return self._step
             agents = AgentsHub(
                 world_size=hub.world_size,
-                nonce=secrets.token_hex(16),
+                credentials=hub.credentials.renewed(),
                 on_notice=self._on_notice,
                 interface_address=parse_addresses(hub.addresses)[0][0],
             )
             self._variables = dict(variables)
             agents.begin(order)
-            knobs = replace(knobs, agents=agents.addresses, agents_nonce=agents.nonce)
+            nonce = agents.credentials.nonce
+            knobs = replace(knobs, agents=agents.addresses, agents_nonce=nonce)
             command = replace(options, payload=payload).command(
                 again=again, placement=placement, hosts_file=hosts_file
             )

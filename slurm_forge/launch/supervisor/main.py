@@ -8,7 +8,6 @@ nothing of bash's.  Imports no torch.
 from __future__ import annotations
 
 import os
-import secrets
 import sys
 import time
 from collections.abc import Sequence
@@ -17,6 +16,7 @@ from pathlib import Path
 
 from slurm_forge.control import Hub
 from slurm_forge.control.addresses import parse_addresses
+from slurm_forge.control.handshake import Credentials
 from slurm_forge.control.interfaces import preferred_address
 from slurm_forge.errors import ForgeError
 from slurm_forge.knobs import Knobs
@@ -113,6 +113,8 @@ class _Supervisor(FrontEnd):
             str(attempt.run.path), unwinds=trusts_process(attempt.file.job.recovery)
         )
         self._start = Start.COLD
+        #: Of every channel of the attempt, but for the nonce.
+        self._credentials = Credentials.new()
 
     def launch(self) -> LaunchFacts:
         """With srun, or on the agents of the launch before."""
@@ -170,7 +172,7 @@ class _Supervisor(FrontEnd):
             world = tasks = placement.tasks
         hub = Hub(
             world_size=world,
-            nonce=secrets.token_hex(16),
+            credentials=self._credentials.renewed(),
             interface_address=preferred_address(file.socket_interface, file.host_suffix),
         )
         hub.start()
@@ -198,7 +200,8 @@ class _Supervisor(FrontEnd):
             attempt.next_launch(hub, placement.nodes, self._start)
             knobs = Knobs(
                 channel=hub.addresses,
-                nonce=hub.nonce,
+                nonce=hub.credentials.nonce,
+                secret=hub.credentials.secret,
                 attempt=attempt.claim.attempt,
                 launch=attempt.launch,
                 started=time.time(),

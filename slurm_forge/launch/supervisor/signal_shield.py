@@ -23,7 +23,8 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
-from slurm_forge.control.addresses import connect, parse_addresses
+from slurm_forge.control.addresses import parse_addresses
+from slurm_forge.control.handshake import Credentials, Role, dial
 from slurm_forge.control.messages import protocol
 from slurm_forge.control.messages.agent import AgentHello, AgentNotice
 from slurm_forge.descendants import (
@@ -47,8 +48,9 @@ _LAST_WORDS_S = 1.0
 class SignalReporter:
     """Tells the supervisor of signals, from a thread: connecting may take its time."""
 
-    def __init__(self, hello: AgentHello, addresses: str) -> None:
+    def __init__(self, hello: AgentHello, addresses: str, credentials: Credentials) -> None:
         self._hello = hello
+        self._credentials = credentials
         self._addresses = addresses
         self._names: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._send_names, name="forge-shield", daemon=True)
@@ -66,14 +68,21 @@ class SignalReporter:
     def _send_names(self) -> None:
         try:
             hosts, port = parse_addresses(self._addresses)
-            connection = connect(hosts, port, _CONNECT_S)
-        except (OSError, ValueError) as error:
+            connection = dial(
+                hosts,
+                port,
+                self._credentials,
+                Role.AGENT,
+                protocol.encode(self._hello),
+                who=f"the shield of task {self._hello.rank}",
+                within_s=_CONNECT_S,
+            )
+        except (ForgeError, ValueError) as error:
             _say(f"signals can't be reported to the supervisor: {error}")
             return
-        with contextlib.suppress(OSError), connection:
-            connection.sendall(protocol.encode(self._hello))
+        with contextlib.suppress(OSError), contextlib.closing(connection):
             while (name := self._names.get()) is not None:
-                connection.sendall(protocol.encode(AgentNotice(what=name)))
+                connection.send(protocol.encode(AgentNotice(what=name)))
 
 
 def filled(
@@ -290,13 +299,13 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     reporter = None
     if knobs.shields is not None and environment is not None and environment.procid is not None:
         hello = AgentHello(
-            nonce=knobs.shields_nonce,
             rank=environment.procid,
             world=environment.ntasks or 1,
             host=environment.node_name or socket.gethostname(),
             pid=os.getpid(),
         )
-        reporter = SignalReporter(hello, knobs.shields)
+        credentials = Credentials(knobs.shields_nonce, knobs.secret)
+        reporter = SignalReporter(hello, knobs.shields, credentials)
     status = shield.watch(reporter)
     _clear()
     if reporter is not None:

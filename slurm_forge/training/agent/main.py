@@ -18,14 +18,14 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
-from slurm_forge.control.addresses import connect, parse_addresses
+from slurm_forge.control.addresses import parse_addresses
+from slurm_forge.control.handshake import Credentials, Role, dial
 from slurm_forge.control.messages import protocol
 from slurm_forge.control.messages.agent import (
     AgentHello,
     AgentNotice,
     AgentReady,
     AgentShutdown,
-    AgentWelcome,
     KillWorker,
     StartWorker,
     WorkerEnded,
@@ -42,6 +42,7 @@ from slurm_forge.descendants import (
 )
 from slurm_forge.errors import ControlChannelError, ForgeError
 from slurm_forge.knobs import Knobs, process_environ
+from slurm_forge.site.variables import reaches_forks
 from slurm_forge.slurm.environment import SlurmEnvironment
 from slurm_forge.slurm.kernel import read_oom_kills
 from slurm_forge.training.agent.event_loop import AgentLoop
@@ -88,36 +89,34 @@ class Agent:
         world: int,
         host: str,
         channel: str,
-        nonce: str,
+        credentials: Credentials,
         variables: Mapping[str, str],
         leads_second_node: bool = False,
     ) -> None:
         self._program = program
         self._alone_s = _ALONE_SECOND_S if leads_second_node else _ALONE_S
         self._variables = variables
-        self._nonce = nonce
+        self._credentials = credentials
         self._loop = AgentLoop(self._signalled)
-        self._buffer = b""
         self._parking: ParkingPlace | None = None
         self._orders: list[StartWorker] = []
         self._worker: ForkedWorker | None = None
         self._last_launch = 0
         self._why_not = ""
         self._leaving = False
-        self._welcomed = False
         self._alone_since: float | None = None
         hosts, port = parse_addresses(channel)
-        try:
-            self._socket = connect(hosts, port, _CONNECT_S)
-        except OSError as error:
-            raise ControlChannelError(
-                f"the agent of rank {rank} can't reach the supervisor at {channel}: {error}",
-                next_step="Can compute nodes open TCP connections to each other?  A site file can "
-                "name the interface (socket_interface).",
-            ) from error
-        self._socket.settimeout(_CONNECT_S)
-        self._say(AgentHello(nonce=nonce, rank=rank, world=world, host=host, pid=os.getpid()))
-        self._loop.add_reader(self._socket.fileno(), self._on_hub_message)
+        hello = AgentHello(rank=rank, world=world, host=host, pid=os.getpid())
+        self._connection = dial(
+            hosts,
+            port,
+            credentials,
+            Role.AGENT,
+            protocol.encode(hello),
+            who=f"the agent of rank {rank}",
+            within_s=_CONNECT_S,
+        )
+        self._loop.add_reader(self._connection.fileno(), self._on_hub_message)
 
     # -- the loop ------------------------------------------------------------------------------
 
@@ -169,17 +168,14 @@ class Agent:
 
     def _on_hub_message(self) -> None:
         try:
-            data = self._socket.recv(1 << 16)
-        except OSError:
-            data = b""
-        if not data or len(self._buffer) > protocol.LINE_LIMIT:
+            lines = [self._connection.open(line) for line in self._connection.receive()]
+        except (OSError, EOFError, ControlChannelError):
             # The supervisor is gone, or the way to it.  The worker sees the same on its own channel
             # and leaves; rank 0 may turn into the deputy, whose parent this is: it is left alone.
-            self._loop.forget(self._socket.fileno())
+            self._loop.forget(self._connection.fileno())
             self._alone_since = time.monotonic()
             self._orders.clear()
             return
-        *lines, self._buffer = (self._buffer + data).split(b"\n")
         for line in lines:
             try:
                 self._take(decode_agents(line))
@@ -190,11 +186,6 @@ class Agent:
         if self._leaving:
             return
         match message:
-            case AgentWelcome() if protocol.same_nonce(message.nonce, self._nonce):
-                self._welcomed = True
-            case _ if not self._welcomed:  # whoever that is, it is not who started this step
-                self._loop.forget(self._socket.fileno())
-                self._leaving = True
             case StartWorker():
                 self._orders = [message]
             case KillWorker():
@@ -235,7 +226,7 @@ class Agent:
         pid = os.fork()
         if pid == 0:
             self._loop.leave_in_child()
-            self._socket.close()
+            self._connection.close()
             parent_end.close()
             self._parking = ParkingPlace(child_end)
             die_with_parent(agent)
@@ -313,13 +304,23 @@ class Agent:
 
     def _say(self, message: Message) -> None:
         with contextlib.suppress(OSError):  # whoever is gone is noticed by reading
-            self._socket.sendall(protocol.encode(message))
+            self._connection.send(protocol.encode(message))
 
-    def become(self, order: StartWorker) -> None:
-        """In the child: take the launch's variables, and be its rank."""
+    def take_environment(self, order: StartWorker) -> None:
+        """In the child: take the launch's variables; ``ForgeError`` for one that is never sent."""
+        variables = dict(each.partition("=")[::2] for each in order.variables)
+        refused = sorted(name for name in {*variables, *order.without} if not reaches_forks(name))
+        if refused:
+            raise ControlChannelError(
+                f"the order for launch {order.launch} sets {', '.join(refused)}, which no "
+                "supervisor sends to a running agent",
+                next_step="Is the supervisor of another version of slurm_forge?  End the job and "
+                "submit the run again.",
+            )
         knobs = Knobs(
             channel=order.channel,
             nonce=order.nonce,
+            secret=self._credentials.secret,
             attempt=order.attempt,
             launch=order.launch,
             started=order.started,
@@ -328,8 +329,10 @@ class Agent:
         os.environ.update(knobs.to_environ())
         for name in order.without:
             os.environ.pop(name, None)
-        for name, _, value in (each.partition("=") for each in order.variables):
-            os.environ[name] = value
+        os.environ.update(variables)
+
+    def become(self) -> None:
+        """In the child: be the rank of the launch whose variables it has taken."""
         if self._why_not:
             os.execve(self._program.command[0], self._program.command, process_environ())  # noqa: S606
         give_threads_back(self._variables)
@@ -364,7 +367,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             world=environment.ntasks or 1,
             host=environment.node_name or socket.gethostname(),
             channel=knobs.agents,
-            nonce=knobs.agents_nonce,
+            credentials=Credentials(knobs.agents_nonce, knobs.secret),
             variables=variables,
             leads_second_node=environment.nodeid == 1 and environment.localid == 0,
         )
@@ -372,8 +375,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stderr.write(f"slurm_forge: {error}\n")
         return 1
     agent.prepare()
-    # Behind this line is the worker: whatever it raises, and its exit, are its own.
-    agent.become(agent.serve())
+    order = agent.serve()
+    # Behind this line is the worker.
+    try:
+        agent.take_environment(order)
+    except ForgeError as error:
+        sys.stderr.write(f"slurm_forge: {error}\n")
+        return 1
+    agent.become()  # whatever it raises, and its exit, are its own
     return 0
 
 

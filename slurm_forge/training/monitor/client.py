@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 
 from slurm_forge.control.clock_page import ProgressClock, new_page
+from slurm_forge.control.handshake import Credentials
 from slurm_forge.knobs import process_environ
 from slurm_forge.process import process_words
 from slurm_forge.run_directory import RunDirectory
@@ -46,7 +47,7 @@ class MonitorClient:
         world_size: int,
         host: str,
         channel: str,
-        nonce: str,
+        credentials: Credentials,
         attempt: int,
         launch: int,
         alone_after: timedelta | None,
@@ -78,7 +79,8 @@ class MonitorClient:
             )
         if self._process is not None and self._process.stdin is not None:
             with contextlib.suppress(OSError):
-                self._process.stdin.write(nonce.encode() + b"\n")
+                lines = f"{credentials.nonce}\n{credentials.secret}\n"
+                self._process.stdin.write(lines.encode())
                 self._process.stdin.close()
         if pidfd is not None:
             os.close(pidfd)

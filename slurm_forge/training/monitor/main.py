@@ -12,17 +12,21 @@ import contextlib
 import os
 import selectors
 import signal
-import socket
 import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from slurm_forge.control.addresses import connect, parse_addresses
+from slurm_forge.control.addresses import parse_addresses
 from slurm_forge.control.clock_page import ClockReader
+from slurm_forge.control.handshake import (
+    AuthenticatedConnection,
+    Credentials,
+    Role,
+    dial,
+)
 from slurm_forge.control.messages import protocol
-from slurm_forge.control.messages.hub import Welcome
 from slurm_forge.control.messages.links import PortReport, QueryLinks
 from slurm_forge.control.messages.message import Message
 from slurm_forge.control.messages.monitor import (
@@ -84,7 +88,7 @@ class Subject:
     rank: int
     world_size: int
     host: str
-    nonce: str
+    credentials: Credentials
     hosts: tuple[str, ...]
     port: int
     run: RunDirectory
@@ -107,8 +111,7 @@ class RankMonitor:
         self._taker = StackDumper(
             subject.pid, subject.dump, thread=lambda: self._reader.alive().thread
         )
-        self._socket: socket.socket | None = None
-        self._buffer = b""
+        self._connection: AuthenticatedConnection | None = None
         self._ticked = self._next = clock()
         #: When the monitor was last stopped itself: (until, for how long).
         self._pauses: list[tuple[float, float]] = []
@@ -116,34 +119,36 @@ class RankMonitor:
         self._kills = read_oom_kills()
         self._has_told = False
         self.over = False
+        hello = MonitorHello(
+            rank=subject.rank, world=subject.world_size, host=subject.host, pid=subject.pid
+        )
         try:
-            self._socket = connect(subject.hosts, subject.port, _CONNECT_WITHIN_S)
-        except OSError:
+            self._connection = dial(
+                subject.hosts,
+                subject.port,
+                subject.credentials,
+                Role.MONITOR,
+                protocol.encode(hello),
+                who=f"the monitor of rank {subject.rank}",
+                within_s=_CONNECT_WITHIN_S,
+            )
+        except ControlChannelError:
             self.over = subject.alone_after is None
             return
-        self._socket.settimeout(_SEND_WITHIN_S)
-        self._send(
-            MonitorHello(
-                nonce=subject.nonce,
-                rank=subject.rank,
-                world=subject.world_size,
-                host=subject.host,
-                pid=subject.pid,
-            )
-        )
+        self._connection.socket.settimeout(_SEND_WITHIN_S)
         self._say_links(0)
 
     def descriptors(self) -> tuple[int, ...]:
         """What to wait for being readable."""
-        own = () if self._socket is None else (self._socket.fileno(),)
+        own = () if self._connection is None else (self._connection.fileno(),)
         return own if self._subject.pidfd is None else (*own, self._subject.pidfd)
 
     def ready(self, descriptor: int) -> None:
         """One of the descriptors is readable.  May take a few seconds: stacks are taken here."""
         if descriptor == self._subject.pidfd:
             self.over = True
-        elif self._socket is not None and descriptor == self._socket.fileno():
-            self._receive(self._socket)
+        elif self._connection is not None and descriptor == self._connection.fileno():
+            self._receive(self._connection)
 
     def tick(self) -> float:
         """Do what is due; seconds until the next call."""
@@ -201,40 +206,27 @@ class RankMonitor:
         return self._since(alive.at, now) if alive.thread else 0.0
 
     def _send(self, message: Message) -> None:
-        if self._socket is None:
+        if self._connection is None:
             return
         try:
-            self._socket.sendall(protocol.encode(message))
+            self._connection.send(protocol.encode(message))
         except OSError:
             self._lose()
 
     def _lose(self) -> None:
-        if self._socket is not None:
-            self._socket.close()
-            self._socket = None
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
         # Who hosts the conductor takes the channel along: nobody but its monitor is left then.
         self.over = self.over or self._subject.alone_after is None
 
-    def _receive(self, connection: socket.socket) -> None:
+    def _receive(self, connection: AuthenticatedConnection) -> None:
         try:
-            data = connection.recv(1 << 16)
-        except OSError:
-            data = b""
-        if not data or len(self._buffer) > protocol.LINE_LIMIT:
+            messages = [protocol.decode(connection.open(line)) for line in connection.receive()]
+        except (OSError, EOFError, ControlChannelError):
             self._lose()
             return
-        *lines, self._buffer = (self._buffer + data).split(b"\n")
-        for line in lines:
-            try:
-                message = protocol.decode(line)
-            except ControlChannelError:
-                self._lose()
-                return
-            if isinstance(message, Welcome) and not protocol.same_nonce(
-                message.nonce, self._subject.nonce
-            ):
-                self._lose()
-                return
+        for message in messages:
             if isinstance(message, TakeStacks):
                 self._take(message.id, message.attempt, message.launch)
             elif isinstance(message, QueryLinks):
@@ -243,7 +235,8 @@ class RankMonitor:
 
     def _say_links(self, number: int) -> None:
         """How the worker's connections are, and our own; 0: only which addresses this host has."""
-        own = None if self._socket is None else connection_of(self._socket)
+        here = self._connection
+        own = None if here is None else connection_of(here.socket)
         connections = connections_of(self._subject.pid) if number else ()
         addresses = own_addresses() or (() if own is None else (own.local,))
         links = summarize((*(connections or ()), *(() if own is None else (own,))))
@@ -357,7 +350,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     run, pid, page, dump, pidfd, rank, world, host, attempt, launch, recorder, *words = words
     alone, channel = words
     hosts, port = parse_addresses(channel)
-    nonce = sys.stdin.readline().strip()  # what stands in an argument list, everybody can read
+    # Of its own input: what stands in an argument list everybody can read.
+    nonce, secret = (sys.stdin.readline().strip() for _ in range(2))
     subject = Subject(
         pid=int(pid),
         page=int(page),
@@ -366,7 +360,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         rank=int(rank),
         world_size=int(world),
         host=host,
-        nonce=nonce,
+        credentials=Credentials(nonce, secret),
         hosts=hosts,
         port=port,
         run=RunDirectory.at(run),

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from slurm_forge.control import Member
 from slurm_forge.control.addresses import parse_addresses
+from slurm_forge.control.handshake import Credentials
 from slurm_forge.control.messages.preflight import Thoroughness
 from slurm_forge.errors import ForgeError
 from slurm_forge.knobs import Knobs, process_environ
@@ -92,7 +93,7 @@ def _join(place: RankPlace, knobs: Knobs) -> Member:
     return Member(
         rank=place.rank,
         world_size=place.world_size,
-        nonce=knobs.nonce,
+        credentials=Credentials(knobs.nonce, knobs.secret),
         hosts=hosts,
         port=port,
         host=place.host,

@@ -16,9 +16,11 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from slurm_forge.control.addresses import parse_addresses
+from slurm_forge.control.handshake import Credentials
 from slurm_forge.descendants import die_with_parent
 from slurm_forge.errors import ForgeError
-from slurm_forge.knobs import Knobs, process_environ
+from slurm_forge.knobs import KNOBS, Knobs, process_environ
+from slurm_forge.open_files import raise_open_files_limit
 from slurm_forge.run_directory import RunDirectory
 from slurm_forge.spec.recovery import trusts_process
 from slurm_forge.spec.run_file import read_run_file
@@ -71,7 +73,7 @@ def run_rank(
     place: RankPlace,
     *,
     channel: str,
-    nonce: str,
+    credentials: Credentials,
     launch_started: float | None = None,
     survives_abort: bool = False,
     persistent: PersistentWorkerState | None = None,
@@ -86,7 +88,7 @@ def run_rank(
         directory,
         place,
         channel=channel,
-        nonce=nonce,
+        credentials=credentials,
         launch_started=launch_started,
         survives_abort=survives_abort,
         persistent=persistent,
@@ -117,7 +119,7 @@ def open_rank(
     place: RankPlace,
     *,
     channel: str,
-    nonce: str,
+    credentials: Credentials,
     launch_started: float | None = None,
     survives_abort: bool = False,
     attempt: int | None = None,
@@ -131,7 +133,7 @@ def open_rank(
         directory,
         place,
         channel=channel,
-        nonce=nonce,
+        credentials=credentials,
         launch_started=launch_started,
         survives_abort=survives_abort,
         attempt=attempt,
@@ -157,7 +159,7 @@ def _open(
     place: RankPlace,
     *,
     channel: str,
-    nonce: str,
+    credentials: Credentials,
     launch_started: float | None,
     survives_abort: bool,
     persistent: PersistentWorkerState | None = None,
@@ -166,6 +168,9 @@ def _open(
 ) -> _Opened:
     started_at = time.time()
     knobs = Knobs.from_environ(process_environ())
+    # What the program starts, or keeps of its environment (a tracker), is not to have it.
+    os.environ.pop(KNOBS["secret"].name, None)
+    raise_open_files_limit()
     show_crashes(knobs.attempt, knobs.launch)
     state = PersistentWorkerState() if persistent is None else persistent
     notices = state.notices
@@ -174,7 +179,7 @@ def _open(
         file = read_run_file(directory.spec_file)
         if keys:
             file = file.model_copy(update={"job": file.job.model_copy(update=dict(keys))})
-        take_on(file)
+        take_on(file, one_node=place.one_node)
         watchdog = file.job.watchdog
         # Who falls silent is looked into with the probe, too.
         if watchdog.enabled or (file.job.probe.enabled and place.world_size > 1):
@@ -186,7 +191,7 @@ def _open(
                 world_size=place.world_size,
                 host=place.host,
                 channel=channel,
-                nonce=nonce,
+                credentials=credentials,
                 attempt=knobs.attempt if attempt is None else attempt,
                 launch=knobs.launch or 1,
                 alone_after=watchdog.at_most if watchdog.enabled and survives_abort else None,
@@ -203,7 +208,7 @@ def _open(
         member = Channel(
             rank=place.rank,
             world_size=place.world_size,
-            nonce=nonce,
+            credentials=credentials,
             hosts=hosts,
             port=port,
             host=place.host,
@@ -217,7 +222,14 @@ def _open(
         raise
     notices.say_through(member)
     rank = Rank(
-        directory, place, file, member, nonce, launch_started or started_at, state, unwinding
+        directory,
+        place,
+        file,
+        member,
+        credentials.nonce,
+        launch_started or started_at,
+        state,
+        unwinding,
     )
     return _Opened(rank, notices, leaving, unwinding, monitor_client)
 
@@ -251,7 +263,7 @@ def main(argv: list[str] | None = None, parking: ParkingPlace | None = None) -> 
                 RunDirectory.existing(arguments[0]),
                 place,
                 channel=knobs.channel or "",
-                nonce=knobs.nonce,
+                credentials=Credentials(knobs.nonce, knobs.secret),
                 launch_started=knobs.started,
                 persistent=persistent,
             )
@@ -263,6 +275,7 @@ def main(argv: list[str] | None = None, parking: ParkingPlace | None = None) -> 
             knobs = Knobs(
                 channel=order.channel,
                 nonce=order.nonce,
+                secret=knobs.secret,
                 attempt=order.attempt,
                 launch=order.launch,
                 started=order.started,

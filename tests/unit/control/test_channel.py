@@ -9,7 +9,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 
@@ -17,6 +17,7 @@ from slurm_forge.control import Hub, Member
 from slurm_forge.control import listener as listener_module
 from slurm_forge.control import member as member_module
 from slurm_forge.control.addresses import answering_first, parse_addresses
+from slurm_forge.control.handshake import Role, dial
 from slurm_forge.control.hub import (
     HubEvent,
     MessageReceived,
@@ -49,8 +50,8 @@ def until(condition: Callable[[], object], what: str, within_s: float = WITHIN_S
 
 
 @contextlib.contextmanager
-def hub_of(world: int, nonce: str = "right") -> Iterator[Hub]:
-    hub = Hub(world_size=world, nonce=nonce)
+def hub_of(world: int) -> Iterator[Hub]:
+    hub = Hub(world_size=world)
     hub.start()
     try:
         yield hub
@@ -66,7 +67,7 @@ def join(
     hub: Hub,
     rank: int,
     *,
-    nonce: str | None = None,
+    secret: str | None = None,
     on_abort: Callable[[str], None] = no_abort,
     world: int | None = None,
 ) -> Member:
@@ -74,7 +75,7 @@ def join(
     return Member(
         rank=rank,
         world_size=hub.world_size if world is None else world,
-        nonce=hub.nonce if nonce is None else nonce,
+        credentials=hub.credentials if secret is None else replace(hub.credentials, secret=secret),
         hosts=("127.0.0.1",),
         port=port,
         host=f"n{rank}",
@@ -146,7 +147,7 @@ class Walker:
 @pytest.mark.parametrize(("world", "rounds"), [(4, 6), (16, 2)])
 def test_whoever_asks_whenever_all_stop_at_the_same_step(world: int, rounds: int) -> None:
     for seed in range(rounds):
-        with hub_of(world, nonce=f"r{seed}") as hub:
+        with hub_of(world) as hub:
             _walk(hub, world, random.Random(seed))
 
 
@@ -305,16 +306,23 @@ def test_the_hub_knows_where_ranks_are_and_when_they_go() -> None:
 
 
 @pytest.mark.parametrize(
-    ("nonce", "rank", "world"),
-    [("wrong", 0, 2), ("\ud800", 0, 2), ("", 0, 2), (None, 2, 2), (None, -1, 2), (None, 0, 3)],
+    ("secret", "rank", "world", "why"),
+    [
+        ("wrong", 0, 2, "does not know the secret"),
+        ("\ud800", 0, 2, "does not know the secret"),
+        ("", 0, 2, "was not given the secret"),
+        (None, 2, 2, "no rank 2"),
+        (None, -1, 2, "no rank -1"),
+        (None, 0, 3, "has 2 ranks, not 3"),
+    ],
 )
 def test_a_rank_of_another_launch_is_refused_at_once(
-    nonce: str | None, rank: int, world: int
+    secret: str | None, rank: int, world: int, why: str
 ) -> None:
     with hub_of(2) as hub:
         started = time.monotonic()
-        with pytest.raises(ControlChannelError, match="not welcomed"):
-            join(hub, rank, nonce=nonce, world=world)
+        with pytest.raises(ControlChannelError, match=why):
+            join(hub, rank, secret=secret, world=world)
         assert time.monotonic() - started < 30
         assert hub.members() == {}
         join(hub, 0).close()  # the hub lives
@@ -323,7 +331,7 @@ def test_a_rank_of_another_launch_is_refused_at_once(
 def test_a_rank_that_is_here_already_can_not_be_taken_over() -> None:
     with hub_of(2) as hub:
         real = join(hub, 0)
-        with pytest.raises(ControlChannelError, match="not welcomed"):
+        with pytest.raises(ControlChannelError, match="rank 0 is here already, from n0"):
             join(hub, 0)
         hub.publish("alive", "yes")
         assert real.published("alive", WITHIN_S) == "yes"
@@ -361,7 +369,7 @@ def test_a_rank_that_sends_garbage_is_gone_and_the_others_are_not() -> None:
     with hub_of(2) as hub:
         good, heard = join(hub, 0), queue.SimpleQueue[str]()
         bad = join(hub, 1, on_abort=heard.put)
-        bad._socket.sendall(b"garbage\n")
+        bad._connection.socket.sendall(b"garbage\n")
         assert event(hub, RankDisconnected) == RankDisconnected(1)
         assert heard.get(timeout=WITHIN_S) == "the hub is gone"
         hub.publish("alive", "yes")
@@ -372,8 +380,11 @@ def test_a_rank_that_sends_garbage_is_gone_and_the_others_are_not() -> None:
 def test_a_rank_that_does_not_read_is_let_go_and_blocks_nobody() -> None:
     with hub_of(2) as hub:
         _, port = parse_addresses(hub.addresses)
-        with socket.create_connection(("127.0.0.1", port), timeout=WITHIN_S) as frozen:
-            frozen.sendall(protocol.encode(Hello(nonce="right", rank=1, world=2, host="n1", pid=1)))
+        hello = protocol.encode(Hello(rank=1, world=2, host="n1", pid=1))
+        frozen = dial(
+            ("127.0.0.1",), port, hub.credentials, Role.RANK, hello, who="it", within_s=WITHIN_S
+        )
+        with contextlib.closing(frozen):
             assert event(hub, RankJoined) == RankJoined(1)
             good = join(hub, 0)
             for _ in range(200):
@@ -493,7 +504,7 @@ def test_no_request_is_forgotten_before_every_rank_has_left_its_step_behind() ->
 
 
 def test_closing_a_hub_twice_or_unstarted_is_fine() -> None:
-    hub = Hub(world_size=1, nonce="x")
+    hub = Hub(world_size=1)
     hub.close()
     hub.close()
 
@@ -513,9 +524,9 @@ def test_the_hub_knows_at_once_that_a_rank_trains(monkeypatch: pytest.MonkeyPatc
 def test_a_hub_that_does_not_know_how_many_come() -> None:
     """The first rank that belongs to the launch says it; nobody else can."""
     with hub_of(0) as hub:
-        for nonce, world in (("wrong", 2), ("right", 0)):
-            with pytest.raises(ControlChannelError, match="not welcomed"):
-                join(hub, 0, nonce=nonce, world=world)
+        for secret, world in (("wrong", 2), (None, 0)):
+            with pytest.raises(ControlChannelError, match=r"the secret|no rank 0"):
+                join(hub, 0, secret=secret, world=world)
         assert (hub.world_size, hub.members()) == (0, {})
         first = join(hub, 1, world=2)
         assert hub.world_size == 2

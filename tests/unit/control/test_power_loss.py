@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from slurm_forge.control import Hub, addresses
+from slurm_forge.control.handshake import Credentials
 from slurm_forge.control.hub import RankDisconnected, RankJoined
 
 WITHIN_S = 30.0
@@ -23,14 +24,15 @@ MEMBER = """
 import sys, threading
 from slurm_forge.control import Member
 from slurm_forge.control import addresses
+from slurm_forge.control.handshake import Credentials
 addresses._IDLE_S, addresses._BETWEEN_S, addresses._TRIES = 1, 1, 1
 over = threading.Event()
 def left(reason):
     print("left:", reason, flush=True)
     over.set()
 member = Member(
-    rank=0, world_size=1, nonce="right", hosts=(sys.argv[1],), port=int(sys.argv[2]), host="n2",
-    pid=1, on_abort=left,
+    rank=0, world_size=1, credentials=Credentials("right", "s"), hosts=(sys.argv[1],),
+    port=int(sys.argv[2]), host="n2", pid=1, on_abort=left,
 )
 print("joined", flush=True)
 over.wait(60)
@@ -78,7 +80,7 @@ def test_both_ends_notice_that_the_other_machine_is_gone(
     for name in ("_IDLE_S", "_BETWEEN_S", "_TRIES"):
         monkeypatch.setattr(addresses, name, 1)
     said = tmp_path / "said"
-    hub = Hub(world_size=1, nonce="right")
+    hub = Hub(world_size=1, credentials=Credentials("right", "s"))
     hub.start()
     events: list[object] = []
 

@@ -13,6 +13,7 @@ from datetime import timedelta
 from enum import Enum
 from signal import Signals
 
+from slurm_forge.control.handshake import Credentials
 from slurm_forge.control.hub import MemberView, MessageReceived, RankDisconnected, TargetAgreed
 from slurm_forge.control.messages.hub import Request as ChannelRequest
 from slurm_forge.control.messages.hub import RequestKind
@@ -157,7 +158,8 @@ class Step:
     """srun with two ranks that train until they are told to stop, as hub and as launcher."""
 
     world_size = 2
-    addresses, nonce, over = "127.0.0.1:1", "n", False
+    addresses, over = "127.0.0.1:1", False
+    credentials = Credentials("n", "s")
 
     def __init__(self, world: World, start: Start, *, joined: bool) -> None:
         self._world, self._start = world, start

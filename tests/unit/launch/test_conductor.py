@@ -160,7 +160,7 @@ class Rank:
         self.member = Member(
             rank=number,
             world_size=stage.world,
-            nonce=stage.hub.nonce,
+            credentials=stage.hub.credentials,
             hosts=("127.0.0.1",),
             port=port,
             host=f"n{number}",
@@ -244,7 +244,7 @@ class Stage:
     def __init__(self, run: RunDirectory, world: int) -> None:
         self.run, self.world = run, world
         self.clock = FastClock()
-        self.hub = Hub(world_size=world, nonce="n", clock=self.clock)
+        self.hub = Hub(world_size=world, clock=self.clock)
         self.slurm = Slurm()
         self.launcher: Launcher | None = Launcher()
         self.timing = Timing(

@@ -92,7 +92,5 @@ def test_a_rank_does_not_wait_for_one_that_has_stopped_before_it_came(tmp_path: 
     held.let_go("SIGTERM")
     run = RunDirectory.at(tmp_path / "tiny")
     run.create(b"")
-    waited = await_rendezvous(
-        run, "local-1-0", lambda found: True, unwanted=lifeline.is_cut, wait_s=0.2
-    )
+    waited = await_rendezvous(run, "local-1-0", unwanted=lifeline.is_cut, wait_s=0.2)
     assert waited is None

@@ -111,11 +111,13 @@ def test_what_can_not_be_started_is_said() -> None:
 
 def test_signals_are_told_and_go_no_further(tmp_path: Path) -> None:
     heard: queue.SimpleQueue[tuple[int, str]] = queue.SimpleQueue()
-    hub = AgentsHub(
-        world_size=2, nonce="secret", on_notice=lambda task, what: heard.put((task, what))
-    )
+    hub = AgentsHub(world_size=2, on_notice=lambda task, what: heard.put((task, what)))
     try:
-        knobs = Knobs(shields=hub.addresses, shields_nonce=hub.nonce)
+        knobs = Knobs(
+            shields=hub.addresses,
+            shields_nonce=hub.credentials.nonce,
+            secret=hub.credentials.secret,
+        )
         environ = {**STEP, **knobs.to_environ()}
         with shield(LISTENS, folder=tmp_path, environ=environ) as process:
             wait_for((tmp_path / "pid").exists, "the program listens")

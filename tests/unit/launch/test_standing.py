@@ -7,7 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
 
 import pytest
@@ -15,14 +15,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slurm_forge.control import Hub
-from slurm_forge.control.addresses import connect, parse_addresses
+from slurm_forge.control.addresses import parse_addresses
 from slurm_forge.control.agent_hub import AgentsHub
+from slurm_forge.control.handshake import Role, dial
 from slurm_forge.control.hub import MessageReceived
 from slurm_forge.control.messages import protocol
 from slurm_forge.control.messages.agent import (
     AgentHello,
     AgentNotice,
-    AgentWelcome,
     KillWorker,
     StartWorker,
     WorkerEnded,
@@ -31,6 +31,7 @@ from slurm_forge.control.messages.agent import (
 )
 from slurm_forge.control.messages.message import Message
 from slurm_forge.control.messages.rank import Notice
+from slurm_forge.errors import ControlChannelError
 from slurm_forge.knobs import Knobs
 from slurm_forge.launch.supervisor.agent_launch import AgentsLaunch
 from slurm_forge.launch.supervisor.job_step import (
@@ -148,26 +149,29 @@ class Scripted:
 
     hub: AgentsHub
     rank: int
-    nonce: str = ""
+    secret: str = ""
     heard: list[Message] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         hosts, port = parse_addresses(self.hub.addresses)
-        self.socket = connect(hosts, port, WITHIN_S)
-        self.socket.settimeout(0.01)
-        self.buffer = b""
-        self.say(
-            AgentHello(
-                nonce=self.nonce or self.hub.nonce,
-                rank=self.rank,
-                world=self.hub.world_size,
-                host=f"n{self.rank}",
-                pid=self.rank + 100,
-            )
+        hello = AgentHello(
+            rank=self.rank, world=self.hub.world_size, host=f"n{self.rank}", pid=self.rank + 100
         )
+        credentials = self.hub.credentials
+        self.channel = dial(
+            hosts,
+            port,
+            replace(credentials, secret=self.secret or credentials.secret),
+            Role.AGENT,
+            protocol.encode(hello),
+            who="an agent",
+            within_s=WITHIN_S,
+        )
+        self.socket = self.channel.socket
+        self.socket.settimeout(0.01)
 
     def say(self, message: Message) -> None:
-        self.socket.sendall(protocol.encode(message))
+        self.channel.send(protocol.encode(message))
 
     def ended(self, launch: int = 1, signal: str = "", code: int = 0, **more: object) -> None:
         body: dict[str, object] = {
@@ -177,9 +181,7 @@ class Scripted:
 
     def hears(self, kind: type[Message]) -> bool:
         with contextlib.suppress(TimeoutError):
-            self.buffer += self.socket.recv(1 << 16)
-        *lines, self.buffer = self.buffer.split(b"\n")
-        self.heard += [decode_agents(line) for line in lines]
+            self.heard += [decode_agents(self.channel.open(x)) for x in self.channel.receive()]
         return any(isinstance(message, kind) for message in self.heard)
 
 
@@ -200,11 +202,10 @@ def world() -> Iterator[World]:
     now = [1000.0]
     agents = AgentsHub(
         world_size=2,
-        nonce="n" * 32,
         on_notice=lambda *said: notices.append(said),
         clock=lambda: now[0],
     )
-    channel = Hub(world_size=2, nonce="x" * 32)
+    channel = Hub(world_size=2)
     agents.begin(
         StartWorker(attempt=1, launch=1, channel="h:1", nonce="x", started=0.0, in_process=False)
     )
@@ -302,11 +303,10 @@ def test_killed_ranks_whose_agents_go_too_are_sruns_to_explain(world: World) -> 
 def test_signals_of_agents_are_told_and_strangers_are_not_heard(world: World) -> None:
     world.ranks[1].say(AgentNotice(what="SIGTERM"))
     until(lambda: world.notices == [(1, "SIGTERM")], "the notice")
-    stranger = Scripted(world.agents, 0, nonce="guessed")
-    stranger.say(AgentNotice(what="SIGTERM"))
-    stranger.socket.settimeout(WITHIN_S)
-    with contextlib.suppress(ConnectionError):
-        assert stranger.socket.recv(100) == b"", "a stranger was answered"
+    with pytest.raises(ControlChannelError, match="does not know the secret"):
+        Scripted(world.agents, 0, secret="guessed")
+    with pytest.raises(ControlChannelError, match="has connected before"):
+        Scripted(world.agents, 0)
     assert world.notices == [(1, "SIGTERM")]
     assert world.agents.agents()[0].connected
 
@@ -316,7 +316,7 @@ def test_who_has_not_begun_when_the_launch_is_over_need_not(world: World) -> Non
     agents.begin(
         StartWorker(attempt=1, launch=2, channel="h:1", nonce="x", started=0.0, in_process=False)
     )
-    channel = Hub(world_size=2, nonce="y" * 32)
+    channel = Hub(world_size=2)
     second = AgentsLaunch(world.step, agents, channel, 2, clock=lambda: world.now[0])  # type: ignore[arg-type]
     assert second.poll() is None
     assert not world.ranks[0].hears(KillWorker)
@@ -329,7 +329,7 @@ def test_who_has_not_begun_when_the_launch_is_over_need_not(world: World) -> Non
 def test_who_can_not_begin_any_more_is_not_waited_for(world: World) -> None:
     """The others would meet it in vain for a quarter of an hour."""
     agents = world.agents
-    channel = Hub(world_size=2, nonce="y" * 32)
+    channel = Hub(world_size=2)
     agents.begin(
         StartWorker(attempt=1, launch=2, channel="h:1", nonce="x", started=0.0, in_process=True)
     )
@@ -353,7 +353,7 @@ def test_a_signal_between_two_launches_is_for_the_next_on_these_agents(world: Wo
     standing._agents, standing._step, standing._hub = world.agents, world.step, world.channel  # type: ignore[assignment]
     world.channel.abort("the launch is over")
     standing._on_notice(1, "SIGTERM")
-    hub = Hub(world_size=2, nonce="y" * 32)
+    hub = Hub(world_size=2)
     options = StepOptions(payload=("python",), options=(), tasks=None)
     standing.begin(options, Start.WARM, hub=hub, knobs=Knobs(launch=2), variables={}, again=False)
     assert hub.events.get_nowait() == MessageReceived(1, Notice(what="SIGTERM"))
@@ -365,9 +365,8 @@ def test_agents_that_nobody_listens_to_any_more_are_known_to_be_gone() -> None:
     def fails(rank: int, what: str) -> None:
         raise RuntimeError(f"{what} of rank {rank}")
 
-    agents = AgentsHub(world_size=1, nonce="n" * 32, on_notice=fails)
+    agents = AgentsHub(world_size=1, on_notice=fails)
     rank = Scripted(agents, 0)
-    until(lambda: rank.hears(AgentWelcome), "the welcome")
     rank.say(AgentNotice(what="SIGTERM"))
     until(lambda: not agents.agents()[0].connected, "the end of the connection")
     rank.socket.settimeout(WITHIN_S)

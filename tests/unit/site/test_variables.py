@@ -97,6 +97,20 @@ def test_only_what_is_read_when_groups_are_made_reaches_a_fork() -> None:
 
 
 @pytest.mark.parametrize(
+    "name",
+    [
+        "PYTHONPATH", "PYTHONSTARTUP", "LD_LIBRARY_PATH", "LD_AUDIT", "PATH", "BASH_ENV", "",
+        "NCCL_NET_PLUGIN", "NCCL_TUNER_PLUGIN", "NCCL_PROFILER_PLUGIN", "NCCL_ENV_PLUGIN",
+        "NCCL_CONF_FILE", "NCCL_TOPO_DUMP_FILE", "NCCL_DEBUG_FILE", "FI_PROVIDER_PATH",
+        "UCX_MODULE_DIR", "UCX_CONFIG_DIR", "UCX_LOG_FILE", "TORCH_NCCL_DEBUG_INFO_PIPE_FILE",
+        "NCCL_DEBUG\nPATH", "nccl_debug",
+    ],
+)  # fmt: skip
+def test_what_makes_a_process_execute_something_is_never_sent_to_one(name: str) -> None:
+    assert not reaches_forks(name)
+
+
+@pytest.mark.parametrize(
     ("name", "value", "shown"),
     [
         ("WANDB_API_KEY", "abc123", "WANDB_API_KEY=... is set"),

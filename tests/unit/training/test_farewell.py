@@ -10,12 +10,13 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
 from slurm_forge.control.messages import protocol
-from slurm_forge.control.messages.hub import Welcome
+from slurm_forge.control.messages.message import Message
 from slurm_forge.control.messages.rank import RankFailed
 from slurm_forge.errors import UnsupportedError
 from slurm_forge.knobs import Knobs
@@ -31,8 +32,7 @@ from slurm_forge.training.rank.error_file import (
 )
 from slurm_forge.training.rank.in_process_relaunch import Channel
 from slurm_forge.training.rank.rank import Rank
-
-NONCE = "n" * 16
+from tests.channel_ends import CREDENTIALS, welcomed
 
 
 @pytest.fixture
@@ -50,7 +50,7 @@ def start_worker(
     program = (
         f"import ctypes, slurm_forge.training.rank.main as w\n{code}\nw.main([{str(run.path)!r}])"
     )
-    given = Knobs(channel="127.0.0.1:1", nonce=NONCE, **knobs).to_environ()
+    given = Knobs(channel="127.0.0.1:1", **asdict(CREDENTIALS), **knobs).to_environ()
     environment = {**os.environ, **given, "RANK": "3", "WORLD_SIZE": "4"}
     environment.pop("PYTHONFAULTHANDLER", None)
     return subprocess.run(
@@ -123,12 +123,9 @@ def hub_that_welcomes_and_dies() -> Iterator[int]:
     with socket.create_server(("127.0.0.1", 0)) as server:
 
         def serve() -> None:
-            connection, _ = server.accept()
-            with connection:
-                connection.recv(1 << 16)
-                connection.sendall(protocol.encode(Welcome(nonce=NONCE)))
+            with contextlib.closing(welcomed(server)) as connection:
                 linger = (1).to_bytes(4, sys.byteorder) + (0).to_bytes(4, sys.byteorder)
-                connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+                connection.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
 
         thread = threading.Thread(target=serve)
         thread.start()
@@ -139,14 +136,14 @@ def hub_that_welcomes_and_dies() -> Iterator[int]:
 def rank_of(run: RunDirectory, channel: Channel) -> Rank:
     place = RankPlace(rank=2, local_rank=0, world_size=4, job="1", restart_count=0)
     file: RunFile = None  # type: ignore[assignment]
-    return Rank(run, place, file, channel, NONCE, 0.0)
+    return Rank(run, place, file, channel, CREDENTIALS.nonce, 0.0)
 
 
 def channel_at(port: int, gone: threading.Event) -> Channel:
     return Channel(
         rank=2,
         world_size=4,
-        nonce=NONCE,
+        credentials=CREDENTIALS,
         hosts=("127.0.0.1",),
         port=port,
         host="n2",
@@ -167,15 +164,14 @@ def test_words_for_a_hub_that_is_gone_are_left_in_a_file(run: RunDirectory) -> N
 
 
 def test_words_that_were_said_are_not_written_as_well(run: RunDirectory) -> None:
-    gone, heard = threading.Event(), bytearray()
+    gone, said = threading.Event(), list[Message]()
     with socket.create_server(("127.0.0.1", 0)) as server:
 
         def serve() -> None:
-            connection, _ = server.accept()
-            with connection:
-                connection.sendall(protocol.encode(Welcome(nonce=NONCE)))
-                while data := connection.recv(1 << 16):
-                    heard.extend(data)
+            with contextlib.closing(welcomed(server)) as connection, contextlib.suppress(EOFError):
+                while True:
+                    lines = map(connection.open, connection.receive())
+                    said.extend(map(protocol.decode, lines))
 
         thread = threading.Thread(target=serve)
         thread.start()
@@ -183,7 +179,6 @@ def test_words_that_were_said_are_not_written_as_well(run: RunDirectory) -> None
         rank_of(run, channel)._last_words(OSError(errno.ENOSPC, "No space left on device"))
         channel.close()
         thread.join()
-    said = [protocol.decode(line) for line in bytes(heard).splitlines()]
     (failed,) = [message for message in said if isinstance(message, RankFailed)]
     assert failed.cause == "storage"
     assert read_last_words(run, 1, 1) == ()

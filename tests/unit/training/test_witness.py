@@ -17,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slurm_forge.control import Hub
+from slurm_forge.control.handshake import Credentials
 from slurm_forge.control.hub import MessageReceived
 from slurm_forge.control.messages.links import LinkReport, QueryLinks
 from slurm_forge.control.stack_text import threads
@@ -142,13 +143,13 @@ def test_names_may_hold_anything(name: str, user: int, system: int) -> None:
 WITNESSED = """
     import os, sys, time
     from datetime import timedelta
-    from slurm_forge.control.addresses import parse_addresses
+    from slurm_forge.control.handshake import Credentials
     from slurm_forge.run_directory import RunDirectory
     from slurm_forge.training.monitor.client import prepare_monitor
     from slurm_forge.vocabulary.position import Position
     monitor_client = prepare_monitor()
     monitor_client.start(RunDirectory.at(sys.argv[1]), rank=0, world_size=1, host="here",
-                    channel=sys.argv[2], nonce="n", attempt=1, launch=1,
+                    channel=sys.argv[2], credentials=Credentials("n", "s"), attempt=1, launch=1,
                     alone_after=timedelta(minutes=5) if sys.argv[3:] else None)
     monitor_client.progress.enter("train")
     monitor_client.progress.advance(Position(41))
@@ -158,7 +159,7 @@ WITNESSED = """
 
 
 def test_a_witness_speaks_of_its_worker_and_dies_with_it(tmp_path: Path) -> None:
-    hub = Hub(world_size=1, nonce="n")
+    hub = Hub(world_size=1, credentials=Credentials("n", "s"))
     hub.start()
     words = [sys.executable, "-c", textwrap.dedent(WITNESSED), str(tmp_path), hub.addresses]
     process = subprocess.Popen(words, stdout=subprocess.PIPE)
@@ -213,7 +214,7 @@ def test_of_the_rank_that_conducts_a_run_here_the_witness_tells_the_end(
 ) -> None:
     run = RunDirectory.at(tmp_path / "tiny")
     run.create(b"name: tiny\n")
-    hub = Hub(world_size=1, nonce="n")
+    hub = Hub(world_size=1, credentials=Credentials("n", "s"))
     hub.start()
     process = subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent(WITNESSED), str(run.path), hub.addresses, "alone"],

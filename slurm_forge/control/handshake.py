@@ -1,0 +1,439 @@
+"""Who speaks on a channel: both ends prove that they know its secret, which neither of them sends.
+
+The lines of a handshake, each ended by a newline::
+
+    client   forge 1 VERSION ROLE NONCE FRESH
+    hub      forge 1 VERSION FRESH PROOF
+    client   MAC HELLO
+    hub      MAC welcome           or: MAC refused WHY
+
+``NONCE`` names the launch (or the step, for agents) and is public.  ``PROOF`` and the two keys of
+the session are HMAC-SHA256 under the secret, over the role, the nonce and both fresh numbers; each
+has a purpose of its own, so that nothing one end sends serves as what the other one has to send.
+Every line from the third on carries a ``MAC`` of the session, which counts the lines: what is
+changed, repeated, left out or said by somebody else ends the connection.  Nothing is encrypted.
+
+A session belongs to a connection, not to a rank: who speaks for several ranks needs one of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import random
+import re
+import secrets
+import socket
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from importlib import import_module
+
+from slurm_forge.control.addresses import connect, usable_hosts
+from slurm_forge.errors import ControlChannelError
+
+#: Of the handshake and of the messages behind it: ends of different versions refuse each other.
+CHANNEL_VERSION = 1
+#: Last words carry a traceback; anything longer is not ours.
+LINE_LIMIT = 1 << 16
+#: Lines of the handshake are shorter, whatever the other end says.
+_LONGEST = 4096
+#: The code in front of a line, in hexadecimal digits.
+_MAC = 32
+#: What every version says first, so that each can tell the other which one it is.
+_ANY = re.compile(rb"forge ([0-9]{1,4}) ([0-9A-Za-z.+-]{1,40}) .*")
+_KNOCK = re.compile(rb"forge [0-9]+ \S+ ([a-z]{1,16}) ([0-9A-Za-z-]{1,64}) ([0-9a-f]{32})")
+_ANSWER = re.compile(rb"forge [0-9]+ \S+ ([0-9a-f]{32}) ([0-9a-f]{64})")
+#: Instead of a proof: the hub is that of another launch.
+_ANOTHER = b"another-launch"
+_WELCOME, _REFUSED = b"welcome", b"refused "
+#: Between two tries at a hub that has ended the connection: at most, for each is another time.
+_AGAIN_S = 0.5
+
+
+class Role(str, Enum):
+    """What the client of a channel is; the other end is the hub."""
+
+    RANK = "rank"
+    MONITOR = "monitor"
+    AGENT = "agent"
+    #: A node of ``doctor --live``.
+    NODE = "node"
+
+
+@dataclass(frozen=True, slots=True)
+class Credentials:
+    """What it takes to be let in on a channel.
+
+    Attributes:
+        nonce: Which launch, or step, the channel is that of; anybody may see it.
+        secret: That of the attempt; it is never sent, printed, or part of a command line.
+    """
+
+    nonce: str
+    secret: str = field(repr=False)
+
+    @classmethod
+    def new(cls) -> Credentials:
+        """A nonce and a secret that were never used."""
+        return cls(secrets.token_hex(16), secrets.token_hex(32))
+
+    def renewed(self) -> Credentials:
+        """For another channel of the same attempt: another nonce, the same secret."""
+        return replace(self, nonce=secrets.token_hex(16))
+
+
+class Session:
+    """Seals the lines that one end of a connection sends, and opens those that it receives."""
+
+    def __init__(self, send_key: bytes, receive_key: bytes) -> None:
+        self._send_key, self._receive_key = send_key, receive_key
+        self._sent = self._received = 0
+
+    def seal(self, line: bytes) -> bytes:
+        """The line, without or with its newline, as it is sent: once, and in this order."""
+        line = line.removesuffix(b"\n")
+        self._sent += 1
+        return b"%b%b\n" % (_mac(self._send_key, self._sent, line), line)
+
+    def open(self, line: bytes) -> bytes:
+        """The line that the other end has sealed.
+
+        Args:
+            line: As it came, without its newline.
+
+        Raises:
+            ControlChannelError: It is not the next one that the other end has sealed.
+        """
+        self._received += 1
+        code, line = line[:_MAC], line[_MAC:]
+        if not hmac.compare_digest(code, _mac(self._receive_key, self._received, line)):
+            raise ControlChannelError(
+                "a line on the control channel was not sent by the other end, or was changed or "
+                "repeated on its way",
+                next_step="Ask who runs the network between the nodes; the launch is ended.",
+            )
+        return line
+
+
+def _mac(key: bytes, number: int, line: bytes) -> bytes:
+    return hmac.digest(key, b"%d " % number + line, "sha256")[: _MAC // 2].hex().encode()
+
+
+class AuthenticatedConnection:
+    """A connection whose lines are sealed, once there is a session.  Receives on one thread."""
+
+    def __init__(self, connection: socket.socket, session: Session | None = None) -> None:
+        self.socket = connection
+        self.session = session
+        self._buffer = b""
+
+    def fileno(self) -> int:
+        """For a selector; -1 once closed."""
+        return self.socket.fileno()
+
+    def close(self) -> None:
+        """Twice is fine."""
+        self.socket.close()
+
+    def send(self, line: bytes) -> None:
+        """Send a line of the session; ``OSError`` where the other end is gone."""
+        assert self.session is not None  # noqa: S101  nothing is said to strangers
+        self.socket.sendall(self.session.seal(line))
+
+    def receive(self) -> list[bytes]:
+        """The lines that have come, still sealed; waits for nothing else than the socket does.
+
+        Raises:
+            EOFError: The other end has closed the connection.
+            ControlChannelError: A line is longer than any of ours.
+        """
+        data = self.socket.recv(1 << 16)
+        if not data:
+            raise EOFError
+        *lines, self._buffer = (self._buffer + data).split(b"\n")
+        if len(self._buffer) > LINE_LIMIT + _MAC:
+            raise ControlChannelError(
+                f"a line on the control channel has more than {LINE_LIMIT} bytes",
+                next_step="Are all ranks running the same version of slurm_forge?",
+            )
+        return lines
+
+    def open(self, line: bytes) -> bytes:
+        """What a line of ``receive`` says; ``ControlChannelError`` where it is nothing of ours."""
+        assert self.session is not None  # noqa: S101  the first line of a stranger is its knock
+        return self.session.open(line)
+
+
+# -- the client ------------------------------------------------------------------------------
+
+
+def dial(
+    hosts: Sequence[str],
+    port: int,
+    credentials: Credentials,
+    role: Role,
+    hello: bytes,
+    *,
+    who: str,
+    within_s: float,
+) -> AuthenticatedConnection:
+    """Connect to the first host at which the hub proves who it is, and be welcomed by it.
+
+    A hub that ends the connection without a word has no place at the moment, and is tried again.
+
+    Args:
+        hosts: The addresses of the hub, those that are tried first in front.
+        port: Its port.
+        credentials: Those of the channel.
+        role: What this process is.
+        hello: The first line, by which it introduces itself.
+        who: The same for people, for messages: ``rank 3``.
+        within_s: How long each host may take to connect, and all of them to welcome.
+
+    Raises:
+        ControlChannelError: No host can be reached, or none is that of the hub, or the hub refuses.
+    """
+    deadline = time.monotonic() + within_s
+    while True:
+        failed: ControlChannelError | None = None
+        problems, ended = [], False
+        for host in usable_hosts(hosts):
+            try:
+                connection = connect((host,), port, within_s)
+            except OSError as error:
+                problems.append(f"{host}: {error}")
+                continue
+            try:
+                left = max(2.0, (deadline - time.monotonic()) / 2)
+                return _introduce(connection, credentials, role, hello, who, left)
+            except (OSError, EOFError) as error:
+                ended = True
+                problems.append(f"{host}: {error or 'it ended the connection'}")
+            except _HubRefusalError:
+                raise
+            except ControlChannelError as error:
+                failed = error
+                problems.append(f"{host}: {error.message}")
+            connection.close()
+        if not ended or time.monotonic() > deadline:
+            break
+        time.sleep(random.uniform(0.1, 1.0) * _AGAIN_S)  # noqa: S311  not all at once
+    next_step = "Can compute nodes open TCP connections to each other?  A site file can name the "
+    next_step += "interface (socket_interface)."
+    raise ControlChannelError(
+        f"{who} can't reach the control channel at {','.join(hosts)}:{port} "
+        f"({'; '.join(problems)})",
+        next_step=next_step if failed is None else failed.next_step,
+    )
+
+
+class _HubRefusalError(ControlChannelError):
+    """The hub itself has refused: it would do so again."""
+
+
+def is_hub_at(hosts: Sequence[str], port: int, credentials: Credentials, within_s: float) -> bool:
+    """Whether the hub of that channel answers at one of the hosts now."""
+    for host in usable_hosts(hosts):
+        with contextlib.suppress(OSError, EOFError, ControlChannelError):
+            with connect((host,), port, within_s) as connection:
+                _proven(connection, credentials, Role.RANK)
+            return True
+    return False
+
+
+def _introduce(
+    connection: socket.socket,
+    credentials: Credentials,
+    role: Role,
+    hello: bytes,
+    who: str,
+    within_s: float,
+) -> AuthenticatedConnection:
+    before = connection.gettimeout()
+    connection.settimeout(within_s)
+    made = _proven(connection, credentials, role)
+    made.send(hello)
+    answer = made.open(_read_line(connection))
+    if answer != _WELCOME:
+        connection.close()
+        reason = answer.removeprefix(_REFUSED).decode(errors="replace")
+        raise _HubRefusalError(
+            f"{who} was not welcomed on the control channel: {reason}",
+            next_step="Is a rank of an older launch still alive on this node?",
+        )
+    connection.settimeout(before)
+    return made
+
+
+def _proven(
+    connection: socket.socket, credentials: Credentials, role: Role
+) -> AuthenticatedConnection:
+    """The connection, once the hub has proved that it is one; the first line is the client's."""
+    if not credentials.secret:
+        raise ControlChannelError(
+            "this process was not given the secret of the launch",
+            next_step="Start the run with slurm-forge; does something in between (a container, "
+            "sudo) remove SLURM_FORGE_SECRET from the environment?",
+        )
+    fresh = secrets.token_hex(16)
+    knock = f"{role.value} {credentials.nonce} {fresh}"
+    connection.sendall(_head() + knock.encode("ascii", "replace") + b"\n")
+    line = _read_line(connection)
+    found = _ANSWER.fullmatch(line) if _version_of(line) == CHANNEL_VERSION else None
+    if found is None:
+        raise _no_answer(line)
+    theirs = found[1].decode()
+    proof, up, down = _keys(credentials, role.value, fresh, theirs)
+    if not hmac.compare_digest(found[2], proof.hex().encode()):
+        raise ControlChannelError(
+            "who answers does not know the secret of this launch",
+            next_step="Another program listens on that port of that host: another user's, or one "
+            "of an older launch.  Ask whose it is (ss -ltnp on that host).",
+        )
+    return AuthenticatedConnection(connection, Session(up, down))
+
+
+def _no_answer(line: bytes) -> ControlChannelError:
+    """What is wrong with an answer that holds no proof."""
+    found = _ANY.fullmatch(line)
+    if found is None:
+        return ControlChannelError(
+            "who answers is no hub of slurm_forge",
+            next_step="Another program listens on that port of that host.",
+        )
+    version, package = int(found[1]), found[2].decode()
+    if version != CHANNEL_VERSION:
+        return ControlChannelError(
+            f"the hub speaks version {version} of the channel (slurm_forge {package}), this "
+            f"process version {CHANNEL_VERSION} (slurm_forge {_package()})",
+            next_step="All processes of a launch need one version: install slurm_forge "
+            f"{package} where the ranks run, or {_package()} where the job was submitted.",
+        )
+    return ControlChannelError(
+        "it is the channel of another launch",
+        next_step="Is a rank of an older launch still alive on this node?",
+    )
+
+
+# -- the hub ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class KnockAnswer:
+    """What the hub answers to the first line of somebody.
+
+    ``session`` is None for who can't belong to the channel: ``why`` says so in words.  That there
+    is one proves nothing yet: the next line does, if the session opens it.
+    """
+
+    line: bytes
+    session: Session | None = None
+    role: str = ""
+    why: str = ""
+
+
+def answer_knock(line: bytes, credentials: Credentials) -> KnockAnswer:
+    """Answer the first line of a connection, whoever sent it; ``line`` lacks its newline."""
+    version = _version_of(line)
+    if version is None or not credentials.secret:
+        return KnockAnswer(b"", why="it does not speak this protocol")
+    if version != CHANNEL_VERSION:
+        found = _ANY.fullmatch(line)
+        package = "" if found is None else found[2].decode()
+        why = f"it speaks version {version} of the channel (slurm_forge {package}), not "
+        return KnockAnswer(_head() + _ANOTHER + b"\n", why=f"{why}{CHANNEL_VERSION}")
+    knock = _KNOCK.fullmatch(line)
+    if knock is None:
+        return KnockAnswer(b"", why="it does not speak this protocol")
+    if not hmac.compare_digest(knock[2], credentials.nonce.encode("ascii", "replace")):
+        return KnockAnswer(_head() + _ANOTHER + b"\n", why="it belongs to another launch")
+    role, fresh = knock[1].decode(), secrets.token_hex(16)
+    proof, up, down = _keys(credentials, role, knock[3].decode(), fresh)
+    answer = _head() + f"{fresh} {proof.hex()}\n".encode()
+    return KnockAnswer(answer, Session(down, up), role)
+
+
+def welcome(connection: AuthenticatedConnection) -> None:
+    """The answer to a hello that is accepted."""
+    connection.send(_WELCOME)
+
+
+def refuse(connection: AuthenticatedConnection, why: str) -> None:
+    """The answer to the hello of somebody who knows the secret and has no place here."""
+    connection.send(_REFUSED + why.encode(errors="replace"))
+
+
+def accept(
+    connection: socket.socket, credentials: Credentials
+) -> tuple[AuthenticatedConnection, bytes]:
+    """The hub's part for who serves one connection at a time: it is yet to be welcomed.
+
+    Args:
+        connection: With a timeout.
+        credentials: Those of the channel.
+
+    Returns:
+        The connection, and the line by which the client introduced itself.
+
+    Raises:
+        ControlChannelError: It does not know the secret.
+        OSError: It says nothing, or is gone.
+        EOFError: It is gone.
+    """
+    knock = answer_knock(_read_line(connection), credentials)
+    connection.sendall(knock.line)
+    if knock.session is None:
+        raise ControlChannelError(
+            f"somebody connected who is let in nowhere: {knock.why}",
+            next_step="Nothing: the connection is ended.",
+        )
+    made = AuthenticatedConnection(connection, knock.session)
+    return made, made.open(_read_line(connection))
+
+
+# -- both ------------------------------------------------------------------------------------
+
+
+def _keys(credentials: Credentials, role: str, client: str, hub: str) -> tuple[bytes, bytes, bytes]:
+    """The hub's proof, the key of what the client sends, and of what the hub sends."""
+    about = f"slurm_forge {CHANNEL_VERSION} {role} {credentials.nonce} {client} {hub}"
+    secret = credentials.secret.encode("utf-8", "surrogatepass")
+    proof, up, down = (
+        hmac.digest(secret, f"{purpose}: {about}".encode("utf-8", "surrogatepass"), "sha256")
+        for purpose in ("proof of the hub", "client to hub", "hub to client")
+    )
+    return proof, up, down
+
+
+def _head() -> bytes:
+    return f"forge {CHANNEL_VERSION} {_package()} ".encode()
+
+
+def _package() -> str:
+    return str(import_module("slurm_forge").__version__)
+
+
+def _version_of(line: bytes) -> int | None:
+    found = _ANY.fullmatch(line)
+    return None if found is None else int(found[1])
+
+
+def _read_line(connection: socket.socket) -> bytes:
+    """The next line and nothing of what follows; ``EOFError`` at the end of the connection."""
+    line, until = b"", time.monotonic() + (connection.gettimeout() or float("inf"))
+    while len(line) <= _LONGEST:
+        if time.monotonic() > until:
+            raise TimeoutError("it says too little")
+        data = connection.recv(4096, socket.MSG_PEEK)
+        end = data.find(b"\n")
+        line += connection.recv(len(data) if end < 0 else end + 1)
+        if not data:
+            raise EOFError
+        if end >= 0:
+            return line[:-1]
+    raise ControlChannelError(
+        "who answers is no hub of slurm_forge",
+        next_step="Another program listens on that port of that host.",
+    )
