@@ -1,11 +1,15 @@
 """Meeting the other ranks: one process group for training, one on the CPU, one for the probe.
 
 The port is chosen by rank 0 of this launch and travels over the control channel, every key lies
-under the launch's nonce: a rank left over from an older launch can neither find nor join.
+under the launch's nonce: a rank left over from an older launch can neither find nor join.  Torch's
+store asks nobody who they are, and shows its keys to everybody: nothing in them is secret.
 """
 
 from __future__ import annotations
 
+import contextlib
+import socket
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -27,7 +31,7 @@ _STORE_KEY = "store"
 #: Thread blocks of a probe: its kernel must find room beside the training's.
 _PROBE_CTAS = 2
 #: How long one of rank 0's addresses may take to answer before the next one is tried.
-_ANSWER_S = 30.0
+_ANSWER = timedelta(seconds=30)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,11 +62,13 @@ def join(
     wait: timedelta,
     collective_timeout: timedelta,
     own_address: str | None = None,
+    one_node: bool = False,
     probe_timeout: timedelta | None = None,
 ) -> ProcessGroups:
     """Initialise torch.distributed and the groups beside it; collective over all ranks.
 
-    ``own_address`` is this node's on the network that the site prefers.
+    ``own_address`` is this node's on the network that the site prefers; ``one_node``: all ranks are
+    on this one, and nobody else need reach it.
     """
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     if world_size == 1:
@@ -73,7 +79,7 @@ def join(
     if dist.is_initialized():
         refuse_another(rank, world_size)
     else:
-        store = PrefixStore(nonce, _store(member, rank, world_size, wait, own_address))
+        store = PrefixStore(nonce, _store(member, rank, world_size, wait, own_address, one_node))
         dist.init_process_group(
             backend,
             store=store,
@@ -127,32 +133,72 @@ def refuse_another(rank: int, world_size: int) -> None:
         )
 
 
-def _store(
-    member: Member, rank: int, world_size: int, wait: timedelta, own_address: str | None
-) -> Store:
-    if rank == 0:
-        store = TCPStore(
-            "0.0.0.0",  # noqa: S104  torch listens on every interface whatever it is given
-            0,
-            world_size,
-            is_master=True,
-            timeout=wait,
-            wait_for_workers=False,
-        )
-        hosts = candidates(own_address)
-        member.send(Publish(key=_STORE_KEY, value=format_addresses(hosts, store.port)))
-        return store
-    hosts, port = parse_addresses(member.published(_STORE_KEY, wait.total_seconds()))
-    error: Exception | None = None
-    for host in answering_first(hosts, port, _ANSWER_S * len(hosts)):
+def host_store(size: int, within: timedelta, *, one_node: bool = False) -> TCPStore:
+    """The meeting place of ``size`` processes, on a free port of this machine, which it knows.
+
+    Torch has it listen on every interface, but for ``one_node``, where the loopback is enough.
+    """
+    if one_node:
+        listening = socket.create_server(("127.0.0.1", 0), backlog=size)
+        with contextlib.suppress(NotImplementedError, RuntimeError):  # torch's backends differ
+            return TCPStore(
+                "127.0.0.1",
+                listening.getsockname()[1],
+                size,
+                is_master=True,
+                timeout=within,
+                wait_for_workers=False,
+                master_listen_fd=listening.detach(),
+            )
+    return TCPStore(
+        "0.0.0.0",  # noqa: S104  torch listens on every interface whatever it is given
+        0,
+        size,
+        is_master=True,
+        timeout=within,
+        wait_for_workers=False,
+    )
+
+
+def store_hosts(own_address: str | None, *, one_node: bool) -> tuple[str, ...]:
+    """Where the others reach it."""
+    return candidates(own_address)[-1:] if one_node else candidates(own_address)
+
+
+def connect_store(
+    hosts: Sequence[str], port: int, size: int, within: timedelta, *, answer_within: timedelta
+) -> TCPStore:
+    """The same for the others; ``RuntimeError`` where none of the hosts answers."""
+    error: Exception = RuntimeError("no address")
+    for host in answering_first(hosts, port, answer_within.total_seconds()):
         try:
             return TCPStore(
-                host, port, world_size, is_master=False, timeout=wait, wait_for_workers=False
+                host, port, size, is_master=False, timeout=within, wait_for_workers=False
             )
         except (dist.DistNetworkError, dist.DistStoreError, RuntimeError) as failed:
             error = failed
-    raise ControlChannelError(
-        f"rank {rank} can't reach rank 0's store at {','.join(hosts)}:{port}: {error}",
-        next_step="Can compute nodes open TCP connections to each other?  A site file can name "
-        "the interface (socket_interface).",
-    )
+    raise RuntimeError(f"no store can be reached at {','.join(hosts)}:{port}: {error}")
+
+
+def _store(
+    member: Member,
+    rank: int,
+    world_size: int,
+    wait: timedelta,
+    own_address: str | None,
+    one_node: bool,
+) -> Store:
+    if rank == 0:
+        store = host_store(world_size, wait, one_node=one_node)
+        hosts = store_hosts(own_address, one_node=one_node)
+        member.send(Publish(key=_STORE_KEY, value=format_addresses(hosts, store.port)))
+        return store
+    hosts, port = parse_addresses(member.published(_STORE_KEY, wait.total_seconds()))
+    try:
+        return connect_store(hosts, port, world_size, wait, answer_within=_ANSWER * len(hosts))
+    except RuntimeError as error:
+        raise ControlChannelError(
+            f"rank {rank} can't meet rank 0: {error}",
+            next_step="Can compute nodes open TCP connections to each other?  A site file can name "
+            "the interface (socket_interface).",
+        ) from error

@@ -36,6 +36,8 @@ class RankPlace:
     node: str = ""
     #: Whether it is the first one on the second node of the step.
     leads_second_node: bool = False
+    #: Whether all ranks are known to be on this node.
+    one_node: bool = False
     #: Whether torchrun has started it in a task of ours, and so is its parent.
     below_torchrun: bool = False
 
@@ -65,6 +67,7 @@ def place_from_environ(environ: Mapping[str, str]) -> RankPlace:
                 restart_count=slurm.restart_count,
                 node=slurm.node_name or "",
                 leads_second_node=slurm.procid == 1 and local.local_rank == 0,
+                one_node=len(slurm.nodes) == 1,
                 below_torchrun=True,
             )
         return RankPlace(
@@ -75,11 +78,13 @@ def place_from_environ(environ: Mapping[str, str]) -> RankPlace:
             restart_count=slurm.restart_count,
             node=slurm.node_name or "",
             leads_second_node=slurm.nodeid == 1 and slurm.localid == 0,
+            one_node=len(slurm.nodes) == 1,
         )
     return RankPlace(
         rank=local.rank,
         local_rank=local.local_rank,
         world_size=local.world_size,
+        one_node=local.one_node,
         job=local.job,
         restart_count=0,
     )
@@ -115,6 +120,7 @@ def place_of_script(environ: Mapping[str, str]) -> RankPlace:
         job=slurm.job_ref,
         restart_count=slurm.restart_count,
         node=slurm.node_name or "",
+        one_node=len(slurm.nodes) == 1,
     )
 
 

@@ -9,21 +9,32 @@ from __future__ import annotations
 import os
 
 from slurm_forge.control.interfaces import interface_of, interfaces
+from slurm_forge.errors import ControlChannelError
 from slurm_forge.knobs import process_environ
-from slurm_forge.site.variables import GLOO_INTERFACE, NCCL_INTERFACE, effective
+from slurm_forge.site.variables import (
+    GLOO_INTERFACE,
+    NCCL_INTERFACE,
+    effective,
+    reaches_forks,
+)
 from slurm_forge.spec.run_file import RunFile
 from slurm_forge.vocabulary.plan import RecoveryPlan
 
+_LOOPBACK = "lo"
 
-def take_on(file: RunFile) -> None:
+
+def take_on(file: RunFile, *, one_node: bool = False) -> None:
     """Set what the job file says, what the site says and nobody has set, and gloo's interface.
 
     Gloo takes whole names and fails for one that is not there: it gets the one of this node that
-    NCCL takes, where a site names interfaces at all.
+    NCCL takes, where a site names interfaces at all; where all ranks are on ``one_node`` the
+    loopback, which nobody outside can reach.
     """
     here = process_environ()
     variables = {name: value for name, value in file.env.items() if name not in here}
     variables.update(file.job.env)
+    if one_node and _LOOPBACK in interfaces() and GLOO_INTERFACE not in {**here, **variables}:
+        variables[GLOO_INTERFACE] = _LOOPBACK
     if file.socket_interface is not None and GLOO_INTERFACE not in {**here, **variables}:
         nccl = variables.get(NCCL_INTERFACE, here.get(NCCL_INTERFACE, ""))
         interface = interface_of(nccl or file.socket_interface, interfaces())
@@ -36,7 +47,22 @@ def take_on_plan(file: RunFile, plan: RecoveryPlan) -> None:
     """Set what the recovery plan adds, but for what the person has set otherwise.
 
     To be called before process groups are made: that is when variables of the network are read.
+
+    Raises:
+        ControlChannelError: The plan comes over the channel, and one of its variables is neither of
+            a kind that may, nor what run.yaml says.
     """
-    wanted = {each.name: each.value for each in plan.variables}
-    variables = effective(wanted, file.env, process_environ(), file.job.env)
-    os.environ.update({each.name: each.value for each in variables})
+    wanted, here = {each.name: each.value for each in plan.variables}, process_environ()
+    new = [
+        each
+        for each in effective(wanted, file.env, here, file.job.env)
+        if here.get(each.name) != each.value
+    ]
+    for each in new:
+        if not reaches_forks(each.name) and file.on_hang.get(each.name) != each.value:
+            raise ControlChannelError(
+                f"the plan of this launch sets {each.name}, and on_hang of run.yaml does not",
+                next_step="Is the supervisor of another version of slurm_forge?  End the job and "
+                "submit the run again.",
+            )
+    os.environ.update({each.name: each.value for each in new})

@@ -23,12 +23,8 @@ import torch
 from slurm_forge.control.messages.preflight import Check, CheckVerdict
 from slurm_forge.descendants import die_with_parent
 from slurm_forge.signals import SAVE_SIGNALS, signal_name
-from slurm_forge.training.preflight.group_test import (
-    GroupTest,
-    connect_store,
-    host_store,
-    try_together,
-)
+from slurm_forge.training.core.process_group import connect_store, host_store
+from slurm_forge.training.preflight.group_test import GroupTest, try_together
 from slurm_forge.training.preflight.node_checks import (
     NodeRequirements,
     run_checks,
@@ -55,6 +51,7 @@ class GroupTestRequest:
     within_s: float
     hosts: tuple[str, ...] = ()
     port: int = 0
+    one_node: bool = False
 
 
 class Looker:
@@ -227,10 +224,12 @@ class Looker:
             torch.cuda.set_device(device)
         try:
             if request.rank == 0:
-                store = host_store(request.size, within)
+                store = host_store(request.size, within, one_node=request.one_node)
                 say({"port": store.port})
             else:
-                store = connect_store(request.hosts, request.port, request.size, within)
+                store = connect_store(
+                    request.hosts, request.port, request.size, within, answer_within=within / 2
+                )
         except RuntimeError as error:
             return GroupTest(ok=False, seconds=0.0, text=str(error).splitlines()[0][:300])
         if self._requirements.broken == "silent":

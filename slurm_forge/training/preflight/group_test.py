@@ -7,16 +7,14 @@ process that can be killed (``training.preflight.child``).
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
-
-from slurm_forge.control.addresses import answering_first
+from torch._C._distributed_c10d import PrefixStore, Store
 
 #: Large enough for the bandwidth to show: of an all-reduce, in bytes.
 _LARGE_CUDA, _LARGE_CPU = 64 << 20, 1 << 20
@@ -31,33 +29,6 @@ class GroupTest:
     seconds: float
     bytes_per_s: float = 0.0
     text: str = ""
-
-
-def host_store(size: int, within: timedelta) -> TCPStore:
-    """The meeting place of a group, on a free port of this machine, which it knows."""
-    return TCPStore(
-        "0.0.0.0",  # noqa: S104  torch listens on every interface whatever it is given
-        0,
-        size,
-        is_master=True,
-        timeout=within,
-        wait_for_workers=False,
-    )
-
-
-def connect_store(hosts: Sequence[str], port: int, size: int, within: timedelta) -> TCPStore:
-    """The same for the others; ``RuntimeError`` where none of the hosts answers."""
-    error: Exception = RuntimeError("no address")
-    for host in answering_first(hosts, port, within.total_seconds() / 2):
-        try:
-            return TCPStore(
-                host, port, size, is_master=False, timeout=within, wait_for_workers=False
-            )
-        except (dist.DistNetworkError, dist.DistStoreError, RuntimeError) as failed:
-            error = failed
-    raise RuntimeError(
-        f"the first rank of the group can't be reached at {','.join(hosts)}: {error}"
-    )
 
 
 def try_together(

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from slurm_forge.control import Member
-from slurm_forge.control.addresses import candidates, format_addresses, parse_addresses
+from slurm_forge.control.addresses import format_addresses, parse_addresses
 from slurm_forge.control.messages.hub import Publish
 from slurm_forge.control.messages.preflight import (
     Check,
@@ -34,6 +34,7 @@ from slurm_forge.json_codec import parse
 from slurm_forge.run_directory import RunDirectory
 from slurm_forge.spec.faults import FaultKind
 from slurm_forge.spec.run_file import RunFile
+from slurm_forge.training.core.process_group import store_hosts
 from slurm_forge.training.core.rank_info import RankPlace
 from slurm_forge.training.faults.injector import (
     FOLDER,
@@ -139,6 +140,7 @@ class Preflight:
             size=len(group),
             backend=groups.backend,
             within_s=groups.within_s,
+            one_node=self._place.one_node,
         )
         started_at = time.monotonic()
         try:
@@ -164,7 +166,7 @@ class Preflight:
 
     def _publish(self, key: str, port: int, others: Sequence[int]) -> None:
         # To nobody else: of a thousand nodes, five hundred pairs publish at once.
-        hosts = candidates(self._own_address)
+        hosts = store_hosts(self._own_address, one_node=self._place.one_node)
         value = format_addresses(hosts, port)
         to = () if len(others) > _MOST_NAMED else tuple(others)
         self._member.send(Publish(key=key, value=value, to=to))
@@ -191,6 +193,7 @@ def requirements_of_run(
         thoroughness=thoroughness,
         gpus=gpus,
         local_rank=place.local_rank,
+        ranks=place.world_size,
         memory=resources.mem or None,
         folder=_folder(directory, attempt) if place.local_rank == 0 else None,
         sets=file.sets,

@@ -252,6 +252,7 @@ class Rank:
             wait=_MEET_WITHIN,
             collective_timeout=_COLLECTIVE_TIMEOUT,
             own_address=own_address,
+            one_node=place.one_node,
             probe_timeout=max(_COLLECTIVE_TIMEOUT, _PROBE_DEADLINES * spec.probe.deadline),
         )
         met = time.time()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -11,20 +12,19 @@ import pytest
 import torch
 from torch._C._distributed_c10d import HashStore
 
+from slurm_forge.control.addresses import usable_hosts
 from slurm_forge.control.messages.hub import Publish
 from slurm_forge.control.messages.message import Message
 from slurm_forge.control.messages.preflight import PreflightRound, Thoroughness
 from slurm_forge.launch.conductor import preflight_monitor as hub_side
 from slurm_forge.launch.conductor import shutdown as ending
+from slurm_forge.training.core import process_group
+from slurm_forge.training.core.process_group import connect_store, host_store, store_hosts
 from slurm_forge.training.core.rank_info import RankPlace
 from slurm_forge.training.preflight import group_test as group_trial
 from slurm_forge.training.preflight import main as preflight
 from slurm_forge.training.preflight.child import GroupTestRequest
-from slurm_forge.training.preflight.group_test import (
-    GroupTest,
-    connect_store,
-    try_together,
-)
+from slurm_forge.training.preflight.group_test import GroupTest, try_together
 from slurm_forge.training.preflight.main import Preflight
 from slurm_forge.training.preflight.node_checks import NodeRequirements
 
@@ -107,11 +107,27 @@ def test_an_address_that_nobody_knows_takes_no_time_from_the_one_that_answers() 
         return tuple(reversed(hosts))
 
     with (
-        mock.patch.object(group_trial, "TCPStore", store),
-        mock.patch.object(group_trial, "answering_first", answering),
+        mock.patch.object(process_group, "TCPStore", store),
+        mock.patch.object(process_group, "answering_first", answering),
     ):
-        connect_store(("unknown", "10.0.0.1"), 1, 2, timedelta(seconds=10))
+        within = timedelta(seconds=10)
+        connect_store(("unknown", "10.0.0.1"), 1, 2, within, answer_within=within / 2)
     assert tried == ["10.0.0.1"]
+
+
+@pytest.mark.parametrize("one_node", [True, False])
+def test_the_store_of_one_node_can_not_be_reached_from_another(one_node: bool) -> None:
+    """Another address of this machine stands for the network."""
+    store = host_store(1, timedelta(seconds=10), one_node=one_node)
+    store.set("key", "value")
+    hosts = usable_hosts(store_hosts("10.1.2.3", one_node=one_node))
+    assert hosts[-1] == "127.0.0.1" and (len(hosts) == 1) is one_node
+    found = connect_store(
+        hosts[-1:], store.port, 1, timedelta(seconds=10), answer_within=timedelta(seconds=5)
+    )
+    assert found.get("key") == b"value"
+    with socket.socket() as outside:
+        assert (outside.connect_ex(("127.0.0.2", store.port)) != 0) is one_node
 
 
 def test_the_sum_of_8190_ranks_is_right() -> None:

@@ -7,6 +7,7 @@ import os
 import pytest
 
 from slurm_forge.control.interfaces import interfaces
+from slurm_forge.errors import ControlChannelError
 from slurm_forge.spec import job_from_mapping
 from slurm_forge.spec.run_file import RunFile
 from slurm_forge.training.core import rank_variables as variables
@@ -74,6 +75,27 @@ def test_a_plan_stands_above_the_site_and_below_the_person() -> None:
     os.environ["NCCL_DEBUG"] = "VERSION"
     variables.take_on_plan(file, plan)
     assert os.environ["NCCL_DEBUG"] == "VERSION"
+
+
+def test_a_plan_sets_nothing_that_neither_run_yaml_says_nor_may_come_over_a_channel() -> None:
+    plan = RecoveryPlan(variables=(Variable("LD_PRELOAD", "/evil.so"),))
+    file = file_of()
+    with pytest.raises(ControlChannelError, match="sets LD_PRELOAD"):
+        variables.take_on_plan(file, plan)
+    assert "LD_PRELOAD" not in os.environ
+    other = file.model_copy(update={"on_hang": {"LD_PRELOAD": "/ours.so"}})
+    with pytest.raises(ControlChannelError, match="sets LD_PRELOAD"):
+        variables.take_on_plan(other, plan)
+    ours = file.model_copy(update={"on_hang": {"LD_PRELOAD": "/evil.so"}})
+    variables.take_on_plan(ours, plan)
+    assert os.environ.pop("LD_PRELOAD") == "/evil.so"
+
+
+@pytest.mark.parametrize("own", [{}, {"GLOO_SOCKET_IFNAME": "hsn1"}])
+def test_on_one_node_gloo_listens_where_nobody_outside_can_connect(own: dict[str, str]) -> None:
+    os.environ.update(own)
+    variables.take_on(file_of(interface="hsn"), one_node=True)
+    assert os.environ["GLOO_SOCKET_IFNAME"] == own.get("GLOO_SOCKET_IFNAME", "lo")
 
 
 def test_the_machine_is_asked() -> None:
