@@ -210,7 +210,7 @@ def dial(
                 return _introduce(connection, credentials, role, hello, who, left)
             except (OSError, EOFError) as error:
                 ended = True
-                problems.append(f"{host}: {error or 'it ended the connection'}")
+                problems.append(f"{host}: {str(error) or 'it ended the connection'}")
             except _HubRefusalError:
                 raise
             except ControlChannelError as error:
@@ -220,8 +220,13 @@ def dial(
         if not ended or time.monotonic() > deadline:
             break
         time.sleep(random.uniform(0.1, 1.0) * _AGAIN_S)  # noqa: S311  not all at once
-    next_step = "Can compute nodes open TCP connections to each other?  A site file can name the "
-    next_step += "interface (socket_interface)."
+    next_step = (
+        "It has no place, does not answer, or is of an older version: see the output of what "
+        "conducts the run."
+        if ended
+        else "Can compute nodes open TCP connections to each other?  A site file can name the "
+        "interface (socket_interface)."
+    )
     raise ControlChannelError(
         f"{who} can't reach the control channel at {','.join(hosts)}:{port} "
         f"({'; '.join(problems)})",
@@ -337,6 +342,8 @@ class KnockAnswer:
 def answer_knock(line: bytes, credentials: Credentials) -> KnockAnswer:
     """Answer the first line of a connection, whoever sent it; ``line`` lacks its newline."""
     version = _version_of(line)
+    if line.startswith(b'{"m":'):
+        return KnockAnswer(b"", why="it is a process of an older version of slurm_forge")
     if version is None or not credentials.secret:
         return KnockAnswer(b"", why="it does not speak this protocol")
     if version != CHANNEL_VERSION:

@@ -35,7 +35,6 @@ from slurm_forge.control.messages import protocol
 from slurm_forge.control.messages.agent import AgentHello, StartWorker
 from slurm_forge.errors import ControlChannelError
 from slurm_forge.knobs import Knobs
-from slurm_forge.open_files import open_files_needed
 from tests.channel_ends import CREDENTIALS
 from tests.distributed.launches import launched, new_run
 from tests.security.bounded import as_nobody, beside_nobody, bounded
@@ -344,7 +343,9 @@ def idle(port: int, number: int) -> Callable[[Connection], None]:
 
 
 @pytest.mark.parametrize("number", [2 + 16 + 2, 600])
-def test_idle_connections_keep_no_rank_out(capfd, number):
+def test_idle_connections_keep_no_rank_out(monkeypatch, capfd, number):
+    """Nor only until their time is over."""
+    monkeypatch.setattr("slurm_forge.control.listener._HELLO_WITHIN_S", 1e6)
     with hub_of(2) as hub:
         port = parse_addresses(hub.addresses)[1]
         with beside_nobody(idle(port, number)) as pipe:
@@ -379,35 +380,45 @@ def test_who_says_nothing_is_ended_soon(monkeypatch, capfd):
 def test_a_hub_that_can_open_no_more_files_lets_ranks_in_and_does_not_spin():
     """Strangers have taken every descriptor that is left."""
 
-    def crowded() -> tuple[bool, float]:
-        limit = open_files_needed(2)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
+    def take_all() -> list[int]:
+        taken = []
+        with contextlib.suppress(OSError):
+            while True:
+                taken.append(os.open(os.devnull, os.O_RDONLY))
+        return taken
+
+    def crowded() -> tuple[str, float]:
         with hub_of(2) as hub:
             port = parse_addresses(hub.addresses)[1]
-            taken = []
-            with beside_nobody(idle(port, 100)) as pipe:
-                pipe.poll(60)
-                with contextlib.suppress(OSError):
-                    while True:
-                        taken.append(os.open("/dev/null", os.O_RDONLY))
-                os.close(taken.pop())  # for the rank itself, which lives in this process too
-                member = join(hub, 0)
-                joined = hub.events.get(timeout=WITHIN_S) == RankJoined(0)
-                member.close()
-            with contextlib.suppress(OSError):
-                while True:
-                    taken.append(os.open("/dev/null", os.O_RDONLY))
-            os.close(taken.pop())
-            knocking = socket.socket()
-            knocking.connect(("127.0.0.1", port))
-            began = time.process_time()
-            time.sleep(1.0)
-            return joined, time.process_time() - began
 
+            def rank(pipe: Connection) -> None:
+                pipe.recv()
+                join(hub, 0)
+                pipe.send("joined")
+
+            with beside_nobody(rank) as ours, beside_nobody(idle(port, 100)) as pipe:
+                assert pipe.poll(60), "the strangers did not come"
+                limit = len(list(Path("/proc/self/fd").iterdir()))
+                resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
+                take_all()
+                ours.send("now")
+                said = ours.recv() if ours.poll(60) else "not joined"
+            until = time.monotonic() + WITHIN_S
+            while hub._strangers and time.monotonic() < until:
+                time.sleep(0.01)
+            take_all()
+            with socket.socket(fileno=spare) as knocking:
+                knocking.connect(("127.0.0.1", port))
+                began = time.process_time()
+                time.sleep(1.0)
+                return said, time.process_time() - began
+
+    spare = socket.socket().detach()
     spent = bounded(crowded, seconds=60)
+    os.close(spare)
     assert spent is not None
-    joined, busy = spent.result
-    assert joined
+    said, busy = spent.result
+    assert said == "joined"
     assert busy < 0.3, "the listener spins"
 
 

@@ -11,7 +11,7 @@ from datetime import datetime, timedelta, timezone
 from pathlib import Path
 
 from slurm_forge.control import Hub
-from slurm_forge.control.addresses import parse_addresses
+from slurm_forge.control.addresses import parse_addresses, usable_hosts
 from slurm_forge.control.interfaces import interfaces, preferred_address
 from slurm_forge.errors import ConfigError
 from slurm_forge.journal.events import Note
@@ -202,7 +202,7 @@ class CommandLauncher:
         here = first in ("", environment.node_name)
         master = master_address(file, first or None, this_node=environment.node_name)
         if master is None:
-            master = parse_addresses(hub.addresses)[0][0] if here else first
+            master = usable_hosts(parse_addresses(hub.addresses)[0])[0] if here else first
         port = meeting_port(environment.job_id, self._attempt.launch, here=here)
         return for_torchrun(variables, file, master=master, port=port)
 

@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from slurm_forge.control import Hub
-from slurm_forge.control.addresses import parse_addresses
+from slurm_forge.control.addresses import parse_addresses, usable_hosts
 from slurm_forge.control.handshake import Credentials
 from slurm_forge.control.interfaces import preferred_address
 from slurm_forge.errors import ForgeError
@@ -252,7 +252,7 @@ class _Supervisor(FrontEnd):
         master = master_address(file, first, this_node=environment.node_name)
         if master is None:
             # Of this node that is known by which it is reached; Slurm's name of one may be no host.
-            master = parse_addresses(hub.addresses)[0][0] if here else str(first)
+            master = usable_hosts(parse_addresses(hub.addresses)[0])[0] if here else str(first)
         port = meeting_port(environment.job_id, self._attempt.launch + 1, here=here)
         return for_torchrun(variables, file, master=master, port=port)
 

@@ -248,6 +248,20 @@ def test_a_newer_rank_hears_which_version_the_hub_has() -> None:
     assert "version 7 of the channel (slurm_forge 0.9.0)" in answer.why
 
 
+def test_a_rank_of_before_there_was_a_handshake_is_told_apart() -> None:
+    line = b'{"m":"hello","nonce":"x","rank":0,"world":1,"host":"h","pid":1}'
+    assert "older version of slurm_forge" in answer_knock(line, CREDENTIALS).why
+
+
+def test_a_hub_that_always_hangs_up_is_given_up_on_in_the_end() -> None:
+    with (
+        serving(lambda connection: connection.close()) as port,
+        pytest.raises(ControlChannelError, match="it ended the connection") as raised,
+    ):
+        call(port, within_s=0.2)
+    assert "conducts the run" in raised.value.next_step
+
+
 def test_a_hub_without_a_place_is_tried_again() -> None:
     """It ends the connection without a word: under an attack, or while it starts."""
     tries = []
