@@ -35,8 +35,8 @@ class ChannelCosts:
     ranks: int
     encode_us: float
     decode_us: float
-    seal_us: float
-    open_us: float
+    sign_us: float
+    verify_us: float
     join_s: float
     join_wall_s: float
     beat_us: float
@@ -63,7 +63,7 @@ def measure(ranks: int, beats: int) -> ChannelCosts:
     """All of it, with so many ranks and as many monitors."""
     line = protocol.encode(_BEAT)
     ours, theirs = Session(b"a" * 32, b"b" * 32), Session(b"b" * 32, b"a" * 32)
-    sealed = iter([ours.seal(line)[:-1] for _ in range(100_000)])
+    signed = iter([ours.sign(line)[:-1] for _ in range(100_000)])
     hub = Hub(world_size=ranks)
     hub.start()
     raise_open_files_limit()
@@ -89,8 +89,8 @@ def measure(ranks: int, beats: int) -> ChannelCosts:
         ranks=ranks,
         encode_us=_each_us(lambda: protocol.encode(_BEAT)),
         decode_us=_each_us(lambda: protocol.decode(line)),
-        seal_us=_each_us(lambda: ours.seal(line)),
-        open_us=_each_us(lambda: theirs.open(next(sealed))),
+        sign_us=_each_us(lambda: ours.sign(line)),
+        verify_us=_each_us(lambda: theirs.verify(next(signed))),
         join_s=join_s,
         join_wall_s=wall_s,
         beat_us=1e6 * beat_s / (ranks * beats),

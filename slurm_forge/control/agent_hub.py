@@ -165,7 +165,7 @@ class AgentsHub(Listener[_Agent]):
         if not isinstance(message, AgentHello):
             self._drop(peer)
             return
-        if self._refused(peer, Role.AGENT, message.world, message.rank):
+        if not self._accepts(peer, Role.AGENT, message.world, message.rank):
             return
         if message.rank in self._agents:
             self._refuse(peer, f"the agent of rank {message.rank} has connected before")

@@ -43,7 +43,7 @@ _LONGEST = 4096
 _MAC = 32
 #: What every version says first, so that each can tell the other which one it is.
 _ANY = re.compile(rb"forge ([0-9]{1,4}) ([0-9A-Za-z.+-]{1,40}) .*")
-_KNOCK = re.compile(rb"forge [0-9]+ \S+ ([a-z]{1,16}) ([0-9A-Za-z-]{1,64}) ([0-9a-f]{32})")
+_CHALLENGE = re.compile(rb"forge [0-9]+ \S+ ([a-z]{1,16}) ([0-9A-Za-z-]{1,64}) ([0-9a-f]{32})")
 _ANSWER = re.compile(rb"forge [0-9]+ \S+ ([0-9a-f]{32}) ([0-9a-f]{64})")
 #: Instead of a proof: the hub is that of another launch.
 _ANOTHER = b"another-launch"
@@ -79,32 +79,32 @@ class Credentials:
         """A nonce and a secret that were never used."""
         return cls(secrets.token_hex(16), secrets.token_hex(32))
 
-    def renewed(self) -> Credentials:
+    def with_new_nonce(self) -> Credentials:
         """For another channel of the same attempt: another nonce, the same secret."""
         return replace(self, nonce=secrets.token_hex(16))
 
 
 class Session:
-    """Seals the lines that one end of a connection sends, and opens those that it receives."""
+    """Signs the lines that one end of a connection sends, and verifies those that it receives."""
 
     def __init__(self, send_key: bytes, receive_key: bytes) -> None:
         self._send_key, self._receive_key = send_key, receive_key
         self._sent = self._received = 0
 
-    def seal(self, line: bytes) -> bytes:
+    def sign(self, line: bytes) -> bytes:
         """The line, without or with its newline, as it is sent: once, and in this order."""
         line = line.removesuffix(b"\n")
         self._sent += 1
         return b"%b%b\n" % (_mac(self._send_key, self._sent, line), line)
 
-    def open(self, line: bytes) -> bytes:
-        """The line that the other end has sealed.
+    def verify(self, line: bytes) -> bytes:
+        """The line that the other end has signed, without its code.
 
         Args:
             line: As it came, without its newline.
 
         Raises:
-            ControlChannelError: It is not the next one that the other end has sealed.
+            ControlChannelError: It is not the next one that the other end has signed.
         """
         self._received += 1
         code, line = line[:_MAC], line[_MAC:]
@@ -122,7 +122,7 @@ def _mac(key: bytes, number: int, line: bytes) -> bytes:
 
 
 class AuthenticatedConnection:
-    """A connection whose lines are sealed, once there is a session.  Receives on one thread."""
+    """A connection whose lines are signed, once there is a session.  Receives on one thread."""
 
     def __init__(self, connection: socket.socket, session: Session | None = None) -> None:
         self.socket = connection
@@ -140,10 +140,10 @@ class AuthenticatedConnection:
     def send(self, line: bytes) -> None:
         """Send a line of the session; ``OSError`` where the other end is gone."""
         assert self.session is not None  # noqa: S101  nothing is said to strangers
-        self.socket.sendall(self.session.seal(line))
+        self.socket.sendall(self.session.sign(line))
 
     def receive(self) -> list[bytes]:
-        """The lines that have come, still sealed; waits for nothing else than the socket does.
+        """The lines that have come, not verified yet; waits as the socket does.
 
         Raises:
             EOFError: The other end has closed the connection.
@@ -160,10 +160,10 @@ class AuthenticatedConnection:
             )
         return lines
 
-    def open(self, line: bytes) -> bytes:
+    def verify(self, line: bytes) -> bytes:
         """What a line of ``receive`` says; ``ControlChannelError`` where it is nothing of ours."""
-        assert self.session is not None  # noqa: S101  the first line of a stranger is its knock
-        return self.session.open(line)
+        assert self.session is not None  # noqa: S101  the first line of a stranger is its challenge
+        return self.session.verify(line)
 
 
 # -- the client ------------------------------------------------------------------------------
@@ -243,7 +243,7 @@ def is_hub_at(hosts: Sequence[str], port: int, credentials: Credentials, within_
     for host in usable_hosts(hosts):
         with contextlib.suppress(OSError, EOFError, ControlChannelError):
             with connect((host,), port, within_s) as connection:
-                _proven(connection, credentials, Role.RANK)
+                _verify_hub(connection, credentials, Role.RANK)
             return True
     return False
 
@@ -258,9 +258,9 @@ def _introduce(
 ) -> AuthenticatedConnection:
     before = connection.gettimeout()
     connection.settimeout(within_s)
-    made = _proven(connection, credentials, role)
+    made = _verify_hub(connection, credentials, role)
     made.send(hello)
-    answer = made.open(_read_line(connection))
+    answer = made.verify(_read_line(connection))
     if answer != _WELCOME:
         connection.close()
         reason = answer.removeprefix(_REFUSED).decode(errors="replace")
@@ -272,7 +272,7 @@ def _introduce(
     return made
 
 
-def _proven(
+def _verify_hub(
     connection: socket.socket, credentials: Credentials, role: Role
 ) -> AuthenticatedConnection:
     """The connection, once the hub has proved that it is one; the first line is the client's."""
@@ -283,8 +283,8 @@ def _proven(
             "sudo) remove SLURM_FORGE_SECRET from the environment?",
         )
     fresh = secrets.token_hex(16)
-    knock = f"{role.value} {credentials.nonce} {fresh}"
-    connection.sendall(_head() + knock.encode("ascii", "replace") + b"\n")
+    challenge = f"{role.value} {credentials.nonce} {fresh}"
+    connection.sendall(_head() + challenge.encode("ascii", "replace") + b"\n")
     line = _read_line(connection)
     found = _ANSWER.fullmatch(line) if _version_of(line) == CHANNEL_VERSION else None
     if found is None:
@@ -326,11 +326,11 @@ def _no_answer(line: bytes) -> ControlChannelError:
 
 
 @dataclass(frozen=True, slots=True)
-class KnockAnswer:
+class ChallengeAnswer:
     """What the hub answers to the first line of somebody.
 
     ``session`` is None for who can't belong to the channel: ``why`` says so in words.  That there
-    is one proves nothing yet: the next line does, if the session opens it.
+    is one proves nothing yet: the next line does, if the session verifies it.
     """
 
     line: bytes
@@ -339,27 +339,27 @@ class KnockAnswer:
     why: str = ""
 
 
-def answer_knock(line: bytes, credentials: Credentials) -> KnockAnswer:
+def answer_challenge(line: bytes, credentials: Credentials) -> ChallengeAnswer:
     """Answer the first line of a connection, whoever sent it; ``line`` lacks its newline."""
     version = _version_of(line)
     if line.startswith(b'{"m":'):
-        return KnockAnswer(b"", why="it is a process of an older version of slurm_forge")
+        return ChallengeAnswer(b"", why="it is a process of an older version of slurm_forge")
     if version is None or not credentials.secret:
-        return KnockAnswer(b"", why="it does not speak this protocol")
+        return ChallengeAnswer(b"", why="it does not speak this protocol")
     if version != CHANNEL_VERSION:
         found = _ANY.fullmatch(line)
         package = "" if found is None else found[2].decode()
         why = f"it speaks version {version} of the channel (slurm_forge {package}), not "
-        return KnockAnswer(_head() + _ANOTHER + b"\n", why=f"{why}{CHANNEL_VERSION}")
-    knock = _KNOCK.fullmatch(line)
-    if knock is None:
-        return KnockAnswer(b"", why="it does not speak this protocol")
-    if not hmac.compare_digest(knock[2], credentials.nonce.encode("ascii", "replace")):
-        return KnockAnswer(_head() + _ANOTHER + b"\n", why="it belongs to another launch")
-    role, fresh = knock[1].decode(), secrets.token_hex(16)
-    proof, up, down = _keys(credentials, role, knock[3].decode(), fresh)
-    answer = _head() + f"{fresh} {proof.hex()}\n".encode()
-    return KnockAnswer(answer, Session(down, up), role)
+        return ChallengeAnswer(_head() + _ANOTHER + b"\n", why=f"{why}{CHANNEL_VERSION}")
+    challenge = _CHALLENGE.fullmatch(line)
+    if challenge is None:
+        return ChallengeAnswer(b"", why="it does not speak this protocol")
+    if not hmac.compare_digest(challenge[2], credentials.nonce.encode("ascii", "replace")):
+        return ChallengeAnswer(_head() + _ANOTHER + b"\n", why="it belongs to another launch")
+    role, fresh = challenge[1].decode(), secrets.token_hex(16)
+    proof, up, down = _keys(credentials, role, challenge[3].decode(), fresh)
+    reply = _head() + f"{fresh} {proof.hex()}\n".encode()
+    return ChallengeAnswer(reply, Session(down, up), role)
 
 
 def welcome(connection: AuthenticatedConnection) -> None:
@@ -389,15 +389,15 @@ def accept(
         OSError: It says nothing, or is gone.
         EOFError: It is gone.
     """
-    knock = answer_knock(_read_line(connection), credentials)
-    connection.sendall(knock.line)
-    if knock.session is None:
+    answer = answer_challenge(_read_line(connection), credentials)
+    connection.sendall(answer.line)
+    if answer.session is None:
         raise ControlChannelError(
-            f"somebody connected who is let in nowhere: {knock.why}",
+            f"somebody connected who is let in nowhere: {answer.why}",
             next_step="Nothing: the connection is ended.",
         )
-    made = AuthenticatedConnection(connection, knock.session)
-    return made, made.open(_read_line(connection))
+    made = AuthenticatedConnection(connection, answer.session)
+    return made, made.verify(_read_line(connection))
 
 
 # -- both ------------------------------------------------------------------------------------

@@ -322,7 +322,7 @@ class Hub(Listener[_Peer]):
             return
         if self.world_size == 0 and message.world > message.rank >= 0:
             self.world_size = message.world
-        if self._refused(peer, Role.RANK, message.world, message.rank):
+        if not self._accepts(peer, Role.RANK, message.world, message.rank):
             return
         before = self._members.get(message.rank)
         if before is not None and before.connected:
@@ -347,7 +347,7 @@ class Hub(Listener[_Peer]):
         self.events.put(RankJoined(message.rank))
 
     def _greet_monitor(self, peer: _Peer, message: MonitorHello, now: float) -> None:
-        if self._refused(peer, Role.MONITOR, message.world, message.rank):
+        if not self._accepts(peer, Role.MONITOR, message.world, message.rank):
             return
         before = self._monitors.get(message.rank)
         if before is not None and before.connected:

@@ -1,4 +1,4 @@
-"""The listening end of a channel: lets in who knocks, reads lines, drops who misbehaves or is gone.
+"""The listening end of a channel: lets in who belongs to it, drops who misbehaves or is gone.
 
 One thread, one selector.  What lines mean, and who may stay, is said by whoever derives from it.
 """
@@ -22,7 +22,7 @@ from slurm_forge.control.handshake import (
     AuthenticatedConnection,
     Credentials,
     Role,
-    answer_knock,
+    answer_challenge,
     refuse,
     welcome,
 )
@@ -147,8 +147,8 @@ class Listener(ABC, Generic[PeerT]):
         for end in (self._listener, self._waker, self._wake, self._selector):
             end.close()
 
-    def _refused(self, peer: PeerT, role: Role, world: int, rank: int) -> bool:
-        """Whether somebody who introduces itself so was none of those that are listened for."""
+    def _accepts(self, peer: PeerT, role: Role, world: int, rank: int) -> bool:
+        """Whether somebody who introduces itself so belongs here; who does not is refused."""
         why = ""
         if peer.role != role.value:
             why = f"a connection of the role {peer.role} says what a {role.value} says"
@@ -158,7 +158,7 @@ class Listener(ABC, Generic[PeerT]):
             why = f"this launch has no rank {rank}"
         if why:
             self._refuse(peer, why)
-        return bool(why)
+        return not why
 
     def _refuse(self, peer: PeerT, why: str) -> None:
         """Tell somebody who knows the secret why it has no place here, and drop it."""
@@ -192,7 +192,7 @@ class Listener(ABC, Generic[PeerT]):
         if descriptor not in self._peers:
             return
         del self._peers[descriptor]
-        self._no_stranger(peer, descriptor)
+        self._forget_stranger(peer, descriptor)
         self._selector.unregister(peer.connection)
         peer.connection.close()
         self._on_closed(peer)
@@ -294,7 +294,7 @@ class Listener(ABC, Generic[PeerT]):
             )
         self._drop(peer)
 
-    def _no_stranger(self, peer: PeerT, descriptor: int) -> None:
+    def _forget_stranger(self, peer: PeerT, descriptor: int) -> None:
         strangers = self._strangers.get(peer.address)
         if strangers is not None and strangers.pop(descriptor, None) is not None and not strangers:
             del self._strangers[peer.address]
@@ -324,28 +324,28 @@ class Listener(ABC, Generic[PeerT]):
                     self._answer(peer, line)
                 else:
                     try:
-                        message = self._decode(peer.connection.open(line))
+                        message = self._decode(peer.connection.verify(line))
                     except ControlChannelError as error:
                         self._end(peer, error.message)
                         return
                     self._take(peer, message)
                     if not peer.stranger:
-                        self._no_stranger(peer, descriptor)
+                        self._forget_stranger(peer, descriptor)
                 if peer.connection.fileno() < 0:
                     return  # dropped meanwhile: the rest was said by nobody
 
     def _answer(self, peer: PeerT, line: bytes) -> None:
         """The first line of a connection: anybody's."""
-        knock = answer_knock(line, self.credentials)
+        answer = answer_challenge(line, self.credentials)
         try:
-            peer.connection.socket.sendall(knock.line)
+            peer.connection.socket.sendall(answer.line)
         except OSError:
             self._drop(peer)
             return
-        if knock.session is None:
-            self._end_stranger(peer, knock.why)
+        if answer.session is None:
+            self._end_stranger(peer, answer.why)
             return
-        peer.connection.session, peer.role = knock.session, knock.role
+        peer.connection.session, peer.role = answer.session, answer.role
 
     def _end(self, peer: PeerT, why: str) -> None:
         """Drop who has said what nobody of ours says."""

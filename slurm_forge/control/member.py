@@ -228,7 +228,7 @@ class Member:
                 except (OSError, EOFError):
                     return HUB_GONE
                 for line in lines:
-                    reason = self._take(protocol.decode(self._connection.open(line)))
+                    reason = self._take(protocol.decode(self._connection.verify(line)))
                     if reason:
                         return reason
         return "closed"

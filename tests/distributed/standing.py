@@ -119,7 +119,7 @@ class Job:
         variables = for_launch(self.attempt.file, self._variables, plan)
         if not self.step.can_reuse(options, self.ranks, variables):
             start = Start.COLD
-        hub = Hub(world_size=self.ranks, credentials=self.credentials.renewed())
+        hub = Hub(world_size=self.ranks, credentials=self.credentials.with_new_nonce())
         self.hub = hub
         hub.start()
         self.attempt.next_launch(hub, ("here",), start)

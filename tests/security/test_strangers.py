@@ -221,28 +221,28 @@ def test_what_a_hub_has_said_once_passes_for_no_other_hub():
 def impostors(nonce: str) -> dict[str, Attack]:
     """Ways to pass for rank 0, by who has read the launch's nonce in torch's store."""
     hello = b'{"m":"hello","rank":0,"world":2,"host":"h","pid":1}'
-    knock = f"forge 1 0.1.0 rank {nonce} {'0' * 32}\n".encode()
+    challenge = f"forge 1 0.1.0 rank {nonce} {'0' * 32}\n".encode()
 
     def old(connection: socket.socket) -> None:
         body = {"m": "hello", "nonce": nonce, "rank": 0, "world": 2, "host": "h", "pid": 1}
         connection.sendall(json.dumps(body).encode() + b"\n")
 
     def guess(connection: socket.socket) -> None:
-        connection.sendall(knock)
+        connection.sendall(challenge)
         connection.recv(4096)
         connection.sendall(b"0" * 32 + hello + b"\n")
 
     def bare(connection: socket.socket) -> None:
-        connection.sendall(knock + hello + b"\n")
+        connection.sendall(challenge + hello + b"\n")
 
     def proof(connection: socket.socket) -> None:
         """The hub's own proof as the code of our line."""
-        connection.sendall(knock)
+        connection.sendall(challenge)
         code = connection.recv(4096).split()[-1]
         connection.sendall(code[:32] + hello + b"\n" + code + hello + b"\n")
 
     def reflected(connection: socket.socket) -> None:
-        connection.sendall(knock)
+        connection.sendall(challenge)
         connection.sendall(connection.recv(4096))
 
     return {"old": old, "guess": guess, "bare": bare, "proof": proof, "reflected": reflected}
@@ -298,12 +298,13 @@ def test_the_secret_of_a_running_launch_is_nowhere_that_another_user_can_look(op
     met = open_folder / "met"
 
     def program(run) -> None:
+        assert "SLURM_FORGE_SECRET" not in os.environ, "what the program starts would have it"
         met.touch()
         while not (open_folder / "seen").exists():
             time.sleep(0.01)
 
     run = new_run(open_folder)
-    with launched(run, 2, program) as launch:
+    with launched(run, 2, program, exits=True) as launch:
         until = time.monotonic() + 60
         while not met.exists():
             assert time.monotonic() < until, "the ranks never met"

@@ -166,7 +166,7 @@ class JobStep:
                 each = options.ranks_per_task
                 self._shields = shields = AgentsHub(
                     world_size=hub.world_size // each,
-                    credentials=hub.credentials.renewed(),
+                    credentials=hub.credentials.with_new_nonce(),
                     on_notice=lambda task, what: self._on_notice(task * each, what),
                     interface_address=parse_addresses(hub.addresses)[0][0],
                 )
@@ -181,7 +181,7 @@ class JobStep:
                 return self._step
             agents = AgentsHub(
                 world_size=hub.world_size,
-                credentials=hub.credentials.renewed(),
+                credentials=hub.credentials.with_new_nonce(),
                 on_notice=self._on_notice,
                 interface_address=parse_addresses(hub.addresses)[0][0],
             )

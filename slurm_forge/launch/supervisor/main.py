@@ -172,7 +172,7 @@ class _Supervisor(FrontEnd):
             world = tasks = placement.tasks
         hub = Hub(
             world_size=world,
-            credentials=self._credentials.renewed(),
+            credentials=self._credentials.with_new_nonce(),
             interface_address=preferred_address(file.socket_interface, file.host_suffix),
         )
         hub.start()

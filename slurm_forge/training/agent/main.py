@@ -168,7 +168,7 @@ class Agent:
 
     def _on_hub_message(self) -> None:
         try:
-            lines = [self._connection.open(line) for line in self._connection.receive()]
+            lines = [self._connection.verify(line) for line in self._connection.receive()]
         except (OSError, EOFError, ControlChannelError):
             # The supervisor is gone, or the way to it.  The worker sees the same on its own channel
             # and leaves; rank 0 may turn into the deputy, whose parent this is: it is left alone.

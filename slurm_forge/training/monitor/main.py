@@ -222,7 +222,7 @@ class RankMonitor:
 
     def _receive(self, connection: AuthenticatedConnection) -> None:
         try:
-            messages = [protocol.decode(connection.open(line)) for line in connection.receive()]
+            messages = [protocol.decode(connection.verify(line)) for line in connection.receive()]
         except (OSError, EOFError, ControlChannelError):
             self._lose()
             return

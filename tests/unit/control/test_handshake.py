@@ -20,7 +20,7 @@ from slurm_forge.control.handshake import (
     Credentials,
     Role,
     Session,
-    answer_knock,
+    answer_challenge,
     dial,
     is_hub_at,
 )
@@ -29,7 +29,7 @@ from tests.channel_ends import CREDENTIALS, welcomed
 
 WITHIN_S = 20.0
 VERSION = slurm_forge.__version__.encode()
-KNOCK = b"forge 1 0.1.0 rank " + CREDENTIALS.nonce.encode() + b" " + b"c" * 32
+CHALLENGE = b"forge 1 0.1.0 rank " + CREDENTIALS.nonce.encode() + b" " + b"c" * 32
 
 
 def call(port: int, *, within_s: float = WITHIN_S) -> AuthenticatedConnection:
@@ -67,7 +67,7 @@ def sessions() -> tuple[Session, Session]:
 def test_the_wire_of_version_1(monkeypatch: pytest.MonkeyPatch) -> None:
     """Other versions refuse it by its number: what changes here needs another one."""
     monkeypatch.setattr(handshake.secrets, "token_hex", lambda size: "d" * 2 * size)
-    answer = answer_knock(KNOCK, CREDENTIALS)
+    answer = answer_challenge(CHALLENGE, CREDENTIALS)
     about = f"slurm_forge 1 rank {CREDENTIALS.nonce} {'c' * 32} {'d' * 32}"
 
     def key(purpose: str) -> bytes:
@@ -78,16 +78,16 @@ def test_the_wire_of_version_1(monkeypatch: pytest.MonkeyPatch) -> None:
     assert answer.line == b"forge 1 " + VERSION + b" " + b"d" * 32 + b" " + proof + b"\n"
     assert answer.session is not None
     code = hmac.new(key("hub to client"), b"1 welcome", sha256).hexdigest()[:32].encode()
-    assert answer.session.seal(b"welcome") == code + b"welcome\n"
+    assert answer.session.sign(b"welcome") == code + b"welcome\n"
     code = hmac.new(key("client to hub"), b"1 hello", sha256).hexdigest()[:32].encode()
-    assert answer.session.open(code + b"hello") == b"hello"
+    assert answer.session.verify(code + b"hello") == b"hello"
 
 
 def test_two_sessions_understand_each_other_and_nobody_else() -> None:
     ours, theirs = sessions()
     for line in (b"one\n", b"two", b""):
-        assert theirs.open(ours.seal(line)[:-1]) == line.removesuffix(b"\n")
-        assert ours.open(theirs.seal(line)[:-1]) == line.removesuffix(b"\n")
+        assert theirs.verify(ours.sign(line)[:-1]) == line.removesuffix(b"\n")
+        assert ours.verify(theirs.sign(line)[:-1]) == line.removesuffix(b"\n")
 
 
 @pytest.mark.parametrize(
@@ -105,60 +105,63 @@ def test_a_line_that_is_not_the_next_one_is_refused(
     tampered: Callable[[bytes, bytes], bytes],
 ) -> None:
     ours, theirs = sessions()
-    first, second = ours.seal(b"first")[:-1], ours.seal(b"second")[:-1]
+    first, second = ours.sign(b"first")[:-1], ours.sign(b"second")[:-1]
     with pytest.raises(ControlChannelError, match="was not sent by the other end"):
-        theirs.open(tampered(first, second))
+        theirs.verify(tampered(first, second))
 
 
 def test_a_line_is_good_once_and_in_one_direction() -> None:
     ours, theirs = sessions()
-    line = ours.seal(b"once")[:-1]
-    assert theirs.open(line) == b"once"
+    line = ours.sign(b"once")[:-1]
+    assert theirs.verify(line) == b"once"
     for receiver in (theirs, ours):  # again, and back to who has sent it
         with pytest.raises(ControlChannelError):
-            receiver.open(line)
+            receiver.verify(line)
 
 
 @pytest.mark.parametrize(
     "line",
     [
-        b"", b"forge", b"forge 1 0.1.0 ", b"GET / HTTP/1.1\r", KNOCK[:-1], KNOCK + b"0",
-        KNOCK.replace(b"c", b"C"), KNOCK.replace(b"rank", b"RANK"), b"forge " + b"1" * 5000,
+        b"", b"forge", b"forge 1 0.1.0 ", b"GET / HTTP/1.1\r", CHALLENGE[:-1], CHALLENGE + b"0",
+        CHALLENGE.replace(b"c", b"C"), CHALLENGE.replace(b"rank", b"RANK"), b"forge " + b"1" * 5000,
         b'{"m":"hello","nonce":"x","rank":0,"world":1,"host":"h","pid":1}', b"\xff" * 90,
     ],
     ids=lambda line: ascii(line[:20]),
 )  # fmt: skip
 def test_what_is_no_knock_gets_no_session(line: bytes) -> None:
-    assert answer_knock(line, CREDENTIALS).session is None
+    assert answer_challenge(line, CREDENTIALS).session is None
 
 
 def test_a_hub_without_a_secret_lets_nobody_in() -> None:
-    assert answer_knock(KNOCK, replace(CREDENTIALS, secret="")).session is None
+    assert answer_challenge(CHALLENGE, replace(CREDENTIALS, secret="")).session is None
 
 
 def test_who_is_asked_twice_answers_otherwise() -> None:
     """Nothing that was recorded serves a second time."""
-    first, second = answer_knock(KNOCK, CREDENTIALS), answer_knock(KNOCK, CREDENTIALS)
+    first, second = (
+        answer_challenge(CHALLENGE, CREDENTIALS),
+        answer_challenge(CHALLENGE, CREDENTIALS),
+    )
     assert first.line != second.line
     assert first.session is not None and second.session is not None
     with pytest.raises(ControlChannelError):
-        second.session.open(replayed(first.session))
+        second.session.verify(replayed(first.session))
 
 
 def replayed(session: Session) -> bytes:
     """What the client of that session has sent first."""
-    return Session(session._receive_key, session._send_key).seal(b"hello")[:-1]
+    return Session(session._receive_key, session._send_key).sign(b"hello")[:-1]
 
 
 def test_roles_are_part_of_the_proof() -> None:
-    agent = KNOCK.replace(b" rank ", b" agent ")
+    agent = CHALLENGE.replace(b" rank ", b" agent ")
     fresh = b"d" * 32
     proofs = {
         handshake._keys(CREDENTIALS, role, "c" * 32, fresh.decode())
         for role in ("rank", "monitor", "agent", "node")
     }
     assert len({key for keys in proofs for key in keys}) == 12
-    assert answer_knock(agent, CREDENTIALS).role == "agent"
+    assert answer_challenge(agent, CREDENTIALS).role == "agent"
 
 
 def test_a_hub_that_echoes_is_not_believed() -> None:
@@ -242,7 +245,7 @@ def test_who_answers_otherwise_is_named_with_what_to_do(answer: bytes, why: str,
 
 
 def test_a_newer_rank_hears_which_version_the_hub_has() -> None:
-    answer = answer_knock(b"forge 7 0.9.0 whatever comes then", CREDENTIALS)
+    answer = answer_challenge(b"forge 7 0.9.0 whatever comes then", CREDENTIALS)
     assert answer.session is None
     assert answer.line.startswith(b"forge 1 " + VERSION)
     assert "version 7 of the channel (slurm_forge 0.9.0)" in answer.why
@@ -250,7 +253,7 @@ def test_a_newer_rank_hears_which_version_the_hub_has() -> None:
 
 def test_a_rank_of_before_there_was_a_handshake_is_told_apart() -> None:
     line = b'{"m":"hello","nonce":"x","rank":0,"world":1,"host":"h","pid":1}'
-    assert "older version of slurm_forge" in answer_knock(line, CREDENTIALS).why
+    assert "older version of slurm_forge" in answer_challenge(line, CREDENTIALS).why
 
 
 def test_a_hub_that_always_hangs_up_is_given_up_on_in_the_end() -> None:
@@ -293,7 +296,7 @@ def test_it_is_known_whether_the_hub_of_a_channel_answers() -> None:
     hub.start()
     hosts, port = parse_addresses(hub.addresses)
     assert is_hub_at(hosts, port, hub.credentials, 5.0)
-    assert not is_hub_at(hosts, port, hub.credentials.renewed(), 5.0)
+    assert not is_hub_at(hosts, port, hub.credentials.with_new_nonce(), 5.0)
     assert not is_hub_at(hosts, port, replace(hub.credentials, secret="other"), 5.0)
     hub.close()
     assert not is_hub_at(hosts, port, hub.credentials, 5.0)
@@ -315,6 +318,6 @@ def test_a_monitor_can_not_pass_for_a_rank() -> None:
 def test_credentials_are_not_printed() -> None:
     made = Credentials.new()
     assert made.secret not in repr(made) and made.nonce in repr(made)
-    assert made.renewed().secret == made.secret != made.renewed().nonce != made.nonce
+    assert made.with_new_nonce().secret == made.secret != made.with_new_nonce().nonce != made.nonce
     with pytest.raises(TypeError):
         Member(rank=0)  # type: ignore[call-arg]

@@ -181,7 +181,7 @@ class Scripted:
 
     def hears(self, kind: type[Message]) -> bool:
         with contextlib.suppress(TimeoutError):
-            self.heard += [decode_agents(self.channel.open(x)) for x in self.channel.receive()]
+            self.heard += [decode_agents(self.channel.verify(x)) for x in self.channel.receive()]
         return any(isinstance(message, kind) for message in self.heard)
 
 

@@ -84,7 +84,7 @@ class Supervisor:
         while True:
             while not self.lines:
                 self.lines = self.channel.receive()
-            message = decode_agents(self.channel.open(self.lines.pop(0)))
+            message = decode_agents(self.channel.verify(self.lines.pop(0)))
             if isinstance(message, kind):
                 return message
 

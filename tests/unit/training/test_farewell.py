@@ -170,7 +170,7 @@ def test_words_that_were_said_are_not_written_as_well(run: RunDirectory) -> None
         def serve() -> None:
             with contextlib.closing(welcomed(server)) as connection, contextlib.suppress(EOFError):
                 while True:
-                    lines = map(connection.open, connection.receive())
+                    lines = map(connection.verify, connection.receive())
                     said.extend(map(protocol.decode, lines))
 
         thread = threading.Thread(target=serve)
