@@ -7,6 +7,7 @@ without ids, the inputs of the registered models in a few steps are compared ins
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -115,8 +116,13 @@ class _Kept:
     __slots__ = ("_event", "values")
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        beginning = tensor.detach().reshape(-1)[:_MOST_ELEMENTS]
-        self.values = beginning.clone().resolve_conj().resolve_neg()
+        beginning = tensor.detach()
+        # Narrowed first: to flatten what is expanded or permuted would copy all of it.
+        for dim, length in enumerate(tensor.shape):
+            rest = max(1, beginning.numel() // max(1, length))
+            beginning = beginning.narrow(dim, 0, min(length, -(-_MOST_ELEMENTS // rest)))
+        flat = beginning.reshape(-1)[:_MOST_ELEMENTS]
+        self.values = flat.clone().resolve_conj().resolve_neg()
         self._event: torch.cuda.Event | None = None
         if self.values.is_cuda:
             self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -140,8 +146,10 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
     """Yield the plain tensors in the arguments of a model."""
     if isinstance(value, torch.Tensor):
         plain = type(value) in (torch.Tensor, nn.Parameter) and value.layout is torch.strided
-        if plain and not value.is_meta:
+        if plain and not (value.is_meta or value.is_nested):
             yield value
+    elif dataclasses.is_dataclass(value):
+        yield from _tensors([getattr(value, each.name) for each in dataclasses.fields(value)])
     elif isinstance(value, Mapping | list | tuple):
         for each in value.values() if isinstance(value, Mapping) else value:
             yield from _tensors(each)
@@ -239,7 +247,8 @@ def _wrong_inputs(reports: Sequence[Any]) -> str:
     by_stream: dict[tuple[str, int], tuple[int, Any]] = {}
     by_inputs: dict[str, tuple[int, int]] = {}
     for rank, each in enumerate(reports):
-        for model, digests in (each or {}).get("inputs", {}).items():
+        inputs = (each or {}).get("inputs", {})
+        for model, digests in inputs.items():
             other, first = by_stream.setdefault((model, each["stream"]), (rank, digests))
             if first != digests:
                 return (
@@ -247,17 +256,21 @@ def _wrong_inputs(reports: Sequence[Any]) -> str:
                     f"{model!r} was given different inputs there; give all ranks of a group the "
                     "same samples, by their place along the data-parallel dimensions"
                 )
-            if len(set(digests)) < len(digests):
-                continue  # the same in every step: data of one batch, or none at all
-            key = repr((model, each["place"], digests))
-            twin, data_rank = by_inputs.setdefault(key, (rank, each["data_rank"]))
-            if data_rank != each["data_rank"]:
-                return (
-                    f"ranks {twin} and {rank} gave model {model!r} the same inputs in "
-                    f"{len(digests)} steps: they train on the same samples; divide the data over "
-                    "the ranks (DistributedSampler, split_dataset_by_node), or give the dataset to "
-                    "run.batches, which does it"
-                )
+        # The same in every step: data of one batch, or none at all.
+        varied = [model for model, digests in inputs.items() if len(set(digests)) == len(digests)]
+        if not varied:
+            continue
+        # All of them: a generator may be given the same noise, and its discriminator other data.
+        twin, data_rank = by_inputs.setdefault(
+            repr((each["place"], inputs)), (rank, each["data_rank"])
+        )
+        if data_rank != each["data_rank"]:
+            return (
+                f"ranks {twin} and {rank} gave model {' and '.join(map(repr, varied))} the same "
+                f"inputs in {len(inputs[varied[0]])} steps: they train on the same samples; divide "
+                "the data over the ranks (DistributedSampler, split_dataset_by_node), or give the "
+                "dataset to run.batches, which does it"
+            )
     return ""
 
 

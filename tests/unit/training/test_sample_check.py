@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import pickle
 
 import numpy as np
@@ -108,6 +109,66 @@ def test_the_same_inputs_on_two_data_ranks_are_the_same_samples():
     text = wrong_samples([given(0, one), given(1, other), given(2, same)])
     assert text.startswith("ranks 0 and 2 gave model 'net' the same inputs in 3 steps")
     assert not wrong_samples([given(0, one), given(1, other)])
+
+
+def test_of_several_models_all_are_given_the_same_where_the_samples_are():
+    noise, one, other = (watched(nn.Linear(8, 2), numbers(seed))["net"] for seed in (1, 2, 3))
+    gan = [given(0, {"G": noise, "D": one}), given(1, {"G": noise, "D": other})]
+    assert not wrong_samples(gan), "the same noise, and other data"
+    text = wrong_samples([given(rank, {"G": noise, "D": one}) for rank in range(2)])
+    assert text.startswith("ranks 0 and 1 gave model 'G' and 'D' the same inputs in 3 steps")
+
+
+class Takes(nn.Linear):
+    """A model that makes do with the first of what it is given."""
+
+    def forward(self, first, *rest):
+        return super().forward(first.x if isinstance(first, Record) else first)
+
+
+@dataclasses.dataclass
+class Record:
+    x: torch.Tensor
+
+
+def test_inputs_of_all_kinds():
+    """Neither copied as a whole, nor a reason to fail."""
+    rest = (
+        torch.ones(1, 1, 64, 64).expand(40_000, 40_000, 64, 64),  # 26 TB
+        torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+        torch.ones(4, 4).to_sparse(),
+        torch.ones(()),
+        torch.ones(0, 3),
+    )
+    for model in (Takes(8, 2), Takes(8, 2).double()):
+        clock, dtype = Clock(), model.weight.dtype
+        inputs = ModelInputs(lambda clock=clock: clock.step)
+        inputs.watch({"net": model})
+        for clock.step, batch in enumerate(numbers(1)):
+            model(batch.to(dtype), *rest)
+        assert len(set(inputs.report()["net"])) == 3
+
+
+def test_the_fields_of_a_dataclass_are_inputs():
+    one, other = (watched(Takes(8, 2), [Record(each) for each in numbers(seed)]) for seed in (1, 2))
+    assert len(set(one["net"])) == 3 and one != other
+
+
+@pytest.mark.parametrize("size", [(2, 3, 300, 300), (70_000, 2), (5, 70_000)])
+def test_a_digest_does_not_depend_on_how_a_tensor_lies_in_memory(size):
+    plain = numbers(1, size=size)
+    turned = [each.transpose(0, 1).contiguous().transpose(0, 1) for each in plain]
+    assert watched(First(), plain) == watched(First(), turned) != watched(First(), plain[::-1])
+
+
+class First(nn.Linear):
+    """A model that is content with any shape."""
+
+    def __init__(self):
+        super().__init__(1, 1)
+
+    def forward(self, batch):
+        return super().forward(batch.reshape(-1)[:1])
 
 
 def test_inputs_that_do_not_change_tell_nothing():
