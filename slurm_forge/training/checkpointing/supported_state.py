@@ -53,6 +53,7 @@ def require_supported(registry: Registry) -> None:
                 raise _refused(f"{kind} {path} of model {name!r} ({_described(tensor)})", why)
     held = {id(parameter) for model in registry.models.values() for parameter in model.parameters()}
     for name, optimizer in registry.optimizers.items():
+        _require_whole(name, optimizer)
         _require_registered(name, optimizer, held)
 
 
@@ -85,6 +86,8 @@ class OptimizerWatch:
         self._known: frozenset[int] = frozenset()
         #: Optimizers that are not registered, by the steps counted when they were first seen.
         self._seen: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
+        #: Those that may go on, by their number of parameter groups.
+        self._harmless: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
 
     def begin(self) -> None:
         """Look on from now on, in place of any watch of an earlier run in this process."""
@@ -104,13 +107,14 @@ class OptimizerWatch:
         """Called by torch after each step of any optimizer."""
         if torch.compiler.is_compiling() or id(optimizer) in self._known:
             return
-        counted = self._counted()
+        counted, groups = self._counted(), len(optimizer.param_groups)
         if self._seen.setdefault(optimizer, counted) == counted:
             return
-        if _is_saved(optimizer, self._registry):
+        if self._harmless.get(optimizer) == groups:
             return
-        name = self._trains(optimizer)
+        name = None if _is_saved(optimizer, self._registry) else self._trains(optimizer)
         if name is None:
+            self._harmless[optimizer] = groups
             return
         names = ", ".join(map(repr, self._registry.optimizers)) or "none"
         raise UnsupportedError(
@@ -147,14 +151,35 @@ def _is_saved(optimizer: Optimizer, registry: Registry) -> bool:
     return any(_holds(other, optimizer) for other in others)
 
 
-def _holds(item: object, optimizer: Optimizer) -> bool:
-    for value in vars(item).values() if hasattr(item, "__dict__") else ():
-        parts = value.values() if isinstance(value, dict) else value
-        if value is optimizer or (
-            isinstance(value, dict | list | tuple) and any(each is optimizer for each in parts)
-        ):
-            return True
-    return False
+def _holds(item: object, optimizer: Optimizer, depth: int = 4) -> bool:
+    """Whether it has the optimizer, in a container or in another wrapper of an optimizer."""
+    if isinstance(item, dict):
+        parts = list(item.values())
+    elif isinstance(item, list | tuple):
+        parts = list(item)
+    else:
+        parts = list(getattr(item, "__dict__", {}).values())
+    return any(
+        each is optimizer or (depth > 0 and _may_hold(each) and _holds(each, optimizer, depth - 1))
+        for each in parts
+    )
+
+
+def _may_hold(item: object) -> bool:
+    if isinstance(item, nn.Module | LRScheduler):
+        return False
+    return isinstance(item, dict | list | tuple) or hasattr(item, "state_dict")
+
+
+def _require_whole(name: str, optimizer: Optimizer) -> None:
+    # By its name: to import it takes a while.
+    if any(kind.__name__ == "ZeroRedundancyOptimizer" for kind in type(optimizer).__mro__):
+        raise UnsupportedError(
+            f"optimizer {name!r} is a ZeroRedundancyOptimizer: each rank has the state of some "
+            "parameters alone, under numbers of its own",
+            next_step="Use torch.distributed.fsdp.fully_shard, which divides optimizer states over "
+            "the ranks, too, with an ordinary optimizer.",
+        )
 
 
 def _require_registered(name: str, optimizer: Optimizer, held: set[int]) -> None:

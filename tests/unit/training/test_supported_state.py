@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor, Partial, Replicate, init_device_mesh
 
 from slurm_forge.errors import UnsupportedError
@@ -140,6 +141,14 @@ def test_an_optimizer_without_its_model_is_refused() -> None:
     require_supported(registry(generator=generator, critic=critic, optimizer=both))
 
 
+def test_an_optimizer_whose_state_is_divided_over_the_ranks_is_refused(mesh: Any) -> None:
+    model = nn.Linear(2, 2)
+    zero = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=0.1)
+    error = refused(model=model, zero=zero)
+    assert "'zero' is a ZeroRedundancyOptimizer" in error.message
+    assert "fully_shard" in error.next_step
+
+
 def test_a_model_without_an_optimizer_is_accepted() -> None:
     require_supported(registry(model=nn.Linear(2, 2)))
 
@@ -206,7 +215,8 @@ def test_a_part_of_what_is_registered_is_no_stranger() -> None:
     outer = torch.optim.Adam(model.parameters())
     outer.state = shared.state
     wrapped = torch.optim.SGD(model.parameters())
-    looking, steps = watch(registry(model=model, outer=outer, listed=Listed([wrapped])))
+    listed = Wrapper(Listed([wrapped]))  # type: ignore[arg-type]
+    looking, steps = watch(registry(model=model, outer=outer, listed=listed))
     later, _ = watch(registry(model=model, inner=inner))
     looking.begin()
     try:
