@@ -88,6 +88,13 @@ def resume(
     ranks = Ranks(group)
     state = state.placed(ranks.rank, ranks.size)
     names: list[CheckpointName] | None = None
+    newest = ""
+
+    def reject(name: CheckpointName, reason: str) -> None:
+        nonlocal newest
+        newest = newest or f"{name}: {reason}"
+        on_reject(name, reason)
+
     while True:
 
         def choose(_: object) -> Any:
@@ -96,9 +103,9 @@ def resume(
                 names = store.candidates()
                 if not names:
                     return None
-            candidate = _next_candidate(store, names, on_reject, eligible)
+            candidate = _next_candidate(store, names, reject, eligible)
             if candidate is None:
-                return {}
+                return {"newest": newest}
             # Where it lies is rank 0's to say: other nodes may not see it yet.
             folder = store.folders.index(store.path(candidate.name).parent)
             return {"manifest": candidate.to_bytes().decode("ascii"), "folder": folder}
@@ -106,11 +113,11 @@ def resume(
         chosen = ranks.agree(None, None, choose, doing="Looking for a checkpoint")
         if chosen is None:
             return None
-        if not chosen:
+        if "manifest" not in chosen:
             raise CheckpointMissingError(
-                "there are checkpoints, but none can be used",
-                next_step="The journal says why of each, and so does slurm-forge checkpoints list. "
-                "Promote one, restore the folder, or start a new run under another name.",
+                f"there are checkpoints, but none can be used; the newest is {chosen['newest']}",
+                next_step="slurm-forge checkpoints list says why of each.  Mend that, or promote "
+                "one, restore the folder, or start a new run under another name.",
             )
         manifest = Manifest.from_bytes(chosen["manifest"].encode("ascii"))
         directory = store.folders[chosen["folder"]] / str(manifest.name)
@@ -123,7 +130,7 @@ def resume(
             if not all(passing for _, passing in reasons):
                 break
         if ranks.rank == 0:
-            on_reject(manifest.name, "; ".join(sorted({text for text, _ in reasons})[:5]))
+            reject(manifest.name, "; ".join(sorted({text for text, _ in reasons})[:5]))
 
 
 def _load(
