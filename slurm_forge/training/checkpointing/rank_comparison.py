@@ -17,22 +17,19 @@ from slurm_forge.training.checkpointing.sample_check import (
     samples_report,
     wrong_samples,
 )
-from slurm_forge.training.core.rank_layout import ActiveLayout
 from slurm_forge.training.core.run_state import Registry, TrainingProgress
+from slurm_forge.training.data.source_state import DataState
 
 
 class RankComparison:
-    """One object per launch and rank.
+    """One object per launch and rank."""
 
-    ``layout`` tells which ranks train on the same samples as this one.
-    """
-
-    def __init__(self, writer: CheckpointWriter, ranks: Ranks, layout: ActiveLayout) -> None:
+    def __init__(self, writer: CheckpointWriter, ranks: Ranks, data: DataState) -> None:
         self._writer = writer
         #: Digests of what the models are given, for samples without ids.
         self.inputs: ModelInputs | None = None
         self._ranks = ranks
-        self._layout = layout
+        self._data = data
         #: The checkpoint that was loaded, until it is compared with the ranks' memory.
         self.loaded: Manifest | None = None
         #: Whether the state after the last load differs from what was saved.
@@ -46,13 +43,15 @@ class RankComparison:
 
     def facts(self, progress: TrainingProgress, *, ids: bool = False) -> RankFacts:
         """Return this rank's report about its samples; ``ids``: with the id of each."""
-        if progress.sample_ids or self._layout.now.stage:
+        if progress.sample_ids or self._data.layout.stage:
             # Ids tell more.  Later stages of a pipeline are given activations, not samples.
             self.inputs = None
         inputs = None if self.inputs is None else self.inputs.report()
-        return RankFacts(
-            samples_report(progress, self._layout.now, ids=ids, inputs=inputs), wrong_samples
+        sampler = self._data.shared(progress.step).get("digest")
+        report = samples_report(
+            progress, self._data.layout, ids=ids, inputs=inputs, sampler=sampler
         )
+        return RankFacts(report, wrong_samples)
 
     def compare(
         self,

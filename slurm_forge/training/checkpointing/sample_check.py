@@ -192,10 +192,12 @@ def samples_report(
     *,
     ids: bool,
     inputs: Mapping[str, Json] | None = None,
+    sampler: Json = None,
 ) -> Json:
     """Return this rank's report about the samples of its last step; ``ids``: with their ids.
 
-    ``inputs`` is the report of ``ModelInputs``, for samples without ids.
+    ``inputs`` is the report of ``ModelInputs``, for samples without ids.  ``sampler`` is the digest
+    of what a sampler has given for all ranks, if the samples are from one.
     """
     samples = progress.sample_ids
     digest = hashlib.blake2b(repr(samples).encode(), digest_size=8).hexdigest()
@@ -206,6 +208,7 @@ def samples_report(
         "digest": digest,
         "ids": [_to_json(each) for each in samples[:_MOST_IDS]] if ids else [],
         "inputs": dict(inputs or {}) if not samples else {},
+        "sampler": sampler if samples else None,
         # Ranks along tp are given the same tokens, those along cp and pp other parts of a sample.
         "stream": layout.random_stream,
         "place": [list[Json](each) for each in layout.model_coordinates],
@@ -220,6 +223,7 @@ def wrong_samples(reports: Sequence[Any]) -> str:
     known = [(rank, each) for rank, each in enumerate(reports) if each and each["count"]]
     by_data_rank: dict[int, tuple[int, Mapping[str, Any]]] = {}
     by_digest: dict[str, int] = {}
+    orders: dict[str, tuple[int, Any]] = {}
     owners: dict[str, int] = {}
     for rank, each in known:
         other, first = by_data_rank.setdefault(each["data_rank"], (rank, each))
@@ -230,6 +234,16 @@ def wrong_samples(reports: Sequence[Any]) -> str:
                     f"rank {each['data_rank']}) and trained on different samples in the last step: "
                     f"{first['count']} up to position {first['consumed']}, and {each['count']} up "
                     f"to position {each['consumed']}; pass the mesh to run.batches(mesh=…)"
+                )
+            continue
+        if each["sampler"] is not None:
+            # It may give a sample several times: what counts is that all ranks divide one order.
+            other, order = orders.setdefault("sampler", (rank, each["sampler"]))
+            if order != each["sampler"]:
+                return (
+                    f"the samplers of ranks {other} and {rank} have given different samples up to "
+                    "the last step; the order has to be that of the whole run, and to follow from "
+                    "set_epoch(epoch) or the global random generators"
                 )
             continue
         twin = by_digest.setdefault(each["digest"], rank)

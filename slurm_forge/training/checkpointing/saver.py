@@ -111,7 +111,7 @@ class Saver:
         self._writer = CheckpointWriter(
             self._store, group=group, background=background, host=context.host
         )
-        self.comparison = RankComparison(self._writer, Ranks(group), layout)
+        self.comparison = RankComparison(self._writer, Ranks(group), data_state)
         #: Whether the job file says to go on where ranks differ.
         self._tolerant = tolerates(context.spec.recovery)
         #: The save that was begun and not finished yet, if any.

@@ -22,11 +22,11 @@ from slurm_forge.training.core.rank_layout import RankLayout
 from slurm_forge.training.core.run_state import TrainingProgress
 
 
-def report(rank, indices, *, data_rank=None, ids=False, consumed=16):
+def report(rank, indices, *, data_rank=None, ids=False, consumed=16, sampler=None):
     progress = TrainingProgress(consumed=consumed)
     progress.sample_ids = tuple((0, index) for index in indices)
     layout = RankLayout(rank if data_rank is None else data_rank, 2)
-    return samples_report(progress, layout, ids=ids)
+    return samples_report(progress, layout, ids=ids, sampler=sampler)
 
 
 @pytest.mark.parametrize("ids", [True, False])
@@ -45,6 +45,18 @@ def test_the_same_samples_on_two_data_ranks_are_wrong(ids):
 def test_an_overlap_in_part_is_found_where_ids_travel():
     text = wrong_samples([report(0, range(4), ids=True), report(1, range(3, 7), ids=True)])
     assert "ranks 0 and 1" in text and "1 samples ([0, 3])" in text
+
+
+@pytest.mark.parametrize("ids", [True, False])
+def test_a_sampler_may_give_a_sample_twice_and_is_the_same_on_all_ranks(ids):
+    """One with replacement, such as ``WeightedRandomSampler``."""
+
+    def drawn(rank, indices, order):
+        return report(rank, indices, ids=ids, sampler=order)
+
+    assert not wrong_samples([drawn(0, [1, 2], "a"), drawn(1, [2, 3], "a"), drawn(2, [1, 2], "a")])
+    text = wrong_samples([drawn(0, [1, 2], "a"), drawn(1, [3, 4], "a"), drawn(2, [5, 6], "b")])
+    assert text.startswith("the samplers of ranks 0 and 2 have given different samples")
 
 
 @pytest.mark.parametrize("ids", [True, False])
