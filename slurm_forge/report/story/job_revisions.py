@@ -54,7 +54,8 @@ def changes_by_effect(event: ev.JobChanged) -> Iterator[tuple[bool, str]]:
 def missing_position_line(event: ev.DataPositionMissing) -> str:
     """One line about a loop of the program's own that can't know how far its data were read."""
     return (
-        f"resumed at step {number(event.step)} without a data position: whatever the program does "
-        "not derive from run.step_number, such as an epoch counter or an iterator, began anew "
-        "(register a StatefulDataLoader, or keep the position in run.extra)"
+        f"resumed at step {number(event.step)} without a data position: what the program derives "
+        "from run.step_number or draws at random goes on; anything else, such as an epoch counter "
+        "or an iterator, began anew (register a StatefulDataLoader, or keep the position in "
+        "run.extra)"
     )
