@@ -79,15 +79,20 @@ class Ranks:
             if apart := _apart([str(each["doing"]) for each in everything]):
                 return {"apart": apart}
             verdict: dict[str, Any] = {}
-            failures: list[Any] = [
-                [rank, *each["error"]] for rank, each in enumerate(everything) if "error" in each
-            ]
-            if not failures:
+            failing = {
+                rank: each["error"] for rank, each in enumerate(everything) if "error" in each
+            }
+            if not failing:
                 try:
                     verdict["result"] = decide([each["report"] for each in everything])
                 except Exception as caught:
                     cause = caught
-                    failures = [[0, *_describe(caught)]]
+                    failing = {0: _describe(caught)}
+            # What is the same on many ranks is one failure of all of them.
+            alike: dict[tuple[str, ...], list[int]] = {}
+            for rank, failure in failing.items():
+                alike.setdefault(tuple(map(str, failure)), []).append(rank)
+            failures = [[_named(some), *failure] for failure, some in alike.items()]
             verdict["failures"] = failures[:_MOST_FAILURES]
             return verdict
 
@@ -224,7 +229,7 @@ def _failure(failures: Sequence[Any], doing: str) -> Exception:
     fenced = [text for _, kind, text, _ in failures if kind == "fenced"]
     if fenced:
         return FencedError(fenced[0], next_step=steps[0] if steps else "")
-    texts = "; ".join(f"rank {rank}: {text}" for rank, _, text, _ in failures)
+    texts = "; ".join(f"{ranks}: {text}" for ranks, _, text, _ in failures)
     kinds = {kind for _, kind, _, _ in failures}
     of_all = MismatchError if kinds == {"mismatch"} else CheckpointError
     return (StorageFullError if _FULL in kinds else of_all)(

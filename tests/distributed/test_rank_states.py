@@ -182,8 +182,9 @@ def test_states_of_other_ranks_than_there_are_now(tmp_path: Path, exact: bool) -
     lived(run, program(), ranks=3)
     if exact:
         assert state_of(run).status is RunStatus.HELD
-        assert "each rank has a state of its own of stream" in evidence(run)
-        assert "those of 2 ranks, and there are 3 now" in evidence(run)
+        told = evidence(run)
+        assert "failed: ranks 0, 1, 2: each rank has a state of its own of stream" in told
+        assert "those of 2 ranks, and there are 3 now" in told
         return
     assert state_of(run).status is RunStatus.FINISHED
     assert "each rank's own of object 'stream', and there are other ranks now" in notes(run)
