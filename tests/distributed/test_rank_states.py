@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import slurm_forge as forge
 from slurm_forge.journal import RunState, RunStatus, fold, read_journal
-from slurm_forge.journal.events import IncidentSeen, Note, Resumed
+from slurm_forge.journal.events import CheckpointCommitted, IncidentSeen, Note, Resumed
 from slurm_forge.run_directory import RunDirectory
 from slurm_forge.testing.digest import digest
 from slurm_forge.training.rank.main import RankOutcome
@@ -168,6 +168,31 @@ def test_what_ranks_differ_in_comes_back_to_each_of_them(
     assert digest(run.path) == digest(whole.path)
     assert own in notes(run)
     assert all(each.exact for each in events(run, Resumed))
+
+
+def differ_from_step_5_on(run: forge.Run, model: nn.Module, registered: dict[str, Any]) -> None:
+    registered["late"].shadow["buffer"].fill_(run.rank * (run.step_number >= 5))
+
+
+class Late(Average):
+    """A buffer that ranks fill differently after a while."""
+
+    def __init__(self) -> None:
+        self.shadow = {"buffer": torch.zeros(20_000)}
+
+
+def test_a_save_that_finds_ranks_to_differ_in_what_is_large_is_not_resumed_from(
+    tmp_path: Path,
+) -> None:
+    """It has rank 0's alone; those after it have each rank's."""
+    made = program(behind=differ_from_step_5_on, late=lambda *_: Late())
+    run = new_run(tmp_path, checkpoint=SAVES, inject=["term@6:rank1"])
+    assert len(lived(run, made)) == 2
+    assert [each.step for each in events(run, Resumed)] == [0, 4]
+    found = [each.findings for each in events(run, CheckpointCommitted) if each.findings]
+    # In the second launch, too: they are equal in its first step.
+    assert found == [("the ranks differ in object 'late', and it has rank 0's alone",)] * 2
+    assert state_of(run).status is RunStatus.FINISHED
 
 
 @pytest.mark.parametrize("exact", [True, False])

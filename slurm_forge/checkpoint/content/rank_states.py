@@ -12,6 +12,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from slurm_forge.checkpoint.content.json_state import (
@@ -72,18 +73,19 @@ def other_layout(keys: Collection[str], saved: str, now: RankIdentity) -> Mismat
 
 def padded(state: bytes) -> torch.Tensor:
     """Bytes as a tensor of a size that seldom changes."""
-    room = max(_LEAST_ROOM, 1 << (len(state) - 1).bit_length())
-    return torch.frombuffer(bytearray(state.ljust(room, b"\0")), dtype=torch.uint8)
+    room = np.zeros(max(_LEAST_ROOM, 1 << (len(state) - 1).bit_length()), dtype=np.uint8)
+    room[: len(state)] = np.frombuffer(state, dtype=np.uint8)
+    return torch.from_numpy(room)
 
 
 def pack(value: Any, path: str = "data") -> bytes:
     """A state with tensors in it as bytes; CheckpointError, naming the key, for what can't be."""
-    tensors: list[bytes] = []
+    tensors: list[Any] = []
     table: list[Json] = []
 
     def save(key: str, tensor: torch.Tensor) -> None:
         plain = check_savable(key, tensor).cpu().contiguous()
-        tensors.append(plain.reshape(-1).view(torch.uint8).numpy().tobytes())
+        tensors.append(plain.reshape(-1).view(torch.uint8).numpy().data)
         table.append([key, dtype_name(plain.dtype), list[Json](plain.shape)])
 
     body = encode(value, path, save)

@@ -67,7 +67,8 @@ from slurm_forge.vocabulary.json_value import Json
 
 #: Keys under it are states of data sources, each of one rank.
 DATA = "data/"
-#: Elements of a registered object's tensor up to which ranks compare it in every save.
+#: Elements of a registered object's tensor up to which ranks compare it before every save: for
+#: larger ones that would take too long, and they are compared while it is written.
 _SMALL = 1 << 14
 _NO_OUTLINE = Outline((), (), [], [])
 
@@ -92,8 +93,8 @@ class Captured:
     ``alike``: keys of tensors that are equal on all ranks.  ``parts``: a digest of each part that
     may differ between ranks.  ``common``: a digest of those that may not (the options of
     optimizers, schedulers, gradient scalers); ``copies`` are tensors of objects that may not
-    either, ``buffers`` tensors of models that may.  ``shape``: a digest of what must not differ for
-    a save to be possible.
+    either, ``buffers`` those of models, and large ones of objects, that may.  ``shape``: a digest
+    of what must not differ for a save to be possible.
     """
 
     tensors: Tensors
@@ -112,12 +113,13 @@ class _Objects:
     """The registered objects, taken apart.
 
     ``digests`` are those of objects that are saved once for all ranks; ``own`` is what is saved for
-    this rank.
+    this rank.  ``large`` are tensors that ranks may differ in, and that are no part of a digest.
     """
 
     document: dict[str, Json] = field(default_factory=dict)
     digests: dict[str, str] = field(default_factory=dict)
     copies: set[str] = field(default_factory=set)
+    large: set[str] = field(default_factory=set)
     own: Tensors = field(default_factory=dict)
 
 
@@ -265,9 +267,13 @@ class TrainingState:
                 called, tensors = staged(name, self.stages.stage), Tensors()
                 value = encode(state, f"objects/{escape(called)}", tensors.__setitem__)
             copies = set() if not tensors else _copies(tensors, self.models)
+            large = {key for key, each in tensors.items() if each.numel() > _SMALL} - copies
+            if self.stages is not None or _of_optimizer(item):  # nothing of a rank's own
+                copies, large = copies | large, set()
             made.copies.update(copies)
+            made.large.update(large)
             made.document[called] = value
-            made.digests[called] = _digest([value, _facts(tensors, copies)])
+            made.digests[called] = _digest([value, _facts(tensors, copies | large)])
             for key, tensor in tensors.items():
                 save(key, tensor)
         return made
@@ -312,7 +318,7 @@ class TrainingState:
             known,
             common,
             frozenset(objects.copies),
-            known.buffers - own_buffers,
+            (known.buffers - own_buffers) | objects.large,
         )
 
     def trained(self) -> frozenset[str]:
@@ -509,13 +515,12 @@ def _copies(tensors: Tensors, models: Mapping[str, nn.Module]) -> set[str]:
     """Those of an object's tensors that are copies of one thing on all ranks that hold them.
 
     These are a ``DTensor``, and all of an object that has a tensor for each learned parameter of a
-    model, as an EMA has.  What is large, or on a device, is taken for a copy, too: a save has no
-    time to look at it before it begins.
+    model, as an EMA has.  What is on a device is taken for a copy, too.
     """
     copies = {
         key
         for key, tensor in tensors.items()
-        if isinstance(tensor, DTensor) or tensor.device.type != "cpu" or tensor.numel() > _SMALL
+        if isinstance(tensor, DTensor) or tensor.device.type != "cpu"
     }
     shapes = Counter(each.shape for each in tensors.values() if each.is_floating_point())
     for model in models.values():
@@ -525,11 +530,11 @@ def _copies(tensors: Tensors, models: Mapping[str, nn.Module]) -> set[str]:
     return copies
 
 
-def _facts(tensors: Tensors, copies: Collection[str]) -> list[Json]:
-    """What ranks compare of an object's tensors; of copies nothing that takes time."""
+def _facts(tensors: Tensors, later: Collection[str]) -> list[Json]:
+    """What ranks compare of an object's tensors before a save; ``later``: the values beside it."""
     facts: list[Json] = []
     for key, tensor in tensors.items():
-        content = "" if key in copies else hashlib.sha256(pack(tensor, key)).hexdigest()
+        content = "" if key in later else hashlib.sha256(pack(tensor, key)).hexdigest()
         facts.append([key, str(tensor.dtype), list[Json](tensor.shape), content])
     return facts
 

@@ -88,7 +88,7 @@ class ReplicaCheck:
         except Exception as caught:
             error = caught
 
-        def told(reports: Sequence[Any], _: RankMismatch | None) -> dict[str, Json]:
+        def told(reports: Sequence[Any], *_: object) -> dict[str, Json]:
             return {"as_saved": None if saved is None else saved.are(SavedStates.of(reports))}
 
         agreed, mismatch = self.exchange(
@@ -103,7 +103,7 @@ class ReplicaCheck:
         report: Mapping[str, Json],
         digest: StateDigest | None,
         facts: RankFacts,
-        decide: Callable[[Sequence[Any], RankMismatch | None], dict[str, Json]],
+        decide: Callable[[Sequence[Any], RankMismatch | None, Sequence[str]], dict[str, Json]],
         *,
         step: int,
         doing: str,
@@ -111,7 +111,7 @@ class ReplicaCheck:
         """Compare the ranks within ``Ranks.agree``; return what was agreed, and the mismatch.
 
         ``digest`` is None only if there is an ``error``.  ``decide`` runs once, on rank 0, after
-        the comparison.
+        the comparison, and is given what each rank has of its own, too.
         """
         own: dict[str, Json] = {**report, _FACTS: facts.report}
         if error is None and digest is not None:
@@ -137,7 +137,7 @@ class ReplicaCheck:
             result: dict[str, Json] = {OWN_BUFFERS: list[Json](buffers)}
             if mismatch is not None:
                 result["mismatch"] = mismatch.to_json()
-            return {**decide(reports, mismatch), **result}
+            return {**decide(reports, mismatch, buffers), **result}
 
         def first(reports: Sequence[Any]) -> dict[str, Json]:
             groups = differing([each[_DIGEST] for each in reports])

@@ -206,7 +206,7 @@ def same_state(saved: Sequence[str], now: Sequence[str]) -> bool | None:
 def explained(
     details: Sequence[Mapping[str, Any]], *, step: int, equal_at: int | None
 ) -> tuple[RankMismatch | None, list[str]]:
-    """Return the mismatch that the details of all ranks show, and the buffers that differ."""
+    """Return the mismatch that the details of all ranks show, and what each rank has of its own."""
     differences: list[tuple[str, dict[int, str]]] = []
     buffers: list[str] = []
     wrapped, whole = True, True
@@ -222,7 +222,9 @@ def explained(
             if len(set(values.values())) == 1:
                 continue
             if group.startswith(_BUFFERS):
-                buffers.append(key)
+                # An object is saved as a whole, for each rank.
+                own = "/".join(key.split("/")[:2]) if key.startswith("objects/") else key
+                buffers += [own] * (own not in buffers)
                 continue
             differences.append((key, values))
             wrapped, whole = wrapped and first["wrapped"], whole and first["whole"]

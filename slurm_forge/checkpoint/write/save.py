@@ -77,6 +77,7 @@ from slurm_forge.checkpoint.write.shares import (
     copies,
     share_of,
 )
+from slurm_forge.checkpoint.write.tensor_keys import in_words
 from slurm_forge.errors import RanksLostError
 from slurm_forge.store.directory import CheckpointStore
 from slurm_forge.store.identity import CheckpointName
@@ -189,12 +190,20 @@ class CheckpointWriter:
         blocked: Future[timedelta] = Future()
         digest: Future[StateDigest] = Future()
 
-        def seal(reports: Sequence[Any], mismatch: RankMismatch | None) -> dict[str, Json]:
+        def seal(
+            reports: Sequence[Any], mismatch: RankMismatch | None, found: Sequence[str]
+        ) -> dict[str, Json]:
+            more = [] if mismatch is None or tolerant else [mismatch.text]
+            more += [
+                f"the ranks differ in {in_words(each)}, and it has rank 0's alone"
+                for each in found
+                if each.startswith("objects/")
+            ]
             manifest = sealed(
                 name,
                 self._stage_documents.merged(document, [each["document"] for each in reports]),
                 reports,
-                more=() if mismatch is None or tolerant else (mismatch.text,),
+                more=more,
                 about={**(about or {}), DIGEST: SavedStates.of(reports).to_json()},
                 run_id=self._store.run_id,
                 sequence=self._store.next_sequence(),
@@ -473,7 +482,7 @@ class CheckpointWriter:
         plan: Plan,
         stage: Path,
         filling: Filling,
-        seal: Callable[[Sequence[Any], RankMismatch | None], dict[str, Json]],
+        seal: Callable[[Sequence[Any], RankMismatch | None, Sequence[str]], dict[str, Json]],
         doubts: Callable[[], Sequence[str]],
         *,
         held: Sequence[tuple[str, torch.Tensor]],
