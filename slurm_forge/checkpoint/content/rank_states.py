@@ -66,8 +66,9 @@ def other_layout(keys: Collection[str], saved: str, now: RankIdentity) -> Mismat
     return MismatchError(
         f"each rank has a state of its own of {names}: the checkpoint has those of {saved} ranks, "
         f"and there are {now.layout} now",
-        next_step="Resume on as many ranks and the same mesh; or write exact: false in the job "
-        "file, and every rank continues with rank 0's.",
+        next_step="Resume on as many ranks and the same mesh.  Or, where it does not choose the "
+        "samples of a rank, write exact: false in the job file: every rank continues with rank "
+        "0's.",
     )
 
 
