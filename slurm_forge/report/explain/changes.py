@@ -12,6 +12,7 @@ from slurm_forge.report.story.job_revisions import (
     changes_by_effect,
     fork_line,
     missing_position_line,
+    step_list,
 )
 from slurm_forge.report.story.lineage import (
     Lineage,
@@ -252,6 +253,14 @@ def _from_resumes(ordered: Sequence[Record]) -> Iterator[ScienceChange]:
         if isinstance(event := record.event, ev.OptionsReplaced)
         for line in event.options
     }
+    events = [record.event for record in ordered]
+    anew = [e.step for e in events if isinstance(e, ev.Resumed) and e.data_restarted]
+    if anew:
+        text = f"the data began anew at {step_list(anew)} (exact: false)"
+        yield ScienceChange(parameter="data", text=text, science=True)
+    missing = [e.step for e in events if isinstance(e, ev.DataPositionMissing)]
+    if missing:
+        yield ScienceChange(parameter="data", text=missing_position_line(*missing), science=True)
     new_code_since: dict[str, bool] = {}
     has_new_code = False
     for record in ordered:
@@ -261,15 +270,6 @@ def _from_resumes(ordered: Sequence[Record]) -> Iterator[ScienceChange]:
         if isinstance(event, ev.JobChanged) and any(each.key == CODE for each in event.changes):
             new_code_since = dict.fromkeys(new_code_since, True)
             has_new_code = True
-        if isinstance(event, ev.Resumed) and event.data_restarted:
-            yield ScienceChange(
-                parameter="data",
-                text=f"the data began anew at step {number(event.step)} (exact: false)",
-                science=True,
-            )
-        if isinstance(event, ev.DataPositionMissing):
-            text = missing_position_line(event)
-            yield ScienceChange(parameter="data", text=text, science=True)
         if isinstance(event, ev.ResumeCompared) and not event.refused:
             # What ``requeue --code new`` and a fork's ``--code new`` change is listed by itself.
             is_listed = new_code_since.get(event.checkpoint, has_new_code)

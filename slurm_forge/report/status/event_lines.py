@@ -138,7 +138,7 @@ def _sentence(record: Record, zone: tzinfo | None) -> str | None:
         case ev.OptionsReplaced():
             return f"as constructed now: {t.clean('; '.join(event.options), 300)}"
         case ev.DataPositionMissing():
-            return missing_position_line(event)
+            return missing_position_line(event.step)
         case ev.Note():
             return t.clean(event.text, 300)
         case _:

@@ -9,6 +9,8 @@ from slurm_forge.journal import events as ev
 from slurm_forge.report.text import clean, number
 from slurm_forge.vocabulary.job_change import ChangeEffect, JobChange
 
+_SHOWN_STEPS = 3
+
 _SHOWN = 5
 
 
@@ -51,10 +53,19 @@ def changes_by_effect(event: ev.JobChanged) -> Iterator[tuple[bool, str]]:
             yield science, with_origin(event, own)
 
 
-def missing_position_line(event: ev.DataPositionMissing) -> str:
+def step_list(steps: Sequence[int]) -> str:
+    """``step 400``, or ``steps 400, 700, 900 and 2 more``."""
+    if len(steps) == 1:
+        return f"step {number(steps[0])}"
+    more = len(steps) - _SHOWN_STEPS
+    shown = ", ".join(map(number, steps[:_SHOWN_STEPS]))
+    return f"steps {shown}" + (f" and {number(more)} more" if more > 0 else "")
+
+
+def missing_position_line(*steps: int) -> str:
     """One line about a loop of the program's own that can't know how far its data were read."""
     return (
-        f"resumed at step {number(event.step)} without a data position: what the program derives "
+        f"resumed at {step_list(steps)} without a data position: what the program derives "
         "from run.step_number or draws at random goes on; anything else, such as an epoch counter "
         "or an iterator, began anew (register a StatefulDataLoader, or keep the position in "
         "run.extra)"

@@ -385,6 +385,22 @@ def test_another_number_of_ranks_is_told_as_science(scribe: Scribe) -> None:
     assert "results: random states re-derived at step 10 (4 ranks, unlike" in told(scribe.facts())
 
 
+def test_what_every_resume_lacks_is_one_change(scribe: Scribe) -> None:
+    for step in (0, 1000, 2000, 3000, 4000, 5000):
+        scribe.later(60).begin()
+        scribe.resume(step)
+        if step:
+            scribe.write("r0", ev.DataPositionMissing(step=step))
+            scribe.write(
+                "r0", ev.Resumed(step=step, checkpoint="x", world_size=8, data_restarted=True)
+            )
+        scribe.preempted(step + 1000)
+    text = told(scribe.facts())
+    where = "at steps 1000, 2000, 3000 and 2 more"
+    assert text.count(f"resumed {where} without a data position: what the program derives") == 1
+    assert text.count(f"the data began anew {where} (exact: false)") == 1
+
+
 def test_random_states_that_a_fork_leaves_behind_are_told_once(scribe: Scribe) -> None:
     base = "step-00000400.a0.l0-00000000"
     scribe.write(
