@@ -210,7 +210,8 @@ def dial(
                 return _introduce(connection, credentials, role, hello, who, left)
             except (OSError, EOFError) as error:
                 ended = True
-                problems.append(f"{host}: {str(error) or 'it ended the connection'}")
+                hung_up = isinstance(error, EOFError | ConnectionError)
+                problems.append(f"{host}: {'it ended the connection' if hung_up else error}")
             except _HubRefusalError:
                 raise
             except ControlChannelError as error:

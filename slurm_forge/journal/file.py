@@ -60,6 +60,7 @@ from slurm_forge.run_directory import RunDirectory
 
 #: Version of the line format: see ``slurm_forge.format_version``.
 FORMAT = FormatVersion(1, 1)
+_WRITTEN = str(FORMAT)
 #: One event is small; a longer line is damage, or somebody filling the disk.
 LINE_LIMIT = 1 << 18
 #: The launch of an event that belongs to none, such as what a person asked for: it comes after
@@ -141,7 +142,7 @@ def _line_adapter() -> TypeAdapter[_Line]:
 def encode(record: Record) -> bytes:
     """One line, newline included."""
     body = {
-        "v": str(FORMAT),
+        "v": _WRITTEN,
         "by": PACKAGE_VERSION,
         "attempt": record.attempt,
         "launch": record.launch,
@@ -169,9 +170,6 @@ def decode(line: bytes, writer: str) -> Record:
     if read.v != _WRITTEN:
         _refuse_later(writer, read.v, read.by)
     return _record(writer, read, read.event)
-
-
-_WRITTEN = str(FORMAT)
 
 
 def _record(writer: str, read: _Line, event: Event | UnknownEvent) -> Record:
