@@ -190,7 +190,7 @@ def test_checkpoints_of_which_none_is_usable_are_not_the_same_as_none(tmp_path):
             store, weights(), group=None, eligible=lambda name: "suspect",
             on_reject=lambda *what: rejected.append(what),
         )  # fmt: skip
-    assert "journal" in caught.value.next_step
+    assert "checkpoints list" in caught.value.next_step
     assert rejected == [(names[1], "suspect"), (names[0], "suspect")]
     for name in names:
         (store.path(name) / "rank-00000.data").unlink()
