@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import resource
 
+from slurm_forge.errors import UnsupportedError
+
 #: Where the hard limit is larger, or none: some programs close every number below the soft one.
 _MOST = 1 << 20
 #: Of each rank of the launch.  The process that conducts has a connection of its own, of its
@@ -29,10 +31,28 @@ def ranks_possible(open_files: int) -> int:
     return max(0, open_files - _BESIDE) // _PER_RANK
 
 
-def raise_open_files_limit() -> int:
-    """Raise the soft limit of this process as far as it may; the limit is then the result."""
+def raise_open_files_limit(ranks: int = 0) -> int:
+    """Raise the soft limit of this process as far as it may.
+
+    Args:
+        ranks: How many the launch has, 0 where that is not known.
+
+    Returns:
+        The limit, from now on.
+
+    Raises:
+        UnsupportedError: It is too low for so many ranks.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     allowed = open_files_allowed()
     if soft != resource.RLIM_INFINITY and soft < allowed:
         resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
+    needed = open_files_needed(ranks)
+    if ranks and allowed < needed:
+        raise UnsupportedError(
+            f"a launch of {ranks} ranks needs {needed} open files in a process, and the hard limit "
+            f"is {allowed}: enough for {ranks_possible(allowed)} ranks",
+            next_step="Raise the limit (ulimit -Hn) in the script before slurm-forge, or ask the "
+            "operators of the cluster to; slurm-forge doctor --live shows it for compute nodes.",
+        )
     return allowed

@@ -29,7 +29,7 @@ from slurm_forge.control.handshake import (
 from slurm_forge.control.messages import protocol
 from slurm_forge.control.messages.message import Message
 from slurm_forge.errors import ControlChannelError
-from slurm_forge.open_files import open_files_needed, raise_open_files_limit, ranks_possible
+from slurm_forge.open_files import raise_open_files_limit
 
 #: How long a connection may take to prove that it belongs to the channel.
 _HELLO_WITHIN_S = 5.0
@@ -84,7 +84,7 @@ class Listener(ABC, Generic[PeerT]):
     ) -> None:
         self.world_size = world_size
         self.credentials = Credentials.new() if credentials is None else credentials
-        self._open_files = _checked_limit(world_size)
+        self._open_files = raise_open_files_limit(world_size)
         self._tick_s = tick_s
         self._clock = clock
         self._lock = threading.RLock()
@@ -353,16 +353,3 @@ class Listener(ABC, Generic[PeerT]):
             self._end_stranger(peer, why)
         else:
             self._drop(peer)
-
-
-def _checked_limit(world_size: int) -> int:
-    """How many files may be open; ``ControlChannelError`` where so many ranks can't connect."""
-    limit, needed = raise_open_files_limit(), open_files_needed(world_size)
-    if limit < needed:
-        raise ControlChannelError(
-            f"a launch of {world_size} ranks needs {needed} open files in a process, and the hard "
-            f"limit is {limit}: enough for {ranks_possible(limit)} ranks",
-            next_step="Raise the limit (ulimit -Hn) in the script before slurm-forge, or ask the "
-            "operators of the cluster to; slurm-forge doctor --live shows it for compute nodes.",
-        )
-    return limit

@@ -33,8 +33,12 @@ from slurm_forge.control.handshake import Role, dial
 from slurm_forge.control.hub import RankJoined
 from slurm_forge.control.messages import protocol
 from slurm_forge.control.messages.agent import AgentHello, StartWorker
-from slurm_forge.errors import ControlChannelError
+from slurm_forge.errors import ControlChannelError, UnsupportedError
 from slurm_forge.knobs import Knobs
+from slurm_forge.launch.supervisor.main import supervise
+from slurm_forge.run_directory.claims import list_claims
+from slurm_forge.slurm.client import SubprocessSlurm
+from slurm_forge.slurm.environment import SlurmEnvironment
 from tests.channel_ends import CREDENTIALS
 from tests.distributed.launches import launched, new_run
 from tests.security.bounded import as_nobody, beside_nobody, bounded
@@ -431,7 +435,7 @@ def test_a_launch_that_needs_more_files_than_it_may_open_is_refused_before_it_st
         hub.close()
         try:
             Hub(world_size=400)
-        except ControlChannelError as error:
+        except UnsupportedError as error:
             return f"{raised}: {error}"
         return "it starts"
 
@@ -440,3 +444,24 @@ def test_a_launch_that_needs_more_files_than_it_may_open_is_refused_before_it_st
     assert spent.result.startswith("1024: a launch of 400 ranks needs 1728 open files")
     assert "enough for 224 ranks" in spent.result
     assert "ulimit -Hn" in spent.result
+
+
+def test_a_job_whose_ranks_need_more_files_claims_no_attempt(tmp_path: Path):
+    run = new_run(tmp_path)
+
+    def start() -> tuple[str, int]:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (1024, 1024))
+        environment = SlurmEnvironment.from_environ({"SLURM_JOB_ID": "1", "SLURM_NTASKS": "400"})
+        assert environment is not None
+        slurm = SubprocessSlurm.of_this_process()
+        try:
+            supervise(run, [], environment=environment, variables={}, slurm=slurm, via="test")
+        except UnsupportedError as error:
+            return error.message, len(list_claims(run))
+        return "it starts", len(list_claims(run))
+
+    spent = bounded(start)
+    assert spent is not None
+    message, claims = spent.result
+    assert "enough for 224 ranks" in message
+    assert claims == 0

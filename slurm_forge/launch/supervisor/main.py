@@ -47,6 +47,7 @@ from slurm_forge.launch.supervisor.job_step import (
     StepOptions,
 )
 from slurm_forge.launch.supervisor.placement import RankPlacement
+from slurm_forge.open_files import raise_open_files_limit
 from slurm_forge.process import process_words
 from slurm_forge.recovery import LaunchFacts
 from slurm_forge.recovery.nodes.placement import Placement
@@ -82,6 +83,7 @@ def supervise(
             "and starts the ranks of each apart, so that a run can't be brought back from it",
             next_step="Ask for one kind of node: no hetjob, no ':' between options of sbatch.",
         )
+    raise_open_files_limit(environment.ntasks or 0)  # before anything is claimed
     return conduct_in_job(
         run,
         lambda job: _Supervisor(job, payload, signals),

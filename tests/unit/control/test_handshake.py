@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hmac
+import secrets
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -14,7 +15,7 @@ import pytest
 
 import slurm_forge
 from slurm_forge.control import Hub, Member, handshake
-from slurm_forge.control.addresses import parse_addresses
+from slurm_forge.control.addresses import connect, parse_addresses
 from slurm_forge.control.handshake import (
     AuthenticatedConnection,
     Credentials,
@@ -40,7 +41,7 @@ def call(port: int, *, within_s: float = WITHIN_S) -> AuthenticatedConnection:
 
 
 @contextlib.contextmanager
-def serving(body: Callable[[socket.socket], None]) -> Iterator[int]:
+def serving(body: Callable[[socket.socket], object]) -> Iterator[int]:
     """A listener whose connections are all given to ``body``, one after the other."""
     with socket.create_server(("127.0.0.1", 0)) as server:
 
@@ -66,7 +67,7 @@ def sessions() -> tuple[Session, Session]:
 
 def test_the_wire_of_version_1(monkeypatch: pytest.MonkeyPatch) -> None:
     """Other versions refuse it by its number: what changes here needs another one."""
-    monkeypatch.setattr(handshake.secrets, "token_hex", lambda size: "d" * 2 * size)
+    monkeypatch.setattr(secrets, "token_hex", lambda size: "d" * 2 * size)
     answer = answer_challenge(CHALLENGE, CREDENTIALS)
     about = f"slurm_forge 1 rank {CREDENTIALS.nonce} {'c' * 32} {'d' * 32}"
 
@@ -182,13 +183,12 @@ def test_the_first_of_several_hosts_may_be_a_strangers(monkeypatch: pytest.Monke
         connection.sendall(b"forge 1 0.1.0 " + b"0" * 32 + b" " + b"0" * 64 + b"\n")
         heard.append(connection.recv(4096))
 
-    real = handshake.connect
     with serving(overhear) as stranger, socket.create_server(("127.0.0.1", 0)) as server:
         ports = {"stranger": stranger, "hub": server.getsockname()[1]}
         monkeypatch.setattr(
             handshake,
             "connect",
-            lambda hosts, port, within: real(("127.0.0.1",), ports[hosts[0]], within),
+            lambda hosts, port, within: connect(("127.0.0.1",), ports[hosts[0]], within),
         )
         hub = threading.Thread(target=lambda: welcomed(server), daemon=True)
         hub.start()
@@ -235,10 +235,11 @@ def _try(port: int) -> None:
     ids=["newer", "another launch", "ssh", "a guess", "endless"],
 )  # fmt: skip
 def test_who_answers_otherwise_is_named_with_what_to_do(answer: bytes, why: str, step: str) -> None:
-    with (
-        serving(lambda connection: connection.sendall(answer) or connection.recv(1)) as port,  # type: ignore[func-returns-value]
-        pytest.raises(ControlChannelError, match=why) as raised,
-    ):
+    def say(connection: socket.socket) -> None:
+        connection.recv(4096)
+        connection.sendall(answer)
+
+    with serving(say) as port, pytest.raises(ControlChannelError, match=why) as raised:
         call(port)
     assert f"127.0.0.1:{port}" in raised.value.message
     assert step in raised.value.next_step
@@ -258,7 +259,7 @@ def test_a_rank_of_before_there_was_a_handshake_is_told_apart() -> None:
 
 def test_a_hub_that_always_hangs_up_is_given_up_on_in_the_end() -> None:
     with (
-        serving(lambda connection: connection.close()) as port,
+        serving(lambda connection: connection.recv(4096)) as port,
         pytest.raises(ControlChannelError, match="it ended the connection") as raised,
     ):
         call(port, within_s=0.2)
