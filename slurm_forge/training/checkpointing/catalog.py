@@ -275,11 +275,12 @@ class CheckpointCatalog:
             )
             self._records.write(CheckpointWitnessed(name=str(name), loss=loss, samples=samples))
 
-    def reference_loss(self, name: CheckpointName, samples: int) -> float | None:
-        """The loss of the first micro-batch of so many samples behind a checkpoint, if known."""
+    def reference_loss(self, name: CheckpointName) -> tuple[float, int] | None:
+        """The loss of the first micro-batch behind a checkpoint, and its samples, if known."""
         checkpoint = self._records.find(name)
-        same = checkpoint is not None and checkpoint.reference_samples == samples
-        return checkpoint.reference_loss if checkpoint is not None and same else None
+        if checkpoint is None or checkpoint.reference_loss is None:
+            return None
+        return checkpoint.reference_loss, checkpoint.reference_samples
 
     @property
     def has_usable(self) -> bool:

@@ -180,12 +180,17 @@ class FirstSteps:
         #: First losses behind checkpoints, not read from the device yet.
         self._losses: dict[int, tuple[torch.Tensor | float, int]] = {}
         self.resumed_at: int | None = None
-        self._expected: float | None = None
+        #: The loss of its first micro-batch, and of how many samples.
+        self._expected: tuple[float, int] | None = None
         self._another = ""
         self._noted_before = 0
 
-    def resumed(self, step: int, *, expected: float | None, load_differs: bool = False) -> None:
-        """Training goes on from ``step``; ``expected`` is the loss of the first micro-batch.
+    def resumed(
+        self, step: int, *, expected: tuple[float, int] | None, load_differs: bool = False
+    ) -> None:
+        """Training goes on from ``step``; ``expected`` is what ``note_reference`` was told then.
+
+        It is compared where the first micro-batch has as many samples again.
 
         ``load_differs``: the digest of what was loaded is not that of what was saved.  A checkpoint
         that a stop has written has a digest, and no loss.
@@ -219,8 +224,8 @@ class FirstSteps:
             del self._losses[step]
             value = float(loss)
             if step == self.resumed_at and self._expected is not None:
-                expected, self._expected = self._expected, None
-                if not same_loss(expected, value, self._exactness):
+                (expected, of), self._expected = self._expected, None
+                if of == samples and not same_loss(expected, value, self._exactness):
                     self._another = (
                         f"the first micro-batch after step {step} has the loss {value:.7g}, and "
                         f"had {expected:.7g} when the checkpoint was written"

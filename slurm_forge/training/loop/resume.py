@@ -186,7 +186,7 @@ class Resumer:
         catalog = parts.saver.catalog
         if parts.first_steps is None or catalog is None:
             return
-        expected = catalog.reference_loss(name, self.micro_batch)
+        expected = catalog.reference_loss(name)
         at = parts.progress.consumed
         # Where samples are left out right here, the next micro-batch is another one.
         other = any(window.first <= at < window.stop for window in parts.active_plan.plan.skipped)

@@ -180,11 +180,15 @@ def test_the_same_micro_batch_has_the_same_loss_after_a_resume(lab):
     assert made.events(ev.Note) == []
 
 
-def test_another_loss_for_it_is_told(lab):
+@pytest.mark.parametrize("restores", [False, True])
+def test_another_loss_for_it_is_told(lab, restores):
     made = lab(checkpoint={"every_steps": 30})
     interrupted(made, saved=30, killed=33)
     run, _ = made.start()
-    noisy(run, model_of(run), 37, also=0.003)
+    model = model_of(run)
+    if restores:
+        run.restore()  # before it is known how samples are cut into micro-batches
+    noisy(run, model, 37, also=0.003)
     run._first_steps.check()
     (note,) = made.events(ev.Note)
     assert "the first micro-batch after step 30" in note.text
