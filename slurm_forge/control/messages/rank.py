@@ -82,11 +82,16 @@ class SaveFailed(Message):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankStopped(Message):
-    """This rank stopped, as all did, after ``step`` steps; ``checkpoint`` is what was committed."""
+    """This rank stopped, as all did, after ``step`` steps; ``checkpoint`` is what was committed.
+
+    With ``stays_s`` it has something left to do that takes no longer, and says so again without it
+    when that is done.
+    """
 
     m: Literal["stopped"] = "stopped"
     step: Int
     checkpoint: str | None
+    stays_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

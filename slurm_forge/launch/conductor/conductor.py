@@ -217,6 +217,7 @@ class Conductor:
                 self.stops.signalled(message.what, f"rank {rank}")
             case RankStopped():
                 observations.left_ranks.add(rank)
+                self._shutdown.stopped(rank, message.stays_s, self._clock())
                 observations.stopped = (
                     message if rank == 0 or observations.stopped is None else observations.stopped
                 )
@@ -452,7 +453,8 @@ class Conductor:
             self._end()  # nothing has been computed yet: what is on disk is as new as can be
 
     def insist(self) -> None:
-        """Ranks that save are not stopped in the middle of it."""
+        """Ranks that save are not stopped in the middle of it; those that have saved are."""
+        self._shutdown.hurry(self._clock())
 
     def save(self) -> None:
         """Have the ranks save and go on."""

@@ -52,16 +52,35 @@ class Shutdown:
         self._started = started
         self._stays = stays
         self._all_said: float | None = None
+        #: Until when ranks that have stopped may stay, and how many signals there were before.
+        self._staying: dict[int, float] = {}
+        self._signals = 0
 
     def begin(self, now: float) -> None:
         """Somebody failed, is gone, or must be ended: the others may still say why."""
         if self._observations.ending_since is None:
             self._observations.ending_since = now
 
+    def stopped(self, rank: int, stays_s: float, now: float) -> None:
+        """A rank has stopped; it stays so long at most for something else, or leaves."""
+        self._staying.pop(rank, None)
+        if stays_s > 0:
+            self._staying[rank], self._signals = now + stays_s, self._count_signals()
+
+    def hurry(self, now: float) -> None:
+        """End ranks that have all stopped and stay for something else: their words are said."""
+        if self._all_have_stopped() and self._staying:
+            self._staying.clear()
+            self.begin(now)
+            self._abort()
+
     def poll(self, now: float) -> None:
         """Go on with it, if it has begun, or has to."""
         observations = self._observations
         self._check_absent(now)
+        overdue = now >= max(self._staying.values(), default=now)
+        if overdue or self._count_signals() > self._signals:
+            self.hurry(now)
         if self._all_have_left():
             self._all_said = now if self._all_said is None else self._all_said
             over = now - self._all_said >= _GOODBYE_S and not self._stays
@@ -71,8 +90,7 @@ class Shutdown:
             return
         since = now - observations.ending_since
         if since >= _LAST_WORDS_S:
-            observations.aborted = True
-            self._hub.abort("the launch is over")
+            self._abort()
         if since >= _LEAVE_S and self._launched is not None:
             self._launched.kill()
 
@@ -87,7 +105,17 @@ class Shutdown:
         # Who has said goodbye leaves by itself; whoever has not may still be at it, or fail.
         return self._all_have_left() or ending > 2 * _LAST_WORDS_S
 
+    def _abort(self) -> None:
+        self._observations.aborted = True
+        self._hub.abort("the launch is over")
+
+    def _count_signals(self) -> int:
+        return len(self._observations.batch_signals) + len(self._observations.rank_signals)
+
     def _all_have_left(self) -> bool:
+        return self._all_have_stopped() and not self._staying
+
+    def _all_have_stopped(self) -> bool:
         return len(self._observations.left_ranks) == self._hub.world_size
 
     def _check_absent(self, now: float) -> None:

@@ -13,7 +13,8 @@ The first steps after a resume, watched: is the loss what it was before?
 
 Twice.  The first micro-batch behind a checkpoint is computed from exactly what is in it; its loss
 is remembered, and a resume on as many ranks computes it again.  That costs nothing: no batch is
-stored and none is computed for it.  And the losses of the first steps should lie where the last
+stored and none is computed for it, but behind the checkpoint of a stop
+(``training/loop/reference_loss.py``).  And the losses of the first steps should lie where the last
 ones before the checkpoint lay.
 """
 
@@ -62,6 +63,14 @@ _GROWTH = {"float64": 1024.0, "float32": 1024.0}
 _GROWTH_OF_HALF = 4.0
 #: Cross entropy near 0 is a difference of numbers around 10, computed in float32.
 _NEAR_ZERO = 16 * 2.0**-23
+
+#: The loss that a stop computes on its way out takes a part of a step as a rule.  It is given up
+#: where it takes so many steps and a moment, and not begun where less than that and what the end of
+#: a launch takes (ranks leave, the job is requeued) is left of the time, or it may take a minute.
+_TIMES_A_STEP = 5.0
+_MOMENT_S = 2.0
+_LEFT_FOR_THE_END_S = 10.0
+_LONGEST_S = 60.0
 
 
 class ResumeVerdict(str, Enum):
@@ -143,6 +152,17 @@ def same_loss(recorded: float, now: float, dtype_name: str) -> bool:
     return abs(recorded - now) <= growth * eps * max(abs(recorded), abs(now)) + near_zero
 
 
+def seconds_for_loss(step_s: float, left_s: float | None) -> float:
+    """How long one more loss may take before a launch ends; 0 where there is no time for it.
+
+    ``step_s`` is what a step took with the wait for its batch, ``left_s`` is how long there is,
+    None where that is not known.
+    """
+    allowed = _MOMENT_S + _TIMES_A_STEP * step_s
+    within = min(_LONGEST_S, 0.0 if left_s is None else left_s - _LEFT_FOR_THE_END_S)
+    return allowed if allowed <= within else 0.0
+
+
 def _deviation(losses: Sequence[float], level: float) -> float:
     spread = statistics.median(abs(loss - level) for loss in losses)
     # From step to step, which a slope does not widen but a slow wave hides: the larger one counts.
@@ -192,8 +212,7 @@ class FirstSteps:
 
         It is compared where the first micro-batch has as many samples again.
 
-        ``load_differs``: the digest of what was loaded is not that of what was saved.  A checkpoint
-        that a stop has written has a digest, and no loss.
+        ``load_differs``: the digest of what was loaded is not that of what was saved.
         """
         self.resumed_at, self._expected = step, expected
         # After a rollback the steps come again: nothing of the first time is true of them.
@@ -231,7 +250,7 @@ class FirstSteps:
                         f"had {expected:.7g} when the checkpoint was written"
                     )
                     self._report(self._another)
-            # A checkpoint that a stop has written gets its reference loss from the first resume.
+            # One that a stop had no time for comes from the first resume.
             if step in (self.saved_at, self.resumed_at):
                 self._note_reference(step, value, samples)
         count = self._loss_history.noted - self._noted_before

@@ -36,11 +36,11 @@ class Generators:
         index = torch.cuda.current_device() if device.index is None else device.index
         return cls(host, torch.cuda.default_generators[index].get_state(), index)
 
-    def are_equal(self, others: Generators) -> bool:
-        """Whether nothing was drawn from the device's in between."""
-        if self.device is None or others.device is None:
-            return self.device is others.device
-        return torch.equal(self.device, others.device)
+    def same(self, other: Generators) -> bool:
+        """Whether nothing was drawn in between."""
+        if self.device is not None and other.device is not None:
+            return torch.equal(self.host, other.host) and torch.equal(self.device, other.device)
+        return self.device is other.device and torch.equal(self.host, other.host)
 
     def put_back(self) -> None:
         """Draw from here on what followed then."""

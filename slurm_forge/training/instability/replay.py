@@ -75,7 +75,7 @@ class StateGuard:
         drawn = self._host.drawn(host)
         if generators is not None:
             return bool(drawn - {HostGenerator.TORCH})
-        return bool(drawn) or not device.are_equal(Generators.now(self._device))
+        return bool(drawn) or not device.same(Generators.now(self._device))
 
     @torch.no_grad()
     def put_back(self) -> None:

@@ -35,6 +35,7 @@ from slurm_forge.training.instability.skip_tracker import (
 )
 from slurm_forge.training.instability.spike_monitor import SpikeMonitor
 from slurm_forge.training.loop.instability_handler import InstabilityHandler
+from slurm_forge.training.loop.reference_loss import ReferenceLoss
 from slurm_forge.training.loop.request_handler import RequestHandler
 from slurm_forge.training.loop.save_schedule import SaveSchedule
 from slurm_forge.training.loop.step_lifecycle import StepLifecycle
@@ -56,6 +57,7 @@ class Parts:
     save_schedule: SaveSchedule
     first_steps: FirstSteps | None
     step_lifecycle: StepLifecycle
+    reference_loss: ReferenceLoss
     boundaries: StepBoundaries
     progress_log: ProgressLogger
     probe: Probe | None
@@ -185,6 +187,15 @@ def assemble(
         member=member,
         group=groups.cpu,
     )
+    reference_loss = ReferenceLoss(
+        registry=registry,
+        progress=progress,
+        save_schedule=save_schedule,
+        step_lifecycle=step_lifecycle,
+        member=member,
+        group=groups.cpu,
+        catalog=saver.catalog,
+    )
     progress_log = ProgressLogger(journal, progress)
     probe = _probe(context, device, groups, member, fault_injector)
     requests = RequestHandler(
@@ -198,6 +209,7 @@ def assemble(
         spike_monitor=spike_monitor,
         active_plan=active_plan,
         step_lifecycle=step_lifecycle,
+        reference_loss=reference_loss,
         probe=probe,
         step_timer=step_timer,
     )
@@ -211,6 +223,7 @@ def assemble(
         save_schedule=save_schedule,
         first_steps=first_steps,
         step_lifecycle=step_lifecycle,
+        reference_loss=reference_loss,
         boundaries=boundaries,
         progress_log=progress_log,
         probe=probe,

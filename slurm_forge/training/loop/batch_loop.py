@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
@@ -49,6 +50,7 @@ from slurm_forge.training.data.stateful_source import StatefulSource
 from slurm_forge.training.data.step_sizes import StepSizes
 from slurm_forge.training.loop.assembly import Parts
 from slurm_forge.training.loop.batches_request import BatchesRequest
+from slurm_forge.training.loop.reference_loss import FetchBatch
 from slurm_forge.training.loop.resume import Resumer
 from slurm_forge.training.loop.step import Step
 from slurm_forge.training.loop.step_lifecycle import ONE_EACH
@@ -80,6 +82,10 @@ class BatchLoop:
         #: Samples of an epoch; 0 before the loop has begun, or where only the source knows.
         self.length = 0
         self._batch_source: BatchIterator | None = None
+        #: What was fetched last, whether or not it is handed out yet.
+        self._fetched: Batch | None = None
+        #: Whether one is waited for.
+        self._waits = False
         self._learning: LearnedMicroBatch | None = None
         self._begun_at = self._loops = 0
         #: The steps that were counted when the last batch was handed out.
@@ -141,7 +147,7 @@ class BatchLoop:
                 if source is None:
                     source = self._open(request, sizes, loop)
                 with parts.boundaries.data_wait() as poll:
-                    batch = source.next_batch(poll, DATA_POLL)
+                    batch = self._next_batch(source, poll)
                 self._hand_out(batch)
                 yield batch
                 parts.step_lifecycle.settle()
@@ -156,10 +162,33 @@ class BatchLoop:
             if source is not None:
                 source.close()
 
+    def _next_batch(self, source: BatchIterator, poll: Callable[[], None]) -> Batch:
+        begun, self._waits = time.monotonic(), True
+        self._fetched = batch = source.next_batch(poll, DATA_POLL)
+        self._waits = False
+        self._parts.reference_loss.fetch_s = time.monotonic() - begun
+        return batch
+
+    def _next_fetch(self) -> FetchBatch | None:
+        """At a stop: what gives the batch of the next step; None where that is not to be had.
+
+        No position changes with it: a checkpoint holds that of the steps that were counted.
+        """
+        parts, source = self._parts, self._batch_source
+        step = parts.progress.step
+        if source is None or step >= self._ends_at or parts.step_lifecycle.handed_out is not None:
+            return None
+        if self._waits or parts.data_state.random(step) is not None:
+            return None  # it may take long; or its random numbers are drawn already
+        fetched = self._fetched
+        if fetched is not None and fetched.step == step:
+            return lambda _: fetched
+        return partial(self._next_batch, source)
+
     def _hand_out(self, batch: Batch | None) -> None:
         """``batch`` is the program's until its step is over; None in between."""
         lifecycle = self._parts.step_lifecycle
-        lifecycle.handed_out = batch
+        lifecycle.hand_out(batch)
         self._parts.instability.batch_in_progress = batch is not None
         if batch is not None:
             lifecycle.own_data = False
@@ -195,6 +224,7 @@ class BatchLoop:
         """No more batches are taken, whatever has become of the loop."""
         self._parts.instability.rewind = None
         self._hand_out(None)
+        self._parts.reference_loss.next_fetch = self._fetched = None
         if self._batch_source is not None:
             self._batch_source.close()
             self._batch_source = None
@@ -412,6 +442,7 @@ class BatchLoop:
             parts.saver.catalog.say(unchecked)
         parts.data_state.attach(source, loop)
         self._batch_source = source
+        parts.reference_loss.next_fetch = self._next_fetch
         return source
 
 

@@ -16,6 +16,7 @@ from slurm_forge.training.core.run_state import (
 from slurm_forge.training.core.step_boundary import RunStopped, StepBoundaries
 from slurm_forge.training.instability.skip_tracker import SkipTracker
 from slurm_forge.training.instability.spike_monitor import SpikeMonitor, limit_in
+from slurm_forge.training.loop.reference_loss import ReferenceLoss
 from slurm_forge.training.loop.save_schedule import SaveSchedule
 from slurm_forge.training.loop.step_lifecycle import StepLifecycle
 from slurm_forge.training.monitor.collective_probe import Probe
@@ -39,6 +40,7 @@ class RequestHandler:
         spike_monitor: SpikeMonitor | None,
         active_plan: ActivePlan,
         step_lifecycle: StepLifecycle,
+        reference_loss: ReferenceLoss,
         probe: Probe | None,
         step_timer: StepTimer | None,
     ) -> None:
@@ -52,6 +54,7 @@ class RequestHandler:
         self._spike_monitor = spike_monitor
         self._active_plan = active_plan
         self._step_lifecycle = step_lifecycle
+        self._reference_loss = reference_loss
         self._probe = probe
         self._step_timer = step_timer
 
@@ -88,4 +91,8 @@ class RequestHandler:
         last = self._save_schedule.last
         self._hooks.call("on_stop", step=step)
         name = None if last is None else str(last)
-        self._member.send(RankStopped(step=step, checkpoint=name))
+        stays_s = self._reference_loss.seconds_allowed()
+        self._member.send(RankStopped(step=step, checkpoint=name, stays_s=stays_s))
+        self._reference_loss.compute(stays_s)
+        if stays_s:
+            self._member.send(RankStopped(step=step, checkpoint=name))

@@ -452,7 +452,8 @@ class Run:
         Args:
             batch: From ``batches``, or one of your own as for ``step``.
             compute_loss: Called with each micro-batch; returns the mean loss over its samples (a
-                scalar tensor, shape ``()``), or ``Loss(sum, count)``.
+                scalar tensor, shape ``()``), or ``Loss(sum, count)``.  After the save of a stop it
+                is called with the next one, too.
             optimizer: The registered optimizer to step; None steps every registered one.
             max_norm: The gradient norm (2-norm over all parameters and ranks) to clip to; None does
                 not clip.

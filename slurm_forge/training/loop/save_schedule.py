@@ -60,6 +60,8 @@ class SaveSchedule:
         self._epoch: int | None = None
         #: The random state of the training, while a phase goes on with one of its own.
         self.random: dict[str, torch.Tensor] | None = None
+        #: That of the last save.
+        self.random_saved: dict[str, torch.Tensor] | None = None
         #: What is saved in place of registered objects that are ahead of the steps meanwhile.
         self.ahead: Mapping[str, Any] = {}
 
@@ -124,6 +126,7 @@ class SaveSchedule:
         self._prepare()
         # With a batch fetched and not used, they are those before the fetch.
         random = self._data_state.random(self._progress.step) or self.random or rng.capture()
+        self.random_saved = random
         # What somebody waits for is the last save, or one that was asked for.
         use_spare, wait = wait, wait or not self._spec.background
         with self._saving():

@@ -109,8 +109,7 @@ class Step:
             loss = self._faults.of_loss(loss, self._number)
         weighted = self._loss.weigh(loss)
         if self.first_loss is None:
-            mean = loss.sum / loss.count if isinstance(loss, Loss) else loss
-            self.first_loss = mean.detach()
+            self.first_loss = _mean(loss)
         scaled = weighted if self._scaler is None else self._scaler.scale(weighted)
         if self._exchanges:
             self._handing_over()
@@ -206,6 +205,12 @@ class Step:
         self.apply(optimizer, max_norm=max_norm)
         return self.mean_loss()
 
+    def compute_first_loss(self) -> torch.Tensor:
+        """What ``first_loss`` would be, and no more: nothing is backward and nothing is updated."""
+        if self.compute_loss is None:
+            raise AssertionError("the losses of this step come one by one")
+        return _mean(self.compute_loss(next(self.micro_batches())))
+
     def _synchronise(self, now: bool) -> None:
         model: Any
         for model in self._registry.models.values():
@@ -216,3 +221,8 @@ class Step:
                 model.require_backward_grad_sync = now or model.static_graph
             elif FSDPModule in kinds:
                 model.set_requires_gradient_sync(now)
+
+
+def _mean(loss: torch.Tensor | Loss) -> torch.Tensor:
+    """The loss as a mean, detached."""
+    return (loss.sum / loss.count if isinstance(loss, Loss) else loss).detach()

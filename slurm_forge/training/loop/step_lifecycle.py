@@ -6,6 +6,7 @@ block; ``run.train_step(optimizer=…)`` and ``run.apply`` may add several updat
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,7 +21,7 @@ from slurm_forge.errors import UnsupportedError, UsageError
 from slurm_forge.training.checkpointing.resume_check import FirstSteps
 from slurm_forge.training.core.host_generators import Generators
 from slurm_forge.training.core.instability import ActivePlan
-from slurm_forge.training.core.loss import BatchLoss, Loss, LossHistory
+from slurm_forge.training.core.loss import BatchLoss, LossHistory
 from slurm_forge.training.core.rank_layout import ActiveLayout
 from slurm_forge.training.core.run_state import (
     Registry,
@@ -31,6 +32,7 @@ from slurm_forge.training.faults.injector import FaultInjector
 from slurm_forge.training.instability.skip_tracker import SkipTracker
 from slurm_forge.training.instability.step_record import StepRecord
 from slurm_forge.training.loop.batch_faults import BatchFaults
+from slurm_forge.training.loop.loss_calls import LossCalls, LossFunction
 from slurm_forge.training.loop.step import Step
 from slurm_forge.training.monitor.step_timer import StepTimer
 from slurm_forge.training.step.buffer_snapshot import BufferSnapshot
@@ -107,6 +109,10 @@ class StepLifecycle:
         self._buffers_at = -1
         self._generators: Generators | None = None
         self._started = self._timed = False
+        self._begun_at = 0.0
+        #: How long the last step took, from its forward on.
+        self.step_s = 0.0
+        self._loss_calls = LossCalls(registry.models, device)
         #: Samples of a step of ``run.batches`` over all ranks, for people; 0 where unknown.
         self.global_batch = 0
         #: Whether a step was counted in this launch, and since the last rollback.
@@ -133,6 +139,11 @@ class StepLifecycle:
         if self._fault_injector.active:
             self._fault_injector.boundary(step, self._registry)
         self._member.begin(step + 1)
+
+    def hand_out(self, batch: Batch | None) -> None:
+        """``batch`` of ``run.batches`` is the program's until its step is over; None in between."""
+        self.handed_out = batch
+        self._loss_calls.handed_out(batch)
 
     def note_buffers(self) -> None:
         """Once the checkpoint is loaded: buffers that change from here on can be named."""
@@ -176,7 +187,7 @@ class StepLifecycle:
     def turn(
         self,
         batch: Any,
-        compute_loss: Callable[[Any], torch.Tensor | Loss] | None,
+        compute_loss: LossFunction | None,
         optimizer: Optimizer | None,
         *,
         in_stream: bool,
@@ -205,13 +216,13 @@ class StepLifecycle:
     def _begin(
         self,
         batch: Batch,
-        compute_loss: Callable[[Any], torch.Tensor | Loss] | None,
+        compute_loss: LossFunction | None,
         *,
         in_stream: bool,
     ) -> Step:
         """Clear the gradients and remember the buffers: for a step, or for another part of it."""
         step, plan, layout = self._progress.step, self._active_plan.plan, self._layout.now
-        faults: BatchFaults | None = None
+        given, faults = compute_loss, None
         if self._fault_injector.active:
             faults = BatchFaults(
                 self._fault_injector,
@@ -232,7 +243,20 @@ class StepLifecycle:
         self._generators = Generators.now(self._device)
         if self.open is None or not self.open.updates:
             self.open = OpenStep(self.handed_out, generators=self._generators)
-        timer = self._step_timer
+            self._begun_at = time.monotonic()
+            self._loss_calls.step_begins(batch, given, self._generators)
+        return self._part(batch, compute_loss, in_stream=in_stream, faults=faults)
+
+    def _part(
+        self,
+        batch: Batch,
+        compute_loss: LossFunction | None,
+        *,
+        in_stream: bool,
+        faults: BatchFaults | None = None,
+    ) -> Step:
+        layout, timer = self._layout.now, self._step_timer
+        plan = self._active_plan.plan
         return Step(
             batch,
             registry=self._registry,
@@ -244,13 +268,24 @@ class StepLifecycle:
                 device=self._device,
             ),
             norm_group=layout.pipeline_group,
-            lr_scale=1.0 if plan.lr_factor == 1.0 else plan.lr_scale(step),
+            lr_scale=1.0 if plan.lr_factor == 1.0 else plan.lr_scale(self._progress.step),
             limit=self._active_plan.limit,
             buffers=self._buffers,
             compute_loss=compute_loss,
             handing_over=_nothing if timer is None else timer.handing_over,
             faults=faults,
         )
+
+    @property
+    def next_loss_function(self) -> LossFunction | None:
+        """Between two steps: what will compute the losses of the next one, where that is known."""
+        return self._loss_calls.next_function
+
+    def first_loss_of(self, batch: Batch, compute_loss: LossFunction) -> torch.Tensor:
+        """The loss of the first micro-batch as the next step would compute it; no step is begun."""
+        for optimizer in self._registry.optimizers.values():
+            drop_gradients(optimizer)
+        return self._part(batch, compute_loss, in_stream=True).compute_first_loss()
 
     def _renew_scale(self, optimizer: Optimizer) -> None:
         """Before another update of an optimizer in one step: a scaler takes one per ``update``."""
@@ -316,6 +351,7 @@ class StepLifecycle:
             self.start(timed=False)
         progress, self._started = self._progress, False
         progress.step += 1
+        self.step_s = time.monotonic() - self._begun_at
         if self._timed and self._step_timer is not None:
             self._step_timer.end(progress.step)
         self.counted = self.stepped = True

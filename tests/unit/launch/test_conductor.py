@@ -631,6 +631,74 @@ def test_where_nobody_listens_in_the_batch_step_a_ranks_second_signal_is_the_job
     assert classify(facts, "1.1").cause is Cause.USER_CANCELLED
 
 
+# -- ranks that have stopped, and stay for the loss behind their checkpoint ------------------------
+
+
+def staying(stage: Stage, seconds: float = 1e6, *, supervised: bool = True) -> Stage:
+    """A launch whose ranks have stopped and stay, for so many seconds at most."""
+
+    def stays(rank: Rank) -> None:
+        rank.train(stop=False)
+        checkpoint = f"step-{rank.step}"
+        stopped = RankStopped(step=rank.step, checkpoint=checkpoint, stays_s=seconds)
+        rank.member.send(stopped)
+        rank.stay.wait(WITHIN_S)
+        rank.leave(replace(stopped, stays_s=0.0))
+
+    stage.script = stays
+    stage.timing = replace(stage.timing, stop_within=timedelta(days=100))
+    if not supervised:
+        stage.launcher = None
+    stage.start().preempt(grace=1e7)
+    stage.notice(rank=0)
+    observations = stage.conductor.stops.observations
+    until(lambda: len(observations.left_ranks) == stage.world, "all to have stopped")
+    return stage
+
+
+def ended(stage: Stage) -> LaunchFacts:
+    """The facts of a launch that was waited for no longer: it counts as any that has stopped."""
+    facts = stage.end()
+    assert [rank.aborted for rank in stage.ranks] == ["the launch is over"] * stage.world
+    assert facts.stopped_at is not None and facts.checkpoint == f"step-{facts.stopped_at}"
+    assert (facts.lost, facts.failures, facts.deadline_passed) == ((), (), False)
+    assert stage.cause() is Cause.PREEMPTED
+    return facts
+
+
+@pytest.mark.parametrize("supervised", [True, False])
+def test_ranks_that_stay_are_waited_for(stage: Stage, supervised: bool) -> None:
+    staying(stage, supervised=supervised)
+    stage.ranks[0].stay.set()
+    until(lambda: not stage.hub.members()[0].connected, "rank 0 to leave")
+    assert stage.thread.is_alive() and not stage.conductor._observations.aborted
+    stage.ranks[1].stay.set()
+    assert stage.end().stopped_at is not None
+    assert [rank.aborted for rank in stage.ranks] == ["", ""]
+
+
+@pytest.mark.parametrize("supervised", [True, False])
+def test_ranks_that_stay_for_longer_than_they_said_are_ended(
+    stage: Stage, supervised: bool
+) -> None:
+    ended(staying(stage, 3.0, supervised=supervised))
+
+
+@pytest.mark.parametrize("source", [BATCH_STEP, "rank 1"])
+def test_a_second_signal_ends_ranks_that_stay_at_once(stage: Stage, source: str) -> None:
+    staying(stage).conductor.stops.add_signal("SIGTERM", source)
+    ended(stage)
+
+
+def test_a_person_who_insists_ends_ranks_that_stay_at_once(stage: Stage) -> None:
+    stops = staying(stage).conductor.stops
+    for _ in range(2):
+        stops.add_request("Ctrl-C")
+    facts = stage.end()
+    assert facts.stopped_by == "Ctrl-C" and facts.stopped_at is not None
+    assert [rank.aborted for rank in stage.ranks] == ["the launch is over"] * 2
+
+
 def test_a_clock_that_is_behind_does_not_lose_the_last_save(stage: Stage) -> None:
     stage.behind = timedelta(minutes=10)
     stage.slurm.answer = replace(RUNNING, end_time=BEGAN + timedelta(seconds=75))

@@ -1,0 +1,157 @@
+"""Whether the loss of the next step can be computed without the program: from how the last did it.
+
+What ``run.train_step`` is given belongs to one step: a function may use values that the loop's body
+works out anew each time, and the batch may be changed before it is handed over.  So the last two
+steps have to be alike in everything that can be looked at, in microseconds; else it is not known.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from types import FunctionType
+from typing import Any, TypeAlias
+
+import torch
+from torch import nn
+
+from slurm_forge.training.core.loss import Loss
+from slurm_forge.training.core.host_generators import Generators
+from slurm_forge.training.data.batches import Batch
+from slurm_forge.training.instability.replay import tensors_in
+
+#: Computes the loss of a micro-batch.
+LossFunction: TypeAlias = "Callable[[Any], torch.Tensor | Loss]"
+
+_PLAIN = (bool, int, float, complex, str, bytes, type(None))
+
+
+# Not frozen: made in every step, and that would take as long as all that is in it.
+@dataclass(slots=True, eq=False)
+class _Inputs:
+    """What a step is computed from: its batch as it is now, and the random numbers to come."""
+
+    batch: Batch
+    generators: Generators
+    tensors: tuple[tuple[int, int], ...] = ()
+
+    def __post_init__(self) -> None:
+        tensors = tensors_in(self.batch.micro_batches[0])
+        self.tensors = tuple((id(each), each._version) for each in tensors)
+
+    def same(self, other: _Inputs) -> bool:
+        return (
+            self.batch is other.batch
+            and self.tensors == other.tensors
+            and self.generators.same(other.generators)
+        )
+
+
+@dataclass(slots=True, eq=False)
+class _LossCall:
+    """One step's: the function, what it uses of its surroundings, and the modes it ran in."""
+
+    function: LossFunction
+    values: tuple[object, ...]
+    modes: tuple[bool, ...]
+
+    def alike(self, other: _LossCall) -> bool:
+        return (
+            self.modes == other.modes
+            and len(self.values) == len(other.values)
+            and all(map(_same, self.values, other.values))
+        )
+
+
+class LossCalls:
+    """Looks at each step of a loop over ``run.batches``; ``models`` are the registered ones."""
+
+    def __init__(self, models: Mapping[str, nn.Module], device: torch.device) -> None:
+        self._models = models
+        self._device = device
+        self._handed_out: _Inputs | None = None
+        self._last: _LossCall | None = None
+        self._alike = False
+
+    def handed_out(self, batch: Batch | None) -> None:
+        """``batch`` is the program's from now on; None once its step is over."""
+        self._handed_out = None
+        if batch is not None:
+            try:
+                self._handed_out = _Inputs(batch, Generators.now(self._device))
+            except Exception:  # the program's objects: tensors of inference mode have no versions
+                return
+
+    def step_begins(
+        self, batch: Batch, function: LossFunction | None, generators: Generators
+    ) -> None:
+        """A step begins with this batch; without ``function`` its losses come one by one."""
+        before, handed_out = self._last, self._handed_out
+        self._last, self._alike = None, False
+        if function is None or handed_out is None:
+            return
+        try:
+            self._last = now = _LossCall(function, _surroundings(function), self._modes())
+            alike = before is not None and before.alike(now)
+            self._alike = alike and handed_out.same(_Inputs(batch, generators))
+        except Exception:  # the program's, again: then it is not known
+            return
+
+    @property
+    def next_function(self) -> LossFunction | None:
+        """What computes the losses of the next step, between two steps; None where not known."""
+        last = self._last
+        known = last is not None and self._alike and last.modes == self._modes()
+        return last.function if last is not None and known else None
+
+    def _modes(self) -> tuple[bool, ...]:
+        return (
+            torch.is_grad_enabled(),
+            torch.is_autocast_enabled(self._device.type),
+            *(model.training for model in self._models.values()),
+        )
+
+
+def _surroundings(function: Any) -> tuple[object, ...]:
+    """What makes a function another one: its code, and the values that it has from elsewhere."""
+    return tuple(map(_reference, _values_of(function)))
+
+
+def _values_of(function: Any) -> Iterator[object]:
+    if isinstance(function, partial):
+        yield from _values_of(function.func)
+        yield from function.args
+        yield from function.keywords.values()
+        return
+    plain = getattr(function, "__func__", function)  # of a bound method
+    yield getattr(function, "__self__", None)
+    if not isinstance(plain, FunctionType):
+        yield plain
+        return
+    yield plain.__code__
+    yield from plain.__defaults__ or ()
+    yield from (plain.__kwdefaults__ or {}).values()
+    for cell in plain.__closure__ or ():
+        try:
+            yield cell.cell_contents
+        except ValueError:  # it is deleted
+            yield None
+
+
+def _reference(value: object) -> object:
+    """Tells the value from others, and does not keep it: it may be a batch on a full GPU."""
+    if isinstance(value, _PLAIN):
+        return value
+    try:
+        return weakref.ref(value)
+    except TypeError:
+        return id(value)
+
+
+def _same(one: object, other: object) -> bool:
+    # While its referent lives there is one reference to it, which would compare referents.
+    if isinstance(one, weakref.ref) or isinstance(other, weakref.ref):
+        return one is other
+    return type(one) is type(other) and one == other
