@@ -142,10 +142,14 @@ def test_a_stopped_run_ends_as_one_that_was_not(tmp_path: Path, gate: Gate, mesh
     assert {told.outcome for told in launch.told} == {RankOutcome.STOPPED}
     trained(run, mesh)
     assert digest(run.path, random=True) == digest(undisturbed.path, random=True)
-    assert [r.event.exact for r in read_journal(run)[0] if isinstance(r.event, ev.Resumed)] == [
-        True,
-        True,
-    ]
+    told = [(record.attempt, record.event) for record in read_journal(run)[0]]
+    assert [each.exact for _, each in told if isinstance(each, ev.Resumed)] == [True, True]
+    # The loss behind the stop is computed by its ranks, and compared by those of the next attempt.
+    first = [each for attempt, each in told if attempt == 1]
+    (saved,) = (e for e in first if isinstance(e, ev.CheckpointCommitted) and e.reason == "stop")
+    known = [each.name for each in first if isinstance(each, ev.CheckpointWitnessed)]
+    assert (saved.name in known) is ("pp" not in meshes.MESHES[mesh].names)
+    assert not any("micro-batch" in each.text for _, each in told if isinstance(each, ev.Note))
 
 
 @pytest.mark.parametrize(
