@@ -25,12 +25,12 @@ from slurm_forge.control import Hub, Member
 from slurm_forge.control.addresses import parse_addresses
 from slurm_forge.control.clock_page import ProgressClock, new_page
 from slurm_forge.run_directory import RunDirectory
+from slurm_forge.training.core.step_boundary import StepBoundaries
+from slurm_forge.training.monitor.client import prepare_monitor
 from slurm_forge.training.monitor.procfs import (
     children_of,
     read_process,
 )
-from slurm_forge.training.core.step_boundary import StepBoundaries
-from slurm_forge.training.monitor.client import prepare_monitor
 from slurm_forge.vocabulary.position import Position
 
 _STEPS = 4000

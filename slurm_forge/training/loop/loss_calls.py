@@ -2,7 +2,8 @@
 
 What ``run.train_step`` is given belongs to one step: a function may use values that the loop's body
 works out anew each time, and the batch may be changed before it is handed over.  So the last two
-steps have to be alike in everything that can be looked at, in microseconds; else it is not known.
+steps that were looked at have to be alike in all that can be looked at, and the last step has to be
+of the same code; else it is not known.
 """
 
 from __future__ import annotations
@@ -17,13 +18,16 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
-from slurm_forge.training.core.loss import Loss
 from slurm_forge.training.core.host_generators import Generators
+from slurm_forge.training.core.loss import Loss
 from slurm_forge.training.data.batches import Batch
 from slurm_forge.training.instability.replay import tensors_in
 
 #: Computes the loss of a micro-batch.
 LossFunction: TypeAlias = "Callable[[Any], torch.Tensor | Loss]"
+
+#: Steps of a launch from one look to the next, after the first two.
+LOOK_EVERY = 64
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 
@@ -51,9 +55,9 @@ class _Inputs:
 
 @dataclass(slots=True, eq=False)
 class _LossCall:
-    """One step's: the function, what it uses of its surroundings, and the modes it ran in."""
+    """One step's: what its function uses of its surroundings, and the modes it ran in."""
 
-    function: LossFunction
+    code: object
     values: tuple[object, ...]
     modes: tuple[bool, ...]
 
@@ -66,7 +70,11 @@ class _LossCall:
 
 
 class LossCalls:
-    """Looks at each step of a loop over ``run.batches``; ``models`` are the registered ones."""
+    """Looks at some steps of a loop over ``run.batches``; ``models`` are the registered ones.
+
+    A look takes up to 30 µs, which a step of a millisecond would notice: the first two steps of a
+    launch are looked at, and one in ``LOOK_EVERY``.
+    """
 
     def __init__(self, models: Mapping[str, nn.Module], device: torch.device) -> None:
         self._models = models
@@ -93,18 +101,25 @@ class LossCalls:
         if function is None or handed_out is None:
             return
         try:
-            self._last = now = _LossCall(function, _surroundings(function), self._modes())
+            self._last = now = _LossCall(
+                _reference(_code_of(function)), _surroundings(function), self._modes()
+            )
             alike = before is not None and before.alike(now)
             self._alike = alike and handed_out.same(_Inputs(batch, generators))
         except Exception:  # the program's, again: then it is not known
             return
 
-    @property
-    def next_function(self) -> LossFunction | None:
-        """What computes the losses of the next step, between two steps; None where not known."""
+    def next_function(self, function: LossFunction | None) -> LossFunction | None:
+        """What computes the losses of the next step, as the last ``function``; None if unknown.
+
+        Its code has to be that of the steps that were looked at.  Its values are the last step's;
+        some of them may be others between two steps (a flag of the loop's body).
+        """
         last = self._last
-        known = last is not None and self._alike and last.modes == self._modes()
-        return last.function if last is not None and known else None
+        known = last is not None and self._alike and function is not None
+        if last is None or not known or last.modes != self._modes():
+            return None
+        return function if _same(_reference(_code_of(function)), last.code) else None
 
     def _modes(self) -> tuple[bool, ...]:
         return (
@@ -112,6 +127,14 @@ class LossCalls:
             torch.is_autocast_enabled(self._device.type),
             *(model.training for model in self._models.values()),
         )
+
+
+def _code_of(function: Any) -> object:
+    """What is the same of a function that is made anew in each step."""
+    while isinstance(function, partial):
+        function = function.func
+    plain = getattr(function, "__func__", function)  # of a bound method
+    return plain.__code__ if isinstance(plain, FunctionType) else plain
 
 
 def _surroundings(function: Any) -> tuple[object, ...]:

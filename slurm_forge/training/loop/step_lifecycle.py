@@ -32,7 +32,7 @@ from slurm_forge.training.faults.injector import FaultInjector
 from slurm_forge.training.instability.skip_tracker import SkipTracker
 from slurm_forge.training.instability.step_record import StepRecord
 from slurm_forge.training.loop.batch_faults import BatchFaults
-from slurm_forge.training.loop.loss_calls import LossCalls, LossFunction
+from slurm_forge.training.loop.loss_calls import LOOK_EVERY, LossCalls, LossFunction
 from slurm_forge.training.loop.step import Step
 from slurm_forge.training.monitor.step_timer import StepTimer
 from slurm_forge.training.step.buffer_snapshot import BufferSnapshot
@@ -113,6 +113,10 @@ class StepLifecycle:
         #: How long the last step took, from its forward on.
         self.step_s = 0.0
         self._loss_calls = LossCalls(registry.models, device)
+        #: What the last step was given to compute its losses; None where they came one by one.
+        self._loss_function: LossFunction | None = None
+        #: Those of ``run.batches`` in this launch, and whether the last one's step is looked at.
+        self._batches, self._looks = 0, False
         #: Samples of a step of ``run.batches`` over all ranks, for people; 0 where unknown.
         self.global_batch = 0
         #: Whether a step was counted in this launch, and since the last rollback.
@@ -143,7 +147,11 @@ class StepLifecycle:
     def hand_out(self, batch: Batch | None) -> None:
         """``batch`` of ``run.batches`` is the program's until its step is over; None in between."""
         self.handed_out = batch
-        self._loss_calls.handed_out(batch)
+        if batch is not None:
+            self._batches += 1
+            self._looks = self._batches % LOOK_EVERY == 0 or self._batches <= 2
+        if self._looks:
+            self._loss_calls.handed_out(batch)
 
     def note_buffers(self) -> None:
         """Once the checkpoint is loaded: buffers that change from here on can be named."""
@@ -244,7 +252,9 @@ class StepLifecycle:
         if self.open is None or not self.open.updates:
             self.open = OpenStep(self.handed_out, generators=self._generators)
             self._begun_at = time.monotonic()
-            self._loss_calls.step_begins(batch, given, self._generators)
+            self._loss_function = given
+            if self._looks:
+                self._loss_calls.step_begins(batch, given, self._generators)
         return self._part(batch, compute_loss, in_stream=in_stream, faults=faults)
 
     def _part(
@@ -279,7 +289,7 @@ class StepLifecycle:
     @property
     def next_loss_function(self) -> LossFunction | None:
         """Between two steps: what will compute the losses of the next one, where that is known."""
-        return self._loss_calls.next_function
+        return self._loss_calls.next_function(self._loss_function)
 
     def first_loss_of(self, batch: Batch, compute_loss: LossFunction) -> torch.Tensor:
         """The loss of the first micro-batch as the next step would compute it; no step is begun."""

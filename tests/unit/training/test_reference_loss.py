@@ -84,14 +84,18 @@ class Calls:
         self.calls.handed_out(None)
 
     def begins(self, batch: Batch, function: Callable[..., Any] | None) -> None:
+        self.last = function
         self.calls.step_begins(batch, function, Generators.now(torch.device("cpu")))
+
+    def next(self) -> Callable[..., Any] | None:
+        return self.calls.next_function(self.last)
 
     def known(
         self, *functions: Callable[..., Any] | None, before: Callable[[], object] = lambda: None
     ) -> bool:
         for function in functions:
             self.step(function, before=before)
-        return self.calls.next_function is not None
+        return self.next() is not None
 
 
 def loss(model: nn.Module, micro: torch.Tensor, scale: object = 1.0) -> torch.Tensor:
@@ -140,7 +144,16 @@ def test_values_that_change_from_step_to_step_make_it_unknown() -> None:
     made.step(uses_a_variable_of_the_loop, before=lambda: None)
     scale = 0.2
     made.step(uses_a_variable_of_the_loop, before=lambda: None)
-    assert made.calls.next_function is None
+    assert made.next() is None
+
+
+def test_a_step_that_was_not_looked_at_is_compared_with_those_that_were() -> None:
+    made, model = Calls(), Calls().model
+    assert made.known(made_anew(model, 0.1), made_anew(model, 0.1))
+    last = made_anew(model, 0.2)
+    assert made.calls.next_function(last) is last, "of the same code: with the last step's values"
+    assert made.calls.next_function(functools.partial(loss, model)) is None, "another function"
+    assert made.calls.next_function(None) is None, "the last step was a block of run.step"
 
 
 def test_what_the_body_does_before_the_step_makes_it_unknown() -> None:
@@ -152,13 +165,13 @@ def test_what_the_body_does_before_the_step_makes_it_unknown() -> None:
     made.calls.handed_out(batch)
     batch.micro_batches[0].mul_(2)
     made.begins(batch, same)
-    assert made.calls.next_function is None, "the batch is changed"
+    assert made.next() is None, "the batch is changed"
     made.calls.handed_out(batch)
     made.begins(Batch(micro_batches=batch.micro_batches), same)
-    assert made.calls.next_function is None, "it is another one"
+    assert made.next() is None, "it is another one"
     with torch.autocast("cpu"):
         made.known(same, same)
-    assert made.calls.next_function is None, "the step is computed in another type"
+    assert made.next() is None, "the step is computed in another type"
 
 
 class Hostile:
@@ -180,7 +193,7 @@ def test_what_can_not_be_looked_at_is_not_known_and_no_error_of_the_step() -> No
     for _ in range(2):
         made.calls.handed_out(batch)
         made.begins(batch, same)
-    assert made.calls.next_function is None
+    assert made.next() is None
 
 
 # -- a run of one process -------------------------------------------------------------------------
