@@ -4,6 +4,7 @@ import errno
 import sys
 import time
 from datetime import datetime, timedelta, timezone
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 
 from slurm_forge.control import BRIEF_KEY, LaunchBrief
 from slurm_forge.errors import FencedError, RunDirectoryError
-from slurm_forge.journal import RunStatus, read_journal
+from slurm_forge.journal import RunStatus, compact_journal, fold, read_journal
 from slurm_forge.journal import events as ev
 from slurm_forge.journal.file import AppendFile
 from slurm_forge.json_codec import parse
@@ -354,3 +355,20 @@ def test_a_standstill_that_the_ladder_only_warns_of_is_written_down_and_goes_on(
     assert len({i.id for _, i in state.attempts[0].incidents}) == 2
     facts = LaunchFacts(now=NOW, step=7, stalled=STALLED)
     assert conclude(attempt, facts).action is Action.RELAUNCH
+
+
+def test_attempts_that_are_long_over_are_archived_by_one_that_begins(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small = partial(compact_journal, block=4, kept=2)
+    monkeypatch.setattr("slurm_forge.launch.attempt.attempt.compact_journal", small)
+    for number in range(1, 7):
+        assert not list(run.journal.glob("archive-*"))
+        attempt = started(run)
+        assert attempt.claim.attempt == number
+        attempt.end("requeued")
+    assert [path.name for path in run.journal.glob("archive-*")] == ["archive-4.jsonl"]
+    assert len(list(run.journal.glob("*-supervisor-*"))) == 2
+    state = started(run).state()
+    assert [each.number for each in state.attempts] == list(range(1, 8))
+    assert state == fold(read_journal(run)[0])
