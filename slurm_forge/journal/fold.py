@@ -52,10 +52,8 @@ __all__ = [
 
 #: Skipped steps of an attempt that are kept: decisions rest on the last row of them.
 _SKIPS_KEPT = 255
-#: Attempts that are looked back at while the records of a later one are folded, and how many more
-#: may be open before the older ones are put aside.
+#: Attempts that are looked back at while the records of a later one are folded.
 _OPEN = 16
-_MOST_OPEN = 64
 
 
 def fold(records: Iterable[Record]) -> RunState:
@@ -122,22 +120,30 @@ class _Folding:
         self.applied = set(state.applied)
         self.excluded = set(state.excluded)
         self.later = Counter({(each.kind, each.by): each.count for each in state.later})
-        #: Attempts that no record to come belongs to, since they come in the order of attempts.
-        self._earlier: list[AttemptState] = []
+        self.attempts = list(state.attempts)
         self._incidents = {
             (each.number, incident.id)
             for each in state.attempts[-_OPEN:]
             for _, incident in each.incidents
         }
-        self._state = state
+        self._state = replace(state, attempts=())
 
     def add(self, record: Record) -> None:
         """One more record, the next one in order."""
-        attempts = self._state.attempts
-        if len(attempts) > _MOST_OPEN and record.attempt > attempts[-1].number:
-            self._earlier += attempts[:-_OPEN]
-            self._state = replace(self._state, attempts=attempts[-_OPEN:])
         self._state = _advance(self._state, record, self)
+
+    def change(self, record: Record, change: Callable[[AttemptState], AttemptState]) -> None:
+        """Change the attempt that a record belongs to, which is hardly ever any but the newest."""
+        for index in range(len(self.attempts) - 1, -1, -1):
+            attempt = self.attempts[index]
+            if attempt.number < record.attempt:
+                break
+            if attempt.number == record.attempt:
+                self.attempts[index] = change(attempt)
+
+    def newest(self, state: RunState) -> RunState:
+        """The state with the newest attempts in it."""
+        return replace(state, attempts=tuple(self.attempts[-_OPEN:]))
 
     def knows(self, attempt: int, incident_id: str) -> bool:
         """Whether the attempt has an incident of that id; from now on it has."""
@@ -149,7 +155,7 @@ class _Folding:
         """The state after all that was added."""
         return replace(
             self._state,
-            attempts=(*self._earlier, *self._state.attempts),
+            attempts=tuple(self.attempts),
             known=tuple(self.known.values()),
             gone=frozenset(self.gone),
             applied=frozenset(self.applied),
@@ -167,10 +173,10 @@ def _advance(state: RunState, record: Record, grown: _Folding) -> RunState:
     match event:
         case ev.Submitted():
             # Written when Slurm has answered: the job may have started, and ended, before that.
-            overtaken = any(a.job == event.job for a in state.attempts[-_OPEN:])
+            overtaken = any(a.job == event.job for a in grown.attempts[-_OPEN:])
             return state if overtaken else _submitted(replace(state, job=event.job))
         case ev.UserAsked() if event.verb in _GO_ON:
-            newest = max((a.number for a in state.attempts), default=0)
+            newest = grown.attempts[-1].number if grown.attempts else 0
             return _submitted(replace(state, asked_after=newest))
         case ev.JobChanged():
             return _job_changed(state, event)
@@ -185,11 +191,11 @@ def _advance(state: RunState, record: Record, grown: _Folding) -> RunState:
                 started=time,
                 restart_count=event.restart_count,
             )
+            grown.attempts.append(attempt)
             return replace(
                 state,
                 status=RunStatus.RUNNING,
                 job=event.job,
-                attempts=(*state.attempts, attempt),
                 open_intent=None,
                 held=None,
                 reason="",
@@ -202,11 +208,9 @@ def _advance(state: RunState, record: Record, grown: _Folding) -> RunState:
         case ev.RequeueIntended():
             return replace(state, open_intent=event)
         case ev.RequeueDone():
-            changed = _in_attempt(
-                state, record, lambda a: replace(a, requeues=(*a.requeues, (time, event)))
-            )
+            grown.change(record, lambda a: replace(a, requeues=(*a.requeues, (time, event))))
             return replace(
-                changed,
+                state,
                 status=RunStatus.REQUEUED,
                 open_intent=None,
                 job=event.successor or event.job,
@@ -225,39 +229,34 @@ def _advance(state: RunState, record: Record, grown: _Folding) -> RunState:
         case ev.RequeueFailed() if state.held is not None and event.method.endswith(_HOLD):
             return replace(state, held=None)  # written before Slurm was asked, which refused it
         case ev.AttemptEnded():
-            changed = _in_attempt(state, record, lambda a: _over(a, time, event.outcome))
+            grown.change(record, lambda a: _over(a, time, event.outcome))
             if event.outcome == _CANCELLED and state.status is RunStatus.RUNNING:
                 # Found out while Slurm was asked to bring it back: nobody carries that out now.
                 reason = "the job was cancelled; it stays cancelled"
-                return replace(changed, status=RunStatus.CANCELLED, open_intent=None, reason=reason)
+                return replace(state, status=RunStatus.CANCELLED, open_intent=None, reason=reason)
             # Somebody else brings it back: an administrator's requeue, submitit's local executor,
             # or whoever carries out what was left open.  Either way nothing runs any more.
             back = event.outcome == RunStatus.REQUEUED.value or state.open_intent is not None
             back = back and state.status is RunStatus.RUNNING
-            return replace(changed, status=RunStatus.REQUEUED) if back else changed
+            return replace(state, status=RunStatus.REQUEUED) if back else state
         case ev.IncidentSeen():
             again = grown.knows(record.attempt, event.incident.id)
-            changed = _in_attempt(
-                state, record, lambda a: _with_incident(a, time, event.incident, again=again)
-            )
+            grown.change(record, lambda a: _with_incident(a, time, event.incident, again=again))
             step = event.incident.step
-            changed = changed if step is None else _reach(changed, step)
-            return _doubt(changed, record, event.incident, grown)
+            state = state if step is None else _reach(state, step)
+            return _doubt(state, record, event.incident, grown)
         case ev.NoticeSeen():
-            return _in_attempt(
-                state, record, lambda a: replace(a, notices=(*a.notices, (time, event)))
-            )
+            grown.change(record, lambda a: replace(a, notices=(*a.notices, (time, event))))
+            return state
         case ev.CheckpointCommitted():
-            changed = _in_attempt(
-                state,
+            grown.change(
                 record,
                 lambda a: replace(
                     a, checkpoints_and_decisions=(*a.checkpoints_and_decisions, (time, event))
                 ),
             )
             _now_known(grown, record, event)
-            changed = _branched(changed, record)
-            return _committed(changed, event.step, healthy=not event.findings)
+            return _committed(_branched(state, record), event.step, healthy=not event.findings)
         case ev.CheckpointJudged():
             name = _name(event.name)
             if name is None or name in grown.gone:
@@ -277,9 +276,8 @@ def _advance(state: RunState, record: Record, grown: _Folding) -> RunState:
             grown.gone |= removed
             return state
         case ev.StepSkipped():
-            return _in_attempt(
-                state, record, lambda a: replace(a, skipped=(*a.skipped[-_SKIPS_KEPT:], event))
-            )
+            grown.change(record, lambda a: replace(a, skipped=(*a.skipped[-_SKIPS_KEPT:], event)))
+            return state
         case ev.UnknownEvent():
             grown.later[event.kind, event.by] += 1
             return state
@@ -289,12 +287,13 @@ def _advance(state: RunState, record: Record, grown: _Folding) -> RunState:
         case ev.StretchesLearned():
             return replace(state, stretches=tuple(sorted(event.seconds.items())))
         case ev.ProbeMeasured():
-            return _in_attempt(state, record, lambda a: replace(a, probes=a.probes + event.count))
+            grown.change(record, lambda a: replace(a, probes=a.probes + event.count))
+            return state
         case ev.LaunchStarted() | ev.Resumed() | ev.Progress() | ev.LaunchEnded():
-            return _branched(_in_launch(state, record), record)
+            return _branched(_in_launch(state, record, grown), record)
         case ev.Advanced():
             # Whoever writes it has compared: every budget that was charged before is free again.
-            return _calmed(replace(_in_launch(state, record), spent=()))
+            return _calmed(replace(_in_launch(state, record, grown), spent=()))
         case _:
             return state
 
@@ -347,16 +346,6 @@ def _over(attempt: AttemptState, time: float, outcome: str) -> AttemptState:
     return replace(attempt, ended=time, outcome=outcome, launches=launches)
 
 
-def _in_attempt(
-    state: RunState, record: Record, change: Callable[[AttemptState], AttemptState]
-) -> RunState:
-    attempts = list(state.attempts)
-    for index in range(len(attempts) - 1, -1, -1):
-        if attempts[index].number == record.attempt:
-            attempts[index] = change(attempts[index])
-    return replace(state, attempts=tuple(attempts))
-
-
 def _with_incident(
     attempt: AttemptState, time: float, incident: Incident, *, again: bool
 ) -> AttemptState:
@@ -371,7 +360,7 @@ def _with_incident(
     )
 
 
-def _in_launch(state: RunState, record: Record) -> RunState:
+def _in_launch(state: RunState, record: Record, grown: _Folding) -> RunState:
     event, time = record.event, record.time
 
     def change(attempt: AttemptState) -> AttemptState:
@@ -396,9 +385,9 @@ def _in_launch(state: RunState, record: Record) -> RunState:
                 pass
         return replace(attempt, launches=(*launches, launch))
 
-    changed = _in_attempt(state, record, change)
+    grown.change(record, change)
     step = getattr(event, "step", None)
-    return _reach(changed, step) if isinstance(step, int) else changed
+    return _reach(state, step) if isinstance(step, int) else state
 
 
 def _now_known(grown: _Folding, record: Record, event: ev.CheckpointCommitted) -> None:
@@ -424,7 +413,7 @@ def _doubt(state: RunState, record: Record, incident: Incident, grown: _Folding)
     """After an instability less is trusted than before."""
     if incident.cause not in INSTABILITY:
         return state
-    onset = onset_of(state, incident)
+    onset = onset_of(grown.newest(state), incident)
     if onset is not None:
         doubt_after_instability(grown.known, onset, incident.cause)
     return replace(state, unstable=(record.attempt, record.launch))
@@ -497,8 +486,7 @@ _FINAL = {
 
 def _decided(state: RunState, record: Record, decision: Decision, grown: _Folding) -> RunState:
     grown.excluded.update(decision.plan.exclude_nodes)
-    changed = _in_attempt(
-        state,
+    grown.change(
         record,
         lambda a: replace(
             a,
@@ -507,25 +495,25 @@ def _decided(state: RunState, record: Record, decision: Decision, grown: _Foldin
     )
     # That somebody has cancelled the job may be known only after it was decided to go on.
     if decision.incident_id in grown.applied and decision.action is not Action.STOP:
-        return changed
+        return state
     # A warning of the supervisor's may cross a decision of rank 0's, whose plan stays in force.
     warns = decision.action is Action.WARN and not decision.changes
     plan = state.plan if warns else decision.plan
-    changed = replace(changed, plan=plan)
+    state = replace(state, plan=plan)
     grown.applied.add(decision.incident_id)
     if decision.action in _FINAL:
         status = _FINAL[decision.action]
         if decision.cause is Cause.USER_CANCELLED:
             status = RunStatus.CANCELLED
-        return replace(changed, status=status, reason=decision.reason, open_intent=None)
+        return replace(state, status=status, reason=decision.reason, open_intent=None)
     if decision.action is Action.ROLLBACK:
-        changed = _gone_back(changed, decision, grown)
-    times = changed.times(decision.cause, decision.rung) + 1
+        state = _gone_back(state, decision, grown)
+    times = state.times(decision.cause, decision.rung) + 1
     others = tuple(
-        use for use in changed.spent if (use.cause, use.rung) != (decision.cause, decision.rung)
+        use for use in state.spent if (use.cause, use.rung) != (decision.cause, decision.rung)
     )
-    use = BudgetUse(decision.cause, decision.rung, times, changed.high_water)
-    return replace(changed, spent=(*others, use))
+    use = BudgetUse(decision.cause, decision.rung, times, state.high_water)
+    return replace(state, spent=(*others, use))
 
 
 def _gone_back(state: RunState, decision: Decision, grown: _Folding) -> RunState:
@@ -533,6 +521,6 @@ def _gone_back(state: RunState, decision: Decision, grown: _Folding) -> RunState
     target = None if decision.target is None else _name(decision.target)
     if target is not None:
         roll_back(grown.known, target)
-    incident = state.incident(decision.incident_id)
+    incident = grown.newest(state).incident(decision.incident_id)
     place = None if incident is None else incident.step
     return replace(state, rollback=Rollback(place, target, state.high_water))
