@@ -108,7 +108,7 @@ def _names_in(archives: dict[int, Path], files: Iterable[JournalFile]) -> frozen
         if not left - found:
             break
         with suppress(OSError, ValueError):
-            found |= left & set(_head(archives[number])["files"])
+            found |= left & _stands_for(archives[number])
     return frozenset(found)
 
 
@@ -238,11 +238,19 @@ def _section_name(line: bytes) -> str:
     return ""
 
 
-def _head(path: Path) -> dict[str, Any]:
-    """What the first line of an archive says; ``ValueError`` where it can't be read."""
+def _stands_for(path: Path) -> frozenset[str]:
+    """Names of the files that an archive stands for; none where it is not as it was written.
+
+    Without hard links a reader may see one that is still being written.
+    """
+    head: dict[str, Any] = {}
+    digest = hashlib.sha256()
     for piece in read_pieces(path):
-        return _parsed_head(path, piece.content.partition(b"\n")[0])
-    raise ValueError("it is empty")
+        first, _, rest = piece.content.partition(b"\n")
+        digest.update(piece.content if head else rest)
+        head = head or _parsed_head(path, first)
+    whole = head.get("sha256") == digest.hexdigest()
+    return frozenset(head["files"]) if whole else frozenset()
 
 
 def _parsed_head(path: Path, line: bytes) -> dict[str, Any]:
@@ -344,7 +352,7 @@ def compact_journal(
         refresh_listing(run.journal)
         listed = JournalFolder.list(run.journal)
         ends = range(listed.through + block, attempt - kept + 1, block)[:_BLOCKS_AT_ONCE]
-        if listed.archived and _is_whole(listed):
+        if listed.archived:
             _remove(run.journal, listed.archived, fence)
         if ends:
             _archive(run.journal, listed, ends, fence)
@@ -378,12 +386,6 @@ def _keep_state(folder: Path, records: Sequence[Record], through: int) -> None:
     write_atomic(path, _state_file(state, logical))
     if _read_state(path, through) != _state_record(state, through, logical):
         path.unlink()
-
-
-def _is_whole(listed: JournalFolder) -> bool:
-    """Whether all archives hold what was written: then what they stand for may go."""
-    found = (bad for path in listed.archives.values() for bad in read_archive(path)[1])
-    return all(bad.line > 1 for bad in found)
 
 
 def _remove(folder: Path, paths: Iterable[Path], fence: Callable[[], None]) -> None:

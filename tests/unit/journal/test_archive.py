@@ -214,6 +214,25 @@ def test_files_that_were_not_removed_count_once(long: Writer) -> None:
     assert not any(path.exists() for path in gone)
 
 
+@pytest.mark.parametrize("share", [0.0, 0.02, 0.5, 0.99])
+def test_an_archive_that_is_half_written_stands_for_nothing(long: Writer, share: float) -> None:
+    kept = {path: path.read_bytes() for path in long.run.journal.iterdir()}
+    long.compact()
+    for path in long.run.journal.glob("state-*"):
+        path.unlink()
+    for path in long.run.journal.glob("archive-*"):
+        body = path.read_bytes()
+        path.write_bytes(body[: int(len(body) * share)])
+    for path, body in kept.items():
+        path.write_bytes(body)
+        path.chmod(0o600)
+    assert fold(read_to_fold(long.run)) == fold(long.records)
+    long.attempts(BLOCK)
+    long.compact()
+    assert fold(read_to_fold(long.run)) == fold(long.records)
+    assert fold(read_journal(long.run)[0]) == fold(long.records)
+
+
 def test_a_file_that_turns_up_late_counts_as_it_would_have(long: Writer) -> None:
     long.compact()
     long.attempt, now = 2, long.attempt
