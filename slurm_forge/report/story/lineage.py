@@ -159,6 +159,8 @@ class _Tracer:
         #: The checkpoint that a fork with random states of its own begins at.
         self._fresh_rng_at: str | None = None
         self._decided: set[str] = set()
+        #: The newest value of every name, with its step and time.
+        self._logged: dict[str, tuple[float, int, float]] = {}
         #: Incidents since training last began, and whether it was they that ended it.
         self._waiting: dict[str, bool] = {}
         #: (step, id) of incidents that training has not got past, the lowest step first.
@@ -184,6 +186,10 @@ class _Tracer:
         newest = self._segments[-1] if self._segments else None
         self._line.trained_until = None if newest is None else newest.until
         self._line.may_be_further = newest is not None and newest.may_be_further
+        self._line.figures = {
+            name: LoggedFigure(name=name, value=value, step=step, time=time)
+            for name, (value, step, time) in self._logged.items()
+        }
         return self._line
 
     def add(self, record: Record) -> None:
@@ -317,7 +323,7 @@ class _Tracer:
         line.undone += [skip for skip in line.skipped if skip.event.step > step]
         line.skipped = [skip for skip in line.skipped if skip.event.step <= step]
         line.differing = [each for each in line.differing if (each.onset or 0) <= step]
-        line.figures = {name: one for name, one in line.figures.items() if one.step <= step}
+        self._logged = {name: one for name, one in self._logged.items() if one[1] <= step}
         steps, seconds = 0, 0.0
         while segments and segments[-1].head > step:
             last = segments[-1]
@@ -335,8 +341,7 @@ class _Tracer:
 
     def _log(self, event: ev.Logged, time: float) -> None:
         for name, value in event.values.items():
-            figure = LoggedFigure(name=name, value=value, step=event.step, time=time)
-            self._line.figures[name] = figure
+            self._logged[name] = (value, event.step, time)
 
 
 def _shrunk_in_process(decision: Decision, record: Record) -> bool:
