@@ -6,7 +6,8 @@ import dataclasses
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
@@ -61,7 +62,7 @@ from slurm_forge.checkpoint.content.tensors import (
     saved_tensors,
     some,
 )
-from slurm_forge.errors import MismatchError
+from slurm_forge.errors import CheckpointError, MismatchError
 from slurm_forge.store.adoption import FRESH
 from slurm_forge.vocabulary.json_value import Json
 
@@ -255,7 +256,7 @@ class TrainingState:
         made = _Objects()
         identity = self.identity or RankIdentity()
         for name, item in self.objects.items():
-            state, key = item.state_dict(), f"objects/{escape(name)}"
+            state, key = _state_of(name, item), f"objects/{escape(name)}"
             if key in own:
                 made.own[identity.key(key)] = padded(pack(state, key))
                 if identity.rank == 0:  # also for exports, and for another layout of ranks
@@ -474,10 +475,13 @@ class LoadTarget:
         for name, saved_name in self.objects.items():
             own = self.own.get(f"objects/{escape(name)}")
             if own is not None:
-                self.state.objects[name].load_state_dict(unpack(self.tensors[own]))
-                continue
-            saved = self.document["objects"][saved_name]
-            self.state.objects[name].load_state_dict(decode(saved, self.tensors.__getitem__))
+                state = unpack(self.tensors[own])
+            else:
+                saved = self.document["objects"][saved_name]
+                state = decode(saved, self.tensors.__getitem__)
+            item = self.state.objects[name]
+            with _named_in_errors(name, item, "load_state_dict"):
+                item.load_state_dict(state)
 
     def rng(self) -> dict[str, torch.Tensor]:
         """The generator states that were saved under the names asked for."""
@@ -504,11 +508,31 @@ def _target_object(name: str, item: Stateful, metadata: Metadata, targets: Tenso
     # tensors show how the saved ones are laid out over ranks and devices.
     prefix = f"objects/{escape(name)}"
     present: Tensors = {}
-    encode(item.state_dict(), prefix, present.__setitem__)
+    encode(_state_of(name, item), prefix, present.__setitem__)
     # The root itself may be a tensor, hence both prefixes.
     for key, saved in saved_tensors(metadata, prefix).items():
         if key == prefix or key.startswith(f"{prefix}/"):
             targets[key] = new_target(saved, present.get(key))
+
+
+def _state_of(name: str, item: Stateful) -> Any:
+    with _named_in_errors(name, item, "state_dict"):
+        return item.state_dict()
+
+
+@contextmanager
+def _named_in_errors(name: str, item: Stateful, method: str) -> Iterator[None]:
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except Exception as error:
+        raise CheckpointError(
+            f"{method}() of {name!r} ({type(item).__name__}) raised {type(error).__name__}: "
+            f"{error}",
+            next_step=f"Correct {method}() of this registered object: state_dict() is called at "
+            "every save, and load_state_dict() gets what it returned.",
+        ) from error
 
 
 def _copies(tensors: Tensors, models: Mapping[str, nn.Module]) -> set[str]:

@@ -110,7 +110,8 @@ class BatchLoop:
             raise UsageError(
                 f"{request.data.name} is given to run.batches() a second time: two loops can't "
                 "keep one position",
-                next_step="Use one loop, or give the second one a source of its own.",
+                next_step="Use one loop, with until=forge.Epochs(n) for all epochs; or give the "
+                "second one a source of its own.",
             )
         self._sources.append(request.data.data)
         return self._batches(request, request.sizes(parts.data_state.layout.data_ranks))

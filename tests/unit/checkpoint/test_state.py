@@ -366,6 +366,32 @@ def lone_optimizer():
     return torch.optim.SGD([nn.Parameter(torch.zeros(2))], lr=0.1)
 
 
+class Raising(Holding):
+    """An object that fails in one of its methods."""
+
+    def __init__(self, method):
+        super().__init__(1)
+        self.method = method
+
+    def state_dict(self):
+        return {}["saved"] if self.method == "state_dict" else super().state_dict()
+
+    def load_state_dict(self, state):
+        raise ValueError("no room for it")
+
+
+@pytest.mark.parametrize(
+    ("method", "raised"),
+    [("state_dict", "KeyError: 'saved'"), ("load_state_dict", "ValueError: no room for it")],
+)
+def test_an_object_whose_method_raises_is_named(tmp_path, method, raised):
+    good, bad = TrainingState(objects={"ema": Holding(1)}), {"ema": Raising(method)}
+    with pytest.raises(
+        CheckpointError, match=rf"{method}\(\) of 'ema' \(Raising\) raised {raised}"
+    ):
+        through_disk(tmp_path, good, TrainingState(objects=bad))
+
+
 def entry_named(name):
     module = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
