@@ -136,6 +136,7 @@ class Resumed:
     are the newest checkpoints at that time: what an older attempt publishes later is another
     branch.  ``global_batch`` are the samples of one step, where ``run.batches`` makes them.
     ``data_restarted``: the data source has no state, so it began anew (``exact: false``).
+    ``inexact``: why it is not ``exact``, where that is anything but other random states.
     """
 
     step: int
@@ -149,6 +150,7 @@ class Resumed:
     candidates: tuple[str, ...] = ()
     global_batch: int | None = None
     data_restarted: bool = False
+    inexact: str = ""
     kind: Literal["resumed"] = "resumed"
 
 

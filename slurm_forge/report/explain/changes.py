@@ -314,9 +314,10 @@ def _from_training(lineage: Lineage) -> Iterator[ScienceChange]:
             science=True,
         )
     for resumed in lineage.inexact:
-        yield ScienceChange(
-            parameter="randomness",
-            text=f"random states re-derived at step {number(resumed.step)} "
-            f"({plural(resumed.world_size, 'rank')}, unlike the checkpoint)",
-            science=True,
+        text = (
+            f"random states re-derived at step {number(resumed.step)} "
+            f"({plural(resumed.world_size, 'rank')}, unlike the checkpoint)"
         )
+        if resumed.inexact:
+            text = f"resumed at step {number(resumed.step)}: {clean(resumed.inexact, 120)}"
+        yield ScienceChange(parameter="randomness", text=text, science=True)

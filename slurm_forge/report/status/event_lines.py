@@ -40,7 +40,8 @@ def _sentence(record: Record, zone: tzinfo | None) -> str | None:
         case ev.Resumed():
             if event.checkpoint is None:
                 return f"training from the start on {t.plural(event.world_size, 'rank')}"
-            exact = "" if event.exact else "; random states re-derived"
+            why = t.clean(event.inexact, 120) or "random states re-derived"
+            exact = "" if event.exact else f"; {why}"
             if event.data_restarted:
                 exact = "; the data began anew"
             return (

@@ -58,7 +58,7 @@ def restart(resume: s.ResumeStory) -> str:
     if resume.start_s is not None:
         took = f", training after {t.span(resume.start_s)}"
     parts = f"interpreter {t.span(event.interpreter_s)}, rendezvous {t.span(event.rendezvous_s)}"
-    exact = "" if event.exact else ", random states re-derived"
+    exact = "" if event.exact else f", {t.clean(event.inexact, 120) or 'random states re-derived'}"
     if event.data_restarted:
         exact = ", the data began anew"
     return f"{where}{took} ({parts}, load {t.span(event.load_s)}){exact}"

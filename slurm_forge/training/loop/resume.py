@@ -90,10 +90,12 @@ class Resumer:
         # DDP settles its buckets in the first backward; done here, on nothing, so that a resumed
         # run sums in the same order as an uninterrupted one.
         buckets = [settle_ddp_buckets(model) for model in parts.registry.ddp()]
-        settled = Buckets.LEFT not in buckets or self._context.world_size < 3
+        left = Buckets.LEFT in buckets and self._context.world_size > 2
+        inexact = "" if own_sources_exact else "a registered loader does not keep all of its order"
         # A pipeline schedule drives DDP's reducer itself: its first step sums in another order.
-        settled = settled and (layout.stages == 1 or not buckets) and own_sources_exact
-        self._resumed = self._load(settled=settled, again=False) is not None
+        if left or (layout.stages > 1 and buckets):
+            inexact = "DDP sums the gradients of the first step in another order"
+        self._resumed = self._load(inexact=inexact, again=False) is not None
         self._resumed_at = parts.progress.step
         parts.skip_tracker.begin()
         self._optimizer_watch.begin()
@@ -124,12 +126,12 @@ class Resumer:
                 if isinstance(part, FSDPModule):
                     part.reshard()  # an evaluation leaves the root whole, and with its old weights
         with parts.boundaries.meanwhile("load"):
-            self._load(settled=True, again=True)
+            self._load(inexact="", again=True)
         parts.boundaries.rewound()
         self._member.rewound(Position(parts.progress.step, rollbacks=parts.boundaries.rollbacks))
         parts.step_lifecycle.stepped = False
 
-    def _load(self, *, settled: bool, again: bool) -> CheckpointName | None:
+    def _load(self, *, inexact: str, again: bool) -> CheckpointName | None:
         parts = self._parts
         started = time.monotonic()
         name, exact = parts.saver.restore(
@@ -140,7 +142,9 @@ class Resumer:
         random = rng.capture()
         if name is not None:
             parts.save_schedule.compare_ranks()
-            exact = exact and not parts.saver.comparison.load_differs
+            if parts.saver.comparison.load_differs:
+                inexact = "the state in memory is not what was saved"
+        inexact = inexact if exact and name is not None else ""
         interpreter_s, rendezvous_s = (0.0, 0.0) if again else self._timings()
         if self._journal is not None:
             self._journal.write(
@@ -149,7 +153,8 @@ class Resumer:
                     checkpoint=None if name is None else str(name),
                     world_size=self._context.world_size,
                     until=None if self.until is None else self.until(),
-                    exact=exact and settled,
+                    exact=exact and not inexact,
+                    inexact=inexact,
                     interpreter_s=interpreter_s,
                     rendezvous_s=rendezvous_s,
                     load_s=time.monotonic() - started,
@@ -159,7 +164,8 @@ class Resumer:
                 )
             )
         if name is not None:
-            self._watch_first_steps(name, exact=exact)
+            load_differs = parts.saver.comparison.load_differs
+            self._watch_first_steps(name, exact=exact and not load_differs)
             self._ask_program(name)
             if parts.spike_monitor is not None:
                 parts.spike_monitor.restarted(

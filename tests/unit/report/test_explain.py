@@ -385,6 +385,15 @@ def test_another_number_of_ranks_is_told_as_science(scribe: Scribe) -> None:
     assert "results: random states re-derived at step 10 (4 ranks, unlike" in told(scribe.facts())
 
 
+def test_why_a_resume_is_not_exact_is_told(scribe: Scribe) -> None:
+    scribe.begin()
+    why = "DDP sums the gradients of the first step in another order"
+    scribe.write("r0", ev.Resumed(step=10, checkpoint="x", world_size=8, exact=False, inexact=why))
+    text = told(scribe.facts())
+    assert f"results: resumed at step 10: {why}; nothing else.\n" in text
+    assert f", {why}\n" in text and "re-derived" not in text
+
+
 def test_what_every_resume_lacks_is_one_change(scribe: Scribe) -> None:
     for step in (0, 1000, 2000, 3000, 4000, 5000):
         scribe.later(60).begin()
