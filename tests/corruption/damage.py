@@ -105,7 +105,6 @@ def manifest_damages(files: Files, older: Files) -> Iterator[Damage]:
         ("a step that its name does not say", lambda b: b.update(step=b["step"] + 1)),
         ("the older one's files", lambda b: b.update(
             files=json.loads(older[MANIFEST])["body"]["files"])),
-        ("a newer format", lambda b: b.update(format=2)),
         ("a key that nobody knows", lambda b: b.update(extra=1)),
         ("no parent", lambda b: b.pop("parent")),
         ("no state", lambda b: b.update(state=None)),

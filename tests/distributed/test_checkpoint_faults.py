@@ -272,7 +272,7 @@ def test_an_exception_on_one_rank_is_the_same_error_on_all(tmp_path, world):
     texts, value = results[0]
     assert value == 1.0
     for victim, text in enumerate(texts):
-        assert f"rank {victim}: RuntimeError: my state is broken" in text
+        assert f"rank {victim}: state_dict() of 'value' (Broken) raised RuntimeError" in text
 
 
 def test_an_exception_while_the_shards_are_written(tmp_path, monkeypatch):
