@@ -32,7 +32,7 @@ from benchmarks.tables import Machine, cell, spread, table, write_json
 
 _FORGE, _TORCHRUN = "slurm_forge", "torchrun"
 #: Of the model, for a step of about 3 and 10 ms on one core of 2025.
-_SHORT, _LONG = 192, 640
+_SHORT, _LONG = 192, 400
 _SAMPLES, _WINDOWS, _WINDOW_S = 32, 5, 2.0
 
 
