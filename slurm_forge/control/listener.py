@@ -218,7 +218,7 @@ class Listener(ABC, Generic[PeerT]):
             if key.fileobj is self._listener:
                 self._accept()
             elif key.fileobj is not self._waker:
-                self._receive(key.fd)
+                self._receive(key.fd, key.fileobj)
         with self._lock:
             now = self._clock()
             self._tick(now)
@@ -288,10 +288,12 @@ class Listener(ABC, Generic[PeerT]):
     def _end_stranger(self, peer: PeerT, why: str) -> None:
         if peer.address not in self._named and len(self._named) < _NAMED:
             self._named.add(peer.address)
-            sys.stderr.write(
-                f"slurm_forge: a connection from {peer.address} to the control channel was ended: "
-                f"{why}.  It has not proved that it belongs to this run, which goes on.\n"
-            )
+            with contextlib.suppress(OSError, ValueError):  # a full disk must not end the launch
+                sys.stderr.write(
+                    f"slurm_forge: a connection from {peer.address} to the control channel was "
+                    f"ended: {why}.  It has not proved that it belongs to this run, which goes "
+                    "on.\n"
+                )
         self._drop(peer)
 
     def _forget_stranger(self, peer: PeerT, descriptor: int) -> None:
@@ -301,10 +303,11 @@ class Listener(ABC, Generic[PeerT]):
 
     # -- what is said --------------------------------------------------------------------------
 
-    def _receive(self, descriptor: int) -> None:
+    def _receive(self, descriptor: int, ready: object) -> None:
         with self._lock:
             peer = self._peers.get(descriptor)
-        if peer is None:
+        # Another one's since: a connection was ended for it in this turn, and it has said nothing.
+        if peer is None or peer.connection is not ready:
             return
         try:
             lines = peer.connection.receive()

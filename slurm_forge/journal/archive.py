@@ -174,6 +174,11 @@ def read_folder(
         more, bad = read_file(file.path, file.writer, skip_superseded=skip_superseded)
         records += more
         damage += bad
+    if earlier is not None and any(
+        record is not earlier and record.attempt <= earlier.attempt for record in records
+    ):
+        # A file of such an attempt turned up, and is archived behind the state.
+        return read_folder(listed, skip_superseded=skip_superseded, use_state=False)
     return records, damage
 
 

@@ -280,6 +280,11 @@ class AppendFile:
             if sync:
                 self._sync()
 
+    def sync(self) -> None:
+        """Have all of it on disk; ``OSError`` where that failed, now or earlier."""
+        with self._lock:
+            self._sync()
+
     def close(self) -> None:
         """Close the file; what was not synced is left to the kernel.  Twice is fine."""
         with self._lock:
@@ -403,10 +408,12 @@ class JournalWriter:
         self._written = 0
         if self._file is None:
             return
-        path = self._file.path
-        self._close_file()
+        file, self._file = self._file, None
         # Else it stays as it is, and what it may not hold is written anew.
         with contextlib.suppress(OSError, UnsafeFileError):
+            path = file.path
+            file.sync()
+            file.close()
             content = without_superseded(read_trusted(path, 2 * self._rotate_at + LINE_LIMIT))
             write_atomic(path, b"".join(f for f in content.splitlines(keepends=True) if f.strip()))
             self._unsynced.clear()

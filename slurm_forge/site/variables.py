@@ -19,8 +19,10 @@ NCCL_INTERFACE = "NCCL_SOCKET_IFNAME"
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 #: Read when a communicator is made (or its plugin is loaded), not when an interpreter or torch is.
 _SENT = re.compile(r"(NCCL|RCCL|TORCH_NCCL|GLOO|FI|UCX|OFI_NCCL)_[A-Z0-9_]+")
-#: Of these, what names code to load, or a file to read or write: a plugin of NCCL, for one.
-_NAMES_FILES = re.compile(r"PLUGIN|LIB|MODULE|PATH|DIR|FILE|CONF|PIPE")
+#: Of these, what names code to load or run, a file to read or write, or whom to connect to.
+_NAMES_FILES = re.compile(
+    r"PLUGIN|LIB|MODULE|PATH|DIR|FILE|CONF|PIPE|COMMAND|MAIL|DEST|COMM_ID|HANDLE"
+)
 
 
 #: Names of what is nobody else's business, and the name and password in an address.

@@ -65,7 +65,9 @@ class Shutdown:
         """A rank has stopped; it stays so long at most for something else, or leaves."""
         self._staying.pop(rank, None)
         if stays_s > 0:
-            self._staying[rank], self._signals = now + stays_s, self._count_signals()
+            if not self._staying:
+                self._signals = self._count_signals()
+            self._staying[rank] = now + stays_s
 
     def hurry(self, now: float) -> None:
         """End ranks that have all stopped and stay for something else: their words are said."""

@@ -83,7 +83,8 @@ class HostStates:
 class HostGenerators:
     """Copies states, tells what was drawn from since, and puts states back.
 
-    A copy is shared with the one before where the words in memory are the same.
+    A copy is shared with the one before where the words in memory are the same.  (A program that
+    puts back a state of which a normal number is held back, over the same words, is not noticed.)
     """
 
     def __init__(self) -> None:
@@ -218,10 +219,14 @@ class SampleRandomness:
         self.used: frozenset[HostGenerator] = frozenset()
         self._seed = seed
 
-    def begin(self, epoch: int, index: int, *, collate: bool = False) -> None:
+    def begin(self, epoch: int, index: int) -> None:
         """Give the sample its randomness: f(seed, epoch, index) and no more."""
         if self.used:
-            _seed(sample_words(self._seed, epoch, index, collate=collate), self.used)
+            _seed(sample_words(self._seed, epoch, index), self.used)
+
+    def begin_collate(self, epoch: int, index: int) -> None:
+        """Seed everything for the collate function of the micro-batch that this sample begins."""
+        _seed(sample_words(self._seed, epoch, index, collate=True), frozenset(HostGenerator))
 
     def begin_otherwise(self, epoch: int, index: int, other: int) -> None:
         """The same, but for the generators that were not drawn from, whose seeds depend on that."""

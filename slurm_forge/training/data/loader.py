@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 from torch._C import _remove_worker_pids
-from torch.utils.data import DataLoader, get_worker_info
+from torch.utils.data import DataLoader, default_collate, get_worker_info
 from torch.utils.data._utils.pin_memory import pin_memory
 
 from slurm_forge.errors import ForgeError, UsageError
@@ -91,6 +91,8 @@ class MicroBatchMaker:
         self.randomness = SampleRandomness(seed)
         self._collate_fn = collate_fn
         self._has_getitems = getattr(dataset, "__getitems__", None) is not None
+        #: One of the program's may draw, or ask for a seed, in any of its calls: always seeded.
+        self.seeds_collate = collate_fn is not default_collate
         self._at_once: int | None = None
 
     def __getitem__(self, ids: Sequence[SampleId]) -> Any:
@@ -98,13 +100,13 @@ class MicroBatchMaker:
         before = self.randomness.generators.states()
         while True:
             try:
-                made = self.collate(ids, self.samples(ids))
+                samples = self.samples(ids)
             except Exception:
                 if self.learned(before):
                     continue
                 raise
             if not self.learned(before):
-                return made
+                return self.collate(ids, samples)
 
     def learned(self, before: HostStates, drawn: frozenset[HostGenerator] = frozenset()) -> bool:
         """Whether a generator was drawn from that was not seeded, since then or among ``drawn``.
@@ -148,7 +150,8 @@ class MicroBatchMaker:
 
     def collate(self, ids: Sequence[SampleId], samples: list[Any]) -> Any:
         """Put samples together; collate functions draw random numbers too (token masking)."""
-        self.randomness.begin(*ids[0], collate=True)
+        if self.seeds_collate:
+            self.randomness.begin_collate(*ids[0])
         return self._collate_fn(samples)
 
     def _examine(self, sample: SampleId) -> None:
@@ -159,27 +162,37 @@ class MicroBatchMaker:
         """
         self._at_once = 1
         randomness, digests, quickest = self.randomness, list[str](), math.inf
+        slowest = 0.0
         outside = randomness.generators.states()
         try:
             for seed in range(1, _FETCHES + 1):
                 randomness.begin_otherwise(*sample, seed)
                 before, began = randomness.generators.states(), time.perf_counter()
                 item = self.dataset[sample[1]]
-                quickest = min(quickest, time.perf_counter() - began)
+                took = time.perf_counter() - began
+                quickest, slowest = min(quickest, took), max(slowest, took)
                 if quickest > _SLOW_S:
                     break
                 if self.learned(before):
                     digests.clear()
                 else:
                     digests.append(item_digest(item))
+            if self._has_getitems and not randomness.used:
+                self._has_getitems = self._gives_same(sample, digests)
         except Exception:  # raised again by the fetch that follows
             digests.clear()
         finally:
             randomness.generators.put_back(outside)
         if quickest < _QUICK_S and len(digests) > 1 and len({"", *digests}) == 2:
-            self._at_once += int(_AT_ONCE_S / max(quickest, 1e-6))
+            self._at_once += int(_AT_ONCE_S / max(slowest, 1e-6))
         else:
             randomness.use_all()
+
+    def _gives_same(self, sample: SampleId, digests: list[str]) -> bool:
+        """Whether ``__getitems__`` gives what indexing gives: a class may change one of them."""
+        rows = self.dataset.__getitems__([sample[1]])
+        is_one = isinstance(rows, list | tuple) and len(rows) == 1
+        return is_one and bool(digests) and item_digest(rows[0]) == digests[-1]
 
 
 class InProcess:
@@ -188,7 +201,8 @@ class InProcess:
     def __init__(self, make: MicroBatchMaker, steps: Iterator[StepIds], *, pin: bool) -> None:
         self._make, self._steps, self._pin = make, steps, pin
         self._next_ids: StepIds | None = None
-        self._before = make.randomness.generators.states()
+        #: The caller's generators, and those before the micro-batch in progress.
+        self._before = self._clean = make.randomness.generators.states()
         #: What was drawn from for the micro-batch in progress, up to the last poll.
         self._drawn: frozenset[HostGenerator] = frozenset()
 
@@ -203,13 +217,13 @@ class InProcess:
         parts: list[Any] = []
         work = self._work(ids, parts)
         while True:
-            self._before = randomness.generators.states()
+            self._before = self._clean = randomness.generators.states()
             interrupted = True
             try:
                 interrupted = any(pace.is_due() for _ in work)
             finally:
                 # At the end of a micro-batch nothing else was drawn from.
-                if interrupted or randomness.used:
+                if interrupted or randomness.used or self._make.seeds_collate:
                     self._drawn |= randomness.generators.put_back(self._before)
             if not interrupted:
                 break
@@ -229,20 +243,19 @@ class InProcess:
     def _micro_batch(self, ids: Sequence[SampleId]) -> Generator[None, None, Any]:
         make = self._make
         while True:
-            self._drawn = frozenset()
+            self._drawn, self._clean = frozenset(), make.randomness.generators.states()
             samples: list[Any] = []
             try:
                 size = make.at_once(ids[0])
                 for first in range(0, len(ids), size):
                     samples += make.samples(ids[first : first + size])
                     yield
-                batch = make.collate(ids, samples)
             except Exception:
-                if make.learned(self._before, self._drawn):
+                if make.learned(self._clean, self._drawn):
                     continue
                 raise
-            if not make.learned(self._before, self._drawn):
-                return batch
+            if not make.learned(self._clean, self._drawn):
+                return make.collate(ids, samples)
 
 
 class WorkerPool:

@@ -51,8 +51,9 @@ class StateGuard:
 
     def __init__(self, models: Iterable[nn.Module]) -> None:
         models = list(models)
-        devices = (p.device for model in models for p in model.parameters())
-        self._device = next(devices, torch.device("cpu"))
+        # Parameters may lie on the host (offload) while dropout draws on the device.
+        in_use = torch.cuda.is_available() and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        self._device = torch.device("cuda" if in_use else "cpu")
         self._host = HostGenerators()
         self._random, self._generators = self._host.states(), Generators.now(self._device)
         self._modes: list[tuple[nn.Module, bool]] = []

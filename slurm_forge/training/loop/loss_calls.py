@@ -18,7 +18,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
-from slurm_forge.training.core.host_generators import Generators
+from slurm_forge.training.core.host_generators import Generators, HostGenerators
 from slurm_forge.training.core.loss import Loss
 from slurm_forge.training.data.batches import Batch
 from slurm_forge.training.instability.replay import tensors_in
@@ -81,7 +81,10 @@ class LossCalls:
         self._device = device
         self._handed_out: _Inputs | None = None
         self._last: _LossCall | None = None
-        self._alike = False
+        #: Whether the steps that were looked at last were.
+        self.alike = False
+        self._host = HostGenerators()
+        self._states = self._host.states()
 
     def handed_out(self, batch: Batch | None) -> None:
         """``batch`` is the program's from now on; None once its step is over."""
@@ -89,6 +92,7 @@ class LossCalls:
         if batch is not None:
             try:
                 self._handed_out = _Inputs(batch, Generators.now(self._device))
+                self._states = self._host.states()
             except Exception:  # the program's objects: tensors of inference mode have no versions
                 return
 
@@ -97,7 +101,7 @@ class LossCalls:
     ) -> None:
         """A step begins with this batch; without ``function`` its losses come one by one."""
         before, handed_out = self._last, self._handed_out
-        self._last, self._alike = None, False
+        self._last, self.alike = None, False
         if function is None or handed_out is None:
             return
         try:
@@ -105,7 +109,8 @@ class LossCalls:
                 _reference(_code_of(function)), _surroundings(function), self._modes()
             )
             alike = before is not None and before.alike(now)
-            self._alike = alike and handed_out.same(_Inputs(batch, generators))
+            same = handed_out.same(_Inputs(batch, generators))
+            self.alike = alike and same and self._host.are_unchanged(self._states)
         except Exception:  # the program's, again: then it is not known
             return
 
@@ -116,7 +121,7 @@ class LossCalls:
         some of them may be others between two steps (a flag of the loop's body).
         """
         last = self._last
-        known = last is not None and self._alike and function is not None
+        known = last is not None and self.alike and function is not None
         if last is None or not known or last.modes != self._modes():
             return None
         return function if _same(_reference(_code_of(function)), last.code) else None
@@ -149,11 +154,15 @@ def _values_of(function: Any) -> Iterator[object]:
         yield from function.keywords.values()
         return
     plain = getattr(function, "__func__", function)  # of a bound method
-    yield getattr(function, "__self__", None)
+    owner = getattr(function, "__self__", None)
+    yield owner
+    yield from (each for each in getattr(owner, "__dict__", {}).values() if _is_plain(each))
     if not isinstance(plain, FunctionType):
         yield plain
         return
     yield plain.__code__
+    known = plain.__globals__
+    yield from (known[name] for name in plain.__code__.co_names if name in known)
     yield from plain.__defaults__ or ()
     yield from (plain.__kwdefaults__ or {}).values()
     for cell in plain.__closure__ or ():
@@ -161,6 +170,10 @@ def _values_of(function: Any) -> Iterator[object]:
             yield cell.cell_contents
         except ValueError:  # it is deleted
             yield None
+
+
+def _is_plain(value: object) -> bool:
+    return isinstance(value, _PLAIN)
 
 
 def _reference(value: object) -> object:

@@ -252,9 +252,10 @@ class StepLifecycle:
         if self.open is None or not self.open.updates:
             self.open = OpenStep(self.handed_out, generators=self._generators)
             self._begun_at = time.monotonic()
-            self._loss_function = given
             if self._looks:
                 self._loss_calls.step_begins(batch, given, self._generators)
+            # Kept only where it may be used: it may hold a batch.
+            self._loss_function = given if self._loss_calls.alike else None
         return self._part(batch, compute_loss, in_stream=in_stream, faults=faults)
 
     def _part(

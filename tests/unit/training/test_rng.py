@@ -120,7 +120,7 @@ def test_randomness_of_a_sample_depends_on_its_identity_alone():
     def drawn(seed, *which, **how):
         randomness = SampleRandomness(seed)
         randomness.use_all()
-        randomness.begin(*which, **how)
+        (randomness.begin_collate if how else randomness.begin)(*which)
         return tuple(draw())
 
     first = drawn(0, 3, 7)

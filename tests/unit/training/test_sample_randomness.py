@@ -69,7 +69,18 @@ class Table(Items):
 
     def __getitems__(self, indices: list[int]) -> list[torch.Tensor]:
         self.asked.append(indices)
-        return [self[index] for index in indices] + [torch.zeros(2)] * self.surplus
+        surplus = self.surplus if len(indices) > 1 else 0
+        return [self[index] for index in indices] + [torch.zeros(2)] * surplus
+
+
+class Overridden(Table):
+    """Changes one of the two ways alone, as a subclass that adds a transform does."""
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return super().__getitem__(index) + 10
+
+    def __getitems__(self, indices: list[int]) -> list[torch.Tensor]:
+        return [Items.__getitem__(self, index) for index in indices]
 
 
 def plain(samples: list[Any]) -> Any:
@@ -78,6 +89,11 @@ def plain(samples: list[Any]) -> Any:
 
 def masking(samples: list[Any]) -> Any:
     return default_collate(samples) * random.randint(1, 1 << 20)
+
+
+def masking_by_the_seed(samples: list[Any]) -> Any:
+    """Reads a seed without drawing."""
+    return default_collate(samples) * np.random.default_rng(torch.initial_seed() % 2**32).random()
 
 
 def made(maker: MicroBatchMaker, workers: int = 0) -> list[torch.Tensor]:
@@ -101,7 +117,7 @@ def made(maker: MicroBatchMaker, workers: int = 0) -> list[torch.Tensor]:
         source.close()
 
 
-@pytest.mark.parametrize("collate", [plain, masking])
+@pytest.mark.parametrize("collate", [default_collate, plain, masking, masking_by_the_seed])
 @pytest.mark.parametrize(
     "item",
     [nothing, sometimes, by_turns, from_the_seed, from_a_state],
@@ -168,10 +184,16 @@ def test_what_is_not_drawn_from_is_not_seeded(
 def test_rows_are_asked_for_together_unless_they_are_random() -> None:
     table = Table(nothing)
     made(MicroBatchMaker(table, plain, 5))
-    assert table.asked == [[index for _, index in part] for step in STEPS for part in step]
+    assert table.asked[0] == [0], "a look at whether it gives the same"
+    assert table.asked[1:] == [[index for _, index in part] for step in STEPS for part in step]
     chance = Table(lambda index: random.random())
     made(MicroBatchMaker(chance, plain, 5))
     assert chance.asked == []
+
+
+def test_rows_that_differ_from_items_are_not_asked_for() -> None:
+    found = made(MicroBatchMaker(Overridden(nothing), default_collate, 5))
+    assert found[0].tolist() == [[10.0, 10.0], [11.0, 11.0], [12.0, 12.0]]
 
 
 def test_another_number_of_rows_is_refused() -> None:
