@@ -206,8 +206,7 @@ def dial(
                 problems.append(f"{host}: {error}")
                 continue
             try:
-                left = max(2.0, (deadline - time.monotonic()) / 2)
-                return _introduce(connection, credentials, role, hello, who, left)
+                return _introduce(connection, credentials, role, hello, who, deadline)
             except (OSError, EOFError) as error:
                 ended = True
                 hung_up = isinstance(error, EOFError | ConnectionError)
@@ -255,12 +254,14 @@ def _introduce(
     role: Role,
     hello: bytes,
     who: str,
-    within_s: float,
+    deadline: float,
 ) -> AuthenticatedConnection:
     before = connection.gettimeout()
-    connection.settimeout(within_s)
+    connection.settimeout(max(2.0, (deadline - time.monotonic()) / 2))
     made = _verify_hub(connection, credentials, role)
     made.send(hello)
+    # It is the hub, however slow: it would take a second hello for that of somebody else.
+    connection.settimeout(max(2.0, deadline - time.monotonic()))
     answer = made.verify(_read_line(connection))
     if answer != _WELCOME:
         connection.close()

@@ -379,18 +379,22 @@ def _archive(
         path = folder / f"archive-{through}.jsonl"
         if not create_exclusive(path, content) or read_trusted(path, len(content)) != content:
             return  # somebody else was as fast, or the disk does not keep what it is given
-    _keep_state(folder, records, ends[-1])
+    kept = _keep_state(folder, records, ends[-1])
     archived = [file.path for file in listed.files if file.attempt <= ends[-1]]
-    _remove(folder, [*archived, *listed.states.values()], fence)
+    # An earlier state with the archives behind it is still better than all of the archives.
+    _remove(folder, [*archived, *(listed.states.values() if kept else ())], fence)
 
 
-def _keep_state(folder: Path, records: Sequence[Record], through: int) -> None:
+def _keep_state(folder: Path, records: Sequence[Record], through: int) -> bool:
+    """Write the state after that attempt; False where it does not come back as it was (a NaN)."""
     state = fold_through(records, through)
     logical = max((r.logical_time for r in records if r.attempt <= through), default=0)
     path = folder / f"state-{through}.json"
     write_atomic(path, _state_file(state, logical))
-    if _read_state(path, through) != _state_record(state, through, logical):
-        path.unlink()
+    if _read_state(path, through) == _state_record(state, through, logical):
+        return True
+    path.unlink()
+    return False
 
 
 def _remove(folder: Path, paths: Iterable[Path], fence: Callable[[], None]) -> None:

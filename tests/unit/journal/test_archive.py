@@ -248,6 +248,23 @@ def test_a_file_that_turns_up_late_counts_as_it_would_have(long: Writer) -> None
     assert fold(read_journal(long.run)[0]) == fold(long.records)
 
 
+def test_a_late_file_that_is_archived_behind_a_state_counts_as_well(
+    long: Writer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The archiving died before it could replace the state that does not know of that file."""
+    long.compact()
+    assert [name for name in long.names() if name.startswith("state-")]
+    long.attempt, now = 2, long.attempt
+    # Fenced: attempt 3 did not read it.
+    long.tell("rank0", ev.CheckpointsPruned(names=(long.name(now * 10),), reason=""))
+    long.attempt = now
+    long.attempts(4)
+    monkeypatch.setattr("slurm_forge.journal.archive._keep_state", lambda *_: False)
+    long.compact()
+    assert len([name for name in long.names() if name.startswith("archive-")]) > 1
+    assert fold(read_to_fold(long.run)) == fold(read_journal(long.run)[0]) == fold(long.records)
+
+
 def test_whoever_is_fenced_removes_nothing(long: Writer) -> None:
     def fenced() -> None:
         raise FencedError("a newer attempt has taken over", next_step="")
