@@ -659,6 +659,9 @@ def staying(stage: Stage, seconds: float = 1e6, *, supervised: bool = True) -> S
 def ended(stage: Stage) -> LaunchFacts:
     """The facts of a launch that was waited for no longer: it counts as any that has stopped."""
     facts = stage.end()
+    deadline = time.monotonic() + WITHIN_S  # the message may arrive after the conductor's end
+    while not all(rank.aborted for rank in stage.ranks) and time.monotonic() < deadline:
+        time.sleep(0.01)
     assert [rank.aborted for rank in stage.ranks] == ["the launch is over"] * stage.world
     assert facts.stopped_at is not None and facts.checkpoint == f"step-{facts.stopped_at}"
     assert (facts.lost, facts.failures, facts.deadline_passed) == ((), (), False)
