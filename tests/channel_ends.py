@@ -1,9 +1,12 @@
-"""The hub's end of one connection, for tests in which the hub is made up."""
+"""A hub, and the hub's end of one connection, for tests in which the hub is made up."""
 
 from __future__ import annotations
 
+import contextlib
 import socket
+from collections.abc import Iterator
 
+from slurm_forge.control import Hub
 from slurm_forge.control.handshake import (
     AuthenticatedConnection,
     Credentials,
@@ -13,6 +16,17 @@ from slurm_forge.control.handshake import (
 
 CREDENTIALS = Credentials("n" * 32, "s" * 64)
 _WITHIN_S = 20.0
+
+
+@contextlib.contextmanager
+def hub_of(world: int) -> Iterator[Hub]:
+    """A hub that is closed at the end."""
+    hub = Hub(world_size=world)
+    hub.start()
+    try:
+        yield hub
+    finally:
+        hub.close()
 
 
 def welcomed(

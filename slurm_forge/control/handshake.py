@@ -10,8 +10,8 @@ The lines of a handshake, each ended by a newline::
 ``NONCE`` names the launch (or the step, for agents) and is public.  ``PROOF`` and the two keys of
 the session are HMAC-SHA256 under the secret, over the role, the nonce and both fresh numbers; each
 has a purpose of its own, so that nothing one end sends serves as what the other one has to send.
-Every line from the third on carries a ``MAC`` of the session, which counts the lines: what is
-changed, repeated, left out or said by somebody else ends the connection.  Nothing is encrypted.
+Every line from the third on carries a ``MAC`` of the session, which counts the lines: a line that
+is changed, repeated, dropped or inserted ends the connection.  Nothing is encrypted.
 
 A session belongs to a connection, not to a rank: who speaks for several ranks needs one of them.
 """
@@ -28,10 +28,10 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from importlib import import_module
 
 from slurm_forge.control.addresses import connect, usable_hosts
 from slurm_forge.errors import ControlChannelError
+from slurm_forge.format_version import PACKAGE_VERSION
 
 #: Of the handshake and of the messages behind it: ends of different versions refuse each other.
 CHANNEL_VERSION = 1
@@ -147,7 +147,7 @@ class AuthenticatedConnection:
 
         Raises:
             EOFError: The other end has closed the connection.
-            ControlChannelError: A line is longer than any of ours.
+            ControlChannelError: A line exceeds ``LINE_LIMIT``.
         """
         data = self.socket.recv(1 << 16)
         if not data:
@@ -161,7 +161,7 @@ class AuthenticatedConnection:
         return lines
 
     def verify(self, line: bytes) -> bytes:
-        """What a line of ``receive`` says; ``ControlChannelError`` where it is nothing of ours."""
+        """A line of ``receive`` without its code; ``ControlChannelError`` for a wrong code."""
         assert self.session is not None  # noqa: S101  the first line of a stranger is its challenge
         return self.session.verify(line)
 
@@ -314,9 +314,9 @@ def _no_answer(line: bytes) -> ControlChannelError:
     if version != CHANNEL_VERSION:
         return ControlChannelError(
             f"the hub speaks version {version} of the channel (slurm_forge {package}), this "
-            f"process version {CHANNEL_VERSION} (slurm_forge {_package()})",
+            f"process version {CHANNEL_VERSION} (slurm_forge {PACKAGE_VERSION})",
             next_step="All processes of a launch need one version: install slurm_forge "
-            f"{package} where the ranks run, or {_package()} where the job was submitted.",
+            f"{package} where the ranks run, or {PACKAGE_VERSION} where the job was submitted.",
         )
     return ControlChannelError(
         "it is the channel of another launch",
@@ -331,8 +331,8 @@ def _no_answer(line: bytes) -> ControlChannelError:
 class ChallengeAnswer:
     """What the hub answers to the first line of somebody.
 
-    ``session`` is None for who can't belong to the channel: ``why`` says so in words.  That there
-    is one proves nothing yet: the next line does, if the session verifies it.
+    ``session`` is None for a client that can't belong to the channel, and ``why`` is the reason.
+    A session alone proves nothing: only the next line does, once the session has verified it.
     """
 
     line: bytes
@@ -417,11 +417,7 @@ def _keys(credentials: Credentials, role: str, client: str, hub: str) -> tuple[b
 
 
 def _head() -> bytes:
-    return f"forge {CHANNEL_VERSION} {_package()} ".encode()
-
-
-def _package() -> str:
-    return str(import_module("slurm_forge").__version__)
+    return f"forge {CHANNEL_VERSION} {PACKAGE_VERSION} ".encode()
 
 
 def _version_of(line: bytes) -> int | None:

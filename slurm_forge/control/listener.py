@@ -93,7 +93,7 @@ class Listener(ABC, Generic[PeerT]):
         self._strangers: dict[str, dict[int, PeerT]] = {}
         self._named: set[str] = set()
         self._look_at = 0.0
-        #: No file can be opened: until then nobody is accepted.
+        #: No file can be opened: until then no connection is accepted.
         self._full_until: float | None = None
         self._closing = False
         self._listener = socket.create_server(("", 0), backlog=4096)
@@ -249,7 +249,7 @@ class Listener(ABC, Generic[PeerT]):
 
     @property
     def _room(self) -> int:
-        """How many connections there may be: nobody who belongs here is ever without a place."""
+        """The most connections: ranks and monitors of the launch always find a place."""
         wanted = 2 * (self.world_size or _UNKNOWN_WORLD) + _STRANGERS
         return min(wanted, max(1, self._open_files - _STRANGERS // 4))
 
@@ -306,13 +306,13 @@ class Listener(ABC, Generic[PeerT]):
     def _receive(self, descriptor: int, ready: object) -> None:
         with self._lock:
             peer = self._peers.get(descriptor)
-        # Another one's since: a connection was ended for it in this turn, and it has said nothing.
+        # The descriptor belongs to a newer connection, accepted in this turn: to read would block.
         if peer is None or peer.connection is not ready:
             return
         try:
             lines = peer.connection.receive()
         except TimeoutError:
-            return  # the descriptor was reused since select() saw it: nothing has come yet
+            return  # select() saw what the kernel has dropped since
         except (OSError, EOFError):
             with self._lock:
                 self._drop(peer)
@@ -351,7 +351,7 @@ class Listener(ABC, Generic[PeerT]):
         peer.connection.session, peer.role = answer.session, answer.role
 
     def _end(self, peer: PeerT, why: str) -> None:
-        """Drop who has said what nobody of ours says."""
+        """Drop a connection that has sent what no process of this launch sends."""
         if peer.stranger:
             self._end_stranger(peer, why)
         else:

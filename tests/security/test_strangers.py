@@ -39,7 +39,7 @@ from slurm_forge.launch.supervisor.main import supervise
 from slurm_forge.run_directory.claims import list_claims
 from slurm_forge.slurm.client import SubprocessSlurm
 from slurm_forge.slurm.environment import SlurmEnvironment
-from tests.channel_ends import CREDENTIALS
+from tests.channel_ends import CREDENTIALS, hub_of
 from tests.distributed.launches import launched, new_run
 from tests.security.bounded import as_nobody, beside_nobody, bounded
 
@@ -79,16 +79,6 @@ def join(hub: Hub, rank: int, *, within_s: float = WITHIN_S) -> Member:
         on_abort=lambda reason: None,
         connect_within_s=within_s,
     )
-
-
-@contextlib.contextmanager
-def hub_of(world: int) -> Iterator[Hub]:
-    hub = Hub(world_size=world)
-    hub.start()
-    try:
-        yield hub
-    finally:
-        hub.close()
 
 
 # -- a hub that is none --------------------------------------------------------------------------

@@ -84,8 +84,8 @@ class SaveFailed(Message):
 class RankStopped(Message):
     """This rank stopped, as all did, after ``step`` steps; ``checkpoint`` is what was committed.
 
-    With ``stays_s`` it has something left to do that takes no longer, and says so again without it
-    when that is done.
+    ``stays_s`` is the most time, in seconds, that the rank still needs before it leaves; once it is
+    done it sends this message again, without ``stays_s``.
     """
 
     m: Literal["stopped"] = "stopped"

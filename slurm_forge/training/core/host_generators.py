@@ -7,16 +7,18 @@ draw from one generator or from none, and that shows.
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import random
 import struct
 import sys
+from collections.abc import Collection
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
 import torch
 
-from slurm_forge.training.core.rng import sample_words, seed_numpy
+_WORD = (1 << 64) - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +61,36 @@ class HostGenerator(Enum):
     PYTHON = "python"
     TORCH = "torch"
     NUMPY = "numpy"
+
+
+def uses_cuda() -> bool:
+    """Whether this process has initialised CUDA; to ask a generator would do so.
+
+    That costs memory and forbids forking.
+    """
+    return torch.cuda.is_available() and bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
+
+
+def seed_words(purpose: bytes, *numbers: int) -> tuple[int, int, int, int]:
+    """Four independent 64-bit words, the same on every machine and version."""
+    packed = struct.pack(f"<{len(numbers)}Q", *(number & _WORD for number in numbers))
+    digest = hashlib.blake2b(packed, digest_size=32, person=b"forge " + purpose).digest()
+    first, second, third, fourth = struct.unpack("<4Q", digest)
+    return first, second, third, fourth
+
+
+def seed_host(
+    words: tuple[int, int, int, int], which: Collection[HostGenerator] = tuple(HostGenerator)
+) -> None:
+    """Seed generators of the host: a word for each; numpy's where numpy is imported."""
+    if HostGenerator.PYTHON in which:
+        random.seed(words[0])
+    if HostGenerator.TORCH in which:
+        # torch.manual_seed asks every kind of accelerator first: 90 µs instead of 1.
+        torch.default_generator.manual_seed(words[1])
+    numpy: Any = sys.modules.get("numpy")
+    if numpy is not None and HostGenerator.NUMPY in which:
+        numpy.random.seed(words[2] & 0xFFFFFFFF)  # its legacy generator takes 32 bits
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,37 +254,24 @@ class SampleRandomness:
     def begin(self, epoch: int, index: int) -> None:
         """Give the sample its randomness: f(seed, epoch, index) and no more."""
         if self.used:
-            _seed(sample_words(self._seed, epoch, index), self.used)
+            seed_host(seed_words(b"sample", self._seed, epoch, index), self.used)
 
     def begin_collate(self, epoch: int, index: int) -> None:
         """Seed everything for the collate function of the micro-batch that this sample begins."""
-        _seed(sample_words(self._seed, epoch, index, collate=True), frozenset(HostGenerator))
+        seed_host(seed_words(b"collate", self._seed, epoch, index))
 
     def begin_otherwise(self, epoch: int, index: int, other: int) -> None:
         """The same, but for the generators that were not drawn from, whose seeds depend on that."""
         self.begin(epoch, index)
-        _seed(sample_words(self._seed + other, epoch, index), self.unused())
+        unused = frozenset(HostGenerator) - self.used
+        seed_host(seed_words(b"sample", self._seed + other, epoch, index), unused)
 
     def use_all(self) -> None:
         """Seed all of them from now on."""
         self.used = frozenset(HostGenerator)
-
-    def unused(self) -> frozenset[HostGenerator]:
-        """Those that were never drawn from."""
-        return frozenset(HostGenerator) - self.used
 
     def learn(self, drawn: frozenset[HostGenerator]) -> bool:
         """Whether one of these was not seeded: what was drawn is to be drawn again."""
         new = drawn - self.used
         self.used |= new
         return bool(new)
-
-
-def _seed(words: tuple[int, int, int, int], which: frozenset[HostGenerator]) -> None:
-    if HostGenerator.PYTHON in which:
-        random.seed(words[0])
-    if HostGenerator.TORCH in which:
-        # torch.manual_seed asks every kind of accelerator first: 90 µs instead of 1.
-        torch.default_generator.manual_seed(words[1])
-    if HostGenerator.NUMPY in which:
-        seed_numpy(words)

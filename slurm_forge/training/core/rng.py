@@ -5,7 +5,6 @@ States are plain tensors, so that a checkpoint holds nothing that has to be unpi
 
 from __future__ import annotations
 
-import hashlib
 import math
 import random
 import struct
@@ -18,10 +17,10 @@ from typing import Any
 import torch
 
 from slurm_forge.errors import CheckpointError, UnsupportedError
+from slurm_forge.training.core.host_generators import seed_host, seed_words, uses_cuda
 
 _PYTHON, _NUMPY, _TORCH, _CUDA = "python", "numpy", "torch", "cuda"
 _MT_WORDS = 624
-_WORD = (1 << 64) - 1
 
 
 def capture() -> dict[str, torch.Tensor]:
@@ -52,7 +51,7 @@ class GlobalStates:
             torch.default_generator.get_state(),
             # A tuple is only had of the kind of generator that we can keep.
             None if numpy is None else numpy.random.get_state(legacy=False),
-            torch.cuda.get_rng_state().clone() if cuda and _uses_cuda() else None,
+            torch.cuda.get_rng_state().clone() if cuda and uses_cuda() else None,
         )
 
     def is_of_host(self) -> bool:
@@ -130,7 +129,7 @@ def restore(state: Mapping[str, torch.Tensor]) -> tuple[str, ...]:
         raise _bad(str(error)) from error
     here = {_PYTHON, _TORCH}
     here |= {_NUMPY} if numpy is not None else set()
-    here |= {_CUDA} if _uses_cuda() else set()
+    here |= {_CUDA} if uses_cuda() else set()
     return tuple(sorted(here ^ set(state)))
 
 
@@ -139,21 +138,10 @@ def derive(seed: int, step: int, rank: int) -> None:
 
     The states that the old ranks had belong to nobody then; these at least repeat exactly.
     """
-    words = _words(b"derive", seed, step, rank)
-    _seed_host(words)
-    if _uses_cuda():
+    words = seed_words(b"derive", seed, step, rank)
+    seed_host(words)
+    if uses_cuda():
         torch.cuda.manual_seed(words[3])
-
-
-def sample_words(
-    seed: int, epoch: int, index: int, *, collate: bool = False
-) -> tuple[int, int, int, int]:
-    """The seeds for fetching one sample, for Python, torch and numpy: f(seed, epoch, index).
-
-    ``collate`` gives the (different) ones for the collate function of the micro-batch that this
-    sample begins.
-    """
-    return _words(b"collate" if collate else b"sample", seed, epoch, index)
 
 
 @contextmanager
@@ -173,7 +161,7 @@ class OwnRandomness:
     """
 
     def __init__(self, seed: int, epoch: int) -> None:
-        self._first = _words(b"sampler", seed, epoch)
+        self._first = seed_words(b"sampler", seed, epoch)
         self._own: GlobalStates | None = None
         self._outside: GlobalStates | None = None
 
@@ -182,39 +170,12 @@ class OwnRandomness:
         if self._own is not None:
             self._own.put_back_host()
         else:
-            _seed_host(self._first)
+            seed_host(self._first)
 
     def __exit__(self, *exc: object) -> None:
         self._own = GlobalStates.now(cuda=False)
         if self._outside is not None:
             self._outside.put_back_host()
-
-
-def _uses_cuda() -> bool:
-    # Asking for a state would initialise CUDA, which costs memory and forbids forking.
-    return torch.cuda.is_available() and bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
-
-
-def _words(purpose: bytes, *numbers: int) -> tuple[int, int, int, int]:
-    """Four independent 64-bit words, the same on every machine and version."""
-    packed = struct.pack(f"<{len(numbers)}Q", *(number & _WORD for number in numbers))
-    digest = hashlib.blake2b(packed, digest_size=32, person=b"forge " + purpose).digest()
-    first, second, third, fourth = struct.unpack("<4Q", digest)
-    return first, second, third, fourth
-
-
-def _seed_host(words: tuple[int, int, int, int]) -> None:
-    random.seed(words[0])
-    # torch.manual_seed asks every kind of accelerator first: 90 µs instead of 1.
-    torch.default_generator.manual_seed(words[1])
-    seed_numpy(words)
-
-
-def seed_numpy(words: tuple[int, int, int, int]) -> None:
-    """Seed numpy's global generator, where numpy is imported."""
-    numpy: Any = sys.modules.get("numpy")
-    if numpy is not None:
-        numpy.random.seed(words[2] & 0xFFFFFFFF)  # its legacy generator takes 32 bits
 
 
 def _from_gauss(value: float | None) -> tuple[int, int]:

@@ -22,6 +22,7 @@ from slurm_forge.training.core.host_generators import (
     Generators,
     HostGenerator,
     HostGenerators,
+    uses_cuda,
 )
 from slurm_forge.training.core.loss import (
     BatchLoss,
@@ -52,8 +53,7 @@ class StateGuard:
     def __init__(self, models: Iterable[nn.Module]) -> None:
         models = list(models)
         # Parameters may lie on the host (offload) while dropout draws on the device.
-        in_use = torch.cuda.is_available() and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-        self._device = torch.device("cuda" if in_use else "cpu")
+        self._device = torch.device("cuda" if uses_cuda() else "cpu")
         self._host = HostGenerators()
         self._random, self._generators = self._host.states(), Generators.now(self._device)
         self._modes: list[tuple[nn.Module, bool]] = []

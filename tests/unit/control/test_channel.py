@@ -8,7 +8,7 @@ import random
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import pytest
@@ -32,6 +32,7 @@ from slurm_forge.control.messages.links import LinkReport, QueryLinks
 from slurm_forge.control.messages.rank import Hello, Notice
 from slurm_forge.errors import ControlChannelError
 from slurm_forge.vocabulary.position import LAST, Position
+from tests.channel_ends import hub_of
 
 WITHIN_S = 20.0
 
@@ -47,16 +48,6 @@ def until(condition: Callable[[], object], what: str, within_s: float = WITHIN_S
     while not condition():
         assert time.monotonic() < deadline, f"never came: {what}"
         time.sleep(0.002)
-
-
-@contextlib.contextmanager
-def hub_of(world: int) -> Iterator[Hub]:
-    hub = Hub(world_size=world)
-    hub.start()
-    try:
-        yield hub
-    finally:
-        hub.close()
 
 
 def no_abort(reason: str) -> None:
