@@ -590,3 +590,21 @@ def test_the_address_that_answers_is_tried_first() -> None:
         hosts = ("127.0.0.2", "127.0.0.1", "127.0.0.3")
         assert answering_first(hosts, port, 30.0) == ("127.0.0.1", "127.0.0.2", "127.0.0.3")
     assert answering_first(hosts, port, 30.0) == hosts
+
+
+class FullDisk:
+    def write(self, text: str) -> None:
+        raise OSError(28, "No space left on device")
+
+
+def test_a_stranger_ends_no_launch_whose_output_can_not_be_written(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("sys.stderr", FullDisk())
+    with hub_of(1) as hub:
+        _, port = parse_addresses(hub.addresses)
+        with socket.create_connection(("127.0.0.1", port)) as stranger:
+            stranger.sendall(b"GET / HTTP/1.1\n")
+            assert stranger.recv(1) == b""
+        with contextlib.closing(join(hub, 0)):
+            until(hub.members, "the rank")

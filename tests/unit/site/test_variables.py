@@ -100,10 +100,11 @@ def test_only_what_is_read_when_groups_are_made_reaches_a_fork() -> None:
     "name",
     [
         "PYTHONPATH", "PYTHONSTARTUP", "LD_LIBRARY_PATH", "LD_AUDIT", "PATH", "BASH_ENV", "",
+        "UCX_GDB_COMMAND", "UCX_HANDLE_ERRORS", "UCX_STATS_DEST", "UCX_ERROR_MAIL_TO",
         "NCCL_NET_PLUGIN", "NCCL_TUNER_PLUGIN", "NCCL_PROFILER_PLUGIN", "NCCL_ENV_PLUGIN",
         "NCCL_CONF_FILE", "NCCL_TOPO_DUMP_FILE", "NCCL_DEBUG_FILE", "FI_PROVIDER_PATH",
         "UCX_MODULE_DIR", "UCX_CONFIG_DIR", "UCX_LOG_FILE", "TORCH_NCCL_DEBUG_INFO_PIPE_FILE",
-        "NCCL_DEBUG\nPATH", "nccl_debug",
+        "NCCL_DEBUG\nPATH", "nccl_debug", "NCCL_COMM_ID",
     ],
 )  # fmt: skip
 def test_what_makes_a_process_execute_something_is_never_sent_to_one(name: str) -> None:
