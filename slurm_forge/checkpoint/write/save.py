@@ -78,7 +78,7 @@ from slurm_forge.checkpoint.write.shares import (
     share_of,
 )
 from slurm_forge.checkpoint.write.tensor_keys import in_words
-from slurm_forge.errors import RanksLostError
+from slurm_forge.errors import FencedError, RanksLostError
 from slurm_forge.store.directory import CheckpointStore
 from slurm_forge.store.identity import CheckpointName
 from slurm_forge.store.manifest import INDEX_NAME, FileEntry, Manifest
@@ -148,12 +148,12 @@ class CheckpointWriter:
         """Begin a save and return when the state may change again.  Waits for the one before.
 
         Rank 0's ``name`` counts (the nonce may differ, the step may not).  ``fence`` is called on
-        rank 0 right before the rename.  If anything fails on any rank, all ranks get a
-        CheckpointError (FencedError if ``fence`` did), here or from ``PendingSave``; no checkpoint
-        appears then (or a whole one, where only the last fsync failed); RanksLostError, a
-        CheckpointError, if a rank is gone: then no collective may follow.  Without ``background``
-        the save is over on return.  ``after`` is called with the end of a save before anybody
-        who waits for it goes on, on the save's thread.
+        rank 0 right before the rename, and on a rank that finds the stage gone.  If anything
+        fails on any rank, all ranks get a CheckpointError (FencedError if ``fence`` did), here or
+        from ``PendingSave``; no checkpoint appears then (or a whole one, where only the last fsync
+        failed); RanksLostError, a CheckpointError, if a rank is gone: then no collective may
+        follow.  Without ``background`` the save is over on return.  ``after`` is called with
+        the end of a save before anybody who waits for it goes on, on the save's thread.
 
         ``permit`` is called on rank 0 with the size of all files, and the directory that they are
         to lie in, before anything is written; it raises CheckpointError where the save had better
@@ -211,7 +211,10 @@ class CheckpointWriter:
                 reason=reason,
                 parent=parent,
             )
-            self._store.publish(stage, manifest, fence)
+            try:
+                self._store.publish(stage, manifest, fence)
+            except FileNotFoundError as error:
+                raise _swept(error, fence) from error
             return {"size": manifest.size, "findings": list(manifest.findings)}
 
         def persist() -> Saved:
@@ -222,6 +225,7 @@ class CheckpointWriter:
                 filling,
                 seal,
                 doubts,
+                fence,
                 held=held,
                 told=told,
                 digest=digest,
@@ -484,6 +488,7 @@ class CheckpointWriter:
         filling: Filling,
         seal: Callable[[Sequence[Any], RankMismatch | None, Sequence[str]], dict[str, Json]],
         doubts: Callable[[], Sequence[str]],
+        fence: Callable[[], None],
         *,
         held: Sequence[tuple[str, torch.Tensor]],
         told: Json,
@@ -512,6 +517,8 @@ class CheckpointWriter:
             if self._background_ranks.rank == 0:
                 index = memoryview(plan.index)
                 entries.append(write_shard_file(stage / INDEX_NAME, index, len(index)))
+        except FileNotFoundError as caught:
+            error = _swept(caught, fence)
         except Exception as caught:
             error = caught
         try:
@@ -559,6 +566,15 @@ def save_checkpoint(
     writer = CheckpointWriter(store, group=group, clock=clock)
     pending_save = writer.begin(state, name=name, reason=reason, fence=fence, parent=parent)
     return pending_save.result()
+
+
+def _swept(error: FileNotFoundError, fence: Callable[[], None]) -> Exception:
+    """What ``fence`` raises, since a newer attempt sweeps the stages of older ones; else itself."""
+    try:
+        fence()
+    except FencedError as fenced:
+        return fenced
+    return error
 
 
 def _replicated(state: TrainingState, captured: Captured) -> frozenset[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import threading
 from pathlib import Path
 
@@ -111,6 +112,32 @@ def test_a_fenced_attempt_leaves_nothing(tmp_path):
     with pytest.raises(FencedError, match="claimed"):
         save(store, weights(), fence=fenced)
     assert list(store.directory.iterdir()) == []
+
+
+def gone_when(monkeypatch, name):
+    """The stage is swept, as by a newer attempt, before this is called."""
+    real = getattr(save_module, name, None) or getattr(save_module.CheckpointStore, name)
+    place = save_module if hasattr(save_module, name) else save_module.CheckpointStore
+
+    def swept(*args, **options):
+        (path,) = (each for each in args if isinstance(each, Path))
+        stage = path if path.name.startswith(".stage-") else path.parent
+        shutil.rmtree(stage)
+        return real(*args, **options)
+
+    monkeypatch.setattr(place, name, swept)
+
+
+@pytest.mark.parametrize("before", ["write_shard_file", "publish"])
+def test_a_fenced_attempt_whose_stage_was_swept_is_told_of_the_fence(tmp_path, monkeypatch, before):
+    def fenced():
+        raise FencedError("claimed", next_step="Exit.")
+
+    gone_when(monkeypatch, before)
+    with pytest.raises(FencedError, match="claimed"):
+        save(open_store(tmp_path), weights(), fence=fenced)
+    with pytest.raises(CheckpointError, match="FileNotFoundError"):
+        save(open_store(tmp_path), weights())
 
 
 def test_a_stage_of_the_same_name_is_never_used_again(tmp_path, monkeypatch):
