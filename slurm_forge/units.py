@@ -90,8 +90,13 @@ def parse_duration(value: object) -> timedelta:
         raise ValueError(f'{_shown(value)} is not a duration; write it like "10m" or "48:00:00"')
     if not isinstance(value, str) or re.fullmatch(r"[0-9]+(\.[0-9]+)?", value.strip()):
         bare = str(value).strip()
+        clock = ""
+        if isinstance(value, int) and value >= 3600 and value % 60 == 0:
+            written = f"{value // 3600}:{value % 3600 // 60:02d}:00"
+            clock = f' (YAML 1.1 reads {written} without quotes as {bare}: then write "{written}")'
         raise ValueError(
             f'{_shown(value)} has no unit; write "{bare}s" for seconds or "{bare}m" for minutes'
+            f"{clock}"
         )
     stripped = value.strip()
     match = _UNIT_STEPS.fullmatch(stripped.lower()) if stripped else None

@@ -70,7 +70,10 @@ _WORDS: dict[str, bool | None] = {
 _SWITCHES = {"yes": "true", "on": "true", "no": "false", "off": "false"}
 _INTEGER = re.compile(r"[-+]?(0|[1-9][0-9]*|[1-9][0-9]{0,2}(_[0-9]{3})+)")
 _FLOAT = re.compile(r"[-+]?((0|[1-9][0-9]*)(\.[0-9]*)?|\.[0-9]+)([eE][-+]?[0-9]+)?")
-_SEXAGESIMAL = re.compile(r"[-+]?[0-9][0-9_]*(:[0-9]+)+(\.[0-9_]*)?")
+#: As YAML 1.1 has them.  08:00:00 is none but text to every reader: PyYAML writes it unquoted.
+_SEXAGESIMAL = re.compile(
+    r"[-+]?([1-9][0-9_]*(:[0-5]?[0-9])+|[0-9][0-9_]*(:[0-5]?[0-9])+\.[0-9_]*)"
+)
 _LEADING_ZERO = re.compile(r"[-+]?0[0-9]+(\.[0-9]*)?([eE][-+]?[0-9]+)?")
 #: Based numbers (0x1F, 0b1, 0o17) and anything else of digits and underscores.
 _DIGITS = re.compile(r"[-+]?(0[xob][0-9a-fA-F_]+|\.?[0-9][0-9_]*(\.[0-9_]*)?([eE][-+]?[0-9]+)?)")

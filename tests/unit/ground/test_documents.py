@@ -29,7 +29,8 @@ ALIKE = "indent keys that belong together alike"
 TRAPS = [
     ("a: 48:00:00", 'f.yaml:1: a: 48:00:00 without quotes is a number to base 60 in YAML; quote it: "48:00:00"'),
     ("a: 12:30", 'f.yaml:1: a: 12:30 without quotes is a number to base 60 in YAML; quote it: "12:30"'),
-    ("a: 08:00:00", 'f.yaml:1: a: 08:00:00 without quotes is a number to base 60 in YAML; quote it: "08:00:00"'),
+    ("a: 2:00:00", 'f.yaml:1: a: 2:00:00 without quotes is a number to base 60 in YAML; quote it: "2:00:00"'),
+    ("a: 08:00:00.5", 'f.yaml:1: a: 08:00:00.5 without quotes is a number to base 60 in YAML; quote it: "08:00:00.5"'),
     ("b: 1\na: off", f"f.yaml:2: a: {QUOTE_OFF}"),
     ("a: Yes", 'f.yaml:1: a: Yes without quotes is a truth value to some readers of YAML and text to others; write true, or quote it: "Yes"'),
     ("a: 0123", 'f.yaml:1: a: 0123 without quotes is octal to some readers of YAML; write it without the leading 0, or quote it: "0123"'),
@@ -97,6 +98,8 @@ def test_traps_are_told_with_line_and_way_out(text: str, expected: str) -> None:
         ("~", None),
         ("", None),
         ('"48:00:00"', "48:00:00"),
+        ("02:00:00", "02:00:00"),
+        ("10:75", "10:75"),
         ("'off'", "off"),
         ("1-02:03:04", "1-02:03:04"),
         ("n[01-04]", "n[01-04]"),

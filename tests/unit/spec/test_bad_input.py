@@ -87,6 +87,7 @@ IN_A_JOB = [
     ("resources: {time: 30}", 3, 'resources.time: 30 has no unit; write "30s" for seconds or "30m" for minutes'),
     ("resources: {time: UNLIMITED}", 3, "resources.time: leave it out for the partition's own limit; a run continues beyond it"),
     ('resources: {time: "0:00"}', 3, "resources.time: must be longer than 0"),
+    ("resources: {time: 7200}", 3, 'resources.time: 7200 has no unit; write "7200s" for seconds or "7200m" for minutes (YAML 1.1 reads 2:00:00 without quotes as 7200: then write "2:00:00")'),
     ("probe: {every: 60}", 3, 'probe.every: 60 has no unit; write "60s" for seconds or "60m" for minutes'),
     ("probe: {deadline: soon}", 3, 'probe.deadline: "soon" is not a duration; write it like "60s", "10m", "1h30m", "2d" or "48:00:00"'),
     ("template: array", 3, 'template: how many tasks the array has is missing: "chain: 10" (each is an attempt as long as resources.time)'),
