@@ -6,7 +6,7 @@ import contextlib
 import os
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from enum import Enum
@@ -14,6 +14,7 @@ from enum import Enum
 from slurm_forge.control import BRIEF_KEY, Hub, LaunchBrief
 from slurm_forge.errors import (
     CheckpointRejectedError,
+    FencedError,
     ForgeError,
     RunDirectoryError,
     UnsafeFileError,
@@ -64,7 +65,7 @@ from slurm_forge.slurm.client import Slurm
 from slurm_forge.slurm.records import JobRecord
 from slurm_forge.spec.recovery import Recovery
 from slurm_forge.spec.run_file import RunFile, read_run_file
-from slurm_forge.vocabulary.cause import Cause
+from slurm_forge.vocabulary.cause import Cause, Confidence, Evidence
 from slurm_forge.vocabulary.decision import Action, Decision, Incident, Start
 from slurm_forge.vocabulary.plan import Variable
 
@@ -323,6 +324,36 @@ class Attempt:
                 LaunchEnded(outcome=matching[-1].cause.value, step=facts.furthest, exact=True)
             )
         return matching[-1] if matching else None
+
+    def hold(self, error: ForgeError) -> Decision:
+        """Journal that a launch could not be started or conducted, and that the run is held for it.
+
+        ``FencedError`` if another attempt has taken over: then it is not ours to judge.
+        """
+        self.fence()
+        text = f"a launch failed: {error.message}"
+        step = (Evidence(source="next step", text=error.next_step),) if error.next_step else ()
+        incident = Incident(
+            id=f"{self.incident_id}.error",
+            cause=Cause.UNKNOWN,
+            confidence=Confidence.CERTAIN,
+            evidence=(Evidence(source="slurm_forge", text=text), *step),
+        )
+        decision = Decision.about(incident, Action.HOLD, plan=self.state().plan, reason=text)
+        self._write(IncidentSeen(incident=incident), DecisionTaken(decision=decision))
+        return decision
+
+    @contextlib.contextmanager
+    def held_on_error(self) -> Iterator[None]:
+        """End the attempt with a hold if the block, which prepares it, raises a ForgeError."""
+        try:
+            yield
+        except ForgeError as error:
+            if not isinstance(error, FencedError):
+                with contextlib.suppress(OSError, ForgeError):
+                    self.hold(error)
+                    self.end("held")
+            raise
 
     def stop(self, why: str) -> None:
         """A person wants the run to stop before it is started again: journal that."""

@@ -14,7 +14,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Protocol
 
-from slurm_forge.errors import RunDirectoryError
+from slurm_forge.errors import FencedError, ForgeError, RunDirectoryError
 from slurm_forge.launch.attempt.attempt import REQUEUEING, Attempt
 from slurm_forge.launch.attempt.evidence import gather_evidence
 from slurm_forge.launch.attempt.unrecognized import note_unrecognized
@@ -143,7 +143,7 @@ class AttemptLoop:
         self._longest_pause_s = longest_pause_s
 
     def run(self) -> AttemptEnd:
-        """Until the run is finished, is given back, or rests; raises what a launch raises.
+        """Until the run is finished, is given back, or rests; an error of a launch holds it.
 
         ``FencedError`` once a newer attempt owns the run, ``RunDirectoryError`` where nothing can
         be written down: then the run was held.
@@ -152,7 +152,12 @@ class AttemptLoop:
         if attempt.verdict is not None:
             return self._give_back(attempt.verdict)
         while True:
-            facts = front_end.launch()
+            try:
+                facts = front_end.launch()
+            except FencedError:
+                raise
+            except ForgeError as error:
+                return self._give_back(self._hold(error))
             decision = self._conclude(facts)
             if decision is None:
                 front_end.clear()
@@ -187,6 +192,16 @@ class AttemptLoop:
         except RunDirectoryError as error:
             self._requeuer.hold(error.message)
             raise
+
+    def _hold(self, error: ForgeError) -> Decision:
+        """The decision that a person has to see to what keeps ranks from being started."""
+        try:
+            return self._attempt.hold(error)
+        except FencedError:
+            raise
+        except (OSError, ForgeError):  # not even the journal can be read: that is the error
+            self._requeuer.hold(error.message)
+            raise error from None
 
     def _give_back(self, decision: Decision, status: int | None = None) -> AttemptEnd:
         """Settle what comes next, first of all where time is short; then end what is left."""

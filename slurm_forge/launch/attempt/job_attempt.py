@@ -131,27 +131,29 @@ def conduct_in_job(
     job_poller = JobPoller(slurm, job)
     output = own_output()
     try:
-        explain = StopExplanation(slurm, attempt, signals.batch_signals_since, output=output)
-        requeuer = SlurmRequeuer(
-            attempt,
-            make_job_requeuer(attempt, slurm, job=job, script=script(), explain=explain),
-            slurm,
-            partition=environment.partition,
-            cluster=environment.cluster_name,
-            knobs=Knobs.from_environ(variables),
-            latest=lambda: job_poller.latest,
-            config=job_poller.config,
-        )
-        requeuer.prepare()
-        return AttemptLoop(
-            attempt,
-            front_end(JobAttempt(attempt, environment, variables, slurm, job_poller, requeuer)),
-            requeuer,
-            job_poller,
-            slurm=slurm,
-            job=job,
-            output=output,
-        ).run()
+        with attempt.held_on_error():
+            explain = StopExplanation(slurm, attempt, signals.batch_signals_since, output=output)
+            requeuer = SlurmRequeuer(
+                attempt,
+                make_job_requeuer(attempt, slurm, job=job, script=script(), explain=explain),
+                slurm,
+                partition=environment.partition,
+                cluster=environment.cluster_name,
+                knobs=Knobs.from_environ(variables),
+                latest=lambda: job_poller.latest,
+                config=job_poller.config,
+            )
+            requeuer.prepare()
+            loop = AttemptLoop(
+                attempt,
+                front_end(JobAttempt(attempt, environment, variables, slurm, job_poller, requeuer)),
+                requeuer,
+                job_poller,
+                slurm=slurm,
+                job=job,
+                output=output,
+            )
+        return loop.run()
     except FencedError as error:
         print_line(str(error))
         attempt.end(TAKEN_OVER)

@@ -144,7 +144,13 @@ class _LocalRun:
             if not is_ours and len(state.attempts) > before:
                 self._say_line(f"{run.name} has been taken over by {state.attempts[-1].job}")
                 return 1
-            if state.status not in _GOES_ON or not is_ours:
+            if not is_ours:
+                self._say_line(
+                    f"the processes of {job} ended before they began an attempt; their output: "
+                    f"{run.submissions / str(process.pid)}_0_log.err"
+                )
+                return 1
+            if state.status not in _GOES_ON:
                 return 1
             if not self._restarts(state):
                 return 1

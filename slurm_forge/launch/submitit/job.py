@@ -158,16 +158,17 @@ class _StockTask:
             return _summary(self._run, attempt)
         if in_slurm and environment:
             note_unrecognized(attempt, environment.unrecognized)
-        embedded = EmbeddedConductor(
-            attempt,
-            world_size=self._place.world_size,
-            job=self._place.job,
-            slurm=SubprocessSlurm.of_this_process() if in_slurm else None,
-            environment=environment if in_slurm else None,
-            requeue_exit_code=None if in_slurm else _LOCAL_REQUEUE,
-            leave=_raise_in_main if self._in_process else None,
-            lifeline=self._lifeline,
-        )
+        with attempt.held_on_error():
+            embedded = EmbeddedConductor(
+                attempt,
+                world_size=self._place.world_size,
+                job=self._place.job,
+                slurm=SubprocessSlurm.of_this_process() if in_slurm else None,
+                environment=environment if in_slurm else None,
+                requeue_exit_code=None if in_slurm else _LOCAL_REQUEUE,
+                leave=_raise_in_main if self._in_process else None,
+                lifeline=self._lifeline,
+            )
         if attempt.verdict is not None:
             Rendezvous().publish(self._run, self._key)
             embedded.conclude()

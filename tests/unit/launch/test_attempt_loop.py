@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from slurm_forge.errors import RunDirectoryError
-from slurm_forge.journal import fold, read_journal
+from slurm_forge.errors import ConfigError, FencedError, ForgeError, RunDirectoryError
+from slurm_forge.journal import RunStatus, fold, read_journal
 from slurm_forge.launch.attempt.attempt import Attempt, begin
 from slurm_forge.launch.attempt.attempt_loop import AttemptEnd, AttemptLoop, Requeuer
 from slurm_forge.launch.conductor.job_poller import JobPoller
@@ -30,7 +30,7 @@ class World(Requeuer):
     """Launches that end as they were told to, and everything that the loop asked for."""
 
     attempt: Attempt
-    ends: list[LaunchFacts]
+    ends: list[LaunchFacts | ForgeError]
     can_relaunch: bool = True
     asked: list[str] = field(default_factory=list)
     said: list[str] = field(default_factory=list)
@@ -39,7 +39,10 @@ class World(Requeuer):
         self.attempt.launch += 1
         self.attempt.journal.launch = self.attempt.launch
         self.asked.append("launch")
-        return self.ends.pop(0)
+        end = self.ends.pop(0)
+        if isinstance(end, ForgeError):
+            raise end
+        return end
 
     def relaunch(self, decision: Decision, facts: LaunchFacts) -> bool:
         self.asked.append("relaunch")
@@ -83,7 +86,7 @@ def facts(**seen: object) -> LaunchFacts:
 CRASH = facts(lost=(LostRank(1, "n2"),), exit_status=139)
 
 
-def world(tmp_path: Path, *ends: LaunchFacts) -> World:
+def world(tmp_path: Path, *ends: LaunchFacts | ForgeError) -> World:
     run = RunDirectory.at(tmp_path / "tiny")
     spec = job_from_mapping({"name": "tiny", "entry": "a.b:train"})
     file = RunFile(submitted_from=str(tmp_path), python=sys.executable, job=spec)
@@ -141,6 +144,37 @@ def test_a_verdict_about_the_attempt_before_is_carried_out_without_a_launch(
     end = made.run()
     assert made.asked == ["rest", "clear", "depart None"]
     assert (end.outcome, end.status, end.code) == ("raised", None, 1)
+
+
+def test_an_error_of_a_launch_holds_the_run_and_the_journal_says_why(tmp_path: Path) -> None:
+    error = ConfigError("no such option of srun: --bogus", next_step="Remove it.")
+    made = world(tmp_path, CRASH, error)
+    end = made.run()
+    assert made.asked[-3:] == ["hold", "clear", "depart held"]
+    assert (end.outcome, end.code) == ("held", 0)
+    state = fold(read_journal(made.attempt.run)[0])
+    assert state.status is RunStatus.HELD
+    assert state.reason == "a launch failed: no such option of srun: --bogus"
+    (_, incident) = state.attempts[-1].incidents[-1]
+    assert [each.text for each in incident.evidence] == [state.reason, "Remove it."]
+
+
+def test_an_error_before_the_first_launch_is_a_hold_too(tmp_path: Path) -> None:
+    made = world(tmp_path)
+    with pytest.raises(ConfigError), made.attempt.held_on_error():
+        raise ConfigError("no such option", next_step="Remove it.")
+    state = fold(read_journal(made.attempt.run)[0])
+    assert (state.status, state.attempts[-1].outcome) == (RunStatus.HELD, "held")
+
+
+def test_a_fence_is_nobodys_decision(tmp_path: Path) -> None:
+    made = world(tmp_path, FencedError("attempt 2", next_step="Exit."))
+    with pytest.raises(FencedError):
+        made.run()
+    with pytest.raises(FencedError), made.attempt.held_on_error():
+        raise FencedError("attempt 2", next_step="Exit.")
+    assert fold(read_journal(made.attempt.run)[0]).status is RunStatus.RUNNING
+    assert made.asked == ["launch"]
 
 
 def test_what_can_not_be_counted_is_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

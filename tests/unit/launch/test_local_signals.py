@@ -1,14 +1,17 @@
 from __future__ import annotations
 
 import signal
+import subprocess
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from slurm_forge.journal import RunStatus
 from slurm_forge.launch.attempt.attempt_signals import StopRequest
 from slurm_forge.launch.local import runner as here
+from slurm_forge.spec.run_file import read_run_file
 
 ALL = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -79,3 +82,19 @@ def test_who_trains_from_python_is_interrupted_once_the_run_has_stopped(
     monkeypatch.setattr(here, "run_locally", lambda *given: 128 + signal.SIGINT)
     with pytest.raises(KeyboardInterrupt):
         here.train_here("a.b:train", {"name": "run"}, runs=tmp_path)
+
+
+def test_ranks_that_are_killed_before_they_begin_an_attempt_are_told_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def killed(session: object, task: object) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(["false"], start_new_session=True)
+
+    monkeypatch.setattr(here.LocalSession, "start", killed)
+    run = here.train_here("m:train", {"name": "tiny"}, runs=tmp_path / "runs")
+    said: list[str] = []
+    file = read_run_file(run.spec_file)
+    assert here.run_locally(run, file, 1, lambda state: None, say=said.append) == 1
+    (text,) = said
+    assert "ended before they began an attempt" in text and "_0_log.err" in text
+    assert here.run_state(run).status is RunStatus.SUBMITTED
