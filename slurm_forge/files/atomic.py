@@ -303,11 +303,16 @@ def read_bounded(path: str | os.PathLike[str], limit: int) -> bytes:
     return _read_and_close(os.open(path, os.O_RDONLY | os.O_CLOEXEC), path, limit)
 
 
-def read_json(path: str | os.PathLike[str], limit: int) -> dict[str, Any]:
+def read_json(
+    path: str | os.PathLike[str],
+    limit: int,
+    *,
+    next_step: str = "Remove it and try again: it is written anew.",
+) -> dict[str, Any]:
     """The JSON object in a file that passes ``open_trusted``.
 
-    ``RunDirectoryError`` where the text is damaged: not UTF-8, not JSON, not an object, a key
-    twice, NaN or Infinity, nested too deep.
+    ``RunDirectoryError`` with ``next_step`` where the text is damaged: not UTF-8, not JSON, not an
+    object, a key twice, NaN or Infinity, nested too deep.
     """
     data = read_trusted(path, limit)
     try:
@@ -315,9 +320,9 @@ def read_json(path: str | os.PathLike[str], limit: int) -> dict[str, Any]:
             data.decode("utf-8"), object_pairs_hook=_no_duplicates, parse_constant=_no_constant
         )
     except (ValueError, RecursionError) as error:
-        raise _damaged(path, str(error)) from error
+        raise _damaged(path, str(error), next_step) from error
     if not isinstance(value, dict):
-        raise _damaged(path, "not a JSON object")
+        raise _damaged(path, "not a JSON object", next_step)
     return value
 
 
@@ -365,8 +370,5 @@ def _no_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not JSON")
 
 
-def _damaged(path: str | os.PathLike[str], reason: str) -> RunDirectoryError:
-    return RunDirectoryError(
-        f"{os.fspath(path)} is damaged: {reason}",
-        next_step="Move the file away and try again; the journal holds what it said.",
-    )
+def _damaged(path: str | os.PathLike[str], reason: str, next_step: str) -> RunDirectoryError:
+    return RunDirectoryError(f"{os.fspath(path)} is damaged: {reason}", next_step=next_step)

@@ -99,6 +99,13 @@ def claim_attempt(
     )
 
 
+def _damaged_claim(run: RunDirectory) -> str:
+    return (
+        "Leave it where it is: its name alone keeps older attempts from writing.  Start the run "
+        f"again (slurm-forge requeue {run.name}): the next attempt has a claim of its own."
+    )
+
+
 def newest_claim(run: RunDirectory) -> Claim | None:
     """The claim in force, or None before the first attempt."""
     numbers = list_claims(run)
@@ -106,7 +113,7 @@ def newest_claim(run: RunDirectory) -> Claim | None:
         return None
     path = _claim_file(run, numbers[-1])
     try:
-        data = read_json(path, _CLAIM_LIMIT)
+        data = read_json(path, _CLAIM_LIMIT, next_step=_damaged_claim(run))
         refuse_later(str(path), FormatVersion.parse(data.get("v", 1)), _FORMAT, data.get("by"))
         return Claim(
             attempt=numbers[-1],
@@ -121,8 +128,7 @@ def newest_claim(run: RunDirectory) -> Claim | None:
     except (ValueError, KeyError, TypeError, OverflowError) as error:
         raise RunDirectoryError(
             f"the claim {path} can't be read: {error}",
-            next_step="Rename it to let the next attempt start, such as to "
-            f"{path.name}.damaged; nothing else depends on it.",
+            next_step=_damaged_claim(run),
         ) from error
 
 

@@ -109,9 +109,11 @@ def test_junk_beside_the_claims_is_no_claim(run: RunDirectory) -> None:
 
 def test_a_damaged_claim_says_which_file_it_is_and_still_fences(run: RunDirectory) -> None:
     first = Fence(run, claim(run))
-    (run.attempts / "2.json").write_bytes(b"")
-    with pytest.raises(RunDirectoryError, match=r"2\.json"):
-        newest_claim(run)
+    for damaged in (b"", b"{}"):
+        (run.attempts / "2.json").write_bytes(damaged)
+        with pytest.raises(RunDirectoryError, match=r"2\.json") as caught:
+            newest_claim(run)
+        assert caught.value.next_step.startswith("Leave it where it is")
     with pytest.raises(FencedError):
         first()
     assert claim(run) == 3
