@@ -120,6 +120,10 @@ class UnsafeFileError(ForgeError):
     """A file or folder has an owner or a mode that lets others plant things in it."""
 
 
+class FileTooLargeError(UnsafeFileError):
+    """A file is larger than any of its kind can be."""
+
+
 class ControlChannelError(ForgeError):
     """The control channel broke, or somebody spoke on it who does not know the nonce."""
 

@@ -86,6 +86,7 @@ def requeue(
     from slurm_forge.spec.run_file import read_run_file
 
     directory = meant(run, runs)
+    directory.refuse_others()
     changes = ResourceChanges(mem=mem, time=time, exclude=exclude, partition=partition)
     file = read_run_file(directory.spec_file)
     state = run_state(directory)
@@ -163,6 +164,7 @@ def reconcile(run: RunOrJob, runs: Runs = None, json: AsJson = False) -> None:
     from slurm_forge.slurm.client import SubprocessSlurm
 
     directory = meant(run, runs)
+    directory.refuse_others()
     brought = carry_out(directory, SubprocessSlurm.of_this_process())
     _answer(directory, brought, ".", as_json=json)
 
@@ -204,6 +206,7 @@ def stop(run: RunOrJob, runs: Runs = None) -> None:
     from slurm_forge.report.status.run_status import again
 
     directory = meant(run, runs)
+    directory.refuse_others()
     if directory.is_done():
         typer.echo(f"{directory.name} is finished already; nothing to stop.")
         return
@@ -254,6 +257,7 @@ def save(run: RunOrJob, runs: Runs = None) -> None:
     from slurm_forge.cli.run_of_job import meant
 
     directory = meant(run, runs)
+    directory.refuse_others()
     if directory.is_done():
         typer.echo(f"{directory.name} is finished already; nothing to save.")
         return

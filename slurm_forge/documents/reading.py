@@ -13,8 +13,8 @@ import yaml
 from slurm_forge.documents.indentation import misplaced
 from slurm_forge.documents.keypath import KeyPath, dotted
 from slurm_forge.documents.writing import is_plain_text, plain_value, shorten
-from slurm_forge.errors import ConfigError, UnsafeFileError
-from slurm_forge.files import read_bounded, read_trusted
+from slurm_forge.errors import ConfigError, FileTooLargeError
+from slurm_forge.files import read_named, read_trusted
 
 MAX_BYTES = 1 << 20
 MAX_DEPTH = 32
@@ -85,26 +85,32 @@ def read(
     path: str | os.PathLike[str],
     *,
     trusted: bool = False,
+    owner: int | None = None,
+    of_group: bool = False,
     shown: str | None = None,
     may_be_empty: bool = False,
 ) -> Document:
     """Document in a file of at most 1 MiB; ``ConfigError`` names file and line of a mistake.
 
     ``trusted`` is for files that were found rather than named by the user: only we or root may be
-    able to write them, else ``UnsafeFileError``.  ``shown`` is what people call the file, and
+    able to write them, else ``UnsafeFileError``; ``owner`` and ``of_group`` as for
+    ``refuse_foreign``.  ``shown`` is what people call the file, and
     ``may_be_empty`` one in which everything may be left out.
     """
     name = os.fspath(path) if shown is None else shown
     try:
-        data = (read_trusted if trusted else read_bounded)(path, MAX_BYTES)
+        data = (
+            read_trusted(path, MAX_BYTES, owner=owner, of_group=of_group)
+            if trusted
+            else read_named(path, MAX_BYTES)
+        )
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = data[: error.start].count(b"\n") + 1
         raise ConfigError("not UTF-8 text", path=name, line=line) from None
-    except UnsafeFileError:
+    except FileTooLargeError:
         if trusted:
             raise
-        # The user named the file: its size is the only thing that can be wrong with it.
         raise ConfigError(
             f"larger than {MAX_BYTES} bytes",
             path=name,

@@ -23,10 +23,13 @@ class _Dumper(yaml.SafeDumper):
 
 def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
     # Only double quotes write line breaks of other scripts (U+0085, U+2028) so that they come back.
-    style = None if text.isprintable() and is_plain_text(text) else '"'
+    is_plain = text.isprintable() and is_plain_text(text) and not _CLOCK.fullmatch(text)
+    style = None if is_plain else '"'
     return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
 
 
+#: Quoted although 08:00:00 need not be: 12:00:00 has to be.
+_CLOCK = re.compile(r"[0-9]+(:[0-9]+)+")
 _Dumper.add_representer(str, _represent_text)
 
 

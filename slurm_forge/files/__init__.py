@@ -3,7 +3,7 @@
 Standard library only.  ``OSError`` is passed on as it is: only the caller knows what the file was
 for.
 
-Entry: ``atomic``.
+Entry: ``atomic``; who may have written a file that is read: ``trust``.
 """
 
 from __future__ import annotations
@@ -17,12 +17,16 @@ from slurm_forge.files.atomic import (
     private_directory,
     read_bounded,
     read_json,
+    read_named,
     read_trusted,
     refresh_listing,
     write_atomic,
 )
+from slurm_forge.files.trust import ANYBODY, FOLDERS_OWNER, refuse_foreign
 
 __all__ = [
+    "ANYBODY",
+    "FOLDERS_OWNER",
     "create_exclusive",
     "fsync_directory",
     "make_missing",
@@ -31,7 +35,9 @@ __all__ = [
     "private_directory",
     "read_bounded",
     "read_json",
+    "read_named",
     "read_trusted",
     "refresh_listing",
+    "refuse_foreign",
     "write_atomic",
 ]

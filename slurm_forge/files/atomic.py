@@ -18,7 +18,8 @@ import tempfile
 from pathlib import Path
 from typing import Any, NoReturn
 
-from slurm_forge.errors import RunDirectoryError, UnsafeFileError
+from slurm_forge.errors import FileTooLargeError, RunDirectoryError, UnsafeFileError
+from slurm_forge.files.trust import ANYBODY, refuse_foreign
 
 _NO_HARD_LINKS = frozenset(
     {errno.EPERM, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK, errno.EXDEV}
@@ -248,16 +249,17 @@ def _refuse_shared_folder(path: Path) -> None:
     refuse_foreign(path, status, os.geteuid(), root_too=False)
 
 
-_WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 _STALE_RETRIES = 3
 
 
-def open_trusted(path: str | os.PathLike[str], *, owner: int | None = None) -> int:
+def open_trusted(
+    path: str | os.PathLike[str], *, owner: int | None = None, of_group: bool = False
+) -> int:
     """Open for reading a file that only ``owner`` (default: we) or root can have written.
 
     Returns a file descriptor, which the caller reads from and closes: what was checked is what is
-    read.  ``UnsafeFileError`` for a link, anything but a regular file, a foreign owner, or a file
-    that group or others may write.
+    read.  ``UnsafeFileError`` for a link, anything but a regular file, and what ``refuse_foreign``
+    refuses, which knows ``owner`` and ``of_group``.
     """
     try:
         # O_NONBLOCK: opening a planted FIFO would otherwise wait for ever.
@@ -275,18 +277,31 @@ def open_trusted(path: str | os.PathLike[str], *, owner: int | None = None) -> i
             raise UnsafeFileError(
                 f"{os.fspath(path)} is not a regular file", next_step="Remove it and try again."
             )
-        refuse_foreign(path, status, os.geteuid() if owner is None else owner, root_too=True)
+        refuse_foreign(
+            path,
+            status,
+            os.geteuid() if owner is None else owner,
+            opened=descriptor,
+            of_group=of_group,
+        )
     except BaseException:
         os.close(descriptor)
         raise
     return descriptor
 
 
-def read_trusted(path: str | os.PathLike[str], limit: int, *, owner: int | None = None) -> bytes:
+def read_trusted(
+    path: str | os.PathLike[str],
+    limit: int,
+    *,
+    owner: int | None = None,
+    of_group: bool = False,
+) -> bytes:
     """Content of a file that passes ``open_trusted``; ``UnsafeFileError`` above ``limit`` bytes."""
     for attempt in range(_STALE_RETRIES):
         try:
-            return _read_and_close(open_trusted(path, owner=owner), path, limit)
+            opened = open_trusted(path, owner=owner, of_group=of_group)
+            return _read_and_close(opened, path, limit)
         except OSError as error:
             # The file was replaced on the NFS server between our open and our read.
             if error.errno != errno.ESTALE or attempt == _STALE_RETRIES - 1:
@@ -295,18 +310,33 @@ def read_trusted(path: str | os.PathLike[str], limit: int, *, owner: int | None 
 
 
 def read_bounded(path: str | os.PathLike[str], limit: int) -> bytes:
-    """Content of a file that the user named, whoever owns it; ``UnsafeFileError`` above ``limit``.
+    """Content of a file that decides nothing, whoever wrote it; ``UnsafeFileError`` above it."""
+    return _read_and_close(os.open(path, os.O_RDONLY | os.O_CLOEXEC), path, limit)
+
+
+def read_named(path: str | os.PathLike[str], limit: int) -> bytes:
+    """Content of a file that the user named, whoever owns it.
 
     For files that the user pointed at with their own hand; anything found by itself is read with
-    ``read_trusted``.
+    ``read_trusted``.  ``UnsafeFileError`` above ``limit``, and where more may write it than its
+    owner and those whom ``refuse_foreign`` lets.
     """
-    return _read_and_close(os.open(path, os.O_RDONLY | os.O_CLOEXEC), path, limit)
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        status = os.fstat(descriptor)
+        if stat.S_ISREG(status.st_mode):  # a pipe or a terminal is written by whoever is there
+            refuse_foreign(os.path.realpath(path), status, ANYBODY, opened=descriptor)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return _read_and_close(descriptor, path, limit)
 
 
 def read_json(
     path: str | os.PathLike[str],
     limit: int,
     *,
+    owner: int | None = None,
     next_step: str = "Remove it and try again: it is written anew.",
 ) -> dict[str, Any]:
     """The JSON object in a file that passes ``open_trusted``.
@@ -314,7 +344,7 @@ def read_json(
     ``RunDirectoryError`` with ``next_step`` where the text is damaged: not UTF-8, not JSON, not an
     object, a key twice, NaN or Infinity, nested too deep.
     """
-    data = read_trusted(path, limit)
+    data = read_trusted(path, limit, owner=owner)
     try:
         value = json.loads(
             data.decode("utf-8"), object_pairs_hook=_no_duplicates, parse_constant=_no_constant
@@ -326,23 +356,6 @@ def read_json(
     return value
 
 
-def refuse_foreign(
-    path: str | os.PathLike[str], status: os.stat_result, owner: int, *, root_too: bool
-) -> None:
-    """``UnsafeFileError`` for another owner than ``owner`` (or root), or a writable mode."""
-    name = os.fspath(path)
-    if status.st_uid != owner and not (root_too and status.st_uid == 0):
-        raise UnsafeFileError(
-            f"{name} belongs to uid {status.st_uid}, not to uid {owner}",
-            next_step="Use a path of your own, or ask its owner.",
-        )
-    if status.st_mode & _WRITABLE_BY_OTHERS:
-        raise UnsafeFileError(
-            f"{name} can be written by other users (mode {stat.S_IMODE(status.st_mode):04o})",
-            next_step=f"Check that its content is yours, then: chmod go-w {name}",
-        )
-
-
 def _read_and_close(descriptor: int, path: str | os.PathLike[str], limit: int) -> bytes:
     with os.fdopen(descriptor, "rb", buffering=0) as file:
         chunks: list[bytes] = []
@@ -352,7 +365,7 @@ def _read_and_close(descriptor: int, path: str | os.PathLike[str], limit: int) -
             chunks.append(chunk)
             left -= len(chunk)
     if left <= 0:
-        raise UnsafeFileError(
+        raise FileTooLargeError(
             f"{os.fspath(path)} is larger than {limit} bytes",
             next_step="slurm_forge writes none of this kind this large: check who wrote it.",
         )

@@ -26,6 +26,7 @@ from pydantic import TypeAdapter
 
 from slurm_forge.errors import ForgeError
 from slurm_forge.files import (
+    FOLDERS_OWNER,
     create_exclusive,
     fsync_directory,
     read_trusted,
@@ -309,7 +310,7 @@ def _state_file(state: RunState, logical_time: int) -> bytes:
 def _read_state(path: Path, through: int) -> Record | None:
     """The state as a record; None where it is damaged or of another version of slurm_forge."""
     with suppress(OSError, ForgeError, ValueError, KeyError, TypeError):
-        line, _, body = read_trusted(path, _STATE_LIMIT).partition(b"\n")
+        line, _, body = read_trusted(path, _STATE_LIMIT, owner=FOLDERS_OWNER).partition(b"\n")
         head = json.loads(line)
         ours = (head["v"], head["by"]) == (_STATE_FORMAT, PACKAGE_VERSION)
         if ours and head["sha256"] == hashlib.sha256(body).hexdigest():

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from slurm_forge.files import open_trusted
+from slurm_forge.files import FOLDERS_OWNER, open_trusted
 from slurm_forge.journal.file import LINE_LIMIT, Record, blank_superseded, decode
 
 #: What is held of a file at a time: a file of any size is read.
@@ -65,7 +65,7 @@ def read_pieces(path: Path, offset: int = 0) -> Iterator[Piece]:
     A last line without its newline is left out, and of a line that is too long the beginning is
     enough to report it.
     """
-    descriptor = open_trusted(path)
+    descriptor = open_trusted(path, owner=FOLDERS_OWNER)
     try:
         rest = b""
         while chunk := os.pread(descriptor, _CHUNK, offset):
@@ -108,7 +108,7 @@ def read_file(
 
 def read_end(path: Path, size: int) -> tuple[bytes, float]:
     """The last ``size`` bytes of a file that passes ``open_trusted``, and when it was written."""
-    descriptor = open_trusted(path)
+    descriptor = open_trusted(path, owner=FOLDERS_OWNER)
     try:
         status = os.fstat(descriptor)
         return os.pread(descriptor, size, max(0, status.st_size - size)), status.st_mtime

@@ -8,7 +8,7 @@ import stat
 from pathlib import Path
 
 from slurm_forge.errors import UnsafeFileError
-from slurm_forge.files.atomic import refuse_foreign
+from slurm_forge.files import refuse_foreign
 
 ENDING = ".jsonl"
 _WORD = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")

@@ -8,8 +8,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 from slurm_forge.errors import ForgeError, UnsafeFileError
-from slurm_forge.files import fsync_directory, make_private_directory, read_trusted, write_atomic
-from slurm_forge.files.atomic import refuse_foreign, write_all
+from slurm_forge.files import (
+    fsync_directory,
+    make_private_directory,
+    read_trusted,
+    refuse_foreign,
+    write_atomic,
+)
+from slurm_forge.files.atomic import write_all
 from slurm_forge.node_ledger.lines import Entry, line_of, parse_lines
 from slurm_forge.node_ledger.names import is_ours, refuse_folder, safe_file_name
 from slurm_forge.recovery.nodes.score import faded
@@ -60,7 +66,7 @@ def append(path: Path, data: bytes) -> int:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode) or status.st_nlink != 1:
             raise _not_plain(path)
-        refuse_foreign(path, status, os.geteuid(), root_too=False)
+        refuse_foreign(path, status, os.geteuid(), root_too=False, opened=descriptor)
         if status.st_size > MOST_FILE:
             raise UnsafeFileError(
                 f"{path} is larger than {MOST_FILE} bytes",

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from slurm_forge.errors import FencedError, RunDirectoryError
-from slurm_forge.files import create_exclusive, make_private_directory, read_json
+from slurm_forge.files import FOLDERS_OWNER, create_exclusive, make_private_directory, read_json
 from slurm_forge.format_version import PACKAGE_VERSION, FormatVersion, refuse_later
 from slurm_forge.run_directory.layout import RunDirectory
 
@@ -113,7 +113,7 @@ def newest_claim(run: RunDirectory) -> Claim | None:
         return None
     path = _claim_file(run, numbers[-1])
     try:
-        data = read_json(path, _CLAIM_LIMIT, next_step=_damaged_claim(run))
+        data = read_json(path, _CLAIM_LIMIT, owner=FOLDERS_OWNER, next_step=_damaged_claim(run))
         refuse_later(str(path), FormatVersion.parse(data.get("v", 1)), _FORMAT, data.get("by"))
         return Claim(
             attempt=numbers[-1],

@@ -11,7 +11,7 @@ import re
 from dataclasses import asdict, dataclass
 
 from slurm_forge.errors import ForgeError
-from slurm_forge.files import private_directory, read_json, write_atomic
+from slurm_forge.files import FOLDERS_OWNER, private_directory, read_json, write_atomic
 from slurm_forge.json_codec import from_json
 from slurm_forge.run_directory.layout import RunDirectory
 
@@ -72,7 +72,9 @@ def read_last_words(run: RunDirectory, attempt: int, launch: int) -> tuple[LastW
 
 
 def _read(run: RunDirectory, attempt: int, launch: int, rank: int) -> LastWords:
-    words = from_json(LastWords, read_json(run.last_words(attempt, launch, rank), _LIMIT))
+    words = from_json(
+        LastWords, read_json(run.last_words(attempt, launch, rank), _LIMIT, owner=FOLDERS_OWNER)
+    )
     if words.rank != rank or words.step < 0 or words.micro_batch < 0:
         raise ValueError("numbers out of range")
     return words

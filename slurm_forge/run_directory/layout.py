@@ -14,6 +14,7 @@ from slurm_forge.files import (
     make_private_directory,
     write_atomic,
 )
+from slurm_forge.person import user_name
 
 #: How the last line of a note in ``not_started`` begins, where it says what a person does next.
 NEXT_STEP = "  next step: "
@@ -154,6 +155,29 @@ class RunDirectory:
     def rendezvous(self, key: str) -> Path:
         """Where rank 0 publishes its address when there is no supervisor (stock submitit)."""
         return self.attempts / f"rendezvous-{key}.json"
+
+    def is_own(self) -> bool:
+        """Whether the run belongs to this user; others may only read it."""
+        return self.path.stat().st_uid == os.geteuid()
+
+    def refuse_others(self) -> None:
+        """``RunDirectoryError`` for anyone but the owner of the run: others may read it.
+
+        Each of its folders is looked at: one that another user has put there decides nothing.
+        """
+        folders = (self.path, self.journal, self.attempts, self.checkpoints, self.submissions)
+        for folder in folders:
+            try:
+                owner = os.lstat(folder).st_uid
+            except FileNotFoundError:
+                continue
+            if owner != os.geteuid():
+                raise RunDirectoryError(
+                    f"{folder} belongs to {user_name(owner)}, and you are "
+                    f"{user_name(os.geteuid())}: only its owner starts, stops or changes a run",
+                    next_step="Ask them, or read it: slurm-forge status, explain, checkpoints "
+                    f"{self.path}",
+                )
 
     def is_done(self) -> bool:
         """Whether the run is finished."""

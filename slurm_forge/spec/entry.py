@@ -15,7 +15,7 @@ from pathlib import Path
 
 from slurm_forge.documents import nearest
 from slurm_forge.errors import ConfigError
-from slurm_forge.files import read_bounded
+from slurm_forge.files import read_bounded, read_named
 
 _SOURCE_LIMIT = 1 << 22
 
@@ -107,7 +107,7 @@ def _check_function(
     source: Path, function: str, job: Path | None, args: Collection[str]
 ) -> tuple[str, ...]:
     try:
-        tree = ast.parse(read_bounded(source, _SOURCE_LIMIT))
+        tree = ast.parse(read_named(source, _SOURCE_LIMIT))
     except (SyntaxError, ValueError) as error:  # ValueError: a NUL byte, before Python 3.11.4
         line = getattr(error, "lineno", None)
         where = "" if line is None else f", line {line}"

@@ -400,5 +400,7 @@ def _shared(job: Path | None, knobs: Knobs) -> Iterator[Layer]:
 
 def _layer(path: Path, *, own: bool) -> Layer:
     return Layer(
-        read(path, trusted=True, shown=shown(path), may_be_empty=True), path.parent, own=own
+        read(path, trusted=True, of_group=not own, shown=shown(path), may_be_empty=True),
+        path.parent,
+        own=own,
     )

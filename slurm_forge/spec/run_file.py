@@ -14,7 +14,7 @@ from pydantic import Field, PrivateAttr, ValidationError
 
 from slurm_forge.documents import build, dump, read
 from slurm_forge.errors import ConfigError, FormatError, RunDirectoryError
-from slurm_forge.files import write_atomic
+from slurm_forge.files import FOLDERS_OWNER, write_atomic
 from slurm_forge.format_version import PACKAGE_VERSION, FormatVersion, refuse_later, to_install
 from slurm_forge.lock import exclusive
 from slurm_forge.run_directory import RunDirectory
@@ -192,7 +192,7 @@ def name_fallback(job: JobSpec) -> str | None:
 
 
 def read_run_file(path: Path) -> RunFile:
-    """Read ``run.yaml``: only we or root may be able to write it (``UnsafeFileError``).
+    """Read ``run.yaml``: only its folder's owner or root may have written it (``UnsafeFileError``).
 
     Of a later minor version keys that this one does not know are passed over, and kept.
 
@@ -200,7 +200,7 @@ def read_run_file(path: Path) -> RunFile:
         FormatError: It is of a later major version, or of a later minor one with values that this
             version does not know.
     """
-    document = read(path, trusted=True)
+    document = read(path, trusted=True, owner=FOLDERS_OWNER)
     body: Mapping[str, Any] = document.data
     by = body.get("written_by", "")
     try:

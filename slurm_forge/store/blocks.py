@@ -13,7 +13,7 @@ from pathlib import Path
 
 import xxhash
 
-from slurm_forge.files import open_trusted
+from slurm_forge.files import FOLDERS_OWNER, open_trusted
 from slurm_forge.store.manifest import BLOCK_SIZE, FileEntry, rejected
 
 _RETRY_S = 0.1
@@ -66,7 +66,7 @@ def open_entry(path: Path, entry: FileEntry, *, deadline: float = 0.0) -> int:
     """
     while True:
         try:
-            descriptor = open_trusted(path)
+            descriptor = open_trusted(path, owner=FOLDERS_OWNER)
             break
         except FileNotFoundError:
             if time.monotonic() > deadline:

@@ -25,10 +25,12 @@ from pathlib import Path
 
 from slurm_forge.errors import CheckpointError, CheckpointRejectedError, UnsafeFileError
 from slurm_forge.files import (
+    FOLDERS_OWNER,
     create_exclusive,
     fsync_directory,
     private_directory,
     read_trusted,
+    refuse_foreign,
 )
 from slurm_forge.store.blocks import open_entry
 from slurm_forge.store.identity import STAGE_PREFIX, TRASH_PREFIX, CheckpointName
@@ -53,7 +55,8 @@ class CheckpointStore:
     """One run's ``checkpoints`` directory; ``run_id`` must be in every manifest.
 
     The directory is created (mode 0700) where it is missing; one that others can write into is
-    refused with UnsafeFileError.  ``fallback`` is a second directory of the same run, on other
+    refused with UnsafeFileError, and of another user's run nothing but reading is possible.
+    ``fallback`` is a second directory of the same run, on other
     storage, created by the first stage in it; ``earlier`` are such directories that no save goes to
     any more.  While one of these can't be read, it holds nothing.
     """
@@ -66,7 +69,7 @@ class CheckpointStore:
         fallback: Path | None = None,
         earlier: Sequence[Path] = (),
     ) -> None:
-        self.directory = private_directory(directory)
+        self.directory = _run_directory(directory)
         self.run_id = run_id
         self.fallback = fallback
         self._others = (*(() if fallback is None else (fallback,)), *earlier)
@@ -74,7 +77,7 @@ class CheckpointStore:
         for other in self._others:
             with contextlib.suppress(OSError):
                 if other.is_dir():
-                    private_directory(other)
+                    _run_directory(other)
 
     @property
     def folders(self) -> tuple[Path, ...]:
@@ -132,7 +135,7 @@ class CheckpointStore:
         directory = self.path(name)
         try:
             _refuse_unsafe_directory(directory)
-            manifest = Manifest.from_bytes(read_trusted(directory / MANIFEST_NAME, MANIFEST_LIMIT))
+            manifest = Manifest.from_bytes(_manifest_of(directory))
             if manifest.name != name:
                 raise rejected(f"its manifest belongs to {manifest.name}")
             if manifest.run_id != self.run_id:
@@ -261,17 +264,20 @@ class CheckpointStore:
 
     def _sequence_of(self, name: CheckpointName) -> int:
         try:
-            data = read_trusted(self.path(name) / MANIFEST_NAME, MANIFEST_LIMIT)
-            return Manifest.from_bytes(data).sequence
+            return Manifest.from_bytes(_manifest_of(self.path(name))).sequence
         except (OSError, UnsafeFileError, CheckpointRejectedError):
             return -1
 
     def _is_published(self, target: Path, data: bytes) -> bool:
         try:
             # The nonce is in there: it can be no other checkpoint's.
-            return read_trusted(target / MANIFEST_NAME, len(data)) == data
+            return _manifest_of(target) == data
         except (OSError, UnsafeFileError):
             return False
+
+
+def _manifest_of(directory: Path) -> bytes:
+    return read_trusted(directory / MANIFEST_NAME, MANIFEST_LIMIT, owner=FOLDERS_OWNER)
 
 
 def _is_abandoned(entry: str, current: tuple[int, int] | None) -> bool:
@@ -284,11 +290,17 @@ def _is_abandoned(entry: str, current: tuple[int, int] | None) -> bool:
     return (name.attempt, name.launch) < current
 
 
+def _run_directory(path: Path) -> Path:
+    """The user's own; or, to be read, one that belongs to whoever the run belongs to."""
+    target = path.absolute()
+    if not os.path.lexists(target) or os.lstat(target).st_uid == os.geteuid():
+        return private_directory(target)
+    _refuse_unsafe_directory(target)
+    return target
+
+
 def _refuse_unsafe_directory(path: Path) -> None:
     status = os.lstat(path)
     if not stat.S_ISDIR(status.st_mode):
         raise rejected("it is not a directory")
-    if status.st_uid not in (os.geteuid(), 0):
-        raise rejected(f"it belongs to uid {status.st_uid}")
-    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        raise rejected(f"other users can write into it (mode {stat.S_IMODE(status.st_mode):04o})")
+    refuse_foreign(path, status, FOLDERS_OWNER)

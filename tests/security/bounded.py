@@ -9,7 +9,7 @@ import pickle
 import resource
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
@@ -46,9 +46,14 @@ def bounded(work: Callable[[], Any], *, seconds: int = 10, gigabytes: int = 8) -
 
 def as_nobody(work: Callable[[], Any]) -> Any:
     """Run in a forked process of another user; what it returned, or the type of its exception."""
+    return as_user(NOBODY, work)
+
+
+def as_user(user: int, work: Callable[[], Any], *, groups: Sequence[int] = ()) -> Any:
+    """Run in a forked process of that user; what it returned, or the type of its exception."""
 
     def other() -> Any:
-        _become_nobody()
+        _become(user, groups)
         try:
             return work()
         except Exception as error:
@@ -66,7 +71,7 @@ def beside_nobody(work: Callable[[Connection], None]) -> Iterator[Connection]:
         try:
             ours.close()
             signal.alarm(120)
-            _become_nobody()
+            _become(NOBODY)
             work(theirs)
             signal.pause()
         finally:
@@ -80,10 +85,10 @@ def beside_nobody(work: Callable[[Connection], None]) -> Iterator[Connection]:
         os.waitpid(child, 0)
 
 
-def _become_nobody() -> None:
-    os.setgroups([])
-    os.setgid(NOBODY)
-    os.setuid(NOBODY)
+def _become(user: int, groups: Sequence[int] = ()) -> None:
+    os.setgroups(groups)
+    os.setgid(user)
+    os.setuid(user)
 
 
 def _resident() -> float:

@@ -16,9 +16,9 @@ from slurm_forge.store.directory import CheckpointStore
 from tests.unit.checkpoint.helpers import save, weights
 
 
-def live(run: RunDirectory, *, steps: int = 3) -> None:
+def live(run: RunDirectory, *, steps: int = 3, spec: str = "name: run\n") -> None:
     """Create, claim, tell, save, prune, finish: all of it as the product does it."""
-    run.create(b"name: run\n")
+    run.create(spec.encode())
     attempt = claim_attempt(
         run, job="1", restart_count=0, host="n1", pid=1, nodes=["n1"], time=0.0
     ).attempt

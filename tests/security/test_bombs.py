@@ -9,7 +9,7 @@ import pytest
 
 from slurm_forge.checkpoint.content.index import Index
 from slurm_forge.checkpoint.read.load import resume
-from slurm_forge.errors import CheckpointRejectedError, UnsafeFileError
+from slurm_forge.errors import CheckpointRejectedError, FileTooLargeError
 from slurm_forge.run_directory import RunDirectory, newest_claim
 from slurm_forge.store.manifest import Manifest
 from tests.security.bounded import bounded
@@ -49,7 +49,7 @@ def test_a_sparse_gigabyte_instead_of_a_claim(tmp_path):
     live(run)
     sparse(run.attempts / "1.json", GIGABYTE)
     spent = bounded(lambda: newest_claim(run))
-    assert spent.result is UnsafeFileError
+    assert spent.result is FileTooLargeError
     assert spent.megabytes < 100 and spent.seconds < 1.0, spent
 
 

@@ -122,8 +122,8 @@ def verify(
 ) -> None:
     """Read every block of every file and compare its hash.
 
-    An intact checkpoint becomes verified, a damaged one suspect: it is not resumed from.  Exit
-    status 1: something is damaged or can't be read.
+    An intact checkpoint becomes verified, a damaged one suspect: it is not resumed from.  (Of
+    another user's run that is only printed.)  Exit status 1: something is damaged or can't be read.
 
     \b
     Examples:
@@ -222,19 +222,22 @@ def suspect(
 
 
 def _verified(opened: Opened, name: CheckpointName) -> Read:
-    """Read it and write down what was found."""
+    """Read it and write down what was found, unless the run is another user's."""
     from slurm_forge.cli.checkpoints.disk import read_all
     from slurm_forge.journal.events import CheckpointJudged
     from slurm_forge.vocabulary.trust import Trust
 
     begun = time.monotonic()
     verdict = read_all(opened.store, name, _progress(name))
+    found = None
     if verdict.damaged:
         reason = f"damaged: {verdict.problem}"
-        write_line(opened, CheckpointJudged(name=str(name), trust=Trust.SUSPECT, reason=reason))
+        found = CheckpointJudged(name=str(name), trust=Trust.SUSPECT, reason=reason)
     elif not verdict.problem:
         reason = "every block was read back by checkpoints verify"
-        write_line(opened, CheckpointJudged(name=str(name), trust=Trust.VERIFIED, reason=reason))
+        found = CheckpointJudged(name=str(name), trust=Trust.VERIFIED, reason=reason)
+    if found is not None and opened.run.is_own():
+        write_line(opened, found)
     return Read(
         name=str(name),
         step=name.step,

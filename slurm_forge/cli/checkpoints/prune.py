@@ -73,6 +73,8 @@ def prune(
     from slurm_forge.run_directory import list_claims
 
     opened = open_run(run, runs)
+    if not dry_run:
+        opened.run.refuse_others()
     newest = max(list_claims(opened.run), default=0)
     running = _is_running(opened)
     if running and not (dry_run or while_running):

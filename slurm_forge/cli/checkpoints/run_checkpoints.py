@@ -52,6 +52,7 @@ def write_line(opened: Opened, event: Event) -> None:
     """One line of a person's in the journal, on disk on return."""
     from slurm_forge.journal import JournalWriter, newest_attempt_in, read_to_fold
 
+    opened.run.refuse_others()
     records = read_to_fold(opened.run, refresh=True)
     attempt = newest_attempt_in(records)
     launches = [

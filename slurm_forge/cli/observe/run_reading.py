@@ -16,6 +16,7 @@ from slurm_forge.cli.run_choice import (
     reference,
 )
 from slurm_forge.errors import ForgeError
+from slurm_forge.files import FOLDERS_OWNER
 from slurm_forge.journal import Damage, Record
 from slurm_forge.journal.events import JobChanged, Resumed
 from slurm_forge.journal.order import in_order
@@ -70,7 +71,7 @@ class RunReader:
         from slurm_forge.documents import read
 
         try:
-            body: Any = read(self._run.spec_file, trusted=True).data
+            body: Any = read(self._run.spec_file, trusted=True, owner=FOLDERS_OWNER).data
             value = body
             for key in ("job", "args", "max_steps"):
                 value = value.get(key) if isinstance(value, dict) else None

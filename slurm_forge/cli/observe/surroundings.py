@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from slurm_forge.errors import ForgeError
-from slurm_forge.files import open_trusted
+from slurm_forge.files import FOLDERS_OWNER, open_trusted
 from slurm_forge.launch.attempt.run_lock import ended_local_job
 from slurm_forge.launch.render.array_chain import tasks_waiting
 from slurm_forge.report.status.report_facts import (
@@ -110,7 +110,7 @@ def _not_started(folder: Path) -> Iterator[NotStarted]:
         return
     for time, path, job in dated[:_MOST_FILES]:
         try:
-            descriptor = open_trusted(path)
+            descriptor = open_trusted(path, owner=FOLDERS_OWNER)
         except (ForgeError, OSError):
             continue
         with os.fdopen(descriptor, "rb") as file:
@@ -130,7 +130,7 @@ def _resources(run: RunDirectory) -> dict[str, Any]:
     from slurm_forge.documents import read
 
     try:
-        body: Any = read(run.spec_file, trusted=True).data
+        body: Any = read(run.spec_file, trusted=True, owner=FOLDERS_OWNER).data
     except (ForgeError, OSError, ValueError):
         return {}
     for key in ("job", "resources"):

@@ -155,6 +155,7 @@ def _change(
     from slurm_forge.spec.run_file import read_run_file
 
     run = meant(wanted, runs)
+    run.refuse_others()
     name = reference(run)
     file = read_run_file(run.spec_file)
     records = read_to_fold(run)

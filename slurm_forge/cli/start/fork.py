@@ -120,6 +120,7 @@ def fork(
     from slurm_forge.spec.layers import with_settings
 
     parent = meant(run, runs)
+    parent.refuse_others()
     opened = open_run(str(parent.path), None)
     file, state = opened.file, opened.state
     refuse_foreign_script(parent, file.job)

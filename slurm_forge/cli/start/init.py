@@ -204,8 +204,8 @@ def _write(folder: Path, made: FirstFiles, *, force: bool) -> None:
         for each in made.files:
             path, data = folder / each.name, each.text.encode()
             if force:
-                write_atomic(path, data, mode=0o666)
-            elif create_exclusive(path, data, mode=0o666):
+                write_atomic(path, data, mode=0o664)
+            elif create_exclusive(path, data, mode=0o664):
                 undo.callback(path.unlink, missing_ok=True)
             else:
                 raise there([each.name])

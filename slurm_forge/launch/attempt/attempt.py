@@ -402,6 +402,7 @@ def begin(
     command.
     ``unwanted``: why whoever started this wants no attempt any more, empty where they do.
     """
+    run.refuse_others()
     if run.is_done():
         return StartRefusal.DONE
     records = read_to_fold(run, refresh=True)

@@ -108,6 +108,7 @@ def conduct_in_job(
         return AttemptEnd(outcome="storage lost", code=1)
 
     try:
+        run.refuse_others()
         prepare()
         attempt = begin(
             run,

@@ -42,6 +42,7 @@ ENDED_BY_SIGNAL = 128
 
 def execute_here(run: RunDirectory, variables: Mapping[str, str]) -> int:
     """Start the command until it is done, or left to a person; the exit status."""
+    run.refuse_others()
     if run.is_done():
         print_line(refusal_text(run, StartRefusal.DONE, command=True))
         return 0

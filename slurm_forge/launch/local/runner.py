@@ -77,6 +77,7 @@ def run_locally(
     processes; the result is then 128 and the signal's number.  If this process goes without a
     word, the run saves and stops too.  ``RunDirectoryError`` while another process trains it here.
     """
+    run.refuse_others()
     if run.is_done():
         raise AlreadyFinishedError(
             f"{run.name} is finished",

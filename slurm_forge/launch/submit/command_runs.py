@@ -143,6 +143,7 @@ def open_run(
             python=sys.executable,
             partition=partition,
         )
+    run.refuse_others()
     file = read_run_file(run.spec_file)
     if file.job.entry is not None:
         raise ConfigError(

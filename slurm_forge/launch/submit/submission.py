@@ -88,6 +88,8 @@ def create_run(
         qos=qos,
         site_file=site_file,
     )
+    if run.spec_file.exists():
+        run.refuse_others()
     if run.spec_file.exists() and untouched(run):
         run.spec_file.unlink(missing_ok=True)  # made once and never started: a refused submission
     doubt = ""
@@ -204,6 +206,7 @@ def renew_run(run: RunDirectory, file: RunFile, now: JobSpec, path: Path) -> Run
 
     ``ConfigError`` where that is more than how the run is kept alive and what it asks of Slurm.
     """
+    run.refuse_others()
     wanted = {key: getattr(now.resources, key) for key in _RESOURCES}
     resources = file.job.resources.model_copy(update=wanted)
     allowed = file.job.model_copy(
@@ -280,7 +283,9 @@ def _is_intact(start: Path) -> bool:
     """Whether scripts of ours would source it: our own, and what its name or this version says."""
     try:
         text = read_trusted(start, _MOST_OF_A_START_FILE)
-        own = start.stat().st_uid == os.geteuid()
+        status = start.stat()
+        # As the script itself asks, before it can know of groups.
+        own = status.st_uid == os.geteuid() and not status.st_mode & 0o022
     except (OSError, UnsafeFileError):
         return False
     return own and (start.name == start_name(text) or text == start_text().encode())
@@ -331,6 +336,7 @@ def _hand_over(run: RunDirectory, slurm: Slurm, verb: str, via: str, args: tuple
 
 def note(run: RunDirectory, event: Event) -> None:
     """Write one event of a person's, beside whatever attempt may be alive."""
+    run.refuse_others()
     records = read_to_fold(run, refresh=True)
     # After everything of the newest attempt that is known of, and before the next one's.
     attempt = newest_attempt_in(records)

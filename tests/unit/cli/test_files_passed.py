@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 #: A reader follows that many files at most from the command line to the printed script.
-_MOST = 35
+_MOST = 36
 
 
 def test_rendering_runs_through_few_files(tmp_path: Path) -> None:

@@ -190,13 +190,18 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
         documents.read(tmp_path / "huge")
 
 
-def test_a_found_file_must_be_ours_alone_a_named_one_need_not(tmp_path: Path) -> None:
+def test_a_found_file_is_no_link_a_named_one_may_be(tmp_path: Path) -> None:
+    (tmp_path / "there.yaml").write_text("a: 1")
     path = tmp_path / "f.yaml"
-    path.write_text("a: 1")
-    path.chmod(0o666)
+    path.symlink_to(tmp_path / "there.yaml")
     assert documents.read(path).data == {"a": 1}
     with pytest.raises(UnsafeFileError):
         documents.read(path, trusted=True)
+    (tmp_path / "there.yaml").chmod(0o666)
+    with pytest.raises(
+        UnsafeFileError, match=r"there\.yaml can be written by other users: everybody"
+    ):
+        documents.read(path)
 
 
 # nearest

@@ -329,7 +329,7 @@ def test_nobody_speaks_in_anothers_name(ledger: NodeLedger) -> None:
         ledger.add([strike("n04")])
 
 
-@pytest.mark.parametrize("mode", [0o620, 0o602, 0o666])
+@pytest.mark.parametrize("mode", [0o602, 0o606, 0o666])
 def test_what_others_can_write_is_not_believed(ledger: NodeLedger, mode: int) -> None:
     ledger.add([strike("n01")])
     file_of(ledger).chmod(mode)

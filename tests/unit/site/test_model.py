@@ -103,7 +103,7 @@ def test_a_site_survives_being_written_and_read() -> None:
         ("preemption_default: {mode: off}", "off"),
         ('preemption_default: {mode: REQUEUE, grace: "-1s"}', "grace"),
         ("preemption_default: {grace: 120}", "120s"),
-        ("requeue_delay: 00:02:00", "quote"),
+        ("requeue_delay: 2:00", "quote"),
         ('rejected_options: ["gres"]', "dash"),
         ('setup: ["a\\nb"]', "printable"),
         ('env: {always: {"A B": "1"}}', "environment variable"),

@@ -257,11 +257,14 @@ def test_settings_that_others_can_write_are_refused(name: str, how: str, work: P
     Given(user="seed: 1", project="seed: 2").write(work.parent / "home", work)
     path = Path(name).expanduser().absolute()
     if how == "group":
+        if os.geteuid() != 0:
+            pytest.skip("only root can give a file to another group")
+        os.chown(path, -1, 12345)
         path.chmod(0o664)
-        message = f"{path} can be written by other users (mode 0664)\n  Check that its content is yours, then: chmod go-w {path}"
+        message = f"{path} can be written by other users: group 12345 (mode 0664)\n  Check that its content is yours, then: chmod go-w {path}"
     elif how == "others":
         path.chmod(0o646)
-        message = f"{path} can be written by other users (mode 0646)\n  Check that its content is yours, then: chmod go-w {path}"
+        message = f"{path} can be written by other users: everybody (mode 0646)\n  Check that its content is yours, then: chmod go-w {path}"
     elif how == "link":
         path.rename(path.with_suffix(".moved"))
         path.symlink_to(path.with_suffix(".moved"))

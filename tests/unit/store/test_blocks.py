@@ -74,6 +74,6 @@ def test_links_and_files_that_others_may_write_are_refused(tmp_path):
     (tmp_path / "g").symlink_to(tmp_path / "f")
     with pytest.raises(UnsafeFileError):
         open_entry(tmp_path / "g", entry)
-    (tmp_path / "f").chmod(0o620)
+    (tmp_path / "f").chmod(0o602)
     with pytest.raises(UnsafeFileError):
         open_entry(tmp_path / "f", entry)

@@ -107,7 +107,7 @@ def test_a_damaged_one_is_passed_over_with_a_reason(tmp_path, damage):
     elif damage == "a shard that others may write":
         shard.chmod(0o666)
     elif damage == "a directory that others may write":
-        bad.path.chmod(0o770)
+        bad.path.chmod(0o707)
     elif damage == "a directory that is a link":
         bad.path.rename(tmp_path / "elsewhere")
         bad.path.symlink_to(tmp_path / "elsewhere")
