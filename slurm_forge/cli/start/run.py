@@ -255,10 +255,11 @@ def _unwatched(directory: RunDirectory, file: RunFile, ranks: int) -> int:
 
 def _print_story(directory: RunDirectory, *, as_json: bool) -> None:
     from slurm_forge.cli.observe.run_reading import gather
+    from slurm_forge.cli.observe.surroundings import surrounded
     from slurm_forge.report.explain.explain import explain
     from slurm_forge.report.explain.explain_text import explain_text
 
-    facts = gather(directory, whole=True)
+    facts = surrounded(gather(directory, whole=True), directory)  # as explain sees it
     if as_json:
         from slurm_forge.report.encoding import to_json
 

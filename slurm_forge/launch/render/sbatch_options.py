@@ -187,6 +187,14 @@ def _log_of(run: RunDirectory, name: str) -> str:
             f"the path of the run holds a backslash: {folder}",
             next_step="Slurm can't write the job's output there: choose another folder (--runs).",
         )
+    try:
+        folder.encode()
+    except UnicodeEncodeError:
+        raise ConfigError(
+            f"the path of the run is not UTF-8, as this process reads it: {folder}",
+            next_step="Where the locale is to blame: export LC_ALL=C.UTF-8, and unset PYTHONUTF8 "
+            "and PYTHONCOERCECLOCALE.  Else choose another folder (--runs).",
+        ) from None
     return f"{folder.replace('%', '%%')}/{name}"
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import shlex
+import subprocess
 from collections.abc import Callable
 
 import pytest
@@ -392,3 +395,35 @@ def test_neither_a_file_nor_a_run_is_what_a_missing_file_is(shell: Shell) -> Non
     result = shell("run", "trian.yaml")
     assert result.exit_code == 2
     assert "trian.yaml" in result.stderr
+
+
+def test_the_closing_words_of_a_run_whose_processes_are_gone_are_those_of_explain(
+    shell: Shell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def killed(session: object, task: object) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(["false"], start_new_session=True)
+
+    monkeypatch.setattr(local.LocalSession, "start", killed)
+    result = shell("run", "train.yaml")
+    assert result.exit_code == 1
+    assert "nothing to do" not in result.stdout
+    assert "ended unexpectedly" in result.stdout
+    assert shell("explain", "tiny-gpt").stdout in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("number", "step"),
+    [(errno.ENOSPC, "df -i"), (errno.EROFS, "--runs DIR"), (errno.EDQUOT, "quota")],
+)
+def test_what_the_system_refuses_ends_with_a_next_step(
+    shell: Shell, monkeypatch: pytest.MonkeyPatch, number: int, step: str
+) -> None:
+    def refused(*words: object, **more: object) -> None:
+        raise OSError(number, os.strerror(number), "runs")
+
+    monkeypatch.setattr("slurm_forge.cli.preparation.create_run", refused)
+    result = shell("run", "train.yaml")
+    assert result.exit_code == 2
+    first, second = result.stderr.strip().splitlines()[:2]
+    assert first == f"runs: {os.strerror(number)}"
+    assert step in second
