@@ -22,6 +22,7 @@ import stat
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from slurm_forge.errors import CheckpointError, CheckpointRejectedError, UnsafeFileError
 from slurm_forge.files import (
@@ -160,7 +161,13 @@ class CheckpointStore:
         """Make a fresh directory beside the final one: the rename stays on one file system."""
         directory = private_directory(self.folder(fallback=fallback))
         stage = directory / f"{STAGE_PREFIX}{name}"
-        os.mkdir(stage, 0o700)  # noqa: PTH102
+        try:
+            os.mkdir(stage, 0o700)  # noqa: PTH102
+        except FileExistsError:
+            # A retransmitted mkdir on NFS reports failure after it has been done: only then is a
+            # folder of that nonce there, and it is empty.
+            if any(private_directory(stage).iterdir()):
+                raise
         return stage
 
     def publish(self, stage: Path, manifest: Manifest, fence: Callable[[], None]) -> Path:
@@ -247,7 +254,12 @@ class CheckpointStore:
     def _to_trash(self, directory: Path) -> None:
         # Renamed first: a half-deleted checkpoint under its own name would be looked at again.
         trash = directory.parent / f"{TRASH_PREFIX}{directory.name}-{secrets.token_hex(4)}"
-        os.rename(directory, trash)  # noqa: PTH104
+        try:
+            os.rename(directory, trash)  # noqa: PTH104
+        except FileNotFoundError:
+            # As in publish(): the name is its own, so what lies there is what was renamed.
+            if not os.path.lexists(trash):
+                raise
         fsync_directory(directory.parent)
 
     def _sweep(
@@ -257,10 +269,12 @@ class CheckpointStore:
             if not entry.name.startswith(TRASH_PREFIX) and not _is_abandoned(entry.name, current):
                 continue
             fence()
-            shutil.rmtree(
-                entry,
-                onerror=lambda _, path, info: problems.append(f"{path}: {info[1]}"),
-            )
+
+            def note(_: object, path: str, info: tuple[Any, BaseException, Any]) -> None:
+                if not isinstance(info[1], FileNotFoundError):  # gone is what it should be
+                    problems.append(f"{path}: {info[1]}")
+
+            shutil.rmtree(entry, onerror=note)
 
     def _sequence_of(self, name: CheckpointName) -> int:
         try:

@@ -19,6 +19,8 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--injections", type=int, default=2000, help="at least so many of ours")
     parser.add_argument("--jobs", type=int, default=max(os.cpu_count() or 2, 2))
     parser.add_argument("--path", action="append", help="only these paths (may be repeated)")
+    parser.add_argument("--kind", action="append", help="only these kinds, such as REPEATED")
+    parser.add_argument("--folder", type=Path, help="where the disks of the cases lie")
     parser.add_argument("--sample", type=int, help="so many cases, spread over calls and kinds")
     parser.add_argument("--no-dcp", action="store_true", help="without plain DCP beside it")
     parser.add_argument(

@@ -33,6 +33,7 @@ KINDS: Mapping[Strike, str] = {
     Strike.ENOSPC_STICKY: "ENOSPC sticky",
     Strike.EIO_ONCE: "EIO once",
     Strike.EIO_STICKY: "EIO sticky",
+    Strike.REPEATED: "answer lost",
 }
 AFTER_ACK = "after ack: "
 

@@ -28,7 +28,8 @@ from tests.distributed.ranks import Outcome, start_ranks
 #: Seconds: a whole case; what is left of it once a rank is gone, before that is called a hang.
 _DEADLINE, _GRACE = 40.0, 10.0
 _LETHAL = frozenset({Strike.KILL_BEFORE, Strike.KILL_AFTER, Strike.TORN, Strike.POWER})
-_WRITES = 2
+#: What a call must be of for a kind of fault to make sense there; the bits of shim.c.
+_ONLY_AT = {Strike.TORN: 2, Strike.REPEATED: 4}
 
 PATHS: dict[str, Any] = {
     path.name: path
@@ -118,6 +119,8 @@ class _Run:
         if all(reports) and (self.case.strike not in _LETHAL or not self.path.power):
             told: list[Report] = [report for report in reports if report is not None]
             wrong.append(self.path.look_after(told))
+            if self.case.strike is Strike.REPEATED:  # it was done, and must count as done
+                wrong += [report.outcome for report in told if report.outcome != "done"]
             problems = [problem for report in told for problem in report.problems]
             wrong += [p.removeprefix("WRONG ") for p in problems if p.startswith("WRONG")]
             blocked += [p.removeprefix("BLOCKED ") for p in problems if p.startswith("BLOCKED")]
@@ -228,8 +231,8 @@ def _acked(records: Sequence[Record]) -> list[int]:
     return found
 
 
-def find_calls(name: str) -> list[tuple[int, int, str, bool]]:
-    """Every call of the path: rank, number, what it is, whether it writes bytes."""
+def find_calls(name: str) -> list[tuple[int, int, str, int]]:
+    """Every call of the path: rank, number, what it is, and its bits."""
     path = PATHS[name]
     with tempfile.TemporaryDirectory(prefix="count-", ignore_cleanup_errors=True) as scratch:
         run = _Run(Case(name, Strike.COUNT, 0, -1), Path(scratch).resolve())
@@ -241,7 +244,7 @@ def find_calls(name: str) -> list[tuple[int, int, str, bool]]:
         problems = [p for outcome in outcomes for p in outcome.value.problems]
         assert not problems, problems
         sites = [
-            (record.rank, record.call, record.name, bool(record.inode & _WRITES))
+            (record.rank, record.call, record.name, record.inode)
             for record in run.shim.records(run.log)
             if record.op is Op.SITE
         ]
@@ -255,9 +258,9 @@ def enumerate_cases(names: Sequence[str], *, seed: int = 0) -> list[Case]:
     for name in names:
         path = PATHS[name]
         cases.append(Case(name, Strike.COUNT, 0, -1, seed))
-        for rank, call, _, writes in find_calls(name):
+        for rank, call, _, bits in find_calls(name):
             for strike in path.strikes:
-                if strike is not Strike.TORN or writes:
+                if strike not in _ONLY_AT or bits & _ONLY_AT[strike]:
                     cases.append(Case(name, strike, rank, call, seed))
             if path.power:
                 cases.append(Case(name, Strike.POWER, rank, call, seed, tuple(Loss)))
@@ -287,10 +290,11 @@ def _quiet() -> None:
     torch.set_num_threads(1)
 
 
-def scratch_folder() -> Path:
-    """A folder for the disks of all cases: in memory where that can be had."""
+def scratch_folder(base: Path | None = None) -> Path:
+    """A folder for the disks of all cases, in ``base``: else in memory where that can be had."""
     memory = Path("/dev/shm")
-    base = memory if os.access(memory, os.W_OK) else Path(tempfile.gettempdir())
+    if base is None:
+        base = memory if os.access(memory, os.W_OK) else Path(tempfile.gettempdir())
     return Path(tempfile.mkdtemp(prefix="forge-crash-", dir=base))
 
 

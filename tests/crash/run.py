@@ -41,7 +41,7 @@ def run(options: argparse.Namespace) -> int:
     if options.path:
         ours = [name for name in ours if name in options.path]
         theirs = [name for name in theirs if name in options.path]
-    folder = scratch_folder()
+    folder = scratch_folder(options.folder)
     tempfile.tempdir = str(folder)  # of everything from here on
     began = time.monotonic()
     if options.sabotage:
@@ -84,10 +84,12 @@ def _run_ours(names: Sequence[str], options: argparse.Namespace) -> list[Result]
     seed, results = options.seed, []
     while True:
         cases = enumerate_cases(names, seed=seed)
+        if options.kind:
+            cases = [case for case in cases if case.strike.name in options.kind]
         if options.sample:
             cases = sample(cases, options.sample, seed)
         results += run_all(cases, jobs=options.jobs)
-        if options.sample or options.path or len(results) >= options.injections:
+        if options.sample or options.path or options.kind or len(results) >= options.injections:
             return results
         seed += 1000  # chance decides what a power loss leaves: another round is not the same
 

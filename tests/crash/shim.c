@@ -34,7 +34,7 @@ enum op {
 };
 enum kind {
     K_NONE, K_COUNT, K_KILL_BEFORE, K_KILL_AFTER, K_TORN, K_ENOSPC_ONCE, K_ENOSPC_STICKY, K_EIO_ONCE,
-    K_POWER, K_EIO_STICKY,
+    K_POWER, K_EIO_STICKY, K_REPEATED,
 };
 enum class { C_CHANGES, C_READS };
 /* The driver has the last place: it is not on the machine that fails. */
@@ -190,7 +190,7 @@ static void note(enum op op, int call, int64_t inode, int64_t dir, const char *n
 struct verdict {
     int call;   /* number of this call among the rank's, or -1 */
     int error;  /* what to fail with */
-    int torn, after;
+    int torn, after, repeated;
 };
 
 static void die(void) {
@@ -207,7 +207,10 @@ static void power_off(void) {
 }
 
 /* Whether a full disk refuses such a call (a full disk still lets one delete, close and rename). */
-enum { NEEDS_SPACE = 1, WRITES = 2 };
+/* CHANGES_NAMES: sent twice, the second answer is another one, such as that the name exists.  Not so
+ * an open with O_EXCL: NFS sends a verifier, by which the server knows the file for the client's own
+ * (RFC 1813, 3.3.8; RFC 8881, 18.16.3). */
+enum { NEEDS_SPACE = 1, WRITES = 2, CHANGES_NAMES = 4 };
 
 /* Takes the lock; end() gives it back. */
 static struct verdict begin(enum class class, const char *call, const char *path, int traits) {
@@ -230,6 +233,7 @@ static struct verdict begin(enum class class, const char *call, const char *path
             case K_POWER: power_off(); break;
             case K_KILL_AFTER: v.after = 1; break;
             case K_TORN: v.torn = 1; break;
+            case K_REPEATED: v.repeated = 1; break;
             case K_ENOSPC_ONCE: v.error = ENOSPC; break;
             case K_EIO_ONCE: v.error = EIO; break;
             case K_ENOSPC_STICKY: log_->full = 1; break;
@@ -504,13 +508,15 @@ static int renamed(int at, const char *from, int at2, const char *to, unsigned f
     int tracked = tracked_path(at, from, path), tracked2 = tracked_path(at2, to, path2);
     if (!log_ || (!tracked && !tracked2)) return syscall(SYS_renameat2, at, from, at2, to, flags);
     if (!tracked || !tracked2 || (flags & ~RENAME_NOREPLACE)) log_->escaped = 1;
-    struct verdict v = begin(C_CHANGES, "rename", tracked2 ? path2 : path, 0);
+    struct verdict v = begin(C_CHANGES, "rename", tracked2 ? path2 : path, CHANGES_NAMES);
     if (v.error) return failed(v);
     int64_t inode = inode_of(path);
     int done = syscall(SYS_renameat2, at, from, at2, to, flags), saved = errno;
     if (!done)
         note(OP_RENAME, v.call, inode, parent_of(path), leaf(path), parent_of(path2), leaf(path2),
              0, 0, NULL, 0);
+    if (!done && v.repeated)
+        done = syscall(SYS_renameat2, at, from, at2, to, flags), saved = errno;
     end(v);
     errno = saved;
     return done;
@@ -527,13 +533,14 @@ static int removed(int at, const char *given, int flags) {
     char path[PATH_MAX];
     if (!tracked_path(at, given, path)) return syscall(SYS_unlinkat, at, given, flags);
     int folder = flags & AT_REMOVEDIR;
-    struct verdict v = begin(C_CHANGES, folder ? "rmdir" : "unlink", path, 0);
+    struct verdict v = begin(C_CHANGES, folder ? "rmdir" : "unlink", path, CHANGES_NAMES);
     if (v.error) return failed(v);
     int64_t inode = inode_of(path);
     int done = syscall(SYS_unlinkat, at, given, flags), saved = errno;
     if (!done)
         note(folder ? OP_RMDIR : OP_UNLINK, v.call, inode, parent_of(path), leaf(path), 0, NULL, 0,
              0, NULL, 0);
+    if (!done && v.repeated) done = syscall(SYS_unlinkat, at, given, flags), saved = errno;
     end(v);
     errno = saved;
     return done;
@@ -553,11 +560,12 @@ int remove(const char *path) {
 static int made(int at, const char *given, mode_t mode) {
     char path[PATH_MAX];
     if (!tracked_path(at, given, path)) return syscall(SYS_mkdirat, at, given, mode);
-    struct verdict v = begin(C_CHANGES, "mkdir", path, NEEDS_SPACE);
+    struct verdict v = begin(C_CHANGES, "mkdir", path, NEEDS_SPACE | CHANGES_NAMES);
     if (v.error) return failed(v);
     int done = syscall(SYS_mkdirat, at, given, mode), saved = errno;
     if (!done)
         note(OP_MKDIR, v.call, inode_of(path), parent_of(path), leaf(path), 0, NULL, 0, 0, NULL, 0);
+    if (!done && v.repeated) done = syscall(SYS_mkdirat, at, given, mode), saved = errno;
     end(v);
     errno = saved;
     return done;
@@ -569,12 +577,13 @@ static int linked(int at, const char *from, int at2, const char *to, int flags) 
     char path[PATH_MAX], path2[PATH_MAX];
     if (!tracked_path(at2, to, path2)) return syscall(SYS_linkat, at, from, at2, to, flags);
     if (!tracked_path(at, from, path)) log_->escaped = 1;
-    struct verdict v = begin(C_CHANGES, "link", path2, NEEDS_SPACE);
+    struct verdict v = begin(C_CHANGES, "link", path2, NEEDS_SPACE | CHANGES_NAMES);
     if (v.error) return failed(v);
     int done = syscall(SYS_linkat, at, from, at2, to, flags), saved = errno;
     if (!done)
         note(OP_LINK, v.call, inode_of(path2), parent_of(path2), leaf(path2), 0, NULL, 0, 0, NULL,
              0);
+    if (!done && v.repeated) done = syscall(SYS_linkat, at, from, at2, to, flags), saved = errno;
     end(v);
     errno = saved;
     return done;

@@ -55,6 +55,8 @@ class Strike(IntEnum):
     EIO_ONCE = 7
     POWER = 8
     EIO_STICKY = 9
+    #: Done, and done again: its first answer was lost, as it happens on NFS.
+    REPEATED = 10
 
 
 class Watch(IntEnum):
