@@ -109,7 +109,7 @@ def _names_in(archives: dict[int, Path], files: Iterable[JournalFile]) -> frozen
         if not left - found:
             break
         with suppress(OSError, ValueError):
-            found |= left & _stands_for(archives[number])
+            found |= _archived_in(archives[number], left - found)
     return frozenset(found)
 
 
@@ -244,8 +244,22 @@ def _section_name(line: bytes) -> str:
     return ""
 
 
-def _stands_for(path: Path) -> frozenset[str]:
-    """Names of the files that an archive stands for; none where it is not as it was written.
+def _archived_in(path: Path, names: set[str]) -> set[str]:
+    """Which of those files an archive stands for; none where it is not as it was written.
+
+    It is only read whole where it names one of them, which hardly ever is so.
+    """
+    first = next((piece.content for piece in read_pieces(path)), b"").partition(b"\n")[0]
+    named = names.intersection(_parsed_head(path, first)["files"])
+    status = path.stat()
+    if named and _is_whole(path, (status.st_ino, status.st_size, status.st_mtime_ns)):
+        return named
+    return set()
+
+
+@lru_cache(maxsize=128)
+def _is_whole(path: Path, version: tuple[int, int, int]) -> bool:
+    """Whether an archive is as it was written; ``version`` is of the file that is asked about.
 
     Without hard links a reader may see one that is still being written.
     """
@@ -255,8 +269,7 @@ def _stands_for(path: Path) -> frozenset[str]:
         first, _, rest = piece.content.partition(b"\n")
         digest.update(piece.content if head else rest)
         head = head or _parsed_head(path, first)
-    whole = head.get("sha256") == digest.hexdigest()
-    return frozenset(head["files"]) if whole else frozenset()
+    return bool(head) and head.get("sha256") == digest.hexdigest()
 
 
 def _parsed_head(path: Path, line: bytes) -> dict[str, Any]:
@@ -353,7 +366,7 @@ def compact_journal(
     """
     with suppress(OSError, ForgeError, ValueError):  # a text that is no UTF-8 is not written
         listed = JournalFolder.list(run.journal)
-        if listed.through + block + kept > attempt:
+        if not listed.archived and listed.through + block + kept > attempt:
             return
         refresh_listing(run.journal)
         listed = JournalFolder.list(run.journal)

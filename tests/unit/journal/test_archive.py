@@ -248,6 +248,30 @@ def test_a_file_that_turns_up_late_counts_as_it_would_have(long: Writer) -> None
     assert fold(read_journal(long.run)[0]) == fold(long.records)
 
 
+def test_archives_are_not_read_whole_for_a_late_file(
+    long: Writer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It stays for up to a whole block of attempts, and every listing passes it by."""
+    long.compact()
+    long.attempt = 2
+    long.tell("cli", ev.JobChanged(verb="change", user="ada", revision=7), launch=NO_LAUNCH)
+    monkeypatch.setattr("slurm_forge.journal.archive._is_whole", lambda *_: pytest.fail("read"))
+    assert [file.attempt for file in JournalFolder.list(long.run.journal).files if file.attempt < 4]
+
+
+def test_what_a_killed_archiving_left_is_removed_by_the_next_attempt(long: Writer) -> None:
+    kept = {path: path.read_bytes() for path in long.run.journal.iterdir()}
+    long.compact()
+    gone = {path: body for path, body in kept.items() if not path.exists()}
+    for path, body in gone.items():
+        path.write_bytes(body)
+        path.chmod(0o600)
+    long.attempts(1)
+    assert JournalFolder.list(long.run.journal).through + BLOCK + KEPT > long.attempt
+    long.compact()
+    assert not any(path.exists() for path in gone)
+
+
 def test_a_late_file_that_is_archived_behind_a_state_counts_as_well(
     long: Writer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

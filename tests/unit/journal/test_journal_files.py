@@ -3,7 +3,9 @@ from __future__ import annotations
 import dataclasses
 import errno
 import math
+import os
 import typing
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -365,6 +367,34 @@ def test_a_writer_leaves_a_file_that_is_long_and_what_counts_in_it_remains(
     one, two = (fold([each for each in records if each.attempt == n]) for n in (1, 2))
     assert (one.high_water, one.committed_step) == (two.high_water, two.committed_step)
     assert [each.name for each in one.known] == [each.name for each in two.known]
+
+
+def test_a_file_is_on_disk_before_it_is_read_back_and_replaced(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the kernel could not write is not read back as if it were there."""
+    seen: list[tuple[str, int]] = []
+    real = {name: getattr(os, name) for name in ("write", "fsync", "replace")}
+
+    def noted(name: str) -> Callable[..., Any]:
+        def act(target: Any, *rest: Any) -> Any:
+            number = os.stat(target if name != "replace" else rest[0]).st_ino  # noqa: PTH116
+            seen.append((name, number))
+            return real[name](target, *rest)
+
+        return act
+
+    for name in real:
+        monkeypatch.setattr(os, name, noted(name))
+    journal = JournalWriter(run, attempt=1, writer="rank0", launch=1, rotate_at=2000)
+    for step in range(40):
+        journal.write(ev.Progress(step=step))
+    journal.close()
+    replaced = [at for at, (name, _) in enumerate(seen) if name == "replace"]
+    assert len(replaced) > 1
+    for at in replaced:
+        own = [name for name, number in seen[:at] if number == seen[at][1]]
+        assert own[-1] == "fsync"
 
 
 @pytest.mark.parametrize("chunk", [64, 200, 1 << 12])
