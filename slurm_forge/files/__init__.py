@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from slurm_forge.files.atomic import (
     create_exclusive,
+    exists_on_server,
     fsync_directory,
     make_missing,
     make_private_directory,
@@ -20,6 +21,7 @@ from slurm_forge.files.atomic import (
     read_named,
     read_trusted,
     refresh_listing,
+    retry_stale,
     write_atomic,
 )
 from slurm_forge.files.trust import ANYBODY, FOLDERS_OWNER, refuse_foreign
@@ -28,6 +30,7 @@ __all__ = [
     "ANYBODY",
     "FOLDERS_OWNER",
     "create_exclusive",
+    "exists_on_server",
     "fsync_directory",
     "make_missing",
     "make_private_directory",
@@ -39,5 +42,6 @@ __all__ = [
     "read_trusted",
     "refresh_listing",
     "refuse_foreign",
+    "retry_stale",
     "write_atomic",
 ]

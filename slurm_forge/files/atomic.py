@@ -15,8 +15,10 @@ import json
 import os
 import stat
 import tempfile
+import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 from slurm_forge.errors import FileTooLargeError, RunDirectoryError, UnsafeFileError
 from slurm_forge.files.trust import ANYBODY, refuse_foreign
@@ -210,6 +212,19 @@ def refresh_listing(folder: str | os.PathLike[str]) -> None:
         os.unlink(path)  # noqa: PTH108
 
 
+def exists_on_server(path: str | os.PathLike[str]) -> bool:
+    """Whether something has that name by now, on whichever node it was made.
+
+    An NFS client that has looked for a name in vain answers from memory for up to a minute that
+    there is none, to ``stat`` and ``open`` alike.  Opening the folder makes it ask the server for
+    changes, unless the file system is mounted with ``nocto``.
+    """
+    target = Path(path)
+    with contextlib.suppress(OSError):
+        os.close(os.open(target.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
+    return target.exists()
+
+
 def make_missing(path: str | os.PathLike[str], mode: int) -> tuple[Path, ...]:
     """Make a folder and what is missing above it; those that were made, the deepest first.
 
@@ -249,7 +264,8 @@ def _refuse_shared_folder(path: Path) -> None:
     refuse_foreign(path, status, os.geteuid(), root_too=False)
 
 
-_STALE_RETRIES = 3
+_STALE_PAUSES_S = (0.0, 0.05, 0.5)
+_T = TypeVar("_T")
 
 
 def open_trusted(
@@ -298,15 +314,28 @@ def read_trusted(
     of_group: bool = False,
 ) -> bytes:
     """Content of a file that passes ``open_trusted``; ``UnsafeFileError`` above ``limit`` bytes."""
-    for attempt in range(_STALE_RETRIES):
+
+    def read() -> bytes:
+        return _read_and_close(open_trusted(path, owner=owner, of_group=of_group), path, limit)
+
+    return retry_stale(path, read)
+
+
+def retry_stale(path: str | os.PathLike[str], read: Callable[[], _T]) -> _T:
+    """What ``read`` returns of ``path``, again where the file was replaced meanwhile.
+
+    Then an NFS server knows the handle no more that the client has: opening the folder makes the
+    client ask which file has the name now.
+    """
+    for pause_s in _STALE_PAUSES_S:
         try:
-            opened = open_trusted(path, owner=owner, of_group=of_group)
-            return _read_and_close(opened, path, limit)
+            return read()
         except OSError as error:
-            # The file was replaced on the NFS server between our open and our read.
-            if error.errno != errno.ESTALE or attempt == _STALE_RETRIES - 1:
+            if error.errno != errno.ESTALE:
                 raise
-    raise AssertionError("the last attempt returns or raises")
+        time.sleep(pause_s)
+        exists_on_server(path)
+    return read()
 
 
 def read_bounded(path: str | os.PathLike[str], limit: int) -> bytes:

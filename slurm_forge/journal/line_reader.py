@@ -5,18 +5,16 @@ Readers tolerate a torn last line, and damage of any kind costs the line that it
 
 from __future__ import annotations
 
-import errno
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from slurm_forge.files import FOLDERS_OWNER, open_trusted
+from slurm_forge.files import FOLDERS_OWNER, open_trusted, retry_stale
 from slurm_forge.journal.file import LINE_LIMIT, Record, blank_superseded, decode
 
 #: What is held of a file at a time: a file of any size is read.
 _CHUNK = 1 << 22
-_STALE_RETRIES = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,23 +85,20 @@ def read_file(
 
     With ``skip_superseded`` without the lines of progress that change nothing in the state.
     """
-    for attempt in range(_STALE_RETRIES):
+
+    def read() -> tuple[list[Record], list[Damage]]:
         records: list[Record] = []
         damage: list[Damage] = []
         before = 0
-        try:
-            for piece in read_pieces(path):
-                content = blank_superseded(piece.content) if skip_superseded else piece.content
-                more, bad = read_lines(content, file=path.name, writer=writer, before=before)
-                records += more
-                damage += bad
-                before += piece.content.count(b"\n")
-            return records, damage
-        except OSError as error:
-            # It was replaced on the NFS server between our open and our read.
-            if error.errno != errno.ESTALE or attempt == _STALE_RETRIES - 1:
-                raise
-    raise AssertionError("the last attempt returns or raises")
+        for piece in read_pieces(path):
+            content = blank_superseded(piece.content) if skip_superseded else piece.content
+            more, bad = read_lines(content, file=path.name, writer=writer, before=before)
+            records += more
+            damage += bad
+            before += piece.content.count(b"\n")
+        return records, damage
+
+    return retry_stale(path, read)
 
 
 def read_end(path: Path, size: int) -> tuple[bytes, float]:

@@ -15,7 +15,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from slurm_forge.errors import FencedError, RunDirectoryError
-from slurm_forge.files import FOLDERS_OWNER, create_exclusive, make_private_directory, read_json
+from slurm_forge.files import (
+    FOLDERS_OWNER,
+    create_exclusive,
+    exists_on_server,
+    make_private_directory,
+    read_json,
+)
 from slurm_forge.format_version import PACKAGE_VERSION, FormatVersion, refuse_later
 from slurm_forge.run_directory.layout import RunDirectory
 
@@ -153,7 +159,8 @@ class Fence:
 
     def __call__(self) -> None:
         """Raise ``FencedError`` if a newer attempt, or launch, exists."""
-        if self.launch and self.run.launch_mark(self.attempt, self.launch + 1).exists():
+        mark = self.run.launch_mark(self.attempt, (self.launch or 0) + 1)
+        if self.launch and exists_on_server(mark):
             raise FencedError(
                 f"launch {self.launch + 1} of attempt {self.attempt} has taken over "
                 f"{self.run.name}; launch {self.launch} writes nothing any more",

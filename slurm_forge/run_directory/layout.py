@@ -10,6 +10,7 @@ from pathlib import Path
 from slurm_forge.errors import RunDirectoryError
 from slurm_forge.files import (
     create_exclusive,
+    exists_on_server,
     fsync_directory,
     make_private_directory,
     write_atomic,
@@ -181,7 +182,11 @@ class RunDirectory:
 
     def is_done(self) -> bool:
         """Whether the run is finished."""
-        return self.done_file.exists()
+        return exists_on_server(self.done_file)
+
+    def stop_asked(self) -> bool:
+        """Whether a person has asked the run to stop, on whichever node."""
+        return exists_on_server(self.stop_file)
 
     def reopen(self) -> None:
         """Remove the DONE marker durably: the run may be started again."""

@@ -118,7 +118,7 @@ class RunReader:
             damage=tuple(self._damage),
             total_steps=self._total,
             done=run.is_done(),
-            stop_asked=run.stop_file.exists(),
+            stop_asked=run.stop_asked(),
             save_asked=run.save_file.exists(),
             problems=() if self._problem is None else (self._problem,),
             purge=self._purge,

@@ -407,7 +407,7 @@ def begin(
         return StartRefusal.DONE
     records = read_to_fold(run, refresh=True)
     state = fold(records)
-    if run.stop_file.exists():
+    if run.stop_asked():
         keep_stopped(run, state, records, "the file STOP exists")
         return StartRefusal.STOP_FILE
     if unwanted:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Protocol
 
 from slurm_forge.control import Hub
+from slurm_forge.files import exists_on_server
 from slurm_forge.journal.events import Event, NoticeSeen
 from slurm_forge.launch.conductor.job_poller import JobPoller
 from slurm_forge.launch.conductor.job_queries import JobQueries
@@ -235,10 +236,10 @@ class StopMonitor:
         self._next_files = now + _FILES_EVERY_S
         # A storage that does not answer is no reason to end the launch: it is looked at again.
         with contextlib.suppress(OSError):
-            if self._stop_file.exists():
+            if exists_on_server(self._stop_file):
                 self.observations.stop_file = True
                 self._notice("STOP", _FILE)
-            elif target.may_save() and self._save_file.exists():
+            elif target.may_save() and exists_on_server(self._save_file):
                 self._save_file.unlink(missing_ok=True)
                 self._note(NoticeSeen(what="SAVE", source=_FILE))
                 target.save()

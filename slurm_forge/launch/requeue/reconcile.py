@@ -188,7 +188,7 @@ def _release_or_change(
     """The job waits in the queue: see to it that it starts, and that its start goes on."""
     job = record.waiting_ref
     held = is_held(record)
-    goes_on = not held and not state.status.is_at_rest and not run.stop_file.exists()
+    goes_on = not held and not state.status.is_at_rest and not run.stop_asked()
     if goes_on and not changes:
         return ReconcileResult(job, f"job {job} is {record.state.value} already", changed=False)
     if changes:

@@ -51,7 +51,7 @@ class SnapshotCache:
         if snapshot is None or known_signature != signed:
             snapshot = _read(run)
             self._snapshots[key] = (signed, snapshot)
-        return replace(snapshot, name=name, stop_asked=run.stop_file.exists())
+        return replace(snapshot, name=name, stop_asked=run.stop_asked())
 
     def forget(self, run: RunDirectory) -> None:
         """Read it anew the next time."""

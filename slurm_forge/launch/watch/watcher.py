@@ -236,7 +236,7 @@ class Watcher:
         def unless(state: RunState, record: JobRecord | None) -> str | None:
             if state.status not in _LIVE or state.open_intent is not None:
                 return f"it is {state.status.value} meanwhile"
-            if run.stop_file.exists() or run.is_done():
+            if run.stop_asked() or run.is_done():
                 return "it was asked to stop"
             if max(list_claims(run), default=0) != snapshot.claimed or state.job != snapshot.job:
                 return "another attempt has taken it over"

@@ -4,6 +4,7 @@ import errno
 import multiprocessing
 import os
 import stat
+import time
 from pathlib import Path
 from typing import Any
 
@@ -353,10 +354,66 @@ def test_a_stale_handle_is_tried_again_a_few_times(
         return real(fd)
 
     monkeypatch.setattr(os, "fstat", stale)
+    monkeypatch.setattr(time, "sleep", lambda _: None)
     assert files.read_trusted(tmp_path / "f", 10) == b"x"
-    left[0] = 3
+    left[0] = 4
     with pytest.raises(OSError, match="stale"):
         files.read_trusted(tmp_path / "f", 10)
+
+
+class NfsClient:
+    """What Linux remembers of a folder on NFS: which file a name is, and that there is none.
+
+    It is asked anew once the folder was opened, as ``tests/shared_storage`` shows.
+    """
+
+    def __init__(self, folder: Path, patch: pytest.MonkeyPatch) -> None:
+        self.folder, self._open, self._stat = folder, os.open, os.stat
+        self.remembered: dict[str, int | None] = {}
+        patch.setattr(os, "open", self.open)
+        patch.setattr(os, "stat", self.stat)
+        method = lambda path, **options: self.stat(path, **options)  # noqa: E731, PLW0108
+        patch.setattr(Path, "stat", method)
+
+    def ask(self, path: Any) -> int | None:
+        found = None
+        if os.path.lexists(path):
+            found = os.lstat(path).st_ino
+        return self.remembered.setdefault(os.fspath(path), found)
+
+    def stat(self, path: Any, **options: Any) -> os.stat_result:
+        if not isinstance(path, int) and self.ask(path) is None:
+            raise FileNotFoundError(errno.ENOENT, "remembered", str(path))
+        return self._stat(path, **options)
+
+    def open(self, path: Any, flags: int, *rest: Any, **options: Any) -> int:
+        if Path(path) == self.folder:
+            self.remembered.clear()
+        elif self.ask(path) != (os.lstat(path).st_ino if os.path.lexists(path) else None):
+            raise OSError(errno.ESTALE, "stale", str(path))
+        return self._open(path, flags, *rest, **options)
+
+
+def test_a_name_that_another_node_has_made_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    NfsClient(tmp_path, monkeypatch)
+    assert not files.exists_on_server(tmp_path / "STOP")
+    (tmp_path / "STOP").mkdir()
+    assert not (tmp_path / "STOP").exists()
+    assert files.exists_on_server(tmp_path / "STOP")
+    assert not files.exists_on_server(tmp_path / "gone" / "STOP")
+
+
+def test_what_another_node_has_replaced_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "f").write_bytes(b"old")
+    (tmp_path / "new").write_bytes(b"new")
+    NfsClient(tmp_path, monkeypatch)
+    assert files.read_trusted(tmp_path / "f", 10) == b"old"
+    (tmp_path / "new").replace(tmp_path / "f")
+    assert files.read_trusted(tmp_path / "f", 10) == b"new"
 
 
 def test_json_objects_are_read(tmp_path: Path) -> None:
