@@ -32,6 +32,29 @@ class Mount:
         return self.kind.startswith("nfs") and off.isdisjoint(self.options)
 
     @property
+    def opens_from_cache(self) -> bool:
+        """Whether not even opening a file asks the server for changes (nfs(5), nocto)."""
+        return self.kind.startswith("nfs") and "nocto" in self.options
+
+    @property
+    def gives_up(self) -> bool:
+        """Whether calls fail while an NFS server does not answer, done or not (nfs(5), soft)."""
+        soft = {"soft", "softerr"}
+        return self.kind.startswith("nfs") and not soft.isdisjoint(self.options)
+
+    @property
+    def has_local_locks(self) -> bool:
+        """Whether a lock holds on one host alone, by the options (nfs(5), mount.lustre(8))."""
+        local = {"nolock", "local_lock=all", "local_lock=flock", "localflock"}
+        return not local.isdisjoint(self.options)
+
+    @property
+    def oldest_listing_s(self) -> int | None:
+        """How old what an NFS client knows of a folder may get (acdirmax), where that is set."""
+        found = [o.partition("=")[2] for o in self.options if o.startswith("acdirmax=")]
+        return int(found[-1]) if found and found[-1].isascii() and found[-1].isdigit() else None
+
+    @property
     def is_read_only(self) -> bool:
         """Whether nothing can be written there."""
         return "ro" in self.options

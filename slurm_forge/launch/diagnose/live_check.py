@@ -22,7 +22,13 @@ from typing import TypeVar
 from pydantic import TypeAdapter, ValidationError
 
 from slurm_forge.errors import ForgeError, SlurmCommandError, SlurmUnreachableError
-from slurm_forge.files import make_missing, read_json, read_trusted, write_atomic
+from slurm_forge.files import (
+    exists_on_server,
+    make_missing,
+    read_json,
+    read_trusted,
+    write_atomic,
+)
 from slurm_forge.launch.diagnose.live_meeting import (
     AGAIN,
     CARD,
@@ -215,7 +221,7 @@ class _LiveCheck:
         """Until the job says that it is here; why it does not, else."""
         until = submitted_at + self.wish.start_within.total_seconds()
         reason = ""
-        while not (self.folder / HERE).exists():
+        while not exists_on_server(self.folder / HERE):
             if self._is_gone(TERMINAL):
                 return self._went_unseen()
             record = self._record
@@ -238,7 +244,7 @@ class _LiveCheck:
 
     def _went_unseen(self) -> str:
         state = "forgotten by Slurm" if self._forgotten else self._state()
-        if (self.folder / AGAIN).exists():
+        if exists_on_server(self.folder / AGAIN):
             return (
                 f"the job lost its nodes before it had begun, and was started once more ({state}): "
                 "it was preempted, or its node failed; try again"
@@ -268,7 +274,7 @@ class _LiveCheck:
         self.say(f"job {self._job} requeues itself; waiting until it is back.")
 
         def seconds_until_back() -> float | None:
-            return self.wall() - since if (self.folder / AGAIN).exists() else None
+            return self.wall() - since if exists_on_server(self.folder / AGAIN) else None
 
         return self._poll(self.wish.back_within.total_seconds(), seconds_until_back, self._pause)
 
@@ -297,6 +303,8 @@ class _LiveCheck:
 
     def _report(self) -> JobSeen | None:
         with contextlib.suppress(OSError, ForgeError, ValidationError):
+            if not exists_on_server(self.folder / REPORT):
+                return None
             report = _REPORT.validate_python(read_json(self.folder / REPORT, _LARGEST))
             return report if report.nonce == self._nonce else None
         return None

@@ -12,7 +12,7 @@ from datetime import timedelta
 from pathlib import Path
 
 from slurm_forge.errors import ForgeError
-from slurm_forge.files import read_json, read_trusted, write_atomic
+from slurm_forge.files import exists_on_server, read_json, read_trusted, write_atomic
 from slurm_forge.lock import exclusive
 from slurm_forge.recovery.live_observations import Meeting
 
@@ -32,7 +32,7 @@ _LIMIT = 4096
 
 def is_over(folder: Path) -> bool:
     """Whether the login node wants no more of this: it says so, and removes the folder."""
-    return (folder / OVER).exists() or not folder.is_dir()
+    return exists_on_server(folder / OVER) or not folder.is_dir()
 
 
 def read_card(folder: Path) -> str:
@@ -64,14 +64,13 @@ def answer(folder: Path) -> None:
     """In the job: answer the login node's files with this node's clock, until it is over."""
     number = 1
     while not is_over(folder):
-        try:
-            # Opening asks the server, where looking at a cached folder would not.
-            os.close(os.open(folder / f"ask-{number}", os.O_RDONLY | os.O_NOFOLLOW))
-            words = json.dumps({"at": time.time()}).encode()
-            write_atomic(folder / f"answer-{number}", words, durable=False)
-            number += 1
-        except (OSError, ForgeError):
-            time.sleep(_EVERY_S)
+        with contextlib.suppress(OSError, ForgeError):
+            if exists_on_server(folder / f"ask-{number}"):
+                words = json.dumps({"at": time.time()}).encode()
+                write_atomic(folder / f"answer-{number}", words, durable=False)
+                number += 1
+                continue
+        time.sleep(_EVERY_S)
 
 
 def meet(
@@ -93,7 +92,8 @@ def meet(
         while at is None and wall() < started_at + _ANSWER_S and goes_on():
             sleep(_EVERY_S)
             with contextlib.suppress(OSError, ForgeError, KeyError, TypeError, ValueError):
-                at = float(read_json(folder / f"answer-{number}", _LIMIT)["at"])
+                if exists_on_server(folder / f"answer-{number}"):
+                    at = float(read_json(folder / f"answer-{number}", _LIMIT)["at"])
         if at is None:
             break
         took = wall() - started_at

@@ -26,6 +26,8 @@ from slurm_forge.units import words_for_duration
 _LITTLE = 10 << 30
 _FEW_FILES = 10_000
 _SLOW_S = 1.0
+#: What acdirmax is where it is not set (nfs(5)).
+_NFS_LISTING_S = 60
 #: Scratch of one host: compute nodes do not see it.
 _OF_ONE_HOST = frozenset({"tmpfs", "ramfs", "overlay", "ext4", "ext3", "xfs", "btrfs", "zfs"})
 
@@ -84,11 +86,39 @@ def _kind(facts: StorageFacts) -> Iterator[Remark]:
         )
     else:
         yield Remark(Mark.NOTE, f"{where}: whether compute nodes see it is unknown.")
-    if mount.caches_attributes:
+    yield from _options(mount)
+
+
+def _options(mount: Mount) -> Iterator[Remark]:
+    """What its mount options change about what runs rest on."""
+    oldest = _NFS_LISTING_S if mount.oldest_listing_s is None else mount.oldest_listing_s
+    if mount.opens_from_cache:
+        yield Remark(
+            Mark.WARNING,
+            f"this NFS is mounted with nocto: what another host has written may be missed for "
+            f"{oldest} s. An attempt or launch that was replaced notices it that much later, and a "
+            "resume may overlook the newest checkpoint.",
+            "Ask the administrators to mount it without nocto, or choose another folder: --runs "
+            "DIR or SLURM_FORGE_RUNS.",
+        )
+    elif mount.caches_attributes:
         yield Remark(
             Mark.NOTE,
-            "this NFS caches attributes: what another host has written may appear up to a minute "
-            "late. Runs do not wait for files; STOP and SAVE files are noticed that much later.",
+            f"this NFS caches attributes: commands such as ls show what another host has written "
+            f"up to {oldest} s late. Runs ask the server where it counts.",
+        )
+    if mount.gives_up:
+        yield Remark(
+            Mark.WARNING,
+            "this NFS is mounted soft: calls fail while the server is busy, and may have been done "
+            "all the same. A save that fails is repeated at the next interval.",
+            "Ask the administrators to mount it with hard, which is the default.",
+        )
+    if mount.has_local_locks:
+        yield Remark(
+            Mark.NOTE,
+            "locks hold on one host only, by its mount options. Nothing critical depends on them; "
+            "two commands on two hosts may do the same work twice.",
         )
 
 

@@ -53,9 +53,35 @@ def test_the_kind_of_file_system(mount: Mount | None, mark: Mark, words: str) ->
     assert bool(told.next_step) == (mark in (Mark.WARNING, Mark.PROBLEM))
 
 
-def test_an_nfs_that_caches_says_so() -> None:
-    (_, told) = storage_section(StorageFacts(folder="/r", mount=Mount("/h", "nfs4", "n"))).told
-    assert told.mark is Mark.NOTE and "up to a minute late" in told.text
+@pytest.mark.parametrize(
+    ("kind", "options", "mark", "words"),
+    [
+        ("nfs4", (), Mark.NOTE, "up to 60 s late"),
+        ("nfs4", ("acdirmin=600", "acdirmax=600"), Mark.NOTE, "up to 600 s late"),
+        ("nfs", ("nocto",), Mark.WARNING, "may be missed for 60 s"),
+        ("nfs", ("noac", "soft"), Mark.WARNING, "mounted soft"),
+        ("nfs", ("noac", "nolock", "local_lock=all"), Mark.NOTE, "locks hold on one host only"),
+        ("nfs4", ("noac", "local_lock=flock"), Mark.NOTE, "locks hold on one host only"),
+        ("lustre", ("localflock",), Mark.NOTE, "locks hold on one host only"),
+    ],
+)
+def test_what_mount_options_change_is_told(
+    kind: str, options: tuple[str, ...], mark: Mark, words: str
+) -> None:
+    (told,) = storage_section(
+        StorageFacts(folder="/r", mount=Mount("/h", kind, "n", ("rw", *options)))
+    ).told[1:]
+    assert told.mark is mark and words in told.text
+    assert bool(told.next_step) == (mark is Mark.WARNING)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [("lustre", ("flock",)), ("nfs4", ("noac", "hard", "local_lock=none")), ("gpfs", ("soft",))],
+)
+def test_options_that_change_nothing_are_not_told(kind: str, options: tuple[str, ...]) -> None:
+    mount = Mount("/h", kind, "n", ("rw", *options))
+    assert len(storage_section(StorageFacts(folder="/r", mount=mount)).told) == 1
 
 
 @pytest.mark.parametrize(
