@@ -30,6 +30,7 @@ from slurm_forge.checkpoint.content.shard_layout import (
     tiles,
 )
 from slurm_forge.errors import CheckpointRejectedError
+from slurm_forge.format_version import FormatVersion, refuse_later
 from slurm_forge.store.manifest import rejected
 
 #: Bytes of an index that are read at most.
@@ -94,14 +95,18 @@ class Index:
     def from_bytes(cls, data: bytes, sizes: Mapping[str, int]) -> Index:
         """Read and check an index; ``sizes`` are the bytes of the files that the manifest lists.
 
-        CheckpointRejectedError with the reason in any doubt.
+        CheckpointRejectedError with the reason in any doubt, FormatError where a later major
+        version wrote it.
         """
         try:
             body = json.loads(data.decode("ascii"))
-            if not isinstance(body, dict) or body.get("format") != _FORMAT:
-                raise ValueError(f"its format is not {_FORMAT}")
-            if type(body["format"]) is not int or type(body["files"]) is not list:
-                raise TypeError("its format is not a number, or its files are not a list")
+            if not isinstance(body, dict):
+                raise TypeError("not an object")
+            # Keys that a later minor version added are passed over.
+            version = FormatVersion.parse(body.get("format"))
+            refuse_later("the index of the checkpoint", version, FormatVersion(_FORMAT))
+            if type(body["files"]) is not list:
+                raise TypeError("its files are not a list")
             files = tuple(_file(name, sizes) for name in body["files"])
             ends = [sizes[name] for name in files]
             tensors = {key: _tensor(key, value, ends) for key, value in body["tensors"].items()}

@@ -20,7 +20,7 @@ from slurm_forge.checkpoint.content.shard_layout import (
     Shard,
     ShardPlacement,
 )
-from slurm_forge.errors import CheckpointRejectedError
+from slurm_forge.errors import CheckpointRejectedError, FormatError
 
 KINDS = [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64, torch.uint8]
 
@@ -135,7 +135,7 @@ def put(*path_and_value):
 W = ("tensors", "w")
 FIRST, SECOND = (*W, 2, 0), (*W, 2, 1)
 MALFORMED = {
-    "another format": put("format", 2),
+    "a format that is none": put("format", "two"),
     "no format": lambda b: b.pop("format"),
     "no files": lambda b: b.pop("files"),
     "no tensors": lambda b: b.pop("tensors"),
@@ -206,6 +206,15 @@ def test_an_index_that_says_something_impossible(case):
     with pytest.raises(CheckpointRejectedError) as caught:
         parse(value)
     assert caught.value.reason
+
+
+def test_what_a_later_version_wrote():
+    """A minor one is read, a major one is refused with what to install."""
+    value = body() | {"format": "1.7", "compressed": {"w": None}}
+    assert parse(value) == parse(body())
+    with pytest.raises(FormatError, match="the index of the checkpoint has format 2") as caught:
+        parse(body() | {"format": 2})
+    assert "pip install" in caught.value.next_step
 
 
 @pytest.mark.parametrize("data", [
