@@ -1,0 +1,100 @@
+"""``python -m tests.shared_storage``: two nodes on NFS, as a table; see scripts/shared-storage."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from tests.crash import shim
+from tests.shared_storage.guest import SHIM
+from tests.shared_storage.machine import boot, missing, unpack
+from tests.shared_storage.suite import MARK, MOUNTS, PROMISES_LESS
+
+_ROOT = Path(__file__).parents[2]
+_CACHE = _ROOT / "build" / "shared-storage"
+_SCRIPT = """\
+export PATH=/usr/sbin:/usr/bin:/sbin:/bin PYTHONDONTWRITEBYTECODE=1
+mkdir -p /root/tree
+cp -r {root}/slurm_forge {root}/tests /root/tree
+cd /root/tree
+{python} -m tests.shared_storage.suite {mounts!r} {cases}
+echo o > /proc/sysrq-trigger
+while :; do :; done
+"""
+
+
+def main(arguments: list[str]) -> int:
+    """Start a machine, hear what came of every case, and show it."""
+    parser = argparse.ArgumentParser(prog="shared-storage", description=__doc__)
+    parser.add_argument("--json", type=Path, help="every case and what came of it")
+    parser.add_argument("--mount", action="append", help="only these options of mount")
+    parser.add_argument("--case", action="append", default=[], help="only these cases")
+    parser.add_argument("--cache", type=Path, default=_CACHE, help="where packages are kept")
+    parser.add_argument("--within", type=float, default=5400.0, help="seconds, at most")
+    options = parser.parse_args(arguments)
+    if reason := missing():
+        print(f"shared-storage: {reason}", file=sys.stderr)
+        return 2
+    cache, mounts = options.cache.absolute(), tuple(options.mount or MOUNTS)
+    unpack(cache)
+    folder = Path(tempfile.mkdtemp(prefix="machine-", dir=cache))
+    shutil.copy(shim.build(folder), cache / "packages" / SHIM.relative_to("/"))
+    script = folder / "job.sh"
+    script.write_text(
+        _SCRIPT.format(
+            root=_ROOT, python=sys.executable, mounts=";".join(mounts), cases=" ".join(options.case)
+        )
+    )
+    begun = time.monotonic()
+    text = boot(cache, script, memory_mib=3072, within_s=options.within)
+    lines = [line for line in text.splitlines() if line.startswith(MARK)]
+    results = [json.loads(line.removeprefix(MARK)) for line in lines]
+    if options.json:
+        options.json.write_text(json.dumps(results, indent=1))
+    print(table(results))
+    bad = [each for each in results if each["problems"] and not _is_documented(each)]
+    print(
+        f"\n{len(results)} cases, {sum(each['struck'] for each in results)} calls struck, "
+        f"{sum(each['repeated'] for each in results)} answers lost, {len(bad)} cases with a wrong "
+        f"outcome; {time.monotonic() - begun:.0f} s"
+    )
+    for each in bad:
+        print(f"  {each['mount']}, {each['case']}: {'; '.join(each['problems'])}", file=sys.stderr)
+    whole = {each["mount"] for each in results} == set(mounts)
+    if not whole:
+        print(text[-4000:], file=sys.stderr)
+    shutil.rmtree(folder)
+    return 1 if bad or not whole else 0
+
+
+def table(results: list[dict[str, Any]]) -> str:
+    """Case by mount: how many problems, and how many calls were struck or answers lost."""
+    mounts = list(dict.fromkeys(each["mount"] for each in results))
+    lines = [f"| case | {' | '.join(mounts)} |", "|---" * (len(mounts) + 1) + "|"]
+    for case in dict.fromkeys(each["case"] for each in results):
+        cells = []
+        for mount in mounts:
+            found = [e for e in results if (e["mount"], e["case"]) == (mount, case)]
+            cells.append(_cell(found[0]) if found else "")
+        lines.append(f"| {case.replace('_', ' ')} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _is_documented(result: dict[str, Any]) -> bool:
+    return result["case"] in PROMISES_LESS.get(result["mount"], set())
+
+
+def _cell(result: dict[str, Any]) -> str:
+    word = "ok" if not result["problems"] else "no" if _is_documented(result) else "WRONG"
+    count = result["struck"] or result["repeated"]
+    return f"{word}, {count}" if count else word
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,327 @@
+"""What a node does when it is asked: the code under test, in the folder that all nodes share."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import datetime, timedelta, timezone
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from slurm_forge.errors import CheckpointRejectedError, FencedError, ForgeError
+from slurm_forge.files import create_exclusive, exists_on_server, read_trusted, write_atomic
+from slurm_forge.journal import (
+    JournalWriter,
+    compact_journal,
+    fold,
+    read_journal,
+    read_to_fold,
+)
+from slurm_forge.journal.events import AttemptStarted, CheckpointCommitted, Progress
+from slurm_forge.lock import exclusive
+from slurm_forge.run_directory import RunDirectory
+from slurm_forge.run_directory.claims import Fence, claim_attempt, list_claims, mark_launch
+from slurm_forge.store.blocks import verify_blocks
+from slurm_forge.store.directory import CheckpointStore
+from slurm_forge.store.identity import CheckpointName
+from slurm_forge.store.manifest import BLOCK_SIZE, INDEX_NAME, FileEntry, Manifest
+from tests.crash.shim import Shim, Strike
+
+_PATIENCE = timedelta(seconds=1)
+_CLOCK = 1_750_000_000.0
+
+
+class Operations:
+    """Everything that can be asked; what is begun by one question is ended by another."""
+
+    def __init__(self, shared: Path) -> None:
+        self._shared = shared
+        self._name = "run"
+        self._journals: dict[int, JournalWriter] = {}
+        self._held: dict[str, Any] = {}
+        self._thread: threading.Thread | None = None
+        self._over = threading.Event()
+        self._problems: list[str] = []
+
+    @property
+    def run(self) -> RunDirectory:
+        """The run that all nodes work on."""
+        return RunDirectory.at(self._shared / self._name)
+
+    def use(self, name: str) -> None:
+        """Work on another run from now on."""
+        self.clear()
+        self._name = name
+
+    def _store(self) -> CheckpointStore:
+        return CheckpointStore(self.run.checkpoints, "run")
+
+    # -- the run directory -------------------------------------------------------------------------
+
+    def create(self) -> None:
+        """Submit the run."""
+        self.run.create(b"{}")
+
+    def claim(self, times: int) -> list[int]:
+        """Claim so many attempts."""
+        return [
+            claim_attempt(
+                self.run, job="1", restart_count=0, host="n", pid=1, nodes=("n",), time=_CLOCK
+            ).attempt
+            for _ in range(times)
+        ]
+
+    def claims(self) -> list[int]:
+        """Which attempts are claimed, as seen from here."""
+        return list_claims(self.run)
+
+    def is_fenced(self, attempt: int, launch: int | None = None) -> bool:
+        """Whether an attempt, or a launch of it, must not write any more."""
+        try:
+            Fence(self.run, attempt, launch)()
+        except FencedError:
+            return True
+        return False
+
+    def mark(self, attempt: int, launch: int) -> None:
+        """Begin a launch."""
+        mark_launch(self.run, attempt, launch)
+
+    def create_once(self, name: str) -> bool:
+        """Whether a name is this node's, of which there may be one."""
+        return create_exclusive(self.run.path / name, os.uname().nodename.encode())
+
+    def replace(self, name: str, text: str) -> None:
+        """Write a file anew."""
+        write_atomic(self.run.path / name, text.encode())
+
+    def read(self, name: str) -> str:
+        """What a file holds."""
+        return read_trusted(self.run.path / name, 1 << 20).decode()
+
+    def mark_done(self) -> None:
+        """End the run."""
+        self.run.mark_done(1, 1)
+
+    def is_done(self) -> bool:
+        """Whether it is seen here that the run has ended."""
+        return self.run.is_done()
+
+    def is_asked(self, name: str) -> bool:
+        """Whether STOP or SAVE is seen here."""
+        return exists_on_server(self.run.path / name)
+
+    def touch(self, name: str) -> None:
+        """As a person makes STOP or SAVE."""
+        (self.run.path / name).touch()
+
+    # -- the journal -------------------------------------------------------------------------------
+
+    def write(self, attempt: int, first: int, count: int, rotate_at: int = 1 << 24) -> None:
+        """Write so many steps, of which every third is a commit."""
+        journal = self._journals.get(attempt)
+        if journal is None:
+            journal = JournalWriter(
+                self.run, attempt=attempt, writer="rank", launch=1, rotate_at=rotate_at
+            )
+            journal.write(AttemptStarted(job="1", restart_count=0, nodes=(), host="n", via="batch"))
+            self._journals[attempt] = journal
+        for step in range(first, first + count):
+            journal.write(Progress(step=step))
+            if step % 3 == 0:
+                name = str(CheckpointName(step, attempt, 1, "0" * 8))
+                journal.write(
+                    CheckpointCommitted(name=name, step=step, reason="test", seconds=0.1, size=1)
+                )
+
+    def close_journals(self) -> None:
+        """Leave the files."""
+        for journal in self._journals.values():
+            journal.close()
+        self._journals.clear()
+
+    def compact(self, attempt: int) -> list[str]:
+        """Archive in small blocks; what lies in the journal then."""
+        compact_journal(self.run, attempt, block=2, kept=1)
+        return sorted(each.name for each in self.run.journal.iterdir())
+
+    def commits(self, refresh: bool = True) -> list[list[int]]:
+        """Attempt and step of every commit, as read here, from lines and from the folded state."""
+        records, damage = read_journal(self.run, refresh=refresh)
+        if damage:
+            raise RuntimeError(f"damaged: {damage}")
+        # What is in two files counts once.
+        events = [(record.attempt, record.event) for record in records]
+        commits = {(a, each.step) for a, each in events if isinstance(each, CheckpointCommitted)}
+        found = [list(each) for each in sorted(commits)]
+        state = fold(read_to_fold(self.run, refresh=refresh))
+        folded = sorted([a.number, each.step] for a in state.attempts for _, each in a.checkpoints)
+        if folded[: len(found)] != found:
+            raise RuntimeError(f"{len(folded)} in the state, {len(found)} in the lines")
+        return found
+
+    # -- checkpoints -------------------------------------------------------------------------------
+
+    def publish(self, step: int, size: int, attempt: int = 1) -> str:
+        """Save and publish."""
+        store = self._store()
+        name = CheckpointName.new(step=step, attempt=attempt, launch=1)
+        stage = store.create_stage(name)
+        files = []
+        for file in (INDEX_NAME, "rank-00000.data"):
+            path = stage / file
+            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            os.write(descriptor, bytes([step % 256]) * size)
+            os.fsync(descriptor)
+            os.close(descriptor)
+            files.append(_entry(path))
+        manifest = Manifest(
+            run_id="run", name=name, sequence=store.next_sequence(), world_size=1,
+            files=tuple(files), state={}, torch_version="2", reason="test",
+            created_at=datetime.now(timezone.utc),
+        )  # fmt: skip
+        store.publish(stage, manifest, Fence(self.run, attempt))
+        return str(name)
+
+    def steps(self) -> list[int]:
+        """Of which steps checkpoints are seen here, the newest first."""
+        return [name.step for name in self._store().candidates()]
+
+    def verify(self) -> int:
+        """Read the newest checkpoint that is whole, all of it; its step."""
+        store = self._store()
+        for name in store.candidates():
+            with suppress(CheckpointRejectedError, FileNotFoundError):
+                manifest = store.verify_manifest(name)
+                for file in manifest.files:
+                    blocks = range(len(file.block_hashes))
+                    for _ in verify_blocks(store.path(name) / file.name, file, blocks):
+                        pass
+                return name.step
+        return -1
+
+    def prune(self, keep: int, attempt: int = 1) -> list[str]:
+        """Delete what is old; the problems."""
+        fence = Fence(self.run, attempt)
+        return list(
+            self._store().prune(lambda names: names[:keep], fence, current=(attempt, 1)).problems
+        )
+
+    def hidden(self) -> list[str]:
+        """Stages and trash, and what NFS keeps of open files."""
+        return sorted(each.name for each in self.run.checkpoints.glob(".*"))
+
+    def open_newest(self) -> None:
+        """Keep a file of the newest checkpoint open."""
+        store = self._store()
+        path = store.path(store.candidates()[0]) / "rank-00000.data"
+        self._held["file"] = path.open("rb", buffering=0)
+
+    def read_open(self) -> str:
+        """Read from the file that is open; what went wrong."""
+        try:
+            with self._held.pop("file") as file:
+                return str(len(file.read(1 << 20)))
+        except OSError as error:
+            return error.strerror or str(error)
+
+    # -- locks -------------------------------------------------------------------------------------
+
+    def lock(self) -> bool:
+        """Take the lock; False where another has it."""
+        holder = exclusive(self.run.path / "lock", _PATIENCE)
+        try:
+            holder.__enter__()
+        except ForgeError:
+            return False
+        self._held["lock"] = holder
+        return True
+
+    def unlock(self) -> None:
+        """Give it back."""
+        self._held.pop("lock").__exit__(None, None, None)
+
+    # -- struck ------------------------------------------------------------------------------------
+
+    def struck(self, act: str, strike: int, call: int, **values: Any) -> dict[str, Any]:
+        """Do one thing in a process that ``strike`` hits at its ``call``-th change of a file.
+
+        What came of it: "done", "refused", "killed" or, where it makes fewer calls, "over".
+        """
+        log = Path("/dev/shm/struck")
+        log.unlink(missing_ok=True)
+        shim = Shim()
+        shim.start(log, self._shared)
+        child = os.fork()
+        if not child:
+            shim.be(0)
+            shim.arm(0, Strike(strike), call)
+            try:
+                getattr(self, act)(**values)
+                for journal in self._journals.values():
+                    journal.close()
+            except (OSError, ForgeError):
+                os._exit(1)
+            except BaseException:
+                os._exit(2)
+            os._exit(0)
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        shim.recover()
+        shim.disarm()
+        site = shim.struck(0)
+        shim.stop()
+        outcome = {0: "done", 1: "refused", -9: "killed"}.get(code, f"crashed ({code})")
+        return {"outcome": outcome if site else "over", "site": site or ""}
+
+    # -- meanwhile ---------------------------------------------------------------------------------
+
+    def go_on(self, act: str, **values: Any) -> None:
+        """Do one thing again and again, on a thread, until ``pause``."""
+        done: Callable[..., Any] = getattr(self, act)
+        self._over.clear()
+        self._problems.clear()
+
+        def repeat() -> None:
+            newest: Any = None
+            while not self._over.is_set():
+                try:
+                    found = done(**values)
+                except Exception as error:
+                    self._problems.append(f"{act}: {type(error).__name__}: {error}")
+                    return
+                if newest is not None and found is not None and _less(found, newest):
+                    self._problems.append(f"{act}: {found} after {newest}")
+                newest = found
+
+        self._thread = threading.Thread(target=repeat, daemon=True)
+        self._thread.start()
+
+    def pause(self) -> list[str]:
+        """End that; what went wrong."""
+        self._over.set()
+        assert self._thread is not None
+        self._thread.join(60)
+        return list(self._problems)
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self.close_journals()
+        for name in list(self._held):
+            with suppress(Exception):
+                self._held.pop(name).__exit__(None, None, None)
+
+
+def _less(found: Any, newest: Any) -> bool:
+    """Whether something that was seen once is not seen any more."""
+    return len(found) < len(newest) if isinstance(found, list) else found < newest
+
+
+def _entry(path: Path) -> FileEntry:
+    data = path.read_bytes()
+    blocks = range(0, len(data), BLOCK_SIZE)
+    hashes = tuple(xxhash.xxh3_128_hexdigest(data[at : at + BLOCK_SIZE]) for at in blocks)
+    return FileEntry(path.name, len(data), hashes)

@@ -1,0 +1,73 @@
+"""The first process of the machine that is ours: every case with every way of mounting."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Sequence
+
+from tests.shared_storage.cases import CASES, INJECTED, STRUCK
+from tests.shared_storage.guest import SERVER, Node, mounted, start_server
+from tests.shared_storage.repeater import PORT, Repeater
+
+#: What a line of results begins with.
+MARK = "result: "
+MOUNTS = (
+    "vers=3",
+    "vers=4.0",
+    "vers=4.1",
+    "vers=4.2",
+    "vers=3,nolock",
+    "vers=3,noac",
+    "vers=4.2,actimeo=600",
+    "vers=4.2,nocto",
+    f"vers=3,proto=tcp,mountproto=tcp,port={PORT}",
+    f"vers=4.0,port={PORT}",
+)
+#: What a mount does not promise: locks of one node alone, and nothing at once (nfs(5)).
+PROMISES_LESS = {
+    "vers=3,nolock": {"locks_exclude"},
+    "vers=4.2,nocto": {
+        "a_newer_attempt_fences",
+        "a_newer_launch_fences",
+        "the_end_is_seen",
+        "a_stop_is_seen",
+        "a_checkpoint_is_seen_when_it_is_published",
+    },
+}
+#: Every call is struck on these alone: it takes minutes.
+_STRUCK_ON = ("vers=3", "vers=4.2")
+
+
+def main(mounts: Sequence[str], names: Sequence[str]) -> int:
+    """Print a line of JSON for each."""
+    start_server()
+    repeater = Repeater(SERVER)
+    one, other = Node(1), Node(2)
+    for options in mounts:
+        for case in (*CASES, *(STRUCK if options in _STRUCK_ON else ())):
+            if names and case.__name__ not in names:
+                continue
+            begun, before = time.monotonic(), repeater.repeated
+            INJECTED.clear()
+            try:
+                with mounted([one, other], options):
+                    one.do("create")
+                    other.do("claims")
+                    problems = list(case(one, other))
+                    for node in (one, other):
+                        node.do("clear")
+            except RuntimeError as error:
+                problems = [str(error)]
+            found = {
+                "mount": options, "case": case.__name__, "problems": problems,
+                "struck": len(INJECTED), "repeated": repeater.repeated - before,
+                "seconds": round(time.monotonic() - begun, 1),
+            }  # fmt: skip
+            print(f"\n{MARK}{json.dumps(found)}", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main([m for m in sys.argv[1].split(";") if m] or MOUNTS, sys.argv[2:]))
