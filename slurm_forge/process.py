@@ -25,6 +25,7 @@ MODULES = {
     "export": "slurm_forge.checkpoint.export.main",
     "live_job": "slurm_forge.launch.diagnose.live_job",
     "live_node": "slurm_forge.launch.diagnose.live_node",
+    "local_tasks": "slurm_forge.launch.local.tasks",
     "live_rank": "slurm_forge.training.preflight.signal_listener",
     "preflight_node": "slurm_forge.training.preflight.standalone",
     "shield": "slurm_forge.launch.supervisor.signal_shield",

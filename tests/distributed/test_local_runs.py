@@ -78,6 +78,8 @@ def train(run: forge.Run) -> None:
 
         run.train_step(batch, compute_loss, max_norm=1.0)
         record.write(step, batch.sample_ids)
+    words = Path("/proc/self/cmdline").read_bytes().split(b"\0")
+    (run.directory / f"words-{run.rank}").write_text(" ".join(map(os.fsdecode, words)))
     weights = b"".join(p.detach().numpy().tobytes() for p in model.parameters())
     (run.directory / f"weights-{run.rank}").write_text(hashlib.sha256(weights).hexdigest())
 
@@ -163,6 +165,13 @@ def test_a_gradient_that_is_not_finite_is_skipped_on_all_ranks(finished: RunDire
     first, second = ((finished.path / f"weights-{rank}").read_text() for rank in (0, 1))
     assert first == second
     check_samples(finished)
+
+
+def test_the_ranks_are_forked_from_a_process_that_has_imported_what_they_need(
+    finished: RunDirectory,
+) -> None:
+    words = [(finished.path / f"words-{rank}").read_text() for rank in (0, 1)]
+    assert all("slurm_forge.process local_tasks" in each for each in words), words
 
 
 def test_the_file_save_asks_for_a_checkpoint(finished: RunDirectory) -> None:

@@ -20,6 +20,7 @@ from torch.utils.data import TensorDataset
 import slurm_forge as forge
 from slurm_forge.journal import JournalWriter, RunStatus
 from slurm_forge.journal.events import AttemptStarted
+from slurm_forge.launch.attempt.lifeline import GONE
 from slurm_forge.launch.submit.submission import run_state
 from slurm_forge.run_directory import RunDirectory, claim_attempt, newest_claim
 from slurm_forge.vocabulary.cause import Cause
@@ -243,7 +244,7 @@ def test_ranks_whose_command_was_killed_save_and_end(terminal: Terminal) -> None
     assert f"process {command.process.pid}, which had started it, is gone" in beside.text
     (terminal.run.path / "stuck").unlink()
     until(terminal.nobody_is_left, "the end of the ranks")
-    assert stopped_by(terminal) == "gone without a word"
+    assert stopped_by(terminal) == GONE
     assert "resumed at step" in terminal.goes_on_and_finishes()
     assert len(run_state(terminal.run).attempts) == 2, "started again in the background"
 

@@ -1,8 +1,7 @@
-"""Submitit's local executor with its processes in a session of their own.
+"""Submitit's local executor with our controller (``tasks``), in a session of its own.
 
 Ctrl-C in a terminal and a hangup reach every process of the terminal's foreground group, and the
-ranks are to hear of it from their starter alone.  Otherwise it does what submitit's
-``start_controller`` does.
+ranks are to hear of it from their starter alone.
 """
 
 from __future__ import annotations
@@ -13,13 +12,14 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import submitit
 from submitit.local.local import LocalJob
 
 from slurm_forge.knobs import Knobs, process_environ
+from slurm_forge.process import process_words
+from slurm_forge.run_directory import RunDirectory
 
 #: Submitit ends a local job after this time; ours are ended by themselves.
 _A_YEAR_MIN = 60 * 24 * 365
@@ -29,14 +29,16 @@ class LocalSession:
     """Starts local jobs.
 
     Args:
-        folder: Of submitit's files.
+        run: What is trained; its ``submissions`` are the folder of submitit's files.
         ranks: How many tasks a job has.
         stdin: What every process of a job reads.
         inherited: Descriptors that stay open in the process that watches over the tasks.
     """
 
-    def __init__(self, folder: Path, *, ranks: int, stdin: int, inherited: tuple[int, ...]) -> None:
-        self._executor = _Executor(folder, stdin, inherited)
+    def __init__(
+        self, run: RunDirectory, *, ranks: int, stdin: int, inherited: tuple[int, ...]
+    ) -> None:
+        self._executor = _Executor(run, stdin, inherited)
         self._executor.update_parameters(tasks_per_node=ranks, timeout_min=_A_YEAR_MIN, nodes=1)
 
     def start(self, task: Callable[[], Any]) -> subprocess.Popen[bytes]:
@@ -46,8 +48,9 @@ class LocalSession:
 
 
 class _Executor(submitit.LocalExecutor):
-    def __init__(self, folder: Path, stdin: int, inherited: tuple[int, ...]) -> None:
-        super().__init__(folder)
+    def __init__(self, run: RunDirectory, stdin: int, inherited: tuple[int, ...]) -> None:
+        super().__init__(run.submissions)
+        self._run = run
         self.started: list[subprocess.Popen[bytes]] = []
         self._stdin = stdin
         self._inherited = inherited
@@ -67,8 +70,9 @@ class _Executor(submitit.LocalExecutor):
             "SUBMITIT_EXECUTOR": "local",
             "SUBMITIT_LOCAL_WITH_SHELL": "",
         }
+        words = [str(self.folder), str(self._run.path), *map(str, self._inherited)]
         process = subprocess.Popen(
-            [sys.executable, "-m", "submitit.local._local", str(self.folder)],
+            [sys.executable, "-u", *process_words("local_tasks", *words)],
             env=variables,
             stdin=self._stdin,
             pass_fds=self._inherited,

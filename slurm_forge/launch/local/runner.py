@@ -120,7 +120,7 @@ class _LocalRun:
         run = self._run
         lock = self._presence.descriptor
         session = LocalSession(
-            run.submissions,
+            run,
             ranks=ranks,
             stdin=self._lifeline.reader,
             inherited=() if lock is None else (lock,),
