@@ -10,7 +10,7 @@ import typer
 
 from docsite.tables import code, default_words, table
 from slurm_forge.cli.examples import examples_of, without_examples
-from slurm_forge.cli.main import app
+from slurm_forge.cli.main import application
 
 __all__ = ["command_line", "verbs"]
 
@@ -25,7 +25,7 @@ def command_line() -> list[str]:
 
 def verbs() -> Iterator[tuple[str, Any]]:
     """Every verb and its command, those of groups by both words."""
-    yield from _below(typer.main.get_command(app), ())
+    yield from _below(typer.main.get_command(application()), ())
 
 
 def _below(command: Any, path: tuple[str, ...]) -> Iterator[tuple[str, Any]]:

@@ -10,8 +10,6 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
-from filelock import FileLock, Timeout
-
 from slurm_forge.errors import ForgeError, UnsafeFileError
 from slurm_forge.units import format_duration
 
@@ -28,7 +26,9 @@ def exclusive(path: str | os.PathLike[str], timeout: timedelta) -> Iterator[bool
     what must not go wrong rests on exclusive creation, rename and claims.  ``ForgeError`` when
     somebody else holds it for longer than ``timeout``, ``UnsafeFileError`` when it is a link.
     """
-    lock = FileLock(path, timeout=timeout.total_seconds(), mode=0o600, **_hard_only())
+    from filelock import FileLock, Timeout  # 7 ms, which most commands need not pay
+
+    lock = FileLock(path, timeout=timeout.total_seconds(), mode=0o600, **_hard_only(FileLock))
     try:
         lock.acquire()
     except Timeout:
@@ -54,7 +54,7 @@ def exclusive(path: str | os.PathLike[str], timeout: timedelta) -> Iterator[bool
         lock.release()
 
 
-def _hard_only() -> dict[str, Any]:
+def _hard_only(lock: type[Any]) -> dict[str, Any]:
     # The soft lock that newer versions fall back to outlives a killed holder: worse than none.
-    known = inspect.signature(FileLock.__init__).parameters
+    known = inspect.signature(lock.__init__).parameters
     return {"fallback_to_soft": False} if "fallback_to_soft" in known else {}

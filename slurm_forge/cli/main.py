@@ -11,35 +11,47 @@ from __future__ import annotations
 import gc
 import os
 import sys
+from importlib import import_module
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
-from slurm_forge.cli import requests as asking
-from slurm_forge.cli.checkpoints import checkpoints
-from slurm_forge.cli.checkpoints import export as exporting
-from slurm_forge.cli.cluster import (
-    doctor,
-    nodes,
-    probe,
-    sites,
-)
 from slurm_forge.cli.failure import fail
-from slurm_forge.cli.observe import status as looking
-from slurm_forge.cli.observe import watch
-from slurm_forge.cli.start import change as changing
-from slurm_forge.cli.start import (
-    config,
-    policy,
-)
-from slurm_forge.cli.start import exec as executing
-from slurm_forge.cli.start import fork as forking
-from slurm_forge.cli.start import init as beginning
-from slurm_forge.cli.start import run as running
-from slurm_forge.cli.start import submit as submitting
 from slurm_forge.errors import ForgeError
 
+#: The verbs in the order of the help, and the module of each below ``slurm_forge.cli``.
+_MODULES = {
+    "init": "start.init",
+    "doctor": "cluster.doctor",
+    "submit": "start.submit",
+    "render": "start.submit",
+    "run": "start.run",
+    "exec": "start.exec",
+    "status": "observe.status",
+    "explain": "observe.status",
+    "watch": "observe.watch",
+    "requeue": "requests",
+    "extend": "start.change",
+    "change": "start.change",
+    "fork": "start.fork",
+    "reconcile": "requests",
+    "stop": "requests",
+    "save": "requests",
+    "checkpoints": "checkpoints.checkpoints",
+    "export": "checkpoints.export",
+    "probe": "cluster.probe",
+    "nodes": "cluster.nodes",
+    "policy": "start.policy",
+    "config": "start.config",
+    "sites": "cluster.sites",
+}
+#: Those with verbs of their own: ``app`` of the module.
+_GROUPS = frozenset({"checkpoints", "nodes", "policy", "config", "sites"})
+#: Where the function can't have the name of the verb.
+_FUNCTIONS = {"exec": "execute"}
+#: What follows the program's name is the program's, whatever it looks like.
+_SETTINGS = {"exec": {"allow_interspersed_args": False}}
 _EPILOG = (
     "Exit status: 0 it worked (for run: the run is finished), 1 the run did not finish, a "
     "checkpoint is damaged or watch has news, 2 it could not be done, 130 interrupted; of exec: "
@@ -60,55 +72,13 @@ class ForgeGroup(TyperGroup):
             fail(error)
 
 
-app = typer.Typer(
-    name="slurm-forge",
-    cls=ForgeGroup,
-    help="Training runs that finish by themselves on any Slurm cluster.",
-    epilog=_EPILOG,
-    no_args_is_help=True,
-    add_completion=True,
-    # Plain text starts faster than boxes, and it can be pasted.
-    rich_markup_mode=None,
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
-
-app.command()(beginning.init)
-app.command()(doctor.doctor)
-app.command()(submitting.submit)
-app.command()(submitting.render)
-app.command()(running.run)
-# What follows the program's name is the program's, whatever it looks like.
-app.command("exec", context_settings={"allow_interspersed_args": False})(executing.execute)
-app.command()(looking.status)
-app.command()(looking.explain)
-app.command()(watch.watch)
-app.command()(asking.requeue)
-app.command()(changing.extend)
-app.command()(changing.change)
-app.command()(forking.fork)
-app.command()(asking.reconcile)
-app.command()(asking.stop)
-app.command()(asking.save)
-app.add_typer(checkpoints.app)
-app.command()(exporting.export)
-app.command()(probe.probe)
-app.add_typer(nodes.app)
-app.add_typer(policy.app)
-app.add_typer(config.app)
-app.add_typer(sites.app)
-
-
 def _version(wanted: bool) -> None:
     if wanted:
-        from importlib import import_module
-
         # By name: a plain import would count as one of everything that the package can load.
         typer.echo(f"slurm-forge {import_module('slurm_forge').__version__}")
         raise typer.Exit
 
 
-@app.callback()
 def _options(
     version: Annotated[
         bool,
@@ -116,6 +86,40 @@ def _options(
     ] = False,
 ) -> None:
     del version
+
+
+def application(verb: str | None = None) -> typer.Typer:
+    """The command line.
+
+    Args:
+        verb: The only one to be known; without it all are, which takes ten times as long.
+
+    Returns:
+        What parses the words of the command line and runs the verb.
+    """
+    app = typer.Typer(
+        name="slurm-forge",
+        cls=ForgeGroup,
+        help="Training runs that finish by themselves on any Slurm cluster.",
+        epilog=_EPILOG,
+        no_args_is_help=True,
+        add_completion=True,
+        # Plain text starts faster than boxes, and it can be pasted.
+        rich_markup_mode=None,
+        pretty_exceptions_enable=False,
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )
+    app.callback()(_options)
+    for name in _MODULES if verb is None else (verb,):
+        module = import_module(f"slurm_forge.cli.{_MODULES[name]}")
+        if name in _GROUPS:
+            app.add_typer(module.app)
+        else:
+            settings = _SETTINGS.get(name)
+            app.command(name, context_settings=settings)(
+                getattr(module, _FUNCTIONS.get(name, name))
+            )
+    return app
 
 
 def main() -> None:
@@ -127,7 +131,8 @@ def main() -> None:
         # A terminal that can't show an arrow gets a question mark, not a traceback.
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")
-    app()
+    first = sys.argv[1] if len(sys.argv) > 1 else ""
+    application(first if first in _MODULES else None)()
 
 
 def _open_closed() -> None:

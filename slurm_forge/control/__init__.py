@@ -6,10 +6,16 @@ sends only when something was requested.
 Entry: ``hub``, ``member``.
 """
 
-from slurm_forge.control.brief import BRIEF_KEY, LaunchBrief
-from slurm_forge.control.gathering import RankPosition, RequestAnswers
-from slurm_forge.control.hub import Hub, HubEvent, MemberView
-from slurm_forge.control.member import HUB_GONE, Member
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from slurm_forge.control.brief import BRIEF_KEY, LaunchBrief
+    from slurm_forge.control.gathering import RankPosition, RequestAnswers
+    from slurm_forge.control.hub import Hub, HubEvent, MemberView
+    from slurm_forge.control.member import HUB_GONE, Member
 
 __all__ = [
     "BRIEF_KEY",
@@ -22,3 +28,22 @@ __all__ = [
     "RankPosition",
     "RequestAnswers",
 ]
+
+#: Loaded on first use: who wants one module of this package does not pay for all of them.
+_WHERE = {
+    "BRIEF_KEY": "slurm_forge.control.brief",
+    "HUB_GONE": "slurm_forge.control.member",
+    "Hub": "slurm_forge.control.hub",
+    "HubEvent": "slurm_forge.control.hub",
+    "LaunchBrief": "slurm_forge.control.brief",
+    "Member": "slurm_forge.control.member",
+    "MemberView": "slurm_forge.control.hub",
+    "RankPosition": "slurm_forge.control.gathering",
+    "RequestAnswers": "slurm_forge.control.gathering",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _WHERE:
+        return getattr(import_module(_WHERE[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

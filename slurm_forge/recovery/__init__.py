@@ -3,8 +3,27 @@
 Pure: values in, values out.
 """
 
-from slurm_forge.recovery.incident.classify import classify
-from slurm_forge.recovery.incident.launch_facts import LaunchFacts
-from slurm_forge.recovery.policy.decide import decide
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from slurm_forge.recovery.incident.classify import classify
+    from slurm_forge.recovery.incident.launch_facts import LaunchFacts
+    from slurm_forge.recovery.policy.decide import decide
 
 __all__ = ["LaunchFacts", "classify", "decide"]
+
+#: Loaded on first use: who wants one module of this package does not pay for all of them.
+_WHERE = {
+    "LaunchFacts": "slurm_forge.recovery.incident.launch_facts",
+    "classify": "slurm_forge.recovery.incident.classify",
+    "decide": "slurm_forge.recovery.policy.decide",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _WHERE:
+        return getattr(import_module(_WHERE[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -17,10 +17,9 @@ from typing import Any
 
 from slurm_forge.spec.job import JobSpec
 from slurm_forge.spec.safeguards import EnvironmentSpec, Policy
+from slurm_forge.vocabulary.job_change import ON_PURPOSE
 from slurm_forge.vocabulary.json_value import Json
 
-#: How the line of a difference ends that somebody made on purpose.
-ON_PURPOSE = " (changed on purpose)"
 _LONGEST = 200
 _MOST = 5_000
 #: Arguments with such a name are compared, not shown (tokenizer and max_tokens are no secrets).

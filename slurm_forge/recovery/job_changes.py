@@ -14,12 +14,10 @@ from slurm_forge.errors import ConfigError
 from slurm_forge.recovery.fingerprint import Difference, flat_facts
 from slurm_forge.spec import JobSpec
 from slurm_forge.spec.loading import to_mapping
-from slurm_forge.vocabulary.job_change import ChangeEffect, JobChange
+from slurm_forge.vocabulary.job_change import CODE, ChangeEffect, JobChange
 
 #: How ``JobChange`` calls the batch size that the program passes to ``run.batches``.
 GLOBAL_BATCH = "global_batch"
-#: And the code that the run is made of; not the section ``code`` of its job file.
-CODE = "code"
 
 _RESOURCES = frozenset({"resources", "template", "chain"})
 _OPERATION = frozenset({

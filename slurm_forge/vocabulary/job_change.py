@@ -5,6 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
+#: How ``JobChange`` calls the code that a run is made of; not the section ``code`` of its job file.
+CODE = "code"
+#: How the line of a difference ends that somebody made on purpose.
+ON_PURPOSE = " (changed on purpose)"
+
 
 class ChangeEffect(str, Enum):
     """What a changed key of a job file may affect."""

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from slurm_forge.cli.main import app
+from slurm_forge.cli.main import application
 from slurm_forge.journal import read_journal
 from slurm_forge.journal.events import Event, Resumed
 from slurm_forge.run_directory import RunDirectory
@@ -27,7 +27,7 @@ probe: {{enabled: false}}
 
 
 def forge(*words: str) -> str:
-    result = CliRunner().invoke(app, list(words))
+    result = CliRunner().invoke(application(), list(words))
     assert result.exit_code == 0, result.output
     return result.stdout
 

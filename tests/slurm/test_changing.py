@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from slurm_forge.cli.main import app
+from slurm_forge.cli.main import application
 from slurm_forge.journal import RunStatus
 from slurm_forge.journal.events import JobChanged
 from slurm_forge.launch.submit.submission import run_state
@@ -26,7 +26,7 @@ ARGS = {"steps": 20, "global_batch": 4}
 def typed(watched: Watched, *words: str) -> str:
     verb, *options = words
     with environment(watched.cluster):
-        result = CliRunner().invoke(app, [verb, str(watched.run.path), *options])
+        result = CliRunner().invoke(application(), [verb, str(watched.run.path), *options])
     assert result.exit_code == 0, result.output
     return result.output
 

@@ -55,7 +55,7 @@ class Lister:
 
         gathering = RunReader(run, spec=False)
         gathering.poll()
-        facts = surrounded(gathering.facts(), run, resources=False)
+        facts = surrounded(gathering.facts(), run)
         newest = max((record.time for record in facts.records), default=None)
         return listed(facts, take_status(facts)), newest
 

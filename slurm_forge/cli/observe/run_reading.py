@@ -51,6 +51,7 @@ class RunReader:
         self._damage: list[Damage] = []
         self._spec = spec
         self._total: int | None = None
+        self._resources: dict[str, Any] = {}
         self._memory: int | None = None
         self._global_batch: int | None = None
         self._resumed: list[Record] = []
@@ -77,7 +78,8 @@ class RunReader:
                 value = value.get(key) if isinstance(value, dict) else None
             if isinstance(value, int) and not isinstance(value, bool) and value > 0:
                 self._total = value
-            self._memory = _memory(body)
+            self._resources = _resources(body)
+            self._memory = _memory(self._resources.get("mem"))
             self._fallbacks = _fallbacks(body)
             after = body.get("purge_after") if isinstance(body, dict) else None
             if after is not None:
@@ -124,6 +126,8 @@ class RunReader:
             purge=self._purge,
             oldest_file=_oldest_file(run, self._purge),
             memory=self._memory,
+            gpus_per_rank=_gpus_per_rank(self._resources),
+            nodes_asked=_nodes(self._resources),
             global_batch=self._global_batch,
             on_disk=_on_disk(run, self._fallbacks),
             last_written=self._tail.last_written,
@@ -132,11 +136,41 @@ class RunReader:
         )
 
 
-def _memory(body: Any) -> int | None:
-    """What the job asks for per node, in bytes."""
-    for key in ("job", "resources", "mem"):
+def _resources(body: Any) -> dict[str, Any]:
+    """``job.resources``, as far as it is there."""
+    for key in ("job", "resources"):
         body = body.get(key) if isinstance(body, dict) else None
-    return parse_memory(body) if isinstance(body, (str, int)) else None
+    return body if isinstance(body, dict) else {}
+
+
+def _memory(asked: object) -> int | None:
+    """What the job asks for per node, in bytes."""
+    return parse_memory(asked) if isinstance(asked, (str, int)) else None
+
+
+def _nodes(requested: dict[str, Any]) -> int | None:
+    nodes = requested.get("nodes", 1)
+    return nodes if isinstance(nodes, int) and requested else None
+
+
+def _gpus_per_rank(requested: dict[str, Any]) -> float | None:
+    """GPUs of each rank; None where none are asked for."""
+    per_task = _count(requested.get("gpus_per_task"))
+    if per_task:
+        return float(per_task)
+    generic = str(requested.get("gres") or "")
+    of_gres = generic if generic.startswith("gpu") else None
+    per_node = _count(requested.get("gpus_per_node")) or _count(of_gres)
+    tasks = requested.get("tasks_per_node", 1)
+    return per_node / tasks if per_node and isinstance(tasks, int) and tasks > 0 else None
+
+
+def _count(option: object) -> int:
+    """``8``, ``a100:8``, ``gpu:a100:4``; a kind alone is one."""
+    if option is None or option == "" or isinstance(option, bool):
+        return 0
+    last = str(option).split(",")[0].split("(")[0].rpartition(":")[2]
+    return int(last) if last.isascii() and last.isdigit() and len(last) < 6 else 1
 
 
 def gather(run: RunDirectory, *, logs: bool = True, whole: bool = False) -> RunFacts:

@@ -67,9 +67,7 @@ def status(
     from slurm_forge.report.status.status import take_status
     from slurm_forge.report.status.status_text import status_text
 
-    facts = with_queue(
-        lambda: surrounded(gather(directory, logs=False), directory, resources=False)
-    )
+    facts = with_queue(lambda: surrounded(gather(directory, logs=False), directory))
     report = take_status(facts)
     typer.echo(to_json(report) if json else status_text(report), nl=json)
 
@@ -176,7 +174,7 @@ def _follow(run: RunDirectory) -> None:
 
     def read() -> RunFacts:
         gathering.poll()
-        return surrounded(gathering.facts(), run, resources=False)
+        return surrounded(gathering.facts(), run)
 
     # Asked once: what changes is told by the journal, and Slurm has better to do.
     facts = with_queue(read)
@@ -191,7 +189,7 @@ def _follow(run: RunDirectory) -> None:
             while report.status not in at_rest:
                 time.sleep(_LOOK_EVERY_S)
                 watcher.poll()
-                facts = surrounded(gathering.facts(), run, resources=False)
+                facts = surrounded(gathering.facts(), run)
                 report = take_status(facts)
                 if report.logged != logged and time.monotonic() >= tell_from:
                     logged, tell_from = report.logged, time.monotonic() + _FIGURES_EVERY_S

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 from slurm_forge.errors import ForgeError
 from slurm_forge.files import FOLDERS_OWNER, open_trusted
@@ -36,19 +35,10 @@ _MOST_FILES = 100
 _PATIENCE = timedelta(seconds=3)
 
 
-def surrounded(facts: RunFacts, run: RunDirectory, *, resources: bool = True) -> RunFacts:
-    """The facts with what lies around the journal; ``resources`` of the job as well."""
-    facts = replace(
-        facts, not_started=tuple(_not_started(run.submissions)), gone_here=ended_local_job(run)
-    )
-    if not resources:
-        return facts
-    requested = _resources(run)
-    nodes = requested.get("nodes", 1)
+def surrounded(facts: RunFacts, run: RunDirectory) -> RunFacts:
+    """The facts with what lies around the journal."""
     return replace(
-        facts,
-        gpus_per_rank=_gpus_per_rank(requested),
-        nodes_asked=nodes if isinstance(nodes, int) and requested else None,
+        facts, not_started=tuple(_not_started(run.submissions)), gone_here=ended_local_job(run)
     )
 
 
@@ -123,36 +113,3 @@ def _not_started(folder: Path) -> Iterator[NotStarted]:
 def _match(entry: os.DirEntry[str]) -> str | None:
     match = _NOT_STARTED.fullmatch(entry.name)
     return None if match is None else match[1]
-
-
-def _resources(run: RunDirectory) -> dict[str, Any]:
-    """``job.resources`` of the run's file; nothing where that can't be read (told elsewhere)."""
-    from slurm_forge.documents import read
-
-    try:
-        body: Any = read(run.spec_file, trusted=True, owner=FOLDERS_OWNER).data
-    except (ForgeError, OSError, ValueError):
-        return {}
-    for key in ("job", "resources"):
-        body = body.get(key) if isinstance(body, dict) else None
-    return body if isinstance(body, dict) else {}
-
-
-def _gpus_per_rank(requested: dict[str, Any]) -> float | None:
-    """GPUs of each rank; None where none are asked for."""
-    per_task = _count(requested.get("gpus_per_task"))
-    if per_task:
-        return float(per_task)
-    generic = str(requested.get("gres") or "")
-    of_gres = generic if generic.startswith("gpu") else None
-    per_node = _count(requested.get("gpus_per_node")) or _count(of_gres)
-    tasks = requested.get("tasks_per_node", 1)
-    return per_node / tasks if per_node and isinstance(tasks, int) and tasks > 0 else None
-
-
-def _count(option: object) -> int:
-    """``8``, ``a100:8``, ``gpu:a100:4``; a kind alone is one."""
-    if option is None or option == "" or isinstance(option, bool):
-        return 0
-    last = str(option).split(",")[0].split("(")[0].rpartition(":")[2]
-    return int(last) if last.isascii() and last.isdigit() and len(last) < 6 else 1

@@ -9,7 +9,6 @@ from pathlib import Path
 
 from slurm_forge.errors import ForgeError, SnapshotError
 from slurm_forge.knobs import process_environ
-from slurm_forge.recovery.job_changes import CODE
 from slurm_forge.run_directory import RunDirectory
 from slurm_forge.source.snapshot import (
     Content,
@@ -22,7 +21,7 @@ from slurm_forge.source.work_tree import GitRevision, WorkTree
 from slurm_forge.spec import JobSpec
 from slurm_forge.spec.run_file import CodeVersion, RunFile, read_run_file
 from slurm_forge.spec.safeguards import CodeMode
-from slurm_forge.vocabulary.job_change import JobChange
+from slurm_forge.vocabulary.job_change import CODE, JobChange
 
 #: Changed files that are named.
 _SHOWN_FILES = 10

@@ -6,8 +6,6 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from slurm_forge.journal import Record
 from slurm_forge.journal import events as ev
-from slurm_forge.recovery.fingerprint import ON_PURPOSE
-from slurm_forge.recovery.job_changes import CODE
 from slurm_forge.report.story.job_revisions import (
     changes_by_effect,
     fork_line,
@@ -29,6 +27,7 @@ from slurm_forge.report.story.skipped_steps import skip_rows
 from slurm_forge.report.story.story import ScienceChange
 from slurm_forge.report.text import clean, number, plural, steps
 from slurm_forge.vocabulary.decision import Change, Decision
+from slurm_forge.vocabulary.job_change import CODE, ON_PURPOSE
 from slurm_forge.vocabulary.plan import RecoveryPlan
 
 #: Parameters whose part in the result is told from the plans themselves.

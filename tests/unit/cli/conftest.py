@@ -13,7 +13,7 @@ import typer.main
 import typer.testing
 from typer.testing import CliRunner, Result
 
-from slurm_forge.cli.main import app
+from slurm_forge.cli.main import application
 from slurm_forge.errors import SlurmCommandError
 from slurm_forge.slurm.client import SubprocessSlurm
 from slurm_forge.slurm.records import (
@@ -117,7 +117,7 @@ class Shell:
     folder: Path
 
     def __call__(self, *words: str) -> Result:
-        return CliRunner().invoke(app, list(words))
+        return CliRunner().invoke(application(), list(words))
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import pytest
 import typer
 
 from slurm_forge.cli.examples import examples_of, without_examples, words_for_us
-from slurm_forge.cli.main import app
+from slurm_forge.cli.main import application
 
 #: Verbs with a single example are fine elsewhere; these have shown more than one way.
 SEVERAL = {
@@ -18,7 +18,7 @@ SEVERAL = {
     "nodes release", "nodes strike", "policy test", "probe", "sites list", "sites show",
     "config show", "config schema",
 }  # fmt: skip
-ROOT = typer.main.get_command(app)
+ROOT = typer.main.get_command(application())
 
 
 def verbs(command=ROOT, path: tuple[str, ...] = ()) -> Iterator[tuple[str, object]]:

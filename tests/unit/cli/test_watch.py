@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
-from slurm_forge.cli.main import app
+from slurm_forge.cli.main import application
 from slurm_forge.journal import JournalWriter
 from slurm_forge.journal.events import AttemptStarted, DecisionTaken, UserAsked
 from slurm_forge.launch.render.site_choice import find_site
@@ -68,7 +68,7 @@ def held(folder: Path, name: str, job: str) -> RunDirectory:
 
 
 def watch(folder: Path, *words: str) -> Result:
-    return CliRunner().invoke(app, ["watch", "--once", "--runs", str(folder), *words])
+    return CliRunner().invoke(application(), ["watch", "--once", "--runs", str(folder), *words])
 
 
 def test_what_is_new_is_said_once(folder: Path) -> None:
@@ -177,7 +177,7 @@ def test_another_watcher_that_takes_long_does_not_end_the_watch(
             raise KeyboardInterrupt
 
     monkeypatch.setattr("slurm_forge.cli.observe.watch._rest", rest)
-    told = CliRunner().invoke(app, ["watch", "--runs", str(folder)])
+    told = CliRunner().invoke(application(), ["watch", "--runs", str(folder)])
     assert told.exit_code == 0 and "big: held" in told.stdout
     assert told.stderr.count("check failed") == 2
     assert watch(folder).exit_code == 0
@@ -211,7 +211,7 @@ def test_a_controller_that_does_not_answer_is_asked_less_and_less_often(
 
     monkeypatch.setattr("slurm_forge.cli.observe.watch._rest", sleep)
     words = ["watch", "--runs", str(folder), "--every", "50s"]
-    told = CliRunner().invoke(app, words)
+    told = CliRunner().invoke(application(), words)
     assert told.exit_code == 0
     assert pauses == [100, 200, 400, 800, 900, 900, 900, 50]
     assert told.stdout.count("held: hang") == 1
