@@ -77,15 +77,23 @@ def explain(
     attempt: Annotated[
         int | None, typer.Option(min=1, help="Show this attempt in full.", metavar="N")
     ] = None,
+    every: Annotated[
+        bool,
+        typer.Option("--all", help="Tell archived attempts one by one, too."),
+    ] = False,
     json: AsJson = False,
     runs: Runs = None,
 ) -> None:
     """What happened, why, what changed, what it cost.
 
+    Of a run with more than 80 attempts the oldest are archived: they are summed up, and costs
+    and changes are those since then.  --all and --json tell everything.
+
     \b
     Examples:
       slurm-forge explain tiny-gpt
       slurm-forge explain tiny-gpt --attempt 2
+      slurm-forge explain tiny-gpt --all
       slurm-forge explain tiny-gpt --json
     """
     from slurm_forge.cli.observe.run_reading import gather
@@ -101,11 +109,17 @@ def explain(
     from slurm_forge.report.explain.explain_text import explain_text
 
     directory = find_run(run, runs)
-    facts = with_queue(lambda: surrounded(gather(directory, whole=True), directory))
+    whole = every or json
+    facts = with_queue(lambda: surrounded(gather(directory, whole=whole), directory))
+    archived = 0 if facts.earlier is None else facts.earlier.attempt
+    if attempt is not None and attempt <= archived and not whole:
+        whole = True
+        facts = with_queue(lambda: surrounded(gather(directory, whole=True), directory))
     story = told_by(facts)
     chosen = story if attempt is None else only_attempt(story, attempt)
     if chosen is None:
-        known = ", ".join(str(one.number) for one in story.attempts)
+        numbers = [str(one.number) for one in story.attempts]
+        known = ", ".join(numbers if whole or not archived else [f"1 to {archived}", *numbers])
         raise RunDirectoryError(
             f"{facts.name} has no attempt {attempt}",
             next_step=f"Its attempts: {known}." if known else "It has not been started yet.",
@@ -113,7 +127,13 @@ def explain(
     if json:
         typer.echo(to_json(chosen))
         return
-    text = explain_text(story, now=facts.now, reference=facts.reference, attempt=attempt)
+    text = explain_text(
+        story,
+        now=facts.now,
+        reference=facts.reference,
+        attempt=attempt,
+        earlier=None if whole else facts.earlier_state,
+    )
     typer.echo(text, nl=False)
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from datetime import tzinfo
 
-from slurm_forge.journal import RunStatus
+from slurm_forge.journal import RunState, RunStatus
+from slurm_forge.journal.state import AttemptState
 from slurm_forge.report import text as t
 from slurm_forge.report.explain.attempt_text import AttemptText
 from slurm_forge.report.status.status_text import failing_saves_text
@@ -28,9 +30,16 @@ def explain_text(
     reference: str,
     zone: tzinfo | None = None,
     attempt: int | None = None,
+    earlier: RunState | None = None,
 ) -> str:
-    """The story as lines; ``attempt`` tells that one in full.  ``zone`` None is the local one."""
-    lines = [_header(story)]
+    """The story as lines; ``attempt`` tells that one in full.  ``zone`` None is the local one.
+
+    ``earlier`` is the state after attempts that the story leaves out: they are told in a few lines,
+    and what the others cost is told as theirs.
+    """
+    left_out = () if earlier is None else earlier.attempts
+    since = f" since attempt {story.attempts[0].number}" if left_out and story.attempts else ""
+    lines = [_header(story, left_out, since)]
     if story.status != RunStatus.FINISHED.value:
         lines.append(_GAP + t.clean(story.words, 400))
     if len(story.jobs) > 1:
@@ -41,28 +50,53 @@ def explain_text(
     attempts = [a for a in story.attempts if attempt in (None, a.number)]
     if not attempts:
         lines += ["", "no attempt has been started yet" if attempt is None else "no such attempt"]
+    if earlier is not None and left_out:
+        lines += ["", *_earlier(earlier, now, reference, zone)]
     text = AttemptText(story, now, zone, full=attempt is not None)
     last = story.attempts[-1].number if story.attempts else None
     for one in attempts:
         rests = story.status not in (RunStatus.RUNNING.value, RunStatus.SUBMITTED.value)
         lines += ["", *text.attempt(one, over=one.number != last or rests)]
-    lines += ["", *_closing(story, reference, attempt)]
+    lines += ["", *_closing(story, reference, attempt, since)]
     return "\n".join(lines) + "\n"
 
 
-def _header(story: s.RunStory) -> str:
+def _earlier(state: RunState, now: float, reference: str, zone: tzinfo | None) -> Iterator[str]:
+    """How many attempts are left out, what ended them, and how all of it is read."""
+    first, last = state.attempts[0], state.attempts[-1]
+    end = last.started if last.ended is None else last.ended
+    parts = [f"attempts {first.number} to {last.number}", t.period(first.started, end, now, zone)]
+    if state.committed_step is not None:
+        parts.append(f"up to step {t.number(state.committed_step)}")
+    yield _GAP.join(parts)
+    causes = Counter(each.cause.value for a in state.attempts for _, each in a.incidents)
+    if causes:
+        counted = (f"{cause} {t.number(count)}" for cause, count in causes.most_common())
+        yield f"  {t.plural(causes.total(), 'incident')}: {', '.join(counted)}"
+    skipped = sum(len(each.skipped) for each in state.attempts)
+    decided = sum(bool(each.changes) for a in state.attempts for _, each in a.decisions)
+    changes = [
+        *([f"{t.plural(skipped, 'step')} skipped"] if skipped else []),
+        *([f"{t.plural(decided, 'decision')} with changes"] if decided else []),
+        *([f"the job changed {t.plural(state.revision, 'time')}"] if state.revision else []),
+    ]
+    if changes:
+        yield f"  {', '.join(changes)}"
+    yield f"  all of it: slurm-forge explain {t.clean(reference, 300)} --all   (or --attempt N)"
+
+
+def _header(story: s.RunStory, left_out: Sequence[AttemptState], since: str) -> str:
     parts = [t.clean(story.run, 80), story.status]
     if story.step is not None:
         of = "" if story.total_steps is None else f" of {t.number(story.total_steps)}"
         parts.append(f"step {t.number(story.step)}{of}")
     if story.attempts:
-        launches = sum(len(attempt.launches) for attempt in story.attempts)
-        parts.append(
-            f"{t.plural(len(story.attempts), 'attempt')}, "
-            f"{t.plural(launches, 'launch', 'launches')}"
-        )
+        count = len(left_out) + len(story.attempts)
+        launches = sum(len(attempt.launches) for attempt in left_out)
+        launches += sum(len(attempt.launches) for attempt in story.attempts)
+        parts.append(f"{t.plural(count, 'attempt')}, {t.plural(launches, 'launch', 'launches')}")
     if story.goodput is not None and story.elapsed_s is not None:
-        parts.append(f"goodput {t.share(story.goodput)}")
+        parts.append(f"{since.lstrip()} goodput {t.share(story.goodput)}".lstrip())
         parts.append(f"{_spent(story, story.elapsed_s)}of {t.span(story.elapsed_s)}")
     return _GAP.join(parts)
 
@@ -119,14 +153,14 @@ def _incidents(story: s.RunStory) -> Iterator[s.IncidentStory]:
             yield from launch.incidents
 
 
-def _closing(story: s.RunStory, reference: str, attempt: int | None) -> Iterator[str]:
+def _closing(story: s.RunStory, reference: str, attempt: int | None, since: str) -> Iterator[str]:
     cost = list(_cost(story))
     if cost:
-        yield from _listed("What it cost", [", ".join(cost)])
+        yield from _listed(f"What it cost{since}", [", ".join(cost)])
     science = [t.clean(change.text, 400) for change in story.changes if change.science]
     beside = [t.clean(change.text, 400) for change in story.changes if not change.science]
     changed = [*science, "nothing else"] if science else ["none"]
-    yield from _listed("Changes that affect your results", changed)
+    yield from _listed(f"Changes that affect your results{since}", changed)
     if beside:
         yield from _listed("Other changes", beside)
     if story.next:

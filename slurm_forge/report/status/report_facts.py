@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass
 
 from slurm_forge.journal import Damage, Record, RunState, fold
+from slurm_forge.journal.state import EarlierState
 from slurm_forge.report.purge import PurgeRule
 from slurm_forge.report.story.queue_reason import QueueAnswer
 from slurm_forge.run_directory.layout import NEXT_STEP
@@ -93,6 +94,12 @@ class RunFacts:
             return self.records
         through = self.earlier.attempt
         return (self.earlier, *(each for each in self.records if each.attempt > through))
+
+    @property
+    def earlier_state(self) -> RunState | None:
+        """The state after archived attempts; None where none are."""
+        event = None if self.earlier is None else self.earlier.event
+        return event.state if isinstance(event, EarlierState) else None
 
     def state(self) -> RunState:
         """What the records come to."""

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from slurm_forge.cli.observe import status as looking
+from slurm_forge.journal import compact_journal
 from slurm_forge.journal import events as ev
 from slurm_forge.launch.attempt.run_lock import hold_run_lock
 from slurm_forge.vocabulary.cause import Cause
@@ -134,6 +135,33 @@ def test_explain_one_attempt(shell: Shell, scribe: Scribe) -> None:
     result = shell("explain", "tiny-gpt", "--attempt", "3")
     assert result.exit_code == 2
     assert "has no attempt 3\n  Its attempts: 1, 2." in result.stderr
+
+
+def test_archived_attempts_are_summed_up_and_told_when_asked_for(
+    shell: Shell, scribe: Scribe
+) -> None:
+    scribe.now = time.time() - 9000
+    for number in range(1, 10):
+        scribe.later(600).begin("n01", "n02")
+        scribe.later(14).resume(40 * number - 40)
+        scribe.train(40 * number - 40, 40 * number)
+        scribe.save(40 * number)
+        scribe.preempted(40 * number)
+    whole = shell("explain", "tiny-gpt").stdout
+    compact_journal(scribe.run, scribe.attempt, block=3, kept=1)
+    brief = shell("explain", "tiny-gpt").stdout
+    assert brief.splitlines()[0].count("9 attempts, 9 launches   since attempt 7 goodput") == 1
+    assert "\nattempts 1 to 6   " in brief
+    assert "up to step 240\n  6 incidents: preempted 6\n" in brief
+    assert "explain tiny-gpt --all   (or --attempt N)" in brief
+    told = [line for line in brief.splitlines() if line.startswith("attempt ")]
+    assert [line.split()[1] for line in told] == ["7", "8", "9"]
+    assert brief[brief.index("attempt 8 ") : brief.index("What it cost")] in whole
+    assert shell("explain", "tiny-gpt", "--all").stdout == whole
+    assert "notice: SIGTERM" in shell("explain", "tiny-gpt", "--attempt", "2").stdout
+    assert len(json.loads(shell("explain", "tiny-gpt", "--json").stdout)["attempts"]) == 9
+    missing = shell("explain", "tiny-gpt", "--attempt", "11").stderr
+    assert "Its attempts: 1 to 6, 7, 8, 9." in missing
 
 
 def test_a_journal_of_somebody_else_is_not_believed(shell: Shell, scribe: Scribe) -> None:
