@@ -427,7 +427,7 @@ def test_ranks_that_no_supervisor_starts_have_the_variables_too(tmp_path: Path) 
     site = Site(name="tested", env=env, socket_interface="l")
     root = Path(__file__).resolve().parents[2]
     run, file = create_run(job, runs=tmp_path, site=site, submitted_from=root)
-    assert run_locally(run, file, 2, lambda state: None) == 0
+    assert run_locally(run, file, 2, lambda: None) == 0
     usual = {
         "NCCL_DEBUG": "WARN",
         "NCCL_CROSS_NIC": "0",

@@ -42,7 +42,7 @@ def examine_live(
     from slurm_forge.cli.cluster.live_text import live_json, live_text
     from slurm_forge.cli.preparation import check
     from slurm_forge.cli.run_choice import runs_folder, site_places
-    from slurm_forge.launch.attempt.attempt_signals import StopRequest
+    from slurm_forge.launch.attempt.stop_request import StopRequest
     from slurm_forge.launch.diagnose.live_check import LiveWish, live_job, look_live
     from slurm_forge.recovery.live_findings import Mark, findings
     from slurm_forge.report.text import clean

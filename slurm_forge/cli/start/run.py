@@ -237,9 +237,7 @@ def _watched(directory: RunDirectory, file: RunFile, ranks: int) -> int:
     gathering.poll()  # what happened before today is for explain
     with screen_for(sys.stdout) as screen:
         watcher = RunFollower(gathering, screen)
-        code = run_locally(
-            directory, file, ranks, lambda state: watcher.poll(), say=screen.line, again=True
-        )
+        code = run_locally(directory, file, ranks, watcher.poll, say=screen.line, again=True)
         watcher.poll()
     return code
 
@@ -250,7 +248,7 @@ def _unwatched(directory: RunDirectory, file: RunFile, ranks: int) -> int:
     def say(text: str) -> None:
         typer.echo(text, err=True)
 
-    return run_locally(directory, file, ranks, lambda state: None, say=say, again=True)
+    return run_locally(directory, file, ranks, lambda: None, say=say, again=True)
 
 
 def _print_story(directory: RunDirectory, *, as_json: bool) -> None:
@@ -259,11 +257,13 @@ def _print_story(directory: RunDirectory, *, as_json: bool) -> None:
     from slurm_forge.report.explain.explain import explain
     from slurm_forge.report.explain.explain_text import explain_text
 
-    facts = surrounded(gather(directory, whole=True), directory)  # as explain sees it
+    facts = surrounded(gather(directory, whole=as_json), directory)  # as explain sees it
     if as_json:
         from slurm_forge.report.encoding import to_json
 
         typer.echo(to_json(explain(facts)))
         return
-    text = explain_text(explain(facts), now=facts.now, reference=facts.reference)
+    text = explain_text(
+        explain(facts), now=facts.now, reference=facts.reference, earlier=facts.earlier_state
+    )
     typer.echo(text, nl=False)

@@ -23,9 +23,9 @@ from slurm_forge.launch.attempt.attempt_loop import (
     Requeuer,
     print_line,
 )
-from slurm_forge.launch.attempt.attempt_signals import StopRequest
 from slurm_forge.launch.attempt.job_attempt import refusal_text
 from slurm_forge.launch.attempt.run_lock import hold_run_lock
+from slurm_forge.launch.attempt.stop_request import StopRequest
 from slurm_forge.launch.command.launcher import CommandLauncher
 from slurm_forge.launch.command.program_signals import ProgramSignals
 from slurm_forge.launch.conductor.job_poller import JobPoller

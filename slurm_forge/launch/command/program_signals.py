@@ -6,7 +6,8 @@ import threading
 import time
 from types import FrameType, TracebackType
 
-from slurm_forge.launch.attempt.attempt_signals import LaunchSignals, StopRequest
+from slurm_forge.launch.attempt.attempt_signals import LaunchSignals
+from slurm_forge.launch.attempt.stop_request import StopRequest
 from slurm_forge.launch.conductor.stop_monitor import StopMonitor
 
 _TICK_S = 0.1

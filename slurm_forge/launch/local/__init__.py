@@ -1,4 +1,4 @@
-"""Front end for this machine without Slurm; called by ``run`` and by the local executor.
+"""Front end for this machine without Slurm; called by ``run``.
 
 Entry: ``runner``.
 """

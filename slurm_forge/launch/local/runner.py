@@ -1,4 +1,4 @@
-"""A run on this machine without Slurm: submitit's local executor, ranks as local processes.
+"""A run on this machine without Slurm: ranks as local processes.
 
 ``train_here``: a training function on this machine, from Python, as local processes.
 """
@@ -12,45 +12,32 @@ import time
 from collections.abc import Callable, Mapping
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from slurm_forge.errors import AlreadyFinishedError
 from slurm_forge.journal import RunState, RunStatus, fold, read_to_fold
 from slurm_forge.journal.events import VIA_THIS_MACHINE, Submitted, UserAsked
-from slurm_forge.launch.attempt.attempt import (
-    REQUEUEING,
-    Attempt,
-)
-from slurm_forge.launch.attempt.attempt_signals import StopRequest
 from slurm_forge.launch.attempt.lifeline import LifelineHeld
-from slurm_forge.launch.attempt.post_mortem import post_mortem
 from slurm_forge.launch.attempt.run_lock import (
     RunLock,
     hold_run_lock,
 )
-from slurm_forge.launch.attempt.stop_between_attempts import (
-    keep_stopped,
-    stopped_before_start,
-)
-from slurm_forge.launch.local.executor import (
-    LocalSession,
-    end_session,
-    is_over,
-)
-from slurm_forge.launch.render.site_choice import find_site
+from slurm_forge.launch.attempt.stop_request import StopRequest
+from slurm_forge.launch.local.tasks import end_session, is_over, start_tasks
 from slurm_forge.launch.submit.submission import (
     create_run,
     entry_of,
     note,
     run_state,
 )
-from slurm_forge.launch.submitit.job import ForgeJob
 from slurm_forge.person import person
-from slurm_forge.recovery import LaunchFacts
 from slurm_forge.recovery.policy.remedies import train_further
 from slurm_forge.run_directory import RunDirectory, newest_claim
 from slurm_forge.spec import job_from_mapping
 from slurm_forge.spec.run_file import RunFile, read_run_file
+
+if TYPE_CHECKING:
+    from slurm_forge.launch.attempt.attempt import Attempt
 
 #: Added to the number of the signal that ended it, as shells do.
 ENDED_BY_SIGNAL = 128
@@ -62,16 +49,16 @@ def run_locally(
     run: RunDirectory,
     file: RunFile,
     ranks: int,
-    progress: Callable[[RunState], None],
+    progress: Callable[[], None],
     *,
     say: Callable[[str], None] = lambda text: None,
     again: bool = False,
 ) -> int:
     """Start (or continue) the run here and wait for its end; 0 once it is finished.
 
-    ``progress`` is called about four times a second with the state, ``say`` with a line for the
-    person who waits.  Submitit starts the tasks of one local job at most six times; a run that
-    needs more is submitted again.  ``again``: a person wants it, an old STOP doesn't count.
+    ``progress`` is called about four times a second, ``say`` with a line for the
+    person who waits.  The tasks of one local job are started at most six times; a run that
+    needs more becomes another job.  ``again``: a person wants it, an old STOP doesn't count.
 
     SIGINT, SIGTERM or SIGHUP let the run save at its next step and stop, a second one ends its
     processes; the result is then 128 and the signal's number.  If this process goes without a
@@ -95,13 +82,13 @@ def run_locally(
 
 
 class _LocalRun:
-    """Job after job of submitit's, until the run is finished or rests."""
+    """Job after job, until the run is finished or rests."""
 
     def __init__(
         self,
         run: RunDirectory,
         file: RunFile,
-        progress: Callable[[RunState], None],
+        progress: Callable[[], None],
         say: Callable[[str], None],
         presence: RunLock,
         request: StopRequest,
@@ -119,15 +106,12 @@ class _LocalRun:
     def train(self, ranks: int) -> int:
         run = self._run
         lock = self._presence.descriptor
-        session = LocalSession(
-            run,
-            ranks=ranks,
-            stdin=self._lifeline.reader,
-            inherited=() if lock is None else (lock,),
-        )
+        inherited = () if lock is None else (lock,)
         while not self._request:
             before = len(run_state(run).attempts)
-            process = session.start(ForgeJob(str(run.path)))
+            process = start_tasks(
+                run, ranks=ranks, stdin=self._lifeline.reader, inherited=inherited
+            )
             self._job = job = f"local-{process.pid}"
             self._presence.name(job)
             note(run, Submitted(job=job, via=VIA_THIS_MACHINE))
@@ -137,7 +121,7 @@ class _LocalRun:
             if self._request and is_ours:
                 self._conclude_abandoned(state)
                 state = run_state(run)
-            self._show(state)
+            self._show()
             if run.is_done():
                 return 0
             if self._request:
@@ -169,7 +153,7 @@ class _LocalRun:
                 insisted = True
                 self._say_line("ending all processes")
                 end_session(process)
-            self._show(run_state(self._run))
+            self._show()
             time.sleep(_LOOK_EVERY_S)
         # A rank that outlived the process that watched over it belongs to nobody any more.
         end_session(process)
@@ -189,12 +173,19 @@ class _LocalRun:
         """Nobody of an attempt that was ended at once could still say what had become of it."""
         attempt = self._abandoned_attempt(state)
         if attempt is not None:
+            from slurm_forge.recovery import LaunchFacts
+
             why = f"{self._request.name}, and its processes were ended at once"
             attempt.conclude(LaunchFacts(now=datetime.now(timezone.utc), stopped_by=why))
             attempt.end("stop")
 
     def _keep_stopped(self) -> None:
         """The run waits for its next start, which is not to come: have its journal say so."""
+        from slurm_forge.launch.attempt.stop_between_attempts import (
+            keep_stopped,
+            stopped_before_start,
+        )
+
         records = read_to_fold(self._run)
         state = fold(records)
         if state.job == self._job:
@@ -208,6 +199,10 @@ class _LocalRun:
         attempt = self._abandoned_attempt(state)
         if attempt is None:
             return True
+        from slurm_forge.launch.attempt.attempt import REQUEUEING
+        from slurm_forge.launch.attempt.post_mortem import post_mortem
+        from slurm_forge.recovery import LaunchFacts
+
         decision = post_mortem(
             self._run, state, self._file, attempt.claim, slurm=None, now=time.time()
         )
@@ -216,7 +211,7 @@ class _LocalRun:
             decision = attempt.conclude(LaunchFacts(now=datetime.now(timezone.utc)))
         again = decision is None or decision.action in REQUEUEING
         attempt.end("requeued" if again else "held")
-        self._show(run_state(self._run))
+        self._show()
         until = time.monotonic() + (decision.wait_s if decision is not None and again else 0.0)
         while time.monotonic() < until and not self._request:
             time.sleep(_LOOK_EVERY_S)
@@ -229,12 +224,15 @@ class _LocalRun:
         attempt, claim = state.attempts[-1], newest_claim(self._run)
         if attempt.ended is not None or claim is None or claim.attempt != attempt.number:
             return None
+        # What judges an attempt takes a third of a second to import, and most runs need none of it.
+        from slurm_forge.launch.attempt.attempt import Attempt
+
         launch = attempt.launches[-1].number if attempt.launches else 0
         return Attempt.abandoned(self._run, claim, writer="cli", launch=launch)
 
-    def _show(self, state: RunState) -> None:
+    def _show(self) -> None:
         with self._tolerate_hangup():
-            self._progress(state)
+            self._progress()
 
     def _say_line(self, text: str) -> None:
         with self._tolerate_hangup():
@@ -264,6 +262,8 @@ def train_here(
     ``spec`` has the keys of a job file.  Look at the state of the returned run to know how it went.
     A signal that would end this process (Ctrl-C, SIGTERM) does so once the run has saved.
     """
+    from slurm_forge.launch.render.site_choice import find_site
+
     entry = train if isinstance(train, str) else entry_of(train)
     job = job_from_mapping({**spec, "entry": entry})
     run = RunDirectory.at(Path(runs) / job.name)
@@ -277,7 +277,7 @@ def train_here(
             submitted_from=Path.cwd(),
             queued=False,
         )
-    code = run_locally(run, file, ranks, progress)
+    code = run_locally(run, file, ranks, lambda: progress(run_state(run)))
     if code > ENDED_BY_SIGNAL:
         signal.raise_signal(signal.Signals(code - ENDED_BY_SIGNAL))
     return run

@@ -16,9 +16,7 @@ import socket
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
-
-from submitit.core.utils import DelayedSubmission
+from typing import TYPE_CHECKING, Any
 
 from slurm_forge.control.handshake import Credentials
 from slurm_forge.errors import ForgeError
@@ -41,8 +39,11 @@ from slurm_forge.signals import SAVE_SIGNALS
 from slurm_forge.slurm.client import SubprocessSlurm
 from slurm_forge.slurm.environment import SlurmEnvironment
 
-#: The exit status by which submitit's local executor is asked to start the tasks again.
-_LOCAL_REQUEUE = 144
+if TYPE_CHECKING:
+    from submitit.core.utils import DelayedSubmission
+
+#: The exit status by which the tasks are to be started again; submitit's local executor has it so.
+START_AGAIN = 144
 
 
 @dataclass(frozen=True)
@@ -100,6 +101,8 @@ class ForgeJob:
         Returns:
             The submission of the same job; nothing is saved here.
         """
+        from submitit.core.utils import DelayedSubmission
+
         return DelayedSubmission(self)
 
 
@@ -165,7 +168,7 @@ class _StockTask:
                 job=self._place.job,
                 slurm=SubprocessSlurm.of_this_process() if in_slurm else None,
                 environment=environment if in_slurm else None,
-                requeue_exit_code=None if in_slurm else _LOCAL_REQUEUE,
+                requeue_exit_code=None if in_slurm else START_AGAIN,
                 leave=_raise_in_main if self._in_process else None,
                 lifeline=self._lifeline,
             )
@@ -190,7 +193,7 @@ class _StockTask:
         del result
         if embedded.finished:
             return _summary(self._run)
-        if embedded.code == _LOCAL_REQUEUE:  # any other process has ended
+        if embedded.code == START_AGAIN:  # any other process has ended
             return self.be_a_rank()
         raise ForgeError(
             f"{self._run.name} did not finish: {embedded.reason}",

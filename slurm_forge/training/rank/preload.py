@@ -24,10 +24,12 @@ _NEEDED = (
     "slurm_forge.training.core.rng",
     "slurm_forge.training.core.rank_info",
     "slurm_forge.training.core.entry",
+    "slurm_forge.training.core.memory_snapshot",
     "slurm_forge.training.core.process_group",
     "slurm_forge.training.core.step_boundary",
     "slurm_forge.training.instability.skip_tracker",
     "slurm_forge.training.loop.run",
+    "slurm_forge.training.preflight.main",
     # Imported by the first step of any optimizer of torch's: most of a second.
     "torch._dynamo",
 )

@@ -14,7 +14,6 @@ import pytest
 from slurm_forge.cli.preparation import check
 from slurm_forge.cli.start.injected_faults import rehearsed
 from slurm_forge.errors import ForgeError
-from slurm_forge.journal import RunState
 from slurm_forge.journal import events as ev
 from slurm_forge.launch.local import runner as local
 from slurm_forge.run_directory import RunDirectory
@@ -30,7 +29,7 @@ Trainer = Callable[[Scribe, Callable[[], None]], int]
 
 @pytest.fixture
 def trains(monkeypatch: pytest.MonkeyPatch) -> Callable[[Trainer], list[int]]:
-    """Put a trainer in the place of submitit's local executor; the ranks it was given."""
+    """Put a trainer in the place of local tasks; the ranks it was given."""
 
     def install(trainer: Trainer) -> list[int]:
         given: list[int] = []
@@ -39,7 +38,7 @@ def trains(monkeypatch: pytest.MonkeyPatch) -> Callable[[Trainer], list[int]]:
             run: RunDirectory,
             file: RunFile,
             ranks: int,
-            progress: Callable[[RunState], None],
+            progress: Callable[[], None],
             *,
             say: Callable[[str], None],
             again: bool,
@@ -48,7 +47,7 @@ def trains(monkeypatch: pytest.MonkeyPatch) -> Callable[[Trainer], list[int]]:
             assert again, "a person asks for it"
             given.append(ranks)
             say("a line from below")
-            return trainer(Scribe(run.path.parent, run.name), lambda: progress(RunState()))
+            return trainer(Scribe(run.path.parent, run.name), progress)
 
         monkeypatch.setattr(local, "run_locally", run_locally)
         return given

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from slurm_forge.journal import RunStatus
-from slurm_forge.launch.attempt.attempt_signals import StopRequest
+from slurm_forge.launch.attempt.stop_request import StopRequest
 from slurm_forge.launch.local import runner as here
 from slurm_forge.spec.run_file import read_run_file
 

@@ -55,5 +55,5 @@ def test_submitting_works(run: RunDirectory) -> None:
 
 def test_running_here_and_stopping_work(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(local._LocalRun, "train", lambda self, ranks: self._stop() or 0)
-    assert local.run_locally(run, read_run_file(run.spec_file), 1, lambda state: None) == 0
+    assert local.run_locally(run, read_run_file(run.spec_file), 1, lambda: None) == 0
     assert asked(run) == [("run", str(os.getuid())), ("stop", str(os.getuid()))]
