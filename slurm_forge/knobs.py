@@ -101,6 +101,10 @@ class Knobs:
         "SLURM_FORGE_AGENTS", str, None, "The channel of the agents of a step: `host1,host2:port`.")
     agents_nonce: str = _knob(
         "SLURM_FORGE_AGENTS_NONCE", str, "", "Which step the agents' channel is that of.")
+    relay: bool = _knob(
+        "SLURM_FORGE_RELAY", _switch, False, for_users=True,
+        meaning="1: the ranks of a node share one connection to the supervisor, as they do from "
+        "512 ranks on.")
     shields: str | None = _knob(
         "SLURM_FORGE_SHIELDS", str, None,
         "The channel of the shields, which run between Slurm and a launcher of ranks.")

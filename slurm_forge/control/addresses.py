@@ -65,9 +65,18 @@ def parse_addresses(text: str) -> tuple[tuple[str, ...], int]:
 
 
 def connect(hosts: Sequence[str], port: int, timeout_s: float) -> socket.socket:
-    """Connect to the first host that answers; the last ``OSError`` when none does."""
+    """Connect to the first host that answers; the last ``OSError`` when none does.
+
+    A host with a ``/`` in front is a Unix socket of this machine.
+    """
     error: OSError = OSError("no address")
     for host in usable_hosts(hosts):
+        if host.startswith("/"):
+            try:
+                return _connect_here(host, timeout_s)
+            except OSError as failed:
+                error = failed
+                continue
         try:
             connection = socket.create_connection((host, port), timeout=timeout_s)
         except (OSError, UnicodeError) as failed:
@@ -80,6 +89,17 @@ def connect(hosts: Sequence[str], port: int, timeout_s: float) -> socket.socket:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, patience_ms)
         return connection
     raise error
+
+
+def _connect_here(path: str, timeout_s: float) -> socket.socket:
+    connection = socket.socket(socket.AF_UNIX)
+    try:
+        connection.settimeout(timeout_s)
+        connection.connect(path)
+    except OSError:
+        connection.close()
+        raise
+    return connection
 
 
 def answering_first(hosts: Sequence[str], port: int, within_s: float) -> tuple[str, ...]:

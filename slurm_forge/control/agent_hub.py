@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from slurm_forge.control.handshake import AuthenticatedConnection, Credentials, Role
 from slurm_forge.control.listener import Listener, Peer
@@ -59,7 +59,7 @@ class _Agent(Peer):
     begun: int = 0
     worker: int = 0
     how: str = ""
-    ends: list[AgentEnd] = field(default_factory=list)
+    has_spoken: bool = False
 
 
 class AgentsHub(Listener[_Agent]):
@@ -131,12 +131,16 @@ class AgentsHub(Listener[_Agent]):
                 for rank, agent in self._agents.items()
             }
 
+    def _broadcast(self, message: Message) -> None:
+        for agent in list(self._agents.values()):
+            self._send(agent, message)
+
     # -- the serving thread --------------------------------------------------------------------
 
     def _let_in(self, connection: AuthenticatedConnection, address: str) -> _Agent:
         return _Agent(connection, self._clock(), address)
 
-    def _decode(self, line: bytes) -> Message:
+    def _decode(self, peer: _Agent, line: bytes) -> Message:
         return decode_agents(line)
 
     def _on_closed(self, peer: _Agent) -> None:
@@ -149,6 +153,7 @@ class AgentsHub(Listener[_Agent]):
         if peer.rank is None:
             self._greet(peer, message)
             return
+        peer.has_spoken = True
         match message:
             case AgentReady():
                 peer.ready = True
@@ -167,11 +172,14 @@ class AgentsHub(Listener[_Agent]):
             return
         if not self._accepts(peer, Role.AGENT, message.world, message.rank):
             return
-        if message.rank in self._agents:
+        before = self._agents.get(message.rank)
+        # One that has not heard its welcome in time tries again.
+        if before is not None and (before.has_spoken or before.connection.fileno() >= 0):
             self._refuse(peer, f"the agent of rank {message.rank} has connected before")
+            return
+        if not self._welcome(peer):
             return
         peer.rank, peer.host, peer.pid = message.rank, message.host, message.pid
         self._agents[message.rank] = peer
-        self._welcome(peer)
         if self._order is not None:
             self._send(peer, self._order)

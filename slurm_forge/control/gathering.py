@@ -59,6 +59,8 @@ class RequestAnswers:
     round: int = 0
     _previous: Position | None = None
     _changed_at: float = 0.0
+    #: Whether an answer has come since the picture was found mixed.
+    _changed: bool = False
 
     def take(self, rank: int, at: PositionReport, now: float) -> bool:
         """Take an answer in; True if it asks anew, so that all ranks must be asked again."""
@@ -72,7 +74,7 @@ class RequestAnswers:
     def answer(self, rank: int, place: RankPosition, now: float) -> None:
         """Take a rank's place in; a newer answer replaces the older one."""
         self.places[rank] = place
-        self._changed_at = now
+        self._changed_at, self._changed = now, True
 
     def reopen(self) -> None:
         """Ask again: a rank is about to enter a phase that the target lies behind.
@@ -90,10 +92,12 @@ class RequestAnswers:
 
     def settle(self, now: float) -> Position | None:
         """The target, or None while the picture is incomplete or still mixed."""
-        if self.missing():
+        # Asked after every message, of thousands of ranks.
+        settled = now - self._changed_at >= SETTLE_S
+        if len(self.places) < self.world or not (self._changed or settled):
             return None
-        target = self._common()
-        if target is None and now - self._changed_at >= SETTLE_S:
+        target, self._changed = self._common(), False
+        if target is None and settled:
             target = self._previous or self._next_boundary()
         if target is not None:
             self.target = target

@@ -13,7 +13,10 @@ has a purpose of its own, so that nothing one end sends serves as what the other
 Every line from the third on carries a ``MAC`` of the session, which counts the lines: a line that
 is changed, repeated, dropped or inserted ends the connection.  Nothing is encrypted.
 
-A session belongs to a connection, not to a rank: who speaks for several ranks needs one of them.
+A session belongs to a connection, not to a rank: a relay, which speaks for the ranks of its node,
+needs one.  Whoever connects to a relay tells it where the hub is, in a line before its hello::
+
+    client   MAC via HOST1,HOST2:PORT
 """
 
 from __future__ import annotations
@@ -29,7 +32,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 
-from slurm_forge.control.addresses import connect, usable_hosts
+from slurm_forge.control.addresses import connect, format_addresses, usable_hosts
 from slurm_forge.errors import ControlChannelError
 from slurm_forge.format_version import PACKAGE_VERSION
 
@@ -39,6 +42,8 @@ CHANNEL_VERSION = 1
 LINE_LIMIT = 1 << 16
 #: Lines of the handshake are shorter, whatever the other end says.
 _LONGEST = 4096
+#: What a relay adds to a line that it passes on.
+_ENVELOPE = 64
 #: The code in front of a line, in hexadecimal digits.
 _MAC = 32
 #: What every version says first, so that each can tell the other which one it is.
@@ -57,6 +62,8 @@ class Role(str, Enum):
 
     RANK = "rank"
     MONITOR = "monitor"
+    #: Of a node: it passes on what ranks and monitors say.
+    RELAY = "relay"
     AGENT = "agent"
     #: A node of ``doctor --live``.
     NODE = "node"
@@ -127,6 +134,8 @@ class AuthenticatedConnection:
     def __init__(self, connection: socket.socket, session: Session | None = None) -> None:
         self.socket = connection
         self.session = session
+        #: A longer line than this ends the connection.
+        self.longest = LINE_LIMIT + _ENVELOPE
         self._buffer = b""
 
     def fileno(self) -> int:
@@ -147,15 +156,15 @@ class AuthenticatedConnection:
 
         Raises:
             EOFError: The other end has closed the connection.
-            ControlChannelError: A line exceeds ``LINE_LIMIT``.
+            ControlChannelError: A line is too long.
         """
         data = self.socket.recv(1 << 16)
         if not data:
             raise EOFError
         *lines, self._buffer = (self._buffer + data).split(b"\n")
-        if len(self._buffer) > LINE_LIMIT + _MAC:
+        if len(self._buffer) > self.longest + _MAC:
             raise ControlChannelError(
-                f"a line on the control channel has more than {LINE_LIMIT} bytes",
+                f"a line on the control channel has more than {self.longest} bytes",
                 next_step="Are all ranks running the same version of slurm_forge?",
             )
         return lines
@@ -205,8 +214,10 @@ def dial(
             except OSError as error:
                 problems.append(f"{host}: {error}")
                 continue
+            # A relay is told where the hub is.
+            via = f"via {format_addresses(hosts, port)}\n".encode() if host[0] == "/" else b""
             try:
-                return _introduce(connection, credentials, role, hello, who, deadline)
+                return _introduce(connection, credentials, role, via, hello, who, deadline)
             except (OSError, EOFError) as error:
                 ended = True
                 hung_up = isinstance(error, EOFError | ConnectionError)
@@ -252,6 +263,7 @@ def _introduce(
     connection: socket.socket,
     credentials: Credentials,
     role: Role,
+    via: bytes,
     hello: bytes,
     who: str,
     deadline: float,
@@ -259,6 +271,8 @@ def _introduce(
     before = connection.gettimeout()
     connection.settimeout(max(2.0, (deadline - time.monotonic()) / 2))
     made = _verify_hub(connection, credentials, role)
+    if via:
+        made.send(via)
     made.send(hello)
     # It is the hub, however slow: it would take a second hello for that of somebody else.
     connection.settimeout(max(2.0, deadline - time.monotonic()))
@@ -339,6 +353,12 @@ class ChallengeAnswer:
     session: Session | None = None
     role: str = ""
     why: str = ""
+
+
+def nonce_of(line: bytes) -> str:
+    """Which launch the first line of a connection names; empty where it is none."""
+    challenge = _CHALLENGE.fullmatch(line)
+    return "" if challenge is None else challenge[2].decode()
 
 
 def answer_challenge(line: bytes, credentials: Credentials) -> ChallengeAnswer:

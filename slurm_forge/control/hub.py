@@ -6,9 +6,10 @@ the conductor through ``events``.
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 from slurm_forge.control.gathering import RequestAnswers
@@ -33,6 +34,12 @@ from slurm_forge.control.messages.monitor import (
     StackReport,
 )
 from slurm_forge.control.messages.rank import Heartbeat, Hello, PositionReport
+from slurm_forge.control.messages.relay import (
+    MemberLines,
+    RelayHello,
+    decode_from_relay,
+    encode_delivery,
+)
 from slurm_forge.control.tcp.links import Connection
 from slurm_forge.control.tcp.own_connections import connection_of
 from slurm_forge.vocabulary.position import Position
@@ -113,10 +120,32 @@ class MonitorView:
 class _Peer(Peer):
     #: The rank whose monitor it is: it counts for no membership and is asked for nothing else.
     monitor: int | None = None
+    #: Of a relay: its members, by its own numbers.
+    members: dict[int, _Peer] | None = None
+    #: Of a member: the relay that it speaks through, and its number there.
+    relay: _Peer | None = None
+    number: int = 0
 
     @property
     def stranger(self) -> bool:
-        return self.rank is None and self.monitor is None
+        return self.rank is None and self.monitor is None and self.members is None
+
+
+class _RelayedConnection(AuthenticatedConnection):
+    """A member's connection, as far as it is ours: through that of its relay."""
+
+    def __init__(self, relay: AuthenticatedConnection, number: int) -> None:
+        super().__init__(relay.socket)
+        self._relay, self._number = relay, number
+
+    def close(self) -> None:
+        """The relay ends it; one that is gone has ended it already."""
+        with contextlib.suppress(OSError):
+            self._relay.send(encode_delivery((self._number,), b"", close=True))
+
+    def send(self, line: bytes) -> None:
+        """Send a line of the session; ``OSError`` where the relay is gone."""
+        self._relay.send(encode_delivery((self._number,), line))
 
 
 class Hub(Listener[_Peer]):
@@ -145,6 +174,9 @@ class Hub(Listener[_Peer]):
         self.events: queue.SimpleQueue[HubEvent] = queue.SimpleQueue()
         self._members: dict[int, MemberView] = {}
         self._monitors: dict[int, MonitorView] = {}
+        #: The connections that they have now, their own or through a relay.
+        self._rank_peers: dict[int, _Peer] = {}
+        self._monitor_peers: dict[int, _Peer] = {}
         self._published: dict[str, str] = {}
         self._requests: dict[int, tuple[Request, RequestAnswers]] = {}
         #: Until when requests that may be given up must have a target.
@@ -163,26 +195,32 @@ class Hub(Listener[_Peer]):
         with self._lock:
             return dict(self._monitors)
 
+    def host_of(self, rank: int) -> str | None:
+        """Where a rank, or else its monitor, said that it runs; None where neither has come."""
+        with self._lock:
+            view = self._members.get(rank) or self._monitors.get(rank)
+            return None if view is None else view.host
+
     def ask_monitors(self, message: Message) -> None:
         """Send to every rank's monitor; what they answer comes as ``MessageReceived``."""
         with self._lock:
-            for peer in list(self._peers.values()):
-                if peer.monitor is not None:
-                    self._send(peer, message)
+            self._send_all(self._monitor_peers.values(), message)
 
     def ask_rank(self, rank: int, message: Message) -> None:
         """Send to one rank itself; what it answers comes as ``MessageReceived``."""
         with self._lock:
-            for peer in list(self._peers.values()):
-                if peer.rank == rank:
-                    self._send(peer, message)
+            self._send_all([self._rank_peers[rank]] if rank in self._rank_peers else (), message)
 
     def connections(self) -> tuple[tuple[int, Connection], ...]:
-        """How the hub's own connections to ranks and their monitors are, by rank."""
+        """How the hub's own connections to ranks and their monitors are, by rank.
+
+        That to a relay is said to be that to one of its ranks.
+        """
         with self._lock:
             connections = []
             for peer in self._peers.values():
-                rank = peer.rank if peer.monitor is None else peer.monitor
+                spoken_for = next(iter((peer.members or {}).values()), peer)
+                rank = spoken_for.rank if spoken_for.monitor is None else spoken_for.monitor
                 each = connection_of(peer.connection.socket)
                 if rank is not None and each is not None:
                     connections.append((rank, each))
@@ -248,36 +286,69 @@ class Hub(Listener[_Peer]):
     def _let_in(self, connection: AuthenticatedConnection, address: str) -> _Peer:
         return _Peer(connection, self._clock(), address)
 
-    def _decode(self, line: bytes) -> Message:
-        return protocol.decode(line)
+    def _decode(self, peer: _Peer, line: bytes) -> Message:
+        is_relay = peer.role == Role.RELAY.value
+        return decode_from_relay(line) if is_relay else protocol.decode(line)
+
+    def _broadcast(self, message: Message) -> None:
+        self._send_all(self._rank_peers.values(), message)
+
+    def _send_all(self, peers: Iterable[_Peer], message: Message) -> None:
+        """To each of them; through a relay once for all that are behind it."""
+        line = protocol.encode(message)
+        relayed: dict[int, tuple[_Peer, list[int]]] = {}
+        for peer in list(peers):
+            if peer.relay is None:
+                self._send_line(peer, line)
+            else:
+                descriptor = peer.relay.connection.fileno()
+                relayed.setdefault(descriptor, (peer.relay, []))[1].append(peer.number)
+        for relay, numbers in relayed.values():
+            self._send_line(relay, encode_delivery(numbers, line))
+
+    def _drop(self, peer: _Peer) -> None:
+        if peer.relay is None:
+            super()._drop(peer)
+        elif (peer.relay.members or {}).pop(peer.number, None) is not None:
+            peer.connection.close()
+            self._on_closed(peer)
+
+    def _lose(self, peer: _Peer) -> None:
+        self._drop(peer.relay or peer)
 
     def _tick(self, now: float) -> None:
         self._settle(now)
 
     def _take(self, peer: _Peer, message: Message) -> None:
         now = self._clock()
+        if peer.members is not None and isinstance(message, MemberLines):
+            self._take_lines(peer, message, now)
+            return
         if peer.monitor is not None:
             self._on_monitor_message(peer.monitor, message, now)
             return
         if peer.rank is None:
             self._greet(peer, message, now)
             return
-        member = replace(self._members[peer.rank], last_message_at=now)
-        if isinstance(message, Heartbeat):
-            member = replace(
-                member,
+        member = self._members[peer.rank]
+        if isinstance(message, Heartbeat):  # thousands a second
+            self._members[peer.rank] = MemberView(
+                rank=member.rank,
+                host=member.host,
+                pid=member.pid,
+                last_message_at=now,
                 rollbacks=message.turn,
                 step=message.step,
                 begun=message.begun,
                 phase=message.phase,
                 since_s=message.since_s,
                 started=message.started,
+                connected=member.connected,
             )
+            return
         # Before anything is sent: sending may find that this very rank is gone.
-        self._members[peer.rank] = member
+        self._members[peer.rank] = replace(member, last_message_at=now)
         match message:
-            case Heartbeat():
-                pass
             case PositionReport():
                 self._answered(peer.rank, message, now)
             case Publish(to=()):
@@ -289,16 +360,37 @@ class Hub(Listener[_Peer]):
                 self.events.put(MessageReceived(peer.rank, message))
 
     def _pass_on(self, message: Publish) -> None:
-        wanted = frozenset(message.to)
-        for each in list(self._peers.values()):
-            if each.rank in wanted:
-                self._send(each, Publish(key=message.key, value=message.value))
+        wanted = [self._rank_peers[rank] for rank in message.to if rank in self._rank_peers]
+        self._send_all(wanted, Publish(key=message.key, value=message.value))
+
+    def _take_lines(self, relay: _Peer, message: MemberLines, now: float) -> None:
+        """What a relay's members said: as if each had said it on a connection of its own."""
+        for number, line in message.lines:
+            members = relay.members
+            if relay.connection.fileno() < 0 or members is None:
+                return  # dropped meanwhile
+            member = members.get(number)
+            if line is None:
+                if member is not None:
+                    del members[number]
+                    self._on_closed(member)
+                continue
+            if member is None:
+                if not isinstance(line, Hello | MonitorHello):
+                    continue  # it was dropped, and does not know yet
+                connection = _RelayedConnection(relay.connection, number)
+                role = Role.RANK if isinstance(line, Hello) else Role.MONITOR
+                member = _Peer(connection, now, relay.address, role=role.value)
+                member.relay, member.number = relay, number
+                members[number] = member
+            self._take(member, line)
 
     def _on_monitor_message(self, rank: int, message: Message, now: float) -> None:
-        view = replace(self._monitors[rank], last_message_at=now)
-        if isinstance(message, MonitorHeartbeat):
-            view = replace(view, pulse=message)
-        self._monitors[rank] = view
+        view = self._monitors[rank]
+        pulse = message if isinstance(message, MonitorHeartbeat) else view.pulse
+        self._monitors[rank] = MonitorView(
+            rank=rank, host=view.host, last_message_at=now, pulse=pulse, connected=view.connected
+        )
         if isinstance(message, (PhaseDuration, StackReport, LinkReport, PortReport)):
             self.events.put(MessageReceived(rank, message))
 
@@ -311,11 +403,15 @@ class Hub(Listener[_Peer]):
             request = replace(request, round=gathering.round)
             self._requests[at.id] = (request, gathering)
             self._broadcast(request)
-        self._settle(now)
+        self._settle_one(request, gathering, now)
 
     def _greet(self, peer: _Peer, message: Message, now: float) -> None:
         if isinstance(message, MonitorHello):
             self._greet_monitor(peer, message, now)
+            return
+        if isinstance(message, RelayHello):
+            if self._welcome(peer):
+                peer.members = {}
             return
         if not isinstance(message, Hello):
             self._drop(peer)
@@ -331,11 +427,13 @@ class Hub(Listener[_Peer]):
                 f"rank {message.rank} is here already, from {before.host} (process {before.pid})",
             )
             return
+        if not self._welcome(peer):
+            return
         peer.rank = message.rank
+        self._rank_peers[message.rank] = peer
         self._members[message.rank] = MemberView(
             rank=message.rank, host=message.host, pid=message.pid, last_message_at=now
         )
-        self._welcome(peer)
         for key, value in self._published.items():
             self._send(peer, Publish(key=key, value=value))
         for request, gathering in self._requests.values():
@@ -353,11 +451,13 @@ class Hub(Listener[_Peer]):
         if before is not None and before.connected:
             self._refuse(peer, f"the monitor of rank {message.rank} is here already")
             return
+        if not self._welcome(peer):
+            return
         peer.monitor = message.rank
+        self._monitor_peers[message.rank] = peer
         self._monitors[message.rank] = MonitorView(
             rank=message.rank, host=message.host, last_message_at=now
         )
-        self._welcome(peer)
 
     def _is_connected(self, rank: int) -> bool:
         member = self._members.get(rank)
@@ -365,14 +465,17 @@ class Hub(Listener[_Peer]):
 
     def _settle(self, now: float) -> None:
         for request, gathering in list(self._requests.values()):
-            if gathering.target is not None:
-                continue
-            target = gathering.settle(now)
-            if target is None:
-                self._withdraw(request, gathering, now)
-            else:
-                self._broadcast(_target(request, target))
-                self.events.put(TargetAgreed(request, target, now - gathering.asked_at))
+            self._settle_one(request, gathering, now)
+
+    def _settle_one(self, request: Request, gathering: RequestAnswers, now: float) -> None:
+        if gathering.target is not None:
+            return
+        target = gathering.settle(now)
+        if target is None:
+            self._withdraw(request, gathering, now)
+        else:
+            self._broadcast(_target(request, target))
+            self.events.put(TargetAgreed(request, target, now - gathering.asked_at))
 
     def _withdraw(self, request: Request, gathering: RequestAnswers, now: float) -> None:
         """Give it up after its time, unless it had a target before: somebody may have acted."""
@@ -382,10 +485,16 @@ class Hub(Listener[_Peer]):
             self.events.put(RequestAbandoned(request))
 
     def _on_closed(self, peer: _Peer) -> None:
+        for member in list((peer.members or {}).values()):
+            self._on_closed(member)
+        if peer.members is not None:
+            peer.members.clear()
         if peer.monitor is not None:
+            self._monitor_peers.pop(peer.monitor, None)
             view = self._monitors[peer.monitor]
             self._monitors[peer.monitor] = replace(view, connected=False)
         if peer.rank is not None and self._is_connected(peer.rank):
+            self._rank_peers.pop(peer.rank, None)
             self._members[peer.rank] = replace(self._members[peer.rank], connected=False)
             self.events.put(RankDisconnected(peer.rank))
 

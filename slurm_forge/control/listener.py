@@ -80,6 +80,7 @@ class Listener(ABC, Generic[PeerT]):
         name: str,
         tick_s: float,
         interface_address: str | None = None,
+        listening: socket.socket | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.world_size = world_size
@@ -96,11 +97,12 @@ class Listener(ABC, Generic[PeerT]):
         #: No file can be opened: until then no connection is accepted.
         self._full_until: float | None = None
         self._closing = False
-        self._listener = socket.create_server(("", 0), backlog=4096)
+        self._listener = listening or socket.create_server(("", 0), backlog=4096)
         self._listener.setblocking(False)
-        self.addresses = format_addresses(
-            candidates(interface_address), self._listener.getsockname()[1]
-        )
+        self.addresses = ""
+        if listening is None:
+            port = self._listener.getsockname()[1]
+            self.addresses = format_addresses(candidates(interface_address), port)
         self._waker, self._wake = socket.socketpair()
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ)
@@ -114,8 +116,8 @@ class Listener(ABC, Generic[PeerT]):
         """What is kept of somebody who connects."""
 
     @abstractmethod
-    def _decode(self, line: bytes) -> Message:
-        """The message on a line; ``ControlChannelError`` where it is none of this channel's."""
+    def _decode(self, peer: PeerT, line: bytes) -> Message:
+        """What a peer says; ``ControlChannelError`` for a line that is none of this channel's."""
 
     @abstractmethod
     def _take(self, peer: PeerT, message: Message) -> None:
@@ -128,6 +130,18 @@ class Listener(ABC, Generic[PeerT]):
     @abstractmethod
     def _tick(self, now: float) -> None:
         """Every ``tick_s``, and after whatever was heard."""
+
+    def _credentials_for(self, peer: PeerT, line: bytes) -> Credentials:
+        """By which somebody who begins with this line is judged."""
+        return self.credentials
+
+    def _timeout_s(self) -> float:
+        """After how long without a message ``_tick`` is called."""
+        return self._tick_s
+
+    def _lose(self, peer: PeerT) -> None:
+        """What was sent to a peer does not reach it: it is gone, or frozen."""
+        self._drop(peer)
 
     # -- for those who derive ------------------------------------------------------------------
 
@@ -166,17 +180,14 @@ class Listener(ABC, Generic[PeerT]):
             refuse(peer.connection, why)
         self._drop(peer)
 
-    def _welcome(self, peer: PeerT) -> None:
+    def _welcome(self, peer: PeerT) -> bool:
+        """Whether it is there still; one that is not has never come, and may try again."""
         try:
             welcome(peer.connection)
         except OSError:
-            self._drop(peer)
-
-    def _broadcast(self, message: Message) -> None:
-        line = protocol.encode(message)
-        for peer in list(self._peers.values()):
-            if peer.rank is not None:
-                self._send_line(peer, line)
+            self._lose(peer)
+            return False
+        return True
 
     def _send(self, peer: PeerT, message: Message) -> None:
         self._send_line(peer, protocol.encode(message))
@@ -185,7 +196,7 @@ class Listener(ABC, Generic[PeerT]):
         try:
             peer.connection.send(line)
         except OSError:
-            self._drop(peer)
+            self._lose(peer)
 
     def _drop(self, peer: PeerT) -> None:
         descriptor = peer.connection.fileno()
@@ -214,7 +225,7 @@ class Listener(ABC, Generic[PeerT]):
                 self._drop(peer)
 
     def _turn(self) -> None:
-        for key, _ in self._selector.select(timeout=self._tick_s):
+        for key, _ in self._selector.select(timeout=self._timeout_s()):
             if key.fileobj is self._listener:
                 self._accept()
             elif key.fileobj is not self._waker:
@@ -242,7 +253,9 @@ class Listener(ABC, Generic[PeerT]):
             with self._lock:
                 if len(self._peers) >= self._room:
                     self._end_oldest("there is room for no more of them")
-                peer = self._let_in(AuthenticatedConnection(connection), str(address[0]))
+                peer = self._let_in(
+                    AuthenticatedConnection(connection), address[0] if address else "this node"
+                )
                 self._peers[connection.fileno()] = peer
                 self._strangers.setdefault(peer.address, {})[connection.fileno()] = peer
                 self._selector.register(peer.connection, selectors.EVENT_READ)
@@ -327,7 +340,7 @@ class Listener(ABC, Generic[PeerT]):
                     self._answer(peer, line)
                 else:
                     try:
-                        message = self._decode(peer.connection.verify(line))
+                        message = self._decode(peer, peer.connection.verify(line))
                     except ControlChannelError as error:
                         self._end(peer, error.message)
                         return
@@ -339,7 +352,7 @@ class Listener(ABC, Generic[PeerT]):
 
     def _answer(self, peer: PeerT, line: bytes) -> None:
         """The first line of a connection: anybody's."""
-        answer = answer_challenge(line, self.credentials)
+        answer = answer_challenge(line, self._credentials_for(peer, line))
         try:
             peer.connection.socket.sendall(answer.line)
         except OSError:

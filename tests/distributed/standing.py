@@ -73,7 +73,7 @@ sys.exit(bad)
 class Job:
     """One attempt, launch after launch."""
 
-    def __init__(self, run: RunDirectory, ranks: int, folder: Path) -> None:
+    def __init__(self, run: RunDirectory, ranks: int, folder: Path, *, relay: bool = False) -> None:
         self.run, self.ranks = run, ranks
         attempt = begin(run, job="1", restart_count=0, nodes=("here",), via="test")
         assert isinstance(attempt, Attempt), attempt
@@ -98,6 +98,7 @@ class Job:
             "SLURM_NTASKS": str(ranks),
             "SLURMD_NODENAME": "here",
             "OMP_NUM_THREADS": "1",
+            "SLURM_FORGE_RELAY": str(int(relay)),
         }
 
     def launch(self, start: Start | None = None) -> Start:
@@ -205,9 +206,9 @@ class Job:
 
 
 @contextlib.contextmanager
-def standing(run: RunDirectory, ranks: int, folder: Path) -> Iterator[Job]:
+def standing(run: RunDirectory, ranks: int, folder: Path, *, relay: bool = False) -> Iterator[Job]:
     """An attempt whose agents are gone when the block is left."""
-    job = Job(run, ranks, folder)
+    job = Job(run, ranks, folder, relay=relay)
     try:
         yield job
     finally:

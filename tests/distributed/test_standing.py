@@ -87,9 +87,10 @@ def test_a_killed_rank_is_relaunched_without_a_new_interpreter(
 ) -> None:
     args = {"hold": 10, "workers": 1, "misbehave": ["orphan@2:rank0", "orphan@2:rank1"]}
     run = new_run(tmp_path, "killed", args, recovery=recovery)
-    with standing(run, 2, tmp_path) as job:
+    with standing(run, 2, tmp_path, relay=True) as job:
         job.launch()
         job.until(lambda: job.training(8), "step 8")
+        assert job.hub is not None and len(job.hub._peers) == 1, "the relay of the node"
         before, agents = job.workers, job.agents
         all_of_it = {pid for agent in agents.values() for pid in below(agent)}
         assert len(all_of_it) >= 6, "two workers, their loader workers, and what they started"

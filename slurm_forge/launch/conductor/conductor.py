@@ -284,12 +284,11 @@ class Conductor:
         all_ranks: bool = False,
         usage_error: bool = False,
     ) -> None:
-        member = self._hub.members().get(rank)
         is_known = cause in {each.value for each in Cause}
         self._observations.failures.append(
             RankFailure(
                 rank=rank,
-                host="?" if member is None else member.host,
+                host=self._hub.host_of(rank) or "?",
                 cause=Cause(cause) if is_known else Cause.UNKNOWN,
                 step=step,
                 text=text,
@@ -305,8 +304,7 @@ class Conductor:
         # Ranks that we told to leave go without a word: that is no evidence of anything.
         if rank in self._observations.left_ranks or self._observations.aborted:
             return
-        member = self._hub.members().get(rank)
-        self._observations.lost.append(LostRank(rank, "?" if member is None else member.host))
+        self._observations.lost.append(LostRank(rank, self._hub.host_of(rank) or "?"))
         self._end()
 
     # -- looking -----------------------------------------------------------------------------
@@ -316,7 +314,8 @@ class Conductor:
         self.stops.poll(now)
         self._check_returns()
         self._check_skips(now)
-        if self.may_save() and self._pace.due(now):
+        if self._pace.is_due(now) and self.may_save():
+            self._pace.restart(now)
             self._ask_save("every_minutes")
         self._poll_stragglers(now)
         self._poll_preflight(now)
@@ -426,7 +425,7 @@ class Conductor:
             self._fail(rank, Cause.APP_ERROR.value, step, text)
 
     def _check_skips(self, now: float) -> None:
-        parted = self._skips.divergence(self._hub.members(), now)
+        parted = self._skips.divergence(self._hub.members, now)
         if parted is not None and self._observations.ending_since is None:
             step, ranks = parted
             text = (

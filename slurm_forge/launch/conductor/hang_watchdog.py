@@ -120,6 +120,11 @@ class Watchdog:
             return None
         self._views.note_poll(now)
         self._next = now + _LOOK_EVERY_S
+        shortest = min(self._rules.at_least, self._rules.at_most)  # no limit is shorter
+        if self._views.all_progress(now, shortest):
+            self._fresh_from = self._views.fresh_from
+            self._suspicion = self._stall_on_hold = self._not_before = None
+            return self._longest_phases_event(now)
         views = self._views.views(now, frozenset(left_ranks))
         if len(views) < self._hub.world_size - len(frozenset(left_ranks)):
             return None  # not all have come yet

@@ -82,9 +82,7 @@ class NetworkMonitor:
 
     def on_message(self, rank: int, message: Message) -> None:
         """A monitor, or a rank itself, says how its connections are, or what its ports counted."""
-        member = self._hub.members().get(rank)
-        monitor = self._hub.monitors().get(rank)
-        host = member.host if member is not None else monitor.host if monitor is not None else ""
+        host = self._hub.host_of(rank) or ""
         if isinstance(message, PortReport):
             self._ports[host] = message.lines[:_SHOWN]
         if not isinstance(message, LinkReport):

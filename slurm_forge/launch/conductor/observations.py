@@ -142,7 +142,9 @@ class Observations:
 
         They can't meet again: the second waits for the first in a collective that never comes.
         """
-        for rank, step in self.returned_at.items():
+        # Who returned first has parted from whoever any other has; nobody parts from itself.
+        earliest = sorted(self.returned_at.items(), key=lambda each: each[1])[:2]
+        for rank, step in earliest:
             for other, member in members.items():
                 if other != rank and max(member.begun, self.returned_at.get(other, 0)) > step:
                     return rank, other

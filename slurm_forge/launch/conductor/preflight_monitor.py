@@ -151,8 +151,7 @@ class PreflightMonitor:
     # -- who is there ------------------------------------------------------------------------
 
     def _host(self, rank: int) -> str:
-        member = self._hub.members().get(rank)
-        return "?" if member is None else member.host
+        return self._hub.host_of(rank) or "?"
 
     def _ranks(self) -> dict[str, tuple[int, ...]]:
         """The ranks of each host that try collectives: all with NCCL, else one of them."""

@@ -20,6 +20,7 @@ from slurm_forge.launch.conductor.network_monitor import NetworkMonitor
 from slurm_forge.launch.conductor.rank_views import RankViews
 from slurm_forge.recovery.monitor.probe_evidence import with_stacks
 from slurm_forge.recovery.monitor.probe_verdict import (
+    FRESH_S,
     AskNetwork,
     Fine,
     Flight,
@@ -101,22 +102,22 @@ class ProbeMonitor:
             return
         match message:
             case ProbeArrived():
-                step = max(member.step for member in self._hub.members().values())
-                arrived = {**flight.arrived, rank: self._clock()}
-                flight = replace(flight, arrived=arrived, step=step, gpu=message.gpu)
+                flight.arrived[rank] = self._clock()
+                is_last = len(flight.arrived) >= self._hub.world_size
+                if is_last or message.gpu is not flight.gpu:
+                    step = max(member.step for member in self._hub.members().values())
+                    self._flight = replace(flight, step=step, gpu=message.gpu)
             case ProbeDone():
-                flight = replace(
-                    flight,
-                    arrived={rank: self._clock(), **flight.arrived},
-                    latency={**flight.latency, rank: message.latency_s},
-                    wrong={**flight.wrong, rank: message.wrong},
-                    bandwidth={**flight.bandwidth, rank: message.bandwidth},
-                )
+                flight.arrived.setdefault(rank, self._clock())
+                flight.latency[rank] = message.latency_s
+                flight.wrong[rank] = message.wrong
+                flight.bandwidth[rank] = message.bandwidth
+                if len(flight.latency) >= self._hub.world_size:
+                    self._next_look = 0.0  # all have said how it went
             case ProbeBroke():
-                flight = replace(flight, broke={**flight.broke, rank: message.text})
+                flight.broke[rank] = message.text
             case _:
                 pass
-        self._flight = flight
 
     def withdrawn(self, number: int) -> None:
         """The ranks could not agree on a step in time: the next one comes at its interval."""
@@ -135,9 +136,12 @@ class ProbeMonitor:
         self._next_look = now + _LOOK_EVERY_S
         self._views.note_poll(now)
         quiet = self._views.anybody_silent(now, self._rules.silence.total_seconds())
-        if not quiet and self._flight is None and self._suspect is None:
-            self._maybe_ask(now)
-            return None
+        if not quiet and self._suspect is None:
+            if self._flight is None:
+                self._maybe_ask(now)
+                return None
+            if self._is_early(self._flight, now):
+                return None
         views = self._views.for_probe(now, self._limit, frozenset(left_ranks))
         if self._suspect is not None:
             return self._gather(self._suspect, views, now)
@@ -152,7 +156,16 @@ class ProbeMonitor:
         flight = _not_before(self._flight, self._views.fresh_from)
         return self._apply(weigh_probe(flight, views, self._rules, now), views, now)
 
+    def _is_early(self, flight: Flight, now: float) -> bool:
+        """Whether a probe has not come to anything yet, by what everybody says who talks."""
+        is_complete = len(flight.latency) >= self._hub.world_size
+        late = now - flight.asked_at >= self._rules.deadline.total_seconds()
+        silent = self._views.anybody_silent(now, FRESH_S)
+        return not (is_complete or flight.broke or late or silent)
+
     def _maybe_ask(self, now: float) -> None:
+        if self._next is not None and now < self._next:
+            return
         members = self._hub.members()
         everybody = len(members) == self._hub.world_size and self._hub.world_size > 1
         ready = everybody and all(member.started for member in members.values())

@@ -14,6 +14,8 @@ from slurm_forge.recovery.monitor.stalls import RankView
 _SILENT_S = 8.0
 #: Between two looks of ours: then the job was suspended, and everybody's clock begins anew.
 _GAP_S = 3.5
+#: By a signal or a debugger: the kernel's letters.
+_STOPPED = ("T", "t")
 
 
 class RankViews:
@@ -54,6 +56,24 @@ class RankViews:
         return any(
             now - max(member.last_message_at, self.fresh_from) >= seconds for member in members
         )
+
+    def all_progress(self, now: float, within: timedelta) -> bool:
+        """Whether the monitor of every rank tells of progress within that time: a quick look.
+
+        False also where nobody can tell, and while a process is stopped or its monitor silent.
+        """
+        seconds = within.total_seconds()
+        members, monitors = self._hub.members(), self._hub.monitors()
+        for rank in members:
+            monitor = monitors.get(rank)
+            if monitor is None or monitor.pulse is None or not monitor.connected:
+                return False
+            pulse = monitor.pulse
+            if pulse.since_s > seconds or now - monitor.last_message_at > _SILENT_S:
+                return False
+            if pulse.state in _STOPPED:
+                return False
+        return len(members) == self._hub.world_size
 
     def for_probe(
         self,

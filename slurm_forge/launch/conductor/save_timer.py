@@ -25,12 +25,13 @@ class SaveTimer:
         self._failed = 0
         self._count_from = now
 
-    def due(self, now: float) -> bool:
-        """Whether a save is due; if so, the next one is an interval away."""
-        if now < self._next:
-            return False
+    def is_due(self, now: float) -> bool:
+        """Whether a save is due."""
+        return now >= self._next
+
+    def restart(self, now: float) -> None:
+        """One was asked for: the next one is an interval away."""
         self._next = now + self._every_s
-        return True
 
     def committed(self, now: float, *, blocked: timedelta, durable: timedelta) -> None:
         """A checkpoint is on disk, whoever asked for it; its cost says how often to save."""

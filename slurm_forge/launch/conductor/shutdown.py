@@ -125,6 +125,8 @@ class Shutdown:
         if self._observations.ending_since is not None or now - self._started < _JOIN_S:
             return
         there = self._hub.members()
+        if len(there) == self._hub.world_size:
+            return
         absent = [rank for rank in range(self._hub.world_size) if rank not in there]
         if absent:
             self._observations.absent = tuple(absent)

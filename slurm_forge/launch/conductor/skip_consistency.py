@@ -6,7 +6,7 @@ rank's weights would go their own way without a word; so each rank says what it 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from slurm_forge.control import MemberView
 
@@ -32,7 +32,7 @@ class SkipConsistency:
             del self._skipped[step], self._since[step]
 
     def divergence(
-        self, members: Mapping[int, MemberView], now: float
+        self, members: Callable[[], Mapping[int, MemberView]], now: float
     ) -> tuple[int, tuple[int, ...]] | None:
         """A step and the ranks that went on from it without a skip."""
         for step, ranks in self._skipped.items():
@@ -40,7 +40,7 @@ class SkipConsistency:
                 continue
             others = tuple(
                 rank
-                for rank, member in members.items()
+                for rank, member in members().items()
                 if rank not in ranks and member.step >= step + _STEPS_LATER
             )
             if others:

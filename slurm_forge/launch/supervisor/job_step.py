@@ -12,6 +12,7 @@ from slurm_forge.control.agent_hub import AgentsHub
 from slurm_forge.control.hub import MessageReceived
 from slurm_forge.control.messages.agent import StartWorker
 from slurm_forge.control.messages.rank import Notice
+from slurm_forge.control.relay import RELAYED_FROM
 from slurm_forge.knobs import Knobs
 from slurm_forge.launch.conductor.observations import Launched
 from slurm_forge.launch.render.launch_command import has_shield
@@ -188,7 +189,8 @@ class JobStep:
             self._variables = dict(variables)
             agents.begin(order)
             nonce = agents.credentials.nonce
-            knobs = replace(knobs, agents=agents.addresses, agents_nonce=nonce)
+            relay = hub.world_size >= RELAYED_FROM or Knobs.from_environ(variables).relay
+            knobs = replace(knobs, agents=agents.addresses, agents_nonce=nonce, relay=relay)
             command = replace(options, payload=payload).command(
                 again=again, placement=placement, hosts_file=hosts_file
             )

@@ -95,15 +95,16 @@ class Flight:
     """A probe under way, as far as ranks have said.  Times are of the hub's clock.
 
     ``latency`` and ``bandwidth`` (bytes per second, 0 unknown) and ``wrong`` by the rank that said
-    so, ``broke`` the texts of errors.  ``step`` is the furthest at the last arrival.
+    so, ``broke`` the texts of errors: whoever hears ranks adds to them.  ``step`` is the furthest
+    at the last arrival.
     """
 
     asked_at: float
-    arrived: Mapping[int, float] = field(default_factory=dict)
-    latency: Mapping[int, float] = field(default_factory=dict)
-    bandwidth: Mapping[int, float] = field(default_factory=dict)
-    wrong: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
-    broke: Mapping[int, str] = field(default_factory=dict)
+    arrived: dict[int, float] = field(default_factory=dict)
+    latency: dict[int, float] = field(default_factory=dict)
+    bandwidth: dict[int, float] = field(default_factory=dict)
+    wrong: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    broke: dict[int, str] = field(default_factory=dict)
     step: int = 0
     gpu: bool = False
 

@@ -116,9 +116,16 @@ def find_standstill(
         return None
     if any(view.state in _TRACED and not view.is_silent for view in views):
         return None
-    over = [view for view in views if view.since > phase_durations.limit(view.kind)]
-    at_work = [view.place for view in views if view not in over]
-    stuck = [view for view in over if not any(place <= view.place for place in at_work)]
+    limits = {kind: phase_durations.limit(kind) for kind in {view.kind for view in views}}
+    over = [view for view in views if view.since > limits[view.kind]]
+    furthest_behind_at_work = min(
+        (view.place for view in views if view.since <= limits[view.kind]), default=None
+    )
+    stuck = [
+        view
+        for view in over
+        if furthest_behind_at_work is None or view.place < furthest_behind_at_work
+    ]
     if not stuck:
         return None
     lowest = min(view.place for view in stuck)

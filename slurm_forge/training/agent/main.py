@@ -16,6 +16,8 @@ import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import NoReturn
 
 from slurm_forge.control.addresses import parse_addresses
@@ -33,6 +35,7 @@ from slurm_forge.control.messages.agent import (
     decode_agents,
 )
 from slurm_forge.control.messages.message import Message
+from slurm_forge.control.relay import relay_path, start_relay
 from slurm_forge.descendants import (
     adopt_orphans,
     children,
@@ -92,8 +95,11 @@ class Agent:
         credentials: Credentials,
         variables: Mapping[str, str],
         leads_second_node: bool = False,
+        relay: Path | None = None,
     ) -> None:
         self._program = program
+        #: Where the relay of this node listens, if there is to be one.
+        self._relay = relay
         self._alone_s = _ALONE_SECOND_S if leads_second_node else _ALONE_S
         self._variables = variables
         self._credentials = credentials
@@ -187,6 +193,8 @@ class Agent:
             return
         match message:
             case StartWorker():
+                if self._relay is not None:  # who does not find it tries the hub's own addresses
+                    message = replace(message, channel=f"{self._relay},{message.channel}")
                 self._orders = [message]
             case KillWorker():
                 self._cancel(message.launch)
@@ -360,16 +368,21 @@ def main(argv: Sequence[str] | None = None) -> int:
                 "the agent is started by slurm_forge itself, in a job step",
                 next_step="Start a run with slurm-forge submit.",
             )
+        host = environment.node_name or socket.gethostname()
+        relay = relay_path(knobs.agents_nonce, host) if knobs.relay else None
+        if relay is not None and environment.localid == 0:
+            start_relay(relay, secret=knobs.secret, host=host)
         adopt_orphans()
         agent = Agent(
             program,
             rank=environment.procid,
             world=environment.ntasks or 1,
-            host=environment.node_name or socket.gethostname(),
+            host=host,
             channel=knobs.agents,
             credentials=Credentials(knobs.agents_nonce, knobs.secret),
             variables=variables,
             leads_second_node=environment.nodeid == 1 and environment.localid == 0,
+            relay=relay,
         )
     except ForgeError as error:
         sys.stderr.write(f"slurm_forge: {error}\n")

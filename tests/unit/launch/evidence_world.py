@@ -170,6 +170,10 @@ class Step:
 
     # -- the hub ------------------------------------------------------------------------------
 
+    def host_of(self, rank: int) -> str | None:
+        member = self.members().get(rank)
+        return None if member is None else member.host
+
     def members(self) -> dict[int, MemberView]:
         heard = self._start.clock.monotonic()
         return {

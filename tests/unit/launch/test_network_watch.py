@@ -31,6 +31,10 @@ class FakeHub:
     asked: list[Message] = field(default_factory=list)
     asked_ranks: list[int] = field(default_factory=list)
 
+    def host_of(self, rank: int) -> str | None:
+        member = self.members().get(rank)
+        return None if member is None else member.host
+
     def members(self) -> dict[int, MemberView]:
         return {
             r: MemberView(rank=r, host=f"n{r + 1:02d}", pid=1, last_message_at=0.0)

@@ -44,6 +44,10 @@ class Hub:
     def monitors(self) -> dict[int, MonitorView]:
         return dict(self.pulses)
 
+    def host_of(self, rank: int) -> str | None:
+        member = self.members().get(rank)
+        return None if member is None else member.host
+
     def members(self) -> dict[int, MemberView]:
         return dict(self.views)
 

@@ -39,6 +39,10 @@ class Hub:
         self.requests: list[str] = []
         self.asked: list[Message] = []
 
+    def host_of(self, rank: int) -> str | None:
+        member = self.members().get(rank)
+        return None if member is None else member.host
+
     def members(self) -> dict[int, MemberView]:
         return dict(self.views)
 

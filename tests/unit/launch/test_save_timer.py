@@ -28,15 +28,16 @@ def pace(*, every: float | None, automatic: bool = False) -> SaveTimer:
 
 
 def first_due(made: SaveTimer, until: int = 100_000) -> int | None:
-    return next((now for now in range(until) if made.due(float(now))), None)
+    return next((now for now in range(until) if made.is_due(float(now))), None)
 
 
 def test_a_fixed_interval_stays_what_was_asked_for() -> None:
     made = pace(every=100)
     assert first_due(made) == 100
+    made.restart(100.0)
     made.committed(130.0, blocked=9 * SECOND, durable=99 * SECOND)
-    assert not made.due(199.0)
-    assert made.due(200.0)
+    assert not made.is_due(199.0)
+    assert made.is_due(200.0)
     assert first_due(pace(every=None)) is None
 
 
@@ -64,7 +65,7 @@ def test_an_interruption_early_on_counts_for_less_the_longer_it_goes_well() -> N
     waits = []
     for now in (0.0, 3600.0, 36000.0):
         made.committed(now, blocked=5 * SECOND, durable=5 * SECOND)
-        waits.append(next(wait for wait in range(10_000) if made.due(now + wait)))
+        waits.append(next(wait for wait in range(10_000) if made.is_due(now + wait)))
     assert waits == [60, 192, 601]  # sqrt(2 * 5 s * …) of 1 min, 61 min, 10 h
 
 
@@ -73,7 +74,7 @@ def test_a_failed_save_is_tried_again_soon_and_not_for_ever() -> None:
     now, waits = 0.0, []
     for _ in range(7):
         assert made.not_committed(now) is None
-        waits.append(next(w for w in range(10_000) if made.due(now + w)))
+        waits.append(next(w for w in range(10_000) if made.is_due(now + w)))
         now += waits[-1]
     assert waits == [30, 60, 120, 240, 480, 960, 1920]
     assert made.not_committed(now) == 8

@@ -82,6 +82,10 @@ class Scene:
 
     # what the watchdog sees of a hub
 
+    def host_of(self, rank: int) -> str | None:
+        member = self.members().get(rank)
+        return None if member is None else member.host
+
     def members(self) -> dict[int, MemberView]:
         return {
             r.rank: MemberView(
