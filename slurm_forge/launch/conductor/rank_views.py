@@ -82,9 +82,10 @@ class RankViews:
         left_ranks: frozenset[int] = frozenset(),
     ) -> tuple[RankSeen, ...]:
         """Every rank that has come, as the probe judges it; ``limit`` is of a kind of stretch."""
-        members, monitors = self._hub.members(), self._hub.monitors()
+        views = self.views(now, left_ranks)
+        members, monitors = self._hub.members(), self._hub.monitors()  # who joins now is in these
         ranks = []
-        for rank, view in sorted(self.views(now, left_ranks).items()):
+        for rank, view in sorted(views.items()):
             monitor = monitors.get(rank)
             has_monitor = monitor is not None and monitor.connected and monitor.pulse is not None
             last_heard = monitor.last_message_at if monitor is not None and has_monitor else 0.0
