@@ -76,6 +76,7 @@ def test_a_failed_save_is_tried_again_soon_and_not_for_ever() -> None:
         assert made.not_committed(now) is None
         waits.append(next(w for w in range(10_000) if made.is_due(now + w)))
         now += waits[-1]
+        made.restart(now)
     assert waits == [30, 60, 120, 240, 480, 960, 1920]
     assert made.not_committed(now) == 8
     made.committed(now, blocked=SECOND, durable=SECOND)
