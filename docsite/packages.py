@@ -39,12 +39,12 @@ def packages(top: Path = _TOP) -> list[str]:
 
 
 def _layers(contract: str) -> list[list[str]]:
-    """The names of each layer, highest first, without the name of the package."""
+    """The packages of each layer, highest first; one whose modules are in several is in each."""
     listed = re.search(r"^layers = \[(.*?)\]", contract, re.M | re.S)
     if listed is None:
         raise LookupError("pyproject.toml: a contract of import-linter has no layers")
     return [
-        [name.strip().removeprefix(f"{_PACKAGE}.") for name in layer.split("|")]
+        [name.strip().removeprefix(f"{_PACKAGE}.").split(".")[0] for name in layer.split("|")]
         for layer in re.findall(r'"([^"]+)"', listed[1])
     ]
 
@@ -58,7 +58,7 @@ def _packages(top: Path, parent: str, layers: list[list[str]]) -> Iterator[str]:
     present = sorted(file.parent.name for file in folder.glob("*/__init__.py"))
     ordered = [name for layer in layers for name in layer if name in present]
     others = [name for name in present if name not in ordered] if parent else []
-    for name in [*ordered, *others]:
+    for name in dict.fromkeys([*ordered, *others]):
         yield f"{parent}/{name}" if parent else name
 
 

@@ -1,6 +1,8 @@
-"""What experiment trackers need to know about a run, without importing any; called by the user.
+"""Libraries of others: trainers that become runs, trackers that continue; called by the user.
 
-Entry: ``trackers``.
+``transformers`` is imported by whoever uses it; the others import no library.
+
+Entry: ``trackers``, ``transformers``.
 """
 
 from __future__ import annotations

@@ -133,6 +133,25 @@ def resume(
             reject(manifest.name, "; ".join(sorted({text for text, _ in reasons})[:5]))
 
 
+def newest_manifest(
+    store: CheckpointStore,
+    *,
+    group: dist.ProcessGroup | None,
+    eligible: Callable[[Manifest], str | None] | None = None,
+) -> Manifest | None:
+    """The manifest of the checkpoint that ``resume`` tries first; None where it would try none.
+
+    Collective over ``group``.  No data are read, so ``resume`` may find it damaged yet.
+    """
+
+    def choose(_: object) -> Any:
+        candidate = _next_candidate(store, store.candidates(), lambda *_: None, eligible)
+        return None if candidate is None else candidate.to_bytes().decode("ascii")
+
+    chosen = Ranks(group).agree(None, None, choose, doing="Looking for a checkpoint")
+    return None if chosen is None else Manifest.from_bytes(chosen.encode("ascii"))
+
+
 def _load(
     directory: Path, manifest: Manifest, state: TrainingState, ranks: Ranks, patience: float
 ) -> tuple[LoadedState | None, list[_Reason]]:

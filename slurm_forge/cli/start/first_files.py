@@ -47,6 +47,8 @@ class StartMethod(str, Enum):
     EXEC = "exec"
     #: A script that srun or torchrun starts, and that makes itself a run.
     ATTACH = "attach"
+    #: A job file and a function that trains with Hugging Face's Trainer.
+    HF = "hf"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,7 +134,7 @@ def first_files(options: InitOptions) -> FirstFiles:
             "global_batch": _global_batch(job),
         }
         files.append(NewFile("submit.py", _rendered("submit.py.j2", values)))
-    elif options.start_method is not StartMethod.JOB:
+    elif job.command is not None:
         values = {"options": _directives(job), "file": JOB_FILE}
         files.append(NewFile("job.sbatch", _rendered("job.sbatch.j2", values)))
     return FirstFiles(
@@ -260,8 +262,8 @@ def _without_srun(command: Sequence[str]) -> list[str]:
 
 
 def _starter(start_method: StartMethod, job: JobSpec) -> str:
-    own = start_method is StartMethod.EXEC
-    text = (_STARTERS / ("own.py" if own else "entry.py")).read_text(encoding="utf-8")
+    names = {StartMethod.EXEC: "own.py", StartMethod.HF: "trainer.py"}
+    text = (_STARTERS / names.get(start_method, "entry.py")).read_text(encoding="utf-8")
     text = text.replace("global_batch: int = 240", f"global_batch: int = {_global_batch(job)}")
     return f"{text}{_ATTACHED}" if start_method is StartMethod.ATTACH else text
 

@@ -27,7 +27,7 @@ def init(
     ] = Path(),
     way: Annotated[
         str | None,
-        typer.Option(metavar="WAY", help="job, submitit, exec or attach (see below)."),
+        typer.Option(metavar="WAY", help="job, submitit, exec, attach or hf (see below)."),
     ] = None,
     name: Annotated[
         str | None, typer.Option(metavar="NAME", help="Name of the run (default: the folder's).")
@@ -81,6 +81,7 @@ def init(
     --way submitit  the same function, submitted by a script with submitit
     --way exec      a program that knows nothing of slurm-forge, in your own sbatch script
     --way attach    your own script, started by srun or torchrun, that calls forge.attach()
+    --way hf        a job file and a function that trains with Hugging Face's Trainer
 
     \b
     Examples:
@@ -142,6 +143,7 @@ def _prompted(
     if ask_way and not own:
         typer.echo("job: a job file and a function.  submitit: a script that submits with it.")
         typer.echo("exec: a program of yours as it is.  attach: a script of yours, as a run.")
+        typer.echo("hf: a job file and a function with Hugging Face's Trainer.")
         options = _one(
             options,
             "start_method",

@@ -6,6 +6,7 @@ import math
 import secrets
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -17,12 +18,12 @@ from torch import nn
 
 from slurm_forge.checkpoint.collectives import Ranks
 from slurm_forge.checkpoint.content.health import NOTES, about_state
-from slurm_forge.checkpoint.content.json_state import escape
+from slurm_forge.checkpoint.content.json_state import decode, escape
 from slurm_forge.checkpoint.content.rank_states import RankIdentity
 from slurm_forge.checkpoint.content.stages import PipelineStages
 from slurm_forge.checkpoint.content.tensors import some
-from slurm_forge.checkpoint.content.training_state import TrainingState
-from slurm_forge.checkpoint.read.load import resume
+from slurm_forge.checkpoint.content.training_state import TrainingState, fresh_parts
+from slurm_forge.checkpoint.read.load import newest_manifest, resume
 from slurm_forge.checkpoint.write.pending_save import (
     PendingSave,
     Saved,
@@ -72,6 +73,14 @@ _LOSSES = NOTES + "losses"
 _MESH = "mesh"
 #: The epochs of registered loaders whose samplers have ``set_epoch``.
 _EPOCHS = "sampler_epochs"
+
+
+@dataclass(frozen=True, slots=True)
+class ResumePoint:
+    """Where a checkpoint continues: the number of steps done, and ``run.extra`` as it was saved."""
+
+    step: int
+    extra: Mapping[str, Any]
 
 
 class Saver:
@@ -402,6 +411,28 @@ class Saver:
                 "rank 0's, and a resume gives that to all ranks"
             )
 
+    def resume_point(self) -> ResumePoint | None:
+        """Where ``restore`` will continue; nothing but manifests is read.  Collective."""
+        if self.catalog is not None:
+            self._recall(self.catalog)
+        manifest = newest_manifest(
+            self._store,
+            group=self._group,
+            eligible=None if self.catalog is None else self.catalog.eligible,
+        )
+        if manifest is None or "data" in fresh_parts(manifest.state):
+            return None
+        extra = decode(manifest.state["extra"])
+        return ResumePoint(int(extra["step"]), dict(extra["extra"]))
+
+    def _recall(self, catalog: CheckpointCatalog) -> None:
+        """On rank 0: what the journal has of the checkpoints by now."""
+        if self._journal is None:
+            return
+        records = read_to_fold(self._context.directory, refresh=True)
+        self._journal.advance_clock(records)
+        catalog.recall(fold(records))
+
     def restore(
         self,
         registry: Registry,
@@ -416,10 +447,8 @@ class Saver:
         ``again``: this launch has resumed before, and what it is made of is the same still.
         """
         there: Sequence[CheckpointName] = ()
-        if self.catalog is not None and self._journal is not None:
-            records = read_to_fold(self._context.directory, refresh=True)
-            self._journal.advance_clock(records)
-            self.catalog.recall(fold(records))
+        if self.catalog is not None:
+            self._recall(self.catalog)
             there = self._store.candidates()
             self.candidates = tuple(map(str, there[:_MOST_CANDIDATES]))
         if again:

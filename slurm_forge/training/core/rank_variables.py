@@ -43,6 +43,17 @@ def take_on(file: RunFile, *, one_node: bool = False) -> None:
     os.environ.update(variables)
 
 
+def take_on_place(rank: int, local_rank: int, world_size: int, *, one_node: bool) -> None:
+    """Set what torchrun sets: libraries such as accelerate and Lightning look for their rank there.
+
+    ``one_node``: all ranks are known to be on this node.
+    """
+    numbers = {"RANK": rank, "LOCAL_RANK": local_rank, "WORLD_SIZE": world_size}
+    if one_node:
+        numbers["LOCAL_WORLD_SIZE"] = world_size
+    os.environ.update({name: str(number) for name, number in numbers.items()})
+
+
 def take_on_plan(file: RunFile, plan: RecoveryPlan) -> None:
     """Set what the recovery plan adds, but for what the person has set otherwise.
 

@@ -122,20 +122,34 @@ class CustomLoop:
         samples: int | None,
     ) -> None:
         """Count one step, and pass the boundary behind it."""
+        self.count("run.advance", loss, grad_norm, samples)
+        self.boundary()
+
+    def count(
+        self,
+        what: str,
+        loss: torch.Tensor | float | None,
+        grad_norm: torch.Tensor | float | None,
+        samples: int | None,
+    ) -> None:
+        """Count one step; ``what`` is the method of the run that does."""
         lifecycle = self._lifecycle
-        self._refuse_inside("run.advance()")
-        self._require_new_step("run.advance()")
+        self._refuse_inside(f"{what}()")
+        self._require_new_step(f"{what}()")
         report = UpdateReport(loss, grad_norm)
         if samples is not None and (type(samples) is not int or samples < 0):
-            samples = _whole("run.advance", "samples", samples, least=0)
+            samples = _whole(what, "samples", samples, least=0)
         step = lifecycle.open
         self._guards = guarded = step is not None and bool(step.updates)
         if guarded not in self._checked and not (step is not None and step.parts):
             self._first_of_its_kind(guarded)
         lifecycle.close(report, samples=samples)
+
+    def boundary(self) -> None:
+        """Pass the boundary behind a step that is counted."""
         self._pass_boundary()
-        if guarded and lifecycle.iteration is None:
-            lifecycle.remember_buffers()
+        if self._guards and self._lifecycle.iteration is None:
+            self._lifecycle.remember_buffers()
 
     def apply(
         self,

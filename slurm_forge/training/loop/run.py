@@ -16,6 +16,7 @@ from slurm_forge.control import Member
 from slurm_forge.control.messages.rank import FunctionReturned, RankFinished
 from slurm_forge.errors import CheckpointError, UnsupportedError
 from slurm_forge.journal import JournalWriter
+from slurm_forge.training.checkpointing.saver import ResumePoint
 from slurm_forge.training.checkpointing.supported_state import require_supported_wrapper
 from slurm_forge.training.core import rng
 from slurm_forge.training.core.duration import (
@@ -253,6 +254,18 @@ class Run:
             self._member.enter("train", started=False)
         return self._resumer.restore()
 
+    def resume_point(self) -> ResumePoint | None:
+        """Look up where ``restore`` will continue, before anything is registered.  Collective.
+
+        For trainers of other libraries, which count their epochs and pass over samples before they
+        have a model and an optimizer to restore.
+
+        Returns:
+            The step and the ``extra`` of the newest checkpoint that may be resumed from; None where
+            there is none.
+        """
+        return self._saver.resume_point()
+
     def batches(
         self,
         dataset: Any,
@@ -383,6 +396,36 @@ class Run:
             UsageError: A value is not one number.
         """
         self._custom_loop.advance(loss, grad_norm, samples)
+
+    def count_step(
+        self,
+        loss: torch.Tensor | float | None = None,
+        *,
+        grad_norm: torch.Tensor | float | None = None,
+        samples: int | None = None,
+    ) -> None:
+        """Count one optimizer step, and neither save nor stop: ``boundary`` does.
+
+        For training loops that evaluate, log or write files between the update and the place where
+        the run may stop.  Everything else calls ``advance``.
+
+        Args:
+            loss: As for ``advance``.
+            grad_norm: As for ``advance``.
+            samples: As for ``advance``.
+
+        Raises:
+            UnsupportedError: As ``advance``.
+            UsageError: A value is not one number.
+        """
+        self._custom_loop.count("run.count_step", loss, grad_norm, samples)
+
+    def boundary(self) -> None:
+        """Save or stop here, if that is due: behind a step that ``count_step`` has counted.
+
+        Collective: every rank calls it behind the same steps.
+        """
+        self._custom_loop.boundary()
 
     def apply(
         self,

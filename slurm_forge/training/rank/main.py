@@ -29,7 +29,7 @@ from slurm_forge.training.core.rank_info import (
     place_from_environ,
     place_of_script,
 )
-from slurm_forge.training.core.rank_variables import take_on
+from slurm_forge.training.core.rank_variables import take_on, take_on_place
 from slurm_forge.training.monitor.client import (
     MonitorClient,
     prepare_monitor,
@@ -180,6 +180,7 @@ def _open(
         if keys:
             file = file.model_copy(update={"job": file.job.model_copy(update=dict(keys))})
         take_on(file, one_node=place.one_node)
+        take_on_place(place.rank, place.local_rank, place.world_size, one_node=place.one_node)
         watchdog = file.job.watchdog
         # Who falls silent is looked into with the probe, too.
         if watchdog.enabled or (file.job.probe.enabled and place.world_size > 1):

@@ -1,0 +1,364 @@
+"""Hugging Face's Trainer as a run: saved, stopped and resumed between two of its steps.
+
+    with slurm_forge.attach("my-run") as run:
+        trainer = Trainer(...)                # of transformers, or a subclass of it, such as TRL's
+        ForgeCallback(run).train(trainer)     # in place of trainer.train()
+
+The Trainer keeps its loop, its data and its schedule.  Of what it does, three methods are wrapped
+while it trains, on the objects alone: the loss of a step, the norm of its gradients and the update
+itself, which is left out on all ranks where the gradient is not finite.  Checkpoints are those of
+the run.  What the Trainer counts (``TrainerState``) is in ``run.extra``, and is handed to it as the
+``trainer_state.json`` of a folder from which it resumes; weights, optimizer, schedule and random
+states are restored by the run, before the first step.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import fields
+from functools import wraps
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_callback import ExportableState
+
+from slurm_forge.errors import CheckpointError, UnsupportedError
+from slurm_forge.training.core import rng
+from slurm_forge.training.data.loader import WorkerStart
+from slurm_forge.training.loop.run import Run
+
+#: Under which ``run.extra`` has what the Trainer counts.
+_EXTRA = "trainer"
+#: Besides: whether the batch of the next step was fetched, and whether an evaluation was going on.
+_FETCHED, _PENDING = "fetched", "evaluating"
+#: The name of the Trainer's own file for it.
+_STATE_FILE = "trainer_state.json"
+#: What of it is this process's own.
+_OF_THE_PROCESS = frozenset({"is_local_process_zero", "is_world_process_zero"})
+#: Ends of the names of figures that every rank measures for itself.
+_MEASURED = ("_runtime", "_per_second")
+#: What loads the Trainer's own checkpoint: the run has restored more than that.
+_LOADERS = ("_load_from_checkpoint", "_load_rng_state")
+
+
+class ForgeCallback(TrainerCallback):
+    """Trains a ``transformers.Trainer`` as a run.
+
+    A stop loses no step: it is saved between two of them.  An update whose gradient is not finite,
+    or whose norm is far beyond the usual, is left out on all ranks; the recovery plan's scale of
+    the learning rate is applied.  Figures that the Trainer logs are in ``status``.
+
+    Args:
+        run: The run, from ``slurm_forge.attach`` or as the argument of a training function.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._trainer: Any = None
+        self._loss: torch.Tensor | None = None
+        self._grad_norm: torch.Tensor | float | None = None
+        #: What the Trainer has logged, without the figures that each rank measures for itself.
+        self._log: list[dict[str, Any]] = []
+        #: Whether a step is counted whose boundary is still to be passed.
+        self._counted = False
+        #: Whether an evaluation goes on, and whether it is one that was broken off before.
+        self._evaluating = self._repeats = False
+        #: The random states that the checkpoint has, until the first step begins.
+        self._random: dict[str, torch.Tensor] | None = None
+
+    def train(self, trainer: Trainer, resume_from_checkpoint: str | bool | None = None) -> Any:
+        """Train, in place of ``trainer.train()``: from the run's checkpoint if it has one.
+
+        Args:
+            trainer: Its model and its arguments are final; it has not trained yet.
+            resume_from_checkpoint: As for ``trainer.train``, where the run has no checkpoint.
+
+        Returns:
+            What ``trainer.train()`` returns.
+
+        Raises:
+            UnsupportedError: The Trainer uses DeepSpeed, or this version of transformers lacks a
+                method that has to be replaced while it resumes.
+            CheckpointError: The newest checkpoint turned out to be damaged.
+        """
+        _require_supported(trainer)
+        self._trainer = trainer
+        trainer.add_callback(self)
+        point = self._run.resume_point()
+        with ExitStack() as stack:
+            stack.callback(trainer.remove_callback, self)
+            stack.enter_context(_replaced(trainer, "training_step", self._note_loss))
+            stack.enter_context(_replaced(trainer, "evaluate", self._in_a_phase))
+            for loader in ("get_train_dataloader", "get_eval_dataloader"):
+                stack.enter_context(_replaced(trainer, loader, _shielded))
+            stack.enter_context(_replaced(trainer.accelerator, "clip_grad_norm_", self._note_norm))
+            if point is not None and _EXTRA in point.extra:
+                folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="trainer-"))
+                saved = point.extra[_EXTRA]
+                self._log = list(saved["log_history"])
+                resume_from_checkpoint = _resume_folder(Path(folder), saved)
+                for loader in _LOADERS:
+                    stack.enter_context(_replaced(trainer, loader, _nothing))
+            try:
+                return trainer.train(resume_from_checkpoint=resume_from_checkpoint)
+            finally:
+                vars(trainer.optimizer).pop("step", None)
+
+    # -- what the Trainer calls ----------------------------------------------------------------
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
+        """Register and restore; the Trainer knows already which step it is at."""
+        del control
+        run, trainer = self._run, self._trainer
+        scaler = getattr(trainer.accelerator, "scaler", None)
+        run.register(
+            model=trainer.model_wrapped,
+            optimizer=_own_optimizer(trainer.optimizer),
+            scheduler=trainer.lr_scheduler,
+            scaler=scaler,
+        )
+        resumed = run.restore()
+        if resumed and run.step_number != state.global_step:
+            raise CheckpointError(
+                f"the Trainer was to resume at step {state.global_step}, and the newest checkpoint "
+                f"that could be read is that of step {run.step_number}",
+                next_step="Nothing: the damaged checkpoint is noted, and the next start of the "
+                "ranks resumes from the older one.",
+            )
+        if resumed:
+            self._restore_state(args, state)
+        if scaler is None:  # one that has a scaler leaves such updates out by itself
+            self._guard(trainer.optimizer)
+
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
+        """The place where the run may save and stop; its logs and evaluations lie behind the step.
+
+        The next batch is fetched by now, as it will be when training resumes here.
+        """
+        del args, control
+        if self._random is not None:
+            rng.restore(self._random)  # what was passed over has drawn from them
+            self._random = None
+        if self._counted:
+            self._counted = False
+            self._note_state(state, fetched=True)
+            self._run.boundary()
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
+        """Count the step."""
+        del control
+        samples = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
+        self._run.count_step(self._loss, grad_norm=self._reported_norm(), samples=samples)
+        self._loss = self._grad_norm = None
+        self._counted = True
+        self._note_state(state)  # an evaluation is a place to stop, too
+        if args.load_best_model_at_end and state.global_step >= state.max_steps:
+            # Other weights are loaded before the run is over: these belong to the step.
+            self._run.save()
+
+    def on_prediction_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
+        """Another batch of an evaluation, which may be broken off here and is done again then."""
+        del args, state, control
+        if self._evaluating:
+            self._run.poll()
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, Any] | None = None,
+        **_: Any,
+    ) -> None:
+        """Hand the figures on to the run."""
+        del args, control
+        if state.log_history:
+            last = state.log_history[-1]
+            self._log.append({k: v for k, v in last.items() if not k.endswith(_MEASURED)})
+        figures = {name: value for name, value in (logs or {}).items() if _is_number(value)}
+        if figures:
+            self._run.log(**figures)
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
+        """The last state is part of the last checkpoint."""
+        del args, control
+        self._note_state(state)
+
+    # -- what is wrapped -----------------------------------------------------------------------
+
+    def _note_loss(self, training_step: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        @wraps(training_step)
+        def step(*args: Any, **kwargs: Any) -> torch.Tensor:
+            loss = training_step(*args, **kwargs)
+            self._loss = loss if self._loss is None else self._loss + loss
+            return loss
+
+        return step
+
+    def _note_norm(self, clip: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(clip)
+        def clip_grad_norm(*args: Any, **kwargs: Any) -> Any:
+            self._grad_norm = norm = clip(*args, **kwargs)
+            return norm
+
+        return clip_grad_norm
+
+    def _in_a_phase(self, evaluate: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(evaluate)
+        def evaluate_in_a_phase(*args: Any, **kwargs: Any) -> Any:
+            state = self._run.extra.get(_EXTRA, {})
+            state[_PENDING] = self._evaluating = True
+            with self._run.phase("eval"):
+                metrics = evaluate(*args, **kwargs)
+            self._evaluating = False
+            state[_PENDING] = False
+            if self._repeats:
+                self._repeats = self._trainer.args.eval_on_start = False
+                if self._trainer.args.metric_for_best_model is not None:
+                    self._trainer._determine_best_metric(metrics=metrics, trial=None)
+            return metrics
+
+        return evaluate_in_a_phase
+
+    def _guard(self, accelerated: Any) -> None:
+        """Have the run make the updates of the optimizer: checked, and the same on all ranks."""
+        optimizer = _own_optimizer(accelerated)
+
+        def step(closure: Any = None) -> None:
+            if closure is not None:
+                raise UnsupportedError(
+                    "an optimizer step with a closure: there is no single update to check",
+                    next_step="Use an optimizer that steps without one.",
+                )
+            self._run.apply(optimizer, grad_norm=self._grad_norm)
+
+        accelerated.step = step
+
+    # -- the state -----------------------------------------------------------------------------
+
+    def _reported_norm(self) -> torch.Tensor | float | None:
+        """Where the Trainer's own step was made; what the run has applied is judged already."""
+        return None if "step" in vars(self._trainer.optimizer) else self._grad_norm
+
+    def _note_state(self, state: TrainerState, *, fetched: bool = False) -> None:
+        """What the Trainer counts, equal on all ranks; whether the next batch is ``fetched``."""
+        body = {
+            each.name: getattr(state, each.name)
+            for each in fields(state)
+            if each.name not in _OF_THE_PROCESS
+        }
+        body.update({"log_history": self._log, _FETCHED: fetched, _PENDING: False})
+        stateful = [*self._stateful_callbacks(), self._trainer.control]
+        body["stateful_callbacks"] = {type(each).__name__: each.state() for each in stateful}
+        self._run.extra[_EXTRA] = body
+
+    def _stateful_callbacks(self) -> Iterator[Any]:
+        for each in self._trainer.callback_handler.callbacks:
+            if isinstance(each, ExportableState):
+                yield each
+
+    def _restore_state(self, args: TrainingArguments, state: TrainerState) -> None:
+        saved = self._run.extra[_EXTRA]
+        at_epoch_end = float(state.epoch).is_integer()
+        if saved[_FETCHED] or not at_epoch_end:
+            self._random = rng.capture()
+        # An evaluation that was broken off comes before the next step.
+        self._repeats = args.eval_on_start = bool(saved[_PENDING])
+        # An early stop counts on, where the program has the same callbacks.
+        for each in self._stateful_callbacks():
+            attributes = (
+                saved["stateful_callbacks"].get(type(each).__name__, {}).get("attributes", {})
+            )
+            for name, value in attributes.items():
+                setattr(each, name, value)
+
+
+def _require_supported(trainer: Trainer) -> None:
+    if trainer.is_deepspeed_enabled:
+        raise UnsupportedError(
+            "a Trainer with DeepSpeed: its engine makes the updates and keeps the state",
+            next_step="Start the script with slurm-forge exec (docs/how-to/exec.md).",
+        )
+    if trainer.args.auto_find_batch_size:
+        raise UnsupportedError(
+            "auto_find_batch_size begins training a second time, with everything registered",
+            next_step="Set per_device_train_batch_size, and auto_find_batch_size=False.",
+        )
+    missing = [name for name in _LOADERS if not callable(getattr(trainer, name, None))]
+    if missing:
+        raise UnsupportedError(
+            f"this version of transformers has no Trainer.{missing[0]}: what the run restores "
+            "would be overwritten",
+            next_step="Use transformers 4.46 to 5, or start the script with slurm-forge exec.",
+        )
+
+
+def _own_optimizer(optimizer: Any) -> torch.optim.Optimizer:
+    """The optimizer within accelerate's."""
+    own: torch.optim.Optimizer = getattr(optimizer, "optimizer", optimizer)
+    return own
+
+
+@contextmanager
+def _replaced(
+    owner: Any, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]
+) -> Iterator[None]:
+    """Replace a method of one object for a while."""
+    setattr(owner, name, wrap(getattr(owner, name)))
+    try:
+        yield
+    finally:
+        delattr(owner, name)
+
+
+def _nothing(method: Callable[..., Any]) -> Callable[..., Any]:
+    """In place of what loads the Trainer's own checkpoints."""
+
+    @wraps(method)
+    def nothing(*args: Any, **kwargs: Any) -> None:
+        del args, kwargs
+
+    return nothing
+
+
+def _shielded(get_dataloader: Callable[..., Any]) -> Callable[..., Any]:
+    """Loader workers outlive a signal that all processes of a step get: the save needs them."""
+
+    @wraps(get_dataloader)
+    def get(*args: Any, **kwargs: Any) -> Any:
+        loader = get_dataloader(*args, **kwargs)
+        own = getattr(loader, "base_dataloader", loader)  # accelerate's holds torch's
+        if not isinstance(own.worker_init_fn, WorkerStart):
+            own.worker_init_fn = WorkerStart(own.worker_init_fn)
+        return loader
+
+    return get
+
+
+def _resume_folder(folder: Path, state: dict[str, Any]) -> str:
+    """A checkpoint folder of the Trainer with nothing in it but what it counts."""
+    known = {each.name for each in fields(TrainerState)}
+    counted = {name: value for name, value in state.items() if name in known}
+    path = folder / f"checkpoint-{state['global_step']}"
+    path.mkdir()
+    (path / _STATE_FILE).write_text(json.dumps(counted), encoding="utf-8")
+    return str(path)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)

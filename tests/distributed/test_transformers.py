@@ -1,0 +1,240 @@
+"""Hugging Face's Trainer as a run: stopped, killed, given a NaN, and equal to an undisturbed one.
+
+Where transformers and accelerate are installed, as by the extra ``dev``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import slurm_forge as forge
+from slurm_forge.checkpoint.content.json_state import decode
+from slurm_forge.journal import fold, read_to_fold
+from slurm_forge.run_directory import RunDirectory
+from slurm_forge.testing.digest import digest
+from slurm_forge.training.rank.main import RankOutcome
+from slurm_forge.vocabulary.decision import Action
+from tests.distributed.launches import Gate, is_alive, launched, new_run, newest_manifest
+from tests.distributed.ranks import start_ranks
+
+transformers = pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+
+from slurm_forge.integrations.transformers import ForgeCallback  # noqa: E402
+
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(240)]
+
+RANKS, STEPS, SAMPLES = 2, 12, 40
+
+
+class Rows(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        draw = torch.Generator().manual_seed(index)
+        return {"x": torch.randn(8, generator=draw), "labels": torch.tensor(index % 3)}
+
+
+class Net(nn.Module):
+    """With dropout: the random state counts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.2), nn.ReLU(), nn.Linear(16, 3))
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None) -> dict[str, Any]:
+        logits = self.body(x)
+        loss = None if labels is None else nn.functional.cross_entropy(logits, labels)
+        return {"loss": loss, "logits": logits}
+
+
+Disturb = Callable[[forge.Run, Any], None]
+
+
+class Disturbance(transformers.TrainerCallback):  # type: ignore[misc,name-defined]
+    """Calls ``before`` ahead of the update of each step."""
+
+    def __init__(self, run: forge.Run, disturb: Disturb) -> None:
+        self.run, self.disturb = run, disturb
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.disturb(self.run, self)
+
+
+def nothing(run: forge.Run, disturbance: Any) -> None:
+    """An undisturbed run."""
+
+
+def trainer_of(folder: Path, *callbacks: Any, **options: Any) -> Any:
+    torch.manual_seed(7)
+    values: dict[str, Any] = {
+        "output_dir": str(folder / "trainer"),
+        "use_cpu": True,
+        "max_steps": STEPS,
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 2,
+        "learning_rate": 0.05,
+        "logging_steps": 1,
+        "eval_strategy": "steps",
+        "eval_steps": 3,
+        "save_strategy": "no",
+        "report_to": [],
+        "disable_tqdm": True,
+        **options,
+    }
+    return transformers.Trainer(
+        model=Net(),
+        args=transformers.TrainingArguments(**values),
+        train_dataset=Rows(),
+        eval_dataset=torch.utils.data.Subset(Rows(), range(4)),
+        callbacks=list(callbacks),
+    )
+
+
+def program(disturb: Disturb = nothing, **options: Any) -> Callable[[forge.Run], None]:
+    def train(run: forge.Run) -> None:
+        # The harness does not say that all ranks are on one node.
+        os.environ["LOCAL_WORLD_SIZE"] = str(run.world_size)
+        trainer = trainer_of(run.directory, Disturbance(run, disturb), **options)
+        ForgeCallback(run).train(trainer)
+
+    return train
+
+
+@pytest.fixture
+def gate() -> Iterator[Gate]:
+    one = Gate()
+    yield one
+    one.close()
+
+
+def run_of(folder: Path, name: str) -> RunDirectory:
+    return new_run(folder, name=name, checkpoint={"every_steps": 4})
+
+
+def finished(run: RunDirectory, **options: Any) -> RunDirectory:
+    with launched(run, RANKS, program(**options)) as launch:
+        pass
+    assert [(told.outcome, told.step) for told in launch.told] == [
+        (RankOutcome.FINISHED, STEPS)
+    ] * RANKS
+    return run
+
+
+def logged(run: RunDirectory) -> list[dict[str, Any]]:
+    """What the Trainer has logged, as the last checkpoint has it."""
+    manifest = newest_manifest(run)
+    assert manifest is not None
+    log: list[dict[str, Any]] = decode(manifest.state["extra"])["extra"]["trainer"]["log_history"]
+    # The last one sums up what was done since the resume.
+    return [each for each in log if "train_loss" not in each]
+
+
+#: In the middle of an epoch; at its end; in an evaluation; in an evaluation at the end of an epoch.
+@pytest.mark.parametrize(("stop_at", "eval_steps"), [
+    pytest.param(7, 3, marks=pytest.mark.slow), pytest.param(5, 3, marks=pytest.mark.slow), (6, 3),
+    pytest.param(5, 5, marks=pytest.mark.slow),
+])  # fmt: skip
+def test_a_stopped_trainer_loses_no_step_and_ends_the_same(
+    tmp_path: Path, gate: Gate, stop_at: int, eval_steps: int
+) -> None:
+    undisturbed = finished(run_of(tmp_path, "undisturbed"), eval_steps=eval_steps)
+    run = run_of(tmp_path, "stopped")
+
+    def disturb(run: forge.Run, _: Any) -> None:
+        if run.step_number == stop_at - 1:
+            gate.wait(run.rank)
+
+    with launched(run, RANKS, program(disturb, eval_steps=eval_steps)) as launch:
+        launch.at(gate, RANKS)
+        launch.stop_together()
+        gate.open()
+    assert {(told.outcome, told.step) for told in launch.told} == {(RankOutcome.STOPPED, stop_at)}
+    finished(run, eval_steps=eval_steps)
+    assert digest(run.path, random=True) == digest(undisturbed.path, random=True)
+    assert logged(run) == logged(undisturbed)
+
+
+@pytest.mark.slow
+def test_a_killed_trainer_continues_from_its_last_checkpoint_and_ends_the_same(
+    tmp_path: Path, gate: Gate
+) -> None:
+    undisturbed = finished(run_of(tmp_path, "undisturbed"))
+    run = run_of(tmp_path, "killed")
+
+    def disturb(run: forge.Run, _: Any) -> None:
+        if run.step_number == 6:
+            gate.wait(run.rank)
+
+    with launched(run, RANKS, program(disturb)) as launch:
+        launch.at(gate, RANKS)
+        launch.kill(1, signal.SIGKILL)
+        launch.until(lambda: not is_alive(launch.group.pids[1]), "rank 1 to be gone")
+        gate.open()
+    assert launch.decision is not None
+    assert launch.decision.action is Action.RELAUNCH
+    finished(run)
+    assert digest(run.path, random=True) == digest(undisturbed.path, random=True)
+
+
+@pytest.mark.parametrize(("fault", "launches"), [
+    pytest.param("nan@5", 1, marks=pytest.mark.slow), ("nan@5x3", 2),
+])  # fmt: skip
+def test_a_gradient_that_is_not_finite_reaches_no_weight(
+    tmp_path: Path, fault: str, launches: int
+) -> None:
+    run = new_run(
+        tmp_path, name="nan", checkpoint={"every_steps": 4}, inject=[fault]
+    )  # fmt: skip
+    for _ in range(launches - 1):
+        with launched(run, RANKS, program()) as launch:
+            pass
+        assert launch.decision is not None
+        assert launch.decision.action is Action.ROLLBACK
+    finished(run)
+    skipped = [step for each in fold(read_to_fold(run)).attempts for step in each.skipped]
+    assert skipped
+
+
+def weights_of(model: nn.Module) -> list[float]:
+    return [value for each in model.parameters() for value in each.detach().flatten().tolist()]
+
+
+def train_plainly(rank: int, folder: Path) -> list[float]:
+    os.environ.update(
+        {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+        | dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(RANKS))
+    )
+    trainer = trainer_of(folder, eval_strategy="no")
+    trainer.train()
+    return weights_of(trainer.model)
+
+
+def test_the_weights_are_those_of_a_trainer_without_a_run(tmp_path: Path) -> None:
+
+    def train(run: forge.Run) -> None:
+        os.environ["LOCAL_WORLD_SIZE"] = str(run.world_size)
+        trainer = trainer_of(run.directory, eval_strategy="no")
+        ForgeCallback(run).train(trainer)
+        (run.directory / f"weights-{run.rank}").write_text(json.dumps(weights_of(trainer.model)))
+
+    run = run_of(tmp_path, "run")
+    with launched(run, RANKS, train) as launch:
+        pass
+    assert {told.outcome for told in launch.told} == {RankOutcome.FINISHED}
+    with start_ranks(RANKS, train_plainly, tmp_path / "plain") as group:
+        outcomes = group.wait(120)
+    assert all(outcome.ok for outcome in outcomes), "".join(map(str, outcomes))
+    plain = [outcome.value for outcome in outcomes]
+    for rank in range(RANKS):
+        assert json.loads((run.path / f"weights-{rank}").read_text()) == plain[rank]
