@@ -304,7 +304,7 @@ def _require_supported(trainer: Trainer) -> None:
         raise UnsupportedError(
             f"this version of transformers has no Trainer.{missing[0]}: what the run restores "
             "would be overwritten",
-            next_step="Use transformers 4.46 to 5, or start the script with slurm-forge exec.",
+            next_step="Use transformers 5.24, or start the script with slurm-forge exec.",
         )
 
 
