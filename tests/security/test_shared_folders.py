@@ -19,7 +19,7 @@ import pytest
 from typer.testing import CliRunner
 
 import slurm_forge.cli
-from slurm_forge.cli.main import app
+from slurm_forge.cli.main import application
 from slurm_forge.documents import read
 from slurm_forge.errors import CheckpointRejectedError, RunDirectoryError, UnsafeFileError
 from slurm_forge.files import make_private_directory
@@ -80,7 +80,7 @@ def types(folder: Path, *words: str) -> tuple[int, str]:
     """The exit status and the output of a command."""
     os.chdir(folder)
     os.environ["HOME"] = str(folder)
-    result = CliRunner().invoke(app, words)
+    result = CliRunner().invoke(application(), words)
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception
     return result.exit_code, result.output

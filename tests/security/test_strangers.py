@@ -412,6 +412,7 @@ def test_a_hub_that_can_open_no_more_files_lets_ranks_in_and_does_not_spin():
     spent = bounded(crowded, seconds=60)
     os.close(spare)
     assert spent is not None
+    assert isinstance(spent.result, tuple), spent.result
     said, busy = spent.result
     assert said == "joined"
     assert busy < 0.3, "the listener spins"

@@ -399,10 +399,10 @@ def test_neither_a_file_nor_a_run_is_what_a_missing_file_is(shell: Shell) -> Non
 def test_the_closing_words_of_a_run_whose_processes_are_gone_are_those_of_explain(
     shell: Shell, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def killed(session: object, task: object) -> subprocess.Popen[bytes]:
+    def killed(run: object, **more: object) -> subprocess.Popen[bytes]:
         return subprocess.Popen(["false"], start_new_session=True)
 
-    monkeypatch.setattr(local.LocalSession, "start", killed)
+    monkeypatch.setattr(local, "start_tasks", killed)
     result = shell("run", "train.yaml")
     assert result.exit_code == 1
     assert "nothing to do" not in result.stdout

@@ -87,14 +87,14 @@ def test_who_trains_from_python_is_interrupted_once_the_run_has_stopped(
 def test_ranks_that_are_killed_before_they_begin_an_attempt_are_told_of(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def killed(session: object, task: object) -> subprocess.Popen[bytes]:
+    def killed(run: object, **more: object) -> subprocess.Popen[bytes]:
         return subprocess.Popen(["false"], start_new_session=True)
 
-    monkeypatch.setattr(here.LocalSession, "start", killed)
+    monkeypatch.setattr(here, "start_tasks", killed)
     run = here.train_here("m:train", {"name": "tiny"}, runs=tmp_path / "runs")
     said: list[str] = []
     file = read_run_file(run.spec_file)
-    assert here.run_locally(run, file, 1, lambda state: None, say=said.append) == 1
+    assert here.run_locally(run, file, 1, lambda: None, say=said.append) == 1
     (text,) = said
     assert "ended before they began an attempt" in text and "_0_log.err" in text
     assert here.run_state(run).status is RunStatus.SUBMITTED
