@@ -40,6 +40,7 @@ _FETCHED, _PENDING = "fetched", "evaluating"
 _STATE_FILE = "trainer_state.json"
 #: What of it is this process's own.
 _OF_THE_PROCESS = frozenset({"is_local_process_zero", "is_world_process_zero"})
+_NAMES = tuple(each.name for each in fields(TrainerState) if each.name not in _OF_THE_PROCESS)
 #: Ends of the names of figures that every rank measures for itself.
 _MEASURED = ("_runtime", "_per_second")
 #: What loads the Trainer's own checkpoint: the run has restored more than that.
@@ -162,9 +163,9 @@ class ForgeCallback(TrainerCallback):
         self._run.count_step(self._loss, grad_norm=self._reported_norm(), samples=samples)
         self._loss = self._grad_norm = None
         self._counted = True
-        self._note_state(state)  # an evaluation is a place to stop, too
         if args.load_best_model_at_end and state.global_step >= state.max_steps:
             # Other weights are loaded before the run is over: these belong to the step.
+            self._note_state(state)
             self._run.save()
 
     def on_prediction_step(
@@ -221,7 +222,8 @@ class ForgeCallback(TrainerCallback):
     def _in_a_phase(self, evaluate: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(evaluate)
         def evaluate_in_a_phase(*args: Any, **kwargs: Any) -> Any:
-            state = self._run.extra.get(_EXTRA, {})
+            self._note_state(self._trainer.state)  # a place to stop, too
+            state = self._run.extra[_EXTRA]
             state[_PENDING] = self._evaluating = True
             with self._run.phase("eval"):
                 metrics = evaluate(*args, **kwargs)
@@ -257,11 +259,8 @@ class ForgeCallback(TrainerCallback):
 
     def _note_state(self, state: TrainerState, *, fetched: bool = False) -> None:
         """What the Trainer counts, equal on all ranks; whether the next batch is ``fetched``."""
-        body = {
-            each.name: getattr(state, each.name)
-            for each in fields(state)
-            if each.name not in _OF_THE_PROCESS
-        }
+        values = vars(state)
+        body = {name: values[name] for name in _NAMES}
         body.update({"log_history": self._log, _FETCHED: fetched, _PENDING: False})
         stateful = [*self._stateful_callbacks(), self._trainer.control]
         body["stateful_callbacks"] = {type(each).__name__: each.state() for each in stateful}
