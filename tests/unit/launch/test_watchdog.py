@@ -5,8 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from itertools import pairwise
+from unittest import mock
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from slurm_forge.control import MemberView
 from slurm_forge.control.hub import MonitorView
@@ -366,3 +369,50 @@ def test_every_interpreter_held_by_c_code_is_a_hang_with_a_probe_beside_too(worl
         told += scene.pass_time(0.5)
         assert judge.poll(scene.now) is None
     assert [each.late_ranks for each in told] == [(0,) if world == 1 else ()]
+
+
+@dataclass(frozen=True)
+class Happens:
+    """To a rank, and how long nothing else does."""
+
+    rank: int
+    state: str
+    silent: bool
+    kind: str
+    steps: int
+    seconds: float
+
+
+HAPPENS = st.builds(
+    Happens,
+    rank=st.integers(0, 2),
+    state=st.sampled_from("SSSRTtD"),
+    silent=st.sampled_from([False, False, False, True]),
+    kind=st.sampled_from(["train", "train", "data", "eval", "first train"]),
+    steps=st.integers(0, 2),
+    seconds=st.sampled_from([0.5, 4.0, 9.0, 31.0, 40.0]),
+)
+
+
+def lived(story: list[Happens], rules: HangRules) -> tuple[list[StallSeen], list[object]]:
+    now = scene(rules=rules, learned={"train": 1.0, "data": 0.2})
+    written: list[object] = []
+    for each in story:
+        rank = now.ranks[each.rank]
+        rank.state, rank.silent = each.state, each.silent
+        if each.steps:
+            now.dog.on_message(each.rank, PhaseDuration(kind=each.kind, seconds=each.seconds / 9))
+            rank.go(now.now, step=rank.step + each.steps, kind=each.kind)
+        now.pass_time(each.seconds)
+        written.append((now.dog._number, now.dog.stalled))
+    return now.told, [*written, *now.written]
+
+
+@pytest.mark.parametrize("at_most", [timedelta(minutes=1), timedelta(seconds=10)])
+@settings(max_examples=25, deadline=None)
+@given(story=st.lists(HAPPENS, min_size=1, max_size=8))
+def test_a_quick_look_decides_as_a_long_one(at_most: timedelta, story: list[Happens]) -> None:
+    rules = replace(RULES, at_most=at_most)
+    quick = lived(story, rules)
+    with mock.patch.object(RankViews, "all_progress", return_value=False):
+        assert lived(story, rules) == quick

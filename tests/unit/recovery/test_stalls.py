@@ -242,3 +242,41 @@ def test_compiling_is_given_more() -> None:
     looks = {0: look(WAITING), 1: look(compiling)}
     assert isinstance(judged([at(0, 700), at(1, 700)], looks), Excused)
     assert isinstance(judged([at(0, 1801), at(1, 1801)], looks), Stall)
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from([0.0, 29.0, 31.0, 299.0, 301.0, 5000.0]),
+            st.integers(10, 13),
+            st.sampled_from(["train", "data", "eval", "save", "first train", "unseen"]),
+            st.sampled_from("SRDTtZ"),
+            st.booleans(),
+        ),
+        max_size=7,
+    )
+)
+def test_who_stands_still_is_found_as_if_all_were_compared_with_all(
+    ranks: list[tuple[float, int, str, str, bool]],
+) -> None:
+    views = [
+        at(rank, since, step, kind=kind, state=state, is_silent=silent)
+        for rank, (since, step, kind, state, silent) in enumerate(ranks)
+    ]
+    durations = known()
+    found = find_standstill(views, durations)
+    over = [view for view in views if view.since > durations.limit(view.kind)]
+    at_work = [view.place for view in views if view not in over]
+    stuck = [view for view in over if not any(place <= view.place for place in at_work)]
+    suspended = all(view.is_silent or view.state in ("T", "t") for view in views)
+    debugged = any(view.state == "t" and not view.is_silent for view in views)
+    if suspended or debugged or not stuck:
+        assert found is None
+        return
+    assert found is not None
+    lowest = min(view.place for view in stuck)
+    first = [view for view in stuck if view.place == lowest]
+    assert found.over == tuple(view.rank for view in stuck)
+    assert found.furthest_behind == tuple(view.rank for view in first)
+    assert found.limit == min(durations.limit(view.kind) for view in first)
+    assert found.since == min(view.since for view in first)
