@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import json
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import fields
@@ -34,8 +35,9 @@ from slurm_forge.training.loop.run import Run
 
 #: Under which ``run.extra`` has what the Trainer counts.
 _EXTRA = "trainer"
-#: Besides: whether the batch of the next step was fetched, and whether an evaluation was going on.
-_FETCHED, _PENDING = "fetched", "evaluating"
+#: Besides: whether the batch of the next step was fetched, whether an evaluation was going on, and
+#: whether the Trainer was to write a folder of its own behind that; the samples of a step.
+_FETCHED, _PENDING, _SAVES, _SAMPLES = "fetched", "evaluating", "saves", "samples"
 #: The name of the Trainer's own file for it.
 _STATE_FILE = "trainer_state.json"
 #: What of it is this process's own.
@@ -67,8 +69,12 @@ class ForgeCallback(TrainerCallback):
         self._log: list[dict[str, Any]] = []
         #: Whether a step is counted whose boundary is still to be passed.
         self._counted = False
-        #: Whether an evaluation goes on, and whether it is one that was broken off before.
-        self._evaluating = self._repeats = False
+        #: Whether an evaluation goes on.
+        self._evaluating = False
+        #: Whether no step is left since the last one was made, or stopped early, before a resume.
+        self._over = False
+        #: Whether batches are passed over, and no step was made since the resume.
+        self._passes_over = False
         #: The random states that the checkpoint has, until the first step begins.
         self._random: dict[str, torch.Tensor] | None = None
 
@@ -84,7 +90,8 @@ class ForgeCallback(TrainerCallback):
 
         Raises:
             UnsupportedError: The Trainer uses DeepSpeed, or this version of transformers lacks a
-                method that has to be replaced while it resumes.
+                method that has to be replaced while it resumes.  The steps that are done had
+                another number of samples.  An ``IterableDataset`` ended before their position.
             CheckpointError: The newest checkpoint turned out to be damaged.
         """
         _require_supported(trainer)
@@ -93,14 +100,20 @@ class ForgeCallback(TrainerCallback):
         point = self._run.resume_point()
         with ExitStack() as stack:
             stack.callback(trainer.remove_callback, self)
-            stack.enter_context(_replaced(trainer, "training_step", self._note_loss))
-            stack.enter_context(_replaced(trainer, "evaluate", self._in_a_phase))
+            for name, wrap in (
+                ("training_step", self._note_loss),
+                ("evaluate", self._in_a_phase),
+                ("get_batch_samples", self._none_when_over),
+                ("_load_best_model", self._save_first),
+            ):
+                stack.enter_context(_replaced(trainer, name, wrap))
             for loader in ("get_train_dataloader", "get_eval_dataloader"):
                 stack.enter_context(_replaced(trainer, loader, _shielded))
             stack.enter_context(_replaced(trainer.accelerator, "clip_grad_norm_", self._note_norm))
             if point is not None and _EXTRA in point.extra:
                 folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="trainer-"))
                 saved = point.extra[_EXTRA]
+                _require_same_samples(trainer.args, saved)
                 self._log = list(saved["log_history"])
                 resume_from_checkpoint = _resume_folder(Path(folder), saved)
                 for loader in _LOADERS:
@@ -108,7 +121,7 @@ class ForgeCallback(TrainerCallback):
             try:
                 return trainer.train(resume_from_checkpoint=resume_from_checkpoint)
             finally:
-                vars(trainer.optimizer).pop("step", None)
+                getattr(trainer.optimizer, "__dict__", {}).pop("step", None)
 
     # -- what the Trainer calls ----------------------------------------------------------------
 
@@ -116,7 +129,6 @@ class ForgeCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
         """Register and restore; the Trainer knows already which step it is at."""
-        del control
         run, trainer = self._run, self._trainer
         scaler = getattr(trainer.accelerator, "scaler", None)
         run.register(
@@ -133,10 +145,10 @@ class ForgeCallback(TrainerCallback):
                 next_step="Nothing: the damaged checkpoint is noted, and the next start of the "
                 "ranks resumes from the older one.",
             )
-        if resumed:
-            self._restore_state(args, state)
         if scaler is None:  # one that has a scaler leaves such updates out by itself
             self._guard(trainer.optimizer)
+        if resumed and _EXTRA in run.extra:  # not where an evaluation before step 1 was broken off
+            self._restore_state(args, state, control)
 
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
@@ -146,6 +158,7 @@ class ForgeCallback(TrainerCallback):
         The next batch is fetched by now, as it will be when training resumes here.
         """
         del args, control
+        self._passes_over = False
         if self._random is not None:
             rng.restore(self._random)  # what was passed over has drawn from them
             self._random = None
@@ -159,14 +172,24 @@ class ForgeCallback(TrainerCallback):
     ) -> None:
         """Count the step."""
         del control
-        samples = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
-        self._run.count_step(self._loss, grad_norm=self._reported_norm(), samples=samples)
+        norm = self._reported_norm()
+        self._run.count_step(self._loss, grad_norm=norm, samples=_samples(args))
         self._loss = self._grad_norm = None
         self._counted = True
-        if args.load_best_model_at_end and state.global_step >= state.max_steps:
-            # Other weights are loaded before the run is over: these belong to the step.
-            self._note_state(state)
-            self._run.save()
+
+    def on_epoch_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
+        """The end of the data, which must not come while it is passed over."""
+        del args
+        if self._over:  # what an epoch's end is followed by was done before
+            control.should_log = control.should_evaluate = control.should_save = False
+        elif self._passes_over:
+            raise UnsupportedError(
+                "the dataset came to its end before the position of the checkpoint (step "
+                f"{state.global_step}): with max_steps, the Trainer does not know how long it is",
+                next_step="Give the IterableDataset a __len__, or let it repeat without an end.",
+            )
 
     def on_prediction_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
@@ -222,20 +245,36 @@ class ForgeCallback(TrainerCallback):
     def _in_a_phase(self, evaluate: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(evaluate)
         def evaluate_in_a_phase(*args: Any, **kwargs: Any) -> Any:
+            if self._evaluating:  # one of several datasets
+                return evaluate(*args, **kwargs)
             self._note_state(self._trainer.state)  # a place to stop, too
             state = self._run.extra[_EXTRA]
+            state[_SAVES] = self._trainer.control.should_save
             state[_PENDING] = self._evaluating = True
             with self._run.phase("eval"):
                 metrics = evaluate(*args, **kwargs)
-            self._evaluating = False
-            state[_PENDING] = False
-            if self._repeats:
-                self._repeats = self._trainer.args.eval_on_start = False
-                if self._trainer.args.metric_for_best_model is not None:
-                    self._trainer._determine_best_metric(metrics=metrics, trial=None)
+            state[_PENDING] = self._evaluating = False
             return metrics
 
         return evaluate_in_a_phase
+
+    def _none_when_over(self, get_batch_samples: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(get_batch_samples)
+        def get(*args: Any, **kwargs: Any) -> Any:
+            return ([], None) if self._over else get_batch_samples(*args, **kwargs)
+
+        return get
+
+    def _save_first(self, load_best_model: Callable[..., Any]) -> Callable[..., Any]:
+        """Other weights are loaded before the run is over: those of now belong to the step."""
+
+        @wraps(load_best_model)
+        def save_and_load(*args: Any, **kwargs: Any) -> Any:
+            self._note_state(self._trainer.state)
+            self._run.save()
+            return load_best_model(*args, **kwargs)
+
+        return save_and_load
 
     def _guard(self, accelerated: Any) -> None:
         """Have the run make the updates of the optimizer: checked, and the same on all ranks."""
@@ -262,6 +301,7 @@ class ForgeCallback(TrainerCallback):
         values = vars(state)
         body = {name: values[name] for name in _NAMES}
         body.update({"log_history": self._log, _FETCHED: fetched, _PENDING: False})
+        body[_SAMPLES] = _samples(self._trainer.args)
         stateful = [*self._stateful_callbacks(), self._trainer.control]
         body["stateful_callbacks"] = {type(each).__name__: each.state() for each in stateful}
         self._run.extra[_EXTRA] = body
@@ -271,20 +311,39 @@ class ForgeCallback(TrainerCallback):
             if isinstance(each, ExportableState):
                 yield each
 
-    def _restore_state(self, args: TrainingArguments, state: TrainerState) -> None:
+    def _restore_state(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl
+    ) -> None:
         saved = self._run.extra[_EXTRA]
-        at_epoch_end = float(state.epoch).is_integer()
-        if saved[_FETCHED] or not at_epoch_end:
-            self._random = rng.capture()
-        # An evaluation that was broken off comes before the next step.
-        self._repeats = args.eval_on_start = bool(saved[_PENDING])
+        callbacks = saved["stateful_callbacks"]
+        args.eval_on_start = False  # it was done
         # An early stop counts on, where the program has the same callbacks.
         for each in self._stateful_callbacks():
-            attributes = (
-                saved["stateful_callbacks"].get(type(each).__name__, {}).get("attributes", {})
-            )
-            for name, value in attributes.items():
+            for name, value in callbacks.get(type(each).__name__, {}).get("attributes", {}).items():
                 setattr(each, name, value)
+        early = saved["global_step"] < saved["max_steps"]
+        stopped = callbacks["TrainerControl"]["args"]["should_training_stop"]
+        control.should_training_stop = early and stopped
+        if saved[_PENDING]:
+            self._repeat_evaluation(state, control, saves=saved[_SAVES])
+        self._over = control.should_training_stop or state.global_step >= state.max_steps
+        control.should_training_stop = self._over
+        at_epoch_end = float(state.epoch).is_integer()
+        self._passes_over = not at_epoch_end
+        if saved[_FETCHED] or not at_epoch_end:
+            self._random = rng.capture()
+
+    def _repeat_evaluation(
+        self, state: TrainerState, control: TrainerControl, *, saves: bool
+    ) -> None:
+        """Do again what was broken off: it comes before the next step, and what follows it."""
+        trainer = self._trainer
+        control.should_evaluate, control.should_save = True, saves
+        loss = torch.zeros((), device=trainer.args.device)
+        trainer._maybe_log_save_evaluate(
+            loss, None, trainer.model_wrapped, None, state.epoch, None, time.time()
+        )
+        control.should_evaluate = control.should_save = False
 
 
 def _require_supported(trainer: Trainer) -> None:
@@ -304,6 +363,26 @@ def _require_supported(trainer: Trainer) -> None:
             f"this version of transformers has no Trainer.{missing[0]}: what the run restores "
             "would be overwritten",
             next_step="Use transformers 5.24, or start the script with slurm-forge exec.",
+        )
+
+
+def _samples(args: TrainingArguments) -> int:
+    """The samples of a step, over all ranks."""
+    count: int = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
+    return count
+
+
+def _require_same_samples(args: TrainingArguments, saved: dict[str, Any]) -> None:
+    """``UnsupportedError`` where the Trainer would take other samples for those that are done."""
+    before, now = saved[_SAMPLES], _samples(args)
+    if before != now and not args.ignore_data_skip:
+        raise UnsupportedError(
+            f"the steps up to {saved['global_step']} had {before} samples each, and now a step has "
+            f"{now} (per_device_train_batch_size {args.train_batch_size}, "
+            f"gradient_accumulation_steps {args.gradient_accumulation_steps}, {args.world_size} "
+            "ranks): the Trainer would continue at the wrong sample",
+            next_step=f"Choose them so that their product is {before}; or pass over no sample: "
+            "ignore_data_skip=True.",
         )
 
 

@@ -75,7 +75,13 @@ def nothing(run: forge.Run, disturbance: Any) -> None:
     """An undisturbed run."""
 
 
-def trainer_of(folder: Path, *callbacks: Any, **options: Any) -> Any:
+def trainer_of(
+    folder: Path,
+    *callbacks: Any,
+    train_dataset: Any = Rows(),  # noqa: B008
+    evaluated: Any = None,
+    **options: Any,
+) -> Any:
     torch.manual_seed(7)
     values: dict[str, Any] = {
         "output_dir": str(folder / "trainer"),
@@ -95,8 +101,8 @@ def trainer_of(folder: Path, *callbacks: Any, **options: Any) -> Any:
     return transformers.Trainer(
         model=Net(),
         args=transformers.TrainingArguments(**values),
-        train_dataset=Rows(),
-        eval_dataset=torch.utils.data.Subset(Rows(), range(4)),
+        train_dataset=train_dataset,
+        eval_dataset=torch.utils.data.Subset(Rows(), range(4)) if evaluated is None else evaluated,
         callbacks=list(callbacks),
     )
 
@@ -238,3 +244,111 @@ def test_the_weights_are_those_of_a_trainer_without_a_run(tmp_path: Path) -> Non
     plain = [outcome.value for outcome in outcomes]
     for rank in range(RANKS):
         assert json.loads((run.path / f"weights-{rank}").read_text()) == plain[rank]
+
+
+# -- what follows the last step, and an evaluation that was broken off -----------------------------
+
+
+class AtEvaluation(transformers.TrainerCallback):  # type: ignore[misc,name-defined]
+    """Waits in the evaluation behind a step, the first time."""
+
+    def __init__(self, gate: Gate | None, step: int) -> None:
+        self.gate, self.step = gate, step
+
+    def on_prediction_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if self.gate is not None and state.global_step == self.step:
+            gate, self.gate = self.gate, None
+            gate.wait(0)
+
+
+def best_of(run: forge.Run, gate: Gate | None, step: int, options: dict[str, Any]) -> None:
+    """Train, and write down what the Trainer has chosen."""
+    os.environ["LOCAL_WORLD_SIZE"] = "1"
+    stops_early = [transformers.EarlyStoppingCallback(1)] if "greater_is_better" in options else []
+    trainer = trainer_of(run.directory, *stops_early, AtEvaluation(gate, step), **options)
+    ForgeCallback(run).train(trainer)
+    state = trainer.state
+    found = (
+        state.global_step,
+        state.best_global_step,
+        state.best_metric,
+        weights_of(trainer.model),
+    )
+    (run.directory / "best").write_text(json.dumps(found))
+
+
+PARTS = {name: torch.utils.data.Subset(Rows(), range(4)) for name in ("one", "two")}
+BEST = {
+    "metric_for_best_model": "eval_loss", "load_best_model_at_end": True,
+    "save_strategy": "steps", "save_steps": 3,
+}  # fmt: skip
+EVALUATIONS: dict[str, tuple[int, dict[str, Any]]] = {
+    "several datasets": (6, {"evaluated": PARTS}),
+    "before the first step": (0, {"eval_on_start": True}),
+    "a schedule of the metric": (6, {
+        "lr_scheduler_type": "reduce_lr_on_plateau", "metric_for_best_model": "eval_loss",
+        "lr_scheduler_kwargs": {"patience": 0, "factor": 0.5, "mode": "max"},
+    }),
+    "an early stop": (6, {
+        "metric_for_best_model": "eval_loss", "greater_is_better": True,
+        "gradient_accumulation_steps": 1,
+    }),
+    "behind the last step": (STEPS, BEST),
+    "the best of all": (9, {**BEST, "learning_rate": 3.0}),
+    "behind the last step, at the end of an epoch": (STEPS, {"eval_strategy": "epoch"}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [
+    pytest.param(each, marks=() if each == "behind the last step" else pytest.mark.slow)
+    for each in EVALUATIONS
+])  # fmt: skip
+def test_an_evaluation_that_was_broken_off_has_all_that_follows_it(
+    tmp_path: Path, gate: Gate, name: str
+) -> None:
+    step, options = EVALUATIONS[name]
+    undisturbed, run = run_of(tmp_path, "undisturbed"), run_of(tmp_path, "stopped")
+    for each, at in ((undisturbed, None), (run, gate), (run, None)):
+
+        def train(run: forge.Run, at: Gate | None = at) -> None:
+            best_of(run, at, step, options)
+
+        with launched(each, 1, train) as launch:
+            if at is not None:
+                launch.at(at, 1)
+                launch.stop_together()
+                at.open()
+        outcome = RankOutcome.FINISHED if at is None else RankOutcome.STOPPED
+        assert launch.told[0].outcome is outcome
+    assert (run.path / "best").read_text() == (undisturbed.path / "best").read_text()
+    assert digest(run.path, random=True) == digest(undisturbed.path, random=True)
+
+
+class Endless(torch.utils.data.IterableDataset[dict[str, torch.Tensor]]):
+    """Not really: 10 samples, and no length."""
+
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        return (Rows()[index] for index in range(10))
+
+
+@pytest.mark.parametrize(("first", "then", "says"), [
+    ({}, {"gradient_accumulation_steps": 1}, "had 4 samples each, and now a step has 2"),
+    pytest.param(
+        {"train_dataset": Endless()}, {"train_dataset": Endless()}, "before the position",
+        marks=pytest.mark.slow,
+    ),
+    pytest.param({}, {"train_dataset": None}, "requires a train_dataset", marks=pytest.mark.slow),
+])  # fmt: skip
+def test_what_would_continue_at_another_sample_is_refused(
+    tmp_path: Path, first: dict[str, Any], then: dict[str, Any], says: str
+) -> None:
+    run = run_of(tmp_path, "run")
+    with launched(run, 1, program(max_steps=4, eval_strategy="no", **first)) as launch:
+        pass
+    assert launch.told[0].outcome is RankOutcome.FINISHED
+    run.reopen()
+    with launched(run, 1, program(eval_strategy="no", **then)) as launch:
+        pass
+    assert launch.told[0].outcome is RankOutcome.FAILED
+    attempt = fold(read_to_fold(run)).attempts[-1]
+    assert says in repr(attempt)
