@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
+import os
 import socket
+import struct
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -12,6 +15,8 @@ from pathlib import Path
 #: A node that lost power closes no connection, and TCP itself waits for a quarter of an hour.
 _IDLE_S, _BETWEEN_S, _TRIES = 30, 10, 3
 _LOOPBACK = "127."
+#: The kernel's struct ucred: process, user, group.
+_PEER = struct.Struct("iII")
 
 
 def candidates(interface_address: str | None = None) -> tuple[str, ...]:
@@ -96,6 +101,12 @@ def _connect_here(path: str, timeout_s: float) -> socket.socket:
     try:
         connection.settimeout(timeout_s)
         connection.connect(path)
+        # Another user's would be found out by its proof, but may make us wait for that.
+        owner = _PEER.unpack(
+            connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size)
+        )
+        if owner[1] != os.geteuid():
+            raise PermissionError(errno.EACCES, "who listens there is another user", path)
     except OSError:
         connection.close()
         raise

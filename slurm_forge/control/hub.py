@@ -409,7 +409,7 @@ class Hub(Listener[_Peer]):
         if isinstance(message, MonitorHello):
             self._greet_monitor(peer, message, now)
             return
-        if isinstance(message, RelayHello):
+        if isinstance(message, RelayHello) and peer.members is None:
             if self._welcome(peer):
                 peer.members = {}
             return

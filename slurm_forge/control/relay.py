@@ -160,9 +160,7 @@ class Relay(Listener[_Client]):
             if len(hub.beats) == len(hub.members):
                 hub.beats_due = now
             return
-        before = hub.beats.pop(peer.number, None)
-        if before is not None:
-            self._add(hub, peer.number, before, now)
+        self._add_beat(hub, peer.number, now)
         self._add(hub, peer.number, line, now)
 
     def _is_urgent(self, peer: _Client, message: Heartbeat | MonitorHeartbeat) -> bool:
@@ -191,8 +189,9 @@ class Relay(Listener[_Client]):
     def _on_closed(self, peer: _Client) -> None:
         hub = peer.hub
         if hub is not None and hub.members.pop(peer.number, None) is not None:
-            hub.beats.pop(peer.number, None)
-            self._add(hub, peer.number, None, self._clock())
+            now = self._clock()
+            self._add_beat(hub, peer.number, now)
+            self._add(hub, peer.number, None, now)
 
     # -- the hub -------------------------------------------------------------------------------
 
@@ -249,6 +248,14 @@ class Relay(Listener[_Client]):
             hub.connection.close()
             for member in list(hub.members.values()):
                 self._drop(member)
+
+    def _add_beat(self, hub: _Hub, number: int, now: float) -> None:
+        """What a member says next does not overtake its heartbeat; its end neither."""
+        beat = hub.beats.pop(number, None)
+        if beat is not None:
+            self._add(hub, number, beat, now)
+        if not hub.beats:
+            hub.beats_due = float("inf")
 
     def _add(self, hub: _Hub, number: int, line: bytes | None, now: float) -> None:
         if not hub.lines:
@@ -315,6 +322,9 @@ def start_relay(path: Path, *, secret: str, host: str) -> None:
     if pid:
         os.close(ended)
         os.waitpid(pid, 0)
+        # What a worker leaves running must not keep the relay.  Closed once, and no other file that
+        # has the number by then.
+        os.register_at_fork(after_in_child=os.fdopen(lifeline, "wb", 0).close)
         return
     try:
         os.close(lifeline)

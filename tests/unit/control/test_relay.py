@@ -16,15 +16,23 @@ from typing import TypeVar
 import pytest
 
 from slurm_forge.control import Hub, Member
+from slurm_forge.control import listener as listener_module
 from slurm_forge.control import member as member_module
 from slurm_forge.control.addresses import parse_addresses
-from slurm_forge.control.handshake import AuthenticatedConnection, Credentials, Role, dial
-from slurm_forge.control.hub import MessageReceived, RankDisconnected, TargetAgreed
+from slurm_forge.control.handshake import (
+    AuthenticatedConnection,
+    Credentials,
+    Role,
+    dial,
+    welcome,
+)
+from slurm_forge.control.hub import MessageReceived, RankDisconnected, RankJoined, TargetAgreed
 from slurm_forge.control.messages import protocol
 from slurm_forge.control.messages.hub import Publish, RequestKind
 from slurm_forge.control.messages.message import Message
 from slurm_forge.control.messages.monitor import MonitorHello, PhaseDuration, TakeStacks
-from slurm_forge.control.messages.rank import Hello, Notice
+from slurm_forge.control.messages.rank import Heartbeat, Hello, Notice
+from slurm_forge.control.messages.relay import RelayHello, encode_lines
 from slurm_forge.control.relay import Relay, relay_path, start_relay
 from slurm_forge.errors import ControlChannelError
 from slurm_forge.vocabulary.position import Position
@@ -246,6 +254,199 @@ def test_a_relay_of_its_own_process_ends_with_whoever_started_it(tmp_path: Path)
         os.kill(agent, signal.SIGKILL)
         os.waitpid(agent, 0)
         until(lambda: here.aborted == [0] and not path.exists(), "the relay is gone")
+
+
+def test_a_process_that_a_worker_leaves_running_does_not_keep_the_relay(tmp_path: Path) -> None:
+    path = tmp_path / "private" / "relay"
+    told, tells = os.pipe()
+    agent = os.fork()
+    if agent == 0:
+        start_relay(path, secret="s" * 64, host="n1")
+        worker = os.fork()
+        if worker:
+            os.write(tells, b"%d\n" % worker)
+        signal.pause()
+    until(path.exists, "the socket")
+    worker = int(os.read(told, 20))
+    try:
+        os.kill(agent, signal.SIGKILL)
+        os.waitpid(agent, 0)
+        until(lambda: not path.exists(), "the relay is gone")
+    finally:
+        os.kill(worker, signal.SIGKILL)
+        os.close(told)
+        os.close(tells)
+
+
+def test_a_socket_of_another_user_is_not_even_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It need not know the secret to keep a rank waiting."""
+    path = tmp_path / "relay"
+    with hub_of(1) as hub, socket.socket(socket.AF_UNIX) as silent:
+        silent.bind(str(path))
+        silent.listen()
+        other = os.geteuid() + 1
+        monkeypatch.setattr(os, "geteuid", lambda: other)
+        began = time.monotonic()
+        Node(hub, path).member(0).close()
+        assert time.monotonic() - began < WITHIN_S / 2 - 1  # as long as it would have waited
+        assert set(hub.members()) == {0}
+
+
+def test_the_last_heartbeat_of_a_rank_comes_before_its_end(tmp_path: Path) -> None:
+    with node(2, tmp_path) as here:
+        ranks = [
+            here.dial(Role.RANK, Hello(rank=rank, world=2, host="n1", pid=1)) for rank in range(2)
+        ]
+        ranks[0].send(protocol.encode(_beat(step=41)))  # waits for that of the other one
+        ranks[0].close()
+        assert next_event(here.hub, RankDisconnected).rank == 0
+        assert here.hub.members()[0].step == 41
+
+
+def test_a_heartbeat_that_went_along_is_waited_for_no_longer(tmp_path: Path) -> None:
+    later = 0.0
+    with hub_of(2) as hub:
+        relay = Relay(
+            tmp_path / "relay",
+            secret=hub.credentials.secret,
+            host="n1",
+            clock=lambda: time.monotonic() + later,
+        )
+        relay.start()
+        try:
+            here = Node(hub, tmp_path / "relay")
+            rank = here.dial(Role.RANK, Hello(rank=0, world=2, host="n1", pid=1))
+            silent = here.dial(Role.RANK, Hello(rank=1, world=2, host="n1", pid=1))
+            rank.send(protocol.encode(_beat(step=1)))
+            rank.send(protocol.encode(Notice(what="SIGUSR1")))
+            next_event(hub, MessageReceived)
+            later = 60.0
+            assert relay._timeout_s() > 0.0, "it would turn without end"
+            silent.close()
+        finally:
+            relay.close()
+
+
+def test_a_relay_that_greets_twice_is_ended_with_its_ranks(tmp_path: Path) -> None:
+    with hub_of(2) as hub:
+        hello = protocol.encode(RelayHello(host="n1", pid=1))
+        relay = Node(hub, Path("/nowhere")).dial(Role.RELAY, RelayHello(host="n1", pid=1))
+        rank = protocol.encode(Hello(rank=0, world=2, host="n1", pid=1))
+        relay.send(encode_lines([(1, rank)]))
+        until(lambda: 0 in hub.members(), "the rank")
+        relay.send(hello)
+        assert next_event(hub, RankDisconnected).rank == 0
+        assert not hub.members()[0].connected
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        [(1, MonitorHello(rank=2, world=2, host="n1", pid=1))],
+        [(1, Hello(rank=-1, world=2, host="n1", pid=1))],
+        [(1, Hello(rank=0, world=10**9, host="n1", pid=1))],
+        [(1, Notice(what="SIGTERM")), (2, None), (-(10**18), None)],
+        [(1, Publish(key="k", value="v", to=(0, 1, -1, 10**12)))],
+    ],
+)
+def test_what_a_relay_says_of_members_that_there_are_not_changes_nothing(
+    said: list[tuple[int, Message | None]],
+) -> None:
+    with hub_of(2) as hub:
+        relay = Node(hub, Path("/nowhere")).dial(Role.RELAY, RelayHello(host="n1", pid=1))
+        Node(hub, Path("/nowhere")).member(1)
+        lines = [(number, None if each is None else protocol.encode(each)) for number, each in said]
+        relay.send(encode_lines(lines))
+        rank = protocol.encode(Hello(rank=0, world=2, host="n1", pid=1))
+        relay.send(encode_lines([(7, rank)]))  # it is heard all the same
+        until(lambda: 0 in hub.members(), "the rank")
+        assert set(hub.members()) == {0, 1}
+        assert hub.monitors() == {}
+        assert all(member.connected for member in hub.members().values())
+
+
+def test_texts_as_long_as_may_be_pass_a_relay_both_ways(tmp_path: Path) -> None:
+    text = '"\\\n\x01é\U0001f600' * 2_000
+    with node(2, tmp_path) as here:
+        members = [here.member(rank) for rank in range(2)]
+        members[0].send(Publish(key="k", value=text))
+        assert members[1].published("k", WITHIN_S) == text
+        members[0].send(Notice(what="x" * 60_000))
+        event = next_event(here.hub, MessageReceived)
+        assert event.message == Notice(what="x" * 60_000)
+
+
+def test_a_line_without_an_end_ends_its_member_alone(tmp_path: Path) -> None:
+    with node(2, tmp_path) as here:
+        loud = here.dial(Role.RANK, Hello(rank=0, world=2, host="n1", pid=1))
+        here.member(1)
+        with contextlib.suppress(OSError):
+            loud.socket.sendall(b"x" * 300_000)
+        assert next_event(here.hub, RankDisconnected).rank == 0
+        assert here.hub.members()[1].connected
+        assert here.connections == 1
+
+
+def test_half_a_line_waits_for_the_other_half_and_holds_nobody_up(tmp_path: Path) -> None:
+    with node(2, tmp_path) as here:
+        slow = here.dial(Role.RANK, Hello(rank=0, world=2, host="n1", pid=1))
+        other = here.member(1)
+        assert slow.session is not None
+        line = slow.session.sign(protocol.encode(Notice(what="late")))
+        slow.socket.sendall(line[:40])
+        other.send(Notice(what="early"))
+        assert next_event(here.hub, MessageReceived).message == Notice(what="early")
+        slow.socket.sendall(line[40:])
+        assert next_event(here.hub, MessageReceived).message == Notice(what="late")
+
+
+def test_who_does_not_read_is_dropped_and_the_others_are_served(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(listener_module, "_SEND_WITHIN_S", 0.1)
+    with node(2, tmp_path) as here:
+        here.dial(Role.RANK, Hello(rank=0, world=2, host="n1", pid=1))  # reads nothing any more
+        other = here.member(1)
+        for number in range(40):
+            here.hub.publish(f"k{number}", "x" * 20_000)
+        assert next_event(here.hub, RankDisconnected).rank == 0
+        assert other.published("k39", WITHIN_S)
+        assert here.hub.members()[1].connected
+
+
+@pytest.mark.parametrize("relayed", [False, True])
+def test_one_whose_welcome_can_not_be_sent_has_not_come(
+    relayed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It tries again, and would be refused as the second one of that rank."""
+    left = {"n": 2}
+
+    def fails(connection: AuthenticatedConnection) -> None:
+        if left["n"]:
+            left["n"] -= 1
+            raise BrokenPipeError
+        welcome(connection)
+
+    with node(1, tmp_path) as here:
+        at = here if relayed else Node(here.hub, Path("/nowhere"))
+        at.dial(Role.RELAY, RelayHello(host="n0", pid=1)).close()  # the relay's own is not struck
+        monkeypatch.setattr(listener_module, "welcome", fails)
+        rank = at.member(0)
+        assert left["n"] == 0
+        assert {r: m.connected for r, m in here.hub.members().items()} == {0: True}
+        assert isinstance(here.hub.events.get(timeout=WITHIN_S), RankJoined)
+        assert here.hub.events.empty(), "it was counted as one that came and left"
+        left["n"] = 1
+        monitor = at.monitor(0)
+        assert {r: m.connected for r, m in here.hub.monitors().items()} == {0: True}
+        monitor.close()
+        rank.close()
+
+
+def _beat(step: int) -> Heartbeat:
+    return Heartbeat(turn=0, step=step, begun=step, phase="train", since_s=0.0, started=False)
 
 
 def test_paths_differ_by_step_and_node() -> None:
