@@ -95,15 +95,22 @@ class _Tasks:
         self._alive: set[int] = set()
         self._preload: Any = importlib.import_module("slurm_forge.training.rank.preload")
         self._why_not = ""
+        self._job = os.getpid()
+        #: By a SIGTERM that came while there was no task that it could be passed on to.
+        self._ended = False
         signal.signal(signal.SIGTERM, self._pass_on)
 
     def prepare(self) -> None:
         """Import what a rank needs; what can't be forked then is started anew."""
         variables = importlib.import_module("slurm_forge.training.core.rank_variables")
+        before = process_environ()
         # Torch reads some variables when it is imported.  What is wrong with the file a rank says.
         with contextlib.suppress(ForgeError, OSError):
             variables.take_on(read_run_file(self._run.spec_file), one_node=True)
         self._why_not = self._preload.preload(process_environ(), (_JOB,))
+        # Every start reads the file anew: what was changed meanwhile must not be found set.
+        os.environ.clear()
+        os.environ.update(before)
         self._why_not = self._why_not or self._preload.why_not_forkable()
         if self._why_not:
             sys.stderr.write(f"slurm_forge: ranks can't be forked: {self._why_not}\n")
@@ -112,6 +119,8 @@ class _Tasks:
         """Until no task asks to be started again; whether this is a task now, in a child."""
         for _ in range(_MOST_STARTS):
             for number in range(ranks):
+                if self._ended:
+                    break
                 pid = os.fork()
                 if pid == 0:
                     self._become(number)
@@ -134,22 +143,22 @@ class _Tasks:
         """In the child: have what a process of its own would have."""
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         self._alive = set()  # they are the parent's
-        job = os.getppid()
         for stream, ending in ((1, "out"), (2, "err")):
-            path = self._run.submissions / f"{job}_{number}_log.{ending}"
+            path = self._run.submissions / f"{self._job}_{number}_log.{ending}"
             descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
             os.dup2(descriptor, stream)
             os.close(descriptor)
         for descriptor in self._descriptors:
             os.close(descriptor)
         os.environ["SUBMITIT_LOCAL_LOCALID"] = os.environ["SUBMITIT_LOCAL_GLOBALID"] = str(number)
-        os.environ["SUBMITIT_LOCAL_JOB_ID"] = str(job)
+        os.environ["SUBMITIT_LOCAL_JOB_ID"] = str(self._job)
         if self._why_not:
             words = process_words("local_tasks", _TASK, str(self._run.path))
             os.execve(sys.executable, [sys.executable, "-u", *words], process_environ())  # noqa: S606
         self._preload.give_threads_back(process_environ())
 
     def _pass_on(self, signum: int, frame: FrameType | None) -> None:
+        self._ended = self._ended or not self._alive
         for pid in self._alive:  # what was not waited for keeps its process id
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signum)

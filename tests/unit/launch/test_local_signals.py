@@ -1,9 +1,10 @@
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,8 @@ import pytest
 from slurm_forge.journal import RunStatus
 from slurm_forge.launch.attempt.stop_request import StopRequest
 from slurm_forge.launch.local import runner as here
+from slurm_forge.launch.local import tasks
+from slurm_forge.launch.submit.submission import run_state
 from slurm_forge.spec.run_file import read_run_file
 
 ALL = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -87,7 +90,7 @@ def test_who_trains_from_python_is_interrupted_once_the_run_has_stopped(
 def test_ranks_that_are_killed_before_they_begin_an_attempt_are_told_of(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def killed(run: object, **more: object) -> subprocess.Popen[bytes]:
+    def killed(run: object, **given: object) -> subprocess.Popen[bytes]:
         return subprocess.Popen(["false"], start_new_session=True)
 
     monkeypatch.setattr(here, "start_tasks", killed)
@@ -97,4 +100,44 @@ def test_ranks_that_are_killed_before_they_begin_an_attempt_are_told_of(
     assert here.run_locally(run, file, 1, lambda: None, say=said.append) == 1
     (text,) = said
     assert "ended before they began an attempt" in text and "_0_log.err" in text
-    assert here.run_state(run).status is RunStatus.SUBMITTED
+    assert run_state(run).status is RunStatus.SUBMITTED
+
+
+def tasks_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tasks._Tasks:
+    """Above the tasks of a run whose job sets a variable; without torch."""
+    job = {"name": "tiny", "env": {"FORGE_TEST_COLOUR": "red"}}
+    monkeypatch.setattr(here, "run_locally", lambda *given: 0)
+    run = here.train_here("m:train", job, runs=tmp_path / "runs")
+    return tasks._Tasks(run, ())
+
+
+def test_a_sigterm_while_nothing_runs_yet_is_not_forgotten(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It takes seconds to import torch, and there is no task yet to pass the signal on to."""
+    above = tasks_of(tmp_path, monkeypatch)
+
+    def fork() -> int:
+        raise AssertionError("a task was started")
+
+    monkeypatch.setattr(os, "fork", fork)
+    signal.raise_signal(signal.SIGTERM)
+    assert not above.supervise(2)
+
+
+def test_a_start_finds_no_variable_of_the_job_as_it_was_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A variable that was taken out of the job meanwhile, or that the site has changed."""
+    above = tasks_of(tmp_path, monkeypatch)
+    preloaded: list[str | None] = []
+
+    def preload(environ: Mapping[str, str], more: tuple[str, ...]) -> str:
+        preloaded.append(environ.get("FORGE_TEST_COLOUR"))
+        return ""
+
+    monkeypatch.setattr(above._preload, "preload", preload)
+    monkeypatch.setattr(above._preload, "why_not_forkable", str)
+    above.prepare()
+    assert preloaded == ["red"], "torch reads some when it is imported"
+    assert "FORGE_TEST_COLOUR" not in os.environ
