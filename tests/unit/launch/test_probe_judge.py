@@ -2,8 +2,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from unittest import mock
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from slurm_forge.control import MemberView
 from slurm_forge.control.hub import MonitorView
@@ -420,3 +423,58 @@ def test_answers_to_an_older_probe_are_not_taken_for_this_one() -> None:
     scene.judge.on_message(3, ProbeDone(id=99, latency_s=0.1, wrong=(), bandwidth=0.0))
     scene.wait(5)
     assert scene.judge._good == 0
+
+
+@dataclass(frozen=True)
+class Happens:
+    """To a rank, or what it says of the probe, and how long nothing else does."""
+
+    rank: int
+    state: str
+    silent: bool
+    says: str
+    steps: int
+    seconds: float
+
+
+HAPPENS = st.builds(
+    Happens,
+    rank=st.integers(0, 3),
+    state=st.sampled_from(["", "", "S", "T", "D"]),
+    silent=st.sampled_from([False, False, False, True]),
+    says=st.sampled_from(["", "arrived", "all arrived", "done", "all done", "broke"]),
+    steps=st.integers(0, 60),
+    seconds=st.sampled_from([1.0, 3.0, 6.0, 31.0]),
+)
+
+
+def lived(story: list[Happens]) -> tuple[list[Event], object, bool, int]:
+    scene = Scene(network=Network())
+    told = scene.wait(61)  # a probe is under way
+    for each in story:
+        (scene.silent.add if each.silent else scene.silent.discard)(each.rank)
+        scene.states.pop(each.rank, None)
+        if each.state:
+            scene.states[each.rank] = each.state
+        number = len(scene.hub.requests)
+        speakers = range(4) if each.says.startswith("all") else [each.rank]
+        for rank in speakers:
+            if each.says.endswith("arrived"):
+                scene.judge.on_message(rank, ProbeArrived(id=number, gpu=False))
+            elif each.says.endswith("done"):
+                done = ProbeDone(id=number, latency_s=0.1, wrong=(), bandwidth=0.0)
+                scene.judge.on_message(rank, done)
+            elif each.says == "broke":
+                scene.judge.on_message(rank, ProbeBroke(id=number, text="reset"))
+        for rank, view in scene.hub.views.items():
+            scene.set(rank, step=view.step + each.steps)
+        told += scene.wait(each.seconds)
+    return told, scene.judge.failed, scene.judge._off, len(scene.hub.requests)
+
+
+@settings(max_examples=60, deadline=None)
+@given(story=st.lists(HAPPENS, min_size=1, max_size=6))
+def test_a_quick_look_at_a_probe_decides_as_a_long_one(story: list[Happens]) -> None:
+    quick = lived(story)
+    with mock.patch.object(ProbeMonitor, "_is_early", return_value=False):
+        assert lived(story) == quick
