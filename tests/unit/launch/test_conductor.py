@@ -13,8 +13,10 @@ from signal import Signals
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from slurm_forge.control import Hub, Member
+from slurm_forge.control import Hub, Member, MemberView
 from slurm_forge.control import member as member_module
 from slurm_forge.control.addresses import parse_addresses
 from slurm_forge.control.messages.hub import RequestKind
@@ -39,6 +41,7 @@ from slurm_forge.launch.conductor import save_timer as pace_module
 from slurm_forge.launch.conductor import shutdown as ending_module
 from slurm_forge.launch.conductor.conductor import Conductor
 from slurm_forge.launch.conductor.job_poller import JobPoller
+from slurm_forge.launch.conductor.observations import Observations
 from slurm_forge.launch.conductor.stop_monitor import BATCH_STEP
 from slurm_forge.launch.render.schedule import Timing
 from slurm_forge.recovery import LaunchFacts, classify
@@ -1185,3 +1188,24 @@ def test_a_rank_whose_values_arrive_changed_is_named_and_the_launch_ended(stage:
     (failed,) = [probe for probe in stage.journalled(ev.ProbeMeasured) if not probe.ok]
     assert (failed.late_ranks, failed.wrong) == ((1,), True)
     assert failed.evidence
+
+
+@given(
+    returned=st.dictionaries(st.integers(0, 4), st.integers(0, 3), max_size=5),
+    begun=st.lists(st.integers(0, 4), min_size=5, max_size=5),
+)
+def test_who_has_parted_is_found_as_if_all_were_compared_with_all(
+    returned: dict[int, int], begun: list[int]
+) -> None:
+    members = {
+        rank: MemberView(rank=rank, host="n", pid=1, last_message_at=0.0, begun=step)
+        for rank, step in enumerate(begun)
+    }
+    parted = {
+        (rank, other)
+        for rank, step in returned.items()
+        for other in members
+        if other != rank and max(begun[other], returned.get(other, 0)) > step
+    }
+    found = Observations(returned_at=returned).diverged_ranks(members)
+    assert found in parted if parted else found is None

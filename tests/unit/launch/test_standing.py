@@ -15,9 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slurm_forge.control import Hub
+from slurm_forge.control import listener as listener_module
 from slurm_forge.control.addresses import parse_addresses
 from slurm_forge.control.agent_hub import AgentsHub
-from slurm_forge.control.handshake import Role, dial
+from slurm_forge.control.handshake import AuthenticatedConnection, Role, dial, welcome
 from slurm_forge.control.hub import MessageReceived
 from slurm_forge.control.messages import protocol
 from slurm_forge.control.messages.agent import (
@@ -371,6 +372,27 @@ def test_agents_that_nobody_listens_to_any_more_are_known_to_be_gone() -> None:
     until(lambda: not agents.agents()[0].connected, "the end of the connection")
     rank.socket.settimeout(WITHIN_S)
     assert rank.socket.recv(100) == b""
+    agents.close()
+
+
+def test_an_agent_whose_welcome_can_not_be_sent_has_not_come(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It tries again, and would be refused as one that has connected before."""
+    left = [OSError("gone")]
+
+    def fails(connection: AuthenticatedConnection) -> None:
+        assert agents.agents() == {}
+        if left:
+            raise left.pop()
+        welcome(connection)
+
+    monkeypatch.setattr(listener_module, "welcome", fails)
+    agents = AgentsHub(world_size=1, on_notice=lambda rank, what: None)
+    rank = Scripted(agents, 0)
+    assert left == []
+    assert agents.agents()[0].connected
+    rank.channel.close()
     agents.close()
 
 
