@@ -141,7 +141,8 @@ def _open_closed() -> None:
         try:
             os.fstat(number)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)
+            # What is started from here finds it open too.
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
     sys.stdout = sys.stdout or os.fdopen(os.dup(1), "w")
     sys.stderr = sys.stderr or os.fdopen(os.dup(2), "w")
 

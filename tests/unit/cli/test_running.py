@@ -7,6 +7,7 @@ import json
 import os
 import shlex
 import subprocess
+import sys
 from collections.abc import Callable
 
 import pytest
@@ -399,7 +400,7 @@ def test_neither_a_file_nor_a_run_is_what_a_missing_file_is(shell: Shell) -> Non
 def test_the_closing_words_of_a_run_whose_processes_are_gone_are_those_of_explain(
     shell: Shell, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def killed(run: object, **more: object) -> subprocess.Popen[bytes]:
+    def killed(run: object, **given: object) -> subprocess.Popen[bytes]:
         return subprocess.Popen(["false"], start_new_session=True)
 
     monkeypatch.setattr(local, "start_tasks", killed)
@@ -426,3 +427,19 @@ def test_what_the_system_refuses_ends_with_a_next_step(
     first, second = result.stderr.strip().splitlines()[:2]
     assert first == f"runs: {os.strerror(number)}"
     assert step in second
+
+
+def test_what_was_closed_is_open_to_whatever_is_started() -> None:
+    """Ranks write their logs over what they inherit: a closed one takes them to nowhere."""
+    code = (
+        "import os\n"
+        "told = os.dup(1)\n"
+        "for number in range(3): os.close(number)\n"
+        "from slurm_forge.cli.main import _open_closed\n"
+        "_open_closed()\n"
+        "os.write(told, b'%d %d %d' % tuple(os.get_inheritable(each) for each in range(3)))\n"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", code], check=False, capture_output=True, timeout=60
+    )
+    assert ended.stdout == b"1 1 1", ended
