@@ -26,6 +26,7 @@ from slurm_forge.files import make_private_directory
 from slurm_forge.journal import fold, read_journal
 from slurm_forge.knobs import Knobs
 from slurm_forge.launch.attempt.attempt import begin
+from slurm_forge.launch.requeue.reconcile import alone
 from slurm_forge.run_directory import RunDirectory, newest_claim
 from slurm_forge.spec import job_from_mapping
 from slurm_forge.spec.entry import check_entry
@@ -119,6 +120,20 @@ def test_whoever_can_read_a_run_reads_it_and_only_its_owner_changes_it(
     assert snapshot(folder / "runs") == before
 
 
+def brings_back(run: RunDirectory) -> None:
+    with alone(run):
+        raise AssertionError("it may be submitted")
+
+
+def test_a_colleague_brings_no_run_back_whose_folder_of_submissions_is_theirs(
+    run: RunDirectory,
+) -> None:
+    """One who watches runs that are not theirs would have its batch script executed."""
+    run.submissions.mkdir(exist_ok=True)
+    os.chown(run.submissions, COLLEAGUE, COLLEAGUE)
+    assert as_user(COLLEAGUE, functools.partial(brings_back, run)) is RunDirectoryError
+
+
 def test_a_folder_of_a_run_that_another_user_has_put_there_starts_nothing(
     folder: Path, run: RunDirectory
 ) -> None:
@@ -126,6 +141,7 @@ def test_a_folder_of_a_run_that_another_user_has_put_there_starts_nothing(
     for name in ("journal", "attempts", "checkpoints", "submissions"):
         os.chown(run.path / name, COLLEAGUE, PROJECT)
         assert as_user(OWNER, run.refuse_others) is RunDirectoryError, name
+        assert as_user(OWNER, functools.partial(brings_back, run)) is RunDirectoryError, name
         os.chown(run.path / name, OWNER, OWNER)
     assert as_user(OWNER, run.refuse_others) is None
 

@@ -422,7 +422,8 @@ _OTHERS = timedelta(minutes=3)
 
 @contextlib.contextmanager
 def alone(run: RunDirectory) -> Iterator[None]:
-    """One command at a time brings a run back, on this host."""
+    """One command at a time brings a run of this user's back, on this host."""
+    run.refuse_others()
     make_private_directory(run.submissions)
     with exclusive(run.submissions / "coming-back.lock", _OTHERS):
         yield

@@ -135,7 +135,7 @@ class Watcher:
                 continue
             if finding is None:
                 continue
-            if finding.remedy is Remedy.NONE:
+            if finding.remedy is Remedy.NONE or not run.is_own():
                 findings.append(HandledFinding(str(run.path), finding))
             elif acts <= 0:
                 runs_left += 1

@@ -250,6 +250,25 @@ def test_an_open_intent_is_carried_out_once_by_two_watchers(world: World) -> Non
     assert run_state(run).open_intent is None
 
 
+@pytest.mark.parametrize("limits", [LIMITS, RESTART])
+def test_a_run_of_another_user_is_reported_and_never_submitted(
+    world: World, limits: WatchLimits, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its batch script would be executed as whoever watches."""
+    run, job = world.submit()
+    journal = begins(run, job)
+    if limits is LIMITS:
+        journal.write(RequeueIntended(job=job, method="scontrol requeue", reason="preempted"))
+    world.fake.wait_state(job, JobState.COMPLETED)
+    world.fake.advance(timedelta(seconds=200))
+    monkeypatch.setattr(RunDirectory, "is_own", lambda run: False)
+    before = read_journal(run)
+    found = only(world.watcher(limits).round([run]))
+    assert found.finding.remedy is not Remedy.NONE and not found.done
+    assert world.asked("sbatch") == 1
+    assert read_journal(run) == before
+
+
 def test_a_dead_controller_costs_one_question_and_nothing_is_done(world: World) -> None:
     runs = []
     for number in range(3):
