@@ -142,8 +142,8 @@ class ForgeCallback(TrainerCallback):
             raise CheckpointError(
                 f"the Trainer was to resume at step {state.global_step}, and the newest checkpoint "
                 f"that could be read is that of step {run.step_number}",
-                next_step="Nothing: the damaged checkpoint is noted, and the next start of the "
-                "ranks resumes from the older one.",
+                next_step="Where it is damaged: nothing, the next start of the ranks resumes from "
+                "the older one.  Where another program wrote it: start a run of another name.",
             )
         if scaler is None:  # one that has a scaler leaves such updates out by itself
             self._guard(trainer.optimizer)
@@ -356,6 +356,16 @@ def _require_supported(trainer: Trainer) -> None:
         raise UnsupportedError(
             "auto_find_batch_size begins training a second time, with everything registered",
             next_step="Set per_device_train_batch_size, and auto_find_batch_size=False.",
+        )
+    strategy = getattr(trainer.args, "train_sampling_strategy", "random")
+    seedable = trainer.accelerator.dataloader_config.use_seedable_sampler
+    if strategy == "group_by_length" or (strategy == "random" and not seedable):
+        raise UnsupportedError(
+            "the order of the samples is drawn from a generator that no checkpoint holds "
+            f"(train_sampling_strategy={strategy!r}, use_seedable_sampler={seedable}): a resume "
+            "within an epoch would continue in another order",
+            next_step='Use train_sampling_strategy="random" with use_seedable_sampler=True (the '
+            'defaults), "batch_rebalance" or "sequential".',
         )
     missing = [name for name in _LOADERS if not callable(getattr(trainer, name, None))]
     if missing:

@@ -338,6 +338,14 @@ class Endless(torch.utils.data.IterableDataset[dict[str, torch.Tensor]]):
         marks=pytest.mark.slow,
     ),
     pytest.param({}, {"train_dataset": None}, "requires a train_dataset", marks=pytest.mark.slow),
+    pytest.param(
+        {}, {"train_sampling_strategy": "group_by_length"}, "no checkpoint holds",
+        marks=pytest.mark.slow,
+    ),
+    pytest.param(
+        {}, {"accelerator_config": {"use_seedable_sampler": False}}, "no checkpoint holds",
+        marks=pytest.mark.slow,
+    ),
 ])  # fmt: skip
 def test_what_would_continue_at_another_sample_is_refused(
     tmp_path: Path, first: dict[str, Any], then: dict[str, Any], says: str
