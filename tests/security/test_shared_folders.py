@@ -104,8 +104,11 @@ def test_whoever_can_read_a_run_reads_it_and_only_its_owner_changes_it(
     folder: Path, run: RunDirectory, who: int
 ) -> None:
     import_everything()
-    for words in (*READING, *CHANGING):
-        types(folder, *words)  # as root, which imports what they need
+    with pytest.MonkeyPatch.context() as patch:  # undone, as it isn't by a process that ends
+        patch.chdir(folder)
+        patch.setenv("HOME", str(folder))
+        for words in (*READING, *CHANGING):
+            types(folder, *words)  # as root, which imports what they need
     before = snapshot(folder / "runs")
     for words in READING:
         status, said = as_user(who, functools.partial(types, folder, *words))
