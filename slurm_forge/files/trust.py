@@ -64,7 +64,7 @@ def refuse_foreign(
     name = os.fspath(path)
     allowed = {owner, 0} if root_too else {owner}
     if owner == FOLDERS_OWNER:
-        owner = _owner_of_folder(name)
+        owner = _folder_of(name).st_uid
         allowed = {owner, 0, os.geteuid()}
     elif owner == ANYBODY:
         allowed = {status.st_uid}
@@ -143,7 +143,7 @@ def _is_shared(name: str, status: os.stat_result, group: int) -> bool:
     """Whether the folder was given to the group on purpose: setgid, and writable for the group."""
     if not stat.S_ISDIR(status.st_mode):
         try:
-            status = os.stat(os.path.dirname(os.path.abspath(name)))  # noqa: PTH100, PTH116, PTH120
+            status = _folder_of(name)
         except OSError:
             return False
     given = stat.S_ISGID | stat.S_IWGRP
@@ -157,5 +157,5 @@ def _group_name(group: int) -> str:
         return ""
 
 
-def _owner_of_folder(name: str) -> int:
-    return os.stat(os.path.dirname(os.path.abspath(name))).st_uid  # noqa: PTH100, PTH116, PTH120
+def _folder_of(name: str) -> os.stat_result:
+    return os.stat(os.path.dirname(os.path.abspath(name)))  # noqa: PTH100, PTH116, PTH120

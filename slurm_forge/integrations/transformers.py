@@ -4,12 +4,11 @@
         trainer = Trainer(...)                # of transformers, or a subclass of it, such as TRL's
         ForgeCallback(run).train(trainer)     # in place of trainer.train()
 
-The Trainer keeps its loop, its data and its schedule.  Of what it does, three methods are wrapped
-while it trains, on the objects alone: the loss of a step, the norm of its gradients and the update
-itself, which is left out on all ranks where the gradient is not finite.  Checkpoints are those of
-the run.  What the Trainer counts (``TrainerState``) is in ``run.extra``, and is handed to it as the
-``trainer_state.json`` of a folder from which it resumes; weights, optimizer, schedule and random
-states are restored by the run, before the first step.
+The Trainer keeps its loop, its data and its schedule.  While it trains, some of its methods are
+wrapped, on the objects alone; the update itself is skipped on all ranks where the gradient is not
+finite.  Checkpoints are those of the run.  What the Trainer counts (``TrainerState``) is in
+``run.extra``, and is handed to it as the ``trainer_state.json`` of a folder from which it resumes;
+weights, optimizer, schedule and random states are restored by the run, before the first step.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ class ForgeCallback(TrainerCallback):
     """Trains a ``transformers.Trainer`` as a run.
 
     A stop loses no step: it is saved between two of them.  An update whose gradient is not finite,
-    or whose norm is far beyond the usual, is left out on all ranks; the recovery plan's scale of
+    or whose norm is far beyond the usual, is skipped on all ranks; the recovery plan's scale of
     the learning rate is applied.  Figures that the Trainer logs are in ``status``.
 
     Args:
@@ -440,8 +439,7 @@ def _shielded(get_dataloader: Callable[..., Any]) -> Callable[..., Any]:
 
 def _resume_folder(folder: Path, state: dict[str, Any]) -> str:
     """A checkpoint folder of the Trainer with nothing in it but what it counts."""
-    known = {each.name for each in fields(TrainerState)}
-    counted = {name: value for name, value in state.items() if name in known}
+    counted = {name: value for name, value in state.items() if name in _NAMES}
     path = folder / f"checkpoint-{state['global_step']}"
     path.mkdir()
     (path / _STATE_FILE).write_text(json.dumps(counted), encoding="utf-8")
