@@ -353,8 +353,9 @@ def _rank_main(spec: _Spec, parent: int, done_fd: int, release_fd: int) -> int:
     faulthandler.enable(file=2)
     faulthandler.register(STACKS_SIGNAL, file=2, all_threads=True, chain=False)
     # The parent's OpenMP threads do not exist here; with one thread none is ever asked for.
+    # Accelerate sets more unless the variable is there.
     torch.set_num_threads(1)
-    os.environ.update({"GLOO_SOCKET_IFNAME": "lo", **spec.env})
+    os.environ.update({"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **spec.env})
     try:
         if spec.init:
             dist.init_process_group(
