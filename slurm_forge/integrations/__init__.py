@@ -1,8 +1,8 @@
 """Libraries of others: trainers that become runs, trackers that continue; called by the user.
 
-``transformers`` is imported by whoever uses it; the others import no library.
+``transformers`` and ``accelerate`` are imported by whoever uses them; the others import no library.
 
-Entry: ``trackers``, ``transformers``.
+Entry: ``trackers``, ``transformers``, ``accelerate``.
 """
 
 from __future__ import annotations

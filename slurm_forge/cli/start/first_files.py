@@ -49,6 +49,8 @@ class StartMethod(str, Enum):
     ATTACH = "attach"
     #: A job file and a function that trains with Hugging Face's Trainer.
     HF = "hf"
+    #: A job file and a function with a loop that uses accelerate.
+    ACCELERATE = "accelerate"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -262,7 +264,11 @@ def _without_srun(command: Sequence[str]) -> list[str]:
 
 
 def _starter(start_method: StartMethod, job: JobSpec) -> str:
-    names = {StartMethod.EXEC: "own.py", StartMethod.HF: "trainer.py"}
+    names = {
+        StartMethod.EXEC: "own.py",
+        StartMethod.HF: "trainer.py",
+        StartMethod.ACCELERATE: "accelerate.py",
+    }
     text = (_STARTERS / names.get(start_method, "entry.py")).read_text(encoding="utf-8")
     text = text.replace("global_batch: int = 240", f"global_batch: int = {_global_batch(job)}")
     return f"{text}{_ATTACHED}" if start_method is StartMethod.ATTACH else text

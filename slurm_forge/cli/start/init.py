@@ -143,7 +143,9 @@ def _prompted(
     if ask_way and not own:
         typer.echo("job: a job file and a function.  submitit: a script that submits with it.")
         typer.echo("exec: a program of yours as it is.  attach: a script of yours, as a run.")
-        typer.echo("hf: a job file and a function with Hugging Face's Trainer.")
+        typer.echo(
+            "hf, accelerate: a job file and a function with Hugging Face's Trainer, or loop."
+        )
         options = _one(
             options,
             "start_method",

@@ -40,7 +40,8 @@ FOREIGN = {
     "TCP_LISTEN", "INET_DIAG_INFO", "RTM_NEWADDR", "__getitems__", "torch.randperm",
     "numpy.random.Generator.permutation", "_task_finish", "_handle_signal_container",
     "get_argument", "job_reason_string", "start_controller", "slurm_x", "forge_x",
-    "define_metric", "global_step", "DumpPipe", "launch.master", "env.always.NCCL_DEBUG",
+    "define_metric", "register_for_checkpointing", "global_step", "DumpPipe", "launch.master",
+    "env.always.NCCL_DEBUG",
 }  # fmt: skip
 NAME = re.compile(r"``([A-Za-z_]\w*(?:\.\w+)*)(\(\))?``")
 

@@ -1,0 +1,315 @@
+"""A loop of one's own with Hugging Face's accelerate as a run.
+
+    with slurm_forge.attach("my-run") as run:
+        accelerator = Accelerator()
+        model, optimizer, loader, scheduler = accelerator.prepare(...)
+        register_accelerator(run, accelerator)     # and restore
+        while run.step_number < steps:
+            for batch in loader:
+                ...                                # accumulate, backward, clip, optimizer.step()
+                run.advance(loss=loss)
+
+Everything that ``prepare`` and ``register_for_checkpointing`` were given is registered.  The update
+of a prepared optimizer is ``run.apply``.  A prepared loader keeps its position: accelerate fetches
+one batch ahead, so the random states before that batch are kept, too, and those with which the
+epoch began, from which its order follows.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import islice
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.data_loader import DataLoaderShard
+from torch.utils.data import IterableDataset
+
+from slurm_forge.errors import UnsupportedError
+from slurm_forge.training.core import rng
+from slurm_forge.training.core.rng import GlobalStates
+from slurm_forge.training.loop.run import Run
+
+
+def register_accelerator(run: Run, accelerator: Accelerator) -> bool:
+    """Register what an accelerator has prepared, and restore the run's checkpoint.
+
+    From then on the step of a prepared optimizer is checked and the same on all ranks, as that of
+    ``run.apply``; a ``GradScaler`` leaves such updates out by itself.  ``run.advance`` ends a step.
+
+    Args:
+        run: The run, from ``slurm_forge.attach`` or as the argument of a training function.
+        accelerator: After its last ``prepare`` and ``register_for_checkpointing``, and before the
+            first batch.
+
+    Returns:
+        Whether there was a checkpoint.
+
+    Raises:
+        UnsupportedError: The accelerator uses DeepSpeed or Megatron-LM, a loader hands out what
+            rank 0 reads, or it has an iterable dataset, whose position is not known.
+    """
+    if accelerator.distributed_type.value in ("DEEPSPEED", "MEGATRON_LM"):
+        raise UnsupportedError(
+            f"an Accelerator with {accelerator.distributed_type.value}: its engine makes the "
+            "updates and keeps the state",
+            next_step="Start the script with slurm-forge exec (docs/how-to/exec.md).",
+        )
+    scaler = accelerator.scaler
+    run.register(
+        **_named("model", accelerator._models),
+        **_named("optimizer", [own_optimizer(each) for each in accelerator._optimizers]),
+        **_named(
+            "scheduler", [getattr(each, "scheduler", each) for each in accelerator._schedulers]
+        ),
+        **_named("loader", [LoaderPosition(each) for each in accelerator._dataloaders]),
+        **_named("custom", accelerator._custom_objects),
+        scaler=scaler,
+    )
+    resumed = run.restore()
+    if scaler is None:
+        norm = note_norm(accelerator)
+        for each in accelerator._optimizers:
+            each.step = partial(_step_if_synchronized, accelerator, guarded_step(run, each, norm))
+    return resumed
+
+
+def own_optimizer(optimizer: Any) -> torch.optim.Optimizer:
+    """The optimizer within accelerate's."""
+    own: torch.optim.Optimizer = getattr(optimizer, "optimizer", optimizer)
+    return own
+
+
+class LatestNorm:
+    """The norm of the gradients that were clipped last, until it is taken."""
+
+    def __init__(self) -> None:
+        self.value: torch.Tensor | float | None = None
+
+    def take(self) -> torch.Tensor | float | None:
+        """The norm, once."""
+        value, self.value = self.value, None
+        return value
+
+
+def note_norm(accelerator: Accelerator) -> LatestNorm:
+    """Have an accelerator's ``clip_grad_norm_`` keep what it returns."""
+    norm, clip = LatestNorm(), accelerator.clip_grad_norm_
+
+    def clip_grad_norm(*args: Any, **kwargs: Any) -> Any:
+        norm.value = clip(*args, **kwargs)
+        return norm.value
+
+    accelerator.clip_grad_norm_ = clip_grad_norm
+    return norm
+
+
+def guarded_step(run: Run, optimizer: Any, norm: LatestNorm) -> Callable[..., None]:
+    """In place of an optimizer's ``step``: the run makes the update, or leaves it out everywhere.
+
+    Args:
+        run: With the optimizer registered.
+        optimizer: Of torch, or accelerate's around it.
+        norm: Where the norm of gradients is that were clipped already.
+
+    Returns:
+        The step, which refuses a closure with UnsupportedError.
+    """
+    own = own_optimizer(optimizer)
+
+    def step(closure: Any = None) -> None:
+        if closure is not None:
+            raise UnsupportedError(
+                "an optimizer step with a closure: there is no single update to check",
+                next_step="Use an optimizer that steps without one.",
+            )
+        run.apply(own, grad_norm=norm.take())
+
+    return step
+
+
+def _step_if_synchronized(
+    accelerator: Accelerator, step: Callable[..., None], closure: Any = None
+) -> None:
+    if accelerator.sync_gradients:
+        step(closure)
+
+
+def _named(kind: str, objects: list[Any]) -> dict[str, Any]:
+    """One object by its kind alone, several with a number."""
+    if len(objects) == 1:
+        return {kind: objects[0]}
+    return {f"{kind}_{number}": each for number, each in enumerate(objects)}
+
+
+class LoaderPosition:
+    """Where a prepared loader is, with and without workers; a resume fetches nothing twice.
+
+    Args:
+        loader: Of ``Accelerator.prepare``, over a dataset with ``__getitem__``.
+
+    Raises:
+        UnsupportedError: It is of another kind.
+    """
+
+    def __init__(self, loader: Any) -> None:
+        _require_indexed(loader)
+        self._loader = loader
+        self._begin: Callable[[], Iterator[Any]] = loader.base_dataloader.__iter__
+        self._epoch: weakref.ref[_Epoch] | None = None
+        self._resume: dict[str, Any] | None = None
+        if hasattr(loader.base_dataloader, "load_state_dict"):
+            loader.base_dataloader.load_state_dict({})  # forgets the iterator that prepare() made
+        loader.base_dataloader.__iter__ = self._iterate
+
+    def state_dict(self) -> dict[str, Any]:
+        """The epoch, how many of its batches were handed out, and what the rest is drawn with."""
+        if self._resume is not None:
+            return self._resume
+        state: dict[str, Any] = {"epoch": self._loader.iteration}
+        if self._loader.synchronized_generator is not None:
+            state["generator"] = self._loader.synchronized_generator.get_state()
+        epoch = None if self._epoch is None else self._epoch()
+        if epoch is not None:  # neither between epochs, nor was a loop left before its end
+            state |= {
+                "batches": epoch.handed_out,
+                "is_over": epoch.is_over,
+                "began_with": epoch.began_with,
+                "fetch_with": epoch.fetch_with,
+            }
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Have the next epoch that begins go on where the state says."""
+        self._loader.iteration = state["epoch"]
+        if self._loader.synchronized_generator is not None:
+            self._loader.synchronized_generator.set_state(state["generator"])
+        self._resume = state if "batches" in state else None
+
+    def _iterate(self) -> Iterator[Any]:
+        """In place of ``iter`` of torch's loader, which accelerate calls once per epoch."""
+        state, self._resume = self._resume, None
+        if state is None:
+            began_with, epoch = self._states(), _Epoch(self._begin())
+        else:
+            if state["is_over"]:  # the end of that epoch follows, as without the interruption
+                self._loader.iteration += 1
+                return iter(())
+            began_with = state["began_with"]
+            now = GlobalStates.now()
+            self._put_back(began_with)
+            epoch = _Epoch(self._begin_behind(state["batches"]), state["batches"])
+            rng.restore(state["fetch_with"] or now.tensors())
+            epoch.then = now if state["fetch_with"] else None
+        epoch.began_with = began_with
+        epoch.draws = not self._loader.base_dataloader.num_workers
+        self._epoch = weakref.ref(epoch)
+        return epoch
+
+    def _begin_behind(self, batches: int) -> Iterator[Any]:
+        """An iterator over the rest of an epoch: torch's, with a sampler that winds on."""
+        loader = self._loader.base_dataloader
+        sampler = loader.batch_sampler
+        behind = _Behind(sampler, batches)
+        # DataLoader refuses the plain assignment.
+        object.__setattr__(loader, "batch_sampler", behind)
+        try:
+            return self._begin()
+        finally:
+            object.__setattr__(loader, "batch_sampler", sampler)
+            behind.batches = 0  # workers that stay are given it in every epoch
+
+    def _states(self) -> dict[str, torch.Tensor]:
+        states = rng.capture()
+        generator = self._loader.synchronized_generator
+        if generator is not None:
+            states[_GENERATOR] = generator.get_state()
+        return states
+
+    def _put_back(self, states: dict[str, torch.Tensor]) -> None:
+        generator = self._loader.synchronized_generator
+        if generator is not None and _GENERATOR in states:
+            generator.set_state(states[_GENERATOR])
+        rng.restore({name: each for name, each in states.items() if name != _GENERATOR})
+
+
+#: The generator that accelerate keeps equal on all ranks, where the sampler draws from one.
+_GENERATOR = "generator"
+
+
+class _Epoch:
+    """A counted iterator of torch; accelerate asks it for one batch more than it yields."""
+
+    def __init__(self, batches: Iterator[Any], passed_over: int = 0) -> None:
+        self._batches = batches
+        self._fetched = passed_over
+        self.is_over = False
+        #: The random states when the epoch began, and those to have once the first is fetched.
+        self.began_with: dict[str, torch.Tensor] = {}
+        self.then: GlobalStates | None = None
+        #: Whether the dataset may draw random numbers in this process.
+        self.draws = False
+        self._before: GlobalStates | None = None
+
+    @property
+    def handed_out(self) -> int:
+        return self._fetched if self.is_over else max(self._fetched - 1, 0)
+
+    @property
+    def fetch_with(self) -> dict[str, torch.Tensor]:
+        """The random states before the batch was fetched that was not handed out yet."""
+        return {} if self._before is None or self.is_over else self._before.tensors()
+
+    def __iter__(self) -> _Epoch:
+        return self
+
+    def __next__(self) -> Any:
+        before = GlobalStates.now() if self.draws else None
+        try:
+            batch = next(self._batches)
+        except StopIteration:
+            self.is_over = True
+            raise
+        self._before = before
+        self._fetched += 1
+        if self.then is not None:  # the first after a resume: fetched a second time
+            rng.restore(self.then.tensors())
+            self.then = None
+        return batch
+
+
+class _Behind:
+    """A batch sampler whose first batches are passed over."""
+
+    def __init__(self, sampler: Any, batches: int) -> None:
+        self._sampler, self.batches = sampler, batches
+
+    def __iter__(self) -> Iterator[Any]:
+        return islice(self._sampler, self.batches, None)
+
+    def __len__(self) -> int:
+        return len(self._sampler)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._sampler, name)
+
+
+def _require_indexed(loader: Any) -> None:
+    # accelerate's loaders say that they are torch's: only type() tells.
+    if type(loader) is not DataLoaderShard:
+        raise UnsupportedError(
+            f"a {type(loader).__name__}: rank 0 reads for all ranks (dispatch_batches), and where "
+            "it is does not follow from the batches of one of them",
+            next_step="Use DataLoaderConfiguration(dispatch_batches=False), or take the batches "
+            "from run.batches(dataset) in place of the prepared loader.",
+        )
+    if isinstance(loader.dataset, IterableDataset) or loader.base_dataloader.batch_sampler is None:
+        raise UnsupportedError(
+            "a prepared loader over an iterable dataset, or without batches: its position is not "
+            "known after an interruption",
+            next_step="Leave it out of accelerator.prepare(), and take the batches from "
+            "run.batches() (docs/how-to/training-loop.md).",
+        )
