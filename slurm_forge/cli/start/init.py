@@ -27,7 +27,9 @@ def init(
     ] = Path(),
     way: Annotated[
         str | None,
-        typer.Option(metavar="WAY", help="job, submitit, exec, attach or hf (see below)."),
+        typer.Option(
+            metavar="WAY", help="job, submitit, exec, attach, hf or accelerate (see below)."
+        ),
     ] = None,
     name: Annotated[
         str | None, typer.Option(metavar="NAME", help="Name of the run (default: the folder's).")
@@ -82,6 +84,7 @@ def init(
     --way exec      a program that knows nothing of slurm-forge, in your own sbatch script
     --way attach    your own script, started by srun or torchrun, that calls forge.attach()
     --way hf        a job file and a function that trains with Hugging Face's Trainer
+    --way accelerate  the same with a loop that uses accelerate
 
     \b
     Examples:
