@@ -17,9 +17,8 @@ import json
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import fields
-from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +27,13 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 from transformers.trainer_callback import ExportableState
 
 from slurm_forge.errors import CheckpointError, UnsupportedError
-from slurm_forge.training.core import rng
-from slurm_forge.training.data.loader import WorkerStart
+from slurm_forge.integrations.external_loop import (
+    ExternalLoop,
+    nothing,
+    replaced,
+    require_same_samples,
+    shield_workers,
+)
 from slurm_forge.training.loop.run import Run
 
 #: Under which ``run.extra`` has what the Trainer counts.
@@ -61,21 +65,14 @@ class ForgeCallback(TrainerCallback):
 
     def __init__(self, run: Run) -> None:
         self._run = run
+        self._loop = ExternalLoop(run)
         self._trainer: Any = None
-        self._loss: torch.Tensor | None = None
-        self._grad_norm: torch.Tensor | float | None = None
         #: What the Trainer has logged, without the figures that each rank measures for itself.
         self._log: list[dict[str, Any]] = []
-        #: Whether a step is counted whose boundary is still to be passed.
-        self._counted = False
-        #: Whether an evaluation goes on.
-        self._evaluating = False
         #: Whether no step is left since the last one was made, or stopped early, before a resume.
         self._over = False
         #: Whether batches are passed over, and no step was made since the resume.
         self._passes_over = False
-        #: The random states that the checkpoint has, until the first step begins.
-        self._random: dict[str, torch.Tensor] | None = None
 
     def train(self, trainer: Trainer, resume_from_checkpoint: str | bool | None = None) -> Any:
         """Train, in place of ``trainer.train()``: from the run's checkpoint if it has one.
@@ -105,10 +102,10 @@ class ForgeCallback(TrainerCallback):
                 ("get_batch_samples", self._none_when_over),
                 ("_load_best_model", self._save_first),
             ):
-                stack.enter_context(_replaced(trainer, name, wrap))
+                stack.enter_context(replaced(trainer, name, wrap))
             for loader in ("get_train_dataloader", "get_eval_dataloader"):
-                stack.enter_context(_replaced(trainer, loader, _shielded))
-            stack.enter_context(_replaced(trainer.accelerator, "clip_grad_norm_", self._note_norm))
+                stack.enter_context(replaced(trainer, loader, _shielded))
+            stack.enter_context(replaced(trainer.accelerator, "clip_grad_norm_", self._note_norm))
             if point is not None and _EXTRA in point.extra:
                 folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="trainer-"))
                 saved = point.extra[_EXTRA]
@@ -116,7 +113,7 @@ class ForgeCallback(TrainerCallback):
                 self._log = list(saved["log_history"])
                 resume_from_checkpoint = _resume_folder(Path(folder), saved)
                 for loader in _LOADERS:
-                    stack.enter_context(_replaced(trainer, loader, _nothing))
+                    stack.enter_context(replaced(trainer, loader, nothing))
             try:
                 return trainer.train(resume_from_checkpoint=resume_from_checkpoint)
             finally:
@@ -158,23 +155,17 @@ class ForgeCallback(TrainerCallback):
         """
         del args, control
         self._passes_over = False
-        if self._random is not None:
-            rng.restore(self._random)  # what was passed over has drawn from them
-            self._random = None
-        if self._counted:
-            self._counted = False
+        self._loop.release_random()
+        if self._loop.counted:
             self._note_state(state, fetched=True)
-            self._run.boundary()
+            self._loop.boundary()
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
         """Count the step."""
         del control
-        norm = self._reported_norm()
-        self._run.count_step(self._loss, grad_norm=norm, samples=_samples(args))
-        self._loss = self._grad_norm = None
-        self._counted = True
+        self._loop.count(_samples(args))
 
     def on_epoch_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
@@ -195,8 +186,7 @@ class ForgeCallback(TrainerCallback):
     ) -> None:
         """Another batch of an evaluation, which may be broken off here and is done again then."""
         del args, state, control
-        if self._evaluating:
-            self._run.poll()
+        self._loop.poll()
 
     def on_log(
         self,
@@ -211,9 +201,7 @@ class ForgeCallback(TrainerCallback):
         if state.log_history:
             last = state.log_history[-1]
             self._log.append({k: v for k, v in last.items() if not k.endswith(_MEASURED)})
-        figures = {name: value for name, value in (logs or {}).items() if _is_number(value)}
-        if figures:
-            self._run.log(**figures)
+        self._loop.log(logs or {})
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
@@ -225,40 +213,37 @@ class ForgeCallback(TrainerCallback):
     # -- what is wrapped -----------------------------------------------------------------------
 
     def _note_loss(self, training_step: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-        @wraps(training_step)
         def step(*args: Any, **kwargs: Any) -> torch.Tensor:
             loss = training_step(*args, **kwargs)
-            self._loss = loss if self._loss is None else self._loss + loss
+            self._loop.add_loss(loss)
             return loss
 
         return step
 
     def _note_norm(self, clip: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(clip)
         def clip_grad_norm(*args: Any, **kwargs: Any) -> Any:
-            self._grad_norm = norm = clip(*args, **kwargs)
+            norm = clip(*args, **kwargs)
+            self._loop.note_norm(norm)
             return norm
 
         return clip_grad_norm
 
     def _in_a_phase(self, evaluate: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(evaluate)
         def evaluate_in_a_phase(*args: Any, **kwargs: Any) -> Any:
-            if self._evaluating:  # one of several datasets
+            if self._loop.evaluating:  # one of several datasets
                 return evaluate(*args, **kwargs)
             self._note_state(self._trainer.state)  # a place to stop, too
             state = self._run.extra[_EXTRA]
             state[_SAVES] = self._trainer.control.should_save
-            state[_PENDING] = self._evaluating = True
-            with self._run.phase("eval"):
+            state[_PENDING] = True
+            with self._loop.evaluation():
                 metrics = evaluate(*args, **kwargs)
-            state[_PENDING] = self._evaluating = False
+            state[_PENDING] = False
             return metrics
 
         return evaluate_in_a_phase
 
     def _none_when_over(self, get_batch_samples: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(get_batch_samples)
         def get(*args: Any, **kwargs: Any) -> Any:
             return ([], None) if self._over else get_batch_samples(*args, **kwargs)
 
@@ -267,7 +252,6 @@ class ForgeCallback(TrainerCallback):
     def _save_first(self, load_best_model: Callable[..., Any]) -> Callable[..., Any]:
         """Other weights are loaded before the run is over: those of now belong to the step."""
 
-        @wraps(load_best_model)
         def save_and_load(*args: Any, **kwargs: Any) -> Any:
             self._note_state(self._trainer.state)
             self._run.save()
@@ -285,15 +269,11 @@ class ForgeCallback(TrainerCallback):
                     "an optimizer step with a closure: there is no single update to check",
                     next_step="Use an optimizer that steps without one.",
                 )
-            self._run.apply(optimizer, grad_norm=self._grad_norm)
+            self._loop.apply(optimizer)
 
         accelerated.step = step
 
     # -- the state -----------------------------------------------------------------------------
-
-    def _reported_norm(self) -> torch.Tensor | float | None:
-        """Where the Trainer's own step was made; what the run has applied is judged already."""
-        return None if "step" in vars(self._trainer.optimizer) else self._grad_norm
 
     def _note_state(self, state: TrainerState, *, fetched: bool = False) -> None:
         """What the Trainer counts, equal on all ranks; whether the next batch is ``fetched``."""
@@ -330,7 +310,7 @@ class ForgeCallback(TrainerCallback):
         at_epoch_end = float(state.epoch).is_integer()
         self._passes_over = not at_epoch_end
         if saved[_FETCHED] or not at_epoch_end:
-            self._random = rng.capture()
+            self._loop.hold_random()
 
     def _repeat_evaluation(
         self, state: TrainerState, control: TrainerControl, *, saves: bool
@@ -383,16 +363,14 @@ def _samples(args: TrainingArguments) -> int:
 
 def _require_same_samples(args: TrainingArguments, saved: dict[str, Any]) -> None:
     """``UnsupportedError`` where the Trainer would take other samples for those that are done."""
-    before, now = saved[_SAMPLES], _samples(args)
-    if before != now and not args.ignore_data_skip:
-        raise UnsupportedError(
-            f"the steps up to {saved['global_step']} had {before} samples each, and now a step has "
-            f"{now} (per_device_train_batch_size {args.train_batch_size}, "
-            f"gradient_accumulation_steps {args.gradient_accumulation_steps}, {args.world_size} "
-            "ranks): the Trainer would continue at the wrong sample",
-            next_step=f"Choose them so that their product is {before}; or pass over no sample: "
-            "ignore_data_skip=True.",
-        )
+    if not args.ignore_data_skip:
+        require_same_samples(
+            saved[_SAMPLES], _samples(args), each="step", step=saved["global_step"],
+            how=f"per_device_train_batch_size {args.train_batch_size}, "
+            f"gradient_accumulation_steps {args.gradient_accumulation_steps}, "
+            f"{args.world_size} ranks",
+            otherwise="; or pass over no sample: ignore_data_skip=True",
+        )  # fmt: skip
 
 
 def _own_optimizer(optimizer: Any) -> torch.optim.Optimizer:
@@ -401,37 +379,10 @@ def _own_optimizer(optimizer: Any) -> torch.optim.Optimizer:
     return own
 
 
-@contextmanager
-def _replaced(
-    owner: Any, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]
-) -> Iterator[None]:
-    """Replace a method of one object for a while."""
-    setattr(owner, name, wrap(getattr(owner, name)))
-    try:
-        yield
-    finally:
-        delattr(owner, name)
-
-
-def _nothing(method: Callable[..., Any]) -> Callable[..., Any]:
-    """In place of what loads the Trainer's own checkpoints."""
-
-    @wraps(method)
-    def nothing(*args: Any, **kwargs: Any) -> None:
-        del args, kwargs
-
-    return nothing
-
-
 def _shielded(get_dataloader: Callable[..., Any]) -> Callable[..., Any]:
-    """Loader workers outlive a signal that all processes of a step get: the save needs them."""
-
-    @wraps(get_dataloader)
     def get(*args: Any, **kwargs: Any) -> Any:
         loader = get_dataloader(*args, **kwargs)
-        own = getattr(loader, "base_dataloader", loader)  # accelerate's holds torch's
-        if not isinstance(own.worker_init_fn, WorkerStart):
-            own.worker_init_fn = WorkerStart(own.worker_init_fn)
+        shield_workers(getattr(loader, "base_dataloader", loader))  # accelerate's holds torch's
         return loader
 
     return get
@@ -444,7 +395,3 @@ def _resume_folder(folder: Path, state: dict[str, Any]) -> str:
     path.mkdir()
     (path / _STATE_FILE).write_text(json.dumps(counted), encoding="utf-8")
     return str(path)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)

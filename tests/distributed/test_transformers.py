@@ -332,7 +332,7 @@ class Endless(torch.utils.data.IterableDataset[dict[str, torch.Tensor]]):
 
 
 @pytest.mark.parametrize(("first", "then", "says"), [
-    ({}, {"gradient_accumulation_steps": 1}, "had 4 samples each, and now a step has 2"),
+    ({}, {"gradient_accumulation_steps": 1}, "had 4 samples, and now it has 2"),
     pytest.param(
         {"train_dataset": Endless()}, {"train_dataset": Endless()}, "before the position",
         marks=pytest.mark.slow,

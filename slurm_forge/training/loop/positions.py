@@ -28,9 +28,12 @@ _WATCHED = 3
 _LARGEST = 1 << 14
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class KeptState:
-    """In place of an object in a checkpoint: its state as it was."""
+    """In place of an object in a checkpoint: its state as it was.
+
+    A trainer of another library registers one, and sets its state itself: it is never ahead.
+    """
 
     state: Any
 
@@ -39,8 +42,8 @@ class KeptState:
         return self.state
 
     def load_state_dict(self, state: Any) -> None:
-        """Nothing is ever loaded into it: it is saved, and the object itself is registered."""
-        raise NotImplementedError
+        """The state of a checkpoint, for the trainer that has registered it."""
+        self.state = state
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +189,9 @@ class Positions:
     def _objects(self) -> Mapping[str, Any]:
         scheduled = {id(each) for each in (*self._registry.schedulers, self._registry.scaler)}
         return {
-            name: item for name, item in self._registry.others.items() if id(item) not in scheduled
+            name: item
+            for name, item in self._registry.others.items()
+            if id(item) not in scheduled and not isinstance(item, KeptState)
         }
 
 
