@@ -1,8 +1,9 @@
 """Libraries of others: trainers that become runs, trackers that continue; called by the user.
 
-``transformers`` and ``accelerate`` are imported by whoever uses them; the others import no library.
+``transformers``, ``accelerate`` and ``torchtitan`` are imported by whoever uses them; the others
+import no library.
 
-Entry: ``trackers``, ``transformers``, ``accelerate``.
+Entry: ``trackers``, ``transformers``, ``accelerate``, ``torchtitan``.
 """
 
 from __future__ import annotations

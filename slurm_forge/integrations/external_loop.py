@@ -53,7 +53,7 @@ class ExternalLoop:
         self.run.apply(optimizer, grad_norm=self._grad_norm)
         self._grad_norm, self._applied = None, True
 
-    def count(self, samples: int) -> None:
+    def count(self, samples: int | None) -> None:
         """Count a step; what the run has applied is judged already."""
         norm = None if self._applied else self._grad_norm
         self.run.count_step(self._loss, grad_norm=norm, samples=samples)

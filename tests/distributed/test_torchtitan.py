@@ -4,8 +4,9 @@ torchtitan's own trainer needs GPUs: ``torchtitan.tools.utils`` takes "cuda" for
 machine that has none, ``torchtitan.models.moe.kernels`` imports triton, and its FSDP2 adds
 gradients up (``set_gradient_divide_factor(1.0)``), for which gloo has no operation.  Its model, its
 meshes and its parallelisation functions run on gloo ranks, in a loop of our own and with averaged
-gradients.  That is torchtitan 0.2: from 0.3 on, its language models have no attention that a CPU
-can train (``get_attention_config`` knows flex and varlen only).
+gradients; so does its trainer, without what asks a GPU.  That is torchtitan 0.2: from 0.3 on, its
+language models have no attention that a CPU can train (``get_attention_config`` knows flex and
+varlen only).
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import torch.nn.functional as F
 from torch.distributed.fsdp import FSDPModule
 
 import slurm_forge as forge
+from slurm_forge.journal import fold, read_to_fold
 from slurm_forge.run_directory import RunDirectory
 from slurm_forge.testing.digest import digest
 from slurm_forge.training.rank.main import RankOutcome
@@ -148,3 +150,125 @@ def test_a_debug_model_of_torchtitan_is_interrupted_and_ends_the_same(
     assert {told.outcome for told in launch.told} == {RankOutcome.STOPPED}
     finished(run)
     assert digest(run.path, random=True) == digest(undisturbed.path, random=True)
+
+
+# -- torchtitan's own trainer ----------------------------------------------------------------------
+
+
+class Stream(torch.utils.data.IterableDataset[tuple[dict[str, torch.Tensor], torch.Tensor]]):
+    """Token numbers that follow from how many a rank has had."""
+
+    def __init__(self, rank: int, ranks: int) -> None:
+        self.rank, self.ranks, self.position = rank, ranks, 0
+
+    def __iter__(self) -> Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]:
+        while True:
+            draw = torch.Generator().manual_seed(self.position * self.ranks + self.rank)
+            self.position += 1
+            tokens = torch.randint(0, 2048, (TOKENS + 1,), generator=draw)
+            yield {"input": tokens[:-1]}, tokens[1:]
+
+    def state_dict(self) -> dict[str, int]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.position = state["position"]
+
+
+def use_cpu() -> None:
+    """Have torchtitan's trainer run on CPUs, in this process: what it asks a GPU is left out."""
+    from torchtitan.components import metrics
+    from torchtitan.distributed import parallel_dims
+    from torchtitan.distributed import utils as distributed_utils
+    from torchtitan.models.llama3.infra import parallelize
+    from torchtitan.tools import utils
+
+    class Monitor:
+        device_name = "cpu"
+
+        def get_peak_stats(self) -> Any:
+            return metrics.DeviceMemStats(0, 0, 0, 0, 0, 0)
+
+        def reset_peak_stats(self) -> None:
+            """There is no memory of a device."""
+
+    for module in (metrics, parallel_dims, distributed_utils, utils):
+        module.device_type = "cpu"
+        module.device_module = torch.cpu
+    metrics.build_device_memory_monitor = Monitor
+    distributed_utils.set_pg_timeouts = lambda **_: None  # a barrier on a device's index
+    parallelize.disable_fsdp_gradient_division = lambda _: None  # gloo can't add up so
+
+
+def train_own_trainer(before: Callable[[forge.Run], None]) -> Callable[[forge.Run], None]:
+    def train(run: forge.Run) -> None:
+        use_cpu()
+        from torchtitan.components.dataloader import ParallelAwareDataloader
+        from torchtitan.config import JobConfig
+        from torchtitan.models.llama3 import get_train_spec
+        from torchtitan.protocols.train_spec import register_train_spec
+        from torchtitan.train import Trainer
+
+        from slurm_forge.integrations.torchtitan import train_trainer
+
+        spec = get_train_spec()
+        spec.build_tokenizer_fn = None
+        spec.build_dataloader_fn = lambda dp_world_size, dp_rank, **_: ParallelAwareDataloader(
+            Stream(dp_rank, dp_world_size), dp_rank, dp_world_size, batch_size=2
+        )
+        register_train_spec("stream", spec)
+        config = JobConfig()
+        config.model.name, config.model.flavor = "stream", "debugmodel"
+        config.training.steps, config.training.seq_len = STEPS, TOKENS
+        config.training.local_batch_size = 2
+        config.training.mixed_precision_param = "float32"
+        config.activation_checkpoint.mode = "none"
+        config.optimizer.implementation = "for-loop"
+        shard = run.args["shard"]
+        config.parallelism.data_parallel_shard_degree = shard
+        config.parallelism.data_parallel_replicate_degree = run.world_size // shard
+        config.job.dump_folder = str(run.directory / "titan")
+        trainer = Trainer(config)
+        train_step = trainer.train_step
+
+        def disturbed(batches: Any) -> None:
+            before(run)
+            train_step(batches)
+
+        trainer.train_step = disturbed
+        train_trainer(run, trainer)
+
+    return train
+
+
+@pytest.mark.parametrize("shard", [2, 1], ids=["fsdp", "ddp"])
+def test_torchtitan_s_trainer_is_interrupted_and_ends_the_same(
+    tmp_path: Path, gate: Gate, shard: int
+) -> None:
+    undisturbed, run = (run_of(tmp_path, name, shard=shard) for name in ("undisturbed", "stopped"))
+
+    def before(run: forge.Run) -> None:
+        if run.attempt == 1 and run.step_number == 3:
+            gate.wait(run.rank)
+
+    with launched(run, 2, train_own_trainer(before)) as launch:
+        launch.at(gate, 2)
+        launch.stop_together()
+        gate.open()
+    assert {(told.outcome, told.step) for told in launch.told} == {(RankOutcome.STOPPED, 4)}
+    for each in (run, undisturbed):
+        with launched(each, 2, train_own_trainer(nothing)) as launch:
+            pass
+        assert [(told.outcome, told.step) for told in launch.told] == [
+            (RankOutcome.FINISHED, STEPS)
+        ] * 2
+    assert digest(run.path, random=True) == digest(undisturbed.path, random=True)
+
+
+def test_a_gradient_of_torchtitan_s_that_is_not_finite_reaches_no_weight(tmp_path: Path) -> None:
+    run = new_run(tmp_path, name="nan", checkpoint={"every_steps": 2}, args={"shard": 2},
+                  inject=["nan@3"])  # fmt: skip
+    with launched(run, 2, train_own_trainer(nothing)) as launch:
+        pass
+    assert {told.outcome for told in launch.told} == {RankOutcome.FINISHED}
+    assert [step for each in fold(read_to_fold(run)).attempts for step in each.skipped]
