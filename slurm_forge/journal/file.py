@@ -91,8 +91,6 @@ _LOOKED_AT = 20_000
 _FIGURE = re.compile(rb'"((?:[^"\\]|\\.)*)":')
 #: What the file of a rank grows to before it begins another one: some ten hours of 30 figures.
 _ROTATE_AT = 1 << 23
-#: A disk that stays full must not be filled with empty files.
-_MAX_REOPENS = 8
 #: Lines that are written anew where the file that they were in can't be trusted any more.
 _UNSYNCED = 1000
 
@@ -263,6 +261,7 @@ class AppendFile:
             fsync_directory(self.path.parent)
         except BaseException:
             self.close()
+            self.remove()
             raise
 
     def append(self, line: bytes, sync: bool = False) -> None:
@@ -291,6 +290,11 @@ class AppendFile:
             descriptor, self._fd = self._fd, -1
             if descriptor >= 0:
                 os.close(descriptor)
+
+    def remove(self) -> None:
+        """Delete a file that nothing was written to for good, as far as that works."""
+        with contextlib.suppress(OSError):
+            self.path.unlink()
 
     def __del__(self) -> None:
         # Who is forgotten gives its descriptor back, as files of Python do.
@@ -346,7 +350,6 @@ class JournalWriter:
         self._file: AppendFile | None = None
         self._lock = threading.Lock()
         self._closed = False
-        self._reopens_left = _MAX_REOPENS
         #: What was written since the last fsync, and what of it the present file still owes.
         self._unsynced: deque[bytes] = deque(maxlen=_UNSYNCED)
         self._owed: list[bytes] = []
@@ -375,10 +378,6 @@ class JournalWriter:
             except OSError:
                 # The kernel may have dropped what it could not write: this file can't be trusted
                 # any more, another one can.
-                if self._reopens_left <= 0:
-                    raise
-                self._reopens_left -= 1
-                self._close_file()
                 self._append(line, sync)
             self._sequence += 1
             self._logical_time += 1
@@ -419,6 +418,18 @@ class JournalWriter:
             self._unsynced.clear()
 
     def _append(self, line: bytes, sync: bool) -> None:
+        fresh = self._file is None
+        try:
+            self._append_to_file(line, sync)
+        except OSError:
+            file = self._file
+            self._close_file()
+            # A disk that stays full must not be filled with files that hold nothing.
+            if fresh and file is not None:
+                file.remove()
+            raise
+
+    def _append_to_file(self, line: bytes, sync: bool) -> None:
         if self._file is None:
             make_private_directory(self._folder)
             name = f"{self.attempt}-{self._writer}-{secrets.token_hex(4)}.jsonl"
