@@ -32,6 +32,7 @@ from slurm_forge.files import (
     private_directory,
     read_trusted,
     refuse_foreign,
+    retry_stale,
 )
 from slurm_forge.store.blocks import open_entry
 from slurm_forge.store.identity import STAGE_PREFIX, TRASH_PREFIX, CheckpointName
@@ -135,14 +136,7 @@ class CheckpointStore:
         """
         directory = self.path(name)
         try:
-            _refuse_unsafe_directory(directory)
-            manifest = Manifest.from_bytes(_manifest_of(directory))
-            if manifest.name != name:
-                raise rejected(f"its manifest belongs to {manifest.name}")
-            if manifest.run_id != self.run_id:
-                raise rejected(f"its manifest belongs to the run {manifest.run_id!r}")
-            for file in manifest.files:
-                os.close(open_entry(directory / file.name, file))
+            return retry_stale(directory, lambda: self._verified(directory, name))
         except FileNotFoundError as error:
             missing = Path(str(error.filename)).name
             raise rejected(f"{missing} is missing") from error
@@ -150,6 +144,16 @@ class CheckpointStore:
             raise rejected(error.message) from error
         except OSError as error:
             raise rejected(f"it can't be read: {error}") from error
+
+    def _verified(self, directory: Path, name: CheckpointName) -> Manifest:
+        _refuse_unsafe_directory(directory)
+        manifest = Manifest.from_bytes(_manifest_of(directory))
+        if manifest.name != name:
+            raise rejected(f"its manifest belongs to {manifest.name}")
+        if manifest.run_id != self.run_id:
+            raise rejected(f"its manifest belongs to the run {manifest.run_id!r}")
+        for file in manifest.files:
+            os.close(open_entry(directory / file.name, file))
         return manifest
 
     def next_sequence(self) -> int:

@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -83,16 +83,18 @@ def resume(
 
     CheckpointError on all ranks, before anything of it was read, where names, shapes or dtypes are
     not those that were saved: an older one would not fit either.  CheckpointMissingError where
-    there are checkpoints and none can be used: the objects may hold a part of one.
+    there are checkpoints and none can be used, CheckpointError where one of them could not be read:
+    the storage may be back later.  Then the objects may hold a part of one.
     """
     ranks = Ranks(group)
     state = state.placed(ranks.rank, ranks.size)
     names: list[CheckpointName] | None = None
-    newest = ""
+    newest, unreadable = "", False
 
-    def reject(name: CheckpointName, reason: str) -> None:
-        nonlocal newest
+    def reject(name: CheckpointName, reason: str, *, passing: bool) -> None:
+        nonlocal newest, unreadable
         newest = newest or f"{name}: {reason}"
+        unreadable = unreadable or passing
         on_reject(name, reason)
 
     while True:
@@ -103,9 +105,9 @@ def resume(
                 names = store.candidates()
                 if not names:
                     return None
-            candidate = _next_candidate(store, names, reject, eligible)
+            candidate = _next_candidate(store, names, reject, eligible, pauses)
             if candidate is None:
-                return {"newest": newest}
+                return {"newest": newest, "unreadable": unreadable}
             # Where it lies is rank 0's to say: other nodes may not see it yet.
             folder = store.folders.index(store.path(candidate.name).parent)
             return {"manifest": candidate.to_bytes().decode("ascii"), "folder": folder}
@@ -113,6 +115,12 @@ def resume(
         chosen = ranks.agree(None, None, choose, doing="Looking for a checkpoint")
         if chosen is None:
             return None
+        if chosen.get("unreadable"):
+            raise CheckpointError(
+                f"no checkpoint can be read at present; the newest is {chosen['newest']}",
+                next_step="Check the storage (df -h, ls), then start the run again: nothing was "
+                "deleted.",
+            )
         if "manifest" not in chosen:
             raise CheckpointMissingError(
                 f"there are checkpoints, but none can be used; the newest is {chosen['newest']}",
@@ -130,7 +138,8 @@ def resume(
             if not all(passing for _, passing in reasons):
                 break
         if ranks.rank == 0:
-            reject(manifest.name, "; ".join(sorted({text for text, _ in reasons})[:5]))
+            why = "; ".join(sorted({text for text, _ in reasons})[:5])
+            reject(manifest.name, why, passing=all(passing for _, passing in reasons))
 
 
 def newest_manifest(
@@ -145,7 +154,7 @@ def newest_manifest(
     """
 
     def choose(_: object) -> Any:
-        candidate = _next_candidate(store, store.candidates(), lambda *_: None, eligible)
+        candidate = _next_candidate(store, store.candidates(), _ignore, eligible)
         return None if candidate is None else candidate.to_bytes().decode("ascii")
 
     chosen = Ranks(group).agree(None, None, choose, doing="Looking for a checkpoint")
@@ -216,27 +225,46 @@ def _reasons(reports: Any) -> list[_Reason]:
 def _why(error: Exception, ranks: Ranks) -> _Reason:
     if isinstance(error, CheckpointRejectedError):
         return error.reason, False
-    passing = isinstance(error, OSError) and not isinstance(error, _FINAL)
-    return f"rank {ranks.rank} can't read it: {error}", passing
+    return f"rank {ranks.rank} can't read it: {error}", _may_pass(error)
+
+
+def _may_pass(error: BaseException | None) -> bool:
+    return isinstance(error, OSError) and not isinstance(error, _FINAL)
+
+
+class _OnReject(Protocol):
+    def __call__(self, name: CheckpointName, reason: str, *, passing: bool) -> None: ...
+
+
+def _ignore(name: CheckpointName, reason: str, *, passing: bool) -> None:
+    """It is looked at again by ``resume``, which reports it."""
 
 
 def _next_candidate(
     store: CheckpointStore,
     remaining: list[CheckpointName],
-    on_reject: Callable[[CheckpointName, str], None],
+    on_reject: _OnReject,
     eligible: Callable[[Manifest], str | None] | None,
+    pauses: Sequence[float] = (),
 ) -> Manifest | None:
     while remaining:
         name = remaining.pop(0)
-        try:
-            manifest = store.verify_manifest(name)
-        except CheckpointRejectedError as caught:
-            on_reject(name, caught.reason)
+        manifest: Manifest | None = None
+        for wait_s in (0.0, *pauses):
+            time.sleep(wait_s)
+            try:
+                manifest = store.verify_manifest(name)
+            except CheckpointRejectedError as caught:
+                why, passing = caught.reason, _may_pass(caught.__cause__)
+            if manifest is not None or not passing:
+                break
+        if manifest is None:
+            on_reject(name, why, passing=passing)
             continue
         reason = eligible(manifest) if eligible is not None else None
         if reason is None:
             return manifest
-        on_reject(name, reason)
+        on_reject(name, reason, passing=False)
     return None
 
 

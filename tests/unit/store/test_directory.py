@@ -1,8 +1,11 @@
 from __future__ import annotations
 
+import errno
 import json
 import os
 import random
+import time
+from pathlib import Path
 
 import pytest
 
@@ -196,6 +199,52 @@ def test_checkpoints_of_which_none_is_usable_are_not_the_same_as_none(tmp_path):
         (store.path(name) / "rank-00000.data").unlink()
     with pytest.raises(CheckpointMissingError):
         resume_newest(store, weights(), group=None, on_reject=lambda *_: None)
+
+
+class StaleHandles:
+    """The server knows the handle of no file of checkpoints any more, for so many calls."""
+
+    def __init__(self, monkeypatch, count):
+        self.left, self._real = count, os.open
+        monkeypatch.setattr(os, "open", self.open)
+        monkeypatch.setattr(time, "sleep", lambda _: None)
+
+    def open(self, path, *rest, **options):
+        if self.left and Path(path).name in ("manifest.json", "rank-00000.data"):
+            self.left -= 1
+            raise OSError(errno.ESTALE, "Stale file handle", str(path))
+        return self._real(path, *rest, **options)
+
+
+def test_a_manifest_with_a_stale_handle_is_read_again(tmp_path, monkeypatch):
+    store = open_store(tmp_path)
+    saved = save(store, weights())
+    StaleHandles(monkeypatch, 1)
+    assert store.verify_manifest(saved.name).step == saved.name.step
+    (saved.path / "manifest.json").rename(tmp_path / "elsewhere")
+    with pytest.raises(CheckpointRejectedError, match="missing"):
+        store.verify_manifest(saved.name)
+
+
+def test_a_restart_waits_for_a_manifest_that_can_not_be_read(tmp_path, monkeypatch):
+    """Each look of read_trusted and of the store takes four: the third look succeeds."""
+    store = open_store(tmp_path)
+    for step in (1, 2):
+        save(store, weights(float(step)), step=step)
+    StaleHandles(monkeypatch, 40)
+    assert resume(store) == (2.0, [])
+
+
+def test_storage_that_is_away_is_no_lack_of_checkpoints(tmp_path, monkeypatch):
+    """Else the run would be held until a person looks at checkpoints that are all whole."""
+    store = open_store(tmp_path)
+    names = [save(store, weights(float(step)), step=step).name for step in (1, 2)]
+    handles = StaleHandles(monkeypatch, 10_000)
+    with pytest.raises(CheckpointError, match="at present") as caught:
+        resume(store)
+    assert type(caught.value) is CheckpointError and str(names[1]) in caught.value.message
+    handles.left = 0
+    assert resume(store) == (2.0, [])
 
 
 def test_what_a_damaged_one_had_filled_in_already_is_gone_after_the_older_one(tmp_path):
