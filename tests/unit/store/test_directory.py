@@ -202,24 +202,24 @@ def test_checkpoints_of_which_none_is_usable_are_not_the_same_as_none(tmp_path):
 
 
 class StaleHandles:
-    """The server knows the handle of no file of checkpoints any more, for so many calls."""
+    """The server does not know the handles of such files any more, for so many calls."""
 
-    def __init__(self, monkeypatch, count):
-        self.left, self._real = count, os.open
+    def __init__(self, monkeypatch, count, *names):
+        self.left, self._real, self._names = count, os.open, names
         monkeypatch.setattr(os, "open", self.open)
         monkeypatch.setattr(time, "sleep", lambda _: None)
 
     def open(self, path, *rest, **options):
-        if self.left and Path(path).name in ("manifest.json", "rank-00000.data"):
+        if self.left and Path(path).name in self._names:
             self.left -= 1
             raise OSError(errno.ESTALE, "Stale file handle", str(path))
         return self._real(path, *rest, **options)
 
 
-def test_a_manifest_with_a_stale_handle_is_read_again(tmp_path, monkeypatch):
+def test_a_checkpoint_with_a_stale_handle_is_looked_at_again(tmp_path, monkeypatch):
     store = open_store(tmp_path)
     saved = save(store, weights())
-    StaleHandles(monkeypatch, 1)
+    StaleHandles(monkeypatch, 1, "rank-00000.data")
     assert store.verify_manifest(saved.name).step == saved.name.step
     (saved.path / "manifest.json").rename(tmp_path / "elsewhere")
     with pytest.raises(CheckpointRejectedError, match="missing"):
@@ -227,11 +227,11 @@ def test_a_manifest_with_a_stale_handle_is_read_again(tmp_path, monkeypatch):
 
 
 def test_a_restart_waits_for_a_manifest_that_can_not_be_read(tmp_path, monkeypatch):
-    """Each look of read_trusted and of the store takes four: the third look succeeds."""
+    """Reading a file looks four times, and so does the store: 40 fails last into the third try."""
     store = open_store(tmp_path)
     for step in (1, 2):
         save(store, weights(float(step)), step=step)
-    StaleHandles(monkeypatch, 40)
+    StaleHandles(monkeypatch, 40, "manifest.json", "rank-00000.data")
     assert resume(store) == (2.0, [])
 
 
@@ -239,7 +239,7 @@ def test_storage_that_is_away_is_no_lack_of_checkpoints(tmp_path, monkeypatch):
     """Else the run would be held until a person looks at checkpoints that are all whole."""
     store = open_store(tmp_path)
     names = [save(store, weights(float(step)), step=step).name for step in (1, 2)]
-    handles = StaleHandles(monkeypatch, 10_000)
+    handles = StaleHandles(monkeypatch, 10_000, "manifest.json")
     with pytest.raises(CheckpointError, match="at present") as caught:
         resume(store)
     assert type(caught.value) is CheckpointError and str(names[1]) in caught.value.message
