@@ -190,6 +190,7 @@ def make_private_directory(path: str | os.PathLike[str]) -> Path:
         # Somebody else may be as fast as we, so what is there now is looked at in any case.
         with contextlib.suppress(FileExistsError):
             os.mkdir(folder, 0o700)  # noqa: PTH102
+            _refuse_mapped_owner(folder)
         fsync_directory(folder.parent)
         _refuse_shared_folder(folder)
     if not missing:
@@ -252,6 +253,20 @@ def make_missing(path: str | os.PathLike[str], mode: int) -> tuple[Path, ...]:
                 each.rmdir()
         raise
     return tuple(made)
+
+
+def _refuse_mapped_owner(made: Path) -> None:
+    """What this process has just made must be its own, unless a file server says otherwise."""
+    owner = os.lstat(made).st_uid
+    if owner == os.geteuid():
+        return
+    with contextlib.suppress(OSError):
+        made.rmdir()
+    raise UnsafeFileError(
+        f"{made} was just made by uid {os.geteuid()} and belongs to uid {owner}: the file server "
+        "maps users (root_squash or all_squash of its export)",
+        next_step="Run as a user that the server knows, not as root, or choose a folder elsewhere.",
+    )
 
 
 def _refuse_shared_folder(path: Path) -> None:

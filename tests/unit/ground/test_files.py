@@ -341,6 +341,17 @@ def test_a_refused_file_leaks_no_descriptor(tmp_path: Path) -> None:
     assert len(names(Path("/proc/self/fd"))) == before
 
 
+def test_a_folder_that_a_server_gives_to_another_user_is_refused_with_the_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As NFS does with root's (root_squash)."""
+    monkeypatch.setattr(os, "geteuid", lambda user=os.geteuid(): user + 1)
+    with pytest.raises(UnsafeFileError, match="root_squash") as caught:
+        files.make_private_directory(tmp_path / "runs" / "run")
+    assert "not as root" in caught.value.next_step
+    assert names(tmp_path) == []
+
+
 def test_a_stale_handle_is_tried_again_a_few_times(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
