@@ -8,21 +8,24 @@ import shutil
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from tests.crash import shim
 from tests.shared_storage.guest import SHIM
 from tests.shared_storage.machine import boot, missing, unpack
-from tests.shared_storage.suite import MARK, MOUNTS, PROMISES_LESS
+from tests.shared_storage.suite import MARK, MOUNTS, OVER, PROMISES_LESS
 
 _ROOT = Path(__file__).parents[2]
 _CACHE = _ROOT / "build" / "shared-storage"
 _SCRIPT = """\
 export PATH=/usr/sbin:/usr/bin:/sbin:/bin PYTHONDONTWRITEBYTECODE=1
-mkdir -p /root/tree
-cp -r {root}/slurm_forge {root}/tests /root/tree
-cd /root/tree
+mkdir -p /tree
+cp -a {root}/slurm_forge {root}/tests {root}/site_configs /tree
+cd /tree
 {python} -m tests.shared_storage.suite {mounts!r} {cases}
 echo o > /proc/sysrq-trigger
 while :; do :; done
@@ -30,31 +33,29 @@ while :; do :; done
 
 
 def main(arguments: list[str]) -> int:
-    """Start a machine, hear what came of every case, and show it."""
+    """Start the machines, hear what came of every case, and show it."""
     parser = argparse.ArgumentParser(prog="shared-storage", description=__doc__)
     parser.add_argument("--json", type=Path, help="every case and what came of it")
     parser.add_argument("--mount", action="append", help="only these options of mount")
     parser.add_argument("--case", action="append", default=[], help="only these cases")
     parser.add_argument("--cache", type=Path, default=_CACHE, help="where packages are kept")
     parser.add_argument("--within", type=float, default=5400.0, help="seconds, at most")
+    parser.add_argument("--machines", type=int, default=2, help="which share the mounts")
     options = parser.parse_args(arguments)
     if reason := missing():
         print(f"shared-storage: {reason}", file=sys.stderr)
         return 2
     cache, mounts = options.cache.absolute(), tuple(options.mount or MOUNTS)
     unpack(cache)
-    folder = Path(tempfile.mkdtemp(prefix="machine-", dir=cache))
-    shutil.copy(shim.build(folder), cache / "packages" / SHIM.relative_to("/"))
-    script = folder / "job.sh"
-    script.write_text(
-        _SCRIPT.format(
-            root=_ROOT, python=sys.executable, mounts=";".join(mounts), cases=" ".join(options.case)
-        )
-    )
+    shim.build(cache / "packages" / SHIM.parent.relative_to("/"))
     begun = time.monotonic()
-    text = boot(cache, script, memory_mib=3072, within_s=options.within)
-    lines = [line for line in text.splitlines() if line.startswith(MARK)]
+    parts = [mounts[number :: options.machines] for number in range(options.machines)]
+    with ThreadPoolExecutor(len(parts)) as machines:
+        start = partial(_start, cache, cases=options.case, within_s=options.within)
+        consoles = list(machines.map(start, filter(None, parts)))
+    lines = [line for text in consoles for line in text.splitlines() if line.startswith(MARK)]
     results = [json.loads(line.removeprefix(MARK)) for line in lines]
+    results.sort(key=lambda each: mounts.index(each["mount"]))
     if options.json:
         options.json.write_text(json.dumps(results, indent=1))
     print(table(results))
@@ -66,11 +67,26 @@ def main(arguments: list[str]) -> int:
     )
     for each in bad:
         print(f"  {each['mount']}, {each['case']}: {'; '.join(each['problems'])}", file=sys.stderr)
-    whole = {each["mount"] for each in results} == set(mounts)
-    if not whole:
-        print(text[-4000:], file=sys.stderr)
-    shutil.rmtree(folder)
+    whole = all(OVER in text for text in consoles)
+    for text in consoles:
+        if OVER not in text:
+            print(text[-4000:], file=sys.stderr)
     return 1 if bad or not whole else 0
+
+
+def _start(cache: Path, mounts: Sequence[str], cases: Sequence[str], within_s: float) -> str:
+    """Run these mounts in a machine of their own; what it printed."""
+    folder = Path(tempfile.mkdtemp(prefix="machine-", dir=cache))
+    script = folder / "job.sh"
+    script.write_text(
+        _SCRIPT.format(
+            root=_ROOT, python=sys.executable, mounts=";".join(mounts), cases=" ".join(cases)
+        )
+    )
+    try:
+        return boot(cache, script, memory_mib=3072, within_s=within_s)
+    finally:
+        shutil.rmtree(folder)
 
 
 def table(results: list[dict[str, Any]]) -> str:

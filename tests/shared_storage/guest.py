@@ -6,10 +6,12 @@ client of its own for each, with caches and locks of its own, as of two hosts.
 
 from __future__ import annotations
 
+import ctypes
 import json
+import os
+import struct
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,6 +22,12 @@ SHARED = Path("/mnt/shared")
 #: Where the machine has what strikes at calls (``tests/crash/shim.c``), built on the host.
 SHIM = Path("/usr/lib/crash-shim.so")
 _BACKING = Path("/srv/shared")
+#: What the nodes mount: empty whenever a case begins.
+FOLDER = _BACKING / "shared"
+_FILLER = _BACKING / "filler"
+#: Of linux/quota.h: set limits of a user's blocks, which are counted in KiB.
+_SET_USER_QUOTA = 0x800008 << 8
+_BLOCK_LIMITS = 1
 #: The address of the server, for the nodes.
 SERVER = "10.77.0.1"
 
@@ -34,7 +42,7 @@ def run(*words: str, check: bool = True) -> str:
 
 def start_server() -> None:
     """Export a fresh ext4 through the kernel's server, which the nodes reach over a bridge."""
-    for module in ("nfsd", "nfs", "nfsv3", "nfsv4", "veth", "bridge", "loop", "ext4"):
+    for module in ("nfsd", "nfs", "nfsv3", "nfsv4", "veth", "bridge", "loop", "ext4", "quota_v2"):
         run("modprobe", module)
     for folder in ("/run", "/dev/shm", "/srv", "/var/lib/nfs"):
         Path(folder).mkdir(parents=True, exist_ok=True)
@@ -50,11 +58,8 @@ def start_server() -> None:
     image = Path("/srv/image")
     with image.open("wb") as file:
         file.truncate(512 << 20)
-    run("mkfs.ext4", "-q", "-F", str(image))
-    run("mount", "-o", "loop,iversion", str(image), str(_BACKING))
-    Path("/etc/exports").write_text(
-        f"{_BACKING} *(rw,sync,insecure,no_root_squash,no_subtree_check,fsid=0)\n"
-    )
+    run("mkfs.ext4", "-q", "-F", "-m", "0", "-O", "quota", str(image))
+    run("mount", "-o", "loop,iversion,usrquota", str(image), str(_BACKING))
     run("ip", "link", "set", "lo", "up")
     run("ip", "link", "add", "br0", "type", "bridge")
     run("ip", "addr", "add", f"{SERVER}/24", "dev", "br0")
@@ -66,9 +71,85 @@ def start_server() -> None:
         passwords.write("_rpc:x:65533:65534::/run/rpcbind:/usr/sbin/nologin\n")
     run("rpcbind", "-w")
     run("rpc.statd", "--no-notify")
-    run("exportfs", "-ra")
+    _export("rw,no_root_squash")
     run("rpc.nfsd", "8")
     run("rpc.mountd")
+
+
+def _export(options: str) -> None:
+    line = f"{_BACKING} *({options},sync,insecure,no_subtree_check,fsid=0)\n"
+    Path("/etc/exports").write_text(line)
+    run("exportfs", "-ra")
+
+
+@contextmanager
+def exported(options: str) -> Iterator[None]:
+    """The folder is exported in another way; what is mounted stays mounted."""
+    _export(options)
+    try:
+        yield
+    finally:
+        _export("rw,no_root_squash")
+
+
+@contextmanager
+def server_down() -> Iterator[None]:
+    """The server is gone, and comes back without what it had in memory, as after a crash."""
+    run("rpc.nfsd", "0")
+    try:
+        yield
+    finally:
+        run("rpc.nfsd", "8")
+
+
+@contextmanager
+def export_withdrawn() -> Iterator[None]:
+    """The server answers, and has never heard of the folder: every handle is stale."""
+    run("exportfs", "-ua")
+    run("exportfs", "-f")
+    try:
+        yield
+    finally:
+        run("exportfs", "-ra")
+
+
+@contextmanager
+def disk_full() -> Iterator[None]:
+    """The server's file system has no block left."""
+    descriptor, size = os.open(_FILLER, os.O_RDWR | os.O_CREAT), 0
+    try:
+        for step in (64 << 20, 4 << 20, 256 << 10, 16 << 10, 4 << 10):
+            while True:
+                try:
+                    os.posix_fallocate(descriptor, size, step)
+                except OSError:
+                    break
+                size += step
+        yield
+    finally:
+        os.close(descriptor)
+        _FILLER.unlink()
+
+
+@contextmanager
+def quota(user: int) -> Iterator[None]:
+    """The user may have no more blocks than now."""
+    run("sync")
+    used = sum(each.lstat().st_blocks for each in FOLDER.rglob("*") if each.lstat().st_uid == user)
+    _set_quota(user, max(used // 2, 1))
+    try:
+        yield
+    finally:
+        _set_quota(user, 0)
+
+
+def _set_quota(user: int, kib: int) -> None:
+    mounts = [line.split() for line in Path("/proc/mounts").read_text().splitlines()]
+    (device,) = (words[0] for words in mounts if words[1] == str(_BACKING))
+    limits = struct.pack("8QI4x", kib, 0, 0, 0, 0, 0, 0, 0, _BLOCK_LIMITS)
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.quotactl(_SET_USER_QUOTA, device.encode(), user, limits):
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), device)
 
 
 class Node:
@@ -111,6 +192,14 @@ class Node:
             raise RuntimeError(f"{self.name}: {answer['error']}")
         return answer["value"]
 
+    def refused(self, what: str, **values: Any) -> str:
+        """Why it could not be done; empty where it could."""
+        try:
+            self.do(what, **values)
+        except RuntimeError as error:
+            return str(error)
+        return ""
+
     def do(self, what: str, **values: Any) -> Any:
         """Both."""
         self.begin(what, **values)
@@ -122,7 +211,7 @@ def mounted(nodes: list[Node], options: str) -> Iterator[None]:
     """The folder, empty, mounted by all nodes in that way."""
     for path in _BACKING.iterdir():
         run("rm", "-rf", str(path))
-    (_BACKING / "shared").mkdir(mode=0o700)
+    FOLDER.mkdir(mode=0o700)
     for node in nodes:
         path = f"{_BACKING}/shared" if "vers=3" in options else "/shared"
         node.do("mount", source=f"{SERVER}:{path}", options=options)
@@ -130,11 +219,5 @@ def mounted(nodes: list[Node], options: str) -> Iterator[None]:
         yield
     finally:
         for node in nodes:
+            node.do("become", user=0)
             node.do("unmount")
-
-
-def restart_server() -> None:
-    """The server forgets what it has answered, as after a crash."""
-    run("rpc.nfsd", "0")
-    time.sleep(0.1)
-    run("rpc.nfsd", "8")

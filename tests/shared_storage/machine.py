@@ -72,6 +72,8 @@ def unpack(cache: Path) -> str:
             shutil.rmtree(root / name)
         (cache / "whole").touch()
     (folder,) = (root / "usr/lib/modules").iterdir()
+    if not (folder / "modules.dep.bin").exists():
+        _kmod(root, "depmod", "-b", str(root / "usr"), folder.name)
     return folder.name
 
 
@@ -129,8 +131,6 @@ def _kmod(root: Path, name: str, *words: str) -> str:
 def _initrd(root: Path, kernel: str, script: Path) -> bytes:
     """What the kernel starts with: enough to mount the host's files, and no more."""
     modules = root / "usr/lib/modules" / kernel
-    if not (modules / "modules.dep.bin").exists():
-        _kmod(root, "depmod", "-b", str(root / "usr"), kernel)
     needed = _kmod(
         root, "modprobe", "-d", str(root / "usr"), "-S", kernel, "-a", "--show-depends", *_TO_BOOT
     )

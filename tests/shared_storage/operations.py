@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import errno
+import mmap
 import os
+import subprocess
+import sys
 import threading
+import traceback
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass, field
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
 
-import xxhash
-
+from slurm_forge.checkpoint.write.direct_io import PAGE, round_up
+from slurm_forge.checkpoint.write.shard_writer import write_shard_file
 from slurm_forge.errors import CheckpointRejectedError, FencedError, ForgeError
 from slurm_forge.files import create_exclusive, exists_on_server, read_trusted, write_atomic
 from slurm_forge.journal import (
@@ -28,11 +34,21 @@ from slurm_forge.run_directory.claims import Fence, claim_attempt, list_claims, 
 from slurm_forge.store.blocks import verify_blocks
 from slurm_forge.store.directory import CheckpointStore
 from slurm_forge.store.identity import CheckpointName
-from slurm_forge.store.manifest import BLOCK_SIZE, INDEX_NAME, FileEntry, Manifest
+from slurm_forge.store.manifest import INDEX_NAME, Manifest
 from tests.crash.shim import Shim, Strike
 
 _PATIENCE = timedelta(seconds=1)
 _CLOCK = 1_750_000_000.0
+
+
+@dataclass
+class Told:
+    """What a node was told of its saves and lines: done, or refused and why."""
+
+    saved: list[int] = field(default_factory=list)
+    appended: list[int] = field(default_factory=list)
+    refused: list[list[str]] = field(default_factory=list)
+    next_step: dict[str, int] = field(default_factory=dict)
 
 
 class Operations:
@@ -43,9 +59,10 @@ class Operations:
         self._name = "run"
         self._journals: dict[int, JournalWriter] = {}
         self._held: dict[str, Any] = {}
-        self._thread: threading.Thread | None = None
+        self._threads: list[threading.Thread] = []
         self._over = threading.Event()
         self._problems: list[str] = []
+        self._told = Told()
 
     @property
     def run(self) -> RunDirectory:
@@ -56,6 +73,12 @@ class Operations:
         """Work on another run from now on."""
         self.clear()
         self._name = name
+
+    def become(self, user: int) -> None:
+        """Be that user from now on, to the server too."""
+        os.seteuid(0)
+        os.setegid(user)
+        os.seteuid(user)
 
     def _store(self) -> CheckpointStore:
         return CheckpointStore(self.run.checkpoints, "run")
@@ -123,20 +146,21 @@ class Operations:
 
     def write(self, attempt: int, first: int, count: int, rotate_at: int = 1 << 24) -> None:
         """Write so many steps, of which every third is a commit."""
+        journal = self._journal(attempt, rotate_at)
+        for step in range(first, first + count):
+            journal.write(Progress(step=step))
+            if step % 3 == 0:
+                journal.write(_commit(attempt, step))
+
+    def _journal(self, attempt: int, rotate_at: int = 1 << 24) -> JournalWriter:
         journal = self._journals.get(attempt)
         if journal is None:
             journal = JournalWriter(
                 self.run, attempt=attempt, writer="rank", launch=1, rotate_at=rotate_at
             )
-            journal.write(AttemptStarted(job="1", restart_count=0, nodes=(), host="n", via="batch"))
             self._journals[attempt] = journal
-        for step in range(first, first + count):
-            journal.write(Progress(step=step))
-            if step % 3 == 0:
-                name = str(CheckpointName(step, attempt, 1, "0" * 8))
-                journal.write(
-                    CheckpointCommitted(name=name, step=step, reason="test", seconds=0.1, size=1)
-                )
+            journal.write(AttemptStarted(job="1", restart_count=0, nodes=(), host="n", via="batch"))
+        return journal
 
     def close_journals(self) -> None:
         """Leave the files."""
@@ -171,20 +195,20 @@ class Operations:
         store = self._store()
         name = CheckpointName.new(step=step, attempt=attempt, launch=1)
         stage = store.create_stage(name)
-        files = []
-        for file in (INDEX_NAME, "rank-00000.data"):
-            path = stage / file
-            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-            os.write(descriptor, bytes([step % 256]) * size)
-            os.fsync(descriptor)
-            os.close(descriptor)
-            files.append(_entry(path))
-        manifest = Manifest(
-            run_id="run", name=name, sequence=store.next_sequence(), world_size=1,
-            files=tuple(files), state={}, torch_version="2", reason="test",
-            created_at=datetime.now(timezone.utc),
-        )  # fmt: skip
-        store.publish(stage, manifest, Fence(self.run, attempt))
+        try:
+            files = tuple(
+                write_shard_file(stage / file, _memory(step, size), size)
+                for file in (INDEX_NAME, "rank-00000.data")
+            )
+            manifest = Manifest(
+                run_id="run", name=name, sequence=store.next_sequence(), world_size=1,
+                files=files, state={}, torch_version="2", reason="test",
+                created_at=datetime.now(timezone.utc),
+            )  # fmt: skip
+            store.publish(stage, manifest, Fence(self.run, attempt))
+        except Exception:
+            store.discard_stage(stage)
+            raise
         return str(name)
 
     def steps(self) -> list[int]:
@@ -228,6 +252,19 @@ class Operations:
                 return str(len(file.read(1 << 20)))
         except OSError as error:
             return error.strerror or str(error)
+
+    def train(self, until: int | None) -> list[str]:
+        """Train with ranks up to a step, or from there to the end; what went wrong."""
+        words = [str(self._shared / "training"), "end" if until is None else str(until)]
+        environment = {key: value for key, value in os.environ.items() if key != "LD_PRELOAD"}
+        done = subprocess.run(
+            [sys.executable, "-m", "tests.shared_storage.training", *words],
+            capture_output=True, text=True, check=False, env=environment, timeout=1200,
+        )  # fmt: skip
+        lines = done.stdout.splitlines()
+        problems = [each.removeprefix("problem: ") for each in lines if each.startswith("problem")]
+        ended = "trained" in lines and not done.returncode
+        return problems if ended else [f"{done.returncode}: {(done.stdout + done.stderr)[-2000:]}"]
 
     # -- locks -------------------------------------------------------------------------------------
 
@@ -279,11 +316,40 @@ class Operations:
 
     # -- meanwhile ---------------------------------------------------------------------------------
 
+    def save_next(self, size: int = 1_200_000) -> int:
+        """Save another step; how many were saved."""
+        return self._try("saved", lambda step: self.publish(step, size))
+
+    def append_next(self) -> int:
+        """Append another commit to the journal, on disk on return; how many were appended."""
+        return self._try("appended", lambda step: self._journal(1).write(_commit(1, step)))
+
+    def _try(self, what: str, act: Callable[[int], Any]) -> int:
+        told, done = self._told, getattr(self._told, what)
+        step = told.next_step[what] = told.next_step.get(what, 0) + 1
+        try:
+            act(step)
+        except (OSError, ForgeError) as error:
+            kind = errno.errorcode.get(getattr(error, "errno", 0) or 0, type(error).__name__)
+            call = traceback.extract_tb(error.__traceback__)[-1].line
+            told.refused.append([what, f"{kind} at {call}"])
+            threading.Event().wait(0.05)
+        else:
+            done.append(step)
+        return len(done)
+
+    def told(self) -> dict[str, Any]:
+        """The steps that were saved and appended, and what was refused, why."""
+        told = self._told
+        return {
+            "saved": list(told.saved), "appended": list(told.appended),
+            "refused": list(told.refused),
+        }  # fmt: skip
+
     def go_on(self, act: str, **values: Any) -> None:
         """Do one thing again and again, on a thread, until ``pause``."""
         done: Callable[..., Any] = getattr(self, act)
         self._over.clear()
-        self._problems.clear()
 
         def repeat() -> None:
             newest: Any = None
@@ -297,18 +363,23 @@ class Operations:
                     self._problems.append(f"{act}: {found} after {newest}")
                 newest = found
 
-        self._thread = threading.Thread(target=repeat, daemon=True)
-        self._thread.start()
+        self._threads.append(threading.Thread(target=repeat, daemon=True))
+        self._threads[-1].start()
 
     def pause(self) -> list[str]:
         """End that; what went wrong."""
         self._over.set()
-        assert self._thread is not None
-        self._thread.join(60)
-        return list(self._problems)
+        for thread in self._threads:
+            thread.join(60)
+            if thread.is_alive():
+                self._problems.append("a call does not return")
+        self._threads.clear()
+        problems, self._problems = self._problems, []
+        return problems
 
     def clear(self) -> None:
         """Forget everything."""
+        self._told = Told()
         self.close_journals()
         for name in list(self._held):
             with suppress(Exception):
@@ -320,8 +391,12 @@ def _less(found: Any, newest: Any) -> bool:
     return len(found) < len(newest) if isinstance(found, list) else found < newest
 
 
-def _entry(path: Path) -> FileEntry:
-    data = path.read_bytes()
-    blocks = range(0, len(data), BLOCK_SIZE)
-    hashes = tuple(xxhash.xxh3_128_hexdigest(data[at : at + BLOCK_SIZE]) for at in blocks)
-    return FileEntry(path.name, len(data), hashes)
+def _commit(attempt: int, step: int) -> CheckpointCommitted:
+    name = str(CheckpointName(step, attempt, 1, "0" * 8))
+    return CheckpointCommitted(name=name, step=step, reason="test", seconds=0.1, size=1)
+
+
+def _memory(step: int, size: int) -> memoryview:
+    memory = mmap.mmap(-1, round_up(size, PAGE))
+    memory.write(bytes([step % 256]) * size)
+    return memoryview(memory)
