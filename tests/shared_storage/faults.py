@@ -236,5 +236,4 @@ FAULTS = (
     a_read_only_export_is_read,
     root_is_squashed,
     modes_refuse,
-    a_run_is_resumed_on_the_other_node,
 )

@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 
 from tests.shared_storage.cases import CASES, INJECTED, STRUCK
-from tests.shared_storage.faults import FAULTS
+from tests.shared_storage.faults import FAULTS, a_run_is_resumed_on_the_other_node
 from tests.shared_storage.guest import SERVER, Node, mounted, start_server
 from tests.shared_storage.repeater import PORT, Repeater
 
@@ -39,7 +39,7 @@ PROMISES_LESS = {
         "a_checkpoint_is_seen_when_it_is_published",
     },
 }
-#: Every call is struck on these alone, and the server's faults come to them: it takes minutes.
+#: Every call is struck, and ranks train, on these alone: it takes minutes.
 _STRUCK_ON = ("vers=3", "vers=4.2")
 _FAULTS_ON = ("vers=3", "vers=4.1", "vers=4.2")
 
@@ -52,7 +52,7 @@ def main(mounts: Sequence[str], names: Sequence[str]) -> int:
     for options in mounts:
         more = (
             *(FAULTS if options in _FAULTS_ON else ()),
-            *(STRUCK if options in _STRUCK_ON else ()),
+            *((*STRUCK, a_run_is_resumed_on_the_other_node) if options in _STRUCK_ON else ()),
         )
         for case in (*CASES, *more):
             if names and case.__name__ not in names:
