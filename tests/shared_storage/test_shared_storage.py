@@ -29,7 +29,7 @@ def test_two_nodes_see_what_counts(tmp_path: Path, mount: str) -> None:
             *(sys.executable, "-m", "tests.shared_storage", "--json", str(out), "--mount", mount),
             *("--case", "claims_are_exclusive", "--case", "a_newer_launch_fences"),
             *("--case", "a_checkpoint_is_seen_when_it_is_published", "--case", "a_stop_is_seen"),
-            *("--case", "struck_while_it_claims"),
+            *("--case", "struck_while_it_claims", "--case", "a_quota_is_exceeded"),
         ],
         cwd=ROOT, capture_output=True, text=True, timeout=1500, check=False,
     )  # fmt: skip
