@@ -42,7 +42,7 @@ from slurm_forge.open_files import raise_open_files_limit
 from slurm_forge.run_directory import RunDirectory
 from slurm_forge.spec import job_from_mapping
 
-_BEAT = Heartbeat(turn=0, step=1200, begun=1201, phase="train", since_s=0.125, started=True)
+_BEAT = Heartbeat(turn=0, step=1200, begun=1201, phase="train", started=True)
 _WITHIN_S = 900.0
 _PROCESSES = 4
 

@@ -43,8 +43,13 @@ from slurm_forge.control.messages.preflight import (
     PreflightTried,
 )
 from slurm_forge.control.messages.probe import ProbeArrived, ProbeDone
-from slurm_forge.control.messages.rank import Heartbeat, Hello, RankStopped, SaveCommitted
-from slurm_forge.control.messages.relay import RelayHello, decode_delivery, encode_lines
+from slurm_forge.control.messages.rank import (
+    Heartbeat,
+    Hello,
+    RankStopped,
+    SaveCommitted,
+)
+from slurm_forge.control.messages.relay import LineBundle, RelayHello, decode_delivery
 from slurm_forge.control.messages.step_timing import StepTiming
 from slurm_forge.control.tcp.links import say_links
 from slurm_forge.json_codec import parse
@@ -64,7 +69,7 @@ class _Node:
     """The connection of a relay, and what waits to be sent on it."""
 
     connection: AuthenticatedConnection
-    lines: list[tuple[int, bytes | None]] = field(default_factory=list)
+    bundle: LineBundle = field(default_factory=LineBundle)
     members: dict[int, _Relayed] = field(default_factory=dict)
 
 
@@ -74,10 +79,11 @@ class _Relayed:
 
     node: _Node
     number: int
+    role: Role
     take: Callable[[Message], None]
 
-    def send(self, line: bytes) -> None:
-        self.node.lines.append((self.number, line))
+    def say(self, message: Message) -> None:
+        assert self.node.bundle.add(self.number, self.role.value, message)
 
 
 @dataclass(slots=True)
@@ -148,7 +154,8 @@ class Members:
             self._nodes.append(node)
             self._selector.register(node.connection, selectors.EVENT_READ, node)
         node = self._nodes[-1]
-        end = _Relayed(node, len(node.members), take)
+        role = Role.RANK if isinstance(hello, Hello) else Role.MONITOR
+        end = _Relayed(node, len(node.members), role, take)
         node.members[end.number] = end
         self._send(end, hello)
         return end
@@ -205,16 +212,13 @@ class Members:
         since = (time.monotonic() - self._began) % _STEP_S
         self._send(
             each.member,
-            Heartbeat(
-                turn=0, step=step, begun=step + 1, phase="train", since_s=since,
-                started=self._training,
-            ),
-        )  # fmt: skip
+            Heartbeat(turn=0, step=step, begun=step + 1, phase="train", started=self._training),
+        )
         self._send(
             each.monitor,
             MonitorHeartbeat(
                 turn=0, step=step, begun=step + 1, phase_no=0, poll=0, phase="train", kind="train",
-                since_s=since, mute_s=0.01, state="S", cpu_s=12.5 + step,
+                since_s=(since,), mute_s=(0.01,), state=("S",),
             ),
         )  # fmt: skip
         if self._training and (turn // _TURNS + each.rank) % int(_PACE_S) == 0:
@@ -229,6 +233,9 @@ class Members:
     def _send(self, end: AuthenticatedConnection | _Relayed | None, message: Message) -> None:
         if end is None:
             return
+        if isinstance(end, _Relayed):
+            end.say(message)
+            return
         try:
             end.send(protocol.encode(message))
         except OSError:
@@ -236,10 +243,10 @@ class Members:
 
     def _flush(self) -> None:
         for node in self._nodes:
-            if node.lines:
-                lines, node.lines = node.lines, []
+            if node.bundle:
+                bundle, node.bundle = node.bundle, LineBundle()
                 try:
-                    node.connection.send(encode_lines(lines))
+                    node.connection.send(bundle.encode())
                 except OSError:
                     self._end(node.connection)
 
@@ -290,9 +297,9 @@ class Members:
         kind = pending.request.kind
         if kind is RequestKind.PROBE:
             self._send(each.member, ProbeArrived(id=target.id))
-            self._send(
-                each.member, ProbeDone(id=target.id, latency_s=0.002, wrong=(), bandwidth=0.0)
-            )
+            latency_s = 0.002 + 1e-6 * each.rank
+            done = ProbeDone(id=target.id, latency_s=(latency_s,), wrong=((),), bandwidth=(0.0,))
+            self._send(each.member, done)
             self._probed.value = max(self._probed.value, time.monotonic())
         elif kind is RequestKind.SAVE and each.rank == 0:
             step = target.position.step

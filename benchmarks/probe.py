@@ -363,11 +363,7 @@ def _beats() -> float:
         stack.callback(member.close)
         begun = time.thread_time()
         for number in range(_BEATS):
-            member.send(
-                Heartbeat(
-                    turn=0, step=number, begun=number, phase="train", since_s=0.1, started=True
-                )
-            )
+            member.send(Heartbeat(turn=0, step=number, begun=number, phase="train", started=True))
         return 1e6 * (time.thread_time() - begun) / _BEATS
 
 

@@ -14,6 +14,7 @@ of an older round are ignored, however late they come.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from slurm_forge.control.messages.hub import Request, RequestKind, RequestTarget
@@ -62,18 +63,18 @@ class RequestAnswers:
     #: Whether an answer has come since the picture was found mixed.
     _changed: bool = False
 
-    def take(self, rank: int, at: PositionReport, now: float) -> bool:
-        """Take an answer in; True if it asks anew, so that all ranks must be asked again."""
+    def take(self, ranks: Iterable[int], at: PositionReport, now: float) -> bool:
+        """Take in where ranks are; True if that asks anew, so that all must be asked again."""
         anew = at.round == self.round + 1 and self.target is not None
         if anew:
             self.reopen()
         if at.round == self.round:
-            self.answer(rank, RankPosition(at.position, at.waiting, at.path), now)
+            self.answer(ranks, RankPosition(at.position, at.waiting, at.path), now)
         return anew
 
-    def answer(self, rank: int, place: RankPosition, now: float) -> None:
-        """Take a rank's place in; a newer answer replaces the older one."""
-        self.places[rank] = place
+    def answer(self, ranks: Iterable[int], place: RankPosition, now: float) -> None:
+        """Take the place of ranks in; a newer answer replaces the older one."""
+        self.places.update(dict.fromkeys(ranks, place))
         self._changed_at, self._changed = now, True
 
     def reopen(self) -> None:
@@ -104,7 +105,7 @@ class RequestAnswers:
         return target
 
     def _common(self) -> Position | None:
-        places = list(self.places.values())
+        places = self._distinct()
         if all(place.waiting for place in places) and len({p.position for p in places}) == 1:
             return places[0].position
         inside = [place for place in places if place.inside]
@@ -118,7 +119,11 @@ class RequestAnswers:
         return None
 
     def _next_boundary(self) -> Position:
-        return max(place.next_boundary for place in self.places.values())
+        return max(place.next_boundary for place in self._distinct())
+
+    def _distinct(self) -> list[RankPosition]:
+        """The places, those of a node once: its ranks have answered together, as a rule."""
+        return list({id(place): place for place in self.places.values()}.values())
 
 
 @dataclass(slots=True)

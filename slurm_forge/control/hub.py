@@ -9,8 +9,10 @@ from __future__ import annotations
 import contextlib
 import queue
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import compress
+from typing import NamedTuple
 
 from slurm_forge.control.gathering import RequestAnswers
 from slurm_forge.control.handshake import AuthenticatedConnection, Credentials, Role
@@ -63,9 +65,12 @@ class RankDisconnected:
 
 @dataclass(frozen=True, slots=True)
 class MessageReceived:
-    """A rank said something that the conductor decides on."""
+    """Ranks said something that the conductor decides on, or their monitors did.
 
-    rank: int
+    The columns of the message, if it has any, are in the order of the ranks.
+    """
+
+    ranks: tuple[int, ...]
     message: Message
 
 
@@ -88,32 +93,38 @@ class RequestAbandoned:
 HubEvent = RankJoined | RankDisconnected | MessageReceived | TargetAgreed | RequestAbandoned
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MemberView:
-    """What is known of a rank; times are on the monotonic clock of the hub."""
+class MemberView(NamedTuple):
+    """What is known of a rank; times are on the monotonic clock of the hub.
+
+    The fields from ``rollbacks`` on are those of its last ``Heartbeat``.
+    """
 
     rank: int
     host: str
     pid: int
     last_message_at: float
+    connected: bool = True
     rollbacks: int = 0
     step: int = 0
     begun: int = 0
     phase: str = "start"
-    since_s: float = 0.0
     started: bool = False
-    connected: bool = True
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MonitorView:
-    """What the monitor of a rank said last; ``last_message_at`` is on the hub's monotonic clock."""
+class MonitorView(NamedTuple):
+    """What the monitor of a rank said last; ``last_message_at`` is on the hub's monotonic clock.
+
+    The columns of ``pulse`` may be those of all monitors of the node; this one's are beside it.
+    """
 
     rank: int
     host: str
     last_message_at: float
-    pulse: MonitorHeartbeat | None = None
     connected: bool = True
+    pulse: MonitorHeartbeat | None = None
+    since_s: float = 0.0
+    mute_s: float = 0.0
+    state: str = ""
 
 
 @dataclass(slots=True)
@@ -323,41 +334,47 @@ class Hub(Listener[_Peer]):
         now = self._clock()
         if peer.members is not None and isinstance(message, MemberLines):
             self._take_lines(peer, message, now)
-            return
-        if peer.monitor is not None:
-            self._on_monitor_message(peer.monitor, message, now)
-            return
-        if peer.rank is None:
+        elif peer.stranger or peer.members is not None:
             self._greet(peer, message, now)
-            return
-        member = self._members[peer.rank]
+        else:
+            self._hear((peer,), message, now)
+
+    def _hear(self, peers: Sequence[_Peer], message: Message, now: float) -> None:
+        """What ranks say, or what monitors say: several where a relay has joined it."""
+        ranks = tuple(peer.rank for peer in peers if peer.rank is not None)
+        monitors = tuple(peer.monitor for peer in peers if peer.monitor is not None)
+        if ranks and monitors:
+            self._lose(peers[0])  # no relay of ours joins what they say
+        elif ranks:
+            self._on_message(ranks, message, now)
+        elif monitors:
+            self._on_monitor_message(monitors, message, now)
+
+    def _on_message(self, ranks: tuple[int, ...], message: Message, now: float) -> None:
+        members = self._members
         if isinstance(message, Heartbeat):  # thousands a second
-            self._members[peer.rank] = MemberView(
-                rank=member.rank,
-                host=member.host,
-                pid=member.pid,
-                last_message_at=now,
-                rollbacks=message.turn,
-                step=message.step,
-                begun=message.begun,
-                phase=message.phase,
-                since_s=message.since_s,
-                started=message.started,
-                connected=member.connected,
-            )
+            turn, step, begun = message.turn, message.step, message.begun
+            phase, started = message.phase, message.started
+            for rank in ranks:
+                view = members[rank]
+                members[rank] = MemberView(
+                    rank, view.host, view.pid, now, view.connected,
+                    turn, step, begun, phase, started,
+                )  # fmt: skip
             return
-        # Before anything is sent: sending may find that this very rank is gone.
-        self._members[peer.rank] = replace(member, last_message_at=now)
+        # Before anything is sent: sending may find that one of these ranks is gone.
+        for rank in ranks:
+            members[rank] = members[rank]._replace(last_message_at=now)
         match message:
             case PositionReport():
-                self._answered(peer.rank, message, now)
+                self._answered(ranks, message, now)
             case Publish(to=()):
                 self._published[message.key] = message.value
                 self._broadcast(message)
             case Publish():
                 self._pass_on(message)
             case _:
-                self.events.put(MessageReceived(peer.rank, message))
+                self.events.put(MessageReceived(ranks, message))
 
     def _pass_on(self, message: Publish) -> None:
         wanted = [self._rank_peers[rank] for rank in message.to if rank in self._rank_peers]
@@ -365,41 +382,60 @@ class Hub(Listener[_Peer]):
 
     def _take_lines(self, relay: _Peer, message: MemberLines, now: float) -> None:
         """What a relay's members said: as if each had said it on a connection of its own."""
-        for number, line in message.lines:
+        for numbers, said in message.lines:
             members = relay.members
             if relay.connection.fileno() < 0 or members is None:
                 return  # dropped meanwhile
-            member = members.get(number)
-            if line is None:
-                if member is not None:
-                    del members[number]
-                    self._on_closed(member)
-                continue
-            if member is None:
-                if not isinstance(line, Hello | MonitorHello):
-                    continue  # it was dropped, and does not know yet
-                connection = _RelayedConnection(relay.connection, number)
-                role = Role.RANK if isinstance(line, Hello) else Role.MONITOR
-                member = _Peer(connection, now, relay.address, role=role.value)
-                member.relay, member.number = relay, number
-                members[number] = member
-            self._take(member, line)
+            known = [number in members for number in numbers]
+            if said is None:
+                for member in [members.pop(number, None) for number in numbers]:
+                    if member is not None:
+                        self._on_closed(member)
+            elif isinstance(said, Hello | MonitorHello):
+                if not any(known):
+                    self._greet_relayed(relay, members, numbers, said, now)
+            else:
+                # Others were dropped, and do not know yet.
+                peers = [members[number] for number in compress(numbers, known)]
+                self._hear(peers, said if all(known) else said.only(known), now)
 
-    def _on_monitor_message(self, rank: int, message: Message, now: float) -> None:
-        view = self._monitors[rank]
-        pulse = message if isinstance(message, MonitorHeartbeat) else view.pulse
-        self._monitors[rank] = MonitorView(
-            rank=rank, host=view.host, last_message_at=now, pulse=pulse, connected=view.connected
-        )
+    def _greet_relayed(
+        self,
+        relay: _Peer,
+        members: dict[int, _Peer],
+        numbers: Sequence[int],
+        hello: Hello | MonitorHello,
+        now: float,
+    ) -> None:
+        role = Role.RANK if isinstance(hello, Hello) else Role.MONITOR
+        for number in numbers[:1]:  # nobody else is the same
+            connection = _RelayedConnection(relay.connection, number)
+            member = _Peer(connection, now, relay.address, role=role.value)
+            member.relay, member.number = relay, number
+            members[number] = member
+            self._greet(member, hello, now)
+
+    def _on_monitor_message(self, ranks: tuple[int, ...], message: Message, now: float) -> None:
+        monitors = self._monitors
+        if isinstance(message, MonitorHeartbeat):
+            columns = zip(ranks, message.since_s, message.mute_s, message.state, strict=True)
+            for rank, since_s, mute_s, state in columns:
+                before = monitors[rank]
+                monitors[rank] = MonitorView(
+                    rank, before.host, now, before.connected, message, since_s, mute_s, state
+                )
+            return
+        for rank in ranks:
+            monitors[rank] = monitors[rank]._replace(last_message_at=now)
         if isinstance(message, (PhaseDuration, StackReport, LinkReport, PortReport)):
-            self.events.put(MessageReceived(rank, message))
+            self.events.put(MessageReceived(ranks, message))
 
-    def _answered(self, rank: int, at: PositionReport, now: float) -> None:
+    def _answered(self, ranks: tuple[int, ...], at: PositionReport, now: float) -> None:
         entry = self._requests.get(at.id)
         if entry is None:
             return
         request, gathering = entry
-        if gathering.take(rank, at, now):
+        if gathering.take(ranks, at, now):
             request = replace(request, round=gathering.round)
             self._requests[at.id] = (request, gathering)
             self._broadcast(request)
@@ -492,10 +528,10 @@ class Hub(Listener[_Peer]):
         if peer.monitor is not None:
             self._monitor_peers.pop(peer.monitor, None)
             view = self._monitors[peer.monitor]
-            self._monitors[peer.monitor] = replace(view, connected=False)
+            self._monitors[peer.monitor] = view._replace(connected=False)
         if peer.rank is not None and self._is_connected(peer.rank):
             self._rank_peers.pop(peer.rank, None)
-            self._members[peer.rank] = replace(self._members[peer.rank], connected=False)
+            self._members[peer.rank] = self._members[peer.rank]._replace(connected=False)
             self.events.put(RankDisconnected(peer.rank))
 
 

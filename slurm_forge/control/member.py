@@ -28,7 +28,7 @@ from slurm_forge.control.messages.hub import (
 )
 from slurm_forge.control.messages.links import QueryLinks
 from slurm_forge.control.messages.message import Message
-from slurm_forge.control.messages.rank import Heartbeat, Hello
+from slurm_forge.control.messages.rank import Heartbeat, Hello, next_heartbeat
 from slurm_forge.control.tcp.links import (
     say_links,
     summarize,
@@ -77,7 +77,6 @@ class Member:
         self._begun = 0
         self._rewound: Position | None = None
         self._phase = "start"
-        self._phase_since = clock()
         self._published: dict[str, str] = {}
         self._ends_at: float | None = None
         self._closing = False
@@ -135,12 +134,11 @@ class Member:
         it would end the launch without a save.
         """
         self._phase = phase
-        self._phase_since = self._clock()
         if self._progress is not None:
             self._progress.enter(phase)
         if started and not self._started:
             self._started = True
-            self.send(self._beat(self._phase_since))
+            self.send(self._beat())
 
     def rewound(self, position: Position) -> None:
         """Training goes on from ``position``, after a rollback: said at once.
@@ -150,7 +148,7 @@ class Member:
         self._rewound, self._begun = position, position.step
         if self._progress is not None:
             self._progress.rewound(position)
-        self.send(self._beat(self._clock()))
+        self.send(self._beat())
 
     def begin(self, step: int) -> None:
         """The main thread begins its ``step``th step (for heartbeats; nothing is sent here)."""
@@ -217,10 +215,10 @@ class Member:
             while not self._closing:
                 now = self._clock()
                 if now >= next_beat:
-                    next_beat = now + _BEAT_S
+                    next_beat = next_heartbeat(now, _BEAT_S)
                     if self._progress is not None:
                         self._progress.alive()
-                    self.send(self._beat(now))
+                    self.send(self._beat())
                 if not selector.select(timeout=max(0.0, next_beat - now)):
                     continue
                 try:
@@ -233,7 +231,7 @@ class Member:
                         return reason
         return "closed"
 
-    def _beat(self, now: float) -> Heartbeat:
+    def _beat(self) -> Heartbeat:
         position = self._agreement.position
         if self._rewound is not None and self._rewound > position:
             position = self._rewound
@@ -242,7 +240,6 @@ class Member:
             step=position.step,
             begun=self._begun,
             phase=self._phase,
-            since_s=round(now - self._phase_since, 3),
             started=self._started,
         )
 

@@ -1,9 +1,9 @@
 """The relay of a node: its ranks and their monitors share one connection to the hub.
 
 It listens on a Unix socket that only this user can reach, lets in who knows the secret, by the same
-handshake as the hub, and passes on what members say and what the hub tells them.  Heartbeats are
-gathered until all members have sent theirs; any other line is passed on at once, with those that
-come in the same moment.
+handshake as the hub, and passes on what members say and what the hub tells them.  What comes in the
+same moment goes on one line, and only once what several members say alike: they send their
+heartbeats at the same time, and answer requests at the same time.
 
 A relay that ends takes the connections of its node along, as the end of the node would: its ranks
 leave, and the launch is over.  A member that finds no relay connects to the hub itself.
@@ -24,7 +24,6 @@ from pathlib import Path
 
 from slurm_forge.control.addresses import parse_addresses
 from slurm_forge.control.handshake import (
-    LINE_LIMIT,
     AuthenticatedConnection,
     Credentials,
     Role,
@@ -37,9 +36,9 @@ from slurm_forge.control.messages.message import Message
 from slurm_forge.control.messages.monitor import MonitorHeartbeat
 from slurm_forge.control.messages.rank import Heartbeat
 from slurm_forge.control.messages.relay import (
+    LineBundle,
     RelayHello,
     decode_delivery,
-    encode_lines,
 )
 from slurm_forge.errors import ControlChannelError, ForgeError
 from slurm_forge.files import make_private_directory
@@ -50,8 +49,8 @@ RELAYED_FROM = 512
 _TICK_S = 1.0
 #: Lines that come within this time go together: all ranks of a node answer at once.
 _GATHER_S = 0.003
-#: Heartbeats come every second: later than this, not all members send them.
-_BEATS_WITHIN_S = 1.2
+#: Heartbeat of a node come at the same time, as far as its processes are scheduled in time.
+_GATHER_BEATS_S = 0.1
 _CONNECT_WITHIN_S = 20.0
 _BACKLOG = 512
 
@@ -61,11 +60,8 @@ class _Hub:
     """The connection to the hub of a launch, and what is to be sent on it."""
 
     connection: AuthenticatedConnection
-    lines: list[tuple[int, bytes | None]] = field(default_factory=list)
-    size: int = 0
-    lines_due: float = float("inf")
-    beats: dict[int, bytes] = field(default_factory=dict)
-    beats_due: float = float("inf")
+    bundle: LineBundle = field(default_factory=LineBundle)
+    due: float = float("inf")
     members: dict[int, _Client] = field(default_factory=dict)
 
 
@@ -152,21 +148,13 @@ class Relay(Listener[_Client]):
             return
         hub = peer.hub
         assert hub is not None  # noqa: S101  said where it goes before
-        now, line = self._clock(), protocol.encode(message)
-        if isinstance(message, Heartbeat | MonitorHeartbeat) and not self._is_urgent(peer, message):
-            if not hub.beats:
-                hub.beats_due = now + _BEATS_WITHIN_S
-            hub.beats[peer.number] = line
-            if len(hub.beats) == len(hub.members):
-                hub.beats_due = now
-            return
-        self._add_beat(hub, peer.number, now)
-        self._add(hub, peer.number, line, now)
+        within_s = _GATHER_S if self._is_urgent(peer, message) else _GATHER_BEATS_S
+        self._add(hub, peer, message, within_s)
 
-    def _is_urgent(self, peer: _Client, message: Heartbeat | MonitorHeartbeat) -> bool:
-        """Whether something has changed that others wait for."""
-        if isinstance(message, MonitorHeartbeat):
-            return False
+    def _is_urgent(self, peer: _Client, message: Message) -> bool:
+        """Whether others wait for it: for a heartbeat only if something has changed."""
+        if not isinstance(message, Heartbeat):
+            return not isinstance(message, MonitorHeartbeat)
         before = (peer.turn, peer.started)
         peer.turn, peer.started = message.turn, message.started
         return before != (peer.turn, peer.started)
@@ -189,9 +177,7 @@ class Relay(Listener[_Client]):
     def _on_closed(self, peer: _Client) -> None:
         hub = peer.hub
         if hub is not None and hub.members.pop(peer.number, None) is not None:
-            now = self._clock()
-            self._add_beat(hub, peer.number, now)
-            self._add(hub, peer.number, None, now)
+            self._add(hub, peer, None, _GATHER_S)
 
     # -- the hub -------------------------------------------------------------------------------
 
@@ -249,55 +235,31 @@ class Relay(Listener[_Client]):
             for member in list(hub.members.values()):
                 self._drop(member)
 
-    def _add_beat(self, hub: _Hub, number: int, now: float) -> None:
-        """What a member says next does not overtake its heartbeat; its end neither."""
-        beat = hub.beats.pop(number, None)
-        if beat is not None:
-            self._add(hub, number, beat, now)
-        if not hub.beats:
-            hub.beats_due = float("inf")
-
-    def _add(self, hub: _Hub, number: int, line: bytes | None, now: float) -> None:
-        if not hub.lines:
-            hub.lines_due = now + _GATHER_S
-        hub.lines.append((number, line))
-        hub.size += 16 + len(line or b"")
-        if hub.size > LINE_LIMIT // 4:
+    def _add(self, hub: _Hub, peer: _Client, message: Message | None, within_s: float) -> None:
+        if not hub.bundle.add(peer.number, peer.role, message):
             self._flush(hub)
+            hub.bundle.add(peer.number, peer.role, message)
+        hub.due = min(hub.due, self._clock() + within_s)
 
     def _flush(self, hub: _Hub) -> None:
-        lines, hub.lines, hub.size, hub.lines_due = hub.lines, [], 0, float("inf")
-        self._send_up(hub, lines)
-
-    def _send_up(self, hub: _Hub, lines: list[tuple[int, bytes | None]]) -> None:
-        """As many as fit on a line of the channel go on one."""
-        while lines and hub.connection.fileno() >= 0:
-            count, size = 0, 0
-            for _, line in lines:
-                size += 16 + len(line or b"")
-                if count and size > LINE_LIMIT:
-                    break
-                count += 1
-            part, lines = lines[:count], lines[count:]
-            try:
-                hub.connection.send(encode_lines(part))
-            except OSError:
-                self._leave(hub)
+        bundle, hub.bundle, hub.due = hub.bundle, LineBundle(), float("inf")
+        if hub.connection.fileno() < 0:
+            return  # dropped meanwhile
+        try:
+            hub.connection.send(bundle.encode())
+        except OSError:
+            self._leave(hub)
 
     def _tick(self, now: float) -> None:
         for hub in list(self._hubs.values()):
-            if now >= hub.lines_due:
+            if now >= hub.due:
                 self._flush(hub)
-            if hub.beats and now >= hub.beats_due:
-                beats, hub.beats, hub.beats_due = hub.beats, {}, float("inf")
-                self._send_up(hub, list(beats.items()))
-            if not hub.members and not hub.lines:
+            if not hub.members and not hub.bundle:
                 self._leave(hub)  # its launch is over
 
     def _timeout_s(self) -> float:
         now = self._clock()
-        due = [min(hub.lines_due, hub.beats_due) - now for hub in self._hubs.values()]
-        return max(0.0, min([_TICK_S, *due]))
+        return max(0.0, min([_TICK_S, *(hub.due - now for hub in self._hubs.values())]))
 
 
 def relay_path(nonce: str, host: str) -> Path:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass, fields, replace
+from itertools import chain, compress
 from typing import Annotated, ClassVar
 
 from pydantic import ConfigDict, Field, GetPydanticSchema
@@ -28,9 +30,38 @@ WirePosition = Annotated[
 class Message:
     """Base of all messages; each has a field ``m``, its word on the wire.
 
-    Unknown fields, values of other types and numbers that are not finite are refused.
+    Unknown fields, values of other types and numbers that are not finite are refused.  A relay
+    joins messages that are equal but for their ``columns``.
     """
+
+    #: Fields that hold a value of each member that says this, in the order of the members.
+    columns: ClassVar[tuple[str, ...]] = ()
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(
         extra="forbid", strict=True, allow_inf_nan=False
     )
+
+    @property
+    def common(self) -> Hashable:
+        """What messages that can be joined share."""
+        return tuple(getattr(self, f.name) for f in fields(self) if f.name not in self.columns)
+
+    def joined(self, others: Iterable[Message]) -> Message:
+        """The same, said by others, too, whose messages have as much in ``common``."""
+        said = (self, *others)
+        return replace(
+            self,
+            **{
+                name: tuple(chain.from_iterable(getattr(each, name) for each in said))
+                for name in self.columns
+            },
+        )
+
+    def only(self, kept: Sequence[bool]) -> Message:
+        """The same, said by those members alone."""
+        columns = {name: tuple(compress(getattr(self, name), kept)) for name in self.columns}
+        return replace(self, **columns)
+
+    def is_of(self, members: int) -> bool:
+        """Whether so many members can have said this."""
+        return all(len(getattr(self, name)) == members for name in self.columns)

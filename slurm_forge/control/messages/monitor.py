@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 from slurm_forge.control.messages.message import Int, Message
 
@@ -25,8 +25,10 @@ class MonitorHeartbeat(Message):
 
     ``phase_no`` and ``poll`` are those of its position, ``kind`` is what its durations are compared
     with.  ``since_s`` leaves out the time that the monitor was stopped itself.  ``mute_s``: since
-    any Python thread of the worker ran.  ``state`` is the kernel's letter, ``cpu_s`` what it used.
+    any Python thread of the worker ran.  ``state`` is the kernel's letter.
     """
+
+    columns: ClassVar[tuple[str, ...]] = ("since_s", "mute_s", "state")
 
     m: Literal["pulse"] = "pulse"
     turn: Int
@@ -36,10 +38,9 @@ class MonitorHeartbeat(Message):
     poll: Int
     phase: str
     kind: str
-    since_s: float
-    mute_s: float
-    state: str
-    cpu_s: float
+    since_s: tuple[float, ...]
+    mute_s: tuple[float, ...]
+    state: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

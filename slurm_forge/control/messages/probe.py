@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 from slurm_forge.control.messages.message import Int, Message
 
@@ -28,11 +28,13 @@ class ProbeDone(Message):
     bytes per second, 0 where none was measured.
     """
 
+    columns: ClassVar[tuple[str, ...]] = ("latency_s", "wrong", "bandwidth")
+
     m: Literal["probe_done"] = "probe_done"
     id: Int
-    latency_s: float
-    wrong: tuple[Int, ...]
-    bandwidth: float
+    latency_s: tuple[float, ...]
+    wrong: tuple[tuple[Int, ...], ...]
+    bandwidth: tuple[float, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -117,8 +117,10 @@ def _adapter() -> TypeAdapter[Message]:
 
 
 def decode(line: bytes) -> Message:
-    """The message of the control channel on a line; ``ControlChannelError`` for any other."""
-    return decode_by(_adapter(), line)
+    """One member's message on the control channel; ``ControlChannelError`` for any other line."""
+    message = decode_by(_adapter(), line)
+    check_columns(message, 1)
+    return message
 
 
 def decode_by(adapter: TypeAdapter[Message], line: bytes) -> Message:
@@ -135,8 +137,18 @@ def decode_by(adapter: TypeAdapter[Message], line: bytes) -> Message:
         return adapter.validate_json(line)
     except ValidationError as error:
         what = error.errors(include_url=False, include_input=False)[0]
-        raise ControlChannelError(
-            f"a line on the control channel can't be read: {what['msg'][:100]} "
-            f"({'.'.join(map(str, what['loc']))[:100]})",
-            next_step="Are all ranks running the same version of slurm_forge?",
-        ) from error
+        where = ".".join(map(str, what["loc"]))[:100]
+        raise _unreadable(f"{what['msg'][:100]} ({where})") from error
+
+
+def check_columns(message: Message, members: int) -> None:
+    """Raise ``ControlChannelError`` for what so many members can't have said together."""
+    if not message.is_of(members):
+        raise _unreadable(f"it is not what {members} members say ({type(message).__name__})")
+
+
+def _unreadable(why: str) -> ControlChannelError:
+    return ControlChannelError(
+        f"a line on the control channel can't be read: {why}",
+        next_step="Are all ranks running the same version of slurm_forge?",
+    )

@@ -22,7 +22,7 @@ class Hello(Message):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Heartbeat(Message):
-    """Every second: steps done, phase, and for how long the main thread has been there.
+    """Every second: steps done, and the phase that the main thread is in.
 
     ``begun`` counts steps that were begun, too: one more than ``step`` inside of one.  ``turn``
     counts rollbacks: the steps come again in each.
@@ -33,8 +33,19 @@ class Heartbeat(Message):
     step: Int
     begun: Int
     phase: str
-    since_s: float
     started: bool
+
+
+def next_heartbeat(now: float, every_s: float) -> float:
+    """When a rank or monitor sends its next one: at the same time as all others of its node.
+
+    So they fit on one line of their relay, and none waits for another one, which may be frozen.
+
+    Args:
+        now: On the monotonic clock, which the processes of a node share.
+        every_s: Between two of them.
+    """
+    return (now // every_s + 1) * every_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

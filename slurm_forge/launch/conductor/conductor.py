@@ -193,7 +193,7 @@ class Conductor:
         while True:
             match event:
                 case MessageReceived():
-                    self._on_message(event.rank, event.message)
+                    self._on_message(event.ranks, event.message)
                 case RankDisconnected():
                     self._on_lost(event.rank)
                 case TargetAgreed() if event.request.kind is RequestKind.STOP:
@@ -210,7 +210,14 @@ class Conductor:
             except queue.Empty:
                 return
 
-    def _on_message(self, rank: int, message: Message) -> None:
+    def _on_message(self, ranks: tuple[int, ...], message: Message) -> None:
+        if isinstance(message, ProbeArrived | ProbeDone | ProbeBroke):
+            self._probes.on_message(ranks, message)
+            return
+        for rank in ranks:
+            self._on_message_of(rank, message)
+
+    def _on_message_of(self, rank: int, message: Message) -> None:
         observations = self._observations
         match message:
             case Notice():
@@ -259,15 +266,13 @@ class Conductor:
                 self._job_poller.comment(message.text)
             case UpdateSkipped():
                 self._skips.add(rank, message.step, self._clock())
-            case ProbeArrived() | ProbeDone() | ProbeBroke():
-                self._probes.on_message(rank, message)
             case StepTiming():
                 self._stragglers.add(rank, message)
             case PreflightReport() | PreflightTried():
                 self._preflight.on_message(rank, message)
             case PhaseDuration() | StackReport():
                 self._watchdog.on_message(rank, message)
-                self._probes.on_message(rank, message)
+                self._probes.on_message((rank,), message)
             case LinkReport() | PortReport():
                 self._network.on_message(rank, message)
             case _:

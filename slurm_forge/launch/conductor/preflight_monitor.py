@@ -194,7 +194,7 @@ class PreflightMonitor:
         view = self._hub.monitors().get(rank)
         if view is None or view.pulse is None or now - view.last_message_at > _SILENT_S:
             return False
-        return view.pulse.state not in _ENDED
+        return view.state not in _ENDED
 
     # -- rounds ------------------------------------------------------------------------------
 

@@ -21,6 +21,7 @@ from slurm_forge.launch.conductor.rank_views import RankViews
 from slurm_forge.recovery.monitor.probe_evidence import with_stacks
 from slurm_forge.recovery.monitor.probe_verdict import (
     FRESH_S,
+    NOTHING,
     AskNetwork,
     Fine,
     Flight,
@@ -30,6 +31,7 @@ from slurm_forge.recovery.monitor.probe_verdict import (
     ProbeRules,
     RankSeen,
     Suspended,
+    weigh_complete_probe,
     weigh_probe,
     weigh_silence,
 )
@@ -92,30 +94,32 @@ class ProbeMonitor:
         #: The verdict of a probe that failed, or of a silence.
         self.failed: ProbeFailure | None = None
 
-    def on_message(self, rank: int, message: Message) -> None:
-        """A rank has issued its part, or finished it; a monitor has found stacks."""
+    def on_message(self, ranks: Sequence[int], message: Message) -> None:
+        """Ranks have issued their parts, or finished them; monitors have found stacks."""
         if isinstance(message, StackReport):
-            self._stacks.on_message(rank, message, self._clock())
+            for rank in ranks:
+                self._stacks.on_message(rank, message, self._clock())
             return
         flight = self._flight
         if flight is None or getattr(message, "id", None) != self._number:
             return
         match message:
             case ProbeArrived():
-                flight.arrived[rank] = self._clock()
+                flight.arrived.update(dict.fromkeys(ranks, self._clock()))
                 is_last = len(flight.arrived) >= self._hub.world_size
                 if is_last or message.gpu is not flight.gpu:
-                    step = max(member.step for member in self._hub.members().values())
-                    self._flight = replace(flight, step=step, gpu=message.gpu)
+                    self._flight = replace(flight, step=self._furthest_step(), gpu=message.gpu)
             case ProbeDone():
-                flight.arrived.setdefault(rank, self._clock())
-                flight.latency[rank] = message.latency_s
-                flight.wrong[rank] = message.wrong
-                flight.bandwidth[rank] = message.bandwidth
+                now = self._clock()
+                for rank in ranks:
+                    flight.arrived.setdefault(rank, now)
+                flight.latency.update(zip(ranks, message.latency_s, strict=True))
+                flight.wrong.update(zip(ranks, message.wrong, strict=True))
+                flight.bandwidth.update(zip(ranks, message.bandwidth, strict=True))
                 if len(flight.latency) >= self._hub.world_size:
                     self._next_look = 0.0  # all have said how it went
             case ProbeBroke():
-                flight.broke[rank] = message.text
+                flight.broke.update(dict.fromkeys(ranks, message.text))
             case _:
                 pass
 
@@ -140,8 +144,9 @@ class ProbeMonitor:
             if self._flight is None:
                 self._maybe_ask(now)
                 return None
-            if self._is_early(self._flight, now):
-                return None
+            verdict = self._weigh_quickly(self._flight, now)
+            if verdict is not None:
+                return self._on_fine_probe(verdict) if isinstance(verdict, Fine) else None
         views = self._views.for_probe(now, self._limit, frozenset(left_ranks))
         if self._suspect is not None:
             return self._gather(self._suspect, views, now)
@@ -156,12 +161,14 @@ class ProbeMonitor:
         flight = _not_before(self._flight, self._views.fresh_from)
         return self._apply(weigh_probe(flight, views, self._rules, now), views, now)
 
-    def _is_early(self, flight: Flight, now: float) -> bool:
-        """Whether a probe has not come to anything yet, by what everybody says who talks."""
-        is_complete = len(flight.latency) >= self._hub.world_size
+    def _weigh_quickly(self, flight: Flight, now: float) -> Fine | Nothing | None:
+        """What a probe has come to while everybody talks; None where each rank has to be seen."""
+        if self._views.anybody_silent(now, FRESH_S):
+            return None
+        if len(flight.latency) >= self._hub.world_size:
+            return weigh_complete_probe(flight)
         late = now - flight.asked_at >= self._rules.deadline.total_seconds()
-        silent = self._views.anybody_silent(now, FRESH_S)
-        return not (is_complete or flight.broke or late or silent)
+        return None if flight.broke or late else NOTHING
 
     def _maybe_ask(self, now: float) -> None:
         if self._next is not None and now < self._next:
@@ -197,7 +204,7 @@ class ProbeMonitor:
     ) -> Event | None:
         match verdict:
             case Fine():
-                return self._on_fine_probe(verdict, views)
+                return self._on_fine_probe(verdict)
             case ProbeFailure():
                 self._begin_to_gather(verdict, now)
                 return None
@@ -208,7 +215,7 @@ class ProbeMonitor:
             case _:
                 return None
 
-    def _on_fine_probe(self, fine: Fine, views: Sequence[RankSeen]) -> Event | None:
+    def _on_fine_probe(self, fine: Fine) -> Event | None:
         self._flight = None
         self._good += 1
         self._latency = fine.latency_s
@@ -218,11 +225,14 @@ class ProbeMonitor:
         bandwidth, self._bandwidth = self._bandwidth, 0.0
         return ProbeMeasured(
             ok=True,
-            step=max(each.step for each in views),
+            step=self._furthest_step(),
             latency_s=fine.latency_s,
             bandwidth=bandwidth or None,
             count=1 if self._good == 1 else _SAMPLE,
         )
+
+    def _furthest_step(self) -> int:
+        return max((member.step for member in self._hub.members().values()), default=0)
 
     def _switch_off(
         self, off: Off, views: Sequence[RankSeen], beside: tuple[Evidence, ...] = ()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from datetime import timedelta
+from operator import attrgetter
 
 from slurm_forge.control import Hub, MemberView
 from slurm_forge.control.hub import MonitorView
@@ -52,10 +53,8 @@ class RankViews:
 
     def anybody_silent(self, now: float, seconds: float) -> bool:
         """Whether a rank has said nothing for so long: cheap enough for every look."""
-        members = self._hub.members().values()
-        return any(
-            now - max(member.last_message_at, self.fresh_from) >= seconds for member in members
-        )
+        said = map(attrgetter("last_message_at"), self._hub.members().values())
+        return now - max(min(said, default=now), self.fresh_from) >= seconds
 
     def all_progress(self, now: float, within: timedelta) -> bool:
         """Whether the monitor of every rank tells of progress within that time: a quick look.
@@ -64,16 +63,16 @@ class RankViews:
         """
         seconds = within.total_seconds()
         members, monitors = self._hub.members(), self._hub.monitors()
-        for rank in members:
-            monitor = monitors.get(rank)
-            if monitor is None or monitor.pulse is None or not monitor.connected:
-                return False
-            pulse = monitor.pulse
-            if pulse.since_s > seconds or now - monitor.last_message_at > _SILENT_S:
-                return False
-            if pulse.state in _STOPPED:
-                return False
-        return len(members) == self._hub.world_size
+        if not len(members) == len(monitors) == self._hub.world_size:
+            return False
+        return all(
+            pulse is not None
+            and connected
+            and since_s <= seconds
+            and now - last_message_at <= _SILENT_S
+            and state not in _STOPPED
+            for _, _, last_message_at, connected, pulse, since_s, _, state in monitors.values()
+        )
 
     def for_probe(
         self,
@@ -115,7 +114,7 @@ class RankViews:
         if silence > _SILENT_S and now - max(member.last_message_at, self.fresh_from) < _SILENT_S:
             return self._by_heartbeat(member, now)  # it is the monitor that is stuck
         silent = silence > _SILENT_S
-        since = min(pulse.since_s + (silence if silent else 0.0), now - self.fresh_from)
+        since = min(monitor.since_s + (silence if silent else 0.0), now - self.fresh_from)
         return RankView(
             rank=member.rank,
             host=member.host,
@@ -124,9 +123,9 @@ class RankViews:
             phase=pulse.phase,
             kind=pulse.kind,
             since=timedelta(seconds=since),
-            state=pulse.state,
+            state=monitor.state,
             is_silent=silent,
-            no_python_for=timedelta(seconds=pulse.mute_s),
+            no_python_for=timedelta(seconds=monitor.mute_s),
         )
 
     def _by_heartbeat(self, member: MemberView, now: float) -> RankView:

@@ -42,12 +42,14 @@ class StragglerMonitor:
         self._straggling = StragglerDetector(factor or 2.0)
         self._window: dict[int, StepTiming] = {}
         self._opened: float | None = None
+        #: How many ranks the window is open for.
+        self._expected = 0
         self._newest: Straggler | None = None
 
     def add(self, rank: int, timing: StepTiming) -> None:
         """A rank said how fast it is."""
         if self._opened is None:
-            self._opened = self._clock()
+            self._opened, self._expected = self._clock(), len(self._members())
         before = self._window.get(rank)
         # Quick ranks speak twice in a window: their trial must not be lost.
         if before is not None and not timing.trial_s and before.trial_s:
@@ -68,7 +70,7 @@ class StragglerMonitor:
         """What is to be written down, if anything."""
         if not self._on or self._opened is None:
             return ()
-        complete = len(self._window) >= len(self._members())
+        complete = len(self._window) >= self._expected
         if not complete and now - self._opened <= _LATE * self._every_s:
             return ()
         return self._close()

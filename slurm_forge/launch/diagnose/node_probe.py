@@ -140,7 +140,8 @@ def _receive(hub: Hub, judge: PreflightMonitor) -> None:
         event = hub.events.get(timeout=_TICK_S)
         while True:
             if isinstance(event, MessageReceived):
-                judge.on_message(event.rank, event.message)
+                for rank in event.ranks:
+                    judge.on_message(rank, event.message)
             event = hub.events.get_nowait()
 
 

@@ -232,7 +232,7 @@ class JobStep:
 
     def _on_notice(self, rank: int, what: str) -> None:
         """Slurm signals direct children only: what an agent got is what its rank is told of."""
-        hub, event = self._hub, MessageReceived(rank, Notice(what=what))
+        hub, event = self._hub, MessageReceived((rank,), Notice(what=what))
         if hub is None or hub.over:
             self._early.append(event)
         else:

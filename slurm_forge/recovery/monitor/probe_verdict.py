@@ -238,7 +238,7 @@ def weigh_probe(
 ) -> Nothing | Fine | ProbeFailure | AskNetwork | Off:
     """What a probe under way has come to; silence is not judged here."""
     if flight.latency and len(flight.latency) == len(ranks):
-        return _complete(flight, ranks)
+        return weigh_complete_probe(flight) or _wrong_values(flight, ranks)
     if flight.broke:
         return _broken(flight, ranks, now)
     deadline = rules.deadline.total_seconds()
@@ -250,6 +250,17 @@ def weigh_probe(
     if since < deadline:
         return NOTHING
     return _overdue(flight, ranks, since, deadline)
+
+
+def weigh_complete_probe(flight: Flight) -> Fine | None:
+    """What a probe has come to that all have answered; None where values arrived changed."""
+    if any(flight.wrong.values()):
+        return None
+    return Fine(
+        # Who came last waited for nobody.
+        latency_s=min(flight.latency.values()),
+        bandwidth=min((each for each in flight.bandwidth.values() if each > 0), default=0.0),
+    )
 
 
 def blamed(wrong: Mapping[int, tuple[int, ...]], world: int) -> tuple[tuple[int, ...], bool]:
@@ -272,15 +283,8 @@ def blamed(wrong: Mapping[int, tuple[int, ...]], world: int) -> tuple[tuple[int,
 # -- a probe under way -----------------------------------------------------------------------------
 
 
-def _complete(flight: Flight, ranks: Sequence[RankSeen]) -> Fine | ProbeFailure:
+def _wrong_values(flight: Flight, ranks: Sequence[RankSeen]) -> ProbeFailure:
     wrong = {reader: sent for reader, sent in flight.wrong.items() if sent}
-    if not wrong:
-        measured = [each for each in flight.bandwidth.values() if each > 0]
-        return Fine(
-            # Who came last waited for nobody.
-            latency_s=min(flight.latency.values()),
-            bandwidth=min(measured, default=0.0),
-        )
     culprits, agreed = blamed(wrong, len(ranks))
     evidence = [
         Evidence(

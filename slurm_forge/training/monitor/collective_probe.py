@@ -180,9 +180,9 @@ class Probe:
             bandwidth = share * self._large.size / max(seconds, 1e-6)
         return ProbeDone(
             id=issued.number,
-            latency_s=small - issued.started,
-            wrong=tuple(sorted(wrong)[:_SHOWN]),
-            bandwidth=bandwidth,
+            latency_s=(small - issued.started,),
+            wrong=(tuple(sorted(wrong)[:_SHOWN]),),
+            bandwidth=(bandwidth,),
         )
 
     def _completed(self, work: dist.Work) -> float | None:

@@ -36,6 +36,7 @@ from slurm_forge.control.messages.monitor import (
     StackReport,
     TakeStacks,
 )
+from slurm_forge.control.messages.rank import next_heartbeat
 from slurm_forge.control.stack_text import essence
 from slurm_forge.control.tcp.links import (
     say_links,
@@ -158,7 +159,7 @@ class RankMonitor:
         late = now - self._ticked - _TICK_S
         if late > _GAP_S:
             self._pauses = [*self._pauses[-31:], (now, late)]
-        self._ticked, self._next = now, now + _TICK_S
+        self._ticked, self._next = now, next_heartbeat(now, _TICK_S)
         facts = read_process(self._subject.pid)
         if facts.state in ("", "X"):
             self.over = True
@@ -168,7 +169,7 @@ class RankMonitor:
         if counted is not None:
             self._send(PortReport(id=counted.number, lines=counted.lines))
         self._judge_alone(now, facts.state)
-        return _TICK_S
+        return self._next - now
 
     # -- telling -----------------------------------------------------------------------------
 
@@ -189,10 +190,9 @@ class RankMonitor:
                 poll=place.poll,
                 phase=record.phase,
                 kind=record.kind,
-                since_s=round(self._since(record.at, now), 3),
-                mute_s=round(self._mute(now), 3),
-                state=facts.state,
-                cpu_s=facts.cpu_s,
+                since_s=(round(self._since(record.at, now), 3),),
+                mute_s=(round(self._mute(now), 3),),
+                state=(facts.state,),
             )
         )
 

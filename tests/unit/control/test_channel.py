@@ -535,7 +535,7 @@ def test_a_rank_says_how_its_connections_are_where_no_witness_does() -> None:
         hub.ask_rank(1, QueryLinks(id=3))
         said = event(hub, MessageReceived)
         assert isinstance(said, MessageReceived)
-        assert said.rank == 1
+        assert said.ranks == (1,)
         assert isinstance(said.message, LinkReport)
         assert (said.message.id, said.message.how, said.message.peers) == (
             3,

@@ -117,7 +117,7 @@ class World:
         at = self.to_hub[rank].popleft()
         assert isinstance(at, PositionReport)
         request, gathering = self.requests[at.id]
-        if gathering.take(rank, at, self.now):
+        if gathering.take((rank,), at, self.now):
             request = replace(request, round=gathering.round)
             self.requests[at.id] = (request, gathering)
             self.broadcast(request)
@@ -296,7 +296,7 @@ def test_many_schedules_of_one_awkward_program() -> None:
 def answered(*places: RankPosition, now: float = 0.0) -> RequestAnswers:
     gathering = RequestAnswers(world=len(places), asked_at=0.0)
     for rank, place in enumerate(places):
-        gathering.answer(rank, place, now)
+        gathering.answer((rank,), place, now)
     return gathering
 
 
@@ -314,8 +314,8 @@ def test_a_rank_waiting_at_a_boundary_can_still_act_there() -> None:
 
 def test_there_is_no_target_before_everybody_has_answered() -> None:
     gathering = RequestAnswers(world=3, asked_at=0.0)
-    gathering.answer(0, RankPosition(Position(4)), 0.0)
-    gathering.answer(2, RankPosition(Position(4)), 0.0)
+    gathering.answer((0,), RankPosition(Position(4)), 0.0)
+    gathering.answer((2,), RankPosition(Position(4)), 0.0)
     assert gathering.missing() == (1,)
     assert gathering.settle(100.0) is None
 
@@ -335,7 +335,7 @@ def test_a_mixed_picture_settles_before_the_boundary_is_taken() -> None:
 
 def test_a_mixed_picture_becomes_common_when_the_other_rank_enters() -> None:
     gathering = answered(RankPosition(Position(4, 1, 3)), RankPosition(Position(4)))
-    gathering.answer(1, RankPosition(Position(4, 1), waiting=True), 0.2)
+    gathering.answer((1,), RankPosition(Position(4, 1), waiting=True), 0.2)
     assert gathering.settle(0.2) == Position(4, 1, 4)
 
 
@@ -353,9 +353,9 @@ def test_entering_a_phase_asks_anew_and_the_old_target_stands_where_one_has_pass
     gathering = answered(RankPosition(Position(4)), RankPosition(Position(4)))
     assert gathering.settle(0.0) == Position(5)
     anew = PositionReport(id=1, round=1, path="", position=Position(4, 1), waiting=True)
-    assert gathering.take(0, anew, 0.0)
+    assert gathering.take((0,), anew, 0.0)
     gathering.take(
-        1, PositionReport(id=1, round=1, path="", position=Position(5), waiting=False), 0.0
+        (1,), PositionReport(id=1, round=1, path="", position=Position(5), waiting=False), 0.0
     )
     assert gathering.settle(0.0) is None
     assert gathering.settle(SETTLE_S) == Position(5)
@@ -365,10 +365,10 @@ def test_a_late_answer_to_an_older_round_changes_nothing() -> None:
     gathering = answered(RankPosition(Position(4)), RankPosition(Position(4)))
     assert gathering.settle(0.0) == Position(5)
     assert gathering.take(
-        0, PositionReport(id=1, round=1, path="", position=Position(4, 1), waiting=True), 0.0
+        (0,), PositionReport(id=1, round=1, path="", position=Position(4, 1), waiting=True), 0.0
     )
     assert not gathering.take(
-        1, PositionReport(id=1, round=0, path="", position=Position(4, 1, 2), waiting=True), 0.0
+        (1,), PositionReport(id=1, round=0, path="", position=Position(4, 1, 2), waiting=True), 0.0
     )
     assert gathering.missing() == (1,)
 
@@ -377,7 +377,7 @@ def test_an_answer_that_crosses_the_target_does_not_ask_anew() -> None:
     gathering = answered(RankPosition(Position(4, 1, 7)), RankPosition(Position(4, 1, 7)))
     assert gathering.settle(0.0) == Position(4, 1, 8)
     crossed = PositionReport(id=1, round=0, path="", position=Position(4, 1, 8), waiting=True)
-    assert not gathering.take(1, crossed, 0.0)
+    assert not gathering.take((1,), crossed, 0.0)
     assert gathering.target == Position(4, 1, 8)
 
 

@@ -46,8 +46,14 @@ VALUES: dict[Any, st.SearchStrategy[Any]] = {
 
 def message_of(kind: type[Message]) -> st.SearchStrategy[Message]:
     hints = typing.get_type_hints(kind)
-    names = [f.name for f in dataclasses.fields(kind) if f.name != "m"]
-    return st.builds(kind, **{name: VALUES[hints[name]] for name in names})
+    values = {
+        f.name: st.tuples(VALUES[typing.get_args(hints[f.name])[0]])
+        if f.name in kind.columns
+        else VALUES[hints[f.name]]
+        for f in dataclasses.fields(kind)
+        if f.name != "m"
+    }
+    return st.builds(kind, **values)
 
 
 MESSAGES = st.one_of(*(message_of(kind) for kind in KINDS))
@@ -113,7 +119,10 @@ def test_a_message_with_one_wrong_field_is_taken_or_refused(
     protocol.encode(found)
 
 
-BEAT = '{"m":"beat","turn":0,"step":%s,"begun":1,"phase":"train","since_s":%s,"started":true}'
+PULSE = (
+    '{"m":"pulse","turn":0,"step":%s,"begun":1,"phase_no":0,"poll":0,"phase":"","kind":"",'
+    '"since_s":%s,"mute_s":[0],"state":["S"]}'
+)
 AT = '{"m":"at","id":1,"round":0,"path":"","position":%s,"waiting":true}'
 
 
@@ -123,20 +132,23 @@ AT = '{"m":"at","id":1,"round":0,"path":"","position":%s,"waiting":true}'
         b"[" * 60_000,
         b'{"m":' * 10_000,
         *(
-            (BEAT % (step, since)).encode()
+            (PULSE % (step, since)).encode()
             for step, since in (
-                ("1", "1" + "0" * 400),
-                ("1", "NaN"),
-                ("1", "-Infinity"),
-                ("1", "true"),
-                ("1", '"1"'),
-                ("1" + "0" * 5000, "1"),
-                ("18446744073709551616", "1"),
-                ("-9223372036854775809", "1"),
-                ("1.0", "1"),
-                ("true", "1"),
-                ('"1"', "1"),
-                ("null", "1"),
+                ("1", "[1" + "0" * 400 + "]"),
+                ("1", "[NaN]"),
+                ("1", "[-Infinity]"),
+                ("1", "[true]"),
+                ("1", '["1"]'),
+                ("1", "1"),
+                ("1", "[]"),
+                ("1", "[1,1]"),
+                ("1" + "0" * 5000, "[1]"),
+                ("18446744073709551616", "[1]"),
+                ("-9223372036854775809", "[1]"),
+                ("1.0", "[1]"),
+                ("true", "[1]"),
+                ('"1"', "[1]"),
+                ("null", "[1]"),
             )
         ),
         *(
@@ -169,7 +181,7 @@ def test_what_is_none_of_ours_is_refused(line: bytes) -> None:
 
 
 def test_these_lines_are_refused_for_what_is_wrong_with_them() -> None:
-    assert protocol.decode((BEAT % ("1", "1")).encode())
+    assert protocol.decode((PULSE % ("1", "[1]")).encode())
     assert protocol.decode((AT % "[1,2,3,4]").encode())
 
 

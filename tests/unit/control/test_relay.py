@@ -32,7 +32,7 @@ from slurm_forge.control.messages.hub import Publish, RequestKind
 from slurm_forge.control.messages.message import Message
 from slurm_forge.control.messages.monitor import MonitorHello, PhaseDuration, TakeStacks
 from slurm_forge.control.messages.rank import Heartbeat, Hello, Notice
-from slurm_forge.control.messages.relay import RelayHello, encode_lines
+from slurm_forge.control.messages.relay import LineBundle, RelayHello
 from slurm_forge.control.relay import Relay, relay_path, start_relay
 from slurm_forge.errors import ControlChannelError
 from slurm_forge.vocabulary.position import Position
@@ -122,7 +122,7 @@ def test_ranks_and_monitors_of_a_node_share_one_connection(tmp_path: Path) -> No
         assert here.connections == 1
         monitors[2].send(protocol.encode(PhaseDuration(kind="train", seconds=1.5)))
         members[3].send(Notice(what="SIGUSR1"))
-        assert {next_event(here.hub, MessageReceived).rank for _ in range(2)} == {2, 3}
+        assert {next_event(here.hub, MessageReceived).ranks for _ in range(2)} == {(2,), (3,)}
         here.hub.ask_monitors(TakeStacks(id=1, attempt=1, launch=1))
         for monitor in monitors:
             [line] = monitor.receive()
@@ -333,8 +333,7 @@ def test_a_relay_that_greets_twice_is_ended_with_its_ranks(tmp_path: Path) -> No
     with hub_of(2) as hub:
         hello = protocol.encode(RelayHello(host="n1", pid=1))
         relay = Node(hub, Path("/nowhere")).dial(Role.RELAY, RelayHello(host="n1", pid=1))
-        rank = protocol.encode(Hello(rank=0, world=2, host="n1", pid=1))
-        relay.send(encode_lines([(1, rank)]))
+        relay.send(line_of((1, Hello(rank=0, world=2, host="n1", pid=1))))
         until(lambda: 0 in hub.members(), "the rank")
         relay.send(hello)
         assert next_event(hub, RankDisconnected).rank == 0
@@ -357,10 +356,10 @@ def test_what_a_relay_says_of_members_that_there_are_not_changes_nothing(
     with hub_of(2) as hub:
         relay = Node(hub, Path("/nowhere")).dial(Role.RELAY, RelayHello(host="n1", pid=1))
         Node(hub, Path("/nowhere")).member(1)
-        lines = [(number, None if each is None else protocol.encode(each)) for number, each in said]
-        relay.send(encode_lines(lines))
-        rank = protocol.encode(Hello(rank=0, world=2, host="n1", pid=1))
-        relay.send(encode_lines([(7, rank)]))  # it is heard all the same
+        relay.send(line_of(*said))
+        relay.send(
+            line_of((7, Hello(rank=0, world=2, host="n1", pid=1)))
+        )  # it is heard all the same
         until(lambda: 0 in hub.members(), "the rank")
         assert set(hub.members()) == {0, 1}
         assert hub.monitors() == {}
@@ -445,8 +444,15 @@ def test_one_whose_welcome_can_not_be_sent_has_not_come(
         rank.close()
 
 
+def line_of(*said: tuple[int, Message | None]) -> bytes:
+    bundle = LineBundle()
+    for number, message in said:
+        assert bundle.add(number, "rank", message)
+    return bundle.encode()
+
+
 def _beat(step: int) -> Heartbeat:
-    return Heartbeat(turn=0, step=step, begun=step, phase="train", since_s=0.0, started=False)
+    return Heartbeat(turn=0, step=step, begun=step, phase="train", started=False)
 
 
 def test_paths_differ_by_step_and_node() -> None:

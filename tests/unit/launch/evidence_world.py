@@ -217,7 +217,7 @@ class Step:
     def _stop(self) -> None:
         for rank in self._members:
             self.events.put(
-                MessageReceived(rank, RankStopped(step=STEP, checkpoint=f"step-{STEP}"))
+                MessageReceived((rank,), RankStopped(step=STEP, checkpoint=f"step-{STEP}"))
             )
         self._start.after(timedelta(seconds=0.1), lambda: self._leave(0))
 
@@ -226,7 +226,7 @@ class Step:
 
     def finish(self) -> None:
         for rank in self._members:
-            self.events.put(MessageReceived(rank, RankFinished(step=STEP)))
+            self.events.put(MessageReceived((rank,), RankFinished(step=STEP)))
         self._leave(0)
 
     def lose(self, rank: int) -> None:
@@ -308,7 +308,7 @@ class Batch:
             self.signals.steps("SIGTERM")
             return
         for rank in self.step.members():
-            self.step.events.put(MessageReceived(rank, Notice(what="SIGTERM")))
+            self.step.events.put(MessageReceived((rank,), Notice(what="SIGTERM")))
 
     def _run(self) -> None:
         try:

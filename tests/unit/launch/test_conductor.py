@@ -224,7 +224,12 @@ class Rank:
             if request.kind is RequestKind.PROBE:
                 self.member.send(ProbeArrived(id=request.id))
                 self.member.send(
-                    ProbeDone(id=request.id, latency_s=0.001, wrong=self.stage.wrong, bandwidth=0.0)
+                    ProbeDone(
+                        id=request.id,
+                        latency_s=(0.001,),
+                        wrong=(self.stage.wrong,),
+                        bandwidth=(0.0,),
+                    )
                 )
         return False
 

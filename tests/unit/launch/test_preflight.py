@@ -84,7 +84,7 @@ class Scene:
         for _ in range(int(seconds)):
             self.now += 1.0
             for rank in set(self.hub.views) - self.silent:
-                self.hub.views[rank] = replace(self.hub.views[rank], last_message_at=self.now)
+                self.hub.views[rank] = self.hub.views[rank]._replace(last_message_at=self.now)
             found = self.judge.poll(self.now)
             if found is not None:
                 return found
@@ -239,10 +239,12 @@ def test_nonsense_from_a_rank_is_no_verdict() -> None:
 
 def pulse(scene: Scene, rank: int, state: str) -> MonitorView:
     said = MonitorHeartbeat(
-        turn=0, step=0, begun=0, phase_no=0, poll=0, phase="start", kind="start", since_s=40.0,
-        mute_s=40.0, state=state, cpu_s=1.0,
+        turn=0, step=0, begun=0, phase_no=0, poll=0, phase="start", kind="start",
+        since_s=(40.0,), mute_s=(40.0,), state=(state,),
     )  # fmt: skip
-    return MonitorView(rank=rank, host=f"n{rank}", last_message_at=scene.now, pulse=said)
+    return MonitorView(
+        rank=rank, host=f"n{rank}", last_message_at=scene.now, pulse=said, state=state
+    )
 
 
 @pytest.mark.parametrize(("state", "named"), [("D", False), ("S", False), ("T", True)])

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 from unittest import mock
 
@@ -126,14 +126,19 @@ class Scene:
             return  # its witness, too
         pulse = MonitorHeartbeat(
             turn=0, step=view.step, begun=view.step + 1, phase_no=0, poll=0, phase=view.phase,
-            kind=view.phase, since_s=1.0, mute_s=0.0, state=self.states.get(rank, "S"), cpu_s=0.0,
+            kind=view.phase, since_s=(1.0,), mute_s=(0.0,), state=(self.states.get(rank, "S"),),
         )  # fmt: skip
         self.hub.pulses[rank] = MonitorView(
-            rank=rank, host=view.host, last_message_at=self.now, pulse=pulse
+            rank=rank,
+            host=view.host,
+            last_message_at=self.now,
+            pulse=pulse,
+            since_s=1.0,
+            state=self.states.get(rank, "S"),
         )
 
     def set(self, rank: int, **changes: object) -> None:
-        self.hub.views[rank] = replace(self.hub.views[rank], **changes)  # type: ignore[arg-type]
+        self.hub.views[rank] = self.hub.views[rank]._replace(**changes)
 
     @property
     def number(self) -> int:
@@ -141,14 +146,17 @@ class Scene:
 
     def arrive(self, *ranks: int) -> None:
         for rank in ranks:
-            self.judge.on_message(rank, ProbeArrived(id=self.number))
+            self.judge.on_message((rank,), ProbeArrived(id=self.number))
 
     def done(self, *ranks: int, wrong: tuple[int, ...] = (), bandwidth: float = 0.0) -> None:
         for rank in ranks:
             self.judge.on_message(
-                rank,
+                (rank,),
                 ProbeDone(
-                    id=self.number, latency_s=0.1 - 0.01 * rank, wrong=wrong, bandwidth=bandwidth
+                    id=self.number,
+                    latency_s=(0.1 - 0.01 * rank,),
+                    wrong=(wrong,),
+                    bandwidth=(bandwidth,),
                 ),
             )
 
@@ -373,7 +381,7 @@ def test_a_training_that_goes_on_outlives_its_probe_whatever_the_links_are() -> 
 def test_a_probe_that_breaks_alone_is_switched_off_and_said_once() -> None:
     scene = Scene().asked()
     scene.arrive(0, 1, 2, 3)
-    scene.judge.on_message(1, ProbeBroke(id=scene.number, text="Connection reset by peer"))
+    scene.judge.on_message((1,), ProbeBroke(id=scene.number, text="Connection reset by peer"))
     (told,) = scene.wait(2)
     assert isinstance(told, ProbeOff)
     assert "Connection reset" in told.why
@@ -383,7 +391,7 @@ def test_a_probe_that_breaks_alone_is_switched_off_and_said_once() -> None:
 
 def test_heartbeats_are_judged_on_where_the_probe_was_switched_off() -> None:
     scene = Scene().asked()
-    scene.judge.on_message(1, ProbeBroke(id=scene.number, text="x"))
+    scene.judge.on_message((1,), ProbeBroke(id=scene.number, text="x"))
     scene.wait(2)
     scene.silent.add(2)
     scene.states[2] = "T"
@@ -420,7 +428,8 @@ def test_answers_to_an_older_probe_are_not_taken_for_this_one() -> None:
     scene = Scene().asked()
     scene.arrive(0, 1, 2, 3)
     scene.done(0, 1, 2)
-    scene.judge.on_message(3, ProbeDone(id=99, latency_s=0.1, wrong=(), bandwidth=0.0))
+    old = ProbeDone(id=99, latency_s=(0.1,), wrong=((),), bandwidth=(0.0,))
+    scene.judge.on_message((3,), old)
     scene.wait(5)
     assert scene.judge._good == 0
 
@@ -460,12 +469,12 @@ def lived(story: list[Happens]) -> tuple[list[Event], object, bool, int]:
         speakers = range(4) if each.says.startswith("all") else [each.rank]
         for rank in speakers:
             if each.says.endswith("arrived"):
-                scene.judge.on_message(rank, ProbeArrived(id=number, gpu=False))
+                scene.judge.on_message((rank,), ProbeArrived(id=number, gpu=False))
             elif each.says.endswith("done"):
-                done = ProbeDone(id=number, latency_s=0.1, wrong=(), bandwidth=0.0)
-                scene.judge.on_message(rank, done)
+                done = ProbeDone(id=number, latency_s=(0.1,), wrong=((),), bandwidth=(0.0,))
+                scene.judge.on_message((rank,), done)
             elif each.says == "broke":
-                scene.judge.on_message(rank, ProbeBroke(id=number, text="reset"))
+                scene.judge.on_message((rank,), ProbeBroke(id=number, text="reset"))
         for rank, view in scene.hub.views.items():
             scene.set(rank, step=view.step + each.steps)
         told += scene.wait(each.seconds)
@@ -476,5 +485,5 @@ def lived(story: list[Happens]) -> tuple[list[Event], object, bool, int]:
 @given(story=st.lists(HAPPENS, min_size=1, max_size=6))
 def test_a_quick_look_at_a_probe_decides_as_a_long_one(story: list[Happens]) -> None:
     quick = lived(story)
-    with mock.patch.object(ProbeMonitor, "_is_early", return_value=False):
+    with mock.patch.object(ProbeMonitor, "_weigh_quickly", return_value=None):
         assert lived(story) == quick

@@ -357,7 +357,7 @@ def test_a_signal_between_two_launches_is_for_the_next_on_these_agents(world: Wo
     hub = Hub(world_size=2)
     options = StepOptions(payload=("python",), options=(), tasks=None)
     standing.begin(options, Start.WARM, hub=hub, knobs=Knobs(launch=2), variables={}, again=False)
-    assert hub.events.get_nowait() == MessageReceived(1, Notice(what="SIGTERM"))
+    assert hub.events.get_nowait() == MessageReceived((1,), Notice(what="SIGTERM"))
     hub.close()
 
 

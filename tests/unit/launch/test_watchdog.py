@@ -152,11 +152,16 @@ class Scene:
     def speak(self, r: Rank) -> None:
         pulse = MonitorHeartbeat(
             turn=0, step=r.step, begun=r.step + 1, phase_no=int(r.poll > 0), poll=r.poll,
-            phase=r.phase, kind=r.kind, since_s=self.now - r.moved, mute_s=0.0, state=r.state,
-            cpu_s=r.cpu,
+            phase=r.phase, kind=r.kind, since_s=(self.now - r.moved,), mute_s=(0.0,),
+            state=(r.state,),
         )  # fmt: skip
         self.views[r.rank] = MonitorView(
-            rank=r.rank, host=f"n{r.rank}", last_message_at=self.now, pulse=pulse
+            rank=r.rank,
+            host=f"n{r.rank}",
+            last_message_at=self.now,
+            pulse=pulse,
+            since_s=self.now - r.moved,
+            state=r.state,
         )
 
     def train(self, steps: int, seconds: float) -> None:
@@ -265,7 +270,7 @@ def test_a_witness_that_died_is_replaced_by_heartbeats() -> None:
     made.train(10, 1.0)
     view = made.views[1]
     made.ranks[1].silent = True
-    made.views[1] = replace(view, connected=False)
+    made.views[1] = view._replace(connected=False)
     made.heard = lambda rank: made.now  # type: ignore[method-assign]
     for _ in range(100):
         assert made.pass_time(1.0) == []
@@ -281,7 +286,7 @@ def test_a_long_evaluation_without_a_witness_is_no_hang() -> None:
     made.train(10, 1.0)
     for r in made.ranks:
         r.go(made.now, phase="eval", kind="eval")
-    made.views[1] = replace(made.views[1], connected=False)
+    made.views[1] = made.views[1]._replace(connected=False)
     made.ranks[1].silent = True
     made.heard = lambda rank: made.now  # type: ignore[method-assign]
     for poll in range(1, 600):

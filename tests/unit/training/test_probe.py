@@ -94,8 +94,8 @@ def test_what_arrives_changed_is_told_by_its_sender(
     assert len(scene.sent) == (2 if large else 1)
     scene.others(7, wrong)
     done = scene.heard(ProbeDone)
-    assert done.wrong == (() if wrong is None else (2,))
-    assert (done.bandwidth > 0) == large
+    assert done.wrong == ((() if wrong is None else (2,)),)
+    assert (done.bandwidth[0] > 0) == large
 
 
 def test_a_rehearsed_wrong_value_is_in_this_ranks_own_row(scene: Scene) -> None:
