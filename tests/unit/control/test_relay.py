@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import signal
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeVar
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from slurm_forge.control import Hub, Member
 from slurm_forge.control import listener as listener_module
 from slurm_forge.control import member as member_module
+from slurm_forge.control import relay as relay_module
 from slurm_forge.control.addresses import parse_addresses
 from slurm_forge.control.handshake import (
     AuthenticatedConnection,
@@ -30,11 +34,23 @@ from slurm_forge.control.hub import MessageReceived, RankDisconnected, RankJoine
 from slurm_forge.control.messages import protocol
 from slurm_forge.control.messages.hub import Publish, RequestKind
 from slurm_forge.control.messages.message import Message
-from slurm_forge.control.messages.monitor import MonitorHello, PhaseDuration, TakeStacks
-from slurm_forge.control.messages.rank import Heartbeat, Hello, Notice
-from slurm_forge.control.messages.relay import LineBundle, RelayHello
+from slurm_forge.control.messages.monitor import (
+    MonitorHeartbeat,
+    MonitorHello,
+    PhaseDuration,
+    TakeStacks,
+)
+from slurm_forge.control.messages.probe import ProbeDone
+from slurm_forge.control.messages.rank import Heartbeat, Hello, Notice, next_heartbeat
+from slurm_forge.control.messages.relay import (
+    LineBundle,
+    MemberLines,
+    RelayHello,
+    decode_from_relay,
+)
 from slurm_forge.control.relay import Relay, relay_path, start_relay
 from slurm_forge.errors import ControlChannelError
+from slurm_forge.recovery.monitor.probe_verdict import FRESH_S
 from slurm_forge.vocabulary.position import Position
 from tests.channel_ends import hub_of
 
@@ -112,6 +128,27 @@ def next_event(hub: Hub, kind: type[Kind]) -> Kind:
         event = hub.events.get(timeout=WITHIN_S)
         if isinstance(event, kind):
             return event
+
+
+def line_of(*said: tuple[int, Message | None]) -> bytes:
+    bundle = LineBundle()
+    for number, message in said:
+        assert bundle.add(number, "rank", message)
+    return bundle.encode()
+
+
+def pulse_of(since_s: float) -> MonitorHeartbeat:
+    return MonitorHeartbeat(
+        turn=0, step=1, begun=2, phase_no=0, poll=0, phase="train", kind="train",
+        since_s=(since_s,), mute_s=(0.0,), state=("S",),
+    )  # fmt: skip
+
+
+PULSE = protocol.encode(pulse_of(1.0)).rstrip()
+
+
+def _beat(step: int) -> Heartbeat:
+    return Heartbeat(turn=0, step=step, begun=step, phase="train", started=False)
 
 
 def test_ranks_and_monitors_of_a_node_share_one_connection(tmp_path: Path) -> None:
@@ -444,15 +481,143 @@ def test_one_whose_welcome_can_not_be_sent_has_not_come(
         rank.close()
 
 
-def line_of(*said: tuple[int, Message | None]) -> bytes:
-    bundle = LineBundle()
-    for number, message in said:
-        assert bundle.add(number, "rank", message)
-    return bundle.encode()
+@pytest.mark.parametrize(
+    "line",
+    [
+        b'{"m":"lines","lines":[[[1,2],%b]]}' % protocol.encode(Notice(what="both")).rstrip(),
+        b'{"m":"lines","lines":[[[1,2],%b]]}' % PULSE.replace(b"[1.0]", b"[1.0,1.0]"),
+        b'{"m":"lines","lines":[[[1],%b]]}' % PULSE.replace(b"[1.0]", b"[1.0,1.0]"),
+        b'{"m":"lines","lines":[[[1,1,2,2],%b]]}' % PULSE,
+    ],
+    ids=["a rank and a monitor", "a rank's column", "two of one", "none of four"],
+)
+def test_a_relay_that_joins_what_can_not_be_said_together_is_ended(line: bytes) -> None:
+    """Its ranks with it: none of them may be taken for another one."""
+    with hub_of(2) as hub:
+        relay = Node(hub, Path("/nowhere")).dial(Role.RELAY, RelayHello(host="n1", pid=1))
+        relay.send(line_of((1, Hello(rank=0, world=2, host="n1", pid=1))))
+        relay.send(line_of((2, MonitorHello(rank=0, world=2, host="n1", pid=1))))
+        until(hub.monitors, "both")
+        relay.send(line)
+        assert next_event(hub, RankDisconnected).rank == 0
+        assert not hub.monitors()[0].connected
 
 
-def _beat(step: int) -> Heartbeat:
-    return Heartbeat(turn=0, step=step, begun=step, phase="train", started=False)
+def test_a_relay_speaks_for_no_member_that_has_not_come() -> None:
+    beat = protocol.encode(_beat(7)).rstrip()
+    with hub_of(3) as hub:
+        relay = Node(hub, Path("/nowhere")).dial(Role.RELAY, RelayHello(host="n1", pid=1))
+        other = Node(hub, Path("/nowhere")).member(1)
+        hello = protocol.encode(Hello(rank=2, world=3, host="n1", pid=1)).rstrip()
+        relay.send(line_of((1, Hello(rank=0, world=3, host="n1", pid=1))))
+        relay.send(b'{"m":"lines","lines":[[[8,9],%b],[[1,8,1],%b],[[8,8],null]]}' % (hello, beat))
+        until(lambda: hub.members()[0].step == 7, "its own rank")
+        assert hub.members()[1].step == 0
+        assert 2 in hub.members(), "the first of two that say they are rank 2"
+        until(lambda: not hub.members()[2].connected, "its end, which was said twice")
+        other.close()
+
+
+MEMBERS = st.integers(1, 4)
+SAID = st.one_of(
+    st.none(),
+    st.builds(_beat, st.integers(0, 1)),
+    st.builds(Notice, what=st.sampled_from("ab")),
+    st.builds(lambda s: replace(pulse_of(s), step=int(s)), st.floats(0, 2)),
+    st.builds(
+        lambda number, s: ProbeDone(id=number, latency_s=(s,), wrong=((),), bandwidth=(0.0,)),
+        st.integers(0, 1),
+        st.floats(0, 2),
+    ),
+)
+
+
+@given(st.lists(st.tuples(MEMBERS, SAID), max_size=20))
+def test_each_member_is_heard_as_it_spoke_whatever_is_joined(
+    said: list[tuple[int, Message | None]],
+) -> None:
+    heard: list[tuple[int, Message | None]] = []
+    line = decode_from_relay(line_of(*said))
+    assert isinstance(line, MemberLines)
+    for numbers, message in line.lines:
+        for place, number in enumerate(numbers):
+            only = [place == each for each in range(len(numbers))]
+            heard.append((number, None if message is None else message.only(only)))
+    for member in range(1, 5):
+        assert [m for n, m in heard if n == member] == [m for n, m in said if n == member]
+
+
+def test_what_a_node_says_together_is_one_message() -> None:
+    said: list[tuple[int, Message | None]] = [(number, _beat(3)) for number in range(4)]
+    said += [(number, pulse_of(0.1 * number)) for number in range(4, 8)]
+    line = decode_from_relay(line_of(*said))
+    assert isinstance(line, MemberLines)
+    assert [numbers for numbers, _ in line.lines] == [(0, 1, 2, 3), (4, 5, 6, 7)]
+
+
+class SentLines:
+    """The end of a relay's connection to the hub."""
+
+    def __init__(self) -> None:
+        self.lines: list[MemberLines] = []
+
+    def fileno(self) -> int:
+        return 1
+
+    def send(self, line: bytes) -> None:
+        message = decode_from_relay(line)
+        assert isinstance(message, MemberLines)
+        self.lines.append(message)
+
+    def close(self) -> None:
+        pass
+
+
+def test_a_frozen_rank_does_not_make_its_node_seem_silent(tmp_path: Path) -> None:
+    """What the others say comes as often as without it; they would be judged for it else."""
+    now = 100.0
+    relay = Relay(tmp_path / "relay", secret="s" * 64, host="n1", clock=lambda: now)
+    connection = SentLines()
+    hub = relay_module._Hub(connection)  # type: ignore[arg-type]
+    relay._hubs["nonce"] = hub
+    socket_ = AuthenticatedConnection(socket.socket(socket.AF_UNIX))
+    members = [relay_module._Client(socket_, now, "n1", role="rank") for _ in range(4)]
+    for number, member in enumerate(members):
+        member.hub, member.number = hub, number
+        hub.members[number] = member
+    due = [next_heartbeat(now + 0.3 * number, 1.0) for number in range(4)]
+    came: dict[int, list[float]] = {number: [] for number in range(4)}
+    step = 0
+    while now < 120.0:
+        now += 0.01
+        for number in range(4):
+            frozen = number == 3 and now > 105.0
+            if now >= due[number] + 0.02 * number and not frozen:  # none is scheduled in time
+                step += 1
+                due[number] = next_heartbeat(now, 1.0)
+                relay._take(members[number], _beat(step))
+        relay._tick(now)
+        for line in connection.lines:
+            for numbers, _ in line.lines:
+                for number in numbers:
+                    came[number].append(now)
+        connection.lines.clear()
+    relay.close()
+    socket_.close()
+    for number in range(3):
+        longest = max(b - a for a, b in itertools.pairwise(came[number]))
+        assert longest < FRESH_S - 1.0
+    assert max(came[3]) < 106.0
+
+
+@given(st.floats(0, 1e7), st.floats(0.01, 10))
+def test_processes_of_a_node_send_their_heartbeats_at_the_same_times(
+    now: float, every_s: float
+) -> None:
+    due = next_heartbeat(now, every_s)
+    assert now < due <= now + every_s * (1 + 1e-6)
+    between = now + (due - now) / 2
+    assert next_heartbeat(between, every_s) == pytest.approx(due)
 
 
 def test_paths_differ_by_step_and_node() -> None:
