@@ -293,7 +293,7 @@ def _advance(state: RunState, record: Record, grown: _Folding) -> RunState:
             return _branched(_in_launch(state, record, grown), record)
         case ev.Advanced():
             # Whoever writes it has compared: every budget that was charged before is free again.
-            return _calmed(replace(_in_launch(state, record, grown), spent=()))
+            return _calmed(replace(_in_launch(state, record, grown), spent=(), rollback=None))
         case _:
             return state
 

@@ -17,6 +17,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from slurm_forge.documents import wrong_key
 from slurm_forge.site.parts import ContainerRuntime
+from slurm_forge.spec.metric_patterns import as_list, check_metric_pattern, metric_patterns
 from slurm_forge.spec.templates import check_template
 from slurm_forge.spec.types import JobSection, PositiveDuration, ShellText
 
@@ -247,7 +248,9 @@ class ProgramSpec(JobSection):
     known_as: ClassVar[Mapping[str, str]] = {
         "signal": "notify", "notify_signal": "notify", "to": "notify_to", "resume": "resume_arg",
         "resume_args": "resume_arg", "checkpoints": "checkpoint_glob", "glob": "checkpoint_glob",
-        "progress": "progress_file", "steps": "step_pattern", "done": "done_file",
+        "progress": "progress_file", "metrics": "metric_pattern",
+        "metric_patterns": "metric_pattern", "metric": "metric_pattern", "steps": "step_pattern",
+        "done": "done_file",
         "preset": "convention", "framework": "convention",
     }  # fmt: skip
 
@@ -284,6 +287,14 @@ class ProgramSpec(JobSection):
     step_pattern: Annotated[ShellText, AfterValidator(_step_pattern)] | None = Field(
         default=None, description=r'Finds the step in its output: "step (\d+)".'
     )
+    metric_pattern: Annotated[
+        tuple[Annotated[ShellText, AfterValidator(check_metric_pattern)], ...],
+        BeforeValidator(as_list),
+    ] = Field(
+        default=(),
+        description="Finds step, loss and gradient norm in its output: a preset (hf, lightning, "
+        "keras, torchtitan, kempnerforge, plain), NAME=REGEX (step, loss, grad_norm), or several.",
+    )
     progress_after: PositiveDuration = Field(
         default=timedelta(minutes=10),
         description="If nothing else shows progress: a start that ran this long has made some.",
@@ -301,6 +312,12 @@ class ProgramSpec(JobSection):
     requeue_exit_code: ExitCode | None = Field(
         default=None, description="Exit status that requests a restart."
     )
+
+    @property
+    def reads_steps(self) -> bool:
+        """Whether steps are looked for in the output."""
+        patterns = metric_patterns(self.metric_pattern, self.step_pattern)
+        return patterns is not None and patterns.step is not None
 
     @model_validator(mode="after")
     def _parts_fit(self) -> ProgramSpec:

@@ -27,6 +27,26 @@ class Variable:
         return f"{self.name}={self.value}"
 
 
+@dataclass(frozen=True, slots=True, order=True)
+class AbandonedCheckpoints:
+    """Of a program's own checkpoints, those that a rollback to ``target`` leaves behind.
+
+    A checkpoint is known by the number in its name (-1: none) and by when it was changed last, in
+    nanoseconds.  Left behind are those after ``number`` and ``changed_ns``, the target's own, that
+    nobody has written since ``until_ns``.  An empty ``target`` is the start.
+    """
+
+    target: str
+    number: int
+    changed_ns: int
+    until_ns: int
+
+    def covers(self, number: int, changed_ns: int) -> bool:
+        """Whether a checkpoint is one of them."""
+        behind = (number, changed_ns) > (self.number, self.changed_ns)
+        return changed_ns <= self.until_ns and (not self.target or behind)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecoveryPlan:
     """The changed parameters in force.  The default value changes nothing.
@@ -48,6 +68,7 @@ class RecoveryPlan:
         nodes: The number of nodes to ask for; None is what the job file says.
         variables: Added to the environment of the ranks.
         variables_past: The step that a checkpoint must pass for ``variables`` to be removed.
+        abandoned: Checkpoints of a program's own that rollbacks have left behind.
     """
 
     lr_factor: float = 1.0
@@ -63,6 +84,7 @@ class RecoveryPlan:
     nodes: int | None = None
     variables: tuple[Variable, ...] = ()
     variables_past: int = 0
+    abandoned: tuple[AbandonedCheckpoints, ...] = ()
 
     def lr_scale(self, step: int) -> float:
         """The factor on the learning rate of an optimizer step.

@@ -81,6 +81,14 @@ def execute(
         str | None,
         typer.Option(metavar="REGEX", help=r"Finds the step in its output: 'step (\d+)'."),
     ] = None,
+    metric_pattern: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=REGEX",
+            help=r"Finds step, loss, grad_norm in its output: 'loss=loss: (\S+)', or a preset: hf, "
+            "lightning, keras, torchtitan, kempnerforge, plain. Repeatable.",
+        ),
+    ] = None,
     progress_after: Annotated[
         str | None,
         typer.Option(
@@ -161,6 +169,7 @@ def execute(
                 "resume_arg": resume_arg,
                 "progress_file": progress_file,
                 "step_pattern": step_pattern,
+                "metric_pattern": tuple(metric_pattern) if metric_pattern else None,
                 "progress_after": progress_after,
                 "done_file": done_file,
                 "done_pattern": done_pattern,

@@ -57,6 +57,7 @@ from slurm_forge.launch.render.save_times import remember_saves
 from slurm_forge.launch.requeue.change import report_revisions
 from slurm_forge.recovery import LaunchFacts, classify, decide
 from slurm_forge.recovery.incident.classify import is_unexplained
+from slurm_forge.recovery.incident.launch_facts import ProgramCheckpoints
 from slurm_forge.recovery.monitor.preflight_verdict import thoroughness
 from slurm_forge.recovery.nodes.placement import AllocationState
 from slurm_forge.run_directory import Claim, Fence, RunDirectory, claim_attempt, mark_launch
@@ -220,6 +221,7 @@ class Attempt:
             record=facts.job_at_end or facts.job_at_notice or facts.job_at_start,
             now=facts.now,
             allocation_state=facts.allocation_state,
+            program=facts.program_checkpoints,
         )
         if full is not None and not _is_unlimited(self.file.job.recovery, decision):
             # A budget that is charged nowhere would never be used up.
@@ -240,6 +242,7 @@ class Attempt:
         now: datetime,
         allocation_state: AllocationState | None = None,
         allocation: bool = True,
+        program: ProgramCheckpoints | None = None,
     ) -> tuple[Decision, OSError | None]:
         """Journal how the launch ended and what is done about it; an error where that failed.
 
@@ -251,6 +254,7 @@ class Attempt:
             allocation_state: What is left of the allocation, where the job outlives nodes that it
                 loses.
             allocation: Whether the job still has its nodes.
+            program: What a program with checkpoints of its own could go back to.
         """
         full = self._write(end_event, IncidentSeen(incident=incident))
         decision = next_decision(
@@ -262,6 +266,7 @@ class Attempt:
             on_hang=self.on_hang,
             allocation_state=allocation_state,
             allocation=allocation,
+            program=program,
         )
         return decision, self._write(DecisionTaken(decision=decision)) or full
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from slurm_forge.journal import RunState
 from slurm_forge.launch.requeue.job_update import memory_asked, nodes_asked, time_asked
 from slurm_forge.recovery import decide
+from slurm_forge.recovery.incident.launch_facts import ProgramCheckpoints
 from slurm_forge.recovery.nodes.placement import AllocationState
 from slurm_forge.slurm.records import JobRecord
 from slurm_forge.spec.run_file import RunFile
@@ -22,6 +23,7 @@ def next_decision(
     on_hang: tuple[Variable, ...],
     allocation_state: AllocationState | None = None,
     allocation: bool = True,
+    program: ProgramCheckpoints | None = None,
 ) -> Decision:
     """The decision about the end of a launch; pure.
 
@@ -35,6 +37,7 @@ def next_decision(
         allocation_state: What is left of the allocation, where the job outlives nodes that it
             loses.
         allocation: Whether the job still has its nodes.
+        program: What a program with checkpoints of its own could go back to.
     """
     job = file.job
     return decide(
@@ -49,4 +52,5 @@ def next_decision(
         allocation_state=allocation_state,
         allocation=allocation,
         on_hang=on_hang,
+        program=program,
     )

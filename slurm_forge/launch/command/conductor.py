@@ -17,6 +17,7 @@ from pathlib import Path
 from slurm_forge.control import Hub
 from slurm_forge.journal import JournalWriter
 from slurm_forge.journal.events import Event, Note
+from slurm_forge.launch.command.metrics import MetricJournal, non_finite_output
 from slurm_forge.launch.command.program_end import (
     ProgramEnd,
     program_end,
@@ -31,6 +32,7 @@ from slurm_forge.launch.conductor.stop_monitor import STEPS, StopMonitor
 from slurm_forge.launch.render.schedule import Timing
 from slurm_forge.launch.render.signal_convention import Forwarding
 from slurm_forge.recovery import LaunchFacts
+from slurm_forge.recovery.incident.launch_facts import OF_PROGRAM, NonFiniteOutput
 from slurm_forge.recovery.incident.slurm_evidence import is_ending
 from slurm_forge.slurm.kernel import killed_since, read_oom_kills
 from slurm_forge.spec.launchers import ProgramSpec
@@ -58,6 +60,9 @@ class ProgramConductor:
         how: How it is told to stop.
         process: The program.
         progress: What it writes as it gets on.
+        metrics: What of its printed values is written down.
+        most_non_finite: So many steps in a row with values that are not finite end it.
+        only_warns: Whether the policy has no more than a warning for what is given to it.
         folder: Where it runs.
         stop_file: Whose existence asks for a stop.
         save_file: Whose existence asks for a save.
@@ -79,6 +84,9 @@ class ProgramConductor:
         how: Forwarding,
         process: ProgramProcess,
         progress: ProgressWatch,
+        metrics: MetricJournal,
+        most_non_finite: int,
+        only_warns: Callable[[LaunchFacts], bool],
         folder: Path,
         stop_file: Path,
         save_file: Path,
@@ -96,6 +104,11 @@ class ProgramConductor:
         self._how = how
         self._process = process
         self._progress = progress
+        self._metrics = metrics
+        self._most_non_finite = most_non_finite
+        self._only_warns = only_warns
+        self._non_finite: NonFiniteOutput | None = None
+        self._warned = False
         self._folder = folder
         self._stop_file = stop_file
         self._save_file = save_file
@@ -156,12 +169,33 @@ class ProgramConductor:
         now = self._clock()
         for each in self._progress.news():
             self._note(each)
+        self._poll_metrics(now)
         if now >= self._next_fence:
             self._next_fence = now + _FENCE_EVERY_S
             with contextlib.suppress(OSError):
                 self._fence()
         self.stops.poll(now)
         self._enforce_deadline(now)
+
+    def _poll_metrics(self, now: float, *, ended: bool = False) -> None:
+        """Write the printed values down, and end a program that goes on with bad ones."""
+        history = self._process.metrics
+        for each in self._metrics.events(history, now, ended=ended):
+            self._note(each)
+        if self._observations.stop_asked is not None or self._non_finite is not None:
+            return
+        trouble = non_finite_output(history, self._most_non_finite, ended=ended)
+        if trouble is None:
+            self._warned = False
+            return
+        if self._warned:
+            return
+        self._non_finite = trouble
+        if self._only_warns(self._facts()):
+            self._non_finite, self._warned = None, True
+            return
+        # It must not save what it has now.
+        self._process.kill()
 
     # -- what somebody wants -----------------------------------------------------------------
 
@@ -214,6 +248,7 @@ class ProgramConductor:
         """What came in the same moment, and Slurm's last word: who ended it, if it was ended."""
         for each in self._progress.end():
             self._note(each)
+        self._poll_metrics(self._clock(), ended=True)
         # Slurm has warned every step: one of the program's own that was not found may have obeyed.
         self.stops.close(also_warnings_of=STEPS)
         if self._observations.deadline_passed:
@@ -244,9 +279,11 @@ class ProgramConductor:
         facts = replace(
             facts,
             step=self._progress.step,
+            non_finite=self._non_finite,
+            program_checkpoints=self._progress.found,
             restart_count=self._restart_count,
             stopped_by=f"{observations.stopped_by}{twice}",
-            launcher="output",
+            launcher=OF_PROGRAM,
             batch_text="" if self._sentinel is None else self._sentinel.words(),
         )
         return self._with_end(facts, status)
@@ -256,7 +293,7 @@ class ProgramConductor:
         end = program_end(
             self._program, status, stop_noticed=stop_noticed, said_done=self._is_said_done()
         )
-        finished = end is ProgramEnd.FINISHED
+        finished = end is ProgramEnd.FINISHED and self._non_finite is None
         return replace(
             facts,
             finished=finished,

@@ -17,19 +17,15 @@ from slurm_forge.errors import ConfigError
 from slurm_forge.journal.events import Note
 from slurm_forge.knobs import Knobs, mark_of_run
 from slurm_forge.launch.attempt.attempt import Attempt
+from slurm_forge.launch.command.checkpoint_files import CheckpointWatch, ProgressFile, resumable
 from slurm_forge.launch.command.conductor import ProgramConductor
+from slurm_forge.launch.command.metrics import MetricJournal
 from slurm_forge.launch.command.program_process import (
     ProgramProcess,
     read_marked,
 )
 from slurm_forge.launch.command.program_signals import ProgramSignals
-from slurm_forge.launch.command.progress import (
-    ProgressWatch,
-    find_matches,
-    incomplete,
-    newest,
-    sample_progress,
-)
+from slurm_forge.launch.command.progress import ProgressWatch, sample_progress
 from slurm_forge.launch.command.signal_listener import SentinelStep
 from slurm_forge.launch.conductor.job_poller import JobPoller
 from slurm_forge.launch.render.containers import into_container
@@ -46,9 +42,12 @@ from slurm_forge.launch.render.schedule import (
 )
 from slurm_forge.launch.render.signal_convention import forwarding
 from slurm_forge.recovery import LaunchFacts
+from slurm_forge.recovery.policy.decide import skips_allowed
 from slurm_forge.slurm.client import Slurm
 from slurm_forge.slurm.environment import SlurmEnvironment
 from slurm_forge.spec.templates import Placeholder, fields_of, fill
+from slurm_forge.vocabulary.cause import Cause
+from slurm_forge.vocabulary.plan import RecoveryPlan
 
 _CLEARED_S = 5.0
 _TICK_S = 0.05
@@ -111,7 +110,9 @@ class CommandLauncher:
             attempt.next_launch(hub, nodes)
             state = attempt.state()
             before = sum(len(each.launches) for each in state.attempts) - 1
-            command, latest = self._command(max(before, 0))
+            newest_file = self._newest(state.plan)
+            latest = None if newest_file is None else str(newest_file.path)
+            command, latest = self._command(max(before, 0), latest)
             knobs = Knobs(
                 channel=hub.addresses,
                 nonce=hub.credentials.nonce,
@@ -138,6 +139,10 @@ class CommandLauncher:
                 variables = self._meeting(variables, hub, environment)
             variables.update(knobs.to_environ())
             variables = into_container(command, file, state.plan, variables)
+            if program.metric_pattern or program.step_pattern:
+                # What Python keeps back for a pipe would be read minutes later.
+                variables.setdefault("PYTHONUNBUFFERED", "1")
+            checkpoints = CheckpointWatch(program, folder, state.plan)
             there = None
             with contextlib.suppress(OSError):
                 there = sample_progress(program, folder)
@@ -170,7 +175,16 @@ class CommandLauncher:
                 program=program,
                 how=forwarding(program, command),
                 process=process,
-                progress=ProgressWatch(program, folder, state, lambda: process.printed_step, there),
+                progress=ProgressWatch(
+                    program, folder, state, lambda: process.metrics, there, checkpoints
+                ),
+                metrics=MetricJournal(
+                    time.monotonic(),
+                    None if newest_file is None else newest_file.number,
+                    None if newest_file is None else newest_file.path.name,
+                ),
+                most_non_finite=max(1, skips_allowed(file.job.recovery, Cause.NON_FINITE)),
+                only_warns=attempt.only_warns,
                 folder=folder,
                 stop_file=attempt.run.stop_file,
                 save_file=attempt.run.save_file,
@@ -226,15 +240,17 @@ class CommandLauncher:
             with contextlib.suppress(OSError):
                 self._attempt.journal.write(Note(text=text))
 
-    def _command(self, before: int) -> tuple[tuple[str, ...], str | None]:
+    def _newest(self, plan: RecoveryPlan) -> ProgressFile | None:
+        """The checkpoint that a start may resume from."""
+        file = self._attempt.file
+        with contextlib.suppress(OSError):
+            return next(iter(resumable(file.job.program, file.folder, plan)), None)
+        return None
+
+    def _command(self, before: int, latest: str | None) -> tuple[tuple[str, ...], str | None]:
         """The words of this start, and the checkpoint that it may resume from."""
         attempt, job = self._attempt, self._attempt.file.job
-        program, newest_file = job.program, None
-        if program.checkpoint_glob is not None:
-            with contextlib.suppress(OSError):
-                matches = find_matches(program.checkpoint_glob, attempt.file.folder)
-                newest_file = newest(matches, but=incomplete(program.convention))
-        latest = None if newest_file is None else str(newest_file.path)
+        program = job.program
         command = self._words or job.command or ()
         template = program.resume_arg
         if template is None or before == 0:

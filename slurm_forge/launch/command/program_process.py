@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from slurm_forge.errors import ConfigError, SlurmCommandError
+from slurm_forge.launch.command.metrics import MetricHistory, MetricReader
 from slurm_forge.launch.command.program_end import status_of
 from slurm_forge.launch.render.signal_convention import (
     Forwarding,
@@ -35,6 +36,7 @@ from slurm_forge.launch.render.signal_convention import (
 from slurm_forge.recovery.incident.launch_facts import WorkerEnd
 from slurm_forge.slurm.client import Slurm
 from slurm_forge.spec.launchers import NotifyTo, ProgramSpec
+from slurm_forge.spec.metric_patterns import metric_patterns
 
 #: Output of a program that has ended may still be on its way; what it left running may hold on
 #: to it for ever.
@@ -61,16 +63,16 @@ class ProgramProcess:
     ) -> None:
         self.command = tuple(command)
         self._mark = mark
-        self.printed_step: int | None = None
         self.printed_done = False
         self._slurm = slurm
         self._job = job
         self._tail = OutputTail()
-        self._step = None if program.step_pattern is None else re.compile(program.step_pattern)
+        patterns = metric_patterns(program.metric_pattern, program.step_pattern)
+        self._metrics = None if patterns is None else MetricReader(patterns)
         self._done_pattern = (
             None if program.done_pattern is None else re.compile(program.done_pattern)
         )
-        hearers = (self._parse_line,) if self._step or self._done_pattern else ()
+        hearers = (self._parse_line,) if self._metrics or self._done_pattern else ()
         sys.stdout.flush()
         sys.stderr.flush()
         streams = [open_stream(target, self._tail, hearers) for target in (1, 2)]
@@ -97,6 +99,11 @@ class ProgramProcess:
         for stream in streams:
             stream.begin()
         self._readers = [stream.reader for stream in streams]
+
+    @property
+    def metrics(self) -> MetricHistory:
+        """What it has printed of its steps and values."""
+        return MetricHistory() if self._metrics is None else self._metrics.history
 
     @property
     def pid(self) -> int:
@@ -206,11 +213,8 @@ class ProgramProcess:
     def _parse_line(self, line: str) -> None:
         if self._done_pattern is not None and self._done_pattern.search(line):
             self.printed_done = True
-        if self._step is not None:
-            # A progress bar may write many of them without a line's end: the last one counts.
-            for match in self._step.finditer(line):
-                if match[1] and match[1].isdecimal() and len(match[1]) < 19:
-                    self.printed_step = int(match[1])
+        if self._metrics is not None:
+            self._metrics.read(line)
 
 
 _KEPT = 1 << 16

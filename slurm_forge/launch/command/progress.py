@@ -1,24 +1,27 @@
-"""How far a program is that tells nobody: by its files, its output, or the time it has run.
-
-The newest of the files that a program writes: its checkpoints, its progress.
-"""
+"""How far a program is: by its files, its output, or the time it has run."""
 
 from __future__ import annotations
 
 import contextlib
-import glob
-import heapq
-import re
 import threading
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path, PurePath
+from pathlib import Path
 
 from slurm_forge.journal import RunState
 from slurm_forge.journal.events import Advanced
-from slurm_forge.spec.launchers import Convention, ProgramSpec
+from slurm_forge.launch.command.checkpoint_files import (
+    CheckpointWatch,
+    ProgressFile,
+    find_matches,
+    incomplete,
+    newest,
+)
+from slurm_forge.launch.command.metrics import MetricHistory
+from slurm_forge.recovery.incident.launch_facts import ProgramCheckpoints
+from slurm_forge.spec.launchers import ProgramSpec
 
 _EVERY_S = 5.0
 
@@ -62,7 +65,7 @@ def advanced(
         if match.number is not None and match.number <= furthest:
             return None
         return Advanced(what=match.path.name[:200], step=match.number)
-    if program.step_pattern:
+    if program.reads_steps:
         if now.printed is None or now.printed <= furthest:
             return None
         return Advanced(what=f"step {now.printed} of its output", step=now.printed)
@@ -86,7 +89,8 @@ def furthest_of(state: RunState) -> int:
 class ProgressWatch:
     """Looks every few seconds, on a thread: a file system may take its time to answer.
 
-    ``before`` is what was there before the program was started: it may be quick.
+    ``metrics`` is what the program has printed; ``before`` the newest file that was there before it
+    was started, which it may replace at once, as ``checkpoints`` were looked at before.
     """
 
     def __init__(
@@ -94,13 +98,16 @@ class ProgressWatch:
         program: ProgramSpec,
         folder: Path,
         state: RunState,
-        printed: Callable[[], int | None],
+        metrics: Callable[[], MetricHistory],
         before: ProgressFile | None,
+        checkpoints: CheckpointWatch | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._program = program
         self._folder = folder
-        self._printed = printed
+        self._metrics = metrics
+        self._checkpoints = checkpoints
+        self._found = ProgramCheckpoints(refusal="the file system does not answer")
         self._clock = clock
         self._began = clock()
         self._furthest = furthest_of(state)
@@ -115,7 +122,7 @@ class ProgressWatch:
     @property
     def step(self) -> int | None:
         """How far it is now, where its output or its files tell."""
-        printed = self._printed()
+        printed = self.printed
         if printed is not None:
             return printed
         return None if self._furthest < 0 else self._furthest
@@ -123,7 +130,12 @@ class ProgressWatch:
     @property
     def printed(self) -> int | None:
         """The last step that its output told; None where no step is looked for in it."""
-        return self._printed()
+        return self._metrics().step
+
+    @property
+    def found(self) -> ProgramCheckpoints:
+        """What the program could go back to, once the last look was taken."""
+        return self._found
 
     def news(self) -> Iterable[Advanced]:
         """What has come since the last call."""
@@ -141,11 +153,18 @@ class ProgressWatch:
         while not self._over.wait(_EVERY_S):
             self._sample()
         self._sample()
+        if self._checkpoints is not None:
+            self._found = self._checkpoints.found(self._metrics().healthy)
 
     def _sample(self) -> None:
+        metrics = self._metrics()
+        if self._checkpoints is not None:
+            self._checkpoints.sample(metrics.healthy)
+        if metrics.bad:
+            return  # what is trained and saved now may have to be thrown away
         now = ProgressSample(
             newest=self._newest(),
-            printed=self._printed(),
+            printed=metrics.step,
             ran=timedelta(seconds=self._clock() - self._began),
         )
         advance = advanced(
@@ -163,75 +182,3 @@ class ProgressWatch:
         with contextlib.suppress(OSError):
             return sample_progress(self._program, self._folder)
         return None
-
-
-_NUMBER = re.compile(r"[0-9]{1,18}")
-#: Of what kind a file is, which may hold a number too: ``.h5``, ``.pt2``.
-_KIND = re.compile(r"\.[A-Za-z][A-Za-z0-9]{0,11}\Z")
-_MOST = 100_000
-#: transformers writes it into a checkpoint that was begun at a SIGTERM and is not whole yet
-#: (src/transformers/trainer_jit_checkpoint.py).
-_HF_INCOMPLETE = "checkpoint-is-incomplete.txt"
-
-
-@dataclass(frozen=True, slots=True)
-class ProgressFile:
-    """A file or folder: ``number`` is the last one in its name, such as the 400 of checkpoint-400.
-
-    That of an ending (``.h5``) counts only where there is no other.  ``changed`` in nanoseconds
-    since the epoch.
-    """
-
-    path: Path
-    number: int | None
-    changed: int
-
-    @property
-    def order(self) -> tuple[int, int, str]:
-        """By number; what has none comes before, by time."""
-        return (-1 if self.number is None else self.number, self.changed, str(self.path))
-
-
-def find_matches(pattern: str, folder: Path) -> tuple[ProgressFile, ...]:
-    """What a glob finds, from ``folder`` on.  Nothing in it is a shell's; ``**`` goes deeper."""
-    matches: list[ProgressFile] = []
-    glob_pattern = str(Path(pattern).expanduser())
-    # pathlib's own takes no absolute pattern.
-    names = glob.iglob(glob_pattern, root_dir=folder, recursive=True)  # noqa: PTH207
-    # Of too many the furthest: each costs a question to the file system.
-    for name in heapq.nlargest(_MOST, names, key=_furthest):
-        path = folder / name
-        try:
-            changed = path.stat().st_mtime_ns
-        except OSError:
-            continue  # gone since
-        matches.append(ProgressFile(path.absolute(), _number(name), changed))
-    return tuple(matches)
-
-
-def _furthest(name: str) -> int:
-    number = _number(name)
-    return -1 if number is None else number
-
-
-def _number(name: str) -> int | None:
-    base = PurePath(name).name
-    numbers = _NUMBER.findall(_KIND.sub("", base)) or _NUMBER.findall(base)
-    return int(numbers[-1]) if numbers else None
-
-
-def newest(
-    matches: Iterable[ProgressFile], *, but: Callable[[Path], bool] = lambda _: False
-) -> ProgressFile | None:
-    """The one with the highest number in its name, else the one changed last."""
-    for match in sorted(matches, key=lambda each: each.order, reverse=True):
-        if not but(match.path):
-            return match
-    return None
-
-
-def incomplete(convention: Convention) -> Callable[[Path], bool]:
-    """Whether a checkpoint says of itself that it is not whole."""
-    if convention is Convention.HF:
-        return lambda path: (path / _HF_INCOMPLETE).exists()
-    return lambda path: False

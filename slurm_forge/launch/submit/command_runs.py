@@ -104,10 +104,12 @@ def _check_options(model: type[ProgramSpec | JobSpec], values: Mapping[str, Any]
 
 def _as_options(line: str) -> str:
     """Keys as they are written there: ``--resume-arg: … of --checkpoint-glob``."""
-    line = re.sub(r"^([a-z_]+): ", lambda match: f"--{match[1].replace('_', '-')}: ", line)
-    for key in ProgramSpec.model_fields:
-        if "_" in key:
-            line = line.replace(key, f"--{key.replace('_', '-')}")
+    line = re.sub(
+        r"^([a-z_]+)(?:\[\d+\])?: ", lambda match: f"--{match[1].replace('_', '-')}: ", line
+    )
+    for name in ProgramSpec.model_fields:
+        if "_" in name:
+            line = line.replace(name, f"--{name.replace('_', '-')}")
     return line
 
 

@@ -49,6 +49,7 @@ def classify(facts: LaunchFacts, incident_id: str) -> Incident:
         confidence=confidence,
         evidence=(*evidence, *_followers(facts, rank)),
         step=facts.stopped_at if facts.stopped_at is not None else _step(facts),
+        onset=None if cause is not Cause.NON_FINITE else _onset(facts),
         rank=rank,
         hosts=hosts,
         micro_batch=None if first is None else first.micro_batch,
@@ -90,6 +91,10 @@ def _where(
     return None, ()
 
 
+def _onset(facts: LaunchFacts) -> int | None:
+    return None if facts.non_finite is None else facts.non_finite.onset
+
+
 def _each_once(hosts: tuple[str, ...]) -> tuple[str, ...]:
     """Of several ranks of one host."""
     return tuple(dict.fromkeys(hosts))
@@ -100,6 +105,8 @@ def _step(facts: LaunchFacts) -> int | None:
         return facts.stalled.step
     if facts.probe is not None:
         return facts.probe.step
+    if facts.non_finite is not None and facts.non_finite.step is not None:
+        return facts.non_finite.step
     first = _first_failure(facts)
     return facts.furthest if first is None else first.step
 
@@ -175,6 +182,9 @@ def _judge(facts: LaunchFacts) -> Judged:
         return facts.stalled.cause, facts.stalled.confidence, facts.stalled.evidence
     if facts.probe is not None:
         return facts.probe.cause, facts.probe.confidence, facts.probe.evidence
+    if facts.non_finite is not None:
+        words = Evidence(facts.launcher, facts.non_finite.text)
+        return Cause.NON_FINITE, Confidence.LIKELY, (words,)
     if facts.launcher_signal and _only_follows(first):
         killed = launcher_killed(facts)
         if killed is not None:

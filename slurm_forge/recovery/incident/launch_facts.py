@@ -16,6 +16,8 @@ from slurm_forge.vocabulary.cause import Cause
 
 #: How evidence names the process that started the run here (``slurm-forge run`` or ``exec``).
 STARTER = "starter"
+#: And the output of a program that knows nothing of us.
+OF_PROGRAM = "output"
 _USAGE_ERRORS = frozenset(
     f"{kind.__module__}.{kind.__qualname__}" for kind in (UsageError, UnsupportedError)
 )
@@ -53,6 +55,37 @@ class LostRank:
     rank: int
     host: str
     output: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class NonFiniteOutput:
+    """A program prints values that are not finite: from ``onset`` to ``step``, where it tells."""
+
+    step: int | None
+    onset: int | None
+    text: str
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class ProgramCheckpoint:
+    """A checkpoint of a program's own: the number in its name (-1: none), when it was changed."""
+
+    number: int
+    changed_ns: int
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class ProgramCheckpoints:
+    """What a program that keeps its own checkpoints can be told to resume from.
+
+    ``good`` are those it was trained past with finite values, the newest first; ``newest_ns`` is
+    when any was changed last.  ``refusal`` says why it can't be told, empty where it can.
+    """
+
+    good: tuple[ProgramCheckpoint, ...] = ()
+    newest_ns: int = 0
+    refusal: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,6 +151,10 @@ class LaunchFacts:
     #: The batch step was signalled after all that Slurm has answered: no record explains that.
     signalled_since: bool = False
     failures: tuple[RankFailure, ...] = ()
+    #: What a program printed that makes its weights suspect.
+    non_finite: NonFiniteOutput | None = None
+    #: What a program could go back to; None where ranks of ours keep the checkpoints.
+    program_checkpoints: ProgramCheckpoints | None = None
     lost: tuple[LostRank, ...] = ()
     #: Ranks that were waited for in vain at the start.
     absent: tuple[int, ...] = ()

@@ -7,7 +7,9 @@ import signal
 from dataclasses import replace
 
 from slurm_forge.recovery.incident.crash_dumps import find_dump
+from slurm_forge.recovery.incident.last_lines import exit_code_of_worker
 from slurm_forge.recovery.incident.launch_facts import (
+    OF_PROGRAM,
     LaunchFacts,
     LostRank,
 )
@@ -74,7 +76,8 @@ def judge_silent_end(facts: LaunchFacts) -> Judged:
         return Cause.HANG, Confidence.LIKELY, (Evidence("ranks", text), *words)
     status = facts.exit_status
     if status not in (None, 0):
-        words = (*words, Evidence("exit status", _exit_status(status)))
+        worker = exit_code_of_worker(facts.launcher_text) if facts.launcher == OF_PROGRAM else ""
+        words = (*words, Evidence("exit status", f"{_exit_status(status)}{worker}"))
     if status not in (None, 0) or facts.lost:
         return Cause.CRASH, Confidence.LIKELY, (*evidence, *words)
     return Cause.UNKNOWN, Confidence.GUESS, words
@@ -209,6 +212,8 @@ def _by_end(facts: LaunchFacts, end: TaskEnd | None) -> Judged | None:
         return verdict.cause, verdict.confidence, (*quoted, Evidence(source, _short(verdict.text)))
     if dump is None and end is None:
         return None
+    if facts.launcher == OF_PROGRAM and dump is None:
+        quoted = (*quoted, *launcher_words(facts))
     if suspects:
         return Cause.APP_ERROR, Confidence.LIKELY, quoted
     return Cause.CRASH, Confidence.LIKELY, quoted

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from datetime import datetime, timedelta
 
 from slurm_forge.errors import ConfigError
-from slurm_forge.recovery.incident.launch_facts import LaunchFacts
+from slurm_forge.recovery.incident.last_lines import last_lines
+from slurm_forge.recovery.incident.launch_facts import OF_PROGRAM, LaunchFacts
 from slurm_forge.recovery.incident.lost_nodes import (
     no_word_from,
     vanished,
@@ -455,7 +456,9 @@ def of_node(record: NodeRecord) -> str:
 
 
 def launcher_words(facts: LaunchFacts) -> tuple[Evidence, ...]:
-    """The end of what srun printed, on one line."""
+    """The end of what srun printed, on one line; of a program its own last lines, one by one."""
+    if facts.launcher == OF_PROGRAM:
+        return tuple(Evidence(OF_PROGRAM, line) for line in last_lines(facts.launcher_text))
     text = " ".join(facts.launcher_text.split())[-400:]
     return (Evidence(facts.launcher, text),) if text else ()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from datetime import timedelta
 
 from slurm_forge.journal.state import RunState
-from slurm_forge.recovery.incident.launch_facts import STARTER
+from slurm_forge.recovery.incident.launch_facts import STARTER, ProgramCheckpoints
 from slurm_forge.recovery.nodes.placement import AllocationState
 from slurm_forge.recovery.policy.loop_detection import looping
 from slurm_forge.recovery.policy.remedies import NEXT, own_next_step, remedy
@@ -46,6 +46,7 @@ def decide(
     allocation: bool = True,
     allocation_state: AllocationState | None = None,
     on_hang: tuple[Variable, ...] = (),
+    program: ProgramCheckpoints | None = None,
 ) -> Decision:
     """What is done about an incident; the same again for one that was decided on already.
 
@@ -58,7 +59,8 @@ def decide(
     question that is not journalled: ask the hook and go on with ``instability_hook.apply_answer``.
     ``allocation``: ranks can be started again where they were; ``allocation_state``: what is left
     there, for a job that goes on without the nodes that it loses.  ``on_hang``: the site's
-    variables for after a hang.
+    variables for after a hang.  ``program``: what a program with checkpoints of its own could go
+    back to.
     """
     earlier = state.decided_on(incident.id)
     if earlier is not None and earlier.cause is incident.cause:
@@ -80,6 +82,7 @@ def decide(
         allocation=allocation,
         allocation_state=allocation_state if allocation else None,
         on_hang=on_hang,
+        program=program,
     )
     refused: list[str] = []
     for index, rung in enumerate(policy.ladder(incident.cause)):
@@ -103,7 +106,8 @@ def decide(
 def _step_taken(
     incident: Incident, action: Action, rung: int, applied: AppliedRung, wait: timedelta
 ) -> Decision:
-    target = None if applied.target is None else applied.target.name
+    name = None if applied.target is None else applied.target.name
+    target = applied.program_target if name is None else str(name)
     reason = f"{incident.cause.value}: {action.value}"
     if action in (Action.HOLD, Action.RAISE):
         reason = f"{reason}, as the job file says{NEXT}{_next_step(incident)}"
@@ -117,7 +121,7 @@ def _step_taken(
         plan=applied.plan,
         changes=applied.changes,
         rung=rung,
-        target=None if target is None else str(target),
+        target=target,
         wait_s=wait.total_seconds(),
     )
 

@@ -9,6 +9,7 @@ from datetime import timedelta
 from slurm_forge.errors import ConfigError
 from slurm_forge.journal.events import VIA_THIS_MACHINE
 from slurm_forge.journal.state import RunState
+from slurm_forge.recovery.incident.launch_facts import ProgramCheckpoints
 from slurm_forge.recovery.nodes.placement import AllocationState
 from slurm_forge.recovery.policy.attempt_progress import made_progress
 from slurm_forge.recovery.policy.rollback_targets import (
@@ -26,7 +27,7 @@ from slurm_forge.slurm.text.nodelist import check_node_name
 from slurm_forge.spec.recovery import Rung, SkipSamples, VariableSet, takes_variables
 from slurm_forge.vocabulary.cause import INSTABILITY, Cause
 from slurm_forge.vocabulary.decision import Action, Change, Incident
-from slurm_forge.vocabulary.plan import RecoveryPlan, Variable
+from slurm_forge.vocabulary.plan import AbandonedCheckpoints, RecoveryPlan, Variable
 
 #: The learning rate is never cut below this share of the scheduler's own, however often.
 LR_FLOOR = 1 / 16
@@ -44,6 +45,7 @@ class RungContext:
     program has a hook that can be asked.  ``allocation``: ranks can be started in it again;
     ``allocation_state`` is what is left of it, where the job outlives nodes that it loses.
     ``on_hang`` are the site's variables for after a hang, those that would change anything.
+    ``program`` is what a program could go back to that keeps its own checkpoints.
     """
 
     batch_coupled: bool = False
@@ -55,13 +57,15 @@ class RungContext:
     allocation: bool = True
     allocation_state: AllocationState | None = None
     on_hang: tuple[Variable, ...] = ()
+    program: ProgramCheckpoints | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AppliedRung:
     """The plan in force afterwards, what changed, and what else there is to say.
 
-    ``instead`` is what the rung comes to here, where that is not what it says.
+    ``instead`` is what the rung comes to here, where that is not what it says; ``program_target``
+    the checkpoint of a program's own that it goes back to.
     """
 
     plan: RecoveryPlan
@@ -69,6 +73,7 @@ class AppliedRung:
     target: RollbackTarget | None = None
     remarks: tuple[str, ...] = ()
     instead: Action | None = None
+    program_target: str | None = None
 
 
 def apply(
@@ -117,6 +122,8 @@ def _applied(
             return AppliedRung(plan=fewer, changes=changes_between(plan, fewer))
         case Action.RELAUNCH if not context.allocation:
             return "no node is left in the allocation to restart ranks"
+        case Action.ROLLBACK if context.program is not None:
+            return _program_goes_back(rung, state, incident, context.program)
         case Action.ROLLBACK | Action.RELAUNCH:
             short = _too_little_room(incident, context.allocation_state)
             return short if short is not None else _go_back(rung, state, incident)
@@ -270,6 +277,36 @@ def _go_back(rung: Rung, state: RunState, incident: Incident) -> AppliedRung | s
         changes = (Change("lr_scale", f"{before:g}", f"{scale:g}"), *changes)
     going_back = target if rung.do is Action.ROLLBACK else None
     return AppliedRung(plan=after, changes=changes, target=going_back, remarks=tuple(remarks))
+
+
+def _program_goes_back(
+    rung: Rung, state: RunState, incident: Incident, program: ProgramCheckpoints
+) -> AppliedRung | str:
+    """A program that keeps its own checkpoints is told of an older one.
+
+    Learning rate and samples are its own affair: those keys of the rung have no effect.
+    """
+    if program.refusal:
+        return program.refusal
+    good, further = program.good, False
+    if state.plan.abandoned and again(state, incident):
+        last = state.plan.abandoned[-1]
+        older = [each for each in good if (each.number, each.changed_ns) < _place_of(last)]
+        good, further = tuple(older) or good[-1:], bool(older)
+    target = None if not good else good[min(0 if further else rung.depth, len(good) - 1)]
+    place = (-1, 0) if target is None else (target.number, target.changed_ns)
+    name = "" if target is None else target.name
+    left = AbandonedCheckpoints(name, *place, until_ns=program.newest_ns)
+    remark = f"to {name}" if name else "no good checkpoint yet: from the start"
+    return AppliedRung(
+        plan=replace(state.plan, abandoned=(*state.plan.abandoned, left)),
+        remarks=(f"{remark}, further back than last time" if further else remark,),
+        program_target=name or None,
+    )
+
+
+def _place_of(left: AbandonedCheckpoints) -> tuple[int, int]:
+    return left.number, left.changed_ns
 
 
 def _ramp(steps: int, distance: int, *, same: bool) -> int:

@@ -130,8 +130,7 @@ class AttemptText:
         begun = restart(launch.resumes[0]) if launch.resumes else "no training yet"
         if launch.program is not None:
             ranks = "external program"
-            far = t.clean(launch.program, 120)
-            begun = f"reached {far}" if far else "no progress seen"
+            begun = _of_program(launch)
         yield f"  launch {launch.number}{_GAP}{ranks}{_GAP}{begun}"
         moments = [
             *self._resumes(launch),
@@ -353,6 +352,20 @@ class AttemptText:
 
     def _at(self, time: float | None) -> str:
         return t.clock(time, self._zone)
+
+
+def _of_program(launch: s.LaunchStory) -> str:
+    """From where a program went on and how far it came, as far as it or its files tell."""
+    parts = []
+    if launch.resumes:
+        event = launch.resumes[0].event
+        name = "" if event.checkpoint is None else f" ({t.clean(event.checkpoint, 80)})"
+        parts.append(f"from step {t.number(event.step)}{name}" if event.step else "from the start")
+    if launch.resumes and launch.step is not None:
+        parts.append(f"reached step {t.number(launch.step)}")
+    elif launch.program:
+        parts.append(f"reached {t.clean(launch.program, 120)}")
+    return ", ".join(parts) or "no progress seen"
 
 
 def _rows_of_incidents(launch: s.LaunchStory) -> tuple[set[int], set[int]]:

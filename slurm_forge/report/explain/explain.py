@@ -70,7 +70,7 @@ def explain(facts: RunFacts) -> RunStory:
         kept_s=kept_s,
         repeated_s=repeated,
         repeated_steps=sum(line.repeated_steps.values()),
-        goodput=None if history.of_program else _ratio(kept_s, elapsed),
+        goodput=_ratio(kept_s, elapsed) if history.tells_steps else None,
         startup_s=_startup(history, now.status, elapsed or 0.0),
         ending_s=_ending(line, now.status, last_seen),
         attempts=tuple(replace(a, logs=output_of(a.job, facts.logs)) for a in history.attempts),

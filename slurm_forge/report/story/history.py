@@ -60,6 +60,12 @@ class History:
         return bool(launches) and all(launch.program is not None for launch in launches)
 
     @property
+    def tells_steps(self) -> bool:
+        """Whether it is known what was trained: not of a program whose steps nobody reads."""
+        launches = [launch for attempt in self.attempts for launch in attempt.launches]
+        return not self.of_program or any(launch.resumes for launch in launches)
+
+    @property
     def program(self) -> str | None:
         """How far the program got, as it was told last; None where it is no program's run."""
         if not self.of_program:

@@ -185,7 +185,8 @@ class LaunchBuilder:
 
     def _is_program(self) -> bool:
         """Whether no rank of ours was in it: a program that slurm-forge exec has started."""
-        return self.event is not None and self.event.world_size == 0 and not self.resumes
+        begun = self.event is not None and self.event.world_size == 0
+        return begun and not any(each.event.world_size for each in self.resumes)
 
     def _reach(self, step: int | None) -> None:
         if step is not None:

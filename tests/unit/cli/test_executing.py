@@ -15,7 +15,16 @@ from pathlib import Path
 import pytest
 
 from slurm_forge.journal import RunState, RunStatus, read_journal
-from slurm_forge.journal.events import Advanced, Event, Finished, LaunchEnded, Note
+from slurm_forge.journal.events import (
+    Advanced,
+    DecisionTaken,
+    Event,
+    Finished,
+    IncidentSeen,
+    LaunchEnded,
+    Note,
+    Resumed,
+)
 from slurm_forge.launch.submit.submission import run_state
 from slurm_forge.run_directory import RunDirectory, claim_attempt
 from slurm_forge.vocabulary.cause import Cause
@@ -44,6 +53,11 @@ WRONG = [
     ("--name x --resume-arg \"--resume 'half\" -- true", "--resume-arg: can't be split into words: no closing quotation\n  See slurm-forge exec --help."),
     ("--name x --resume-arg '' -- true", "--resume-arg: is empty; leave it out\n  See slurm-forge exec --help."),
     ("--name x --resume-arg '--from {latest}' -- true", "--resume-arg: {latest} is the newest match of --checkpoint-glob: add it\n  See slurm-forge exec --help."),
+    ("--name x --metric-pattern 'los=loss (.*)' -- true", '--metric-pattern: there is no metric "los" (did you mean "loss"?)' + "\n  See slurm-forge exec --help."),
+    ("--name x --metric-pattern 'train_loss=loss (.*)' -- true", '--metric-pattern: there is no metric "train_loss" (did you mean "loss"?)' + "\n  See slurm-forge exec --help."),
+    ("--name x --metric-pattern lightening -- true", '--metric-pattern: "lightening" is neither NAME=REGEX nor a preset (did you mean "lightning"?); a pattern is written "loss=loss: (\\S+)"' + "\n  See slurm-forge exec --help."),
+    ("--name x --metric-pattern 'loss=loss (' -- true", "--metric-pattern: \"loss=loss (\" is no regular expression: missing ), unterminated subpattern at position 5\n  See slurm-forge exec --help."),
+    ("--name x --metric-pattern 'loss=loss' -- true", '--metric-pattern: "loss=loss" needs exactly one group, which is the number: "loss=loss: (\\S+)"' + "\n  See slurm-forge exec --help."),
     (r"--name x --step-pattern 'step \d+' -- true", r'--step-pattern: needs exactly one group, which is the step number: "step (\d+)" or "Iter: (\d+)/"' + "\n  See slurm-forge exec --help."),
     ("--name x --done-pattern 'a(' -- true", "--done-pattern: not a regular expression: missing ), unterminated subpattern at position 1\n  See slurm-forge exec --help."),
     ("--name x --done-exit-code 0 -- true", "--done-exit-code: an exit status that means something is 1 to 255, got 0\n  See slurm-forge exec --help."),
@@ -95,6 +109,14 @@ class Exec:
     @property
     def state(self) -> RunState:
         return run_state(self.run)
+
+    def told(self, verb: str) -> str:
+        """What a subcommand prints of the run."""
+        words = [sys.executable, "-m", "slurm_forge.cli.main", verb, "x"]
+        done = subprocess.run(
+            words, cwd=self.folder, capture_output=True, text=True, check=True, timeout=60
+        )
+        return done.stdout
 
     def events(self, kind: type) -> list[Event]:
         return [r.event for r in read_journal(self.run)[0] if isinstance(r.event, kind)]
@@ -217,18 +239,77 @@ def test_progress_frees_budgets(execute: Exec) -> None:
     done = execute("--progress-file=state-*", "--", "bash", "-c", program)
     assert done.returncode == 0, execute.state.reason
     assert [event.step for event in execute.events(Advanced)] == [0, 1, 2, 3, 4, 5, 6]
-    told = subprocess.run(
-        [sys.executable, "-m", "slurm_forge.cli.main", "explain", "x"],
-        cwd=execute.folder,
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=60,
-    ).stdout
+    told = execute.told("explain")
     assert told.startswith("x   finished   1 attempt"), told
     assert "at step" not in told, "a file's number is no step"
     assert "external program   reached state-3" in told
     assert "RuntimeError: again" in told
+
+
+#: Writes a checkpoint every fifth step and goes bad at step 13, in the first start alone.
+GOES_BAD = """
+import pathlib, sys, time
+start = int(sys.argv[1].rpartition("-")[2]) if sys.argv[1:] else 0
+bad = bool(start) and pathlib.Path(sys.argv[1]).read_text() == "bad"
+cured = pathlib.Path("cured")
+for step in range(start + 1, 21):
+    if step == 13 and not cured.exists():
+        bad = True
+        cured.touch()
+    loss = float("nan") if bad else 1 / step
+    if step % 5 == 0:
+        pathlib.Path(f"c-{step}").write_text("bad" if bad else "good")
+    sys.stdout.write(f"\\x1b[32mstep {step}\\x1b[0m loss {loss:.3f}\\r")
+"""
+
+
+@pytest.mark.parametrize("ladder", ["rollback, times: 2", "hold", "warn, times: 2"])
+def test_a_program_that_prints_nan_goes_back_to_a_checkpoint_from_before(
+    execute: Exec, ladder: str
+) -> None:
+    (execute.folder / "program.py").write_text(GOES_BAD)
+    (execute.folder / "job.yaml").write_text(
+        f"recovery: {{non_finite: [{{do: skip, times: 3}}, {{do: {ladder}}}]}}\n"
+        "program: {metric_pattern: plain, checkpoint_glob: 'c-*', resume_arg: '{latest}'}\n"
+    )
+    done = execute("--job=job.yaml", "--", sys.executable, "program.py")
+    seen = execute.events(IncidentSeen)[0]
+    assert isinstance(seen, IncidentSeen)
+    assert (seen.incident.cause, seen.incident.onset) == (Cause.NON_FINITE, 13)
+    assert seen.incident.evidence[0].text.startswith("step 13 loss nan")
+    if ladder == "hold":
+        assert execute.state.status is RunStatus.HELD
+        return
+    if ladder.startswith("warn"):
+        assert execute.run.is_done()
+        return
+    assert done.returncode == 0, done.stderr
+    (taken,) = execute.events(DecisionTaken)
+    assert isinstance(taken, DecisionTaken)
+    assert taken.decision.target == "c-10"
+    assert {(execute.folder / f"c-{n}").read_text() for n in (5, 10, 15, 20)} == {"good"}
+    resumes = [each for each in execute.events(Resumed) if isinstance(each, Resumed)]
+    assert [each.step for each in resumes] == [0, 10]
+    story = execute.told("explain")
+    assert "rolled back to step 10" in story
+    assert "from step 10 (c-10), reached step 20" in story
+    assert "repeated" in story
+    assert "loss 0.05 (step 20)" in execute.told("status")
+
+
+def test_a_program_that_ends_well_with_a_bad_loss_is_not_finished(execute: Exec) -> None:
+    done = execute("--metric-pattern=loss=loss (\\S+)", "--", "echo", "loss nan")
+    assert done.returncode == 1
+    assert execute.state.status is RunStatus.HELD
+    assert "no rollback: --checkpoint-glob" in execute.state.reason
+
+
+def test_the_last_lines_stand_beside_the_exit_code(execute: Exec) -> None:
+    lines = "for n in $(seq 30); do echo line $n; done; echo 'no such table: users'; exit 7"
+    execute("--", "bash", "-c", lines)
+    story = execute.told("explain")
+    assert "exit code 7; output: line 30; output: no such table: users" in story
+    assert "line 29" not in story
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

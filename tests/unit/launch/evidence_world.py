@@ -32,6 +32,7 @@ from slurm_forge.launch.attempt.evidence import gather_evidence
 from slurm_forge.launch.attempt.job_attempt import slurm_kill_patience
 from slurm_forge.launch.attempt.stop_explanation import StopExplanation
 from slurm_forge.launch.command.conductor import ProgramConductor
+from slurm_forge.launch.command.metrics import MetricHistory, MetricJournal
 from slurm_forge.launch.command.program_signals import ProgramSignals
 from slurm_forge.launch.conductor.conductor import Conductor
 from slurm_forge.launch.conductor.job_poller import JobPoller
@@ -40,6 +41,7 @@ from slurm_forge.launch.render.signal_convention import Forwarding
 from slurm_forge.launch.requeue.reconcile import reconcile
 from slurm_forge.launch.requeue.requeue import JobRequeuer
 from slurm_forge.recovery import LaunchFacts
+from slurm_forge.recovery.incident.launch_facts import ProgramCheckpoints
 from slurm_forge.run_directory import RunDirectory
 from slurm_forge.slurm.records import JobRecord
 from slurm_forge.spec.launchers import NotifyTo, ProgramSpec
@@ -258,6 +260,8 @@ class Step:
     # -- a foreign program, its sentinel and its progress -----------------------------------------
 
     printed_done = False
+    metrics = MetricHistory()
+    found = ProgramCheckpoints()
     printed: int | None = None
     step: int | None = None
 
@@ -385,6 +389,7 @@ class Batch:
             step, journal=begun.journal, job_poller=watch, timing=timing,  # type: ignore[arg-type]
             program=ProgramSpec(), how=Forwarding("SIGTERM", NotifyTo.CHILD),
             process=step, progress=step, folder=world.run.path,  # type: ignore[arg-type]
+            metrics=MetricJournal(0.0, None, None), most_non_finite=3, only_warns=begun.only_warns,
             stop_file=world.run.stop_file, save_file=world.run.save_file,
             sentinel=step, restart_count=start.restarts,  # type: ignore[arg-type]
             clock=clock.monotonic, now=lambda: clock.now,

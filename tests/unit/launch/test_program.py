@@ -12,6 +12,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from slurm_forge.launch.command.checkpoint_files import (
+    ProgressFile,
+    find_matches,
+    incomplete,
+    newest,
+)
 from slurm_forge.launch.command.program_end import (
     ProgramEnd,
     program_end,
@@ -22,14 +28,7 @@ from slurm_forge.launch.command.program_process import (
     OutputTail,
     open_stream,
 )
-from slurm_forge.launch.command.progress import (
-    ProgressFile,
-    ProgressSample,
-    advanced,
-    find_matches,
-    incomplete,
-    newest,
-)
+from slurm_forge.launch.command.progress import ProgressSample, advanced
 from slurm_forge.spec.launchers import Convention, ProgramSpec
 
 FINISHED, STOPPED, ASKED, FAILED = ProgramEnd
@@ -98,7 +97,7 @@ def test_the_number_of_a_file_is_not_that_of_its_kind(tmp_path: Path) -> None:
 def test_of_too_many_the_furthest_are_looked_at(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("slurm_forge.launch.command.progress._MOST", 3)
+    monkeypatch.setattr("slurm_forge.launch.command.checkpoint_files._MOST", 3)
     for number in range(40):
         (tmp_path / f"c-{number}").touch()
     numbers = {each.number for each in find_matches("c-*", tmp_path)}

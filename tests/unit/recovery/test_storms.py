@@ -340,6 +340,7 @@ def test_no_plan_can_change_the_global_batch_or_the_order_of_the_samples() -> No
         "nodes",
         "variables",
         "variables_past",
+        "abandoned",
     }
 
 
