@@ -17,6 +17,15 @@ RunName = Annotated[
         autocompletion=run_names,
     ),
 ]
+#: Of verbs that ask something of every run of a sweep.
+RunsOrJob = Annotated[
+    str,
+    typer.Argument(
+        metavar="RUN",
+        help="Name of a run or a sweep, the path of its folder, or the id of one of a run's jobs.",
+        autocompletion=run_names,
+    ),
+]
 RunOrJob = Annotated[
     str,
     typer.Argument(

@@ -25,7 +25,7 @@ from slurm_forge.site.model import Site
 from slurm_forge.site.rules import Severity, findings
 from slurm_forge.spec import JobSpec
 from slurm_forge.spec.entry import check_entry
-from slurm_forge.spec.layers import PlaceSetting, layered_job
+from slurm_forge.spec.layers import Layered, PlaceSetting, layered_job
 from slurm_forge.spec.resources import key_of_option
 from slurm_forge.spec.run_file import RunFile
 
@@ -50,6 +50,19 @@ def check(path: Path, settings: Sequence[str] = ()) -> Checked:
     It lies over the project's and the user's settings, and under ``settings`` (``--set``).
     """
     layered = layered_job(path, Knobs.from_environ(process_environ()), settings)
+    if layered.job.sweep is not None:
+        raise ConfigError(
+            "sweep: this file describes several runs, and only slurm-forge submit takes it",
+            path=path,
+            line=layered.document.line_of(("sweep",)),
+            next_step="Try one run of it: --set sweep=null, with --set KEY=VALUE for the keys of "
+            "the sweep.",
+        )
+    return check_layered(path, layered)
+
+
+def check_layered(path: Path, layered: Layered) -> Checked:
+    """As ``check``, for a job that has been read."""
     job = layered.job
     doubts = fallback_doubts(job)
     if job.entry is not None:

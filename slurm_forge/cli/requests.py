@@ -7,9 +7,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from slurm_forge.cli.options import AsJson, RunOrJob, Runs, SubmittedSite, wants_new_code
+from slurm_forge.cli.options import AsJson, Runs, RunsOrJob, SubmittedSite, wants_new_code
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from slurm_forge.launch.requeue.job_update import ResourceChanges
     from slurm_forge.launch.requeue.reconcile import ReconcileResult
     from slurm_forge.run_directory import RunDirectory
     from slurm_forge.site.model import Site
@@ -32,7 +36,7 @@ class Answer:
 
 
 def requeue(
-    run: RunOrJob,
+    run: RunsOrJob,
     site: SubmittedSite = None,
     runs: Runs = None,
     mem: Annotated[
@@ -56,7 +60,7 @@ def requeue(
     ] = None,
     json: AsJson = False,
 ) -> None:
-    """Continue a held, stopped or cancelled run.
+    """Continue a held, stopped or cancelled run, or all such runs of a sweep.
 
     A live run is left alone.  --mem, --time, --exclude and --partition are what it requests
     from Slurm from now on: they are stored in its run.yaml and applied to a waiting job.
@@ -69,38 +73,45 @@ def requeue(
       slurm-forge requeue tiny-gpt --code new
       slurm-forge requeue 8812301 --time 2-00:00:00 --partition long
     """
+    from slurm_forge.launch.requeue.job_update import ResourceChanges
+
+    changes = ResourceChanges(mem=mem, time=time, exclude=exclude, partition=partition)
+    _ask_each(run, runs, lambda each: _requeue(each, changes, site, code, as_json=json))
+
+
+def _requeue(
+    directory: RunDirectory,
+    changes: ResourceChanges,
+    site: str | None,
+    code: str | None,
+    *,
+    as_json: bool,
+) -> None:
     from slurm_forge.cli.cluster.excluded_nodes_text import left_out_now
     from slurm_forge.cli.run_choice import (
         reference,
         site_places,
     )
-    from slurm_forge.cli.run_of_job import meant
     from slurm_forge.errors import RunDirectoryError
-    from slurm_forge.launch.requeue.job_update import (
-        ResourceChanges,
-        changed,
-    )
+    from slurm_forge.launch.requeue.job_update import changed
     from slurm_forge.launch.requeue.reconcile import ReconcileResult, bring_back
     from slurm_forge.launch.submit.submission import run_state
     from slurm_forge.slurm.client import SubprocessSlurm
     from slurm_forge.spec.run_file import read_run_file
 
-    directory = meant(run, runs)
-    directory.refuse_others()
-    changes = ResourceChanges(mem=mem, time=time, exclude=exclude, partition=partition)
     file = read_run_file(directory.spec_file)
     state = run_state(directory)
     if state.is_local and not directory.is_done() and (changes or code is None):
         raise RunDirectoryError(
             f"{directory.name} is a local run, not one of Slurm",
-            next_step=f"Continue it here: slurm-forge run {run}",
+            next_step=f"Continue it here: slurm-forge run {reference(directory)}",
         )
     chosen = site_places().load(site or file.site_file or file.site).site
     if state.is_local and code is not None:
         now = _with_new_code(directory, file, code, chosen, None)
         done = ReconcileResult(state.job, "its next start uses this code", changed=now != file)
         again = f".   to continue: slurm-forge run {reference(directory)}"
-        _answer(directory, done, again, as_json=json)
+        _answer(directory, done, again, as_json=as_json)
         return
     slurm = SubprocessSlurm.of_this_process()
     out = left_out_now(slurm, changed(file.job, changes), chosen)
@@ -113,7 +124,39 @@ def requeue(
         for line in out.notes:
             typer.echo(line, err=True)
     follow = f".   follow: slurm-forge status {reference(directory)}"
-    _answer(directory, brought, follow, as_json=json)
+    _answer(directory, brought, follow, as_json=as_json)
+
+
+def _ask_each(wanted: str, runs: Path | None, ask: Callable[[RunDirectory], None]) -> None:
+    """Ask it of the run, or of every run of a sweep that is not finished; one refusal stops none.
+
+    Exit status 2 where one of the sweep has refused.
+    """
+    from slurm_forge.cli.failure import FAILED
+    from slurm_forge.cli.run_choice import find_sweep
+    from slurm_forge.cli.run_of_job import meant
+    from slurm_forge.errors import ForgeError
+
+    sweep = find_sweep(wanted, runs)
+    if sweep is None:
+        directory = meant(wanted, runs)
+        directory.refuse_others()
+        ask(directory)
+        return
+    refused = 0
+    for directory in sweep[1]:
+        if directory.is_done():
+            continue
+        try:
+            directory.refuse_others()
+            ask(directory)
+        except (ForgeError, OSError) as error:
+            refused += 1
+            typer.echo(f"{directory.name}: {error}", err=True)
+    if all(directory.is_done() for directory in sweep[1]):
+        typer.echo(f"{sweep[0].name}: all of its runs are finished.", err=True)
+    if refused:
+        raise typer.Exit(FAILED)
 
 
 def _with_new_code(
@@ -151,22 +194,22 @@ def _with_new_code(
     return changed.file
 
 
-def reconcile(run: RunOrJob, runs: Runs = None, json: AsJson = False) -> None:
-    """Retry a requeue that Slurm did not confirm.
+def reconcile(run: RunsOrJob, runs: Runs = None, json: AsJson = False) -> None:
+    """Retry a requeue that Slurm did not confirm, of a run or of all runs of a sweep.
 
     \b
     Examples:
       slurm-forge reconcile tiny-gpt
       slurm-forge reconcile 8812301 --json
     """
-    from slurm_forge.cli.run_of_job import meant
     from slurm_forge.launch.requeue.reconcile import reconcile as carry_out
     from slurm_forge.slurm.client import SubprocessSlurm
 
-    directory = meant(run, runs)
-    directory.refuse_others()
-    brought = carry_out(directory, SubprocessSlurm.of_this_process())
-    _answer(directory, brought, ".", as_json=json)
+    def ask(directory: RunDirectory) -> None:
+        brought = carry_out(directory, SubprocessSlurm.of_this_process())
+        _answer(directory, brought, ".", as_json=json)
+
+    _ask_each(run, runs, ask)
 
 
 def _answer(run: RunDirectory, brought: ReconcileResult, more: str, *, as_json: bool) -> None:
@@ -189,8 +232,8 @@ def _answer(run: RunDirectory, brought: ReconcileResult, more: str, *, as_json: 
     )
 
 
-def stop(run: RunOrJob, runs: Runs = None) -> None:
-    """Ask a run to save and stop, until it is requeued.
+def stop(run: RunsOrJob, runs: Runs = None) -> None:
+    """Ask a run, or all runs of a sweep, to save and stop until requeued.
 
     The job of a waiting run stays in the queue: when its turn comes it ends at once without
     training.
@@ -200,13 +243,14 @@ def stop(run: RunOrJob, runs: Runs = None) -> None:
       slurm-forge stop tiny-gpt
       slurm-forge stop 8812301
     """
+    _ask_each(run, runs, _stop)
+
+
+def _stop(directory: RunDirectory) -> None:
     from slurm_forge.cli.run_choice import reference
-    from slurm_forge.cli.run_of_job import meant
     from slurm_forge.launch.submit.submission import run_state
     from slurm_forge.report.status.run_status import again
 
-    directory = meant(run, runs)
-    directory.refuse_others()
     if directory.is_done():
         typer.echo(f"{directory.name} is finished already; nothing to stop.")
         return
@@ -245,19 +289,20 @@ def _job_in_queue(run: RunDirectory) -> str:
     return job if waits else ""
 
 
-def save(run: RunOrJob, runs: Runs = None) -> None:
-    """Ask a run for a checkpoint now; it continues.
+def save(run: RunsOrJob, runs: Runs = None) -> None:
+    """Ask a run, or all runs of a sweep, for a checkpoint now; it continues.
 
     \b
     Examples:
       slurm-forge save tiny-gpt
       slurm-forge save tiny-gpt --runs /scratch/me/runs
     """
-    from slurm_forge.cli.run_choice import reference
-    from slurm_forge.cli.run_of_job import meant
+    _ask_each(run, runs, _save)
 
-    directory = meant(run, runs)
-    directory.refuse_others()
+
+def _save(directory: RunDirectory) -> None:
+    from slurm_forge.cli.run_choice import reference
+
     if directory.is_done():
         typer.echo(f"{directory.name} is finished already; nothing to save.")
         return

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from slurm_forge.site.loading import SitePlaces
     from slurm_forge.site.model import Site
     from slurm_forge.spec.layers import PlaceSetting
+    from slurm_forge.spec.sweep_runs import SweepFile
 
 _DEFAULT = Path("runs")
 
@@ -57,6 +58,12 @@ def find_run(wanted: str, runs: Path | None) -> RunDirectory:
     try:
         return RunDirectory.existing(folder / wanted)
     except RunDirectoryError:
+        if (folder / wanted / "sweep.yaml").is_file():
+            raise RunDirectoryError(
+                f"{wanted} is a sweep, and one run is asked for",
+                next_step=f"Name one of its runs: {wanted}-0.  All of them: slurm-forge status "
+                f"{wanted}",
+            ) from None
         for here in (Path(wanted), *([] if runs is not None else [_DEFAULT / wanted])):
             if (here / "run.yaml").is_file():
                 return RunDirectory.existing(here)
@@ -64,6 +71,26 @@ def find_run(wanted: str, runs: Path | None) -> RunDirectory:
         if len(matches) == 1:
             return RunDirectory.existing(matches[0])
         raise _no_such_run(wanted, folder) from None
+
+
+def find_sweep(wanted: str, runs: Path | None) -> tuple[SweepFile, tuple[RunDirectory, ...]] | None:
+    """The sweep of that name in the folder of runs, or at that path, and its runs; else None."""
+    if "/" in wanted or wanted in (".", ".."):
+        folder = Path(wanted).expanduser().absolute()
+    else:
+        folder = runs_folder(runs).absolute() / wanted
+    if not (folder / "sweep.yaml").is_file():
+        return None
+    from slurm_forge.spec.sweep_runs import read_sweep_file
+
+    sweep = read_sweep_file(folder)
+    return sweep, tuple(RunDirectory.at(folder.parent / each.run) for each in sweep.runs)
+
+
+def runs_meant(wanted: str, runs: Path | None) -> tuple[RunDirectory, ...]:
+    """The run of that name or path, or all runs of the sweep."""
+    sweep = find_sweep(wanted, runs)
+    return (find_run(wanted, runs),) if sweep is None else sweep[1]
 
 
 def reference(run: RunDirectory) -> str:

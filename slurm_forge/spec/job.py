@@ -37,6 +37,7 @@ from slurm_forge.spec.safeguards import (
     PreflightSpec,
     WatchdogSpec,
 )
+from slurm_forge.spec.sweep import Sweep
 from slurm_forge.spec.types import (
     AUTO,
     Arguments,
@@ -326,7 +327,7 @@ class JobSpec(JobSection):
         "arguments": "args", "kwargs": "args", "policy": "recovery", "checkpointing": "checkpoint",
         "before": "setup", "init": "setup", "faults": "inject", "chaos": "inject",
         "launcher": "template", "launch": "template", "sbatch_template": "template",
-        "array": "chain", "segments": "chain",
+        "array": "chain", "segments": "chain", "grid": "sweep", "matrix": "sweep",
         "snapshot": "code", "source": "code",
         "image": "container.image", "mounts": "container.mounts",
         "runtime": "container.runtime",
@@ -444,6 +445,11 @@ class JobSpec(JobSection):
         default=(), description="Shell lines of the batch script before the launch (module load …)."
     )
     env: Environment = Field(default_factory=dict, description="Environment variables of the job.")
+    sweep: Sweep | None = Field(
+        default=None,
+        description='Keys and the values that they take, lists or numbers such as "0-4": each '
+        "combination is a run of its own, NAME-0, NAME-1, …. limit: how many of them run at once.",
+    )
     inject: Inject = Field(
         default=(),
         description="Faults to inject, to rehearse the run: nan@120, oom@200:rank1, "
@@ -478,6 +484,13 @@ class JobSpec(JobSection):
             )
         check_started(self.template, self.container, self.command)
         check_chain(self.template, self.chain)
+        if self.sweep is not None and self.chain is not None:
+            raise wrong_key(
+                "sweep",
+                "a sweep is an array of runs, so none of them can be an array of attempts: leave "
+                "template: array and chain out",
+                because="chain",
+            )
         if self.lead and self.resources.time and self.lead >= self.resources.time:
             raise wrong_key(
                 "lead",

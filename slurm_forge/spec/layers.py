@@ -50,7 +50,7 @@ from slurm_forge.spec.loading import to_mapping
 from slurm_forge.spec.types import JobSection
 
 #: What only a job file (or the command line) says.
-OF_THE_JOB = ("name", "entry", "command", "args", "inject")
+OF_THE_JOB = ("name", "entry", "command", "args", "inject", "sweep")
 _PLACES = ("site", "runs")
 #: Of a value that is longer nobody wants to read how it is quoted.
 _SHOWN = 200
@@ -268,7 +268,7 @@ def _with(document: Document, setting: Setting) -> Document:
             next_step=f"Give it as a separate option: --{setting.path[0]}.",
         )
     try:
-        return with_value(document, setting.path, setting.value, setting.source, _defaults())
+        return with_value(document, setting.path, setting.value, setting.source, default_values())
     except ValueError as error:
         raise ConfigError(
             str(error),
@@ -278,7 +278,7 @@ def _with(document: Document, setting: Setting) -> Document:
 
 
 @cache
-def _defaults() -> Mapping[str, Any]:
+def default_values() -> Mapping[str, Any]:
     """What a job is that says nothing, of each rung only what it has to say."""
     plain = JobSpec(name="x", entry="x:x")
     recovery = plain.recovery

@@ -16,7 +16,7 @@ from slurm_forge.slurm.records import is_slurm_job
 #: Grows with what a line is worked out by.
 _VERSION = "2"
 #: Of ``RunStatus``, whose room is not entered for lines that are known.
-_RESTS = frozenset({"finished", "held", "stopped", "cancelled", "new"})
+RESTS = frozenset({"finished", "held", "stopped", "cancelled", "new"})
 
 
 class Lister:
@@ -35,11 +35,11 @@ class Lister:
         signed = signature(run)
         value = self._remembered.get(run, signed)
         remembered = None if value is None else _line(value, run)
-        if remembered is not None and not (self._words and remembered.status not in _RESTS):
+        if remembered is not None and not (self._words and remembered.status not in RESTS):
             return remembered
         line, newest = self._made(run)
         # Whether a local run is still there is no matter of files.
-        if is_slurm_job(line.job) or not line.job or line.status in _RESTS:
+        if is_slurm_job(line.job) or not line.job or line.status in RESTS:
             self._remembered.put(run, signed, {**asdict(line), "newest": newest})
         return line
 

@@ -15,6 +15,7 @@ from slurm_forge.cli.options import AsJson, RunName, Runs
 if TYPE_CHECKING:
     from slurm_forge.report.status.report_facts import RunFacts
     from slurm_forge.run_directory import RunDirectory
+    from slurm_forge.spec.sweep_runs import SweepFile
 
 _LOOK_EVERY_S = 1.0
 _FIGURES_EVERY_S = 30.0
@@ -25,7 +26,7 @@ def status(
         str | None,
         typer.Argument(
             metavar="RUN",
-            help="Name of a run, or the path of its folder (default: all runs).",
+            help="Name of a run or a sweep, or the path of its folder (default: all runs).",
             autocompletion=run_names,
         ),
     ] = None,
@@ -35,7 +36,7 @@ def status(
     json: AsJson = False,
     runs: Runs = None,
 ) -> None:
-    """Where a run stands: one screen, and what to do next.
+    """Where a run or a sweep stands: one screen, and what to do next.
 
     Without RUN, a line for every run in the folder of runs.
 
@@ -45,12 +46,18 @@ def status(
       slurm-forge status tiny-gpt --follow
       slurm-forge status tiny-gpt --json
     """
-    from slurm_forge.cli.run_choice import find_run
+    from slurm_forge.cli.run_choice import find_run, find_sweep
 
     if run is None:
         if follow:
             raise typer.BadParameter("--follow needs the name of a run")
         _list(runs, as_json=json)
+        return
+    sweep = find_sweep(run, runs)
+    if sweep is not None:
+        if follow:
+            raise typer.BadParameter("--follow needs one run of the sweep, such as " + f"{run}-0")
+        _sweep(*sweep, as_json=json)
         return
     directory = find_run(run, runs)
     if follow and json:
@@ -135,6 +142,16 @@ def explain(
         earlier=None if whole else facts.earlier_state,
     )
     typer.echo(text, nl=False)
+
+
+def _sweep(sweep: SweepFile, runs: tuple[RunDirectory, ...], *, as_json: bool) -> None:
+    """A sweep and all of its runs."""
+    from slurm_forge.cli.observe.sweep_reading import read_sweep
+    from slurm_forge.report.encoding import to_json
+    from slurm_forge.report.status.sweep_status import sweep_text
+
+    report = read_sweep(sweep, runs, runs[0].path.parent / sweep.name)
+    typer.echo(to_json(report) if as_json else sweep_text(report), nl=as_json)
 
 
 def _list(runs: Path | None, *, as_json: bool) -> None:

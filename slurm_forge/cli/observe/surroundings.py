@@ -32,7 +32,7 @@ _NOT_STARTED = re.compile(r"not-started-(\d{1,10}(?:_\d{1,10})?)\.txt")
 _MOST_TEXT = 4096
 _MOST_FILES = 100
 #: Somebody waits for the screen: a controller that is slow is done without.
-_PATIENCE = timedelta(seconds=3)
+PATIENCE = timedelta(seconds=3)
 
 
 def surrounded(facts: RunFacts, run: RunDirectory) -> RunFacts:
@@ -69,7 +69,7 @@ def ask_slurm(job: str) -> QueueAnswer | None:
         return None
     slurm = SubprocessSlurm.of_this_process()
     if isinstance(slurm, SubprocessSlurm):
-        slurm = slurm.with_timeout(_PATIENCE)
+        slurm = slurm.with_timeout(PATIENCE)
     try:
         record = slurm.show_job(job)
         of_array = record is not None and record.array_task is not None

@@ -37,7 +37,7 @@ def watch(
         list[str] | None,
         typer.Argument(
             metavar="RUN",
-            help="Names or folders of runs (default: all in the folder of runs).",
+            help="Names or folders of runs and sweeps (default: all in the folder of runs).",
             autocompletion=run_names,
         ),
     ] = None,
@@ -74,10 +74,10 @@ def watch(
     """
     from slurm_forge.cli.failure import FAILED
     from slurm_forge.cli.run_choice import (
-        find_run,
         reference,
         run_names,
         runs_folder,
+        runs_meant,
         site_places,
         state_folder,
     )
@@ -116,7 +116,7 @@ def watch(
         name_of=name_of,
         site_of=lambda name: places.load(name).site,
     )
-    selection = None if not run else [find_run(name, runs) for name in run]
+    selection = None if not run else [each for name in run for each in runs_meant(name, runs)]
 
     def chosen() -> list[RunDirectory]:
         return selection or [RunDirectory.at(folder / name) for name in run_names(folder)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -19,7 +20,8 @@ if TYPE_CHECKING:
     from slurm_forge.slurm.accounts import QosRecord
     from slurm_forge.slurm.client import Slurm
     from slurm_forge.slurm.records import ConfigRecord, PartitionRecord
-    from slurm_forge.spec.layers import PlaceSetting
+    from slurm_forge.spec.layers import Layered, PlaceSetting
+    from slurm_forge.spec.sweep_runs import SweptJob
 
 Job = Annotated[Path, typer.Argument(metavar="JOB.yaml", help="The job file.")]
 SiteName = Annotated[
@@ -45,13 +47,17 @@ _NOTHING = "nothing was submitted."
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Submission:
-    """What ``submit --json`` prints: the run, its folder, the job, and what was told."""
+    """What ``submit --json`` prints: the run, its folder, the job, and what was told.
+
+    Of a sweep ``run`` is its name, ``job`` its array, and ``runs`` are its runs.
+    """
 
     run: str
     path: str
     job: str
     site: str
     notes: tuple[str, ...]
+    runs: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +78,7 @@ def submit(
     settings: Settings = None,
     json: AsJson = False,
 ) -> None:
-    """Check a job, make its run, submit it to Slurm.
+    """Check a job, make its run, submit it to Slurm; of a job with sweep:, all of its runs.
 
     \b
     Examples:
@@ -101,6 +107,13 @@ def submit(
 
         typer.echo(to_json(submission))
         return
+    if submission.runs:
+        typer.echo(
+            f"submitted {len(submission.runs)} runs as tasks of job {submission.job}.   "
+            f"follow: slurm-forge status {follow}\n"
+            f"output: {from_here(Path(submission.path))}-N/submissions/"
+        )
+        return
     typer.echo(
         f"submitted {submission.run} as job {submission.job}.   "
         f"follow: slurm-forge status {follow} --follow\n"
@@ -124,23 +137,37 @@ def _submit(
     quiet: bool,
 ) -> tuple[Submission, str]:
     from slurm_forge.cli.cluster.excluded_nodes_text import left_out
-    from slurm_forge.cli.preparation import check, make, place_of, refuse
+    from slurm_forge.cli.preparation import check_layered, make, place_of, refuse
     from slurm_forge.cli.run_choice import reference, runs_folder
     from slurm_forge.cli.start.injected_faults import rehearsed
-    from slurm_forge.knobs import process_environ
+    from slurm_forge.knobs import Knobs, process_environ
     from slurm_forge.launch.render.save_times import usual_saves
     from slurm_forge.launch.render.sbatch_options import asked_options
     from slurm_forge.launch.submit.submission import submit_script
+    from slurm_forge.launch.submit.sweep import refuse_sweep
     from slurm_forge.report.submission.submit_notes import outlook
     from slurm_forge.run_directory import RunDirectory
     from slurm_forge.site.model import storage_at
     from slurm_forge.site.variables import forbidden_notes
+    from slurm_forge.spec.layers import layered_job
+    from slurm_forge.spec.sweep_runs import swept_jobs
 
-    checked = check(path, settings)
+    layered = layered_job(path, Knobs.from_environ(process_environ()), settings)
+    swept = swept_jobs(layered)
+    checked = check_layered(path, swept[0].layered if swept else layered)
+    for other in swept[1:]:
+        check_layered(path, other.layered)
+    if swept and inject:
+        raise typer.BadParameter(
+            "a sweep takes faults from inject: in its file", param_hint="--inject"
+        )
     checked = rehearsed(checked, inject, ranks=checked.job.resources.tasks)
     chosen = _choose(site, slurm, checked.site, need_slurm=True)
     folder = runs_folder(runs, checked.runs)
     place = RunDirectory.at(folder / checked.job.name)
+    if swept:
+        jobs = [each.layered.job for each in swept]
+        refuse_sweep(layered.job.name, jobs, runs=folder, site=chosen.site, path=path)
     refuse(checked, chosen.site, place)
     out = left_out(checked.job, chosen.site, chosen.cluster, chosen.partitions)
     notes = (
@@ -162,12 +189,49 @@ def _submit(
     if not quiet:
         for note in notes:
             typer.echo(note)
+    if layered.job.sweep is not None:
+        return _submit_sweep(layered, swept, folder, chosen, slurm, notes, out.exclude)
     run, file = make(checked, runs=folder, site=chosen.site, site_file=chosen.named_file)
     job = submit_script(run, file, chosen.site, slurm, exclude=out.exclude)
     submission = Submission(
         run=run.name, path=str(run.path), job=job, site=chosen.site.name, notes=notes
     )
     return submission, reference(run)
+
+
+def _submit_sweep(
+    layered: Layered,
+    swept: Sequence[SweptJob],
+    folder: Path,
+    chosen: _Chosen,
+    slurm: Slurm,
+    notes: tuple[str, ...],
+    exclude: Sequence[str],
+) -> tuple[Submission, str]:
+    from slurm_forge.cli.run_choice import reference
+    from slurm_forge.launch.submit.sweep import create_sweep, submit_sweep
+    from slurm_forge.run_directory import RunDirectory
+
+    sweep = layered.job.sweep
+    made = create_sweep(
+        layered.job.name,
+        swept,
+        None if sweep is None else sweep.limit,
+        runs=folder,
+        site=chosen.site,
+        submitted_from=Path.cwd(),
+        site_file=chosen.named_file,
+        say=lambda text: typer.echo(f"note: {text}", err=True),
+    )
+    submission = Submission(
+        run=layered.job.name,
+        path=str(made.folder),
+        job=submit_sweep(made, slurm, exclude=exclude),
+        site=chosen.site.name,
+        notes=notes,
+        runs=tuple(run.name for run in made.runs),
+    )
+    return submission, reference(RunDirectory.at(made.folder))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

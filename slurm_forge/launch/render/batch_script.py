@@ -21,7 +21,7 @@ from slurm_forge.errors import ConfigError
 from slurm_forge.launch.render.array_chain import VIA_ARRAY
 from slurm_forge.launch.render.containers import facts_of, inside, runtime_of, step_options
 from slurm_forge.launch.render.save_times import save_note_of_run
-from slurm_forge.launch.render.sbatch_options import as_directive, options
+from slurm_forge.launch.render.sbatch_options import as_directive, options, options_of_array
 from slurm_forge.launch.render.signal_convention import forwarding
 from slurm_forge.process import process_words
 from slurm_forge.run_directory import RunDirectory
@@ -71,6 +71,27 @@ def render(file: RunFile, site: Site, run: RunDirectory) -> str:
             by_torchrun=file.job.template is Template.TORCHRUN,
             start=str(start_file(run.submissions)),
             command=" \\\n    ".join(shlex.join(line) for line in lines),
+        )
+    )
+
+
+def sweep_script(
+    name: str, count: int, limit: int | None, *, site: Site, first: RunFile, runs: Path
+) -> str:
+    """The script of an array whose task N becomes the script of the run ``runs/NAME-N``.
+
+    ``first`` is the first of the ``count`` runs; they ask for the same, at most ``limit`` at once.
+    """
+    run = RunDirectory.at(runs / first.job.name)
+    lines = options(first.job, site, run, save=_save(first, run))
+    script = run.submissions / "job.sbatch"
+    before, after = f"{run.path.parent / name}-", str(script).removeprefix(str(run.path))
+    return (
+        _templates()
+        .get_template("sweep.sbatch")
+        .render(
+            options=options_of_array(lines, name, run, count=count, limit=limit),
+            scripts=f'{shlex.quote(before)}"$SLURM_ARRAY_TASK_ID"{shlex.quote(after)}',
         )
     )
 

@@ -179,6 +179,23 @@ def asked_options(
     return tuple(lines)
 
 
+def options_of_array(
+    lines: Iterable[str], name: str, first: RunDirectory, *, count: int, limit: int | None
+) -> tuple[str, ...]:
+    """The options of the ``first`` run of a sweep as those of an array of ``count`` runs.
+
+    The output of each task goes into the folder of its own run.
+    """
+    throttle = "" if limit is None else f"%{limit}"
+    own = _log_of(first, "%x-%j.out")
+    folder = own.removesuffix("%x-%j.out").removesuffix(f"/{first.name}/submissions/")
+    replaced = {
+        f"--job-name={first.name}": (f"--job-name={name}", f"--array=0-{count - 1}{throttle}"),
+        f"--output={own}": (f"--output={folder}/{name}-%a/submissions/%x-%j.out",),
+    }
+    return tuple(_checked(new) for line in lines for new in replaced.get(line, (line,)))
+
+
 def _log_of(run: RunDirectory, name: str) -> str:
     """``--output``: in the path of the run ``%`` is no more than that sign."""
     folder = str(run.submissions)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from slurm_forge.documents import differences
-from slurm_forge.errors import ConfigError, ForgeError, UnsafeFileError
+from slurm_forge.errors import ConfigError, ForgeError, RunDirectoryError, UnsafeFileError
 from slurm_forge.files import read_trusted, write_atomic
 from slurm_forge.journal import (
     JournalWriter,
@@ -30,7 +30,7 @@ from slurm_forge.launch.render.array_chain import VIA_ARRAY
 from slurm_forge.launch.render.batch_script import START_FILE, render, start_name, start_text
 from slurm_forge.launch.render.save_times import usual_saves
 from slurm_forge.launch.render.sbatch_options import leave_out
-from slurm_forge.launch.submit.code_version import choose_code
+from slurm_forge.launch.submit.code_version import CodeChoice, choose_code
 from slurm_forge.person import person
 from slurm_forge.run_directory import RunDirectory, list_claims
 from slurm_forge.site.model import Site, storage_at
@@ -39,6 +39,7 @@ from slurm_forge.slurm.client import Slurm
 from slurm_forge.spec import JobSpec
 from slurm_forge.spec.run_file import RunFile, name_fallback, replace_run_file
 from slurm_forge.spec.safeguards import CodeMode
+from slurm_forge.spec.sweep_runs import SWEEP_FILE
 
 
 def entry_of(function: Callable[..., Any]) -> str:
@@ -69,15 +70,27 @@ def create_run(
     qos: str | None = None,
     site_file: str | None = None,
     queued: bool = True,
+    code: CodeChoice | None = None,
     say: Callable[[str], None] = lambda text: None,
 ) -> tuple[RunDirectory, RunFile]:
     """Make the run directory ``runs/<name>`` with its ``run.yaml``; refuses one that has begun.
 
     ``partition`` and ``qos`` are those of its job where ``job`` does not say; ``site_file`` is
     that of a site which was given by its path.  ``queued``: Slurm starts it, perhaps much later.
-    ``say`` is called with a line for the person who submits.
+    ``code`` is what a run that is made beside this one has chosen.  ``say`` is called with a line
+    for the person who submits.
     """
+    if job.sweep is not None:
+        raise ConfigError(
+            f"sweep: {job.name} is a sweep, and this makes one run",
+            next_step="Submit its job file with slurm-forge submit, or leave sweep: out (on the "
+            "command line: --set sweep=null).",
+        )
     run = RunDirectory.at(runs / job.name)
+    if (run.path / SWEEP_FILE).is_file():
+        raise RunDirectoryError(
+            f"there is a sweep in {run.path}", next_step="Choose another name for the run."
+        )
     file = run_file(
         job,
         run=run,
@@ -96,7 +109,7 @@ def create_run(
     if not run.spec_file.exists() and (
         _has_git(submitted_from) or job.code.mode is not CodeMode.AUTO
     ):
-        code = choose_code(job, run, submitted_from.absolute(), queued=queued)
+        code = code or choose_code(job, run, submitted_from.absolute(), queued=queued)
         file, doubt = file.model_copy(update={"code": code.version}), code.note
     run.create(file.to_yaml().encode())
     if doubt:

@@ -82,6 +82,10 @@ class PretendSlurm:
         self._maybe_fail()
         return self.jobs.get(job)
 
+    def show_tasks(self, job: str) -> tuple[JobRecord, ...]:
+        self._maybe_fail()
+        return tuple(record for ref, record in self.jobs.items() if ref.startswith(f"{job}_"))
+
     def submit(self, script: Path, args: Sequence[str] = ()) -> str:
         if self.submit_error is not None:
             raise self.submit_error

@@ -47,7 +47,7 @@ def test_submit_says_what_will_happen_and_which_job_it_is(
 def test_submit_for_programs(shell: Shell, slurm: PretendSlurm) -> None:
     result = shell("submit", "train.yaml", "--json")
     body = json.loads(result.stdout)
-    assert " ".join(body) == "schema run path job site notes"
+    assert " ".join(body) == "schema run path job site notes runs"
     assert (body["run"], body["job"], body["site"]) == ("tiny-gpt", "8812301", "generic")
     assert body["path"] == str(run_of(shell).path)
 

@@ -1,0 +1,135 @@
+"""Makes the runs of a sweep and submits them: one array, each task of which is a run of its own.
+
+An array, because Slurm then keeps the limit by itself, also for tasks that were requeued, and a
+task that is held takes nobody's place.  A job each, chained by dependencies, would stop behind the
+first one that is held.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from slurm_forge.errors import ConfigError, RunDirectoryError
+from slurm_forge.files import make_private_directory, write_atomic
+from slurm_forge.journal.events import Submitted, UserAsked
+from slurm_forge.launch.render.batch_script import render, sweep_script
+from slurm_forge.launch.render.sbatch_options import asked_options, leave_out
+from slurm_forge.launch.submit.code_version import CodeChoice
+from slurm_forge.launch.submit.submission import create_run, keep_successor, note, untouched
+from slurm_forge.person import person
+from slurm_forge.run_directory import RunDirectory
+from slurm_forge.site.model import Site
+from slurm_forge.slurm.client import Slurm
+from slurm_forge.spec import JobSpec
+from slurm_forge.spec.run_file import RunFile
+from slurm_forge.spec.sweep_runs import SWEEP_FILE, SweepFile, SweepRun, SweptJob
+
+#: Options that are another for each run whatever its job says.
+_OF_EACH_RUN = ("--job-name=", "--output=")
+
+
+@dataclass(frozen=True, slots=True)
+class MadeSweep:
+    """A sweep whose runs are made; ``script`` is that of its array."""
+
+    folder: Path
+    runs: tuple[RunDirectory, ...]
+    script: Path
+
+
+def refuse_sweep(
+    name: str, jobs: Sequence[JobSpec], *, runs: Path, site: Site, path: Path | str | None
+) -> None:
+    """``ConfigError`` or ``RunDirectoryError`` for what can't be an array of runs in ``runs``."""
+    place = RunDirectory.at(runs / name)
+    if place.spec_file.is_file():
+        raise RunDirectoryError(
+            f"there is a run in {place.path}, which is named as the sweep",
+            next_step=f"Change name: in {path or 'the job file'}.",
+        )
+    begun = [each for job in jobs if (each := RunDirectory.at(runs / job.name)).spec_file.is_file()]
+    touched = next((run for run in begun if not untouched(run)), None)
+    if touched is not None:
+        raise RunDirectoryError(
+            f"there is already a run in {touched.path}",
+            next_step=f"To continue what of the sweep is held or stopped: slurm-forge requeue "
+            f"{name}.  For another sweep, change name: in {path or 'the job file'}.",
+        )
+    first = _shared_options(jobs[0], site, runs)
+    for job in jobs[1:]:
+        other = _shared_options(job, site, runs)
+        if other != first:
+            differs = sorted(set(first) ^ set(other))
+            raise ConfigError(
+                f"sweep: {jobs[0].name} and {job.name} ask Slurm for different jobs "
+                f"({', '.join(differs)}), and the tasks of an array are alike",
+                path=path,
+                next_step="Leave that key out of sweep:, and submit a sweep for each of its "
+                "values: slurm-forge submit JOB.yaml --set name=… --set KEY=VALUE",
+            )
+
+
+def _shared_options(job: JobSpec, site: Site, runs: Path) -> list[str]:
+    lines = asked_options(job, site, RunDirectory.at(runs / job.name))
+    return [line for line in lines if not line.startswith(_OF_EACH_RUN)]
+
+
+def create_sweep(
+    name: str,
+    jobs: Sequence[SweptJob],
+    limit: int | None,
+    *,
+    runs: Path,
+    site: Site,
+    submitted_from: Path,
+    site_file: str | None = None,
+    say: Callable[[str], None] = lambda text: None,
+) -> MadeSweep:
+    """Make every run of a sweep, the file that lists them, and the script of their array.
+
+    Of a submission that Slurm has refused, the runs are made anew.  All have the code as it is at
+    the first.
+    """
+    folder = RunDirectory.at(runs / name).path
+    made: list[tuple[RunDirectory, RunFile]] = []
+    code: CodeChoice | None = None
+    for each in jobs:
+        run, file = create_run(
+            each.layered.job,
+            runs=runs,
+            site=site,
+            submitted_from=submitted_from,
+            site_file=site_file,
+            code=code,
+            say=say if not made else lambda text: None,
+        )
+        code = CodeChoice(file.code)
+        keep_successor(run, render(file, site, run))
+        made.append((run, file))
+    listed = [
+        SweepRun(run=run.name, settings=each.settings)
+        for each, (run, _) in zip(jobs, made, strict=True)
+    ]
+    make_private_directory(folder)
+    sweep = SweepFile(name=name, limit=limit, runs=tuple(listed))
+    write_atomic(folder / SWEEP_FILE, sweep.to_yaml().encode())
+    script = folder / "array.sbatch"
+    text = sweep_script(name, len(made), limit, site=site, first=made[0][1], runs=folder.parent)
+    write_atomic(script, text.encode(), mode=0o700)
+    return MadeSweep(folder, tuple(run for run, _ in made), script)
+
+
+def submit_sweep(made: MadeSweep, slurm: Slurm, *, exclude: Sequence[str] = ()) -> str:
+    """Hand the array over; its job id, of which the task N is the run NAME-N.
+
+    ``exclude`` are nodes to leave out, beside those of the job.
+    """
+    asked = UserAsked(verb="submit", user=person())
+    for run in made.runs:
+        note(run, asked)
+    job = slurm.submit(made.script, leave_out(made.script.read_text(), exclude))
+    for number, run in enumerate(made.runs):
+        note(run, Submitted(job=f"{job}_{number}", via="sbatch"))
+    return job

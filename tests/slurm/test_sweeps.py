@@ -1,0 +1,155 @@
+"""Sweeps on a real Slurm: an array of runs, some of which are preempted, ends with every result."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from slurm_forge.journal import RunStatus
+from slurm_forge.launch.submit.submission import run_state
+from slurm_forge.run_directory import RunDirectory
+from slurm_forge.testing.cluster import SlurmCluster
+from slurm_forge.vocabulary.cause import Cause
+
+pytestmark = pytest.mark.slurm
+
+#: Ends once it may; when it is asked to save, it notes that and ends.
+PROGRAM = """\
+import os, pathlib, signal, sys, time
+name = os.environ["POINT"]
+saved, may_end = pathlib.Path("saved-" + name), pathlib.Path("may-end")
+signal.signal(signal.SIGTERM, lambda *_: (saved.touch(), sys.exit(1)))
+pathlib.Path("begun-" + name).touch()
+while not may_end.exists():
+    time.sleep(0.05)
+pathlib.Path("result-" + name).write_text(f"{name}, saved before: {saved.exists()}")
+"""
+TRAINING = """\
+import json, pathlib, time
+import torch
+import slurm_forge as forge
+
+class Numbers(torch.utils.data.Dataset):
+    def __len__(self):
+        return 256
+    def __getitem__(self, index):
+        return torch.tensor([float(index % 7), 1.0])
+
+def train(run, lr, seed, steps):
+    torch.manual_seed(seed)
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+    run.register(model=model, optimizer=optimizer)
+    loss = 0.0
+    for batch in run.batches(Numbers(), global_batch_size=8, until=forge.Steps(steps)):
+        time.sleep(0.03)
+        loss = run.train_step(batch, lambda rows: model(rows).square().mean(), max_norm=1.0)
+    result = {"lr": lr, "seed": seed, "weights": [w.tolist() for w in model.parameters()]}
+    pathlib.Path(f"result-{lr}-{seed}.json").write_text(json.dumps(result))
+"""
+
+
+def forge(slurm: SlurmCluster, folder: Path, *words: str, status: int = 0) -> str:
+    variables = {
+        **slurm.env,
+        "HOME": str(folder),
+        "SLURM_FORGE_NODES": "off",
+        "OMP_NUM_THREADS": "1",
+    }
+    done = subprocess.run(
+        [Path(sys.executable).parent / "slurm-forge", *words],
+        cwd=folder, env=variables, capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode == status, f"{words}\n{done.stdout}{done.stderr}"
+    return done.stdout
+
+
+def status_of(slurm: SlurmCluster, folder: Path) -> dict:
+    return json.loads(forge(slurm, folder, "status", "grid", "--json"))
+
+
+def submitted(slurm: SlurmCluster, folder: Path) -> str:
+    return json.loads(forge(slurm, folder, "submit", "grid.yaml", "--json"))["job"]
+
+
+def attempts(folder: Path, number: int) -> list[list[Cause]]:
+    state = run_state(RunDirectory.existing(folder / "runs" / f"grid-{number}"))
+    assert state.status is RunStatus.FINISHED
+    return [[found.cause for _, found in each.incidents] for each in state.attempts]
+
+
+def test_a_preempted_task_comes_back_and_the_limit_is_kept(
+    slurm: SlurmCluster, tmp_path: Path
+) -> None:
+    (tmp_path / "work.py").write_text(PROGRAM)
+    (tmp_path / "grid.yaml").write_text(
+        f"name: grid\ncommand: [{sys.executable}, work.py]\n"
+        "program: {progress_file: 'saved-*'}\n"
+        "resources: {partition: preempt, time: '00:10:00', mem: 200M}\n"
+        "sweep: {env.POINT: [a, b], limit: 1}\n"
+    )
+    job = submitted(slurm, tmp_path)
+    slurm.wait_for((tmp_path / "begun-a").exists, 60, "the first of them")
+    assert status_of(slurm, tmp_path)["counts"] == {"running": 1, "submitted": 1}
+    slurm.preempt(f"{job}_0")
+    slurm.wait_for((tmp_path / "saved-a").exists, 60, "the notice")
+    (tmp_path / "may-end").touch()
+    results = [tmp_path / f"result-{point}" for point in "ab"]
+    slurm.wait_for(lambda: all(each.exists() for each in results), 120, "all results")
+    slurm.wait_for(lambda: status_of(slurm, tmp_path)["done"], 30, "the end of the sweep")
+    assert [each.read_text() for each in results] == [
+        "a, saved before: True",
+        "b, saved before: False",
+    ]
+    assert attempts(tmp_path, 0) == [[Cause.PREEMPTED], []]
+    assert attempts(tmp_path, 1) == [[]]
+    logs = [sorted((tmp_path / f"runs/grid-{n}/submissions").glob("grid-*.out")) for n in range(2)]
+    assert [len(each) for each in logs] == [1, 1]
+
+
+@pytest.mark.slow
+def test_twenty_runs_of_which_some_are_preempted_and_one_is_held(
+    slurm: SlurmCluster, tmp_path: Path
+) -> None:
+    (tmp_path / "work.py").write_text(TRAINING)
+    (tmp_path / "grid.yaml").write_text(
+        "name: grid\nentry: work.py:train\nargs: {steps: 60}\n"
+        "resources: {partition: preempt, time: '00:10:00', cpus_per_task: 1, mem: 1500M}\n"
+        "checkpoint: {every_steps: 20}\n"
+        "sweep: {args.lr: [1e-2, 3e-2, 1e-1, 3e-1], args.seed: '0-4', limit: 3}\n"
+    )
+    job = submitted(slurm, tmp_path)
+    preempted = (1, 4, 11)
+
+    def trains(number: int) -> bool:
+        run = RunDirectory.existing(tmp_path / "runs" / f"grid-{number}")
+        launches = [each for a in run_state(run).attempts for each in a.launches]
+        return any((each.step or 0) > 0 for each in launches)
+
+    def state(number: int) -> str:
+        return slurm.job(f"{job}_{number}").state
+
+    slurm.run("scontrol", "hold", f"{job}_19")
+    for number in preempted:
+        slurm.wait_for(lambda n=number: trains(n) and state(n) == "RUNNING", 300, f"run {number}")
+        slurm.cancel_preemptor(slurm.preempt(f"{job}_{number}", hold=0))
+
+    def counts() -> dict:
+        return status_of(slurm, tmp_path)["counts"]
+
+    slurm.wait_for(lambda: counts().get("finished") == 19, 600, "all but the one that is held")
+    assert sum(counts().values()) == 20
+    shown = forge(slurm, tmp_path, "status", "grid")
+    assert "held in the queue" in shown, shown
+    told = forge(slurm, tmp_path, "requeue", "grid")
+    assert told.startswith("grid-19: "), told
+    slurm.wait_for(lambda: status_of(slurm, tmp_path)["done"], 120, "the end of the sweep")
+    results = [json.loads(each.read_text()) for each in tmp_path.glob("result-*.json")]
+    assert len({(each["lr"], each["seed"]) for each in results}) == 20
+    for number in range(20):
+        expected = [[Cause.PREEMPTED], []] if number in preempted else [[]]
+        assert attempts(tmp_path, number) == expected, number

@@ -1,0 +1,165 @@
+# ruff: noqa: E501  (messages are compared whole)
+"""A sweep on the command line: submitted as one array, seen and asked as one thing."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from slurm_forge.errors import SlurmCommandError
+from slurm_forge.journal import RunStatus
+from slurm_forge.launch.submit.submission import run_state
+from slurm_forge.run_directory import RunDirectory
+from slurm_forge.slurm.records import JobRecord
+from slurm_forge.slurm.states import JobState
+from slurm_forge.spec.run_file import read_run_file
+from tests.unit.cli.conftest import JOB, PretendSlurm, Shell
+
+SWEEP = JOB + "sweep: {args.lr: [0.1, 0.2], limit: 1}\n"
+PROGRAM = "def train(run, max_steps, lr):\n    pass\n"
+
+
+@pytest.fixture
+def sweep(shell: Shell, slurm: PretendSlurm) -> Shell:
+    (shell.folder / "train.yaml").write_text(SWEEP)
+    (shell.folder / "tiny.py").write_text(PROGRAM)
+    return shell
+
+
+def run(shell: Shell, number: int) -> RunDirectory:
+    return RunDirectory.at(shell.folder / f"runs/tiny-gpt-{number}")
+
+
+def lines(script: Path) -> list[str]:
+    return script.read_text().splitlines()
+
+
+def test_each_task_of_one_array_is_a_run_of_its_own(sweep: Shell, slurm: PretendSlurm) -> None:
+    result = sweep("submit", "train.yaml")
+    assert result.exit_code == 0, result.stderr
+    assert result.stdout.endswith(
+        "submitted 2 runs as tasks of job 8812301.   follow: slurm-forge status tiny-gpt\n"
+        "output: runs/tiny-gpt-N/submissions/\n"
+    )
+    ((script, args),) = slurm.submitted
+    assert args == ()
+    runs = sweep.folder / "runs"
+    assert "#SBATCH --array=0-1%1" in lines(script)
+    assert "#SBATCH --job-name=tiny-gpt" in lines(script)
+    assert f"#SBATCH --output={runs}/tiny-gpt-%a/submissions/%x-%j.out" in lines(script)
+    start = f'forge={runs}/tiny-gpt-"$SLURM_ARRAY_TASK_ID"/submissions/job.sbatch'
+    assert start in lines(script)
+    for number, lr in enumerate((0.1, 0.2)):
+        file = read_run_file(run(sweep, number).spec_file)
+        assert (file.job.args, file.job.sweep) == ({"max_steps": 400, "lr": lr}, None)
+        assert run_state(run(sweep, number)).job == f"8812301_{number}"
+        own = lines(run(sweep, number).submissions / "job.sbatch")
+        assert f"#SBATCH --job-name=tiny-gpt-{number}" in own
+
+
+def test_submit_for_programs_names_the_runs(sweep: Shell) -> None:
+    body = json.loads(sweep("submit", "train.yaml", "--json").stdout)
+    assert (body["run"], body["runs"]) == ("tiny-gpt", ["tiny-gpt-0", "tiny-gpt-1"])
+
+
+WRONG = [
+    ("sweep: {args.lrr: [1, 2]}", "the function has no parameter 'lrr' (did you mean \"lr\"?)"),
+    ("sweep: {args.lr: [1], resources.memm: [1G]}", 'resources.memm: unknown key (did you mean "mem"?)'),
+    ("sweep: {args.lr: [1], resources.nodes: [1, 2]}", "tiny-gpt-0 and tiny-gpt-1 ask Slurm for different jobs (--nodes=1, --nodes=2)"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("key", "message"), WRONG)
+def test_a_mistake_is_told_before_anything_is_made(
+    sweep: Shell, slurm: PretendSlurm, key: str, message: str
+) -> None:
+    (sweep.folder / "train.yaml").write_text(f"{JOB}{key}\n")
+    result = sweep("submit", "train.yaml")
+    assert result.exit_code == 2
+    assert message in result.stderr
+    assert "nothing was submitted." in result.stderr
+    assert not (sweep.folder / "runs").exists()
+    assert slurm.submitted == []
+
+
+def test_what_slurm_has_refused_can_be_submitted_again(sweep: Shell, slurm: PretendSlurm) -> None:
+    slurm.submit_error = SlurmCommandError(("sbatch", "x"), 1, "no")
+    assert sweep("submit", "train.yaml").exit_code == 2
+    slurm.submit_error = None
+    assert sweep("submit", "train.yaml").exit_code == 0
+    again = sweep("submit", "train.yaml")
+    assert again.exit_code == 2
+    assert "slurm-forge requeue tiny-gpt" in again.stderr
+
+
+@pytest.mark.parametrize("verb", ["render", "run"])
+def test_verbs_of_one_run_refuse_a_sweep(sweep: Shell, verb: str) -> None:
+    result = sweep(verb, "train.yaml")
+    assert result.exit_code == 2
+    assert "train.yaml:5: sweep: this file describes several runs" in result.stderr
+    assert not (sweep.folder / "runs").exists()
+
+
+def test_a_name_is_that_of_a_run_or_of_a_sweep(sweep: Shell) -> None:
+    assert sweep("submit", "train.yaml").exit_code == 0
+    named = sweep("explain", "tiny-gpt")
+    assert "tiny-gpt is a sweep, and one run is asked for" in named.stderr
+    (sweep.folder / "one.yaml").write_text(JOB)
+    (sweep.folder / "tiny.py").write_text("def train(run, max_steps):\n    pass\n")
+    one = sweep("submit", "one.yaml")
+    assert one.exit_code == 2
+    assert "there is a sweep in " in one.stderr
+
+
+def test_status_shows_the_sweep_as_one_thing(sweep: Shell, slurm: PretendSlurm) -> None:
+    sweep("submit", "train.yaml")
+    slurm.jobs["8812301_1"] = JobRecord(
+        job_id=8812301,
+        name="tiny-gpt",
+        state=JobState.PENDING,
+        state_text="PENDING",
+        array_job_id=8812301,
+        array_task="0-1%1",
+    )
+    run(sweep, 0).mark_done(400, 1)
+    body = json.loads(sweep("status", "tiny-gpt", "--json").stdout)
+    assert (body["sweep"], body["done"], body["limit"]) == ("tiny-gpt", False, 1)
+    assert body["counts"] == {"finished": 1, "submitted": 1}
+    assert [each["settings"] for each in body["runs"]] == [{"args.lr": 0.1}, {"args.lr": 0.2}]
+    text = sweep("status", "tiny-gpt").stdout.splitlines()
+    assert text[0] == "tiny-gpt: 2 runs (1 at once): 1 finished, 1 submitted"
+    assert text[1].split() == ["tiny-gpt-0", "finished", "args.lr=0.1"]
+    run(sweep, 1).mark_done(400, 1)
+    assert json.loads(sweep("status", "tiny-gpt", "--json").stdout)["done"] is True
+
+
+def test_a_run_whose_folder_is_gone_hides_none_of_the_others(sweep: Shell) -> None:
+    sweep("submit", "train.yaml")
+    run(sweep, 0).spec_file.unlink()
+    text = sweep("status", "tiny-gpt").stdout
+    assert "1 submitted, 1 unreadable" in text
+    assert "holds no run" in text
+
+
+def test_stop_and_requeue_reach_every_run_that_is_not_finished(
+    sweep: Shell, slurm: PretendSlurm
+) -> None:
+    sweep("submit", "train.yaml")
+    run(sweep, 0).mark_done(400, 1)
+    stopped = sweep("stop", "tiny-gpt")
+    assert stopped.exit_code == 0
+    assert [run(sweep, number).stop_asked() for number in (0, 1)] == [False, True]
+    again = sweep("requeue", "tiny-gpt", "--json")
+    assert again.exit_code == 0, again.stderr
+    assert json.loads(again.stdout)["run"] == "tiny-gpt-1"
+    assert not run(sweep, 1).stop_asked()
+    assert run_state(run(sweep, 1)).status is RunStatus.SUBMITTED
+    assert len(slurm.submitted) == 2
+
+
+def test_watch_takes_a_sweep(sweep: Shell) -> None:
+    sweep("submit", "train.yaml")
+    body = json.loads(sweep("watch", "tiny-gpt", "--once", "--json").stdout)
+    assert body["runs"] == 2
