@@ -29,6 +29,7 @@ from accelerate.data_loader import DataLoaderShard
 from torch.utils.data import IterableDataset
 
 from slurm_forge.errors import UnsupportedError
+from slurm_forge.integrations.external_loop import ExternalLoop, shield_workers
 from slurm_forge.training.core import rng
 from slurm_forge.training.core.rng import GlobalStates
 from slurm_forge.training.loop.run import Run
@@ -71,9 +72,10 @@ def register_accelerator(run: Run, accelerator: Accelerator) -> bool:
     )
     resumed = run.restore()
     if scaler is None:
-        norm = note_norm(accelerator)
+        loop = ExternalLoop(run)
+        accelerator.clip_grad_norm_ = noted_norm(loop, accelerator.clip_grad_norm_)
         for each in accelerator._optimizers:
-            each.step = partial(_step_if_synchronized, accelerator, guarded_step(run, each, norm))
+            each.step = partial(_step_if_synchronized, accelerator, guarded_step(loop, each))
     return resumed
 
 
@@ -83,37 +85,23 @@ def own_optimizer(optimizer: Any) -> torch.optim.Optimizer:
     return own
 
 
-class LatestNorm:
-    """The norm of the gradients that were clipped last, until it is taken."""
-
-    def __init__(self) -> None:
-        self.value: torch.Tensor | float | None = None
-
-    def take(self) -> torch.Tensor | float | None:
-        """The norm, once."""
-        value, self.value = self.value, None
-        return value
-
-
-def note_norm(accelerator: Accelerator) -> LatestNorm:
-    """Have an accelerator's ``clip_grad_norm_`` keep what it returns."""
-    norm, clip = LatestNorm(), accelerator.clip_grad_norm_
+def noted_norm(loop: ExternalLoop, clip: Callable[..., Any]) -> Callable[..., Any]:
+    """In place of an accelerator's ``clip_grad_norm_``: the loop gets what it returns, too."""
 
     def clip_grad_norm(*args: Any, **kwargs: Any) -> Any:
-        norm.value = clip(*args, **kwargs)
-        return norm.value
+        norm = clip(*args, **kwargs)
+        loop.note_norm(norm)
+        return norm
 
-    accelerator.clip_grad_norm_ = clip_grad_norm
-    return norm
+    return clip_grad_norm
 
 
-def guarded_step(run: Run, optimizer: Any, norm: LatestNorm) -> Callable[..., None]:
+def guarded_step(loop: ExternalLoop, optimizer: Any) -> Callable[..., None]:
     """In place of an optimizer's ``step``: the run makes the update, or leaves it out everywhere.
 
     Args:
-        run: With the optimizer registered.
+        loop: Of a run with which the optimizer is registered.
         optimizer: Of torch, or accelerate's around it.
-        norm: Where the norm of gradients is that were clipped already.
 
     Returns:
         The step, which refuses a closure with UnsupportedError.
@@ -126,7 +114,7 @@ def guarded_step(run: Run, optimizer: Any, norm: LatestNorm) -> Callable[..., No
                 "an optimizer step with a closure: there is no single update to check",
                 next_step="Use an optimizer that steps without one.",
             )
-        run.apply(own, grad_norm=norm.take())
+        loop.apply(own)
 
     return step
 
@@ -163,6 +151,7 @@ class LoaderPosition:
         self._resume: dict[str, Any] | None = None
         if hasattr(loader.base_dataloader, "load_state_dict"):
             loader.base_dataloader.load_state_dict({})  # forgets the iterator that prepare() made
+        shield_workers(loader.base_dataloader)
         loader.base_dataloader.__iter__ = self._iterate
 
     def state_dict(self) -> dict[str, Any]:

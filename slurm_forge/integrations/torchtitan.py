@@ -3,8 +3,8 @@
     with slurm_forge.attach("my-run") as run:
         train_trainer(run, Trainer(ConfigManager().parse_args()))    # torchtitan.train.Trainer
 
-torchtitan keeps its loop.  The run takes the place of its checkpoint manager, which is asked to load
-before the first step and to save behind each; the step of its optimizers is checked.
+torchtitan keeps its loop.  The run takes the place of its checkpoint manager, which is asked to
+load before the first step and to save behind each; the step of its optimizers is checked.
 """
 
 from __future__ import annotations

@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 from transformers.trainer_callback import ExportableState
 
 from slurm_forge.errors import CheckpointError, UnsupportedError
+from slurm_forge.integrations.accelerate import guarded_step, noted_norm, own_optimizer
 from slurm_forge.integrations.external_loop import (
     ExternalLoop,
     nothing,
@@ -105,7 +107,9 @@ class ForgeCallback(TrainerCallback):
                 stack.enter_context(replaced(trainer, name, wrap))
             for loader in ("get_train_dataloader", "get_eval_dataloader"):
                 stack.enter_context(replaced(trainer, loader, _shielded))
-            stack.enter_context(replaced(trainer.accelerator, "clip_grad_norm_", self._note_norm))
+            stack.enter_context(
+                replaced(trainer.accelerator, "clip_grad_norm_", partial(noted_norm, self._loop))
+            )
             if point is not None and _EXTRA in point.extra:
                 folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="trainer-"))
                 saved = point.extra[_EXTRA]
@@ -129,7 +133,7 @@ class ForgeCallback(TrainerCallback):
         scaler = getattr(trainer.accelerator, "scaler", None)
         run.register(
             model=trainer.model_wrapped,
-            optimizer=_own_optimizer(trainer.optimizer),
+            optimizer=own_optimizer(trainer.optimizer),
             scheduler=trainer.lr_scheduler,
             scaler=scaler,
         )
@@ -142,7 +146,7 @@ class ForgeCallback(TrainerCallback):
                 "the older one.  Where another program wrote it: start a run of another name.",
             )
         if scaler is None:  # one that has a scaler leaves such updates out by itself
-            self._guard(trainer.optimizer)
+            trainer.optimizer.step = guarded_step(self._loop, trainer.optimizer)
         if resumed and _EXTRA in run.extra:  # not where an evaluation before step 1 was broken off
             self._restore_state(args, state, control)
 
@@ -220,14 +224,6 @@ class ForgeCallback(TrainerCallback):
 
         return step
 
-    def _note_norm(self, clip: Callable[..., Any]) -> Callable[..., Any]:
-        def clip_grad_norm(*args: Any, **kwargs: Any) -> Any:
-            norm = clip(*args, **kwargs)
-            self._loop.note_norm(norm)
-            return norm
-
-        return clip_grad_norm
-
     def _in_a_phase(self, evaluate: Callable[..., Any]) -> Callable[..., Any]:
         def evaluate_in_a_phase(*args: Any, **kwargs: Any) -> Any:
             if self._loop.evaluating:  # one of several datasets
@@ -258,20 +254,6 @@ class ForgeCallback(TrainerCallback):
             return load_best_model(*args, **kwargs)
 
         return save_and_load
-
-    def _guard(self, accelerated: Any) -> None:
-        """Have the run make the updates of the optimizer: checked, and the same on all ranks."""
-        optimizer = _own_optimizer(accelerated)
-
-        def step(closure: Any = None) -> None:
-            if closure is not None:
-                raise UnsupportedError(
-                    "an optimizer step with a closure: there is no single update to check",
-                    next_step="Use an optimizer that steps without one.",
-                )
-            self._loop.apply(optimizer)
-
-        accelerated.step = step
 
     # -- the state -----------------------------------------------------------------------------
 
@@ -371,12 +353,6 @@ def _require_same_samples(args: TrainingArguments, saved: dict[str, Any]) -> Non
             f"{args.world_size} ranks",
             otherwise="; or pass over no sample: ignore_data_skip=True",
         )  # fmt: skip
-
-
-def _own_optimizer(optimizer: Any) -> torch.optim.Optimizer:
-    """The optimizer within accelerate's."""
-    own: torch.optim.Optimizer = getattr(optimizer, "optimizer", optimizer)
-    return own
 
 
 def _shielded(get_dataloader: Callable[..., Any]) -> Callable[..., Any]:
