@@ -1,7 +1,8 @@
 """Global generators of random numbers: cheap to look at where nobody draws from them.
 
 A copy of all states takes 37 µs, 30 of them numpy's, and seeding for a sample 8 µs.  Most datasets
-draw from one generator or from none, and that shows.
+draw from one generator or from none, and a hundred bytes of each one's memory tell: the position in
+a Mersenne Twister's words, and some of the words, which are made anew all at once.
 """
 
 from __future__ import annotations
@@ -11,10 +12,10 @@ import hashlib
 import random
 import struct
 import sys
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
@@ -30,9 +31,9 @@ class Generators:
     index: int = 0
 
     @classmethod
-    def now(cls, device: torch.device) -> Generators:
-        """Copies, in a microsecond; nothing is waited for."""
-        host = torch.default_generator.get_state()
+    def now(cls, device: torch.device, host: torch.Tensor | None = None) -> Generators:
+        """Copies; nothing is waited for.  ``host``: that of the host, where it is known already."""
+        host = torch.default_generator.get_state() if host is None else host
         if device.type != "cuda":
             return cls(host, None)
         index = torch.cuda.current_device() if device.index is None else device.index
@@ -51,8 +52,10 @@ class Generators:
             torch.cuda.default_generators[self.index].set_state(self.device)
 
 
-#: A Mersenne Twister in memory, Python's and numpy's: 624 words, and where it is in them.
+#: A Mersenne Twister in memory: 624 words, and where it is in them.
 _MT_WORDS, _MT_BYTES = 624, 625 * 4
+#: The bytes that tell one state from another; what torch has in front of and behind its words.
+_TELLING, _TORCH_HEAD, _TORCH_TAIL = 64, 16, 28
 
 
 class HostGenerator(Enum):
@@ -61,6 +64,9 @@ class HostGenerator(Enum):
     PYTHON = "python"
     TORCH = "torch"
     NUMPY = "numpy"
+
+
+ALL_GENERATORS = frozenset(HostGenerator)
 
 
 def uses_cuda() -> bool:
@@ -80,7 +86,7 @@ def seed_words(purpose: bytes, *numbers: int) -> tuple[int, int, int, int]:
 
 
 def seed_host(
-    words: tuple[int, int, int, int], which: Collection[HostGenerator] = tuple(HostGenerator)
+    words: tuple[int, int, int, int], which: Collection[HostGenerator] = ALL_GENERATORS
 ) -> None:
     """Seed generators of the host: a word for each; numpy's where numpy is imported."""
     if HostGenerator.PYTHON in which:
@@ -93,137 +99,191 @@ def seed_host(
         numpy.random.seed(words[2] & 0xFFFFFFFF)  # its legacy generator takes 32 bits
 
 
-@dataclass(frozen=True, slots=True)
-class _Twister:
-    """The state of Python's or numpy's: ``raw`` as it lies in memory, ``full`` to put it back."""
+@dataclass(frozen=True, slots=True, eq=False)
+class GeneratorState:
+    """What puts one generator back."""
 
-    raw: bytes
     full: Any
-    #: Whether the next normal number is drawn already, and will leave no trace in ``raw``.
-    holds_back: bool
+    #: Whether the next normal number is drawn already, and will leave no trace in memory.
+    holds_back: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class HostStates:
+class HostStates(NamedTuple):
     """Of all generators at one moment.  ``numpy`` is None where it is not imported."""
 
-    python: _Twister
-    torch: torch.Tensor
-    numpy: _Twister | None
+    python: GeneratorState
+    torch: GeneratorState
+    numpy: GeneratorState | None
+
+
+#: Reads what a state leaves in memory; ``bytes``, which reads nothing, where that is not known.
+_Reader: TypeAlias = "Callable[[], bytes]"
+
+
+class _Watch:
+    """Copies the state of one generator where its memory is not as it was at the last copy."""
+
+    def __init__(self, read: _Reader, copy: Callable[[], GeneratorState]) -> None:
+        self._read, self._copy = read, copy
+        self._mark = b""
+        self._known: GeneratorState | None = None
+
+    def state(self) -> GeneratorState:
+        """The present one: the last copy, where that is the same."""
+        known, mark = self._known, self._read()
+        if known is None or not mark or mark != self._mark or known.holds_back:
+            now, self._mark = self._copy(), mark
+            if known is None or not _is_equal(known, now):
+                known = self._known = now
+        return known
+
+    def was_put_back(self, state: GeneratorState) -> None:
+        """A normal number that is held back again leaves no trace."""
+        self._known, self._mark = state, self._read()
 
 
 class HostGenerators:
     """Copies states, tells what was drawn from since, and puts states back.
 
-    A copy is shared with the one before where the words in memory are the same.  (A program that
+    A copy is shared with the one before where the generator's memory is the same.  (A program that
     puts back a state of which a normal number is held back, over the same words, is not noticed.)
     """
 
     def __init__(self) -> None:
-        self._python: _Twister | None = None
-        self._numpy: _Twister | None = None
-        self._python_at = _address_of_python()
-        self._numpy_at: tuple[Any, int | None] = None, None
+        self._python = _Watch(_reader_of_python(), _copy_of_python)
+        self._torch = _Watch(_reader_of_torch(torch.default_generator), _copy_of_torch)
+        self._numpy = _Watch(bytes, _copy_of_numpy)
+        self._numpy_generator: Any = None
 
     def __reduce__(self) -> tuple[type[HostGenerators], tuple[()]]:
         """In another process the generators lie elsewhere."""
         return HostGenerators, ()
 
     def states(self) -> HostStates:
-        """The present ones, in 3 µs where those in Python and numpy did not change."""
-        return HostStates(
-            self._python_state(), torch.default_generator.get_state(), self._numpy_state()
-        )
+        """The present ones, in 2 µs where they did not change."""
+        return HostStates(self._python.state(), self._torch.state(), self._numpy_state())
+
+    def torch_state(self) -> torch.Tensor:
+        """That of torch's; not to be written into."""
+        state: torch.Tensor = self._torch.state().full
+        return state
 
     def are_unchanged(self, since: HostStates) -> bool:
         """Whether nothing was drawn from any of them."""
-        return (
-            self._python_state() is since.python
-            and self._numpy_state() is since.numpy
-            and torch.equal(torch.default_generator.get_state(), since.torch)
-        ) or not self.drawn(since)
+        return self.states() == since or not self.drawn(since)
 
     def drawn(self, since: HostStates) -> frozenset[HostGenerator]:
         """The generators whose states are others than those."""
-        now = self.states()
-        changed = {
-            HostGenerator.PYTHON: not _is_equal(now.python, since.python),
-            HostGenerator.TORCH: not torch.equal(now.torch, since.torch),
-            HostGenerator.NUMPY: not _is_equal(now.numpy, since.numpy),
-        }
-        return frozenset(which for which, is_changed in changed.items() if is_changed)
+        states = zip(HostGenerator, self.states(), since, strict=True)
+        return frozenset(which for which, now, then in states if not _is_equal(now, then))
 
     def put_back(self, states: HostStates) -> frozenset[HostGenerator]:
         """Restore what was drawn from; returns the generators that were."""
         drawn = self.drawn(states)
-        # What is known is replaced, too: a normal number that is held back again leaves no trace.
         if HostGenerator.PYTHON in drawn:
             random.setstate(states.python.full)
-            self._python = states.python
+            self._python.was_put_back(states.python)
         if HostGenerator.TORCH in drawn:
-            torch.default_generator.set_state(states.torch)
+            torch.default_generator.set_state(states.torch.full)
+            self._torch.was_put_back(states.torch)
         if HostGenerator.NUMPY in drawn and states.numpy is not None:
             sys.modules["numpy"].random.set_state(states.numpy.full)
-            self._numpy = states.numpy
+            self._numpy.was_put_back(states.numpy)
         return drawn
 
-    def _python_state(self) -> _Twister:
-        address, known = self._python_at, self._python
-        raw = b"" if address is None else ctypes.string_at(address, _MT_BYTES)
-        if known is None or not raw or known.raw != raw or known.holds_back:
-            full = random.getstate()
-            if known is None or known.full != full:
-                known = self._python = _Twister(raw, full, full[2] is not None)
-        return known
-
-    def _numpy_state(self) -> _Twister | None:
+    def _numpy_state(self) -> GeneratorState | None:
         numpy: Any = sys.modules.get("numpy")
         if numpy is None:
             return None
-        known, address = self._numpy, self._address_of_numpy(numpy.random)
-        raw = b"" if address is None else ctypes.string_at(address, _MT_BYTES)
-        if known is None or not raw or known.raw != raw or known.holds_back:
-            full = numpy.random.get_state(legacy=False)
-            if known is None or not _is_same_state(known.full, full):
-                known = self._numpy = _Twister(raw, full, bool(full.get("has_gauss")))
-        return known
-
-    def _address_of_numpy(self, module: Any) -> int | None:
         # Newer than numpy 1.23; a program may exchange it.
-        generator = getattr(module, "get_bit_generator", _nothing)()
-        if generator is not self._numpy_at[0]:
-            self._numpy_at = generator, _address_of_numpy(generator)
-        return self._numpy_at[1]
+        generator = getattr(numpy.random, "get_bit_generator", _nothing)()
+        if generator is not self._numpy_generator:
+            self._numpy_generator = generator
+            self._numpy = _Watch(_reader_of_numpy(generator), _copy_of_numpy)
+        return self._numpy.state()
 
 
 def _nothing() -> None:
     """In place of what older versions do not have."""
 
 
-def _address_of_python() -> int | None:
-    """Where the state of Python's generator lies, behind the head of its object; None if not."""
+def _copy_of_python() -> GeneratorState:
+    full = random.getstate()
+    return GeneratorState(full, full[2] is not None)
+
+
+def _copy_of_torch() -> GeneratorState:
+    return GeneratorState(torch.default_generator.get_state())
+
+
+def _copy_of_numpy() -> GeneratorState:
+    full = sys.modules["numpy"].random.get_state(legacy=False)
+    return GeneratorState(full, bool(full.get("has_gauss")))
+
+
+def _reader(address: int, size: int) -> _Reader:
+    return memoryview((ctypes.c_char * size).from_address(address)).tobytes
+
+
+def _reader_of_python() -> _Reader:
+    """The position in its words and the first of them, behind the head of its object."""
     owner = getattr(random.random, "__self__", None)
     if type(owner) is not random.Random:
-        return None
+        return bytes
     *words, position = random.getstate()[1]
     address = id(owner) + object.__basicsize__
     expected = struct.pack(f"={_MT_WORDS + 1}I", position, *words)
-    return address if ctypes.string_at(address, _MT_BYTES) == expected else None
+    is_there = ctypes.string_at(address, _MT_BYTES) == expected
+    return _reader(address, _TELLING) if is_there else bytes
 
 
-def _address_of_numpy(generator: Any) -> int | None:
-    """Where the words and the position of a MT19937 lie, after a look at whether they do."""
-    state = generator.state
-    if state["bit_generator"] != "MT19937":
-        return None
+def _reader_of_numpy(generator: Any) -> _Reader:
+    """The last words of a MT19937 and the position in them, after a look at whether they lie so."""
+    state = None if generator is None else generator.state
+    if state is None or state["bit_generator"] != "MT19937":
+        return bytes
     address = int(generator.ctypes.state_address)
     expected = state["state"]["key"].tobytes() + struct.pack("=I", state["state"]["pos"])
-    return address if ctypes.string_at(address, _MT_BYTES) == expected else None
+    is_there = ctypes.string_at(address, _MT_BYTES) == expected
+    return _reader(address + _MT_BYTES - _TELLING, _TELLING) if is_there else bytes
 
 
-def _is_equal(one: _Twister | None, other: _Twister | None) -> bool:
+def _reader_of_torch(generator: torch.Generator) -> _Reader:
+    """The position in its words, the first of them, and the normal numbers that it holds back.
+
+    Looked for in the memory of its object, and tried out with another generator.
+    """
+    trial = torch.Generator()
+    place = _place_of_words(trial)
+    if place is None or place != _place_of_words(generator):
+        return bytes
+
+    def reader(of: Any) -> _Reader:
+        words = of._cdata + place
+        head = _reader(words - _TORCH_HEAD, _TORCH_HEAD + _TELLING)
+        tail = _reader(words + 4 * _MT_WORDS, _TORCH_TAIL)
+        return lambda: head() + tail()
+
+    marks, read = set[bytes](), reader(trial)
+    for _ in range(4):  # every second number is held back
+        marks.add(read())
+        torch.randn((), generator=trial)
+    return reader(generator) if len(marks) == 4 else bytes
+
+
+def _place_of_words(generator: Any) -> int | None:
+    """Where torch's words begin in the memory of its object."""
+    words = generator.get_state()[24:].view(torch.int64)[: _TELLING // 4].tolist()
+    expected = struct.pack(f"={len(words)}I", *words)
+    place = ctypes.string_at(generator._cdata, 512).find(expected)
+    return None if place < _TORCH_HEAD else place
+
+
+def _is_equal(one: GeneratorState | None, other: GeneratorState | None) -> bool:
     if one is other or one is None or other is None:
         return one is other
+    if isinstance(one.full, torch.Tensor):
+        return torch.equal(one.full, other.full)
     if isinstance(one.full, dict):
         return _is_same_state(one.full, other.full)
     return bool(one.full == other.full)
@@ -263,12 +323,12 @@ class SampleRandomness:
     def begin_otherwise(self, epoch: int, index: int, other: int) -> None:
         """The same, but for the generators that were not drawn from, whose seeds depend on that."""
         self.begin(epoch, index)
-        unused = frozenset(HostGenerator) - self.used
+        unused = ALL_GENERATORS - self.used
         seed_host(seed_words(b"sample", self._seed + other, epoch, index), unused)
 
     def use_all(self) -> None:
         """Seed all of them from now on."""
-        self.used = frozenset(HostGenerator)
+        self.used = ALL_GENERATORS
 
     def learn(self, drawn: frozenset[HostGenerator]) -> bool:
         """Whether one of these was not seeded: what was drawn is to be drawn again."""

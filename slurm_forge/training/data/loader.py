@@ -28,6 +28,7 @@ from torch.utils.data._utils.pin_memory import pin_memory
 from slurm_forge.errors import ForgeError, UsageError
 from slurm_forge.slurm.kernel import OomKills, killed_since, read_oom_kills
 from slurm_forge.training.core.host_generators import (
+    ALL_GENERATORS,
     HostGenerator,
     HostStates,
     SampleRandomness,
@@ -114,11 +115,16 @@ class MicroBatchMaker:
         What was made is to be made again then.
         """
         randomness = self.randomness
-        if len(randomness.used) == len(HostGenerator):
+        if randomness.used == ALL_GENERATORS:
             return False
         if not randomness.generators.are_unchanged(before):
             drawn |= randomness.generators.drawn(before)
-        return randomness.learn(drawn)
+        return bool(drawn) and randomness.learn(drawn)
+
+    @property
+    def draws(self) -> bool:
+        """Whether a micro-batch leaves generators changed, as far as that is known."""
+        return bool(self.randomness.used) or self.seeds_collate
 
     def at_once(self, sample: SampleId) -> int:
         """How many samples like that one are fetched in about 20 ms."""
@@ -220,10 +226,14 @@ class InProcess:
             self._before = self._clean = randomness.generators.states()
             interrupted = True
             try:
-                interrupted = any(pace.is_due() for _ in work)
+                for _ in work:
+                    if pace.is_due():
+                        break
+                else:
+                    interrupted = False
             finally:
                 # At the end of a micro-batch nothing else was drawn from.
-                if interrupted or randomness.used or self._make.seeds_collate:
+                if interrupted or self._make.draws:
                     self._drawn |= randomness.generators.put_back(self._before)
             if not interrupted:
                 break
@@ -243,7 +253,9 @@ class InProcess:
     def _micro_batch(self, ids: Sequence[SampleId]) -> Generator[None, None, Any]:
         make = self._make
         while True:
-            self._drawn, self._clean = frozenset(), make.randomness.generators.states()
+            self._drawn = frozenset()
+            if make.draws:  # else they are as they were before the step
+                self._clean = make.randomness.generators.states()
             samples: list[Any] = []
             try:
                 size = make.at_once(ids[0])

@@ -76,15 +76,17 @@ class LossCalls:
     launch are looked at, and one in ``LOOK_EVERY``.
     """
 
-    def __init__(self, models: Mapping[str, nn.Module], device: torch.device) -> None:
+    def __init__(
+        self, models: Mapping[str, nn.Module], device: torch.device, host: HostGenerators
+    ) -> None:
         self._models = models
         self._device = device
         self._handed_out: _Inputs | None = None
         self._last: _LossCall | None = None
         #: Whether the steps that were looked at last were.
         self.alike = False
-        self._host = HostGenerators()
-        self._states = self._host.states()
+        self._host = host
+        self._states = host.states()
 
     def handed_out(self, batch: Batch | None) -> None:
         """``batch`` is the program's from now on; None once its step is over."""

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from slurm_forge.control import Member
 from slurm_forge.errors import UnsupportedError, UsageError
 from slurm_forge.training.checkpointing.resume_check import FirstSteps
-from slurm_forge.training.core.host_generators import Generators
+from slurm_forge.training.core.host_generators import Generators, HostGenerators
 from slurm_forge.training.core.instability import ActivePlan
 from slurm_forge.training.core.loss import BatchLoss, LossHistory
 from slurm_forge.training.core.rank_layout import ActiveLayout
@@ -112,7 +112,8 @@ class StepLifecycle:
         self._begun_at = 0.0
         #: How long the last step took, from its forward on.
         self.step_s = 0.0
-        self._loss_calls = LossCalls(registry.models, device)
+        self._host = HostGenerators()
+        self._loss_calls = LossCalls(registry.models, device, self._host)
         #: What the last step was given to compute its losses; None where they came one by one.
         self._loss_function: LossFunction | None = None
         #: Those of ``run.batches`` in this launch, and whether the last one's step is looked at.
@@ -248,7 +249,7 @@ class StepLifecycle:
             drop_gradients(optimizer)
         self.remember_buffers()
         # For the case that this step has to be computed once more.
-        self._generators = Generators.now(self._device)
+        self._generators = Generators.now(self._device, self._host.torch_state())
         if self.open is None or not self.open.updates:
             self.open = OpenStep(self.handed_out, generators=self._generators)
             self._begun_at = time.monotonic()

@@ -15,7 +15,7 @@ from slurm_forge.control.messages.rank import RankStopped
 from slurm_forge.journal import events as ev
 from slurm_forge.store.identity import CheckpointName
 from slurm_forge.training.checkpointing.resume_check import seconds_for_loss
-from slurm_forge.training.core.host_generators import Generators
+from slurm_forge.training.core.host_generators import Generators, HostGenerators
 from slurm_forge.training.core.step_boundary import RunStopped
 from slurm_forge.training.data.batches import Batch
 from slurm_forge.training.loop import reference_loss
@@ -74,7 +74,7 @@ class Calls:
 
     def __init__(self) -> None:
         self.model = nn.Linear(3, 1)
-        self.calls = LossCalls({"model": self.model}, torch.device("cpu"))
+        self.calls = LossCalls({"model": self.model}, torch.device("cpu"), HostGenerators())
 
     def step(self, function: Callable[..., Any] | None, *, before: Callable[[], object]) -> None:
         batch = Batch(micro_batches=[torch.ones(2, 3)])

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slurm_forge.errors import CheckpointError
-from slurm_forge.training.core import rng
+from slurm_forge.training.core import host_generators, rng
 from slurm_forge.training.core.host_generators import (
     HostGenerator,
     HostGenerators,
@@ -171,6 +171,39 @@ def test_what_is_drawn_from_is_known_and_put_back(earlier, later):
     assert generators.put_back(states) == changed
     assert all((rng.capture()[name] == before[name]).all() for name in before)
     assert generators.drawn(states) == frozenset()
+
+
+@pytest.mark.parametrize("kind", HostGenerator)
+def test_no_state_is_copied_where_nothing_was_drawn(kind, monkeypatch):
+    generators = HostGenerators()
+    random.setstate(random.getstate())
+    numpy.random.set_state(numpy.random.get_state())
+    torch.default_generator.set_state(torch.default_generator.get_state())
+    before = generators.states()
+    watch = getattr(generators, f"_{kind.value}")
+    monkeypatch.setattr(watch, "_copy", lambda: pytest.fail(f"{kind} was copied"))
+    assert generators.states() == before
+    assert generators.are_unchanged(before)
+
+
+@pytest.mark.parametrize("kind", HostGenerator)
+def test_where_its_memory_is_not_known_a_generator_is_copied_each_time(kind, monkeypatch):
+    monkeypatch.setattr(host_generators, f"_reader_of_{kind.value}", lambda *_: bytes)
+    generators = HostGenerators()
+    before = generators.states()
+    assert generators.are_unchanged(before)
+    expected = draw()
+    assert generators.drawn(before) == frozenset(HostGenerator)
+    generators.put_back(before)
+    assert generators.are_unchanged(before)
+    assert draw() == expected
+
+
+@pytest.mark.parametrize("places", [[None, None], [64, 128]])
+def test_memory_that_is_not_as_expected_is_not_read(places, monkeypatch):
+    found = iter(places)
+    monkeypatch.setattr(host_generators, "_place_of_words", lambda _: next(found))
+    assert host_generators._reader_of_torch(torch.default_generator) is bytes
 
 
 def test_a_generator_of_numpy_that_was_exchanged_is_watched_as_well():
