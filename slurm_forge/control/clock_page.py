@@ -37,7 +37,8 @@ _TRIES = 1000
 _FIRST_ONES = 3
 #: Steps after a start, or after a phase of the program's own, that may compile something.
 _FIRST_STEPS = 2
-_ORDINARY = frozenset({"train", "data", "save"})
+_OF_STEPS = frozenset({"train", "data"})
+_ORDINARY = _OF_STEPS | {"save"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +79,15 @@ def new_page() -> int:
     return descriptor
 
 
+@dataclass(slots=True, eq=False)
+class _Kind:
+    """What a stretch is, as it is written, and how many of its kind were told."""
+
+    phase: bytes
+    text: bytes
+    count: int = 0
+
+
 class ProgressClock:
     """The writer.  All but ``alive`` are called by the main thread only."""
 
@@ -86,42 +96,42 @@ class ProgressClock:
         self._clock = clock
         self._number = self._stretches = self._begun = 0
         self._position: tuple[int, int, int, int] = Position(0)
-        self._phase, self._name = "start", b"start"
         self._special, self._left = "first ", _FIRST_STEPS
-        self._counts: dict[str, int] = {}
-        self._kinds: dict[tuple[str, str], tuple[str, bytes]] = {}
-        self._kind, self._kind_name, self._unknown = "start", b"start", True
-        self._waits = self._entering = False
+        self._kinds: dict[tuple[str, str], _Kind] = {}
+        self._entering = False
+        self._change("start")
         self._at = clock()
         self._write()
 
-    def advance(self, position: Position) -> None:
-        """Come to ``position``.  Looking around while waiting for data is no progress."""
-        if self._waits and 0 < position[2] < LAST:
+    def advance(self, position: Position, phase: str = "") -> None:
+        """Come to ``position``, and do ``phase`` from there on, where that is given.
+
+        Looking around while waiting for data is no progress.
+        """
+        poll = position[2]
+        if self._waits and 0 < poll < LAST:
             return
-        self._position = position
-        if self._entering:
-            self._entering = False  # the way into a phase is no stretch of it
-            self._at = self._clock()
+        changes = bool(phase) and phase != self._phase
+        if changes and poll < LAST:  # the first position of it
+            self._leave()
+            self._change(phase)
+        elif self._entering:
+            self._at = self._clock()  # the way into a phase is no stretch of it
         else:
             self._look_back(counts=True)
+        if changes and poll == LAST:  # the last one of what was done before
+            self._change(phase)
+        self._entering = changes and poll == LAST
+        self._position = position
         self._write()
 
     def enter(self, phase: str) -> None:
         """Do something else from now on."""
-        if phase == self._phase:
-            return
-        # What lies behind is measured as what it was; what comes is of another kind.
-        # What is left behind the end of a phase, or of a step before its data, says nothing of it.
-        left_over = self._phase in ("train", "data") or self._position[2] == LAST
-        self._look_back(counts=not left_over)
-        self._entering = True
-        if phase not in _ORDINARY:
-            self._special = "first " if phase in ("start", "load") else "next "
-            self._left = _FIRST_STEPS
-        self._phase, self._waits = phase, phase == "data"
-        self._rename()
-        self._write()
+        if phase != self._phase:
+            self._leave()
+            self._change(phase)
+            self._entering = True
+            self._write()
 
     def begin(self, step: int) -> None:
         """Begin the ``step``th step."""
@@ -148,25 +158,36 @@ class ProgressClock:
         """A Python thread runs: for the channel's, every second."""
         _ALIVE.pack_into(self._page, _ALIVE_AT, self._clock(), threading.get_native_id())
 
+    def _leave(self) -> None:
+        """What lies behind is measured as what it was; what comes is of another kind."""
+        # What is left behind the end of a phase, or of a step before its data, says nothing of it.
+        left_over = self._phase in _OF_STEPS or self._position[2] == LAST
+        self._look_back(counts=not left_over)
+
+    def _change(self, phase: str) -> None:
+        if phase not in _ORDINARY:
+            self._special = "first " if phase in ("start", "load") else "next "
+            self._left = _FIRST_STEPS
+        self._phase, self._waits = phase, phase == "data"
+        self._rename()
+
     def _rename(self) -> None:
-        key = (self._special, self._phase)
-        if key not in self._kinds:
-            text = self._special + self._phase if self._phase in ("train", "data") else self._phase
-            self._kinds[key] = text, text.encode(errors="replace")[:_TEXT]
-        self._kind, self._kind_name = self._kinds[key]
-        self._name = self._phase.encode(errors="replace")[:_TEXT]
-        self._unknown = self._counts.get(self._kind, 0) < _FIRST_ONES
+        key = (self._special if self._phase in _OF_STEPS else "", self._phase)
+        kind = self._kinds.get(key)
+        if kind is None:
+            phase, text = (each.encode(errors="replace")[:_TEXT] for each in (key[1], "".join(key)))
+            kind = self._kinds[key] = _Kind(phase, text)
+        self._kind = kind
 
     def _look_back(self, *, counts: bool) -> None:
         """A stretch is over: tell it, if it is long, or counts and is among the first."""
-        now = self._clock()
+        now, kind = self._clock(), self._kind
         lasted, self._at = now - self._at, now
-        if lasted < NOTABLE_S and not (counts and self._unknown):
+        if lasted < NOTABLE_S and not (counts and kind.count < _FIRST_ONES):
             return
-        count = self._counts[self._kind] = self._counts.get(self._kind, 0) + 1
-        self._unknown = count < _FIRST_ONES
+        kind.count += 1
         place = _RING_AT + self._stretches % _ENTRIES * _ENTRY.size
-        _ENTRY.pack_into(self._page, place, lasted, self._kind_name)
+        _ENTRY.pack_into(self._page, place, lasted, kind.text)
         self._stretches += 1
         _COUNT.pack_into(self._page, _COUNT_AT, self._stretches)
 
@@ -175,7 +196,7 @@ class ProgressClock:
         step, phase, poll, rollbacks = self._position
         _PACK(
             self._page, 0, number, rollbacks, step, self._begun, phase, poll, self._at,
-            self._name, self._kind_name, number,
+            self._kind.phase, self._kind.text, number,
         )  # fmt: skip
 
 

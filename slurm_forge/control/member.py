@@ -70,7 +70,8 @@ class Member:
         self._progress = progress
         self._on_abort = on_abort
         self._clock = clock
-        self._condition = threading.Condition()
+        self._lock = threading.RLock()
+        self._condition = threading.Condition(self._lock)
         self._send_lock = threading.Lock()
         self._agreement = RankAgreement()
         self._started = False
@@ -97,17 +98,26 @@ class Member:
     # -- for the main thread ---------------------------------------------------------------
 
     def advance(
-        self, position: Position, path: str = "", *, entering: bool = False, wait_s: float = 60.0
+        self,
+        position: Position,
+        path: str = "",
+        *,
+        entering: bool = False,
+        phase: str = "",
+        wait_s: float = 60.0,
     ) -> tuple[Request, ...]:
         """Pass ``position``; the requests that are due there, in one order for all.
 
         ``path`` names the phases since the boundary, such as ``/eval/data``.  Waits while a request
         has no target yet.  ``entering`` a phase with a target behind it asks the others anew, so
-        that a stop need not wait for the end of a long evaluation.
+        that a stop need not wait for the end of a long evaluation.  ``phase`` is what the main
+        thread does from there on, as for ``enter``.
         """
+        if phase:
+            self._does(phase, started=True)
         if self._progress is not None:
-            self._progress.advance(position)
-        with self._condition:
+            self._progress.advance(position, phase)
+        with self._lock:
             agreement = self._agreement
             if not agreement.pending:  # every ordinary step
                 agreement.position, agreement.path = position, path
@@ -133,9 +143,12 @@ class Member:
         The first training is said at once: a stop that is asked for before the conductor knows of
         it would end the launch without a save.
         """
-        self._phase = phase
         if self._progress is not None:
             self._progress.enter(phase)
+        self._does(phase, started=started)
+
+    def _does(self, phase: str, *, started: bool) -> None:
+        self._phase = phase
         if started and not self._started:
             self._started = True
             self.send(self._beat())

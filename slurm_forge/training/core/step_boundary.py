@@ -53,8 +53,7 @@ class StepBoundaries:
         if step == self._step:
             return False
         self._begin(step)
-        self._enter("train")
-        self._due()
+        self._due(doing="train")
         return True
 
     @contextmanager
@@ -83,17 +82,17 @@ class StepBoundaries:
             self.inside = None
             self._enter(outer)
 
-    @contextmanager
-    def data_wait(self) -> Iterator[Callable[[], None]]:
-        """Waiting for the next batch; yields what the waiting loop calls now and then."""
+    def begin_data_wait(self) -> None:
+        """Wait for the next batch from now on; the waiting loop calls ``data_poll`` meanwhile."""
         self._begin_phase("data")
-        self._enter("data")
-        self._due()
-        yield self._data_poll
-        self._due(LAST)
-        self._enter("train")
+        self._due(doing="data")
 
-    def _data_poll(self) -> None:
+    def end_data_wait(self) -> None:
+        """The batch is there."""
+        self._due(LAST, doing="train")
+
+    def data_poll(self) -> None:
+        """Look for a request while waiting for a batch."""
         if self._member is not None and self._member.pending:
             self._poll += 1
             self._due(self._poll)
@@ -137,11 +136,12 @@ class StepBoundaries:
         if self._member is not None:
             self._member.enter(name)
 
-    def _due(self, poll: int = 0, *, entering: bool = False) -> None:
+    def _due(self, poll: int = 0, *, entering: bool = False, doing: str = "") -> None:
+        self._doing = doing or self._doing
         if self._member is None:
             return
         position = Position(self._step, self._phase, poll, self.rollbacks)
-        for request in self._member.advance(position, self._path, entering=entering):
+        for request in self._member.advance(position, self._path, entering=entering, phase=doing):
             if request.kind is RequestKind.STOP and self.inside is not None:
                 raise PhaseStopped
             self._act(request)

@@ -117,7 +117,7 @@ class BatchLoop:
         return self._batches(request, request.sizes(parts.data_state.layout.data_ranks))
 
     def _batches(self, request: BatchesRequest, sizes: StepSizes) -> Iterator[Batch]:
-        parts = self._parts
+        parts, boundaries = self._parts, self._parts.boundaries
         # One that the program has left at its last step, and kept, is over.
         if self._goes_on is not None and parts.progress.step < self._ends_at:
             raise _inside_another(parts.progress.step, self._ends_at)
@@ -125,7 +125,7 @@ class BatchLoop:
             raise _inside_steps()
         epoch = self._begin(request, sizes)
         source: BatchIterator | None = None
-        rollbacks, total = parts.boundaries.rollbacks, self._total(request, sizes, epoch)
+        rollbacks, total = boundaries.rollbacks, self._total(request, sizes, epoch)
         self._begun_at = parts.progress.step
         parts.instability.rewind = self._resumer.rewind if self._rewindable else None
         # What lies before the second loop of a program is the first one's: not to be made up here.
@@ -135,11 +135,11 @@ class BatchLoop:
         try:
             while True:
                 self._boundary()
-                if parts.boundaries.rollbacks != rollbacks:  # rewound: other samples come next
+                if boundaries.rollbacks != rollbacks:  # rewound: other samples come next
                     if source is not None:
                         source.close()
                     self._take_over(sizes)
-                    source, rollbacks = None, parts.boundaries.rollbacks
+                    source, rollbacks = None, boundaries.rollbacks
                     total = self._ends_at = self._total(request, sizes, epoch)
                 if parts.progress.step >= total:
                     if parts.instability.final_check():
@@ -147,8 +147,9 @@ class BatchLoop:
                     continue
                 if source is None:
                     source = self._open(request, sizes, loop)
-                with parts.boundaries.data_wait() as poll:
-                    batch = self._next_batch(source, poll)
+                boundaries.begin_data_wait()
+                batch = self._next_batch(source, boundaries.data_poll)
+                boundaries.end_data_wait()
                 self._hand_out(batch)
                 yield batch
                 parts.step_lifecycle.settle()

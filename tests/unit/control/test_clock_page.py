@@ -41,12 +41,9 @@ def shared() -> Iterator[Shared]:
 
 def step(shared: Shared, number: int, seconds: float = 0.0) -> None:
     """One turn of the loop, as boundary, feeding and stepping write it."""
-    shared.clock.enter("train")
-    shared.clock.advance(Position(number))
-    shared.clock.enter("data")
-    shared.clock.advance(Position(number, 1))
-    shared.clock.advance(Position(number, 1, LAST))
-    shared.clock.enter("train")
+    shared.clock.advance(Position(number), "train")
+    shared.clock.advance(Position(number, 1), "data")
+    shared.clock.advance(Position(number, 1, LAST), "train")
     shared.clock.begin(number + 1)
     shared.now += seconds
 
@@ -148,6 +145,30 @@ def test_the_last_word_is_what_is_read(words: list[tuple[str, int, int]]) -> Non
         assert moved.position.step == number or name == "data"
         assert name.encode(errors="replace").startswith(moved.phase.encode(errors="ignore")[:20])
     os.close(shared.descriptor)
+
+
+def test_a_phase_can_be_told_with_its_first_position_and_its_end_with_its_last() -> None:
+    together, apart = Shared(), Shared()
+    for number in range(6):
+        for shared in (together, apart):
+            shared.now += 0.01
+        together.clock.advance(Position(number), "train")
+        apart.clock.enter("train")
+        apart.clock.advance(Position(number))
+        for shared in (together, apart):
+            shared.now += 0.02
+        together.clock.advance(Position(number, 1), "data")
+        apart.clock.enter("data")
+        apart.clock.advance(Position(number, 1))
+        for shared in (together, apart):
+            shared.now += 0.3
+        together.clock.advance(Position(number, 1, LAST), "train")
+        apart.clock.advance(Position(number, 1, LAST))
+        apart.clock.enter("train")
+        assert together.reader.moved() == apart.reader.moved()
+        assert together.reader.lasted() == apart.reader.lasted()
+        together.clock.begin(number + 1), apart.clock.begin(number + 1)
+        assert together.reader.moved() == apart.reader.moved()
 
 
 def test_a_reader_never_sees_half_of_a_record() -> None:

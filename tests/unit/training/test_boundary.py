@@ -28,8 +28,10 @@ class Channel:
     pending: bool = False
 
     def advance(
-        self, position: Position, path: str, *, entering: bool = False
+        self, position: Position, path: str, *, entering: bool = False, phase: str = ""
     ) -> tuple[Request, ...]:
+        if phase:
+            self.enter(phase)
         self.passed.append((position, entering))
         self.paths.append(path)
         return self.due.get(position, ())
@@ -67,8 +69,8 @@ class Program:
 def test_a_step_passes_its_boundary_its_data_and_its_phases_in_order():
     program = Program()
     assert program.boundaries.boundary(3)
-    with program.boundaries.data_wait():
-        pass
+    program.boundaries.begin_data_wait()
+    program.boundaries.end_data_wait()
     program.evaluate(2)
     assert program.boundaries.boundary(4)
     assert program.channel.passed == [
@@ -96,11 +98,12 @@ def test_a_boundary_is_passed_once_per_step():
 def test_waiting_for_data_counts_its_polls_only_while_something_is_asked_for():
     program = Program()
     program.boundaries.boundary(0)
-    with program.boundaries.data_wait() as poll:
-        poll()
-        program.channel.pending = True
-        poll()
-        poll()
+    program.boundaries.begin_data_wait()
+    program.boundaries.data_poll()
+    program.channel.pending = True
+    program.boundaries.data_poll()
+    program.boundaries.data_poll()
+    program.boundaries.end_data_wait()
     assert [position for position, _ in program.channel.passed] == [
         Position(0),
         Position(0, 1),
@@ -115,8 +118,8 @@ def test_a_stop_at_a_boundary_or_in_a_data_wait_unwinds_the_program(where):
     program = Program(Channel({where: (STOP,)}, pending=True))
     with pytest.raises(RunStopped):
         program.boundaries.boundary(0)
-        with program.boundaries.data_wait() as poll:
-            poll()
+        program.boundaries.begin_data_wait()
+        program.boundaries.data_poll()
     assert program.acted == [RequestKind.STOP]
     assert program.channel.passed[-1][0] == where
 
@@ -224,8 +227,9 @@ def test_after_a_moment_of_something_else_ranks_say_again_what_they_are_in(insid
 def test_without_a_channel_nothing_is_asked_for():
     boundaries = StepBoundaries(None, lambda request: pytest.fail("asked"))
     assert boundaries.boundary(0)
-    with boundaries.data_wait() as poll:
-        poll()
+    boundaries.begin_data_wait()
+    boundaries.data_poll()
+    boundaries.end_data_wait()
     with boundaries.phase("eval", lambda: pytest.fail("stopped")):
         boundaries.poll()
     boundaries.leave()

@@ -64,8 +64,10 @@ class Channel:
     seconds_left: float | None = None
 
     def advance(
-        self, position: Position, path: str, *, entering: bool = False
+        self, position: Position, path: str, *, entering: bool = False, phase: str = ""
     ) -> tuple[Request, ...]:
+        if phase:
+            self.enter(phase)
         kind = self.due.get(position)
         return () if kind is None else (Request(id=1, kind=kind, reason="asked"),)
 
