@@ -81,6 +81,8 @@ class BatchLoss:
         self._device = torch.device(device)
         self._size = 0
         self._mean: torch.Tensor | None = None
+        #: Of the first micro-batch alone, as it was handed over; detached.
+        self.first: torch.Tensor | None = None
         self._sum: torch.Tensor | None = None
         self._count: torch.Tensor | float = 0
         self._total: torch.Tensor | None = None
@@ -95,7 +97,10 @@ class BatchLoss:
             if self._mean is not None:
                 raise _mixed()
             count = loss.count.detach() if isinstance(loss.count, torch.Tensor) else loss.count
-            self._sum = _add(self._sum, loss.sum)
+            own = loss.sum.detach()
+            if self.first is None:
+                self.first = own / count
+            self._sum = own if self._sum is None else self._sum + own
             self._count = self._count + count
             return loss.sum
         if self._sum is not None:
@@ -106,10 +111,15 @@ class BatchLoss:
                 "count for nothing",
                 next_step="Call s.backward inside of: for micro_batch in s.micro_batches().",
             )
+        own = loss.detach()
+        if self.first is None:
+            self.first = own
         weight = self._weight_per_sample * self._size
-        weighted = loss if weight == 1.0 else loss * weight
-        self._mean = _add(self._mean, weighted)
-        return weighted
+        if weight != 1.0:
+            loss = loss * weight
+            own = loss.detach()
+        self._mean = own if self._mean is None else self._mean + own
+        return loss
 
     def gradient_factor(self) -> torch.Tensor | None:
         """What the gradients are to be multiplied by before they are clipped; None for 1.
@@ -160,11 +170,6 @@ class BatchLoss:
         return total
 
 
-def _add(total: torch.Tensor | None, value: torch.Tensor) -> torch.Tensor:
-    value = value.detach()
-    return value if total is None else total + value
-
-
 def _mixed() -> UnsupportedError:
     return UnsupportedError(
         "one step has losses of both forms, a mean and a Loss(sum, count)",
@@ -185,11 +190,13 @@ class LossHistory:
     def note(self, loss: torch.Tensor | float) -> None:
         """The loss of one more step; nothing is waited for."""
         place = self._noted % LENGTH
-        if isinstance(loss, torch.Tensor):
+        if not isinstance(loss, torch.Tensor):
+            self._unwritten[place] = loss
+        elif loss.is_cpu:
+            self._unwritten[place] = loss.item()
+        else:
             self._unwritten.pop(place, None)
             self._ring[place].copy_(loss.reshape(()), non_blocking=True)
-        else:
-            self._unwritten[place] = loss
         self._noted += 1
 
     def tensor(self) -> torch.Tensor:

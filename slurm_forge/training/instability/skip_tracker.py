@@ -186,7 +186,8 @@ class SkipTracker:
                 readings = with_loss(readings, record.report.read().loss)
             if all(reading.applied for reading in readings):
                 self._progress.skipped_in_a_row = 0
-                self._end_skip_streak()
+                if self._skip_streak_from is not None:
+                    self._end_skip_streak()
                 if record.has_loss:
                     self._look_at_losses(record.step, [reading.loss for reading in readings])
             else:

@@ -14,7 +14,8 @@ from slurm_forge.training.step.update_report import UpdateReport
 from slurm_forge.vocabulary.plan import SampleWindow
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+# Not frozen: made in every step, and that would take three times as long.
+@dataclass(slots=True, eq=False, kw_only=True)
 class StepRecord:
     """A step that has been taken, or left out: the device knows.
 

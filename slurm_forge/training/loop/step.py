@@ -71,8 +71,6 @@ class Step:
         self._number = 0
         #: Whether an update was begun: what was raised before has changed nothing that stays.
         self.updating = False
-        #: The loss of the first micro-batch, as it was handed over; detached.
-        self.first_loss: torch.Tensor | None = None
 
     def micro_batches(self) -> Iterator[Any]:
         """Iterate over the micro-batches; DDP and FSDP synchronise gradients in the last one only.
@@ -108,8 +106,6 @@ class Step:
         if self._faults is not None:
             loss = self._faults.of_loss(loss, self._number)
         weighted = self._loss.weigh(loss)
-        if self.first_loss is None:
-            self.first_loss = _mean(loss)
         scaled = weighted if self._scaler is None else self._scaler.scale(weighted)
         if self._exchanges:
             self._handing_over()
@@ -192,6 +188,11 @@ class Step:
         """This rank's mean loss over its own samples, if known.  Waits for the device."""
         return self._loss.own_mean() if self._loss.known else None
 
+    @property
+    def first_loss(self) -> torch.Tensor | None:
+        """The loss of the first micro-batch, as it was handed over; detached."""
+        return self._loss.first
+
     def mean_loss(self) -> torch.Tensor:
         """This rank's part of the mean loss over the batch, detached; nothing is synchronised."""
         return self._loss.mean()
@@ -218,7 +219,9 @@ class Step:
             kinds = type(model).__mro__
             if DistributedDataParallel in kinds:
                 # With a static graph DDP expects its hooks in every backward of the first step.
-                model.require_backward_grad_sync = now or model.static_graph
+                wanted = now or model.static_graph
+                if model.require_backward_grad_sync is not wanted:  # to set it takes microseconds
+                    model.require_backward_grad_sync = wanted
             elif FSDPModule in kinds:
                 model.set_requires_gradient_sync(now)
 

@@ -7,9 +7,7 @@ block; ``run.train_step(optimizer=…)`` and ``run.apply`` may add several updat
 from __future__ import annotations
 
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -62,11 +60,29 @@ class OpenStep:
     parts: list[Step] = field(default_factory=list)
     updates: list[GuardedUpdate] = field(default_factory=list)
     #: Samples of this rank by the id of the optimizer that has stepped on them.
-    samples: Counter[int] = field(default_factory=Counter)
+    samples: dict[int, int] = field(default_factory=dict)
     unprotected: tuple[str, ...] = ()
     generators: Generators | None = None
     #: What computes the loss of a micro-batch, where that is known.
     compute_loss: Callable[[Any], Any] | None = None
+
+
+@dataclass(slots=True, eq=False)
+class Turn:
+    """Inside ``with`` the program makes ``part`` of a step."""
+
+    lifecycle: StepLifecycle
+    part: Step
+    others_follow: bool
+
+    def __enter__(self) -> Step:
+        self.lifecycle.in_step = True
+        return self.part
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self.lifecycle.in_step = False
+        if kind is None:
+            self.lifecycle.end_turn(self.part, others_follow=self.others_follow)
 
 
 class StepLifecycle:
@@ -192,7 +208,6 @@ class StepLifecycle:
             )
         return True
 
-    @contextmanager
     def turn(
         self,
         batch: Any,
@@ -200,7 +215,7 @@ class StepLifecycle:
         optimizer: Optimizer | None,
         *,
         in_stream: bool,
-    ) -> Iterator[Step]:
+    ) -> Turn:
         """A part of a step, or all of it; ``in_stream``: ``batch`` is samples of ``run.batches``.
 
         Without ``compute_loss`` losses come one by one; with ``optimizer`` others may follow.
@@ -208,12 +223,11 @@ class StepLifecycle:
         if optimizer is not None:
             self._renew_scale(optimizer)
         part = self._begin(_as_batch(batch), compute_loss, in_stream=in_stream)
-        self.in_step = True
-        try:
-            yield part
-        finally:
-            self.in_step = False
-        if self._add(part) and (optimizer is None or not self.not_applied):
+        return Turn(self, part, others_follow=optimizer is not None)
+
+    def end_turn(self, part: Step, *, others_follow: bool) -> None:
+        """Take the part in, and count the step with its last one."""
+        if self._add(part) and not (others_follow and self.not_applied):
             self.close()
 
     def settle(self) -> None:
@@ -325,7 +339,9 @@ class StepLifecycle:
         step.compute_loss = None if step.parts else part.compute_loss
         step.parts.append(part)
         step.updates += part.applied
-        step.samples.update({id(each): part.batch.size for each in part.optimizers})
+        size = part.batch.size
+        for each in part.optimizers:
+            step.samples[id(each)] = step.samples.get(id(each), 0) + size
         step.unprotected = (*step.unprotected, *part.unprotected)
         self._require_few(step)
         return True
@@ -343,7 +359,7 @@ class StepLifecycle:
         """Take in what became of them."""
         buffers = self._buffers
         step.updates.append(update)
-        step.samples[id(optimizer)] += 0  # how many they are is for ``advance`` to say
+        step.samples.setdefault(id(optimizer), 0)  # how many is for ``advance`` to say
         if buffers is not None:
             if self._buffers_at == self._progress.step:
                 buffers.restore_where(update.left_out)

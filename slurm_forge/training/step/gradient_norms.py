@@ -90,9 +90,13 @@ class Gradients:
 
     def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
         self._parameters = parameters
-        self._owners = [p for p in parameters if p.grad is not None]
-        grads = [grad for p in self._owners if (grad := p.grad) is not None]
-        self._grads = self._values = grads
+        self._owners: list[torch.Tensor] = []
+        self._grads = self._values = grads = list[torch.Tensor]()
+        for parameter in parameters:
+            grad = parameter.grad
+            if grad is not None:
+                self._owners.append(parameter)
+                grads.append(grad)
         types = {*map(type, grads)}
         if DTensor in types:
             self._values = [g.to_local() if isinstance(g, DTensor) else g for g in grads]
