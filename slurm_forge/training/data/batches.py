@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequenc
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
+from itertools import chain
 from typing import Any, Protocol
 
 import torch
@@ -290,7 +291,7 @@ class BatchSource:
             consumed=plan.consumed,
             micro_batches=tuple(to_device(part, self._device) for part in parts),
             micro_sizes=tuple(map(len, plan.ids)),
-            sample_ids=tuple(sample for part in plan.ids for sample in part),
+            sample_ids=tuple(chain.from_iterable(plan.ids)),
             global_size=plan.global_size,
         )
         self._fetched = None
@@ -365,7 +366,7 @@ class _StepPlan:
 
     def look_ahead(self) -> None:
         """Plan what the fetcher may ask for until the next batch is handed out."""
-        while self._planned.qsize() + len(self._issued) < self._ahead:
+        while self._ahead and self._planned.qsize() + len(self._issued) < self._ahead:
             plan = next(self._steps)
             self.first = self.first or plan
             self._planned.put(plan)
@@ -426,7 +427,9 @@ def to_device(value: Any, device: torch.device | None) -> Any:
     if device is None:
         return value
     if isinstance(value, torch.Tensor):
-        return value.to(device, non_blocking=True)
+        return value if value.device == device else value.to(device, non_blocking=True)
+    if type(value) in (list, tuple):
+        return type(value)([to_device(item, device) for item in value])
     if hasattr(value, "to"):  # batches of other libraries (graphs, encodings) move themselves
         return value.to(device)
     if isinstance(value, MutableMapping):
@@ -435,8 +438,6 @@ def to_device(value: Any, device: torch.device | None) -> Any:
         return on_device
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*(to_device(item, device) for item in value))
-    if type(value) in (list, tuple):
-        return type(value)(to_device(item, device) for item in value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = [field.name for field in dataclasses.fields(value)]
         return dataclasses.replace(
