@@ -10,8 +10,9 @@ import contextlib
 import queue
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
-from itertools import compress
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import compress, repeat
 from typing import NamedTuple
 
 from slurm_forge.control.gathering import RequestAnswers
@@ -47,6 +48,8 @@ from slurm_forge.control.tcp.own_connections import connection_of
 from slurm_forge.vocabulary.position import Position
 
 _TICK_S = 0.1
+#: Who says something together differs where ranks are not at the same step: so often at most.
+_GROUPS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,12 +130,29 @@ class MonitorView(NamedTuple):
     state: str = ""
 
 
+#: As ``_make`` does it, which takes three times as long: thousands of heartbeats come every second.
+_member_view = partial(tuple.__new__, MemberView)
+_monitor_view = partial(tuple.__new__, MonitorView)
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """Who says something together, and what is known of them anyway: ranks, or monitors."""
+
+    ranks: tuple[int, ...]
+    hosts: tuple[str, ...]
+    #: Of ranks alone.
+    pids: tuple[int, ...] | None
+
+
 @dataclass(slots=True)
 class _Peer(Peer):
     #: The rank whose monitor it is: it counts for no membership and is asked for nothing else.
     monitor: int | None = None
     #: Of a relay: its members, by its own numbers.
     members: dict[int, _Peer] | None = None
+    #: Of a relay: who of them has said something together lately.
+    groups: dict[tuple[int, ...], _Group] = field(default_factory=dict)
     #: Of a member: the relay that it speaks through, and its number there.
     relay: _Peer | None = None
     number: int = 0
@@ -321,6 +341,7 @@ class Hub(Listener[_Peer]):
         if peer.relay is None:
             super()._drop(peer)
         elif (peer.relay.members or {}).pop(peer.number, None) is not None:
+            peer.relay.groups.clear()
             peer.connection.close()
             self._on_closed(peer)
 
@@ -337,30 +358,44 @@ class Hub(Listener[_Peer]):
         elif peer.stranger or peer.members is not None:
             self._greet(peer, message, now)
         else:
-            self._hear((peer,), message, now)
+            self._hear(self._group((peer,)), message, now)
 
-    def _hear(self, peers: Sequence[_Peer], message: Message, now: float) -> None:
-        """What ranks say, or what monitors say: several where a relay has joined it."""
+    def _group(self, peers: Sequence[_Peer]) -> _Group:
+        """Of peers that all are ranks, or all are monitors."""
         ranks = tuple(peer.rank for peer in peers if peer.rank is not None)
-        monitors = tuple(peer.monitor for peer in peers if peer.monitor is not None)
-        if ranks and monitors:
-            self._lose(peers[0])  # no relay of ours joins what they say
-        elif ranks:
-            self._on_message(ranks, message, now)
-        elif monitors:
-            self._on_monitor_message(monitors, message, now)
+        if ranks:
+            members = [self._members[rank] for rank in ranks]
+            hosts = tuple(member.host for member in members)
+            return _Group(ranks, hosts, tuple(member.pid for member in members))
+        ranks = tuple(peer.monitor for peer in peers if peer.monitor is not None)
+        return _Group(ranks, tuple(self._monitors[rank].host for rank in ranks), None)
 
-    def _on_message(self, ranks: tuple[int, ...], message: Message, now: float) -> None:
-        members = self._members
-        if isinstance(message, Heartbeat):  # thousands a second
-            turn, step, begun = message.turn, message.step, message.begun
-            phase, started = message.phase, message.started
-            for rank in ranks:
-                view = members[rank]
-                members[rank] = MemberView(
-                    rank, view.host, view.pid, now, view.connected,
-                    turn, step, begun, phase, started,
-                )  # fmt: skip
+    def _hear(self, group: _Group, message: Message, now: float) -> None:
+        """What ranks say, or what monitors say: several where a relay has joined it."""
+        if group.pids is None:
+            self._on_monitor_message(group, message, now)
+        else:
+            self._on_message(group, group.pids, message, now)
+
+    def _on_message(
+        self, group: _Group, pids: tuple[int, ...], message: Message, now: float
+    ) -> None:
+        ranks, members = group.ranks, self._members
+        if isinstance(message, Heartbeat):
+            views = zip(
+                ranks,
+                group.hosts,
+                pids,
+                repeat(now),
+                repeat(True),
+                repeat(message.turn),
+                repeat(message.step),
+                repeat(message.begun),
+                repeat(message.phase),
+                repeat(message.started),
+                strict=False,
+            )
+            members.update(zip(ranks, map(_member_view, views), strict=True))
             return
         # Before anything is sent: sending may find that one of these ranks is gone.
         for rank in ranks:
@@ -386,18 +421,29 @@ class Hub(Listener[_Peer]):
             members = relay.members
             if relay.connection.fileno() < 0 or members is None:
                 return  # dropped meanwhile
+            group = relay.groups.get(numbers)
+            if group is not None and said is not None:
+                self._hear(group, said, now)
+                continue
             known = [number in members for number in numbers]
             if said is None:
+                relay.groups.clear()
                 for member in [members.pop(number, None) for number in numbers]:
                     if member is not None:
                         self._on_closed(member)
             elif isinstance(said, Hello | MonitorHello):
                 if not any(known):
                     self._greet_relayed(relay, members, numbers, said, now)
-            else:
+            elif any(known):
                 # Others were dropped, and do not know yet.
                 peers = [members[number] for number in compress(numbers, known)]
-                self._hear(peers, said if all(known) else said.only(known), now)
+                if len({peer.role for peer in peers}) > 1:  # no relay of ours joins what they say
+                    self._drop(relay)
+                    return
+                group = self._group(peers)
+                if all(known) and len(relay.groups) < _GROUPS:
+                    relay.groups[numbers] = group
+                self._hear(group, said if all(known) else said.only(known), now)
 
     def _greet_relayed(
         self,
@@ -415,15 +461,21 @@ class Hub(Listener[_Peer]):
             members[number] = member
             self._greet(member, hello, now)
 
-    def _on_monitor_message(self, ranks: tuple[int, ...], message: Message, now: float) -> None:
-        monitors = self._monitors
+    def _on_monitor_message(self, group: _Group, message: Message, now: float) -> None:
+        ranks, monitors = group.ranks, self._monitors
         if isinstance(message, MonitorHeartbeat):
-            columns = zip(ranks, message.since_s, message.mute_s, message.state, strict=True)
-            for rank, since_s, mute_s, state in columns:
-                before = monitors[rank]
-                monitors[rank] = MonitorView(
-                    rank, before.host, now, before.connected, message, since_s, mute_s, state
-                )
+            views = zip(
+                ranks,
+                group.hosts,
+                repeat(now),
+                repeat(True),
+                repeat(message),
+                message.since_s,
+                message.mute_s,
+                message.state,
+                strict=False,
+            )
+            monitors.update(zip(ranks, map(_monitor_view, views), strict=True))
             return
         for rank in ranks:
             monitors[rank] = monitors[rank]._replace(last_message_at=now)
@@ -525,6 +577,7 @@ class Hub(Listener[_Peer]):
             self._on_closed(member)
         if peer.members is not None:
             peer.members.clear()
+            peer.groups.clear()
         if peer.monitor is not None:
             self._monitor_peers.pop(peer.monitor, None)
             view = self._monitors[peer.monitor]

@@ -135,7 +135,7 @@ def decode_from_relay(line: bytes) -> Message:
     message = decode_by(_from_relay(), line)
     if isinstance(message, MemberLines):
         for numbers, said in message.lines:
-            if said is not None:
+            if said is not None and said.columns:
                 check_columns(said, len(numbers))
     return message
 

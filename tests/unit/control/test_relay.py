@@ -511,7 +511,7 @@ def test_a_relay_speaks_for_no_member_that_has_not_come() -> None:
         hello = protocol.encode(Hello(rank=2, world=3, host="n1", pid=1)).rstrip()
         relay.send(line_of((1, Hello(rank=0, world=3, host="n1", pid=1))))
         relay.send(b'{"m":"lines","lines":[[[8,9],%b],[[1,8,1],%b],[[8,8],null]]}' % (hello, beat))
-        until(lambda: hub.members()[0].step == 7, "its own rank")
+        until(lambda: 0 in hub.members() and hub.members()[0].step == 7, "its own rank")
         assert hub.members()[1].step == 0
         assert 2 in hub.members(), "the first of two that say they are rank 2"
         until(lambda: not hub.members()[2].connected, "its end, which was said twice")
@@ -610,14 +610,13 @@ def test_a_frozen_rank_does_not_make_its_node_seem_silent(tmp_path: Path) -> Non
     assert max(came[3]) < 106.0
 
 
-@given(st.floats(0, 1e7), st.floats(0.01, 10))
+@given(st.floats(0, 1e7), st.sampled_from((0.25, 1.0)))
 def test_processes_of_a_node_send_their_heartbeats_at_the_same_times(
     now: float, every_s: float
 ) -> None:
     due = next_heartbeat(now, every_s)
-    assert now < due <= now + every_s * (1 + 1e-6)
-    between = now + (due - now) / 2
-    assert next_heartbeat(between, every_s) == pytest.approx(due)
+    assert now < due <= now + every_s
+    assert next_heartbeat(now + (due - now) / 2, every_s) == due
 
 
 def test_paths_differ_by_step_and_node() -> None:
