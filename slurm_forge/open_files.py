@@ -9,7 +9,8 @@ from slurm_forge.errors import UnsupportedError
 #: Where the hard limit is larger, or none: some programs close every number below the soft one.
 _MOST = 1 << 20
 #: Of each rank of the launch.  The process that conducts has a connection of its own, of its
-#: monitor's, of its agent's; each rank one in each of four process groups of gloo.
+#: monitor's, of its agent's (behind relays: that of its agent, and one of its node); each rank one
+#: in each of four process groups of gloo.
 _PER_RANK = 4
 #: Beside connections: the journal, pipes of commands, libraries, what the program opens.
 _BESIDE = 128

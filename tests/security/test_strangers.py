@@ -33,12 +33,15 @@ from slurm_forge.control.handshake import Role, dial
 from slurm_forge.control.hub import RankJoined
 from slurm_forge.control.messages import protocol
 from slurm_forge.control.messages.agent import AgentHello, StartWorker
+from slurm_forge.control.messages.preflight import CheckVerdict
 from slurm_forge.errors import ControlChannelError, UnsupportedError
 from slurm_forge.knobs import Knobs
 from slurm_forge.launch.supervisor.main import supervise
+from slurm_forge.open_files import open_files_allowed, ranks_possible
 from slurm_forge.run_directory.claims import list_claims
 from slurm_forge.slurm.client import SubprocessSlurm
 from slurm_forge.slurm.environment import SlurmEnvironment
+from slurm_forge.training.preflight.node_checks import _open_files
 from tests.channel_ends import CREDENTIALS, hub_of
 from tests.distributed.launches import launched, new_run
 from tests.security.bounded import as_nobody, beside_nobody, bounded
@@ -435,6 +438,33 @@ def test_a_launch_that_needs_more_files_than_it_may_open_is_refused_before_it_st
     assert spent.result.startswith("1024: a launch of 400 ranks needs 1728 open files")
     assert "enough for 224 ranks" in spent.result
     assert "ulimit -Hn" in spent.result
+
+
+@pytest.mark.parametrize("hard", [1024, None])
+def test_supervisor_preflight_and_doctor_agree_on_the_limit_at_4096_ranks(hard: int | None):
+    """``ulimit -n 1024`` is the soft limit of most sites: it counts only as the hard one."""
+
+    def look() -> tuple[str, int, CheckVerdict, int]:
+        most = resource.getrlimit(resource.RLIMIT_NOFILE)[1] if hard is None else hard
+        resource.setrlimit(resource.RLIMIT_NOFILE, (1024, most))
+        check = _open_files(4096)
+        try:
+            Hub(world_size=4096).close()
+            refused = ""
+        except UnsupportedError as error:
+            refused = error.message
+        soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        return refused, soft, check.verdict, ranks_possible(open_files_allowed())
+
+    spent = bounded(look)
+    assert spent is not None
+    refused, soft, verdict, possible = spent.result
+    if hard is None:
+        assert soft > 1024 or possible == 224, "it was not raised"
+    assert (refused == "") == (verdict is CheckVerdict.FINE) == (possible >= 4096)
+    if refused:
+        assert "4096 ranks needs 16512 open files" in refused
+        assert f"enough for {possible} ranks" in refused
 
 
 def test_a_job_whose_ranks_need_more_files_claims_no_attempt(tmp_path: Path):
