@@ -206,8 +206,12 @@ class StaleHandles:
 
     def __init__(self, monkeypatch, count, *names):
         self.left, self._real, self._names = count, os.open, names
+        self.waited = 0.0
         monkeypatch.setattr(os, "open", self.open)
-        monkeypatch.setattr(time, "sleep", lambda _: None)
+        monkeypatch.setattr(time, "sleep", self.sleep)
+
+    def sleep(self, seconds):
+        self.waited += seconds
 
     def open(self, path, *rest, **options):
         if self.left and Path(path).name in self._names:
@@ -238,13 +242,14 @@ def test_a_restart_waits_for_a_manifest_that_can_not_be_read(tmp_path, monkeypat
 def test_storage_that_is_away_is_no_lack_of_checkpoints(tmp_path, monkeypatch):
     """Else the run would be held until a person looks at checkpoints that are all whole."""
     store = open_store(tmp_path)
-    names = [save(store, weights(float(step)), step=step).name for step in (1, 2)]
+    names = [save(store, weights(float(step)), step=step).name for step in range(5)]
     handles = StaleHandles(monkeypatch, 10_000, "manifest.json")
     with pytest.raises(CheckpointError, match="at present") as caught:
-        resume(store)
-    assert type(caught.value) is CheckpointError and str(names[1]) in caught.value.message
+        resume(store, pauses=(100.0, 100.0))
+    assert type(caught.value) is CheckpointError and str(names[-1]) in caught.value.message
+    assert 200.0 <= handles.waited < 300.0  # for the newest alone, whatever the number of the rest
     handles.left = 0
-    assert resume(store) == (2.0, [])
+    assert resume(store) == (4.0, [])
 
 
 def test_what_a_damaged_one_had_filled_in_already_is_gone_after_the_older_one(tmp_path):
