@@ -1,5 +1,5 @@
-"""What submitit has pickled in earlier versions, under the names that are in the pickles."""
+"""What submitit has pickled under the names that are in the pickles."""
 
-from slurm_forge.launch.submitit.job import ForgeJob
+from slurm_forge.launch.submitit.job import ForgeCall, ForgeJob
 
-__all__ = ["ForgeJob"]
+__all__ = ["ForgeCall", "ForgeJob"]

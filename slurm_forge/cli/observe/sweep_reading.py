@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from slurm_forge.cli.observe.run_list import RESTS, Lister
 from slurm_forge.cli.observe.surroundings import PATIENCE, ask_slurm, surrounded, with_queue
 from slurm_forge.cli.run_choice import reference
 from slurm_forge.errors import ForgeError
+from slurm_forge.journal import RunStatus
 from slurm_forge.report.status.run_listing import ListedRun, listed, unreadable
 from slurm_forge.report.status.status import take_status
 from slurm_forge.report.status.sweep_status import SweepStatus, sweep_status
@@ -41,7 +43,7 @@ def read_sweep(sweep: SweepFile, runs: tuple[RunDirectory, ...], folder: Path) -
 
 
 def _asked(run: RunDirectory, tasks: Callable[[str], tuple[JobRecord, ...] | None]) -> ListedRun:
-    """The line of a run that is not at rest, with Slurm's word on its job."""
+    """The line of a run that is not at rest, with Slurm's word on its job: held is held."""
     from slurm_forge.cli.observe.run_reading import gather
 
     def ask(job: str) -> QueueAnswer | None:
@@ -56,7 +58,11 @@ def _asked(run: RunDirectory, tasks: Callable[[str], tuple[JobRecord, ...] | Non
         return ask_slurm(job) if record is None else QueueAnswer(job, record)
 
     facts = with_queue(lambda: surrounded(gather(run, logs=False), run), ask)
-    return listed(facts, take_status(facts))
+    status = take_status(facts)
+    line = listed(facts, status)
+    if status.waiting is not None and status.waiting.held:
+        return replace(line, status=RunStatus.HELD.value, words=status.waiting.text)
+    return line
 
 
 def _is_task(record: JobRecord, job: str, task: int) -> bool:

@@ -35,6 +35,7 @@ from slurm_forge.launch.command.successor_script import (
 )
 from slurm_forge.launch.render.array_chain import VIA_ARRAY
 from slurm_forge.launch.requeue.requeue import RequeueOutcome, RequeueResult
+from slurm_forge.launch.submit.run_arguments import run_of_arguments
 from slurm_forge.launch.submit.submission import (
     job_script,
     keep_own_script,
@@ -213,27 +214,17 @@ class _JobLauncher(CommandLauncher, FrontEnd):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """``RUN [--via NAME] [-- COMMAND…]``: how it is to be treated stands in its ``run.yaml``.
+    """``RUN|--array FILE [--via NAME] [-- COMMAND…]``, conducted as its ``run.yaml`` says.
 
-    The command does, too, where the script does not have it.
+    The command is there, too, where the script does not have it.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     command: tuple[str, ...] = ()
     if "--" in words:
         at = words.index("--")
         words, command = words[:at], tuple(words[at + 1 :])
-    via = "sbatch"
-    if "--via" in words[:-1]:
-        at = words.index("--via")
-        via = words[at + 1]
-        del words[at : at + 2]
     try:
-        if len(words) != 1:
-            raise ForgeError(
-                f"expected one run directory, got {words}",
-                next_step="python -m slurm_forge.process execute RUN [-- COMMAND…]",
-            )
-        run = RunDirectory.existing(words[0])
+        run, via, _ = run_of_arguments(words)
         with reporting_failed_start(run, os.environ):
             environment = SlurmEnvironment.from_environ(os.environ)
             return execute(

@@ -12,6 +12,11 @@ from slurm_forge.launch.render.site_choice import (
     find_site,
     site_places,
 )
+from slurm_forge.launch.submit.importing import (
+    module_of,
+    path_of_job,
+    refuse_not_importable,
+)
 from slurm_forge.launch.submit.submission import (
     create_run,
     entry_of,
@@ -48,6 +53,7 @@ def submit(
 
     Raises:
         ConfigError: A key, a value, or the function's parameters do not fit.
+        SubmissionError: A job would not find the module of the function.
         RunDirectoryError: A run of that name has begun, or its directory cannot be made.
         SlurmCommandError: sbatch refused the job; nothing was submitted.
         SlurmUnreachableError: Slurm did not answer, so that the job may be in the queue.
@@ -58,6 +64,9 @@ def submit(
         check_entry(entry, Path.cwd(), None, list(job.args))
     else:
         require_arguments(train, list(job.args))
+        module = module_of(train)
+        if module is not None:
+            refuse_not_importable(module, path_of_job(Path.cwd()), Path.cwd())
     client = slurm or SubprocessSlurm.of_this_process()
     loaded_site = find_site(site, client)
     run, file = create_run(

@@ -29,7 +29,7 @@ def run_of_arguments(arguments: list[str]) -> tuple[RunDirectory, str, Path | No
     if len(places) != 1:
         raise ForgeError(
             f"expected one run directory, got {places}",
-            next_step="python -m slurm_forge.process supervise RUN [-- COMMAND …]",
+            next_step="python -m slurm_forge.process supervise|execute RUN [-- COMMAND …]",
         )
     run = RunDirectory.existing(places[0])
     script = Path(options["--script"]) if options["--script"] else run.submissions / _SCRIPT

@@ -57,12 +57,13 @@ def batch_script(
     *,
     spares: int = 0,
     outlives_nodes: bool = False,
+    calls: bool = False,
 ) -> str:
     """The script of a run, of an array of runs, or of the successor of one of them.
 
     ``folder`` is submitit's, ``python`` shell text, ``parameters`` are those of its executor.
     ``spares`` are asked for beside the nodes of the ranks; ``outlives_nodes``: the job goes on
-    without one that it loses.
+    without one that it loses.  ``calls``: what runs is a callable that knows nothing of us.
     """
     parameters = dict(parameters)
     extra = dict(parameters.get("additional_parameters") or {})
@@ -103,10 +104,14 @@ def batch_script(
         first = [subject.pickle, folder]
         setup += [successor_lines(*first, first=subject.first, tasks=subject.tasks)]
     step = _step_options(folder, parameters, srun_args)
-    supervise = process_words("supervise", *which, "--via", "submitit forge", "--")
+    # What knows nothing of us is conducted as a command, whose srun is its own.
+    conduct = process_words(
+        "execute" if calls else "supervise", *which, "--via", "submitit forge", "--"
+    )
+    step = [*(("srun", "--kill-on-bad-exit=1", "--unbuffered") if calls else ()), *step]
     # The payload is submitit's own: it loads the pickle, calls the pointer, stores the result.
     task = f"{python} -u -m submitit.core._submit {shlex.quote(str(folder))}"
-    command = " ".join([python, shlex.join([*supervise, *step]), task])
+    command = " ".join([python, shlex.join([*conduct, *step]), task])
     started = start_lines(command, teardown=bool(parameters.get("teardown")))
     warned = "signal" in extra or _warns(parameters.get("time", 5))
     lines = _submitits(_PAYLOAD, folder, setup, parameters).split("\n")

@@ -1,8 +1,9 @@
 """``submitit.AutoExecutor(folder, cluster="forge")``: submitit's Slurm executor with a supervisor.
 
 Takes every parameter of submitit's own Slurm executor, as ``forge_*`` and under the ``slurm_*``
-names that existing code has (``slurm_aliases``).  What is submitted is a ``ForgeJob``
-or a plain training function, for which a run directory is made under ``<folder>/runs``.
+names that existing code has (``slurm_aliases``).  What is submitted is a ``ForgeJob``,
+a training function, or any callable that submitit takes (a ``Checkpointable``, say); for the last
+two a run directory is made under ``<folder>/runs``.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ import secrets
 import shutil
 import sys
 import uuid
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +28,11 @@ from slurm_forge.files import make_private_directory, write_atomic
 from slurm_forge.journal.events import Submitted, UserAsked
 from slurm_forge.launch.render.batch_script import start_file
 from slurm_forge.launch.render.site_choice import find_site, site_places
+from slurm_forge.launch.submit.importing import (
+    module_of,
+    path_of_job,
+    refuse_not_importable,
+)
 from slurm_forge.launch.submit.submission import (
     create_run,
     entry_of,
@@ -40,8 +48,9 @@ from slurm_forge.launch.submitit.batch_script import (
     batch_script,
     directives,
 )
+from slurm_forge.launch.submitit.calls import training_call
 from slurm_forge.launch.submitit.handle import RunHandle
-from slurm_forge.launch.submitit.job import ForgeJob
+from slurm_forge.launch.submitit.job import CALL_AGAIN, ForgeCall, ForgeJob
 from slurm_forge.launch.submitit.slurm_aliases import accept_slurm_names
 from slurm_forge.person import person
 from slurm_forge.run_directory import RunDirectory
@@ -49,7 +58,6 @@ from slurm_forge.site.model import Site
 from slurm_forge.site.rules import refused
 from slurm_forge.slurm.client import SubprocessSlurm
 from slurm_forge.spec import job_from_mapping
-from slurm_forge.spec.entry import require_arguments
 from slurm_forge.spec.run_file import read_run_file
 
 
@@ -104,6 +112,7 @@ class ForgeExecutor(SlurmExecutor):
     ) -> list[core.Job[Any]]:
         runs = [self._as_run(delayed) for delayed in delayed_submissions]
         self._room = self._room_of(runs)
+        self._calls = _all_or_none(delayed_submissions)
         for run, delayed in zip(runs, delayed_submissions, strict=True):
             delayed.set_timeout(self.parameters.get("time", 5), self.max_num_timeout)
             keep_payload(run, delayed.dump)
@@ -134,22 +143,40 @@ class ForgeExecutor(SlurmExecutor):
             # The job may start in another folder than this process is in.
             delayed.function = ForgeJob(str(run.path))
             return run
-        if delayed.args:
-            raise SubmissionError(
-                "a training function takes the run and nothing else by position",
-                next_step="Give its arguments by name: executor.submit(train, max_steps=400).",
-            )
-        entry = entry_of(function)
-        require_arguments(function, delayed.kwargs)
+        training = training_call(function, delayed.args, delayed.kwargs)
+        self._refuse_not_importable(function if training is None else training.function)
+        if training is None:
+            job = {
+                "command": [sys.executable, "-u", "-m", "submitit.core._submit", str(self.folder)],
+                "program": {"convention": "submitit", "requeue_exit_code": CALL_AGAIN},
+            }
+            run = self._new_run(_name_of(function), job)
+            delayed.function = ForgeCall(str(run.path), function)
+            return run
+        entry = entry_of(training.function)
+        run = self._new_run(entry.rpartition(":")[2], {"entry": entry, "args": training.arguments})
+        delayed.function, delayed.args, delayed.kwargs = ForgeJob(str(run.path)), (), {}
+        return run
+
+    def _refuse_not_importable(self, function: Callable[..., Any]) -> None:
+        module = module_of(function)
+        if self._path_of_job is None:
+            self._path_of_job = path_of_job(Path.cwd())
+        if module is not None:
+            refuse_not_importable(module, self._path_of_job, Path.cwd())
+
+    #: Where the jobs that are submitted here look for modules.
+    _path_of_job: tuple[str, ...] | None = None
+
+    def _new_run(self, usual_name: str, what: dict[str, Any]) -> RunDirectory:
         parameters = self.parameters
-        base = str(parameters.get("job_name", entry.rpartition(":")[2]))
+        base = str(parameters.get("job_name", usual_name))
         # Slurm takes names of jobs that can't be names of folders.
         base = re.sub(r"[^A-Za-z0-9._-]+", "-", base).strip("-._")[:48] or "run"
         job = job_from_mapping(
             {
                 "name": f"{base}-{secrets.token_hex(3)}",
-                "entry": entry,
-                "args": dict(delayed.kwargs),
+                **what,
                 "resources": {
                     "nodes": int(parameters.get("nodes", 1)),
                     "spare_nodes": self._spare_nodes,
@@ -171,7 +198,6 @@ class ForgeExecutor(SlurmExecutor):
             qos=parameters.get("qos"),
             site_file=site_places().named_file(None),
         )
-        delayed.function, delayed.args, delayed.kwargs = ForgeJob(str(run.path)), (), {}
         return run
 
     def _site(self) -> Site:
@@ -233,6 +259,7 @@ class ForgeExecutor(SlurmExecutor):
     #: What the submission under way is for.
     _subject: Path | Array | None = None
     _room = _Room()
+    _calls = False
 
     def _make_submission_file_text(self, command: str, uid: str) -> str:
         """Submitit's script, with the supervisor in the place of srun."""
@@ -248,12 +275,31 @@ class ForgeExecutor(SlurmExecutor):
             self.parameters,
             spares=self._room.spares,
             outlives_nodes=self._room.outlives_nodes,
+            calls=self._calls,
         )
         # A run that was made elsewhere has been looked at there.
         refusal = None if self._own_site is None else refused(directives(text), self._own_site)
         if refusal is not None:
             raise SubmissionError(refusal.message, next_step=refusal.advice)
         return text
+
+
+def _name_of(function: Callable[..., Any]) -> str:
+    """What a run of it is called where the executor has no name for its jobs."""
+    while isinstance(function, partial):
+        function = function.func
+    return str(getattr(function, "__name__", type(function).__name__))
+
+
+def _all_or_none(submissions: list[utils.DelayedSubmission]) -> bool:
+    """Whether callables are submitted that know nothing of runs."""
+    kinds = {isinstance(each.function, ForgeCall) for each in submissions}
+    if len(kinds) > 1:
+        raise SubmissionError(
+            "functions that take a run and callables that don't can't be tasks of one array",
+            next_step="Submit them in two batches.",
+        )
+    return kinds.pop()
 
 
 accept_slurm_names()

@@ -19,7 +19,7 @@ from submitit.slurm.slurm import SlurmJob
 from slurm_forge.errors import ForgeError
 from slurm_forge.journal import RunState, RunStatus
 from slurm_forge.launch.submit.submission import run_state
-from slurm_forge.launch.submitit.job import ForgeJob
+from slurm_forge.launch.submitit.job import ForgeCall, ForgeJob
 from slurm_forge.run_directory import RunDirectory
 from slurm_forge.slurm.client import SubprocessSlurm
 from slurm_forge.slurm.records import is_slurm_job
@@ -81,6 +81,8 @@ class RunHandle(SlurmJob[Any]):
     """A job of a run: done when the run is finished or rests, wherever it went on meanwhile."""
 
     _run_of_job: RunDirectory | None = None
+    #: Whether the result is what the callable has returned.
+    _returns = False
     _state: RunState | None = None
     _read_next = 0.0
     _last_answer: _ControllerAnswer | None = None
@@ -122,6 +124,8 @@ class RunHandle(SlurmJob[Any]):
         if run is None or self._sub_jobs:
             return tuple(super()._get_outcome_and_result())
         if run.is_done():
+            if self._returns:
+                return tuple(super()._get_outcome_and_result())
             return "success", f"{run.name}: finished"
         state = self._read(run, force=True)
         reason = self._standing(run).reason
@@ -158,7 +162,8 @@ class RunHandle(SlurmJob[Any]):
         """
         if self._run_of_job is None and self.paths.submitted_pickle.exists():
             function = self.submission().function
-            if isinstance(function, ForgeJob):
+            if isinstance(function, ForgeJob | ForgeCall):
+                self._returns = isinstance(function, ForgeCall)
                 self._run_of_job = RunDirectory.at(function.run)
         return self._run_of_job
 

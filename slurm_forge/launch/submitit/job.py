@@ -1,9 +1,9 @@
-"""The checkpointable callable that submitit pickles: a pointer to the run and nothing else.
+"""The callables that submitit pickles: a pointer to a run, or what runs without knowing of one.
 
-The same callable runs under our executor (``cluster="forge"``, a supervisor conducts) and under the
-stock executors ``slurm``, ``local`` and ``debug`` (rank 0 conducts).  Everything that changes
-between attempts lives in the run directory: a requeue after a node failure runs the original
-pickle.
+A ``ForgeJob`` is a pointer and nothing else.  The same one runs under our executor
+(``cluster="forge"``, a supervisor conducts) and under the stock executors ``slurm``, ``local`` and
+``debug`` (rank 0 conducts).  Everything that changes between attempts lives in the run directory: a
+requeue after a node failure runs the original pickle.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from slurm_forge.control.handshake import Credentials
 from slurm_forge.errors import ForgeError
@@ -28,6 +29,7 @@ from slurm_forge.launch.attempt.attempt import (
 )
 from slurm_forge.launch.attempt.lifeline import Lifeline
 from slurm_forge.launch.attempt.unrecognized import note_unrecognized
+from slurm_forge.launch.submit.submission import keep_payload
 from slurm_forge.launch.submitit.embedded import (
     EmbeddedConductor,
     Rendezvous,
@@ -44,6 +46,8 @@ if TYPE_CHECKING:
 
 #: The exit status by which the tasks are to be started again; submitit's local executor has it so.
 START_AGAIN = 144
+#: The exit status of a ``ForgeCall`` that has saved (EX_TEMPFAIL of sysexits.h: try again).
+CALL_AGAIN = 75
 
 
 @dataclass(frozen=True)
@@ -104,6 +108,85 @@ class ForgeJob:
         from submitit.core.utils import DelayedSubmission
 
         return DelayedSubmission(self)
+
+
+@dataclass(frozen=True)
+class ForgeCall:
+    """A callable that knows nothing of runs, and the run that it is conducted as.
+
+    Submitit calls it in every task.  Asked to save, rank 0 calls the ``checkpoint`` of the callable
+    as submitit does, and the next start calls what that has returned; without one, the same again.
+
+    Attributes:
+        run: The run directory.
+        function: What was submitted: a function, or an object such as a ``Checkpointable``.
+    """
+
+    run: str
+    function: Callable[..., Any]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call it, as one rank; when Slurm gives notice, the process saves and ends.
+
+        Args:
+            args: Those of the submission.
+            kwargs: Those of the submission.
+
+        Returns:
+            What the callable returns.
+        """
+        from submitit import JobEnvironment
+
+        environment = JobEnvironment()
+
+        def save(number: int, frame: object) -> None:
+            del number, frame
+            if environment.global_rank == 0:
+                self._save(environment.paths.submitted_pickle, args, kwargs)
+
+        # In the place of submitit's own, which requeues the job itself.
+        for signal_number in {signal.SIGUSR2, environment._usr_sig()}:
+            signal.signal(signal_number, save)
+        return self.function(*args, **kwargs)
+
+    def checkpoint(self, *args: Any, **kwargs: Any) -> DelayedSubmission | None:
+        """Submitit's protocol for a requeue.
+
+        Args:
+            args: Those of the call that is interrupted.
+            kwargs: Those of the call that is interrupted.
+
+        Returns:
+            What the next start calls; None where the callable wants none.
+        """
+        from submitit.core.utils import DelayedSubmission
+
+        own = getattr(self.function, "checkpoint", None)
+        if own is None:
+            return DelayedSubmission(self, *args, **kwargs)
+        next_call = own(*args, **kwargs)
+        if next_call is None:
+            return None
+        again = ForgeCall(self.run, next_call.function)
+        return DelayedSubmission(again, *next_call.args, **next_call.kwargs)
+
+    def _save(self, pickle: Path, args: tuple[Any, ...], kwargs: dict[str, Any]) -> NoReturn:
+        from submitit.core import utils
+
+        run = RunDirectory.existing(self.run)
+        again = self.checkpoint(*args, **kwargs)
+        if again is None:  # to submitit that means: not again
+            run.stop_file.touch(mode=0o600)
+        else:
+            keep_payload(run, again.dump)  # a successor of the job begins with it
+            with utils.temporary_save_path(pickle) as written:
+                again.dump(written)
+        # SystemExit: what the callable has open is closed on the way out.
+        sys.exit(CALL_AGAIN)
+
+
+#: Pickles outlive the place of this module: they name that one.
+ForgeCall.__module__ = "slurm_forge.launch.submitit_job"
 
 
 class _StockTask:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import pickle
@@ -17,17 +18,18 @@ import pytest
 import submitit
 from submitit.core.utils import DelayedSubmission
 
+import slurm_forge
 from slurm_forge.errors import ConfigError, ForgeError, SubmissionError, UnsafeFileError
 from slurm_forge.launch.render.site_choice import find_site
 from slurm_forge.launch.submit.submission import (
     create_run,
     run_state,
 )
-from slurm_forge.launch.submitit.job import ForgeJob
+from slurm_forge.launch.submitit.job import CALL_AGAIN, ForgeCall, ForgeJob
 from slurm_forge.run_directory import RunDirectory
 from slurm_forge.spec import job_from_mapping
 from slurm_forge.spec.run_file import read_run_file
-from tests.unit.launch_submitit.programs import Trainer, train
+from tests.unit.launch_submitit.programs import Countdown, Trainer, add, learn, train
 
 
 def forge(folder: Path, **parameters) -> submitit.AutoExecutor:
@@ -310,8 +312,8 @@ def closure():
 
 @pytest.mark.parametrize(
     "function",
-    [lambda run: None, closure(), Trainer().train, Trainer, partial(train), print],
-    ids=["lambda", "closure", "method", "class", "partial", "builtin"],
+    [lambda run: None, closure(), Trainer().train],
+    ids=["lambda", "closure", "method"],
 )
 def test_what_a_later_attempt_can_t_find_is_refused(tmp_path, submitted, function):
     with pytest.raises(ConfigError, match="at the top of a module"):
@@ -319,12 +321,83 @@ def test_what_a_later_attempt_can_t_find_is_refused(tmp_path, submitted, functio
     assert list(submitted.iterdir()) == []
 
 
-def test_arguments_by_position_are_refused(tmp_path, submitted):
-    with pytest.raises(SubmissionError, match="by name"):
-        forge(tmp_path / "logs").submit(train, 0.1)
-    with pytest.raises(SubmissionError, match="by name"):
-        forge(tmp_path / "logs").map_array(train, [0.1, 0.2])
+def job_of(job):
+    return read_run_file(RunDirectory.existing(pickled(job).function.run).spec_file).job
+
+
+def test_arguments_by_position_and_of_partial_have_the_names_of_the_function(tmp_path, submitted):
+    executor = forge(tmp_path / "logs")
+    jobs = [executor.submit(learn, 0.1, steps=7), executor.submit(partial(learn, 0.2), 8)]
+    with executor.batch():
+        jobs.append(executor.submit(partial(learn, steps=9), 0.3))
+    jobs += executor.map_array(learn, [0.4, 0.5], [10, 11])
+    args = [job_of(job).args for job in jobs]
+    assert args == [{"lr": round(0.1 * n, 1), "steps": 6 + n} for n in range(1, 6)]
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs", "message"),
+    [
+        ((1, 2, 3), {}, "learn takes 2 arguments behind the run by position, and 3 are given"),
+        ((1,), {"lr": 2}, "learn gets 'lr' by position and by name"),
+        ((1,), {"step": 2}, r"no parameter 'step' \(did you mean \"steps\"\?\)"),
+        ((object(),), {}, "args.lr"),
+    ],
+)
+def test_arguments_that_do_not_fit_are_refused(tmp_path, submitted, args, kwargs, message):
+    with pytest.raises(ForgeError, match=message):
+        forge(tmp_path / "logs").submit(learn, *args, **kwargs)
     assert list(submitted.iterdir()) == []
+
+
+def test_a_callable_that_takes_no_run_is_conducted_as_a_command(tmp_path, submitted):
+    logs = tmp_path / "logs"
+    job = forge(logs).submit(Countdown(3), "by", step=1)
+    call = pickled(job)
+    assert (call.function.function.left, call.args, call.kwargs) == (3, ("by",), {"step": 1})
+    spec = job_of(job)
+    assert spec.name.startswith("Countdown-")
+    assert spec.command == (sys.executable, "-u", "-m", "submitit.core._submit", str(logs))
+    assert spec.program.requeue_exit_code == CALL_AGAIN
+    script = checked((submitted / "0").read_text())
+    (line,) = (each for each in script.splitlines() if " slurm_forge.process execute " in each)
+    words = shlex.split(line)
+    step = words[words.index("--") + 1 :]
+    assert step[:3] == ["srun", "--kill-on-bad-exit=1", "--unbuffered"]
+    assert step[-5:] == [sys.executable, "-u", "-m", "submitit.core._submit", str(logs)]
+
+
+def test_what_checkpoint_returns_is_called_next_and_kept_for_a_successor(tmp_path, submitted):
+    job = forge(tmp_path / "logs").submit(Countdown(3), "by", step=1)
+    call = pickled(job)
+    again = call._checkpoint_function()
+    assert isinstance(again.function, ForgeCall)
+    assert (again.function.run, again.function.function.left) == (call.function.run, 2)
+    assert (again.args, again.kwargs) == (("by",), {"step": 1})
+    plain = pickled(forge(tmp_path / "logs").submit(add, 1, 2))._checkpoint_function()
+    assert (plain.function.function, plain.args) == (add, (1, 2))
+
+
+def test_both_kinds_in_one_array_are_refused(tmp_path, submitted):
+    executor = forge(tmp_path / "logs")
+    with pytest.raises(SubmissionError, match="can't be tasks of one array"), executor.batch():
+        executor.submit(learn, 0.1, 2)
+        executor.submit(add, 1, 2)
+    assert list(submitted.iterdir()) == []
+
+
+def test_a_module_that_the_job_would_not_find_is_refused(tmp_path, submitted, monkeypatch):
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "faraway.py").write_text("def train(run):\n    pass\n")
+    monkeypatch.syspath_prepend(tmp_path / "elsewhere")
+    faraway = importlib.import_module("faraway")
+    with pytest.raises(SubmissionError, match=r"can't import faraway: here it is .*faraway\.py"):
+        forge(tmp_path / "logs").submit(faraway.train)
+    with pytest.raises(SubmissionError, match="can't import faraway"):
+        slurm_forge.submit(faraway.train, {"name": "far"}, runs=tmp_path / "runs", site="generic")
+    assert list(submitted.iterdir()) == []
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "elsewhere"))
+    assert forge(tmp_path / "logs").submit(faraway.train).job_id == "4000"
 
 
 def test_a_pointer_to_no_run_is_refused(tmp_path, submitted):

@@ -1,0 +1,89 @@
+"""Which submitted callables are training functions, and what their arguments are called."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from slurm_forge.errors import SubmissionError
+from slurm_forge.spec.entry import require_arguments
+
+#: A first parameter of this name is the run, whatever else would fit.
+_RUN = "run"
+_POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingCall:
+    """A function that takes the run first, and its other arguments by name."""
+
+    function: Callable[..., Any]
+    arguments: dict[str, Any]
+
+
+def training_call(
+    function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> TrainingCall | None:
+    """The call of a function that takes a run; None for a callable that needs none.
+
+    A function whose first parameter is called ``run`` takes one, and so does a function that can't
+    be called without one.
+
+    Raises:
+        ConfigError: The arguments fit neither way.
+        SubmissionError: An argument has no name that the job could store it under.
+    """
+    while isinstance(function, functools.partial):
+        args = (*function.args, *args)
+        kwargs = {**function.keywords, **kwargs}
+        function = function.func
+    if not inspect.isroutine(function):
+        return None
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # written in C: it says nothing of its parameters
+        return None
+    parameters = list(signature.parameters.values())
+    first = parameters[0] if parameters and parameters[0].kind in _POSITIONAL else None
+    takes_run = first is not None and first.name == _RUN
+    if not takes_run and _fits(signature, args, kwargs):
+        return None
+    arguments = _named(function, parameters[1:], args, kwargs)
+    require_arguments(function, arguments)
+    return TrainingCall(function, arguments)
+
+
+def _fits(signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError:
+        return False
+    return True
+
+
+def _named(
+    function: Callable[..., Any],
+    parameters: Sequence[inspect.Parameter],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+) -> dict[str, Any]:
+    """The arguments behind the run by name, as a job stores them."""
+    names = [each.name for each in parameters if each.kind is each.POSITIONAL_OR_KEYWORD]
+    name = getattr(function, "__name__", "the function")
+    if len(args) > len(names):
+        raise SubmissionError(
+            f"{name} takes {len(names)} arguments behind the run by position, and {len(args)} are "
+            "given",
+            next_step=f"Declare them: def {name}(run, max_steps, …): the run keeps every argument "
+            "under its name.",
+        )
+    given = dict(zip(names, args, strict=False))
+    twice = sorted(given.keys() & kwargs.keys())
+    if twice:
+        raise SubmissionError(
+            f"{name} gets {twice[0]!r} by position and by name", next_step="Give it once."
+        )
+    return {**given, **kwargs}
