@@ -46,7 +46,7 @@ def train(run, lr, seed, steps):
     run.register(model=model, optimizer=optimizer)
     loss = 0.0
     for batch in run.batches(Numbers(), global_batch_size=8, until=forge.Steps(steps)):
-        time.sleep(0.03)
+        time.sleep(1.0 if pathlib.Path("slow-" + run.name).exists() else 0.03)
         loss = run.train_step(batch, lambda rows: model(rows).square().mean(), max_norm=1.0)
     result = {"lr": lr, "seed": seed, "weights": [w.tolist() for w in model.parameters()]}
     pathlib.Path(f"result-{lr}-{seed}.json").write_text(json.dumps(result))
@@ -109,6 +109,11 @@ def submitted(slurm: SlurmCluster, folder: Path) -> str:
     return json.loads(forge(slurm, folder, "submit", "grid.yaml", "--json"))["job"]
 
 
+def preempt(slurm: SlurmCluster, job: str) -> None:
+    slurm.preempt(job, hold=0)
+    slurm.wait_for(lambda: slurm.job(job).state != "RUNNING", 60, f"job {job} to be preempted")
+
+
 def attempts(folder: Path, number: int) -> list[list[Cause]]:
     state = run_state(RunDirectory.existing(folder / "runs" / f"grid-{number}"))
     assert state.status is RunStatus.FINISHED
@@ -155,8 +160,10 @@ def test_twenty_runs_of_which_some_are_preempted_and_one_is_held(
         "checkpoint: {every_steps: 20}\n"
         "sweep: {args.lr: [1e-2, 3e-2, 1e-1, 3e-1], args.seed: '0-4', limit: 3}\n"
     )
-    job = submitted(slurm, tmp_path)
     preempted = (1, 4, 11)
+    for number in preempted:
+        (tmp_path / f"slow-grid-{number}").touch()
+    job = submitted(slurm, tmp_path)
 
     def trains(number: int) -> bool:
         run = RunDirectory.existing(tmp_path / "runs" / f"grid-{number}")
@@ -169,7 +176,8 @@ def test_twenty_runs_of_which_some_are_preempted_and_one_is_held(
     slurm.run("scontrol", "hold", f"{job}_19")
     for number in preempted:
         slurm.wait_for(lambda n=number: trains(n) and state(n) == "RUNNING", 300, f"run {number}")
-        slurm.cancel_preemptor(slurm.preempt(f"{job}_{number}", hold=0))
+        preempt(slurm, f"{job}_{number}")
+        (tmp_path / f"slow-grid-{number}").unlink()
 
     def counts() -> dict:
         return status_of(slurm, tmp_path)["counts"]
@@ -184,8 +192,10 @@ def test_twenty_runs_of_which_some_are_preempted_and_one_is_held(
     results = [json.loads(each.read_text()) for each in tmp_path.glob("result-*.json")]
     assert len({(each["lr"], each["seed"]) for each in results}) == 20
     for number in range(20):
-        expected = [[Cause.PREEMPTED], []] if number in preempted else [[]]
-        assert attempts(tmp_path, number) == expected, number
+        *before, last = attempts(tmp_path, number)
+        # Whatever shares the node of a preempted one is preempted as well.
+        assert (before, last) == ([[Cause.PREEMPTED]] * len(before), []), number
+        assert before or number not in preempted
 
 
 @pytest.mark.slow
@@ -220,3 +230,60 @@ def run_of(folder: Path, job: str) -> RunState:
     runs = [RunDirectory.at(each.parent) for each in folder.glob("logs/runs/*/run.yaml")]
     states = [run_state(each) for each in runs]
     return next(each for each in states if each.job == job)
+
+
+@pytest.mark.slow
+def test_a_sweep_of_hydra_is_preempted_and_taken_up_again(
+    slurm: SlurmCluster, tmp_path: Path
+) -> None:
+    pytest.importorskip("hydra")
+    forge(
+        slurm, tmp_path, "init", ".", "--way", "hydra", "--yes", "--name", "grid", "--time", "10m",
+        "--partition", "preempt", "--mem", "1500M",
+    )  # fmt: skip
+    variables = {
+        **slurm.env, "HOME": str(tmp_path), "SLURM_FORGE_NODES": "off", "OMP_NUM_THREADS": "1",
+    }  # fmt: skip
+    words = [sys.executable, "train.py", "-m", "hydra.sweep.dir=sweep", "pace=0.02"]
+
+    def launch(*more: str) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [*words, *more], cwd=tmp_path, env=variables, stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT, text=True,
+        )  # fmt: skip
+
+    def runs() -> list[RunState]:
+        found = [
+            RunDirectory.at(each.parent) for each in tmp_path.glob("sweep/.forge/runs/*/run.yaml")
+        ]
+        return [run_state(each) for each in found]
+
+    def trains() -> str:
+        for each in runs():
+            launches = [launch for attempt in each.attempts for launch in attempt.launches]
+            if each.status is RunStatus.RUNNING and any((one.step or 0) > 0 for one in launches):
+                return each.job
+        return ""
+
+    first = launch("lr=0.01,0.02", "seed=0,1")
+    try:
+        slurm.wait_for(lambda: bool(trains()), 120, "the first steps")
+        victim = trains()
+        preempt(slurm, victim)
+        first.kill()  # the terminal is closed; the sweep goes on
+        told, _ = first.communicate()
+    finally:
+        first.kill()
+    again = launch("lr=0.01,0.02", "seed=0,1,2")
+    try:
+        told, _ = again.communicate(timeout=slurm.deadline(300))
+    finally:
+        again.kill()
+    assert again.returncode == 0, told
+    sweep = ("status", "sweep/.forge/runs/grid", "--json")
+    slurm.wait_for(lambda: json.loads(forge(slurm, tmp_path, *sweep))["done"], 30, told)
+    preempted = [each for each in runs() if len(each.attempts) > 1]
+    assert victim in [each.job for each in preempted]
+    for each in preempted:
+        causes = [found.cause for one in each.attempts for _, found in one.incidents]
+        assert set(causes) == {Cause.PREEMPTED}

@@ -51,6 +51,8 @@ class StartMethod(str, Enum):
     HF = "hf"
     #: A job file and a function with a loop that uses accelerate.
     ACCELERATE = "accelerate"
+    #: A script that Hydra configures, and sweeps of it.
+    HYDRA = "hydra"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,6 +105,8 @@ def first_files(options: InitOptions) -> FirstFiles:
     """The files that the options ask for; ``ConfigError`` names the option that can't be."""
     _check(options)
     job = _job(options)
+    if options.start_method is StartMethod.HYDRA:
+        return _hydra_files(options, job)
     local_command, cluster_command = _commands(options, job)
     settings = to_mapping(job)
     own = options.start_method is StartMethod.EXEC
@@ -144,6 +148,21 @@ def first_files(options: InitOptions) -> FirstFiles:
     )
 
 
+def _hydra_files(options: InitOptions, job: JobSpec) -> FirstFiles:
+    """A script and its configuration, which says what each job of a sweep asks for."""
+    settings = to_mapping(job)["resources"]
+    values = {"name": job.name, "parameters": _parameters(settings, job, prefix="")}
+    knob = "" if options.site is None else f"SLURM_FORGE_SITE={shlex.quote(options.site)} "
+    return FirstFiles(
+        files=(
+            NewFile(_PROGRAM, (_STARTERS / "hydra_sweep.py").read_text(encoding="utf-8")),
+            NewFile("config.yaml", _rendered("config.yaml.j2", values)),
+        ),
+        local_command=f"python {_PROGRAM}",
+        cluster_command=f"{knob}python {_PROGRAM} -m lr=1e-3,3e-3 seed=0,1,2",
+    )
+
+
 def _check(options: InitOptions) -> None:
     if options.entry is not None and options.command is not None:
         raise ConfigError(
@@ -160,6 +179,12 @@ def _check(options: InitOptions) -> None:
         raise ConfigError(
             f"--command: --way {options.start_method.value} calls a function",
             next_step="Give --entry package.module:train, or --way exec for a command.",
+        )
+    if options.start_method is StartMethod.HYDRA and (options.entry or options.template):
+        raise ConfigError(
+            f"--{'entry' if options.entry else 'template'}: with --way hydra a script is started "
+            "by Hydra's launcher",
+            next_step="Leave it out, and change train.py and config.yaml.",
         )
     if options.start_method is StartMethod.SUBMITIT and options.entry is not None:
         raise ConfigError(
@@ -290,18 +315,20 @@ def _global_batch(job: JobSpec) -> int:
     return ranks * max(1, round(_ABOUT / ranks))
 
 
-def _parameters(resources: Mapping[str, Any], job: JobSpec) -> dict[str, object]:
-    """What submitit calls them."""
+def _parameters(
+    resources: Mapping[str, Any], job: JobSpec, prefix: str = "slurm_"
+) -> dict[str, object]:
+    """What submitit calls them, with the ``prefix`` for those of one executor."""
     limit = job.resources.time
     named: dict[str, object | None] = {
         "nodes": resources["nodes"],
         "tasks_per_node": resources["tasks_per_node"],
         "cpus_per_task": resources["cpus_per_task"],
-        "slurm_gpus_per_node": resources["gpus_per_node"],
-        "slurm_mem": resources["mem"],
+        f"{prefix}gpus_per_node": resources["gpus_per_node"],
+        f"{prefix}mem": resources["mem"],
         "timeout_min": 60 if limit is None else math.ceil(limit.total_seconds() / 60),
-        "slurm_partition": resources["partition"],
-        "slurm_account": resources["account"],
+        f"{prefix}partition": resources["partition"],
+        f"{prefix}account": resources["account"],
     }
     return {key: value for key, value in named.items() if value is not None}
 

@@ -28,7 +28,8 @@ def init(
     way: Annotated[
         str | None,
         typer.Option(
-            metavar="WAY", help="job, submitit, exec, attach, hf or accelerate (see below)."
+            metavar="WAY",
+            help="job, submitit, exec, attach, hf, accelerate or hydra (see below).",
         ),
     ] = None,
     name: Annotated[
@@ -85,6 +86,7 @@ def init(
     --way attach    your own script, started by srun or torchrun, that calls forge.attach()
     --way hf        a job file and a function that trains with Hugging Face's Trainer
     --way accelerate  the same with a loop that uses accelerate
+    --way hydra     a script that Hydra configures, and sweeps of it
 
     \b
     Examples:
@@ -146,9 +148,8 @@ def _prompted(
     if ask_way and not own:
         typer.echo("job: a job file and a function.  submitit: a script that submits with it.")
         typer.echo("exec: a program of yours as it is.  attach: a script of yours, as a run.")
-        typer.echo(
-            "hf, accelerate: a job file and a function with Hugging Face's Trainer, or loop."
-        )
+        typer.echo("hf, accelerate: a job file and a function with the Trainer, or with a loop.")
+        typer.echo("hydra: a script that Hydra configures, and sweeps of it.")
         options = _one(
             options,
             "start_method",

@@ -170,9 +170,7 @@ class ForgeExecutor(SlurmExecutor):
 
     def _new_run(self, usual_name: str, what: dict[str, Any]) -> RunDirectory:
         parameters = self.parameters
-        base = str(parameters.get("job_name", usual_name))
-        # Slurm takes names of jobs that can't be names of folders.
-        base = re.sub(r"[^A-Za-z0-9._-]+", "-", base).strip("-._")[:48] or "run"
+        base = folder_name(str(parameters.get("job_name", usual_name)), "run")
         job = job_from_mapping(
             {
                 "name": f"{base}-{secrets.token_hex(3)}",
@@ -187,10 +185,9 @@ class ForgeExecutor(SlurmExecutor):
                 },
             }
         )
-        folder = utils.JobPaths.get_first_id_independent_folder(self.folder)
         run, _ = create_run(
             job,
-            runs=folder / "runs",
+            runs=self.runs_folder,
             site=self._site(),
             submitted_from=Path.cwd(),
             python=sys.executable,
@@ -199,6 +196,11 @@ class ForgeExecutor(SlurmExecutor):
             site_file=site_places().named_file(None),
         )
         return run
+
+    @property
+    def runs_folder(self) -> Path:
+        """The folder of the runs that are made here."""
+        return Path(utils.JobPaths.get_first_id_independent_folder(self.folder)) / "runs"
 
     def _site(self) -> Site:
         """Asked for once: an array has many runs."""
@@ -282,6 +284,11 @@ class ForgeExecutor(SlurmExecutor):
         if refusal is not None:
             raise SubmissionError(refusal.message, next_step=refusal.advice)
         return text
+
+
+def folder_name(name: str, usual: str) -> str:
+    """A name of Slurm jobs, which may hold what names of folders can't."""
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-._")[:48] or usual
 
 
 def _name_of(function: Callable[..., Any]) -> str:

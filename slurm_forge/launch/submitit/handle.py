@@ -155,6 +155,11 @@ class RunHandle(SlurmJob[Any]):
         if self.__dict__.get("_cancel_at_deletion") and not self.done():
             self.cancel(check=False)
 
+    @property
+    def run(self) -> RunDirectory | None:
+        """The run that the job is of; None where it is none of ours."""
+        return self._followed()
+
     def _followed(self) -> RunDirectory | None:
         """The run that was submitted; None while submitit's own file is not there, or for others'.
 
@@ -179,7 +184,8 @@ class RunHandle(SlurmJob[Any]):
         return state.job if is_slurm_job(state.job) else self.job_id
 
     def _standing(self, run: RunDirectory, *, force: bool = False) -> HandleState:
-        is_done = run.is_done()
+        # What a callable returns is written after the run that it has attached is done.
+        is_done = run.is_done() and (not self._returns or self.paths.result_pickle.exists())
         state = self._read(run, force=force and not is_done)
         plain = handle_state(state, JobState.UNKNOWN, done=is_done, forgotten=False)
         if plain.over:

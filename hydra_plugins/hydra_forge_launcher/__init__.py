@@ -1,0 +1,1 @@
+"""Hydra's launcher ``forge``: ``python train.py -m hydra/launcher=forge``."""
