@@ -2,7 +2,7 @@
 
 Takes every parameter of submitit's own Slurm executor, as ``forge_*`` and under the ``slurm_*``
 names that existing code has (``slurm_aliases``).  What is submitted is a ``ForgeJob``,
-a training function, or any callable that submitit takes (a ``Checkpointable``, say); for the last
+a training function, or any callable that submitit takes (a Checkpointable, say); for the last
 two a run directory is made under ``<folder>/runs``.
 """
 

@@ -119,7 +119,7 @@ class ForgeCall:
 
     Attributes:
         run: The run directory.
-        function: What was submitted: a function, or an object such as a ``Checkpointable``.
+        function: What was submitted: a function, or an object such as a Checkpointable.
     """
 
     run: str

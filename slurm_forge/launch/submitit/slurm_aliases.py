@@ -1,7 +1,7 @@
 """Lets ``cluster="forge"`` understand the ``slurm_*`` parameters of existing submitit code.
 
 Submitit's AutoExecutor drops parameters of other clusters before a plugin sees them, silently: a
-job that asks for ``slurm_partition`` would land somewhere else.  So the two places where it does
+job that asks for a partition would land somewhere else.  So the two places where it does
 (its constructor and the update of its parameters) are wrapped, for this cluster only, when
 submitit loads our plugin.  Submitit's deprecated names without prefix (``partition=…``) belong to
 the plugin that was loaded last; for every other cluster they keep the meaning that they have

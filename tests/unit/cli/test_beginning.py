@@ -26,6 +26,7 @@ from slurm_forge.cli.start.first_files import (
     first_files,
     name_from,
 )
+from slurm_forge.documents import load
 from slurm_forge.errors import ConfigError
 from slurm_forge.slurm.text.directives import read_directives
 from slurm_forge.spec import JobSpec, load_job
@@ -42,13 +43,15 @@ def job_of(found: FirstFiles) -> JobSpec:
     return from_yaml(found.files[0].text)
 
 
+#: Those that write a job file.
+JOB_FILES = [way for way in StartMethod if way is not StartMethod.HYDRA]
 texts = st.text(min_size=1, max_size=12)
 names = st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._-]{0,20}", fullmatch=True)
 maybe = st.none()
 
 
 @given(
-    way=st.sampled_from(StartMethod),
+    way=st.sampled_from(JOB_FILES),
     name=names | st.sampled_from(["null", "0123", "1e3", "off", "2024-01-01"]),
     nodes=maybe | st.integers(1, 4000),
     tasks=maybe | st.integers(1, 64),
@@ -138,7 +141,24 @@ def test_any_text_is_taken_as_it_is_or_refused_by_name(text: str, key: str) -> N
     assert known.get(key, text) == text
 
 
-@pytest.mark.parametrize("way", StartMethod)
+def test_a_sweep_of_hydra_asks_for_what_was_asked() -> None:
+    files = made(
+        start_method=StartMethod.HYDRA, name="off", nodes=2, gpus_per_node="a100:4", mem="64G",
+        time="90m", partition="long", account="0123", site="my site.yaml",
+    )  # fmt: skip
+    assert [each.name for each in files.files] == ["train.py", "config.yaml"]
+    body = load(files.files[1].text).data["hydra"]
+    assert body["job"] == {"name": "off"}
+    assert body["launcher"] == {
+        "nodes": 2, "tasks_per_node": 4, "gpus_per_node": "a100:4", "mem": "64G",
+        "timeout_min": 90, "partition": "long", "account": "0123", "array_parallelism": 8,
+    }  # fmt: skip
+    assert files.cluster_command.startswith("SLURM_FORGE_SITE='my site.yaml' python train.py -m ")
+    with pytest.raises(ConfigError, match="--template: with --way hydra"):
+        made(start_method=StartMethod.HYDRA, template="srun")
+
+
+@pytest.mark.parametrize("way", JOB_FILES)
 def test_what_is_commented_out_can_be_used_too(way: StartMethod) -> None:
     text = (
         made(start_method=way, command="srun python own.py" if way is StartMethod.EXEC else None)
