@@ -3,7 +3,7 @@
 ``transformers``, ``accelerate`` and ``torchtitan`` are imported by whoever uses them; the others
 import no library.
 
-Entry: ``trackers``, ``transformers``, ``accelerate``, ``torchtitan``.
+Entry: ``trackers``, ``tracker_events``, ``transformers``, ``accelerate``, ``torchtitan``.
 """
 
 from __future__ import annotations
