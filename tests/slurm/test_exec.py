@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from slurm_forge.journal import RunState, RunStatus
-from slurm_forge.journal.events import Note, NoticeSeen
+from slurm_forge.journal.events import Note, NoticeSeen, Resumed
 from slurm_forge.launch.render.site_choice import find_site
 from slurm_forge.launch.submit.submission import (
     create_run,
@@ -76,6 +76,7 @@ def submit(
             "STEPS": str(steps),
             "SLURM_FORGE_RUNS": str(runs),
             "SLURM_FORGE_NODES": "off",
+            "MASTER_ADDR": "127.0.0.1",  # the names of these nodes are Slurm's alone
         },
     )
     return Script(cluster, job, out, RunDirectory.at(runs / f"{script}-demo"))
@@ -288,3 +289,25 @@ def test_tasks_that_slurm_has_signalled_are_stopped_by_it_as_ever(
     ((_, notice),) = script.watched.events(NoticeSeen)
     assert (notice.what, notice.source) == ("SIGUSR1", "tasks of steps")
     assert "by Slurm itself" in script.texts(Note)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(500)
+def test_a_lightning_trainer_goes_on_from_its_own_newest_checkpoint(
+    slurm: SlurmCluster, tmp_path: Path
+) -> None:
+    """It saves at its signal, and requeues the job itself: that is no administrator's wish."""
+    pytest.importorskip("lightning")
+    script = submit(slurm, tmp_path, "lightning", "--time=2", steps=1100)
+    script.wait_file("ck-step=25.ckpt", 120)
+    state = script.watched.wait_finished(400)
+
+    causes = [each.incidents[0][1].cause for each in state.attempts[:-1]]
+    assert causes and set(causes) == {Cause.TIME_LIMIT}
+    assert "hpc_ckpt_1.ckpt" in script.texts(Note)
+    first, second, *_ = (each for _, each in script.watched.events(Resumed))
+    assert isinstance(first, Resumed) and isinstance(second, Resumed)
+    assert (first.step, second.checkpoint) == (0, "hpc_ckpt_1.ckpt")
+    assert second.step % 25 or second.step > 25, "it went on from the pattern's"
+    assert state.high_water == 1100
+    assert (script.out / "result.txt").read_text().startswith("1100 ")

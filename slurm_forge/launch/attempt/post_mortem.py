@@ -13,6 +13,7 @@ from slurm_forge.journal.state import AttemptState
 from slurm_forge.knobs import process_environ
 from slurm_forge.launch.attempt.evidence import read_rank_failures
 from slurm_forge.launch.attempt.next_decision import next_decision
+from slurm_forge.launch.conductor.stop_monitor import CLOCK, SCONTROL
 from slurm_forge.launch.render.rank_environment import effective_on_hang
 from slurm_forge.recovery.incident.attempt_end import (
     SilentEnd,
@@ -25,6 +26,8 @@ from slurm_forge.spec.run_file import RunFile
 from slurm_forge.vocabulary.cause import Cause
 from slurm_forge.vocabulary.decision import Decision
 
+#: What a job ends for that was told so, by who told it.
+_NOTICED = {SCONTROL: Cause.PREEMPTED, CLOCK: Cause.TIME_LIMIT}
 #: Nobody waits longer than this for what is only evidence.
 _PATIENCE = timedelta(seconds=5)
 
@@ -98,6 +101,9 @@ def _gather_ending(last: AttemptState, claim: Claim, slurm: Slurm | None) -> Sil
         # A machine without Slurm starts nothing by itself.
         restarted=last.job == claim.job and slurm is not None,
         notices=[f"{notice.what} ({notice.source})" for _, notice in last.notices],
+        noticed=next(
+            (_NOTICED[each.source] for _, each in last.notices if each.source in _NOTICED), None
+        ),
     )
     if slurm is None:
         return ending

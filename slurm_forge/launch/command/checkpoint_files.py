@@ -99,7 +99,8 @@ def resumable(program: ProgramSpec, folder: Path, plan: RecoveryPlan) -> tuple[P
 
     Returns:
         Whole checkpoints by the numbers in their names, else by time.  What
-        Lightning saves at its signal is among those of the pattern, and the last one written comes first.
+        Lightning saves at its signal is among those of the pattern: then the last one written
+        comes first.
     """
     if program.checkpoint_glob is None:
         return ()

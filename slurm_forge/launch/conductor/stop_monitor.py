@@ -31,7 +31,8 @@ BATCH_STEP = "batch step"
 STEPS = "tasks of steps"
 _STARTER = "starter"
 _FILE = "file"
-_CLOCK = "clock"
+CLOCK = "clock"
+SCONTROL = "scontrol"
 
 
 class StopTarget(Protocol):
@@ -99,6 +100,7 @@ class StopMonitor:
         #: Ranks whose signal has been acted on: a later SIGTERM is the whole job's.
         self._signalled: set[str] = set()
         self._reason = ("", "")
+        self._explained = False
         self._target: StopTarget | None = None
         self._next_files = 0.0
         self.deadline = Deadline(hub, job_poller, timing, observations, clock(), now)
@@ -134,13 +136,13 @@ class StopMonitor:
         self.take_signals()
         preempted = self.questions.poll(now)
         if preempted:
-            self._notice(preempted, "scontrol")
+            self._notice(preempted, SCONTROL)
         for name, source in self._warnings.due():
             self._act_on(name, source)
         self._check_files(now)
         if self.deadline.time_is_up(now):
             self.observations.due_time_limit = True
-            self._notice("end of the time limit", _CLOCK)
+            self._notice("end of the time limit", CLOCK)
         self.deadline.poll(now)
 
     def take_signals(self) -> bool:
@@ -192,7 +194,11 @@ class StopMonitor:
         return queued
 
     def _notice(self, what: str, source: str) -> None:
-        if self.observations.stop_asked is None:
+        # Why a stop was asked for already is worth a line: a program may requeue the job itself,
+        # and whoever comes back finds no record of it.
+        explains = source == SCONTROL and not self._explained
+        self._explained = self._explained or explains
+        if self.observations.stop_asked is None or explains:
             self._note(NoticeSeen(what=what, source=source))
         self.ask_stop(what, source)
 

@@ -39,6 +39,8 @@ class SilentEnd:
     rows: Sequence[AccountingRecord] = ()
     nodes: Sequence[NodeRecord] = ()
     notices: Sequence[str] = ()
+    #: What the job was to end for, by a notice of Slurm's own or the clock.
+    noticed: Cause | None = None
     #: What ranks, or their monitors, had left behind.
     left: Sequence[RankFailure] = ()
 
@@ -79,6 +81,9 @@ def _judged(ending: SilentEnd) -> tuple[Cause, Confidence, tuple[Evidence, ...]]
             text += f" ExitCode={row.exit_code[0]}:{row.exit_code[1]}"
         evidence = Evidence("sacct", text)
         cause = BY_STATE[row.state]
+        if cause is Cause.ADMIN_REQUEUE and ending.noticed is not None:
+            # The program has requeued the job itself, as Lightning does at its signal.
+            cause = ending.noticed
         sure = Confidence.LIKELY if cause is Cause.CRASH else Confidence.CERTAIN
         of_nodes = _of_nodes(ending) if cause is Cause.NODE_FAIL else ()
         return cause, sure, (evidence, *of_nodes, silence)

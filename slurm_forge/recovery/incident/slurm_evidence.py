@@ -225,7 +225,32 @@ def _by_accounting(facts: LaunchFacts) -> Judged | None:
     if not rows or rows[-1].state not in BY_STATE:
         return None
     evidence = Evidence("sacct", f"State={rows[-1].state_text}")
+    if rows[-1].state is JobState.REQUEUED:
+        noticed = _noticed_reason(facts)
+        if noticed is not None:
+            return noticed[0], Confidence.CERTAIN, (noticed[1], evidence)
     return BY_STATE[rows[-1].state], Confidence.CERTAIN, (evidence,)
+
+
+def _noticed_reason(facts: LaunchFacts) -> tuple[Cause, Evidence] | None:
+    """Why a job was to end that somebody requeued before it did.
+
+    Frameworks do that themselves at their signal (Lightning's SLURMEnvironment): then it is still a
+    preemption, or the time limit, and no administrator's wish.
+    """
+    first = facts.job_at_start
+    before = None if first is None else first.preempt_time
+    for job in (facts.job_at_notice, facts.job_at_end):
+        if job is not None and job.preempt_time not in (None, before):
+            return Cause.PREEMPTED, Evidence("scontrol", f"PreemptTime={_clock(job.preempt_time)}")
+    if facts.due_time_limit and facts.job_at_notice is not None:
+        text = f"EndTime={_clock(facts.job_at_notice.end_time)}, lead {_seconds(facts.lead)}"
+        return Cause.TIME_LIMIT, Evidence("clock", text)
+    return None
+
+
+def _seconds(span: timedelta) -> str:
+    return f"{span.total_seconds():.0f} s"
 
 
 def _began(facts: LaunchFacts) -> datetime | None:

@@ -214,6 +214,31 @@ CASES = [
         says="sacct",
     ),
     Case(
+        "preempted, and requeued by the program itself at its signal",
+        Cause.PREEMPTED,
+        Confidence.CERTAIN,
+        {
+            **BOTH,
+            "job_at_start": RUNNING,
+            "job_at_notice": IN_GRACE,
+            "job_rows": (row(JobState.REQUEUED), row(JobState.PENDING)),
+        },
+        says="PreemptTime=12:00:00",
+    ),
+    Case(
+        "the end of the time limit, and requeued by the program itself at its signal",
+        Cause.TIME_LIMIT,
+        Confidence.CERTAIN,
+        {
+            **BOTH,
+            "job_at_start": RUNNING,
+            "job_at_notice": RUNNING,
+            "due_time_limit": True,
+            "job_rows": (row(JobState.REQUEUED), row(JobState.PENDING)),
+        },
+        says="lead",
+    ),
+    Case(
         "a scancel in the moment of the notice: PreemptTime is set, the grace time is not over",
         Cause.USER_CANCELLED,
         Confidence.LIKELY,

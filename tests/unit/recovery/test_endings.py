@@ -95,6 +95,15 @@ def test_accounting_says_how_it_ended(state: str, cause: Cause, confidence: Conf
     assert (state in told) is (confidence is not Confidence.GUESS)
 
 
+@pytest.mark.parametrize("noticed", [Cause.PREEMPTED, Cause.TIME_LIMIT])
+def test_a_program_that_requeues_its_job_at_a_notice_is_no_administrator(noticed: Cause) -> None:
+    """Lightning's handler does, and the job is killed before the supervisor can say why."""
+    incident = cause_of_ending(ending(rows=[row("REQUEUED")], noticed=noticed), "3.1")
+    assert (incident.cause, incident.confidence) == (noticed, Confidence.CERTAIN)
+    other = cause_of_ending(ending(rows=[row("NODE_FAIL")], noticed=noticed), "3.1")
+    assert other.cause is Cause.NODE_FAIL
+
+
 def starts(*states: str) -> list[AccountingRecord]:
     """The rows of a job that was requeued each hour, with those of its steps."""
     rows: list[AccountingRecord] = []
