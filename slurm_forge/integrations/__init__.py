@@ -1,9 +1,8 @@
 """Libraries of others: trainers that become runs, trackers that continue; called by the user.
 
-``transformers``, ``accelerate`` and ``torchtitan`` are imported by whoever uses them; the others
-import no library.
+The others are imported by whoever uses them; ``trackers`` and ``tracker_events`` import no library.
 
-Entry: ``trackers``, ``tracker_events``, ``transformers``, ``accelerate``, ``torchtitan``.
+Entry: ``trackers``, ``tracker_events``, ``transformers``, ``accelerate``, ``lightning``, ``torchtitan``.
 """
 
 from __future__ import annotations

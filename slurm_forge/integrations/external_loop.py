@@ -72,10 +72,13 @@ class ExternalLoop:
             self.run.boundary()
 
     @contextmanager
-    def evaluation(self) -> Iterator[None]:
-        """An evaluation, in which the run may stop at ``poll``; it is done again then."""
+    def evaluation(self, *, stops: bool = True) -> Iterator[None]:
+        """An evaluation, in which the run may stop at ``poll``; it is done again then.
+
+        Not in the middle of a step: gradients that are accumulated are in no checkpoint.
+        """
         self.evaluating = True
-        with self.run.phase("eval"):
+        with self.run.phase("eval", stops=stops):
             yield
         self.evaluating = False
 

@@ -53,6 +53,8 @@ class StartMethod(str, Enum):
     ACCELERATE = "accelerate"
     #: A script that Hydra configures, and sweeps of it.
     HYDRA = "hydra"
+    #: A job file and a function that trains with Lightning.
+    LIGHTNING = "lightning"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -293,6 +295,7 @@ def _starter(start_method: StartMethod, job: JobSpec) -> str:
         StartMethod.EXEC: "own.py",
         StartMethod.HF: "trainer.py",
         StartMethod.ACCELERATE: "accelerate.py",
+        StartMethod.LIGHTNING: "lightning.py",
     }
     text = (_STARTERS / names.get(start_method, "entry.py")).read_text(encoding="utf-8")
     text = text.replace("global_batch: int = 240", f"global_batch: int = {_global_batch(job)}")

@@ -27,10 +27,7 @@ def init(
     ] = Path(),
     way: Annotated[
         str | None,
-        typer.Option(
-            metavar="WAY",
-            help="job, submitit, exec, attach, hf, accelerate or hydra (see below).",
-        ),
+        typer.Option(metavar="WAY", help="How the run is started (see below)."),
     ] = None,
     name: Annotated[
         str | None, typer.Option(metavar="NAME", help="Name of the run (default: the folder's).")
@@ -86,6 +83,7 @@ def init(
     --way attach    your own script, started by srun or torchrun, that calls forge.attach()
     --way hf        a job file and a function that trains with Hugging Face's Trainer
     --way accelerate  the same with a loop that uses accelerate
+    --way lightning the same with Lightning's Trainer
     --way hydra     a script that Hydra configures, and sweeps of it
 
     \b
@@ -148,8 +146,8 @@ def _prompted(
     if ask_way and not own:
         typer.echo("job: a job file and a function.  submitit: a script that submits with it.")
         typer.echo("exec: a program of yours as it is.  attach: a script of yours, as a run.")
-        typer.echo("hf, accelerate: a job file and a function with the Trainer, or with a loop.")
-        typer.echo("hydra: a script that Hydra configures, and sweeps of it.")
+        typer.echo("hf, lightning: a job file and a function with the Trainer of either.")
+        typer.echo("accelerate: the same with a loop.  hydra: a script that Hydra configures.")
         options = _one(
             options,
             "start_method",

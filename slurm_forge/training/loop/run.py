@@ -554,7 +554,7 @@ class Run:
                 self._saver.catalog.say(full)
 
     @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
+    def phase(self, name: str, *, stops: bool = True) -> Iterator[None]:
         """Do other work than training, such as evaluation: ``with run.phase("eval"):``.
 
         Ranks may do different work inside, and can be stopped at ``run.poll()``.  The random state
@@ -564,12 +564,14 @@ class Run:
         Args:
             name: The name of the phase.  ``eval`` calls ``on_eval_end``, and ``keep_best`` reads
                 what is logged in it.
+            stops: Whether the run may save and stop in it: not while gradients are accumulated.
 
         Raises:
             RuntimeError: One phase is inside another.
         """
         self._step_lifecycle.settle()
-        with self._custom_loop.ahead(again=True) as may_save:
+        with self._custom_loop.ahead(again=stops) as is_known:
+            may_save = stops and is_known
             self._save_schedule.random = random = rng.capture()
             try:
                 with self._boundaries.phase(name, self._requests.stop_here, acts=may_save):
