@@ -120,8 +120,8 @@ def _steps(what: tuple[StepBoundaries, Member]) -> float:
     begun = time.perf_counter_ns()
     for step in range(first, first + _STEPS):
         boundaries.boundary(step)
-        with boundaries.data_wait():
-            pass
+        boundaries.begin_data_wait()
+        boundaries.end_data_wait()
         member.begin(step + 1)
     return (time.perf_counter_ns() - begun) / _STEPS
 

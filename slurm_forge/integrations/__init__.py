@@ -2,7 +2,7 @@
 
 The others are imported by whoever uses them; ``trackers`` and ``tracker_events`` import no library.
 
-Entry: ``trackers``, ``tracker_events``, ``transformers``, ``accelerate``, ``lightning``, ``torchtitan``.
+Entry: ``trackers``, ``transformers``, ``accelerate``, ``lightning``, ``torchtitan``.
 """
 
 from __future__ import annotations

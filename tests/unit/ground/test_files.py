@@ -345,7 +345,8 @@ def test_a_folder_that_a_server_gives_to_another_user_is_refused_with_the_reason
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As NFS does with root's (root_squash)."""
-    monkeypatch.setattr(os, "geteuid", lambda user=os.geteuid(): user + 1)
+    other = os.geteuid() + 1
+    monkeypatch.setattr(os, "geteuid", lambda: other)
     with pytest.raises(UnsafeFileError, match="root_squash") as caught:
         files.make_private_directory(tmp_path / "runs" / "run")
     assert "not as root" in caught.value.next_step
