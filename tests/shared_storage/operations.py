@@ -379,6 +379,7 @@ class Operations:
 
     def clear(self) -> None:
         """Forget everything."""
+        self.pause()
         self._told = Told()
         self.close_journals()
         for name in list(self._held):
