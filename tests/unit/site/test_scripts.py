@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -11,14 +13,17 @@ from slurm_forge.cli.start.first_files import (
     StartMethod,
     first_files,
 )
-from slurm_forge.launch.render.batch_script import template_folder
+from slurm_forge.launch.render.batch_script import sweep_script, template_folder
+from slurm_forge.launch.submit.submission import run_file
 from slurm_forge.launch.submitit.batch_script import (
     Array,
     Successor,
     batch_script,
 )
+from slurm_forge.run_directory import RunDirectory
 from slurm_forge.site.rules import Severity
 from slurm_forge.slurm.text.directives import read_directives
+from slurm_forge.spec import job_from_mapping
 from tests.rendered.scripts import Kind, Rendered, all_scripts, site_named
 from tests.rendered.shell import complaints, unreadable, written
 from tests.unit.site.asked import ASKED, NODES
@@ -35,7 +40,9 @@ def scripts() -> list[Rendered]:
 
 def test_each_template_is_among_them() -> None:
     """A new template has to be tried at every site: a row in tests/rendered/scripts.py."""
-    assert {kind.value for kind in Kind} == {p.stem for p in template_folder().glob("*.sbatch")}
+    templates = {p.stem for p in template_folder().glob("*.sbatch")}
+    # That of a sweep starts the scripts of its runs, whatever the site.
+    assert {*(kind.value for kind in Kind), "sweep"} == templates
 
 
 def test_bash_and_shellcheck_have_nothing_to_say_against_them(
@@ -50,6 +57,37 @@ def test_bash_and_shellcheck_have_nothing_to_say_against_them(
     assert len(files) > len(Kind)
     assert unreadable(files) == ""
     assert complaints(files, tmp_path) == ""
+
+
+def test_the_array_of_a_sweep_is_as_good(tmp_path: Path) -> None:
+    runs = tmp_path / "it's 100% #1"
+    first = job_from_mapping({"name": "grid-0", "entry": "tiny:train"})
+    site = site_named("generic")
+    run = RunDirectory.at(runs / "grid-0")
+    file = run_file(first, run=run, site=site, submitted_from=tmp_path, python="/py/python")
+    text = sweep_script("grid", 20, 3, site=site, first=file, runs=runs)
+    files = written({"array.sbatch": text}, tmp_path)
+    assert unreadable(files) == complaints(files, tmp_path) == ""
+    options = read_directives(text)
+    assert options[:2] == ("--job-name=grid", "--array=0-19%3")
+    folder = str(runs).replace("%", "%%")
+    assert options[-1] == f"--output={folder}/grid-%a/submissions/%x-%j.out"
+    own = runs / "grid-7" / "submissions" / "job.sbatch"
+    own.parent.mkdir(parents=True)
+    own.write_text('echo "its own, $SLURM_ARRAY_TASK_ID"\nfalse\necho goes on; exit 3\n')
+    scontrol = tmp_path / "scontrol"
+    scontrol.write_text('#!/bin/sh\necho "$@"\n')
+    scontrol.chmod(0o700)
+    variables = {"PATH": f"{tmp_path}:{os.defpath}", "SLURM_ARRAY_TASK_ID": "7",
+                 "SLURM_ARRAY_JOB_ID": "12"}  # fmt: skip
+    said = {}
+    for mode in (0o700, 0o722):
+        own.chmod(mode)
+        done = subprocess.run(
+            ["bash", str(files[0])], env=variables, capture_output=True, text=True, check=False
+        )
+        said[mode] = (done.returncode, done.stdout)
+    assert said == {0o700: (3, "its own, 7\ngoes on\n"), 0o722: (1, "requeuehold 12_7\n")}
 
 
 def test_what_they_source_is_as_good() -> None:
