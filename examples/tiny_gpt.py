@@ -96,7 +96,8 @@ def train(run: forge.Run) -> None:
     """What slurm_forge calls on every rank."""
     steps = int(run.args.get("max_steps", 200))
     model = build(run)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, fused=True)
+    lr = float(run.args.get("lr", 3e-3))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, fused=True)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=steps)
     run.register(model=model, optimizer=optimizer, scheduler=scheduler)
     held_out = Text(16_000, skip=1_000_000)

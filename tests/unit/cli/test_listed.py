@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from slurm_forge.cli.observe.run_list import (
-    _RESTS,
+    RESTS,
     Lister,
 )
 from slurm_forge.journal import RunStatus
@@ -99,5 +99,5 @@ def test_what_others_could_have_written_does_not_count(state: Path, tmp_path: Pa
 
 def test_the_words_of_rest_are_those_of_the_journal() -> None:
     words = {status.value for status in RunStatus}
-    assert words > _RESTS
-    assert words - _RESTS == {"submitted", "running", "requeued"}
+    assert words > RESTS
+    assert words - RESTS == {"submitted", "running", "requeued"}

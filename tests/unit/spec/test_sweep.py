@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from slurm_forge.documents import load
+from slurm_forge.documents import load, read
 from slurm_forge.errors import ConfigError
 from slurm_forge.spec import from_yaml, to_yaml
 from slurm_forge.spec.layers import Layer, combined
@@ -97,3 +99,9 @@ def test_the_list_of_runs_is_read_as_it_was_written(tmp_path) -> None:
     )
     with pytest.raises(Exception, match=r"9\.0"):
         read_sweep_file(tmp_path)
+
+
+def test_the_example_is_four_runs() -> None:
+    path = Path(__file__).resolve().parents[3] / "examples" / "sweep.yaml"
+    names = [each.layered.job.name for each in swept_jobs(combined((), read(path)))]
+    assert names == [f"tiny-sweep-{number}" for number in range(4)]
