@@ -19,10 +19,11 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch.utils._pytree import tree_map_only
 from torch.utils.data import DataLoader, IterableDataset
 
 from slurm_forge.errors import UnsupportedError, UsageError
@@ -56,6 +57,12 @@ _NOT_KEPT = (
     *(f"{of}{name}" for of in ("", "datamodule_") for name in ("hyper_parameters", "hparams_name")),
     "hparams_type",
     "datamodule_hparams_type",
+)
+
+
+#: What of the Trainer's state each rank has of its own.
+_OWN = frozenset(
+    {"accumulated", "callback_metrics", "metrics", "order", "position", "random", "should_stop"}
 )
 
 
@@ -190,8 +197,16 @@ class ForgeCallback(Callback):
             (plugin, "clip_grad_by_value", self._clip_by_value),
             (epoch._results, "update_metrics", self._resume_metric),
         ):
-            if hasattr(owner, name):  # no version needs one that it lacks
+            if hasattr(owner, name):
                 self._wrapped.enter_context(replaced(owner, name, wrap))
+            elif wrap is not nothing:  # what is not there need not be kept from anything
+                self._wrapped.close()
+                raise UnsupportedError(
+                    f"this version of Lightning has no {type(owner).__name__}.{name}, which has to "
+                    "be wrapped",
+                    next_step="Use lightning 2.6, or start the script with slurm-forge exec "
+                    "(docs/how-to/exec.md).",
+                )
 
     def on_train_batch_end(
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
@@ -353,10 +368,10 @@ class ForgeCallback(Callback):
             optimizer=optimizers[0] if len(optimizers) == 1 else list(optimizers),
             scheduler=[each for each in schedulers if each not in plateaus],
             scaler=getattr(trainer.strategy.precision_plugin, "scaler", None),
-            trainer=self._state,
+            **self._state.parts(),
         )
         if run.restore():
-            self._resume_trainer(self._state.state)
+            self._resume_trainer(self._state.state or {})
         self._state.state = None
         self._updates = trainer.fit_loop.epoch_loop.global_step
 
@@ -368,7 +383,8 @@ class ForgeCallback(Callback):
             how=f"{trainer.world_size} ranks of {_samples(trainer) // trainer.world_size}",
         )  # fmt: skip
         weights = trainer.strategy.lightning_module_state_dict()
-        connector._loaded_checkpoint = {**saved["checkpoint"], "state_dict": weights}
+        checkpoint = connector._loaded_checkpoint = {**saved["checkpoint"], "state_dict": weights}
+        checkpoint["loops"]["fit_loop"]["state_dict"].update(saved["position"])
         connector.restore_datamodule()
         connector.restore_model()
         connector.restore_callbacks()
@@ -425,12 +441,14 @@ class ForgeCallback(Callback):
         checkpoint = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
         for name in (*_NOT_KEPT, type(trainer.strategy.precision_plugin).__qualname__):
             checkpoint.pop(name, None)
+        loops = checkpoint["loops"]["fit_loop"]["state_dict"]
+        position = {name: loops.pop(name) for name in ("combined_loader",) if name in loops}
         if self._before_waiting is not None:
-            position = checkpoint["loops"]["fit_loop"]["state_dict"]
-            position["combined_loader"] = [self._before_waiting]
+            position = {"combined_loader": [self._before_waiting]}
         module, results = trainer.lightning_module, trainer.fit_loop.epoch_loop._results
-        return {
+        state = {
             "checkpoint": checkpoint,
+            "position": position,
             "accumulated": {key: each for key, of in results.items() if (each := _values(of))},
             "metrics": {name: _metric_state(metric) for name, metric in _metrics(module)},
             "plateaus": [each.state_dict() for each in self._plateaus()],
@@ -442,6 +460,8 @@ class ForgeCallback(Callback):
             "validating": validating,
             "ended": ended,
         }
+        # What is on a device is taken for equal on all ranks.
+        return cast(dict[str, Any], tree_map_only(torch.Tensor, torch.Tensor.cpu, state))
 
     def _plateaus(self) -> Iterator[ReduceLROnPlateau]:
         for each in self._trainer.lr_scheduler_configs:
@@ -449,18 +469,38 @@ class ForgeCallback(Callback):
                 yield each.scheduler
 
 
-class _TrainerState(KeptState):
-    """What the Trainer has at a boundary, once something asks for it."""
+class _TrainerState:
+    """What the Trainer has at a boundary, once something asks for it; None is asked for anew."""
 
     def __init__(self, take: Callable[[], dict[str, Any]]) -> None:
-        super().__init__(None)
         self._take = take
+        self.state: dict[str, Any] | None = None
 
-    def state_dict(self) -> Any:
-        """The state that is kept, or that of now."""
+    def parts(self) -> dict[str, KeptState]:
+        """What is registered: what is the same on all ranks, and what each rank has of its own."""
+        return {"trainer": _Part(self, own=False), "trainer_rank": _Part(self, own=True)}
+
+    def of(self, *, own: bool) -> dict[str, Any]:
+        """One of the two parts."""
         if self.state is None:
             self.state = self._take()
-        return self.state
+        return {name: each for name, each in self.state.items() if (name in _OWN) is own}
+
+
+class _Part(KeptState):
+    """One part of the Trainer's state; it is loaded into the whole."""
+
+    def __init__(self, whole: _TrainerState, *, own: bool) -> None:
+        super().__init__(None)
+        self._whole, self._own = whole, own
+
+    def state_dict(self) -> Any:
+        """The part of the state that is kept, or that of now."""
+        return self._whole.of(own=self._own)
+
+    def load_state_dict(self, state: Any) -> None:
+        """The part of a checkpoint."""
+        self._whole.state = {**(self._whole.state or {}), **state}
 
 
 class _IndexOrder:

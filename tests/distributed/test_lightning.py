@@ -221,8 +221,9 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def stopped(
-    run: RunDirectory, gate: Gate, where: str, step: int, ranks: int = RANKS, **options: Any
-) -> None:
+    run: RunDirectory, gate: Gate, where: str, step: int, ranks: int = RANKS,
+    at: int | None = None, **options: Any,
+) -> None:  # fmt: skip
     """Stop the run in a place, as Slurm does: by a signal to all ranks."""
 
     def disturb(here: str, now: int) -> None:
@@ -235,7 +236,8 @@ def stopped(
             launch.kill(rank, signal.SIGTERM)
         launch.heard()
         gate.open()
-    at = step // (2 if options.get("manual") else 1) + (where == "step")
+    if at is None:
+        at = step // (2 if options.get("manual") else 1) + (where == "step")
     assert {(told.outcome, told.step) for told in launch.told} == {(RankOutcome.STOPPED, at)}
 
 
@@ -249,6 +251,16 @@ def test_a_stopped_trainer_loses_no_step_and_ends_the_same(
 ) -> None:
     run = run_of(tmp_path, "stopped")
     stopped(run, gate, where, step)
+    finished(run)
+    assert digest(run.path, random=True) == undisturbed
+
+
+@pytest.mark.slow
+def test_between_accumulated_batches_is_no_place_to_stop(
+    tmp_path: Path, gate: Gate, undisturbed: str
+) -> None:
+    run = run_of(tmp_path, "stopped")
+    stopped(run, gate, "validation", 1, at=2)  # behind the third batch, and two make a step
     finished(run)
     assert digest(run.path, random=True) == undisturbed
 
@@ -274,13 +286,10 @@ def test_a_killed_trainer_continues_from_its_last_checkpoint_and_ends_the_same(
     assert digest(run.path, random=True) == undisturbed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("fault", "launches", "options"), [
-    ("nan@5", 1, {}), pytest.param("nan@5x3", 2, {}, marks=pytest.mark.slow),
-    pytest.param("nan@5", 1, {"gradient_clip_val": 1.0}, marks=pytest.mark.slow),
-    pytest.param(
-        "nan@5", 1, {"gradient_clip_val": 0.1, "gradient_clip_algorithm": "value"},
-        marks=pytest.mark.slow,
-    ),
+    ("nan@5", 1, {}), ("nan@5x3", 2, {}), ("nan@5", 1, {"gradient_clip_val": 1.0}),
+    ("nan@5", 1, {"gradient_clip_val": 0.1, "gradient_clip_algorithm": "value"}),
 ])  # fmt: skip
 def test_a_gradient_that_is_not_finite_reaches_no_weight(
     tmp_path: Path, fault: str, launches: int, options: Options
