@@ -259,7 +259,7 @@ class Operations:
         environment = {key: value for key, value in os.environ.items() if key != "LD_PRELOAD"}
         done = subprocess.run(
             [sys.executable, "-m", "tests.shared_storage.training", *words],
-            capture_output=True, text=True, check=False, env=environment, timeout=1200,
+            capture_output=True, text=True, check=False, env=environment, timeout=3600,
         )  # fmt: skip
         lines = done.stdout.splitlines()
         problems = [each.removeprefix("problem: ") for each in lines if each.startswith("problem")]

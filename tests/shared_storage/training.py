@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 import time
 from pathlib import Path
+from unittest import mock
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -20,7 +21,8 @@ from slurm_forge.run_directory import RunDirectory
 from slurm_forge.store.directory import CheckpointStore
 from slurm_forge.testing.digest import digest
 from slurm_forge.training.rank.main import RankOutcome
-from tests.distributed.launches import Gate, launched
+from tests.distributed import launches
+from tests.distributed.launches import Gate
 from tests.distributed.test_resume_ranks import STEPS, Part, begin, program
 
 _LOCAL = Path("/dev/shm/training")  # this node alone
@@ -32,7 +34,10 @@ def train(run: RunDirectory, until: int | None) -> str:
     """Two ranks, up to a step or to the end; what is wrong about how they ended."""
     gate = Gate()
     part = Part(2, until=until)
-    with launched(run, part.ranks, program(part, gate, random_model=True)) as launch:
+    with (
+        mock.patch.object(launches, "_LONG_S", _PATIENCE_S),  # of a machine that is emulated
+        launches.launched(run, part.ranks, program(part, gate, random_model=True)) as launch,
+    ):
         if until is not None:
             launch.at(gate, 1)
             launch.stop_together()
