@@ -432,8 +432,8 @@ class Hub(Listener[_Peer]):
                     if member is not None:
                         self._on_closed(member)
             elif isinstance(said, Hello | MonitorHello):
-                if not any(known):
-                    self._greet_relayed(relay, members, numbers, said, now)
+                if known == [False]:  # two are never the same
+                    self._greet_relayed(relay, members, numbers[0], said, now)
             elif any(known):
                 # Others were dropped, and do not know yet.
                 peers = [members[number] for number in compress(numbers, known)]
@@ -449,17 +449,16 @@ class Hub(Listener[_Peer]):
         self,
         relay: _Peer,
         members: dict[int, _Peer],
-        numbers: Sequence[int],
+        number: int,
         hello: Hello | MonitorHello,
         now: float,
     ) -> None:
         role = Role.RANK if isinstance(hello, Hello) else Role.MONITOR
-        for number in numbers[:1]:  # nobody else is the same
-            connection = _RelayedConnection(relay.connection, number)
-            member = _Peer(connection, now, relay.address, role=role.value)
-            member.relay, member.number = relay, number
-            members[number] = member
-            self._greet(member, hello, now)
+        connection = _RelayedConnection(relay.connection, number)
+        member = _Peer(connection, now, relay.address, role=role.value)
+        member.relay, member.number = relay, number
+        members[number] = member
+        self._greet(member, hello, now)
 
     def _on_monitor_message(self, group: _Group, message: Message, now: float) -> None:
         ranks, monitors = group.ranks, self._monitors
