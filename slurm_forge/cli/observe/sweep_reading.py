@@ -26,7 +26,8 @@ from slurm_forge.spec.sweep_runs import SweepFile
 
 def read_sweep(sweep: SweepFile, runs: tuple[RunDirectory, ...], folder: Path) -> SweepStatus:
     """Where the sweep stands, whatever is wrong with one of its runs."""
-    lister = Lister(folder.parent, words=True)
+    # Whether a run rests is all that is asked of a remembered line; others are worked out anew.
+    lister = Lister(folder.parent, words=False)
     tasks = _tasks_of_arrays()
     lines = []
     for entry, run in zip(sweep.runs, runs, strict=True):
