@@ -138,7 +138,14 @@ def test_a_preempted_task_comes_back_and_the_limit_is_kept(
     (tmp_path / "may-end").touch()
     results = [tmp_path / f"result-{point}" for point in "ab"]
     slurm.wait_for(lambda: all(each.exists() for each in results), 120, "all results")
-    slurm.wait_for(lambda: status_of(slurm, tmp_path)["done"], 30, "the end of the sweep")
+    runs = [tmp_path / "runs" / f"grid-{number}" for number in (0, 1)]
+    finished = RunStatus.FINISHED
+    slurm.wait_for(
+        lambda: all(run_state(RunDirectory.at(each)).status is finished for each in runs),
+        30,
+        "the end of the sweep",
+    )
+    assert status_of(slurm, tmp_path)["done"]
     assert [each.read_text() for each in results] == [
         "a, saved before: True",
         "b, saved before: False",
