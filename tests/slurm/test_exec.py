@@ -311,3 +311,20 @@ def test_a_lightning_trainer_goes_on_from_its_own_newest_checkpoint(
     assert second.step % 25 or second.step > 25, "it went on from the pattern's"
     assert state.high_water == 1100
     assert (script.out / "result.txt").read_text().startswith("1100 ")
+
+
+@pytest.mark.slow
+def test_tasks_that_print_nan_are_ended_on_every_node(slurm: SlurmCluster, tmp_path: Path) -> None:
+    script = submit(slurm, tmp_path, "nan", steps=60, partition="normal")
+    script.wait_file("c-10")
+    state = script.watched.wait_finished(120)
+
+    assert len(state.attempts) == 1
+    incident = state.attempts[0].incidents[0][1]
+    assert (incident.cause, incident.onset) == (Cause.NON_FINITE, 30)
+    assert state.attempts[0].decisions[0][1].target == "c-20"
+    for rank in (0, 1):
+        assert (script.out / f"result-{rank}").read_text() == "good"
+        pids = [each.split()[1] for each in (script.out / f"steps-{rank}").read_text().splitlines()]
+        assert pids == sorted(pids, key=pids.index), "two starts ran side by side"
+    assert "no sentinel" not in script.texts(Note)

@@ -195,7 +195,7 @@ class ProgramConductor:
             self._non_finite, self._warned = None, True
             return
         # It must not save what it has now.
-        self._process.kill()
+        self._process.kill_everywhere()
 
     # -- what somebody wants -----------------------------------------------------------------
 

@@ -41,6 +41,8 @@ from slurm_forge.spec.metric_patterns import metric_patterns
 #: Output of a program that has ended may still be on its way; what it left running may hold on
 #: to it for ever.
 _DRAIN_S = 1.0
+#: How long srun's shepherd may take to have Slurm kill a step.
+_SHEPHERD_S = 3.0
 
 
 class ProgramProcess:
@@ -172,6 +174,25 @@ class ProgramProcess:
             return
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGTERM)
+
+    def kill_everywhere(self) -> None:
+        """End it now, and the tasks of its steps on other nodes, before they can save.
+
+        srun's shepherd, a child of it, has Slurm kill the step once srun itself is gone
+        (_shepherd_spawn in its srun_job.c).  scancel --signal=KILL would cancel the job.
+        """
+        own = {self.pid, *read_marked(self._mark)}
+        sruns = {each.pid: each.parent for each in read_processes() if starts_steps(each.words)}
+        for pid, parent in sruns.items():
+            if pid in own and parent not in sruns:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.kill(pid, signal.SIGKILL)
+        until = time.monotonic() + _SHEPHERD_S
+        own &= sruns.keys()
+        while time.monotonic() < until and own & {each.pid for each in read_processes()}:
+            self._process.poll()
+            time.sleep(0.05)
+        self.kill()
 
     def kill(self) -> None:
         """End it now, with everything that it has started on this machine."""

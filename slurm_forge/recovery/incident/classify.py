@@ -151,6 +151,9 @@ def _judge(facts: LaunchFacts) -> Judged:
     if facts.stopped_by:
         words = Evidence(STARTER, facts.stopped_by)
         return Cause.STOP_REQUESTED, Confidence.CERTAIN, (words,)
+    if facts.non_finite is not None:  # before any stop: what came after it was our own doing
+        words = Evidence(facts.launcher, facts.non_finite.text)
+        return Cause.NON_FINITE, Confidence.LIKELY, (words,)
     signalled = bool(facts.rank_signals or facts.batch_signals or facts.due_time_limit)
     stop_requested = signalled or is_ending(facts)
     explained = not facts.signalled_since or step_daemon_names_reason(facts)
@@ -182,9 +185,6 @@ def _judge(facts: LaunchFacts) -> Judged:
         return facts.stalled.cause, facts.stalled.confidence, facts.stalled.evidence
     if facts.probe is not None:
         return facts.probe.cause, facts.probe.confidence, facts.probe.evidence
-    if facts.non_finite is not None:
-        words = Evidence(facts.launcher, facts.non_finite.text)
-        return Cause.NON_FINITE, Confidence.LIKELY, (words,)
     if facts.launcher_signal and _only_follows(first):
         killed = launcher_killed(facts)
         if killed is not None:

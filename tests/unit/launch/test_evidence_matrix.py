@@ -151,3 +151,15 @@ def test_a_scancel_after_slurm_has_told_of_a_preemption(
         cancelled_after=timedelta(seconds=after_s), slow_after=timedelta(seconds=2),
     )  # fmt: skip
     assert (world.starts, world.state.status.value) == (1, "cancelled")
+
+
+def test_why_a_program_was_signalled_is_written_down_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may requeue the job itself, which ends the supervisor before it can say why."""
+    world = played(
+        tmp_path, monkeypatch, End.PREEMPTION, Answers.AT_ONCE, 30, Front.EXEC, REQUEUE
+    )  # fmt: skip
+    sources = [each.source for _, each in world.state.attempts[0].notices]
+    assert sources.count("scontrol") == 1
+    assert sources[0] != "scontrol", "it was a signal that was heard first"
