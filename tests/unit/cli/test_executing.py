@@ -263,7 +263,14 @@ for step in range(start + 1, 21):
 """
 
 
-@pytest.mark.parametrize("ladder", ["rollback, times: 2", "hold", "warn, times: 2"])
+@pytest.mark.parametrize(
+    "ladder",
+    [
+        "rollback, times: 2",
+        pytest.param("hold", marks=pytest.mark.slow),
+        pytest.param("warn, times: 2", marks=pytest.mark.slow),
+    ],
+)
 def test_a_program_that_prints_nan_goes_back_to_a_checkpoint_from_before(
     execute: Exec, ladder: str
 ) -> None:
