@@ -2,7 +2,7 @@
 
 The others are imported by whoever uses them; ``trackers`` and ``tracker_events`` import no library.
 
-Entry: ``trackers``, ``transformers``, ``accelerate``, ``lightning``, ``torchtitan``.
+Entry: ``trackers``, ``transformers``, ``accelerate``, ``lightning``, ``keras``, ``torchtitan``.
 """
 
 from __future__ import annotations

@@ -56,6 +56,7 @@ def finished(run: Path) -> None:
         pytest.param("attach", ["tried"], "finished", marks=pytest.mark.slow),
         pytest.param("transformers", ["tried"], "finished", marks=pytest.mark.slow),
         pytest.param("lightning", ["tried"], "finished", marks=pytest.mark.slow),
+        pytest.param("keras", ["tried"], "finished", marks=pytest.mark.slow),
     ],
 )
 def test_a_tutorial_works_as_it_is_written(

@@ -55,6 +55,8 @@ class StartMethod(str, Enum):
     HYDRA = "hydra"
     #: A job file and a function that trains with Lightning.
     LIGHTNING = "lightning"
+    #: A job file and a function that trains with Keras.
+    KERAS = "keras"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -296,6 +298,7 @@ def _starter(start_method: StartMethod, job: JobSpec) -> str:
         StartMethod.HF: "trainer.py",
         StartMethod.ACCELERATE: "accelerate.py",
         StartMethod.LIGHTNING: "lightning.py",
+        StartMethod.KERAS: "keras_model.py",
     }
     text = (_STARTERS / names.get(start_method, "entry.py")).read_text(encoding="utf-8")
     text = text.replace("global_batch: int = 240", f"global_batch: int = {_global_batch(job)}")

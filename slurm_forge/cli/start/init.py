@@ -77,14 +77,15 @@ def init(
     In a terminal it asks for what no option gives.  Nothing is overwritten without --force.
 
     \b
-    --way job       a job file and a function: slurm-forge submit (the default)
-    --way submitit  the same function, submitted by a script with submitit
-    --way exec      a program that knows nothing of slurm-forge, in your own sbatch script
-    --way attach    your own script, started by srun or torchrun, that calls forge.attach()
-    --way hf        a job file and a function that trains with Hugging Face's Trainer
+    --way job         a job file and a function: slurm-forge submit (the default)
+    --way submitit    the same function, submitted by a script with submitit
+    --way exec        a program that knows nothing of slurm-forge, in your own sbatch script
+    --way attach      your own script, started by srun or torchrun, that calls forge.attach()
+    --way hf          a job file and a function that trains with Hugging Face's Trainer
     --way accelerate  the same with a loop that uses accelerate
-    --way lightning the same with Lightning's Trainer
-    --way hydra     a script that Hydra configures, and sweeps of it
+    --way lightning   the same with Lightning's Trainer
+    --way hydra       a script that Hydra configures, and sweeps of it
+    --way keras       the same with Keras and its torch backend
 
     \b
     Examples:
@@ -146,7 +147,7 @@ def _prompted(
     if ask_way and not own:
         typer.echo("job: a job file and a function.  submitit: a script that submits with it.")
         typer.echo("exec: a program of yours as it is.  attach: a script of yours, as a run.")
-        typer.echo("hf, lightning: a job file and a function with the Trainer of either.")
+        typer.echo("hf, lightning, keras: a job file and a function with that library's trainer.")
         typer.echo("accelerate: the same with a loop.  hydra: a script that Hydra configures.")
         options = _one(
             options,

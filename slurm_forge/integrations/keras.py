@@ -1,0 +1,356 @@
+"""Keras 3 with its torch backend as a run: saved, stopped and resumed between two of its batches.
+
+    with slurm_forge.attach("my-run") as run:
+        model.compile(...)
+        ForgeCallback(run).fit(model, x, y, epochs=10)      # in place of model.fit(x, y, epochs=10)
+
+Each rank is given its own share of the samples; their gradients are averaged.  Keras keeps its
+loop: after a resume it passes over the batches of the epoch that were trained on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import keras
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from slurm_forge.errors import UnsupportedError
+from slurm_forge.integrations.external_loop import (
+    ExternalLoop,
+    replaced,
+    require_same_samples,
+)
+from slurm_forge.training.core import rng
+from slurm_forge.training.loop.positions import KeptState
+from slurm_forge.training.loop.run import Run
+
+#: What of a callback is not its state.
+_NOT_STATE = frozenset({"params", "_params", "model", "_model", "validation_data"})
+_BATCH_SIZE = 32
+
+
+class ForgeCallback(keras.callbacks.Callback):
+    """Trains a compiled model of Keras as a run.
+
+    A stop loses no step: it is saved between two batches.  An update whose gradient is not finite,
+    or whose norm is far beyond the usual, is skipped on all ranks; the recovery plan's scale of the
+    learning rate is applied.  The figures of an epoch are in ``status``.
+
+    Args:
+        run: The run, from ``slurm_forge.attach`` or as the argument of a training function.
+    """
+
+    def __init__(self, run: Run) -> None:
+        super().__init__()
+        self._run = run
+        self._loop = ExternalLoop(run)
+        self._state, self._moments = KeptState(None), KeptState(None)
+        self._others: list[Any] = []
+        self._samples = 0
+        self._epoch = 0
+        #: Batches that are trained on in this epoch, and those that are still to be passed over.
+        self._batches = 0
+        self._to_pass = 0
+        self._epoch_random: dict[str, torch.Tensor] = {}
+        self._resumed: dict[str, Any] | None = None
+
+    def fit(self, model: Any, x: Any, y: Any = None, **options: Any) -> Any:
+        """Train, in place of ``model.fit(x, y, …)``: from the run's checkpoint if it has one.
+
+        Args:
+            model: Compiled; its weights are the same on all ranks.
+            x: Arrays, a ``DataLoader`` or a ``PyDataset`` with this rank's samples, as many batches
+                on every rank.
+            y: The targets, where ``x`` is arrays.
+            **options: As for ``model.fit``.
+
+        Returns:
+            What ``model.fit`` returns.
+
+        Raises:
+            UnsupportedError: The backend is not torch, or the data or the optimizer can't be
+                resumed exactly.
+        """
+        _require_supported(model, x, options)
+        size = getattr(x, "batch_size", None) or options.get("batch_size") or _BATCH_SIZE
+        self._samples = size * self._run.world_size
+        self._others = list(options.pop("callbacks", None) or ())
+        with ExitStack() as stack:
+            for owner, name, wrap in (
+                (model.optimizer, "apply", self._guard),
+                (model, "_compute_loss", self._note_loss),
+                (model, "evaluate", self._evaluate),
+                *((each, f"on_train_batch_{end}", self._unless_passed)
+                  for each in self._others for end in ("begin", "end")),
+            ):  # fmt: skip
+                stack.enter_context(replaced(owner, name, wrap))
+            stack.callback(setattr, model, "train_function", None)
+            stack.callback(setattr, model, "_initial_epoch", None)
+            return model.fit(x, y, callbacks=[*self._others, self], **options)
+
+    # -- what Keras calls ----------------------------------------------------------------------
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Register and restore."""
+        run, model = self._run, self.model
+        if not model.optimizer.built:
+            model.optimizer.build(model.trainable_variables)
+        self._optimizer = _TorchOptimizer(model.optimizer, model.trainable_variables)
+        run.register(model=_Variables(model.variables), optimizer=self._optimizer)
+        self._keep()
+        run.register(trainer=self._state, optimizer_variables=self._moments)
+        if run.restore():
+            self._resume(self._state.state)
+        train = model.train_function
+
+        def step(data: Any) -> Any:
+            return model.get_metrics_result() if self._to_pass else train(data)
+
+        model.train_function = step
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        """Draw the order of the epoch from what it was drawn from before, if it is repeated."""
+        saved, self._resumed, self._epoch = self._resumed, None, epoch
+        if saved is None:
+            self._batches, self._epoch_random = 0, rng.capture()
+            return
+        self._assign(self.model.metrics_variables, saved["metrics"])
+        for each, state in zip(self._stateful(), saved["callbacks"], strict=True):
+            vars(each).update(_unpacked(state))
+        rng.restore(self._epoch_random)
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        """The place where the run may save and stop: the batch is fetched, as it will be then."""
+        if self._to_pass:
+            return
+        self._loop.release_random()
+        if self._loop.counted:
+            self._keep()
+            self._loop.boundary()
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Count the step."""
+        if self._to_pass:
+            self._to_pass -= 1
+            return
+        self._batches = batch + 1
+        self._loop.count(self._samples)
+
+    def on_test_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Another batch of an evaluation, which may be broken off here and is done again then."""
+        self._loop.poll()
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Hand the figures on; what follows belongs to the next epoch."""
+        self._loop.log(logs or {})
+        self._epoch, self._batches, self._epoch_random = epoch + 1, 0, {}
+
+    def on_train_end(self, logs: Any = None) -> None:
+        """The last state is part of the last checkpoint."""
+        self._keep()
+
+    # -- what is wrapped -----------------------------------------------------------------------
+
+    def _guard(self, apply: Callable[..., None]) -> Callable[..., None]:
+        """Have the run make the updates: checked, and the same on all ranks."""
+
+        def guarded(gradients: list[Any], variables: Any = None) -> None:
+            self._average([each for each in gradients if each is not None])
+            self._optimizer.update = apply
+            self._loop.apply(self._optimizer)
+
+        return guarded
+
+    def _average(self, gradients: list[torch.Tensor]) -> None:
+        if self._run.world_size > 1 and gradients:
+            together = torch.cat([each.reshape(-1) for each in gradients])
+            dist.all_reduce(together)
+            together /= self._run.world_size
+            at = 0
+            for each in gradients:
+                each.copy_(together[at : at + each.numel()].view_as(each))
+                at += each.numel()
+
+    def _note_loss(self, compute_loss: Callable[..., Any]) -> Callable[..., Any]:
+        def compute(*args: Any, **kwargs: Any) -> Any:
+            loss = compute_loss(*args, **kwargs)
+            if kwargs.get("training") and not self._loop.evaluating:
+                self._loop.add_loss(loss.detach())
+            return loss
+
+        return compute
+
+    def _evaluate(self, evaluate: Callable[..., Any]) -> Callable[..., Any]:
+        def evaluate_in_a_phase(*args: Any, **kwargs: Any) -> Any:
+            self._loop.release_random()
+            self._keep()  # a place to stop, too
+            with self._loop.evaluation():
+                return evaluate(*args, **kwargs)
+
+        return evaluate_in_a_phase
+
+    def _unless_passed(self, hook: Callable[..., None]) -> Callable[..., None]:
+        """Other callbacks do not see batches that are passed over: they have seen them."""
+
+        def call(*args: Any, **kwargs: Any) -> None:
+            if not self._to_pass:
+                hook(*args, **kwargs)
+
+        return call
+
+    # -- the state -----------------------------------------------------------------------------
+
+    def _keep(self) -> None:
+        model = self.model
+        moments = [each.value.detach() for each in model.optimizer.variables]
+        self._moments.state = {"variables": moments}
+        self._state.state = {
+            "epoch": self._epoch,
+            "batches": self._batches,
+            "samples": self._samples,
+            "random": self._epoch_random,
+            "metrics": [each.value.detach().cpu().clone() for each in model.metrics_variables],
+            "callbacks": [_packed(vars(each)) for each in self._stateful()],
+            "stop": bool(model.stop_training),
+        }
+
+    def _resume(self, saved: dict[str, Any]) -> None:
+        require_same_samples(
+            saved["samples"], self._samples, each="batch", step=self._run.step_number,
+            how=f"{self._run.world_size} ranks of {self._samples // self._run.world_size}",
+        )  # fmt: skip
+        self._assign(self.model.optimizer.variables, self._moments.state["variables"])
+        self.model._initial_epoch = self.params["epochs"] if saved["stop"] else saved["epoch"]
+        self._epoch, self._batches = saved["epoch"], saved["batches"]
+        self._to_pass, self._epoch_random = saved["batches"], saved["random"]
+        if saved["random"]:  # in an epoch; else another one begins, with the states of now
+            self._resumed = saved
+            self._loop.hold_random()
+
+    def _stateful(self) -> Iterator[Any]:
+        yield from self._others
+        yield self.model.history
+
+    @staticmethod
+    def _assign(variables: list[Any], values: list[torch.Tensor]) -> None:
+        for variable, value in zip(variables, values, strict=True):
+            variable.assign(value)
+
+
+class _Variables(nn.Module):
+    """The variables of a model under their paths; as a module each layer has them once more.
+
+    What is not trained is a buffer: ranks may differ in it.
+    """
+
+    def __init__(self, variables: list[Any]) -> None:
+        super().__init__()
+        for each in variables:
+            add = self.register_parameter if each.trainable else self.register_buffer
+            add(each.path.replace(".", "_"), each.value)
+
+
+class _TorchOptimizer(torch.optim.Optimizer):
+    """An optimizer of Keras for the run: it has no state of its own, and scales a learning rate."""
+
+    def __init__(self, optimizer: Any, variables: list[Any]) -> None:
+        super().__init__([each.value for each in variables], {"lr": 1.0})
+        self._optimizer, self._variables = optimizer, variables
+        self.update: Callable[..., None] = optimizer.apply
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Update with the gradients that the parameters have."""
+        del closure
+        scale = float(self.param_groups[0]["lr"])
+        gradients = [each.value.grad for each in self._variables]
+        with torch.no_grad(), ExitStack() as stack:
+            if scale != 1.0:
+                name = "_get_current_learning_rate"
+                stack.enter_context(
+                    replaced(self._optimizer, name, lambda rate: lambda: rate() * scale)
+                )
+            self.update(gradients, self._variables)
+
+
+def _require_supported(model: Any, x: Any, options: dict[str, Any]) -> None:
+    if keras.backend.backend() != "torch":
+        raise UnsupportedError(
+            f"Keras with the backend {keras.backend.backend()}: a run trains torch's parameters",
+            next_step="Set KERAS_BACKEND=torch before keras is imported, or start the script with "
+            "slurm-forge exec (docs/how-to/exec.md).",
+        )
+    if not hasattr(model, "_initial_epoch"):
+        raise UnsupportedError(
+            "this version of keras has no Model._initial_epoch: training would resume in epoch 0",
+            next_step="Use keras 3.15, or start the script with slurm-forge exec "
+            "(docs/how-to/exec.md).",
+        )
+    if options.get("steps_per_epoch") is not None:
+        raise UnsupportedError(
+            "steps_per_epoch: an epoch begins where the one before it has ended in the data, and "
+            "no checkpoint holds that position",
+            next_step="Leave it out: an epoch is one pass over the data.",
+        )
+    one = next(iter(x.values() if isinstance(x, dict) else x), None) if _is_nested(x) else x
+    arrays = isinstance(one, np.ndarray | torch.Tensor)
+    if not arrays and not isinstance(x, torch.utils.data.DataLoader | keras.utils.PyDataset):
+        raise UnsupportedError(
+            f"data of type {type(x).__name__}: whether it begins at the same sample in the next "
+            "launch is not known",
+            next_step="Give arrays, a torch DataLoader, or a keras.utils.PyDataset.",
+        )
+    if type(model.optimizer).__name__ == "LossScaleOptimizer":
+        raise UnsupportedError(
+            "LossScaleOptimizer (mixed_float16): its gradients are scaled when they are judged",
+            next_step='Use keras.mixed_precision.set_global_policy("mixed_bfloat16").',
+        )
+
+
+def _is_nested(x: Any) -> bool:
+    return isinstance(x, list | tuple | dict)
+
+
+def _packed(values: dict[str, Any]) -> dict[str, Any]:
+    """What of a callback's attributes can be saved; arrays as tensors."""
+    return {
+        name: copied
+        for name, value in values.items()
+        if name not in _NOT_STATE and (copied := _plain(value)) is not ...
+    }
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, np.ndarray):
+        return {"array": torch.from_numpy(value.copy())}
+    if isinstance(value, np.generic):
+        return value.item()
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if type(value) is list:
+        parts = [_plain(each) for each in value]
+        return ... if any(each is ... for each in parts) else parts
+    if type(value) is dict and all(isinstance(each, str) for each in value):
+        entries = {name: _plain(each) for name, each in value.items()}
+        return ... if any(each is ... for each in entries.values()) else entries
+    name = getattr(value, "__name__", "")
+    if name and getattr(keras.ops, name, None) is value:  # how a callback compares
+        return {"op": name}
+    return ...
+
+
+def _unpacked(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_unpacked(each) for each in value]
+    if isinstance(value, dict):
+        if value.keys() == {"array"}:
+            return value["array"].numpy()
+        if value.keys() == {"op"}:
+            return getattr(keras.ops, value["op"])
+        return {name: _unpacked(each) for name, each in value.items()}
+    return value
