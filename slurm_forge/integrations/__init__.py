@@ -1,6 +1,6 @@
 """Libraries of others: trainers that become runs, trackers that continue; called by the user.
 
-The others are imported by whoever uses them; ``trackers`` and ``tracker_events`` import no library.
+``trackers`` and ``tracker_events`` import no library; the others are imported by whoever uses them.
 
 Entry: ``trackers``, ``transformers``, ``accelerate``, ``lightning``, ``keras``, ``torchtitan``.
 """
