@@ -24,7 +24,6 @@ from typing import Any, cast
 import torch
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils._pytree import tree_map_only
-from torch.utils.data import DataLoader, IterableDataset
 
 from slurm_forge.errors import UnsupportedError, UsageError
 from slurm_forge.integrations.external_loop import (
@@ -33,6 +32,15 @@ from slurm_forge.integrations.external_loop import (
     replaced,
     require_same_samples,
     shield_workers,
+)
+from slurm_forge.integrations.lightning_data import (
+    IndexOrder,
+    fetch_over,
+    has_state,
+    repeatable,
+    samples_of_batch,
+    set_epoch,
+    training_loaders,
 )
 from slurm_forge.training.core import rng
 from slurm_forge.training.loop.positions import KeptState
@@ -155,7 +163,7 @@ class ForgeCallback(Callback):
         self._resumed: dict[str, Any] | None = None
         #: The random states that this epoch began with; of a loader with indices their order.
         self._epoch_random: dict[str, torch.Tensor] = {}
-        self._order: _IndexOrder | None = None
+        self._order: IndexOrder | None = None
         #: The position of a loader that is read ahead of: before the batch that waits.
         self._before_waiting: Any = None
         #: Of figures that are logged for an epoch: what was accumulated before the resume.
@@ -216,7 +224,7 @@ class ForgeCallback(Callback):
         updates = trainer.fit_loop.epoch_loop.global_step
         if updates != self._updates:
             self._updates = updates
-            self._loop.count(_samples(trainer) * trainer.accumulate_grad_batches)
+            self._loop.count(samples_of_batch(trainer) * trainer.accumulate_grad_batches)
 
     def on_validation_batch_end(self, trainer: Any, pl_module: Any, *_: Any, **__: Any) -> None:
         """Another batch of a validation, which may be broken off here and is done again then."""
@@ -243,16 +251,16 @@ class ForgeCallback(Callback):
 
         def begin() -> None:
             trainer = self._trainer
-            (loader,) = _loaders(trainer)
+            (loader,) = training_loaders(trainer)
             if not self._run.restored:
                 self._restore()
             shield_workers(loader)
-            self._order = _repeatable(loader)
+            self._order = repeatable(loader)
             if self._resumed is None:
                 load_states()
                 self._epoch_random = rng.capture()
                 return
-            _set_epoch(loader, trainer.current_epoch)
+            set_epoch(loader, trainer.current_epoch)
             load_states()
             rng.restore(self._epoch_random)
             if self._order is not None:
@@ -379,8 +387,8 @@ class ForgeCallback(Callback):
         trainer = self._trainer
         connector = trainer._checkpoint_connector
         require_same_samples(
-            saved["samples"], _samples(trainer), each="batch", step=self._run.step_number,
-            how=f"{trainer.world_size} ranks of {_samples(trainer) // trainer.world_size}",
+            saved["samples"], samples_of_batch(trainer), each="batch", step=self._run.step_number,
+            how=f"{trainer.world_size} ranks of {samples_of_batch(trainer) // trainer.world_size}",
         )  # fmt: skip
         weights = trainer.strategy.lightning_module_state_dict()
         checkpoint = connector._loaded_checkpoint = {**saved["checkpoint"], "state_dict": weights}
@@ -408,18 +416,18 @@ class ForgeCallback(Callback):
         """Everything is as it was when the checkpoint was saved, but for the random states."""
         fit = self._trainer.fit_loop
         _end_restart(fit)
-        (loader,) = _loaders(self._trainer)
+        (loader,) = training_loaders(self._trainer)
         if self._order is not None:
             self._order.pass_over()
-        elif not _has_state(loader):
-            _fetch_over(fetcher, fit.epoch_loop.batch_progress.current.ready)
+        elif not has_state(loader):
+            fetch_over(fetcher, fit.epoch_loop.batch_progress.current.ready)
         self._loop.release_random()
 
     def _note_position(self) -> None:
         """Of a loader without a length Lightning fetches one batch more than it trains on."""
         fit = self._trainer.fit_loop
-        (loader,) = _loaders(self._trainer)
-        if _has_state(loader) and fit._data_fetcher.length is None:
+        (loader,) = training_loaders(self._trainer)
+        if has_state(loader) and fit._data_fetcher.length is None:
             self._before_waiting = copy.deepcopy(loader.state_dict())
 
     def _resume_metric(self, update: Callable[..., None]) -> Callable[..., None]:
@@ -455,7 +463,7 @@ class ForgeCallback(Callback):
             "callback_metrics": dict(trainer._logger_connector._callback_metrics),
             "random": self._epoch_random,
             "order": None if self._order is None else self._order.state(),
-            "samples": _samples(trainer),
+            "samples": samples_of_batch(trainer),
             "should_stop": trainer.should_stop,
             "validating": validating,
             "ended": ended,
@@ -503,80 +511,6 @@ class _Part(KeptState):
         self._whole.state = {**(self._whole.state or {}), **state}
 
 
-class _IndexOrder:
-    """A sampler whose order can be repeated: it knows the random states it was drawn from.
-
-    Some samplers draw when they are iterated over, some with their first index.
-    """
-
-    def __init__(self, sampler: Any, generators: list[torch.Generator]) -> None:
-        self._sampler, self._generators = sampler, generators
-        self._indices: Iterator[Any] = iter(())
-        self._begun: dict[str, Any] | None = None
-        self._first: dict[str, Any] | None = None
-        #: Indices to leave out; they were trained on.
-        self._done: int | None = None
-        self._is_first = False
-
-    def state(self) -> list[Any]:
-        """What the order of this epoch was drawn from."""
-        return [self._begun, self._first]
-
-    def resume(self, state: list[Any], done: int) -> None:
-        """Repeat that order next time, without its first indices."""
-        (self._begun, self._first), self._done = state, done
-
-    def __iter__(self) -> Iterator[Any]:
-        if self._done is None:
-            self._begun, self._first = self._random(), None
-        else:
-            self._put_back(self._begun)
-        self._indices, self._is_first = iter(self._sampler), True
-        return self
-
-    def __next__(self) -> Any:
-        self._draw()
-        return next(self._indices)
-
-    def pass_over(self) -> None:
-        """Leave out now what was trained on: whatever draws has drawn then."""
-        if self._first is not None:
-            self._draw()
-
-    def _draw(self) -> None:
-        if not self._is_first:
-            return
-        self._is_first, done, self._done = False, self._done, None
-        if done is None or self._first is None:
-            self._first = self._random()
-            return
-        self._put_back(self._first)
-        for _ in range(done):
-            next(self._indices)
-
-    def _random(self) -> dict[str, Any]:
-        return {"global": rng.capture(), "own": [each.get_state() for each in self._generators]}
-
-    def _put_back(self, state: dict[str, Any] | None) -> None:
-        if state is None:
-            return
-        if len(state["own"]) != len(self._generators):
-            raise UnsupportedError(
-                f"the order of the samples was drawn from {len(state['own'])} generators of the "
-                f"program, and now there are {len(self._generators)}",
-                next_step="Resume with the loader and the sampler that the run began with.",
-            )
-        for each, own in zip(self._generators, state["own"], strict=True):
-            each.set_state(own)
-        rng.restore(state["global"])
-
-    def __len__(self) -> int:
-        return len(self._sampler)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._sampler, name)
-
-
 def _require_ranks(count: int, run: Run) -> None:
     if count != run.world_size:
         raise UsageError(
@@ -602,98 +536,6 @@ def _require_supported(trainer: Any, model: Any, run: Run) -> None:
             "position to resume at",
             next_step="Use training_step(batch, batch_idx).",
         )
-
-
-def _loaders(trainer: Any) -> list[Any]:
-    loaders: list[Any] = trainer.fit_loop._combined_loader.flattened
-    if len(loaders) != 1:
-        raise UnsupportedError(
-            f"{len(loaders)} training loaders: while one of them begins anew, the position of the "
-            "others is not kept by Lightning",
-            next_step="Combine their datasets in one (torch.utils.data.StackDataset), or start the "
-            "script with slurm-forge exec (docs/how-to/exec.md).",
-        )
-    return loaders
-
-
-def _samples(trainer: Any) -> int:
-    """The samples of a batch over all ranks; batches, where the loader does not tell."""
-    (loader,) = _loaders(trainer)
-    size = getattr(loader, "batch_size", None) or getattr(
-        getattr(loader, "batch_sampler", None), "batch_size", None
-    )
-    count: int = (size or 1) * trainer.world_size
-    return count
-
-
-def _has_state(loader: Any) -> bool:
-    return hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
-
-
-def _is_indexed(loader: Any) -> bool:
-    return isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
-
-
-def _set_epoch(loader: Any, epoch: int) -> None:
-    """Before workers ask for indices; Lightning says it behind that."""
-    for owner in _with_batches(loader):
-        set_epoch = getattr(getattr(owner, "sampler", None), "set_epoch", None)
-        if callable(set_epoch):
-            set_epoch(epoch)
-
-
-def _repeatable(loader: Any) -> _IndexOrder | None:
-    """Have the loader take its indices in an order that can be repeated, if it has indices."""
-    if _has_state(loader):
-        if _wrapped_sampler(loader) is not None:
-            raise UnsupportedError(
-                f"Lightning has wrapped the sampler of a {type(loader).__name__} to divide it over "
-                "the ranks: the loader's state does not hold its order",
-                next_step="Give the loader sampler=torch.utils.data.DistributedSampler(dataset).",
-            )
-        return None
-    if not _is_indexed(loader):
-        return None
-    name = "sampler" if loader.batch_sampler is None else "batch_sampler"
-    order = _IndexOrder(getattr(loader, name), _generators(loader))
-    # A loader forbids it, because its iterator would not notice: there is none yet.
-    object.__setattr__(loader, name, order)
-    return order
-
-
-def _wrapped_sampler(loader: Any) -> Any:
-    """The program's own, in Lightning's DistributedSamplerWrapper."""
-    samplers = (getattr(owner, "sampler", None) for owner in _with_batches(loader))
-    inner = (getattr(getattr(each, "dataset", None), "_sampler", None) for each in samplers)
-    return next((each for each in inner if each is not None), None)
-
-
-def _with_batches(loader: Any) -> tuple[Any, Any]:
-    """A loader and its batch sampler, either of which may have the sampler."""
-    return loader, getattr(loader, "batch_sampler", None)
-
-
-def _generators(loader: Any) -> list[torch.Generator]:
-    """Those of the program's own that an order is drawn from."""
-    owners = [*_with_batches(loader), _wrapped_sampler(loader)]
-    owners += [getattr(owner, "sampler", None) for owner in _with_batches(loader)]
-    found = [getattr(owner, "generator", None) for owner in owners]
-    return list({id(each): each for each in found if isinstance(each, torch.Generator)}.values())
-
-
-def _fetch_over(fetcher: Any, count: int) -> None:
-    """Fetch the batches that were trained on once more: they have no indices."""
-    fetcher.fetched = 0
-    for number in range(count):
-        try:
-            next(fetcher)
-        except StopIteration:
-            raise UnsupportedError(
-                f"the data came to their end at batch {number} of an epoch, before the position of "
-                f"the checkpoint ({count})",
-                next_step="Let the dataset yield the same samples in every launch, or give the "
-                "loader state_dict and load_state_dict (torchdata's StatefulDataLoader).",
-            ) from None
 
 
 def _values(metric: Any) -> dict[str, torch.Tensor]:
