@@ -7,13 +7,19 @@ and where the preset counts epochs, a step is ``epoch * total + count``.
 
 from __future__ import annotations
 
+import importlib
 import re
-from collections.abc import Iterable, Mapping
+import sys
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from functools import cache
+from typing import Any
 
 from slurm_forge.documents import did_you_mean
+
+#: What parses patterns for ``re``.
+_parser: Any = importlib.import_module("re._parser" if sys.version_info >= (3, 11) else "sre_parse")
 
 
 class Metric(str, Enum):
@@ -37,6 +43,10 @@ _NUMBER = (
 )
 
 
+#: A validation's loss may be NaN because it had no sample.
+_NOT_OF_TRAINING = r"(?<![\w./])(?<!val )(?<!test )(?<!eval )(?<!best )(?<!validation )"
+
+
 @dataclass(frozen=True, slots=True)
 class MetricPatterns:
     """Regular expressions; None is not looked for.
@@ -55,9 +65,9 @@ class MetricPatterns:
 #: docs/how-to/exec.md says which versions they were read in.
 PRESETS: Mapping[str, MetricPatterns] = {
     "plain": MetricPatterns(
-        step=r"(?i)(?<![\w.])(?:step|iter(?:ation)?)\b['\"]?\s*[:=#]?\s*(\d+)",
-        loss=rf"(?i)(?<![\w.])(?:train[_/ ])?loss\b['\"]?\s*[:=]?\s*{_NUMBER}",
-        grad_norm=rf"(?i)(?<![\w.])grad(?:ient)?[_ ]?norm\b['\"]?\s*[:=]?\s*{_NUMBER}",
+        step=r"(?i)(?<![\w.])(?:step|iter(?:ation)?)\b['\"]?\s{0,8}[:=#]?\s{0,8}(\d+)",
+        loss=rf"(?i){_NOT_OF_TRAINING}(?:train[_/ ])?loss\b['\"]?\s{{0,8}}[:=]?\s{{0,8}}{_NUMBER}",
+        grad_norm=rf"(?i)(?<![\w.])grad(?:ient)?[_ ]?norm\b['\"]?\s{{0,8}}[:=]?\s{{0,8}}{_NUMBER}",
     ),
     "hf": MetricPatterns(
         # Of bars without a description: those of datasets and shards have one.
@@ -118,12 +128,43 @@ def check_metric_pattern(text: str) -> str:
         compiled = re.compile(pattern)
     except re.error as error:
         raise ValueError(f'"{text}" is no regular expression: {error}') from None
+    if _repeats_a_repetition(_parser.parse(pattern)):
+        raise ValueError(
+            f'"{text}" repeats a repetition, which can take forever on a long line: write each '
+            r'repetition once, as in "loss=loss: (\S+)"'
+        )
     if compiled.groups - len(compiled.groupindex) != 1:
         example = r"step (\d+)" if name == Metric.STEP.value else r"loss: (\S+)"
         raise ValueError(
             f'"{text}" needs exactly one group, which is the number: "{name}={example}"'
         )
     return text
+
+
+def _repeats_a_repetition(parsed: Iterable[tuple[Any, Any]], *, inside: bool = False) -> bool:
+    """Whether a part that may repeat without a limit contains another such part."""
+    for operation, arguments in parsed:
+        deeper = inside
+        if str(operation).endswith("_REPEAT"):
+            if arguments[1] == _parser.MAXREPEAT:
+                if inside:
+                    return True
+                deeper = True
+            parts = [arguments[2]]
+        else:
+            parts = [each for each in _parts(arguments) if isinstance(each, _parser.SubPattern)]
+        if any(_repeats_a_repetition(each, inside=deeper) for each in parts):
+            return True
+    return False
+
+
+def _parts(arguments: Any) -> Iterator[Any]:
+    """What an operation of a parsed pattern contains, however deep its tuples and lists are."""
+    if isinstance(arguments, tuple | list):
+        for each in arguments:
+            yield from _parts(each)
+    else:
+        yield arguments
 
 
 @cache

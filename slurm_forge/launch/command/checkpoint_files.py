@@ -116,7 +116,9 @@ def resumable(program: ProgramSpec, folder: Path, plan: RecoveryPlan) -> tuple[P
         each
         for each in found
         if not is_incomplete(each.path)
-        and not any(left.covers(_number(each), each.changed) for left in plan.abandoned)
+        and not any(
+            left.covers(_number(each, program.convention), each.changed) for left in plan.abandoned
+        )
     ]
     return tuple(
         sorted(
@@ -136,15 +138,19 @@ def _roots(pattern: str, folder: Path) -> tuple[Path, ...]:
     return tuple(dict.fromkeys((folder, place, *above)))
 
 
-def _number(file: ProgressFile) -> int:
-    return -1 if file.number is None else file.number
+def _number(file: ProgressFile, convention: Convention) -> int:
+    """By what files are ordered before the time: that of Lightning's may count saves or steps."""
+    return -1 if file.number is None or convention is Convention.LIGHTNING else file.number
 
 
 class CheckpointWatch:
     """Which of a program's checkpoints it has trained past with finite values.
 
     A checkpoint counts as good once a later figure was fine: it was listed before that was
-    printed.  One that is seen only afterwards does where its number is a step in between.
+    printed.  One that is seen only afterwards does where its number is a step in between.  The
+    figure of a step is that before its update, which the checkpoint of that step has made.
+
+    Where this start has trained past none, those before the one that it resumed from are good.
 
     Args:
         program: Whose checkpoints they are.
@@ -159,7 +165,7 @@ class CheckpointWatch:
         self._listed: Mapping[Path, int] = {}
         self._confirmed: dict[Path, int] = {}
         self._healthy = -1
-        self._list()
+        self._earlier = self._list()
 
     def _list(self) -> tuple[ProgressFile, ...]:
         try:
@@ -169,11 +175,12 @@ class CheckpointWatch:
         self._listed = {each.path: each.changed for each in files}
         return files
 
-    def sample(self, healthy: int | None) -> tuple[ProgressFile, ...]:
+    def sample(self, healthy: int | None, furthest: int | None = None) -> tuple[ProgressFile, ...]:
         """Look again; what may be resumed from now.
 
         Args:
             healthy: The furthest step whose printed values are fine.
+            furthest: The furthest step that was printed.
         """
         before, between = dict(self._listed), self._healthy
         files = self._list()
@@ -181,17 +188,20 @@ class CheckpointWatch:
             return files
         self._healthy = healthy
         for each in files:
-            listed = before.get(each.path) == each.changed
-            covered = each.number is not None and between <= each.number <= healthy
+            number = _number(each, self._program.convention)
+            is_open = healthy <= number <= max(healthy, furthest or 0)
+            listed = before.get(each.path) == each.changed and not is_open
+            covered = between <= number < healthy and number >= 0
             if listed or (covered and each.path not in before):
                 self._confirmed[each.path] = each.changed
         return files
 
-    def found(self, healthy: int | None) -> ProgramCheckpoints:
+    def found(self, healthy: int | None, furthest: int | None = None) -> ProgramCheckpoints:
         """What a rollback may choose from.
 
         Args:
             healthy: The furthest step whose printed values are fine.
+            furthest: The furthest step that was printed.
         """
         if self._program.checkpoint_glob is None:
             return ProgramCheckpoints(refusal="--checkpoint-glob does not say what it could go to")
@@ -199,10 +209,18 @@ class CheckpointWatch:
             return ProgramCheckpoints(
                 refusal="the program chooses its checkpoint itself (--resume-arg has no {latest})"
             )
-        files = self.sample(healthy)
+        files = self.sample(healthy, furthest)
+        proven = [each for each in files if self._confirmed.get(each.path) == each.changed]
+        if not proven and self._earlier:
+            changed = {each.path: each.changed for each in self._earlier[1:]}
+            proven = [each for each in files if changed.get(each.path) == each.changed]
+            if not proven:
+                name = self._earlier[0].path.name
+                return ProgramCheckpoints(
+                    refusal=f"it resumed from {name}, which went bad at once, and has no older one"
+                )
         good = tuple(
-            ProgramCheckpoint(_number(each), each.changed, each.path.name)
-            for each in files
-            if self._confirmed.get(each.path) == each.changed
+            ProgramCheckpoint(_number(each, self._program.convention), each.changed, each.path.name)
+            for each in proven
         )
         return ProgramCheckpoints(good, max((each.changed for each in files), default=0))

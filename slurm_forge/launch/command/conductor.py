@@ -184,6 +184,8 @@ class ProgramConductor:
             self._note(each)
         if self._observations.stop_asked is not None or self._non_finite is not None:
             return
+        if ended and self._is_said_done():
+            return
         trouble = non_finite_output(history, self._most_non_finite, ended=ended)
         if trouble is None:
             self._warned = False

@@ -113,8 +113,9 @@ def _real(match: re.Match[str] | None) -> float | None:
     text = None if match is None else _number(match)
     if text is None or len(text) > 2 * _MOST_DIGITS:
         return None
+    plain = text.strip("()[]{}<>;:,'\"%").rstrip(".")
     try:
-        return float(text.replace(",", ""))
+        return float(plain.replace(",", ""))
     except ValueError:
         return None
 
@@ -164,6 +165,9 @@ class MetricHistory:
             one of them is.
         """
         now = self if found.epoch is None else replace(self, epoch=found.epoch)
+        if found.total not in (None, now.total) and not now.has_values:
+            # A bar before training, of an evaluation or of a download.
+            now = replace(now, total=found.total, step=None, first=None, second=None)
         step = now._step_of(found)
         if step is None and found.step is not None:
             return now  # another bar's
@@ -189,10 +193,18 @@ class MetricHistory:
         furthest = step if self.step is None else max(step, self.step)
         return replace(self, step=furthest, first=first, second=second)
 
+    @property
+    def _interval(self) -> int:
+        if self.first is None or self.second is None:
+            return 1
+        return self.second - self.first
+
     def _recorded(self, found: LineMetrics, step: int | None, line: str) -> MetricHistory:
         now = self
         if step is not None and self.at is not None and step < self.at:
-            return self  # of a rank that is behind
+            if self.at - step <= 2 * self._interval:
+                return self  # of a rank that is behind
+            step = None  # a count that begins anew, with an epoch
         if step is None or step != self.at:
             healthy = self.healthy
             if self.has_values and not self.at_bad and self.at is not None:

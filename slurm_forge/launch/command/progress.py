@@ -154,12 +154,13 @@ class ProgressWatch:
             self._sample()
         self._sample()
         if self._checkpoints is not None:
-            self._found = self._checkpoints.found(self._metrics().healthy)
+            metrics = self._metrics()
+            self._found = self._checkpoints.found(metrics.healthy, metrics.step)
 
     def _sample(self) -> None:
         metrics = self._metrics()
         if self._checkpoints is not None:
-            self._checkpoints.sample(metrics.healthy)
+            self._checkpoints.sample(metrics.healthy, metrics.step)
         if metrics.bad:
             return  # what is trained and saved now may have to be thrown away
         now = ProgressSample(

@@ -23,7 +23,7 @@ from slurm_forge.launch.command.metrics import (
 )
 from slurm_forge.launch.command.program_process import LineSplitter
 from slurm_forge.spec.launchers import ProgramSpec
-from slurm_forge.spec.metric_patterns import PRESETS, metric_patterns
+from slurm_forge.spec.metric_patterns import PRESETS, check_metric_pattern, metric_patterns
 from slurm_forge.vocabulary.plan import AbandonedCheckpoints, RecoveryPlan
 
 
@@ -280,6 +280,38 @@ def test_good_is_what_was_trained_past(tmp_path: Path) -> None:
     assert [each.name for each in watch.found(25).good] == ["c-10"], "it was written again"
 
 
+def test_a_checkpoint_of_the_step_before_a_bad_one_is_not_good(tmp_path: Path) -> None:
+    """The figure of step 40 is that before the update that c-40 holds."""
+    watch = CheckpointWatch(spec(), tmp_path, RecoveryPlan())
+    for number in (10, 40):
+        write(tmp_path / f"out/c-{number}", number)
+        watch.sample(number - 1, number)
+    assert [each.name for each in watch.found(40, 41).good] == ["c-10"]
+    assert [each.name for each in watch.found(41, 42).good] == ["c-40", "c-10"]
+
+
+def test_what_goes_bad_at_once_goes_back_to_before_what_it_resumed_from(tmp_path: Path) -> None:
+    for number in (10, 20, 30):
+        write(tmp_path / f"out/c-{number}", number)
+    watch = CheckpointWatch(spec(), tmp_path, RecoveryPlan())
+    assert [each.name for each in watch.found(None).good] == ["c-20", "c-10"]
+    (tmp_path / "out/c-20").unlink()
+    (tmp_path / "out/c-10").unlink()
+    assert "c-30" in watch.found(None).refusal
+
+
+def test_of_lightnings_checkpoints_the_time_decides(tmp_path: Path) -> None:
+    """One number counts saves, the other steps."""
+    lightning = spec(convention="lightning", checkpoint_glob="out/step=*.ckpt")
+    write(tmp_path / "out/step=400.ckpt", 1)
+    write(tmp_path / "hpc_ckpt_3.ckpt", 2)
+    watch = CheckpointWatch(lightning, tmp_path, RecoveryPlan())
+    (older,) = watch.found(None).good
+    left = AbandonedCheckpoints(older.name, older.number, older.changed_ns, until_ns=2)
+    usable = resumable(lightning, tmp_path, RecoveryPlan(abandoned=(left,)))
+    assert [each.path.name for each in usable] == ["step=400.ckpt"]
+
+
 def test_a_number_that_is_no_step_does_not_vouch(tmp_path: Path) -> None:
     watch = CheckpointWatch(spec(), tmp_path, RecoveryPlan())
     watch.sample(100)
@@ -323,3 +355,37 @@ def test_a_program_that_can_not_be_told(tmp_path: Path) -> None:
     ):
         watch = CheckpointWatch(spec(**options), tmp_path, RecoveryPlan())
         assert words in watch.found(5).refusal
+
+
+@pytest.mark.parametrize("pattern", [r"loss=^(?:[\w:]+\s*)+loss: (\S+)", r"loss=(?:a|b*)*(\d+)x"])
+def test_a_pattern_that_can_take_forever_is_refused(pattern: str) -> None:
+    with pytest.raises(ValueError, match="repeats a repetition"):
+        check_metric_pattern(pattern)
+
+
+def test_a_count_that_begins_anew_with_an_epoch_hides_nothing() -> None:
+    first = [f"step {n} loss 2.3" for n in range(0, 1000, 10)]
+    found = history_of([*first, *(f"step {n} loss nan" for n in range(0, 50, 10))], "plain")
+    assert found.bad == 5
+    found = history_of([*first, "step 0 loss nan", "step 10 loss 2.2", "step 20 loss nan"], "plain")
+    assert found.bad == 1
+
+
+def test_a_bar_before_training_is_not_that_of_training() -> None:
+    bars = [f" {n}%|##  | {n}/10 [00:01" for n in range(1, 11)]
+    steps = [f" {n}%|##  | {n}/500 [00:01" for n in range(200)]
+    assert history_of([*bars, *steps], "hf").step == 199
+
+
+@pytest.mark.parametrize("end", ["]", ".", ")", ","])
+def test_a_value_with_punctuation_behind_it_is_read(end: str) -> None:
+    patterns = metric_patterns((r"loss=loss: (\S+)",))
+    assert patterns is not None
+    found = LineParser(patterns).parse(f"[loss: nan{end}")
+    assert found.loss is not None
+    assert not found.is_finite
+
+
+@pytest.mark.parametrize("line", ["step 9 val/loss: nan", "test loss: nan", "best loss: inf -> 1"])
+def test_a_loss_of_an_evaluation_is_not_that_of_training(line: str) -> None:
+    assert history_of(["step 8 loss 1.0", line], "plain").bad == 0
