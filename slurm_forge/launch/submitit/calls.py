@@ -29,8 +29,8 @@ def training_call(
 ) -> TrainingCall | None:
     """The call of a function that takes a run; None for a callable that needs none.
 
-    A function whose first parameter is called ``run`` takes one, and so does a function that can't
-    be called without one.
+    A function whose first parameter is called ``run`` takes one, and so does one that lacks nothing
+    but its first argument, where that is annotated as a ``Run`` or nothing was given.
 
     Raises:
         ConfigError: The arguments fit neither way.
@@ -51,9 +51,23 @@ def training_call(
     takes_run = first is not None and first.name == _RUN
     if not takes_run and _fits(signature, args, kwargs):
         return None
+    if first is not None and not takes_run and (args or kwargs):
+        _require_run(function, first)
     arguments = _named(function, parameters[1:], args, kwargs)
     require_arguments(function, arguments)
     return TrainingCall(function, arguments)
+
+
+def _require_run(function: Callable[..., Any], first: inspect.Parameter) -> None:
+    annotation = first.annotation
+    name = annotation if isinstance(annotation, str) else getattr(annotation, "__name__", "")
+    if name.strip("'\"").rpartition(".")[2] != "Run":
+        called = getattr(function, "__name__", "the function")
+        raise SubmissionError(
+            f"the arguments do not fit {called}{inspect.signature(function)}",
+            next_step=f"Give all of them; or, where {first.name!r} is to be the run, call it "
+            "run, or annotate it: forge.Run.",
+        )
 
 
 def _fits(signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
