@@ -20,7 +20,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
-from itertools import islice
 from typing import Any
 
 import torch
@@ -206,7 +205,9 @@ class LoaderPosition:
         # DataLoader refuses the plain assignment.
         object.__setattr__(loader, "batch_sampler", behind)
         try:
-            return self._begin()
+            iterator = self._begin()
+            behind.wind_on()  # the order is drawn from the random states of now
+            return iterator
         finally:
             object.__setattr__(loader, "batch_sampler", sampler)
             behind.batches = 0  # workers that stay are given it in every epoch
@@ -271,19 +272,45 @@ class _Epoch:
 
 
 class _Behind:
-    """A batch sampler whose first batches are passed over."""
+    """A batch sampler whose first batches are passed over, not before one is asked for."""
 
     def __init__(self, sampler: Any, batches: int) -> None:
         self._sampler, self.batches = sampler, batches
+        self._latest: _Rest | None = None
 
     def __iter__(self) -> Iterator[Any]:
-        return islice(self._sampler, self.batches, None)
+        self._latest = _Rest(iter(self._sampler), self.batches)
+        return self._latest
+
+    def wind_on(self) -> None:
+        """Pass over the batches now, in the iterator that was made last."""
+        if self._latest is not None:
+            self._latest.wind_on()
 
     def __len__(self) -> int:
         return len(self._sampler)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._sampler, name)
+
+
+class _Rest:
+    """An iterator without its first items."""
+
+    def __init__(self, items: Iterator[Any], done: int) -> None:
+        self._items, self._done = items, done
+
+    def __iter__(self) -> _Rest:
+        return self
+
+    def __next__(self) -> Any:
+        self.wind_on()
+        return next(self._items)
+
+    def wind_on(self) -> None:
+        for _ in range(self._done):
+            next(self._items, None)
+        self._done = 0
 
 
 def _require_indexed(loader: Any) -> None:

@@ -45,7 +45,12 @@ class ExternalLoop:
             self._loss = loss if self._loss is None else self._loss + loss
 
     def note_norm(self, norm: torch.Tensor | float | None) -> None:
-        """Remember the gradient norm over all ranks, before clipping, of the coming update."""
+        """Remember the gradient norm over all ranks, before clipping, of the coming update.
+
+        Of several parts that were clipped one by one, the norm of all of them.
+        """
+        if norm is not None and self._grad_norm is not None:
+            norm = (self._grad_norm**2 + norm**2) ** 0.5
         self._grad_norm = norm
 
     def apply(self, optimizer: Optimizer) -> None:
@@ -78,9 +83,11 @@ class ExternalLoop:
         Not in the middle of a step: gradients that are accumulated are in no checkpoint.
         """
         self.evaluating = True
-        with self.run.phase("eval", stops=stops):
-            yield
-        self.evaluating = False
+        try:
+            with self.run.phase("eval", stops=stops):
+                yield
+        finally:
+            self.evaluating = False
 
     def poll(self) -> None:
         """Pass another batch of an evaluation."""

@@ -58,6 +58,8 @@ class ForgeCallback(keras.callbacks.Callback):
         self._batches = 0
         self._to_pass = 0
         self._epoch_random: dict[str, torch.Tensor] = {}
+        #: Which variables have no gradient, as of the first step.
+        self._without: list[bool] | None = None
         self._resumed: dict[str, Any] | None = None
 
     def fit(self, model: Any, x: Any, y: Any = None, **options: Any) -> Any:
@@ -121,6 +123,8 @@ class ForgeCallback(keras.callbacks.Callback):
             self._batches, self._epoch_random = 0, rng.capture()
             return
         self._assign(self.model.metrics_variables, saved["metrics"])
+        # Others have begun this epoch a second time, and may have changed the learning rate.
+        self._assign(self.model.optimizer.variables, self._moments.state["variables"])
         for each, state in zip(self._stateful(), saved["callbacks"], strict=True):
             vars(each).update(_unpacked(state))
         rng.restore(self._epoch_random)
@@ -161,13 +165,23 @@ class ForgeCallback(keras.callbacks.Callback):
         """Have the run make the updates: checked, and the same on all ranks."""
 
         def guarded(gradients: list[Any], variables: Any = None) -> None:
-            self._average([each for each in gradients if each is not None])
+            self._average(gradients)
             self._optimizer.update = apply
             self._loop.apply(self._optimizer)
 
         return guarded
 
-    def _average(self, gradients: list[torch.Tensor]) -> None:
+    def _average(self, found: list[torch.Tensor | None]) -> None:
+        if self._without is None:
+            self._without = [each is None for each in found]
+        if self._without != [each is None for each in found]:
+            raise UnsupportedError(
+                "a variable has a gradient in one step and none in another: ranks could average "
+                "gradients of different variables with each other",
+                next_step="Let every variable take part in every step, for instance with a factor "
+                "of 0.",
+            )
+        gradients = [each for each in found if each is not None]
         if self._run.world_size > 1 and gradients:
             together = torch.cat([each.reshape(-1) for each in gradients])
             dist.all_reduce(together)
@@ -304,6 +318,15 @@ def _require_supported(model: Any, x: Any, options: dict[str, Any]) -> None:
             f"data of type {type(x).__name__}: whether it begins at the same sample in the next "
             "launch is not known",
             next_step="Give arrays, a torch DataLoader, or a keras.utils.PyDataset.",
+        )
+    if isinstance(x, torch.utils.data.DataLoader) and any(
+        getattr(each, "generator", None) is not None
+        for each in (x, x.sampler, x.batch_sampler, getattr(x.batch_sampler, "sampler", None))
+    ):
+        raise UnsupportedError(
+            "a DataLoader with a generator of its own: no checkpoint holds its state, and the "
+            "order of a resumed epoch would be another",
+            next_step="Leave generator= out: the order is drawn from torch's own generator then.",
         )
     if type(model.optimizer).__name__ == "LossScaleOptimizer":
         raise UnsupportedError(

@@ -446,7 +446,8 @@ class ForgeCallback(Callback):
     def _take(self, *, validating: bool = False, ended: bool = False) -> dict[str, Any]:
         """What a checkpoint has besides what is registered by itself."""
         trainer = self._trainer
-        checkpoint = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
+        # By position: the argument asks for all of the state, and unpickles nothing.
+        checkpoint = trainer._checkpoint_connector.dump_checkpoint(False)
         for name in (*_NOT_KEPT, type(trainer.strategy.precision_plugin).__qualname__):
             checkpoint.pop(name, None)
         loops = checkpoint["loops"]["fit_loop"]["state_dict"]
