@@ -94,8 +94,8 @@ def wait_until_known_to_train(run: forge.Run) -> None:
     said, channel = threading.Semaphore(0), run._member
     original = channel._beat
 
-    def beat(now: float) -> Any:
-        message = original(now)
+    def beat() -> Any:
+        message = original()
         if message.started:
             said.release()
         return message

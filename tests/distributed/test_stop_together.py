@@ -403,9 +403,14 @@ def go_on_without(launch: Launch, case: Case, gates: Gates) -> None:
     launch.until(lambda: launch.hub.unanswered(number) == (case.frozen,), "all answers but one")
     gates.first.open()
     members, others = launch.hub.members, [r for r in range(case.ranks) if r != case.frozen]
+    since: list[float] = []
 
     def have_waited() -> bool:
-        return all(members()[r].phase == "train" and members()[r].since_s > 0.2 for r in others)
+        if not all(members()[r].phase == "train" for r in others):
+            since.clear()
+            return False
+        since.append(time.monotonic())
+        return since[-1] - since[0] > 0.2
 
     launch.until(have_waited, "the others' waiting")
     launch.kill(case.frozen, signal.SIGCONT)
