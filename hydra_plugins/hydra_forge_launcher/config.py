@@ -41,6 +41,8 @@ class ForgeLauncherConf:
     #: How many runs at once.
     array_parallelism: int = 256
     stderr_to_stdout: bool = False
+    #: Not used: how often a run comes back is decided by its recovery policy.
+    max_num_timeout: int = 0
     setup: Optional[List[str]] = None  # noqa: UP006, UP045
     additional_parameters: Dict[str, Any] = field(default_factory=dict)  # noqa: UP006
 

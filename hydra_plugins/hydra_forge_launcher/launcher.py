@@ -81,6 +81,7 @@ class ForgeLauncher(Launcher):
         if module is not None:
             refuse_not_importable(module, path_of_job(Path.cwd()), Path.cwd())
         parameters: dict[str, Any] = dict(self._parameters)
+        parameters.pop("max_num_timeout", None)
         folder = Path(str(parameters.pop("submitit_folder"))).absolute()
         executor = submitit.AutoExecutor(folder, cluster="forge")
         executor.update_parameters(
@@ -145,8 +146,3 @@ class ForgeLauncher(Launcher):
 def _setting(override: str) -> tuple[str, str]:
     key, _, value = override.partition("=")
     return key, value
-
-
-def _plain(value: Any) -> Any:
-    """Lists and mappings as Python has them."""
-    return OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value

@@ -150,6 +150,34 @@ def test_a_stopped_model_loses_no_step_and_ends_the_same(
     same(finished(run), undisturbed)
 
 
+def halved() -> list[Any]:
+    """A schedule that sets the rate at the begin of an epoch, from what it is."""
+    return [keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate * 0.5)]
+
+
+def test_a_schedule_of_epochs_is_applied_once_to_an_epoch_that_is_resumed(
+    tmp_path: Path, gate: Gate
+) -> None:
+    undisturbed = finished(run_of(tmp_path, "undisturbed"), callbacks=halved)
+    run = run_of(tmp_path, "stopped")
+    stopped(run, gate, "step", 9, callbacks=halved)
+    same(finished(run, callbacks=halved), undisturbed)
+
+
+def test_an_order_from_a_generator_of_the_programs_own_is_refused(tmp_path: Path) -> None:
+    def train(run: forge.Run) -> None:
+        own = torch.Generator().manual_seed(3)
+        rows = torch.utils.data.TensorDataset(*(torch.as_tensor(each) for each in samples()))
+        loader = torch.utils.data.DataLoader(rows, batch_size=4, shuffle=True, generator=own)
+        ForgeCallback(run).fit(model_of(), loader, epochs=1, verbose=0)
+
+    run = run_of(tmp_path, "run")
+    with launched(run, 1, train) as launch:
+        pass
+    assert launch.told[0].outcome is RankOutcome.FAILED
+    assert "a generator of its own" in repr(fold(read_to_fold(run)).attempts[-1])
+
+
 def test_a_killed_model_continues_from_its_last_checkpoint_and_ends_the_same(
     tmp_path: Path, gate: Gate, undisturbed: RunDirectory
 ) -> None:
