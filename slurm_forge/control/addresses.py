@@ -89,9 +89,6 @@ def connect(hosts: Sequence[str], port: int, timeout_s: float) -> socket.socket:
             continue
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         notice_dead_peer(connection)
-        if hasattr(socket, "TCP_USER_TIMEOUT"):  # heartbeats that nobody acknowledges
-            patience_ms = 1000 * (_IDLE_S + _BETWEEN_S * _TRIES)
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, patience_ms)
         return connection
     raise error
 
@@ -140,3 +137,6 @@ def notice_dead_peer(connection: socket.socket) -> None:
     ):
         if hasattr(socket, option):  # Linux
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+    if hasattr(socket, "TCP_USER_TIMEOUT"):  # what is sent and not acknowledged keeps probes back
+        patience_ms = 1000 * (_IDLE_S + _BETWEEN_S * _TRIES)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, patience_ms)
