@@ -48,7 +48,7 @@ from slurm_forge.control.tcp.own_connections import connection_of
 from slurm_forge.vocabulary.position import Position
 
 _TICK_S = 0.1
-#: Who says something together differs where ranks are not at the same step: so often at most.
+#: Which ranks share a message differs where they are not at the same step: so many sets at most.
 _GROUPS = 64
 
 
@@ -137,7 +137,7 @@ _monitor_view = partial(tuple.__new__, MonitorView)
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """Who says something together, and what is known of them anyway: ranks, or monitors."""
+    """The ranks, or monitors, that share a message, and what the hub knows of them."""
 
     ranks: tuple[int, ...]
     hosts: tuple[str, ...]

@@ -28,7 +28,7 @@ from accelerate.data_loader import DataLoaderShard
 from torch.utils.data import IterableDataset
 
 from slurm_forge.errors import UnsupportedError
-from slurm_forge.integrations.external_loop import ExternalLoop, shield_workers
+from slurm_forge.integrations.external_loop import ExternalLoop, RandomStates, shield_workers
 from slurm_forge.training.core import rng
 from slurm_forge.training.core.rng import GlobalStates
 from slurm_forge.training.loop.run import Run
@@ -148,6 +148,9 @@ class LoaderPosition:
         self._begin: Callable[[], Iterator[Any]] = loader.base_dataloader.__iter__
         self._epoch: weakref.ref[_Epoch] | None = None
         self._resume: dict[str, Any] | None = None
+        # Where the sampler draws from one of its own, accelerate keeps it equal on all ranks.
+        shared = loader.synchronized_generator
+        self._random = RandomStates([] if shared is None else [shared])
         if hasattr(loader.base_dataloader, "load_state_dict"):
             loader.base_dataloader.load_state_dict({})  # forgets the iterator that prepare() made
         shield_workers(loader.base_dataloader)
@@ -181,14 +184,14 @@ class LoaderPosition:
         """In place of ``iter`` of torch's loader, which accelerate calls once per epoch."""
         state, self._resume = self._resume, None
         if state is None:
-            began_with, epoch = self._states(), _Epoch(self._begin())
+            began_with, epoch = self._random.capture(), _Epoch(self._begin())
         else:
             if state["is_over"]:  # the end of that epoch follows, as without the interruption
                 self._loader.iteration += 1
                 return iter(())
             began_with = state["began_with"]
             now = GlobalStates.now()
-            self._put_back(began_with)
+            self._random.put_back(began_with)
             epoch = _Epoch(self._begin_behind(state["batches"]), state["batches"])
             rng.restore(state["fetch_with"] or now.tensors())
             epoch.then = now if state["fetch_with"] else None
@@ -212,23 +215,6 @@ class LoaderPosition:
             object.__setattr__(loader, "batch_sampler", sampler)
             behind.batches = 0  # workers that stay are given it in every epoch
 
-    def _states(self) -> dict[str, torch.Tensor]:
-        states = rng.capture()
-        generator = self._loader.synchronized_generator
-        if generator is not None:
-            states[_GENERATOR] = generator.get_state()
-        return states
-
-    def _put_back(self, states: dict[str, torch.Tensor]) -> None:
-        generator = self._loader.synchronized_generator
-        if generator is not None and _GENERATOR in states:
-            generator.set_state(states[_GENERATOR])
-        rng.restore({name: each for name, each in states.items() if name != _GENERATOR})
-
-
-#: The generator that accelerate keeps equal on all ranks, where the sampler draws from one.
-_GENERATOR = "generator"
-
 
 class _Epoch:
     """A counted iterator of torch; accelerate asks it for one batch more than it yields."""
@@ -238,7 +224,7 @@ class _Epoch:
         self._fetched = passed_over
         self.is_over = False
         #: The random states when the epoch began, and those to have once the first is fetched.
-        self.began_with: dict[str, torch.Tensor] = {}
+        self.began_with: dict[str, Any] = {}
         self.then: GlobalStates | None = None
         #: Whether the dataset may draw random numbers in this process.
         self.draws = False

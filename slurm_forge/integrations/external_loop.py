@@ -6,7 +6,7 @@ the update, the count, and the place behind it where the run may save and stop.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import wraps
 from typing import Any
@@ -109,6 +109,37 @@ class ExternalLoop:
         numbers = {name: value for name, value in figures.items() if _is_number(value)}
         if numbers:
             self.run.log(**numbers)
+
+
+class RandomStates:
+    """The states of the global generators, and of some of the program's own.
+
+    Args:
+        generators: Those that an order of samples is drawn from, besides the global ones.
+    """
+
+    def __init__(self, generators: Sequence[torch.Generator]) -> None:
+        self._generators = generators
+
+    def capture(self) -> dict[str, Any]:
+        """The states of now."""
+        return {"global": rng.capture(), "own": [each.get_state() for each in self._generators]}
+
+    def put_back(self, states: dict[str, Any]) -> None:
+        """Have all generators go on from there.
+
+        Raises:
+            UnsupportedError: The program had another number of its own.
+        """
+        if len(states["own"]) != len(self._generators):
+            raise UnsupportedError(
+                f"the order of the samples was drawn from {len(states['own'])} generators of the "
+                f"program, and now there are {len(self._generators)}",
+                next_step="Resume with the loader and the sampler that the run began with.",
+            )
+        for each, own in zip(self._generators, states["own"], strict=True):
+            each.set_state(own)
+        rng.restore(states["global"])
 
 
 def require_same_samples(

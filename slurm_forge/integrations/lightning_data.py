@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from slurm_forge.errors import UnsupportedError
-from slurm_forge.training.core import rng
+from slurm_forge.integrations.external_loop import RandomStates
 
 
 class IndexOrder:
@@ -23,7 +23,7 @@ class IndexOrder:
     """
 
     def __init__(self, sampler: Any, generators: list[torch.Generator]) -> None:
-        self._sampler, self._generators = sampler, generators
+        self._sampler, self._random = sampler, RandomStates(generators)
         self._indices: Iterator[Any] = iter(())
         self._begun: dict[str, Any] | None = None
         self._first: dict[str, Any] | None = None
@@ -41,9 +41,9 @@ class IndexOrder:
 
     def __iter__(self) -> Iterator[Any]:
         if self._done is None:
-            self._begun, self._first = self._random(), None
-        else:
-            self._put_back(self._begun)
+            self._begun, self._first = self._random.capture(), None
+        elif self._begun is not None:
+            self._random.put_back(self._begun)
         self._indices, self._is_first = iter(self._sampler), True
         return self
 
@@ -61,27 +61,11 @@ class IndexOrder:
             return
         self._is_first, done, self._done = False, self._done, None
         if done is None or self._first is None:
-            self._first = self._random()
+            self._first = self._random.capture()
             return
-        self._put_back(self._first)
+        self._random.put_back(self._first)
         for _ in range(done):
             next(self._indices)
-
-    def _random(self) -> dict[str, Any]:
-        return {"global": rng.capture(), "own": [each.get_state() for each in self._generators]}
-
-    def _put_back(self, state: dict[str, Any] | None) -> None:
-        if state is None:
-            return
-        if len(state["own"]) != len(self._generators):
-            raise UnsupportedError(
-                f"the order of the samples was drawn from {len(state['own'])} generators of the "
-                f"program, and now there are {len(self._generators)}",
-                next_step="Resume with the loader and the sampler that the run began with.",
-            )
-        for each, own in zip(self._generators, state["own"], strict=True):
-            each.set_state(own)
-        rng.restore(state["global"])
 
     def __len__(self) -> int:
         return len(self._sampler)

@@ -46,7 +46,7 @@ def train_trainer(run: Run, trainer: Trainer) -> None:
         trainer.checkpointer = _Checkpoints(trainer, loop)
         for name, wrap in (
             ("forward_backward_step", lambda step: _noted(loop, step)),
-            ("train_step", lambda step: _behind_boundary(trainer, loop, step)),
+            ("train_step", lambda step: _behind_boundary(loop, step)),
         ):
             stack.enter_context(replaced(trainer, name, wrap))
         stack.enter_context(
@@ -128,7 +128,7 @@ def _noted(loop: ExternalLoop, forward_backward_step: Any) -> Any:
     return step
 
 
-def _behind_boundary(trainer: Trainer, loop: ExternalLoop, train_step: Any) -> Any:
+def _behind_boundary(loop: ExternalLoop, train_step: Any) -> Any:
     def step(*args: Any, **kwargs: Any) -> Any:
         loop.boundary()
         return train_step(*args, **kwargs)

@@ -196,6 +196,13 @@ class Launch:
         """Wait until so many have come to the gate."""
         self.until(lambda: gate.arrived() >= count, f"{count} at the gate")
 
+    def kill_at(self, gate: Gate, count: int) -> None:
+        """Kill rank 1 once so many have come to the gate, and let the others go without it."""
+        self.at(gate, count)
+        self.kill(1, signal.SIGKILL)
+        self.until(lambda: not is_alive(self.group.pids[1]), "rank 1 to be gone")
+        gate.open()
+
     def gone_within(self, processes: Sequence[int], seconds: float) -> None:
         """Wait until these processes are gone; a zombie is."""
         deadline = time.monotonic() + seconds

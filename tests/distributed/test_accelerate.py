@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import random
-import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,7 @@ from slurm_forge.run_directory import RunDirectory
 from slurm_forge.testing.digest import digest
 from slurm_forge.training.rank.main import RankOutcome
 from slurm_forge.vocabulary.decision import Action
-from tests.distributed.launches import Gate, is_alive, launched, new_run, newest_manifest
+from tests.distributed.launches import Gate, launched, new_run, newest_manifest
 from tests.distributed.ranks import start_ranks
 
 accelerate = pytest.importorskip("accelerate")
@@ -137,13 +136,6 @@ def weights_of(model: nn.Module) -> list[float]:
     return [value for each in model.parameters() for value in each.detach().flatten().tolist()]
 
 
-@pytest.fixture
-def gate() -> Iterator[Gate]:
-    one = Gate()
-    yield one
-    one.close()
-
-
 def run_of(folder: Path, name: str, **spec: Any) -> RunDirectory:
     return new_run(folder, name=name, checkpoint={"every_steps": 4}, **spec)
 
@@ -204,10 +196,7 @@ def test_a_killed_loop_continues_from_its_last_checkpoint_and_ends_the_same(
 ) -> None:
     undisturbed, run = finished(run_of(tmp_path, "undisturbed")), run_of(tmp_path, "killed")
     with launched(run, RANKS, program(at_step(6, gate))) as launch:
-        launch.at(gate, RANKS)
-        launch.kill(1, signal.SIGKILL)
-        launch.until(lambda: not is_alive(launch.group.pids[1]), "rank 1 to be gone")
-        gate.open()
+        launch.kill_at(gate, RANKS)
     assert launch.decision is not None
     assert launch.decision.action is Action.RELAUNCH
     finished(run)

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import json
 import os
-import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from slurm_forge.run_directory import RunDirectory
 from slurm_forge.testing.digest import digest
 from slurm_forge.training.rank.main import RankOutcome
 from slurm_forge.vocabulary.decision import Action
-from tests.distributed.launches import Gate, is_alive, launched, new_run
+from tests.distributed.launches import Gate, launched, new_run
 
 os.environ["KERAS_BACKEND"] = "torch"
 keras = pytest.importorskip("keras")
@@ -94,13 +93,6 @@ def program(
             (run.directory / "end").write_text(json.dumps([history.history, weights]))
 
     return train
-
-
-@pytest.fixture
-def gate() -> Iterator[Gate]:
-    one = Gate()
-    yield one
-    one.close()
 
 
 def run_of(folder: Path, name: str, **spec: Any) -> RunDirectory:
@@ -188,10 +180,7 @@ def test_a_killed_model_continues_from_its_last_checkpoint_and_ends_the_same(
             gate.wait(0)
 
     with launched(run, RANKS, program(disturb)) as launch:
-        launch.at(gate, RANKS)
-        launch.kill(1, signal.SIGKILL)
-        launch.until(lambda: not is_alive(launch.group.pids[1]), "rank 1 to be gone")
-        gate.open()
+        launch.kill_at(gate, RANKS)
     assert launch.decision is not None
     assert launch.decision.action is Action.RELAUNCH
     same(finished(run), undisturbed)

@@ -23,7 +23,7 @@ from slurm_forge.run_directory import RunDirectory
 from slurm_forge.testing.digest import digest
 from slurm_forge.training.rank.main import RankOutcome
 from slurm_forge.vocabulary.decision import Action
-from tests.distributed.launches import Gate, is_alive, launched, new_run
+from tests.distributed.launches import Gate, launched, new_run
 from tests.distributed.ranks import start_ranks
 
 pl = pytest.importorskip("lightning.pytorch")
@@ -195,13 +195,6 @@ def program(disturb: Disturb = nothing, **options: Any) -> Callable[[forge.Run],
     return train
 
 
-@pytest.fixture
-def gate() -> Iterator[Gate]:
-    one = Gate()
-    yield one
-    one.close()
-
-
 def run_of(folder: Path, name: str, **spec: Any) -> RunDirectory:
     return new_run(folder, name=name, checkpoint={"every_steps": 4}, **spec)
 
@@ -276,10 +269,7 @@ def test_a_killed_trainer_continues_from_its_last_checkpoint_and_ends_the_same(
             gate.wait(0)
 
     with launched(run, RANKS, program(disturb)) as launch:
-        launch.at(gate, RANKS)
-        launch.kill(1, signal.SIGKILL)
-        launch.until(lambda: not is_alive(launch.group.pids[1]), "rank 1 to be gone")
-        gate.open()
+        launch.kill_at(gate, RANKS)
     assert launch.decision is not None
     assert launch.decision.action is Action.RELAUNCH
     finished(run)

@@ -11,7 +11,6 @@ import copy
 import json
 import math
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -117,13 +116,6 @@ def _stop(launch: Launch, gate: Gate, ranks: int) -> None:
     launch.kill(ranks - 1, signal.SIGTERM)
     launch.heard()
     gate.open()
-
-
-@pytest.fixture
-def gate() -> Iterator[Gate]:
-    one = Gate()
-    yield one
-    one.close()
 
 
 @pytest.mark.parametrize("mesh", EXACT)

@@ -109,13 +109,6 @@ def nothing(run: forge.Run) -> None:
     """Before a step that is not disturbed."""
 
 
-@pytest.fixture
-def gate() -> Iterator[Gate]:
-    one = Gate()
-    yield one
-    one.close()
-
-
 def run_of(folder: Path, name: str, **sizes: int) -> RunDirectory:
     return new_run(folder, name=name, checkpoint={"every_steps": 2}, args=dict(sizes))
 

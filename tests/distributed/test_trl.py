@@ -6,7 +6,7 @@ Where trl and peft are installed (``pip install trl peft``: 200 MB with what the
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -74,13 +74,6 @@ def program(gate: Gate | None = None) -> Callable[[forge.Run], None]:
         ForgeCallback(run).train(trainer)
 
     return train
-
-
-@pytest.fixture
-def gate() -> Iterator[Gate]:
-    one = Gate()
-    yield one
-    one.close()
 
 
 def finished(run: RunDirectory) -> RunDirectory:
