@@ -23,10 +23,10 @@ from tempfile import TemporaryDirectory
 import torch
 
 from benchmarks.tables import Machine, table, write_json
-from slurm_forge.control.hub import MemberView
 from slurm_forge.control.messages.message import Message
 from slurm_forge.control.messages.protocol import decode, encode
 from slurm_forge.control.messages.step_timing import StepTiming
+from slurm_forge.control.roster import MemberView
 from slurm_forge.launch.conductor.straggler_monitor import StragglerMonitor
 from slurm_forge.training.faults.injector import FaultInjector
 from slurm_forge.training.monitor.node_benchmark import HostBenchmark

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from slurm_forge.control.brief import BRIEF_KEY, LaunchBrief
     from slurm_forge.control.gathering import RankPosition, RequestAnswers
-    from slurm_forge.control.hub import Hub, HubEvent, MemberView
+    from slurm_forge.control.hub import Hub, HubEvent
     from slurm_forge.control.member import HUB_GONE, Member
+    from slurm_forge.control.roster import MemberView
 
 __all__ = [
     "BRIEF_KEY",
@@ -37,7 +38,7 @@ _WHERE = {
     "HubEvent": "slurm_forge.control.hub",
     "LaunchBrief": "slurm_forge.control.brief",
     "Member": "slurm_forge.control.member",
-    "MemberView": "slurm_forge.control.hub",
+    "MemberView": "slurm_forge.control.roster",
     "RankPosition": "slurm_forge.control.gathering",
     "RequestAnswers": "slurm_forge.control.gathering",
 }

@@ -11,8 +11,7 @@ import queue
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
-from itertools import compress, repeat
+from itertools import compress
 from typing import NamedTuple
 
 from slurm_forge.control.gathering import RequestAnswers
@@ -43,6 +42,13 @@ from slurm_forge.control.messages.relay import (
     decode_from_relay,
     encode_delivery,
 )
+from slurm_forge.control.roster import (
+    MemberView,
+    MonitorRoster,
+    MonitorView,
+    RankRoster,
+    Speakers,
+)
 from slurm_forge.control.tcp.links import Connection
 from slurm_forge.control.tcp.own_connections import connection_of
 from slurm_forge.vocabulary.position import Position
@@ -50,6 +56,7 @@ from slurm_forge.vocabulary.position import Position
 _TICK_S = 0.1
 #: Which ranks share a message differs where they are not at the same step: so many sets at most.
 _GROUPS = 64
+_RELAY = Role.RELAY.value
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,53 +103,11 @@ class RequestAbandoned:
 HubEvent = RankJoined | RankDisconnected | MessageReceived | TargetAgreed | RequestAbandoned
 
 
-class MemberView(NamedTuple):
-    """What is known of a rank; times are on the monotonic clock of the hub.
+class _Group(NamedTuple):
+    """Ranks that share a message, or monitors."""
 
-    The fields from ``rollbacks`` on are those of its last ``Heartbeat``.
-    """
-
-    rank: int
-    host: str
-    pid: int
-    last_message_at: float
-    connected: bool = True
-    rollbacks: int = 0
-    step: int = 0
-    begun: int = 0
-    phase: str = "start"
-    started: bool = False
-
-
-class MonitorView(NamedTuple):
-    """What the monitor of a rank said last; ``last_message_at`` is on the hub's monotonic clock.
-
-    The columns of ``pulse`` may be those of all monitors of the node; this one's are beside it.
-    """
-
-    rank: int
-    host: str
-    last_message_at: float
-    connected: bool = True
-    pulse: MonitorHeartbeat | None = None
-    since_s: float = 0.0
-    mute_s: float = 0.0
-    state: str = ""
-
-
-#: As ``_make`` does it, which takes three times as long: thousands of heartbeats come every second.
-_member_view = partial(tuple.__new__, MemberView)
-_monitor_view = partial(tuple.__new__, MonitorView)
-
-
-@dataclass(frozen=True, slots=True)
-class _Group:
-    """The ranks, or monitors, that share a message, and what the hub knows of them."""
-
-    ranks: tuple[int, ...]
-    hosts: tuple[str, ...]
-    #: Of ranks alone.
-    pids: tuple[int, ...] | None
+    ranks: Speakers[Heartbeat, MemberView] | None = None
+    monitors: Speakers[MonitorHeartbeat, MonitorView] | None = None
 
 
 @dataclass(slots=True)
@@ -203,8 +168,8 @@ class Hub(Listener[_Peer]):
             clock=clock,
         )
         self.events: queue.SimpleQueue[HubEvent] = queue.SimpleQueue()
-        self._members: dict[int, MemberView] = {}
-        self._monitors: dict[int, MonitorView] = {}
+        self._ranks = RankRoster()
+        self._monitors = MonitorRoster()
         #: The connections that they have now, their own or through a relay.
         self._rank_peers: dict[int, _Peer] = {}
         self._monitor_peers: dict[int, _Peer] = {}
@@ -219,18 +184,41 @@ class Hub(Listener[_Peer]):
     def members(self) -> dict[int, MemberView]:
         """A copy of what is known of every rank that ever joined this launch."""
         with self._lock:
-            return dict(self._members)
+            return self._ranks.views()
 
     def monitors(self) -> dict[int, MonitorView]:
         """A copy of what is known of the monitor of every rank that has one."""
         with self._lock:
-            return dict(self._monitors)
+            return self._monitors.views()
+
+    def oldest_message_at(self) -> float | None:
+        """When the rank that is silent for longest was heard; None before the first has come."""
+        with self._lock:
+            return self._ranks.oldest_message_at()
+
+    def heartbeats(self) -> list[Heartbeat]:
+        """What ranks said last, once for those who said it together."""
+        with self._lock:
+            return [beat for beat in self._ranks.beats() if beat is not None]
+
+    def pulses(self) -> tuple[float, list[MonitorHeartbeat]] | None:
+        """What monitors said last, once for those who said it together, and when the oldest came.
+
+        None while a rank has no monitor that is here and has said something.
+        """
+        with self._lock:
+            pulses = [pulse for pulse in self._monitors.beats() if pulse is not None]
+            oldest = self._monitors.oldest_message_at()
+            complete = len(self._ranks) == len(self._monitor_peers) == self.world_size and len(
+                pulses
+            ) == len(self._monitors.beats())
+            return (oldest, pulses) if complete and oldest is not None else None
 
     def host_of(self, rank: int) -> str | None:
         """Where a rank, or else its monitor, said that it runs; None where neither has come."""
         with self._lock:
-            view = self._members.get(rank) or self._monitors.get(rank)
-            return None if view is None else view.host
+            place = self._ranks.place_of(rank) or self._monitors.place_of(rank)
+            return None if place is None else place[0]
 
     def ask_monitors(self, message: Message) -> None:
         """Send to every rank's monitor; what they answer comes as ``MessageReceived``."""
@@ -303,9 +291,10 @@ class Hub(Listener[_Peer]):
 
     def _forget_old(self) -> None:
         # Only what every rank has left behind: until then one may still ask about it anew.
-        if len(self._members) < self.world_size:
+        beats = self._ranks.beats()
+        if len(self._ranks) < self.world_size or None in beats:
             return
-        slowest = min((member.rollbacks, member.step) for member in self._members.values())
+        slowest = min((beat.turn, beat.step) for beat in beats if beat is not None)
         for number, (_, gathering) in list(self._requests.items()):
             target = gathering.target
             if target is not None and (target.rollbacks, target.step) < slowest:
@@ -318,8 +307,7 @@ class Hub(Listener[_Peer]):
         return _Peer(connection, self._clock(), address)
 
     def _decode(self, peer: _Peer, line: bytes) -> Message:
-        is_relay = peer.role == Role.RELAY.value
-        return decode_from_relay(line) if is_relay else protocol.decode(line)
+        return decode_from_relay(line) if peer.role == _RELAY else protocol.decode(line)
 
     def _broadcast(self, message: Message) -> None:
         self._send_all(self._rank_peers.values(), message)
@@ -364,52 +352,35 @@ class Hub(Listener[_Peer]):
         """Of peers that all are ranks, or all are monitors."""
         ranks = tuple(peer.rank for peer in peers if peer.rank is not None)
         if ranks:
-            members = [self._members[rank] for rank in ranks]
-            hosts = tuple(member.host for member in members)
-            return _Group(ranks, hosts, tuple(member.pid for member in members))
+            return _Group(ranks=self._ranks.speakers(ranks))
         ranks = tuple(peer.monitor for peer in peers if peer.monitor is not None)
-        return _Group(ranks, tuple(self._monitors[rank].host for rank in ranks), None)
+        return _Group(monitors=self._monitors.speakers(ranks))
 
     def _hear(self, group: _Group, message: Message, now: float) -> None:
         """What ranks say, or what monitors say: several where a relay has joined it."""
-        if group.pids is None:
-            self._on_monitor_message(group, message, now)
-        else:
-            self._on_message(group, group.pids, message, now)
+        if group.ranks is not None:
+            self._on_message(group.ranks, message, now)
+        elif group.monitors is not None:
+            self._on_monitor_message(group.monitors, message, now)
 
     def _on_message(
-        self, group: _Group, pids: tuple[int, ...], message: Message, now: float
+        self, group: Speakers[Heartbeat, MemberView], message: Message, now: float
     ) -> None:
-        ranks, members = group.ranks, self._members
         if isinstance(message, Heartbeat):
-            views = zip(
-                ranks,
-                group.hosts,
-                pids,
-                repeat(now),
-                repeat(True),
-                repeat(message.turn),
-                repeat(message.step),
-                repeat(message.begun),
-                repeat(message.phase),
-                repeat(message.started),
-                strict=False,
-            )
-            members.update(zip(ranks, map(_member_view, views), strict=True))
+            self._ranks.hear(group, now, message)
             return
         # Before anything is sent: sending may find that one of these ranks is gone.
-        for rank in ranks:
-            members[rank] = members[rank]._replace(last_message_at=now)
+        self._ranks.hear(group, now)
         match message:
             case PositionReport():
-                self._answered(ranks, message, now)
+                self._answered(group.ranks, message, now)
             case Publish(to=()):
                 self._published[message.key] = message.value
                 self._broadcast(message)
             case Publish():
                 self._pass_on(message)
             case _:
-                self.events.put(MessageReceived(ranks, message))
+                self.events.put(MessageReceived(group.ranks, message))
 
     def _pass_on(self, message: Publish) -> None:
         wanted = [self._rank_peers[rank] for rank in message.to if rank in self._rank_peers]
@@ -460,26 +431,15 @@ class Hub(Listener[_Peer]):
         members[number] = member
         self._greet(member, hello, now)
 
-    def _on_monitor_message(self, group: _Group, message: Message, now: float) -> None:
-        ranks, monitors = group.ranks, self._monitors
+    def _on_monitor_message(
+        self, group: Speakers[MonitorHeartbeat, MonitorView], message: Message, now: float
+    ) -> None:
         if isinstance(message, MonitorHeartbeat):
-            views = zip(
-                ranks,
-                group.hosts,
-                repeat(now),
-                repeat(True),
-                repeat(message),
-                message.since_s,
-                message.mute_s,
-                message.state,
-                strict=False,
-            )
-            monitors.update(zip(ranks, map(_monitor_view, views), strict=True))
+            self._monitors.hear(group, now, message)
             return
-        for rank in ranks:
-            monitors[rank] = monitors[rank]._replace(last_message_at=now)
+        self._monitors.hear(group, now)
         if isinstance(message, (PhaseDuration, StackReport, LinkReport, PortReport)):
-            self.events.put(MessageReceived(ranks, message))
+            self.events.put(MessageReceived(group.ranks, message))
 
     def _answered(self, ranks: tuple[int, ...], at: PositionReport, now: float) -> None:
         entry = self._requests.get(at.id)
@@ -507,20 +467,15 @@ class Hub(Listener[_Peer]):
             self.world_size = message.world
         if not self._accepts(peer, Role.RANK, message.world, message.rank):
             return
-        before = self._members.get(message.rank)
-        if before is not None and before.connected:
-            self._refuse(
-                peer,
-                f"rank {message.rank} is here already, from {before.host} (process {before.pid})",
-            )
+        if self._ranks.is_connected(message.rank):
+            host, pid = self._ranks.place_of(message.rank) or ("?", 0)
+            self._refuse(peer, f"rank {message.rank} is here already, from {host} (process {pid})")
             return
         if not self._welcome(peer):
             return
         peer.rank = message.rank
         self._rank_peers[message.rank] = peer
-        self._members[message.rank] = MemberView(
-            rank=message.rank, host=message.host, pid=message.pid, last_message_at=now
-        )
+        self._ranks.join(message.rank, message.host, message.pid, now)
         for key, value in self._published.items():
             self._send(peer, Publish(key=key, value=value))
         for request, gathering in self._requests.values():
@@ -534,21 +489,14 @@ class Hub(Listener[_Peer]):
     def _greet_monitor(self, peer: _Peer, message: MonitorHello, now: float) -> None:
         if not self._accepts(peer, Role.MONITOR, message.world, message.rank):
             return
-        before = self._monitors.get(message.rank)
-        if before is not None and before.connected:
+        if self._monitors.is_connected(message.rank):
             self._refuse(peer, f"the monitor of rank {message.rank} is here already")
             return
         if not self._welcome(peer):
             return
         peer.monitor = message.rank
         self._monitor_peers[message.rank] = peer
-        self._monitors[message.rank] = MonitorView(
-            rank=message.rank, host=message.host, last_message_at=now
-        )
-
-    def _is_connected(self, rank: int) -> bool:
-        member = self._members.get(rank)
-        return member is not None and member.connected
+        self._monitors.join(message.rank, message.host, message.pid, now)
 
     def _settle(self, now: float) -> None:
         for request, gathering in list(self._requests.values()):
@@ -579,11 +527,10 @@ class Hub(Listener[_Peer]):
             peer.groups.clear()
         if peer.monitor is not None:
             self._monitor_peers.pop(peer.monitor, None)
-            view = self._monitors[peer.monitor]
-            self._monitors[peer.monitor] = view._replace(connected=False)
-        if peer.rank is not None and self._is_connected(peer.rank):
+            self._monitors.leave(peer.monitor)
+        if peer.rank is not None and self._ranks.is_connected(peer.rank):
             self._rank_peers.pop(peer.rank, None)
-            self._members[peer.rank] = self._members[peer.rank]._replace(connected=False)
+            self._ranks.leave(peer.rank)
             self.events.put(RankDisconnected(peer.rank))
 
 

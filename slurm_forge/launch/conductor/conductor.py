@@ -400,11 +400,11 @@ class Conductor:
         Not before anything was computed, nor while the last one waits for a long phase to end: that
         would be a second save of the same step.
         """
-        members = self._hub.members().values()
         if self._observations.save_request is not None or not self._undisturbed():
             return False
-        return any(member.started for member in members) and all(
-            member.step >= self._observations.save_step for member in members
+        beats = self._hub.heartbeats()
+        return any(beat.started for beat in beats) and all(
+            beat.step >= self._observations.save_step for beat in beats
         )
 
     def _ask_save(self, why: str) -> None:
@@ -451,7 +451,7 @@ class Conductor:
         """Have the ranks save and stop, together."""
         if self._observations.finished:
             return  # who is through can't save together with the others: they come to their end
-        if any(member.started for member in self._hub.members().values()):
+        if any(beat.started for beat in self._hub.heartbeats()):
             self._hub.request(RequestKind.STOP, what)
         else:
             self._end()  # nothing has been computed yet: what is on disk is as new as can be

@@ -232,7 +232,7 @@ class ProbeMonitor:
         )
 
     def _furthest_step(self) -> int:
-        return max((member.step for member in self._hub.members().values()), default=0)
+        return max((beat.step for beat in self._hub.heartbeats()), default=0)
 
     def _switch_off(
         self, off: Off, views: Sequence[RankSeen], beside: tuple[Evidence, ...] = ()

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from datetime import timedelta
-from operator import attrgetter
 
 from slurm_forge.control import Hub, MemberView
-from slurm_forge.control.hub import MonitorView
+from slurm_forge.control.roster import MonitorView
 from slurm_forge.recovery.monitor.probe_verdict import RankSeen
 from slurm_forge.recovery.monitor.stalls import RankView
 
@@ -16,7 +15,7 @@ _SILENT_S = 8.0
 #: Between two looks of ours: then the job was suspended, and everybody's clock begins anew.
 _GAP_S = 3.5
 #: By a signal or a debugger: the kernel's letters.
-_STOPPED = ("T", "t")
+_STOPPED = frozenset("Tt")
 
 
 class RankViews:
@@ -53,25 +52,20 @@ class RankViews:
 
     def anybody_silent(self, now: float, seconds: float) -> bool:
         """Whether a rank has said nothing for so long: cheap enough for every look."""
-        said = map(attrgetter("last_message_at"), self._hub.members().values())
-        return now - max(min(said, default=now), self.fresh_from) >= seconds
+        oldest = self._hub.oldest_message_at()
+        return now - max(now if oldest is None else oldest, self.fresh_from) >= seconds
 
     def all_progress(self, now: float, within: timedelta) -> bool:
         """Whether the monitor of every rank tells of progress within that time: a quick look.
 
         False also where nobody can tell, and while a process is stopped or its monitor silent.
         """
-        seconds = within.total_seconds()
-        members, monitors = self._hub.members(), self._hub.monitors()
-        if not len(members) == len(monitors) == self._hub.world_size:
+        seconds, last = within.total_seconds(), self._hub.pulses()
+        if last is None:
             return False
-        return all(
-            pulse is not None
-            and connected
-            and since_s <= seconds
-            and now - last_message_at <= _SILENT_S
-            and state not in _STOPPED
-            for _, _, last_message_at, connected, pulse, since_s, _, state in monitors.values()
+        oldest, pulses = last
+        return now - oldest <= _SILENT_S and all(
+            max(pulse.since_s) <= seconds and _STOPPED.isdisjoint(pulse.state) for pulse in pulses
         )
 
     def for_probe(

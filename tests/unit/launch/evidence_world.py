@@ -14,10 +14,11 @@ from enum import Enum
 from signal import Signals
 
 from slurm_forge.control.handshake import Credentials
-from slurm_forge.control.hub import MemberView, MessageReceived, RankDisconnected, TargetAgreed
+from slurm_forge.control.hub import MessageReceived, RankDisconnected, TargetAgreed
 from slurm_forge.control.messages.hub import Request as ChannelRequest
 from slurm_forge.control.messages.hub import RequestKind
 from slurm_forge.control.messages.rank import Notice, RankFinished, RankStopped
+from slurm_forge.control.roster import MemberView
 from slurm_forge.errors import FencedError, SlurmCommandError, SlurmUnreachableError
 from slurm_forge.journal import RunState, fold, read_journal
 from slurm_forge.launch.attempt.attempt import (
@@ -56,6 +57,7 @@ from tests.fake_slurm import (
     Request,
     Start,
 )
+from tests.unit.launch.hub_views import HubViews
 
 BEFORE_S = 30.0
 STEP = 70
@@ -156,7 +158,7 @@ class Events(queue.SimpleQueue):  # type: ignore[type-arg]
         return self.get_nowait()
 
 
-class Step:
+class Step(HubViews):
     """srun with two ranks that train until they are told to stop, as hub and as launcher."""
 
     world_size = 2
@@ -197,9 +199,6 @@ class Step:
             self.events.put(TargetAgreed(request, Position(STEP), 0.01))
             self._start.after(timedelta(seconds=SAVE_S), self._stop)
         return 1
-
-    def monitors(self) -> dict[int, object]:
-        return {}
 
     def abort(self, why: str) -> None:
         self._leave(0)

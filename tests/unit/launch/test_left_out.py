@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from slurm_forge.control.hub import MemberView
+from slurm_forge.control.roster import MemberView
 from slurm_forge.launch.conductor.skip_consistency import SkipConsistency
 
 

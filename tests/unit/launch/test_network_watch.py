@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from slurm_forge.control import MemberView
-from slurm_forge.control.hub import MonitorView
 from slurm_forge.control.messages.links import PortReport
 from slurm_forge.control.messages.message import Message
+from slurm_forge.control.roster import MonitorView
 from slurm_forge.control.tcp.links import (
     Connection,
     Link,

@@ -9,7 +9,6 @@ from datetime import timedelta
 import pytest
 
 from slurm_forge.control import MemberView
-from slurm_forge.control.hub import MonitorView
 from slurm_forge.control.messages import protocol
 from slurm_forge.control.messages.hub import Publish
 from slurm_forge.control.messages.monitor import MonitorHeartbeat
@@ -21,15 +20,17 @@ from slurm_forge.control.messages.preflight import (
     PreflightRound,
     PreflightTried,
 )
+from slurm_forge.control.roster import MonitorView
 from slurm_forge.journal.events import PreflightMeasured
 from slurm_forge.json_codec import parse
 from slurm_forge.launch.conductor.preflight_monitor import PreflightMonitor
 from slurm_forge.vocabulary.cause import Cause
+from tests.unit.launch.hub_views import HubViews
 
 GB = 1e9
 
 
-class Hub:
+class Hub(HubViews):
     """What the judge sees of one: ranks, and what is published."""
 
     def __init__(self, world: int) -> None:
@@ -39,10 +40,10 @@ class Hub:
             for rank in range(world)
         }
         self.published: dict[str, str] = {}
-        self.pulses: dict[int, MonitorView] = {}
+        self.monitor_views: dict[int, MonitorView] = {}
 
     def monitors(self) -> dict[int, MonitorView]:
-        return dict(self.pulses)
+        return dict(self.monitor_views)
 
     def host_of(self, rank: int) -> str | None:
         member = self.members().get(rank)
@@ -254,7 +255,7 @@ def test_an_import_that_holds_the_interpreter_is_no_frozen_node(state: str, name
         scene.report(rank)
     scene.silent = {3}
     for _ in range(100):
-        scene.hub.pulses[3] = pulse(scene, 3, state)
+        scene.hub.monitor_views[3] = pulse(scene, 3, state)
         scene.wait(1)
     assert (scene.judge.refused is not None) == named
 

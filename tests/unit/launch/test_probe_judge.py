@@ -9,19 +9,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slurm_forge.control import MemberView
-from slurm_forge.control.hub import MonitorView
 from slurm_forge.control.messages.hub import RequestKind
 from slurm_forge.control.messages.message import Message
 from slurm_forge.control.messages.monitor import MonitorHeartbeat
 from slurm_forge.control.messages.probe import ProbeArrived, ProbeBroke, ProbeDone
+from slurm_forge.control.roster import MonitorView
 from slurm_forge.journal.events import Event, ProbeMeasured, ProbeOff
 from slurm_forge.launch.conductor.probe_monitor import ProbeMonitor
 from slurm_forge.recovery.monitor.probe_verdict import ProbeRules
 from slurm_forge.recovery.monitor.unreachable_hosts import Trouble
 from slurm_forge.vocabulary.cause import Cause, Confidence, Evidence
+from tests.unit.launch.hub_views import HubViews
 
 
-class Hub:
+class Hub(HubViews):
     """What the judge sees of one: ranks, their witnesses, and requests."""
 
     def __init__(self, world: int) -> None:
@@ -38,7 +39,7 @@ class Hub:
             )
             for rank in range(world)
         }
-        self.pulses: dict[int, MonitorView] = {}
+        self.monitor_views: dict[int, MonitorView] = {}
         self.requests: list[str] = []
         self.asked: list[Message] = []
 
@@ -50,7 +51,7 @@ class Hub:
         return dict(self.views)
 
     def monitors(self) -> dict[int, MonitorView]:
-        return dict(self.pulses)
+        return dict(self.monitor_views)
 
     def ask_monitors(self, message: Message) -> None:
         self.asked.append(message)
@@ -128,7 +129,7 @@ class Scene:
             turn=0, step=view.step, begun=view.step + 1, phase_no=0, poll=0, phase=view.phase,
             kind=view.phase, since_s=(1.0,), mute_s=(0.0,), state=(self.states.get(rank, "S"),),
         )  # fmt: skip
-        self.hub.pulses[rank] = MonitorView(
+        self.hub.monitor_views[rank] = MonitorView(
             rank=rank,
             host=view.host,
             last_message_at=self.now,

@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slurm_forge.control import MemberView
-from slurm_forge.control.hub import MonitorView
 from slurm_forge.control.messages.links import QueryLinks
 from slurm_forge.control.messages.message import Message
 from slurm_forge.control.messages.monitor import (
@@ -21,6 +20,7 @@ from slurm_forge.control.messages.monitor import (
     StackReport,
     TakeStacks,
 )
+from slurm_forge.control.roster import MonitorView
 from slurm_forge.control.tcp.links import Connection
 from slurm_forge.journal.events import StallSeen, StretchesLearned
 from slurm_forge.launch.conductor.hang_watchdog import Watchdog
@@ -28,6 +28,7 @@ from slurm_forge.launch.conductor.probe_monitor import ProbeMonitor
 from slurm_forge.launch.conductor.rank_views import RankViews
 from slurm_forge.recovery.monitor.phase_durations import HangRules
 from slurm_forge.recovery.monitor.probe_verdict import ProbeRules
+from tests.unit.launch.hub_views import HubViews
 
 RULES = HangRules(5.0, timedelta(seconds=30), timedelta(minutes=10))
 TICK = 0.25
@@ -56,7 +57,7 @@ class Rank:
 
 
 @dataclass
-class Scene:
+class Scene(HubViews):
     """Ranks under a watchdog; ``pass_time`` lets witnesses speak every second."""
 
     ranks: list[Rank]

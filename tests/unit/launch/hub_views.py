@@ -1,0 +1,41 @@
+"""What a hub tells of all ranks together, for those that tests make up rank by rank."""
+
+from collections.abc import Mapping
+
+from slurm_forge.control.messages.monitor import MonitorHeartbeat
+from slurm_forge.control.messages.rank import Heartbeat
+from slurm_forge.control.roster import MemberView, MonitorView
+
+
+class HubViews:
+    """Derived from ``members`` and ``monitors``, which whoever derives from it has."""
+
+    world_size: int
+
+    def members(self) -> Mapping[int, MemberView]:
+        raise NotImplementedError
+
+    def monitors(self) -> Mapping[int, MonitorView]:
+        return {}
+
+    def oldest_message_at(self) -> float | None:
+        return min((each.last_message_at for each in self.members().values()), default=None)
+
+    def heartbeats(self) -> list[Heartbeat]:
+        return [
+            Heartbeat(
+                turn=each.rollbacks,
+                step=each.step,
+                begun=each.begun,
+                phase=each.phase,
+                started=each.started,
+            )
+            for each in self.members().values()
+        ]
+
+    def pulses(self) -> tuple[float, list[MonitorHeartbeat]] | None:
+        monitors = self.monitors()
+        pulses = [each.pulse for each in monitors.values() if each.pulse and each.connected]
+        if not len(pulses) == len(self.members()) == self.world_size:
+            return None
+        return min(each.last_message_at for each in monitors.values()), pulses
