@@ -57,6 +57,14 @@ _TICK_S = 0.1
 #: Which ranks share a message differs where they are not at the same step: so many sets at most.
 _GROUPS = 64
 _RELAY = Role.RELAY.value
+#: Where so many ranks send heartbeats, those of a moment are heard together, unless anybody waits:
+#: to wake up for each costs more than to hear it.
+_MANY = 256
+_REST_S = 0.01
+#: For how long after anything that somebody waits for more of it is to be expected.
+_LIVELY_S = 1.0
+#: For how long the conductor is not woken up for what it can wait for.
+_HOLD_S = 0.25
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,6 +186,10 @@ class Hub(Listener[_Peer]):
         #: Until when requests that may be given up must have a target.
         self._until: dict[int, float] = {}
         self._next_id = 1
+        #: What the conductor can wait for, and until when it does.
+        self._held: list[HubEvent] = []
+        self._hold_until = 0.0
+        self._lively_until = 0.0
         #: Why the launch is over, once it is.
         self._over: str | None = None
 
@@ -314,6 +326,7 @@ class Hub(Listener[_Peer]):
 
     def _send_all(self, peers: Iterable[_Peer], message: Message) -> None:
         """To each of them; through a relay once for all that are behind it."""
+        self._lively_until = self._clock() + _LIVELY_S
         line = protocol.encode(message)
         relayed: dict[int, tuple[_Peer, list[int]]] = {}
         for peer in list(peers):
@@ -338,6 +351,31 @@ class Hub(Listener[_Peer]):
 
     def _tick(self, now: float) -> None:
         self._settle(now)
+        if self._held and now >= self._hold_until:
+            self._release()
+
+    def _rest_s(self) -> float:
+        quiet = self.world_size >= _MANY and self._clock() >= self._lively_until
+        return _REST_S if quiet else 0.0
+
+    def _tell(self, event: HubEvent) -> None:
+        """Have the conductor hear of it, behind all that came before."""
+        self._release()
+        self.events.put(event)
+
+    def _release(self) -> None:
+        for event in self._held:
+            self.events.put(event)
+        self._held.clear()
+
+    def _pass_to_conductor(self, ranks: tuple[int, ...], message: Message, now: float) -> None:
+        event = MessageReceived(ranks, message)
+        if not message.may_wait_s:
+            self._tell(event)
+            return
+        if not self._held:
+            self._hold_until = now + _HOLD_S
+        self._held.append(event)
 
     def _take(self, peer: _Peer, message: Message) -> None:
         now = self._clock()
@@ -371,6 +409,8 @@ class Hub(Listener[_Peer]):
             return
         # Before anything is sent: sending may find that one of these ranks is gone.
         self._ranks.hear(group, now)
+        if not message.may_wait_s:
+            self._lively_until = now + _LIVELY_S
         match message:
             case PositionReport():
                 self._answered(group.ranks, message, now)
@@ -380,7 +420,7 @@ class Hub(Listener[_Peer]):
             case Publish():
                 self._pass_on(message)
             case _:
-                self.events.put(MessageReceived(group.ranks, message))
+                self._pass_to_conductor(group.ranks, message, now)
 
     def _pass_on(self, message: Publish) -> None:
         wanted = [self._rank_peers[rank] for rank in message.to if rank in self._rank_peers]
@@ -439,7 +479,7 @@ class Hub(Listener[_Peer]):
             return
         self._monitors.hear(group, now)
         if isinstance(message, (PhaseDuration, StackReport, LinkReport, PortReport)):
-            self.events.put(MessageReceived(group.ranks, message))
+            self._pass_to_conductor(group.ranks, message, now)
 
     def _answered(self, ranks: tuple[int, ...], at: PositionReport, now: float) -> None:
         entry = self._requests.get(at.id)
@@ -484,7 +524,7 @@ class Hub(Listener[_Peer]):
                 self._send(peer, _target(request, gathering.target))
         if self._over is not None:
             self._send(peer, Abort(reason=self._over))  # it comes too late
-        self.events.put(RankJoined(message.rank))
+        self._tell(RankJoined(message.rank))
 
     def _greet_monitor(self, peer: _Peer, message: MonitorHello, now: float) -> None:
         if not self._accepts(peer, Role.MONITOR, message.world, message.rank):
@@ -510,14 +550,14 @@ class Hub(Listener[_Peer]):
             self._withdraw(request, gathering, now)
         else:
             self._broadcast(_target(request, target))
-            self.events.put(TargetAgreed(request, target, now - gathering.asked_at))
+            self._tell(TargetAgreed(request, target, now - gathering.asked_at))
 
     def _withdraw(self, request: Request, gathering: RequestAnswers, now: float) -> None:
         """Give it up after its time, unless it had a target before: somebody may have acted."""
         if gathering.round == 0 and now >= self._until.get(request.id, float("inf")):
             del self._requests[request.id], self._until[request.id]
             self._broadcast(RequestWithdrawn(id=request.id))
-            self.events.put(RequestAbandoned(request))
+            self._tell(RequestAbandoned(request))
 
     def _on_closed(self, peer: _Peer) -> None:
         for member in list((peer.members or {}).values()):
@@ -531,7 +571,7 @@ class Hub(Listener[_Peer]):
         if peer.rank is not None and self._ranks.is_connected(peer.rank):
             self._rank_peers.pop(peer.rank, None)
             self._ranks.leave(peer.rank)
-            self.events.put(RankDisconnected(peer.rank))
+            self._tell(RankDisconnected(peer.rank))
 
 
 def _target(request: Request, position: Position) -> RequestTarget:

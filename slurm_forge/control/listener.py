@@ -139,6 +139,10 @@ class Listener(ABC, Generic[PeerT]):
         """After how long without a message ``_tick`` is called."""
         return self._tick_s
 
+    def _rest_s(self) -> float:
+        """How long nobody needs to be heard: what comes meanwhile is heard together."""
+        return 0.0
+
     def _lose(self, peer: PeerT) -> None:
         """What was sent to a peer does not reach it: it is gone, or frozen."""
         self._drop(peer)
@@ -225,6 +229,9 @@ class Listener(ABC, Generic[PeerT]):
                 self._drop(peer)
 
     def _turn(self) -> None:
+        rest_s = self._rest_s()
+        if rest_s > 0:
+            time.sleep(rest_s)
         for key, _ in self._selector.select(timeout=self._timeout_s()):
             if key.fileobj is self._listener:
                 self._accept()

@@ -33,7 +33,6 @@ from slurm_forge.control.handshake import (
 from slurm_forge.control.listener import Listener, Peer
 from slurm_forge.control.messages import protocol
 from slurm_forge.control.messages.message import Message
-from slurm_forge.control.messages.monitor import MonitorHeartbeat
 from slurm_forge.control.messages.rank import Heartbeat
 from slurm_forge.control.messages.relay import (
     LineBundle,
@@ -49,8 +48,6 @@ RELAYED_FROM = 512
 _TICK_S = 1.0
 #: Lines that come within this time go together: all ranks of a node answer at once.
 _GATHER_S = 0.003
-#: Heartbeat of a node come at the same time, as far as its processes are scheduled in time.
-_GATHER_BEATS_S = 0.1
 _CONNECT_WITHIN_S = 20.0
 _BACKLOG = 512
 
@@ -148,13 +145,13 @@ class Relay(Listener[_Client]):
             return
         hub = peer.hub
         assert hub is not None  # noqa: S101  said where it goes before
-        within_s = _GATHER_S if self._is_urgent(peer, message) else _GATHER_BEATS_S
-        self._add(hub, peer, message, within_s)
+        within_s = _GATHER_S if self._tells_news(peer, message) else message.may_wait_s
+        self._add(hub, peer, message, max(_GATHER_S, within_s))
 
-    def _is_urgent(self, peer: _Client, message: Message) -> bool:
-        """Whether others wait for it: for a heartbeat only if something has changed."""
+    def _tells_news(self, peer: _Client, message: Message) -> bool:
+        """Whether it is a heartbeat that others wait for: of who begins to train, or rolls back."""
         if not isinstance(message, Heartbeat):
-            return not isinstance(message, MonitorHeartbeat)
+            return False
         before = (peer.turn, peer.started)
         peer.turn, peer.started = message.turn, message.started
         return before != (peer.turn, peer.started)

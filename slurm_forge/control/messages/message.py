@@ -15,6 +15,11 @@ from slurm_forge.vocabulary.position import Position
 #: No count of slurm_forge goes beyond 64 bits, and Python refuses to print very long integers.
 Int = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 
+#: Heartbeats of a node come at the same time, as far as its processes are scheduled in time.
+HEARTBEAT_WAITS_S = 0.1
+#: What is as well said with the next heartbeat, which comes within this time.
+UNTIL_HEARTBEAT_S = 1.0
+
 #: All four numbers have to be there: a position with defaults is another place.
 WirePosition = Annotated[
     Position,
@@ -36,6 +41,8 @@ class Message:
 
     #: Fields that hold a value of each member that says this, in the order of the members.
     columns: ClassVar[tuple[str, ...]] = ()
+    #: For how long it may be kept back to go with others; 0 where somebody waits for it.
+    may_wait_s: ClassVar[float] = 0.0
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(
         extra="forbid", strict=True, allow_inf_nan=False

@@ -5,7 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from slurm_forge.control.messages.message import Int, Message
+from slurm_forge.control.messages.message import (
+    HEARTBEAT_WAITS_S,
+    UNTIL_HEARTBEAT_S,
+    Int,
+    Message,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +34,7 @@ class MonitorHeartbeat(Message):
     """
 
     columns: ClassVar[tuple[str, ...]] = ("since_s", "mute_s", "state")
+    may_wait_s: ClassVar[float] = HEARTBEAT_WAITS_S
 
     m: Literal["pulse"] = "pulse"
     turn: Int
@@ -46,6 +52,8 @@ class MonitorHeartbeat(Message):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PhaseDuration(Message):
     """A monitor: its worker was in a stretch of this kind for so long, and went on."""
+
+    may_wait_s: ClassVar[float] = UNTIL_HEARTBEAT_S
 
     m: Literal["lasted"] = "lasted"
     kind: str

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 from slurm_forge.control.messages.hub import RequestKind
-from slurm_forge.control.messages.message import Int, Message, WirePosition
+from slurm_forge.control.messages.message import (
+    HEARTBEAT_WAITS_S,
+    Int,
+    Message,
+    WirePosition,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +32,8 @@ class Heartbeat(Message):
     ``begun`` counts steps that were begun, too: one more than ``step`` inside of one.  ``turn``
     counts rollbacks: the steps come again in each.
     """
+
+    may_wait_s: ClassVar[float] = HEARTBEAT_WAITS_S
 
     m: Literal["beat"] = "beat"
     turn: Int

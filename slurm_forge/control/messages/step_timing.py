@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
-from slurm_forge.control.messages.message import Int, Message
+from slurm_forge.control.messages.message import UNTIL_HEARTBEAT_S, Int, Message
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,6 +16,8 @@ class StepTiming(Message):
     can't be told), ``spread_s`` half the distance between the quartiles of that.  ``trial_s`` is a
     fixed piece of work that was tried since (0: none was).
     """
+
+    may_wait_s: ClassVar[float] = UNTIL_HEARTBEAT_S
 
     m: Literal["paced"] = "paced"
     step: Int
