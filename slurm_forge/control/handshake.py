@@ -131,6 +131,8 @@ def _mac(key: bytes, number: int, line: bytes) -> bytes:
 class AuthenticatedConnection:
     """A connection whose lines are signed, once there is a session.  Receives on one thread."""
 
+    __slots__ = ("_buffer", "longest", "session", "socket")
+
     def __init__(self, connection: socket.socket, session: Session | None = None) -> None:
         self.socket = connection
         self.session = session

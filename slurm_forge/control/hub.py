@@ -10,7 +10,7 @@ import contextlib
 import queue
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import compress
 from typing import NamedTuple
 
@@ -125,7 +125,7 @@ class _Peer(Peer):
     #: Of a relay: its members, by its own numbers.
     members: dict[int, _Peer] | None = None
     #: Of a relay: who of them has said something together lately.
-    groups: dict[tuple[int, ...], _Group] = field(default_factory=dict)
+    groups: dict[tuple[int, ...], _Group] | None = None
     #: Of a member: the relay that it speaks through, and its number there.
     relay: _Peer | None = None
     number: int = 0
@@ -137,6 +137,8 @@ class _Peer(Peer):
 
 class _RelayedConnection(AuthenticatedConnection):
     """A member's connection, as far as it is ours: through that of its relay."""
+
+    __slots__ = ("_number", "_relay")
 
     def __init__(self, relay: AuthenticatedConnection, number: int) -> None:
         super().__init__(relay.socket)
@@ -342,7 +344,7 @@ class Hub(Listener[_Peer]):
         if peer.relay is None:
             super()._drop(peer)
         elif (peer.relay.members or {}).pop(peer.number, None) is not None:
-            peer.relay.groups.clear()
+            (peer.relay.groups or {}).clear()
             peer.connection.close()
             self._on_closed(peer)
 
@@ -429,16 +431,16 @@ class Hub(Listener[_Peer]):
     def _take_lines(self, relay: _Peer, message: MemberLines, now: float) -> None:
         """What a relay's members said: as if each had said it on a connection of its own."""
         for numbers, said in message.lines:
-            members = relay.members
-            if relay.connection.fileno() < 0 or members is None:
+            members, groups = relay.members, relay.groups
+            if relay.connection.fileno() < 0 or members is None or groups is None:
                 return  # dropped meanwhile
-            group = relay.groups.get(numbers)
+            group = groups.get(numbers)
             if group is not None and said is not None:
                 self._hear(group, said, now)
                 continue
             known = [number in members for number in numbers]
             if said is None:
-                relay.groups.clear()
+                groups.clear()
                 for member in [members.pop(number, None) for number in numbers]:
                     if member is not None:
                         self._on_closed(member)
@@ -452,8 +454,8 @@ class Hub(Listener[_Peer]):
                     self._drop(relay)
                     return
                 group = self._group(peers)
-                if all(known) and len(relay.groups) < _GROUPS:
-                    relay.groups[numbers] = group
+                if all(known) and len(groups) < _GROUPS:
+                    groups[numbers] = group
                 self._hear(group, said if all(known) else said.only(known), now)
 
     def _greet_relayed(
@@ -498,7 +500,7 @@ class Hub(Listener[_Peer]):
             return
         if isinstance(message, RelayHello) and peer.members is None:
             if self._welcome(peer):
-                peer.members = {}
+                peer.members, peer.groups = {}, {}
             return
         if not isinstance(message, Hello):
             self._drop(peer)
@@ -564,7 +566,7 @@ class Hub(Listener[_Peer]):
             self._on_closed(member)
         if peer.members is not None:
             peer.members.clear()
-            peer.groups.clear()
+            (peer.groups or {}).clear()
         if peer.monitor is not None:
             self._monitor_peers.pop(peer.monitor, None)
             self._monitors.leave(peer.monitor)

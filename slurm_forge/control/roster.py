@@ -7,6 +7,7 @@ whoever asks.
 
 from __future__ import annotations
 
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -17,7 +18,7 @@ from slurm_forge.control.messages.monitor import MonitorHeartbeat
 from slurm_forge.control.messages.rank import Heartbeat
 
 _BeatT = TypeVar("_BeatT", Heartbeat, MonitorHeartbeat)
-_ViewT = TypeVar("_ViewT")
+_ViewT = TypeVar("_ViewT", "MemberView", "MonitorView")
 _last_message_at = attrgetter("last_message_at")
 
 
@@ -67,7 +68,7 @@ class Speakers(Generic[_BeatT, _ViewT]):
     beat: _BeatT | None = None
     current: int = 0
     #: Made when somebody asks, until the next message.
-    views: dict[int, _ViewT] | None = None
+    views: tuple[_ViewT, ...] | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -97,6 +98,7 @@ class Roster(ABC, Generic[_BeatT, _ViewT]):
 
     def join(self, rank: int, host: str, pid: int, now: float) -> None:
         """Somebody has come, or has come back: nothing of what it said before counts."""
+        host = sys.intern(host)  # said by all ranks of a node
         alone: Speakers[_BeatT, _ViewT] = Speakers((rank,), now)
         before = self._entries.get(rank)
         self._entries[rank] = _Entry(host, pid, alone if before is None else before.speakers)
@@ -165,17 +167,15 @@ class Roster(ABC, Generic[_BeatT, _ViewT]):
 
     def views(self) -> dict[int, _ViewT]:
         """All of them, each by itself."""
-        views: dict[int, _ViewT] = {}
-        for speakers in self._speakers:
-            if speakers.views is None:
-                entries = [(rank, self._entries[rank]) for rank in speakers.ranks]
-                speakers.views = {
-                    rank: self._view(rank, entry)
-                    for rank, entry in entries
-                    if entry.speakers is speakers
-                }
-            views.update(speakers.views)
-        return views
+        return {view.rank: view for each in self._speakers for view in self._views_of(each)}
+
+    def _views_of(self, speakers: Speakers[_BeatT, _ViewT]) -> tuple[_ViewT, ...]:
+        if speakers.views is None:
+            entries = [(rank, self._entries[rank]) for rank in speakers.ranks]
+            speakers.views = tuple(
+                self._view(rank, entry) for rank, entry in entries if entry.speakers is speakers
+            )
+        return speakers.views
 
     @abstractmethod
     def _view(self, rank: int, entry: _Entry[_BeatT, _ViewT]) -> _ViewT:

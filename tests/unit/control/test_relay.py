@@ -616,7 +616,8 @@ def test_processes_of_a_node_send_their_heartbeats_at_the_same_times(
 ) -> None:
     due = next_heartbeat(now, every_s)
     assert now < due <= now + every_s
-    assert next_heartbeat(now + (due - now) / 2, every_s) == due
+    halfway = now + (due - now) / 2
+    assert halfway == due or next_heartbeat(halfway, every_s) == due  # none lies between them
 
 
 def test_paths_differ_by_step_and_node() -> None:
