@@ -60,7 +60,7 @@ _RELAY = Role.RELAY.value
 #: Where so many ranks send heartbeats, those of a moment are heard together, unless anybody waits:
 #: to wake up for each costs more than to hear it.
 _MANY = 256
-_REST_S = 0.01
+_REST_S = 0.02
 #: For how long after anything that somebody waits for more of it is to be expected.
 _LIVELY_S = 1.0
 #: For how long the conductor is not woken up for what it can wait for.

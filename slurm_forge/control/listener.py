@@ -54,6 +54,8 @@ class Peer:
     address: str
     rank: int | None = None
     role: str = ""
+    #: Whether it has been taken off the list of strangers.
+    is_known: bool = False
 
     @property
     def stranger(self) -> bool:
@@ -352,7 +354,8 @@ class Listener(ABC, Generic[PeerT]):
                         self._end(peer, error.message)
                         return
                     self._take(peer, message)
-                    if not peer.stranger:
+                    if not peer.is_known and not peer.stranger:
+                        peer.is_known = True
                         self._forget_stranger(peer, descriptor)
                 if peer.connection.fileno() < 0:
                     return  # dropped meanwhile: the rest was said by nobody

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, lru_cache
 from typing import Annotated, Literal
 
 from pydantic import Field, TypeAdapter
@@ -114,10 +114,15 @@ class LineBundle:
 
 def encode_delivery(to: Iterable[int], line: bytes, *, close: bool = False) -> bytes:
     """A ``Delivery`` of a line that is encoded already."""
-    text = dumps(line.decode().rstrip("\n"))
     numbers = ",".join(map(str, to)).encode()
     end = b"true" if close else b"false"
-    return b'{"m":"deliver","to":[%b],"line":%b,"close":%b}\n' % (numbers, text, end)
+    return b'{"m":"deliver","to":[%b],"line":%b,"close":%b}\n' % (numbers, _as_text(line), end)
+
+
+@lru_cache(maxsize=4)
+def _as_text(line: bytes) -> bytes:
+    """A line as a text in another one: the same for all relays that it goes to."""
+    return dumps(line.decode().rstrip("\n"))
 
 
 @cache
