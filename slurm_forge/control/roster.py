@@ -170,12 +170,15 @@ class Roster(ABC, Generic[_BeatT, _ViewT]):
         return {view.rank: view for each in self._speakers for view in self._views_of(each)}
 
     def _views_of(self, speakers: Speakers[_BeatT, _ViewT]) -> tuple[_ViewT, ...]:
-        if speakers.views is None:
-            entries = [(rank, self._entries[rank]) for rank in speakers.ranks]
-            speakers.views = tuple(
-                self._view(rank, entry) for rank, entry in entries if entry.speakers is speakers
-            )
-        return speakers.views
+        if speakers.views is not None:
+            return speakers.views
+        entries = [(rank, self._entries[rank]) for rank in speakers.ranks]
+        views = tuple(
+            self._view(rank, entry) for rank, entry in entries if entry.speakers is speakers
+        )
+        if len(views) > 1:  # thousands that each speak alone, as they join, would take memory
+            speakers.views = views
+        return views
 
     @abstractmethod
     def _view(self, rank: int, entry: _Entry[_BeatT, _ViewT]) -> _ViewT:
