@@ -13,7 +13,8 @@ from tests.shared_storage.faults import FAULTS, a_run_is_resumed_on_the_other_no
 from tests.shared_storage.guest import SERVER, Node, mounted, start_server
 from tests.shared_storage.repeater import PORT, Repeater
 
-#: What a line of results begins with.
+#: What a line begins with that says which case is next, and one that says what came of it.
+BEGUN = "begun: "
 MARK = "result: "
 #: The last line, once every case has come to an end.
 OVER = "all cases are over"
@@ -61,6 +62,7 @@ def main(mounts: Sequence[str], names: Sequence[str]) -> int:
         for options, case in product([each for each in mounts if each in only], cases):
             if names and case.__name__ not in names:
                 continue
+            print(f"\n{BEGUN}{options}, {case.__name__}", flush=True)
             begun, before = time.monotonic(), repeater.repeated
             INJECTED.clear()
             try:
