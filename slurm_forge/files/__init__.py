@@ -3,26 +3,35 @@
 Standard library only.  ``OSError`` is passed on as it is: only the caller knows what the file was
 for.
 
-Entry: ``atomic``; who may have written a file that is read: ``trust``.
+Entry: ``atomic`` writes, ``reading`` reads, ``lookup`` tells whether a name is there; who may have
+written a file that is read: ``trust``.
 """
 
 from __future__ import annotations
 
 from slurm_forge.files.atomic import (
     create_exclusive,
-    exists_on_server,
     fsync_directory,
     make_missing,
     make_private_directory,
-    open_trusted,
     private_directory,
+    write_atomic,
+)
+from slurm_forge.files.lookup import (
+    exists,
+    exists_on_server,
+    is_file,
+    is_folder,
+    refresh_listing,
+    refresh_names,
+)
+from slurm_forge.files.reading import (
+    open_trusted,
     read_bounded,
     read_json,
     read_named,
     read_trusted,
-    refresh_listing,
     retry_stale,
-    write_atomic,
 )
 from slurm_forge.files.trust import ANYBODY, FOLDERS_OWNER, refuse_foreign
 
@@ -30,8 +39,11 @@ __all__ = [
     "ANYBODY",
     "FOLDERS_OWNER",
     "create_exclusive",
+    "exists",
     "exists_on_server",
     "fsync_directory",
+    "is_file",
+    "is_folder",
     "make_missing",
     "make_private_directory",
     "open_trusted",
@@ -41,6 +53,7 @@ __all__ = [
     "read_named",
     "read_trusted",
     "refresh_listing",
+    "refresh_names",
     "refuse_foreign",
     "retry_stale",
     "write_atomic",

@@ -29,6 +29,7 @@ from slurm_forge.files import (
     FOLDERS_OWNER,
     create_exclusive,
     fsync_directory,
+    is_folder,
     read_trusted,
     refresh_listing,
     write_atomic,
@@ -141,7 +142,7 @@ def _read(
     run: RunDirectory, *, skip_superseded: bool, refresh: bool, use_state: bool
 ) -> tuple[list[Record], list[Damage]]:
     folder = run.journal
-    if not folder.is_dir():
+    if not is_folder(folder):
         return [], []
     for attempt in range(_TRIES):
         if refresh or attempt:
