@@ -3,8 +3,8 @@
 Standard library only.  ``OSError`` is passed on as it is: only the caller knows what the file was
 for.
 
-Entry: ``atomic`` writes, ``reading`` reads, ``lookup`` tells whether a name is there; who may have
-written a file that is read: ``trust``.
+Entry: ``atomic`` writes and ``trusted_read`` reads; ``lookup`` tells whether a name is there, and
+``trust`` who may have written a file that is read.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from slurm_forge.files.lookup import (
     refresh_listing,
     refresh_names,
 )
-from slurm_forge.files.reading import (
+from slurm_forge.files.trust import ANYBODY, FOLDERS_OWNER, refuse_foreign
+from slurm_forge.files.trusted_read import (
     open_trusted,
     read_bounded,
     read_json,
@@ -33,7 +34,6 @@ from slurm_forge.files.reading import (
     read_trusted,
     retry_stale,
 )
-from slurm_forge.files.trust import ANYBODY, FOLDERS_OWNER, refuse_foreign
 
 __all__ = [
     "ANYBODY",

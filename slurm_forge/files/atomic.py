@@ -14,8 +14,8 @@ from pathlib import Path
 
 from slurm_forge.errors import UnsafeFileError
 from slurm_forge.files.lookup import is_folder
-from slurm_forge.files.reading import read_trusted
 from slurm_forge.files.trust import refuse_foreign
+from slurm_forge.files.trusted_read import read_trusted
 
 _NO_HARD_LINKS = frozenset(
     {errno.EPERM, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK, errno.EXDEV}
