@@ -3,8 +3,7 @@
 Standard library only.  ``OSError`` is passed on as it is: only the caller knows what the file was
 for.
 
-Entry: ``atomic`` writes and ``trusted_read`` reads; ``lookup`` tells whether a name is there, and
-``trust`` who may have written a file that is read.
+Entry: ``atomic``, ``trusted_read``; who may have written a file: ``trust``; lookups: ``lookup``.
 """
 
 from __future__ import annotations

@@ -13,6 +13,9 @@ import stat
 import tempfile
 from pathlib import Path
 
+#: Of linux/stat.h and linux/fcntl.h.
+_STATX_SIZE, _BASIC_STATS = 256, 0x7FF
+_EMPTY_PATH, _FORCE_SYNC = 0x1000, 0x2000
 _ABSENT = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP})
 
 
@@ -47,13 +50,17 @@ def exists_on_server(path: str | os.PathLike[str]) -> bool:
 
 
 def refresh_names(folder: str | os.PathLike[str]) -> None:
-    """Let the next look at a name in ``folder`` see what other nodes have changed; best effort.
+    """Let the next look at names in ``folder`` see what other nodes have changed; best effort.
 
-    Opening a folder makes an NFS client ask the server for changes, unless the file system is
-    mounted with ``nocto``.
+    Opening a folder makes an NFS client ask the server for changes, and so does a forced ``statx``
+    where the file system is mounted with ``nocto``.
     """
     with contextlib.suppress(OSError):
-        os.close(os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            _ask_for_attributes(descriptor)
+        finally:
+            os.close(descriptor)
 
 
 def refresh_listing(folder: str | os.PathLike[str]) -> None:
@@ -77,3 +84,13 @@ def _mode(path: str | os.PathLike[str]) -> int | None:
         if error.errno in _ABSENT:
             return None
         raise
+
+
+def _ask_for_attributes(descriptor: int) -> None:
+    """Have the kernel forget what it remembers of a folder, should the server know better."""
+    import ctypes
+
+    statx = getattr(ctypes.CDLL(None), "statx", None)
+    if statx is not None:  # glibc 2.28 and later
+        answer = ctypes.create_string_buffer(_STATX_SIZE)
+        statx(descriptor, b"", _EMPTY_PATH | _FORCE_SYNC, _BASIC_STATS, answer)

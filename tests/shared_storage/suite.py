@@ -29,17 +29,8 @@ MOUNTS = (
     f"vers=3,proto=tcp,mountproto=tcp,port={PORT}",
     f"vers=4.0,port={PORT}",
 )
-#: What a mount does not promise: locks of one node alone, and nothing at once (nfs(5)).
-PROMISES_LESS = {
-    "vers=3,nolock": {"locks_exclude"},
-    "vers=4.2,nocto": {
-        "a_newer_attempt_fences",
-        "a_newer_launch_fences",
-        "the_end_is_seen",
-        "a_stop_is_seen",
-        "a_checkpoint_is_seen_when_it_is_published",
-    },
-}
+#: What a mount does not promise: locks of one node alone (nfs(5)).
+PROMISES_LESS = {"vers=3,nolock": {"locks_exclude"}}
 #: Every call is struck, and ranks train, on these alone: it takes minutes.
 _STRUCK_ON = ("vers=3", "vers=4.2")
 _FAULTS_ON = ("vers=3", "vers=4.1", "vers=4.2")
