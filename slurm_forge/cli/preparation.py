@@ -119,7 +119,7 @@ def make(
     refuse(checked, site, run)
     refuse_traps(site.setup, f"the setup of the site {site.name}")
     refuse_traps(checked.job.setup, "setup")
-    if run.spec_file.is_file() and not untouched(run):
+    if run.exists() and not untouched(run):
         raise RunDirectoryError(
             f"there is already a run in {run.path}",
             next_step=f"Its batch script: {job_script(run)}.  To continue it: slurm-forge requeue "

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from slurm_forge.errors import ForgeError, RunDirectoryError
+from slurm_forge.files import is_file
 from slurm_forge.knobs import Knobs, process_environ
 from slurm_forge.run_directory import RunDirectory
 
@@ -58,14 +59,14 @@ def find_run(wanted: str, runs: Path | None) -> RunDirectory:
     try:
         return RunDirectory.existing(folder / wanted)
     except RunDirectoryError:
-        if (folder / wanted / "sweep.yaml").is_file():
+        if is_file(folder / wanted / "sweep.yaml"):
             raise RunDirectoryError(
                 f"{wanted} is a sweep, and one run is asked for",
                 next_step=f"Name one of its runs: {wanted}-0.  All of them: slurm-forge status "
                 f"{wanted}",
             ) from None
         for here in (Path(wanted), *([] if runs is not None else [_DEFAULT / wanted])):
-            if (here / "run.yaml").is_file():
+            if is_file(here / "run.yaml"):
                 return RunDirectory.existing(here)
         matches = [] if runs is not None else _made_by_submitit(wanted)
         if len(matches) == 1:
@@ -79,7 +80,7 @@ def find_sweep(wanted: str, runs: Path | None) -> tuple[SweepFile, tuple[RunDire
         folder = Path(wanted).expanduser().absolute()
     else:
         folder = runs_folder(runs).absolute() / wanted
-    if not (folder / "sweep.yaml").is_file():
+    if not is_file(folder / "sweep.yaml"):
         return None
     from slurm_forge.spec.sweep_runs import read_sweep_file
 

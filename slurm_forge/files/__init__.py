@@ -3,35 +3,46 @@
 Standard library only.  ``OSError`` is passed on as it is: only the caller knows what the file was
 for.
 
-Entry: ``atomic``; who may have written a file that is read: ``trust``.
+Entry: ``atomic``, ``trusted_read``; who may have written a file: ``trust``; lookups: ``lookup``.
 """
 
 from __future__ import annotations
 
 from slurm_forge.files.atomic import (
     create_exclusive,
-    exists_on_server,
     fsync_directory,
     make_missing,
     make_private_directory,
-    open_trusted,
     private_directory,
+    write_atomic,
+)
+from slurm_forge.files.lookup import (
+    exists,
+    exists_on_server,
+    is_file,
+    is_folder,
+    refresh_listing,
+    refresh_names,
+)
+from slurm_forge.files.trust import ANYBODY, FOLDERS_OWNER, refuse_foreign
+from slurm_forge.files.trusted_read import (
+    open_trusted,
     read_bounded,
     read_json,
     read_named,
     read_trusted,
-    refresh_listing,
     retry_stale,
-    write_atomic,
 )
-from slurm_forge.files.trust import ANYBODY, FOLDERS_OWNER, refuse_foreign
 
 __all__ = [
     "ANYBODY",
     "FOLDERS_OWNER",
     "create_exclusive",
+    "exists",
     "exists_on_server",
     "fsync_directory",
+    "is_file",
+    "is_folder",
     "make_missing",
     "make_private_directory",
     "open_trusted",
@@ -41,6 +52,7 @@ __all__ = [
     "read_named",
     "read_trusted",
     "refresh_listing",
+    "refresh_names",
     "refuse_foreign",
     "retry_stale",
     "write_atomic",

@@ -22,23 +22,19 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from pydantic import TypeAdapter
-
 from slurm_forge.errors import ForgeError
 from slurm_forge.files import (
-    FOLDERS_OWNER,
     create_exclusive,
     fsync_directory,
+    is_folder,
     read_trusted,
     refresh_listing,
-    write_atomic,
 )
 from slurm_forge.format_version import PACKAGE_VERSION, FormatVersion, refuse_later
+from slurm_forge.journal.archived_state import keep_state, read_state
 from slurm_forge.journal.events import AttemptStarted
 from slurm_forge.journal.file import FORMAT, Record, without_superseded
-from slurm_forge.journal.fold import fold_through
 from slurm_forge.journal.line_reader import Damage, read_file, read_lines, read_pieces
-from slurm_forge.journal.state import EarlierState, RunState
 from slurm_forge.run_directory import RunDirectory
 
 #: So many attempts are archived at once, and the newest ones never: their last lines may be late.
@@ -46,9 +42,6 @@ BLOCK = 64
 KEPT = 16
 #: A run that was not archived before is archived in several starts.
 _BLOCKS_AT_ONCE = 8
-#: Version of the state, to be raised whenever ``fold`` makes anything else of the same lines.
-_STATE_FORMAT = 1
-_STATE_LIMIT = 1 << 30
 _FILE = re.compile(r"([0-9]{1,9})-([a-z0-9]+-[0-9a-f]{8})\.jsonl")
 _ARCHIVE = re.compile(r"archive-([1-9][0-9]{0,8})\.jsonl")
 _STATE = re.compile(r"state-([1-9][0-9]{0,8})\.json")
@@ -141,7 +134,7 @@ def _read(
     run: RunDirectory, *, skip_superseded: bool, refresh: bool, use_state: bool
 ) -> tuple[list[Record], list[Damage]]:
     folder = run.journal
-    if not folder.is_dir():
+    if not is_folder(folder):
         return [], []
     for attempt in range(_TRIES):
         if refresh or attempt:
@@ -188,7 +181,7 @@ def read_earlier(listed: JournalFolder) -> Record | None:
     for through in sorted(listed.states, reverse=True):
         late = any(file.attempt <= through for file in listed.files)
         if through in listed.archives and not late:
-            record = _read_state(listed.states[through], through)
+            record = read_state(listed.states[through], through)
             if record is not None:
                 return record
     return None
@@ -301,49 +294,6 @@ def _archive_of(files: Sequence[JournalFile]) -> bytes:
     return json.dumps(head, separators=(",", ":")).encode() + b"\n" + body
 
 
-# -- the state -------------------------------------------------------------------------------------
-
-
-@lru_cache(maxsize=1)
-def _state_adapter() -> TypeAdapter[RunState]:
-    return TypeAdapter(RunState)
-
-
-def _state_file(state: RunState, logical_time: int) -> bytes:
-    body = _state_adapter().dump_json(state, exclude_defaults=True)
-    head = {
-        "v": _STATE_FORMAT,
-        "by": PACKAGE_VERSION,
-        "logical_time": logical_time,
-        "sha256": hashlib.sha256(body).hexdigest(),
-    }
-    return json.dumps(head).encode() + b"\n" + body
-
-
-def _read_state(path: Path, through: int) -> Record | None:
-    """The state as a record; None where it is damaged or of another version of slurm_forge."""
-    with suppress(OSError, ForgeError, ValueError, KeyError, TypeError):
-        line, _, body = read_trusted(path, _STATE_LIMIT, owner=FOLDERS_OWNER).partition(b"\n")
-        head = json.loads(line)
-        ours = (head["v"], head["by"]) == (_STATE_FORMAT, PACKAGE_VERSION)
-        if ours and head["sha256"] == hashlib.sha256(body).hexdigest():
-            state = _state_adapter().validate_json(body)
-            return _state_record(state, through, int(head["logical_time"]))
-    return None
-
-
-def _state_record(state: RunState, through: int, logical_time: int) -> Record:
-    return Record(
-        attempt=through,
-        launch=0,
-        sequence=0,
-        time=0.0,
-        writer="archive",
-        event=EarlierState(through=through, state=state),
-        logical_time=logical_time,
-    )
-
-
 # -- archiving -------------------------------------------------------------------------------------
 
 
@@ -393,22 +343,10 @@ def _archive(
         path = folder / f"archive-{through}.jsonl"
         if not create_exclusive(path, content) or read_trusted(path, len(content)) != content:
             return  # somebody else was as fast, or the disk does not keep what it is given
-    kept = _keep_state(folder, records, ends[-1])
+    kept = keep_state(folder, records, ends[-1])
     archived = [file.path for file in listed.files if file.attempt <= ends[-1]]
     # An earlier state with the archives behind it is still better than all of the archives.
     _remove(folder, [*archived, *(listed.states.values() if kept else ())], fence)
-
-
-def _keep_state(folder: Path, records: Sequence[Record], through: int) -> bool:
-    """Write the state after that attempt; False where it does not come back as it was (a NaN)."""
-    state = fold_through(records, through)
-    logical = max((r.logical_time for r in records if r.attempt <= through), default=0)
-    path = folder / f"state-{through}.json"
-    write_atomic(path, _state_file(state, logical))
-    if _read_state(path, through) == _state_record(state, through, logical):
-        return True
-    path.unlink()
-    return False
 
 
 def _remove(folder: Path, paths: Iterable[Path], fence: Callable[[], None]) -> None:

@@ -278,7 +278,7 @@ class Attachment:
         job = self._job(self._run_name(place))
         run = RunDirectory.at(self._folder() / job.name)
         if not run.is_done():
-            site = find_site(run_exists=run.spec_file.is_file())
+            site = find_site(run_exists=run.exists())
             open_run(job, runs=self._folder(), site=site, folder=Path.cwd())
         return run
 

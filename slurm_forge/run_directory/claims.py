@@ -21,6 +21,7 @@ from slurm_forge.files import (
     exists_on_server,
     make_private_directory,
     read_json,
+    refresh_names,
 )
 from slurm_forge.format_version import PACKAGE_VERSION, FormatVersion, refuse_later
 from slurm_forge.run_directory.layout import RunDirectory
@@ -55,6 +56,7 @@ def _claim_file(run: RunDirectory, attempt: int) -> Path:
 def list_claims(run: RunDirectory) -> list[int]:
     """Numbers of all claimed attempts, ascending.  Reads names only, so it is one listing."""
     numbers = []
+    refresh_names(run.attempts)
     try:
         entries = list(run.attempts.iterdir())
     except FileNotFoundError:

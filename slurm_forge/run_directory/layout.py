@@ -36,7 +36,7 @@ class RunDirectory:
     def existing(cls, path: Path | str) -> RunDirectory:
         """Name a run directory that must hold a run; ``RunDirectoryError`` where it does not."""
         run = cls.at(path)
-        if not run.spec_file.is_file():
+        if not run.exists():
             raise RunDirectoryError(
                 f"{run.path} holds no run (run.yaml is missing)",
                 next_step="Check the name; runs are made by slurm-forge submit or slurm-forge run.",
@@ -156,6 +156,10 @@ class RunDirectory:
     def rendezvous(self, key: str) -> Path:
         """Where rank 0 publishes its address when there is no supervisor (stock submitit)."""
         return self.attempts / f"rendezvous-{key}.json"
+
+    def exists(self) -> bool:
+        """Whether a run is there; ``OSError`` where the storage can't say."""
+        return exists_on_server(self.spec_file)
 
     def is_own(self) -> bool:
         """Whether the run belongs to this user; others may only read it."""

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import xxhash
 
-from slurm_forge.files import FOLDERS_OWNER, exists_on_server, open_trusted
+from slurm_forge.files import FOLDERS_OWNER, open_trusted, refresh_names
 from slurm_forge.store.manifest import BLOCK_SIZE, FileEntry, rejected
 
 _RETRY_S = 0.1
@@ -72,8 +72,8 @@ def open_entry(path: Path, entry: FileEntry, *, deadline: float = 0.0) -> int:
             if time.monotonic() > deadline:
                 raise
             time.sleep(_RETRY_S)
-            for each in (path.parent, path):
-                exists_on_server(each)
+            for folder in (path.parent.parent, path.parent):
+                refresh_names(folder)
     size = os.fstat(descriptor).st_size
     if size != entry.size:
         os.close(descriptor)

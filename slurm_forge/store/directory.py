@@ -31,6 +31,7 @@ from slurm_forge.files import (
     fsync_directory,
     private_directory,
     read_trusted,
+    refresh_names,
     refuse_foreign,
     retry_stale,
 )
@@ -123,8 +124,10 @@ class CheckpointStore:
 
     def entries(self) -> list[Path]:
         """What lies in the directory, and in the others as far as they can be read."""
+        refresh_names(self.directory)
         entries = list(self.directory.iterdir())
         for other in self._others:
+            refresh_names(other)
             with contextlib.suppress(OSError):
                 entries += other.iterdir()
         return entries

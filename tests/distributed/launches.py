@@ -180,8 +180,9 @@ class Launch:
         self.kill(rank, signal.SIGSTOP)
         self.until(lambda: state_of(self.group.pids[rank]) == "T", f"rank {rank} to be frozen")
 
-    def until(self, condition: Callable[[], Any], what: str, seconds: float = 120.0) -> None:
+    def until(self, condition: Callable[[], Any], what: str, seconds: float | None = None) -> None:
         """Wait for a condition; looks a hundred times a second, and not once the launch is over."""
+        seconds = _LONG_S if seconds is None else seconds
         deadline = time.monotonic() + seconds
         while not condition():
             if not self.conducting.is_alive():
@@ -307,7 +308,7 @@ def launched(
         yield launch
         launch.outcomes = group.wait(_LONG_S, grace=10)
         launch.gone = time.monotonic()
-        conducting.join(10)
+        conducting.join(_LONG_S)
         if facts:
             launch.facts = facts[0]
     if not conclude:

@@ -17,12 +17,12 @@ from typing import Any
 from tests.crash import shim
 from tests.shared_storage.guest import SHIM
 from tests.shared_storage.machine import boot, missing, unpack
-from tests.shared_storage.suite import MARK, MOUNTS, OVER, PROMISES_LESS
+from tests.shared_storage.suite import BEGUN, MARK, MOUNTS, OVER, PROMISES_LESS
 
 _ROOT = Path(__file__).parents[2]
 _CACHE = _ROOT / "build" / "shared-storage"
 _SCRIPT = """\
-export PATH=/usr/sbin:/usr/bin:/sbin:/bin PYTHONDONTWRITEBYTECODE=1
+export PATH=/usr/sbin:/usr/bin:/sbin:/bin
 mkdir -p /tree
 cp -a {root}/slurm_forge {root}/tests {root}/site_configs /tree
 cd /tree
@@ -50,11 +50,11 @@ def main(arguments: list[str]) -> int:
     shim.build(cache / "packages" / SHIM.parent.relative_to("/"))
     begun = time.monotonic()
     parts = [mounts[number :: options.machines] for number in range(options.machines)]
+    files = [cache / f"console-{number}.txt" for number in range(options.machines)]
     with ThreadPoolExecutor(len(parts)) as machines:
         start = partial(_start, cache, cases=options.case, within_s=options.within)
-        consoles = list(machines.map(start, filter(None, parts)))
-    lines = [line for text in consoles for line in text.splitlines() if line.startswith(MARK)]
-    results = [json.loads(line.removeprefix(MARK)) for line in lines]
+        consoles = list(machines.map(start, files, filter(None, parts)))
+    results = [each for text in consoles for each in read_console(text)]
     results.sort(key=lambda each: mounts.index(each["mount"]))
     if options.json:
         options.json.write_text(json.dumps(results, indent=1))
@@ -66,16 +66,29 @@ def main(arguments: list[str]) -> int:
         f"outcome; {time.monotonic() - begun:.0f} s"
     )
     for each in bad:
-        print(f"  {each['mount']}, {each['case']}: {'; '.join(each['problems'])}", file=sys.stderr)
-    whole = all(OVER in text for text in consoles)
-    for text in consoles:
-        if OVER not in text:
-            print(text[-4000:], file=sys.stderr)
-    return 1 if bad or not whole else 0
+        print(f"\n{each['mount']}, {each['case']}: {'; '.join(each['problems'])}", file=sys.stderr)
+        print(each["console"], file=sys.stderr)
+    unfinished = [text for text in consoles if OVER not in text]
+    for text in unfinished:
+        print(f"\nnot finished: {text.rpartition(BEGUN)[2]}", file=sys.stderr)
+    print(f"consoles: {cache}/console-*.txt")
+    return 1 if bad or unfinished else 0
 
 
-def _start(cache: Path, mounts: Sequence[str], cases: Sequence[str], within_s: float) -> str:
-    """Run these mounts in a machine of their own; what it printed."""
+def read_console(text: str) -> list[dict[str, Any]]:
+    """What came of every case, and in ``console`` what its processes printed."""
+    results = []
+    for section in text.split(f"\n{BEGUN}")[1:]:
+        printed, _, found = section.partition(f"\n{MARK}")
+        if found:
+            results.append({**json.loads(found.splitlines()[0]), "console": printed})
+    return results
+
+
+def _start(
+    cache: Path, console: Path, mounts: Sequence[str], cases: Sequence[str], within_s: float
+) -> str:
+    """Run these mounts in a machine of their own; what it printed, which ``console`` keeps."""
     folder = Path(tempfile.mkdtemp(prefix="machine-", dir=cache))
     script = folder / "job.sh"
     script.write_text(
@@ -84,7 +97,7 @@ def _start(cache: Path, mounts: Sequence[str], cases: Sequence[str], within_s: f
         )
     )
     try:
-        return boot(cache, script, memory_mib=3072, within_s=within_s)
+        return boot(cache, script, console, memory_mib=3072, within_s=within_s)
     finally:
         shutil.rmtree(folder)
 

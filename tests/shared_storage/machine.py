@@ -77,10 +77,10 @@ def unpack(cache: Path) -> str:
     return folder.name
 
 
-def boot(cache: Path, script: Path, *, memory_mib: int, within_s: float) -> str:
+def boot(cache: Path, script: Path, console: Path, *, memory_mib: int, within_s: float) -> str:
     """Run ``script`` (bash) in a machine as its first process, until it powers off.
 
-    Returns what it printed, which can be followed in ``console.txt`` beside the script.
+    Returns what it printed, which can be followed in ``console``.
     """
     kernel = unpack(cache)
     initrd = script.with_name("initrd.gz")
@@ -89,12 +89,11 @@ def boot(cache: Path, script: Path, *, memory_mib: int, within_s: float) -> str:
         _QEMU, "-accel", "tcg,thread=multi", "-cpu", "max", "-smp", "2", "-m", str(memory_mib),
         "-nographic", "-no-reboot", "-nic", "none",
         "-kernel", str(cache / f"packages/boot/vmlinuz-{kernel}"), "-initrd", str(initrd),
-        "-append", "console=ttyS0 quiet panic=-1",
+        "-append", "console=ttyS0 quiet panic=-1 mitigations=off",
     ]  # fmt: skip
     for tag, path in (("host", "/"), ("packages", cache / "packages")):
         share = f"local,path={path},mount_tag={tag},security_model=none,multidevs=remap,readonly=on"
         command += ["-virtfs", share]
-    console = script.with_name("console.txt")
     with console.open("wb") as output:
         try:
             subprocess.run(

@@ -254,17 +254,20 @@ class Operations:
             return error.strerror or str(error)
 
     def train(self, until: int | None) -> list[str]:
-        """Train with ranks up to a step, or from there to the end; what went wrong."""
+        """Train with ranks up to a step, or from there to the end; what went wrong.
+
+        What the ranks print is seen on the console of the machine, as they print it.
+        """
         words = [str(self._shared / "training"), "end" if until is None else str(until)]
         environment = {key: value for key, value in os.environ.items() if key != "LD_PRELOAD"}
         done = subprocess.run(
-            [sys.executable, "-m", "tests.shared_storage.training", *words],
-            capture_output=True, text=True, check=False, env=environment, timeout=3600,
+            [sys.executable, "-u", "-m", "tests.shared_storage.training", *words],
+            stdout=subprocess.PIPE, text=True, check=False, env=environment, timeout=3600,
         )  # fmt: skip
         lines = done.stdout.splitlines()
         problems = [each.removeprefix("problem: ") for each in lines if each.startswith("problem")]
         ended = "trained" in lines and not done.returncode
-        return problems if ended else [f"{done.returncode}: {(done.stdout + done.stderr)[-2000:]}"]
+        return problems if ended else [f"exit code {done.returncode}: {done.stdout}"]
 
     # -- locks -------------------------------------------------------------------------------------
 

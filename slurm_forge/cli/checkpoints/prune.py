@@ -160,6 +160,7 @@ def _delete(
     opened: Opened, plan: PrunePlan, newest: int, current: tuple[int, int] | None
 ) -> tuple[tuple[CheckpointName, ...], tuple[str, ...]]:
     """Delete what goes, and write down what has gone, whatever stopped it half-way."""
+    from slurm_forge.files import exists
     from slurm_forge.journal.events import CheckpointsPruned
     from slurm_forge.person import person
 
@@ -174,7 +175,7 @@ def _delete(
             suspect=plan.suspect,
         )
     finally:
-        removed = tuple(name for name in doomed if not opened.store.path(name).exists())
+        removed = tuple(name for name in doomed if not exists(opened.store.path(name)))
         if removed:
             names = tuple(str(name) for name in removed)
             reason = f"asked for by {person()}"

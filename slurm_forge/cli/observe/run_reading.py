@@ -16,7 +16,7 @@ from slurm_forge.cli.run_choice import (
     reference,
 )
 from slurm_forge.errors import ForgeError
-from slurm_forge.files import FOLDERS_OWNER
+from slurm_forge.files import FOLDERS_OWNER, exists
 from slurm_forge.journal import Damage, Record
 from slurm_forge.journal.events import JobChanged, Resumed
 from slurm_forge.journal.order import in_order
@@ -121,7 +121,7 @@ class RunReader:
             total_steps=self._total,
             done=run.is_done(),
             stop_asked=run.stop_asked(),
-            save_asked=run.save_file.exists(),
+            save_asked=exists(run.save_file),
             problems=() if self._problem is None else (self._problem,),
             purge=self._purge,
             oldest_file=_oldest_file(run, self._purge),

@@ -194,7 +194,7 @@ def _prepared(
         typer.echo(doubt, err=True)
     folder = runs_folder(runs, checked.runs)
     directory = RunDirectory.at(folder / checked.job.name)
-    if not directory.spec_file.is_file() or untouched(directory):
+    if not directory.exists() or untouched(directory):
         return make(checked, runs=folder, site=site_places().load(GENERIC).site, queued=False)
     file = read_run_file(directory.spec_file)
     return directory, renew_run(directory, file, checked.job, path)

@@ -37,8 +37,8 @@ from slurm_forge.launch.render.array_chain import VIA_ARRAY
 from slurm_forge.launch.requeue.requeue import RequeueOutcome, RequeueResult
 from slurm_forge.launch.submit.run_arguments import run_of_arguments
 from slurm_forge.launch.submit.submission import (
-    job_script,
     keep_own_script,
+    kept_script,
     note_asked,
 )
 from slurm_forge.recovery import LaunchFacts
@@ -83,7 +83,7 @@ def execute(
 
     def script() -> Path | None:
         _keep_script(run, slurm, environment, via)
-        return job_script(run) if job_script(run).is_file() else None
+        return kept_script(run)
 
     with ProgramSignals() as signals, contextlib.ExitStack() as stack:
         SignalWatcher(signals.batch)

@@ -267,7 +267,7 @@ def train_here(
     entry = train if isinstance(train, str) else entry_of(train)
     job = job_from_mapping({**spec, "entry": entry})
     run = RunDirectory.at(Path(runs) / job.name)
-    if run.spec_file.is_file():
+    if run.exists():
         file = read_run_file(run.spec_file)
     else:
         run, file = create_run(

@@ -13,14 +13,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from slurm_forge.errors import ConfigError, RunDirectoryError, SlurmCommandError
-from slurm_forge.files import make_private_directory, read_bounded, write_atomic
+from slurm_forge.files import is_file, make_private_directory, read_bounded, write_atomic
 from slurm_forge.journal import Record, RunState, RunStatus, fold, read_to_fold
 from slurm_forge.journal.events import CheckpointCommitted, Forked, JobChanged, Resumed
 from slurm_forge.journal.fold import in_order, without_fenced
 from slurm_forge.launch.render.array_chain import waiting_record
 from slurm_forge.launch.render.batch_script import render
 from slurm_forge.launch.requeue.reconcile import alone, is_held, job_of_script, known_record
-from slurm_forge.launch.submit.submission import job_script, note, own_script, payload
+from slurm_forge.launch.submit.submission import job_script, kept_script, note, own_script, payload
 from slurm_forge.person import person
 from slurm_forge.recovery.job_changes import GLOBAL_BATCH, merged
 from slurm_forge.recovery.policy.remedies import train_further
@@ -83,7 +83,7 @@ def changed_later(records: Iterable[Record], checkpoint: CheckpointName) -> tupl
 
 def refuse_foreign_script(run: RunDirectory, job: JobSpec) -> None:
     """``ConfigError`` for a run whose job is described elsewhere than in its ``run.yaml``."""
-    if own_script(run).is_file() or (job.entry is None and not job_script(run).is_file()):
+    if is_file(own_script(run)) or (job.entry is None and not kept_script(run)):
         raise ConfigError(
             f"{run.name} is described by the script that calls slurm-forge exec or attach, not by "
             "a job file",
@@ -94,7 +94,7 @@ def refuse_foreign_script(run: RunDirectory, job: JobSpec) -> None:
 
 def refuse_kept_script(run: RunDirectory, file: RunFile, new: JobSpec, site: Site) -> None:
     """``ConfigError`` where the change needs another batch script, and submitit has made it."""
-    if payload(run).is_file() and _needs_another_script(run, file, new, site):
+    if is_file(payload(run)) and _needs_another_script(run, file, new, site):
         raise ConfigError(
             f"{run.name} was submitted by submitit, whose batch script is kept as it is: only what "
             "is not written there can change",

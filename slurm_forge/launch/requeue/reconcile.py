@@ -15,7 +15,7 @@ from slurm_forge.errors import (
     SlurmCommandError,
     SlurmUnreachableError,
 )
-from slurm_forge.files import make_private_directory
+from slurm_forge.files import is_file, make_private_directory
 from slurm_forge.journal import (
     JournalWriter,
     RunState,
@@ -52,6 +52,7 @@ from slurm_forge.launch.requeue.requeue import (
 )
 from slurm_forge.launch.submit.submission import (
     job_script,
+    kept_script,
     note,
     own_script,
     payload,
@@ -159,8 +160,8 @@ def bring_back(
         args = (*args, *arguments_of(changes, file.job))
         left_out = () if update is None else tuple(update.exclude_nodes or ())
         left_out = (*left_out, *exclude)
-        own = own_script(run).is_file()
-        if (own or payload(run).is_file()) and job_script(run).is_file():
+        own = is_file(own_script(run))
+        if (own or is_file(payload(run))) and kept_script(run):
             if own:  # its relative paths are meant from where it was submitted
                 args = (f"--chdir={file.submitted_from}", *args)
             if changes.exclude is not None:
@@ -292,7 +293,7 @@ def reconcile(
                 slurm,
                 job=intent.job,
                 restart_count=restarts,
-                script=job_script(run) if job_script(run).is_file() else None,
+                script=kept_script(run),
                 journal=journal,
                 fence=Fence(run, attempt),
                 sleep=sleep,

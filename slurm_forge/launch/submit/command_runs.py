@@ -136,7 +136,7 @@ def open_run(
     was begun with another command.
     """
     run = RunDirectory.at(runs / job.name)
-    if not run.spec_file.is_file() or untouched(run):
+    if not run.exists() or untouched(run):
         return create_run(
             job,
             runs=runs,

@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 from slurm_forge.errors import ForgeError
-from slurm_forge.files import read_trusted
+from slurm_forge.files import is_file, read_trusted
 from slurm_forge.run_directory import RunDirectory
 from slurm_forge.slurm.environment import SlurmEnvironment
 
@@ -33,7 +33,7 @@ def run_of_arguments(arguments: list[str]) -> tuple[RunDirectory, str, Path | No
         )
     run = RunDirectory.existing(places[0])
     script = Path(options["--script"]) if options["--script"] else run.submissions / _SCRIPT
-    return run, options["--via"], script if script.is_file() else None
+    return run, options["--via"], script if is_file(script) else None
 
 
 def _array_run(index: Path) -> str:

@@ -15,7 +15,7 @@ from typing import Any
 
 from slurm_forge.documents import differences
 from slurm_forge.errors import ConfigError, ForgeError, RunDirectoryError, UnsafeFileError
-from slurm_forge.files import read_trusted, write_atomic
+from slurm_forge.files import is_file, read_trusted, write_atomic
 from slurm_forge.journal import (
     JournalWriter,
     RunState,
@@ -87,7 +87,7 @@ def create_run(
             "command line: --set sweep=null).",
         )
     run = RunDirectory.at(runs / job.name)
-    if (run.path / SWEEP_FILE).is_file():
+    if is_file(run.path / SWEEP_FILE):
         raise RunDirectoryError(
             f"there is a sweep in {run.path}", next_step="Choose another name for the run."
         )
@@ -101,14 +101,12 @@ def create_run(
         qos=qos,
         site_file=site_file,
     )
-    if run.spec_file.exists():
+    if run.exists():
         run.refuse_others()
-    if run.spec_file.exists() and untouched(run):
+    if run.exists() and untouched(run):
         run.spec_file.unlink(missing_ok=True)  # made once and never started: a refused submission
     doubt = ""
-    if not run.spec_file.exists() and (
-        _has_git(submitted_from) or job.code.mode is not CodeMode.AUTO
-    ):
+    if not run.exists() and (_has_git(submitted_from) or job.code.mode is not CodeMode.AUTO):
         code = code or choose_code(job, run, submitted_from.absolute(), queued=queued)
         file, doubt = file.model_copy(update={"code": code.version}), code.note
     run.create(file.to_yaml().encode())
@@ -271,7 +269,7 @@ def submit_again(
     script = job_script(run).read_text()
     keep_start_file(run.submissions, script)
     arguments = (*leave_out(script, exclude), *args)
-    via = "exec" if own_script(run).is_file() else "submitit forge"
+    via = "exec" if is_file(own_script(run)) else "submitit forge"
     return _hand_over(run, slurm, "requeue", via, arguments)
 
 
@@ -321,6 +319,12 @@ def keep_payload(run: RunDirectory, dump: Callable[[Path], object]) -> None:
 def job_script(run: RunDirectory) -> Path:
     """The script that a successor of the run's job is submitted with."""
     return run.submissions / "job.sbatch"
+
+
+def kept_script(run: RunDirectory) -> Path | None:
+    """That script where one is kept; ``OSError`` where the storage can't say."""
+    script = job_script(run)
+    return script if is_file(script) else None
 
 
 def payload(run: RunDirectory) -> Path:

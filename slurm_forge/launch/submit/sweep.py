@@ -44,12 +44,12 @@ def refuse_sweep(
 ) -> None:
     """``ConfigError`` or ``RunDirectoryError`` for what can't be an array of runs in ``runs``."""
     place = RunDirectory.at(runs / name)
-    if place.spec_file.is_file():
+    if place.exists():
         raise RunDirectoryError(
             f"there is a run in {place.path}, which is named as the sweep",
             next_step=f"Change name: in {path or 'the job file'}.",
         )
-    begun = [each for job in jobs if (each := RunDirectory.at(runs / job.name)).spec_file.is_file()]
+    begun = [each for job in jobs if (each := RunDirectory.at(runs / job.name)).exists()]
     touched = next((run for run in begun if not untouched(run)), None)
     if touched is not None:
         raise RunDirectoryError(

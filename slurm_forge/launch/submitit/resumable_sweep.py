@@ -15,7 +15,7 @@ from submitit.core.core import Executor
 from submitit.core.utils import FailedJobError, UncompletedJobError
 
 from slurm_forge.errors import SubmissionError
-from slurm_forge.files import make_private_directory, write_atomic
+from slurm_forge.files import is_file, make_private_directory, write_atomic
 from slurm_forge.launch.render.site_choice import site_places
 from slurm_forge.launch.requeue.reconcile import bring_back
 from slurm_forge.launch.submit.submission import run_state
@@ -103,7 +103,7 @@ class ResumableSweep:
         return results
 
     def _listed(self) -> tuple[SweepRun, ...]:
-        return read_sweep_file(self.folder).runs if (self.folder / SWEEP_FILE).is_file() else ()
+        return read_sweep_file(self.folder).runs if is_file(self.folder / SWEEP_FILE) else ()
 
     def _write(self, runs: Sequence[SweepRun]) -> None:
         make_private_directory(self.folder)

@@ -36,7 +36,7 @@ from slurm_forge.launch.attempt.requeuer import SlurmRequeuer, make_job_requeuer
 from slurm_forge.launch.render.rank_environment import (
     as_submitted,
 )
-from slurm_forge.launch.submit.submission import job_script
+from slurm_forge.launch.submit.submission import kept_script
 from slurm_forge.recovery.incident.attempt_end import supervisor_lost
 from slurm_forge.run_directory import Claim, Fence, RunDirectory, newest_claim
 from slurm_forge.signals import SAVE_SIGNALS
@@ -122,7 +122,7 @@ def bring_back(
         now=datetime.now(timezone.utc),
         allocation=False,
     )
-    script = job_script(run) if job_script(run).is_file() else None
+    script = kept_script(run)
     requeuer = SlurmRequeuer(
         abandoned,
         make_job_requeuer(abandoned, slurm, job=job, script=script, patience=_PATIENCE),

@@ -95,9 +95,9 @@ def _options(mount: Mount) -> Iterator[Remark]:
     if mount.opens_from_cache:
         yield Remark(
             Mark.WARNING,
-            f"this NFS is mounted with nocto: what another host has written may be missed for "
-            f"{oldest} s. An attempt or launch that was replaced notices it that much later, and a "
-            "resume may overlook the newest checkpoint.",
+            f"this NFS is mounted with nocto: what another host has appended to a file may be "
+            f"missed for {oldest} s, so status lags, and a restart may overlook the last lines of "
+            "a journal. Claims, STOP and checkpoints are looked up on the server all the same.",
             "Ask the administrators to mount it without nocto, or choose another folder: --runs "
             "DIR or SLURM_FORGE_RUNS.",
         )

@@ -192,7 +192,7 @@ def test_a_state_of_another_version_is_not_used(
     long.compact()
     records = read_to_fold(long.run)
     assert not isinstance(records[0].event, ev.AttemptStarted | ev.UserAsked)
-    monkeypatch.setattr("slurm_forge.journal.archive.PACKAGE_VERSION", "9.9.9")
+    monkeypatch.setattr("slurm_forge.journal.archived_state.PACKAGE_VERSION", "9.9.9")
     older = read_to_fold(long.run)
     assert len(older) > len(records)
     assert fold(older) == fold(long.records)
@@ -283,7 +283,7 @@ def test_a_late_file_that_is_archived_behind_a_state_counts_as_well(
     long.tell("rank0", ev.CheckpointsPruned(names=(long.name(now * 10),), reason=""))
     long.attempt = now
     long.attempts(4)
-    monkeypatch.setattr("slurm_forge.journal.archive._keep_state", lambda *_: False)
+    monkeypatch.setattr("slurm_forge.journal.archive.keep_state", lambda *_: False)
     long.compact()
     assert len([name for name in long.names() if name.startswith("archive-")]) > 1
     assert fold(read_to_fold(long.run)) == fold(read_journal(long.run)[0]) == fold(long.records)

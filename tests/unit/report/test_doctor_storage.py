@@ -58,7 +58,7 @@ def test_the_kind_of_file_system(mount: Mount | None, mark: Mark, words: str) ->
     [
         ("nfs4", (), Mark.NOTE, "up to 60 s late"),
         ("nfs4", ("acdirmin=600", "acdirmax=600"), Mark.NOTE, "up to 600 s late"),
-        ("nfs", ("nocto",), Mark.WARNING, "may be missed for 60 s"),
+        ("nfs", ("nocto",), Mark.WARNING, "missed for 60 s"),
         ("nfs", ("noac", "soft"), Mark.WARNING, "mounted soft"),
         ("nfs", ("noac", "nolock", "local_lock=all"), Mark.NOTE, "locks hold on one host only"),
         ("nfs4", ("noac", "local_lock=flock"), Mark.NOTE, "locks hold on one host only"),
