@@ -38,7 +38,9 @@ def measured(options: argparse.Namespace, work: Path) -> dict[str, float]:
     if options.unguarded:
         words.append("--unguarded")
     environ = {name: value for name, value in os.environ.items() if not name.startswith("SLURM")}
-    environ["KERAS_BACKEND"] = "torch"
+    environ |= {"KERAS_BACKEND": "torch", "OMP_NUM_THREADS": "1"}
+    # Freed memory stays: else a step pays for the pages that the other side's has given back.
+    environ |= {f"MALLOC_{name}_THRESHOLD_": str(1 << 30) for name in ("MMAP", "TRIM")}
     done = subprocess.run(words, capture_output=True, text=True, check=False, env=environ)
     if done.returncode:
         raise SystemExit(f"failed ({done.returncode}):\n{done.stdout}\n{done.stderr}")

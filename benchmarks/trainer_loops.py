@@ -11,13 +11,14 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim.optimizer import _global_optimizer_post_hooks as _optimizer_hooks
 
 import slurm_forge
 from slurm_forge.integrations.external_loop import ExternalLoop
 from slurm_forge.training.loop.run import Run
 
 SAMPLES = 32
-_WARM_UP, _BLOCK = 100, 20
+_WARM_UP, _BLOCK = 60, 20
 
 
 class Turns:
@@ -28,6 +29,7 @@ class Turns:
         self._over: set[str] = set()
         self.steps: dict[str, list[tuple[int, int]]] = {"plain": [], "forge": []}
         self._begun: dict[str, tuple[int, int]] = {}
+        self._hooks: dict[int, Any] = {}
 
     def step(self, side: str) -> None:
         """At the begin of each step: the other thread makes one of its own."""
@@ -42,6 +44,13 @@ class Turns:
     def wait(self, side: str) -> None:
         """Until the other has made a step, or come to its end."""
         self._may[side].acquire()
+        # What looks at the optimizers of the run's thread sees those of both.
+        if side == "plain":
+            self._hooks.update(_optimizer_hooks)
+            _optimizer_hooks.clear()
+        else:
+            _optimizer_hooks.update(self._hooks)
+            self._hooks.clear()
 
     def over(self, side: str) -> None:
         """No more steps: the other goes on alone."""
@@ -229,18 +238,18 @@ def measure(
         ExternalLoop.apply = lambda _, optimizer: optimizer.step()  # type: ignore[method-assign,assignment]
     steps += _WARM_UP + 2
 
-    def plain() -> None:
-        turns.wait("plain")
+    def side(name: str, run: Run | None) -> None:
+        turns.wait(name)
         try:
-            train(None, lambda: turns.step("plain"), steps, width, folder / "plain")
+            train(run, lambda: turns.step(name), steps, width, folder / name)
         finally:
-            turns.over("plain")
+            turns.over(name)
 
+    # Neither on the main thread, whose memory is managed in another way.
     with slurm_forge.attach("trainer", runs=folder / "runs") as run:
-        other = threading.Thread(target=plain)
-        other.start()
-        turns.wait("forge")
-        train(run, lambda: turns.step("forge"), steps, width, folder / "forge")
-        turns.over("forge")
-        other.join()
+        sides = [threading.Thread(target=side, args=each) for each in (("forge", run), ("plain", None))]
+        for each in sides:
+            each.start()
+        for each in sides:
+            each.join()
     return turns.per_step()

@@ -199,7 +199,10 @@ class Run:
 
     @property
     def extra(self) -> dict[str, Any]:
-        """Your own plain values (JSON), part of every checkpoint; change the dict in place."""
+        """Your own plain values (JSON), part of every checkpoint; change the dict in place.
+
+        A function without arguments is called for its value when a checkpoint is made.
+        """
         return self._progress.extra
 
     def on(self, name: str, *, all_ranks: bool = False) -> Callable[[_F], _F]:
