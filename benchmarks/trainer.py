@@ -54,7 +54,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--framework", choices=FRAMEWORKS, default="transformers")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=1000)
-    parser.add_argument("--width", type=int, default=768, help="of the model; 768: about 10 ms")
+    parser.add_argument("--width", type=int, default=448, help="of the model; 448: about 10 ms")
     parser.add_argument("--unguarded", action="store_true")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)

@@ -17,7 +17,7 @@ import slurm_forge
 from slurm_forge.integrations.external_loop import ExternalLoop
 from slurm_forge.training.loop.run import Run
 
-SAMPLES = 32
+SAMPLES = 128
 _WARM_UP, _BLOCK = 60, 20
 
 

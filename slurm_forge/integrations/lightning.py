@@ -153,6 +153,10 @@ class ForgeCallback(Callback):
         run: The run, from ``slurm_forge.attach`` or as the argument of a training function.
     """
 
+    # Lightning calls each hook within a context for its profiler, which takes longer than most.
+    on_train_batch_start = on_before_zero_grad = on_before_backward = None
+    on_after_backward = on_before_optimizer_step = None
+
     def __init__(self, run: Run) -> None:
         self._run = run
         self._loop = ExternalLoop(run)
