@@ -98,6 +98,7 @@ class ForgeCallback(TrainerCallback):
             CheckpointError: The newest checkpoint turned out to be damaged.
         """
         _require_supported(trainer)
+        _fit_memory(trainer, self._run)
         self._trainer = trainer
         trainer.add_callback(self)
         point = self._run.resume_point()
@@ -342,6 +343,31 @@ def _require_supported(trainer: Trainer) -> None:
             "would be overwritten",
             next_step="Use transformers 5.24, or start the script with slurm-forge exec.",
         )
+
+
+def _fit_memory(trainer: Trainer, run: Run) -> None:
+    """Use the micro-batch of the recovery plan, and tell of the own one where it can be cut.
+
+    Then a step has the same samples in more micro-batches, on all ranks together.
+    """
+    args, dataset = trainer.args, trainer.train_dataset
+    strategy = getattr(args, "train_sampling_strategy", "random")
+    config = trainer.accelerator.dataloader_config
+    if (
+        args.n_gpu > 1
+        or strategy not in ("random", "sequential")
+        or config.split_batches
+        or config.dispatch_batches
+        or not hasattr(dataset, "__len__")
+        or len(dataset) % _samples(args)  # else the last step of an epoch would have others
+    ):
+        return
+    size, most = args.per_device_train_batch_size, run.recovery.micro_batch
+    if most is not None and most < size:
+        smaller = max(each for each in range(1, most + 1) if size % each == 0)
+        args.gradient_accumulation_steps *= size // smaller
+        args.per_device_train_batch_size = trainer._train_batch_size = smaller
+    run.micro_batch = args.per_device_train_batch_size
 
 
 def _samples(args: TrainingArguments) -> int:

@@ -661,6 +661,10 @@ class Run:
         """Samples per forward pass in force; 0 before ``batches``."""
         return self._resumer.micro_batch
 
+    @micro_batch.setter
+    def micro_batch(self, samples: int) -> None:
+        self._resumer.micro_batch = samples
+
     @property
     def registry(self) -> Registry:
         """What was registered: for the account of a rank that ran out of memory."""
