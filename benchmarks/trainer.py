@@ -71,9 +71,7 @@ def main(argv: list[str] | None = None) -> None:
         rounds = [measured(options, Path(work)) for _ in range(options.rounds)]
     machine = Machine.measured(load, began)
     guard = "not guarded" if options.unguarded else "guarded"
-    print(
-        f"{options.framework}, one rank, {SAMPLES} samples per step, {guard}; {machine.text()}\n"
-    )
+    print(f"{options.framework}, one rank, {SAMPLES} samples per step, {guard}; {machine.text()}\n")
     rows: list[list[str | None]] = []
     for clock in ("cpu", "wall"):
         plain = statistics.median(each[f"plain_{clock}"] for each in rounds)

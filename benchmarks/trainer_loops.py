@@ -247,7 +247,9 @@ def measure(
 
     # Neither on the main thread, whose memory is managed in another way.
     with slurm_forge.attach("trainer", runs=folder / "runs") as run:
-        sides = [threading.Thread(target=side, args=each) for each in (("forge", run), ("plain", None))]
+        sides = [
+            threading.Thread(target=side, args=each) for each in (("forge", run), ("plain", None))
+        ]
         for each in sides:
             each.start()
         for each in sides:

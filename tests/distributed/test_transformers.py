@@ -208,7 +208,8 @@ def without_dropout(trainer: Any) -> Any:
 
 
 @pytest.mark.parametrize(("samples", "action"), [
-    (SAMPLES, Action.SHRINK_MICRO_BATCH), pytest.param(SAMPLES - 1, Action.HOLD, marks=pytest.mark.slow),
+    (SAMPLES, Action.SHRINK_MICRO_BATCH),
+    pytest.param(SAMPLES - 1, Action.HOLD, marks=pytest.mark.slow),
 ])  # fmt: skip
 def test_memory_that_runs_out_halves_the_micro_batch_and_ends_the_same(
     tmp_path: Path, samples: int, action: Action

@@ -220,7 +220,9 @@ class SkipTracker:
                 self._skipped(record, readings, finite=finite)
                 if not finite:
                     continue  # it says nothing about which losses and norms are usual
-            self._watched.add(record.step, readings[0] if len(readings) == 1 else together(readings))
+            self._watched.add(
+                record.step, readings[0] if len(readings) == 1 else together(readings)
+            )
 
     def _take_report(self, step: int, reported: ReportedValues) -> None:
         """What a loop says of an update that it has made by itself."""
