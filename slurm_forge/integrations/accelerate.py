@@ -30,6 +30,7 @@ from torch.utils.data import IterableDataset
 from slurm_forge.errors import UnsupportedError
 from slurm_forge.integrations.external_loop import ExternalLoop, RandomStates, shield_workers
 from slurm_forge.training.core import rng
+from slurm_forge.training.core.host_generators import HostGenerators
 from slurm_forge.training.core.rng import GlobalStates
 from slurm_forge.training.loop.run import Run
 
@@ -151,6 +152,7 @@ class LoaderPosition:
         # Where the sampler draws from one of its own, accelerate keeps it equal on all ranks.
         shared = loader.synchronized_generator
         self._random = RandomStates([] if shared is None else [shared])
+        self._generators = HostGenerators()
         if hasattr(loader.base_dataloader, "load_state_dict"):
             loader.base_dataloader.load_state_dict({})  # forgets the iterator that prepare() made
         shield_workers(loader.base_dataloader)
@@ -184,7 +186,7 @@ class LoaderPosition:
         """In place of ``iter`` of torch's loader, which accelerate calls once per epoch."""
         state, self._resume = self._resume, None
         if state is None:
-            began_with, epoch = self._random.capture(), _Epoch(self._begin())
+            began_with, epoch = self._random.capture(), _Epoch(self._begin(), self._generators)
         else:
             if state["is_over"]:  # the end of that epoch follows, as without the interruption
                 self._loader.iteration += 1
@@ -192,7 +194,8 @@ class LoaderPosition:
             began_with = state["began_with"]
             now = GlobalStates.now()
             self._random.put_back(began_with)
-            epoch = _Epoch(self._begin_behind(state["batches"]), state["batches"])
+            batches = state["batches"]
+            epoch = _Epoch(self._begin_behind(batches), self._generators, batches)
             rng.restore(state["fetch_with"] or now.tensors())
             epoch.then = now if state["fetch_with"] else None
         epoch.began_with = began_with
@@ -219,8 +222,11 @@ class LoaderPosition:
 class _Epoch:
     """A counted iterator of torch; accelerate asks it for one batch more than it yields."""
 
-    def __init__(self, batches: Iterator[Any], passed_over: int = 0) -> None:
+    def __init__(
+        self, batches: Iterator[Any], generators: HostGenerators, passed_over: int = 0
+    ) -> None:
         self._batches = batches
+        self._generators = generators
         self._fetched = passed_over
         self.is_over = False
         #: The random states when the epoch began, and those to have once the first is fetched.
@@ -243,7 +249,7 @@ class _Epoch:
         return self
 
     def __next__(self) -> Any:
-        before = GlobalStates.now() if self.draws else None
+        before = GlobalStates.now(self._generators) if self.draws else None
         try:
             batch = next(self._batches)
         except StopIteration:

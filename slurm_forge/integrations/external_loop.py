@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader
 from slurm_forge.errors import UnsupportedError
 from slurm_forge.training.core import rng
 from slurm_forge.training.data.loader import WorkerStart
+from slurm_forge.training.loop.positions import KeptState
 from slurm_forge.training.loop.run import Run
 
 
@@ -109,6 +110,22 @@ class ExternalLoop:
         numbers = {name: value for name, value in figures.items() if _is_number(value)}
         if numbers:
             self.run.log(**numbers)
+
+
+class TakenState(KeptState):
+    """What a trainer has besides what is registered, once a checkpoint asks for it.
+
+    Args:
+        take: Takes the state; where ``state`` is set, that is the state instead.
+    """
+
+    def __init__(self, take: Callable[[], Any]) -> None:
+        super().__init__(None)
+        self._take = take
+
+    def state_dict(self) -> Any:
+        """The state that is kept, or that of now."""
+        return self._take() if self.state is None else self.state
 
 
 class RandomStates:

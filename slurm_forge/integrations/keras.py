@@ -23,11 +23,11 @@ from torch import nn
 from slurm_forge.errors import UnsupportedError
 from slurm_forge.integrations.external_loop import (
     ExternalLoop,
+    TakenState,
     replaced,
     require_same_samples,
 )
 from slurm_forge.training.core import rng
-from slurm_forge.training.loop.positions import KeptState
 from slurm_forge.training.loop.run import Run
 
 #: What of a callback is not its state.
@@ -50,7 +50,8 @@ class ForgeCallback(keras.callbacks.Callback):
         super().__init__()
         self._run = run
         self._loop = ExternalLoop(run)
-        self._state, self._moments = KeptState(None), KeptState(None)
+        self._state = TakenState(self._take)
+        self._moments = TakenState(self._take_moments)
         self._others: list[Any] = []
         self._samples = 0
         self._epoch = 0
@@ -105,10 +106,10 @@ class ForgeCallback(keras.callbacks.Callback):
             model.optimizer.build(model.trainable_variables)
         self._optimizer = _TorchOptimizer(model.optimizer, model.trainable_variables)
         run.register(model=_Variables(model.variables), optimizer=self._optimizer)
-        self._keep()
         run.register(trainer=self._state, optimizer_variables=self._moments)
         if run.restore():
-            self._resume(self._state.state)
+            self._resume({**self._state.state, "moments": self._moments.state["variables"]})
+        self._state.state = self._moments.state = None
         train = model.train_function
 
         def step(data: Any) -> Any:
@@ -124,7 +125,7 @@ class ForgeCallback(keras.callbacks.Callback):
             return
         self._assign(self.model.metrics_variables, saved["metrics"])
         # Others have begun this epoch a second time, and may have changed the learning rate.
-        self._assign(self.model.optimizer.variables, self._moments.state["variables"])
+        self._assign(self.model.optimizer.variables, saved["moments"])
         for each, state in zip(self._stateful(), saved["callbacks"], strict=True):
             vars(each).update(_unpacked(state))
         rng.restore(self._epoch_random)
@@ -135,7 +136,6 @@ class ForgeCallback(keras.callbacks.Callback):
             return
         self._loop.release_random()
         if self._loop.counted:
-            self._keep()
             self._loop.boundary()
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
@@ -157,7 +157,7 @@ class ForgeCallback(keras.callbacks.Callback):
 
     def on_train_end(self, logs: Any = None) -> None:
         """The last state is part of the last checkpoint."""
-        self._keep()
+        self._state.state = self._take()
 
     # -- what is wrapped -----------------------------------------------------------------------
 
@@ -203,9 +203,11 @@ class ForgeCallback(keras.callbacks.Callback):
     def _evaluate(self, evaluate: Callable[..., Any]) -> Callable[..., Any]:
         def evaluate_in_a_phase(*args: Any, **kwargs: Any) -> Any:
             self._loop.release_random()
-            self._keep()  # a place to stop, too
+            self._state.state = self._take()  # a place to stop, too
             with self._loop.evaluation():
-                return evaluate(*args, **kwargs)
+                results = evaluate(*args, **kwargs)
+            self._state.state = None
+            return results
 
         return evaluate_in_a_phase
 
@@ -220,11 +222,12 @@ class ForgeCallback(keras.callbacks.Callback):
 
     # -- the state -----------------------------------------------------------------------------
 
-    def _keep(self) -> None:
+    def _take_moments(self) -> dict[str, Any]:
+        return {"variables": [each.value.detach() for each in self.model.optimizer.variables]}
+
+    def _take(self) -> dict[str, Any]:
         model = self.model
-        moments = [each.value.detach() for each in model.optimizer.variables]
-        self._moments.state = {"variables": moments}
-        self._state.state = {
+        return {
             "epoch": self._epoch,
             "batches": self._batches,
             "samples": self._samples,
@@ -239,7 +242,7 @@ class ForgeCallback(keras.callbacks.Callback):
             saved["samples"], self._samples, each="batch", step=self._run.step_number,
             how=f"{self._run.world_size} ranks of {self._samples // self._run.world_size}",
         )  # fmt: skip
-        self._assign(self.model.optimizer.variables, self._moments.state["variables"])
+        self._assign(self.model.optimizer.variables, saved["moments"])
         self.model._initial_epoch = self.params["epochs"] if saved["stop"] else saved["epoch"]
         self._epoch, self._batches = saved["epoch"], saved["batches"]
         self._to_pass, self._epoch_random = saved["batches"], saved["random"]
@@ -282,7 +285,7 @@ class _TorchOptimizer(torch.optim.Optimizer):
         """Update with the gradients that the parameters have."""
         del closure
         scale = float(self.param_groups[0]["lr"])
-        gradients = [each.value.grad for each in self._variables]
+        gradients = [each.grad for each in self.param_groups[0]["params"]]
         with torch.no_grad(), ExitStack() as stack:
             if scale != 1.0:
                 name = "_get_current_learning_rate"
@@ -290,6 +293,8 @@ class _TorchOptimizer(torch.optim.Optimizer):
                     replaced(self._optimizer, name, lambda rate: lambda: rate() * scale)
                 )
             self.update(gradients, self._variables)
+
+    step.hooked = True  # type: ignore[attr-defined]  # by torch's profiler: Keras has its own
 
 
 def _require_supported(model: Any, x: Any, options: dict[str, Any]) -> None:

@@ -7,25 +7,20 @@
 The Trainer keeps its loops, its data and its schedules.  While it fits, some of its methods are
 wrapped, on the objects alone.  Checkpoints are those of the run; what a checkpoint of Lightning has
 besides weights and optimizers (loops, callbacks, the data module) is part of them.
-
-``lightning`` or ``pytorch_lightning``: the one that the program has imported.
 """
 
 from __future__ import annotations
 
 import copy
-import inspect
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from importlib.util import find_spec
 from typing import Any, cast
 
 import torch
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils._pytree import tree_map_only
 
-from slurm_forge.errors import UnsupportedError, UsageError
+from slurm_forge.errors import UnsupportedError
 from slurm_forge.integrations.external_loop import (
     ExternalLoop,
     nothing,
@@ -42,104 +37,24 @@ from slurm_forge.integrations.lightning_data import (
     set_epoch,
     training_loaders,
 )
+from slurm_forge.integrations.lightning_environment import (
+    Callback,
+    ForgeEnvironment,
+    require_supported,
+)
+from slurm_forge.integrations.lightning_state import (
+    NOT_KEPT,
+    TrainerState,
+    end_restart,
+    metric_state,
+    metrics_of,
+    restore_metric,
+    values_of,
+)
 from slurm_forge.training.core import rng
-from slurm_forge.training.loop.positions import KeptState
 from slurm_forge.training.loop.run import Run
 
-if "lightning.pytorch" not in sys.modules and (
-    "pytorch_lightning" in sys.modules or find_spec("lightning") is None
-):
-    from lightning_fabric.plugins.environments import ClusterEnvironment
-    from pytorch_lightning import Callback
-else:
-    from lightning.fabric.plugins.environments import ClusterEnvironment
-    from lightning.pytorch import Callback
-
-#: Strategies of which every rank has the whole model, and whose optimizers are torch's.
-_STRATEGIES = ("SingleDeviceStrategy", "DDPStrategy")
-#: What of a checkpoint of Lightning is registered with the run, or made by the program.
-_NOT_KEPT = (
-    "state_dict",
-    "optimizer_states",
-    "lr_schedulers",
-    *(f"{of}{name}" for of in ("", "datamodule_") for name in ("hyper_parameters", "hparams_name")),
-    "hparams_type",
-    "datamodule_hparams_type",
-)
-
-
-#: What of the Trainer's state each rank has of its own.
-_OWN = frozenset(
-    {"accumulated", "callback_metrics", "metrics", "order", "position", "random", "should_stop"}
-)
-
-
-class ForgeEnvironment(ClusterEnvironment):
-    """The ranks of a run, for ``Trainer(plugins=[ForgeEnvironment(run)])``.
-
-    Lightning takes them as they are: it starts no processes, and requeues no job.
-
-    Args:
-        run: The run, from ``slurm_forge.attach`` or as the argument of a training function.
-    """
-
-    def __init__(self, run: Run) -> None:
-        self._run = run
-        for fabric in ("lightning.fabric", "lightning_fabric"):  # a program may use both
-            module = sys.modules.get(f"{fabric}.plugins.environments")
-            if module is not None:
-                module.ClusterEnvironment.register(ForgeEnvironment)
-
-    @property
-    def creates_processes_externally(self) -> bool:
-        """The ranks run already."""
-        return True
-
-    @property
-    def main_address(self) -> str:
-        """Where a single rank meets itself; several have met before."""
-        return "127.0.0.1"
-
-    @property
-    def main_port(self) -> int:
-        """Any port that is free."""
-        return 0
-
-    @staticmethod
-    def detect() -> bool:
-        """Never by itself: a run is given."""
-        return False
-
-    def world_size(self) -> int:
-        """The ranks of the run."""
-        return self._run.world_size
-
-    def set_world_size(self, size: int) -> None:
-        """The run has its ranks."""
-
-    def global_rank(self) -> int:
-        """The rank in the run."""
-        return self._run.rank
-
-    def set_global_rank(self, rank: int) -> None:
-        """The rank has its number."""
-
-    def local_rank(self) -> int:
-        """The place of this rank's device among those that Lightning sees."""
-        index = self._run.device.index
-        return self._run.local_rank if index is None else index
-
-    def node_rank(self) -> int:
-        """The node, as far as its ranks are numbered one after the other."""
-        return 0 if self._run.rank == self._run.local_rank else 1
-
-    def validate_settings(self, num_devices: int, num_nodes: int) -> None:
-        """Compare what the Trainer was given with the ranks there are.
-
-        Raises:
-            UsageError: They do not fit.
-        """
-        _require_ranks(num_devices * num_nodes, self._run)
+__all__ = ["ForgeCallback", "ForgeEnvironment"]
 
 
 class ForgeCallback(Callback):
@@ -153,10 +68,14 @@ class ForgeCallback(Callback):
         run: The run, from ``slurm_forge.attach`` or as the argument of a training function.
     """
 
+    # Lightning calls each hook within a context for its profiler, which takes longer than most.
+    on_train_batch_start = on_before_zero_grad = on_before_backward = None
+    on_after_backward = on_before_optimizer_step = None
+
     def __init__(self, run: Run) -> None:
         self._run = run
         self._loop = ExternalLoop(run)
-        self._state = _TrainerState(self._take)
+        self._state = TrainerState(self._take)
         self._wrapped = ExitStack()
         self._trainer: Any = None
         #: What the Trainer resumes from, until its first batch.
@@ -182,7 +101,7 @@ class ForgeCallback(Callback):
         """
         if stage != "fit":
             return
-        _require_supported(trainer, pl_module, self._run)
+        require_supported(trainer, pl_module, self._run)
         if self._trainer is not None:
             raise UnsupportedError(
                 "a second Trainer.fit in one run: everything is registered by the first",
@@ -403,11 +322,11 @@ class ForgeCallback(Callback):
         trainer.should_stop = saved["should_stop"]
         trainer._logger_connector._callback_metrics.update(saved["callback_metrics"])
         self._accumulated = dict(saved["accumulated"])
-        for name, metric in _metrics(trainer.lightning_module):
-            _restore_metric(metric, saved["metrics"].get(name))
+        for name, metric in metrics_of(trainer.lightning_module):
+            restore_metric(metric, saved["metrics"].get(name))
         self._epoch_random = saved["random"]
         if saved["ended"]:
-            _end_restart(trainer.fit_loop)  # whoever trains on begins with another epoch
+            end_restart(trainer.fit_loop)  # whoever trains on begins with another epoch
         else:
             self._resumed = saved
             self._loop.hold_random()
@@ -415,7 +334,7 @@ class ForgeCallback(Callback):
     def _continue(self, fetcher: Any) -> None:
         """Everything is as it was when the checkpoint was saved, but for the random states."""
         fit = self._trainer.fit_loop
-        _end_restart(fit)
+        end_restart(fit)
         (loader,) = training_loaders(self._trainer)
         if self._order is not None:
             self._order.pass_over()
@@ -448,7 +367,7 @@ class ForgeCallback(Callback):
         trainer = self._trainer
         # By position: the argument asks for all of the state, and unpickles nothing.
         checkpoint = trainer._checkpoint_connector.dump_checkpoint(False)
-        for name in (*_NOT_KEPT, type(trainer.strategy.precision_plugin).__qualname__):
+        for name in (*NOT_KEPT, type(trainer.strategy.precision_plugin).__qualname__):
             checkpoint.pop(name, None)
         loops = checkpoint["loops"]["fit_loop"]["state_dict"]
         position = {name: loops.pop(name) for name in ("combined_loader",) if name in loops}
@@ -458,8 +377,8 @@ class ForgeCallback(Callback):
         state = {
             "checkpoint": checkpoint,
             "position": position,
-            "accumulated": {key: each for key, of in results.items() if (each := _values(of))},
-            "metrics": {name: _metric_state(metric) for name, metric in _metrics(module)},
+            "accumulated": {key: each for key, of in results.items() if (each := values_of(of))},
+            "metrics": {name: metric_state(metric) for name, metric in metrics_of(module)},
             "plateaus": [each.state_dict() for each in self._plateaus()],
             "callback_metrics": dict(trainer._logger_connector._callback_metrics),
             "random": self._epoch_random,
@@ -476,99 +395,3 @@ class ForgeCallback(Callback):
         for each in self._trainer.lr_scheduler_configs:
             if isinstance(each.scheduler, ReduceLROnPlateau):
                 yield each.scheduler
-
-
-class _TrainerState:
-    """What the Trainer has at a boundary, once something asks for it; None is asked for anew."""
-
-    def __init__(self, take: Callable[[], dict[str, Any]]) -> None:
-        self._take = take
-        self.state: dict[str, Any] | None = None
-
-    def parts(self) -> dict[str, KeptState]:
-        """What is registered: what is the same on all ranks, and what each rank has of its own."""
-        return {"trainer": _Part(self, own=False), "trainer_rank": _Part(self, own=True)}
-
-    def of(self, *, own: bool) -> dict[str, Any]:
-        """One of the two parts."""
-        if self.state is None:
-            self.state = self._take()
-        return {name: each for name, each in self.state.items() if (name in _OWN) is own}
-
-
-class _Part(KeptState):
-    """One part of the Trainer's state; it is loaded into the whole."""
-
-    def __init__(self, whole: _TrainerState, *, own: bool) -> None:
-        super().__init__(None)
-        self._whole, self._own = whole, own
-
-    def state_dict(self) -> Any:
-        """The part of the state that is kept, or that of now."""
-        return self._whole.of(own=self._own)
-
-    def load_state_dict(self, state: Any) -> None:
-        """The part of a checkpoint."""
-        self._whole.state = {**(self._whole.state or {}), **state}
-
-
-def _require_ranks(count: int, run: Run) -> None:
-    if count != run.world_size:
-        raise UsageError(
-            f"the Trainer has {count} ranks (devices x num_nodes), and the run has "
-            f"{run.world_size}",
-            next_step="Trainer(devices=…, num_nodes=…, plugins=[ForgeEnvironment(run)]): devices "
-            "is the number of ranks per node, and their product is the number of ranks.",
-        )
-
-
-def _require_supported(trainer: Any, model: Any, run: Run) -> None:
-    _require_ranks(trainer.world_size, run)
-    strategy = type(trainer.strategy).__name__
-    if strategy not in _STRATEGIES:
-        raise UnsupportedError(
-            f"a Trainer with {strategy}: its checkpoints, or its updates, are its own",
-            next_step='Use strategy="ddp", or start the script with slurm-forge exec '
-            "(docs/how-to/exec.md).",
-        )
-    if "dataloader_iter" in inspect.signature(model.training_step).parameters:
-        raise UnsupportedError(
-            "training_step(dataloader_iter) fetches as many batches as it likes: there is no "
-            "position to resume at",
-            next_step="Use training_step(batch, batch_idx).",
-        )
-
-
-def _values(metric: Any) -> dict[str, torch.Tensor]:
-    """What has come together of a figure that is logged for the epoch; of its mean two sums."""
-    if metric.has_reset or not (metric.is_tensor and metric.meta.on_epoch):
-        return {}
-    names = ("value", "cumulated_batch_size")
-    return {name: getattr(metric, name) for name in names if hasattr(metric, name)}
-
-
-def _metrics(module: Any) -> Iterator[tuple[str, Any]]:
-    """The objects of torchmetrics; no state_dict has what they have accumulated."""
-    for name, part in module.named_modules():
-        if hasattr(part, "metric_state") and hasattr(part, "_update_count"):
-            yield name, part
-
-
-def _metric_state(metric: Any) -> dict[str, Any]:
-    return {"values": dict(metric.metric_state), "updates": metric._update_count}
-
-
-def _restore_metric(metric: Any, saved: dict[str, Any] | None) -> None:
-    if saved is not None:
-        for name, value in saved["values"].items():
-            setattr(metric, name, copy.deepcopy(value))
-        metric.to(metric.device)
-        metric._update_count, metric._computed = saved["updates"], None
-
-
-def _end_restart(loop: Any) -> None:
-    """No loop makes up for what Lightning's own checkpoints lack."""
-    loop._restarting = False
-    for part in vars(loop).values():
-        if hasattr(part, "_restarting"):
-            _end_restart(part)

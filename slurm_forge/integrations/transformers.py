@@ -69,6 +69,11 @@ class ForgeCallback(TrainerCallback):
         self._run = run
         self._loop = ExternalLoop(run)
         self._trainer: Any = None
+        self._samples = 0
+        #: Whether the batch of the next step is fetched, and the evaluation that goes on, if one
+        #: does: whether the Trainer is to write a folder of its own behind it.
+        self._fetched = False
+        self._evaluation: bool | None = None
         #: What the Trainer has logged, without the figures that each rank measures for itself.
         self._log: list[dict[str, Any]] = []
         #: Whether no step is left since the last one was made, or stopped early, before a resume.
@@ -93,6 +98,7 @@ class ForgeCallback(TrainerCallback):
             CheckpointError: The newest checkpoint turned out to be damaged.
         """
         _require_supported(trainer)
+        _fit_memory(trainer, self._run)
         self._trainer = trainer
         trainer.add_callback(self)
         point = self._run.resume_point()
@@ -130,6 +136,7 @@ class ForgeCallback(TrainerCallback):
     ) -> None:
         """Register and restore; the Trainer knows already which step it is at."""
         run, trainer = self._run, self._trainer
+        self._samples = _samples(args)
         scaler = getattr(trainer.accelerator, "scaler", None)
         run.register(
             model=trainer.model_wrapped,
@@ -149,6 +156,7 @@ class ForgeCallback(TrainerCallback):
             trainer.optimizer.step = guarded_step(self._loop, trainer.optimizer)
         if resumed and _EXTRA in run.extra:  # not where an evaluation before step 1 was broken off
             self._restore_state(args, state, control)
+        run.extra[_EXTRA] = self._counted
 
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
@@ -157,19 +165,20 @@ class ForgeCallback(TrainerCallback):
 
         The next batch is fetched by now, as it will be when training resumes here.
         """
-        del args, control
+        del args, state, control
         self._passes_over = False
         self._loop.release_random()
         if self._loop.counted:
-            self._note_state(state, fetched=True)
+            self._fetched = True
             self._loop.boundary()
+            self._fetched = False
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
         """Count the step."""
-        del control
-        self._loop.count(_samples(args))
+        del args, state, control
+        self._loop.count(self._samples)
 
     def on_epoch_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
@@ -211,8 +220,8 @@ class ForgeCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
         """The last state is part of the last checkpoint."""
-        del args, control
-        self._note_state(state)
+        del args, state, control
+        self._run.extra[_EXTRA] = self._counted()
 
     # -- what is wrapped -----------------------------------------------------------------------
 
@@ -228,13 +237,12 @@ class ForgeCallback(TrainerCallback):
         def evaluate_in_a_phase(*args: Any, **kwargs: Any) -> Any:
             if self._loop.evaluating:  # one of several datasets
                 return evaluate(*args, **kwargs)
-            self._note_state(self._trainer.state)  # a place to stop, too
-            state = self._run.extra[_EXTRA]
-            state[_SAVES] = self._trainer.control.should_save
-            state[_PENDING] = True
+            self._evaluation = self._trainer.control.should_save
+            self._run.extra[_EXTRA] = self._counted()  # a place to stop, too
             with self._loop.evaluation():
                 metrics = evaluate(*args, **kwargs)
-            state[_PENDING] = False
+            self._evaluation = None
+            self._run.extra[_EXTRA] = self._counted
             return metrics
 
         return evaluate_in_a_phase
@@ -249,7 +257,6 @@ class ForgeCallback(TrainerCallback):
         """Other weights are loaded before the run is over: those of now belong to the step."""
 
         def save_and_load(*args: Any, **kwargs: Any) -> Any:
-            self._note_state(self._trainer.state)
             self._run.save()
             return load_best_model(*args, **kwargs)
 
@@ -257,15 +264,16 @@ class ForgeCallback(TrainerCallback):
 
     # -- the state -----------------------------------------------------------------------------
 
-    def _note_state(self, state: TrainerState, *, fetched: bool = False) -> None:
-        """What the Trainer counts, equal on all ranks; whether the next batch is ``fetched``."""
-        values = vars(state)
+    def _counted(self) -> dict[str, Any]:
+        """What the Trainer counts, equal on all ranks."""
+        values = vars(self._trainer.state)
         body = {name: values[name] for name in _NAMES}
-        body.update({"log_history": self._log, _FETCHED: fetched, _PENDING: False})
-        body[_SAMPLES] = _samples(self._trainer.args)
+        pending = self._evaluation is not None
+        body.update({"log_history": self._log, _FETCHED: self._fetched, _PENDING: pending})
+        body.update({_SAMPLES: self._samples, _SAVES: bool(self._evaluation)})
         stateful = [*self._stateful_callbacks(), self._trainer.control]
         body["stateful_callbacks"] = {type(each).__name__: each.state() for each in stateful}
-        self._run.extra[_EXTRA] = body
+        return body
 
     def _stateful_callbacks(self) -> Iterator[Any]:
         for each in self._trainer.callback_handler.callbacks:
@@ -335,6 +343,31 @@ def _require_supported(trainer: Trainer) -> None:
             "would be overwritten",
             next_step="Use transformers 5.24, or start the script with slurm-forge exec.",
         )
+
+
+def _fit_memory(trainer: Trainer, run: Run) -> None:
+    """Use the micro-batch of the recovery plan, and tell of the own one where it can be cut.
+
+    Then a step has the same samples in more micro-batches, on all ranks together.
+    """
+    args, dataset = trainer.args, trainer.train_dataset
+    strategy = getattr(args, "train_sampling_strategy", "random")
+    config = trainer.accelerator.dataloader_config
+    if (
+        args.n_gpu > 1
+        or strategy not in ("random", "sequential")
+        or config.split_batches
+        or config.dispatch_batches
+        or not hasattr(dataset, "__len__")
+        or len(dataset) % _samples(args)  # else the last step of an epoch would have others
+    ):
+        return
+    size, most = args.per_device_train_batch_size, run.recovery.micro_batch
+    if most is not None and most < size:
+        smaller = max(each for each in range(1, most + 1) if size % each == 0)
+        args.gradient_accumulation_steps *= size // smaller
+        args.per_device_train_batch_size = trainer._train_batch_size = smaller
+    run.micro_batch = args.per_device_train_batch_size
 
 
 def _samples(args: TrainingArguments) -> int:

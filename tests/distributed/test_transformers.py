@@ -201,6 +201,61 @@ def test_a_gradient_that_is_not_finite_reaches_no_weight(
     assert skipped
 
 
+def without_dropout(trainer: Any) -> Any:
+    """What is drawn for dropout depends on how a step is cut."""
+    trainer.model.body[1].p = 0.0
+    return trainer
+
+
+@pytest.mark.parametrize(("samples", "action"), [
+    (SAMPLES, Action.SHRINK_MICRO_BATCH),
+    pytest.param(SAMPLES - 1, Action.HOLD, marks=pytest.mark.slow),
+])  # fmt: skip
+def test_memory_that_runs_out_halves_the_micro_batch_and_ends_the_same(
+    tmp_path: Path, samples: int, action: Action
+) -> None:
+    data = torch.utils.data.Subset(Rows(), range(samples))
+
+    def program_with(limit: int) -> Callable[[forge.Run], None]:
+        def train(run: forge.Run) -> None:
+            os.environ["LOCAL_WORLD_SIZE"] = str(run.world_size)
+            trainer = without_dropout(
+                trainer_of(run.directory, eval_strategy="no", train_dataset=data)
+            )
+
+            def run_out(_: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
+                if run.rank == 1 and run.step_number == 6 and len(named["x"]) > limit:
+                    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
+
+            trainer.model.register_forward_pre_hook(run_out, with_kwargs=True)
+            ForgeCallback(run).train(trainer)
+            assert trainer.state.global_step == STEPS
+            (run.directory / f"weights-{run.rank}").write_text(
+                json.dumps([trainer.state.epoch, *weights_of(trainer.model)])
+            )
+
+        return train
+
+    run = run_of(tmp_path, "oom")
+    with launched(run, RANKS, program_with(1)) as launch:
+        pass
+    assert launch.decision is not None
+    assert launch.decision.action is action
+    if action is Action.HOLD:
+        return
+    assert launch.decision.plan.micro_batch == 1
+    other = run_of(tmp_path, "undisturbed")
+    for each, limit in ((run, 1), (other, 2)):
+        with launched(each, RANKS, program_with(limit)) as launch:
+            pass
+        assert {told.outcome for told in launch.told} == {RankOutcome.FINISHED}
+    for rank in range(RANKS):
+        found, expected = (
+            json.loads((each.path / f"weights-{rank}").read_text()) for each in (run, other)
+        )
+        assert found == pytest.approx(expected, rel=1e-4, abs=1e-5)
+
+
 def weights_of(model: nn.Module) -> list[float]:
     return [value for each in model.parameters() for value in each.detach().flatten().tolist()]
 

@@ -17,7 +17,12 @@ from typing import Any
 import torch
 
 from slurm_forge.errors import CheckpointError, UnsupportedError
-from slurm_forge.training.core.host_generators import seed_host, seed_words, uses_cuda
+from slurm_forge.training.core.host_generators import (
+    HostGenerators,
+    seed_host,
+    seed_words,
+    uses_cuda,
+)
 
 _PYTHON, _NUMPY, _TORCH, _CUDA = "python", "numpy", "torch", "cuda"
 _MT_WORDS = 624
@@ -43,16 +48,19 @@ class GlobalStates:
     cuda: torch.Tensor | None
 
     @classmethod
-    def now(cls, *, cuda: bool = True) -> GlobalStates:
-        """Copies; nothing is waited for.  Without ``cuda`` those of the host alone."""
+    def now(cls, generators: HostGenerators | None = None, *, cuda: bool = True) -> GlobalStates:
+        """Copies; nothing is waited for.  Without ``cuda`` those of the host alone.
+
+        ``generators`` know those that did not change since they were last asked (2 µs).
+        """
+        device = torch.cuda.get_rng_state().clone() if cuda and uses_cuda() else None
+        if generators is not None:
+            python, host, array = generators.states()
+            return cls(python.full, host.full, None if array is None else array.full, device)
         numpy: Any = sys.modules.get("numpy")
-        return cls(
-            random.getstate(),
-            torch.default_generator.get_state(),
-            # A tuple is only had of the kind of generator that we can keep.
-            None if numpy is None else numpy.random.get_state(legacy=False),
-            torch.cuda.get_rng_state().clone() if cuda and uses_cuda() else None,
-        )
+        # A tuple is only had of the kind of generator that we can keep.
+        legacy = None if numpy is None else numpy.random.get_state(legacy=False)
+        return cls(random.getstate(), torch.default_generator.get_state(), legacy, device)
 
     def is_of_host(self) -> bool:
         """Whether nothing was drawn from the generators on the host since."""

@@ -108,6 +108,7 @@ class TrainingProgress:
     #: The highest loss that was usual, as rank 0 has seen it.
     highest_usual_loss: float | None = None
     phases: dict[str, int] = field(default_factory=dict)
+    #: The program's own; a function is called for the value when a checkpoint is made.
     extra: dict[str, Any] = field(default_factory=dict)
     #: What this rank trained on in the last step, where samples have ids; not saved.
     sample_ids: tuple[Any, ...] = ()
@@ -122,7 +123,7 @@ class TrainingProgress:
             "skipped_in_a_row": self.skipped_in_a_row,
             "loss_summit": self.highest_usual_loss,
             "phases": dict(self.phases),
-            "extra": dict(self.extra),
+            "extra": {k: value() if callable(value) else value for k, value in self.extra.items()},
         }
 
     def restart(self) -> None:

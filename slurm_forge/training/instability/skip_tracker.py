@@ -30,13 +30,13 @@ from slurm_forge.training.core.run_state import (
 from slurm_forge.training.faults.injector import FaultInjector
 from slurm_forge.training.instability.diagnosis import StepDiagnoser
 from slurm_forge.training.instability.diagnosis_report import Examination
-from slurm_forge.training.instability.spike_monitor import SpikeMonitor
+from slurm_forge.training.instability.spike_monitor import SpikeMonitor, WatchedSteps
 from slurm_forge.training.instability.step_record import (
     StepRecord,
     together,
     with_loss,
 )
-from slurm_forge.training.step.gradient_guard import Reading
+from slurm_forge.training.step.gradient_guard import GuardedUpdate, Reading
 from slurm_forge.training.step.gradient_norms import parameter_names
 from slurm_forge.training.step.update_report import ReportedValues, UpdateReport
 from slurm_forge.vocabulary.cause import Cause, Evidence
@@ -91,6 +91,7 @@ class SkipTracker:
         self._spike_monitor = spike_monitor
         self._fault_injector = fault_injector
         self._keep = 1 if read_one_step_late else 0
+        self._watched = WatchedSteps(spike_monitor)
         self._unread: deque[StepRecord] = deque()
         self._names: Mapping[int, str] | None = None
         self._from_stream = False
@@ -132,6 +133,28 @@ class SkipTracker:
         self._from_stream = False
         self._take_report(step, report.values)
 
+    def updated(
+        self, step: int, first: int, stop: int, update: GuardedUpdate, report: UpdateReport
+    ) -> bool:
+        """One more step, of a loop that has made one update by ``apply``: microseconds.
+
+        False, and nothing is done, where it takes a ``record``.
+        """
+        reading, values = update.verdict.known_reading, report.values
+        if self._unread or reading is None or not reading.applied or values is None:
+            return False
+        self._recent.append((step, first, stop))
+        self._from_stream = False
+        self._progress.skipped_in_a_row = 0
+        if self._skip_streak_from is not None:
+            self._end_skip_streak()
+        loss = values.loss
+        if loss is not None:
+            self._look_at_losses(step, (loss,))
+            reading = Reading(True, True, reading.norm, loss)
+        self._watched.add(step, reading)
+        return True
+
     def announced(self, anomaly: Anomaly) -> None:
         """Rank 0 has judged the last steps, and all ranks hear of it between the same two steps."""
         if self.trouble is not None or not self._recent:
@@ -159,6 +182,7 @@ class SkipTracker:
     def read_all(self) -> None:
         """Wait for every verdict that is still on its way: before a save."""
         self._read(0)
+        self._watched.hand_over()
         if self._spike_monitor is not None:
             self._progress.highest_usual_loss = self._spike_monitor.highest_usual_loss
 
@@ -169,6 +193,7 @@ class SkipTracker:
     def forget(self) -> None:
         """Training begins again somewhere else."""
         self._unread.clear()
+        self._watched.clear()
         self._recent.clear()
         self._examined_at, self._bad_losses, self._proposed = None, 0, None
         self._bad_reports, self.weights_in_doubt = 0, ()
@@ -195,9 +220,9 @@ class SkipTracker:
                 self._skipped(record, readings, finite=finite)
                 if not finite:
                     continue  # it says nothing about which losses and norms are usual
-            if self._spike_monitor is not None:
-                one = readings[0] if len(readings) == 1 else together(readings)
-                self._spike_monitor.record(record.step, one)
+            self._watched.add(
+                record.step, readings[0] if len(readings) == 1 else together(readings)
+            )
 
     def _take_report(self, step: int, reported: ReportedValues) -> None:
         """What a loop says of an update that it has made by itself."""
@@ -209,10 +234,9 @@ class SkipTracker:
         elif loss is not None:
             self._look_at_losses(step, [loss])
         self._progress.skipped_in_a_row = 0
-        if self._spike_monitor is not None:
-            none = math.nan
-            norm, loss = none if norm is None else norm, none if loss is None else loss
-            self._spike_monitor.record(step, Reading(True, True, norm, loss))
+        none = math.nan
+        norm, loss = none if norm is None else norm, none if loss is None else loss
+        self._watched.add(step, Reading(True, True, norm, loss))
 
     def _is_sound(self, step: int, reported: ReportedValues) -> bool:
         """Whether an update that the loop has made itself can have left the weights finite.

@@ -35,6 +35,9 @@ _LOWER = 0.5
 _OUTGROWN = 2.0
 #: An announcement comes into force within a few steps.  If it has not within these it got lost.
 _LOST_AFTER_STEPS = 32
+#: Steps are watched one by one where they take as long, else at most so many of them together.
+_LONG_S = 0.1
+_TOGETHER = 8
 #: As good as none: on the device norms are float32.
 _NO_LIMIT = 1e38
 #: Single outliers are told of together.
@@ -164,6 +167,47 @@ class SpikeMonitor:
         self._told_outliers = self._spikes.outliers
         steps = "1 step" if count == 1 else f"{count} steps"
         self._note(f"{steps} with a loss far above the usual (above {self._spikes.bound:.4g} now)")
+
+
+class WatchedSteps:
+    """Hands steps to a monitor: short ones several together, while their updates are made.
+
+    The monitor proposes only, so ranks may hear of what it finds some steps later.  What one step
+    costs is mostly that its code is in no cache any more.
+
+    Args:
+        monitor: None on every rank but the first, which watches for all.
+        clock: In seconds.
+    """
+
+    def __init__(
+        self, monitor: SpikeMonitor | None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._monitor = monitor
+        self._clock = clock
+        self._steps: list[tuple[int, Reading]] = []
+        self._handed_over_at = -math.inf
+
+    def add(self, step: int, reading: Reading) -> None:
+        """One more step, in order."""
+        if self._monitor is None:
+            return
+        self._steps.append((step, reading))
+        long = self._clock() - self._handed_over_at >= _LONG_S
+        if long or not reading.applied or len(self._steps) >= _TOGETHER:
+            self.hand_over()
+
+    def hand_over(self) -> None:
+        """Have all steps watched that were not."""
+        if self._monitor is not None:
+            self._handed_over_at = self._clock()
+            for step, reading in self._steps:
+                self._monitor.record(step, reading)
+        self._steps.clear()
+
+    def clear(self) -> None:
+        """Training begins again somewhere else."""
+        self._steps.clear()
 
 
 def limit_in(text: str) -> float:

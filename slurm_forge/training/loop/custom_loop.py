@@ -160,10 +160,11 @@ class CustomLoop:
         """Judge gradients that the program has computed: updates ``advance`` will count."""
         self._refuse_inside("run.apply()")
         self._require_new_step("run.apply()")
-        optimizers = list(self._parts.registry.optimizers.values())
         if optimizer is not None:
             self.require_registered(optimizer, "run.apply()")
             optimizers = [optimizer]
+        else:
+            optimizers = list(self._parts.registry.optimizers.values())
         if not optimizers:
             raise UnsupportedError(
                 "run.apply() without an optimizer: none is registered",
@@ -277,7 +278,7 @@ class CustomLoop:
     def require_registered(self, optimizer: Optimizer, what: str) -> None:
         """``UnsupportedError`` for an optimizer that is in no checkpoint."""
         registered = self._parts.registry.optimizers
-        if not any(optimizer is each for each in registered.values()):
+        if id(optimizer) not in map(id, registered.values()):
             names = ", ".join(registered) or "none"
             raise UnsupportedError(
                 f"{what} was given an optimizer ({type(optimizer).__name__}) that is not "

@@ -199,7 +199,10 @@ class Run:
 
     @property
     def extra(self) -> dict[str, Any]:
-        """Your own plain values (JSON), part of every checkpoint; change the dict in place."""
+        """Your own plain values (JSON), part of every checkpoint; change the dict in place.
+
+        A function without arguments is called for its value when a checkpoint is made.
+        """
         return self._progress.extra
 
     def on(self, name: str, *, all_ranks: bool = False) -> Callable[[_F], _F]:
@@ -657,6 +660,10 @@ class Run:
     def micro_batch(self) -> int:
         """Samples per forward pass in force; 0 before ``batches``."""
         return self._resumer.micro_batch
+
+    @micro_batch.setter
+    def micro_batch(self, samples: int) -> None:
+        self._resumer.micro_batch = samples
 
     @property
     def registry(self) -> Registry:

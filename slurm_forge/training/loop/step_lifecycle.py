@@ -352,7 +352,8 @@ class StepLifecycle:
             self.start(timed=False)
         if self.open is None:
             self.open = OpenStep()
-        self._renew_scale(optimizer)
+        else:
+            self._renew_scale(optimizer)
         return self.open
 
     def add_update(self, step: OpenStep, optimizer: Optimizer, update: GuardedUpdate) -> None:
@@ -384,15 +385,36 @@ class StepLifecycle:
             self._step_timer.end(progress.step)
         self.counted = self.stepped = True
         if step is not None and updated:
-            self._take_over(step, report, samples)
+            if step.parts or report is None or not self._took_update(step, report, samples):
+                self._take_over(step, report, samples)
         elif report is not None:
-            self.stream_before, first = None, progress.consumed
-            progress.consumed = first + (samples or 0)
-            if report.loss is not None:
-                self._loss_history.note(report.loss)
-                self._note_first_loss(report.loss, 0)
+            first = self._took_report(report, samples)
             self._skip_tracker.reported(progress.step, first, progress.consumed, report)
         self._on_counted()
+
+    def _took_report(self, report: UpdateReport, samples: int | None) -> int:
+        """Count the samples of a step of the program's own; the first of them."""
+        progress, loss = self._progress, report.loss
+        self.stream_before, first = None, progress.consumed
+        progress.consumed = first + (samples or 0)
+        if loss is not None:
+            self._loss_history.note(loss)
+            self._note_first_loss(loss, 0)
+        return first
+
+    def _took_update(self, step: OpenStep, report: UpdateReport, samples: int | None) -> bool:
+        """Record one update by ``apply`` that was made, which most are: in little time."""
+        if len(step.updates) != 1 or self._buffers is not None:
+            return False
+        progress, scaler = self._progress, self._registry.scaler
+        first = progress.consumed
+        if (scaler is not None and scaler.is_enabled()) or not self._skip_tracker.updated(
+            progress.step, first, first + (samples or 0), step.updates[0], report
+        ):
+            return False
+        self._took_report(report, samples)
+        progress.sample_ids = ()
+        return True
 
     def _take_over(self, step: OpenStep, report: UpdateReport | None, samples: int | None) -> None:
         """Record the updates of a step that is counted."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -71,6 +71,11 @@ class StepVerdict:
         verdict._outcome = reading
         return verdict
 
+    @property
+    def known_reading(self) -> Reading | None:
+        """What ``read`` returns, where it is read already; else None."""
+        return self._outcome if isinstance(self._outcome, Reading) else None
+
     def is_ready(self) -> bool:
         """Whether ``read`` would return at once."""
         return isinstance(self._outcome, Reading) or self._outcome.is_ready()
@@ -91,14 +96,14 @@ class GuardedUpdate:
     """What became of a step: its norm before clipping, the verdict, and what the norm is made of.
 
     ``norm`` is a scalar tensor where it was computed; nobody waited for it unless the optimizer
-    demanded it.
+    demanded it.  It is a number where the program has computed it on the host.
     """
 
     __slots__ = ("_found_inf", "norm", "norms", "verdict")
 
     def __init__(
         self,
-        norm: torch.Tensor,
+        norm: torch.Tensor | float,
         verdict: StepVerdict,
         norms: NormParts,
         found_inf: torch.Tensor | None,
@@ -178,11 +183,15 @@ def apply_gradients(
         )
     if scaler is not None and not scaler.is_enabled():
         scaler = None
+    limit = limit if limit <= LARGEST else LARGEST  # of NaN too: that is no limit
+    if scaler is None and parameters is None and not on_device and loss is None:
+        value = _on_host(grad_norm)
+        if value is not None:
+            return _apply_known(optimizer, value, limit=limit, lr_scale=lr_scale)
     owned = [p for group in optimizer.param_groups for p in group["params"]]
     selected = owned if parameters is None else list(parameters)
     if scaler is not None and any(p.grad is not None for p in owned):
         scaler.unscale_(optimizer)
-    limit = limit if limit <= LARGEST else LARGEST  # of NaN too: that is no limit
     with torch.no_grad():
         gradients = Gradients(selected)
         if grad_norm is not None:
@@ -230,6 +239,34 @@ def apply_gradients(
     if selected is not owned:
         _drop(selected)
     return GuardedUpdate(norm, verdict, parts, found_inf)
+
+
+def _on_host(norm: torch.Tensor | float | None) -> float | None:
+    """A norm that the program has computed, where the host need not wait for it."""
+    if isinstance(norm, torch.Tensor):
+        # A DTensor is one rank's part of it.
+        known = norm.is_cpu and not isinstance(norm, DTensor) and norm.numel() == 1
+        return abs(norm.item()) if known else None
+    return None if norm is None else abs(float(norm))
+
+
+def _apply_known(
+    optimizer: Optimizer, norm: float, *, limit: float, lr_scale: float
+) -> GuardedUpdate:
+    """``apply_gradients`` with a norm on the host: only Python, which the step's data slow down."""
+    applied = norm <= limit
+    parts = NormParts()
+    if applied:
+        if any(p.grad is not None for group in optimizer.param_groups for p in group["params"]):
+            with _scaled_lr(optimizer, lr_scale) if lr_scale != 1.0 else nullcontext():
+                optimizer.step()
+    else:
+        owned = [p for group in optimizer.param_groups for p in group["params"]]
+        with torch.no_grad():
+            parts = Gradients(owned).parts()
+    drop_gradients(optimizer)
+    verdict = StepVerdict.known(Reading(applied, norm <= LARGEST, norm, math.nan))
+    return GuardedUpdate(norm, verdict, parts, None)
 
 
 def drop_gradients(optimizer: Optimizer) -> None:
