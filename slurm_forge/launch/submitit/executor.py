@@ -14,7 +14,7 @@ import secrets
 import shutil
 import sys
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -36,6 +36,7 @@ from slurm_forge.launch.submit.importing import (
 from slurm_forge.launch.submit.submission import (
     create_run,
     entry_of,
+    job_script,
     keep_payload,
     keep_start_file,
     keep_successor,
@@ -128,9 +129,54 @@ class ForgeExecutor(SlurmExecutor):
             note(run, Submitted(job=job.job_id, via="submitit forge"))
         return jobs
 
+    def prepare(
+        self, function: Callable[..., Any], args: Sequence[Any], run: RunDirectory | None = None
+    ) -> tuple[utils.DelayedSubmission, RunDirectory]:
+        """A call that is ready to be submitted, and its run: made here, unless ``run`` is given."""
+        if run is None:
+            delayed = utils.DelayedSubmission(function, *args)
+        elif read_run_file(run.spec_file).job.command is None:
+            delayed = utils.DelayedSubmission(ForgeJob(str(run.path)))
+        else:
+            delayed = utils.DelayedSubmission(ForgeCall(str(run.path), function), *args)
+        return delayed, self._as_run(delayed)
+
+    def submit_prepared(
+        self, submissions: list[utils.DelayedSubmission], announce: Callable[[Path], None]
+    ) -> list[RunHandle]:
+        """The jobs of prepared calls; ``announce`` is given the script just before Slurm is."""
+        self._announce = announce
+        try:
+            jobs: list[Any] = self._internal_process_submissions(submissions)
+        finally:
+            self._announce = None
+        return jobs
+
+    #: Of a submission under way.
+    _announce: Callable[[Path], None] | None = None
+
+    def _make_submission_command(self, submission_file_path: Path) -> list[str]:
+        if self._announce is not None:
+            self._announce(submission_file_path)
+        command: list[str] = super()._make_submission_command(submission_file_path)
+        return command
+
+    def complete(self, run: RunDirectory, job: RunHandle) -> None:
+        """Write what is missing of a submission whose process was killed after sbatch."""
+        pickle = job.paths.submitted_pickle
+        if payload(run).is_file() and not pickle.exists():
+            make_private_directory(pickle.parent)
+            write_atomic(pickle, payload(run).read_bytes())
+        if not job_script(run).is_file():
+            self._room = self._room_of([run])
+            self._calls = read_run_file(run.spec_file).job.command is not None
+            keep_successor(run, self._successor(run, job))
+
     def _as_run(self, delayed: utils.DelayedSubmission) -> RunDirectory:
         """Exchange what was submitted for a pointer to a run, made here unless it is one."""
         function = delayed.function
+        if isinstance(function, ForgeCall):
+            return RunDirectory.existing(function.run)
         if isinstance(function, ForgeJob):
             run = RunDirectory.existing(function.run)
             spares = read_run_file(run.spec_file).job.resources.spare_nodes

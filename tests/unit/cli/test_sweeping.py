@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from slurm_forge.errors import SlurmCommandError
+from slurm_forge.errors import SlurmCommandError, SlurmUnreachableError
 from slurm_forge.journal import RunStatus
 from slurm_forge.launch.submit.submission import run_state
 from slurm_forge.run_directory import RunDirectory
@@ -92,6 +92,74 @@ def test_what_slurm_has_refused_can_be_submitted_again(sweep: Shell, slurm: Pret
     again = sweep("submit", "train.yaml")
     assert again.exit_code == 2
     assert "slurm-forge requeue tiny-gpt" in again.stderr
+
+
+def waiting(script: Path, task: str | None = None) -> JobRecord:
+    """What Slurm says of a job that was submitted with ``script`` and waits."""
+    return JobRecord(
+        job_id=8812301,
+        name="tiny-gpt",
+        state=JobState.PENDING,
+        state_text="PENDING",
+        array_job_id=None if task is None else 8812301,
+        array_task=task,
+        command=str(script),
+    )
+
+
+def test_a_sweep_is_submitted_once_though_sbatch_s_answer_was_lost(
+    sweep: Shell, slurm: PretendSlurm
+) -> None:
+    slurm.submit_error = SlurmUnreachableError(("sbatch", "x"), 124, "no answer within 120 s")
+    lost = sweep("submit", "train.yaml")
+    assert "give the same command again" in " ".join(lost.stderr.split())
+    script = sweep.folder / "runs/tiny-gpt/array.sbatch"
+    slurm.jobs["8812301_[0-1%1]"] = slurm.jobs["8812301"] = waiting(script, "0-1%1")
+    slurm.submit_error = None
+    again = sweep("submit", "train.yaml")
+    assert again.exit_code == 2
+    assert "the sweep tiny-gpt was submitted already, as job 8812301" in again.stderr
+    assert slurm.submitted == []
+    for number in (0, 1):
+        assert run_state(run(sweep, number)).job == f"8812301_{number}"
+    slurm.jobs.clear()  # it is over, and the sweep knows it still
+    assert sweep("submit", "train.yaml").exit_code == 2
+
+
+def test_a_sweep_that_can_not_be_written_down_is_reported_as_submitted(
+    sweep: Shell, slurm: PretendSlurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def submit(script: Path, args: object) -> str:
+        run(sweep, 1).journal.rename(sweep.folder / "elsewhere")
+        run(sweep, 1).journal.touch()
+        return "8812301"
+
+    monkeypatch.setattr(slurm, "submit", submit)
+    result = sweep("submit", "train.yaml")
+    assert result.exit_code == 2
+    assert result.stderr.endswith("job 8812301 was submitted.\n"), result.stderr
+    assert "the same command again" in " ".join(result.stderr.split())
+    run(sweep, 1).journal.unlink()
+    (sweep.folder / "elsewhere").rename(run(sweep, 1).journal)
+    again = sweep("submit", "train.yaml")
+    assert "submitted already, as job 8812301" in again.stderr
+    assert run_state(run(sweep, 1)).job == "8812301_1"
+
+
+def test_a_run_is_submitted_once_though_sbatch_s_answer_was_lost(
+    sweep: Shell, slurm: PretendSlurm
+) -> None:
+    (sweep.folder / "one.yaml").write_text(JOB)
+    (sweep.folder / "tiny.py").write_text("def train(run, max_steps):\n    pass\n")
+    slurm.submit_error = SlurmUnreachableError(("sbatch", "x"), 124, "no answer within 120 s")
+    assert sweep("submit", "one.yaml").exit_code == 2
+    script = sweep.folder / "runs/tiny-gpt/submissions/job.sbatch"
+    slurm.jobs["8812301"] = waiting(script)
+    slurm.submit_error = None
+    again = sweep("submit", "one.yaml")
+    assert "tiny-gpt was submitted already, as job 8812301" in again.stderr
+    assert slurm.submitted == []
+    assert run_state(RunDirectory.at(sweep.folder / "runs/tiny-gpt")).job == "8812301"
 
 
 @pytest.mark.parametrize("verb", ["render", "run"])

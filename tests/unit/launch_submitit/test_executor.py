@@ -20,6 +20,7 @@ from submitit.core.utils import DelayedSubmission
 
 import slurm_forge
 from slurm_forge.errors import ConfigError, ForgeError, SubmissionError, UnsafeFileError
+from slurm_forge.launch.render.batch_script import submitted_lines
 from slurm_forge.launch.render.site_choice import find_site
 from slurm_forge.launch.submit.submission import (
     create_run,
@@ -110,6 +111,7 @@ def test_the_whole_script(tmp_path, submitted):
 # setup
 GUARD
 module load cuda
+LAID OUT
 
 # command
 export SUBMITIT_EXECUTOR=slurm
@@ -118,11 +120,34 @@ forge_exec {python} -m slurm_forge.process supervise {run.path} --via 'submitit 
 {python} -u -m submitit.core._submit {logs}
 """
     script = checked((submitted / "0").read_text())
-    for name, first, last in (("GUARD", "# A start that fails", "exit 1\nfi"),):
+    for name, first, last in (
+        ("GUARD", "# A start that fails", "exit 1\nfi"),
+        ("LAID OUT", "# Whoever submitted", "not_started"),
+    ):
         begin = script.index(first)
         end = script.index(last, begin) + len(last)
         script = script[:begin] + name + script[script.index("\n", end) :]
     assert script == expected
+
+
+@pytest.mark.parametrize(("task", "name"), [("", "7"), ("3", "7_3")])
+def test_a_job_lays_out_what_its_killed_submitter_has_not(tmp_path, task, name):
+    logs, kept = tmp_path / "the logs", tmp_path / "kept"
+    logs.mkdir()
+    kept.mkdir()
+    (kept / "submitted.pkl").write_text("kept")
+    job = {"SLURM_JOB_ID": "7"}
+    if task:
+        job = {"SLURM_JOB_ID": "9", "SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": task}
+    script = f"sleep() {{ :; }}\nforge_folder={kept}\n{submitted_lines(logs)}"
+
+    def start() -> str:
+        subprocess.run(["bash", "-euc", script], env=job, check=True)
+        return (logs / f"{name}_submitted.pkl").read_text()
+
+    assert start() == "kept"
+    (logs / f"{name}_submitted.pkl").write_text("what a preempted start has saved")
+    assert start() == "what a preempted start has saved"
 
 
 WEIRD = [

@@ -1,0 +1,28 @@
+"""The job that a script was submitted as, where the answer of sbatch was lost."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from slurm_forge.person import person
+from slurm_forge.slurm.client import Slurm
+from slurm_forge.slurm.records import JobRecord
+from slurm_forge.slurm.states import TERMINAL
+
+#: One question to Slurm each.
+_LOOKED_AT = 100
+
+
+def job_of_script(script: Path, slurm: Slurm) -> JobRecord | None:
+    """The person's newest job in the queue that was submitted with ``script``.
+
+    An sbatch whose answer was lost, or somebody else's on another host, may have made it.
+    """
+    queue = sorted(slurm.queue(person()), key=lambda entry: -entry.job_id)
+    for entry in queue[:_LOOKED_AT]:
+        if entry.state not in TERMINAL:
+            # Tasks of an array that wait share a line, and the record that goes by its id.
+            record = slurm.show_job(entry.job_ref.partition("_[")[0])
+            if record is not None and record.command == str(script):
+                return record
+    return None
