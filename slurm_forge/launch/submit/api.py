@@ -20,6 +20,7 @@ from slurm_forge.launch.submit.importing import (
 from slurm_forge.launch.submit.submission import (
     create_run,
     entry_of,
+    refuse_submitted,
     submit_script,
 )
 from slurm_forge.run_directory import RunDirectory
@@ -69,6 +70,7 @@ def submit(
             refuse_not_importable(module, path_of_job(Path.cwd()), Path.cwd())
     client = slurm or SubprocessSlurm.of_this_process()
     loaded_site = find_site(site, client)
+    refuse_submitted(RunDirectory.at(Path(runs) / job.name), client)
     run, file = create_run(
         job,
         runs=Path(runs),

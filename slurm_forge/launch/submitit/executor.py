@@ -30,6 +30,7 @@ from slurm_forge.launch.render.batch_script import start_file
 from slurm_forge.launch.render.site_choice import find_site, site_places
 from slurm_forge.launch.submit.importing import (
     module_of,
+    modules_beside_script,
     path_of_job,
     refuse_not_importable,
 )
@@ -190,7 +191,10 @@ class ForgeExecutor(SlurmExecutor):
             delayed.function = ForgeJob(str(run.path))
             return run
         training = training_call(function, delayed.args, delayed.kwargs)
-        self._refuse_not_importable(function if training is None else training.function)
+        if training is None:
+            self._refuse_not_importable(function, travels_whole=True)
+        else:
+            self._refuse_not_importable(training.function)
         if training is None:
             job = {
                 "command": [sys.executable, "-u", "-m", "submitit.core._submit", str(self.folder)],
@@ -204,12 +208,17 @@ class ForgeExecutor(SlurmExecutor):
         delayed.function, delayed.args, delayed.kwargs = ForgeJob(str(run.path)), (), {}
         return run
 
-    def _refuse_not_importable(self, function: Callable[..., Any]) -> None:
+    def _refuse_not_importable(
+        self, function: Callable[..., Any], *, travels_whole: bool = False
+    ) -> None:
         module = module_of(function)
+        needed = [] if module is None else [module]
+        if travels_whole:
+            needed += modules_beside_script(function)
         if self._path_of_job is None:
             self._path_of_job = path_of_job(Path.cwd())
-        if module is not None:
-            refuse_not_importable(module, self._path_of_job, Path.cwd())
+        for each in needed:
+            refuse_not_importable(each, self._path_of_job, Path.cwd())
 
     #: Where the jobs that are submitted here look for modules.
     _path_of_job: tuple[str, ...] | None = None

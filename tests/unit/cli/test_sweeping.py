@@ -203,6 +203,25 @@ def test_status_shows_the_sweep_as_one_thing(sweep: Shell, slurm: PretendSlurm) 
     assert json.loads(sweep("status", "tiny-gpt", "--json").stdout)["done"] is True
 
 
+def test_the_list_of_runs_has_one_line_for_a_sweep(sweep: Shell, slurm: PretendSlurm) -> None:
+    sweep("submit", "train.yaml")
+    run(sweep, 0).mark_done(400, 1)
+    text = sweep("status").stdout
+    assert text.startswith("tiny-gpt   sweep of 2: 1 finished, 1 submitted   ")
+    assert text.count("\n") == 1
+    body = json.loads(sweep("status", "--json").stdout)
+    assert [each["run"] for each in body["runs"]] == ["tiny-gpt-0", "tiny-gpt-1"]
+    assert body["sweeps"][0]["counts"] == {"finished": 1, "submitted": 1}
+    (sweep.folder / "one.yaml").write_text(JOB.replace("tiny-gpt", "another-one"))
+    (sweep.folder / "tiny.py").write_text("def train(run, max_steps):\n    pass\n")
+    sweep("submit", "one.yaml")
+    assert sorted(line.split()[0] for line in sweep("status").stdout.splitlines()) == [
+        "another-one", "tiny-gpt",
+    ]  # fmt: skip
+    (sweep.folder / "runs/tiny-gpt/sweep.yaml").write_text("what: is this")
+    assert sweep("status").stdout.count("tiny-gpt-") == 2
+
+
 def test_a_run_whose_folder_is_gone_hides_none_of_the_others(sweep: Shell) -> None:
     sweep("submit", "train.yaml")
     run(sweep, 0).spec_file.unlink()
@@ -221,10 +240,26 @@ def test_stop_and_requeue_reach_every_run_that_is_not_finished(
     assert [run(sweep, number).stop_asked() for number in (0, 1)] == [False, True]
     again = sweep("requeue", "tiny-gpt", "--json")
     assert again.exit_code == 0, again.stderr
-    assert json.loads(again.stdout)["run"] == "tiny-gpt-1"
+    body = json.loads(again.stdout)
+    assert (body["sweep"], body["refused"]) == ("tiny-gpt", [])
+    assert [each["run"] for each in body["runs"]] == ["tiny-gpt-1"]
     assert not run(sweep, 1).stop_asked()
     assert run_state(run(sweep, 1)).status is RunStatus.SUBMITTED
     assert len(slurm.submitted) == 2
+
+
+def test_one_document_tells_of_all_runs_of_a_sweep(sweep: Shell) -> None:
+    sweep("submit", "train.yaml")
+    for number in (0, 1):
+        run(sweep, number).stop_file.touch()
+    run(sweep, 1).spec_file.write_text("no: run")
+    asked = sweep("requeue", "tiny-gpt", "--json")
+    assert asked.exit_code == 2
+    body = json.loads(asked.stdout)
+    assert [each["run"] for each in body["runs"]] == ["tiny-gpt-0"]
+    assert [each["run"] for each in body["refused"]] == ["tiny-gpt-1"]
+    body = json.loads(sweep("reconcile", "tiny-gpt", "--json").stdout)
+    assert [each["text"] for each in body["runs"]] == ["nothing is open"] * 2
 
 
 def test_watch_takes_a_sweep(sweep: Shell) -> None:

@@ -425,6 +425,53 @@ def test_a_module_that_the_job_would_not_find_is_refused(tmp_path, submitted, mo
     assert forge(tmp_path / "logs").submit(faraway.train).job_id == "4000"
 
 
+SCRIPT = """\
+import functools, os
+import slurm_forge.errors
+import submitit
+import beside, unused
+from beside import helper
+
+class Work:
+    def __call__(self):
+        return helper()
+
+def inner():
+    import beside.deeper
+    return os.getpid()
+
+def work():
+    return inner()
+
+def plain():
+    return os.getpid()
+
+executor = submitit.AutoExecutor("logs", cluster="forge")
+executor.update_parameters(timeout_min=60)
+def take(call):
+    return call
+
+for each in (Work(), work, functools.partial(take, helper), plain):
+    try:
+        print(executor.submit(each).job_id)
+    except slurm_forge.errors.SubmissionError as error:
+        print(error.message.partition(":")[0].partition(",")[0])
+"""
+
+
+def test_what_a_script_imports_from_its_own_folder_is_checked(tmp_path, submitted):
+    (tmp_path / "scripts" / "beside").mkdir(parents=True)
+    for name, text in (
+        ("x", SCRIPT), ("beside/__init__", "def helper():\n    pass\n"), ("unused", ""),
+        ("beside/deeper", ""),
+    ):  # fmt: skip
+        (tmp_path / f"scripts/{name}.py").write_text(text)
+    words = [sys.executable, "scripts/x.py"]
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=False)
+    told = ["the job can't import beside", "the job can't import beside.deeper"]
+    assert done.stdout.splitlines() == [told[0], told[1], told[0], "4000"], done.stderr
+
+
 def test_a_pointer_to_no_run_is_refused(tmp_path, submitted):
     with pytest.raises(ForgeError, match="holds no run"):
         forge(tmp_path / "logs").submit(ForgeJob(str(tmp_path / "nothing")))
