@@ -2,7 +2,8 @@
 
 ``trackers`` and ``tracker_events`` import no library; the others are imported by whoever uses them.
 
-Entry: ``trackers``, ``transformers``, ``accelerate``, ``lightning``, ``keras``, ``torchtitan``.
+Entry: ``trackers``, ``transformers``, ``accelerate``, ``lightning``, ``keras``, ``torchtitan``,
+``kempnerforge``.
 """
 
 from __future__ import annotations
