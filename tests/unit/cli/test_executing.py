@@ -164,6 +164,33 @@ def test_the_step_it_finished_at_is_the_last_one_printed_or_none(execute: Exec) 
     assert ended.step is None
 
 
+def test_explain_has_the_exit_code_and_the_last_lines_of_the_output(execute: Exec) -> None:
+    script = "for n in {1..30}; do echo line $n; done; echo no data in /data/x >&2; exit 7"
+    assert execute("--", "bash", "-c", script).returncode == 7
+    told = execute.told("explain")
+    last = "exit code 7; output: line 30; output: no data in /data/x"
+    assert told.count(last) == told.count("exit code") == 2, told
+    assert "line 28" not in told
+
+
+def test_explain_counts_the_steps_that_are_computed_again(execute: Exec) -> None:
+    (execute.folder / "steps.sh").write_text("""
+    from=${1##*-}
+    for ((n = ${from:-0} + 1; n <= 12; n++)); do
+        echo "step $n loss 0.5"
+        ((n % 5)) || touch c-$n
+        if ((n == 8)) && mkdir died; then exit 7; fi
+    done
+    """)
+    options = ("--metric-pattern=plain", "--checkpoint-glob=c-*", "--resume-arg={latest}")
+    assert execute(*options, "--", "bash", "steps.sh").returncode == 0
+    told = execute.told("explain")
+    assert "exit code 7; output: step 7 loss 0.5; output: step 8 loss 0.5" in told
+    assert "at least 3 steps repeated" in told
+    assert "from step 5 (c-5), reached step 12" in told
+    assert "loss 0.5 (step 12)" in execute.told("status")
+
+
 def test_a_progress_bar_tells_its_last_step(execute: Exec) -> None:
     bar = "printf 'step 7 | step 33 | step 60'"
     assert execute("--step-pattern=step (\\d+)", "--", "bash", "-c", bar).returncode == 0
