@@ -2,8 +2,7 @@
 
 ``trackers`` and ``tracker_events`` import no library; the others are imported by whoever uses them.
 
-Entry: ``trackers``, ``transformers``, ``accelerate``, ``lightning``, ``keras``, ``torchtitan``,
-``kempnerforge``.
+Entry: ``trackers``, ``transformers``, ``accelerate``, ``lightning``, ``keras``, ``torchtitan``.
 """
 
 from __future__ import annotations

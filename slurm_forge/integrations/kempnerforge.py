@@ -40,7 +40,7 @@ def train_script(run: Run, script: str | Path, arguments: Sequence[str]) -> None
 
     Raises:
         UnsupportedError: The script is built in another way, or the configuration asks for pipeline
-            parallelism, a vision model, streamed data, or ``checkpoint.load_path``.
+            parallelism, a vision model, streamed data, or a checkpoint to load from.
     """
     module = _loaded(Path(script))
     exchanged = _Exchanged(ExternalLoop(run))
@@ -114,9 +114,9 @@ class _Exchanged:
 
         return initialized
 
-    def _checkpoints(self, config: Any, model: Any, optimizer: Any, **_: Any) -> _Checkpoints:
+    def _checkpoints(self, config: Any, model: Any, optimizer: Any, **_: Any) -> _RunCheckpoints:
         _check_updates(optimizer, self.loop)
-        return _Checkpoints(self, model, optimizer)
+        return _RunCheckpoints(self, model, optimizer)
 
     def _clip(self, clip: Any) -> Any:
         def clipped(*args: Any, **kwargs: Any) -> Any:
@@ -144,12 +144,12 @@ class _Exchanged:
         return made
 
 
-class _Checkpoints:
+class _RunCheckpoints:
     """In place of its ``CheckpointManager``: the run, which decides when to save."""
 
     def __init__(self, exchanged: _Exchanged, model: Any, optimizer: Any) -> None:
         self._exchanged, self._model, self._optimizer = exchanged, model, optimizer
-        self._data = _DataPosition()
+        self._data = _LateDataPosition()
 
     def load(self, *, scheduler: Any, **_: Any) -> tuple[int, int, dict[str, Any]]:
         """Register everything and restore; where the script counts on from."""
@@ -181,7 +181,7 @@ class _Checkpoints:
         """The run waits by itself."""
 
 
-class _DataPosition:
+class _LateDataPosition:
     """The position of a loader that comes later than the state it had."""
 
     def __init__(self) -> None:

@@ -84,10 +84,10 @@ def refuse_sweep(
     )
     if (place.path / SWEEP_FILE).is_file():
         sweep = recover_sweep(place.path, slurm, via="sbatch")
-        job = next((array.job for array in sweep.arrays if array.job is not None), None)
-        if job is not None:
+        number = next((array.job for array in sweep.arrays if array.job is not None), None)
+        if number is not None:
             raise RunDirectoryError(
-                f"the sweep {name} was submitted already, as job {job}", next_step=again
+                f"the sweep {name} was submitted already, as job {number}", next_step=again
             )
     begun = [each for job in jobs if (each := RunDirectory.at(runs / job.name)).spec_file.is_file()]
     touched = next((run for run in begun if not untouched(run)), None)
