@@ -139,7 +139,7 @@ def test_a_job_lays_out_what_its_killed_submitter_has_not(tmp_path, task, name):
     job = {"SLURM_JOB_ID": "7"}
     if task:
         job = {"SLURM_JOB_ID": "9", "SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": task}
-    script = f"sleep() {{ :; }}\nforge_folder={kept}\n{submitted_lines(logs)}"
+    script = f"sleep() {{ :; }}\nforge={kept}/start.bash\n{submitted_lines(logs)}"
 
     def start() -> str:
         subprocess.run(["bash", "-euc", script], env=job, check=True)
