@@ -148,7 +148,8 @@ def _submit(
     from slurm_forge.knobs import Knobs, process_environ
     from slurm_forge.launch.render.save_times import usual_saves
     from slurm_forge.launch.render.sbatch_options import asked_options
-    from slurm_forge.launch.submit.submission import refuse_submitted, submit_script
+    from slurm_forge.launch.submit.queued_job import refuse_submitted
+    from slurm_forge.launch.submit.submission import submit_script
     from slurm_forge.launch.submit.sweep import refuse_sweep
     from slurm_forge.report.submission.submit_notes import outlook
     from slurm_forge.run_directory import RunDirectory

@@ -17,10 +17,10 @@ from slurm_forge.launch.submit.importing import (
     path_of_job,
     refuse_not_importable,
 )
+from slurm_forge.launch.submit.queued_job import refuse_submitted
 from slurm_forge.launch.submit.submission import (
     create_run,
     entry_of,
-    refuse_submitted,
     submit_script,
 )
 from slurm_forge.run_directory import RunDirectory

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from slurm_forge.errors import RunDirectoryError
+from slurm_forge.journal.events import Submitted
+from slurm_forge.launch.render.array_chain import VIA_ARRAY
+from slurm_forge.launch.submit.submission import job_script, note, untouched
 from slurm_forge.person import person
+from slurm_forge.run_directory import RunDirectory
 from slurm_forge.slurm.client import Slurm
 from slurm_forge.slurm.records import JobRecord
 from slurm_forge.slurm.states import TERMINAL
@@ -26,3 +31,21 @@ def job_of_script(script: Path, slurm: Slurm) -> JobRecord | None:
             if record is not None and record.command == str(script):
                 return record
     return None
+
+
+def refuse_submitted(run: RunDirectory, slurm: Slurm) -> None:
+    """``RunDirectoryError`` where Slurm has a job of a run that knows of none.
+
+    Whoever submitted it was killed, or could not write, between sbatch and the journal.
+    """
+    if not run.spec_file.is_file() or not untouched(run):
+        return
+    record = job_of_script(job_script(run), slurm)
+    if record is not None:
+        job = str(record.array_job_id or record.job_id)
+        via = "sbatch" if record.array_job_id is None else VIA_ARRAY
+        note(run, Submitted(job=job, via=via))
+        raise RunDirectoryError(
+            f"{run.name} was submitted already, as job {job}",
+            next_step=f"To see it: slurm-forge status {run.name}.",
+        )

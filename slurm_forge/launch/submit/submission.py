@@ -37,7 +37,6 @@ from slurm_forge.launch.render.batch_script import START_FILE, render, start_nam
 from slurm_forge.launch.render.save_times import usual_saves
 from slurm_forge.launch.render.sbatch_options import leave_out
 from slurm_forge.launch.submit.code_version import CodeChoice, choose_code
-from slurm_forge.launch.submit.queued_job import job_of_script
 from slurm_forge.person import person
 from slurm_forge.run_directory import RunDirectory, list_claims
 from slurm_forge.site.model import Site, storage_at
@@ -360,24 +359,6 @@ def _hand_over(run: RunDirectory, slurm: Slurm, verb: str, via: str, args: tuple
             f"removed, slurm-forge status {run.name} has it from its first step on.",
         ) from error
     return job
-
-
-def refuse_submitted(run: RunDirectory, slurm: Slurm) -> None:
-    """``RunDirectoryError`` where Slurm has a job of a run that knows of none.
-
-    Whoever submitted it was killed, or could not write, between sbatch and the journal.
-    """
-    if not run.spec_file.is_file() or not untouched(run):
-        return
-    record = job_of_script(job_script(run), slurm)
-    if record is not None:
-        job = str(record.array_job_id or record.job_id)
-        via = "sbatch" if record.array_job_id is None else VIA_ARRAY
-        note(run, Submitted(job=job, via=via))
-        raise RunDirectoryError(
-            f"{run.name} was submitted already, as job {job}",
-            next_step=f"To see it: slurm-forge status {run.name}.",
-        )
 
 
 def note(run: RunDirectory, event: Event) -> None:
