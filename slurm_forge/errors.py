@@ -96,6 +96,14 @@ class SubmissionError(ForgeError):
     """Nothing was submitted, and why."""
 
 
+class UnrecordedJobError(ForgeError):
+    """Slurm has taken the ``job``, and this could not be written down."""
+
+    def __init__(self, message: str, *, job: str, next_step: str = "") -> None:
+        super().__init__(message, next_step=next_step)
+        self.job = job
+
+
 class RunDirectoryError(ForgeError):
     """The run directory is missing, damaged, or belongs to somebody else."""
 

@@ -72,14 +72,17 @@ class ForgeLauncher(Launcher):
 
         from slurm_forge.launch.submit.importing import (
             module_of,
+            modules_beside_script,
             path_of_job,
             refuse_not_importable,
         )
         from slurm_forge.launch.submitit.resumable_sweep import ResumableSweep, SweptCall
 
-        module = None if self._function is None else module_of(self._function)
-        if module is not None:
-            refuse_not_importable(module, path_of_job(Path.cwd()), Path.cwd())
+        if self._function is not None:
+            module, path = module_of(self._function), path_of_job(Path.cwd())
+            beside = modules_beside_script(self._function)
+            for each in beside if module is None else (module, *beside):
+                refuse_not_importable(each, path, Path.cwd())
         parameters: dict[str, Any] = dict(self._parameters)
         parameters.pop("max_num_timeout", None)
         folder = Path(str(parameters.pop("submitit_folder"))).absolute()

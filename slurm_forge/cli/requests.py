@@ -35,6 +35,24 @@ class Answer:
     changed: bool
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunRefusal:
+    """Why a run of a sweep was left as it is."""
+
+    run: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SweepAnswer:
+    """What they print of a sweep with ``--json``: of all runs that are not finished."""
+
+    sweep: str
+    path: str
+    runs: tuple[Answer, ...]
+    refused: tuple[RunRefusal, ...]
+
+
 def requeue(
     run: RunsOrJob,
     site: SubmittedSite = None,
@@ -76,7 +94,7 @@ def requeue(
     from slurm_forge.launch.requeue.job_update import ResourceChanges
 
     changes = ResourceChanges(mem=mem, time=time, exclude=exclude, partition=partition)
-    _ask_each(run, runs, lambda each: _requeue(each, changes, site, code, as_json=json))
+    _ask_each(run, runs, lambda each: _requeue(each, changes, site, code), as_json=json)
 
 
 def _requeue(
@@ -84,9 +102,7 @@ def _requeue(
     changes: ResourceChanges,
     site: str | None,
     code: str | None,
-    *,
-    as_json: bool,
-) -> None:
+) -> tuple[Answer, str]:
     from slurm_forge.cli.cluster.excluded_nodes_text import left_out_now
     from slurm_forge.cli.run_choice import (
         reference,
@@ -111,8 +127,7 @@ def _requeue(
         now = _with_new_code(directory, file, code, chosen, None)
         done = ReconcileResult(state.job, "its next start uses this code", changed=now != file)
         again = f".   to continue: slurm-forge run {reference(directory)}"
-        _answer(directory, done, again, as_json=as_json)
-        return
+        return _answer(directory, done, again)
     slurm = SubprocessSlurm.of_this_process()
     out = left_out_now(slurm, changed(file.job, changes), chosen)
     if code is not None:
@@ -124,35 +139,54 @@ def _requeue(
         for line in out.notes:
             typer.echo(line, err=True)
     follow = f".   follow: slurm-forge status {reference(directory)}"
-    _answer(directory, brought, follow, as_json=as_json)
+    return _answer(directory, brought, follow)
 
 
-def _ask_each(wanted: str, runs: Path | None, ask: Callable[[RunDirectory], None]) -> None:
+def _ask_each(
+    wanted: str,
+    runs: Path | None,
+    ask: Callable[[RunDirectory], tuple[Answer | None, str]],
+    *,
+    as_json: bool = False,
+) -> None:
     """Ask it of the run, or of every run of a sweep that is not finished; one refusal stops none.
 
-    Exit status 2 where one of the sweep has refused.
+    ``ask`` gives the answer as a value, if there is one, and as a line.  Exit status 2 where one of
+    the sweep has refused.
     """
     from slurm_forge.cli.failure import FAILED
     from slurm_forge.cli.run_choice import find_sweep
     from slurm_forge.cli.run_of_job import meant
     from slurm_forge.errors import ForgeError
+    from slurm_forge.report.encoding import to_json
 
     sweep = find_sweep(wanted, runs)
     if sweep is None:
         directory = meant(wanted, runs)
         directory.refuse_others()
-        ask(directory)
+        answer, line = ask(directory)
+        typer.echo(to_json(answer) if as_json else line)
         return
-    refused = 0
+    answers: list[Answer] = []
+    refused: list[RunRefusal] = []
     for directory in sweep[1]:
         if directory.is_done():
             continue
         try:
             directory.refuse_others()
-            ask(directory)
+            answer, line = ask(directory)
+            answers += [] if answer is None else [answer]
+            if not as_json:
+                typer.echo(line)
         except (ForgeError, OSError) as error:
-            refused += 1
+            refused.append(RunRefusal(run=directory.name, text=str(error)))
             typer.echo(f"{directory.name}: {error}", err=True)
+    if as_json:
+        folder = sweep[1][0].path.parent / sweep[0].name
+        body = SweepAnswer(
+            sweep=sweep[0].name, path=str(folder), runs=tuple(answers), refused=tuple(refused)
+        )
+        typer.echo(to_json(body))
     if all(directory.is_done() for directory in sweep[1]):
         typer.echo(f"{sweep[0].name}: all of its runs are finished.", err=True)
     if refused:
@@ -205,31 +239,21 @@ def reconcile(run: RunsOrJob, runs: Runs = None, json: AsJson = False) -> None:
     from slurm_forge.launch.requeue.reconcile import reconcile as carry_out
     from slurm_forge.slurm.client import SubprocessSlurm
 
-    def ask(directory: RunDirectory) -> None:
-        brought = carry_out(directory, SubprocessSlurm.of_this_process())
-        _answer(directory, brought, ".", as_json=json)
+    def ask(directory: RunDirectory) -> tuple[Answer, str]:
+        return _answer(directory, carry_out(directory, SubprocessSlurm.of_this_process()), ".")
 
-    _ask_each(run, runs, ask)
+    _ask_each(run, runs, ask, as_json=json)
 
 
-def _answer(run: RunDirectory, brought: ReconcileResult, more: str, *, as_json: bool) -> None:
-    """What was done, in words or as one JSON document."""
-    if not as_json:
-        typer.echo(f"{run.name}: {brought.text}{more}")
-        return
-    from slurm_forge.report.encoding import to_json
-
-    typer.echo(
-        to_json(
-            Answer(
-                run=run.name,
-                path=str(run.path),
-                job=brought.job,
-                text=brought.text,
-                changed=brought.changed,
-            )
-        )
+def _answer(run: RunDirectory, brought: ReconcileResult, more: str) -> tuple[Answer, str]:
+    answer = Answer(
+        run=run.name,
+        path=str(run.path),
+        job=brought.job,
+        text=brought.text,
+        changed=brought.changed,
     )
+    return answer, f"{run.name}: {brought.text}{more}"
 
 
 def stop(run: RunsOrJob, runs: Runs = None) -> None:
@@ -246,14 +270,13 @@ def stop(run: RunsOrJob, runs: Runs = None) -> None:
     _ask_each(run, runs, _stop)
 
 
-def _stop(directory: RunDirectory) -> None:
+def _stop(directory: RunDirectory) -> tuple[None, str]:
     from slurm_forge.cli.run_choice import reference
     from slurm_forge.launch.submit.submission import run_state
     from slurm_forge.report.status.run_status import again
 
     if directory.is_done():
-        typer.echo(f"{directory.name} is finished already; nothing to stop.")
-        return
+        return None, f"{directory.name} is finished already; nothing to stop."
     directory.stop_file.touch(mode=0o600)
     _note(directory, "stop")
     waits = _job_in_queue(directory)
@@ -264,7 +287,7 @@ def _stop(directory: RunDirectory) -> None:
             "released, if it is held) it ends at once without training; "
             f"to free the queue now: scancel {waits}"
         )
-    typer.echo(
+    return None, (
         f"{directory.name}: {answer}.   to continue later: "
         f"{again(reference(directory), run_state(directory))}"
     )
@@ -300,15 +323,14 @@ def save(run: RunsOrJob, runs: Runs = None) -> None:
     _ask_each(run, runs, _save)
 
 
-def _save(directory: RunDirectory) -> None:
+def _save(directory: RunDirectory) -> tuple[None, str]:
     from slurm_forge.cli.run_choice import reference
 
     if directory.is_done():
-        typer.echo(f"{directory.name} is finished already; nothing to save.")
-        return
+        return None, f"{directory.name} is finished already; nothing to save."
     directory.save_file.touch(mode=0o600)
     _note(directory, "save")
-    typer.echo(
+    return None, (
         f"{directory.name}: asked to save at its next step or right after its next start.   "
         f"see: slurm-forge status {reference(directory)}"
     )

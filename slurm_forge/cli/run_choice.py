@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -139,6 +140,19 @@ def run_names(folder: Path) -> list[str]:
         )
     except OSError:
         return []
+
+
+def sweep_names(folder: Path, *, besides: Sequence[str]) -> list[str]:
+    """Names of the sweeps in a folder, none of which is that of a run."""
+    try:
+        names = sorted({each.name for each in folder.iterdir()}.difference(besides))
+    except OSError:
+        return []
+    return [
+        name
+        for name in names
+        if not name.startswith(".") and (folder / name / "sweep.yaml").is_file()
+    ]
 
 
 def runs_of_submitit() -> list[Path]:

@@ -5,7 +5,6 @@ And how a program that knows nothing of slurm_forge is stopped, resumed, and kno
 
 from __future__ import annotations
 
-import re
 import signal
 from collections.abc import Mapping
 from datetime import timedelta
@@ -17,7 +16,12 @@ from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from slurm_forge.documents import wrong_key
 from slurm_forge.site.parts import ContainerRuntime
-from slurm_forge.spec.metric_patterns import as_list, check_metric_pattern, metric_patterns
+from slurm_forge.spec.metric_patterns import (
+    as_list,
+    check_metric_pattern,
+    compiled_pattern,
+    metric_patterns,
+)
 from slurm_forge.spec.templates import check_template
 from slurm_forge.spec.types import JobSection, PositiveDuration, ShellText
 
@@ -204,15 +208,12 @@ def _signal(value: object) -> object:
 
 
 def _pattern(text: str) -> str:
-    try:
-        re.compile(text)
-    except re.error as error:
-        raise ValueError(f"not a regular expression: {error}") from None
+    compiled_pattern(text)
     return text
 
 
 def _step_pattern(text: str) -> str:
-    if re.compile(_pattern(text)).groups != 1:
+    if compiled_pattern(text).groups != 1:
         raise ValueError(
             r'needs exactly one group, which is the step number: "step (\d+)" or "Iter: (\d+)/"'
         )

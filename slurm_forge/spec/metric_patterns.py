@@ -124,21 +124,27 @@ def check_metric_pattern(text: str) -> str:
     known = [each.value for each in Metric]
     if name not in known:
         raise ValueError(f'there is no metric "{name}" {did_you_mean(name, known, _ALIASES)}')
-    try:
-        compiled = re.compile(pattern)
-    except re.error as error:
-        raise ValueError(f'"{text}" is no regular expression: {error}') from None
-    if _repeats_a_repetition(_parser.parse(pattern)):
-        raise ValueError(
-            f'"{text}" repeats a repetition, which can take forever on a long line: write each '
-            r'repetition once, as in "loss=loss: (\S+)"'
-        )
+    compiled = compiled_pattern(pattern)
     if compiled.groups - len(compiled.groupindex) != 1:
         example = r"step (\d+)" if name == Metric.STEP.value else r"loss: (\S+)"
         raise ValueError(
             f'"{text}" needs exactly one group, which is the number: "{name}={example}"'
         )
     return text
+
+
+def compiled_pattern(text: str) -> re.Pattern[str]:
+    """A pattern that lines of any length can be searched for; else ``ValueError``."""
+    try:
+        compiled = re.compile(text)
+    except re.error as error:
+        raise ValueError(f'"{text}" is no regular expression: {error}') from None
+    if _repeats_a_repetition(_parser.parse(text)):
+        raise ValueError(
+            f'"{text}" repeats a repetition, which can take forever on a long line: write each '
+            r'repetition once, as in "loss: (\S+)"'
+        )
+    return compiled
 
 
 def _repeats_a_repetition(parsed: Iterable[tuple[Any, Any]], *, inside: bool = False) -> bool:

@@ -116,7 +116,9 @@ class RunFile(JobSection):
 
     def to_yaml(self) -> str:
         """The text of ``run.yaml``; reading it gives an equal value."""
-        return dump(_joined(self.model_dump(mode="json"), self._later))
+        # A run is none of several: who reads the format needs to know no sweeps.
+        body = self.model_dump(mode="json", exclude={"job": {"sweep"}})
+        return dump(_joined(body, self._later))
 
     @property
     def sets(self) -> EnvironmentSets:

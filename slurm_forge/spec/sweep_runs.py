@@ -10,7 +10,7 @@ from pydantic import Field
 
 from slurm_forge.documents import build, dotted, dump, read, with_value, without
 from slurm_forge.errors import ConfigError
-from slurm_forge.files import FOLDERS_OWNER
+from slurm_forge.files import FOLDERS_OWNER, make_private_directory, write_atomic
 from slurm_forge.format_version import PACKAGE_VERSION, FormatVersion, refuse_later
 from slurm_forge.spec.job import JobSpec
 from slurm_forge.spec.layers import Layered, default_values
@@ -19,7 +19,7 @@ from slurm_forge.spec.types import JobSection
 #: In the folder that is named as the sweep, beside the folders of its runs.
 SWEEP_FILE = "sweep.yaml"
 #: Version of that file: see ``slurm_forge.format_version``.
-FORMAT = FormatVersion(1, 0)
+FORMAT = FormatVersion(1, 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,14 +37,34 @@ class SweepRun(JobSection):
     settings: dict[str, Any]
 
 
+class SweepArray(JobSection):
+    """A submission: task N of its job is the N-th of ``runs``; of a single run it may be no array.
+
+    Written before sbatch is called, with no ``job``, and again once sbatch has answered.  If the
+    process is killed in between, Slurm knows the job by its ``script``.
+    """
+
+    script: str
+    runs: tuple[str, ...]
+    job: str | None = None
+    is_array: bool = True
+
+    def task(self, number: int) -> str:
+        """The job of the run at this place; ``ValueError`` where sbatch has not answered."""
+        if self.job is None:
+            raise ValueError("sbatch has not answered")
+        return f"{self.job}_{number}" if self.is_array else self.job
+
+
 class SweepFile(JobSection):
-    """What a sweep consists of; written once, when its runs are made."""
+    """What a sweep consists of."""
 
     format_version: str = str(FORMAT)
     written_by: str = PACKAGE_VERSION
     name: str
     limit: int | None = Field(default=None, ge=1)
     runs: tuple[SweepRun, ...]
+    arrays: tuple[SweepArray, ...] = ()
 
     def to_yaml(self) -> str:
         """The text of the file."""
@@ -52,7 +72,8 @@ class SweepFile(JobSection):
 
 
 def read_sweep_file(folder: Path) -> SweepFile:
-    """Read what ``folder``, which is named as the sweep, lists.
+    """Read what ``folder``, which is named as the sweep, lists; keys of a later minor version are
+    passed over.
 
     Raises:
         ConfigError: It is not the file of a sweep.
@@ -68,7 +89,16 @@ def read_sweep_file(folder: Path) -> SweepFile:
             f"format_version: {error}", path=path, next_step="Restore the file."
         ) from error
     refuse_later(str(path), found, FORMAT, document.data.get("written_by", ""))
+    if found > FORMAT:
+        ours = SweepFile.model_fields.keys() & document.data.keys()
+        document = replace(document, data={key: document.data[key] for key in ours})
     return build(SweepFile, document)
+
+
+def write_sweep_file(folder: Path, sweep: SweepFile) -> None:
+    """Write what ``folder``, which is named as the sweep, lists; ``folder`` is made if missing."""
+    make_private_directory(folder)
+    write_atomic(folder / SWEEP_FILE, sweep.to_yaml().encode())
 
 
 def swept_jobs(layered: Layered) -> tuple[SweptJob, ...]:

@@ -11,6 +11,7 @@ varlen only).
 
 from __future__ import annotations
 
+import importlib.util
 import signal
 from collections.abc import Callable, Iterator
 from importlib.metadata import version
@@ -25,6 +26,7 @@ import torch.nn.functional as F
 from torch.distributed.fsdp import FSDPModule
 
 import slurm_forge as forge
+from slurm_forge.cli.start.first_files import InitOptions, StartMethod, first_files
 from slurm_forge.journal import fold, read_to_fold
 from slurm_forge.run_directory import RunDirectory
 from slurm_forge.testing.digest import digest
@@ -265,3 +267,61 @@ def test_a_gradient_of_torchtitan_s_that_is_not_finite_reaches_no_weight(tmp_pat
         pass
     assert {told.outcome for told in launch.told} == {RankOutcome.FINISHED}
     assert [step for each in fold(read_to_fold(run)).attempts for step in each.skipped]
+
+
+# -- what init writes ------------------------------------------------------------------------------
+
+
+def train_starter(folder: Path, before: Callable[[forge.Run], None]) -> Any:
+    def train(run: forge.Run) -> None:
+        use_cpu()
+        spec = importlib.util.spec_from_file_location("titan_starter", folder / "train.py")
+        assert spec is not None
+        assert spec.loader is not None
+        starter = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(starter)
+        hand_over = starter.train_trainer
+
+        def disturbed(run: forge.Run, trainer: Any) -> None:
+            train_step = trainer.train_step
+
+            def step(batches: Any) -> None:
+                before(run)
+                train_step(batches)
+
+            trainer.train_step = step
+            hand_over(run, trainer)
+
+        starter.train_trainer = disturbed
+        starter.train(run, max_steps=STEPS, global_batch=BATCH)
+
+    return train
+
+
+def test_the_starter_of_init_is_interrupted_and_ends_the_same(tmp_path: Path, gate: Gate) -> None:
+    files = first_files(InitOptions(name="demo", start_method=StartMethod.TITAN)).files
+    assert [each.name for each in files] == ["train.yaml", "train.py", "titan.toml"]
+    for each in files:
+        # What gloo can't add up in bfloat16, and AdamW does on GPUs only.
+        text = each.text.replace('"bfloat16"', '"float32"')
+        (tmp_path / each.name).write_text(
+            text.replace("lr = 8e-4", 'lr = 8e-4\nimplementation = "for-loop"')
+        )
+    undisturbed, run = (run_of(tmp_path, name) for name in ("undisturbed", "stopped"))
+
+    def before(run: forge.Run) -> None:
+        if run.attempt == 1 and run.step_number == 3:
+            gate.wait(run.rank)
+
+    with launched(run, 2, train_starter(tmp_path, before)) as launch:
+        launch.at(gate, 2)
+        launch.stop_together()
+        gate.open()
+    assert {(told.outcome, told.step) for told in launch.told} == {(RankOutcome.STOPPED, 4)}
+    for each in (run, undisturbed):
+        with launched(each, 2, train_starter(tmp_path, nothing)) as launch:
+            pass
+        assert [(told.outcome, told.step) for told in launch.told] == [
+            (RankOutcome.FINISHED, STEPS)
+        ] * 2
+    assert digest(run.path, random=True) == digest(undisturbed.path, random=True)

@@ -314,6 +314,27 @@ def test_a_lightning_trainer_goes_on_from_its_own_newest_checkpoint(
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_ray_train_is_told_of_a_preemption_and_goes_on(slurm: SlurmCluster, tmp_path: Path) -> None:
+    pytest.importorskip("ray")
+    script = submit(slurm, tmp_path, "ray", "--mem=5G", steps=600)
+
+    def trains() -> bool:
+        return "step 5 loss" in "".join(each.read_text() for each in tmp_path.glob("slurm-*.out"))
+
+    slurm.wait_for(trains, 300, "Ray's workers")
+    slurm.preempt(script.job)
+    state = script.watched.wait_finished(400)
+    assert [each.outcome for each in state.attempts] == ["requeued", "finished"]
+    assert state.attempts[0].incidents[0][1].cause is Cause.PREEMPTED
+    first, second = (each for _, each in script.watched.events(Resumed))
+    assert isinstance(first, Resumed) and isinstance(second, Resumed)
+    assert first.step == 0 and second.step % 50, "it went on from a periodic save"
+    assert state.high_water == 600
+    assert (script.out / "result.txt").read_text().startswith("600 ")
+
+
+@pytest.mark.slow
 def test_tasks_that_print_nan_are_ended_on_every_node(slurm: SlurmCluster, tmp_path: Path) -> None:
     script = submit(slurm, tmp_path, "nan", steps=60, partition="normal")
     script.wait_file("c-10")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -294,3 +296,50 @@ def test_a_sweep_of_hydra_is_preempted_and_taken_up_again(
     for each in preempted:
         causes = [found.cause for one in each.attempts for _, found in one.incidents]
         assert set(causes) == {Cause.PREEMPTED}
+
+
+#: Ends the process that calls it once the job is in the queue.
+KILLING = """#!/bin/sh
+"{sbatch}" "$@" && touch "{submitted}" && kill -9 $PPID
+"""
+
+
+@pytest.mark.slow
+def test_a_sweep_of_hydra_whose_client_is_killed_is_submitted_once(
+    slurm: SlurmCluster, tmp_path: Path
+) -> None:
+    pytest.importorskip("hydra")
+    forge(
+        slurm, tmp_path, "init", ".", "--way", "hydra", "--yes", "--name", "grid", "--time", "10m",
+        "--partition", "normal", "--mem", "1500M",
+    )  # fmt: skip
+    submitted, commands = tmp_path / "submitted", tmp_path / "bin"
+    commands.mkdir()
+    sbatch = shutil.which("sbatch", path=slurm.env["PATH"])
+    (commands / "sbatch").write_text(KILLING.format(sbatch=sbatch, submitted=submitted))
+    (commands / "sbatch").chmod(0o755)
+    variables = {
+        **slurm.env, "HOME": str(tmp_path), "SLURM_FORGE_NODES": "off", "OMP_NUM_THREADS": "1",
+        "PATH": f"{commands}:{slurm.env['PATH']}",
+    }  # fmt: skip
+    words = [
+        sys.executable, "train.py", "-m", "hydra.sweep.dir=sweep", "pace=0", "lr=0.01,0.02",
+    ]  # fmt: skip
+
+    def launch() -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            words, cwd=tmp_path, env=variables, capture_output=True, text=True, check=False,
+            timeout=slurm.deadline(300),
+        )  # fmt: skip
+
+    assert launch().returncode == -signal.SIGKILL
+    submitted.unlink()
+    again = launch()
+    assert again.returncode == 0, again.stdout + again.stderr
+    assert not submitted.exists()
+    runs = [RunDirectory.at(each.parent) for each in tmp_path.glob("sweep/.forge/runs/*/run.yaml")]
+
+    def ends() -> list[tuple[RunStatus, int]]:
+        return [(run_state(run).status, len(run_state(run).attempts)) for run in runs]
+
+    slurm.wait_for(lambda: ends() == [(RunStatus.FINISHED, 1)] * 2, 60, "both, once each")

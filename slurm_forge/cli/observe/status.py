@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -38,7 +39,7 @@ def status(
 ) -> None:
     """Where a run or a sweep stands: one screen, and what to do next.
 
-    Without RUN, a line for every run in the folder of runs.
+    Without RUN, a line for every run and every sweep in the folder of runs.
 
     \b
     Examples:
@@ -155,13 +156,14 @@ def _sweep(sweep: SweepFile, runs: tuple[RunDirectory, ...], *, as_json: bool) -
 
 
 def _list(runs: Path | None, *, as_json: bool) -> None:
-    """A line for every run, whatever is wrong with one of them."""
+    """A line for every run and for every sweep, whatever is wrong with one of them."""
     from slurm_forge.cli.observe.run_list import Lister
     from slurm_forge.cli.run_choice import (
         from_here,
         run_names,
         runs_folder,
         runs_of_submitit,
+        sweep_names,
     )
     from slurm_forge.errors import ForgeError
     from slurm_forge.report.encoding import to_json
@@ -175,7 +177,8 @@ def _list(runs: Path | None, *, as_json: bool) -> None:
     folder = runs_folder(runs)
     lines = []
     lister = Lister(folder.absolute(), words=as_json)
-    for name in run_names(folder):
+    names = run_names(folder)
+    for name in names:
         run = RunDirectory.at(folder / name)
         try:
             lines.append(lister.line(run))
@@ -183,7 +186,13 @@ def _list(runs: Path | None, *, as_json: bool) -> None:
             lines.append(unreadable(name, str(run.path), str(error)))
     lister.close()
     others = [] if runs is not None else [from_here(path) for path in runs_of_submitit()]
-    runs_shown = listing(str(folder.absolute()), lines, elsewhere=others)
+    sweeps = {}
+    for name in sweep_names(folder, besides=names):
+        from slurm_forge.spec.sweep_runs import read_sweep_file
+
+        with suppress(ForgeError, OSError):  # status SWEEP says what is wrong with it
+            sweeps[name] = [each.run for each in read_sweep_file(folder / name).runs]
+    runs_shown = listing(str(folder.absolute()), lines, elsewhere=others, sweeps=sweeps)
     typer.echo(to_json(runs_shown) if as_json else listing_text(runs_shown), nl=as_json)
 
 

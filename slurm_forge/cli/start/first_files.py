@@ -57,6 +57,8 @@ class StartMethod(str, Enum):
     LIGHTNING = "lightning"
     #: A job file and a function that trains with Keras.
     KERAS = "keras"
+    #: A job file and a function that hands over to torchtitan's trainer, with its configuration.
+    TITAN = "titan"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,6 +139,8 @@ def first_files(options: InitOptions) -> FirstFiles:
     files = [NewFile(JOB_FILE, text)]
     if made:
         files.append(NewFile(_PROGRAM, _starter(options.start_method, job)))
+        if options.start_method is StartMethod.TITAN:
+            files.append(NewFile("titan.toml", (_STARTERS / "titan.toml").read_text()))
     if options.start_method is StartMethod.SUBMITIT:
         values = {
             "name": job.name,
@@ -299,6 +303,7 @@ def _starter(start_method: StartMethod, job: JobSpec) -> str:
         StartMethod.ACCELERATE: "accelerate.py",
         StartMethod.LIGHTNING: "lightning.py",
         StartMethod.KERAS: "keras_model.py",
+        StartMethod.TITAN: "titan.py",
     }
     text = (_STARTERS / names.get(start_method, "entry.py")).read_text(encoding="utf-8")
     text = text.replace("global_batch: int = 240", f"global_batch: int = {_global_batch(job)}")

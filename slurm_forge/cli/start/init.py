@@ -86,6 +86,7 @@ def init(
     --way lightning   the same with Lightning's Trainer
     --way hydra       a script that Hydra configures, and sweeps of it
     --way keras       the same with Keras and its torch backend
+    --way titan       the same with torchtitan's trainer, and its TOML file
 
     \b
     Examples:
@@ -147,7 +148,7 @@ def _prompted(
     if ask_way and not own:
         typer.echo("job: a job file and a function.  submitit: a script that submits with it.")
         typer.echo("exec: a program of yours as it is.  attach: a script of yours, as a run.")
-        typer.echo("hf, lightning, keras: a job file and a function with that library's trainer.")
+        typer.echo("hf, lightning, keras, titan: a job file and a function with that trainer.")
         typer.echo("accelerate: the same with a loop.  hydra: a script that Hydra configures.")
         options = _one(
             options,

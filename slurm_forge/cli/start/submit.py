@@ -89,7 +89,7 @@ def submit(
     """
     from slurm_forge.cli.failure import fail
     from slurm_forge.cli.run_choice import from_here
-    from slurm_forge.errors import ForgeError, SlurmUnreachableError
+    from slurm_forge.errors import ForgeError, SlurmUnreachableError, UnrecordedJobError
     from slurm_forge.slurm.client import SubprocessSlurm
 
     slurm = SubprocessSlurm.of_this_process()
@@ -100,6 +100,8 @@ def submit(
     except SlurmUnreachableError as error:
         submitted = error.argv[:1] == ("sbatch",)
         fail(error, _UNKNOWN if submitted and error.returncode != _NOT_THERE else _NOTHING)
+    except UnrecordedJobError as error:
+        fail(error, f"job {error.job} was submitted.")
     except (ForgeError, OSError) as error:
         fail(error, _NOTHING)
     if json:
@@ -123,7 +125,10 @@ def submit(
 
 #: Shells say this of a command that does not exist; then no job can have been made.
 _NOT_THERE = 127
-_UNKNOWN = "it is unknown whether the job was submitted: check with squeue before you submit again."
+_UNKNOWN = (
+    "it is unknown whether the job was submitted: when Slurm answers again, give the same command "
+    "again, which submits it only if it is not in the queue."
+)
 
 
 def _submit(
@@ -143,6 +148,7 @@ def _submit(
     from slurm_forge.knobs import Knobs, process_environ
     from slurm_forge.launch.render.save_times import usual_saves
     from slurm_forge.launch.render.sbatch_options import asked_options
+    from slurm_forge.launch.submit.queued_job import refuse_submitted
     from slurm_forge.launch.submit.submission import submit_script
     from slurm_forge.launch.submit.sweep import refuse_sweep
     from slurm_forge.report.submission.submit_notes import outlook
@@ -167,7 +173,9 @@ def _submit(
     place = RunDirectory.at(folder / checked.job.name)
     if swept:
         jobs = [each.layered.job for each in swept]
-        refuse_sweep(layered.job.name, jobs, runs=folder, site=chosen.site, path=path)
+        refuse_sweep(layered.job.name, jobs, runs=folder, site=chosen.site, path=path, slurm=slurm)
+    else:
+        refuse_submitted(place, slurm)
     refuse(checked, chosen.site, place)
     out = left_out(checked.job, chosen.site, chosen.cluster, chosen.partitions)
     notes = (

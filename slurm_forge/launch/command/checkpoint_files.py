@@ -148,7 +148,8 @@ class CheckpointWatch:
 
     A checkpoint counts as good once a later figure was fine: it was listed before that was
     printed.  One that is seen only afterwards does where its number is a step in between.  The
-    figure of a step is that before its update, which the checkpoint of that step has made.
+    figure of a step is that before its update, which the checkpoint of that step has made.  Output
+    may be far behind: one whose number is a step that is not known to be fine is not good.
 
     Where this start has trained past none, those before the one that it resumed from are good.
 
@@ -187,14 +188,26 @@ class CheckpointWatch:
         if healthy is None or healthy <= between:
             return files
         self._healthy = healthy
+        is_open = self._open_steps(files, healthy, furthest)
         for each in files:
             number = _number(each, self._program.convention)
-            is_open = healthy <= number <= max(healthy, furthest or 0)
-            listed = before.get(each.path) == each.changed and not is_open
+            listed = before.get(each.path) == each.changed and not is_open(number)
             covered = between <= number < healthy and number >= 0
             if listed or (covered and each.path not in before):
                 self._confirmed[each.path] = each.changed
         return files
+
+    def _open_steps(
+        self, files: Iterable[ProgressFile], healthy: int, furthest: int | None
+    ) -> Callable[[int], bool]:
+        """Tells of a number whether it is a step that is not known to be fine.
+
+        One beyond all output is, if numbers of other checkpoints are steps that are.
+        """
+        numbers = [_number(each, self._program.convention) for each in files]
+        are_steps = any(0 < number <= healthy for number in numbers)
+        last = max(healthy, furthest or 0)
+        return lambda number: number >= healthy and (number <= last or are_steps)
 
     def found(self, healthy: int | None, furthest: int | None = None) -> ProgramCheckpoints:
         """What a rollback may choose from.
@@ -210,7 +223,13 @@ class CheckpointWatch:
                 refusal="the program chooses its checkpoint itself (--resume-arg has no {latest})"
             )
         files = self.sample(healthy, furthest)
-        proven = [each for each in files if self._confirmed.get(each.path) == each.changed]
+        is_open = self._open_steps(files, self._healthy, furthest)
+        proven = [
+            each
+            for each in files
+            if self._confirmed.get(each.path) == each.changed
+            and not is_open(_number(each, self._program.convention))
+        ]
         if not proven and self._earlier:
             changed = {each.path: each.changed for each in self._earlier[1:]}
             proven = [each for each in files if changed.get(each.path) == each.changed]

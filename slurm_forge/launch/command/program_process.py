@@ -243,31 +243,48 @@ _READ = 1 << 16
 #: A line that is longer (a progress bar without end) is looked at in parts.
 _LONGEST_LINE = 4096
 _BLOCKED_S = 1.0
+#: A busy machine lets the threads that read wait this long.
+_AT_ONCE_S = 0.2
 _NOBODY = frozenset({errno.EPIPE, errno.EBADF})
 _LINE_ENDS = re.compile(rb"[\r\n]+")
 
 
-class OutputTail:
-    """The last of what a program printed, errors and all, in the order that it came."""
+@dataclass(frozen=True, slots=True)
+class _Printed:
+    target: int
+    time: float
+    data: bytes
 
-    def __init__(self, most: int = _KEPT) -> None:
+
+class OutputTail:
+    """The last of what a program printed, errors and all, in the order that it came.
+
+    Its two streams are read by two threads.  What came at the very end on both has no order that
+    could be known, and the errors are put last: a program ends behind its own last words.
+    """
+
+    def __init__(self, most: int = _KEPT, clock: Callable[[], float] = time.monotonic) -> None:
         self._most = most
-        self._parts: deque[bytes] = deque()
+        self._clock = clock
+        self._parts: deque[_Printed] = deque()
         self._size = 0
         self._lock = threading.Lock()
 
-    def add(self, data: bytes) -> None:
-        """Keep it, and let go of what is too old."""
+    def add(self, data: bytes, target: int = 1) -> None:
+        """Keep it, and let go of what is too old; ``target`` is 2 for the errors."""
         with self._lock:
-            self._parts.append(data)
+            self._parts.append(_Printed(target, self._clock(), data))
             self._size += len(data)
-            while self._size - len(self._parts[0]) >= self._most:
-                self._size -= len(self._parts.popleft())
+            while self._size - len(self._parts[0].data) >= self._most:
+                self._size -= len(self._parts.popleft().data)
 
     def text(self) -> str:
         """What is kept."""
         with self._lock:
-            joined = b"".join(self._parts)
+            parts = list(self._parts)
+        since = parts[-1].time - _AT_ONCE_S if parts else 0.0
+        parts.sort(key=lambda part: part.target if part.time > since else 0)
+        joined = b"".join(part.data for part in parts)
         return joined[-self._most :].decode(errors="replace")
 
 
@@ -324,7 +341,7 @@ def open_stream(
     def pump() -> None:
         is_broken = False
         while data := _read(reading_end):
-            tail.add(data)
+            tail.add(data, target)
             for each in lines:
                 each.add(data)
             if not is_broken:

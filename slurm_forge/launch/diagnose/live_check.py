@@ -45,7 +45,7 @@ from slurm_forge.launch.diagnose.live_meeting import (
 )
 from slurm_forge.launch.render.batch_script import module_lines
 from slurm_forge.launch.render.sbatch_options import options
-from slurm_forge.launch.requeue.reconcile import job_of_script
+from slurm_forge.launch.submit.queued_job import job_of_script
 from slurm_forge.lock import exclusive
 from slurm_forge.process import process_words
 from slurm_forge.recovery.live_observations import JobSeen, LiveSeen, Meeting

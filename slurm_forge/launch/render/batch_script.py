@@ -174,6 +174,11 @@ def start_lines(command: str, *, teardown: bool) -> str:
     return f"{'forge_run' if teardown else 'forge_exec'} {command}"
 
 
+def submitted_lines(folder: Path) -> str:
+    """Lay what was submitted out in submitit's ``folder``, unless whoever submitted it has."""
+    return _part("submitted", shlex.quote(str(folder)))
+
+
 def successor_lines(submitted: Path, folder: Path, *, first: str, tasks: int) -> str:
     """Lay the pickle ``submitted`` out in submitit's ``folder`` under the id of this job.
 

@@ -19,7 +19,8 @@ from slurm_forge.journal.events import CheckpointCommitted, Forked, JobChanged, 
 from slurm_forge.journal.fold import in_order, without_fenced
 from slurm_forge.launch.render.array_chain import waiting_record
 from slurm_forge.launch.render.batch_script import render
-from slurm_forge.launch.requeue.reconcile import alone, is_held, job_of_script, known_record
+from slurm_forge.launch.requeue.reconcile import alone, is_held, known_record
+from slurm_forge.launch.submit.queued_job import job_of_script
 from slurm_forge.launch.submit.submission import job_script, kept_script, note, own_script, payload
 from slurm_forge.person import person
 from slurm_forge.recovery.job_changes import GLOBAL_BATCH, merged

@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from pathlib import Path
 
 from slurm_forge.errors import (
     AlreadyFinishedError,
@@ -50,6 +49,7 @@ from slurm_forge.launch.requeue.requeue import (
     RequeueOutcome,
     RequeueResult,
 )
+from slurm_forge.launch.submit.queued_job import job_of_script
 from slurm_forge.launch.submit.submission import (
     job_script,
     kept_script,
@@ -400,23 +400,6 @@ def known_record(job: str, slurm: Slurm) -> JobRecord | None:
     return slurm.show_job(job) if is_slurm_job(job) else None
 
 
-def job_of_script(script: Path, slurm: Slurm) -> JobRecord | None:
-    """The person's newest job in the queue that was submitted with ``script``.
-
-    An sbatch whose answer was lost, or somebody else's on another host, may have made it.
-    """
-    queue = sorted(slurm.queue(person()), key=lambda entry: -entry.job_id)
-    for entry in queue[:_LOOKED_AT]:
-        if entry.state not in TERMINAL:
-            # Tasks of an array that wait share a line, and the record that goes by its id.
-            record = slurm.show_job(entry.job_ref.partition("_[")[0])
-            if record is not None and record.command == str(script):
-                return record
-    return None
-
-
-#: One question to Slurm each.
-_LOOKED_AT = 100
 #: sbatch alone may take two minutes to answer.
 _OTHERS = timedelta(minutes=3)
 

@@ -17,6 +17,7 @@ from slurm_forge.launch.submit.importing import (
     path_of_job,
     refuse_not_importable,
 )
+from slurm_forge.launch.submit.queued_job import refuse_submitted
 from slurm_forge.launch.submit.submission import (
     create_run,
     entry_of,
@@ -69,6 +70,7 @@ def submit(
             refuse_not_importable(module, path_of_job(Path.cwd()), Path.cwd())
     client = slurm or SubprocessSlurm.of_this_process()
     loaded_site = find_site(site, client)
+    refuse_submitted(RunDirectory.at(Path(runs) / job.name), client)
     run, file = create_run(
         job,
         runs=Path(runs),

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import dis
 import functools
 import importlib.machinery
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +26,69 @@ def module_of(function: Callable[..., Any]) -> str | None:
     named = function if hasattr(function, "__qualname__") else type(function)
     module: str | None = getattr(named, "__module__", None)
     return None if module in (None, "__main__", "builtins") else module
+
+
+def modules_beside_script(function: Callable[..., Any]) -> tuple[str, ...]:
+    """The modules in the folder of the script under way that ``function``, which is the script's
+    and travels whole, refers to.
+
+    A module that another module of these imports is not among them.
+    """
+    script = getattr(sys.modules["__main__"], "__file__", None)
+    if script is None:
+        return ()
+    folder = Path(script).resolve().parent
+    names: set[str] = set()
+    _collect(function, names, set())
+    return tuple(sorted(name for name in names if _lies_in(folder, name.partition(".")[0])))
+
+
+def _lies_in(folder: Path, module: str) -> bool:
+    return (folder / f"{module}.py").is_file() or (folder / module / "__init__.py").is_file()
+
+
+def _collect(value: object, names: set[str], seen: set[int]) -> None:
+    """Add the modules that a pickle of ``value`` names, or that its functions import."""
+    if id(value) in seen:
+        return
+    seen.add(id(value))
+    if isinstance(value, types.ModuleType):
+        names.add(value.__name__)
+        return
+    if isinstance(value, functools.partial):
+        parts = (value.func, *value.args, *value.keywords.values())
+    else:
+        described = value if isinstance(value, type | types.FunctionType) else type(value)
+        if described.__module__ != "__main__":
+            names.add(described.__module__)
+            return
+        parts = _parts(described, names)
+    for part in parts:
+        _collect(part, names, seen)
+
+
+def _parts(described: type | types.FunctionType, names: set[str]) -> tuple[object, ...]:
+    """What a class or function of the script refers to."""
+    if isinstance(described, type):
+        return (*described.__bases__, *vars(described).values())
+    cells: list[object] = []
+    for cell in described.__closure__ or ():
+        with contextlib.suppress(ValueError):  # not assigned yet
+            cells.append(cell.cell_contents)
+    return (*cells, *_globals_of(described.__code__, described.__globals__, names))
+
+
+def _globals_of(
+    code: types.CodeType, variables: Mapping[str, object], names: set[str]
+) -> Iterator[object]:
+    for each in dis.get_instructions(code):
+        if each.opname == "IMPORT_NAME":
+            names.add(str(each.argval))
+        elif each.opname == "LOAD_GLOBAL" and each.argval in variables:
+            yield variables[each.argval]
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _globals_of(constant, variables, names)
 
 
 def path_of_job(folder: Path) -> tuple[str, ...]:

@@ -14,7 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from slurm_forge.documents import differences
-from slurm_forge.errors import ConfigError, ForgeError, RunDirectoryError, UnsafeFileError
+from slurm_forge.errors import (
+    ConfigError,
+    ForgeError,
+    RunDirectoryError,
+    UnrecordedJobError,
+    UnsafeFileError,
+)
 from slurm_forge.files import is_file, read_trusted, write_atomic
 from slurm_forge.journal import (
     JournalWriter,
@@ -347,7 +353,15 @@ def _hand_over(run: RunDirectory, slurm: Slurm, verb: str, via: str, args: tuple
     # Asked for before Slurm is: a job that starts at once must not find the run at rest.
     note(run, UserAsked(verb=verb, user=person()))
     job = slurm.submit(job_script(run), args)
-    note(run, Submitted(job=job, via=via))
+    try:
+        note(run, Submitted(job=job, via=via))
+    except (ForgeError, OSError) as error:
+        raise UnrecordedJobError(
+            f"{run.name} was submitted, and this could not be written to its journal: {error}",
+            job=job,
+            next_step="Don't submit it again: the job starts all the same.  When the cause is "
+            f"removed, slurm-forge status {run.name} has it from its first step on.",
+        ) from error
     return job
 
 

@@ -17,6 +17,7 @@ from slurm_forge.launch.render.batch_script import (
     refuse_traps,
     start_file,
     start_lines,
+    submitted_lines,
     successor_lines,
 )
 from slurm_forge.launch.render.save_times import WARNED_FROM
@@ -103,6 +104,8 @@ def batch_script(
     if isinstance(subject, Successor):
         first = [subject.pickle, folder]
         setup += [successor_lines(*first, first=subject.first, tasks=subject.tasks)]
+    elif "%" not in str(folder):  # else it is another folder for each job
+        setup += [submitted_lines(folder)]
     step = _step_options(folder, parameters, srun_args)
     # What knows nothing of us is conducted as a command, whose srun is its own.
     conduct = process_words(

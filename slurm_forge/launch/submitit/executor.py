@@ -14,7 +14,7 @@ import secrets
 import shutil
 import sys
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -30,12 +30,14 @@ from slurm_forge.launch.render.batch_script import start_file
 from slurm_forge.launch.render.site_choice import find_site, site_places
 from slurm_forge.launch.submit.importing import (
     module_of,
+    modules_beside_script,
     path_of_job,
     refuse_not_importable,
 )
 from slurm_forge.launch.submit.submission import (
     create_run,
     entry_of,
+    job_script,
     keep_payload,
     keep_start_file,
     keep_successor,
@@ -128,9 +130,54 @@ class ForgeExecutor(SlurmExecutor):
             note(run, Submitted(job=job.job_id, via="submitit forge"))
         return jobs
 
+    def prepare(
+        self, function: Callable[..., Any], args: Sequence[Any], run: RunDirectory | None = None
+    ) -> tuple[utils.DelayedSubmission, RunDirectory]:
+        """A call that is ready to be submitted, and its run: made here, unless ``run`` is given."""
+        if run is None:
+            delayed = utils.DelayedSubmission(function, *args)
+        elif read_run_file(run.spec_file).job.command is None:
+            delayed = utils.DelayedSubmission(ForgeJob(str(run.path)))
+        else:
+            delayed = utils.DelayedSubmission(ForgeCall(str(run.path), function), *args)
+        return delayed, self._as_run(delayed)
+
+    def submit_prepared(
+        self, submissions: list[utils.DelayedSubmission], announce: Callable[[Path], None]
+    ) -> list[RunHandle]:
+        """The jobs of prepared calls; ``announce`` is given the script just before Slurm is."""
+        self._announce = announce
+        try:
+            jobs: list[Any] = self._internal_process_submissions(submissions)
+        finally:
+            self._announce = None
+        return jobs
+
+    #: Of a submission under way.
+    _announce: Callable[[Path], None] | None = None
+
+    def _make_submission_command(self, submission_file_path: Path) -> list[str]:
+        if self._announce is not None:
+            self._announce(submission_file_path)
+        command: list[str] = super()._make_submission_command(submission_file_path)
+        return command
+
+    def complete(self, run: RunDirectory, job: RunHandle) -> None:
+        """Write what is missing of a submission whose process was killed after sbatch."""
+        pickle = job.paths.submitted_pickle
+        if payload(run).is_file() and not pickle.exists():
+            make_private_directory(pickle.parent)
+            write_atomic(pickle, payload(run).read_bytes())
+        if not job_script(run).is_file():
+            self._room = self._room_of([run])
+            self._calls = read_run_file(run.spec_file).job.command is not None
+            keep_successor(run, self._successor(run, job))
+
     def _as_run(self, delayed: utils.DelayedSubmission) -> RunDirectory:
         """Exchange what was submitted for a pointer to a run, made here unless it is one."""
         function = delayed.function
+        if isinstance(function, ForgeCall):
+            return RunDirectory.existing(function.run)
         if isinstance(function, ForgeJob):
             run = RunDirectory.existing(function.run)
             spares = read_run_file(run.spec_file).job.resources.spare_nodes
@@ -144,7 +191,10 @@ class ForgeExecutor(SlurmExecutor):
             delayed.function = ForgeJob(str(run.path))
             return run
         training = training_call(function, delayed.args, delayed.kwargs)
-        self._refuse_not_importable(function if training is None else training.function)
+        if training is None:
+            self._refuse_not_importable(function, travels_whole=True)
+        else:
+            self._refuse_not_importable(training.function)
         if training is None:
             job = {
                 "command": [sys.executable, "-u", "-m", "submitit.core._submit", str(self.folder)],
@@ -158,12 +208,17 @@ class ForgeExecutor(SlurmExecutor):
         delayed.function, delayed.args, delayed.kwargs = ForgeJob(str(run.path)), (), {}
         return run
 
-    def _refuse_not_importable(self, function: Callable[..., Any]) -> None:
+    def _refuse_not_importable(
+        self, function: Callable[..., Any], *, travels_whole: bool = False
+    ) -> None:
         module = module_of(function)
+        needed = [] if module is None else [module]
+        if travels_whole:
+            needed += modules_beside_script(function)
         if self._path_of_job is None:
             self._path_of_job = path_of_job(Path.cwd())
-        if module is not None:
-            refuse_not_importable(module, self._path_of_job, Path.cwd())
+        for each in needed:
+            refuse_not_importable(each, self._path_of_job, Path.cwd())
 
     #: Where the jobs that are submitted here look for modules.
     _path_of_job: tuple[str, ...] | None = None

@@ -6,7 +6,7 @@ that ``slurm-forge status`` shows the sweep as one thing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,16 +15,24 @@ from submitit.core.core import Executor
 from submitit.core.utils import FailedJobError, UncompletedJobError
 
 from slurm_forge.errors import SubmissionError
-from slurm_forge.files import is_file, make_private_directory, write_atomic
+from slurm_forge.files import is_file
+from slurm_forge.journal import RunState
 from slurm_forge.launch.render.site_choice import site_places
 from slurm_forge.launch.requeue.reconcile import bring_back
 from slurm_forge.launch.submit.submission import run_state
+from slurm_forge.launch.submit.sweep import recover_sweep
 from slurm_forge.launch.submitit.executor import ForgeExecutor, folder_name
 from slurm_forge.launch.submitit.handle import RunHandle
 from slurm_forge.run_directory import RunDirectory
 from slurm_forge.slurm.client import SubprocessSlurm
 from slurm_forge.spec.run_file import read_run_file
-from slurm_forge.spec.sweep_runs import SWEEP_FILE, SweepFile, SweepRun, read_sweep_file
+from slurm_forge.spec.sweep_runs import (
+    SWEEP_FILE,
+    SweepArray,
+    SweepFile,
+    SweepRun,
+    write_sweep_file,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,10 +61,13 @@ class ResumableSweep:
     def submit(self, function: Callable[..., Any], calls: Sequence[SweptCall]) -> list[RunHandle]:
         """The jobs of all calls, in order: new ones in one array, those that rest brought back.
 
+        What an earlier process submitted just before it was killed is not submitted again.
+
         Raises:
             SubmissionError: Two calls have the same settings, or Slurm refuses the array.
         """
-        listed = list(self._listed())
+        sweep = self._read()
+        begun: dict[int, RunDirectory] = {}
         handles: dict[int, RunHandle] = {}
         for number, call in enumerate(calls):
             if any(call.settings == other.settings for other in calls[:number]):
@@ -64,20 +75,52 @@ class ResumableSweep:
                     f"two calls of the sweep {self._name} have the same settings: {call.settings}",
                     next_step="Leave one of them out.",
                 )
-            entry = next((each for each in listed if each.settings == call.settings), None)
-            if entry is not None:
-                handles[number] = self._taken_up(RunDirectory.existing(self._runs / entry.run))
+            entry = next((each for each in sweep.runs if each.settings == call.settings), None)
+            if entry is None:
+                continue
+            begun[number] = RunDirectory.existing(self._runs / entry.run)
+            state = run_state(begun[number])
+            if state.job or begun[number].is_done():
+                handles[number] = self._taken_up(begun[number], state)
         new = [number for number in range(len(calls)) if number not in handles]
         if new:
-            columns = zip(*(calls[number].args for number in new), strict=True)
-            jobs: list[Any] = self._executor.map_array(function, *(list(each) for each in columns))
+            jobs = self._submit_new(function, calls, {each: begun.get(each) for each in new}, sweep)
             handles.update(zip(new, jobs, strict=True))
-        for number in new:
-            run = handles[number].run
-            if run is not None:
-                listed.append(SweepRun(run=run.name, settings=calls[number].settings))
-        self._write(listed)
         return [handles[number] for number in range(len(calls))]
+
+    def _submit_new(
+        self,
+        function: Callable[..., Any],
+        calls: Sequence[SweptCall],
+        new: Mapping[int, RunDirectory | None],
+        sweep: SweepFile,
+    ) -> list[RunHandle]:
+        """Submit the calls of these numbers, some of which have a run that was never submitted."""
+        prepared = [
+            self._executor.prepare(function, calls[each].args, run) for each, run in new.items()
+        ]
+        names = tuple(run.name for _, run in prepared)
+        made = [
+            SweepRun(run=name, settings=calls[number].settings)
+            for name, (number, run) in zip(names, new.items(), strict=True)
+            if run is None
+        ]
+        sweep = sweep.model_copy(update={"runs": (*sweep.runs, *made)})
+
+        def write(script: Path, job: str | None) -> None:
+            array = SweepArray(script=str(script), runs=names, job=job, is_array=len(names) > 1)
+            arrays = (*sweep.arrays, array)
+            write_sweep_file(self.folder, sweep.model_copy(update={"arrays": arrays}))
+
+        scripts: list[Path] = []
+
+        def announce(script: Path) -> None:
+            scripts.append(script)
+            write(script, None)
+
+        jobs = self._executor.submit_prepared([each for each, _ in prepared], announce)
+        write(scripts[-1], jobs[0].job_id.partition("_")[0])
+        return jobs
 
     def results(self, jobs: Sequence[RunHandle], *, again: str) -> list[Any]:
         """What the calls have returned, of several tasks that of the first; waits for all of them.
@@ -102,21 +145,21 @@ class ResumableSweep:
             )
         return results
 
-    def _listed(self) -> tuple[SweepRun, ...]:
-        return read_sweep_file(self.folder).runs if is_file(self.folder / SWEEP_FILE) else ()
+    def _read(self) -> SweepFile:
+        if not is_file(self.folder / SWEEP_FILE):
+            return SweepFile(name=self._name, limit=self._limit, runs=())
+        slurm = SubprocessSlurm.of_this_process()
+        sweep = recover_sweep(self.folder, slurm, via="submitit forge")
+        return sweep.model_copy(update={"limit": self._limit})
 
-    def _write(self, runs: Sequence[SweepRun]) -> None:
-        make_private_directory(self.folder)
-        file = SweepFile(name=self._name, limit=self._limit, runs=tuple(runs))
-        write_atomic(self.folder / SWEEP_FILE, file.to_yaml().encode())
-
-    def _taken_up(self, run: RunDirectory) -> RunHandle:
+    def _taken_up(self, run: RunDirectory, state: RunState) -> RunHandle:
         """The job of a run that was submitted before, which goes on if it rests."""
-        state = run_state(run)
+        first = state.attempts[0].job if state.attempts else state.job
+        tasks = range(read_run_file(run.spec_file).job.resources.tasks)
+        handle = RunHandle(folder=self._executor.folder, job_id=first, tasks=list(tasks))
+        self._executor.complete(run, handle)
         if not run.is_done():
             file = read_run_file(run.spec_file)
             site = site_places().load(file.site_file or file.site).site
             bring_back(run, SubprocessSlurm.of_this_process(), site=site, file=file)
-        first = state.attempts[0].job if state.attempts else state.job
-        tasks = range(read_run_file(run.spec_file).job.resources.tasks)
-        return RunHandle(folder=self._executor.folder, job_id=first, tasks=list(tasks))
+        return handle

@@ -1,8 +1,11 @@
-"""``status`` without a run: a line for every run in a folder.  Fields are keys of ``--json``."""
+"""``status`` without a run: a line for every run or sweep in a folder.  Fields are keys of
+``--json``.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -32,12 +35,26 @@ class ListedRun:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ListedSweep:
+    """A sweep in one line: how many of its runs there are of each status, and their names."""
+
+    sweep: str
+    counts: dict[str, int]
+    runs: tuple[str, ...]
+    age_s: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Listing:
-    """The runs of ``folder``, newest first; ``elsewhere`` are other folders that hold runs."""
+    """The runs of ``folder``, newest first; ``elsewhere`` are other folders that hold runs.
+
+    The runs of ``sweeps`` are among the runs; the table has a line for the sweep instead.
+    """
 
     folder: str
     runs: tuple[ListedRun, ...]
     elsewhere: tuple[str, ...]
+    sweeps: tuple[ListedSweep, ...] = ()
 
 
 def unreadable(name: str, path: str, why: str) -> ListedRun:
@@ -54,16 +71,45 @@ def unreadable(name: str, path: str, why: str) -> ListedRun:
     )
 
 
-def listing(folder: str, lines: Iterable[ListedRun], *, elsewhere: Sequence[str] = ()) -> Listing:
-    """The lines in order; those that nothing is known of come last."""
+def listing(
+    folder: str,
+    lines: Iterable[ListedRun],
+    *,
+    elsewhere: Sequence[str] = (),
+    sweeps: Mapping[str, Sequence[str]] | None = None,
+) -> Listing:
+    """The lines in order; those that nothing is known of come last.
+
+    ``sweeps`` are the names of the runs of each sweep.
+    """
     runs = sorted(lines, key=lambda one: (one.age_s is None, one.age_s or 0.0, one.run))
-    return Listing(folder=folder, runs=tuple(runs), elsewhere=tuple(elsewhere))
+    listed_sweeps = []
+    for name, members in (sweeps or {}).items():
+        own = [run for run in runs if run.run in set(members)]
+        counts = Counter(run.status for run in own)
+        age = own[0].age_s if own else None
+        listed_sweeps.append(
+            ListedSweep(sweep=name, counts=dict(counts), runs=tuple(members), age_s=age)
+        )
+    return Listing(
+        folder=folder,
+        runs=tuple(runs),
+        elsewhere=tuple(elsewhere),
+        sweeps=tuple(listed_sweeps),
+    )
 
 
 def listing_text(listing: Listing) -> str:
-    """A table: name, status, step, job (of a chain the newest), age."""
-    widths = _widths(listing.runs)
-    lines = [_line(one, widths) for one in listing.runs]
+    """A table: name, status, step, job (of a chain the newest), age; of a sweep its counts."""
+    swept = {name for sweep in listing.sweeps for name in sweep.runs}
+    rows: list[ListedRun | ListedSweep] = [*listing.sweeps]
+    rows += [run for run in listing.runs if run.run not in swept]
+    rows.sort(key=lambda one: (one.age_s is None, one.age_s or 0.0))
+    widths = _widths([row for row in rows if isinstance(row, ListedRun)])
+    lines = [
+        _line(row, widths) if isinstance(row, ListedRun) else _sweep_line(row, widths)
+        for row in rows
+    ]
     if not lines:
         lines.append(f"no runs in {t.clean(listing.folder, 300)}")
     lines += [
@@ -94,6 +140,13 @@ def _cells(one: ListedRun) -> tuple[str, ...]:
         step += f" of {t.number(one.total_steps)}"
     job = f"job {t.clean(one.job, 40)}" if is_slurm_job(one.job) else ""
     return t.clean(one.run, 64), one.status, step, job
+
+
+def _sweep_line(one: ListedSweep, widths: Sequence[int]) -> str:
+    counts = ", ".join(f"{count} {status}" for status, count in sorted(one.counts.items()))
+    name = t.clean(one.sweep, 64).ljust(widths[0] if widths else 0)
+    age = "" if one.age_s is None else f"{t.span(one.age_s)} ago"
+    return "   ".join([name, f"sweep of {len(one.runs)}: {counts}", age]).rstrip()
 
 
 def _widths(runs: Sequence[ListedRun]) -> tuple[int, ...]:

@@ -93,7 +93,11 @@ class PretendSlurm:
         return "8812301"
 
     def queue(self, user: str) -> tuple[QueueRecord, ...]:
-        return ()
+        self._maybe_fail()
+        return tuple(
+            QueueRecord(job_ref=ref, job_id=each.job_id, state=each.state, reason=None)
+            for ref, each in self.jobs.items()
+        )
 
     def release(self, job: str) -> None:
         self.released.append(job)

@@ -56,10 +56,12 @@ WRONG = [
     ("--name x --metric-pattern 'los=loss (.*)' -- true", '--metric-pattern: there is no metric "los" (did you mean "loss"?)' + "\n  See slurm-forge exec --help."),
     ("--name x --metric-pattern 'train_loss=loss (.*)' -- true", '--metric-pattern: there is no metric "train_loss" (did you mean "loss"?)' + "\n  See slurm-forge exec --help."),
     ("--name x --metric-pattern lightening -- true", '--metric-pattern: "lightening" is neither NAME=REGEX nor a preset (did you mean "lightning"?); a pattern is written "loss=loss: (\\S+)"' + "\n  See slurm-forge exec --help."),
-    ("--name x --metric-pattern 'loss=loss (' -- true", "--metric-pattern: \"loss=loss (\" is no regular expression: missing ), unterminated subpattern at position 5\n  See slurm-forge exec --help."),
+    ("--name x --metric-pattern 'loss=loss (' -- true", "--metric-pattern: \"loss (\" is no regular expression: missing ), unterminated subpattern at position 5\n  See slurm-forge exec --help."),
     ("--name x --metric-pattern 'loss=loss' -- true", '--metric-pattern: "loss=loss" needs exactly one group, which is the number: "loss=loss: (\\S+)"' + "\n  See slurm-forge exec --help."),
     (r"--name x --step-pattern 'step \d+' -- true", r'--step-pattern: needs exactly one group, which is the step number: "step (\d+)" or "Iter: (\d+)/"' + "\n  See slurm-forge exec --help."),
-    ("--name x --done-pattern 'a(' -- true", "--done-pattern: not a regular expression: missing ), unterminated subpattern at position 1\n  See slurm-forge exec --help."),
+    ("--name x --done-pattern 'a(' -- true", "--done-pattern: \"a(\" is no regular expression: missing ), unterminated subpattern at position 1\n  See slurm-forge exec --help."),
+    (r"--name x --step-pattern '(?:\w+\s*)+ (\d+)' -- true", r'--step-pattern: "(?:\w+\s*)+ (\d+)" repeats a repetition, which can take forever on a long line: write each repetition once, as in "loss: (\S+)"' + "\n  See slurm-forge exec --help."),
+    ("--name x --done-pattern '(a+)+b' -- true", '--done-pattern: "(a+)+b" repeats a repetition, which can take forever on a long line: write each repetition once, as in "loss: (\\S+)"' + "\n  See slurm-forge exec --help."),
     ("--name x --done-exit-code 0 -- true", "--done-exit-code: an exit status that means something is 1 to 255, got 0\n  See slurm-forge exec --help."),
     ("--name x --done-exit-code 3 --requeue-exit-code 3 -- true", "--requeue-exit-code: 3 already means that the program is done (--done-exit-code): choose another\n  See slurm-forge exec --help."),
     ("--name x --progress-after 10 -- true", '--progress-after: "10" has no unit; write "10s" for seconds or "10m" for minutes\n  See slurm-forge exec --help.'),
@@ -160,6 +162,33 @@ def test_the_step_it_finished_at_is_the_last_one_printed_or_none(execute: Exec) 
     assert finished.step == 0
     (ended,) = execute.events(LaunchEnded)
     assert ended.step is None
+
+
+def test_explain_has_the_exit_code_and_the_last_lines_of_the_output(execute: Exec) -> None:
+    script = "for n in {1..30}; do echo line $n; done; echo no data in /data/x >&2; exit 7"
+    assert execute("--", "bash", "-c", script).returncode == 7
+    told = execute.told("explain")
+    last = "exit code 7; output: line 30; output: no data in /data/x"
+    assert told.count(last) == told.count("exit code") == 2, told
+    assert "line 28" not in told
+
+
+def test_explain_counts_the_steps_that_are_computed_again(execute: Exec) -> None:
+    (execute.folder / "steps.sh").write_text("""
+    from=${1##*-}
+    for ((n = ${from:-0} + 1; n <= 12; n++)); do
+        echo "step $n loss 0.5"
+        ((n % 5)) || touch c-$n
+        if ((n == 8)) && mkdir died; then exit 7; fi
+    done
+    """)
+    options = ("--metric-pattern=plain", "--checkpoint-glob=c-*", "--resume-arg={latest}")
+    assert execute(*options, "--", "bash", "steps.sh").returncode == 0
+    told = execute.told("explain")
+    assert "exit code 7; output: step 7 loss 0.5; output: step 8 loss 0.5" in told
+    assert "at least 3 steps repeated" in told
+    assert "from step 5 (c-5), reached step 12" in told
+    assert "loss 0.5 (step 12)" in execute.told("status")
 
 
 def test_a_progress_bar_tells_its_last_step(execute: Exec) -> None:

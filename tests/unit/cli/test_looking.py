@@ -293,7 +293,7 @@ def test_without_a_run_there_is_a_line_for_each(shell: Shell, scribe: Scribe) ->
     assert told[3][1:] == ["new"]
     body = json.loads(shell("status", "--json").stdout)
     assert [run["run"] for run in body["runs"]] == ["tiny-gpt", "older", "bad", "fresh"]
-    assert list(body) == ["schema", "folder", "runs", "elsewhere"]
+    assert list(body) == ["schema", "folder", "runs", "elsewhere", "sweeps"]
     assert list(body["runs"][0]) == [
         "run", "path", "status", "words", "job", "step", "total_steps", "age_s",
     ]  # fmt: skip

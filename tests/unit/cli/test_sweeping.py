@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from slurm_forge.errors import SlurmCommandError
+from slurm_forge.errors import SlurmCommandError, SlurmUnreachableError
 from slurm_forge.journal import RunStatus
 from slurm_forge.launch.submit.submission import run_state
 from slurm_forge.run_directory import RunDirectory
@@ -94,6 +94,74 @@ def test_what_slurm_has_refused_can_be_submitted_again(sweep: Shell, slurm: Pret
     assert "slurm-forge requeue tiny-gpt" in again.stderr
 
 
+def waiting(script: Path, task: str | None = None) -> JobRecord:
+    """What Slurm says of a job that was submitted with ``script`` and waits."""
+    return JobRecord(
+        job_id=8812301,
+        name="tiny-gpt",
+        state=JobState.PENDING,
+        state_text="PENDING",
+        array_job_id=None if task is None else 8812301,
+        array_task=task,
+        command=str(script),
+    )
+
+
+def test_a_sweep_is_submitted_once_though_sbatch_s_answer_was_lost(
+    sweep: Shell, slurm: PretendSlurm
+) -> None:
+    slurm.submit_error = SlurmUnreachableError(("sbatch", "x"), 124, "no answer within 120 s")
+    lost = sweep("submit", "train.yaml")
+    assert "give the same command again" in " ".join(lost.stderr.split())
+    script = sweep.folder / "runs/tiny-gpt/array.sbatch"
+    slurm.jobs["8812301_[0-1%1]"] = slurm.jobs["8812301"] = waiting(script, "0-1%1")
+    slurm.submit_error = None
+    again = sweep("submit", "train.yaml")
+    assert again.exit_code == 2
+    assert "the sweep tiny-gpt was submitted already, as job 8812301" in again.stderr
+    assert slurm.submitted == []
+    for number in (0, 1):
+        assert run_state(run(sweep, number)).job == f"8812301_{number}"
+    slurm.jobs.clear()  # it is over, and the sweep knows it still
+    assert sweep("submit", "train.yaml").exit_code == 2
+
+
+def test_a_sweep_that_can_not_be_written_down_is_reported_as_submitted(
+    sweep: Shell, slurm: PretendSlurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def submit(script: Path, args: object) -> str:
+        run(sweep, 1).journal.rename(sweep.folder / "elsewhere")
+        run(sweep, 1).journal.touch()
+        return "8812301"
+
+    monkeypatch.setattr(slurm, "submit", submit)
+    result = sweep("submit", "train.yaml")
+    assert result.exit_code == 2
+    assert result.stderr.endswith("job 8812301 was submitted.\n"), result.stderr
+    assert "the same command again" in " ".join(result.stderr.split())
+    run(sweep, 1).journal.unlink()
+    (sweep.folder / "elsewhere").rename(run(sweep, 1).journal)
+    again = sweep("submit", "train.yaml")
+    assert "submitted already, as job 8812301" in again.stderr
+    assert run_state(run(sweep, 1)).job == "8812301_1"
+
+
+def test_a_run_is_submitted_once_though_sbatch_s_answer_was_lost(
+    sweep: Shell, slurm: PretendSlurm
+) -> None:
+    (sweep.folder / "one.yaml").write_text(JOB)
+    (sweep.folder / "tiny.py").write_text("def train(run, max_steps):\n    pass\n")
+    slurm.submit_error = SlurmUnreachableError(("sbatch", "x"), 124, "no answer within 120 s")
+    assert sweep("submit", "one.yaml").exit_code == 2
+    script = sweep.folder / "runs/tiny-gpt/submissions/job.sbatch"
+    slurm.jobs["8812301"] = waiting(script)
+    slurm.submit_error = None
+    again = sweep("submit", "one.yaml")
+    assert "tiny-gpt was submitted already, as job 8812301" in again.stderr
+    assert slurm.submitted == []
+    assert run_state(RunDirectory.at(sweep.folder / "runs/tiny-gpt")).job == "8812301"
+
+
 @pytest.mark.parametrize("verb", ["render", "run"])
 def test_verbs_of_one_run_refuse_a_sweep(sweep: Shell, verb: str) -> None:
     result = sweep(verb, "train.yaml")
@@ -135,6 +203,25 @@ def test_status_shows_the_sweep_as_one_thing(sweep: Shell, slurm: PretendSlurm) 
     assert json.loads(sweep("status", "tiny-gpt", "--json").stdout)["done"] is True
 
 
+def test_the_list_of_runs_has_one_line_for_a_sweep(sweep: Shell, slurm: PretendSlurm) -> None:
+    sweep("submit", "train.yaml")
+    run(sweep, 0).mark_done(400, 1)
+    text = sweep("status").stdout
+    assert text.startswith("tiny-gpt   sweep of 2: 1 finished, 1 submitted   ")
+    assert text.count("\n") == 1
+    body = json.loads(sweep("status", "--json").stdout)
+    assert [each["run"] for each in body["runs"]] == ["tiny-gpt-0", "tiny-gpt-1"]
+    assert body["sweeps"][0]["counts"] == {"finished": 1, "submitted": 1}
+    (sweep.folder / "one.yaml").write_text(JOB.replace("tiny-gpt", "another-one"))
+    (sweep.folder / "tiny.py").write_text("def train(run, max_steps):\n    pass\n")
+    sweep("submit", "one.yaml")
+    assert sorted(line.split()[0] for line in sweep("status").stdout.splitlines()) == [
+        "another-one", "tiny-gpt",
+    ]  # fmt: skip
+    (sweep.folder / "runs/tiny-gpt/sweep.yaml").write_text("what: is this")
+    assert sweep("status").stdout.count("tiny-gpt-") == 2
+
+
 def test_a_run_whose_folder_is_gone_hides_none_of_the_others(sweep: Shell) -> None:
     sweep("submit", "train.yaml")
     run(sweep, 0).spec_file.unlink()
@@ -153,10 +240,26 @@ def test_stop_and_requeue_reach_every_run_that_is_not_finished(
     assert [run(sweep, number).stop_asked() for number in (0, 1)] == [False, True]
     again = sweep("requeue", "tiny-gpt", "--json")
     assert again.exit_code == 0, again.stderr
-    assert json.loads(again.stdout)["run"] == "tiny-gpt-1"
+    body = json.loads(again.stdout)
+    assert (body["sweep"], body["refused"]) == ("tiny-gpt", [])
+    assert [each["run"] for each in body["runs"]] == ["tiny-gpt-1"]
     assert not run(sweep, 1).stop_asked()
     assert run_state(run(sweep, 1)).status is RunStatus.SUBMITTED
     assert len(slurm.submitted) == 2
+
+
+def test_one_document_tells_of_all_runs_of_a_sweep(sweep: Shell) -> None:
+    sweep("submit", "train.yaml")
+    for number in (0, 1):
+        run(sweep, number).stop_file.touch()
+    run(sweep, 1).spec_file.write_text("no: run")
+    asked = sweep("requeue", "tiny-gpt", "--json")
+    assert asked.exit_code == 2
+    body = json.loads(asked.stdout)
+    assert [each["run"] for each in body["runs"]] == ["tiny-gpt-0"]
+    assert [each["run"] for each in body["refused"]] == ["tiny-gpt-1"]
+    body = json.loads(sweep("reconcile", "tiny-gpt", "--json").stdout)
+    assert [each["text"] for each in body["runs"]] == ["nothing is open"] * 2
 
 
 def test_watch_takes_a_sweep(sweep: Shell) -> None:

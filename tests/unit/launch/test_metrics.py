@@ -290,6 +290,23 @@ def test_a_checkpoint_of_the_step_before_a_bad_one_is_not_good(tmp_path: Path) -
     assert [each.name for each in watch.found(41, 42).good] == ["c-40", "c-10"]
 
 
+def test_checkpoints_that_are_ahead_of_a_slow_output_are_not_good(tmp_path: Path) -> None:
+    """A program that writes into a pipe keeps back what it prints."""
+    watch = CheckpointWatch(spec(), tmp_path, RecoveryPlan())
+    watch.sample(4, 4)
+    for number in (5, 10, 25, 30):
+        write(tmp_path / f"out/c-{number}", number)
+    watch.sample(7, 7)
+    assert [each.name for each in watch.found(21, 26).good] == ["c-10", "c-5"]
+
+
+def test_numbers_that_are_no_steps_are_good_by_their_time(tmp_path: Path) -> None:
+    watch = CheckpointWatch(spec(), tmp_path, RecoveryPlan())
+    write(tmp_path / "out/c-4096000", 1)
+    watch.sample(10, 10)
+    assert [each.name for each in watch.found(20, 22).good] == ["c-4096000"]
+
+
 def test_what_goes_bad_at_once_goes_back_to_before_what_it_resumed_from(tmp_path: Path) -> None:
     for number in (10, 20, 30):
         write(tmp_path / f"out/c-{number}", number)

@@ -204,6 +204,22 @@ def test_the_tail_is_the_end(parts: list[bytes], most: int) -> None:
     assert tail.text() == b"".join(parts)[-most:].decode(errors="replace")
 
 
+def test_errors_that_come_with_the_last_of_the_output_are_its_end() -> None:
+    now = [0.0]
+    tail = OutputTail(clock=lambda: now[0])
+    tail.add(b"a warning\n", 2)
+    now[0] = 9.0
+    tail.add(b"line 1\n")
+    now[0] = 10.0
+    tail.add(b"no data\n", 2)  # its thread was quicker
+    now[0] = 10.1
+    tail.add(b"line 2\n")
+    assert tail.text() == "a warning\nline 1\nline 2\nno data\n"
+    now[0] = 11.0
+    tail.add(b"line 3\n")
+    assert tail.text() == "a warning\nline 1\nno data\nline 2\nline 3\n"
+
+
 @given(st.lists(st.sampled_from([b"ab", b"c\n", b"\r", b"\n", b"d"]), max_size=30))
 def test_lines_do_not_depend_on_how_they_come(parts: list[bytes]) -> None:
     heard: list[str] = []

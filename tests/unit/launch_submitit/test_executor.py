@@ -20,6 +20,7 @@ from submitit.core.utils import DelayedSubmission
 
 import slurm_forge
 from slurm_forge.errors import ConfigError, ForgeError, SubmissionError, UnsafeFileError
+from slurm_forge.launch.render.batch_script import submitted_lines
 from slurm_forge.launch.render.site_choice import find_site
 from slurm_forge.launch.submit.submission import (
     create_run,
@@ -110,6 +111,7 @@ def test_the_whole_script(tmp_path, submitted):
 # setup
 GUARD
 module load cuda
+LAID OUT
 
 # command
 export SUBMITIT_EXECUTOR=slurm
@@ -118,11 +120,34 @@ forge_exec {python} -m slurm_forge.process supervise {run.path} --via 'submitit 
 {python} -u -m submitit.core._submit {logs}
 """
     script = checked((submitted / "0").read_text())
-    for name, first, last in (("GUARD", "# A start that fails", "exit 1\nfi"),):
+    for name, first, last in (
+        ("GUARD", "# A start that fails", "exit 1\nfi"),
+        ("LAID OUT", "# Whoever submitted", "not_started"),
+    ):
         begin = script.index(first)
         end = script.index(last, begin) + len(last)
         script = script[:begin] + name + script[script.index("\n", end) :]
     assert script == expected
+
+
+@pytest.mark.parametrize(("task", "name"), [("", "7"), ("3", "7_3")])
+def test_a_job_lays_out_what_its_killed_submitter_has_not(tmp_path, task, name):
+    logs, kept = tmp_path / "the logs", tmp_path / "kept"
+    logs.mkdir()
+    kept.mkdir()
+    (kept / "submitted.pkl").write_text("kept")
+    job = {"SLURM_JOB_ID": "7"}
+    if task:
+        job = {"SLURM_JOB_ID": "9", "SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": task}
+    script = f"sleep() {{ :; }}\nforge={kept}/start.bash\n{submitted_lines(logs)}"
+
+    def start() -> str:
+        subprocess.run(["bash", "-euc", script], env=job, check=True)
+        return (logs / f"{name}_submitted.pkl").read_text()
+
+    assert start() == "kept"
+    (logs / f"{name}_submitted.pkl").write_text("what a preempted start has saved")
+    assert start() == "what a preempted start has saved"
 
 
 WEIRD = [
@@ -398,6 +423,53 @@ def test_a_module_that_the_job_would_not_find_is_refused(tmp_path, submitted, mo
     assert list(submitted.iterdir()) == []
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "elsewhere"))
     assert forge(tmp_path / "logs").submit(faraway.train).job_id == "4000"
+
+
+SCRIPT = """\
+import functools, os
+import slurm_forge.errors
+import submitit
+import beside, unused
+from beside import helper
+
+class Work:
+    def __call__(self):
+        return helper()
+
+def inner():
+    import beside.deeper
+    return os.getpid()
+
+def work():
+    return inner()
+
+def plain():
+    return os.getpid()
+
+executor = submitit.AutoExecutor("logs", cluster="forge")
+executor.update_parameters(timeout_min=60)
+def take(call):
+    return call
+
+for each in (Work(), work, functools.partial(take, helper), plain):
+    try:
+        print(executor.submit(each).job_id)
+    except slurm_forge.errors.SubmissionError as error:
+        print(error.message.partition(":")[0].partition(",")[0])
+"""
+
+
+def test_what_a_script_imports_from_its_own_folder_is_checked(tmp_path, submitted):
+    (tmp_path / "scripts" / "beside").mkdir(parents=True)
+    for name, text in (
+        ("x", SCRIPT), ("beside/__init__", "def helper():\n    pass\n"), ("unused", ""),
+        ("beside/deeper", ""),
+    ):  # fmt: skip
+        (tmp_path / f"scripts/{name}.py").write_text(text)
+    words = [sys.executable, "scripts/x.py"]
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=False)
+    told = ["the job can't import beside", "the job can't import beside.deeper"]
+    assert done.stdout.splitlines() == [told[0], told[1], told[0], "4000"], done.stderr
 
 
 def test_a_pointer_to_no_run_is_refused(tmp_path, submitted):

@@ -11,7 +11,8 @@ import pytest
 import submitit
 
 from slurm_forge.errors import SubmissionError
-from slurm_forge.launch.submit.submission import run_state
+from slurm_forge.launch.submit.submission import job_script, run_state
+from slurm_forge.launch.submitit.executor import ForgeExecutor
 from slurm_forge.launch.submitit.resumable_sweep import ResumableSweep, SweptCall
 from slurm_forge.run_directory import RunDirectory
 from slurm_forge.spec.sweep_runs import read_sweep_file
@@ -97,3 +98,70 @@ def test_hydra_finds_the_launcher_and_the_executor_takes_its_keys(tmp_path: Path
     known = executor._valid_parameters() | executor._executor._valid_parameters()
     assert ours - known == set()
     assert ours >= _SHARED
+
+
+#: Of a job array, as recorded (tests/unit/slurm/data), with the script that is in the queue.
+SCONTROL = """#!/bin/sh
+[ -e "{queued}" ] || {{ echo "slurm_load_jobs error: Invalid job id specified" >&2; exit 1; }}
+sed -e "s|Command=.*|Command=$(cat "{queued}")|" -e "s/=42 /=4000 /g" -e "/^ *$/q" "{recorded}"
+"""
+SQUEUE = '#!/bin/sh\n[ ! -e "{queued}" ] || echo "4000_[0-1%3]|4000|PENDING|Priority|N/A"\n'
+
+
+@pytest.fixture
+def queued(tmp_path: Path, submitted: Path) -> Path:
+    """The file that holds the path of the script in the queue; there is no queue without it."""
+    file = tmp_path / "queued"
+    recorded = Path(__file__).parents[1] / "slurm/data/job_array.txt"
+    for name, text in (("scontrol", SCONTROL), ("squeue", SQUEUE)):
+        command = tmp_path / "bin" / name
+        command.write_text(text.format(queued=file, recorded=recorded))
+        command.chmod(0o755)
+    return file
+
+
+class Killed(BaseException):
+    """What ends the client."""
+
+
+def killed(folder: Path, numbers: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Submit calls in a process that is killed as sbatch answers; the script that sbatch has."""
+    scripts = []
+
+    def kill(executor: object, command: str) -> None:
+        del command
+        scripts.extend(Path(executor.folder).glob(".submission_file_*.sh"))
+        raise Killed
+
+    with monkeypatch.context() as patch:
+        name = "_get_job_id_from_submission_command"
+        patch.setattr(ForgeExecutor, name, kill)
+        with pytest.raises(Killed):
+            sweep(folder).submit(add, calls(*numbers))
+    return scripts[-1]
+
+
+def test_a_client_that_is_killed_after_sbatch_has_submitted(
+    tmp_path: Path, submitted: Path, queued: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = killed(tmp_path, (1, 2), monkeypatch)
+    queued.write_text(str(script))
+    jobs = sweep(tmp_path).submit(add, calls(1, 2))
+    assert count(submitted) == 1
+    assert [job.job_id for job in jobs] == ["4000_0", "4000_1"]
+    for job in jobs:
+        assert job.run is not None  # submitit's own file of the job is there
+        assert run_state(job.run).job == job.job_id
+        assert job_script(job.run).is_file()
+        job.run.mark_done(0, 1)
+    queued.unlink()
+    assert [job.job_id for job in sweep(tmp_path).submit(add, calls(2))] == ["4000_1"]
+
+
+def test_a_client_that_is_killed_before_sbatch_leaves_no_run_behind(
+    tmp_path: Path, submitted: Path, queued: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    killed(tmp_path, (1, 2), monkeypatch)  # Slurm knows nothing of it
+    jobs = sweep(tmp_path).submit(add, calls(1, 2))
+    assert [job.job_id for job in jobs] == ["4001_0", "4001_1"]
+    assert len(list((tmp_path / "logs/runs").glob("*/run.yaml"))) == 2

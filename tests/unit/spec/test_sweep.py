@@ -9,9 +9,18 @@ import pytest
 
 from slurm_forge.documents import load, read
 from slurm_forge.errors import ConfigError
+from slurm_forge.run_directory import RunDirectory
 from slurm_forge.spec import from_yaml, to_yaml
 from slurm_forge.spec.layers import Layer, combined
-from slurm_forge.spec.sweep_runs import SweepFile, SweepRun, read_sweep_file, swept_jobs
+from slurm_forge.spec.run_file import RunFile, read_run_file
+from slurm_forge.spec.sweep_runs import (
+    SweepArray,
+    SweepFile,
+    SweepRun,
+    read_sweep_file,
+    swept_jobs,
+    write_sweep_file,
+)
 
 HEAD = "name: grid\nentry: a.b:f\nargs: {lr: 1}\n"
 
@@ -95,7 +104,7 @@ def test_the_list_of_runs_is_read_as_it_was_written(tmp_path) -> None:
     (tmp_path / "sweep.yaml").chmod(0o600)
     assert read_sweep_file(tmp_path) == file
     (tmp_path / "sweep.yaml").write_text(
-        file.to_yaml().replace("'1.0'", "'9.0'").replace('"1.0"', '"9.0"')
+        file.to_yaml().replace("'1.1'", "'9.0'").replace('"1.1"', '"9.0"')
     )
     with pytest.raises(Exception, match=r"9\.0"):
         read_sweep_file(tmp_path)
@@ -105,3 +114,26 @@ def test_the_example_is_four_runs() -> None:
     path = Path(__file__).resolve().parents[3] / "examples" / "sweep.yaml"
     names = [each.layered.job.name for each in swept_jobs(combined((), read(path)))]
     assert names == [f"tiny-sweep-{number}" for number in range(4)]
+
+
+def test_what_a_later_minor_version_adds_to_the_file_is_passed_over(tmp_path: Path) -> None:
+    array = SweepArray(script="/s", runs=("grid-0",), job="7")
+    sweep = SweepFile(
+        name="grid", runs=(SweepRun(run="grid-0", settings={"seed": 1}),), arrays=(array,)
+    )
+    write_sweep_file(tmp_path, sweep)
+    assert read_sweep_file(tmp_path) == sweep
+    path = tmp_path / "sweep.yaml"
+    path.write_text(sweep.to_yaml().replace('"1.1"', '"1.2"') + "colour: blue\n")
+    assert read_sweep_file(tmp_path).runs == sweep.runs
+
+
+def test_a_run_file_does_not_say_sweep(tmp_path: Path) -> None:
+    """A reader of the format 1.1 that knows no sweeps reads every run of one."""
+    file = RunFile(
+        submitted_from="/", python="python", job=jobs("sweep: {seed: [1]}")[0].layered.job
+    )
+    assert "sweep" not in file.to_yaml()
+    run = RunDirectory.at(tmp_path / "runs/grid-0")
+    run.create((file.to_yaml() + "  sweep: null\n").encode())  # as one was written before
+    assert read_run_file(run.spec_file) == file
