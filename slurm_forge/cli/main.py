@@ -30,6 +30,7 @@ _MODULES = {
     "exec": "start.exec",
     "status": "observe.status",
     "explain": "observe.status",
+    "logs": "observe.logs",
     "watch": "observe.watch",
     "requeue": "requests",
     "extend": "start.change",
