@@ -31,6 +31,7 @@ _MODULES = {
     "status": "observe.status",
     "explain": "observe.status",
     "logs": "observe.logs",
+    "top": "observe.top",
     "watch": "observe.watch",
     "requeue": "requests",
     "extend": "start.change",

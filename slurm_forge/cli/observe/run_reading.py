@@ -60,6 +60,11 @@ class RunReader:
         self._problem = self._read_spec() if spec else None
 
     @property
+    def growing(self) -> tuple[str, ...]:
+        """The files of the journal that a running attempt writes to."""
+        return self._tail.growing
+
+    @property
     def total_steps(self) -> int | None:
         """The last step: what the program said last, else the job's ``args.max_steps``."""
         return self._total
