@@ -77,7 +77,7 @@ def top(
         one=chosen is not None and len(chosen) == 1,
         ascii_only=encoding != "utf8",
         every_s=every_s,
-    ).run()
+    ).run(mouse=False)  # which would be sent for every move
     fleet.close()
 
 

@@ -10,13 +10,13 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from functools import partial
+from typing import ClassVar
 
 from rich.segment import Segment
 from rich.style import Style
 from textual import events
 from textual.app import App, ComposeResult
-from textual.binding import Binding
+from textual.binding import Binding, BindingType
 from textual.geometry import Region
 from textual.screen import Screen
 from textual.strip import Strip
@@ -83,8 +83,8 @@ class Lines(Widget):
 
     DEFAULT_CSS = "Lines { background: ansi_default; color: ansi_default; }"
 
-    def __init__(self, id: str) -> None:
-        super().__init__(id=id)
+    def __init__(self, name: str) -> None:
+        super().__init__(id=name)
         self.lines: list[ViewLine] = []
 
     def show(self, lines: Sequence[ViewLine]) -> None:
@@ -109,7 +109,7 @@ class Lines(Widget):
 class TextScreen(Screen[None]):
     """A long text to scroll in."""
 
-    BINDINGS = [
+    BINDINGS: ClassVar[list[BindingType]] = [
         Binding("q,escape", "app.pop_screen"),
         Binding("down,j", "scroll(1)"),
         Binding("up,k", "scroll(-1)"),
@@ -161,7 +161,7 @@ class TopApp(App[None]):
         clock: Seconds since the epoch.
     """
 
-    BINDINGS = [
+    BINDINGS: ClassVar[list[BindingType]] = [
         Binding("q,ctrl+c", "quit"),
         Binding("down,j", "move(1)"),
         Binding("up,k", "move(-1)"),
@@ -201,6 +201,7 @@ class TopApp(App[None]):
         super().__init__(ansi_color=True)
         self.animation_level = "none"
         self._fleet = fleet
+        self._looking = asyncio.Lock()
         self._where = where
         self._command = command
         self._one = one
@@ -229,7 +230,8 @@ class TopApp(App[None]):
 
     async def look(self) -> float:
         """Read what has changed and show it; the seconds of a core that reading took."""
-        spent = await asyncio.to_thread(self._read)
+        async with self._looking:
+            spent = await asyncio.to_thread(self._read)
         self._rows = sorted_rows(self._fleet.rows(), finished=self._finished or self._one)
         self._show()
         return spent
@@ -344,7 +346,7 @@ class TopApp(App[None]):
     def _carry_out(self, verb: Verb, row: TopRow) -> None:
         self._message = f"{verb.value} {row.name} ..."
         self._show()
-        self.run_worker(partial(self._done, verb, row), group="verbs", exit_on_error=False)
+        self.run_worker(self._done(verb, row), group="verbs", exit_on_error=False)
 
     async def _done(self, verb: Verb, row: TopRow) -> None:
         answer = await self._command(verb, row)

@@ -1,4 +1,4 @@
-"""Reading many runs again and again: only what has changed is read, and Slurm is asked once for all.
+"""Reading many runs again and again: only what has changed, and Slurm is asked once for all.
 
 A run that is at rest is looked at by the times of its folders, every 15 s.
 """
@@ -16,6 +16,8 @@ from slurm_forge.cli.observe.run_list import RESTS, Lister
 from slurm_forge.cli.observe.run_reading import RunReader
 from slurm_forge.cli.observe.surroundings import surrounded
 from slurm_forge.errors import ForgeError
+from slurm_forge.journal import Record
+from slurm_forge.journal.line_reader import read_end, read_lines
 from slurm_forge.person import person
 from slurm_forge.report.explain.explain import explain
 from slurm_forge.report.status.report_facts import RunFacts
@@ -33,6 +35,8 @@ SLOW_S = 15.0
 _SHARE = 20.0
 #: Goodput is worked out of all records of a run.
 _GOODPUT_EVERY_S = 60.0
+#: Bytes of a journal in which the last figures are.
+_RECENT = 1 << 15
 
 _Stamps = tuple[int, ...]
 #: The first stamps, which are of folders.
@@ -94,12 +98,13 @@ class Fleet:
     def rows(self) -> list[TopRow]:
         """All runs as they were last read."""
         now = self._clock()
-        for each in self._watched.values():
+        watched = list(self._watched.values())
+        for each in watched:
             if each.status is not None:
                 each.row = row_of(
                     each.status, each.pulse, now=now, queue=self._queue, goodput=each.goodput
                 )
-        return [each.row for each in self._watched.values()]
+        return [each.row for each in watched]
 
     def poll(self, budget_s: float = 0.5) -> None:
         """Read what has changed, for about so long; the rest is read by the next call."""
@@ -200,19 +205,26 @@ class Fleet:
             moved = each.pulse.add(each.reader.poll())
             # STOP, SAVE and DONE lie in the folder of the run.
             if moved or stamps[:_FOLDERS] != before[:_FOLDERS]:
-                self._judge(each)
+                self._judge(each, each.reader)
         self._rest(each)
 
     def _read(self, each: _Watched) -> RunFacts:
         # Files that grow are known once they are read: the next look compares them.
         each.reader, each.stamps = None, _stamps(each)
-        each.reader = RunReader(each.run, clock=self._clock, spec=False)
-        each.pulse.add(each.reader.poll())
-        return self._judge(each)
+        reader = each.reader = RunReader(each.run, clock=self._clock, spec=False)
+        records = reader.poll()
+        # Figures that later ones supersede are left out there: here they are what is drawn.
+        known = {(one.writer, one.launch, one.sequence) for one in records}
+        recent = (
+            one
+            for one in _recent(each.run, reader.growing)
+            if (one.writer, one.launch, one.sequence) not in known
+        )
+        each.pulse.add(sorted([*records, *recent], key=lambda one: one.time))
+        return self._judge(each, reader)
 
-    def _judge(self, each: _Watched) -> RunFacts:
-        assert each.reader is not None
-        facts = surrounded(each.reader.facts(), each.run)
+    def _judge(self, each: _Watched, reader: RunReader) -> RunFacts:
+        facts = surrounded(reader.facts(), each.run)
         each.status = take_status(facts)
         return facts
 
@@ -234,8 +246,18 @@ class Fleet:
         self._rest(each)
 
     def _measure(self, each: _Watched) -> None:
-        assert each.reader is not None
-        each.goodput = explain(surrounded(each.reader.facts(), each.run)).goodput
+        if each.reader is not None:
+            each.goodput = explain(surrounded(each.reader.facts(), each.run)).goodput
+
+
+def _recent(run: RunDirectory, names: Sequence[str]) -> Iterator[Record]:
+    """The last lines of rank 0, with every figure in them."""
+    for name in names:
+        writer = name.partition("-")[2].removesuffix(".jsonl")
+        if writer.startswith("rank0"):
+            end, _ = read_end(run.journal / name, _RECENT)
+            whole = end[end.find(b"\n") + 1 :] if len(end) == _RECENT else end
+            yield from read_lines(whole, file=name, writer=writer)[0]
 
 
 def _stamps(each: _Watched) -> _Stamps:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from slurm_forge.journal import Record
 from slurm_forge.journal import events as ev
@@ -106,7 +107,7 @@ class Pulse:
     def next_save(self) -> float | None:
         """When the next checkpoint is due, by the time between the last ones."""
         times = [each.time for each in self.saves]
-        gaps = sorted(later - earlier for earlier, later in zip(times, times[1:], strict=False))
+        gaps = sorted(later - earlier for earlier, later in pairwise(times))
         return times[-1] + gaps[len(gaps) // 2] if gaps else None
 
     def _begin(self, attempt: int) -> None:

@@ -1,4 +1,4 @@
-"""A run as ``top`` shows it: a value made of its figures, its state and Slurm's line about its job."""
+"""A run as ``top`` shows it: its figures, its state and the line of Slurm about its job."""
 
 from __future__ import annotations
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import pairwise
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
 #: For terminals without UTF-8: from low to high.
@@ -40,7 +41,7 @@ def _thinned(values: Sequence[float], width: int) -> list[float]:
     if len(values) <= width:
         return list(values)
     edges = [len(values) * i // width for i in range(width + 1)]
-    parts = (values[begin:end] for begin, end in zip(edges[:-1], edges[1:], strict=True))
+    parts = (values[begin:end] for begin, end in pairwise(edges))
     return [_mean(part) for part in parts]
 
 

@@ -22,7 +22,8 @@ from slurm_forge.report.top.sparkline import sparkline
 _WIDTHS = (9, 13, 7, 7, 8, 5, 8)
 _HEADS = ("STATE", "STEP", "PER", "LOSS", "TREND", "GOOD", "LIMIT")
 _LONGEST_NAME = 40
-_WORD = {"…": "...", "→": "->", "×": "x", "·": "-", "│": "|", "–": "-"}
+#: What our own texts are written with beside ASCII.
+_IN_ASCII = {"\N{HORIZONTAL ELLIPSIS}": "...", "\N{RIGHTWARDS ARROW}": "->", "\N{MIDDLE DOT}": "-"}
 
 
 class Tone(str, Enum):
@@ -56,7 +57,7 @@ class View:
         """A line that fills the width, whatever is in the text."""
         shown = t.paragraph(text.replace("\n", " "))
         if self.ascii_only:
-            shown = "".join(_WORD.get(c, c if c.isascii() else "?") for c in shown)
+            shown = "".join(_IN_ASCII.get(c, c if c.isascii() else "?") for c in shown)
         return ViewLine(set_cell_size(shown, self.width), tone)
 
     def head(
@@ -103,7 +104,8 @@ class View:
         return f"{set_cell_size(first, width)} {rest}"
 
     def _facts(self, row: TopRow, now: float) -> Iterator[ViewLine]:
-        yield self.line(f"{row.name}  {row.words}", Tone.BAD if row.attention else Tone.PLAIN)
+        words = row.words if row.words.startswith(row.state) else f"{row.state}: {row.words}"
+        yield self.line(f"{row.name}  {words}", Tone.BAD if row.attention else Tone.PLAIN)
         place = [] if row.attempt is None else [f"attempt {row.attempt}"]
         place += [] if row.launch is None else [f"launch {row.launch}"]
         place += [f"job {row.job}"] if row.job else []
@@ -173,7 +175,7 @@ def _timing(row: TopRow, now: float) -> str:
         left = row.limit - now
         parts.append(f"time limit in {t.span(left)}" if left > 0 else "time limit reached")
     if row.saved is not None:
-        parts.append(f"saved step {row.saved.step} {t.ago(row.saved.time, now)}")
+        parts.append(f"saved step {row.saved.step} ({t.ago(row.saved.time, now)})")
     if row.next_save is not None:
         due = row.next_save - now
         parts.append(f"next save in about {t.span(due)}" if due > 0 else "next save is due")
