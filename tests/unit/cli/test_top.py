@@ -380,6 +380,7 @@ def test_without_a_terminal_and_without_textual(
     assert "pip install 'slurm_forge[top]'" in result.stderr
 
 
+@pytest.mark.slow
 def test_in_a_terminal_without_colours_or_utf_8(shell: Shell) -> None:
     """The program itself: what it sends to a terminal that has neither."""
     training(shell.folder)
