@@ -346,16 +346,26 @@ def test_runs_that_come_and_go_and_one_that_cannot_be_read(shell: Shell) -> None
     assert set(by_name(fleet)) == {"tiny-gpt", "broken", "new"}
 
 
-def test_a_launch_that_goes_back_has_its_own_pace(shell: Shell) -> None:
+@pytest.mark.parametrize(("relaunched", "step"), [(True, 10), (True, 5), (False, 5)])
+def test_what_goes_on_or_goes_back_has_its_own_pace(
+    shell: Shell, relaunched: bool, step: int
+) -> None:
     scribe = training(shell.folder)
-    scribe.relaunch()
-    scribe.resume(5)
-    scribe.train(6, 9, seconds=1.0)
+    slow = ev.StragglerSeen(
+        step=9, since_step=5, ranks=(5,), host="n02", factor=1.4, trial=1.3, why="node"
+    )
+    scribe.write("supervisor", slow)
+    if relaunched:
+        scribe.relaunch()
+    scribe.now += 30
+    scribe.resume(step)
+    scribe.train(step + 1, step + 4, seconds=1.0)
     fleet = fleet_of(shell.folder)
     fleet.poll()
     row = by_name(fleet)["tiny-gpt"]
-    assert row.step == 9
+    assert row.step == step + 4
     assert row.step_s == pytest.approx(1.0)
+    assert [each.host for each in row.slow] == ([] if relaunched else ["n02"])
 
 
 def test_without_a_terminal_and_without_textual(
