@@ -95,6 +95,7 @@ def _fleet(chosen: list[RunDirectory] | None, runs: Path | None) -> tuple[str, F
     from slurm_forge.cli.run_choice import from_here, runs_folder
     from slurm_forge.cli.run_choice import run_names as names_in
     from slurm_forge.errors import RunDirectoryError
+    from slurm_forge.report.text import plural
     from slurm_forge.run_directory import RunDirectory
     from slurm_forge.slurm.client import SubprocessSlurm
 
@@ -109,7 +110,7 @@ def _fleet(chosen: list[RunDirectory] | None, runs: Path | None) -> tuple[str, F
         return chosen or [RunDirectory.at(folder / name) for name in names_in(folder)]
 
     slurm = SubprocessSlurm.of_this_process() if shutil.which("squeue") else None
-    where = from_here(folder) if chosen is None else f"{len(chosen)} of {from_here(folder)}"
+    where = from_here(folder) if chosen is None else plural(len(chosen), "run")
     return where, Fleet(listed, folder, slurm)
 
 

@@ -118,7 +118,11 @@ class TextScreen(Screen[None]):
         Binding("home,g", "scroll(-1000000)"),
         Binding("end,G", "scroll(1000000)"),
     ]
-    CSS = "TextScreen { background: ansi_default; } #text { height: 1fr; } #below { height: 1; }"
+    CSS = """
+    TextScreen { background: ansi_default; overflow: hidden; }
+    #text { height: 1fr; }
+    #below { height: 1; }
+    """
 
     def __init__(self, view: Callable[[], View], text: str, *, at_end: bool) -> None:
         super().__init__()
@@ -181,7 +185,7 @@ class TopApp(App[None]):
         Binding("n,escape", "refuse"),
     ]
     CSS = """
-    Screen { background: ansi_default; }
+    Screen { background: ansi_default; overflow: hidden; }
     #head, #message, #keys { height: 1; }
     #list { height: 1fr; }
     """
@@ -273,6 +277,7 @@ class TopApp(App[None]):
             self._chosen = self._rows[index].path
         detail = self._detail_height()
         self.query_one("#detail").styles.height = detail
+        self.query_one("#list").display = not self._one
         height = max(0, self.size.height - 3 - detail)
         self._first = window(len(self._rows), index, height - 1, self._first)
         shown = self._rows[self._first : self._first + max(0, height - 1)]

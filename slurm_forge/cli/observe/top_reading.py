@@ -28,6 +28,7 @@ from slurm_forge.report.top.rows import QueueSeen, TopRow, row_of, row_of_line
 from slurm_forge.run_directory import RunDirectory
 from slurm_forge.run_directory.snapshot_file import signature
 from slurm_forge.slurm.client import Slurm
+from slurm_forge.slurm.records import is_slurm_job
 
 #: How often runs at rest are looked at, and Slurm is asked at most.
 SLOW_S = 15.0
@@ -124,13 +125,14 @@ class Fleet:
         """Ask for all jobs of the user, at most every 15 s; whether it was asked."""
         if self._slurm is None or self._ticks() < self._next_question:
             return False
-        if not any(each.status is not None for each in self._watched.values()):
+        live = [each.status for each in self._watched.values() if each.status is not None]
+        if not any(is_slurm_job(status.job) for status in live):
             return False
         began = self._ticks()
         try:
             lines = self._slurm.queue(person())
-        except ForgeError as error:
-            self._queue, self.trouble = None, f"Slurm: {error.message}"
+        except ForgeError:
+            self._queue, self.trouble = None, "Slurm's queue does not answer"
         else:
             jobs = {line.job_ref: line for line in lines}
             self._queue, self.trouble = QueueSeen(self._clock(), jobs), ""

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import tzinfo
 from enum import Enum
+from textwrap import wrap
 
 from rich.cells import set_cell_size
 
@@ -22,6 +23,7 @@ from slurm_forge.report.top.sparkline import sparkline
 _WIDTHS = (9, 13, 7, 7, 8, 5, 8)
 _HEADS = ("STATE", "STEP", "PER", "LOSS", "TREND", "GOOD", "LIMIT")
 _LONGEST_NAME = 40
+_WORDS_LINES = 3
 #: What our own texts are written with beside ASCII.
 _IN_ASCII = {"\N{HORIZONTAL ELLIPSIS}": "...", "\N{RIGHTWARDS ARROW}": "->", "\N{MIDDLE DOT}": "-"}
 
@@ -82,7 +84,7 @@ class View:
             row.state,
             _step(row),
             "" if row.step_s is None else t.span(row.step_s).replace(" ", ""),
-            "" if row.loss is None else f"{row.loss:.4g}"[:7],
+            "" if row.loss is None else _figure(row.loss, _WIDTHS[3]),
             sparkline(row.losses, _WIDTHS[4], ascii_only=self.ascii_only) if row.is_live else "",
             "" if row.goodput is None else f"{100 * row.goodput:.0f} %",
             "" if row.limit is None else t.span(row.limit - now),
@@ -105,7 +107,10 @@ class View:
 
     def _facts(self, row: TopRow, now: float) -> Iterator[ViewLine]:
         words = row.words if row.words.startswith(row.state) else f"{row.state}: {row.words}"
-        yield self.line(f"{row.name}  {words}", Tone.BAD if row.attention else Tone.PLAIN)
+        tone = Tone.BAD if row.attention else Tone.PLAIN
+        # Why it is held is worth more than one line.
+        told = wrap(t.clean(f"{row.name}  {words}"), max(10, self.width), max_lines=_WORDS_LINES)
+        yield from (self.line(each, tone) for each in told)
         place = [] if row.attempt is None else [f"attempt {row.attempt}"]
         place += [] if row.launch is None else [f"launch {row.launch}"]
         place += [f"job {row.job}"] if row.job else []
@@ -142,6 +147,12 @@ def _tone(row: TopRow) -> Tone:
     if row.state == "running":
         return Tone.GOOD
     return Tone.PLAIN if row.is_live else Tone.DIM
+
+
+def _figure(value: float, width: int) -> str:
+    """With as many digits as fit: what is cut off would change its value."""
+    texts = (f"{value:.4g}", f"{value:.3g}", f"{value:.1e}", f"{value:.0e}")
+    return next((text for text in texts if len(text) <= width), texts[-1])
 
 
 def _step(row: TopRow) -> str:

@@ -96,6 +96,19 @@ def test_what_needs_a_person_comes_first_and_what_is_over_last() -> None:
     assert [each.name for each in sorted_rows(some, finished=False)] == ["e", "c", "b", "d"]
 
 
+def test_a_small_figure_keeps_its_exponent() -> None:
+    view = View(80)
+    for value, shown in ((4.0661e-6, "4.1e-06"), (-4.0661e-6, "-4e-06"), (0.0028234, "0.00282")):
+        assert f" {shown} " in view.row(row(loss=value), now=NOW, chosen=False).text
+
+
+def test_why_a_run_is_held_is_told_in_full() -> None:
+    why = " ".join(f"word{n}" for n in range(30))
+    one = TopRow(name="a", path="/a", state="held", words=f"held: {why}", attention=True)
+    text = " ".join(line.text.strip() for line in View(80).detail(one, now=NOW, height=9))
+    assert why in text
+
+
 def test_the_figures_of_a_run_in_a_line() -> None:
     one = row(
         step=7412,
