@@ -21,6 +21,8 @@ from slurm_forge.run_directory import RunDirectory
 from slurm_forge.spec.run_file import read_run_file
 
 _MOST_SCRIPT = 1 << 20
+#: Jobs whose output goes to the terminal of a person: of `exec` and `attach` without Slurm.
+_STARTED_BY_HAND = ("exec-", "process-", "torchrun-")
 _DIRECTIVE = re.compile(r"^#SBATCH +(?:--(?:output|error)[= ]|-[oe] ?)(?P<file>\S+)", re.MULTILINE)
 
 
@@ -56,6 +58,12 @@ class RunOutput:
                 else "It has not been started yet.",
             )
         sources = [each for each in self.sources if attempt in each.attempts]
+        if not sources and attempt.job.startswith(_STARTED_BY_HAND):
+            raise RunDirectoryError(
+                f"attempt {number} of {self.run.name} printed to where it was started, to no file",
+                next_step="To keep its output: start it with 2>&1 | tee FILE.  What is known: "
+                f"slurm-forge explain {name} --attempt {number}",
+            )
         if not sources:
             where = " and ".join(from_here(folder) for folder in self.folders)
             raise RunDirectoryError(

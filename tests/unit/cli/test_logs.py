@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import gzip
+import io
 import os
 import resource
+import sys
 from datetime import datetime, timezone
 from pathlib import Path
 
 import pytest
 
 from slurm_forge.cli.observe import logs as verb
+from slurm_forge.cli.observe.log_printing import Printer
+from slurm_forge.report.logs.lines import AttemptSpan, Line, Source
 from slurm_forge.vocabulary.cause import Cause
 from slurm_forge.vocabulary.decision import Action
 from tests.unit.cli.conftest import Shell
@@ -181,6 +185,36 @@ def test_output_that_was_moved_or_compressed(shell: Shell, scribe: Scribe) -> No
         shown = shell("logs", "tiny-gpt", "--from", "archive", "--tail", tail).stdout
         assert shown.endswith("two\n")
         assert ("one" in shown) == (tail == "all")
+
+
+def test_a_program_that_was_started_without_slurm(shell: Shell, scribe: Scribe) -> None:
+    scribe.begin(job="exec-4711", via="exec")
+    result = shell("logs", "tiny-gpt")
+    assert result.exit_code == 2
+    assert "printed to where it was started, to no file\n  To keep its output" in result.stderr
+
+
+@pytest.mark.parametrize("colours", [True, False])
+def test_ranks_have_colours_on_a_terminal(monkeypatch: pytest.MonkeyPatch, colours: bool) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    if not colours:
+        monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setattr(sys, "stdout", terminal := Terminal())
+    attempt = AttemptSpan(1, "local-77", 0.0)
+    sources = [Source(f"77_{rank}_log.err", (attempt,), rank=rank) for rank in (0, 1)]
+    printer = Printer(sources)
+    printer.lines(Line(f"[bold]{each.rank}", each, 1, None, each.rank, 0.0) for each in sources)
+    *_, first, second = terminal.getvalue().splitlines()
+    if colours:
+        assert first == "\x1b[36m0 | \x1b[0m[bold]0"
+        assert second == "\x1b[33m1 | \x1b[0m[bold]1"
+    else:
+        assert (first, second) == ("0 | [bold]0", "1 | [bold]1")
 
 
 def test_where_the_script_sends_the_output(shell: Shell, scribe: Scribe) -> None:
