@@ -65,7 +65,7 @@ def printed(line: str) -> str:
     Escape sequences are left out; of a progress bar only what it showed last is left.
     """
     parts = [part for part in _ESCAPES.sub("", line).split("\r") if part.strip()]
-    return paragraph(parts[-1].rstrip()) if parts else ""
+    return paragraph(parts[-1].rstrip().replace("\n", " ")) if parts else ""
 
 
 def _lines(text: str) -> list[str]:

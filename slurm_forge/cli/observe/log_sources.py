@@ -94,7 +94,7 @@ def read_output(run: RunDirectory, moved_to: Path | None) -> RunOutput:
         spans.append(AttemptSpan(len(spans) + 1, state.job, started=0.0))
     jobs = tuple(dict.fromkeys(each.job for each in spans))
     folders = log_folders(run) if moved_to is None else (moved_to,)
-    logs = written_logs(folders)
+    logs = written_logs(folders, empty=True)
     files = outputs_of(jobs, logs)
     sources = []
     by_file: dict[str, list[AttemptSpan]] = {}

@@ -100,12 +100,16 @@ def logs(
         shown = _all(sources, selection, printer, now)
     else:
         shown = _tail(sources, selection, printer, now, most)
-    if not shown and rank is not None:
+    if shown:
+        return
+    if rank is not None and all(each.rank is None for each in sources):
         raise RunDirectoryError(
             f"no line of {sources[0].path} shows that rank {rank} printed it",
             next_step="All ranks write to this file.  Have srun put the rank in front of each "
             "line (srun_options: [--label] in the site file), or the program ([rank3]: …).",
         )
+    more = f" and {len(sources) - 1} more" if len(sources) > 1 else ""
+    printer.note(f"attempt {number} printed nothing to {sources[0].path}{more}")
 
 
 def _number(tail: str) -> int | None:

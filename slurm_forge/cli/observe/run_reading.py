@@ -196,18 +196,22 @@ def log_folders(run: RunDirectory) -> tuple[Path, ...]:
     return (run.submissions,)
 
 
-def written_logs(folders: Iterable[Path]) -> tuple[str, ...]:
-    """Files that hold output, as a person would name them from the current folder."""
-    return tuple(from_here(path) for folder in folders for path in _written(folder))
+def written_logs(folders: Iterable[Path], *, empty: bool = False) -> tuple[str, ...]:
+    """Files that hold output, as a person would name them from the current folder.
+
+    With ``empty`` also those that nothing was written to.
+    """
+    paths = (path for folder in folders for path in _written(folder, empty=empty))
+    return tuple(map(from_here, paths))
 
 
-def _written(folder: Path) -> list[Path]:
+def _written(folder: Path, *, empty: bool) -> list[Path]:
     try:
         with os.scandir(folder) as entries:
             return sorted(
                 Path(entry.path)
                 for entry in entries
-                if entry.name.endswith(_LOG_ENDINGS) and entry.stat().st_size
+                if entry.name.endswith(_LOG_ENDINGS) and (empty or entry.stat().st_size)
             )
     except OSError:
         return []

@@ -217,6 +217,16 @@ def test_ranks_have_colours_on_a_terminal(monkeypatch: pytest.MonkeyPatch, colou
         assert (first, second) == ("0 | [bold]0", "1 | [bold]1")
 
 
+def test_an_attempt_that_printed_nothing(shell: Shell, scribe: Scribe) -> None:
+    scribe.begin()
+    write(scribe, "tiny-gpt-8812301.out", "")
+    for words in ((), ("--tail", "all")):
+        result = shell("logs", "tiny-gpt", *words)
+        assert (result.exit_code, result.stdout) == (0, "")
+        assert "attempt 1 printed nothing to runs/tiny-gpt/submissions/tiny" in result.stderr
+    assert "output:" not in shell("explain", "tiny-gpt").stdout
+
+
 def test_where_the_script_sends_the_output(shell: Shell, scribe: Scribe) -> None:
     scribe.begin()
     target = shell.folder / "elsewhere"

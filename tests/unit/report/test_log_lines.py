@@ -68,8 +68,9 @@ def test_what_is_no_time_of_the_line(text: str) -> None:
 
 
 def test_slurm_says_when_at_the_end() -> None:
-    text = "slurmstepd: error: *** STEP 12.0 ON n1 CANCELLED AT 2026-08-11T09:00:05 DUE TO TIME"
-    assert time_of(text, near=NOW, zone=UTC) == NOW
+    for name in ("slurmstepd", "slurmstepd-n1"):
+        text = f"{name}: error: *** JOB 3 ON n1 CANCELLED AT 2026-08-11T09:00:05 DUE TO TIME"
+        assert time_of(text, near=NOW, zone=UTC) == NOW
 
 
 def test_a_time_of_day_after_midnight_and_a_line_of_last_december() -> None:
