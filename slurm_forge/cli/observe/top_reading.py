@@ -57,6 +57,8 @@ class _Watched:
     goodput: float | None = None
     goodput_at: float = 0.0
     loaded: bool = False
+    #: Of another user's run Slurm's answer tells nothing: it is about one's own jobs.
+    own: bool = True
 
 
 class Fleet:
@@ -102,8 +104,9 @@ class Fleet:
         watched = list(self._watched.values())
         for each in watched:
             if each.status is not None:
+                queue = self._queue if each.own else None
                 each.row = row_of(
-                    each.status, each.pulse, now=now, queue=self._queue, goodput=each.goodput
+                    each.status, each.pulse, now=now, queue=queue, goodput=each.goodput
                 )
         return [each.row for each in watched]
 
@@ -134,8 +137,7 @@ class Fleet:
         except ForgeError:
             self._queue, self.trouble = None, "Slurm's queue does not answer"
         else:
-            jobs = {line.job_ref: line for line in lines}
-            self._queue, self.trouble = QueueSeen(self._clock(), jobs), ""
+            self._queue, self.trouble = QueueSeen.of(self._clock(), lines), ""
         took = self._ticks() - began
         self._next_question = self._ticks() + max(SLOW_S, _SHARE * took)
         return True
@@ -183,6 +185,7 @@ class Fleet:
             each.row = row_of_line(unreadable(each.run.name, str(each.run.path), str(error)))
 
     def _load(self, each: _Watched) -> None:
+        each.own = each.run.is_own()
         each.stamps, signed = _stamps(each), signature(each.run)
         known = self._lister.known(each.run, signed)
         if known is not None and known.status in RESTS:

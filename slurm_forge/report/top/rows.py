@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from slurm_forge.journal import RunStatus
@@ -11,6 +12,7 @@ from slurm_forge.report.status.status import Status
 from slurm_forge.report.top.pulse import Pulse, Saved
 from slurm_forge.slurm.records import QueueRecord, is_slurm_job
 from slurm_forge.slurm.states import PENDING_LIKE
+from slurm_forge.slurm.text.array_tasks import tasks_of
 
 #: A run that trains writes every few seconds; one that starts may take minutes.
 _QUIET_S = 300.0
@@ -39,7 +41,25 @@ class QueueSeen:
     """What Slurm said of all jobs of the user at ``time``: a line for each, by how it is named."""
 
     time: float
-    jobs: dict[str, QueueRecord]
+    jobs: Mapping[str, QueueRecord]
+
+    @classmethod
+    def of(cls, time: float, lines: Iterable[QueueRecord]) -> QueueSeen:
+        """By job and by task: tasks of an array that wait together share a line."""
+        jobs: dict[str, QueueRecord] = {}
+        for line in lines:
+            jobs[line.job_ref] = line
+            array, bracket, tasks = line.job_ref.partition("_[")
+            if bracket:
+                jobs |= {f"{array}_{task}": line for task in tasks_of(tasks)}
+            if "..." in tasks:  # squeue has cut it short
+                jobs[f"{array}_"] = line
+        return cls(time, jobs)
+
+    def line_of(self, job: str) -> QueueRecord | None:
+        """The line about a job; None where there is none."""
+        array, _, task = job.partition("_")
+        return self.jobs.get(job) or (self.jobs.get(f"{array}_") if task else None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,7 +172,7 @@ def _state(status: Status, pulse: Pulse, now: float, queue: QueueSeen | None) ->
     state = status.status
     waits, runs = state in _WAITS, state == RunStatus.RUNNING.value
     if queue is not None and (waits or runs) and is_slurm_job(status.job):
-        line = queue.jobs.get(status.job) or queue.jobs.get(status.job.partition("_")[0])
+        line = queue.line_of(status.job)
         if line is not None and line.state in PENDING_LIKE:
             if waits:
                 return "waiting", f"waiting in the queue: {line.reason or 'no reason given'}"

@@ -270,16 +270,19 @@ def test_slurm_is_not_asked_for_runs_at_rest_or_without_it(shell: Shell) -> None
 def test_what_slurm_says_of_a_job(shell: Shell) -> None:
     training(shell.folder, "gone", job="901")
     training(shell.folder, "runs", job="902")
-    for name, job in (("waits", "903"), ("starts", "904")):
+    waiting = ("waits", "903"), ("starts", "904"), ("task", "905_7"), ("cut", "906_99")
+    for name, job in waiting:
         scribe = Scribe(shell.folder / "runs", name)
         scribe.now = time.time() - 100
         scribe.submitted(job)
     queue = tuple(
-        QueueRecord(job_ref=job, job_id=int(job), state=state, reason="Priority")
+        QueueRecord(job_ref=job, job_id=int(job[:3]), state=state, reason="Priority")
         for job, state in (
             ("902", JobState.RUNNING),
             ("903", JobState.PENDING),
             ("904", JobState.RUNNING),
+            ("905_[3,6-9%2]", JobState.PENDING),
+            ("906_[1-3,5...]", JobState.PENDING),
         )
     )
     fleet = fleet_of(shell.folder, Queue(queue))
@@ -290,6 +293,8 @@ def test_what_slurm_says_of_a_job(shell: Shell) -> None:
         "gone": "gone",
         "runs": "running",
         "waits": "waiting",
+        "task": "waiting",
+        "cut": "waiting",
         "starts": "starting",
     }
     assert rows["gone"].attention
