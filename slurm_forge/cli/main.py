@@ -30,6 +30,8 @@ _MODULES = {
     "exec": "start.exec",
     "status": "observe.status",
     "explain": "observe.status",
+    "logs": "observe.logs",
+    "top": "observe.top",
     "watch": "observe.watch",
     "requeue": "requests",
     "extend": "start.change",

@@ -18,6 +18,10 @@ _SHOWN_JOBS = 3
 _NODES_WIDTH = 80
 #: Less than a week, so that a weekday names one day only.
 _WEEK_S = 6 * 86400.0
+#: What colours a terminal and moves its cursor.
+_ESCAPES = re.compile(
+    r"\x1b(?:\[[0-9;?]*[ -/]*[@-~]|\][^\x07\x1b]{0,1000}(?:\x07|\x1b\\)|[@-Z\\^_])"
+)
 #: What we write into the output ourselves where a launch begins.
 _OUR_OWN = re.compile(r"slurm_forge: launch \d+\.\d+\s*")
 
@@ -53,6 +57,15 @@ def observed(source: str, text: str, limit: int = 0) -> str:
 def paragraph(text: str) -> str:
     """As ``clean``, but line breaks stay: for our own messages that quote foreign text."""
     return "\n".join("".join(c if c.isprintable() else "?" for c in line) for line in _lines(text))
+
+
+def printed(line: str) -> str:
+    """A line of a program's output as a terminal shows it in the end, safe to print.
+
+    Escape sequences are left out; of a progress bar only what it showed last is left.
+    """
+    parts = [part for part in _ESCAPES.sub("", line).split("\r") if part.strip()]
+    return paragraph(parts[-1].rstrip().replace("\n", " ")) if parts else ""
 
 
 def _lines(text: str) -> list[str]:

@@ -156,6 +156,9 @@ def test_a_preempted_task_comes_back_and_the_limit_is_kept(
     assert attempts(tmp_path, 1) == [[]]
     logs = [sorted((tmp_path / f"runs/grid-{n}/submissions").glob("grid-*.out")) for n in range(2)]
     assert [len(each) for each in logs] == [1, 1]
+    # The file of a task has an id that is not in the journal.
+    shown = forge(slurm, tmp_path, "logs", "grid-0", "--attempt", "1")
+    assert "slurm_forge: grid-0: preempted: requeue: requeued\n" in shown
 
 
 @pytest.mark.slow

@@ -3,15 +3,17 @@
     python -m slurm_forge.process export --plain elsewhere/step-1000 --to model.safetensors
 
 The command line has no torch, so it starts this module by its name.  What was written is told as
-one line of JSON on standard output, everything else on standard error; exit status 2 where it could
-not be done.
+one line of JSON on standard output (with ``--progress`` after lines that tell how far it is),
+everything else on standard error; exit status 2 where it could not be done.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -41,6 +43,7 @@ from slurm_forge.store.identity import CheckpointName
 #: Bytes of small tensors that are read together.
 _LEAST_GROUP = 64 << 20
 _MOST_GROUP = 1 << 30
+_TELL_EVERY_S = 0.25
 _FAILED = 2
 _INTERRUPTED = 130
 
@@ -136,16 +139,25 @@ def plain_source(path: Path, *, only: Sequence[str]) -> ExportSource:
     )
 
 
-def export(source: ExportSource, target: Path, kind: Format, *, force: bool) -> ExportResult:
-    """Write a source to ``target``; CheckpointError where there is nothing to write."""
+def export(
+    source: ExportSource,
+    target: Path,
+    kind: Format,
+    *,
+    force: bool,
+    tell: Callable[[int, int], None] = lambda done, total: None,
+) -> ExportResult:
+    """Write a source to ``target``; CheckpointError where there is nothing to write.
+
+    ``tell`` gets how many bytes were read so far, and of how many.
+    """
     if not source.described:
         raise CheckpointError(
             "there are no tensors in what was chosen",
             next_step="Choose something else with --only, or take everything: --all.",
         )
-    size = write_export(
-        target, kind, source.described, source.tensors(), about=source.about, force=force
-    )
+    tensors = _counted(source, tell)
+    size = write_export(target, kind, source.described, tensors, about=source.about, force=force)
     return ExportResult(
         path=str(target),
         format=kind.value,
@@ -153,6 +165,31 @@ def export(source: ExportSource, target: Path, kind: Format, *, force: bool) -> 
         size=size,
         notes=source.notes,
     )
+
+
+def _counted(
+    source: ExportSource, tell: Callable[[int, int], None]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    total = sum(math.prod(shape) * dtype.itemsize for shape, dtype in source.described.values())
+    done = 0
+    for name, tensor in source.tensors():
+        done += tensor.nbytes
+        tell(done, total)
+        yield name, tensor
+
+
+def _print_progress() -> Callable[[int, int], None]:
+    """For whoever started this process, a few times in a second."""
+    due = time.monotonic()
+
+    def tell(done: int, total: int) -> None:
+        nonlocal due
+        if time.monotonic() >= due:
+            due = time.monotonic() + _TELL_EVERY_S
+            sys.stdout.write(json.dumps({"done": done, "total": total}) + "\n")
+            sys.stdout.flush()
+
+    return tell
 
 
 def _extra_state(state: Mapping[str, Any], only: Sequence[str]) -> tuple[str, ...]:
@@ -204,6 +241,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", action="append", default=[])
     parser.add_argument("--all", action="store_true")
     parser.add_argument("--force", action="store_true")
+    parser.add_argument("--progress", action="store_true", help="tell how far it is, too")
     arguments = parser.parse_args(words)
     if arguments.plain is None and (arguments.checkpoints is None or arguments.name is None):
         parser.error("--plain, or --checkpoints and --name")
@@ -218,7 +256,8 @@ def main(words: Sequence[str] | None = None) -> int:
             source = run_source(
                 store, arguments.name, only=arguments.only, everything=arguments.all
             )
-        done = export(source, arguments.to, arguments.format, force=arguments.force)
+        force, more = arguments.force, {"tell": _print_progress()} if arguments.progress else {}
+        done = export(source, arguments.to, arguments.format, force=force, **more)
     except CheckpointRejectedError as error:
         if arguments.plain is not None:
             return _say(str(error))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
@@ -19,14 +18,11 @@ from slurm_forge.cli.checkpoints.run_checkpoints import (
 from slurm_forge.cli.options import AsJson, RunName, Runs
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from slurm_forge.cli.checkpoints.disk import VerifyResult
     from slurm_forge.store.identity import CheckpointName
     from slurm_forge.vocabulary.trust import Trust
 
 _DAMAGED = 1
-_TELL_EVERY_S = 0.2
 
 app = typer.Typer(
     name="checkpoints",
@@ -181,14 +177,13 @@ def promote(
       slurm-forge checkpoints promote tiny-gpt latest --reason "measured"
       slurm-forge checkpoints promote tiny-gpt 1200 --reason "loss is fine"
     """
-    from slurm_forge.cli.checkpoints.disk import read_all
     from slurm_forge.errors import CheckpointError
     from slurm_forge.vocabulary.trust import Trust
 
     opened = open_run(run, runs)
     name = opened.meant(checkpoint)
     if verify:
-        verdict = read_all(opened.store, name, _progress(name))
+        verdict = _read_with_bar(opened, name)
         if verdict.problem:
             raise CheckpointError(
                 f"{name} is damaged, so it is not promoted: {verdict.problem}",
@@ -223,12 +218,11 @@ def suspect(
 
 def _verified(opened: Opened, name: CheckpointName) -> Read:
     """Read it and write down what was found, unless the run is another user's."""
-    from slurm_forge.cli.checkpoints.disk import read_all
     from slurm_forge.journal.events import CheckpointJudged
     from slurm_forge.vocabulary.trust import Trust
 
     begun = time.monotonic()
-    verdict = read_all(opened.store, name, _progress(name))
+    verdict = _read_with_bar(opened, name)
     found = None
     if verdict.damaged:
         reason = f"damaged: {verdict.problem}"
@@ -267,23 +261,12 @@ def _line_of(read: Read) -> str:
     return f"step {t.number(read.step)}   {read.name}   {what}"
 
 
-def _progress(name: CheckpointName) -> Callable[[int, int], None]:
-    """Tells how far reading is, on a terminal; anywhere else nothing."""
-    from slurm_forge.report.checkpoints_text import amount
+def _read_with_bar(opened: Opened, name: CheckpointName) -> VerifyResult:
+    from slurm_forge.cli.checkpoints.disk import read_all
+    from slurm_forge.cli.progress import bar
 
-    if not sys.stderr.isatty():
-        return lambda done, total: None
-    next_time = [time.monotonic() + _TELL_EVERY_S]
-
-    def show(done: int, total: int) -> None:
-        over = done >= total
-        if over or time.monotonic() >= next_time[0]:
-            next_time[0] = time.monotonic() + _TELL_EVERY_S
-            line = f"step {name.step}: {amount(done)} of {amount(total)}"
-            sys.stderr.write("\r\033[K" + ("" if over else line))
-            sys.stderr.flush()
-
-    return show
+    with bar(f"step {name.step}", of_bytes=True) as shown:
+        return read_all(opened.store, name, shown.reach)
 
 
 def _judge(

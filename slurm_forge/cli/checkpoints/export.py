@@ -134,24 +134,41 @@ def _child(words: list[str]) -> ExportSummary:
     import json
     import signal
     import subprocess
+    import tempfile
 
     from slurm_forge.cli.failure import (
         FAILED,
         INTERRUPTED,
     )
+    from slurm_forge.cli.progress import bar
     from slurm_forge.errors import CheckpointError
     from slurm_forge.knobs import process_environ
 
     _need("torch")
     # Not from here: a torch.py that lies in this folder would be taken for the real one.
-    command = [sys.executable, *process_words("export", *words)]
+    command = [sys.executable, *process_words("export", *words, "--progress")]
     environment = _from_anywhere(process_environ())
-    with subprocess.Popen(command, stdout=subprocess.PIPE, cwd="/", env=environment) as child:
+    out = b""
+    # What it writes on standard error is printed when the bar is gone.
+    with tempfile.TemporaryFile() as complaints:
         try:
-            out, _ = child.communicate()
-        except KeyboardInterrupt:  # the child has been interrupted too, and cleans up
-            child.wait()
-            raise typer.Exit(INTERRUPTED) from None
+            with (
+                bar("export", of_bytes=True) as shown,
+                subprocess.Popen(
+                    command, stdout=subprocess.PIPE, stderr=complaints, cwd="/", env=environment
+                ) as child,
+            ):
+                try:
+                    for out in child.stdout or ():
+                        told = json.loads(out)
+                        if "done" in told:
+                            shown.reach(told["done"], told["total"])
+                except KeyboardInterrupt:  # the child has been interrupted too, and cleans up
+                    child.wait()
+                    raise typer.Exit(INTERRUPTED) from None
+        finally:
+            complaints.seek(0)
+            typer.echo(complaints.read().decode(errors="replace"), nl=False, err=True)
     if child.returncode < 0:
         name = signal.Signals(-child.returncode).name
         raise CheckpointError(

@@ -160,6 +160,7 @@ def _delete(
     opened: Opened, plan: PrunePlan, newest: int, current: tuple[int, int] | None
 ) -> tuple[tuple[CheckpointName, ...], tuple[str, ...]]:
     """Delete what goes, and write down what has gone, whatever stopped it half-way."""
+    from slurm_forge.cli.progress import bar, counted
     from slurm_forge.files import exists
     from slurm_forge.journal.events import CheckpointsPruned
     from slurm_forge.person import person
@@ -167,13 +168,15 @@ def _delete(
     doomed = [each.name for each in plan.goes]
     removed: tuple[CheckpointName, ...] = ()
     try:
-        pruned = opened.store.prune(
-            # What has been published meanwhile stays, too.
-            lambda names: [name for name in names if name not in doomed],
-            _fence(opened, newest),
-            current=current,
-            suspect=plan.suspect,
-        )
+        with bar("deleting") as shown:
+            pruned = opened.store.prune(
+                # What has been published meanwhile stays, too.
+                lambda names: [name for name in names if name not in doomed],
+                # Each is renamed, and deleted when all are.
+                counted(shown, _fence(opened, newest), 2 * len(doomed)),
+                current=current,
+                suspect=plan.suspect,
+            )
     finally:
         removed = tuple(name for name in doomed if not exists(opened.store.path(name)))
         if removed:

@@ -41,6 +41,7 @@ def examine_live(
     from slurm_forge.cli.cluster.cluster_survey import look_at_slurm
     from slurm_forge.cli.cluster.live_text import live_json, live_text
     from slurm_forge.cli.preparation import check
+    from slurm_forge.cli.progress import bar
     from slurm_forge.cli.run_choice import runs_folder, site_places
     from slurm_forge.launch.attempt.stop_request import StopRequest
     from slurm_forge.launch.diagnose.live_check import LiveWish, live_job, look_live
@@ -64,11 +65,11 @@ def examine_live(
         requeue_too=requeue_too,
         keep=keep,
     )
-    with StopRequest() as stop:
+    with StopRequest() as stop, bar("job of doctor") as shown:
         observed = look_live(
             wish,
             slurm,
-            say=lambda text: typer.echo(clean(text, 400), err=True),
+            say=lambda text: shown.line(clean(text, 400)),
             interrupted=lambda: bool(stop),
         )
     account = account or (None if wanted is None else wanted.resources.account)

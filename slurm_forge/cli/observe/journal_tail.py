@@ -92,7 +92,11 @@ class JournalTail:
 
     def _read(self, file: JournalFile) -> tuple[_ReadFile, list[Record], list[Damage]]:
         known = replace(self._files.get(file.path.name, _ReadFile()))
-        inode = file.path.lstat().st_ino
+        status = file.path.lstat()
+        inode = status.st_ino
+        if (inode, status.st_size) == (known.inode, known.offset):
+            known.written = status.st_mtime
+            return known, [], []
         again = known.inode not in (0, inode)
         known.inode = inode
         if again:
@@ -111,6 +115,12 @@ class JournalTail:
         known.written = file.path.lstat().st_mtime
         known.note(records)
         return known, records, damage
+
+    @property
+    def growing(self) -> tuple[str, ...]:
+        """The files of the newest attempt: the others get no more lines, and a person's are new."""
+        newest = max((file.attempt for file in self._files.values()), default=0)
+        return tuple(name for name, file in self._files.items() if file.attempt == newest)
 
     @property
     def last_written(self) -> float | None:

@@ -33,15 +33,23 @@ class Lister:
     def line(self, run: RunDirectory) -> ListedRun:
         """The line of one run.  Raises what reading its files raises."""
         signed = signature(run)
-        value = self._remembered.get(run, signed)
-        remembered = None if value is None else _line(value, run)
+        remembered = self.known(run, signed)
         if remembered is not None and not (self._words and remembered.status not in RESTS):
             return remembered
         line, newest = self._made(run)
+        self.keep(run, signed, line, newest)
+        return line
+
+    def known(self, run: RunDirectory, signed: str) -> ListedRun | None:
+        """The line that was worked out of files that looked like this."""
+        value = self._remembered.get(run, signed)
+        return None if value is None else _line(value, run)
+
+    def keep(self, run: RunDirectory, signed: str, line: ListedRun, newest: float | None) -> None:
+        """Remember a line; ``newest`` is the time of the last record."""
         # Whether a local run is still there is no matter of files.
         if is_slurm_job(line.job) or not line.job or line.status in RESTS:
             self._remembered.put(run, signed, {**asdict(line), "newest": newest})
-        return line
 
     def close(self) -> None:
         """Keep them for the next time."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from slurm_forge.run_directory import RunDirectory, list_claims
 from slurm_forge.store.identity import CheckpointName
 from slurm_forge.units import parse_duration, parse_memory
 
-_LOG_ENDINGS = (".out", "_log.err")
+_LOG_ENDINGS = (".out", "_log.err", ".out.gz", "_log.err.gz")
 
 
 class RunReader:
@@ -58,6 +58,11 @@ class RunReader:
         self._purge: PurgeRule | None = None
         self._fallbacks: tuple[Path, ...] = ()
         self._problem = self._read_spec() if spec else None
+
+    @property
+    def growing(self) -> tuple[str, ...]:
+        """The files of the journal that a running attempt writes to."""
+        return self._tail.growing
 
     @property
     def total_steps(self) -> int | None:
@@ -181,24 +186,32 @@ def gather(run: RunDirectory, *, logs: bool = True, whole: bool = False) -> RunF
     gathering = RunReader(run, whole=whole)
     gathering.poll()
     facts = gathering.facts()
-    return replace(facts, logs=_logs(run)) if logs else facts
+    return replace(facts, logs=written_logs(log_folders(run))) if logs else facts
 
 
-def _logs(run: RunDirectory) -> tuple[str, ...]:
-    """Files that hold output: in the run's own folder, or in that of a submitit executor."""
-    folders = [run.submissions]
-    if run.path.parent.name == "runs":
-        folders.append(run.path.parent.parent)  # <folder>/runs/<name>: AutoExecutor(folder)
-    return tuple(from_here(path) for folder in folders for path in _written(folder))
+def log_folders(run: RunDirectory) -> tuple[Path, ...]:
+    """Where output lies: in the run's own folder, or in that of a submitit executor."""
+    if run.path.parent.name == "runs":  # <folder>/runs/<name>: AutoExecutor(folder)
+        return (run.submissions, run.path.parent.parent)
+    return (run.submissions,)
 
 
-def _written(folder: Path) -> list[Path]:
+def written_logs(folders: Iterable[Path], *, empty: bool = False) -> tuple[str, ...]:
+    """Files that hold output, as a person would name them from the current folder.
+
+    With ``empty`` also those that nothing was written to.
+    """
+    paths = (path for folder in folders for path in _written(folder, empty=empty))
+    return tuple(map(from_here, paths))
+
+
+def _written(folder: Path, *, empty: bool) -> list[Path]:
     try:
         with os.scandir(folder) as entries:
             return sorted(
                 Path(entry.path)
                 for entry in entries
-                if entry.name.endswith(_LOG_ENDINGS) and entry.stat().st_size
+                if entry.name.endswith(_LOG_ENDINGS) and (empty or entry.stat().st_size)
             )
     except OSError:
         return []

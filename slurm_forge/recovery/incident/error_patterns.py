@@ -63,6 +63,8 @@ class ErrorMatch:
     follows: bool = False
     #: How many lines stand behind it, those of srun and slurmstepd not counted.
     behind: int = 0
+    #: Where its line begins in the text; only of ``find_last``.
+    at: int = 0
 
 
 def find_cause(text: str) -> ErrorMatch | None:
@@ -76,7 +78,8 @@ def find_last(text: str, *, followers: bool = True) -> Iterator[ErrorMatch]:
     Of several in one line the one of the highest authority comes first.  Without ``followers``
     those are left out who were only hit by the end of another.
     """
-    text = text[-_LONGEST:]
+    skipped = max(0, len(text) - _LONGEST)
+    text = text[skipped:]
     hits = []
     for authority, pattern in enumerate(KNOWN_ERRORS):
         if pattern.follows and not followers:
@@ -85,9 +88,10 @@ def find_last(text: str, *, followers: bool = True) -> Iterator[ErrorMatch]:
         if last is not None:
             at, line = last
             hits.append((_line_begin(text, at), -authority, at, line, pattern))
-    for _, _, at, line, pattern in sorted(hits, key=lambda each: each[:2], reverse=True):
+    for begin, _, at, line, pattern in sorted(hits, key=lambda each: each[:2], reverse=True):
+        behind = _lines_behind(text, at)
         yield ErrorMatch(
-            pattern.cause, pattern.label, line, pattern.follows, _lines_behind(text, at)
+            pattern.cause, pattern.label, line, pattern.follows, behind, skipped + begin
         )
 
 

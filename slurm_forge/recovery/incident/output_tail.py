@@ -120,13 +120,14 @@ def _uncaught(text: str, *, shared: bool, quoted: Sequence[str]) -> tuple[Traceb
         end = trace.at
         if trace.in_passing or _OF_A_STARTER.match(trace.error):
             continue
-        if shared and (_follows(trace.error) or _has_been_said(trace.error, quoted)):
+        if shared and (is_follower(trace.error) or _has_been_said(trace.error, quoted)):
             continue
         return trace, behind
     return None, 0
 
 
-def _follows(error: str) -> bool:
+def is_follower(error: str) -> bool:
+    """Whether whoever raised this exception had only lost another rank."""
     match = _OURS.match(error)
     if match is not None:
         return match[1] in _OUR_FOLLOWERS
@@ -185,7 +186,7 @@ def _last_words(text: str, *, shared: bool, aborted: bool) -> Iterator[ErrorMatc
     for error_match in find_last(text, followers=not shared or aborted):
         if (
             not shared
-            or not _follows(error_match.text)
+            or not is_follower(error_match.text)
             or (aborted and error_match.cause is Cause.HANG)
         ):
             yield error_match

@@ -8,7 +8,7 @@ from datetime import tzinfo
 
 from slurm_forge.journal import events as ev
 from slurm_forge.report import text as t
-from slurm_forge.report.explain.logs import where
+from slurm_forge.report.logs.files import where
 from slurm_forge.report.story import story as s
 from slurm_forge.report.story.consequences import (
     consequences,

@@ -10,8 +10,8 @@ from slurm_forge.journal import RunState, RunStatus
 from slurm_forge.journal.fold import in_order, without_fenced
 from slurm_forge.report.checkpoints import newest_step
 from slurm_forge.report.explain.changes import what_changed
-from slurm_forge.report.explain.logs import output_of
 from slurm_forge.report.explain.suggestions import next_time
+from slurm_forge.report.logs.files import outputs_of
 from slurm_forge.report.status.advice import next_in_story
 from slurm_forge.report.status.report_facts import RunFacts
 from slurm_forge.report.status.run_status import (
@@ -53,6 +53,7 @@ def explain(facts: RunFacts) -> RunStory:
     kept_s = max(0.0, training - repeated)
     waits, rest = _between(history, now.status, until)
     spent = history.spending
+    logs = outputs_of((attempt.job for attempt in history.attempts), facts.logs)
     story = RunStory(
         run=facts.name,
         path=facts.path,
@@ -73,7 +74,7 @@ def explain(facts: RunFacts) -> RunStory:
         goodput=_ratio(kept_s, elapsed) if history.tells_steps else None,
         startup_s=_startup(history, now.status, elapsed or 0.0),
         ending_s=_ending(line, now.status, last_seen),
-        attempts=tuple(replace(a, logs=output_of(a.job, facts.logs)) for a in history.attempts),
+        attempts=tuple(replace(a, logs=logs[a.job]) for a in history.attempts),
         acts=history.acts,
         changes=what_changed(
             ordered,

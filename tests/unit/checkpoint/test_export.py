@@ -352,6 +352,17 @@ def test_what_was_written_is_told_as_json(run, tmp_path, capsys):
     assert (told["path"], told["size"]) == (str(target), target.stat().st_size)
 
 
+def test_how_far_it_is_is_told_before_the_result(run, tmp_path, capsys):
+    store, name = run[:2]
+    target = tmp_path / "x.pt"
+    words = ["--checkpoints", store.directory, "--run-id", "run", "--name", name]
+    assert main([*map(str, words), "--to", str(target), "--format", "torch", "--progress"]) == 0
+    *steps, told = map(json.loads, capsys.readouterr().out.splitlines())
+    assert steps
+    assert all(0 < step["done"] <= step["total"] for step in steps)
+    assert (told["path"], told["size"]) == (str(target), target.stat().st_size)
+
+
 def test_errors_of_the_process_are_safe_for_a_terminal(tmp_path, capsys):
     evil = "w\x1b]0;owned\x07"
     with warnings.catch_warnings():

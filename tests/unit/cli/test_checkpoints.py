@@ -487,8 +487,10 @@ class Child:
     def __exit__(self, *_):
         pass
 
-    def communicate(self):
-        return json.dumps(self.told).encode(), None
+    @property
+    def stdout(self):
+        lines = ({"done": 3, "total": 9}, self.told)
+        return [json.dumps(line).encode() + b"\n" for line in lines]
 
 
 @pytest.mark.parametrize(("name", "kind"), [

@@ -235,6 +235,7 @@ class Scribe:
         exact: bool = True,
         evidence: tuple[Evidence, ...] = (),
         wait: float = 0.0,
+        rank: int = 0,
     ) -> None:
         """The launch ends, what it was, and what is decided."""
         self.write("supervisor", ev.LaunchEnded(outcome=cause.value, step=step, exact=exact))
@@ -245,7 +246,7 @@ class Scribe:
             confidence=confidence,
             evidence=evidence or (Evidence(source, text),),
             step=step,
-            rank=0,
+            rank=rank,
             hosts=("n01",),
         )
         self.write("supervisor", ev.IncidentSeen(incident=incident))

@@ -551,7 +551,7 @@ def test_where_the_output_of_a_failed_launch_lies(scribe: Scribe) -> None:
     assert "  output: runs/x/77_0_log.out\n" in told(replace(facts, logs=(local[1],)))
     # Nothing of its own: the other ranks' is better than nothing.
     assert "  output: runs/x/77_1_log.err\n" in told(replace(facts, logs=local[2:]))
-    assert "output:" not in told(replace(facts, logs=("runs/x/tiny-gpt-77.out.gz",)))
+    assert "output:" not in told(replace(facts, logs=("runs/x/tiny-gpt-77.out.bak",)))
 
 
 def test_the_output_of_a_batch_job_and_of_ranks_that_nobody_named(scribe: Scribe) -> None:

@@ -1,0 +1,201 @@
+"""Reading files of output: from the end, as a stream, or as they grow; never a whole file at once.
+
+Whatever is wrong with a file, the others are read.
+"""
+
+from __future__ import annotations
+
+import errno
+import gzip
+import os
+import stat
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import BinaryIO, cast
+
+from slurm_forge.report.logs.files import COMPRESSED
+from slurm_forge.report.logs.lines import Line, Place, Source
+from slurm_forge.report.logs.merging import Selection
+
+#: A file is read in pieces of this size: as many are in memory as there are files.
+_PIECE = 1 << 16
+#: A line that does not end (a progress bar) is cut.
+_LONGEST = 1 << 15
+#: What is read of the end of a file for its last lines, at first and at most.
+_FIRST_END = 1 << 16
+_MOST_END = 1 << 26
+
+
+def open_log(path: str | Path) -> BinaryIO:
+    """Open a regular file, decompressed where its name says so; a pipe is never waited for."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
+    if str(path).endswith(COMPRESSED):
+        os.close(descriptor)
+        return cast(BinaryIO, gzip.open(path, "rb"))
+    return os.fdopen(descriptor, "rb")
+
+
+def stream(source: Source, now: float) -> Iterator[Line]:
+    """All lines of a file.  It is open only while a piece is read: there may be thousands."""
+    place = Place.at_beginning(source, now=now)
+    for text in _texts(source.path):
+        line = place.read(text)
+        if line is not None:
+            yield line
+
+
+def last_lines(source: Source, selection: Selection, most: int, now: float) -> list[Line]:
+    """The last lines of a file that are selected, at most so many.
+
+    Where no line tells when it was printed, they have the time of the last write.
+    """
+    lines = _last_lines(source, selection, most, now)
+    if any(line.dated for line in lines):
+        return lines
+    return [replace(line, time=source.written) for line in lines]
+
+
+def _last_lines(source: Source, selection: Selection, most: int, now: float) -> list[Line]:
+    if source.path.endswith(COMPRESSED):
+        return list(deque(filter(selection.takes, stream(source, now)), maxlen=most))
+    size = _FIRST_END
+    while True:
+        texts, whole = end_of(source.path, size)
+        lines = read_lines(source, texts, now, whole=whole)
+        chosen = [line for line in lines if selection.takes(line)]
+        if whole or len(chosen) >= most:
+            return chosen[-most:]
+        if size >= _MOST_END:
+            break
+        size *= 4
+    if chosen or source.attempts[-1].number == selection.attempt:
+        return chosen[-most:]
+    # An older attempt, far from the end.
+    return list(deque(filter(selection.takes, stream(source, now)), maxlen=most))
+
+
+def read_lines(source: Source, texts: list[str], now: float, *, whole: bool) -> list[Line]:
+    """Lines of a file: from its beginning (``whole``) or its end."""
+    place = _place(source, texts, now, whole=whole)
+    lines = (place.read(text) for text in texts)
+    return [line for line in lines if line is not None]
+
+
+def _place(source: Source, texts: list[str], now: float, *, whole: bool) -> Place:
+    if whole:
+        return Place.at_beginning(source, now=now)
+    return Place.within(source, texts, now=now)
+
+
+def end_of(path: str | Path, most: int) -> tuple[list[str], bool]:
+    """The lines in the last bytes of a file, and whether that is all of it."""
+    if str(path).endswith(COMPRESSED):
+        piece: deque[bytes] = deque(maxlen=max(1, most // _PIECE) + 1)
+        count = 0
+        with open_log(path) as file:
+            while part := file.read(_PIECE):
+                piece.append(part)
+                count += 1
+        content, whole = b"".join(piece), count <= len(piece)
+    else:
+        with open_log(path) as file:
+            size = os.fstat(file.fileno()).st_size
+            begin = max(0, size - most)
+            file.seek(begin)
+            content, whole = file.read(most), begin == 0
+    if not whole:
+        # The first line is not whole, unless it alone is longer than all that is read.
+        _, newline, rest = content.partition(b"\n")
+        content = rest if newline else content
+    return [_text(line) for line in content.removesuffix(b"\n").split(b"\n") if content], whole
+
+
+@dataclass(slots=True)
+class GrowingFile:
+    """A file that is read on from where it was read up to."""
+
+    source: Source
+    place: Place
+    offset: int = 0
+    _rest: bytes = field(default=b"", repr=False)
+
+    @classmethod
+    def from_beginning(cls, source: Source, now: float) -> GrowingFile:
+        """Read everything."""
+        return cls(source, Place.at_beginning(source, now=now))
+
+    @classmethod
+    def from_end(cls, source: Source, now: float) -> tuple[GrowingFile, list[Line]]:
+        """Read what is written from now on; also the last lines that are there."""
+        begin = max(0, Path(source.path).stat().st_size - _FIRST_END)
+        with open_log(source.path) as file:
+            file.seek(begin)
+            content = file.read(_FIRST_END)
+        *whole, rest = content.split(b"\n")
+        texts = [_text(each) for each in (whole if begin == 0 else whole[1:])]
+        place = _place(source, texts, now, whole=begin == 0)
+        lines = (place.read(text) for text in texts)
+        growing = cls(source, place, begin + len(content), rest)
+        return growing, [line for line in lines if line is not None]
+
+    def poll(self) -> Iterator[Line]:
+        """Whole lines that are new.  A file that has become shorter is read from its beginning."""
+        while True:
+            try:
+                size = Path(self.source.path).stat().st_size
+                if size < self.offset:
+                    self.offset, self._rest = 0, b""
+                if size == self.offset:
+                    return
+                with open_log(self.source.path) as file:
+                    file.seek(self.offset)
+                    content = file.read(_PIECE)
+            except OSError:
+                return
+            self.offset += len(content)
+            *whole, rest = (self._rest + content).split(b"\n")
+            self._rest = rest[-_LONGEST:]
+            for each in whole:
+                line = self.place.read(_text(each))
+                if line is not None:
+                    yield line
+
+    def know(self, source: Source, now: float) -> None:
+        """Learn of attempts that have begun since."""
+        self.source = source
+        self.place.know(source, now)
+
+
+def _texts(path: str) -> Iterator[str]:
+    """The lines of a file, read in pieces."""
+    if path.endswith(COMPRESSED):
+        with open_log(path) as file:
+            while line := file.readline(_LONGEST):
+                yield _text(line.removesuffix(b"\n"))
+        return
+    offset, rest = 0, b""
+    while True:
+        with open_log(path) as file:
+            file.seek(offset)
+            content = file.read(_PIECE)
+        if not content:
+            break
+        offset += len(content)
+        *whole, rest = (rest + content).split(b"\n")
+        yield from map(_text, whole)
+        if len(rest) > _LONGEST:
+            yield _text(rest)
+            rest = b""
+    if rest:
+        yield _text(rest)
+
+
+def _text(line: bytes) -> str:
+    if len(line) > _LONGEST:  # of a progress bar the end is what was shown last
+        line = line[-_LONGEST:] if b"\r" in line else line[:_LONGEST]
+    return line.decode(errors="replace")
