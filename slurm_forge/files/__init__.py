@@ -24,7 +24,12 @@ from slurm_forge.files.atomic import (
     retry_stale,
     write_atomic,
 )
-from slurm_forge.files.trust import ANYBODY, FOLDERS_OWNER, refuse_foreign
+from slurm_forge.files.trust import (
+    ANYBODY,
+    FOLDERS_OWNER,
+    refuse_foreign,
+    refuse_readable,
+)
 
 __all__ = [
     "ANYBODY",
@@ -42,6 +47,7 @@ __all__ = [
     "read_trusted",
     "refresh_listing",
     "refuse_foreign",
+    "refuse_readable",
     "retry_stale",
     "write_atomic",
 ]

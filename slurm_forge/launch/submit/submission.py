@@ -205,7 +205,7 @@ _BETWEEN_TRIES_S = 2.0
 #: What of a job may be another at a later start: nothing that is computed follows from it.
 _MAY_CHANGE = (
     "checkpoint", "environment", "recovery", "probe", "preflight", "watchdog", "lead", "inject",
-    "template", "container", "chain",
+    "template", "container", "chain", "notify",
 )  # fmt: skip
 #: And of its resources: not how many ranks there are, nor what each of them has.
 _RESOURCES = (
