@@ -31,6 +31,7 @@ _MODULES = {
     "status": "observe.status",
     "explain": "observe.status",
     "watch": "observe.watch",
+    "notify": "observe.notify",
     "requeue": "requests",
     "extend": "start.change",
     "change": "start.change",

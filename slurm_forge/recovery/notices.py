@@ -21,7 +21,7 @@ from slurm_forge.vocabulary.decision import Action, Decision
 
 _HOUR_S = 3600.0
 #: What is older is no news: nobody was there to send it, or the run got its targets later.
-_NEWS_S = 24 * _HOUR_S
+NEWS_S = 24 * _HOUR_S
 #: Messages to one target within an hour, of which events that a run goes on after may take half.
 MOST_PER_HOUR = 20
 
@@ -79,7 +79,7 @@ def notices_of(
         *_requeues(state, spec.requeues_per_hour, run),
         *_from_records(records, run),
     )
-    wanted = (each for each in every if each.event in spec.on and now - each.time < _NEWS_S)
+    wanted = (each for each in every if each.event in spec.on and now - each.time < NEWS_S)
     return tuple(sorted(wanted, key=lambda each: each.time))
 
 
@@ -166,13 +166,13 @@ def _from_records(records: Iterable[Record], run: str) -> Iterator[Notice]:
         elif isinstance(event, ev.StallSeen) and launch not in stalled:
             stalled.add(launch)
             ranks = ", ".join(map(str, event.late_ranks[:8]))
+            silent = words_for_duration(timedelta(seconds=round(event.since_s)))
             late = f"; late: rank {ranks} on {', '.join(event.late_hosts[:8])}" if ranks else ""
             yield Notice(
                 event=NotifyEvent.NO_PROGRESS,
                 key=f"no_progress|{record.attempt}|{record.launch}",
                 time=record.time,
-                words=f"no progress for {words_for_duration(timedelta(seconds=round(event.since_s)))} at step "
-                f"{event.step:,}{late}",
+                words=f"no progress for {silent} at step {event.step:,}{late}",
                 next=f"nothing to do if it is relaunched; where ranks are: slurm-forge explain "
                 f"{run}",
             )

@@ -29,7 +29,10 @@ _NAME = re.compile(
 _GONE_AFTER_S = 120.0
 #: Between two tries, the first time; then twice as long each time.
 _FIRST_PAUSE_S = 60.0
-MOST_TRIES = 6
+#: So often a message is tried in all, and by the run's own jobs: a watcher elsewhere may reach
+#: what they can't.
+MOST_TRIES = 9
+MOST_TRIES_OF_JOB = 4
 
 
 class Outcome(str, Enum):
@@ -68,17 +71,17 @@ class SentMessages:
     tries: dict[tuple[str, str], SendTry] = field(default_factory=dict)
 
     def next_try(
-        self, target: str, key: str, now: float, *, at_once: bool = False
+        self, target: str, key: str, now: float, most: int = MOST_TRIES, *, at_once: bool = False
     ) -> SendTry | None:
         """The try that is due; None where it was sent, is being sent, or has to wait.
 
-        ``at_once``: a failed one is repeated without a pause.
+        ``most`` is how often it is tried at all; ``at_once``: a failed one is repeated without a pause.
         """
         digest = digest_of(key)
         last = self.tries.get((target, digest))
         if last is None:
             return SendTry(target=target, digest=digest, number=1, time=now)
-        if last.outcome is Outcome.SENT or last.number >= MOST_TRIES:
+        if last.outcome is Outcome.SENT or last.number >= most:
             return None
         pause = _FIRST_PAUSE_S * 2 ** (last.number - 1)
         if last.outcome is Outcome.SENDING:
@@ -106,6 +109,11 @@ class SentMessages:
 def digest_of(key: str) -> str:
     """What stands for the key of an event in the name of a file."""
     return hashlib.sha256(key.encode(errors="surrogatepass")).hexdigest()[:16]
+
+
+def failure_text(target: str, error: str) -> str:
+    """A message that could not be sent, and what a person can do."""
+    return f"notification to {target} failed: {error}; next: slurm-forge notify --test {target}"
 
 
 def claim(run: RunDirectory, wanted: SendTry) -> bool:
@@ -146,9 +154,7 @@ def _read(run: RunDirectory, target: str, digest: str, number: int) -> SendTry:
     with contextlib.suppress(OSError, ForgeError, ValueError):
         path = _path(run, unread)
         body = read_json(path, _LIMIT, owner=FOLDERS_OWNER)
-        return replace(
-            from_json(SendTry, body), target=target, digest=digest, number=number
-        )
+        return replace(from_json(SendTry, body), target=target, digest=digest, number=number)
     return unread
 
 

@@ -3,27 +3,31 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from slurm_forge.errors import ForgeError
-from slurm_forge.files import open_trusted
+from slurm_forge.files import open_trusted, private_directory
 from slurm_forge.journal import fold, read_to_fold
 from slurm_forge.knobs import Knobs
 from slurm_forge.launch.notify.apprise_message import Message
 from slurm_forge.launch.notify.delivery import Errors, deliver
 from slurm_forge.launch.notify.message_text import message_of
 from slurm_forge.launch.notify.send_times import SendTimes
+from slurm_forge.launch.notify.targets import refuse_unsendable
 from slurm_forge.recovery.notices import MOST_PER_HOUR, Notice, may_send, notices_of
 from slurm_forge.run_directory import RunDirectory
 from slurm_forge.run_directory.sent_messages import (
+    MOST_TRIES_OF_JOB,
     Outcome,
     SendTry,
     claim,
     read_sent,
     settle,
 )
+from slurm_forge.spec.notify import NotifySpec
 from slurm_forge.spec.run_file import read_run_file
 
 #: A larger report is linked: mail servers refuse what is much larger.
@@ -48,6 +52,7 @@ class RunSender:
         knobs: Where the user's files are.
         deliver: Sends the messages.
         clock: The time, in seconds since the epoch.
+        most_tries: How often a message is tried by then, by whoever it was.
     """
 
     def __init__(
@@ -57,11 +62,14 @@ class RunSender:
         *,
         deliver: Deliver = deliver,
         clock: Callable[[], float] = time.time,
+        most_tries: int = MOST_TRIES_OF_JOB,
     ) -> None:
         self._run = run
         self._times = SendTimes(knobs.state_folder / "notify")
         self._deliver = deliver
         self._clock = clock
+        self._most_tries = most_tries
+        self._targets_file = knobs.targets_file
         self._job = ""
         self._attempt: int | None = None
 
@@ -86,7 +94,8 @@ class RunSender:
         every: list[Due] = []
         for target in dict.fromkeys(spec.to):
             tries = (
-                (each, sent.next_try(target, each.key, now, at_once=at_once)) for each in notices
+                (each, sent.next_try(target, each.key, now, self._most_tries, at_once=at_once))
+                for each in notices
             )
             wanted = tuple((each, number) for each, number in tries if number is not None)
             is_last = any(each.event.is_last for each, _ in wanted)
@@ -103,17 +112,22 @@ class RunSender:
         at_once: bool = False,
     ) -> Errors:
         """Send what is due in the time that there is; the reasons of failures by target."""
+        due = self.due(found, at_once=at_once)
+        if not due or within() <= 0:
+            return {}
+        private_directory(self._run.notifications)
         claimed: dict[str, tuple[tuple[Notice, SendTry], ...]] = {}
         messages: dict[str, Message] = {}
-        for due in self.due(found, at_once=at_once):
-            own = tuple((each, one) for each, one in due.notices if claim(self._run, one))
+        for wanted in due:
+            own = tuple((each, one) for each, one in wanted.notices if claim(self._run, one))
             if own:
-                claimed[due.target] = own
-                messages[due.target] = self._message(due.target, [each for each, _ in own])
+                claimed[wanted.target] = own
+                messages[wanted.target] = self._message(wanted.target, [each for each, _ in own])
         if not messages:
             return {}
-        self._times.add(messages, self._clock())
-        errors = self._deliver(messages, within)
+        problem = self._problem(tuple(messages))
+        errors = dict.fromkeys(messages, problem) if problem else self._deliver(messages, within)
+        self._times.add((each for each, error in errors.items() if not error), self._clock())
         for target, error in errors.items():
             outcome = Outcome.FAILED if error else Outcome.SENT
             settle(
@@ -122,13 +136,22 @@ class RunSender:
             )
         return {target: error for target, error in errors.items() if error}
 
+    def _problem(self, targets: tuple[str, ...]) -> str:
+        """Why nothing can be sent from this host; empty where something can."""
+        try:
+            refuse_unsendable(NotifySpec(to=targets), self._targets_file)
+        except (ForgeError, OSError) as error:
+            return " ".join(str(error).split())
+        return ""
+
     def _message(self, target: str, notices: Sequence[Notice]) -> Message:
         report = self._run.path / "report.html"
         exists = attached = False
         with contextlib.suppress(OSError, ForgeError):
-            with open(open_trusted(report), "rb") as file:
-                size = file.seek(0, 2)
-            exists, attached = True, size <= _LARGEST_ATTACHMENT
+            descriptor = open_trusted(report)
+            attached = os.fstat(descriptor).st_size <= _LARGEST_ATTACHMENT
+            os.close(descriptor)
+            exists = True
         return message_of(
             notices,
             run=self._run.name,

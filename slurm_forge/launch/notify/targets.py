@@ -19,6 +19,7 @@ from slurm_forge.documents import did_you_mean
 from slurm_forge.documents.reading import load
 from slurm_forge.errors import ConfigError
 from slurm_forge.files import open_trusted, refuse_readable
+from slurm_forge.knobs import Knobs, process_environ
 from slurm_forge.spec.notify import TARGET_NAME, NotifySpec
 
 _LIMIT = 1 << 16
@@ -126,13 +127,18 @@ def require_apprise() -> None:
     )
 
 
-def refuse_unsendable(spec: NotifySpec, path: Path) -> None:
-    """Refuse a job whose messages could not be sent.
+def refuse_unsendable(spec: NotifySpec, path: Path | None = None) -> None:
+    """Refuse a job whose messages could not be sent by this user from here.
+
+    Args:
+        spec: What the job says.
+        path: The user's file of targets; None is where it usually is.
 
     Raises:
-        ConfigError: Apprise is missing, or a target is not in the user's file at ``path``.
-        UnsafeFileError: Others can read or write that file.
+        ConfigError: Apprise is missing, or a target is not in the file.
+        UnsafeFileError: Others can read or write the file.
     """
     if spec.to:
         require_apprise()
+        path = path or Knobs.from_environ(process_environ()).targets_file
         chosen_targets(spec.to, read_targets(path), path)
