@@ -79,7 +79,7 @@ def notices_of(
         *_requeues(state, spec.requeues_per_hour, run),
         *_from_records(records, run),
     )
-    wanted = (each for each in every if each.event in spec.on and now - each.time < NEWS_S)
+    wanted = (each for each in every if each.event in spec.events and now - each.time < NEWS_S)
     return tuple(sorted(wanted, key=lambda each: each.time))
 
 

@@ -21,6 +21,8 @@ from slurm_forge.files import FOLDERS_OWNER, create_exclusive, read_json, write_
 from slurm_forge.json_codec import from_json
 from slurm_forge.run_directory.layout import RunDirectory
 
+#: What a target may be called.
+TARGET_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_]{0,31}")
 _LIMIT = 1 << 16
 _NAME = re.compile(
     r"(?P<target>[A-Za-z0-9][A-Za-z0-9_]*)-(?P<digest>[0-9a-f]{16})-(?P<number>[1-9])\.json"
@@ -75,7 +77,8 @@ class SentMessages:
     ) -> SendTry | None:
         """The try that is due; None where it was sent, is being sent, or has to wait.
 
-        ``most`` is how often it is tried at all; ``at_once``: a failed one is repeated without a pause.
+        ``most`` is how often it is tried at all; ``at_once``: a failed one is repeated without a
+        pause.
         """
         digest = digest_of(key)
         last = self.tries.get((target, digest))

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from enum import Enum
 from typing import Annotated, ClassVar
 
 from pydantic import AfterValidator, Field
 
+from slurm_forge.run_directory.sent_messages import TARGET_NAME
 from slurm_forge.spec.types import Count, JobSection
-
-#: What a target may be called: it becomes part of a file's name.
-TARGET_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_]{0,31}")
 
 
 class NotifyEvent(str, Enum):
-    """What is worth a message.  The values are what ``on:`` takes in a job file."""
+    """What is worth a message.  The values are what ``events:`` takes in a job file."""
 
     #: The run waits for a person.
     HELD = "held"
@@ -57,7 +54,7 @@ class NotifySpec(JobSection):
     """Messages about the run; nothing is sent without ``to``."""
 
     known_as: ClassVar[Mapping[str, str]] = {
-        "targets": "to", "target": "to", "recipients": "to", "events": "on", "when": "on",
+        "targets": "to", "target": "to", "recipients": "to", "when": "events",
         "requeues": "requeues_per_hour", "from": "from_job",
     }  # fmt: skip
 
@@ -66,7 +63,7 @@ class NotifySpec(JobSection):
         description="Names of targets; their URLs are in notify.yaml in your configuration folder, "
         "which only you can read.",
     )
-    on: tuple[NotifyEvent, ...] = Field(
+    events: tuple[NotifyEvent, ...] = Field(
         default=(
             NotifyEvent.HELD,
             NotifyEvent.FINISHED,

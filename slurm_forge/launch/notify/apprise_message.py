@@ -31,15 +31,20 @@ class Message:
 
 
 class _Complaints(logging.Handler):
-    """What Apprise logs: its calls return no more than that they failed."""
+    """What Apprise logs: its calls return no more than that they failed.
+
+    What a server answered is only in what it logs for debugging.
+    """
 
     def __init__(self) -> None:
-        super().__init__(logging.WARNING)
+        super().__init__()
         self.lines: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Keep it."""
-        self.lines.append(record.getMessage())
+        """Keep a warning or an exception."""
+        text = record.getMessage()
+        if record.levelno >= logging.WARNING or "Exception:" in text:
+            self.lines.append(text)
 
 
 def send(target: Target, message: Message) -> str:
@@ -52,6 +57,7 @@ def send(target: Target, message: Message) -> str:
     logger = logging.getLogger("apprise")
     # Else its complaints, which quote URLs, would reach whoever reads our output.
     logger.propagate = False
+    logger.setLevel(logging.DEBUG)
     complaints = _Complaints()
     logger.addHandler(complaints)
     try:

@@ -88,7 +88,7 @@ class RunSender:
         self._attempt = state.attempts[-1].number if state.attempts else None
         notices = (
             *notices_of(state, records, spec, run=str(self._run.path), now=now),
-            *(each for each in found if each.event in spec.on),
+            *(each for each in found if each.event in spec.events),
         )
         sent = read_sent(self._run)
         every: list[Due] = []

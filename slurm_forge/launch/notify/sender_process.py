@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
+from datetime import timedelta
 
 from slurm_forge.errors import ForgeError
 from slurm_forge.json_codec import dumps
@@ -19,16 +20,22 @@ from slurm_forge.spec.notify import NotifySpec
 from slurm_forge.spec.run_file import read_run_file
 
 #: How long the end of an attempt waits for the last message.
-_END_WAITS_S = 5.0
+_END_WAITS = timedelta(seconds=5)
+#: What of it is for writing down what could not be sent.
+_TO_SETTLE_S = 1.0
 
 
 @contextlib.contextmanager
-def notifications(run: RunDirectory, spec: NotifySpec) -> Iterator[None]:
-    """Send what happens in the run during the block, and at its end; for a few seconds at most.
+def notifications(
+    run: RunDirectory, spec: NotifySpec, *, end_waits: timedelta = _END_WAITS
+) -> Iterator[None]:
+    """Send what happens in the run during the block, and at its end.
 
-    Nothing of it raises, and what could not be sent is left to whoever looks next.
+    Nothing of it raises, and the end of the block waits for ``end_waits`` at most: what could not
+    be sent by then is left to whoever looks next.
     """
-    process = _start(run) if spec.to and spec.from_job else None
+    waits_s = end_waits.total_seconds()
+    process = _start(run, waits_s - _TO_SETTLE_S) if spec.to and spec.from_job else None
     try:
         yield
     finally:
@@ -36,7 +43,7 @@ def notifications(run: RunDirectory, spec: NotifySpec) -> Iterator[None]:
             with contextlib.suppress(OSError):
                 process.stdin.close()
             with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(_END_WAITS_S)
+                process.wait(waits_s)
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
@@ -55,17 +62,17 @@ def start_for_watcher(
     run: RunDirectory, found: Sequence[Notice], seconds: float
 ) -> subprocess.Popen[bytes] | None:
     """Start a process that sends what is due, with what was found from outside; it ends itself."""
-    process = _start(run, f"{seconds:g}")
+    process = _start(run, seconds)
     if process is not None and process.stdin is not None:
         with contextlib.suppress(OSError), process.stdin as pipe:
             pipe.write(dumps([asdict(each) for each in found]))
     return process
 
 
-def _start(run: RunDirectory, *arguments: str) -> subprocess.Popen[bytes] | None:
+def _start(run: RunDirectory, seconds: float) -> subprocess.Popen[bytes] | None:
     try:
         return subprocess.Popen(
-            [sys.executable, *process_words("notify", str(run.path), *arguments)],
+            [sys.executable, *process_words("notify", str(run.path), f"{seconds:g}")],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             start_new_session=True,

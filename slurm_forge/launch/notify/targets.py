@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING
 from urllib.parse import unquote
 
 from slurm_forge.documents import did_you_mean
@@ -20,7 +21,10 @@ from slurm_forge.documents.reading import load
 from slurm_forge.errors import ConfigError
 from slurm_forge.files import open_trusted, refuse_readable
 from slurm_forge.knobs import Knobs, process_environ
-from slurm_forge.spec.notify import TARGET_NAME, NotifySpec
+from slurm_forge.run_directory.sent_messages import TARGET_NAME
+
+if TYPE_CHECKING:
+    from slurm_forge.spec.notify import NotifySpec
 
 _LIMIT = 1 << 16
 _GUIDE = "docs/how-to/notifications.md"

@@ -21,7 +21,7 @@ from slurm_forge.run_directory.sent_messages import MOST_TRIES
 from slurm_forge.run_directory.snapshot_file import signature
 
 #: As ``run.yaml`` is written.  To parse a thousand of them takes seconds.
-_HAS_TARGETS = re.compile(rb"^ +notify:\n +to:\n", re.MULTILINE)
+_HAS_TARGETS = re.compile(rb"^  notify:\n    to: \[[^\]]", re.MULTILINE)
 _LARGEST = 1 << 24
 _MOST_AT_ONCE = 4
 _SECONDS = 30.0
