@@ -71,8 +71,7 @@ class NotifySpec(JobSection):
             NotifyEvent.NO_PROGRESS,
             NotifyEvent.LOST,
         ),
-        description="Events that are sent: held, finished, rolled_back, requeued_often, "
-        "no_progress, lost.",
+        description="Events that are sent (docs/how-to/notifications.md).",
     )
     requeues_per_hour: Count = Field(
         default=5, description="requeued_often: so many requeues within an hour."

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -449,3 +450,43 @@ def test_a_target_gets_so_many_messages_an_hour_of_all_runs(home: Path, tmp_path
     assert "many messages within an hour" in only
     now[0] += 3601
     assert len(send()) == 2, "those that waited, and no other again"
+
+
+# -- from the batch step ---------------------------------------------------------------------------
+
+
+def test_the_batch_step_of_a_run_that_is_held_sends(home: Path, tmp_path: Path) -> None:
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    for name in ("scontrol", "squeue", "sacct", "scancel", "sbatch"):
+        (programs / name).write_text(f"#!/bin/sh\necho {name} $* >> {tmp_path}/asked\n")
+        (programs / name).chmod(0o700)
+    (tmp_path / "job.yaml").write_text("name: x\nnotify: {to: [team], events: [held]}\n")
+    with webhook() as hook:
+        targets(home, team=hook.url)
+        environment = {k: v for k, v in os.environ.items() if not k.startswith("SLURM")}
+        done = subprocess.run(
+            [sys.executable, "-m", "slurm_forge.cli.main", "exec", "--job", "job.yaml", "--",
+             "bash", "-c", "echo KeyError: 3 >&2; exit 7"],
+            check=False,
+            cwd=tmp_path,
+            env={
+                **environment,
+                "PATH": f"{programs}:{environment['PATH']}",
+                "SLURM_FORGE_NODES": "off",
+                "SLURM_JOB_ID": "5",
+                "SLURM_STEP_ID": "-5",
+                "SLURM_CONF": "/dev/null",
+            },
+            capture_output=True,
+            text=True,
+            timeout=WITHIN_S,
+        )  # fmt: skip
+        assert "held" in done.stderr, done.stderr
+        run = RunDirectory.at(tmp_path / "runs" / "x")
+        if not hook.posts:  # a machine this busy: its next start, or a watcher, sends it
+            RunSender(run, knobs(), clock=lambda: time.time() + 600).send(for_seconds(WITHIN_S))
+        (post,) = hook.posts
+    assert "the same error twice in a row" in post["title"]
+    assert "Job: 5" in post["message"]
+    assert "scontrol requeuehold 5" in (tmp_path / "asked").read_text()
