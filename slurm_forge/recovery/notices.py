@@ -14,7 +14,7 @@ from slurm_forge.journal import Record, RunState, RunStatus
 from slurm_forge.journal import events as ev
 from slurm_forge.recovery.policy.remedies import NEXT, own_next_step, remedy
 from slurm_forge.recovery.run_watch import FindingKind, WatchFinding
-from slurm_forge.spec.notify import NotifyEvent, NotifySpec
+from slurm_forge.spec.notifications import NotifyEvent, NotifySpec
 from slurm_forge.units import words_for_duration
 from slurm_forge.vocabulary.cause import Cause
 from slurm_forge.vocabulary.decision import Action, Decision
@@ -27,7 +27,7 @@ MOST_PER_HOUR = 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Notice:
+class EventNotice:
     """An event to tell of.
 
     Attributes:
@@ -58,17 +58,19 @@ _FOUND = {
 }
 
 
-def notice_of(finding: WatchFinding, now: float) -> Notice | None:
+def notice_of(finding: WatchFinding, now: float) -> EventNotice | None:
     """What a watcher has found, as a notice; None for what the run's own journal tells."""
     event = _FOUND.get(finding.kind)
     if event is None or not finding.person:
         return None
-    return Notice(event=event, key=finding.key, time=now, words=finding.words, next=finding.next)
+    return EventNotice(
+        event=event, key=finding.key, time=now, words=finding.words, next=finding.next
+    )
 
 
 def notices_of(
     state: RunState, records: Iterable[Record], spec: NotifySpec, *, run: str, now: float
-) -> tuple[Notice, ...]:
+) -> tuple[EventNotice, ...]:
     """The notices of a run that its targets want and that are news, the oldest first.
 
     ``run`` is what a person types to mean it.
@@ -92,7 +94,7 @@ def may_send(sent: Sequence[float], now: float, *, is_last: bool) -> bool:
     return recent < (MOST_PER_HOUR if is_last else MOST_PER_HOUR // 2)
 
 
-def _held(state: RunState, run: str) -> Iterator[Notice]:
+def _held(state: RunState, run: str) -> Iterator[EventNotice]:
     if state.status is not RunStatus.HELD or not state.attempts:
         return
     attempt = state.attempts[-1]
@@ -103,7 +105,7 @@ def _held(state: RunState, run: str) -> Iterator[Notice]:
     )
     time, decision = next(ends, (attempt.ended or attempt.started, None))
     words, _, step = state.reason.partition(NEXT)
-    yield Notice(
+    yield EventNotice(
         event=NotifyEvent.HELD,
         key=f"held|{attempt.number}|{'' if decision is None else decision.incident_id}",
         time=time,
@@ -119,11 +121,11 @@ def _remedy(state: RunState, decision: Decision | None) -> str:
     return own or remedy(Cause.UNKNOWN if decision is None else decision.cause)
 
 
-def _rollbacks(state: RunState, run: str) -> Iterator[Notice]:
+def _rollbacks(state: RunState, run: str) -> Iterator[EventNotice]:
     for attempt in state.attempts:
         for time, decision in attempt.decisions:
             if decision.action is Action.ROLLBACK:
-                yield Notice(
+                yield EventNotice(
                     event=NotifyEvent.ROLLED_BACK,
                     key=f"rolled_back|{attempt.number}|{decision.incident_id}",
                     time=time,
@@ -132,7 +134,7 @@ def _rollbacks(state: RunState, run: str) -> Iterator[Notice]:
                 )
 
 
-def _requeues(state: RunState, most: int, run: str) -> Iterator[Notice]:
+def _requeues(state: RunState, most: int, run: str) -> Iterator[EventNotice]:
     window: list[float] = []
     for attempt in state.attempts:
         for time, _ in attempt.requeues:
@@ -141,7 +143,7 @@ def _requeues(state: RunState, most: int, run: str) -> Iterator[Notice]:
                 continue
             window = []  # the next notice is about other requeues
             reason = next((each.reason for _, each in reversed(attempt.decisions)), "")
-            yield Notice(
+            yield EventNotice(
                 event=NotifyEvent.REQUEUED_OFTEN,
                 key=f"requeued_often|{attempt.number}",
                 time=time,
@@ -151,12 +153,12 @@ def _requeues(state: RunState, most: int, run: str) -> Iterator[Notice]:
             )
 
 
-def _from_records(records: Iterable[Record], run: str) -> Iterator[Notice]:
+def _from_records(records: Iterable[Record], run: str) -> Iterator[EventNotice]:
     stalled: set[tuple[int, int]] = set()
     for record in records:
         event, launch = record.event, (record.attempt, record.launch)
         if isinstance(event, ev.Finished):
-            yield Notice(
+            yield EventNotice(
                 event=NotifyEvent.FINISHED,
                 key=f"finished|{record.attempt}",
                 time=record.time,
@@ -168,7 +170,7 @@ def _from_records(records: Iterable[Record], run: str) -> Iterator[Notice]:
             ranks = ", ".join(map(str, event.late_ranks[:8]))
             silent = words_for_duration(timedelta(seconds=round(event.since_s)))
             late = f"; late: rank {ranks} on {', '.join(event.late_hosts[:8])}" if ranks else ""
-            yield Notice(
+            yield EventNotice(
                 event=NotifyEvent.NO_PROGRESS,
                 key=f"no_progress|{record.attempt}|{record.launch}",
                 time=record.time,

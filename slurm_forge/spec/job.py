@@ -28,7 +28,7 @@ from slurm_forge.spec.launchers import (
     check_chain,
     check_started,
 )
-from slurm_forge.spec.notify import NotifySpec
+from slurm_forge.spec.notifications import NotifySpec
 from slurm_forge.spec.recovery import Recovery
 from slurm_forge.spec.resources import Resources
 from slurm_forge.spec.safeguards import (

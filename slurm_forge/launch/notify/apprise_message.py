@@ -22,7 +22,7 @@ _LONGEST_ERROR = 300
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Message:
+class OutgoingMessage:
     """What is sent: plain text, and a file to attach where there is one."""
 
     title: str
@@ -47,7 +47,7 @@ class _Complaints(logging.Handler):
             self.lines.append(text)
 
 
-def send(target: Target, message: Message) -> str:
+def send(target: Target, message: OutgoingMessage) -> str:
     """Send a message; why that failed, without anything of the target's URL, else empty.
 
     It takes as long as the target likes.
@@ -82,10 +82,10 @@ def send(target: Target, message: Message) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """``TARGET``, and a ``Message`` as JSON on standard input."""
+    """``TARGET``, and a ``OutgoingMessage`` as JSON on standard input."""
     (name,) = sys.argv[1:] if argv is None else argv
     path = Knobs.from_environ(os.environ).targets_file
-    message = parse(Message, sys.stdin.buffer.read())
+    message = parse(OutgoingMessage, sys.stdin.buffer.read())
     try:
         (target,) = chosen_targets([name], read_targets(path), path)
         sys.stdout.write(send(target, message))

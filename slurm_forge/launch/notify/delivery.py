@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict
 
 from slurm_forge.json_codec import dumps
-from slurm_forge.launch.notify.apprise_message import Message
+from slurm_forge.launch.notify.apprise_message import OutgoingMessage
 from slurm_forge.process import process_words
 
 #: What is made of a target's answer: why it failed, or empty.
@@ -21,7 +21,7 @@ _CUT_OFF = "no answer within {:.0f} s"
 _NICE = 10
 
 
-def deliver(messages: Mapping[str, Message], within: Callable[[], float]) -> Errors:
+def deliver(messages: Mapping[str, OutgoingMessage], within: Callable[[], float]) -> Errors:
     """Send each target its message, all at once; why it failed for each, empty where it did not.
 
     Args:
@@ -56,7 +56,7 @@ def deliver(messages: Mapping[str, Message], within: Callable[[], float]) -> Err
     return errors
 
 
-def _start(name: str, message: Message) -> subprocess.Popen[bytes]:
+def _start(name: str, message: OutgoingMessage) -> subprocess.Popen[bytes]:
     words = [sys.executable, *process_words("send_message", name)]
     process = subprocess.Popen(
         ["nice", "-n", str(_NICE), *words],

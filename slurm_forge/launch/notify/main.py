@@ -20,7 +20,7 @@ from slurm_forge.errors import ForgeError
 from slurm_forge.json_codec import from_json, parse
 from slurm_forge.knobs import Knobs
 from slurm_forge.launch.notify.sender import RunSender
-from slurm_forge.recovery.notices import Notice
+from slurm_forge.recovery.notices import EventNotice
 from slurm_forge.run_directory import RunDirectory
 from slurm_forge.run_directory.sent_messages import MOST_TRIES, failure_text
 from slurm_forge.run_directory.snapshot_file import signature
@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not given.content:
         _send(RunSender(run, knobs), given.left, at_once=True)
         return 0
-    found = [from_json(Notice, each) for each in parse(list[object], given.content)]
+    found = [from_json(EventNotice, each) for each in parse(list[object], given.content)]
     _send(RunSender(run, knobs, most_tries=MOST_TRIES), given.left, found)
     return 0
 
@@ -85,7 +85,7 @@ def _accompany(run: RunDirectory, sender: RunSender, given: _Input) -> None:
 def _send(
     sender: RunSender,
     within: Callable[[], float],
-    found: Sequence[Notice] = (),
+    found: Sequence[EventNotice] = (),
     *,
     at_once: bool = False,
 ) -> bool:

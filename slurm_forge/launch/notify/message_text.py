@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from slurm_forge.launch.notify.apprise_message import Message
-from slurm_forge.recovery.notices import Notice
+from slurm_forge.launch.notify.apprise_message import OutgoingMessage
+from slurm_forge.recovery.notices import EventNotice
 
 _LONGEST_TITLE = 120
 _LONGEST_LINE = 500
@@ -14,7 +14,7 @@ _MOST_NOTICES = 20
 
 
 def message_of(
-    notices: Sequence[Notice],
+    notices: Sequence[EventNotice],
     *,
     run: str,
     path: str,
@@ -23,7 +23,7 @@ def message_of(
     report: str | None,
     attached: bool,
     last_for_now: bool = False,
-) -> Message:
+) -> OutgoingMessage:
     """One message about all notices, what a run ended with first.
 
     Args:
@@ -50,16 +50,16 @@ def message_of(
         lines.append(f"Report: {_line(report)}{' (attached)' if attached else ''}")
     if last_for_now:
         lines.append("This target has had many messages within an hour; the next ones wait.")
-    return Message(
+    return OutgoingMessage(
         title=_cut(_line(f"{run}: {ordered[0].words}"), _LONGEST_TITLE),
         body="\n".join(lines),
         attachment=report if attached else None,
     )
 
 
-def test_message(target: str, host: str) -> Message:
+def test_message(target: str, host: str) -> OutgoingMessage:
     """What ``slurm-forge notify --test`` sends."""
-    return Message(
+    return OutgoingMessage(
         title="slurm_forge: test message",
         body=f"This is a test of the notification target {target}, sent from {_line(host)}.\n"
         "Next: nothing to do.",

@@ -12,12 +12,12 @@ from slurm_forge.errors import ForgeError
 from slurm_forge.files import open_trusted, private_directory
 from slurm_forge.journal import fold, read_to_fold
 from slurm_forge.knobs import Knobs
-from slurm_forge.launch.notify.apprise_message import Message
+from slurm_forge.launch.notify.apprise_message import OutgoingMessage
 from slurm_forge.launch.notify.delivery import Errors, deliver
 from slurm_forge.launch.notify.message_text import message_of
 from slurm_forge.launch.notify.send_times import SendTimes
 from slurm_forge.launch.notify.targets import refuse_unsendable
-from slurm_forge.recovery.notices import MOST_PER_HOUR, Notice, may_send, notices_of
+from slurm_forge.recovery.notices import MOST_PER_HOUR, EventNotice, may_send, notices_of
 from slurm_forge.run_directory import RunDirectory
 from slurm_forge.run_directory.sent_messages import (
     MOST_TRIES_OF_JOB,
@@ -27,13 +27,13 @@ from slurm_forge.run_directory.sent_messages import (
     read_sent,
     settle,
 )
-from slurm_forge.spec.notify import NotifySpec
+from slurm_forge.spec.notifications import NotifySpec
 from slurm_forge.spec.run_file import read_run_file
 
 #: A larger report is linked: mail servers refuse what is much larger.
 _LARGEST_ATTACHMENT = 5 << 20
 
-Deliver = Callable[[Mapping[str, Message], Callable[[], float]], Errors]
+Deliver = Callable[[Mapping[str, OutgoingMessage], Callable[[], float]], Errors]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class Due:
     """Notices for a target, each with the try that it is sent with."""
 
     target: str
-    notices: tuple[tuple[Notice, SendTry], ...]
+    notices: tuple[tuple[EventNotice, SendTry], ...]
 
 
 class RunSender:
@@ -73,7 +73,7 @@ class RunSender:
         self._job = ""
         self._attempt: int | None = None
 
-    def due(self, found: Sequence[Notice] = (), *, at_once: bool = False) -> tuple[Due, ...]:
+    def due(self, found: Sequence[EventNotice] = (), *, at_once: bool = False) -> tuple[Due, ...]:
         """What would be sent now, with what a watcher has ``found``; nothing is written.
 
         ``at_once``: what failed is not waited with.  Errors: those of reading a run.
@@ -107,7 +107,7 @@ class RunSender:
     def send(
         self,
         within: Callable[[], float],
-        found: Sequence[Notice] = (),
+        found: Sequence[EventNotice] = (),
         *,
         at_once: bool = False,
     ) -> Errors:
@@ -116,8 +116,8 @@ class RunSender:
         if not due or within() <= 0:
             return {}
         private_directory(self._run.notifications)
-        claimed: dict[str, tuple[tuple[Notice, SendTry], ...]] = {}
-        messages: dict[str, Message] = {}
+        claimed: dict[str, tuple[tuple[EventNotice, SendTry], ...]] = {}
+        messages: dict[str, OutgoingMessage] = {}
         for wanted in due:
             own = tuple((each, one) for each, one in wanted.notices if claim(self._run, one))
             if own:
@@ -144,7 +144,7 @@ class RunSender:
             return " ".join(str(error).split())
         return ""
 
-    def _message(self, target: str, notices: Sequence[Notice]) -> Message:
+    def _message(self, target: str, notices: Sequence[EventNotice]) -> OutgoingMessage:
         report = self._run.path / "report.html"
         exists = attached = False
         with contextlib.suppress(OSError, ForgeError):

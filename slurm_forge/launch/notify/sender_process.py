@@ -14,9 +14,9 @@ from datetime import timedelta
 from slurm_forge.errors import ForgeError
 from slurm_forge.json_codec import dumps
 from slurm_forge.process import process_words
-from slurm_forge.recovery.notices import Notice
+from slurm_forge.recovery.notices import EventNotice
 from slurm_forge.run_directory import RunDirectory
-from slurm_forge.spec.notify import NotifySpec
+from slurm_forge.spec.notifications import NotifySpec
 from slurm_forge.spec.run_file import read_run_file
 
 #: How long the end of an attempt waits for the last message.
@@ -59,7 +59,7 @@ def send_pending(run: RunDirectory) -> None:
 
 
 def start_for_watcher(
-    run: RunDirectory, found: Sequence[Notice], seconds: float
+    run: RunDirectory, found: Sequence[EventNotice], seconds: float
 ) -> subprocess.Popen[bytes] | None:
     """Start a process that sends what is due, with what was found from outside; it ends itself."""
     process = _start(run, seconds)

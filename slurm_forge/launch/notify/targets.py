@@ -24,7 +24,7 @@ from slurm_forge.knobs import Knobs, process_environ
 from slurm_forge.run_directory.sent_messages import TARGET_NAME
 
 if TYPE_CHECKING:
-    from slurm_forge.spec.notify import NotifySpec
+    from slurm_forge.spec.notifications import NotifySpec
 
 _LIMIT = 1 << 16
 _GUIDE = "docs/how-to/notifications.md"

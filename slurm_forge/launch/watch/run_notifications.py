@@ -14,7 +14,7 @@ from slurm_forge.files import read_bounded
 from slurm_forge.knobs import Knobs
 from slurm_forge.launch.notify.sender import RunSender
 from slurm_forge.launch.notify.sender_process import start_for_watcher
-from slurm_forge.recovery.notices import NEWS_S, Notice, notice_of
+from slurm_forge.recovery.notices import NEWS_S, EventNotice, notice_of
 from slurm_forge.recovery.run_watch import WatchFinding
 from slurm_forge.run_directory import RunDirectory
 from slurm_forge.run_directory.sent_messages import MOST_TRIES
@@ -85,7 +85,7 @@ class RunNotifications:
         if RunSender(run, self._knobs, clock=self._clock, most_tries=MOST_TRIES).due(notices):
             self._start(run, notices)
 
-    def _start(self, run: RunDirectory, notices: Sequence[Notice]) -> None:
+    def _start(self, run: RunDirectory, notices: Sequence[EventNotice]) -> None:
         process = start_for_watcher(run, notices, _SECONDS)
         if process is not None:
             self._processes.append(process)

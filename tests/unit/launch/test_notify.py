@@ -24,7 +24,7 @@ from slurm_forge.errors import ConfigError, ForgeError, UnsafeFileError
 from slurm_forge.journal import JournalWriter
 from slurm_forge.journal.events import AttemptEnded, AttemptStarted, DecisionTaken
 from slurm_forge.knobs import Knobs
-from slurm_forge.launch.notify.apprise_message import Message
+from slurm_forge.launch.notify.apprise_message import OutgoingMessage
 from slurm_forge.launch.notify.delivery import Errors, deliver
 from slurm_forge.launch.notify.send_times import SendTimes
 from slurm_forge.launch.notify.sender import RunSender
@@ -177,7 +177,7 @@ def test_a_target_that_hangs_holds_up_no_other_and_is_ended(home: Path) -> None:
     with hanging() as hangs, webhook() as hook:
         targets(home, hangs=hangs, good=hook.url)
         deadline = time.monotonic() + WITHIN_S
-        message = Message(title="x", body="y")
+        message = OutgoingMessage(title="x", body="y")
         errors = deliver(
             {"hangs": message, "good": message},
             lambda: 0.0 if hook.posts else deadline - time.monotonic(),
@@ -349,10 +349,12 @@ class Service:
 
     def __init__(self, *answers: str | BaseException) -> None:
         self.answers = list(answers)
-        self.got: list[tuple[str, Message]] = []
+        self.got: list[tuple[str, OutgoingMessage]] = []
         self._lock = threading.Lock()
 
-    def __call__(self, messages: Mapping[str, Message], within: Callable[[], float]) -> Errors:
+    def __call__(
+        self, messages: Mapping[str, OutgoingMessage], within: Callable[[], float]
+    ) -> Errors:
         with self._lock:
             answer = self.answers.pop(0) if self.answers else ""
             self.got += messages.items()

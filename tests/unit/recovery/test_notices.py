@@ -13,7 +13,7 @@ from slurm_forge.journal import fold, read_to_fold
 from slurm_forge.launch.notify.message_text import message_of
 from slurm_forge.recovery.notices import (
     MOST_PER_HOUR,
-    Notice,
+    EventNotice,
     may_send,
     notice_of,
     notices_of,
@@ -26,7 +26,7 @@ from slurm_forge.run_directory.sent_messages import (
     SentMessages,
     digest_of,
 )
-from slurm_forge.spec.notify import NotifyEvent, NotifySpec
+from slurm_forge.spec.notifications import NotifyEvent, NotifySpec
 from slurm_forge.vocabulary.cause import Cause, Evidence
 from slurm_forge.vocabulary.decision import Action
 from tests.unit.report.journals import Scribe
@@ -35,7 +35,7 @@ EVERY = NotifySpec(to=("me",), events=tuple(NotifyEvent), requeues_per_hour=3)
 HOUR = 3600.0
 
 
-def notices(scribe: Scribe, spec: NotifySpec = EVERY, *, after: float = 0.0) -> list[Notice]:
+def notices(scribe: Scribe, spec: NotifySpec = EVERY, *, after: float = 0.0) -> list[EventNotice]:
     records = read_to_fold(scribe.run)
     state = fold(records)
     return list(notices_of(state, records, spec, run="tiny-gpt", now=scribe.now + after))
@@ -179,7 +179,7 @@ def test_a_message_that_was_sent_is_never_due_again(
 
 @given(st.text(), st.text(), st.text())
 def test_texts_of_programs_stay_on_their_lines(words: str, next_: str, job: str) -> None:
-    notice = Notice(event=NotifyEvent.HELD, key="k", time=0.0, words=words, next=next_)
+    notice = EventNotice(event=NotifyEvent.HELD, key="k", time=0.0, words=words, next=next_)
     message = message_of(
         [notice], run="x", path="/runs/x", job=job, attempt=1, report=None, attached=False
     )
