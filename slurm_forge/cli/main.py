@@ -32,6 +32,7 @@ _MODULES = {
     "explain": "observe.status",
     "watch": "observe.watch",
     "notify": "observe.notify",
+    "metrics": "observe.metrics",
     "requeue": "requests",
     "extend": "start.change",
     "change": "start.change",

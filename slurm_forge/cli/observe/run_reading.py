@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from slurm_forge.cli.observe.journal_tail import JournalTail
+from slurm_forge.cli.observe.journal_tail import JournalTail, without_superseded_records
 from slurm_forge.cli.run_choice import (
     from_here,
     reference,
@@ -105,6 +105,10 @@ class RunReader:
                 self._global_batch = record.event.global_batch or self._global_batch
         self._resumed = resumed[-1:]
         return sorted(records, key=lambda record: record.time)
+
+    def forget_superseded(self) -> None:
+        """Drop records of progress that later ones supersede: else they pile up for days."""
+        self._records = without_superseded_records(self._records)
 
     def facts(self) -> RunFacts:
         """Everything read so far."""
