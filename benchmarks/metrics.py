@@ -4,7 +4,7 @@
 
 Between two readings every run that trains writes a line, as it does every five seconds.  A scrape
 is that of an HTTP client on the loopback, beside a server that shows a new page each round: the
-first one of a round, and another.
+first one of a page, another, and any while the runs are read.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import argparse
 import os
 import resource
 import tempfile
+import threading
 import time
 import urllib.request
 from dataclasses import asdict, dataclass
@@ -26,10 +27,7 @@ from slurm_forge.journal import JournalWriter
 from slurm_forge.journal.events import Logged
 from slurm_forge.run_directory import RunDirectory
 
-_ACCEPT = {
-    "text": "text/plain",
-    "OpenMetrics": "application/openmetrics-text;version=1.0.0",
-}
+_OPENMETRICS = "application/openmetrics-text;version=1.0.0"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +67,14 @@ def _train(writers: dict[str, JournalWriter], runs: list[RunDirectory], number: 
         writers[run.name].write(Logged(step=step, values={"loss": 2.5}), durable=False)
 
 
+def _scrape(address: str, watch: Stopwatch, what: str, accept: str = _OPENMETRICS) -> None:
+    request = urllib.request.Request(f"http://{address}/metrics", headers={"Accept": accept})
+    began = _now()
+    with urllib.request.urlopen(request) as answer:
+        answer.read()
+    watch.time(what, began)
+
+
 def measure(folder: Path, count: int, rounds: int) -> tuple[list[Figures], int, float]:
     """The figures, the size of a page in bytes, and the peak of memory in MiB."""
     runs = write_many(folder, count)
@@ -85,21 +91,21 @@ def measure(folder: Path, count: int, rounds: int) -> tuple[list[Figures], int, 
             began = _now()
             page = MetricsPage(*metrics.refresh(runs))
             watch.time("reading, a fifth of the runs train", began)
+            _train(writers, runs, number)
+            reading = threading.Thread(target=metrics.refresh, args=(runs,))
+            reading.start()
+            while reading.is_alive():
+                _scrape(server.address, watch, "scrape while runs are read, OpenMetrics")
+            reading.join()
             began = _now()
             MetricsPage(*metrics.refresh(runs))
             watch.time("reading, nothing has changed", began)
             began = _now()
             server.show(page)
             watch.time("making the page", began)
-            for name, accept in _ACCEPT.items():
-                for which in ("first scrape", "scrape"):
-                    request = urllib.request.Request(
-                        f"http://{server.address}/metrics", headers={"Accept": accept}
-                    )
-                    began = _now()
-                    with urllib.request.urlopen(request) as answer:
-                        answer.read()
-                    watch.time(f"{which} of a round, {name}", began)
+            for which in ("first scrape of a page", "scrape"):
+                _scrape(server.address, watch, f"{which}, text", "text/plain")
+                _scrape(server.address, watch, f"{which}, OpenMetrics")
     figures = [
         Figures(what=what, wall_s=spread(watch.wall[what]), cpu_s=spread(watch.cpu[what]))
         for what in watch.wall

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 import shutil
 import subprocess
+import sys
+import time
 import urllib.error
+import urllib.parse
 import urllib.request
-from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -19,6 +23,7 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from prometheus_client.parser import text_string_to_metric_families
 from typer.testing import CliRunner, Result
 
+from benchmarks.many_runs import write_many
 from slurm_forge.cli.main import application
 from slurm_forge.cli.observe.journal_tail import without_superseded_records
 from slurm_forge.cli.observe.metrics_runs import MetricsRuns
@@ -33,6 +38,7 @@ from slurm_forge.report.metrics.exposition import Refreshed, exposition
 from slurm_forge.report.metrics.run_figures import run_figures
 from slurm_forge.vocabulary.cause import Cause
 from slurm_forge.vocabulary.decision import Action
+from tests.unit.launch.message_servers import free_port
 from tests.unit.report.journals import TUESDAY, Scribe
 
 REFRESHED = Refreshed(time=1.0, seconds=0.5, left_out=0, unreadable=0)
@@ -78,7 +84,9 @@ def read(scribe: Scribe, **limits: float) -> str:
 
 def test_the_figures_are_those_of_explain_and_status(scribe: Scribe) -> None:
     values = samples(read(scribe))
-    story = explain(RunReader(scribe.run, clock=lambda: scribe.now).facts())
+    reader = RunReader(scribe.run, clock=lambda: scribe.now)
+    reader.poll()
+    story = explain(reader.facts())
     name = "tiny-gpt"
     assert values["run_state", name, "running"] == 1
     assert sum(v for k, v in values.items() if k[0] == "run_state") == 1
@@ -98,7 +106,8 @@ def test_the_figures_are_those_of_explain_and_status(scribe: Scribe) -> None:
     times = {k[2]: v for k, v in values.items() if k[0] == "run_time_seconds"}
     assert sum(times.values()) == pytest.approx(scribe.now - TUESDAY, abs=2)
     assert times["training"] > 0 and times["restart"] > 0
-    del story
+    assert values["run_goodput_ratio", name] == pytest.approx(story.goodput)
+    assert times["training"] + times["saving"] == pytest.approx(story.kept_s)
 
 
 def test_the_time_of_a_step_is_that_of_the_last_half_minute(scribe: Scribe) -> None:
@@ -221,14 +230,6 @@ def test_every_metric_that_the_rules_the_dashboard_and_the_page_name_exists(
 # -- the verb --------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def page(scribe: Scribe) -> Iterator[str]:
-    runs = MetricsRuns(limit=10, rested_for_s=1e9, clock=lambda: scribe.now)
-    with serving("127.0.0.1:0", MetricsPage(*runs.refresh([scribe.run]))) as server:
-        yield f"http://{server.address}"
-        scribe.write("rank0", ev.Progress(step=77))
-
-
 def test_a_scraper_gets_what_was_read_last(scribe: Scribe) -> None:
     runs = MetricsRuns(limit=10, rested_for_s=1e9, clock=lambda: scribe.now)
     with serving("127.0.0.1:0", MetricsPage(*runs.refresh([scribe.run]))) as server:
@@ -278,6 +279,71 @@ def test_without_options_it_prints_once_and_without_the_library_it_names_the_ext
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     refused = metrics("--runs", str(tmp_path))
     assert refused.exit_code == 2 and "slurm_forge[metrics]" in refused.output
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("prometheus") is None, reason="apt-get install prometheus")
+def test_a_real_prometheus_scrapes_a_thousand_runs_and_raises_the_alerts(tmp_path: Path) -> None:
+    runs = tmp_path / "runs"
+    runs.mkdir()
+    write_many(runs, 1000)
+    (tmp_path / "forge.rules.yml").write_text(metrics("--alert-rules").stdout)
+    words = [sys.executable, "-m", "slurm_forge.cli.main", "metrics", "--runs", str(runs)]
+    exporter = subprocess.Popen(
+        [*words, "--listen", "127.0.0.1:0"], stderr=subprocess.PIPE, text=True
+    )
+    assert exporter.stderr is not None
+    target = exporter.stderr.readline().removeprefix("http://").removesuffix("/metrics\n")
+    (tmp_path / "prometheus.yml").write_text(
+        "global: {scrape_interval: 2s, evaluation_interval: 2s}\n"
+        "rule_files: [forge.rules.yml]\n"
+        "scrape_configs:\n"
+        "  - job_name: slurm_forge\n"
+        f"    static_configs: [{{targets: ['{target}']}}]\n"
+    )
+    port = free_port()
+    prometheus = subprocess.Popen(
+        [
+            "prometheus",
+            f"--config.file={tmp_path}/prometheus.yml",
+            f"--storage.tsdb.path={tmp_path}/data",
+            f"--web.listen-address=127.0.0.1:{port}",
+        ],
+        stderr=subprocess.DEVNULL,
+    )
+
+    def asked(path: str) -> Any:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/api/v1/{path}", timeout=30) as answer:
+            return json.load(answer)["data"]
+
+    def value(query: str) -> float | None:
+        result = asked(f"query?query={urllib.parse.quote(query)}")["result"]
+        return float(result[0]["value"][1]) if result else None
+
+    try:
+        deadline = time.monotonic() + 120
+        while True:
+            with contextlib.suppress(OSError):
+                if value("count(slurm_forge_run_info)") == 1000:
+                    break
+            assert time.monotonic() < deadline, "Prometheus has not got them"
+            time.sleep(0.5)
+        assert value("up") == 1
+        assert value('sum(slurm_forge_run_state{state="held"})') == 50
+        assert value("sum(slurm_forge_run_state)") == 1000
+        assert value("count(slurm_forge_run_loss)") == 950
+        (group,) = asked("rules")["groups"]
+        assert {each["health"] for each in group["rules"]} <= {"ok", "unknown"}
+        while not (alerts := asked("alerts")["alerts"]):
+            assert time.monotonic() < deadline, "no alert was raised"
+            time.sleep(0.5)
+        held = [each for each in alerts if each["labels"]["alertname"] == "SlurmForgeRunHeld"]
+        assert len(held) == 50
+        print("scrape_duration_seconds", value("max_over_time(scrape_duration_seconds[2m])"))
+    finally:
+        for process in (prometheus, exporter):
+            process.kill()
+            process.wait()
 
 
 # -- progress that is superseded -------------------------------------------------------------------
