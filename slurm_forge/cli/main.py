@@ -33,6 +33,7 @@ _MODULES = {
     "watch": "observe.watch",
     "notify": "observe.notify",
     "metrics": "observe.metrics",
+    "trace": "observe.trace",
     "requeue": "requests",
     "extend": "start.change",
     "change": "start.change",

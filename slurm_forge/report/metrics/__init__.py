@@ -1,4 +1,4 @@
-"""Figures of many runs for Prometheus, and what shows and watches them; used by ``metrics``.
+"""Figures and timelines of runs for other programs; used by the verbs ``metrics`` and ``trace``.
 
 Entry: ``exposition``.
 """
