@@ -111,8 +111,14 @@ class MetricsRuns:
         since = None if known is None else known.since
         figures = run_figures(facts, explain(facts), since=since)
         newest = newest_step(facts)
-        same = since is not None and newest is not None and newest.launch == since.launch
-        if not same or newest.time - since.time >= _STEPS_OVER_S:
+        if newest is not None and not _still_counts(since, newest):
             since = newest
         rests = figures.status in RESTS
         return _Tracked(signed, figures, now, None if rests else reader, since)
+
+
+def _still_counts(since: StepTime | None, newest: StepTime) -> bool:
+    """Whether a step's time is still measured from there."""
+    if since is None or since.launch != newest.launch:
+        return False
+    return newest.time - since.time < _STEPS_OVER_S

@@ -88,7 +88,7 @@ def run_figures(facts: RunFacts, story: RunStory, *, since: StepTime | None = No
     saved = [save for launch in launches for save in launch.checkpoints]
     newest_save = max(saved, key=lambda save: save.time, default=None)
     now = newest_step(facts)
-    times: Counter[TimeUse] = Counter()
+    times = dict.fromkeys(TimeUse, 0.0)
     queue_s = None
     for span in story.spans:
         times[span.use] += span.seconds
