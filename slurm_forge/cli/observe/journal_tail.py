@@ -131,22 +131,21 @@ def without_superseded_records(records: Sequence[Record]) -> list[Record]:
     ``records`` of a writer are in the order in which it wrote them.
     """
     kept: list[Record] = []
-    #: Of each writer, since its last record of another kind: whether progress, and which figures.
-    later: dict[str, tuple[bool, frozenset[str]]] = {}
+    #: Of each writer: the kinds of progress that come later in the same row, and later figures.
+    rows: dict[str, set[type]] = {}
+    figures: dict[str, set[str]] = {}
     for record in reversed(records):
-        event = record.event
-        progress, figures = later.get(record.writer, (False, frozenset()))
-        if isinstance(event, Progress):
-            if progress:
-                continue
-            later[record.writer] = (True, figures)
-        elif isinstance(event, Logged):
-            if figures and figures >= event.values.keys():
-                continue
-            later[record.writer] = (progress, figures | event.values.keys())
-        else:
-            later.pop(record.writer, None)
-        kept.append(record)
+        event, row = record.event, rows.setdefault(record.writer, set())
+        if not isinstance(event, (Progress, Logged)):
+            row.clear()
+            kept.append(record)
+            continue
+        newer = figures.setdefault(record.writer, set())
+        names = event.values.keys() if isinstance(event, Logged) else set()
+        if type(event) not in row or not names <= newer:
+            kept.append(record)
+        row.add(type(event))
+        newer |= names
     return kept[::-1]
 
 
