@@ -145,7 +145,7 @@ def without_superseded_records(records: Sequence[Record]) -> list[Record]:
         if type(event) not in row or not names <= newer:
             kept.append(record)
         row.add(type(event))
-        newer |= names
+        newer.update(names)
     return kept[::-1]
 
 
