@@ -138,6 +138,11 @@ class Knobs:
         """The user's own settings, whether there are any or not (docs/how-to/configuration.md)."""
         return self.config_folder / "config.yaml"
 
+    @property
+    def targets_file(self) -> Path:
+        """The URLs of the user's notification targets, for nobody else to read."""
+        return self.config_folder / "notify.yaml"
+
     @classmethod
     def from_environ(cls, environ: Mapping[str, str]) -> Knobs:
         """Read them; ``ConfigError`` for a number that is none."""

@@ -24,7 +24,12 @@ from slurm_forge.files.lookup import (
     refresh_listing,
     refresh_names,
 )
-from slurm_forge.files.trust import ANYBODY, FOLDERS_OWNER, refuse_foreign
+from slurm_forge.files.trust import (
+    ANYBODY,
+    FOLDERS_OWNER,
+    refuse_foreign,
+    refuse_readable,
+)
 from slurm_forge.files.trusted_read import (
     open_trusted,
     read_bounded,
@@ -54,6 +59,7 @@ __all__ = [
     "refresh_listing",
     "refresh_names",
     "refuse_foreign",
+    "refuse_readable",
     "retry_stale",
     "write_atomic",
 ]

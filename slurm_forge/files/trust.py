@@ -84,6 +84,21 @@ def refuse_foreign(
         )
 
 
+def refuse_readable(path: str | os.PathLike[str], status: os.stat_result) -> None:
+    """``UnsafeFileError`` for a file of secrets that others than its owner can read.
+
+    With an ACL the bits of the group are its mask: nobody whom it names may read more than these.
+    """
+    mode = stat.S_IMODE(status.st_mode)
+    if mode & (stat.S_IRWXG | stat.S_IRWXO):
+        raise UnsafeFileError(
+            f"{os.fspath(path)} can be read or written by other users (mode {mode:04o}), and it "
+            "holds passwords",
+            next_step=f"chmod 600 {os.fspath(path)}; whoever could read it may know what is in it: "
+            "consider new passwords and tokens.",
+        )
+
+
 def _others(name: str, status: os.stat_result, opened: int | None) -> str:
     """Who may write it and must not, in words; empty if there is nobody."""
     if status.st_mode & stat.S_IWOTH:

@@ -106,6 +106,11 @@ class RunDirectory:
         return self.submissions / f"not-started-{job}.txt"
 
     @property
+    def notifications(self) -> Path:
+        """What was sent about the run, a file per try; there only if it has targets."""
+        return self.path / "notifications"
+
+    @property
     def stop_file(self) -> Path:
         """Touched by a person: save, stop, and do not come back."""
         return self.path / "STOP"

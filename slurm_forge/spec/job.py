@@ -28,6 +28,7 @@ from slurm_forge.spec.launchers import (
     check_chain,
     check_started,
 )
+from slurm_forge.spec.notifications import NotifySpec
 from slurm_forge.spec.recovery import Recovery
 from slurm_forge.spec.resources import Resources
 from slurm_forge.spec.safeguards import (
@@ -328,7 +329,7 @@ class JobSpec(JobSection):
         "before": "setup", "init": "setup", "faults": "inject", "chaos": "inject",
         "launcher": "template", "launch": "template", "sbatch_template": "template",
         "array": "chain", "segments": "chain", "grid": "sweep", "matrix": "sweep",
-        "snapshot": "code", "source": "code",
+        "snapshot": "code", "source": "code", "notifications": "notify", "alerts": "notify",
         "image": "container.image", "mounts": "container.mounts",
         "runtime": "container.runtime",
         **{key: f"resources.{key}" for key in Resources.model_fields},
@@ -405,6 +406,9 @@ class JobSpec(JobSection):
     environment: EnvironmentSpec = Field(
         default_factory=EnvironmentSpec,
         description="What is done when something has changed at a resume.",
+    )
+    notify: NotifySpec = Field(
+        default_factory=NotifySpec, description="Messages about the run, and to whom."
     )
     code: CodeSpec = Field(
         default_factory=CodeSpec,

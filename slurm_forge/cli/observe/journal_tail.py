@@ -5,14 +5,14 @@ Progress that a later line supersedes is left out before it is decoded (``withou
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from slurm_forge.files import refresh_listing
 from slurm_forge.journal import Damage, Record
 from slurm_forge.journal.archive import JournalFile, JournalFolder, read_archive, read_earlier
-from slurm_forge.journal.events import Submitted, UserAsked
+from slurm_forge.journal.events import Logged, Progress, Submitted, UserAsked
 from slurm_forge.journal.file import NO_LAUNCH, without_superseded
 from slurm_forge.journal.line_reader import read_lines, read_pieces
 from slurm_forge.journal.order import by_person
@@ -133,6 +133,30 @@ class JournalTail:
     def resume_asked_at(self) -> float | None:
         """When a person last asked for the run to go on, by the same clock."""
         return max((file.written for file in self._files.values() if file.asks), default=None)
+
+
+def without_superseded_records(records: Sequence[Record]) -> list[Record]:
+    """The records without those that ``without_superseded`` leaves out of what is read at once.
+
+    ``records`` of a writer are in the order in which it wrote them.
+    """
+    kept: list[Record] = []
+    #: Of each writer: the kinds of progress that come later in the same row, and later figures.
+    rows: dict[str, set[type]] = {}
+    figures: dict[str, set[str]] = {}
+    for record in reversed(records):
+        event, row = record.event, rows.setdefault(record.writer, set())
+        if not isinstance(event, (Progress, Logged)):
+            row.clear()
+            kept.append(record)
+            continue
+        newer = figures.setdefault(record.writer, set())
+        names = event.values.keys() if isinstance(event, Logged) else set()
+        if type(event) not in row or not names <= newer:
+            kept.append(record)
+        row.add(type(event))
+        newer.update(names)
+    return kept[::-1]
 
 
 def _is_to_go_on(record: Record) -> bool:

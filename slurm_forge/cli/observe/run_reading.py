@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from slurm_forge.cli.observe.journal_tail import JournalTail
+from slurm_forge.cli.observe.journal_tail import JournalTail, without_superseded_records
 from slurm_forge.cli.run_choice import (
     from_here,
     reference,
@@ -23,6 +23,7 @@ from slurm_forge.journal.order import in_order
 from slurm_forge.report.purge import PurgeRule, counts_from
 from slurm_forge.report.status.report_facts import RunFacts
 from slurm_forge.run_directory import RunDirectory, list_claims
+from slurm_forge.run_directory.sent_messages import failure_text, read_sent
 from slurm_forge.store.identity import CheckpointName
 from slurm_forge.units import parse_duration, parse_memory
 
@@ -110,6 +111,10 @@ class RunReader:
         self._resumed = resumed[-1:]
         return sorted(records, key=lambda record: record.time)
 
+    def forget_superseded(self) -> None:
+        """Drop records of progress that later ones supersede: else they pile up for days."""
+        self._records = without_superseded_records(self._records)
+
     def facts(self) -> RunFacts:
         """Everything read so far."""
         if self._total is None and not self._spec:
@@ -127,7 +132,7 @@ class RunReader:
             done=run.is_done(),
             stop_asked=run.stop_asked(),
             save_asked=exists(run.save_file),
-            problems=() if self._problem is None else (self._problem,),
+            problems=(*(() if self._problem is None else (self._problem,)), *_unsent(run)),
             purge=self._purge,
             oldest_file=_oldest_file(run, self._purge),
             memory=self._memory,
@@ -247,6 +252,14 @@ def _on_disk(run: RunDirectory, fallbacks: Sequence[Path]) -> frozenset[Checkpoi
         with contextlib.suppress(ValueError):
             checkpoints.add(CheckpointName.parse(entry))
     return frozenset(checkpoints)
+
+
+def _unsent(run: RunDirectory) -> tuple[str, ...]:
+    """The notifications that could not be sent."""
+    with contextlib.suppress(OSError):
+        if run.notifications.is_dir():
+            return tuple(failure_text(x.target, x.error) for x in read_sent(run).failures())
+    return ()
 
 
 def _claimed(run: RunDirectory) -> float | None:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
         Round,
         Watcher,
     )
-    from slurm_forge.recovery.run_watch import WatchLimits
+    from slurm_forge.recovery.run_watch import WatchFinding, WatchLimits
     from slurm_forge.run_directory import RunDirectory
     from slurm_forge.run_directory.reported_findings import ReportedFindings
     from slurm_forge.slurm.client import Slurm
@@ -72,6 +72,8 @@ def watch(
       slurm-forge watch --once --hook ~/bin/tell-me
       slurm-forge watch tiny-gpt --every 5m --restart
     """
+    from datetime import timedelta
+
     from slurm_forge.cli.failure import FAILED
     from slurm_forge.cli.run_choice import (
         reference,
@@ -82,7 +84,9 @@ def watch(
         state_folder,
     )
     from slurm_forge.errors import ForgeError, RunDirectoryError
+    from slurm_forge.knobs import Knobs, process_environ
     from slurm_forge.launch.watch.notify import hook_words
+    from slurm_forge.launch.watch.run_notifications import RunNotifications
     from slurm_forge.launch.watch.watcher import Watcher
     from slurm_forge.run_directory import RunDirectory
     from slurm_forge.run_directory.reported_findings import ReportedFindings
@@ -116,6 +120,7 @@ def watch(
         name_of=name_of,
         site_of=lambda name: places.load(name).site,
     )
+    notifications = RunNotifications(Knobs.from_environ(process_environ()))
     selection = None if not run else [each for name in run for each in runs_meant(name, runs)]
 
     def chosen() -> list[RunDirectory]:
@@ -124,7 +129,9 @@ def watch(
     pause, answered = pause_s, True
     while True:
         try:
-            round_, news = _check(watcher, chosen(), reported, whole=not selection)
+            looked_at = chosen()
+            round_, news = _check(watcher, looked_at, reported, whole=not selection)
+            notifications.look(looked_at, _by_run(round_.findings))
             _report(round_, news, folder, words, as_json=json)
             if round_.answered is not answered and not json:
                 _say_whether_it_answers(round_)
@@ -141,11 +148,19 @@ def watch(
                 return
             continue
         if once:
+            notifications.finish(timedelta(seconds=_HOOK_S))
             needed = any(one.finding.person for one in news)
             raise typer.Exit(_NEWS if needed else 0 if answered else FAILED)
         pause = pause_s if round_.answered else min(2 * pause, max(_LONGEST_PAUSE_S, pause_s))
         if not _rested(max(pause, _SHARE * round_.asked_s)):
             return
+
+
+def _by_run(handled: Sequence[HandledFinding]) -> dict[str, list[WatchFinding]]:
+    findings: dict[str, list[WatchFinding]] = {}
+    for one in handled:
+        findings.setdefault(one.path, []).append(one.finding)
+    return findings
 
 
 def _rested(seconds: float) -> bool:

@@ -21,6 +21,7 @@ from slurm_forge.launch.attempt.stop_explanation import StopExplanation
 from slurm_forge.launch.attempt.storage_lost import hand_to_slurm
 from slurm_forge.launch.attempt.unrecognized import note_unrecognized
 from slurm_forge.launch.conductor.job_poller import JobPoller
+from slurm_forge.launch.notify.sender_process import notifications, send_pending
 from slurm_forge.launch.render.array_chain import VIA_ARRAY, chain_of
 from slurm_forge.launch.render.outputs import own_output
 from slurm_forge.launch.requeue.requeue import RequeueOutcome
@@ -127,34 +128,40 @@ def conduct_in_job(
     if isinstance(attempt, StartRefusal):
         print_line(refusal_text(run, attempt, command=command))
         settle_waiting_tasks(run, attempt, job, slurm)
+        send_pending(run)
         return AttemptEnd(outcome=_NOTHING)
     note_unrecognized(attempt, environment.unrecognized)
     job_poller = JobPoller(slurm, job)
     output = own_output()
     try:
-        with attempt.held_on_error():
-            explain = StopExplanation(slurm, attempt, signals.batch_signals_since, output=output)
-            requeuer = SlurmRequeuer(
-                attempt,
-                make_job_requeuer(attempt, slurm, job=job, script=script(), explain=explain),
-                slurm,
-                partition=environment.partition,
-                cluster=environment.cluster_name,
-                knobs=Knobs.from_environ(variables),
-                latest=lambda: job_poller.latest,
-                config=job_poller.config,
-            )
-            requeuer.prepare()
-            loop = AttemptLoop(
-                attempt,
-                front_end(JobAttempt(attempt, environment, variables, slurm, job_poller, requeuer)),
-                requeuer,
-                job_poller,
-                slurm=slurm,
-                job=job,
-                output=output,
-            )
-        return loop.run()
+        with notifications(run, attempt.file.job.notify):
+            with attempt.held_on_error():
+                explain = StopExplanation(
+                    slurm, attempt, signals.batch_signals_since, output=output
+                )
+                requeuer = SlurmRequeuer(
+                    attempt,
+                    make_job_requeuer(attempt, slurm, job=job, script=script(), explain=explain),
+                    slurm,
+                    partition=environment.partition,
+                    cluster=environment.cluster_name,
+                    knobs=Knobs.from_environ(variables),
+                    latest=lambda: job_poller.latest,
+                    config=job_poller.config,
+                )
+                requeuer.prepare()
+                loop = AttemptLoop(
+                    attempt,
+                    front_end(
+                        JobAttempt(attempt, environment, variables, slurm, job_poller, requeuer)
+                    ),
+                    requeuer,
+                    job_poller,
+                    slurm=slurm,
+                    job=job,
+                    output=output,
+                )
+            return loop.run()
     except FencedError as error:
         print_line(str(error))
         attempt.end(TAKEN_OVER)

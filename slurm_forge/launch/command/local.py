@@ -29,10 +29,12 @@ from slurm_forge.launch.attempt.stop_request import StopRequest
 from slurm_forge.launch.command.launcher import CommandLauncher
 from slurm_forge.launch.command.program_signals import ProgramSignals
 from slurm_forge.launch.conductor.job_poller import JobPoller
+from slurm_forge.launch.notify.sender_process import notifications
 from slurm_forge.launch.requeue.requeue import RequeueResult
 from slurm_forge.launch.submit.submission import note_asked
 from slurm_forge.recovery import LaunchFacts
 from slurm_forge.run_directory import RunDirectory
+from slurm_forge.spec.run_file import read_run_file
 from slurm_forge.vocabulary.cause import Cause
 from slurm_forge.vocabulary.decision import Decision
 
@@ -47,7 +49,12 @@ def execute_here(run: RunDirectory, variables: Mapping[str, str]) -> int:
         print_line(refusal_text(run, StartRefusal.DONE, command=True))
         return 0
     job = f"exec-{os.getpid()}"
-    with ProgramSignals() as signals, hold_run_lock(run) as presence, StopRequest() as request:
+    with (
+        ProgramSignals() as signals,
+        hold_run_lock(run) as presence,
+        StopRequest() as request,
+        notifications(run, read_run_file(run.spec_file).job.notify),
+    ):
         signals.listen_to(request)
         presence.name(job)
         run.stop_file.unlink(missing_ok=True)

@@ -24,6 +24,7 @@ from slurm_forge.launch.attempt.run_lock import (
 )
 from slurm_forge.launch.attempt.stop_request import StopRequest
 from slurm_forge.launch.local.tasks import end_session, is_over, start_tasks
+from slurm_forge.launch.notify.sender_process import notifications
 from slurm_forge.launch.submit.submission import (
     create_run,
     entry_of,
@@ -70,7 +71,11 @@ def run_locally(
             f"{run.name} is finished",
             next_step=f"To train further: {train_further(run.name)}.",
         )
-    with hold_run_lock(run) as presence, StopRequest() as request:
+    with (
+        hold_run_lock(run) as presence,
+        StopRequest() as request,
+        notifications(run, file.job.notify),
+    ):
         if again:
             run.stop_file.unlink(missing_ok=True)
         note(run, UserAsked(verb="run", user=person()))

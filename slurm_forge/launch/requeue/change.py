@@ -17,6 +17,7 @@ from slurm_forge.files import is_file, make_private_directory, read_bounded, wri
 from slurm_forge.journal import Record, RunState, RunStatus, fold, read_to_fold
 from slurm_forge.journal.events import CheckpointCommitted, Forked, JobChanged, Resumed
 from slurm_forge.journal.fold import in_order, without_fenced
+from slurm_forge.launch.notify.targets import refuse_unsendable
 from slurm_forge.launch.render.array_chain import waiting_record
 from slurm_forge.launch.render.batch_script import render
 from slurm_forge.launch.requeue.reconcile import alone, is_held, known_record
@@ -125,6 +126,7 @@ def change_run(
     script would be another one it is cancelled, to be submitted anew.  ``slurm`` is None for a run
     of this machine, whose lock the caller holds.  ``RunDirectoryError`` while the run is training.
     """
+    refuse_unsendable(new.job.notify)
     onward = f"slurm-forge {'run' if slurm is None else 'requeue'} {run.name}"
     with alone(run):
         if read_run_file(run.spec_file) != file:

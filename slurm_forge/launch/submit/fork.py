@@ -26,6 +26,7 @@ from slurm_forge.journal.events import (
     Note,
 )
 from slurm_forge.journal.file import NO_LAUNCH
+from slurm_forge.launch.notify.targets import refuse_unsendable
 from slurm_forge.launch.submit.code_version import CodeChoice, choose_code, code_change
 from slurm_forge.launch.submit.submission import note
 from slurm_forge.person import person
@@ -71,6 +72,7 @@ def fork_run(
     ``RunDirectoryError`` where there is a run of that name, CheckpointRejectedError where the
     checkpoint is damaged; then nothing was made.
     """
+    refuse_unsendable(request.job.notify)
     child = RunDirectory.at(runs / request.job.name)
     if os.path.lexists(child.path):
         raise _taken(child)

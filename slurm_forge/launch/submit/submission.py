@@ -32,6 +32,7 @@ from slurm_forge.journal import (
 from slurm_forge.journal.events import VIA_THIS_MACHINE, Event, Note, Submitted, UserAsked
 from slurm_forge.journal.file import NO_LAUNCH
 from slurm_forge.knobs import process_environ
+from slurm_forge.launch.notify.targets import refuse_unsendable
 from slurm_forge.launch.render.array_chain import VIA_ARRAY
 from slurm_forge.launch.render.batch_script import START_FILE, render, start_name, start_text
 from slurm_forge.launch.render.save_times import usual_saves
@@ -92,6 +93,7 @@ def create_run(
             next_step="Submit its job file with slurm-forge submit, or leave sweep: out (on the "
             "command line: --set sweep=null).",
         )
+    refuse_unsendable(job.notify)
     run = RunDirectory.at(runs / job.name)
     if is_file(run.path / SWEEP_FILE):
         raise RunDirectoryError(
@@ -209,7 +211,7 @@ _BETWEEN_TRIES_S = 2.0
 #: What of a job may be another at a later start: nothing that is computed follows from it.
 _MAY_CHANGE = (
     "checkpoint", "environment", "recovery", "probe", "preflight", "watchdog", "lead", "inject",
-    "template", "container", "chain",
+    "template", "container", "chain", "notify",
 )  # fmt: skip
 #: And of its resources: not how many ranks there are, nor what each of them has.
 _RESOURCES = (
@@ -235,6 +237,7 @@ def renew_run(run: RunDirectory, file: RunFile, now: JobSpec, path: Path) -> Run
 
 def replace_job(run: RunDirectory, file: RunFile, now: JobSpec) -> RunFile:
     """Give the run another job of the same meaning, and tell it in the journal."""
+    refuse_unsendable(now.notify)
     renewed = file.with_job(now)
     replace_run_file(run, file, renewed)
     changed = differences(file.job.model_dump(mode="json"), now.model_dump(mode="json"))

@@ -19,7 +19,7 @@ DIAGRAM = (DOCS / "assets" / "architecture.svg").read_text()
 
 def test_every_path_that_is_named_exists() -> None:
     named = set(re.findall(r"`((?:[\w.-]+/)+[\w.-]*|\w+\.py)`", PAGE))
-    written_by_runs = {"checkpoints/step-…", "submissions/"}
+    written_by_runs = {"checkpoints/step-…", "submissions/", "notifications/"}
     assert len(named) > 60
     assert {
         path

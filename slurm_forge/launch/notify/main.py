@@ -1,0 +1,100 @@
+"""The process ``notify RUN SECONDS``: sends what happens in a run while its standard input is open.
+
+The journal is looked at again and again, and once more when the input has ended; from then on there
+are so many seconds.  An attempt keeps it open and writes nothing; a watcher writes what it has
+found, and closes it at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from slurm_forge.errors import ForgeError
+from slurm_forge.json_codec import from_json, parse
+from slurm_forge.knobs import Knobs
+from slurm_forge.launch.notify.sender import RunSender
+from slurm_forge.recovery.notices import EventNotice
+from slurm_forge.run_directory import RunDirectory
+from slurm_forge.run_directory.sent_messages import MOST_TRIES, failure_text
+from slurm_forge.run_directory.snapshot_file import signature
+
+_LOOK_EVERY_S = 5.0
+#: How long a message may take while the attempt goes on.
+_LONGEST_S = 30.0
+#: Signals that end the job: what is to be told may be just that.
+_IGNORED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """``RUN SECONDS``."""
+    path, seconds = sys.argv[1:] if argv is None else argv
+    for number in _IGNORED:
+        signal.signal(number, signal.SIG_IGN)
+    os.nice(10)
+    run = RunDirectory.existing(path)
+    knobs = Knobs.from_environ(os.environ)
+    given = _Input(float(seconds))
+    _accompany(run, RunSender(run, knobs), given)
+    if not given.content:
+        _send(RunSender(run, knobs), given.left, at_once=True)
+        return 0
+    found = [from_json(EventNotice, each) for each in parse(list[object], given.content)]
+    _send(RunSender(run, knobs, most_tries=MOST_TRIES), given.left, found)
+    return 0
+
+
+class _Input:
+    """Standard input to its end, and the ``seconds`` that there are from then on."""
+
+    def __init__(self, seconds: float) -> None:
+        self.content = b""
+        self.ended = threading.Event()
+        self._seconds = seconds
+        self._deadline = float("inf")
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def left(self, deadline: float = float("inf")) -> float:
+        """Seconds until then, or fewer where the input has ended."""
+        return min(deadline, self._deadline) - time.monotonic()
+
+    def _read(self) -> None:
+        with contextlib.suppress(OSError):
+            self.content = sys.stdin.buffer.read()
+        self._deadline = time.monotonic() + self._seconds
+        self.ended.set()
+
+
+def _accompany(run: RunDirectory, sender: RunSender, given: _Input) -> None:
+    seen = ""
+    failed = False
+    while not given.ended.wait(_LOOK_EVERY_S):
+        now = signature(run)
+        if now == seen and not failed:
+            continue
+        seen = now
+        failed = _send(sender, partial(given.left, time.monotonic() + _LONGEST_S))
+
+
+def _send(
+    sender: RunSender,
+    within: Callable[[], float],
+    found: Sequence[EventNotice] = (),
+    *,
+    at_once: bool = False,
+) -> bool:
+    """Whether anything failed; it is told in the output, and never ends the process."""
+    try:
+        errors = sender.send(within, found, at_once=at_once)
+    except (ForgeError, OSError) as error:
+        sys.stderr.write(f"slurm_forge: no notifications: {' '.join(str(error).split())}\n")
+        return True
+    for target, reason in errors.items():
+        sys.stderr.write(f"slurm_forge: {failure_text(target, reason)}\n")
+    return bool(errors)

@@ -1,0 +1,164 @@
+"""Sends what is news about a run, once for each event and target, whoever looks."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from slurm_forge.errors import ForgeError
+from slurm_forge.files import open_trusted, private_directory
+from slurm_forge.journal import fold, read_to_fold
+from slurm_forge.knobs import Knobs
+from slurm_forge.launch.notify.apprise_message import OutgoingMessage
+from slurm_forge.launch.notify.delivery import Errors, deliver
+from slurm_forge.launch.notify.message_text import message_of
+from slurm_forge.launch.notify.send_times import SendTimes
+from slurm_forge.launch.notify.targets import refuse_unsendable
+from slurm_forge.recovery.notices import MOST_PER_HOUR, EventNotice, may_send, notices_of
+from slurm_forge.run_directory import RunDirectory
+from slurm_forge.run_directory.sent_messages import (
+    MOST_TRIES_OF_JOB,
+    Outcome,
+    SendTry,
+    claim,
+    read_sent,
+    settle,
+)
+from slurm_forge.spec.notifications import NotifySpec
+from slurm_forge.spec.run_file import read_run_file
+
+#: A larger report is linked: mail servers refuse what is much larger.
+_LARGEST_ATTACHMENT = 5 << 20
+
+Deliver = Callable[[Mapping[str, OutgoingMessage], Callable[[], float]], Errors]
+
+
+@dataclass(frozen=True, slots=True)
+class Due:
+    """Notices for a target, each with the try that it is sent with."""
+
+    target: str
+    notices: tuple[tuple[EventNotice, SendTry], ...]
+
+
+class RunSender:
+    """Finds and sends what is due for one run.
+
+    Args:
+        run: The run.
+        knobs: Where the user's files are.
+        deliver: Sends the messages.
+        clock: The time, in seconds since the epoch.
+        most_tries: How often a message is tried by then, by whoever it was.
+    """
+
+    def __init__(
+        self,
+        run: RunDirectory,
+        knobs: Knobs,
+        *,
+        deliver: Deliver = deliver,
+        clock: Callable[[], float] = time.time,
+        most_tries: int = MOST_TRIES_OF_JOB,
+    ) -> None:
+        self._run = run
+        self._times = SendTimes(knobs.state_folder / "notify")
+        self._deliver = deliver
+        self._clock = clock
+        self._most_tries = most_tries
+        self._targets_file = knobs.targets_file
+        self._job = ""
+        self._attempt: int | None = None
+
+    def due(self, found: Sequence[EventNotice] = (), *, at_once: bool = False) -> tuple[Due, ...]:
+        """What would be sent now, with what a watcher has ``found``; nothing is written.
+
+        ``at_once``: what failed is not waited with.  Errors: those of reading a run.
+        """
+        spec = read_run_file(self._run.spec_file).job.notify
+        if not spec.to:
+            return ()
+        now = self._clock()
+        records = read_to_fold(self._run)
+        state = fold(records)
+        self._job = state.job
+        self._attempt = state.attempts[-1].number if state.attempts else None
+        notices = (
+            *notices_of(state, records, spec, run=str(self._run.path), now=now),
+            *(each for each in found if each.event in spec.events),
+        )
+        sent = read_sent(self._run)
+        every: list[Due] = []
+        for target in dict.fromkeys(spec.to):
+            tries = (
+                (each, sent.next_try(target, each.key, now, self._most_tries, at_once=at_once))
+                for each in notices
+            )
+            wanted = tuple((each, number) for each, number in tries if number is not None)
+            is_last = any(each.event.is_last for each, _ in wanted)
+            times = self._times.of(target) or sent.times(target)
+            if wanted and may_send(times, now, is_last=is_last):
+                every.append(Due(target, wanted))
+        return tuple(every)
+
+    def send(
+        self,
+        within: Callable[[], float],
+        found: Sequence[EventNotice] = (),
+        *,
+        at_once: bool = False,
+    ) -> Errors:
+        """Send what is due in the time that there is; the reasons of failures by target."""
+        due = self.due(found, at_once=at_once)
+        if not due or within() <= 0:
+            return {}
+        private_directory(self._run.notifications)
+        claimed: dict[str, tuple[tuple[EventNotice, SendTry], ...]] = {}
+        messages: dict[str, OutgoingMessage] = {}
+        for wanted in due:
+            own = tuple((each, one) for each, one in wanted.notices if claim(self._run, one))
+            if own:
+                claimed[wanted.target] = own
+                messages[wanted.target] = self._message(wanted.target, [each for each, _ in own])
+        if not messages:
+            return {}
+        problem = self._problem(tuple(messages))
+        errors = dict.fromkeys(messages, problem) if problem else self._deliver(messages, within)
+        self._times.add((each for each, error in errors.items() if not error), self._clock())
+        for target, error in errors.items():
+            outcome = Outcome.FAILED if error else Outcome.SENT
+            settle(
+                self._run,
+                (replace(one, outcome=outcome, error=error) for _, one in claimed[target]),
+            )
+        return {target: error for target, error in errors.items() if error}
+
+    def _problem(self, targets: tuple[str, ...]) -> str:
+        """Why nothing can be sent from this host; empty where something can."""
+        try:
+            refuse_unsendable(NotifySpec(to=targets), self._targets_file)
+        except (ForgeError, OSError) as error:
+            return " ".join(str(error).split())
+        return ""
+
+    def _message(self, target: str, notices: Sequence[EventNotice]) -> OutgoingMessage:
+        report = self._run.path / "report.html"
+        exists = attached = False
+        with contextlib.suppress(OSError, ForgeError):
+            descriptor = open_trusted(report)
+            attached = os.fstat(descriptor).st_size <= _LARGEST_ATTACHMENT
+            os.close(descriptor)
+            exists = True
+        return message_of(
+            notices,
+            run=self._run.name,
+            path=str(self._run.path),
+            job=self._job,
+            attempt=self._attempt,
+            report=str(report) if exists else None,
+            attached=attached,
+            last_for_now=len(self._times.of(target)) + 1 >= MOST_PER_HOUR,
+        )

@@ -1,0 +1,78 @@
+"""A trace for receivers of OpenTelemetry, whose SDK is imported here and nowhere else."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from urllib.parse import urlsplit
+
+from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import Event, ReadableSpan
+from opentelemetry.sdk.trace.export import SpanExportResult
+from opentelemetry.sdk.util.instrumentation import InstrumentationScope
+from opentelemetry.trace import SpanContext, Status, StatusCode, TraceFlags
+
+from slurm_forge.format_version import PACKAGE_VERSION
+from slurm_forge.report.metrics.trace_spans import RunTrace, TraceSpan
+
+#: Receivers refuse messages that are much larger.
+_AT_ONCE = 512
+_PATH = "/v1/traces"
+
+
+def send_trace(trace: RunTrace, endpoint: str | None) -> bool:
+    """Send the spans of a trace over OTLP and HTTP; whether the receiver took all of them.
+
+    Args:
+        trace: The trace.
+        endpoint: The receiver's URL, with or without the path ``/v1/traces``; None is what the
+            variables of OpenTelemetry say, else ``http://localhost:4318``.
+    """
+    exporter = OTLPSpanExporter(endpoint=None if endpoint is None else with_path(endpoint))
+    spans = list(_readable(trace))
+    try:
+        return all(
+            exporter.export(spans[first : first + _AT_ONCE]) is SpanExportResult.SUCCESS
+            for first in range(0, len(spans), _AT_ONCE)
+        )
+    finally:
+        exporter.shutdown()
+
+
+def with_path(endpoint: str) -> str:
+    """The URL that traces are sent to."""
+    has_path = urlsplit(endpoint).path.strip("/")
+    return endpoint if has_path else endpoint.rstrip("/") + _PATH
+
+
+def _readable(trace: RunTrace) -> Iterator[ReadableSpan]:
+    resource = Resource({"service.name": "slurm_forge", "service.version": PACKAGE_VERSION})
+    scope = InstrumentationScope("slurm_forge", PACKAGE_VERSION)
+    for span in trace.spans:
+        yield ReadableSpan(
+            name=span.name,
+            context=_context(trace, span.id),
+            parent=None if span.parent is None else _context(trace, span.parent),
+            resource=resource,
+            attributes=dict(span.attributes),
+            events=[
+                Event(each.name, dict(each.attributes), timestamp=_ns(each.time))
+                for each in span.events
+            ],
+            status=_status(span),
+            start_time=_ns(span.start),
+            end_time=_ns(span.end),
+            instrumentation_scope=scope,
+        )
+
+
+def _context(trace: RunTrace, span: int) -> SpanContext:
+    return SpanContext(trace.id, span, is_remote=False, trace_flags=TraceFlags(TraceFlags.SAMPLED))
+
+
+def _status(span: TraceSpan) -> Status:
+    return Status(StatusCode.ERROR, span.failed) if span.failed else Status(StatusCode.UNSET)
+
+
+def _ns(seconds: float) -> int:
+    return max(0, round(seconds * 1e9))

@@ -1,0 +1,377 @@
+"""``slurm-forge metrics``: what scrapers get, of real run directories, and what it leaves out."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
+from prometheus_client.parser import text_string_to_metric_families
+from typer.testing import CliRunner, Result
+
+from benchmarks.many_runs import write_many
+from slurm_forge.cli.main import application
+from slurm_forge.cli.observe.journal_tail import without_superseded_records
+from slurm_forge.cli.observe.metrics_runs import MetricsRuns
+from slurm_forge.cli.observe.metrics_server import MetricsPage, serving
+from slurm_forge.cli.observe.run_reading import RunReader, gather
+from slurm_forge.errors import ConfigError
+from slurm_forge.journal import events as ev
+from slurm_forge.journal.file import Record, encode, without_superseded
+from slurm_forge.journal.line_reader import read_lines
+from slurm_forge.report.explain.explain import explain
+from slurm_forge.report.metrics.exposition import Refreshed, exposition
+from slurm_forge.report.metrics.run_figures import run_figures
+from slurm_forge.vocabulary.cause import Cause
+from slurm_forge.vocabulary.decision import Action
+from tests.unit.launch.message_servers import free_port
+from tests.unit.report.journals import TUESDAY, Scribe
+
+REFRESHED = Refreshed(time=1.0, seconds=0.5, left_out=0, unreadable=0)
+Samples = dict[tuple[str, ...], float]
+
+
+def metrics(*words: str) -> Result:
+    return CliRunner().invoke(application("metrics"), ["metrics", *words])
+
+
+def samples(text: str) -> Samples:
+    """Values by the name of the metric and the values of its labels."""
+    return {
+        (sample.name.removeprefix("slurm_forge_"), *sample.labels.values()): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+@pytest.fixture
+def scribe(tmp_path: Path) -> Scribe:
+    """A run that was preempted once, went back once, and trains."""
+    scribe = Scribe(tmp_path)
+    scribe.submitted()
+    scribe.later(60).begin("n01", "n02")
+    scribe.resume(0)
+    scribe.train(1, 20)
+    scribe.save(20, seconds=4.0)
+    scribe.preempted(30)
+    scribe.later(120).begin("n01", "n02")
+    scribe.resume(30)
+    scribe.write("rank0", ev.Logged(step=40, values={"loss": 2.5, "lr": 0.1}))
+    scribe.write("supervisor", ev.ProbeMeasured(ok=True, step=40, latency_s=0.004))
+    scribe.later(20).write("rank0", ev.Progress(step=50))
+    return scribe
+
+
+def read(scribe: Scribe, **limits: float) -> str:
+    settings = {"limit": 10, "rested_for_s": 1e9, **limits}
+    runs = MetricsRuns(**settings, clock=lambda: scribe.now)  # type: ignore[arg-type]
+    return MetricsPage(*runs.refresh([scribe.run])).text().decode()
+
+
+def test_the_figures_are_those_of_explain_and_status(scribe: Scribe) -> None:
+    values = samples(read(scribe))
+    reader = RunReader(scribe.run, clock=lambda: scribe.now)
+    reader.poll()
+    story = explain(reader.facts())
+    name = "tiny-gpt"
+    assert values["run_state", name, "running"] == 1
+    assert sum(v for k, v in values.items() if k[0] == "run_state") == 1
+    assert values["run_step", name] == 50
+    assert values["run_target_step", name] == 400
+    assert values["run_loss", name] == 2.5
+    assert values["run_ranks", name] == 8
+    assert values["run_attempts_total", name] == 2
+    assert values["run_requeues_total", name] == 1
+    assert values["run_checkpoints_total", name] == 2
+    assert values["run_incidents_total", "preempted", name] == 1
+    assert values["run_probe_latency_seconds", name] == 0.004
+    assert values["run_last_checkpoint_step", name] == 30
+    assert values["run_last_checkpoint_duration_seconds", name] == 4.1
+    assert values["run_last_progress_timestamp_seconds", name] == scribe.now
+    assert values["run_queue_wait_seconds", name] == pytest.approx(120, abs=2)
+    times = {k[2]: v for k, v in values.items() if k[0] == "run_time_seconds"}
+    assert sum(times.values()) == pytest.approx(scribe.now - TUESDAY, abs=2)
+    assert times["training"] > 0 and times["restart"] > 0
+    assert values["run_goodput_ratio", name] == pytest.approx(story.goodput)
+    assert times["training"] + times["saving"] == pytest.approx(story.kept_s)
+
+
+def test_the_time_of_a_step_is_that_of_the_last_half_minute(scribe: Scribe) -> None:
+    runs = MetricsRuns(limit=10, rested_for_s=1e9, clock=lambda: scribe.now)
+    (first,), _ = runs.refresh([scribe.run])
+    assert first.step_s == pytest.approx(1.0, abs=0.3), "of the launch: 20 s for 20 steps"
+    scribe.later(40).write("rank0", ev.Progress(step=60))
+    (second,), _ = runs.refresh([scribe.run])
+    assert second.step_s == pytest.approx(4.0)
+    # At a step back nothing is made up.
+    scribe.later(40).write("rank0", ev.Progress(step=55))
+    (third,), _ = runs.refresh([scribe.run])
+    assert third.step_s is None or third.step_s > 0
+
+
+def test_what_is_unknown_of_a_run_that_waits_is_left_out(tmp_path: Path) -> None:
+    scribe = Scribe(tmp_path)
+    scribe.submitted()
+    scribe.later(300)
+    values = samples(read(scribe))
+    assert values["run_state", "tiny-gpt", "submitted"] == 1
+    assert values["run_queue_wait_seconds", "tiny-gpt"] == 300
+    assert not any(key[0] in ("run_loss", "run_step_duration_seconds") for key in values)
+
+
+def test_runs_that_have_rested_for_long_and_those_beyond_the_limit_are_left_out(
+    tmp_path: Path,
+) -> None:
+    scribes = []
+    for number in range(4):
+        scribe = Scribe(tmp_path, f"run-{number}")
+        scribe.begin("n01")
+        scribe.resume(0)
+        scribe.later(number * 100).train(1, 2)
+        scribes.append(scribe)
+    held, finished, *live = scribes
+    held.incident(Cause.HANG, Action.HOLD)
+    finished.finish(2)
+    now = live[-1].now
+    os.utime(finished.run.done_file, (now, now))
+    runs = MetricsRuns(limit=3, rested_for_s=86400, clock=lambda: now)
+    figures, refreshed = runs.refresh([each.run for each in scribes])
+    assert len(figures) == 3 and refreshed.left_out == 1
+    later = MetricsRuns(limit=3, rested_for_s=86400, clock=lambda: now + 2 * 86400)
+    figures, _ = later.refresh([each.run for each in scribes])
+    assert {each.run for each in figures} <= {"run-2", "run-3"}
+
+
+def test_a_run_that_cannot_be_read_is_counted_and_the_others_are_exported(
+    scribe: Scribe, tmp_path: Path
+) -> None:
+    bad = Scribe(tmp_path, "bad")
+    bad.begin("n01")
+    for file in bad.run.journal.iterdir():
+        file.chmod(0o666)
+    runs = MetricsRuns(limit=10, rested_for_s=1e9, clock=lambda: scribe.now)
+    figures, refreshed = runs.refresh([bad.run, scribe.run])
+    assert [each.run for each in figures] == ["tiny-gpt"]
+    assert refreshed.unreadable == 1
+    text = exposition(figures, refreshed)[1].decode()
+    assert samples(text)["exporter_runs_unreadable",] == 1
+
+
+def test_a_run_without_change_is_not_read_again(
+    scribe: Scribe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs = MetricsRuns(limit=10, rested_for_s=1e9, clock=lambda: scribe.now)
+    polls: list[int] = []
+    poll = RunReader.poll
+    monkeypatch.setattr(RunReader, "poll", lambda self: polls.append(1) or poll(self))
+    for _ in range(3):
+        runs.refresh([scribe.run])
+    assert len(polls) == 1
+    scribe.write("rank0", ev.Progress(step=51))
+    (now,), _ = runs.refresh([scribe.run])
+    assert len(polls) == 2 and now.step == 51
+
+
+def test_both_formats_are_what_their_parsers_and_promtool_take(scribe: Scribe) -> None:
+    facts = gather(scribe.run)
+    figures = [run_figures(facts, explain(facts))]
+    kind, text = exposition(figures, REFRESHED)
+    assert kind.startswith("text/plain")
+    kind, body = exposition(figures, REFRESHED, "application/openmetrics-text; version=1.0.0")
+    assert kind.startswith("application/openmetrics-text")
+    names = {family.name for family in parse_openmetrics(body.decode())}
+    assert {"slurm_forge_run_incidents", "slurm_forge_run_state"} <= names
+    if shutil.which("promtool"):
+        checked = subprocess.run(
+            ["promtool", "check", "metrics"], input=text, capture_output=True, check=False
+        )
+        assert (checked.returncode, checked.stdout, checked.stderr) == (0, b"", b"")
+
+
+def test_every_metric_that_the_rules_the_dashboard_and_the_page_name_exists(
+    scribe: Scribe,
+) -> None:
+    there = {
+        line.split("{")[0].split(" ")[0]
+        for line in read(scribe).splitlines()
+        if not line.startswith("#")
+    } | set(re.findall(r"# TYPE (\S+)", read(scribe)))
+    rules, dashboard = metrics("--alert-rules").stdout, metrics("--dashboard").stdout
+    json.loads(dashboard)
+    for text in (rules, dashboard):
+        named = set(re.findall(r"slurm_forge_(?:run|exporter)_\w+", text))
+        assert len(named) >= 5 and named - there == set()
+    page = (Path(__file__).parents[3] / "docs" / "how-to" / "metrics.md").read_text()
+    rows = [line for line in page.splitlines() if line.startswith("| `slurm_forge_")]
+    documented = set()
+    for row in rows:
+        first, *more = re.findall(r"`(slurm_forge_\w+|…_\w+)(?:\{\w+\})?`", row.split("|")[1])
+        documented.add(first)
+        base = "slurm_forge_exporter" if "exporter" in first else "slurm_forge_run"
+        middle = "_last_checkpoint" if "last_checkpoint" in first else ""
+        documented |= {f"{base}{middle}{each[1:]}" for each in more}
+    assert documented == there
+
+
+# -- the verb --------------------------------------------------------------------------------------
+
+
+def test_a_scraper_gets_what_was_read_last(scribe: Scribe) -> None:
+    runs = MetricsRuns(limit=10, rested_for_s=1e9, clock=lambda: scribe.now)
+    with serving("127.0.0.1:0", MetricsPage(*runs.refresh([scribe.run]))) as server:
+
+        def step() -> float:
+            with urllib.request.urlopen(f"http://{server.address}/metrics") as answer:
+                return samples(answer.read().decode())["run_step", "tiny-gpt"]
+
+        assert step() == 50
+        scribe.write("rank0", ev.Progress(step=77))
+        assert step() == 50, "a scrape reads no run"
+        server.show(MetricsPage(*runs.refresh([scribe.run])))
+        assert step() == 77
+        with pytest.raises(urllib.error.HTTPError):
+            urllib.request.urlopen(f"http://{server.address}/other")
+        with (
+            pytest.raises(ConfigError, match="can't be used"),
+            serving(server.address, MetricsPage((), REFRESHED)),
+        ):
+            pass
+    with (
+        pytest.raises(ConfigError, match="is not HOST:PORT"),
+        serving("9877", MetricsPage((), REFRESHED)),
+    ):
+        pass
+
+
+def test_the_textfile_is_replaced_whole_and_readable_for_others(
+    scribe: Scribe, tmp_path: Path
+) -> None:
+    file = tmp_path / "out" / "slurm_forge.prom"
+    file.parent.mkdir()
+    done = metrics("--textfile", str(file), "--once", "--runs", str(tmp_path))
+    assert done.exit_code == 0, done.output
+    assert samples(file.read_text())["run_step", "tiny-gpt"] == 50
+    assert file.stat().st_mode & 0o444 == 0o444
+    assert list(file.parent.iterdir()) == [file], "nothing else that the collector would read"
+    assert metrics("--textfile", str(file.with_suffix(".txt")), "--once").exit_code == 2
+
+
+def test_without_options_it_prints_once_and_without_the_library_it_names_the_extra(
+    scribe: Scribe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    printed = metrics("--runs", str(tmp_path))
+    assert samples(printed.stdout)["run_step", "tiny-gpt"] == 50
+    assert metrics("--runs", str(tmp_path / "none")).exit_code == 2
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    refused = metrics("--runs", str(tmp_path))
+    assert refused.exit_code == 2 and "slurm_forge[metrics]" in refused.output
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("prometheus") is None, reason="apt-get install prometheus")
+def test_a_real_prometheus_scrapes_a_thousand_runs_and_raises_the_alerts(tmp_path: Path) -> None:
+    runs = tmp_path / "runs"
+    runs.mkdir()
+    write_many(runs, 1000)
+    (tmp_path / "forge.rules.yml").write_text(metrics("--alert-rules").stdout)
+    words = [sys.executable, "-m", "slurm_forge.cli.main", "metrics", "--runs", str(runs)]
+    exporter = subprocess.Popen(
+        [*words, "--listen", "127.0.0.1:0"], stderr=subprocess.PIPE, text=True
+    )
+    assert exporter.stderr is not None
+    target = exporter.stderr.readline().removeprefix("http://").removesuffix("/metrics\n")
+    (tmp_path / "prometheus.yml").write_text(
+        "global: {scrape_interval: 2s, evaluation_interval: 2s}\n"
+        "rule_files: [forge.rules.yml]\n"
+        "scrape_configs:\n"
+        "  - job_name: slurm_forge\n"
+        f"    static_configs: [{{targets: ['{target}']}}]\n"
+    )
+    port = free_port()
+    prometheus = subprocess.Popen(
+        [
+            "prometheus",
+            f"--config.file={tmp_path}/prometheus.yml",
+            f"--storage.tsdb.path={tmp_path}/data",
+            f"--web.listen-address=127.0.0.1:{port}",
+        ],
+        stderr=subprocess.DEVNULL,
+    )
+
+    def asked(path: str) -> Any:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/api/v1/{path}", timeout=30) as answer:
+            return json.load(answer)["data"]
+
+    def value(query: str) -> float | None:
+        result = asked(f"query?query={urllib.parse.quote(query)}")["result"]
+        return float(result[0]["value"][1]) if result else None
+
+    try:
+        deadline = time.monotonic() + 120
+        while True:
+            with contextlib.suppress(OSError):
+                if value("count(slurm_forge_run_info)") == 1000:
+                    break
+            assert time.monotonic() < deadline, "Prometheus has not got them"
+            time.sleep(0.5)
+        assert value("up") == 1
+        assert value('sum(slurm_forge_run_state{state="held"})') == 50
+        assert value("sum(slurm_forge_run_state)") == 1000
+        assert value("count(slurm_forge_run_loss)") == 950
+        (group,) = asked("rules")["groups"]
+        assert {each["health"] for each in group["rules"]} <= {"ok", "unknown"}
+        while not (alerts := asked("alerts")["alerts"]):
+            assert time.monotonic() < deadline, "no alert was raised"
+            time.sleep(0.5)
+        held = [each for each in alerts if each["labels"]["alertname"] == "SlurmForgeRunHeld"]
+        assert len(held) == 50
+        print("scrape_duration_seconds", value("max_over_time(scrape_duration_seconds[2m])"))
+    finally:
+        for process in (prometheus, exporter):
+            process.kill()
+            process.wait()
+
+
+# -- progress that is superseded -------------------------------------------------------------------
+
+EVENTS = st.one_of(
+    st.builds(ev.Progress, step=st.integers(0, 99)),
+    st.builds(
+        ev.Logged,
+        step=st.integers(0, 99),
+        values=st.dictionaries(st.sampled_from(["loss", "lr", "x"]), st.just(1.0), min_size=1),
+    ),
+    st.just(ev.Note(text="x")),
+)
+
+
+@given(st.lists(EVENTS, max_size=30), st.lists(st.integers(0, 30)))
+def test_records_read_in_pieces_are_thinned_as_those_that_are_read_at_once(
+    events: list[ev.Event], cuts: list[int]
+) -> None:
+    records = [
+        Record(attempt=1, launch=1, sequence=i, time=float(i), writer="rank0-0", event=event)
+        for i, event in enumerate(events)
+    ]
+    content = b"".join(map(encode, records))
+    at_once, _ = read_lines(without_superseded(content), file="f", writer="rank0-0")
+    kept: list[Record] = []
+    before = 0
+    for cut in (*sorted(cuts), len(records)):
+        kept = without_superseded_records([*kept, *records[before:cut]])
+        before = max(before, cut)
+    assert [each.sequence for each in kept] == [each.sequence for each in at_once]
