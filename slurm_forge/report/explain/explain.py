@@ -27,6 +27,7 @@ from slurm_forge.report.story.history import (
 )
 from slurm_forge.report.story.lineage import Lineage
 from slurm_forge.report.story.story import RunStory
+from slurm_forge.report.story.time_spans import time_spans
 
 #: Nothing happens any more until a person asks for it.
 AT_REST = frozenset({RunStatus.HELD, RunStatus.STOPPED, RunStatus.CANCELLED, RunStatus.FINISHED})
@@ -100,6 +101,7 @@ def explain(facts: RunFacts) -> RunStory:
         failing_saves=now.failing_saves,
         repeated_at_least=line.at_least,
         may_be_further=line.may_be_further,
+        spans=time_spans(history, now.status, until=until, now=facts.now),
     )
     return replace(story, next=next_in_story(facts, state, now, story), next_time=next_time(story))
 
@@ -107,7 +109,10 @@ def explain(facts: RunFacts) -> RunStory:
 def only_attempt(story: RunStory, number: int) -> RunStory | None:
     """The same story with one attempt; None if the run has no such attempt."""
     chosen = tuple(attempt for attempt in story.attempts if attempt.number == number)
-    return replace(story, attempts=chosen) if chosen else None
+    if not chosen:
+        return None
+    spans = tuple(span for span in story.spans if span.attempt == number)
+    return replace(story, attempts=chosen, spans=spans)
 
 
 def _with_last_seen(history: History, facts: RunFacts) -> History:

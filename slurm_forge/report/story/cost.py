@@ -15,6 +15,7 @@ from slurm_forge.report.story.lineage import (
     LaunchKey,
     by_rank_0,
 )
+from slurm_forge.report.story.time_use import TimeSpan, TimeUse
 from slurm_forge.vocabulary.decision import Action
 
 #: More than this is a journal that somebody has edited.
@@ -46,12 +47,14 @@ class Spending:
     """The whole run (``total``, without its very first start) and of it what incidents cost.
 
     ``starts`` counts the launches after the very first one; ``ranks`` is how many each had.
+    ``spans`` are when all that was, the very first start too.
     """
 
     total: Spent = field(default_factory=Spent)
     incidents: dict[str, Spent] = field(default_factory=dict)
     ranks: dict[LaunchKey, int] = field(default_factory=dict)
     starts: int = 0
+    spans: list[TimeSpan] = field(default_factory=list)
 
     def over_ranks(self, seconds: Mapping[LaunchKey, float]) -> float:
         """Seconds of launches in rank-seconds."""
@@ -80,6 +83,8 @@ class _Meter:
         #: Until when the time of this attempt is accounted for.
         self._until: float | None = None
         self._ranks = 0
+        #: The launch of the record that is read.
+        self._key: LaunchKey = (0, 0)
         #: The launch that trains.
         self._trains: LaunchKey | None = None
         self._launched = False
@@ -93,6 +98,7 @@ class _Meter:
 
     def add(self, record: Record) -> None:
         event, time, key = record.event, record.time, (record.attempt, record.launch)
+        self._key = key
         match event:
             case ev.AttemptStarted():
                 self._until, self._trains, self._launched = time, None, False
@@ -155,12 +161,28 @@ class _Meter:
 
     def _idle(self, time: float) -> None:
         gap = self._gap(time)
+        self._note(TimeUse.IDLE, time, gap)
         self._charge(Spent(idle_s=gap, idle_rank_s=gap * self._ranks))
 
     def _start(self, time: float) -> None:
         gap = self._gap(time)
+        self._note(TimeUse.STARTUP if self._first else TimeUse.RESTART, time, gap)
         if not self._first:
             self._charge(Spent(startup_s=gap, startup_rank_s=gap * self._ranks))
+
+    def _note(self, use: TimeUse, time: float, gap: float) -> None:
+        if gap > 0:
+            attempt, launch = self._key
+            self.spent.spans.append(
+                TimeSpan(
+                    use=use,
+                    start=time - gap,
+                    end=time,
+                    attempt=attempt,
+                    launch=launch,
+                    ranks=self._ranks,
+                )
+            )
 
     def _gap(self, time: float) -> float:
         """Since what is accounted for; the clocks of two nodes may differ, so never less than 0."""

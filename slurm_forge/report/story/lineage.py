@@ -40,6 +40,17 @@ class Cost:
 
 
 @dataclass(frozen=True, slots=True)
+class Trained:
+    """A launch trained from ``start`` to ``end``: steps ``first`` to ``last`` (those done)."""
+
+    key: LaunchKey
+    start: float
+    end: float
+    first: int
+    last: int
+
+
+@dataclass(frozen=True, slots=True)
 class PlanSpan:
     """A plan that was in force from step ``first`` on, until the next span."""
 
@@ -58,7 +69,8 @@ class Lineage:
     what the steps took that only the end of a launch tells of.  Of incidents, by their id:
     ``costs``, and those that training has ``passed``; ``after`` says which one a resume was for (by
     the identity of its event).  ``plans`` are those that the steps which stayed were trained under;
-    ``coming`` is in force from the next start on.
+    ``coming`` is in force from the next start on.  ``trained`` is when the steps that stayed were
+    trained, ``thrown_away`` when those that had to be done again were.
     """
 
     step: int | None = None
@@ -82,6 +94,8 @@ class Lineage:
     after: dict[int, str] = field(default_factory=dict)
     plans: list[PlanSpan] = field(default_factory=list)
     coming: RecoveryPlan | None = None
+    trained: list[Trained] = field(default_factory=list)
+    thrown_away: list[Trained] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -185,6 +199,10 @@ class _Tracer:
         """The whole line."""
         newest = self._segments[-1] if self._segments else None
         self._line.trained_until = None if newest is None else newest.until
+        self._line.trained = [
+            Trained(each.key, each.begin, each.until, each.first, each.head)
+            for each in self._segments
+        ]
         self._line.may_be_further = newest is not None and newest.may_be_further
         self._line.figures = {
             name: LoggedFigure(name=name, value=value, step=step, time=time)
@@ -333,6 +351,7 @@ class _Tracer:
             seconds += max(0.0, last.until - time)
             line.repeated_steps[last.key] = line.repeated_steps.get(last.key, 0) + last.head - end
             _add(line.repeated_s, last.key, last.until - time)
+            line.thrown_away.append(Trained(last.key, time, last.until, end, last.head))
             last.cut(end, time)
             if step > last.first:
                 break

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from slurm_forge.journal import events as ev
+from slurm_forge.report.story.time_use import TimeSpan
 from slurm_forge.vocabulary.cause import Evidence
 from slurm_forge.vocabulary.decision import Change
 from slurm_forge.vocabulary.plan import RecoveryPlan, SampleWindow
@@ -370,7 +371,7 @@ class RunStory:
     times ``gpus_per_rank``, where that is known, GPU-seconds.
 
     ``may_be_further``: training may have done more steps than ``step``, since its ranks ended
-    without a message of how far they were.
+    without a message of how far they were.  ``spans`` are what each moment was spent on.
     """
 
     run: str
@@ -412,3 +413,4 @@ class RunStory:
     failing_saves: FailingSaves | None = None
     repeated_at_least: bool = False
     may_be_further: bool = False
+    spans: tuple[TimeSpan, ...] = ()

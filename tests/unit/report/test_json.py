@@ -26,7 +26,7 @@ RUN = (
     "elapsed_s training_s kept_s repeated_s repeated_steps goodput startup_s ending_s attempts "
     "acts changes next next_time warnings memory jobs waited_s queued_s rest_s lost_rank_s "
     "idle_rank_s starts gpus_per_rank nodes_asked waiting failing_saves "
-    "repeated_at_least may_be_further"
+    "repeated_at_least may_be_further spans"
 )
 ATTEMPT = (
     "number job via host nodes waited_s started ended last_seen outcome launches comebacks notes "
