@@ -87,11 +87,11 @@ def _carved(span: TimeSpan, saves: _Saves) -> Iterator[TimeSpan]:
     for begun, done in waited[max(0, bisect_right(waited, (span.start,)) - 1) :]:
         if begun >= span.end:
             break
-        begun, done = max(begun, at), min(done, span.end)
-        if done > begun:
-            yield replace(span, start=at, end=begun)
-            yield replace(span, use=TimeUse.SAVING, start=begun, end=done)
-            at = done
+        start, end = max(begun, at), min(done, span.end)
+        if end > start:
+            yield replace(span, start=at, end=start)
+            yield replace(span, use=TimeUse.SAVING, start=start, end=end)
+            at = end
     yield replace(span, start=at)
 
 
@@ -164,12 +164,11 @@ def _joined(spans: Iterable[TimeSpan]) -> Iterator[TimeSpan]:
     """Neighbours of the same kind as one."""
     before: TimeSpan | None = None
     for span in spans:
-        if before is not None and replace(span, start=before.start, end=before.end) == before:
-            if span.start == before.end:
-                before = replace(before, end=span.end)
-                continue
-        if before is not None:
-            yield before
-        before = span
+        if before is not None and replace(before, start=before.end, end=span.end) == span:
+            before = replace(before, end=span.end)
+        else:
+            if before is not None:
+                yield before
+            before = span
     if before is not None:
         yield before
