@@ -28,6 +28,7 @@ MODULES = {
     "live_rank": "slurm_forge.training.preflight.signal_listener",
     "local_tasks": "slurm_forge.launch.local.tasks",
     "preflight_node": "slurm_forge.training.preflight.standalone",
+    "report": "slurm_forge.cli.observe.report_process",
     "shield": "slurm_forge.launch.supervisor.signal_shield",
     "supervise": "slurm_forge.launch.supervisor.main",
     "witness": "slurm_forge.training.monitor.main",

@@ -30,6 +30,7 @@ _MODULES = {
     "exec": "start.exec",
     "status": "observe.status",
     "explain": "observe.status",
+    "report": "observe.report",
     "watch": "observe.watch",
     "requeue": "requests",
     "extend": "start.change",

@@ -157,6 +157,11 @@ class RunDirectory:
         """Where rank 0 publishes its address when there is no supervisor (stock submitit)."""
         return self.attempts / f"rendezvous-{key}.json"
 
+    @property
+    def report_file(self) -> Path:
+        """The run as one HTML page, as ``report`` and the batch step leave it here."""
+        return self.path / "report.html"
+
     def is_own(self) -> bool:
         """Whether the run belongs to this user; others may only read it."""
         return self.path.stat().st_uid == os.geteuid()

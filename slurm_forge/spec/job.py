@@ -327,7 +327,7 @@ class JobSpec(JobSection):
         "arguments": "args", "kwargs": "args", "policy": "recovery", "checkpointing": "checkpoint",
         "before": "setup", "init": "setup", "faults": "inject", "chaos": "inject",
         "launcher": "template", "launch": "template", "sbatch_template": "template",
-        "array": "chain", "segments": "chain", "grid": "sweep", "matrix": "sweep",
+        "html": "report", "html_report": "report", "array": "chain", "segments": "chain", "grid": "sweep", "matrix": "sweep",
         "snapshot": "code", "source": "code",
         "image": "container.image", "mounts": "container.mounts",
         "runtime": "container.runtime",
@@ -424,6 +424,12 @@ class JobSpec(JobSection):
         strict=True,
         description="true if samples of a micro-batch influence each other (BatchNorm, contrastive "
         "losses): then the micro-batch is never made smaller.",
+    )
+    report: bool = Field(
+        default=True,
+        strict=True,
+        description="The batch step keeps report.html in the folder of the run up to date, every "
+        "10 minutes and at the end of each attempt; false: only slurm-forge report makes one.",
     )
     memory_snapshot: bool = Field(
         default=False,

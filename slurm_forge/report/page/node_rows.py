@@ -81,9 +81,7 @@ def node_marks(story: s.RunStory, nodes: dict[str, int], end: float) -> tuple[No
                     )
     for node, time, text, kind in _against(story, None):
         if kind == "struck" and node in nodes:
-            marks.append(
-                NodeMark(kind="struck", node=nodes[node], start=time, end=time, text=text)
-            )
+            marks.append(NodeMark(kind="struck", node=nodes[node], start=time, end=time, text=text))
     return tuple(marks)
 
 
