@@ -1,4 +1,4 @@
-"""Reading what the page of a run is made of: its journal, checkpoints, stacks, and its ancestors."""
+"""Reading what the page of a run is made of: its journal, checkpoints, stacks, ancestors."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from slurm_forge.cli.observe.run_reading import gather
 from slurm_forge.cli.observe.surroundings import surrounded, with_queue
 from slurm_forge.errors import ForgeError
 from slurm_forge.files import FOLDERS_OWNER, read_trusted
-from slurm_forge.journal import fold, read_to_fold
 from slurm_forge.journal import events as ev
+from slurm_forge.journal import fold, read_to_fold
 from slurm_forge.journal.logged import LoggedCurve
 from slurm_forge.report.checkpoints import CheckpointsListed, list_checkpoints
 from slurm_forge.report.page.values import Ancestor, RunSources, StackFile
@@ -22,7 +22,7 @@ from slurm_forge.run_directory import RunDirectory
 from slurm_forge.spec.run_file import read_run_file
 
 #: Stacks of so many bytes are embedded, of a file and of a run: the rest is named.
-_OF_A_FILE, _OF_A_RUN = 24_000, 300_000
+_OF_A_FILE, _OF_A_RUN = 24_000, 150_000
 _MOST_ANCESTORS = 8
 
 
@@ -72,20 +72,23 @@ def _checkpoints(run: RunDirectory, facts: RunFacts) -> CheckpointsListed | None
 def _stacks(run: RunDirectory, facts: RunFacts) -> Iterator[StackFile]:
     """The files that a standstill left behind, the newest ones first, as far as they fit."""
     left = _OF_A_RUN
-    stalls = [record for record in facts.records if isinstance(record.event, ev.StallSeen)]
-    for record in sorted(stalls, key=lambda each: each.time, reverse=True):
-        assert isinstance(record.event, ev.StallSeen)
-        for name in record.event.files:
-            path = run.path / name
-            if left <= 0 or not path.resolve().is_relative_to(run.path.resolve()):
-                continue
-            with contextlib.suppress(OSError, ForgeError):
-                content = read_trusted(path, 1 << 24, owner=FOLDERS_OWNER)
-                text = content[:_OF_A_FILE].decode(errors="replace")
-                if len(content) > _OF_A_FILE:
-                    text += f"\n… all {len(content)} bytes: {path}"
-                left -= len(text)
-                yield StackFile(attempt=record.attempt, launch=record.launch, name=name, text=text)
+    files = [
+        (record, name)
+        for record in sorted(facts.records, key=lambda each: each.time, reverse=True)
+        if isinstance(record.event, ev.StallSeen)
+        for name in record.event.files
+    ]
+    for record, name in files:
+        path = run.path / name
+        if left <= 0 or not path.resolve().is_relative_to(run.path.resolve()):
+            continue
+        with contextlib.suppress(OSError, ForgeError):
+            content = read_trusted(path, 1 << 24, owner=FOLDERS_OWNER)
+            text = content[:_OF_A_FILE].decode(errors="replace")
+            if len(content) > _OF_A_FILE:
+                text += f"\n… all {len(content)} bytes: {path}"
+            left -= len(text)
+            yield StackFile(attempt=record.attempt, launch=record.launch, name=name, text=text)
 
 
 def _ancestors(facts: RunFacts) -> Iterator[Ancestor]:

@@ -1,4 +1,4 @@
-"""The numbers behind the charts of a run: its timeline and its curves, with what happened on them."""
+"""The numbers behind the charts of a run: its timeline, its curves, and what happened on them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,11 @@ _MOST_NODES = 48
 _MOST_SPANS = 6000
 #: A screen has no more columns than this.
 _COLUMNS = 4000
-_MOST_CHECKPOINTS = 1500
+#: More lines from top to bottom, or marks at the bottom, hide the curve that they are about.
+_MOST_RESTARTS = 200
+_MOST_CHECKPOINTS = 600
+#: Of so many incidents a mark tells the evidence, of more the cause alone.
+_MOST_TOLD = 200
 _PLACES = (ev.AttemptStarted, ev.LaunchStarted, ev.Resumed)
 
 
@@ -103,9 +107,11 @@ def _nodes(story: s.RunStory, placed: dict[tuple[int, int], tuple[str, ...]]) ->
 def _marks(story: s.RunStory, checkpoints: Sequence[CheckpointRow]) -> Iterator[CurveMark]:
     """What happened at which step: restarts, skips, rollbacks, changes, saves, and incidents."""
     trust = {row.name: row.trust for row in checkpoints}
+    begun = [mark for a in story.attempts for each in a.launches for mark in _begun(a, each)]
+    if len(begun) <= _MOST_RESTARTS:
+        yield from begun
     for attempt in story.attempts:
         for launch in attempt.launches:
-            yield from _begun(attempt, launch)
             for row in launch.skipped:
                 undone = ", undone by a rollback" if row.undone else ""
                 yield CurveMark(
@@ -115,9 +121,9 @@ def _marks(story: s.RunStory, checkpoints: Sequence[CheckpointRow]) -> Iterator[
                     time=row.time,
                     text=f"{t.plural(row.count, 'update')} skipped{undone}",
                 )
-    for attempt, launch, incident in incidents_of(story):
-        yield from _of_incident(incident, story)
-        del attempt, launch
+    incidents = [incident for _, _, incident in incidents_of(story)]
+    for incident in incidents:
+        yield from _of_incident(incident, story, told=len(incidents) <= _MOST_TOLD)
     saved = [
         (saved, trust.get(saved.event.name, "suspect" if saved.event.findings else "pruned"))
         for attempt in story.attempts
@@ -129,7 +135,7 @@ def _marks(story: s.RunStory, checkpoints: Sequence[CheckpointRow]) -> Iterator[
             kind=f"checkpoint-{how}",
             step=each.event.step,
             time=each.time,
-            text=f"checkpoint {t.clean(each.event.name, 80)} ({how})",
+            text=f"checkpoint ({how})",
         )
 
 
@@ -145,15 +151,18 @@ def _begun(attempt: s.AttemptStory, launch: s.LaunchStory) -> Iterator[CurveMark
         )
 
 
-def _of_incident(incident: s.IncidentStory, story: s.RunStory) -> Iterator[CurveMark]:
+def _of_incident(
+    incident: s.IncidentStory, story: s.RunStory, *, told: bool
+) -> Iterator[CurveMark]:
     decision = incident.decision
     step = incident.step
     if step is not None:
+        seen = f": {headline(incident, 120)}" if told else ""
         yield CurveMark(
             kind="incident",
             step=step,
             time=incident.time,
-            text=f"{t.clean(incident.cause, 40)}: {headline(incident, 120)}",
+            text=f"{t.clean(incident.cause, 40)}{seen}",
         )
     if decision is None:
         return

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from slurm_forge.journal import Record
 from slurm_forge.journal import events as ev
@@ -111,7 +112,7 @@ def thinned(points: Sequence[Point], most: int) -> tuple[Point, ...]:
     stretches = max(1, most // _OF_EACH)
     bounds = [len(points) * each // stretches for each in range(stretches + 1)]
     chosen: list[Point] = []
-    for begin, end in zip(bounds, bounds[1:], strict=False):
+    for begin, end in pairwise(bounds):
         chosen += (points[at] for at in sorted(set(_telling(points, begin, end))))
     return tuple(chosen)
 

@@ -15,9 +15,10 @@ from slurm_forge.vocabulary.decision import Action
 
 #: Of so many incidents all evidence is shown, of more the strongest pieces: a page stays small.
 _IN_FULL = 200
-_EVIDENCE, _EVIDENCE_OF_MANY = 2000, 240
-_PIECES, _PIECES_OF_MANY = 40, 3
-_HEADLINE = 180
+_EVIDENCE, _EVIDENCE_OF_MANY = 2000, 140
+_PIECES, _PIECES_OF_MANY = 40, 2
+_HEADLINE, _HEADLINE_OF_MANY = 180, 120
+_DECISION, _DECISION_OF_MANY = 600, 160
 
 
 def incident_cards(
@@ -50,6 +51,7 @@ def _card(
     last = incident is launch.incidents[-1]
     pieces = _PIECES_OF_MANY if many else _PIECES
     limit = _EVIDENCE_OF_MANY if many else _EVIDENCE
+    reason = _DECISION_OF_MANY if many else _DECISION
     sure = incident.confidence or "its evidence was lost"
     if incident.found_out is not None:
         sure += f"; discovered {t.moment(incident.found_out, now, zone)}"
@@ -61,12 +63,12 @@ def _card(
         time=incident.time,
         step=incident.step,
         where=", ".join(_where(attempt, launch, incident)),
-        headline=headline(incident, _HEADLINE),
+        headline=headline(incident, _HEADLINE_OF_MANY if many else _HEADLINE),
         confidence=sure,
         evidence=tuple(
             t.observed(each.source, each.text, limit) for each in incident.evidence[:pieces]
         ),
-        decision="" if decision is None else t.clean(decision.reason, 400),
+        decision="" if decision is None else t.clean(decision.reason, reason),
         consequences=tuple(
             consequences(attempt, launch, incident, last=last, run=story, zone=zone)
         ),

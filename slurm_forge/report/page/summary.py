@@ -53,6 +53,8 @@ _TONES = {
     RunStatus.CANCELLED: "warn",
 }
 _LONG = 600
+#: How the phrase begins that tells why a run is held.
+_HELD = "held: "
 _SHOWN_CAUSES = 4
 
 
@@ -63,7 +65,8 @@ def tone_of(status: str) -> str:
 
 def with_commands(sentence: str) -> tuple[Words, ...]:
     """A sentence in pieces, so that what is typed can be told from what is read."""
-    pieces = _COMMAND.split(t.clean(sentence, _LONG))
+    text = t.clean(sentence, _LONG)
+    pieces = _COMMAND.split(text if _COMMAND.match(text) else text[:1].upper() + text[1:])
     return tuple(Words(text, command=bool(at % 2)) for at, text in enumerate(pieces) if text)
 
 
@@ -76,11 +79,14 @@ def next_steps(story: s.RunStory) -> tuple[tuple[Words, ...], ...]:
 
 def interruptions(story: s.RunStory) -> str:
     """``2 preemptions, 1 hang``; empty where there was nothing."""
+    return ", ".join(_by_cause(story))
+
+
+def _by_cause(story: s.RunStory) -> list[str]:
     counted = Counter(incident.cause for _, _, incident in incidents_of(story))
     named = [noun_phrase(cause, count) for cause, count in counted.most_common()]
-    more = len(named) - _SHOWN_CAUSES
-    shown = named[:_SHOWN_CAUSES] + ([f"{more} other kinds"] if more > 0 else [])
-    return ", ".join(shown)
+    others = sum(count for _, count in counted.most_common()[_SHOWN_CAUSES:])
+    return named[:_SHOWN_CAUSES] + ([t.plural(others, "other incident")] if others else [])
 
 
 def noun_phrase(cause: str, count: int) -> str:
@@ -116,7 +122,7 @@ def _sentences(story: s.RunStory, zone: tzinfo | None) -> Iterator[str]:
     science = [t.clean(change.text, 200) for change in story.changes if change.science]
     if science:
         count = t.plural(len(science), "change that affects", "changes that affect")
-        more = "; …" if len(science) > 1 else ""
+        more = f"; and {t.number(len(science) - 1)} more" if len(science) > 1 else ""
         yield f"{count} your results: {science[0]}{more}."
     elif story.attempts:
         yield "Nothing that affects your results was changed."
@@ -133,7 +139,7 @@ def _standing(story: s.RunStory) -> str:
         return f"{name} finished{at}{since}."
     if not story.attempts:
         return f"{name} has not started yet: {t.clean(story.words, 300)}."
-    words = t.clean(story.words, 300).rstrip(".")
+    words = t.clean(story.words, 300).removeprefix(f"{story.status}: ").rstrip(".")
     return f"{name} is {story.status}{at}{since}: {words}."
 
 
@@ -149,10 +155,16 @@ def _course(story: s.RunStory) -> str:
     if not story.attempts:
         return ""
     attempts = t.plural(len(story.attempts), "attempt")
-    happened = interruptions(story)
+    happened = _by_cause(story)
     if not happened:
-        return f"It took {attempts}, without any incident."
-    return f"In {attempts} it came through {happened}."
+        return f"{attempts} so far, without any incident."
+    *others, last = happened
+    listed = f"{', '.join(others)} and {last}" if others else last
+    return f"In {attempts} there {'were' if _several(story) else 'was'} {listed}."
+
+
+def _several(story: s.RunStory) -> bool:
+    return sum(1 for _ in incidents_of(story)) > 1
 
 
 def _telling(
@@ -178,16 +190,13 @@ def _incident(
     noun = _BY_VALUE.get(incident.cause, (t.clean(incident.cause, 40),))[0]
     seen = headline(incident, 160)
     last = incident is launch.incidents[-1]
-    phrases = list(consequences(attempt, launch, incident, last=last, run=story, zone=zone))
-    then = "; ".join(phrases)
-    only = sum(1 for _ in incidents_of(story)) == 1
-    which = "The" if only else "The last" if incident is _newest(story) else "The costliest"
+    phrases = consequences(attempt, launch, incident, last=last, run=story, zone=zone)
+    # Why a run is held has been told with where it stands.
+    then = "; ".join(phrase for phrase in phrases if not phrase.startswith(_HELD))
+    of_its_kind = sum(each.cause == incident.cause for _, _, each in incidents_of(story))
+    newest = incident is list(incidents_of(story))[-1][2]
+    which = "The" if of_its_kind == 1 else "The last" if newest else "The costliest"
     return f"{which} {noun}: {seen}{f' → {then}' if then else ''}."
-
-
-def _newest(story: s.RunStory) -> s.IncidentStory | None:
-    found = list(incidents_of(story))
-    return found[-1][2] if found else None
 
 
 def headline(incident: s.IncidentStory, limit: int) -> str:
@@ -211,7 +220,7 @@ def _key_figures(story: s.RunStory, spent: Waterfall) -> Iterator[KeyFigure]:
         yield KeyFigure(
             label="Goodput",
             value=t.share(story.goodput),
-            note=f"of {t.span(story.elapsed_s)} trained steps that stayed",
+            note=f"of {t.span(story.elapsed_s)} went into steps that stayed",
             tone="good" if story.goodput >= 0.8 else "warn",
             link="time",
         )

@@ -54,6 +54,16 @@
   }
   const tzDate = (seconds) => uPlot.tzDate(moment(seconds), "Etc/UTC");
   const font = "12px system-ui, -apple-system, 'Segoe UI', Roboto, Arial, sans-serif";
+  const DAY = "{D} {MMM}", TIME = "{HH}:{mm}";
+  // How far ticks are apart, in seconds, their text, and what is added where a year, day, … begins.
+  const DATES = [
+    [31536000, "{YYYY}", null, null, null, null, null, null, 1],
+    [2419200, "{MMM}", "\n{YYYY}", null, null, null, null, null, 1],
+    [86400, DAY, "\n{YYYY}", null, null, null, null, null, 1],
+    [60, TIME, `\n${DAY} {YYYY}`, null, `\n${DAY}`, null, null, null, 1],
+    [1, ":{ss}", `\n${DAY} {YYYY} ${TIME}`, null, `\n${DAY} ${TIME}`, null, `\n${TIME}`, null, 1],
+    [0.001, ":{ss}.{fff}", `\n${DAY} {YYYY} ${TIME}`, null, `\n${DAY} ${TIME}`, null, `\n${TIME}`, null, 1],
+  ];
   const axis = (more) => Object.assign({
     stroke: () => ink("muted"), grid: { stroke: () => ink("grid"), width: 1 },
     ticks: { stroke: () => ink("grid"), width: 1, size: 4 }, font,
@@ -139,6 +149,12 @@
       clipped(u, (ctx, bbox, ratio) => {
         const color = Object.fromEntries(data.uses.map((each) => [each, ink(each)]));
         const { min, max } = u.scales.x;
+        const inSight = data.spans.filter((one) => begin + one[2] >= min && begin + one[1] <= max).length;
+        // A loss that is too short for a pixel is widened to be seen, unless there are so many that
+        // they would hide what the time really went into.
+        const least = inSight < bbox.width / ratio / 6 ? 1.5 * ratio : 0;
+        const marksInSight = data.nodeMarks.filter((mark) => begin + mark[3] >= min && begin + mark[2] <= max).length;
+        const small = marksInSight > 40 ? 0.35 : 1;
         lanes.forEach((lane, index) => {
           const y = bbox.top + bbox.height * top(index), full = bbox.height * weight(index) / total;
           const pad = Math.max(1, full * 0.1);
@@ -150,7 +166,7 @@
               const thin = what === "queue" || what === "stopped";
               ctx.fillStyle = color[what];
               const inset = thin ? full * 0.42 : pad;
-              ctx.fillRect(left, y + inset, Math.max(right - left, above ? 1.5 * ratio : 0.5), full - 2 * inset);
+              ctx.fillRect(left, y + inset, Math.max(right - left, above ? least : 0), full - 2 * inset);
             }
           }
           for (const [kind, , start, stop] of lane.marks) {
@@ -161,9 +177,9 @@
             } else {
               ctx.fillStyle = ink("bad");
               ctx.beginPath();
-              ctx.moveTo(left, y + full * 0.15);
-              ctx.lineTo(left + 6 * ratio, y + full * 0.85);
-              ctx.lineTo(left - 6 * ratio, y + full * 0.85);
+              ctx.moveTo(left, y + full * (0.85 - 0.7 * small));
+              ctx.lineTo(left + 6 * ratio * small, y + full * 0.85);
+              ctx.lineTo(left - 6 * ratio * small, y + full * 0.85);
               ctx.fill();
             }
           }
@@ -219,7 +235,7 @@
       cursor: { y: false, points: { show: false }, drag: { x: true, y: false, setScale: true } },
       scales: { x: { time: true, range: (u, min, max) => [min, max] }, y: { range: [0, 1] } },
       series: [{}, { paths: () => null, points: { show: false } }],
-      axes: [axis({}), axis({
+      axes: [axis({ values: DATES }), axis({
         size: labels, grid: { show: false }, ticks: { show: false }, gap: 6,
         splits: () => lanes.map((_, index) => 1 - top(index) - weight(index) / total / 2),
         values: () => lanes.map((lane) => (lane.name.length > labels / 7 ? `${lane.name.slice(0, labels / 7 - 1)}…` : lane.name)),
@@ -283,8 +299,15 @@
       ctx.lineTo(x, bbox.top + bbox.height);
       ctx.stroke();
     }
+    // Lines from top to bottom that are closer than this hide the curve: then they are ticks.
+    function crowded(u, kind, bbox, ratio) {
+      const { min, max } = u.scales.x;
+      const inSight = data.marks.filter((mark) => kindOf(mark) === kind && xOfMark(mark) >= min && xOfMark(mark) <= max);
+      return inSight.length > bbox.width / ratio / 14;
+    }
     function behind(u) {
       clipped(u, (ctx, bbox, ratio) => {
+        const many = { lr: crowded(u, "lr", bbox, ratio), restart: crowded(u, "restart", bbox, ratio) };
         for (const mark of data.marks) {
           const kind = kindOf(mark);
           if (!shown.has(kind)) continue;
@@ -298,7 +321,8 @@
             ctx.setLineDash([]);
             ctx.strokeStyle = ink("lr");
             ctx.lineWidth = 1.5 * ratio;
-            vertical(ctx, x, bbox);
+            vertical(ctx, x, many.lr ? { top: bbox.top, height: 14 * ratio } : bbox);
+            if (many.lr) continue;
             ctx.fillStyle = ink("lr");
             ctx.font = `600 ${11 * ratio}px system-ui, sans-serif`;
             const label = (/x[\d.e-]+ → (x[\d.e-]+)/.exec(mark[4]) || ["", ""])[1];
@@ -307,7 +331,7 @@
             ctx.setLineDash([2 * ratio, 4 * ratio]);
             ctx.strokeStyle = ink("muted");
             ctx.lineWidth = 1 * ratio;
-            vertical(ctx, x, bbox);
+            vertical(ctx, x, many.restart ? { top: bbox.top, height: 10 * ratio } : bbox);
           }
         }
       });
@@ -323,7 +347,9 @@
           ctx.globalAlpha = 1;
           ctx.setLineDash([]);
         }
-        const floor = bbox.top + bbox.height, size = 4 * ratio;
+        const floor = bbox.top + bbox.height;
+        const size = (crowded(u, "checkpoint", bbox, ratio) ? 2 : 4) * ratio;
+        const dot = (crowded(u, "incident", bbox, ratio) ? 2 : 4) * ratio;
         for (const mark of data.marks) {
           const kind = kindOf(mark);
           if (!shown.has(kind)) continue;
@@ -344,7 +370,7 @@
           } else if (kind === "incident") {
             ctx.fillStyle = ink("bad");
             ctx.beginPath();
-            ctx.arc(x, bbox.top + 7 * ratio, 4 * ratio, 0, 7);
+            ctx.arc(x, bbox.top + 7 * ratio, dot, 0, 7);
             ctx.fill();
           } else if (kind === "rollback" && byStep()) {
             const back = u.valToPos(mark[2], "x", true), y = bbox.top + 7 * ratio;
@@ -394,7 +420,8 @@
       const marks = data.marks.map(xOfMark);
       const least = Math.min(...all, ...marks), most = Math.max(...all, ...marks);
       const first = byStep() ? Math.min(0, least) : data.begin;
-      return most > first ? [first, byStep() ? most : Math.max(most, data.end)] : [first, first + 1];
+      // What happens at the last step is drawn whole.
+      return most > first ? [first, byStep() ? most + (most - first) * 0.012 : Math.max(most, data.end)] : [first, first + 1];
     }
     function build() {
       current = data.figures[select.selectedIndex];
@@ -403,14 +430,14 @@
       const [low, high] = limits();
       const few = current.steps.length < 60;
       chart.plot = new uPlot({
-        width: host.clientWidth, height: height(), tzDate, legend: { show: false }, padding: [8, 12, 0, 0],
+        width: host.clientWidth, height: height(), tzDate, legend: { show: false }, padding: [8, 22, 0, 0],
         cursor: { drag: { x: true, y: false, setScale: true }, points: { size: 7 } },
         scales: {
           x: { time: !byStep(), range: (u, min, max) => (u.status === 0 || min === null ? whole() : [min, max]) },
           y: { distr: log.checked ? 3 : 1, range: log.checked ? [low / 1.2, high * 1.2] : [low - (high - low || 1) * 0.09, high + (high - low || 1) * 0.12] },
         },
         series: [{}, { stroke: () => ink("curve"), width: 2, spanGaps: false, points: { show: few, size: 5, fill: () => ink("card") } }],
-        axes: [axis(byStep() ? { values: (u, values) => values.map((value) => (Number.isInteger(value) ? value.toLocaleString("en") : "")) } : {}),
+        axes: [axis(byStep() ? { size: 34, space: 70, values: (u, values) => values.map((value) => (Number.isInteger(value) ? value.toLocaleString("en") : "")) } : { values: DATES }),
           axis({ size: 62, values: (u, values) => values.map((value) => (value === null ? "" : figure(value))) })],
         hooks: { drawAxes: [behind, before], setCursor: [hover], setScale: [(u, key) => { if (key === "x" && u.status && !byStep()) onZoom(u.scales.x); }] },
       }, [xs, current.values], host);
@@ -463,7 +490,7 @@
       cursor: { drag: { x: true, y: false }, focus: { prox: 12 }, points: { size: 6 } },
       scales: { x: { time: false } },
       series: [{}, ...data.curves.map((each, index) => ({ label: each.run, stroke: style(index).color, dash: style(index).dash, width: 1.8, spanGaps: true, points: { show: each.steps.length < 30, size: 4 } }))],
-      axes: [axis({}), axis({ size: 62, values: (u, values) => values.map((value) => (value === null ? "" : figure(value))) })],
+      axes: [axis({ size: 34, space: 70 }), axis({ size: 62, values: (u, values) => values.map((value) => (value === null ? "" : figure(value))) })],
       hooks: { setCursor: [hover] },
     }, joined, host);
     zoomable(host, chart, () => [joined[0][0], joined[0][joined[0].length - 1]]);
