@@ -191,7 +191,7 @@ def opened(page: Path) -> float:
         browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
         tab = browser.new_page(viewport={"width": 1400, "height": 1000})
         tab.goto(page.absolute().as_uri())
-        tab.wait_for_function("document.documentElement.dataset.ready")
+        tab.wait_for_selector("html[data-ready=yes]", state="attached")
         # Two frames later everything that was laid out is on the screen.
         drawn = "new Promise(r => requestAnimationFrame(() => requestAnimationFrame(() => r(performance.now()))))"
         milliseconds = float(tab.evaluate(drawn))
