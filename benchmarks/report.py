@@ -44,6 +44,8 @@ _SAVES = 4
 _NODES, _OF = 8, 64
 _WORLD = 64
 _CAUSES = (Cause.PREEMPTED, Cause.NON_FINITE, Cause.HANG, Cause.CRASH, Cause.NODE_FAIL)
+_DRAWN = """new Promise((done) => requestAnimationFrame(() =>
+    requestAnimationFrame(() => done(performance.now()))))"""
 _STACK = 'Thread 0x01 (most recent call first):\n  File "train.py", line 12 in forward\n' * 40
 
 
@@ -185,7 +187,7 @@ def opened(page: Path) -> float:
     """Seconds until Chromium has drawn the page: its own clock, from the start of the load."""
     from playwright.sync_api import sync_playwright
 
-    chromium = shutil.which("chromium") or shutil.which("google-chrome")
+    chromium = shutil.which("chromium")
     assert chromium, "apt-get install chromium, or --no-browser"
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
@@ -193,8 +195,7 @@ def opened(page: Path) -> float:
         tab.goto(page.absolute().as_uri())
         tab.wait_for_selector("html[data-ready=yes]", state="attached")
         # Two frames later everything that was laid out is on the screen.
-        drawn = "new Promise(r => requestAnimationFrame(() => requestAnimationFrame(() => r(performance.now()))))"
-        milliseconds = float(tab.evaluate(drawn))
+        milliseconds = float(tab.evaluate(_DRAWN))
         browser.close()
     return milliseconds / 1000
 

@@ -1,4 +1,4 @@
-"""The HTML page of a run or of several: what it shows, and how that becomes one file.
+"""The HTML page of a run or of several; called by the verb ``report`` and its process.
 
-Called by the verb ``report`` and by the process of that name.
+Entry: ``run_page``; as a file: ``html``.
 """

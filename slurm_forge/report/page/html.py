@@ -102,7 +102,7 @@ def _hash(text: str) -> str:
 
 @cache
 def _asset(name: str) -> str:
-    return files(__package__).joinpath("assets", name).read_text("utf-8")
+    return (files("slurm_forge.report.page") / "assets" / name).read_text("utf-8")
 
 
 @cache

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterator
 from datetime import tzinfo
 
@@ -38,16 +38,16 @@ def node_rows(story: s.RunStory, zone: tzinfo | None) -> tuple[NodeRow, ...]:
     )
 
 
-def _held(story: s.RunStory) -> tuple[Counter[str], dict[str, set[int]]]:
+def _held(story: s.RunStory) -> tuple[defaultdict[str, float], defaultdict[str, set[int]]]:
     """Seconds that each node was held, and the attempts that it was part of."""
     placed = nodes_of_launches(story)
-    held: Counter[str] = Counter()
-    attempts: dict[str, set[int]] = defaultdict(set)
+    held: defaultdict[str, float] = defaultdict(float)
+    attempts: defaultdict[str, set[int]] = defaultdict(set)
     for span in story.spans:
         if span.launch is None:
             continue
         for node in placed.get((span.attempt, span.launch), ()):
-            held[node] += span.seconds  # type: ignore[assignment]
+            held[node] += span.seconds
             attempts[node].add(span.attempt)
     return held, attempts
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -54,18 +54,19 @@ class Waterfall:
 
 def waterfall(story: s.RunStory) -> Waterfall:
     """Split the node time of a run; every moment counts once."""
-    seconds: Counter[str] = Counter()
-    spent: Counter[str] = Counter()
+    seconds: defaultdict[str, float] = defaultdict(float)
+    spent: defaultdict[str, float] = defaultdict(float)
     for span in story.spans:
-        seconds[span.use.value] += span.seconds  # type: ignore[assignment]
+        seconds[span.use.value] += span.seconds
         if span.use not in _WITHOUT_NODES:
-            spent[span.use.value] += span.rank_seconds  # type: ignore[assignment]
+            spent[span.use.value] += span.rank_seconds
     slow_s, slow = _slow(story)
     kept = TimeUse.TRAINING.value
     slow_s, slow = min(slow_s, seconds[kept]), min(slow, spent[kept])
-    seconds.update({SLOW: slow_s, kept: -slow_s})  # type: ignore[arg-type]
-    spent.update({SLOW: slow, kept: -slow})  # type: ignore[arg-type]
-    total = float(sum(spent.values()))
+    seconds[SLOW], spent[SLOW] = slow_s, slow
+    seconds[kept] -= slow_s
+    spent[kept] -= slow
+    total = sum(spent.values())
     at = 1.0
     losses = []
     named = [(use.value, label, meaning) for use, label, meaning in _LOSSES]
@@ -82,8 +83,8 @@ def waterfall(story: s.RunStory) -> Waterfall:
         rank_seconds=total,
         losses=tuple(losses),
         training=bar if total else None,
-        queued_s=float(seconds[TimeUse.QUEUE.value]),
-        stopped_s=float(seconds[TimeUse.STOPPED.value]),
+        queued_s=seconds[TimeUse.QUEUE.value],
+        stopped_s=seconds[TimeUse.STOPPED.value],
     )
 
 

@@ -301,9 +301,9 @@ def test_fewer_points_keep_the_extremes_and_what_is_not_finite(
         max(shown, default=0),
     )
     assert (len(finite) < len(values)) == (len(shown) < len(kept))
-    assert (kept[:1], kept[-1:]) == (tuple(points[:1]), tuple(points[-1:])) or len(
-        finite
-    ) < len(values)
+    assert (kept[:1], kept[-1:]) == (tuple(points[:1]), tuple(points[-1:])) or len(finite) < len(
+        values
+    )
 
 
 def test_a_spike_outlives_a_curve_of_any_length() -> None:

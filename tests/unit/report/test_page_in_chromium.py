@@ -87,11 +87,14 @@ def inked(tab: Any, chart: str) -> list[int]:
     found: list[int] = tab.evaluate(
         """(id) => {
             const canvas = document.querySelector(`#${id} canvas`);
-            const data = canvas.getContext("2d", {willReadFrequently: true}).getImageData(0, 0, canvas.width, canvas.height).data;
+            const { width, height } = canvas;
+            const data = canvas.getContext("2d").getImageData(0, 0, width, height).data;
             const colors = new Set();
             let drawn = 0;
             for (let at = 0; at < data.length; at += 4) {
-                if (data[at + 3]) { drawn += 1; colors.add((data[at] << 16) | (data[at + 1] << 8) | data[at + 2]); }
+                if (!data[at + 3]) continue;
+                drawn += 1;
+                colors.add(data.slice(at, at + 3).join());
             }
             return [drawn, colors.size];
         }""",
@@ -178,7 +181,9 @@ def test_what_looks_like_a_script_runs_nowhere(browser: Any, tmp_path: Path) -> 
     facts = sources(tmp_path, "other").facts
     html = run_html(run_page(RunSources(facts=scribe.facts())))
     # An escape that was forgotten: the policy of the page keeps it from running all the same.
-    forgotten = html.replace("</main>", f"{EVIL.partition('<!--')[0]}<b onclick='alert(3)'>x</b></main>", 1)
+    forgotten = html.replace(
+        "</main>", f"{EVIL.partition('<!--')[0]}<b onclick='alert(3)'>x</b></main>", 1
+    )
     with pytest.raises(AssertionError, match="Content Security Policy"):
         with Opened(browser, forgotten, tmp_path, width=1400, scheme="light") as tab:
             tab.locator("text=x").last.click()
@@ -199,5 +204,7 @@ def test_several_runs_in_chromium(browser: Any, tmp_path: Path) -> None:
         with Opened(browser, html, tmp_path, width=width, scheme="light") as tab:
             assert inked(tab, "index-chart")[0] > 1000
             assert tab.locator(".runs tbody tr").count() == 2
-            colors = tab.locator("[data-run]").evaluate_all("all => all.map(o => o.style.background)")
+            colors = tab.locator("[data-run]").evaluate_all(
+                "all => all.map(o => o.style.background)"
+            )
             assert len(set(colors)) == 2
