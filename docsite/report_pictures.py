@@ -29,7 +29,6 @@ from slurm_forge.testing.cluster.spec import ClusterSpec
 _ROOT = Path(__file__).resolve().parent.parent
 _PICTURES = _ROOT / "docs" / "assets"
 _WITHIN_S = 900
-_SIZE = {"width": 1180, "height": 1010}
 _JOB: dict[str, Any] = {
     "entry": f"{_ROOT / 'examples' / 'tiny_gpt.py'}:train",
     "resources": {
@@ -127,7 +126,7 @@ def take_picture(page: Path, picture: Path) -> None:
         sys.exit("no Chromium: apt-get install chromium")
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
-        tab = browser.new_page(viewport=_SIZE, color_scheme="light")
+        tab = browser.new_page(viewport={"width": 1180, "height": 1010}, color_scheme="light")
         tab.goto(page.absolute().as_uri())
         tab.wait_for_selector("html[data-ready=yes]", state="attached")
         tab.screenshot(path=str(picture))

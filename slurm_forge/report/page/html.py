@@ -35,6 +35,7 @@ _LEGEND = {
     TimeUse.REPEATED: "repeated steps",
     TimeUse.STARTUP: "first start",
     TimeUse.RESTART: "restart",
+    TimeUse.PROGRAM: "a command",
     TimeUse.IDLE: "idle",
     TimeUse.SHUTDOWN: "shutdown",
     TimeUse.QUEUE: "in the queue",

@@ -18,6 +18,7 @@ _LOSSES = (
     (TimeUse.REPEATED, "repeated steps", "trained, lost, and trained again"),
     (TimeUse.SAVING, "waiting for saves", "training stood still for its own checkpoints"),
     (TimeUse.IDLE, "idle nodes", "held, but neither training nor starting"),
+    (TimeUse.PROGRAM, "a command", "which tells no steps: what of it is training is not known"),
     (TimeUse.SHUTDOWN, "shutdown", "after the last step of a finished run"),
 )
 #: A node that is slower than the others: a part of the training time.
@@ -43,13 +44,17 @@ class WaterfallBar:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Waterfall:
-    """All node time, the losses that are taken from it one by one, and what is left: training."""
+    """All node time, the losses that are taken from it one by one, and what is left: training.
+
+    ``program_s`` is how long commands ran that tell no steps.
+    """
 
     rank_seconds: float
     losses: tuple[WaterfallBar, ...]
     training: WaterfallBar | None
     queued_s: float
     stopped_s: float
+    program_s: float = 0.0
 
 
 def waterfall(story: s.RunStory) -> Waterfall:
@@ -85,6 +90,7 @@ def waterfall(story: s.RunStory) -> Waterfall:
         training=bar if total else None,
         queued_s=seconds[TimeUse.QUEUE.value],
         stopped_s=seconds[TimeUse.STOPPED.value],
+        program_s=seconds[TimeUse.PROGRAM.value],
     )
 
 

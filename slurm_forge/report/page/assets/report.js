@@ -115,11 +115,11 @@
   }
 
   // -- the timeline ----------------------------------------------------------------------------------
-  const BELOW = new Set(["training", "queue", "stopped"]);
+  const BELOW = new Set(["training", "program", "queue", "stopped"]);
   function timeline(host) {
     const begin = data.begin, end = Math.max(data.end, data.begin + 1);
     const use = (one) => data.uses[one[0]];
-    const names = { startup: "first start", restart: "restart", training: "training", saving: "waiting for a save",
+    const names = { startup: "first start", restart: "restart", training: "training", saving: "waiting for a save", program: "a command",
       repeated: "repeated steps", idle: "idle", shutdown: "shutdown", queue: "in the queue", stopped: "stopped" };
     const nodesOf = new Map(data.placed.map(([attempt, launch, nodes]) => [`${attempt}.${launch}`, nodes]));
     const lanes = [{ name: "run", spans: data.spans, marks: [] }];
@@ -134,7 +134,7 @@
     }
     const starts = new Map();
     for (const one of data.spans) {
-      if (!BELOW.has(use(one)) || use(one) === "training") {
+      if (use(one) !== "queue" && use(one) !== "stopped") {
         const known = starts.get(one[3]);
         starts.set(one[3], known ? [Math.min(known[0], one[1]), Math.max(known[1], one[2])] : [one[1], one[2]]);
       }
@@ -231,7 +231,7 @@
       box.show(left + u.over.offsetLeft, y, one ? `${names[use(one)]}, ${span(one[2] - one[1])}` : lane.name, lines);
     }
     chart.plot = new uPlot({
-      width: host.clientWidth, height: height(), tzDate, legend: { show: false }, padding: [4, 8, 0, 0],
+      width: host.clientWidth, height: height(), tzDate, legend: { show: false }, padding: [4, 24, 0, 0],
       cursor: { y: false, points: { show: false }, drag: { x: true, y: false, setScale: true } },
       scales: { x: { time: true, range: (u, min, max) => [min, max] }, y: { range: [0, 1] } },
       series: [{}, { paths: () => null, points: { show: false } }],
