@@ -164,7 +164,7 @@ def _summary(runs: Sequence[IndexedRun]) -> tuple[str, ...]:
     lost = sum(run.lost_rank_s * (run.gpus_per_rank or 1.0) for run in runs)
     if lost >= 1:
         gpus = 1.0 if any(run.gpus_per_rank for run in runs) else None
-        sentences.append(f"Together they lost {t.rank_time(lost, gpus)}, or held them idle.")
+        sentences.append(f"Together they lost {t.rank_time(lost, gpus)}, idle time included.")
     return tuple(sentences)
 
 

@@ -486,7 +486,7 @@
         near.slice(0, 8).map(([run, value]) => `${figure(value)}  ${run}`).concat(near.length > 8 ? [`and ${near.length - 8} more`] : []));
     }
     chart.plot = new uPlot({
-      width: host.clientWidth, height: height(), legend: { show: false }, padding: [8, 12, 0, 0], focus: { alpha: 0.2 },
+      width: host.clientWidth, height: height(), legend: { show: false }, padding: [8, 22, 0, 0], focus: { alpha: 0.2 },
       cursor: { drag: { x: true, y: false }, focus: { prox: 12 }, points: { size: 6 } },
       scales: { x: { time: false } },
       series: [{}, ...data.curves.map((each, index) => ({ label: each.run, stroke: style(index).color, dash: style(index).dash, width: 1.8, spanGaps: true, points: { show: each.steps.length < 30, size: 4 } }))],
