@@ -62,3 +62,9 @@ need_packages() {
         touch "$stamp"
     fi
 }
+
+# Reports are looked at in a browser; false where there is none, and none may be installed.
+need_chromium() {
+    if command -v chromium >/dev/null; then return; fi
+    as_root apt-get update -q && as_root env DEBIAN_FRONTEND=noninteractive apt-get install -y -q chromium
+}

@@ -29,6 +29,7 @@ MODULES = {
     "local_tasks": "slurm_forge.launch.local.tasks",
     "notify": "slurm_forge.launch.notify.main",
     "preflight_node": "slurm_forge.training.preflight.standalone",
+    "report": "slurm_forge.cli.observe.report_process",
     "send_message": "slurm_forge.launch.notify.apprise_message",
     "shield": "slurm_forge.launch.supervisor.signal_shield",
     "supervise": "slurm_forge.launch.supervisor.main",

@@ -32,6 +32,7 @@ _MODULES = {
     "explain": "observe.status",
     "logs": "observe.logs",
     "top": "observe.top",
+    "report": "observe.report",
     "watch": "observe.watch",
     "notify": "observe.notify",
     "metrics": "observe.metrics",

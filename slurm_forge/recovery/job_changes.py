@@ -22,7 +22,7 @@ GLOBAL_BATCH = "global_batch"
 _RESOURCES = frozenset({"resources", "template", "chain"})
 _OPERATION = frozenset({
     "checkpoint", "environment", "recovery", "probe", "preflight", "watchdog", "lead", "inject",
-    "container", "program", "notify",
+    "container", "program", "notify", "report",
 })  # fmt: skip
 #: Keys whose fact in a checkpoint has another name than ``job.KEY``.
 _FACTS = {"seed": "sampling.seed", GLOBAL_BATCH: "sampling.global_batch"}

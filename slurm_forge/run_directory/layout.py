@@ -166,6 +166,11 @@ class RunDirectory:
         """Whether a run is there; ``OSError`` where the storage can't say."""
         return exists_on_server(self.spec_file)
 
+    @property
+    def report_file(self) -> Path:
+        """The run as one HTML page, as ``report`` and the batch step leave it here."""
+        return self.path / "report.html"
+
     def is_own(self) -> bool:
         """Whether the run belongs to this user; others may only read it."""
         return self.path.stat().st_uid == os.geteuid()

@@ -330,6 +330,7 @@ class JobSpec(JobSection):
         "launcher": "template", "launch": "template", "sbatch_template": "template",
         "array": "chain", "segments": "chain", "grid": "sweep", "matrix": "sweep",
         "snapshot": "code", "source": "code", "notifications": "notify", "alerts": "notify",
+        "html": "report", "html_report": "report",
         "image": "container.image", "mounts": "container.mounts",
         "runtime": "container.runtime",
         **{key: f"resources.{key}" for key in Resources.model_fields},
@@ -428,6 +429,12 @@ class JobSpec(JobSection):
         strict=True,
         description="true if samples of a micro-batch influence each other (BatchNorm, contrastive "
         "losses): then the micro-batch is never made smaller.",
+    )
+    report: bool = Field(
+        default=True,
+        strict=True,
+        description="The batch step keeps report.html in the folder of the run up to date, every "
+        "10 minutes and at the end of each attempt; false: only slurm-forge report makes one.",
     )
     memory_snapshot: bool = Field(
         default=False,

@@ -109,6 +109,9 @@ def test_a_preempted_run_comes_back_and_finishes(project: Project) -> None:
     story = project.explain("preempted")
     assert (story["step"], story["repeated_steps"]) == (STEPS, 0)
     assert {attempt["job"] for attempt in story["attempts"]} == {job}, "it was requeued"
+    page = project.folder / "runs" / "preempted" / "report.html"
+    told = f"preempted finished at step {STEPS} of {STEPS}"
+    until(lambda: page.is_file() and told in page.read_text(), "its report")
 
 
 def test_through_submitit_it_is_the_same(project: Project) -> None:

@@ -15,6 +15,7 @@ from slurm_forge.journal.archive import JournalFile, JournalFolder, read_archive
 from slurm_forge.journal.events import Logged, Progress, Submitted, UserAsked
 from slurm_forge.journal.file import NO_LAUNCH, without_superseded
 from slurm_forge.journal.line_reader import read_lines, read_pieces
+from slurm_forge.journal.logged import LoggedCurve
 from slurm_forge.journal.order import by_person
 from slurm_forge.report.story.history import GO_ON
 from slurm_forge.run_directory import RunDirectory
@@ -49,10 +50,16 @@ class _ReadFile:
 
 
 class JournalTail:
-    """The journal of one run; ``poll`` returns what is new since the last call."""
+    """The journal of one run; ``poll`` returns what is new since the last call.
 
-    def __init__(self, run: RunDirectory, *, whole: bool = False) -> None:
+    With ``curve`` it also collects there the logged figures that the records leave out.
+    """
+
+    def __init__(
+        self, run: RunDirectory, *, whole: bool = False, curve: LoggedCurve | None = None
+    ) -> None:
         self._whole = whole
+        self._curve = curve
         #: The state after archived attempts: with ``whole`` their records are read all the same.
         self.earlier: Record | None = None
         self._folder = run.journal
@@ -105,6 +112,8 @@ class JournalTail:
         damage: list[Damage] = []
         for piece in read_pieces(file.path, known.offset):
             thin = without_superseded(piece.content)
+            if self._curve is not None:
+                self._curve.add(piece.content, file.writer)
             more, bad = read_lines(
                 thin, file=file.path.name, writer=file.writer, before=known.lines
             )

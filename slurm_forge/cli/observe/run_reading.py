@@ -19,6 +19,7 @@ from slurm_forge.errors import ForgeError
 from slurm_forge.files import FOLDERS_OWNER, exists
 from slurm_forge.journal import Damage, Record
 from slurm_forge.journal.events import JobChanged, Resumed
+from slurm_forge.journal.logged import LoggedCurve
 from slurm_forge.journal.order import in_order
 from slurm_forge.report.purge import PurgeRule, counts_from
 from slurm_forge.report.status.report_facts import RunFacts
@@ -34,7 +35,8 @@ class RunReader:
     """A run that is looked at again and again.
 
     Without ``spec`` run.yaml is read only for what the journal does not say, the last step.  Only
-    with ``whole`` the records of attempts that are archived are among those that are read.
+    with ``whole`` the records of attempts that are archived are among those that are read, and
+    only with ``curve`` every logged figure is collected there.
     """
 
     def __init__(
@@ -44,10 +46,11 @@ class RunReader:
         clock: Callable[[], float] = time.time,
         spec: bool = True,
         whole: bool = False,
+        curve: LoggedCurve | None = None,
     ) -> None:
         self._run = run
         self._clock = clock
-        self._tail = JournalTail(run, whole=whole)
+        self._tail = JournalTail(run, whole=whole, curve=curve)
         self._records: list[Record] = []
         self._damage: list[Damage] = []
         self._spec = spec
@@ -183,12 +186,19 @@ def _count(option: object) -> int:
     return int(last) if last.isascii() and last.isdigit() and len(last) < 6 else 1
 
 
-def gather(run: RunDirectory, *, logs: bool = True, whole: bool = False) -> RunFacts:
+def gather(
+    run: RunDirectory,
+    *,
+    logs: bool = True,
+    whole: bool = False,
+    curve: LoggedCurve | None = None,
+) -> RunFacts:
     """Read everything once; with ``logs`` also look where the output lies.
 
-    With ``whole`` also the records of attempts that are archived.
+    With ``whole`` also the records of attempts that are archived, with ``curve`` also every logged
+    figure.
     """
-    gathering = RunReader(run, whole=whole)
+    gathering = RunReader(run, whole=whole, curve=curve)
     gathering.poll()
     facts = gathering.facts()
     return replace(facts, logs=written_logs(log_folders(run))) if logs else facts

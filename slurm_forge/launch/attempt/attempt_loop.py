@@ -17,6 +17,7 @@ from typing import Protocol
 from slurm_forge.errors import FencedError, ForgeError, RunDirectoryError
 from slurm_forge.launch.attempt.attempt import REQUEUEING, Attempt
 from slurm_forge.launch.attempt.evidence import gather_evidence
+from slurm_forge.launch.attempt.report_refresh import ReportRefresh
 from slurm_forge.launch.attempt.unrecognized import note_unrecognized
 from slurm_forge.launch.conductor.job_poller import JobPoller
 from slurm_forge.launch.render.outputs import Output
@@ -117,6 +118,7 @@ class AttemptLoop:
         output: Where slurmstepd writes why it ends the job.
         say: Takes a line for whoever reads the job's output.
         longest_pause_s: A launch that has to wait for longer is waited for in the queue.
+        report: Keeps the run's report up to date, where that is wanted.
     """
 
     def __init__(
@@ -131,6 +133,7 @@ class AttemptLoop:
         output: Output | None = None,
         say: Callable[[str], None] | None = None,
         longest_pause_s: float = _LONGEST_PAUSE_S,
+        report: ReportRefresh | None = None,
     ) -> None:
         self._attempt = attempt
         self._front_end = front_end
@@ -141,6 +144,7 @@ class AttemptLoop:
         self._output = output
         self._say = say or print_line
         self._longest_pause_s = longest_pause_s
+        self._report = report
 
     def run(self) -> AttemptEnd:
         """Until the run is finished, is given back, or rests; an error of a launch holds it.
@@ -162,7 +166,9 @@ class AttemptLoop:
             if decision is None:
                 front_end.clear()
                 self._requeuer.finished()
-                attempt.end("finished")
+                self._end("finished")
+                if self._report is not None:
+                    self._report.finish()
                 return AttemptEnd(outcome="finished")
             if decision.cause not in SLURM_INTERRUPTIONS:
                 self._requeuer.strike(decision)
@@ -207,11 +213,18 @@ class AttemptLoop:
         """Settle what comes next, first of all where time is short; then end what is left."""
         outcome, result = settle(decision, self._requeuer)
         self._front_end.clear()
-        self._attempt.end(outcome)
+        self._end(outcome)
         self._say(f"{self._attempt.run.name}: {decision.reason}: {outcome}")
         self._front_end.depart(result, decision.cause)
+        if self._report is not None:
+            self._report.finish()
         code = 1 if decision.action is Action.RAISE else 0
         return AttemptEnd(outcome=outcome, decision=decision, status=status, code=code)
+
+    def _end(self, outcome: str) -> None:
+        self._attempt.end(outcome)
+        if self._report is not None:
+            self._report.last()
 
 
 def settle(decision: Decision, requeuer: Requeuer) -> tuple[str, RequeueResult | None]:

@@ -16,6 +16,7 @@ from slurm_forge.journal.file import NO_LAUNCH
 from slurm_forge.knobs import Knobs
 from slurm_forge.launch.attempt.attempt import TAKEN_OVER, Attempt, StartRefusal, begin
 from slurm_forge.launch.attempt.attempt_loop import AttemptEnd, AttemptLoop, FrontEnd, print_line
+from slurm_forge.launch.attempt.report_refresh import ReportRefresh
 from slurm_forge.launch.attempt.requeuer import SlurmRequeuer, make_job_requeuer
 from slurm_forge.launch.attempt.stop_explanation import StopExplanation
 from slurm_forge.launch.attempt.storage_lost import hand_to_slurm
@@ -150,6 +151,7 @@ def conduct_in_job(
                     config=job_poller.config,
                 )
                 requeuer.prepare()
+                number = attempt.claim.attempt
                 loop = AttemptLoop(
                     attempt,
                     front_end(
@@ -160,6 +162,7 @@ def conduct_in_job(
                     slurm=slurm,
                     job=job,
                     output=output,
+                    report=ReportRefresh(run, number) if attempt.file.job.report else None,
                 )
             return loop.run()
     except FencedError as error:

@@ -123,7 +123,7 @@ def _worth_telling_s(story: s.RunStory) -> float:
     return max(_WORTH_TELLING_S, _WORTH_TELLING * (story.elapsed_s or 0.0))
 
 
-def _cost(story: s.RunStory) -> Iterator[str]:
+def costs(story: s.RunStory) -> Iterator[str]:
     """What the nodes were held for in vain, and how long the run waited for them."""
     ranks = max((each.ranks or 1 for each in _incidents(story)), default=1)
     worth = _worth_telling_s(story) * ranks
@@ -154,7 +154,7 @@ def _incidents(story: s.RunStory) -> Iterator[s.IncidentStory]:
 
 
 def _closing(story: s.RunStory, reference: str, attempt: int | None, since: str) -> Iterator[str]:
-    cost = list(_cost(story))
+    cost = list(costs(story))
     if cost:
         yield from _listed(f"What it cost{since}", [", ".join(cost)])
     science = [t.clean(change.text, 400) for change in story.changes if change.science]

@@ -31,7 +31,10 @@ def time_spans(
         Spans that don't overlap within an attempt, neighbours of the same kind joined.  Their sums
         are the totals of ``RunStory``.
     """
-    spans = [*_trained(history), *history.spending.spans, *_waits(history, status, until, now)]
+    programs = {(one.attempt, one.launch): one for one in _programs(history)}
+    spent = [one for one in history.spending.spans if (one.attempt, one.launch) not in programs]
+    waits = _waits(history, status, until, now)
+    spans = [*_trained(history), *spent, *programs.values(), *waits]
     if until is not None and history.attempts:
         spans += _newest(history, status, until, spans)
     ordered = sorted(
@@ -59,6 +62,25 @@ def _training(history: History, key: LaunchKey, start: float, end: float) -> Tim
         launch=key[1],
         ranks=history.spending.ranks.get(key, 0),
     )
+
+
+def _programs(history: History) -> Iterator[TimeSpan]:
+    """Launches of a command that tells no steps."""
+    for attempt in history.attempts:
+        for launch in attempt.launches:
+            if _tells_nothing(launch):
+                yield TimeSpan(
+                    use=TimeUse.PROGRAM,
+                    start=launch.started,
+                    end=launch.last_seen if launch.ended is None else launch.ended,
+                    attempt=attempt.number,
+                    launch=launch.number,
+                    ranks=launch.world_size,
+                )
+
+
+def _tells_nothing(launch: s.LaunchStory) -> bool:
+    return launch.program is not None and not launch.resumes
 
 
 #: When training waited for a save, by launch, in order.
@@ -144,6 +166,8 @@ def _newest(
 
 
 def _now(history: History, launch: s.LaunchStory | None) -> TimeUse:
+    if launch is not None and _tells_nothing(launch):
+        return TimeUse.PROGRAM
     if launch is not None and launch.resumes:
         return TimeUse.IDLE
     launches = sum(len(attempt.launches) for attempt in history.attempts)

@@ -24,6 +24,8 @@ class TimeUse(str, Enum):
     SAVING = "saving"
     #: Steps, and their saves, that had to be done again later.
     REPEATED = "repeated"
+    #: A command runs whose steps nobody can read: what of it is training is not known.
+    PROGRAM = "program"
     #: Nodes held, and neither trained nor started.
     IDLE = "idle"
     #: What a finished run takes after its last step.

@@ -81,6 +81,18 @@ def test_a_held_run_is_stopped_until_somebody_asks_for_it(scribe: Scribe) -> Non
     ]
 
 
+def test_a_command_that_tells_no_steps_is_neither_training_nor_lost(scribe: Scribe) -> None:
+    scribe.submitted()
+    scribe.later(5).begin(via="sbatch")
+    scribe.relaunch(world_size=0, nodes=())
+    scribe.later(600).write("supervisor", ev.LaunchEnded(outcome="finished"))
+    scribe.run.mark_done(0, 1)
+    scribe.write("supervisor", ev.Finished(step=0))
+    scribe.end("finished")
+    uses = [(use, end - start) for use, start, end, _ in told(explain(scribe.facts()))]
+    assert uses == [("queue", 5), ("program", 600), ("shutdown", 1)]
+
+
 def _train(scribe: Scribe, step: int) -> int:
     scribe.train(step + 1, step + 3, seconds=7)
     return step + 3
@@ -169,6 +181,7 @@ def test_spans_add_up_to_what_is_told_in_words(moves: list[Move], end: str) -> N
         TimeUse.TRAINING: pytest.approx(story.kept_s - seconds[TimeUse.SAVING]),
         TimeUse.SAVING: pytest.approx(seconds[TimeUse.SAVING]),
         TimeUse.REPEATED: pytest.approx(story.repeated_s),
+        TimeUse.PROGRAM: 0,
         TimeUse.IDLE: pytest.approx(story.idle_rank_s / 8),
         TimeUse.SHUTDOWN: pytest.approx(story.ending_s),
     }

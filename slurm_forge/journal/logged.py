@@ -1,0 +1,90 @@
+"""The figures of a journal as a curve: every logged line is read, and those that tell are kept.
+
+Other readers leave all but the newest out (``without_superseded``): nothing but a curve needs them.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from slurm_forge.journal.events import Logged
+from slurm_forge.journal.file import Record
+
+_LOGGED = b'"kind":"logged"'
+#: As many records as are held of a run, however long it is.
+_MOST = 20_000
+#: Names of which the extremes are kept: more of them are thinned like everything else.
+_NAMES = 12
+#: So many records become the few that tell.
+_STRETCH = 256
+
+
+@dataclass(slots=True)
+class LoggedCurve:
+    """Collects the logged lines of a run, and forgets the less telling ones."""
+
+    records: list[Record] = field(default_factory=list)
+
+    def add(self, content: bytes, writer: str) -> None:
+        """The whole lines of a piece of one writer's file."""
+        self.records += logged_in(content, writer)
+        stretch = _STRETCH
+        while len(self.records) > 2 * _MOST:
+            self.records = thinned_records(self.records, stretch)
+            stretch *= 2
+
+
+def logged_in(content: bytes, writer: str) -> Iterator[Record]:
+    """The records of logged figures; a damaged line is left to other readers to report."""
+    for line in content.split(b"\n"):
+        if _LOGGED not in line:
+            continue
+        try:
+            body = json.loads(line)
+            event = body["event"]
+            values = {str(name): float(value) for name, value in event["values"].items()}
+            record = Record(
+                attempt=int(body["attempt"]),
+                launch=int(body["launch"]),
+                sequence=int(body["seq"]),
+                time=float(body["time"]),
+                writer=writer,
+                event=Logged(step=int(event["step"]), values=values),
+                logical_time=int(body.get("logical_time", 0)),
+            )
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
+            continue
+        if math.isfinite(record.time):
+            yield record
+
+
+def thinned_records(records: Sequence[Record], stretch: int) -> list[Record]:
+    """Of each ``stretch`` the first, the last, and those with an extreme of the first names."""
+    kept: list[Record] = []
+    for begin in range(0, len(records), stretch):
+        part = records[begin : begin + stretch]
+        kept += (part[at] for at in sorted(_telling(part)))
+    return kept
+
+
+def _telling(part: Sequence[Record]) -> set[int]:
+    chosen = {0, len(part) - 1}
+    lowest: dict[str, tuple[float, int]] = {}
+    highest: dict[str, tuple[float, int]] = {}
+    for at, record in enumerate(part):
+        if not isinstance(record.event, Logged):
+            continue
+        for name, value in record.event.values.items():
+            if name not in lowest and len(lowest) >= _NAMES:
+                continue
+            if not math.isfinite(value):
+                chosen.add(at)
+                continue
+            if value < lowest.get(name, (math.inf, 0))[0]:
+                lowest[name] = (value, at)
+            if value > highest.get(name, (-math.inf, 0))[0]:
+                highest[name] = (value, at)
+    return chosen | {at for _, at in (*lowest.values(), *highest.values())}

@@ -1,0 +1,94 @@
+"""Keeps report.html of a run up to date while its job runs, in processes that yield to the ranks.
+
+A report is worth having, and worth nothing beside the run: whatever goes wrong with it is left in
+``attempts/<n>/report.log``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+from slurm_forge.process import process_words
+from slurm_forge.run_directory import RunDirectory
+
+#: The first one soon: somebody may look whether the run does what it should.
+_FIRST_S, _EVERY_S = 60.0, 600.0
+#: What the end of an attempt waits for the last one.
+_PATIENCE_S = 5.0
+
+
+class ReportRefresh:
+    """Starts the process ``report`` every now and then, and once more at the end of an attempt.
+
+    Args:
+        run: The run.
+        attempt: Its attempt, which has begun.
+        start: Starts the process, whose output goes to the file.
+        every_s: Seconds between two reports; the first one comes sooner.
+        patience_s: How long ``finish`` waits at most.
+    """
+
+    def __init__(
+        self,
+        run: RunDirectory,
+        attempt: int,
+        *,
+        start: Callable[[RunDirectory, Path], subprocess.Popen[bytes]] | None = None,
+        every_s: float = _EVERY_S,
+        patience_s: float = _PATIENCE_S,
+    ) -> None:
+        self._run = run
+        self._log = run.attempt(attempt) / "report.log"
+        self._start = start or start_report
+        self._every_s = every_s
+        self._patience_s = patience_s
+        self._process: subprocess.Popen[bytes] | None = None
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._refresh, name="forge-report", daemon=True)
+        self._thread.start()
+
+    def last(self) -> None:
+        """Start the report of how the attempt ended; its last line has been written."""
+        self._over.set()
+        self._thread.join(self._patience_s)
+        self._once()
+
+    def finish(self) -> None:
+        """Wait for the last report, a few seconds at most: then it is ended."""
+        if self._process is not None:
+            try:
+                self._process.wait(self._patience_s)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+
+    def _refresh(self) -> None:
+        wait_s = min(_FIRST_S, self._every_s)
+        while not self._over.wait(wait_s):
+            wait_s = self._every_s
+            self._once()
+
+    def _once(self) -> None:
+        """One more report, unless the last one is still being made."""
+        if self._process is not None and self._process.poll() is None:
+            if not self._over.is_set():
+                return
+            self._process.kill()  # it tells of a moment before the end
+        with contextlib.suppress(OSError):
+            self._process = self._start(self._run, self._log)
+
+
+def start_report(run: RunDirectory, log: Path) -> subprocess.Popen[bytes]:
+    """Start the process that writes the report of a run."""
+    with log.open("wb") as output:
+        return subprocess.Popen(
+            [sys.executable, *process_words("report", str(run.path))],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+        )

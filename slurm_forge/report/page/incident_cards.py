@@ -1,0 +1,98 @@
+"""The incidents of a run as cards: one line each, and behind it all that is known."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from datetime import tzinfo
+
+from slurm_forge.report import text as t
+from slurm_forge.report.page.summary import headline, incidents_of
+from slurm_forge.report.page.values import IncidentCard, Stack, StackFile
+from slurm_forge.report.story import story as s
+from slurm_forge.report.story.consequences import consequences
+from slurm_forge.report.story.unresolved_failure import is_fault
+from slurm_forge.vocabulary.decision import Action
+
+#: Of so many incidents all evidence is shown, of more the strongest pieces: a page stays small.
+_IN_FULL = 200
+_EVIDENCE, _EVIDENCE_OF_MANY = 2000, 140
+_PIECES, _PIECES_OF_MANY = 40, 2
+_HEADLINE, _HEADLINE_OF_MANY = 180, 120
+_DECISION, _DECISION_OF_MANY = 600, 160
+
+
+def incident_cards(
+    story: s.RunStory, stacks: Sequence[StackFile], *, now: float, zone: tzinfo | None
+) -> tuple[IncidentCard, ...]:
+    """A card for each incident, the newest first."""
+    found = list(incidents_of(story))
+    many = len(found) > _IN_FULL
+    cards = [
+        _card(index, attempt, launch, incident, story, stacks, many=many, now=now, zone=zone)
+        for index, (attempt, launch, incident) in enumerate(found, start=1)
+    ]
+    return tuple(reversed(cards))
+
+
+def _card(
+    index: int,
+    attempt: s.AttemptStory,
+    launch: s.LaunchStory,
+    incident: s.IncidentStory,
+    story: s.RunStory,
+    stacks: Sequence[StackFile],
+    *,
+    many: bool,
+    now: float,
+    zone: tzinfo | None,
+) -> IncidentCard:
+    decision = incident.decision
+    held = decision is not None and decision.action == Action.HOLD.value
+    last = incident is launch.incidents[-1]
+    pieces = _PIECES_OF_MANY if many else _PIECES
+    limit = _EVIDENCE_OF_MANY if many else _EVIDENCE
+    reason = _DECISION_OF_MANY if many else _DECISION
+    sure = incident.confidence or "its evidence was lost"
+    if incident.found_out is not None:
+        sure += f"; discovered {t.moment(incident.found_out, now, zone)}"
+    return IncidentCard(
+        anchor=f"incident-{index}",
+        cause=t.clean(incident.cause, 40),
+        tone="held" if held else "fault" if is_fault(incident) else "interruption",
+        at=t.moment(incident.time, now, zone),
+        time=incident.time,
+        step=incident.step,
+        where=", ".join(_where(attempt, launch, incident)),
+        headline=headline(incident, _HEADLINE_OF_MANY if many else _HEADLINE),
+        confidence=sure,
+        evidence=tuple(
+            t.observed(each.source, each.text, limit) for each in incident.evidence[:pieces]
+        ),
+        decision="" if decision is None else t.clean(decision.reason, reason),
+        consequences=tuple(
+            consequences(attempt, launch, incident, last=last, run=story, zone=zone)
+        ),
+        stacks=tuple(_stacks(attempt, launch, stacks)) if last else (),
+    )
+
+
+def _where(
+    attempt: s.AttemptStory, launch: s.LaunchStory, incident: s.IncidentStory
+) -> Iterator[str]:
+    yield f"attempt {attempt.number}, launch {launch.number}"
+    if incident.step is not None:
+        first = incident.step if incident.onset is None else incident.onset
+        word = "step" if first == incident.step else "steps"
+        yield f"{word} {t.steps(first, incident.step)}"
+    if incident.rank is not None:
+        yield f"rank {t.number(incident.rank)}"
+    if incident.hosts:
+        yield f"on {t.some_nodes(incident.hosts)}"
+
+
+def _stacks(
+    attempt: s.AttemptStory, launch: s.LaunchStory, stacks: Sequence[StackFile]
+) -> Iterator[Stack]:
+    for each in stacks:
+        if (each.attempt, each.launch) == (attempt.number, launch.number):
+            yield Stack(name=t.clean(each.name, 200), text=t.paragraph(each.text))

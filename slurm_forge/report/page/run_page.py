@@ -1,0 +1,124 @@
+"""From what is known of a run to its page.  Nothing here reads a file or a clock."""
+
+from __future__ import annotations
+
+from datetime import timedelta, timezone, tzinfo
+
+from slurm_forge.report import text as t
+from slurm_forge.report.checkpoints import CheckpointLine
+from slurm_forge.report.checkpoints_text import amount
+from slurm_forge.report.explain.explain import explain
+from slurm_forge.report.page import summary
+from slurm_forge.report.page.charts import charts
+from slurm_forge.report.page.incident_cards import incident_cards
+from slurm_forge.report.page.node_rows import node_rows
+from slurm_forge.report.page.values import (
+    AttemptRow,
+    ChangeRow,
+    CheckpointRow,
+    RunPage,
+    RunSources,
+)
+from slurm_forge.report.page.waterfall import waterfall
+from slurm_forge.report.story import story as s
+from slurm_forge.slurm.records import is_slurm_job
+
+_MOST_CHECKPOINTS = 200
+
+
+def run_page(sources: RunSources, *, utc_offset: timedelta = timedelta(0)) -> RunPage:
+    """Build the page of a run.
+
+    Args:
+        sources: What was read of the run.
+        utc_offset: All times of the page are those of one clock, which is so far ahead of UTC.
+
+    Returns:
+        What the page shows.
+    """
+    facts, zone = sources.facts, timezone(utc_offset)
+    story = explain(facts)
+    spent = waterfall(story)
+    rows = _checkpoints(sources, facts.now, zone)
+    return RunPage(
+        name=t.clean(story.run, 80),
+        path=t.clean(story.path, 400),
+        status=story.status,
+        tone=summary.tone_of(story.status),
+        generated=t.moment(facts.now, facts.now, zone),
+        zone=zone_name(zone),
+        progress=progress(story),
+        next=summary.next_steps(story),
+        next_time=tuple(t.clean(each, 400) for each in story.next_time),
+        story=summary.paragraph(story, zone),
+        key_figures=summary.key_figures(story, spent),
+        warnings=tuple(t.clean(each, 400) for each in story.warnings),
+        waterfall=spent,
+        gpus_per_rank=story.gpus_per_rank,
+        attempts=tuple(_attempt(each, facts.now, zone) for each in story.attempts),
+        incidents=incident_cards(story, sources.stacks, now=facts.now, zone=zone),
+        nodes=node_rows(story, zone),
+        checkpoints=rows[:_MOST_CHECKPOINTS],
+        hidden_checkpoints=max(0, len(rows) - _MOST_CHECKPOINTS),
+        changes=tuple(
+            ChangeRow(text=t.clean(each.text, 400), science=each.science) for each in story.changes
+        ),
+        ancestors=sources.ancestors,
+        charts=charts(story, sources, rows, utc_offset.total_seconds()),
+    )
+
+
+def zone_name(zone: tzinfo) -> str:
+    """``UTC``, ``UTC+02:00``."""
+    return zone.tzname(None) or "UTC"
+
+
+def progress(story: s.RunStory) -> float | None:
+    """The share of the steps that is done."""
+    if story.step is None or not story.total_steps:
+        return None
+    return min(1.0, max(0.0, story.step / story.total_steps))
+
+
+def _attempt(one: s.AttemptStory, now: float, zone: tzinfo) -> AttemptRow:
+    causes = [each.cause for launch in one.launches for each in launch.incidents]
+    outcome = one.outcome or ("ended unexpectedly" if one.found_out is not None else "")
+    why = f" ({t.clean(', '.join(dict.fromkeys(causes)), 120)})" if causes else ""
+    queue = " in the queue" if is_slurm_job(one.job) else ""
+    return AttemptRow(
+        number=one.number,
+        job=t.clean(one.job, 40),
+        nodes=t.some_nodes(one.nodes) if one.nodes else "",
+        when=t.period(one.started, one.ended, now, zone),
+        waited="" if not one.waited_s or one.waited_s < 1 else f"{t.span(one.waited_s)}{queue}",
+        steps=_steps(one),
+        outcome=f"{t.clean(outcome, 60) or 'running'}{why}",
+    )
+
+
+def _steps(one: s.AttemptStory) -> str:
+    """From which step to which one it trained."""
+    begun = [resume.event.step for launch in one.launches for resume in launch.resumes[:1]]
+    reached = [launch.step for launch in one.launches if launch.step is not None]
+    if not begun:
+        return "no training"
+    return f"{t.number(begun[0])} → {t.number(reached[-1] if reached else begun[-1])}"
+
+
+def _checkpoints(sources: RunSources, now: float, zone: tzinfo) -> tuple[CheckpointRow, ...]:
+    listed = sources.checkpoints
+    return () if listed is None else tuple(_row(each, now, zone) for each in listed.checkpoints)
+
+
+def _row(line: CheckpointLine, now: float, zone: tzinfo) -> CheckpointRow:
+    return CheckpointRow(
+        name=t.clean(line.name, 80),
+        step=line.step,
+        trust=line.trust if line.where == "disk" else line.where,
+        where=line.where,
+        at="" if line.time is None else t.moment(line.time, now, zone),
+        size=amount(line.size),
+        took="" if line.save_s is None else t.span(line.save_s),
+        why=t.clean("; ".join(filter(None, (line.reason, line.why))), 300),
+        next=line.next,
+    )

@@ -1,0 +1,260 @@
+"""The first screen of the page of a run: what happened, what it cost, what to do next."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator
+from datetime import tzinfo
+
+from slurm_forge.journal import RunStatus
+from slurm_forge.report import text as t
+from slurm_forge.report.explain.explain_text import costs
+from slurm_forge.report.page.values import KeyFigure, Words
+from slurm_forge.report.page.waterfall import Waterfall
+from slurm_forge.report.story import story as s
+from slurm_forge.report.story.consequences import consequences
+from slurm_forge.report.story.unresolved_failure import is_fault
+from slurm_forge.slurm.records import is_slurm_job
+from slurm_forge.vocabulary.cause import Cause
+
+#: What somebody types, inside of a sentence.
+_COMMAND = re.compile(r"((?:slurm-forge|scontrol|scancel|squeue) [^;,()]*[^;,() .])")
+_NOUNS = {
+    Cause.PREEMPTED: ("preemption", "preemptions"),
+    Cause.TIME_LIMIT: ("end at the time limit", "ends at the time limit"),
+    Cause.NODE_FAIL: ("node failure", "node failures"),
+    Cause.CUDA_OOM: ("out-of-memory error on a GPU", "out-of-memory errors on a GPU"),
+    Cause.HOST_OOM: ("out-of-memory kill on a node", "out-of-memory kills on a node"),
+    Cause.NON_FINITE: ("row of non-finite gradients", "rows of non-finite gradients"),
+    Cause.LOSS_SPIKE: ("loss spike", "loss spikes"),
+    Cause.NCCL_ERROR: ("NCCL error", "NCCL errors"),
+    Cause.HANG: ("hang", "hangs"),
+    Cause.STRAGGLER: ("straggler", "stragglers"),
+    Cause.GPU_ERROR: ("GPU error", "GPU errors"),
+    Cause.STORAGE: ("storage failure", "storage failures"),
+    Cause.USER_CANCELLED: ("cancellation by a user", "cancellations by a user"),
+    Cause.ADMIN_REQUEUE: ("requeue by an administrator", "requeues by an administrator"),
+    Cause.STOP_REQUESTED: ("requested stop", "requested stops"),
+    Cause.CRASH: ("crash", "crashes"),
+    Cause.APP_ERROR: ("exception in the program", "exceptions in the program"),
+    Cause.ENV_MISMATCH: ("environment mismatch", "environment mismatches"),
+    Cause.CHECKPOINT_BAD: ("damaged checkpoint", "damaged checkpoints"),
+    Cause.RANK_MISMATCH: ("difference between ranks", "differences between ranks"),
+    Cause.EXTERNAL_SERVICE: ("failure of an external service", "failures of external services"),
+    Cause.UNKNOWN: ("unexplained end", "unexplained ends"),
+}
+_BY_VALUE = {cause.value: nouns for cause, nouns in _NOUNS.items()}
+_TONES = {
+    RunStatus.FINISHED: "good",
+    RunStatus.RUNNING: "live",
+    RunStatus.HELD: "bad",
+    RunStatus.STOPPED: "warn",
+    RunStatus.CANCELLED: "warn",
+}
+_LONG = 600
+#: How the phrase begins that tells why a run is held.
+_HELD = "held: "
+_SHOWN_CAUSES = 4
+
+
+def tone_of(status: str) -> str:
+    """``good``, ``live``, ``bad``, ``warn``, or ``calm`` for what waits."""
+    return next((tone for each, tone in _TONES.items() if each.value == status), "calm")
+
+
+def with_commands(sentence: str) -> tuple[Words, ...]:
+    """A sentence in pieces, so that what is typed can be told from what is read."""
+    text = t.clean(sentence, _LONG)
+    pieces = _COMMAND.split(text if _COMMAND.match(text) else text[:1].upper() + text[1:])
+    return tuple(Words(text, command=bool(at % 2)) for at, text in enumerate(pieces) if text)
+
+
+def next_steps(story: s.RunStory) -> tuple[tuple[Words, ...], ...]:
+    """What the reader does now."""
+    if story.next:
+        return tuple(with_commands(each) for each in story.next)
+    return (with_commands("nothing to do: the run is finished"),)
+
+
+def interruptions(story: s.RunStory) -> str:
+    """``2 preemptions, 1 hang``; empty where there was nothing."""
+    return ", ".join(_by_cause(story))
+
+
+def _by_cause(story: s.RunStory) -> list[str]:
+    counted = Counter(incident.cause for _, _, incident in incidents_of(story))
+    named = [noun_phrase(cause, count) for cause, count in counted.most_common()]
+    others = sum(count for _, count in counted.most_common()[_SHOWN_CAUSES:])
+    return named[:_SHOWN_CAUSES] + ([t.plural(others, "other incident")] if others else [])
+
+
+def noun_phrase(cause: str, count: int) -> str:
+    """``3 preemptions``; a cause that this version does not know by its own word."""
+    return t.plural(count, *_BY_VALUE.get(cause, (t.clean(cause, 40), t.clean(cause, 40))))
+
+
+def incidents_of(
+    story: s.RunStory,
+) -> Iterator[tuple[s.AttemptStory, s.LaunchStory, s.IncidentStory]]:
+    """Every incident with where it happened, in the order of the story."""
+    for attempt in story.attempts:
+        for launch in attempt.launches:
+            yield from ((attempt, launch, incident) for incident in launch.incidents)
+
+
+def paragraph(story: s.RunStory, zone: tzinfo | None) -> tuple[str, ...]:
+    """The story in a few sentences."""
+    return tuple(filter(None, _sentences(story, zone)))
+
+
+def _sentences(story: s.RunStory, zone: tzinfo | None) -> Iterator[str]:
+    yield _standing(story)
+    yield _course(story)
+    told = _telling(story)
+    if told is not None:
+        yield _incident(*told, story, zone)
+    cost = ", ".join(costs(story))
+    if cost:
+        yield f"What it cost: {cost}."
+    elif story.attempts:
+        yield "No work was lost."
+    science = [t.clean(change.text, 200) for change in story.changes if change.science]
+    if science:
+        count = t.plural(len(science), "change that affects", "changes that affect")
+        more = f"; and {t.number(len(science) - 1)} more" if len(science) > 1 else ""
+        yield f"{count} your results: {science[0]}{more}."
+    elif story.attempts:
+        yield "Nothing that affects your results was changed."
+
+
+def _standing(story: s.RunStory) -> str:
+    name = t.clean(story.run, 80)
+    steps = step_text(story)
+    at = f" at {steps}" if steps else ""
+    since = ""
+    if story.elapsed_s:
+        since = f", {t.span(story.elapsed_s)} after its first start"
+    if story.status == RunStatus.FINISHED.value:
+        return f"{name} finished{at}{since}."
+    if not story.attempts:
+        return f"{name} has not started yet: {t.clean(story.words, 300)}."
+    words = t.clean(story.words, 300).removeprefix(f"{story.status}: ").rstrip(".")
+    return f"{name} is {story.status}{at}{since}: {words}."
+
+
+def step_text(story: s.RunStory) -> str:
+    """``step 130 of 400``; empty before any training."""
+    if story.step is None:
+        return ""
+    of = "" if story.total_steps is None else f" of {t.number(story.total_steps)}"
+    return f"step {t.number(story.step)}{of}"
+
+
+def _course(story: s.RunStory) -> str:
+    if not story.attempts:
+        return ""
+    attempts = t.plural(len(story.attempts), "attempt")
+    happened = _by_cause(story)
+    if not happened:
+        return f"{attempts} so far, without any incident."
+    *others, last = happened
+    listed = f"{', '.join(others)} and {last}" if others else last
+    return f"In {attempts} there {'were' if _several(story) else 'was'} {listed}."
+
+
+def _several(story: s.RunStory) -> bool:
+    return sum(1 for _ in incidents_of(story)) > 1
+
+
+def _telling(
+    story: s.RunStory,
+) -> tuple[s.AttemptStory, s.LaunchStory, s.IncidentStory] | None:
+    """The incident to tell: what the run rests on now, else the fault that cost most."""
+    found = list(incidents_of(story))
+    if not found:
+        return None
+    if story.status in (RunStatus.HELD.value, RunStatus.STOPPED.value, RunStatus.CANCELLED.value):
+        return found[-1]
+    faults = [each for each in found if is_fault(each[2])] or found
+    return max(faults, key=lambda each: each[2].lost_rank_s + each[2].idle_rank_s)
+
+
+def _incident(
+    attempt: s.AttemptStory,
+    launch: s.LaunchStory,
+    incident: s.IncidentStory,
+    story: s.RunStory,
+    zone: tzinfo | None,
+) -> str:
+    noun = _BY_VALUE.get(incident.cause, (t.clean(incident.cause, 40),))[0]
+    seen = headline(incident, 160)
+    last = incident is launch.incidents[-1]
+    phrases = consequences(attempt, launch, incident, last=last, run=story, zone=zone)
+    # Why a run is held has been told with where it stands.
+    then = "; ".join(phrase for phrase in phrases if not phrase.startswith(_HELD))
+    of_its_kind = sum(each.cause == incident.cause for _, _, each in incidents_of(story))
+    newest = incident is list(incidents_of(story))[-1][2]
+    which = "The" if of_its_kind == 1 else "The last" if newest else "The costliest"
+    return f"{which} {noun}: {seen}{f' → {then}' if then else ''}."
+
+
+def headline(incident: s.IncidentStory, limit: int) -> str:
+    """The strongest piece of evidence."""
+    if not incident.evidence:
+        return "no evidence"
+    first = incident.evidence[0]
+    return t.observed(first.source, first.text, limit)
+
+
+def key_figures(story: s.RunStory, spent: Waterfall) -> tuple[KeyFigure, ...]:
+    """What a reader wants to know in numbers."""
+    return tuple(_key_figures(story, spent))
+
+
+def _key_figures(story: s.RunStory, spent: Waterfall) -> Iterator[KeyFigure]:
+    if story.step is not None:
+        of = "" if story.total_steps is None else f"of {t.number(story.total_steps)} steps"
+        yield KeyFigure(label="Step", value=t.number(story.step), note=of, link="loss")
+    if story.goodput is not None:
+        yield KeyFigure(
+            label="Goodput",
+            value=t.share(story.goodput),
+            note=f"of {t.span(story.elapsed_s)} went into steps that stayed",
+            tone="good" if story.goodput >= 0.8 else "warn",
+            link="time",
+        )
+    if spent.rank_seconds > 0:
+        wasted = story.lost_rank_s + story.idle_rank_s
+        lost = f"{t.rank_time(wasted, story.gpus_per_rank)} lost or idle"
+        yield KeyFigure(
+            label="GPU time" if story.gpus_per_rank else "Node time",
+            value=t.rank_time(spent.rank_seconds, story.gpus_per_rank),
+            note=lost,
+            link="time",
+        )
+    count = sum(1 for _ in incidents_of(story))
+    faults = sum(1 for _, _, each in incidents_of(story) if is_fault(each))
+    yield KeyFigure(
+        label="Incidents",
+        value=t.number(count),
+        note=interruptions(story) or "none",
+        tone="warn" if faults else "",
+        link="incidents",
+    )
+    if story.waited_s >= 1:
+        queue = "In the queue" if is_slurm_job(story.job) else "Waiting"
+        yield KeyFigure(label=queue, value=t.span(story.waited_s), note=_starts(story), link="time")
+    science = sum(change.science for change in story.changes)
+    yield KeyFigure(
+        label="Results",
+        value="unaffected" if not science else t.plural(science, "change"),
+        note="nothing that affects them changed" if not science else "see what changed",
+        tone="warn" if science else "good",
+        link="changes",
+    )
+
+
+def _starts(story: s.RunStory) -> str:
+    attempts = t.plural(len(story.attempts), "attempt")
+    return f"{attempts}, {t.plural(story.starts, 'restart')}"
