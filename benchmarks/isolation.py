@@ -22,9 +22,9 @@ from pathlib import Path
 
 from benchmarks.tables import table
 from slurm_forge.launch.conductor.preflight_monitor import (
-    _ALL_S,
+    _ALL_GLOO_S,
+    _FEW_GLOO_S,
     _FEW_LEAST_S,
-    _FEW_S,
 )
 from slurm_forge.recovery.monitor.isolation import (
     Isolated,
@@ -51,14 +51,14 @@ def search(nodes: int, fails: Fails, right: Callable[[Isolated], bool], round_s:
     """The search among ``n0``, ``n1``, …"""
     found = isolate([f"n{number}" for number in range(nodes)])
     hangs = quick = 0.0
-    limit = _ALL_S["gloo"]
+    limit = _ALL_GLOO_S
     try:
         groups = next(found)
         while True:
             outcomes = [not fails(frozenset(group)) for group in groups]
             hangs += round_s if all(outcomes) else limit
             quick += round_s
-            limit = _FEW_S["gloo"] if limit == _ALL_S["gloo"] else max(_FEW_LEAST_S, 20 * round_s)
+            limit = _FEW_GLOO_S if limit == _ALL_GLOO_S else max(_FEW_LEAST_S, 20 * round_s)
             groups = found.send(outcomes)
     except StopIteration as stop:
         told: Isolated = stop.value

@@ -15,6 +15,9 @@ from types import MappingProxyType
 
 import torch
 
+from slurm_forge.device.accelerator import on_accelerator
+from slurm_forge.device.streams import beside
+
 #: Keys under it are figures about the training, not state: they may hold anything.
 NOTES = "notes/"
 
@@ -80,13 +83,12 @@ def unhealthy_here(
     here: list[tuple[str, torch.Tensor]] = []
     there: dict[torch.device, list[tuple[str, torch.Tensor]]] = {}
     for key, tensor in tensors:
-        if tensor.is_cuda and tensor.is_floating_point() and tensor.numel():
+        if on_accelerator(tensor) and tensor.is_floating_point() and tensor.numel():
             there.setdefault(tensor.device, []).append((key, tensor))
         else:
             here.append((key, tensor))
     for device, some in there.items():
-        beside = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        with torch.cuda.device(device), torch.cuda.stream(beside):
+        with beside(device):
             norms = torch._foreach_norm([tensor for _, tensor in some], math.inf)
             largest = torch.stack([norm.float() for norm in norms]).tolist()
         here += [pair for pair, top in zip(some, largest, strict=True) if not top < _HUGE]

@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import torch
 
+from slurm_forge.device.accelerator import on_accelerator
 from slurm_forge.errors import CheckpointError
 
 #: Below this torch copies on the calling thread.
@@ -118,11 +119,11 @@ class Copier:
         if rest:
             with torch.no_grad():
                 # Elsewhere nothing would tell when a copy has arrived.
-                late = all(source.is_cpu or source.is_cuda for source in rest)
+                late = all(source.is_cpu or on_accelerator(source) for source in rest)
                 torch._foreach_copy_(rest_into, rest, non_blocking=late)
         for each in running:
             each.result()
-        return not any(source.is_cuda for source in rest)
+        return not any(on_accelerator(source) for source in rest)
 
 
 def _is_plain(source: torch.Tensor) -> bool:

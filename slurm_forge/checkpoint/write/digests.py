@@ -14,6 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from slurm_forge.device.streams import stack_on_host
+
 #: A digest reads one in so many pieces of a large state in host memory, and all of a small one.
 #: That takes less than a hundredth of the time of a save, which writes all of it to a disk.
 _PIECES = 64
@@ -86,7 +88,7 @@ class PendingSums:
                         total = part.sum(dtype=torch.int64)
                         there.setdefault(tensor.device, []).append((number, total))
             self._arriving = [
-                (tuple(number for number, _ in some), *_to_host([total for _, total in some]))
+                (tuple(number for number, _ in some), *stack_on_host([total for _, total in some]))
                 for some in there.values()
             ]
 
@@ -105,18 +107,6 @@ def digest_of(sums: Sequence[int]) -> str:
     """Return a short digest of the sums and their order."""
     data = b"".join(value.to_bytes(_WORD, "little") for value in sums)
     return hashlib.blake2b(data, digest_size=_WORD).hexdigest()
-
-
-def _to_host(sums: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.cuda.Event | None]:
-    stacked = torch.stack(list(sums))
-    if not stacked.is_cuda:
-        return stacked, None
-    host = torch.empty(len(sums), dtype=torch.int64, pin_memory=True)
-    host.copy_(stacked, non_blocking=True)
-    with torch.cuda.device(stacked.device):
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record()
-    return host, event
 
 
 def _parts(tensor: torch.Tensor, sample: Sample) -> list[torch.Tensor]:

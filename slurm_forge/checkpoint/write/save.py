@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
@@ -78,6 +78,9 @@ from slurm_forge.checkpoint.write.shares import (
     share_of,
 )
 from slurm_forge.checkpoint.write.tensor_keys import in_words
+from slurm_forge.device.accelerator import on_accelerator
+from slurm_forge.device.memory import can_pin
+from slurm_forge.device.streams import when_done
 from slurm_forge.errors import FencedError, RanksLostError
 from slurm_forge.store.directory import CheckpointStore
 from slurm_forge.store.identity import CheckpointName
@@ -114,7 +117,7 @@ class CheckpointWriter:
         self._clock = clock
         self._planner = Planner()
         self._stage_documents = StageDocuments()
-        self._arena = Arena(pinned=torch.cuda.is_available())
+        self._arena = Arena(pinned=can_pin())
         self._views: list[torch.Tensor] = []
         self._views_of = 0
         self._infinite: Mapping[str, NotFinite] | None = None
@@ -463,9 +466,9 @@ class CheckpointWriter:
         try:
             sources = [local_part(captured.tensors[shard.key]) for shard in plan.shards]
             self._copier.copy(self._views, sources, plan.ends, filling)
-            devices = {source.device for source in sources if source.is_cuda}
+            devices = {source.device for source in sources if on_accelerator(source)}
             if devices:
-                filling.promise(plan.size, _when_copied(devices))
+                filling.promise(plan.size, when_done(devices))
         except BaseException as error:
             filling.fail(error)
             if not isinstance(error, Exception):
@@ -595,19 +598,3 @@ def _report_of(state: TrainingState, captured: Captured | None, plan: int) -> di
         "parts": dict(captured.parts) if captured else {},
         "plan": plan,
     }
-
-
-def _when_copied(devices: Collection[torch.device]) -> Callable[[], None]:
-    """What returns when all that was enqueued so far on the current stream of each is done."""
-    events = []
-    for device in devices:
-        with torch.cuda.device(device):
-            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            event.record()
-            events.append(event)
-
-    def wait() -> None:
-        for event in events:
-            event.synchronize()
-
-    return wait

@@ -48,15 +48,16 @@ class Check:
 class NodeReport:
     """What a rank found on its node.
 
-    ``device`` is what it computes on (``cuda`` or ``cpu``), ``full`` whether it will take part in
-    collectives, too; ``sent`` its clock when it said so, in
-    seconds since the epoch, ``seconds`` how long it took to look.
+    ``device`` is the type of device that it computes on (``cpu``, ``cuda``, ``xpu``), ``backend``
+    what carries collectives there; ``full`` whether it will take part in collectives, too; ``sent``
+    its clock when it said so, in seconds since the epoch, ``seconds`` how long it took to look.
     """
 
     rank: Int
     host: str
     local_rank: Int = 0
     device: str = "cpu"
+    backend: str = "gloo"
     python: str = ""
     torch: str = ""
     full: bool = False

@@ -49,9 +49,13 @@ _PATIENCE = 5.0
 _IMPORTS_S = 300.0
 #: Stopped, or dead: the kernel's letters.
 _ENDED = ("T", "Z", "X")
+#: What carries collectives between CPUs.
+_GLOO = "gloo"
 #: How long a collective of all, and then of a few, is given; NCCL takes seconds to connect.
-_ALL_S = {"gloo": 15.0, "nccl": 60.0}
-_FEW_S = {"gloo": 10.0, "nccl": 20.0}
+_ALL_S = 60.0
+_ALL_GLOO_S = 15.0
+_FEW_S = 20.0
+_FEW_GLOO_S = 10.0
 #: Where some few have worked: what the slowest of them took, so many times, and never less than.
 _TIMES_USUAL, _FEW_LEAST_S = 20.0, 3.0
 #: How much later than that its ranks have said so.
@@ -154,21 +158,21 @@ class PreflightMonitor:
         return self._hub.host_of(rank) or "?"
 
     def _ranks(self) -> dict[str, tuple[int, ...]]:
-        """The ranks of each host that try collectives: all with NCCL, else one of them."""
+        """The ranks of each host that try collectives: one of each with gloo, else all."""
         by_host: defaultdict[str, list[int]] = defaultdict(list)
         for rank in sorted(self.reports):
             by_host[self.reports[rank].host].append(rank)
-        every = self._backend == "nccl"
+        every = self._backend != _GLOO
         return {host: tuple(ranks if every else ranks[:1]) for host, ranks in by_host.items()}
 
     @property
     def _backend(self) -> str:
-        cuda = all(each.device == "cuda" for each in self.reports.values())
-        return "nccl" if cuda else "gloo"
+        backends = {each.backend for each in self.reports.values()}
+        return backends.pop() if len(backends) == 1 else _GLOO
 
     @property
     def _most(self) -> int | None:
-        return _MOST_GLOO if self._backend == "gloo" else None
+        return _MOST_GLOO if self._backend == _GLOO else None
 
     @property
     def _hosts(self) -> int:
@@ -228,8 +232,8 @@ class PreflightMonitor:
     def _limit_s(self) -> float:
         """How long a group of the next round may take."""
         if self._rounds == 0:
-            return _ALL_S[self._backend]
-        few = _FEW_S[self._backend]
+            return _ALL_GLOO_S if self._backend == _GLOO else _ALL_S
+        few = _FEW_GLOO_S if self._backend == _GLOO else _FEW_S
         if self._usual_s == 0.0:
             return few
         return min(few, max(_FEW_LEAST_S, _TIMES_USUAL * self._usual_s))

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import torch
 
+from slurm_forge.device.identity import device_versions
 from slurm_forge.files import read_bounded
 from slurm_forge.recovery.fingerprint import Fingerprint, shown_value
 from slurm_forge.slurm.process import Runner, run_command
@@ -131,29 +132,8 @@ def _versions(device: torch.device) -> dict[str, Callable[[], object]]:
     facts: dict[str, Callable[[], object]] = {
         "python": platform.python_version,
         "torch": lambda: torch.__version__,
-        "gpu": lambda: "none",
     }
-    if device.type == "cuda":
-        hip = getattr(torch.version, "hip", None)
-        facts |= {
-            "gpu": lambda: torch.cuda.get_device_name(device),
-            "cuda": lambda: f"ROCm {hip}" if hip else torch.version.cuda,
-            "cudnn": torch.backends.cudnn.version,
-            "nccl": _nccl,
-            "driver": lambda: driver_version(_DRIVER_FILE.read_text("utf-8", "replace")),
-        }
-    return facts
-
-
-def _nccl() -> str:
-    parts: tuple[object, ...] = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
-    return ".".join(str(part) for part in parts)
-
-
-def driver_version(text: str) -> str:
-    """``550.54.15`` from what ``/proc/driver/nvidia/version`` says; empty if it does not."""
-    match = re.search(r"\s([0-9]{2,}(?:\.[0-9]+)+)\s", text)
-    return match[1] if match else ""
+    return facts | device_versions(device)
 
 
 def _package_facts(packages: Mapping[str, str]) -> Fingerprint:

@@ -19,6 +19,8 @@ from torch.utils.data import ConcatDataset, Subset, TensorDataset
 from torch.utils.hooks import RemovableHandle
 
 from slurm_forge.checkpoint.content.tensors import why_not_savable
+from slurm_forge.device.accelerator import is_capturing
+from slurm_forge.device.streams import event_behind
 from slurm_forge.training.core.rank_layout import RankLayout
 from slurm_forge.training.core.run_state import TrainingProgress
 from slurm_forge.vocabulary.json_value import Json
@@ -87,7 +89,7 @@ class _InputHook:
                 self.handle.remove()
             return
         tensors = list(_tensors([args, kwargs]))
-        if any(each.is_cuda for each in tensors) and torch.cuda.is_current_stream_capturing():
+        if any(is_capturing(device) for device in {each.device for each in tensors}):
             return
         enough = sum(each.numel() for each in tensors) >= _LEAST_ELEMENTS
         self._seen[step] = [_Kept(each) for each in tensors] if enough else []
@@ -123,15 +125,12 @@ class _Kept:
             beginning = beginning.narrow(dim, 0, min(length, -(-_MOST_ELEMENTS // rest)))
         flat = beginning.reshape(-1)[:_MOST_ELEMENTS]
         self.values = flat.clone().resolve_conj().resolve_neg()
-        self._event: torch.cuda.Event | None = None
-        if self.values.is_cuda:
-            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._event.record(torch.cuda.current_stream(self.values.device))
+        self._event = event_behind(self.values.device)
 
     @property
     def arrived(self) -> bool:
         """Whether the copy is complete, so that reading it doesn't wait for the device."""
-        return self._event is None or bool(self._event.query())  # type: ignore[no-untyped-call]
+        return self._event is None or self._event.query()
 
 
 def _digest(some: Sequence[_Kept]) -> str:
@@ -179,7 +178,7 @@ def dataset_digest(data: Any) -> str:
 def _content(sample: Any) -> str:
     if isinstance(sample, list | tuple):
         return "".join(map(_content, sample))
-    if type(sample) is torch.Tensor and why_not_savable(sample) == "" and not sample.is_cuda:
+    if type(sample) is torch.Tensor and why_not_savable(sample) == "" and sample.is_cpu:
         sample = sample.detach().reshape(-1).contiguous().view(torch.uint8).numpy()
     if isinstance(sample, np.ndarray | np.generic):
         return "" if sample.dtype.hasobject else repr(sample.tobytes())

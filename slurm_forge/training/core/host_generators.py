@@ -19,6 +19,8 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
+from slurm_forge.device.generators import put_state, state_of
+
 _WORD = (1 << 64) - 1
 
 
@@ -27,29 +29,26 @@ class Generators:
     """The states of torch's own generators: those that dropout draws from."""
 
     host: torch.Tensor
-    device: torch.Tensor | None
-    index: int = 0
+    state: torch.Tensor | None
+    device: torch.device
 
     @classmethod
     def now(cls, device: torch.device, host: torch.Tensor | None = None) -> Generators:
         """Copies; nothing is waited for.  ``host``: that of the host, where it is known already."""
         host = torch.default_generator.get_state() if host is None else host
-        if device.type != "cuda":
-            return cls(host, None)
-        index = torch.cuda.current_device() if device.index is None else device.index
-        return cls(host, torch.cuda.default_generators[index].get_state(), index)
+        return cls(host, state_of(device), device)
 
     def same(self, other: Generators) -> bool:
         """Whether nothing was drawn in between."""
-        if self.device is not None and other.device is not None:
-            return torch.equal(self.host, other.host) and torch.equal(self.device, other.device)
-        return self.device is other.device and torch.equal(self.host, other.host)
+        if self.state is not None and other.state is not None:
+            return torch.equal(self.host, other.host) and torch.equal(self.state, other.state)
+        return self.state is other.state and torch.equal(self.host, other.host)
 
     def put_back(self) -> None:
         """Draw from here on what followed then."""
         torch.default_generator.set_state(self.host)
-        if self.device is not None:
-            torch.cuda.default_generators[self.index].set_state(self.device)
+        if self.state is not None:
+            put_state(self.device, self.state)
 
 
 #: A Mersenne Twister in memory: 624 words, and where it is in them.
@@ -67,14 +66,6 @@ class HostGenerator(Enum):
 
 
 ALL_GENERATORS = frozenset(HostGenerator)
-
-
-def uses_cuda() -> bool:
-    """Whether this process has initialised CUDA; to ask a generator would do so.
-
-    That costs memory and forbids forking.
-    """
-    return torch.cuda.is_available() and bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
 
 
 def seed_words(purpose: bytes, *numbers: int) -> tuple[int, int, int, int]:

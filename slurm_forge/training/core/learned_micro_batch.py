@@ -19,6 +19,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from slurm_forge.device.accelerator import name_of
 from slurm_forge.errors import ForgeError
 from slurm_forge.recovery.policy import micro_batch as rules
 from slurm_forge.run_directory import RunDirectory
@@ -48,7 +49,7 @@ class LearnedMicroBatch:
     ) -> None:
         self._files, self._begun = LearnedFiles.beside(run), BegunFile(run)
         self._requested, self._now = requested, now
-        hardware = "cpu" if device.type == "cpu" else torch.cuda.get_device_name(device)
+        hardware = name_of(device)
         kind = _wrapper(registry)
         self._about = f"{run.name}: {kind}, {ranks} ranks, {hardware}, micro-batch {requested}"
         spread = [f"{name} {size}" for name, size in mesh]

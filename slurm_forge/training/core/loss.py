@@ -26,6 +26,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from slurm_forge.device.accelerator import wide_device, widest_float
 from slurm_forge.errors import UnsupportedError
 
 #: Steps that are remembered.
@@ -161,8 +162,7 @@ class BatchLoss:
 
     def _summed_over_ranks(self, loss: torch.Tensor) -> torch.Tensor:
         """Sum and count of the step."""
-        wide = torch.float32 if self._device.type == "mps" else torch.float64
-        total = torch.zeros(2, dtype=wide, device=self._device)
+        total = torch.zeros(2, dtype=widest_float(self._device), device=self._device)
         total[0] += loss
         total[1] += self._count
         if self._averaging_ranks > 1:
@@ -182,7 +182,7 @@ class LossHistory:
 
     def __init__(self, device: torch.device) -> None:
         # The last element counts how many were ever noted; it is kept up to date in ``tensor``.
-        self._ring = torch.zeros(LENGTH + 1, dtype=torch.float64, device=_wide(device))
+        self._ring = torch.zeros(LENGTH + 1, dtype=torch.float64, device=wide_device(device))
         #: Losses that are known on the host, by their places: written when the ring is read.
         self._unwritten: dict[int, float] = {}
         self._noted = 0
@@ -253,8 +253,3 @@ def doubtful(losses: Sequence[float]) -> tuple[str, ...]:
         text = f"the loss is {losses[-1]:.4g}"
         return (f"{text}, its median over {len(usual)} steps was {middle:.4g}",)
     return ()
-
-
-def _wide(device: torch.device) -> torch.device:
-    # MPS has no float64, and a tensor of the host is as good there.
-    return torch.device("cpu") if device.type == "mps" else device

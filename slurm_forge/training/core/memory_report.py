@@ -1,6 +1,6 @@
 """Where the memory went: an account that stays with an out-of-memory incident, and an early sign.
 
-Pressure().check(torch.cuda.memory_stats())     # every few seconds; a line when there is one
+Pressure().check(allocator_counters(device))     # every few seconds; a line when there is one
 write_account(file, error, registry, place)    # in the last words of the rank that ran out
 """
 
@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from slurm_forge.device.accelerator import is_accelerator
+from slurm_forge.device.memory import allocator_summary, blocks_in_use, memory_of
 from slurm_forge.files import write_atomic
 from slurm_forge.slurm.kernel import parse_counters, read_memory_limit
 from slurm_forge.training.core.run_state import Registry
@@ -56,7 +58,7 @@ class Holdings:
 
 
 class Pressure:
-    """Says when CUDA's allocator had to free its cache and try again: memory is nearly full.
+    """Says when the device's allocator had to free its cache and try again: memory is nearly full.
 
     That costs far more time than it looks like, and the next larger batch ends in an error.
     Speaks at the first retry, and again only when there have been twice as many.
@@ -66,7 +68,7 @@ class Pressure:
         self._reported: int | None = None
 
     def check(self, stats: Mapping[str, Any]) -> str | None:
-        """One line for a person, if there is anything new; ``stats`` of ``cuda_stats``."""
+        """One line for a person, if there is anything new; ``stats`` of ``allocator_counters``."""
         retries = int(stats.get("num_alloc_retries", 0))
         if self._reported is None:
             self._reported = retries  # those of the time before count for nothing
@@ -81,14 +83,6 @@ class Pressure:
             f"{_size(allocated)} in use, {_size(reserved)} reserved). A smaller micro-batch may "
             "be faster."
         )
-
-
-def cuda_stats(device: torch.device) -> Mapping[str, Any]:
-    """The allocator's counters (some microseconds, no synchronisation); empty on a CPU."""
-    if device.type != "cuda":
-        return {}
-    stats: Mapping[str, Any] = torch.cuda.memory_stats(device)
-    return stats
 
 
 def holdings(registry: Registry) -> dict[str, Holdings]:
@@ -118,8 +112,8 @@ def holdings(registry: Registry) -> dict[str, Holdings]:
     return dict(sorted(parts.items(), key=lambda item: -item[1].total))
 
 
-def account(error: BaseException, registry: Registry, info: RankInfo, cuda: str = "") -> str:
-    """The account as text; ``cuda`` is what the allocator says."""
+def account(error: BaseException, registry: Registry, info: RankInfo, of_device: str = "") -> str:
+    """The account as text; ``of_device`` is what the device's allocator says."""
     parts = holdings(registry)
     total = Holdings(
         sum(part.parameters for part in parts.values()),
@@ -141,8 +135,8 @@ def account(error: BaseException, registry: Registry, info: RankInfo, cuda: str 
         header,
         *rows,
     ]
-    if cuda:
-        lines += ["", cuda]
+    if of_device:
+        lines += ["", of_device]
     return "\n".join(lines) + "\n"
 
 
@@ -156,10 +150,10 @@ def write_account(
 
     def write() -> None:
         with contextlib.suppress(Exception):
-            cuda = ""
+            of_device = ""
             with contextlib.suppress(Exception):  # the account of the model is worth having, too
-                cuda = _cuda_text(device)
-            text = account(error, registry, info, cuda)
+                of_device = _device_text(device)
+            text = account(error, registry, info, of_device)
             write_atomic(file, text.encode(errors="replace")[:_MOST_BYTES])
 
     with contextlib.suppress(Exception):
@@ -218,24 +212,16 @@ def _kilobytes(file: Path) -> str:
     return "\n".join(f"{w[0].rstrip(':')} {w[1]}" for w in words if len(w) == 3 and w[2] == "kB")
 
 
-def _cuda_text(device: torch.device) -> str:
-    if device.type != "cuda":
+def _device_text(device: torch.device) -> str:
+    if not is_accelerator(device):
         return ""
-    free, total = torch.cuda.mem_get_info(device)
-    summary = torch.cuda.memory_summary(device)
-    blocks = heapq.nlargest(_LARGEST, _blocks(torch.cuda.memory_snapshot()))  # type: ignore[no-untyped-call]
+    memory = memory_of(device)
+    blocks = heapq.nlargest(_LARGEST, blocks_in_use(device))
     sizes = ", ".join(_size(size) for size in blocks)
     return (
-        f"device memory: {_size(free)} free of {_size(total)}\n"
-        f"largest blocks in use: {sizes or 'none'}\n\n{summary}"
+        f"device memory: {_size(memory.free)} free of {_size(memory.total)}\n"
+        f"largest blocks in use: {sizes or 'none'}\n\n{allocator_summary(device)}"
     )
-
-
-def _blocks(snapshot: Iterable[Mapping[str, Any]]) -> Iterator[int]:
-    for segment in snapshot:
-        for block in segment.get("blocks", ()):
-            if str(block.get("state", "")).startswith("active"):
-                yield int(block.get("size", 0))
 
 
 def _size(size: int) -> str:

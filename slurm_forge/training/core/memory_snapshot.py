@@ -8,9 +8,10 @@ from __future__ import annotations
 import contextlib
 import threading
 from pathlib import Path
-from typing import Any
 
 import torch
+
+from slurm_forge.device.memory import history_writer, record_history
 
 #: Allocations and releases that are remembered, the newest; some KB each in the file.
 _MOST_ENTRIES = 50_000
@@ -21,11 +22,7 @@ _PATIENCE_S = 10.0
 
 def record_memory_history(device: torch.device) -> bool:
     """Begin to remember allocations; whether this torch and this device can."""
-    start: Any = getattr(torch.cuda.memory, "_record_memory_history", None)
-    if device.type != "cuda" or start is None:
-        return False
-    start(max_entries=_MOST_ENTRIES)
-    return True
+    return record_history(device, _MOST_ENTRIES)
 
 
 def write_memory_snapshot(file: Path, device: torch.device) -> None:
@@ -33,15 +30,15 @@ def write_memory_snapshot(file: Path, device: torch.device) -> None:
 
     A file that is larger than half a GiB is removed again.
     """
-    dump: Any = getattr(torch.cuda.memory, "_dump_snapshot", None)
-    if device.type != "cuda" or dump is None:
+    dump = history_writer(device)
+    if dump is None:
         return
 
     def write() -> None:
         part = file.with_suffix(".part")
         with contextlib.suppress(Exception):
             file.parent.mkdir(parents=True, exist_ok=True)
-            dump(str(part))
+            dump(part)
             if part.stat().st_size <= _MOST_BYTES:
                 part.replace(file)
         with contextlib.suppress(OSError):

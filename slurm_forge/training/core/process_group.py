@@ -25,6 +25,7 @@ from slurm_forge.control.addresses import (
     parse_addresses,
 )
 from slurm_forge.control.messages.hub import Publish
+from slurm_forge.device.groups import backends_for, bound_device, small_group
 from slurm_forge.errors import ConfigError, ControlChannelError
 
 _STORE_KEY = "store"
@@ -41,15 +42,6 @@ class ProcessGroups:
     cpu: dist.ProcessGroup | None = None
     saving: dist.ProcessGroup | None = None
     probe: dist.ProcessGroup | None = None
-
-
-def choose_device(local_rank: int) -> torch.device:
-    """This rank's GPU, or the CPU where there is none."""
-    if torch.cuda.is_available():
-        device = torch.device("cuda", local_rank % torch.cuda.device_count())
-        torch.cuda.set_device(device)
-        return device
-    return torch.device("cpu")
 
 
 def join(
@@ -70,7 +62,7 @@ def join(
     ``own_address`` is this node's on the network that the site prefers; ``one_node``: all ranks are
     on this one, and nobody else need reach it.
     """
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    backend = backends_for(device)
     if world_size == 1:
         # Nobody to meet, but a program that wraps its model for many ranks runs on one, too.
         if not dist.is_initialized():  # by the attempt before, where that ran in this process
@@ -86,33 +78,19 @@ def join(
             rank=rank,
             world_size=world_size,
             timeout=collective_timeout,
-            device_id=device if device.type == "cuda" else None,
+            device_id=bound_device(device),
         )
     # Barriers and gathers of a save run on a group of their own: never on the training group.
     cpu = dist.new_group(backend="gloo", timeout=collective_timeout, group_desc="forge_cpu")
-    probe = _probe_group(device, probe_timeout or collective_timeout)
+    probe = small_group(
+        device,
+        timeout=probe_timeout or collective_timeout,
+        ctas=_PROBE_CTAS,
+        description="forge_probe",
+    )
     # A save in the background has its exchange while the others are used by whoever trains.
     saving = dist.new_group(backend="gloo", timeout=collective_timeout, group_desc="forge_save")
     return ProcessGroups(cpu=cpu, saving=saving, probe=probe)
-
-
-def _probe_group(device: torch.device, timeout: timedelta) -> dist.ProcessGroup:
-    """A communicator of its own that takes few of the device's processors while it is under way.
-
-    ``min_ctas`` and ``max_ctas`` are NCCL's (2.17); written from torch's source, untried on a GPU.
-    """
-    options = None
-    if device.type == "cuda":
-        options = dist.ProcessGroupNCCL.Options()
-        options._timeout = timeout
-        options.config.min_ctas = options.config.max_ctas = _PROBE_CTAS
-    group: dist.ProcessGroup = dist.new_group(
-        backend="gloo" if options is None else "nccl",
-        timeout=timeout,
-        pg_options=options,
-        group_desc="forge_probe",
-    )
-    return group
 
 
 def refuse_another(rank: int, world_size: int) -> None:

@@ -16,24 +16,27 @@ from typing import Any
 
 import torch
 
-from slurm_forge.errors import CheckpointError, UnsupportedError
-from slurm_forge.training.core.host_generators import (
-    HostGenerators,
-    seed_host,
-    seed_words,
-    uses_cuda,
+from slurm_forge.device.accelerator import in_use
+from slurm_forge.device.generators import (
+    current_state,
+    kinds_of_states,
+    restore_state,
+    seed_device,
+    state_size,
 )
+from slurm_forge.errors import CheckpointError, UnsupportedError
+from slurm_forge.training.core.host_generators import HostGenerators, seed_host, seed_words
 
-_PYTHON, _NUMPY, _TORCH, _CUDA = "python", "numpy", "torch", "cuda"
+_PYTHON, _NUMPY, _TORCH = "python", "numpy", "torch"
 _MT_WORDS = 624
 
 
 def capture() -> dict[str, torch.Tensor]:
     """The state of every global generator of this process, as copies on the CPU.
 
-    Keys: ``python``, ``torch``, ``numpy`` where it is imported, ``cuda`` (the current device) where
-    CUDA is in use.  Raises UnsupportedError where numpy's global generator was exchanged for
-    another kind.
+    Keys: ``python``, ``torch``, ``numpy`` where it is imported, and the type of the current device
+    (``cuda``, ``xpu``) where it is in use.  Raises UnsupportedError where numpy's global generator
+    was exchanged for another kind.
     """
     return GlobalStates.now().tensors()
 
@@ -45,27 +48,27 @@ class GlobalStates:
     python: tuple[Any, ...]
     host: torch.Tensor
     numpy: Any
-    cuda: torch.Tensor | None
+    device: tuple[str, torch.Tensor] | None
 
     @classmethod
-    def now(cls, generators: HostGenerators | None = None, *, cuda: bool = True) -> GlobalStates:
-        """Copies; nothing is waited for.  Without ``cuda`` those of the host alone.
+    def now(cls, generators: HostGenerators | None = None, *, device: bool = True) -> GlobalStates:
+        """Copies; nothing is waited for.  Without ``device`` those of the host alone.
 
         ``generators`` know those that did not change since they were last asked (2 µs).
         """
-        device = torch.cuda.get_rng_state().clone() if cuda and uses_cuda() else None
+        of_device = current_state() if device else None
         if generators is not None:
             python, host, array = generators.states()
-            return cls(python.full, host.full, None if array is None else array.full, device)
+            return cls(python.full, host.full, None if array is None else array.full, of_device)
         numpy: Any = sys.modules.get("numpy")
         # A tuple is only had of the kind of generator that we can keep.
         legacy = None if numpy is None else numpy.random.get_state(legacy=False)
-        return cls(random.getstate(), torch.default_generator.get_state(), legacy, device)
+        return cls(random.getstate(), torch.default_generator.get_state(), legacy, of_device)
 
     def is_of_host(self) -> bool:
         """Whether nothing was drawn from the generators on the host since."""
-        now = GlobalStates.now(cuda=False).tensors()
-        then = replace(self, cuda=None).tensors()
+        now = GlobalStates.now(device=False).tensors()
+        then = replace(self, device=None).tensors()
         return then.keys() == now.keys() and all(torch.equal(then[key], now[key]) for key in now)
 
     def put_back_host(self) -> None:
@@ -90,13 +93,14 @@ class GlobalStates:
                     "kept",
                     next_step="Leave numpy.random's own MT19937 in place; keep others in objects.",
                 )
-            key, position = generator["state"]["key"], generator["state"]["pos"]
+            words_, position = generator["state"]["key"], generator["state"]["pos"]
             cached = generator["gauss"] if generator["has_gauss"] else None
             state[_NUMPY] = torch.tensor(
-                [*key.tolist(), position, *_from_gauss(cached)], dtype=torch.int64
+                [*words_.tolist(), position, *_from_gauss(cached)], dtype=torch.int64
             )
-        if self.cuda is not None:
-            state[_CUDA] = self.cuda
+        if self.device is not None:
+            key, of_device = self.device
+            state[key] = of_device
         return state
 
 
@@ -107,37 +111,41 @@ def restore(state: Mapping[str, torch.Tensor]) -> tuple[str, ...]:
     machine) and were therefore left as they are.  Raises CheckpointError where a tensor is not
     what ``capture`` writes.
     """
-    unknown = sorted(set(state) - {_PYTHON, _NUMPY, _TORCH, _CUDA})
+    of_devices = kinds_of_states() & set(state)
+    unknown = sorted(set(state) - of_devices - {_PYTHON, _NUMPY, _TORCH})
     missing = sorted({_PYTHON, _TORCH} - set(state))
     if unknown or missing:
         raise _bad(f"unknown {', '.join(unknown)}" if unknown else f"no {', '.join(missing)}")
     _check(state, _PYTHON, torch.int64, _MT_WORDS + 4)
     _check(state, _TORCH, torch.uint8, torch.get_rng_state().numel())
     numpy = sys.modules.get("numpy")
-    has_cuda = torch.cuda.is_available()
+    sizes = {key: state_size(key) for key in of_devices}
     if _NUMPY in state:
         _check(state, _NUMPY, torch.int64, _MT_WORDS + 3)
-    if _CUDA in state and has_cuda:
-        _check(state, _CUDA, torch.uint8, torch.cuda.get_rng_state().numel())
+    for key, size in sizes.items():
+        if size is not None:
+            _check(state, key, torch.uint8, size)
 
     version, *words = state[_PYTHON].tolist()
     try:
         random.setstate((version, tuple(words[:-2]), _to_gauss(words[-2:])))
         torch.set_rng_state(state[_TORCH].cpu())
         if _NUMPY in state and numpy is not None:
-            *key, position, has_gauss, bits = state[_NUMPY].tolist()
+            *twister, position, has_gauss, bits = state[_NUMPY].tolist()
             gauss = _to_gauss([has_gauss, bits])
-            words_ = numpy.array(key, dtype=numpy.uint32)
+            words_ = numpy.array(twister, dtype=numpy.uint32)
             numpy.random.set_state(
                 ("MT19937", words_, position, int(gauss is not None), gauss or 0.0)
             )
-        if _CUDA in state and has_cuda:
-            torch.cuda.set_rng_state(state[_CUDA].cpu())
+        for key, size in sizes.items():
+            if size is not None:
+                restore_state(state[key])
     except (ValueError, OverflowError, RuntimeError, TypeError) as error:
         raise _bad(str(error)) from error
     here = {_PYTHON, _TORCH}
     here |= {_NUMPY} if numpy is not None else set()
-    here |= {_CUDA} if uses_cuda() else set()
+    device = in_use()
+    here |= set() if device is None else {device.type}
     return tuple(sorted(here ^ set(state)))
 
 
@@ -148,14 +156,13 @@ def derive(seed: int, step: int, rank: int) -> None:
     """
     words = seed_words(b"derive", seed, step, rank)
     seed_host(words)
-    if uses_cuda():
-        torch.cuda.manual_seed(words[3])
+    seed_device(words[3])
 
 
 @contextmanager
 def preserved() -> Iterator[None]:
     """Give the caller the host's generators back as they were (about 80 µs)."""
-    before = GlobalStates.now(cuda=False)
+    before = GlobalStates.now(device=False)
     try:
         yield
     finally:
@@ -174,14 +181,14 @@ class OwnRandomness:
         self._outside: GlobalStates | None = None
 
     def __enter__(self) -> None:
-        self._outside = GlobalStates.now(cuda=False)
+        self._outside = GlobalStates.now(device=False)
         if self._own is not None:
             self._own.put_back_host()
         else:
             seed_host(self._first)
 
     def __exit__(self, *exc: object) -> None:
-        self._own = GlobalStates.now(cuda=False)
+        self._own = GlobalStates.now(device=False)
         if self._outside is not None:
             self._outside.put_back_host()
 

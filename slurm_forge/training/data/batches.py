@@ -23,6 +23,7 @@ from typing import Any, Protocol
 import torch
 from torch.utils.data import IterableDataset, default_collate
 
+from slurm_forge.device.memory import can_pin
 from slurm_forge.errors import ConfigError, UsageError
 from slurm_forge.training.core.rank_layout import RankLayout
 from slurm_forge.training.core.rng import GlobalStates
@@ -212,7 +213,7 @@ class BatchSource:
         self._handed_out = -1
         self._device = None if device is None else torch.device(device)
         self._make = MicroBatchMaker(dataset, collate_fn or default_collate, seed or 0)
-        pin = pin_memory and torch.cuda.is_available()
+        pin = pin_memory and can_pin()
         self._in_process = partial(InProcess, self._make, pin=pin)
         self._fetch: Callable[[Iterator[StepIds]], InProcess | WorkerPool] = self._in_process
         if num_workers:

@@ -123,7 +123,7 @@ class ItemStream:
 
     def begin_epoch(self) -> None:
         """Begin the present epoch of the source."""
-        self.at.random = GlobalStates.now(cuda=False)
+        self.at.random = GlobalStates.now(device=False)
         set_epoch(self._source, self.at.epoch)
         self._iterate()
 
@@ -169,7 +169,7 @@ class ItemStream:
         self.close()
         if one["random"] is not None:
             rng.restore(one["random"])
-        self.at.random = GlobalStates.now(cuda=False)
+        self.at.random = GlobalStates.now(device=False)
         set_epoch(self._source, self.at.epoch)
         try:
             if load:

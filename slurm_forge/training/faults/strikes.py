@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from slurm_forge.checkpoint.content.tensors import local_part
+from slurm_forge.device.accelerator import kind
 from slurm_forge.errors import UnsupportedError
 from slurm_forge.spec.faults import FaultTarget
 
@@ -173,7 +174,7 @@ def wait_for_nobody(rank: int) -> None:
             next_step="Rehearse it with more ranks, or use hang@ instead.",
         )
     peer = (rank + 1) % dist.get_world_size()
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = kind() or torch.device("cpu")
     dist.recv(torch.zeros(1, device=device), src=peer, tag=7_919)
 
 

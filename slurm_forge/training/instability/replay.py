@@ -18,11 +18,11 @@ from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
 
 from slurm_forge.checkpoint.content.models import wrapped_attribute
+from slurm_forge.device.accelerator import in_use, widest_float
 from slurm_forge.training.core.host_generators import (
     Generators,
     HostGenerator,
     HostGenerators,
-    uses_cuda,
 )
 from slurm_forge.training.core.loss import (
     BatchLoss,
@@ -53,7 +53,7 @@ class StateGuard:
     def __init__(self, models: Iterable[nn.Module]) -> None:
         models = list(models)
         # Parameters may lie on the host (offload) while dropout draws on the device.
-        self._device = torch.device("cuda" if uses_cuda() else "cpu")
+        self._device = in_use() or torch.device("cpu")
         self._host = HostGenerators()
         self._random, self._generators = self._host.states(), Generators.now(self._device)
         self._modes: list[tuple[nn.Module, bool]] = []
@@ -313,7 +313,7 @@ class NonFiniteTracer:
         def note_norm(grad: torch.Tensor) -> torch.Tensor | None:
             values = plain_values(grad)
             if values is not None and values.numel():
-                norm = torch.linalg.vector_norm(values, dtype=_wide(values.device))
+                norm = torch.linalg.vector_norm(values, dtype=widest_float(values.device))
                 self._norms.setdefault(id(leaf), (leaf, []))[1].append(norm)
             # In its place nothing that takes memory: nobody wants it.
             plain = type(grad) is torch.Tensor and grad.layout is torch.strided
@@ -421,7 +421,3 @@ def _leaves(loss: torch.Tensor) -> tuple[list[torch.Tensor], bool]:
 
 def _drop(parameter: torch.Tensor) -> None:
     parameter.grad = None
-
-
-def _wide(device: torch.device) -> torch.dtype:
-    return torch.float32 if device.type == "mps" else torch.float64

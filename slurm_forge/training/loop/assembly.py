@@ -10,6 +10,7 @@ import torch
 from slurm_forge.control import Member
 from slurm_forge.control.messages.hub import Request
 from slurm_forge.control.messages.rank import RecoveryNeeded
+from slurm_forge.device.accelerator import exactness_of, is_accelerator
 from slurm_forge.journal import JournalWriter
 from slurm_forge.training.checkpointing.compatibility import CompatibilityCheck
 from slurm_forge.training.checkpointing.resume_check import FirstSteps
@@ -146,7 +147,7 @@ def assemble(
         member=member,
         spike_monitor=spike_monitor,
         fault_injector=fault_injector,
-        read_one_step_late=device.type == "cuda",
+        read_one_step_late=is_accelerator(device),
     )
     first_steps = _first_steps(saver, loss_history, progress, member, device)
     step_timer = _step_timer(context, device, groups, member, fault_injector, registry)
@@ -260,7 +261,7 @@ def _first_steps(
     return FirstSteps(
         loss_history,
         # Under autocast, or with TF32, a float32 loss is no better than bfloat16.
-        exactness="bfloat16" if device.type == "cuda" else "float32",
+        exactness=exactness_of(device),
         note_reference=catalog.note_reference_loss,
         report=catalog.say,
         wrong=wrong,

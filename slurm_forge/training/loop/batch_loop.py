@@ -12,6 +12,7 @@ import torch
 from torch.optim import Optimizer
 
 from slurm_forge.checkpoint.collectives import Ranks
+from slurm_forge.device.memory import release_cached
 from slurm_forge.errors import UnsupportedError, UsageError
 from slurm_forge.recovery.fingerprint import sampling_facts
 from slurm_forge.recovery.policy.micro_batch import may_shrink
@@ -250,8 +251,7 @@ class BatchLoop:
         micro_batch = parts.instability.shrink(in_one_line(error), max(batch.micro_sizes))
         if micro_batch is None:
             return None
-        if self._device.type == "cuda":
-            torch.cuda.empty_cache()
+        release_cached(self._device)
         return self.smaller(batch, micro_batch)
 
     def _owns(self, batch: Batch) -> bool:

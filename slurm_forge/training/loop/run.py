@@ -14,6 +14,8 @@ from torch.optim import Optimizer
 from slurm_forge.checkpoint.collectives import Ranks
 from slurm_forge.control import Member
 from slurm_forge.control.messages.rank import FunctionReturned, RankFinished
+from slurm_forge.device.accelerator import is_accelerator
+from slurm_forge.device.memory import allocator_counters
 from slurm_forge.errors import CheckpointError, UnsupportedError
 from slurm_forge.journal import JournalWriter
 from slurm_forge.training.checkpointing.saver import ResumePoint
@@ -26,7 +28,6 @@ from slurm_forge.training.core.duration import (
 from slurm_forge.training.core.loss import Loss
 from slurm_forge.training.core.memory_report import (
     Pressure,
-    cuda_stats,
 )
 from slurm_forge.training.core.process_group import ProcessGroups
 from slurm_forge.training.core.rank_info import RankContext
@@ -551,8 +552,8 @@ class Run:
         if self._first_steps is not None:
             self._first_steps.check()
         self._batch_loop.going_well()
-        if self.device.type == "cuda":
-            full = self._pressure.check(cuda_stats(self.device))
+        if is_accelerator(self.device):
+            full = self._pressure.check(allocator_counters(self.device))
             if full is not None and self._saver.catalog is not None:
                 self._saver.catalog.say(full)
 

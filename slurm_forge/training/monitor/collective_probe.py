@@ -9,7 +9,6 @@ value that arrives changed names who sent it.
 
 from __future__ import annotations
 
-import contextlib
 import queue
 import threading
 import time
@@ -21,6 +20,9 @@ import torch.distributed as dist
 
 from slurm_forge.control import Member
 from slurm_forge.control.messages.probe import ProbeArrived, ProbeBroke, ProbeDone
+from slurm_forge.device.accelerator import is_accelerator, make_current
+from slurm_forge.device.groups import seconds_on_device, time_collectives
+from slurm_forge.device.streams import beside, copy_to_host
 
 #: How long between two looks at a probe under way, by how long it has been.
 _LOOKS = ((0.05, 0.0005), (1.0, 0.002), (float("inf"), 0.02))
@@ -95,14 +97,14 @@ class Probe:
         self._world_size = world_size
         self._spoilt = spoilt
         self._clock = clock
-        self._gpu = device.type == "cuda"
+        self._gpu = is_accelerator(device)
         self._small = _Message(device, rank, world_size, 1)
         self._large: _Message | None = None
         if large is not None:
             most = large if self._gpu else min(large, _LARGEST_ON_CPU)
             self._large = _Message(device, rank, world_size, max(1, most // 4 // world_size))
         if self._gpu:
-            _time_collectives(group, device)
+            time_collectives(group, device)
         self._todo: queue.SimpleQueue[_Issued | None] = queue.SimpleQueue()
         self._idle = True
         self._closed = False
@@ -145,8 +147,7 @@ class Probe:
     # -- the watcher -------------------------------------------------------------------------
 
     def _serve(self) -> None:
-        if self._gpu:
-            torch.cuda.set_device(self._device)
+        make_current(self._device)
         while not self._closed:
             issued = self._todo.get()
             if issued is None:
@@ -175,7 +176,7 @@ class Probe:
             if large is None:
                 return None
             wrong |= set(self._wrong(self._large, issued.number, issued.large))
-            seconds = _on_the_device(issued.large) or large - small
+            seconds = seconds_on_device(issued.large) or large - small
             share = 2 * (self._world_size - 1) / self._world_size
             bandwidth = share * self._large.size / max(seconds, 1e-6)
         return ProbeDone(
@@ -201,15 +202,10 @@ class Probe:
             work.wait()  # it is over: raises its error, if there was one
             return _rows(message.right(number))
         # A stream of its own: nothing here waits for, or is waited for by, the training's.
-        stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-        with torch.cuda.stream(stream):
+        with beside(self._device):
             work.wait()
-            right = message.right(number)
-            here = torch.empty(right.shape, dtype=right.dtype, pin_memory=True)
-            here.copy_(right, non_blocking=True)
-            checked_event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            checked_event.record(stream)
-        while not checked_event.query():  # type: ignore[no-untyped-call]
+            here, copied = copy_to_host(message.right(number))
+        while copied is not None and not copied.query():
             if self._closed:
                 return []
             time.sleep(_LOOKS[0][1])
@@ -218,19 +214,6 @@ class Probe:
 
 def _rows(right: torch.Tensor) -> list[int]:
     return [rank for rank, fine in enumerate(right.tolist()) if not fine]
-
-
-def _time_collectives(group: dist.ProcessGroup, device: torch.device) -> None:
-    """Have NCCL record when each collective of the group began and ended on the device."""
-    with contextlib.suppress(AttributeError, RuntimeError):
-        group._get_backend(device)._enable_collectives_timing()  # type: ignore[attr-defined]
-
-
-def _on_the_device(work: dist.Work) -> float | None:
-    """Seconds that it took there, where that was recorded (NCCL)."""
-    with contextlib.suppress(AttributeError, RuntimeError, NotImplementedError):
-        return float(work._get_duration()) / 1e3 or None  # type: ignore[attr-defined]
-    return None
 
 
 def _first_line(error: Exception) -> str:

@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
+
+from slurm_forge.device.accelerator import is_accelerator
+from slurm_forge.device.streams import Event, record, timed_event
 
 #: Ranks that share cores get in each other's way: of several tries the fastest counts.
 _TRIES = 6
 _SIDE = 192
-_SIDE_CUDA = 2048
+_SIDE_DEVICE = 2048
 
 
 class NodeBenchmark(Protocol):
@@ -60,32 +63,31 @@ class HostBenchmark:
         return best
 
 
-class CudaBenchmark:
-    """On the GPU, behind what the current stream has to do; read when it has come to it."""
+class DeviceBenchmark:
+    """On the device, behind what the current stream has to do; read when it has come to it."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._matrices: tuple[torch.Tensor, torch.Tensor] | None = None
-        self._events: list[Any] = []  # torch's events have no types
+        self._events: list[Event] = []
         self._flying = False
 
     def run(self, slowed: Callable[[float], None]) -> None:
         """Some microseconds of the host's time; the rest is the device's."""
         del slowed
-        stream = torch.cuda.current_stream(self._device)
         with torch.inference_mode():
             if self._matrices is None:
-                shape = (_SIDE_CUDA, _SIDE_CUDA)
+                shape = (_SIDE_DEVICE, _SIDE_DEVICE)
                 matrix = torch.full(shape, 0.5, dtype=torch.bfloat16, device=self._device)
                 self._matrices = matrix, torch.empty_like(matrix)
-                self._events = [new_event() for _ in range(_TRIES + 1)]
+                self._events = [timed_event(self._device) for _ in range(_TRIES + 1)]
             if self._flying and not self._events[-1].query():
                 return
             matrix, result = self._matrices
-            self._events[0].record(stream)
+            record(self._events[0], self._device)
             for event in self._events[1:]:
                 torch.mm(matrix, matrix, out=result)
-                event.record(stream)
+                record(event, self._device)
         self._flying = True
 
     def take(self) -> float:
@@ -99,9 +101,4 @@ class CudaBenchmark:
 
 def benchmark_on(device: torch.device) -> NodeBenchmark:
     """The trial for what this rank computes with."""
-    return CudaBenchmark(device) if device.type == "cuda" else HostBenchmark()
-
-
-def new_event() -> Any:
-    """An event of the device that tells the time; torch gives it no types."""
-    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    return DeviceBenchmark(device) if is_accelerator(device) else HostBenchmark()

@@ -21,11 +21,12 @@ from torch.distributed.fsdp import FSDPModule
 
 from slurm_forge.control.messages.message import Message
 from slurm_forge.control.messages.step_timing import StepTiming
+from slurm_forge.device.accelerator import is_accelerator
+from slurm_forge.device.streams import Event, record, timed_event
 from slurm_forge.training.faults.injector import FaultInjector
 from slurm_forge.training.monitor.node_benchmark import (
     NodeBenchmark,
     benchmark_on,
-    new_event,
 )
 
 #: Steps of a window that are kept: the newest ones; enough for a median.
@@ -105,8 +106,8 @@ class StepTimer:
     def _new_watch(self) -> Stopwatch:
         # FSDP gathers weights in the forward already: ranks wait for each other all the time.
         hands_over = not any(FSDPModule in type(model).__mro__ for model in self._models())
-        if self._device.type == "cuda":
-            return CudaStopwatch(self._device, hands_over=hands_over)
+        if is_accelerator(self._device):
+            return DeviceStopwatch(self._device, hands_over=hands_over)
         return HostStopwatch(hands_over=hands_over)
 
 
@@ -193,8 +194,8 @@ class HostStopwatch:
         return medians
 
 
-class CudaStopwatch:
-    """By events on the current stream, where a GPU computes: recorded in passing, read when done.
+class DeviceStopwatch:
+    """By events on the current stream, where a device computes: recorded in passing, read later.
 
     Never waited for: what the device has not come to is looked at the next time.  Where a step has
     no place to hand over at, nothing is known.
@@ -203,9 +204,9 @@ class CudaStopwatch:
     def __init__(self, device: torch.device, *, hands_over: bool = True) -> None:
         self._hands_over = hands_over
         self._device = device
-        self._free = [tuple(new_event() for _ in range(2)) for _ in range(_EVENTS)]
-        self._under_way: deque[tuple[Any, ...]] = deque()
-        self._now: tuple[Any, ...] | None = None
+        self._free = [(timed_event(device), timed_event(device)) for _ in range(_EVENTS)]
+        self._under_way: deque[tuple[Event, Event]] = deque()
+        self._now: tuple[Event, Event] | None = None
         self._handed = False
         self._count = 0
 
@@ -216,13 +217,13 @@ class CudaStopwatch:
         self._now = self._free.pop() if self._hands_over and self._free else None
         self._handed = False
         if self._now is not None:
-            self._now[0].record(torch.cuda.current_stream(self._device))
+            record(self._now[0], self._device)
 
     def hand_over(self) -> float:
         """The first collective comes."""
         if self._now is not None and not self._handed:
             self._handed = True
-            self._now[1].record(torch.cuda.current_stream(self._device))
+            record(self._now[1], self._device)
         return 0.0
 
     def end(self) -> None:

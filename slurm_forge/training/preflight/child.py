@@ -22,6 +22,7 @@ import torch
 
 from slurm_forge.control.messages.preflight import Check, CheckVerdict
 from slurm_forge.descendants import die_with_parent
+from slurm_forge.device.accelerator import choose_device
 from slurm_forge.signals import SAVE_SIGNALS, signal_name
 from slurm_forge.training.core.process_group import connect_store, host_store
 from slurm_forge.training.preflight.group_test import GroupTest, try_together
@@ -219,9 +220,8 @@ class Looker:
     ) -> GroupTest:
         within = timedelta(seconds=request.within_s)
         device = torch.device("cpu")
-        if request.backend == "nccl":
-            device = torch.device("cuda", self._requirements.local_rank % torch.cuda.device_count())
-            torch.cuda.set_device(device)
+        if request.backend != "gloo":
+            device = choose_device(self._requirements.local_rank)
         try:
             if request.rank == 0:
                 store = host_store(request.size, within, one_node=request.one_node)

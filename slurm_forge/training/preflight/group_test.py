@@ -10,14 +10,16 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
+from slurm_forge.device.accelerator import is_accelerator, synchronize
+from slurm_forge.device.groups import standalone_group
+
 #: Large enough for the bandwidth to show: of an all-reduce, in bytes.
-_LARGE_CUDA, _LARGE_CPU = 64 << 20, 1 << 20
+_LARGE_DEVICE, _LARGE_CPU = 64 << 20, 1 << 20
 _TIMES = 3
 
 
@@ -51,7 +53,7 @@ def try_together(
     started_at = time.monotonic()
     try:
         keep(store)
-        group = _group(PrefixStore(nonce, store), rank, size, backend, within)
+        group = standalone_group(PrefixStore(nonce, store), rank, size, backend, within)
         keep(group)
         # Of more than some 5,800 ranks the sum is no number of a float32 any more.
         small = torch.full((8,), float(rank + 1), device=device, dtype=torch.float64)
@@ -61,7 +63,7 @@ def try_together(
             value = float(small[0].item())
             text = f"wrong sum: {value:g} instead of {size * (size + 1) // 2}"
             return GroupTest(ok=False, seconds=time.monotonic() - started_at, text=text)
-        large = _LARGE_CUDA if device.type == "cuda" else _LARGE_CPU
+        large = _LARGE_DEVICE if is_accelerator(device) else _LARGE_CPU
         speed = _speed(group, large, size, device)
     except Exception as error:
         text = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
@@ -69,20 +71,9 @@ def try_together(
     return GroupTest(ok=True, seconds=time.monotonic() - started_at, bytes_per_s=speed)
 
 
-def _group(
-    store: Store, rank: int, size: int, backend: str, within: timedelta
-) -> Any:  # what has a process group's collectives: torch's stubs say it of ProcessGroup alone
-    if backend == "nccl":
-        options = dist.ProcessGroupNCCL.Options()
-        options._timeout = within
-        return dist.ProcessGroupNCCL(store, rank, size, options)
-    return dist.ProcessGroupGloo(store, rank, size, within)
-
-
 def _sum(group: dist.ProcessGroup, tensor: torch.Tensor) -> None:
     group.allreduce([tensor]).wait()
-    if tensor.is_cuda:
-        torch.cuda.synchronize()
+    synchronize(tensor.device)
 
 
 def _speed(

@@ -29,6 +29,8 @@ from slurm_forge.control.messages.preflight import (
     round_key,
     store_key,
 )
+from slurm_forge.device.accelerator import built_for, in_use
+from slurm_forge.device.groups import backend_for
 from slurm_forge.errors import ControlChannelError
 from slurm_forge.json_codec import parse
 from slurm_forge.run_directory import RunDirectory
@@ -82,7 +84,7 @@ class Preflight:
         # The hub waits for those who don't come for several times as long, and names them.
         self._meet_s = meet_within.total_seconds() + _TIMES_WITHIN * self._within_s
         self._own_address = own_address
-        self._may_use_gpu = not torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        self._may_use_gpu = in_use() is None
         self._looker = Looker(requirements, environ, may_use_gpu=self._may_use_gpu)
 
     def run(self) -> None:
@@ -107,11 +109,13 @@ class Preflight:
 
     def _say(self, checks: tuple[Check, ...], seconds: float) -> None:
         place = self._place
+        device = self._device(checks)
         report = NodeReport(
             rank=place.rank,
             host=place.host,
             local_rank=place.local_rank,
-            device="cuda" if self._can_compute_on_gpu(checks) else "cpu",
+            device=device.type,
+            backend=backend_for(device),
             python=platform.python_version(),
             torch=torch.__version__,
             full=self._requirements.thoroughness is Thoroughness.FULL,
@@ -121,9 +125,11 @@ class Preflight:
         report = replace(report, sent=time.time())
         self._member.send(PreflightReport(body=report.to_text()))
 
-    def _can_compute_on_gpu(self, checks: tuple[Check, ...]) -> bool:
-        """Whether the child can: this process must not ask, it would begin to use the GPU."""
-        return any(check.name == "gpu memory" for check in checks)
+    def _device(self, checks: tuple[Check, ...]) -> torch.device:
+        """What the child computes on: this process must not ask, it would begin to use the GPU."""
+        accelerator = built_for()
+        can = accelerator is not None and any(check.name == "gpu memory" for check in checks)
+        return accelerator if accelerator is not None and can else torch.device("cpu")
 
     def _round(self, number: int) -> PreflightRound:
         return parse(PreflightRound, self._member.published(round_key(number), self._meet_s))

@@ -18,6 +18,8 @@ from pathlib import Path
 import torch
 
 from slurm_forge.control.messages.preflight import Check, CheckVerdict, Thoroughness
+from slurm_forge.device.accelerator import count, device_at, is_usable_here, kind
+from slurm_forge.device.memory import memory_of
 from slurm_forge.errors import ForgeError
 from slurm_forge.files import make_private_directory
 from slurm_forge.lock import exclusive
@@ -84,13 +86,13 @@ def run_checks(
     """
     full = requirements.thoroughness is Thoroughness.FULL
     # The driver's state is not inherited: who has only asked how many GPUs there are has begun it.
-    may_use_gpu = may_use_gpu and not torch.cuda._is_in_bad_fork()
+    may_use_gpu = may_use_gpu and is_usable_here()
     checks: list[tuple[str, Callable[[], Check]]] = []
     if requirements.busy:
         checks.append(("gpu health", _gpu_health))
     elif may_use_gpu:
         checks.append(("gpu", lambda: _gpus_visible(requirements)))
-        if torch.cuda.is_available():
+        if kind() is not None:
             checks.append(("gpu memory", lambda: _gpu_memory(requirements)))
             if full:
                 checks.append(("gpu computes", lambda: _gpus_compute(requirements)))
@@ -143,24 +145,26 @@ def _bad(text: str) -> Check:
 
 
 def _gpus_visible(requirements: NodeRequirements) -> Check:
-    there = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    there = count()
     if requirements.gpus and there < requirements.gpus:
         return _bad(f"{there} visible, {requirements.gpus} asked for")
     return _fine(f"{there} visible")
 
 
-def _devices(requirements: NodeRequirements) -> Iterable[int]:
-    count = torch.cuda.device_count()
-    return range(count) if requirements.every_gpu else (requirements.local_rank % count,)
+def _devices(requirements: NodeRequirements) -> list[torch.device]:
+    if requirements.every_gpu:
+        return [device_at(index) for index in range(count())]
+    return [device_at(requirements.local_rank)]
 
 
 def _gpu_memory(requirements: NodeRequirements) -> Check:
     """Before anything of ours is on it but a context."""
     lines, worst = [], CheckVerdict.FINE
-    for index in _devices(requirements):
-        free, total = torch.cuda.mem_get_info(index)
+    for device in _devices(requirements):
+        memory = memory_of(device)
+        free, total = memory.free, memory.total
         if free < _FREE_USUAL * total:
-            lines.append(f"gpu {index}: {free // _MIB} of {total // _MIB} MiB free{_who()}")
+            lines.append(f"gpu {device.index}: {free // _MIB} of {total // _MIB} MiB free{_who()}")
             short = free < _FREE_LEAST * total
             worst = CheckVerdict.BAD if short or worst is CheckVerdict.BAD else CheckVerdict.ODD
     return Check(name="", verdict=worst, text="; ".join(lines))
@@ -174,12 +178,11 @@ def _who() -> str:
 
 
 def _gpus_compute(requirements: NodeRequirements) -> Check:
-    for index in _devices(requirements):
-        device = torch.device("cuda", index)
+    for device in _devices(requirements):
         for dtype in (torch.float32, torch.bfloat16):
             wrong = _wrong_products(device, dtype, _SIDE_GPU, _TIMES_GPU)
             if wrong or requirements.broken == "computes":
-                return _bad(f"gpu {index}: {_sums(wrong)} of a product in {dtype}")
+                return _bad(f"gpu {device.index}: {_sums(wrong)} of a product in {dtype}")
     return _fine()
 
 

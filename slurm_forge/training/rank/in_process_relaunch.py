@@ -165,13 +165,15 @@ def _abort() -> None:
 
 
 def _clear_gpu() -> str:
-    import torch
+    from slurm_forge.device.accelerator import in_use, synchronize
+    from slurm_forge.device.memory import release_cached
 
-    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+    device = in_use()
+    if device is None:
         return ""
     try:
-        torch.cuda.synchronize()  # a context that an error has spoilt says so here
-        torch.cuda.empty_cache()
+        synchronize(device)  # a context that an error has spoilt says so here
+        release_cached(device)
     except RuntimeError as error:
         return f"the GPU can't be used any more: {error}"
     return ""

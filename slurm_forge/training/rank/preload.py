@@ -98,9 +98,12 @@ def why_not_forkable() -> str:
         time.sleep(0.001)
     if threads != 1:
         return f"{threads} threads are left by what was imported"
-    torch = sys.modules.get("torch")
-    if torch is not None and torch.cuda.is_initialized():
-        return "CUDA was initialised by what was imported"
+    if "torch" in sys.modules:
+        from slurm_forge.device.accelerator import in_use
+
+        device = in_use()
+        if device is not None:
+            return f"{device.type.upper()} was initialised by what was imported"
     return ""
 
 

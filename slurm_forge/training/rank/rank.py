@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from slurm_forge.control.interfaces import preferred_address
+from slurm_forge.device.accelerator import choose_device
 from slurm_forge.integrations.trackers import tracker_variables
 from slurm_forge.journal import JournalWriter
 from slurm_forge.journal.events import Note
@@ -199,7 +200,6 @@ class Rank:
             from slurm_forge.training.core import rng
             from slurm_forge.training.core.memory_snapshot import record_memory_history
             from slurm_forge.training.core.process_group import (
-                choose_device,
                 join,
                 refuse_another,
             )

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.optim import LBFGS, SGD, Adam, AdamW, Optimizer
 
+from slurm_forge.device.accelerator import on_accelerator
 from slurm_forge.errors import UnsupportedError
 from slurm_forge.training.step.gradient_norms import (
     Gradients,
@@ -58,7 +59,7 @@ class StepVerdict:
     ) -> None:
         values = [found_inf.detach(), norm.detach().to(found_inf)]
         self._loss = math.nan
-        if loss is not None and loss.device.type == "cpu" and found_inf.device.type != "cpu":
+        if loss is not None and not on_accelerator(loss) and on_accelerator(found_inf):
             self._loss = loss.item()  # there already; sending it to the device would wait
         elif loss is not None:
             values.append(loss.detach().reshape(()).to(found_inf))
@@ -202,7 +203,7 @@ def apply_gradients(
             if factor is not None:
                 norm, parts = norm * factor, parts.times(factor)
         if on_device is None:
-            on_device = norm.device.type != "cpu"
+            on_device = on_accelerator(norm)
         if on_device or scaler is not None:
             found_inf = _found_inf(norm, limit)
             if scaler is not None and gradients:

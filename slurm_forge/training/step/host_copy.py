@@ -6,30 +6,24 @@ from collections.abc import Sequence
 
 import torch
 
+from slurm_forge.device.streams import stack_on_host
+
 
 class HostCopy:
     """A copy of scalar tensors of one device and dtype, begun now.
 
-    On CUDA the copy into pinned memory is queued behind what has been queued so far; ``read``
+    The copy into pinned memory is queued behind what has been queued on the device so far; ``read``
     waits for that copy and for nothing queued after it, so reading one step late costs nothing.
     """
 
     __slots__ = ("_event", "_values")
 
     def __init__(self, scalars: Sequence[torch.Tensor]) -> None:
-        self._event: torch.cuda.Event | None = None
-        self._values = torch.stack(list(scalars))
-        if self._values.is_cuda:
-            device = self._values.device
-            pinned = torch.empty(len(scalars), dtype=self._values.dtype, pin_memory=True)
-            pinned.copy_(self._values, non_blocking=True)
-            self._values = pinned
-            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._event.record(torch.cuda.current_stream(device))
+        self._values, self._event = stack_on_host(scalars)
 
     def is_ready(self) -> bool:
         """Whether ``read`` would return at once."""
-        return self._event is None or bool(self._event.query())  # type: ignore[no-untyped-call]
+        return self._event is None or self._event.query()
 
     def read(self) -> list[float]:
         """The values, waiting for them if necessary."""

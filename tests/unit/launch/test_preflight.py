@@ -270,7 +270,7 @@ def test_a_short_limit_of_a_look_is_none_of_an_import() -> None:
 
 def test_more_ranks_than_can_be_named_go_on_without_a_collective() -> None:
     scene = Scene(16_000)
-    said = NodeReport(rank=0, host="n0", full=True, device="cuda")
+    said = NodeReport(rank=0, host="n0", full=True, device="cuda", backend="nccl")
     for rank in range(16_000):
         told = replace(said, rank=rank, host=f"n{rank // 8}")
         scene.judge.on_message(rank, PreflightReport(body=told.to_text()))

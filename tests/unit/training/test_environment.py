@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from slurm_forge.device.identity import driver_version
 from slurm_forge.recovery.fingerprint import Fingerprint, compare
 from slurm_forge.slurm.process import Completed, run_command
 from slurm_forge.spec.safeguards import EnvironmentSpec
 from slurm_forge.training.checkpointing.environment_fingerprint import (
     code_facts,
     collect,
-    driver_version,
     installed_packages,
     variable_facts,
 )

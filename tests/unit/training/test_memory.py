@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from slurm_forge.device.memory import allocator_counters, blocks_in_use
 from slurm_forge.training.core import memory_report as memory
 from slurm_forge.training.core.memory_report import (
     Pressure,
@@ -134,12 +135,13 @@ def test_retries_of_the_time_before_and_other_devices_say_nothing() -> None:
     assert pressure.check(stats(10)) is not None
     other = Pressure()
     assert [other.check({}), other.check({})] == [None, None]
-    assert memory.cuda_stats(torch.device("cpu")) == {}
+    assert allocator_counters(torch.device("cpu")) == {}
 
 
-def test_the_largest_blocks_are_the_active_ones() -> None:
+def test_the_largest_blocks_are_the_active_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     snapshot = [
         {"blocks": [{"size": 5, "state": "active_allocated"}, {"size": 9, "state": "inactive"}]},
         {"blocks": [{"size": 7, "state": "active_pending_free"}]},
     ]
-    assert sorted(memory._blocks(snapshot)) == [5, 7]
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: snapshot)
+    assert sorted(blocks_in_use(torch.device("cuda"))) == [5, 7]
