@@ -93,8 +93,8 @@ tracker = "mlflow"
 def found(run):
     import mlflow
     from slurm_forge.integrations import remember_mlflow_run
-    active = mlflow.active_run()
-    id = logger.run_id if active is None else active.info.run_id
+    active = mlflow.active_run() or mlflow.last_active_run()
+    id = logger.run_id if "logger" in globals() else active.info.run_id
     remember_mlflow_run(run, id)
     print("found", id, flush=True)
 """
