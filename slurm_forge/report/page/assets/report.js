@@ -187,6 +187,7 @@
         const y = bbox.top, full = bbox.height * 2 / total;
         ctx.font = `600 ${12 * ratio}px system-ui, sans-serif`;
         ctx.textBaseline = "middle";
+        ctx.textAlign = "left";
         for (const [attempt, [start, stop]] of starts) {
           const left = u.valToPos(begin + start, "x", true), right = u.valToPos(begin + stop, "x", true);
           if (right < bbox.left || left > bbox.left + bbox.width) continue;
@@ -325,6 +326,7 @@
             if (many.lr) continue;
             ctx.fillStyle = ink("lr");
             ctx.font = `600 ${11 * ratio}px system-ui, sans-serif`;
+            ctx.textAlign = "left";
             const label = (/x[\d.e-]+ → (x[\d.e-]+)/.exec(mark[4]) || ["", ""])[1];
             ctx.fillText(`LR ${label.replace("x", "×")}`, x + 4 * ratio, bbox.top + 24 * ratio);
           } else if (kind === "restart") {
