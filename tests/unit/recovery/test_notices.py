@@ -137,7 +137,7 @@ def test_a_finding_that_needs_a_person_becomes_a_notice(kind: FindingKind) -> No
     assert notice_of(handled, 5.0) is None
 
 
-@given(st.lists(st.booleans(), max_size=200), st.floats(1, 600))
+@given(st.lists(st.booleans(), min_size=30, max_size=100), st.floats(1, 600))
 def test_no_hour_has_more_messages_than_allowed_and_half_are_for_ends(
     kinds: list[bool], pause: float
 ) -> None:
