@@ -366,6 +366,8 @@ def test_what_goes_on_or_goes_back_has_its_own_pace(
     scribe.write("supervisor", slow)
     if relaunched:
         scribe.relaunch()
+        # By the clock of another node, after the launch that it is not about.
+        scribe.later(1).write("supervisor", slow, launch=1)
     scribe.now += 30
     scribe.resume(step)
     scribe.train(step + 1, step + 4, seconds=1.0)
