@@ -21,8 +21,8 @@ from pathlib import Path
 
 from benchmarks.many_runs import Kind, kind_of, write_many
 from benchmarks.tables import Machine, Spread, cell, spread, table, write_json
-from slurm_forge.cli.observe.metrics_runs import MetricsRuns
-from slurm_forge.cli.observe.metrics_server import MetricsPage, serving
+from slurm_forge.cli.monitoring.metrics_runs import MetricsRuns
+from slurm_forge.cli.monitoring.metrics_server import MetricsPage, serving
 from slurm_forge.journal import JournalWriter
 from slurm_forge.journal.events import Logged
 from slurm_forge.run_directory import RunDirectory

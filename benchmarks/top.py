@@ -26,7 +26,7 @@ from pathlib import Path
 from benchmarks.cli import pretended
 from benchmarks.many_runs import Kind, kind_of, write_many
 from benchmarks.tables import Machine, Spread, plain, spread, table, write_json
-from slurm_forge.cli.observe.top_reading import Fleet
+from slurm_forge.cli.monitoring.top_reading import Fleet
 from slurm_forge.journal import events as ev
 from slurm_forge.journal.file import Record, encode
 from slurm_forge.report.top.view import View, sorted_rows

@@ -17,7 +17,7 @@ from typing import BinaryIO, cast
 
 from slurm_forge.report.logs.files import COMPRESSED
 from slurm_forge.report.logs.lines import Line, Place, Source
-from slurm_forge.report.logs.merging import Selection
+from slurm_forge.report.logs.merging import LineSelection
 
 #: A file is read in pieces of this size: as many are in memory as there are files.
 _PIECE = 1 << 16
@@ -49,7 +49,7 @@ def stream(source: Source, now: float) -> Iterator[Line]:
             yield line
 
 
-def last_lines(source: Source, selection: Selection, most: int, now: float) -> list[Line]:
+def last_lines(source: Source, selection: LineSelection, most: int, now: float) -> list[Line]:
     """The last lines of a file that are selected, at most so many.
 
     Where no line tells when it was printed, they have the time of the last write.
@@ -60,7 +60,7 @@ def last_lines(source: Source, selection: Selection, most: int, now: float) -> l
     return [replace(line, time=source.written) for line in lines]
 
 
-def _last_lines(source: Source, selection: Selection, most: int, now: float) -> list[Line]:
+def _last_lines(source: Source, selection: LineSelection, most: int, now: float) -> list[Line]:
     if source.path.endswith(COMPRESSED):
         return list(deque(filter(selection.takes, stream(source, now)), maxlen=most))
     size = _FIRST_END

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from slurm_forge.cli.observe.log_sources import RunOutput
     from slurm_forge.report.logs.errors import ErrorBlock
     from slurm_forge.report.logs.lines import Line, Source
-    from slurm_forge.report.logs.merging import Selection
+    from slurm_forge.report.logs.merging import LineSelection
     from slurm_forge.run_directory import RunDirectory
 
 _LINES = "200"
@@ -73,7 +73,7 @@ def logs(
     from slurm_forge.cli.observe.log_sources import read_output
     from slurm_forge.cli.run_of_job import meant
     from slurm_forge.errors import RunDirectoryError
-    from slurm_forge.report.logs.merging import Selection
+    from slurm_forge.report.logs.merging import LineSelection
 
     most = _number(tail)
     if errors and follow:
@@ -87,10 +87,10 @@ def logs(
         )
     number = attempt or output.attempts[-1].number
     sources = output.of_attempt(number, rank)
-    selection = Selection(number, rank)
+    selection = LineSelection(number, rank)
     printer = Printer(sources)
     if follow:
-        _follow(directory, moved_to, output, _Wanted(attempt, rank), printer, most)
+        _follow(directory, moved_to, output, _FollowedRank(attempt, rank), printer, most)
         return
     now = time.time()
     if errors:
@@ -121,7 +121,7 @@ def _number(tail: str) -> int | None:
     return int(tail)
 
 
-def _all(sources: Sequence[Source], selection: Selection, printer: Printer, now: float) -> int:
+def _all(sources: Sequence[Source], selection: LineSelection, printer: Printer, now: float) -> int:
     from slurm_forge.cli.observe.log_files import stream
     from slurm_forge.report.logs.merging import merged
 
@@ -132,7 +132,7 @@ def _all(sources: Sequence[Source], selection: Selection, printer: Printer, now:
 
 
 def _tail(
-    sources: Sequence[Source], selection: Selection, printer: Printer, now: float, most: int
+    sources: Sequence[Source], selection: LineSelection, printer: Printer, now: float, most: int
 ) -> int:
     from slurm_forge.cli.observe.log_files import last_lines
     from slurm_forge.report.logs.merging import merged
@@ -152,7 +152,7 @@ def _tail(
 def _errors(
     output: RunOutput,
     sources: Sequence[Source],
-    selection: Selection,
+    selection: LineSelection,
     printer: Printer,
     now: float,
 ) -> None:
@@ -189,7 +189,7 @@ def _follow(
     run: RunDirectory,
     moved_to: Path | None,
     output: RunOutput,
-    selection: _Wanted,
+    selection: _FollowedRank,
     printer: Printer,
     most: int | None,
 ) -> None:
@@ -235,7 +235,7 @@ def _follow(
 
 
 @dataclass(frozen=True, slots=True)
-class _Wanted:
+class _FollowedRank:
     """What is followed: an attempt (None: whichever is the newest), a rank (None: all)."""
 
     attempt: int | None

@@ -10,7 +10,7 @@ from slurm_forge.report.logs.lines import Line
 
 
 @dataclass(frozen=True, slots=True)
-class Selection:
+class LineSelection:
     """Which lines a person wants: of an attempt, and of a rank (None: of all)."""
 
     attempt: int
@@ -21,7 +21,7 @@ class Selection:
         return line.attempt == self.attempt and self.rank in (None, line.rank)
 
 
-def merged(files: Iterable[Iterable[Line]], selection: Selection) -> Iterator[Line]:
+def merged(files: Iterable[Iterable[Line]], selection: LineSelection) -> Iterator[Line]:
     """What is selected of several files, by time; those of one file stay in their order.
 
     Only as many lines are held in memory as there are files.

@@ -39,7 +39,7 @@ _FIGURES = (
 
 
 @dataclass(frozen=True, slots=True)
-class Saved:
+class SavedStep:
     """A checkpoint that was committed."""
 
     time: float
@@ -61,7 +61,7 @@ class Pulse:
     seen: float | None = None
     figures: dict[str, float] = field(default_factory=dict)
     losses: deque[float] = field(default_factory=lambda: deque(maxlen=_LOSSES))
-    saves: deque[Saved] = field(default_factory=lambda: deque(maxlen=_SAVES))
+    saves: deque[SavedStep] = field(default_factory=lambda: deque(maxlen=_SAVES))
     probe: ev.ProbeMeasured | None = None
     probe_off: str = ""
     slow: dict[str, ev.StragglerSeen] = field(default_factory=dict)
@@ -142,7 +142,7 @@ class Pulse:
                 self._reach(time, event.step)
                 self._log(event)
             case ev.CheckpointCommitted():
-                self.saves.append(Saved(time, event.step, event.seconds))
+                self.saves.append(SavedStep(time, event.step, event.seconds))
             case ev.ProbeMeasured():
                 self.probe = event
             case ev.ProbeOff():

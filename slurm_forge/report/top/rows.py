@@ -9,7 +9,7 @@ from slurm_forge.journal import RunStatus
 from slurm_forge.journal import events as ev
 from slurm_forge.report.status.run_listing import ListedRun
 from slurm_forge.report.status.status import Status
-from slurm_forge.report.top.pulse import Pulse, Saved
+from slurm_forge.report.top.pulse import Pulse, SavedStep
 from slurm_forge.slurm.records import QueueRecord, is_slurm_job
 from slurm_forge.slurm.states import PENDING_LIKE
 from slurm_forge.slurm.text.array_tasks import tasks_of
@@ -95,7 +95,7 @@ class TopRow:
     figures: tuple[tuple[str, float], ...] = ()
     probe: ev.ProbeMeasured | None = None
     probe_off: str = ""
-    saved: Saved | None = None
+    saved: SavedStep | None = None
     next_save: float | None = None
     happened: tuple[str, ...] = ()
     next: tuple[str, ...] = ()

@@ -25,9 +25,9 @@ from typer.testing import CliRunner, Result
 
 from benchmarks.many_runs import write_many
 from slurm_forge.cli.main import application
+from slurm_forge.cli.monitoring.metrics_runs import MetricsRuns
+from slurm_forge.cli.monitoring.metrics_server import MetricsPage, serving
 from slurm_forge.cli.observe.journal_tail import without_superseded_records
-from slurm_forge.cli.observe.metrics_runs import MetricsRuns
-from slurm_forge.cli.observe.metrics_server import MetricsPage, serving
 from slurm_forge.cli.observe.run_reading import RunReader, gather
 from slurm_forge.errors import ConfigError
 from slurm_forge.journal import events as ev

@@ -20,10 +20,10 @@ import pytest
 
 pytest.importorskip("textual")
 
+from slurm_forge.cli.monitoring.top_app import Lines, TextScreen, TopApp, Verb, VerbResult
+from slurm_forge.cli.monitoring.top_reading import Fleet
 from slurm_forge.cli.observe import top as verb
 from slurm_forge.cli.observe.run_reading import RunReader
-from slurm_forge.cli.observe.top_app import Answer, Lines, TextScreen, TopApp, Verb
-from slurm_forge.cli.observe.top_reading import Fleet
 from slurm_forge.cli.run_choice import run_names
 from slurm_forge.errors import SlurmCommandError
 from slurm_forge.journal import events as ev
@@ -111,7 +111,7 @@ def by_name(fleet: Fleet) -> dict[str, TopRow]:
     return {row.name: row for row in fleet.rows()}
 
 
-async def nothing(verb: Verb, row: TopRow) -> Answer:
+async def nothing(verb: Verb, row: TopRow) -> VerbResult:
     raise AssertionError(f"{verb} was carried out")
 
 
@@ -119,7 +119,7 @@ def driven(
     fleet: Fleet,
     steps: Callable[[TopApp, Callable[..., Awaitable[None]]], Awaitable[None]],
     *,
-    command: Callable[[Verb, TopRow], Awaitable[Answer]] = nothing,
+    command: Callable[[Verb, TopRow], Awaitable[VerbResult]] = nothing,
     ascii_only: bool = False,
     one: bool = False,
 ) -> None:
@@ -216,11 +216,11 @@ def test_texts_and_verbs_that_are_not_there(shell: Shell) -> None:
     scribe = training(shell.folder)
     (scribe.run.submissions / "tiny-gpt-8812301.out").write_text("hello\x1b[2J\n" * 50)
 
-    async def command(verb: Verb, row: TopRow) -> Answer:
+    async def command(verb: Verb, row: TopRow) -> VerbResult:
         assert row.name == "tiny-gpt"
         if verb is Verb.REPORT:
-            return Answer(False, "Error: No such command 'report'.\n")
-        return Answer(True, f"of {verb.value}\n" + "line\x1b[2J\n" * 50 + "the end")
+            return VerbResult(False, "Error: No such command 'report'.\n")
+        return VerbResult(True, f"of {verb.value}\n" + "line\x1b[2J\n" * 50 + "the end")
 
     async def steps(app: TopApp, press: Callable[..., Awaitable[None]]) -> None:
         await press("p")

@@ -20,7 +20,7 @@ from slurm_forge.report.logs.lines import (
     rank_in,
     time_of,
 )
-from slurm_forge.report.logs.merging import Selection, merged
+from slurm_forge.report.logs.merging import LineSelection, merged
 from slurm_forge.report.text import printed
 
 UTC = timezone.utc
@@ -151,7 +151,7 @@ def test_merged_lines_are_all_there_and_each_file_keeps_its_order(times: list[li
         of = source(path=str(index))
         ordered = sorted(each)
         files.append([Line(str(n), of, 1, 1, None, time) for n, time in enumerate(ordered)])
-    stream = list(merged(files, Selection(1)))
+    stream = list(merged(files, LineSelection(1)))
     assert sorted(line.time for line in stream) == [line.time for line in stream]
     for lines in files:
         assert (

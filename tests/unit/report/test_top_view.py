@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.cells import cell_len
 
-from slurm_forge.report.top.pulse import Saved
+from slurm_forge.report.top.pulse import SavedStep
 from slurm_forge.report.top.rows import TopRow
 from slurm_forge.report.top.sparkline import sparkline
 from slurm_forge.report.top.view import View, sorted_rows, window
@@ -42,7 +42,7 @@ def rows(draw: st.DrawFn) -> TopRow:
         limit=draw(maybe),
         nodes=tuple(draw(st.lists(st.text(min_size=1, max_size=20), max_size=5))),
         figures=tuple(draw(st.lists(st.tuples(st.text(max_size=9), ANY), max_size=4))),
-        saved=draw(st.none() | st.builds(Saved, ANY, st.integers(0, 10**9), ANY)),
+        saved=draw(st.none() | st.builds(SavedStep, ANY, st.integers(0, 10**9), ANY)),
         next_save=draw(maybe),
         happened=tuple(draw(st.lists(st.text(max_size=120), max_size=20))),
         next=tuple(draw(st.lists(st.text(max_size=120), max_size=3))),

@@ -12,7 +12,7 @@ from slurm_forge.cli.options import Runs
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from slurm_forge.cli.observe.metrics_server import MetricsPage
+    from slurm_forge.cli.monitoring.metrics_server import MetricsPage
 
 #: Of the time at most a tenth is spent on reading.
 _SHARE = 9.0
@@ -74,7 +74,7 @@ def metrics(
         typer.echo((Path(__file__).parents[2] / _FOLDER / name).read_text(), nl=False)
         return
     _require_prometheus_client()
-    from slurm_forge.cli.observe.metrics_server import serving
+    from slurm_forge.cli.monitoring.metrics_server import serving
     from slurm_forge.errors import ConfigError
     from slurm_forge.files import write_atomic
 
@@ -122,8 +122,8 @@ def _seconds(option: str, text: str) -> float:
 
 
 def _reader(runs: Path | None, limit: int, rested_for_s: float) -> Callable[[], MetricsPage]:
-    from slurm_forge.cli.observe.metrics_runs import MetricsRuns
-    from slurm_forge.cli.observe.metrics_server import MetricsPage
+    from slurm_forge.cli.monitoring.metrics_runs import MetricsRuns
+    from slurm_forge.cli.monitoring.metrics_server import MetricsPage
     from slurm_forge.cli.run_choice import run_names, runs_folder
     from slurm_forge.errors import RunDirectoryError
     from slurm_forge.run_directory import RunDirectory

@@ -12,8 +12,8 @@ from slurm_forge.cli.completion import run_names
 from slurm_forge.cli.options import Runs
 
 if TYPE_CHECKING:
-    from slurm_forge.cli.observe.top_app import Answer, Verb
-    from slurm_forge.cli.observe.top_reading import Fleet
+    from slurm_forge.cli.monitoring.top_app import Verb, VerbResult
+    from slurm_forge.cli.monitoring.top_reading import Fleet
     from slurm_forge.report.top.rows import TopRow
     from slurm_forge.run_directory import RunDirectory
 
@@ -65,7 +65,7 @@ def top(
             next_step="Install the extra: pip install 'slurm_forge[top]'.  Without it: "
             "slurm-forge status RUN --follow",
         ) from None
-    from slurm_forge.cli.observe.top_app import TopApp
+    from slurm_forge.cli.monitoring.top_app import TopApp
 
     chosen = _chosen(run or [], runs)
     where, fleet = _fleet(chosen, runs)
@@ -91,7 +91,7 @@ def _chosen(names: list[str], runs: Path | None) -> list[RunDirectory] | None:
 def _fleet(chosen: list[RunDirectory] | None, runs: Path | None) -> tuple[str, Fleet]:
     import shutil
 
-    from slurm_forge.cli.observe.top_reading import Fleet
+    from slurm_forge.cli.monitoring.top_reading import Fleet
     from slurm_forge.cli.run_choice import from_here, runs_folder
     from slurm_forge.cli.run_choice import run_names as names_in
     from slurm_forge.errors import RunDirectoryError
@@ -114,11 +114,11 @@ def _fleet(chosen: list[RunDirectory] | None, runs: Path | None) -> tuple[str, F
     return where, Fleet(listed, folder, slurm)
 
 
-async def carry_out(verb: Verb, row: TopRow) -> Answer:
+async def carry_out(verb: Verb, row: TopRow) -> VerbResult:
     """Carry out what a key asks for: as the verb in a process of its own, whose words are shown."""
     import asyncio
 
-    from slurm_forge.cli.observe.top_app import Answer, Verb
+    from slurm_forge.cli.monitoring.top_app import Verb, VerbResult
 
     if verb is Verb.RELEASE:
         return await asyncio.to_thread(_release, row)
@@ -130,19 +130,19 @@ async def carry_out(verb: Verb, row: TopRow) -> Answer:
         stderr=asyncio.subprocess.STDOUT,
     )
     output, _ = await process.communicate()
-    return Answer(process.returncode == 0, output.decode(errors="replace").strip())
+    return VerbResult(process.returncode == 0, output.decode(errors="replace").strip())
 
 
-def _release(row: TopRow) -> Answer:
-    from slurm_forge.cli.observe.top_app import Answer
+def _release(row: TopRow) -> VerbResult:
+    from slurm_forge.cli.monitoring.top_app import VerbResult
     from slurm_forge.errors import ForgeError
     from slurm_forge.slurm.client import SubprocessSlurm
     from slurm_forge.slurm.records import is_slurm_job
 
     if not is_slurm_job(row.job):
-        return Answer(False, f"{row.name} has no job of Slurm that could be released")
+        return VerbResult(False, f"{row.name} has no job of Slurm that could be released")
     try:
         SubprocessSlurm.of_this_process().release(row.job)
     except ForgeError as error:
-        return Answer(False, str(error))
-    return Answer(True, f"{row.name}: job {row.job} is released")
+        return VerbResult(False, str(error))
+    return VerbResult(True, f"{row.name}: job {row.job} is released")

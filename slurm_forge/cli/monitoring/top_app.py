@@ -22,7 +22,7 @@ from textual.screen import Screen
 from textual.strip import Strip
 from textual.widget import Widget
 
-from slurm_forge.cli.observe.top_reading import Fleet
+from slurm_forge.cli.monitoring.top_reading import Fleet
 from slurm_forge.report.text import printed
 from slurm_forge.report.top.rows import TopRow
 from slurm_forge.report.top.view import Tone, View, ViewLine, sorted_rows, window
@@ -67,7 +67,7 @@ _SHOWN_AS_TEXT = frozenset({Verb.EXPLAIN, Verb.LOGS})
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class VerbResult:
     """What came of a verb: whether it worked, and what it printed."""
 
     worked: bool
@@ -75,7 +75,7 @@ class Answer:
 
 
 #: Carries out a verb on a run.
-Command = Callable[[Verb, TopRow], Awaitable[Answer]]
+Command = Callable[[Verb, TopRow], Awaitable[VerbResult]]
 
 
 class Lines(Widget):

@@ -1,0 +1,4 @@
+"""Verbs that follow many runs at once (``top``, ``metrics``, ``trace``); called by ``cli.main``.
+
+Entry: ``top``.
+"""
