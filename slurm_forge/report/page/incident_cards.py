@@ -13,23 +13,25 @@ from slurm_forge.report.story.consequences import consequences
 from slurm_forge.report.story.unresolved_failure import is_fault
 from slurm_forge.vocabulary.decision import Action
 
+#: More than these newest ones are told by ``explain`` alone.
+MOST_CARDS = 1000
 #: Of so many incidents all evidence is shown, of more the strongest pieces: a page stays small.
 _IN_FULL = 200
 _EVIDENCE, _EVIDENCE_OF_MANY = 2000, 140
-_PIECES, _PIECES_OF_MANY = 40, 2
-_HEADLINE, _HEADLINE_OF_MANY = 180, 120
+_PIECES, _PIECES_OF_MANY = 40, 1
+_HEADLINE, _HEADLINE_OF_MANY = 180, 140
 _DECISION, _DECISION_OF_MANY = 600, 160
 
 
 def incident_cards(
     story: s.RunStory, stacks: Sequence[StackFile], *, now: float, zone: tzinfo | None
 ) -> tuple[IncidentCard, ...]:
-    """A card for each incident, the newest first."""
+    """A card for each incident, at most for the newest ``MOST_CARDS``; the newest first."""
     found = list(incidents_of(story))
-    many = len(found) > _IN_FULL
+    many, hidden = len(found) > _IN_FULL, max(0, len(found) - MOST_CARDS)
     cards = [
         _card(index, attempt, launch, incident, story, stacks, many=many, now=now, zone=zone)
-        for index, (attempt, launch, incident) in enumerate(found, start=1)
+        for index, (attempt, launch, incident) in enumerate(found[hidden:], start=hidden + 1)
     ]
     return tuple(reversed(cards))
 
@@ -49,7 +51,8 @@ def _card(
     decision = incident.decision
     held = decision is not None and decision.action == Action.HOLD.value
     last = incident is launch.incidents[-1]
-    pieces = _PIECES_OF_MANY if many else _PIECES
+    # The first piece is the headline, which is enough of many.
+    pieces = slice(1, 1 + _PIECES_OF_MANY) if many else slice(_PIECES)
     limit = _EVIDENCE_OF_MANY if many else _EVIDENCE
     reason = _DECISION_OF_MANY if many else _DECISION
     sure = incident.confidence or "its evidence was lost"
@@ -66,7 +69,7 @@ def _card(
         headline=headline(incident, _HEADLINE_OF_MANY if many else _HEADLINE),
         confidence=sure,
         evidence=tuple(
-            t.observed(each.source, each.text, limit) for each in incident.evidence[:pieces]
+            t.observed(each.source, each.text, limit) for each in incident.evidence[pieces]
         ),
         decision="" if decision is None else t.clean(decision.reason, reason),
         consequences=tuple(

@@ -24,6 +24,8 @@ from slurm_forge.report.story import story as s
 from slurm_forge.slurm.records import is_slurm_job
 
 _MOST_CHECKPOINTS = 200
+#: The newest ones; more are told by ``explain`` alone.
+_MOST_ATTEMPTS = 1000
 
 
 def run_page(sources: RunSources, *, utc_offset: timedelta = timedelta(0)) -> RunPage:
@@ -39,6 +41,7 @@ def run_page(sources: RunSources, *, utc_offset: timedelta = timedelta(0)) -> Ru
     facts, zone = sources.facts, timezone(utc_offset)
     story = explain(facts)
     spent = waterfall(story)
+    cards = incident_cards(story, sources.stacks, now=facts.now, zone=zone)
     rows = _checkpoints(sources, facts.now, zone)
     return RunPage(
         name=t.clean(story.run, 80),
@@ -55,8 +58,12 @@ def run_page(sources: RunSources, *, utc_offset: timedelta = timedelta(0)) -> Ru
         warnings=tuple(t.clean(each, 400) for each in story.warnings),
         waterfall=spent,
         gpus_per_rank=story.gpus_per_rank,
-        attempts=tuple(_attempt(each, facts.now, zone) for each in story.attempts),
-        incidents=incident_cards(story, sources.stacks, now=facts.now, zone=zone),
+        attempts=tuple(
+            _attempt(each, facts.now, zone) for each in story.attempts[-_MOST_ATTEMPTS:]
+        ),
+        hidden_attempts=max(0, len(story.attempts) - _MOST_ATTEMPTS),
+        incidents=cards,
+        hidden_incidents=sum(1 for _ in summary.incidents_of(story)) - len(cards),
         nodes=node_rows(story, zone),
         checkpoints=rows[:_MOST_CHECKPOINTS],
         hidden_checkpoints=max(0, len(rows) - _MOST_CHECKPOINTS),

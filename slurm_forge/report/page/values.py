@@ -205,7 +205,9 @@ class RunPage:
     waterfall: Waterfall
     gpus_per_rank: float | None
     attempts: tuple[AttemptRow, ...]
+    hidden_attempts: int
     incidents: tuple[IncidentCard, ...]
+    hidden_incidents: int
     nodes: tuple[NodeRow, ...]
     checkpoints: tuple[CheckpointRow, ...]
     hidden_checkpoints: int

@@ -355,3 +355,22 @@ def test_several_runs_on_one_page(tmp_path: Path) -> None:
     assert "See to what is unreadable: c" in "".join(piece.text for piece in page.next[0])
     data = json.loads(Parsed(index_html(page)).data)
     assert [(curve["run"], curve["steps"][-1]) for curve in data["curves"]] == [("a", 40), ("b", 3)]
+
+
+def test_of_very_many_incidents_the_newest_are_shown_and_the_others_counted(
+    scribe: Scribe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("slurm_forge.report.page.incident_cards.MOST_CARDS", 2)
+    scribe.begin()
+    for number in range(5):
+        scribe.resume(0)
+        scribe.train(1, 2)
+        scribe.incident(Cause.CRASH, Action.RELAUNCH, step=2, text=f"signal {number}")
+        scribe.relaunch()
+    page = page_of(scribe.facts())
+    assert [card.headline for card in page.incidents] == [
+        "rank 0 on n01: signal 4",
+        "rank 0 on n01: signal 3",
+    ]
+    assert page.hidden_incidents == 3
+    assert "and 3 older ones: slurm-forge explain tiny-gpt --all" in Parsed(run_html(page)).text
