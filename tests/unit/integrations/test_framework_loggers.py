@@ -122,11 +122,15 @@ def test_a_killed_run_goes_on_under_the_same_id(
     environment |= {"MLFLOW_TRACKING_URI": f"file:{tmp_path}/ml", "WANDB_DIR": str(tmp_path)}
     ids = []
     for killed_at, status in (("2", 9), ("-1", 0)):
-        done = subprocess.run(
-            [sys.executable, str(script), str(tmp_path / "runs"), str(tmp_path / "out"), killed_at],
-            capture_output=True, text=True, check=False, env=environment, cwd=tmp_path,
-        )  # fmt: skip
-        assert done.returncode == status, done.stdout + done.stderr
-        ids += [line.split()[1] for line in done.stdout.splitlines() if line.startswith("found")]
+        # Into a file: what a tracker leaves behind may hold a pipe open.
+        with (tmp_path / f"output{killed_at}").open("w+") as output:
+            done = subprocess.run(
+                [sys.executable, str(script), str(tmp_path / "runs"), str(tmp_path), killed_at],
+                stdout=output, stderr=output, check=False, env=environment, cwd=tmp_path,
+            )  # fmt: skip
+            output.seek(0)
+            lines = output.read().splitlines()
+        assert done.returncode == status, "\n".join(lines)
+        ids += [line.split()[1] for line in lines if line.startswith("found")]
     first, second = ids
     assert first == second
