@@ -186,9 +186,10 @@ def measure(ranks: int, seconds: float, run: RunDirectory, *, direct: bool) -> C
         conducting.start()
         began, cpu = time.monotonic(), time.process_time()
         begin()
-        _until(lambda: len(hub.members()) == ranks == len(hub.monitors()))
+        # Not by views of each rank, which cost more than joining does.
+        _until(lambda: len(hub._ranks) == ranks == len(hub._monitors))
         join_s, join_wall_s = time.process_time() - cpu, time.monotonic() - began
-        _until(lambda: all(each.started for each in hub.members().values()))
+        _until(lambda: all(beat is not None and beat.started for beat in hub._ranks.beats()))
         preflight_s = time.process_time() - cpu - join_s
         preflight_wall_s = time.monotonic() - began - join_wall_s
         time.sleep(3.0)  # what has piled up is heard

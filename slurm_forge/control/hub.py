@@ -357,7 +357,9 @@ class Hub(Listener[_Peer]):
             self._release()
 
     def _rest_s(self) -> float:
-        quiet = self.world_size >= _MANY and self._clock() >= self._lively_until
+        # A handshake is several messages to and fro: who joins would wait for a rest at each.
+        joining = self._strangers or len(self._ranks) < self.world_size
+        quiet = self.world_size >= _MANY and not joining and self._clock() >= self._lively_until
         return _REST_S if quiet else 0.0
 
     def _tell(self, event: HubEvent) -> None:

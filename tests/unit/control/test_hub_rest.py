@@ -22,10 +22,10 @@ def heard(hub: Hub) -> list[Message]:
 
 
 class Scene:
-    def __init__(self, world: int) -> None:
+    def __init__(self, world: int, joined: int | None = None) -> None:
         self.now = 100.0
         self.hub = Hub(world_size=world, clock=lambda: self.now)
-        for rank in range(2):
+        for rank in range(joined or world):
             self.hub._ranks.join(rank, "n1", 1, self.now)
 
     def say(self, rank: int, message: Message) -> None:
@@ -65,6 +65,14 @@ def test_a_hub_of_many_ranks_rests_only_while_nobody_waits() -> None:
     assert scene.hub._rest_s() > 0
     scene.hub.time_left(10.0)
     assert scene.hub._rest_s() == 0, "answers are to be expected"
+    scene.hub.close()
+
+
+def test_a_hub_does_not_rest_while_ranks_join() -> None:
+    """Each message of a handshake would wait for its rest: 16 s until 4,096 ranks had joined."""
+    scene = Scene(1024, joined=1023)
+    scene.now += 10.0
+    assert scene.hub._rest_s() == 0
     scene.hub.close()
 
 
