@@ -111,7 +111,7 @@ def train_transformers(run: Run | None, step: Step, steps: int, width: int, fold
     """By Hugging Face's Trainer, which clips the gradients by default."""
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
-    class Watch(TrainerCallback):  # type: ignore[misc]
+    class Watch(TrainerCallback):
         def on_step_begin(self, *_: Any, **__: Any) -> None:
             step()
 
@@ -160,7 +160,7 @@ def train_lightning(run: Run | None, step: Step, steps: int, width: int, folder:
     """By Lightning's Trainer."""
     from lightning.pytorch import LightningModule, Trainer
 
-    class Module(LightningModule):  # type: ignore[misc]
+    class Module(LightningModule):
         def __init__(self) -> None:
             super().__init__()
             self.net = Net(width)
@@ -196,7 +196,7 @@ def train_keras(run: Run | None, step: Step, steps: int, width: int, folder: Pat
 
     del folder
 
-    class Watch(keras.callbacks.Callback):  # type: ignore[misc]
+    class Watch(keras.callbacks.Callback):
         def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
             step()
             if batch == steps:

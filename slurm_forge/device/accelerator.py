@@ -31,22 +31,26 @@ def module_of(device: torch.device) -> Any:
     return torch.get_device_module(device)
 
 
-def built_for() -> torch.device | None:
-    """The type that this torch was built for beside the CPU; no driver is asked for a device."""
-    accelerator = torch.accelerator.current_accelerator()
-    if accelerator is None or not is_accelerator(accelerator):
-        return None
-    return torch.device(accelerator.type)
+def built_for() -> tuple[torch.device, ...]:
+    """The types that this torch computes on beside the CPU, without an index; the preferred first.
+
+    No driver is asked for a device.  ``torch.accelerator.current_accelerator`` of torch 2.6 does
+    ask CUDA's, after which no child may use it (pytorch issue 144152).
+    """
+    types = [name for name in ("cuda", "xpu") if getattr(torch, name)._is_compiled()]
+    registered = torch._C._get_privateuse1_backend_name()
+    if hasattr(torch, registered):
+        types.append(registered)
+    return tuple(map(torch.device, types))
 
 
 def kind() -> torch.device | None:
     """The type of accelerator that this machine has, without an index; None where it has none.
 
-    Neither initialises the device nor forbids a later fork: the modules' own ``is_available`` asks
-    the driver in a way that leaves no state (torch/cuda/__init__.py).
+    Not before a fork whose child is to use it: unless NVML answers, CUDA's driver is asked, which
+    forbids that (torch/accelerator/__init__.py).
     """
-    device = built_for()
-    return device if device is not None and module_of(device).is_available() else None
+    return next((each for each in built_for() if module_of(each).is_available()), None)
 
 
 def count() -> int:
@@ -87,8 +91,7 @@ def in_use() -> torch.device | None:
 
     To ask a generator would initialise it, which costs memory and forbids forking.
     """
-    device = built_for()
-    return device if device is not None and module_of(device).is_initialized() else None
+    return next((each for each in built_for() if module_of(each).is_initialized()), None)
 
 
 def is_usable_here() -> bool:

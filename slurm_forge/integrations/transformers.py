@@ -348,8 +348,12 @@ def _require_supported(trainer: Trainer) -> None:
 def _fit_memory(trainer: Trainer, run: Run) -> None:
     """Use the micro-batch of the recovery plan, and tell of the own one where it can be cut.
 
-    Then a step has the same samples in more micro-batches, on all ranks together.
+    Then a step has the same samples in more micro-batches, on all ranks together.  Of a Trainer
+    that makes its own loader or order nobody knows what a smaller micro-batch changes.
     """
+    for name in ("get_train_dataloader", "_get_train_sampler"):
+        if getattr(type(trainer), name) is not getattr(Trainer, name):
+            return
     args, dataset = trainer.args, trainer.train_dataset
     strategy = getattr(args, "train_sampling_strategy", "random")
     config = trainer.accelerator.dataloader_config

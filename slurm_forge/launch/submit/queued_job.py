@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from slurm_forge.errors import RunDirectoryError
+from slurm_forge.errors import RunDirectoryError, SubmissionError
 from slurm_forge.journal.events import Submitted
 from slurm_forge.launch.render.array_chain import VIA_ARRAY
 from slurm_forge.launch.submit.submission import job_script, note, untouched
@@ -14,7 +14,7 @@ from slurm_forge.slurm.client import Slurm
 from slurm_forge.slurm.records import JobRecord
 from slurm_forge.slurm.states import TERMINAL
 
-#: One question to Slurm each.
+#: Jobs and arrays that are looked at, one question to Slurm each.
 _LOOKED_AT = 100
 
 
@@ -22,14 +22,25 @@ def job_of_script(script: Path, slurm: Slurm) -> JobRecord | None:
     """The person's newest job in the queue that was submitted with ``script``.
 
     An sbatch whose answer was lost, or somebody else's on another host, may have made it.
+
+    Raises:
+        SubmissionError: The queue is too long to be searched.
     """
-    queue = sorted(slurm.queue(person()), key=lambda entry: -entry.job_id)
-    for entry in queue[:_LOOKED_AT]:
-        if entry.state not in TERMINAL:
-            # Tasks of an array that wait share a line, and the record that goes by its id.
-            record = slurm.show_job(entry.job_ref.partition("_[")[0])
-            if record is not None and record.command == str(script):
-                return record
+    waiting = [entry for entry in slurm.queue(person()) if entry.state not in TERMINAL]
+    # All tasks of an array have one script.
+    arrays = {entry.job_ref.partition("_")[0]: entry for entry in waiting}
+    for entry in sorted(arrays.values(), key=lambda each: -each.job_id)[:_LOOKED_AT]:
+        # Tasks that wait share a line, and the record that goes by the id of the array.
+        record = slurm.show_job(entry.job_ref.partition("_[")[0])
+        if record is not None and record.command == str(script):
+            return record
+    if len(arrays) > _LOOKED_AT:
+        raise SubmissionError(
+            f"whether {script} was submitted can't be told: of the {len(arrays)} jobs in the queue "
+            f"the newest {_LOOKED_AT} are others",
+            next_step="See whether squeue --me --format='%i %o' lists the script.  Try again when "
+            "fewer jobs are in the queue.",
+        )
     return None
 
 

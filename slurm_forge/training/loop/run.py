@@ -664,7 +664,7 @@ class Run:
 
     @micro_batch.setter
     def micro_batch(self, samples: int) -> None:
-        self._resumer.micro_batch = samples
+        self._resumer.micro_batch = self._step_lifecycle.own_micro_batch = samples
 
     @property
     def registry(self) -> Registry:

@@ -136,6 +136,8 @@ class StepLifecycle:
         self._batches, self._looks = 0, False
         #: Samples of a step of ``run.batches`` over all ranks, for people; 0 where unknown.
         self.global_batch = 0
+        #: Samples of the program's own micro-batches, where recovery may cut them; else 0.
+        self.own_micro_batch = 0
         #: Whether a step was counted in this launch, and since the last rollback.
         self.counted = self.stepped = False
         #: Where in the stream of ``run.batches`` the last step began; None where it was not of it.
@@ -399,7 +401,7 @@ class StepLifecycle:
         progress.consumed = first + (samples or 0)
         if loss is not None:
             self._loss_history.note(loss)
-            self._note_first_loss(loss, 0)
+            self._note_first_loss(loss, self.own_micro_batch)
         return first
 
     def _took_update(self, step: OpenStep, report: UpdateReport, samples: int | None) -> bool:
@@ -438,8 +440,9 @@ class StepLifecycle:
             loss, own_loss = report.loss, report.own_loss
         if loss is not None:
             self._loss_history.note(loss)
-        # How many samples the program's own batches have is nothing that recovery changes.
-        size = 0 if step.batch is None else step.parts[0].batch.micro_sizes[0]
+        size = self.own_micro_batch
+        if step.batch is not None:
+            size = step.parts[0].batch.micro_sizes[0]
         self._note_first_loss(step.parts[0].first_loss if step.parts else loss, size)
         self._skip_tracker.record(
             StepRecord(

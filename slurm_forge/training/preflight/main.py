@@ -53,6 +53,7 @@ from slurm_forge.training.preflight.node_checks import NodeRequirements
 _MEET_WITHIN = timedelta(minutes=20)
 #: A collective is given this long at least, however late the first of its ranks was.
 _LEAST_S = 0.5
+_CPU = torch.device("cpu")
 _TIMES_WITHIN = 6
 #: More do not fit on a line of the channel; then it is about everybody anyway.
 _MOST_NAMED = 4096
@@ -127,9 +128,8 @@ class Preflight:
 
     def _device(self, checks: tuple[Check, ...]) -> torch.device:
         """What the child computes on: this process must not ask, it would begin to use the GPU."""
-        accelerator = built_for()
-        can = accelerator is not None and any(check.name == "gpu memory" for check in checks)
-        return accelerator if accelerator is not None and can else torch.device("cpu")
+        can = any(check.name == "gpu memory" for check in checks)
+        return next(iter(built_for()), _CPU) if can else _CPU
 
     def _round(self, number: int) -> PreflightRound:
         return parse(PreflightRound, self._member.published(round_key(number), self._meet_s))

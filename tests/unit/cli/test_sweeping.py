@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -124,6 +125,30 @@ def test_a_sweep_is_submitted_once_though_sbatch_s_answer_was_lost(
         assert run_state(run(sweep, number)).job == f"8812301_{number}"
     slurm.jobs.clear()  # it is over, and the sweep knows it still
     assert sweep("submit", "train.yaml").exit_code == 2
+
+
+def test_a_lost_sweep_is_found_behind_many_tasks_and_not_guessed_behind_many_jobs(
+    sweep: Shell, slurm: PretendSlurm
+) -> None:
+    slurm.submit_error = SlurmUnreachableError(("sbatch", "x"), 124, "no answer within 120 s")
+    sweep("submit", "train.yaml")
+    slurm.submit_error = None
+    for number in range(150):
+        other = replace(waiting(Path("/other"), str(number)), job_id=9_000_000 + number)
+        slurm.jobs[f"9000000_{number}"] = replace(other, array_job_id=9_000_000)
+    script = sweep.folder / "runs/tiny-gpt/array.sbatch"
+    slurm.jobs["8812301_[0-1%1]"] = slurm.jobs["8812301"] = waiting(script, "0-1%1")
+    assert "was submitted already, as job 8812301" in sweep("submit", "train.yaml").stderr
+    for number in range(150):
+        slurm.jobs[str(9_100_000 + number)] = replace(waiting(Path("/other")), job_id=9_100_000)
+    (sweep.folder / "one.yaml").write_text(JOB.replace("tiny-gpt", "one"))
+    (sweep.folder / "tiny.py").write_text("def train(run, max_steps):\n    pass\n")
+    slurm.submit_error = SlurmUnreachableError(("sbatch", "x"), 124, "no answer within 120 s")
+    sweep("submit", "one.yaml")
+    slurm.submit_error = None
+    again = sweep("submit", "one.yaml")
+    assert again.exit_code == 2 and "can't be told" in " ".join(again.stderr.split())
+    assert slurm.submitted == []
 
 
 def test_a_sweep_that_can_not_be_written_down_is_reported_as_submitted(

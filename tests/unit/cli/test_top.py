@@ -20,9 +20,9 @@ import pytest
 
 pytest.importorskip("textual")
 
+from slurm_forge.cli.monitoring import top as verb
 from slurm_forge.cli.monitoring.top_app import Lines, TextScreen, TopApp, Verb, VerbResult
 from slurm_forge.cli.monitoring.top_reading import Fleet
-from slurm_forge.cli.monitoring import top as verb
 from slurm_forge.cli.observe.run_reading import RunReader
 from slurm_forge.cli.run_choice import run_names
 from slurm_forge.errors import SlurmCommandError

@@ -177,6 +177,15 @@ def test_a_message_that_was_sent_is_never_due_again(
         )
 
 
+def test_what_somebody_is_sending_is_not_due_where_the_clock_is_behind() -> None:
+    sending = SendTry(
+        target="me", digest=digest_of("held|1|1.1"), number=1, time=100.0, outcome=Outcome.SENDING
+    )
+    messages = SentMessages({("me", sending.digest): sending})
+    assert messages.next_try("me", "held|1|1.1", 98.0, at_once=False) is None
+    assert messages.next_try("me", "held|1|1.1", 100.0 - 7200, at_once=False) is not None
+
+
 @given(st.text(), st.text(), st.text())
 def test_texts_of_programs_stay_on_their_lines(words: str, next_: str, job: str) -> None:
     notice = EventNotice(event=NotifyEvent.HELD, key="k", time=0.0, words=words, next=next_)

@@ -139,7 +139,9 @@ def test_the_sum_of_8190_ranks_is_right() -> None:
         tensor.fill_(size * (size + 1) // 2)
         return mock.Mock()
 
-    with mock.patch.object(group_trial, "_group", lambda *_: mock.Mock(allreduce=allreduce)):
+    with mock.patch.object(
+        group_trial, "standalone_group", lambda *_: mock.Mock(allreduce=allreduce)
+    ):
         trial = try_together(
             HashStore(),
             nonce="x",
