@@ -24,7 +24,7 @@ _SHARED = frozenset({
 
 
 class ForgeLauncher(Launcher):
-    """``hydra/launcher=forge``: a sweep whose jobs come back, and which can be taken up again."""
+    """``hydra/launcher=forge``: a sweep whose jobs come back, and which can be resumed."""
 
     def __init__(self, **parameters: Any) -> None:
         self._parameters = {
@@ -54,8 +54,8 @@ class ForgeLauncher(Launcher):
     ) -> Sequence[JobReturn]:
         """Hydra's protocol: run the jobs, and wait for all of them.
 
-        In a folder (``hydra.sweep.dir``) where this sweep was begun before, what is finished is
-        not run again, what rests is brought back, and what runs is waited for.
+        In a folder (``hydra.sweep.dir``) where this sweep was begun before, finished jobs are not
+        run again, held and stopped ones are requeued, and running ones are waited for.
 
         Args:
             job_overrides: The overrides of each job.

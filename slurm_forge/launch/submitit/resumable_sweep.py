@@ -125,7 +125,7 @@ class ResumableSweep:
     def results(self, jobs: Sequence[RunHandle], *, again: str) -> list[Any]:
         """What the calls have returned, of several tasks that of the first; waits for all of them.
 
-        ``again`` is what a person adds to their command to take the sweep up.
+        ``again`` is what a person adds to the command to resume the sweep.
 
         Raises:
             SubmissionError: Some did not finish.
@@ -140,7 +140,7 @@ class ResumableSweep:
             names = [str(job.job_id if job.run is None else job.run.name) for job in failed]
             raise SubmissionError(
                 f"{len(failed)} of {len(jobs)} did not finish: {', '.join(names)}",
-                next_step=f"Why: slurm-forge status {self.folder}.  To take the sweep up again, "
+                next_step=f"Why: slurm-forge status {self.folder}.  To resume the sweep "
                 f"without what is finished, add {again} to the same command.",
             )
         return results
