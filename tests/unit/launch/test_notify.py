@@ -187,6 +187,15 @@ def test_a_target_that_hangs_holds_up_no_other_and_is_ended(home: Path) -> None:
     assert _shown_of_descendants(os.getpid()) == []
 
 
+def test_a_sender_that_cannot_be_started_leaves_no_other_behind(home: Path) -> None:
+    with hanging() as hangs:
+        targets(home, hangs=hangs)
+        message = OutgoingMessage(title="x", body="y")
+        with pytest.raises(ValueError, match="null byte"):
+            deliver({"hangs": message, "\0": message}, for_seconds(WITHIN_S))
+        assert _shown_of_descendants(os.getpid()) == []
+
+
 def test_the_end_of_an_attempt_waits_for_a_few_seconds_and_nothing_shows_the_url(
     home: Path, tmp_path: Path
 ) -> None:
