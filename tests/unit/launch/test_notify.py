@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import time
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
+from urllib.parse import quote, quote_plus
 
 import pytest
 from hypothesis import given
@@ -335,6 +337,22 @@ def test_nothing_of_a_url_is_left_in_what_a_service_says(
     said = data.draw(st.lists(st.sampled_from(["error", " ", ":", *parts])))
     cleaned = target.without_secrets("".join(said))
     assert not any(part in cleaned for part in parts)
+
+
+@given(
+    st.text("abZ0 /+%@!:~é", min_size=3, max_size=12),
+    st.text("/+@!:~", max_size=4),
+    st.sampled_from([quote, quote_plus]),
+)
+def test_a_secret_is_hidden_however_a_service_encodes_it(
+    secret: str, safe: str, encoded: Callable[..., str]
+) -> None:
+    for written in (quote(secret, safe=""), quote_plus(secret)):
+        target = Target("me", f"json://user:{written}@127.0.0.1")
+        said = encoded(secret, safe=safe)
+        lower = re.sub("%..", lambda each: each[0].lower(), said)
+        for each in (secret, said, lower):
+            assert target.without_secrets(f"<{each}>") == "<***>"
 
 
 def test_run_yaml_holds_names_and_a_change_of_targets_is_no_change_of_the_result(
