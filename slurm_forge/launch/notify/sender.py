@@ -17,7 +17,13 @@ from slurm_forge.launch.notify.delivery import Errors, deliver
 from slurm_forge.launch.notify.message_text import message_of
 from slurm_forge.launch.notify.send_times import SendTimes
 from slurm_forge.launch.notify.targets import refuse_unsendable
-from slurm_forge.recovery.notices import MOST_PER_HOUR, EventNotice, may_send, notices_of
+from slurm_forge.recovery.notices import (
+    MOST_PER_HOUR,
+    EventNotice,
+    may_send,
+    notices_of,
+    within_hour,
+)
 from slurm_forge.run_directory import RunDirectory
 from slurm_forge.run_directory.sent_messages import (
     MOST_TRIES_OF_JOB,
@@ -160,5 +166,5 @@ class RunSender:
             attempt=self._attempt,
             report=str(report) if exists else None,
             attached=attached,
-            last_for_now=len(self._times.of(target)) + 1 >= MOST_PER_HOUR,
+            last_for_now=within_hour(self._times.of(target), self._clock()) + 1 >= MOST_PER_HOUR,
         )
