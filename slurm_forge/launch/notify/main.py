@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from functools import partial
 
 from slurm_forge.errors import ForgeError
@@ -28,6 +29,8 @@ from slurm_forge.run_directory.snapshot_file import signature
 _LOOK_EVERY_S = 5.0
 #: How long a message may take while the attempt goes on.
 _LONGEST_S = 30.0
+#: An attempt writes its last report within seconds after the event that ends the run.
+_REPORT_WITHIN = timedelta(seconds=60)
 #: Signals that end the job: what is to be told may be just that.
 _IGNORED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
@@ -41,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     run = RunDirectory.existing(path)
     knobs = Knobs.from_environ(os.environ)
     given = _Input(float(seconds))
-    _accompany(run, RunSender(run, knobs), given)
+    _accompany(run, RunSender(run, knobs, report_within=_REPORT_WITHIN), given)
     if not given.content:
         _send(RunSender(run, knobs), given.left, at_once=True)
         return 0
@@ -76,7 +79,7 @@ def _accompany(run: RunDirectory, sender: RunSender, given: _Input) -> None:
     failed = False
     while not given.ended.wait(_LOOK_EVERY_S):
         now = signature(run)
-        if now == seen and not failed:
+        if now == seen and not failed and not sender.waits_for_report:
             continue
         seen = now
         failed = _send(sender, partial(given.left, time.monotonic() + _LONGEST_S))

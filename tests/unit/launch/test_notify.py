@@ -122,8 +122,9 @@ def test_a_held_run_tells_every_target_once_with_reason_next_step_and_report(
         with notifications(run, spec, end_waits=timedelta(seconds=WITHIN_S)):
             # What holds a run also has Slurm end its job: SIGTERM for every process.
             os.kill(_ready_sender(), signal.SIGTERM)
-            (run.path / "report.html").write_text("<p>what happened</p>")
             hold(run)
+            run.report_file.write_text("<p>what happened</p>")
+            os.utime(run.report_file, (time.time(), time.time()))
         (post,) = hook.posts
         (sent,) = mail.mails
         assert post["title"].startswith("tiny: held: app_error: KeyError: 'loss'")
@@ -392,6 +393,48 @@ class Service:
 
 class Killed(BaseException):
     """The sender is gone between the message and the note of it."""
+
+
+def test_a_report_of_before_the_end_is_not_attached_and_the_right_one_is_waited_for(
+    home: Path, tmp_path: Path
+) -> None:
+    targets(home, me="json://127.0.0.1")
+    run = new_run(tmp_path, "me")
+    run.report_file.write_text("<p>running</p>")
+    now, service = [time.time()], Service()
+    os.utime(run.report_file, (now[0] - 5, now[0] - 5))
+    hold(run, clock=lambda: now[0])
+    RunSender(run, knobs(), deliver=service, clock=lambda: now[0]).send(for_seconds(30))
+    ((_, message),) = service.got
+    assert message.attachment is None
+    assert f"Report: {run.report_file}" in message.body and "attached" not in message.body
+
+    service.got.clear()
+    again = new_run(tmp_path / "again", "me")
+    again.report_file.write_text("<p>running</p>")
+    os.utime(again.report_file, (now[0] - 5, now[0] - 5))
+    hold(again, clock=lambda: now[0])
+    sender = RunSender(
+        again, knobs(), deliver=service, clock=lambda: now[0], report_within=timedelta(seconds=60)
+    )
+    sender.send(for_seconds(30))
+    assert service.got == [] and sender.waits_for_report
+    os.utime(again.report_file, (now[0] + 1, now[0] + 1))
+    sender.send(for_seconds(30))
+    ((_, message),) = service.got
+    assert message.attachment == str(again.report_file) and not sender.waits_for_report
+
+    service.got.clear()
+    without = new_run(tmp_path / "without", "me")
+    hold(without, clock=lambda: now[0])
+    sender = RunSender(
+        without, knobs(), deliver=service, clock=lambda: now[0], report_within=timedelta(seconds=60)
+    )
+    sender.send(for_seconds(30))
+    assert service.got == []
+    now[0] += 61
+    sender.send(for_seconds(30))
+    assert len(service.got) == 1, "it does not wait for long"
 
 
 def test_of_any_number_of_senders_one_sends(home: Path, tmp_path: Path) -> None:
