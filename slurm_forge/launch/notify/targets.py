@@ -59,7 +59,8 @@ def _encoded(character: str) -> str:
     """A pattern for a character as it is, and as it may be written in a URL."""
     data = character.encode(errors="surrogatepass")
     percent = "".join(f"%{byte:02x}" for byte in data)
-    return f"(?:{re.escape(character)}|(?i:{percent}){'|[+]' if character == ' ' else ''})"
+    # The longer first: of %25 nothing must be left.
+    return f"(?:(?i:{percent})|{re.escape(character)}{'|[+]' if character == ' ' else ''})"
 
 
 def read_targets(path: Path) -> dict[str, Target]:
