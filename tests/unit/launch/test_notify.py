@@ -28,6 +28,7 @@ from slurm_forge.journal.events import AttemptEnded, AttemptStarted, DecisionTak
 from slurm_forge.knobs import Knobs
 from slurm_forge.launch.notify.apprise_message import OutgoingMessage
 from slurm_forge.launch.notify.delivery import Errors, deliver
+from slurm_forge.launch.notify.main import _accompany, _Input
 from slurm_forge.launch.notify.send_times import SendTimes
 from slurm_forge.launch.notify.sender import RunSender
 from slurm_forge.launch.notify.sender_process import notifications
@@ -121,7 +122,11 @@ def test_a_held_run_tells_every_target_once_with_reason_next_step_and_report(
         spec = read_run_file(run.spec_file).job.notify
         with notifications(run, spec, end_waits=timedelta(seconds=WITHIN_S)):
             # What holds a run also has Slurm end its job: SIGTERM for every process.
-            os.kill(_ready_sender(), signal.SIGTERM)
+            sender = _ready_sender()
+            os.kill(sender, signal.SIGTERM)
+            process = Path(f"/proc/{sender}")
+            assert (process / "oom_score_adj").read_text() == "1000\n", "no rank goes before it"
+            assert re.search(r"Max data size +1073741824 ", (process / "limits").read_text())
             hold(run)
             run.report_file.write_text("<p>what happened</p>")
             os.utime(run.report_file, (time.time(), time.time()))
@@ -135,7 +140,7 @@ def test_a_held_run_tells_every_target_once_with_reason_next_step_and_report(
         assert sent["subject"] == post["title"]
         assert any(part.get_filename() == "report.html" for part in sent.walk())
         # The next attempt and any watcher have nothing to add.
-        watcher = RunNotifications(knobs())
+        watcher = RunNotifications(knobs(), ticks=lambda: 0.0)
         watcher.look([run], {})
         assert RunSender(run, knobs()).send(for_seconds(30)) == {}
         assert (len(hook.posts), len(mail.mails)) == (1, 1)
@@ -247,7 +252,7 @@ def test_what_a_killed_batch_step_could_not_send_a_watcher_does(home: Path, tmp_
         targets(home, team=hook.url)
         run = new_run(tmp_path, "team")
         hold(run)
-        watcher = RunNotifications(knobs())
+        watcher = RunNotifications(knobs(), ticks=lambda: 0.0)
         watcher.look([run], {})
         watcher.finish(timedelta(seconds=WITHIN_S))
         assert len(hook.posts) == 1
@@ -524,6 +529,53 @@ def test_a_target_gets_so_many_messages_an_hour_of_all_runs(home: Path, tmp_path
     waited = send()
     assert len(waited) == 2, "those that waited, and no other again"
     assert not any("many messages" in each for each in waited), "the others are of an hour ago"
+
+
+# -- what looking costs ----------------------------------------------------------------------------
+
+
+def test_looks_at_a_long_journal_take_a_small_share_of_the_time(tmp_path: Path) -> None:
+    run, spent, pauses = new_run(tmp_path), [0.0], list[float]()
+    takes = [0.1, 2.5, 2.5]
+
+    class Looks(RunSender):
+        def send(self, *_: object, **__: object) -> Errors:
+            spent[0] += takes.pop(0)
+            return {}
+
+    class Ended(threading.Event):
+        def wait(self, timeout: float | None = None) -> bool:
+            hold(run)  # rank 0 has written
+            pauses.append(timeout or 0.0)
+            return not takes
+
+    class Given(_Input):
+        def __init__(self) -> None:
+            self.ended = Ended()
+            self._deadline = float("inf")
+
+    _accompany(run, Looks(run, knobs()), Given(), lambda: spent[0])
+    assert pauses == pytest.approx([5.0, 5.0, 50.0, 50.0])
+
+
+def test_a_watcher_reads_live_runs_for_a_small_share_of_the_time(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    targets(home, me="json://127.0.0.1")
+    run, ticks, looks = new_run(tmp_path, "me"), [0.0], list[float]()
+
+    def due(*_: object) -> tuple[()]:
+        looks.append(ticks[0])
+        ticks[0] += 2.5
+        return ()
+
+    monkeypatch.setattr(RunSender, "due", due)
+    watcher = RunNotifications(knobs(), ticks=lambda: ticks[0])
+    for _ in range(12):
+        hold(run)
+        watcher.look([run], {})
+        ticks[0] += 5
+    assert looks == [0.0, 52.5]
 
 
 # -- from the batch step ---------------------------------------------------------------------------
