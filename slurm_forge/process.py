@@ -50,6 +50,8 @@ _IMPORT_WITHIN_S = 300.0
 _SCRIPT = "forge_script"
 _REASON = "forge_not_started"
 _MOST = 4000
+_MOST_MEMORY = 1 << 30
+_FIRST_TO_GO = b"1000"
 
 
 def process_words(name: str, *arguments: str) -> tuple[str, ...]:
@@ -62,6 +64,21 @@ def process_words(name: str, *arguments: str) -> tuple[str, ...]:
 def old_process_words(name: str, *arguments: str) -> tuple[str, ...]:
     """The same in scripts of earlier versions, which name the module."""
     return ("-m", _OLD[name], *arguments)
+
+
+def yield_to_others(niceness: int) -> None:
+    """Have this process, and what it starts, take less of a node than the ranks beside it.
+
+    It is ended before any of them where memory runs out, and gets no more than 1 GiB itself.
+    """
+    import resource
+    from contextlib import suppress
+
+    os.nice(niceness)
+    with suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_DATA, (_MOST_MEMORY, _MOST_MEMORY))
+    with suppress(OSError), open("/proc/self/oom_score_adj", "wb", buffering=0) as file:  # noqa: PTH123
+        file.write(_FIRST_TO_GO)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

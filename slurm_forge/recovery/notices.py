@@ -90,8 +90,12 @@ def may_send(sent: Sequence[float], now: float, *, is_last: bool) -> bool:
 
     ``is_last``: the message tells of the end of a run, for which half of the messages are kept.
     """
-    recent = sum(now - time < _HOUR_S for time in sent)
-    return recent < (MOST_PER_HOUR if is_last else MOST_PER_HOUR // 2)
+    return within_hour(sent, now) < (MOST_PER_HOUR if is_last else MOST_PER_HOUR // 2)
+
+
+def within_hour(sent: Sequence[float], now: float) -> int:
+    """How many of the messages were sent within the last hour."""
+    return sum(now - time < _HOUR_S for time in sent)
 
 
 def _held(state: RunState, run: str) -> Iterator[EventNotice]:

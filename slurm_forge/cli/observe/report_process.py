@@ -5,23 +5,18 @@ It yields to everything else on the node, asks Slurm nothing, and ends itself af
 
 from __future__ import annotations
 
-import contextlib
 import os
-import resource
 import signal
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from slurm_forge.errors import ForgeError
+from slurm_forge.process import yield_to_others
 from slurm_forge.run_directory import RunDirectory
 
 _NICEST = 19
 #: Whoever wants the report of an extreme run makes it by hand.
 _LONGEST_S = 60
-_MOST_MEMORY = 1 << 30
-#: The kernel ends this process before any rank where memory runs out.
-_FIRST_TO_GO = b"1000"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -31,7 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     # is the one that people read.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.alarm(_LONGEST_S)
-    _yield_to_others()
+    yield_to_others(_NICEST)
     run = RunDirectory.at(path)
     try:
         write_report(run)
@@ -67,14 +62,6 @@ def _is_current(run: RunDirectory) -> bool:
             return all(entry.stat().st_mtime < made for entry in entries)
     except OSError:
         return False
-
-
-def _yield_to_others() -> None:
-    os.nice(_NICEST)
-    with contextlib.suppress(OSError, ValueError):
-        resource.setrlimit(resource.RLIMIT_DATA, (_MOST_MEMORY, _MOST_MEMORY))
-    with contextlib.suppress(OSError):
-        Path("/proc/self/oom_score_adj").write_bytes(_FIRST_TO_GO)
 
 
 if __name__ == "__main__":

@@ -33,9 +33,11 @@ def deliver(messages: Mapping[str, OutgoingMessage], within: Callable[[], float]
         The reasons, with nothing of a target's URL.
     """
     began = time.monotonic()
-    processes = {name: _start(name, message) for name, message in messages.items()}
+    processes: dict[str, subprocess.Popen[bytes]] = {}
     errors: Errors = {}
     try:
+        for name, message in messages.items():
+            processes[name] = _start(name, message)
         while waiting := [name for name in processes if name not in errors]:
             out_of_time = within() <= 0
             for name in waiting:

@@ -14,20 +14,28 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from functools import partial
 
 from slurm_forge.errors import ForgeError
 from slurm_forge.json_codec import from_json, parse
 from slurm_forge.knobs import Knobs
 from slurm_forge.launch.notify.sender import RunSender
+from slurm_forge.process import yield_to_others
 from slurm_forge.recovery.notices import EventNotice
 from slurm_forge.run_directory import RunDirectory
 from slurm_forge.run_directory.sent_messages import MOST_TRIES, failure_text
 from slurm_forge.run_directory.snapshot_file import signature
 
 _LOOK_EVERY_S = 5.0
+#: So many times what a look took of a processor passes before the next one: each reads the journal
+#: again, which has grown for a month maybe.
+_SHARE = 20.0
+_NICE = 10
 #: How long a message may take while the attempt goes on.
 _LONGEST_S = 30.0
+#: An attempt writes its last report within seconds after the event that ends the run.
+_REPORT_WITHIN = timedelta(seconds=60)
 #: Signals that end the job: what is to be told may be just that.
 _IGNORED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
@@ -35,13 +43,13 @@ _IGNORED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal
 def main(argv: Sequence[str] | None = None) -> int:
     """``RUN SECONDS``."""
     path, seconds = sys.argv[1:] if argv is None else argv
+    yield_to_others(_NICE)
     for number in _IGNORED:
         signal.signal(number, signal.SIG_IGN)
-    os.nice(10)
     run = RunDirectory.existing(path)
     knobs = Knobs.from_environ(os.environ)
     given = _Input(float(seconds))
-    _accompany(run, RunSender(run, knobs), given)
+    _accompany(run, RunSender(run, knobs, report_within=_REPORT_WITHIN), given)
     if not given.content:
         _send(RunSender(run, knobs), given.left, at_once=True)
         return 0
@@ -71,15 +79,24 @@ class _Input:
         self.ended.set()
 
 
-def _accompany(run: RunDirectory, sender: RunSender, given: _Input) -> None:
+def _accompany(
+    run: RunDirectory,
+    sender: RunSender,
+    given: _Input,
+    spent: Callable[[], float] = time.process_time,
+) -> None:
     seen = ""
     failed = False
-    while not given.ended.wait(_LOOK_EVERY_S):
+    pause_s = _LOOK_EVERY_S
+    while not given.ended.wait(pause_s):
+        began = spent()
+        pause_s = _LOOK_EVERY_S
         now = signature(run)
-        if now == seen and not failed:
+        if now == seen and not failed and not sender.waits_for_report:
             continue
         seen = now
         failed = _send(sender, partial(given.left, time.monotonic() + _LONGEST_S))
+        pause_s = max(_LOOK_EVERY_S, _SHARE * (spent() - began))
 
 
 def _send(
@@ -92,8 +109,9 @@ def _send(
     """Whether anything failed; it is told in the output, and never ends the process."""
     try:
         errors = sender.send(within, found, at_once=at_once)
-    except (ForgeError, OSError) as error:
-        sys.stderr.write(f"slurm_forge: no notifications: {' '.join(str(error).split())}\n")
+    except (ForgeError, OSError, MemoryError) as error:
+        reason = " ".join(str(error).split()) or type(error).__name__
+        sys.stderr.write(f"slurm_forge: no notifications: {reason}\n")
         return True
     for target, reason in errors.items():
         sys.stderr.write(f"slurm_forge: {failure_text(target, reason)}\n")

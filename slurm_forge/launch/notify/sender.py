@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from datetime import timedelta
 
 from slurm_forge.errors import ForgeError
 from slurm_forge.files import open_trusted, private_directory
@@ -17,7 +18,13 @@ from slurm_forge.launch.notify.delivery import Errors, deliver
 from slurm_forge.launch.notify.message_text import message_of
 from slurm_forge.launch.notify.send_times import SendTimes
 from slurm_forge.launch.notify.targets import refuse_unsendable
-from slurm_forge.recovery.notices import MOST_PER_HOUR, EventNotice, may_send, notices_of
+from slurm_forge.recovery.notices import (
+    MOST_PER_HOUR,
+    EventNotice,
+    may_send,
+    notices_of,
+    within_hour,
+)
 from slurm_forge.run_directory import RunDirectory
 from slurm_forge.run_directory.sent_messages import (
     MOST_TRIES_OF_JOB,
@@ -53,6 +60,7 @@ class RunSender:
         deliver: Sends the messages.
         clock: The time, in seconds since the epoch.
         most_tries: How often a message is tried by then, by whoever it was.
+        report_within: How long the end of a run is kept back for a report that tells of it.
     """
 
     def __init__(
@@ -63,12 +71,16 @@ class RunSender:
         deliver: Deliver = deliver,
         clock: Callable[[], float] = time.time,
         most_tries: int = MOST_TRIES_OF_JOB,
+        report_within: timedelta = timedelta(0),
     ) -> None:
         self._run = run
         self._times = SendTimes(knobs.state_folder / "notify")
         self._deliver = deliver
         self._clock = clock
         self._most_tries = most_tries
+        self._report_within_s = report_within.total_seconds()
+        #: Whether something was kept back, which a report brings out without a line of the journal.
+        self.waits_for_report = False
         self._targets_file = knobs.targets_file
         self._job = ""
         self._attempt: int | None = None
@@ -78,7 +90,8 @@ class RunSender:
 
         ``at_once``: what failed is not waited with.  Errors: those of reading a run.
         """
-        spec = read_run_file(self._run.spec_file).job.notify
+        job = read_run_file(self._run.spec_file).job
+        spec = job.notify
         if not spec.to:
             return ()
         now = self._clock()
@@ -90,6 +103,10 @@ class RunSender:
             *notices_of(state, records, spec, run=str(self._run.path), now=now),
             *(each for each in found if each.event in spec.events),
         )
+        if job.report:
+            ready = tuple(each for each in notices if not self._keeps_back(each, now))
+            self.waits_for_report = len(ready) < len(notices)
+            notices = ready
         sent = read_sent(self._run)
         every: list[Due] = []
         for target in dict.fromkeys(spec.to):
@@ -144,21 +161,34 @@ class RunSender:
             return " ".join(str(error).split())
         return ""
 
+    def _keeps_back(self, notice: EventNotice, now: float) -> bool:
+        # Of a clock that is far ahead nothing is known.
+        if not notice.event.is_last or abs(now - notice.time) >= self._report_within_s:
+            return False
+        report = self._report()
+        return report is None or report.st_mtime < notice.time
+
+    def _report(self) -> os.stat_result | None:
+        """What is known of the report's file, if that is one to trust."""
+        with (
+            contextlib.suppress(OSError, ForgeError),
+            os.fdopen(open_trusted(self._run.report_file), "rb") as file,
+        ):
+            return os.fstat(file.fileno())
+        return None
+
     def _message(self, target: str, notices: Sequence[EventNotice]) -> OutgoingMessage:
-        report = self._run.path / "report.html"
-        exists = attached = False
-        with contextlib.suppress(OSError, ForgeError):
-            descriptor = open_trusted(report)
-            attached = os.fstat(descriptor).st_size <= _LARGEST_ATTACHMENT
-            os.close(descriptor)
-            exists = True
+        report = self._report()
         return message_of(
             notices,
             run=self._run.name,
             path=str(self._run.path),
             job=self._job,
             attempt=self._attempt,
-            report=str(report) if exists else None,
-            attached=attached,
-            last_for_now=len(self._times.of(target)) + 1 >= MOST_PER_HOUR,
+            report=None if report is None else str(self._run.report_file),
+            # An older one tells that the run goes on.
+            attached=report is not None
+            and report.st_size <= _LARGEST_ATTACHMENT
+            and report.st_mtime >= max(each.time for each in notices),
+            last_for_now=within_hour(self._times.of(target), self._clock()) + 1 >= MOST_PER_HOUR,
         )

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
-from urllib.parse import unquote
+from urllib.parse import unquote, unquote_plus
 
 from slurm_forge.documents import did_you_mean
 from slurm_forge.documents.reading import load
@@ -46,12 +46,21 @@ class Target:
         return self.url.partition("://")[0]
 
     def without_secrets(self, text: str) -> str:
-        """A text of somebody else's with every part of the URL replaced, as written and decoded."""
+        """A text of somebody else's with every part of the URL replaced, however it is encoded."""
         parts = {self.url, *_BETWEEN.split(self.url.partition("://")[2])}
-        every = {form for part in parts for form in (part, unquote(part)) if len(form) > 2}
-        for part in sorted(every, key=len, reverse=True):
-            text = text.replace(part, _HIDDEN)
+        forms = {form for part in parts for form in (part, unquote(part), unquote_plus(part))}
+        for form in sorted(forms, key=len, reverse=True):
+            if len(form) > 2:
+                text = re.sub("".join(map(_encoded, form)), _HIDDEN, text)
         return text
+
+
+def _encoded(character: str) -> str:
+    """A pattern for a character as it is, and as it may be written in a URL."""
+    data = character.encode(errors="surrogatepass")
+    percent = "".join(f"%{byte:02x}" for byte in data)
+    # The longer first: of %25 nothing must be left.
+    return f"(?:(?i:{percent})|{re.escape(character)}{'|[+]' if character == ' ' else ''})"
 
 
 def read_targets(path: Path) -> dict[str, Target]:

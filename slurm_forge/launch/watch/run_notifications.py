@@ -28,6 +28,8 @@ _SECONDS = 30.0
 #: What was to be sent later, after a failure or because of many messages, is due without a change.
 _LOOK_AGAIN_S = 60.0
 _POLL_S = 0.05
+#: So many times what a look took passes before the next one: it reads journals of live runs whole.
+_SHARE = 20.0
 
 
 class RunNotifications:
@@ -36,11 +38,20 @@ class RunNotifications:
     Args:
         knobs: Where the user's files are.
         clock: The time, in seconds since the epoch.
+        ticks: A clock that only goes on, in seconds.
     """
 
-    def __init__(self, knobs: Knobs, *, clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self,
+        knobs: Knobs,
+        *,
+        clock: Callable[[], float] = time.time,
+        ticks: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._knobs = knobs
         self._clock = clock
+        self._ticks = ticks
+        self._next_look = float("-inf")
         self._looked: dict[str, tuple[str, float, bool]] = {}
         self._processes: list[subprocess.Popen[bytes]] = []
 
@@ -49,11 +60,23 @@ class RunNotifications:
     ) -> None:
         """Start what is due, and wait for nothing; what finds no room is started the next time.
 
+        Nothing is looked at while the last look's share of the time lasts.
+
         Args:
             runs: The runs of the user.
             findings: What was found in this round, by the path of the run.
         """
         self._processes = [each for each in self._processes if each.poll() is None]
+        began = self._ticks()
+        if began < self._next_look:
+            return
+        self._look_at_all(runs, findings)
+        ended = self._ticks()
+        self._next_look = ended + _SHARE * (ended - began)
+
+    def _look_at_all(
+        self, runs: Sequence[RunDirectory], findings: Mapping[str, Sequence[WatchFinding]]
+    ) -> None:
         for run in runs:
             if len(self._processes) >= _MOST_AT_ONCE:
                 return

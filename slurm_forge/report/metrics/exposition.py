@@ -58,6 +58,11 @@ _GAUGES: tuple[tuple[str, str, _Read], ...] = (
         lambda f: f.last_progress,
     ),
     (
+        "attempt_started_timestamp_seconds",
+        "When the newest attempt started.",
+        lambda f: f.attempt_started,
+    ),
+    (
         "goodput_ratio",
         "Share of the time since the first start spent on steps that stayed.",
         lambda f: f.goodput,

@@ -12,6 +12,7 @@ from opentelemetry.sdk.trace.export import SpanExportResult
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 from opentelemetry.trace import SpanContext, Status, StatusCode, TraceFlags
 
+from slurm_forge.errors import ConfigError
 from slurm_forge.format_version import PACKAGE_VERSION
 from slurm_forge.report.metrics.trace_spans import RunTrace, TraceSpan
 
@@ -40,9 +41,14 @@ def send_trace(trace: RunTrace, endpoint: str | None) -> bool:
 
 
 def with_path(endpoint: str) -> str:
-    """The URL that traces are sent to."""
-    has_path = urlsplit(endpoint).path.strip("/")
-    return endpoint if has_path else endpoint.rstrip("/") + _PATH
+    """The URL that traces are sent to; ``ConfigError`` where nothing can be sent over HTTP."""
+    parts = urlsplit(endpoint)
+    if parts.scheme not in ("http", "https") or not parts.netloc:
+        raise ConfigError(
+            f"--otlp: {endpoint!r} is not a URL with http:// or https://",
+            next_step="For example --otlp http://localhost:4318.",
+        )
+    return endpoint if parts.path.strip("/") else endpoint.rstrip("/") + _PATH
 
 
 def _readable(trace: RunTrace) -> Iterator[ReadableSpan]:

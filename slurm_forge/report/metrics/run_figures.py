@@ -34,6 +34,7 @@ class RunFigures:
         job: Its job.
         status: A word of ``RunStatus``.
         attempts: How often its job has started.
+        attempt_started: When its newest attempt started.
         requeues: How often it came back.
         ranks: Of the newest launch.
         step: Where training stands.
@@ -55,6 +56,7 @@ class RunFigures:
     job: str
     status: str
     attempts: int
+    attempt_started: float | None
     requeues: int
     ranks: int | None
     step: int | None
@@ -99,6 +101,7 @@ def run_figures(facts: RunFacts, story: RunStory, *, since: StepTime | None = No
         job=story.job,
         status=story.status,
         attempts=len(story.attempts),
+        attempt_started=story.attempts[-1].started if story.attempts else None,
         requeues=sum(
             each.outcome == "done" for attempt in story.attempts for each in attempt.comebacks
         ),

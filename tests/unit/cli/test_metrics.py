@@ -95,6 +95,7 @@ def test_the_figures_are_those_of_explain_and_status(scribe: Scribe) -> None:
     assert values["run_loss", name] == 2.5
     assert values["run_ranks", name] == 8
     assert values["run_attempts_total", name] == 2
+    assert values["run_attempt_started_timestamp_seconds", name] == story.attempts[-1].started
     assert values["run_requeues_total", name] == 1
     assert values["run_checkpoints_total", name] == 2
     assert values["run_incidents_total", "preempted", name] == 1
@@ -225,6 +226,69 @@ def test_every_metric_that_the_rules_the_dashboard_and_the_page_name_exists(
         middle = "_last_checkpoint" if "last_checkpoint" in first else ""
         documented |= {f"{base}{middle}{each[1:]}" for each in more}
     assert documented == there
+
+
+def rule_test(name: str, series: dict[str, str], raised: dict[str, tuple[str, ...]]) -> Any:
+    """A test of ``promtool``: values for each minute, and which alerts are raised at what time."""
+    of_run = [
+        {"series": f'slurm_forge_run_{metric}{{run="x"}}', "values": values}
+        for metric, values in series.items()
+    ]
+    running = {"series": 'slurm_forge_run_state{run="x",state="running"}', "values": "1x400"}
+    return {
+        "name": name,
+        "interval": "1m",
+        "input_series": [*of_run, running],
+        "promql_expr_test": [
+            {
+                "eval_time": time,
+                "expr": 'count by (alertname) (ALERTS{alertstate="firing"})',
+                "exp_samples": [
+                    {"labels": f'{{alertname="{alert}"}}', "value": 1} for alert in alerts
+                ],
+            }
+            for time, alerts in raised.items()
+        ],
+    }
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="apt-get install prometheus")
+def test_alerts_count_from_the_start_of_the_attempt_or_later(tmp_path: Path) -> None:
+    started, progress, saved = (
+        f"{each}_timestamp_seconds"
+        for each in ("attempt_started", "last_progress", "last_checkpoint")
+    )
+    both = ("SlurmForgeNoProgress", "SlurmForgeCheckpointOld")
+    # Attempts start at 0, after ten hours in the queue where there was one before.
+    tests = [
+        rule_test(
+            "what came before the queue raises nothing",
+            {started: "0x400", progress: "-36000x400", saved: "-36000x400"},
+            {"20m": (), "40m": both[:1], "300m": both},
+        ),
+        rule_test(
+            "a first attempt that hangs before its first step",
+            {started: "0x400"},
+            {"20m": (), "40m": both[:1], "300m": both},
+        ),
+        rule_test(
+            "a run that trains and saves",
+            {started: "0x400", progress: "0+60x400", saved: "0+60x400"},
+            {"20m": (), "40m": (), "300m": ()},
+        ),
+        rule_test(
+            "a run that has stopped training after an hour",
+            {started: "0x400", progress: "3600x400", saved: "3600x400"},
+            {"80m": (), "96m": both[:1], "299m": both[:1], "306m": both},
+        ),
+    ]
+    (tmp_path / "forge.rules.yml").write_text(metrics("--alert-rules").stdout)
+    file = tmp_path / "tests.yml"
+    file.write_text(json.dumps({"rule_files": ["forge.rules.yml"], "tests": tests}))
+    done = subprocess.run(
+        ["promtool", "test", "rules", str(file)], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 # -- the verb --------------------------------------------------------------------------------------

@@ -135,3 +135,11 @@ def test_what_is_not_taken_is_an_error_and_a_run_that_has_not_started_is_not_sen
 def test_the_path_is_added_where_there_is_none() -> None:
     assert with_path("http://h:4318") == with_path("http://h:4318/") == "http://h:4318/v1/traces"
     assert with_path("http://h/in/v1/traces") == "http://h/in/v1/traces"
+
+
+@pytest.mark.parametrize("url", ["localhost:4318", "grpc://localhost:4317", "http:localhost", "h"])
+def test_a_receiver_that_is_no_url_of_http_is_refused(scribe: Scribe, url: str) -> None:
+    refused = trace(scribe, url)
+    assert refused.exit_code == 2
+    assert "is not a URL with http:// or https://" in refused.output
+    assert "--otlp http://localhost:4318" in refused.output

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import time
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
+from urllib.parse import quote, quote_plus
 
 import pytest
 from hypothesis import given
@@ -26,6 +28,7 @@ from slurm_forge.journal.events import AttemptEnded, AttemptStarted, DecisionTak
 from slurm_forge.knobs import Knobs
 from slurm_forge.launch.notify.apprise_message import OutgoingMessage
 from slurm_forge.launch.notify.delivery import Errors, deliver
+from slurm_forge.launch.notify.main import _accompany, _Input
 from slurm_forge.launch.notify.send_times import SendTimes
 from slurm_forge.launch.notify.sender import RunSender
 from slurm_forge.launch.notify.sender_process import notifications
@@ -119,9 +122,14 @@ def test_a_held_run_tells_every_target_once_with_reason_next_step_and_report(
         spec = read_run_file(run.spec_file).job.notify
         with notifications(run, spec, end_waits=timedelta(seconds=WITHIN_S)):
             # What holds a run also has Slurm end its job: SIGTERM for every process.
-            os.kill(_ready_sender(), signal.SIGTERM)
-            (run.path / "report.html").write_text("<p>what happened</p>")
+            sender = _ready_sender()
+            os.kill(sender, signal.SIGTERM)
+            process = Path(f"/proc/{sender}")
+            assert (process / "oom_score_adj").read_text() == "1000\n", "no rank goes before it"
+            assert re.search(r"Max data size +1073741824 ", (process / "limits").read_text())
             hold(run)
+            run.report_file.write_text("<p>what happened</p>")
+            os.utime(run.report_file, (time.time(), time.time()))
         (post,) = hook.posts
         (sent,) = mail.mails
         assert post["title"].startswith("tiny: held: app_error: KeyError: 'loss'")
@@ -132,7 +140,7 @@ def test_a_held_run_tells_every_target_once_with_reason_next_step_and_report(
         assert sent["subject"] == post["title"]
         assert any(part.get_filename() == "report.html" for part in sent.walk())
         # The next attempt and any watcher have nothing to add.
-        watcher = RunNotifications(knobs())
+        watcher = RunNotifications(knobs(), ticks=lambda: 0.0)
         watcher.look([run], {})
         assert RunSender(run, knobs()).send(for_seconds(30)) == {}
         assert (len(hook.posts), len(mail.mails)) == (1, 1)
@@ -187,6 +195,15 @@ def test_a_target_that_hangs_holds_up_no_other_and_is_ended(home: Path) -> None:
     assert _shown_of_descendants(os.getpid()) == []
 
 
+def test_a_sender_that_cannot_be_started_leaves_no_other_behind(home: Path) -> None:
+    with hanging() as hangs:
+        targets(home, hangs=hangs)
+        message = OutgoingMessage(title="x", body="y")
+        with pytest.raises(ValueError, match="null byte"):
+            deliver({"hangs": message, "\0": message}, for_seconds(WITHIN_S))
+        assert _shown_of_descendants(os.getpid()) == []
+
+
 def test_the_end_of_an_attempt_waits_for_a_few_seconds_and_nothing_shows_the_url(
     home: Path, tmp_path: Path
 ) -> None:
@@ -235,7 +252,7 @@ def test_what_a_killed_batch_step_could_not_send_a_watcher_does(home: Path, tmp_
         targets(home, team=hook.url)
         run = new_run(tmp_path, "team")
         hold(run)
-        watcher = RunNotifications(knobs())
+        watcher = RunNotifications(knobs(), ticks=lambda: 0.0)
         watcher.look([run], {})
         watcher.finish(timedelta(seconds=WITHIN_S))
         assert len(hook.posts) == 1
@@ -328,6 +345,22 @@ def test_nothing_of_a_url_is_left_in_what_a_service_says(
     assert not any(part in cleaned for part in parts)
 
 
+@given(
+    st.text("abZ0 /+%@!:~é", min_size=3, max_size=12),
+    st.text("/+@!:~", max_size=4),
+    st.sampled_from([quote, quote_plus]),
+)
+def test_a_secret_is_hidden_however_a_service_encodes_it(
+    secret: str, safe: str, encoded: Callable[..., str]
+) -> None:
+    for written in (quote(secret, safe=""), quote_plus(secret)):
+        target = Target("me", f"json://user:{written}@127.0.0.1")
+        said = encoded(secret, safe=safe)
+        lower = re.sub("%..", lambda each: each[0].lower(), said)
+        for each in (secret, said, lower):
+            assert target.without_secrets(f"<{each}>") == "<***>"
+
+
 def test_run_yaml_holds_names_and_a_change_of_targets_is_no_change_of_the_result(
     home: Path, tmp_path: Path
 ) -> None:
@@ -365,6 +398,48 @@ class Service:
 
 class Killed(BaseException):
     """The sender is gone between the message and the note of it."""
+
+
+def test_a_report_of_before_the_end_is_not_attached_and_the_right_one_is_waited_for(
+    home: Path, tmp_path: Path
+) -> None:
+    targets(home, me="json://127.0.0.1")
+    run = new_run(tmp_path, "me")
+    run.report_file.write_text("<p>running</p>")
+    now, service = [time.time()], Service()
+    os.utime(run.report_file, (now[0] - 5, now[0] - 5))
+    hold(run, clock=lambda: now[0])
+    RunSender(run, knobs(), deliver=service, clock=lambda: now[0]).send(for_seconds(30))
+    ((_, message),) = service.got
+    assert message.attachment is None
+    assert f"Report: {run.report_file}" in message.body and "attached" not in message.body
+
+    service.got.clear()
+    again = new_run(tmp_path / "again", "me")
+    again.report_file.write_text("<p>running</p>")
+    os.utime(again.report_file, (now[0] - 5, now[0] - 5))
+    hold(again, clock=lambda: now[0])
+    sender = RunSender(
+        again, knobs(), deliver=service, clock=lambda: now[0], report_within=timedelta(seconds=60)
+    )
+    sender.send(for_seconds(30))
+    assert service.got == [] and sender.waits_for_report
+    os.utime(again.report_file, (now[0] + 1, now[0] + 1))
+    sender.send(for_seconds(30))
+    ((_, message),) = service.got
+    assert message.attachment == str(again.report_file) and not sender.waits_for_report
+
+    service.got.clear()
+    without = new_run(tmp_path / "without", "me")
+    hold(without, clock=lambda: now[0])
+    sender = RunSender(
+        without, knobs(), deliver=service, clock=lambda: now[0], report_within=timedelta(seconds=60)
+    )
+    sender.send(for_seconds(30))
+    assert service.got == []
+    now[0] += 61
+    sender.send(for_seconds(30))
+    assert len(service.got) == 1, "it does not wait for long"
 
 
 def test_of_any_number_of_senders_one_sends(home: Path, tmp_path: Path) -> None:
@@ -451,7 +526,56 @@ def test_a_target_gets_so_many_messages_an_hour_of_all_runs(home: Path, tmp_path
     (only,) = send()
     assert "many messages within an hour" in only
     now[0] += 3601
-    assert len(send()) == 2, "those that waited, and no other again"
+    waited = send()
+    assert len(waited) == 2, "those that waited, and no other again"
+    assert not any("many messages" in each for each in waited), "the others are of an hour ago"
+
+
+# -- what looking costs ----------------------------------------------------------------------------
+
+
+def test_looks_at_a_long_journal_take_a_small_share_of_the_time(tmp_path: Path) -> None:
+    run, spent, pauses = new_run(tmp_path), [0.0], list[float]()
+    takes = [0.1, 2.5, 2.5]
+
+    class Looks(RunSender):
+        def send(self, *_: object, **__: object) -> Errors:
+            spent[0] += takes.pop(0)
+            return {}
+
+    class Ended(threading.Event):
+        def wait(self, timeout: float | None = None) -> bool:
+            hold(run)  # rank 0 has written
+            pauses.append(timeout or 0.0)
+            return not takes
+
+    class Given(_Input):
+        def __init__(self) -> None:
+            self.ended = Ended()
+            self._deadline = float("inf")
+
+    _accompany(run, Looks(run, knobs()), Given(), lambda: spent[0])
+    assert pauses == pytest.approx([5.0, 5.0, 50.0, 50.0])
+
+
+def test_a_watcher_reads_live_runs_for_a_small_share_of_the_time(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    targets(home, me="json://127.0.0.1")
+    run, ticks, looks = new_run(tmp_path, "me"), [0.0], list[float]()
+
+    def due(*_: object) -> tuple[()]:
+        looks.append(ticks[0])
+        ticks[0] += 2.5
+        return ()
+
+    monkeypatch.setattr(RunSender, "due", due)
+    watcher = RunNotifications(knobs(), ticks=lambda: ticks[0])
+    for _ in range(12):
+        hold(run)
+        watcher.look([run], {})
+        ticks[0] += 5
+    assert looks == [0.0, 52.5]
 
 
 # -- from the batch step ---------------------------------------------------------------------------
