@@ -126,7 +126,7 @@ def _all(sources: Sequence[Source], selection: LineSelection, printer: Printer, 
     from slurm_forge.report.logs.merging import merged
 
     readable = [each for each in sources if printer.can_read(each)]
-    shown = printer.lines(merged((stream(each, now) for each in readable), selection))
+    shown = printer.lines(merged((stream(each, now, printer.note) for each in readable), selection))
     printer.tell_undated("where the launch begins")
     return shown
 
@@ -139,7 +139,7 @@ def _tail(
 
     readable = [each for each in sources if printer.can_read(each)]
     # One more, to know whether there are more.
-    ends = [last_lines(each, selection, most + 1, now) for each in readable]
+    ends = [last_lines(each, selection, most + 1, now, printer.note) for each in readable]
     printer.look_for_times(line for end in ends for line in end)
     lines = list(merged(ends, selection))
     if len(lines) > most:
@@ -172,7 +172,7 @@ def _errors(
     for source in ordered[:_MOST_FILES]:
         if not printer.can_read(source):
             continue
-        texts, whole = end_of(source.path, _END)
+        texts, whole = end_of(source.path, _END, printer.note)
         lines = [*filter(selection.takes, read_lines(source, texts, now, whole=whole))]
         blocks += find_errors(lines)
         last = last or lines[-_LAST:]
