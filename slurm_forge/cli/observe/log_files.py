@@ -29,13 +29,18 @@ _FIRST_END = 1 << 16
 _MOST_END = 1 << 26
 
 
+def is_compressed(path: str) -> bool:
+    """Whether somebody has compressed the file to keep it: nothing is written to it any more."""
+    return path.endswith(COMPRESSED)
+
+
 def open_log(path: str | Path) -> io.BufferedIOBase:
     """Open a regular file, decompressed where its name says so; a pipe is never waited for."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise OSError(errno.EINVAL, "not a regular file", str(path))
-    if str(path).endswith(COMPRESSED):
+    if is_compressed(str(path)):
         os.close(descriptor)
         return gzip.open(path, "rb")
     return os.fdopen(descriptor, "rb")
@@ -77,7 +82,7 @@ def _last_lines(
     now: float,
     tell: Callable[[str], None],
 ) -> list[Line]:
-    if source.path.endswith(COMPRESSED):
+    if is_compressed(source.path):
         return list(deque(filter(selection.takes, stream(source, now, tell)), maxlen=most))
     size = _FIRST_END
     while True:
@@ -110,7 +115,7 @@ def _place(source: Source, texts: list[str], now: float, *, whole: bool) -> Plac
 
 def end_of(path: str, most: int, tell: Callable[[str], None]) -> tuple[list[str], bool]:
     """The lines in the last bytes of a file, and whether that is all of it."""
-    if path.endswith(COMPRESSED):
+    if is_compressed(path):
         content, whole = b"", True
         for piece in _pieces(path, tell):
             content += piece
@@ -131,7 +136,7 @@ def end_of(path: str, most: int, tell: Callable[[str], None]) -> tuple[list[str]
 
 @dataclass(slots=True)
 class GrowingFile:
-    """A file that is read on from where it was read up to."""
+    """A file that is read on from where it was read up to; never a compressed one."""
 
     source: Source
     place: Place
@@ -201,7 +206,7 @@ def _texts(path: str, tell: Callable[[str], None]) -> Iterator[str]:
 def _pieces(path: str, tell: Callable[[str], None]) -> Iterator[bytes]:
     """A file piece by piece; a compressed one up to where it is damaged."""
     offset = 0
-    while not path.endswith(COMPRESSED):
+    while not is_compressed(path):
         with open_log(path) as file:
             file.seek(offset)
             content = file.read(_PIECE)

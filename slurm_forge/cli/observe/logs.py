@@ -194,24 +194,34 @@ def _follow(
     most: int | None,
 ) -> None:
     """The last lines, then what comes, until the run is at rest."""
-    from slurm_forge.cli.observe.log_files import GrowingFile
+    from slurm_forge.cli.observe.log_files import GrowingFile, is_compressed, last_lines, stream
     from slurm_forge.cli.observe.log_sources import read_output
     from slurm_forge.journal import RunStatus
+    from slurm_forge.report.logs.merging import LineSelection
 
+    newest = output.attempts[-1].number
+    chosen = LineSelection(selection.attempt or newest, selection.rank)
     files: dict[str, GrowingFile] = {}
     lines: list[Line] = []
     for source in output.sources:
         if printer.can_read(source):
-            if most is None:
+            if is_compressed(source.path):
+                if all(each.number != chosen.attempt for each in source.attempts):
+                    continue
+                now = time.time()
+                if most is None:
+                    printer.lines(filter(chosen.takes, stream(source, now, printer.note)))
+                else:
+                    lines += last_lines(source, chosen, most, now, printer.note)
+            elif most is None:
                 files[source.path] = GrowingFile.from_beginning(source, time.time())
-                continue
-            files[source.path], last = GrowingFile.from_end(source, time.time())
-            lines += last
-    chosen = sorted(filter(selection.takes, lines), key=lambda line: line.time)
-    newest = output.attempts[-1].number
+            else:
+                files[source.path], last = GrowingFile.from_end(source, time.time())
+                lines += last
+    shown = sorted(filter(selection.takes, lines), key=lambda line: line.time)
     if selection.attempt is None:
-        chosen = [line for line in chosen if line.attempt == newest]
-    printer.lines(chosen[-most:] if most else ())
+        shown = [line for line in shown if line.attempt == newest]
+    printer.lines(shown[-most:] if most else ())
     try:
         for look in count(1):
             status = output.state.status
@@ -228,7 +238,7 @@ def _follow(
             for source in output.sources:
                 if source.path in files:
                     files[source.path].know(source, time.time())
-                else:
+                elif not is_compressed(source.path):  # what is compressed meanwhile has been read
                     files[source.path] = GrowingFile.from_beginning(source, time.time())
     except KeyboardInterrupt:
         return

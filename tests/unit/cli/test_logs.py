@@ -328,3 +328,25 @@ def test_a_damaged_archive_ends_where_it_is_damaged(
         assert f"0 | {at(1)} 4" in result.stdout
         assert f"1 | {at(2)} of another rank" in result.stdout
     assert "77_0_log.err.gz is damaged, what follows in it" in result.stderr
+
+
+@pytest.mark.parametrize("tail", ["1", "200", "all"])
+def test_following_reads_a_compressed_file_once(
+    shell: Shell, scribe: Scribe, monkeypatch: pytest.MonkeyPatch, tail: str
+) -> None:
+    scribe.begin(job="local-77")
+    old = "".join(f"{at(1)} old {number}\n" for number in range(20_000))  # smaller once compressed
+    (scribe.run.submissions / "77_0_log.err.gz").write_bytes(gzip.compress(old.encode()))
+    path = write(scribe, "77_1_log.err", "")
+
+    def ends(seconds: float) -> None:
+        path.write_text(f"{at(2)} new\n")
+        (scribe.run.submissions / "77_0_log.out.gz").write_bytes(gzip.compress(b"compressed now\n"))
+        scribe.later(10).finish(400)
+        scribe.run.mark_done(400, 1)
+
+    monkeypatch.setattr(verb, "_rest", ends)
+    result = shell("logs", "tiny-gpt", "--follow", "--tail", tail)
+    shown = [line.partition("| ")[2] for line in result.stdout.splitlines()[1:]]
+    count = 20_000 if tail == "all" else int(tail)
+    assert shown == [f"{at(1)} old {n}" for n in range(20_000 - count, 20_000)] + [f"{at(2)} new"]
