@@ -7,16 +7,19 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
 from slurm_forge.cli.main import application
-from slurm_forge.cli.observe import report_process
+from slurm_forge.cli.observe import report_process, report_sources
 from slurm_forge.cli.observe.report_process import write_report
+from slurm_forge.cli.observe.report_sources import read_sources
 from slurm_forge.journal import events as ev
 from slurm_forge.launch.attempt.report_refresh import ReportRefresh
 from slurm_forge.process import process_words
+from slurm_forge.report.page.values import RunSources
 from slurm_forge.run_directory import RunDirectory
 from slurm_forge.spec.sweep_runs import SweepFile, SweepRun
 from slurm_forge.vocabulary.cause import Cause
@@ -111,10 +114,23 @@ def test_the_process_writes_only_what_is_new(scribe: Scribe) -> None:
     assert not write_report(run)
     assert run.report_file.stat().st_mtime_ns == made.st_mtime_ns
     scribe.write("cli", ev.UserAsked(verb="requeue", user="mia"), launch=1 << 30)
-    now = time.time() + 5
-    for file in run.journal.iterdir():
-        os.utime(file, (now, now))
     assert write_report(run)
+
+
+def test_what_is_written_while_a_report_is_made_is_in_the_next_one(
+    scribe: Scribe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as meanwhile:
+
+        def read(run: RunDirectory, **options: Any) -> RunSources:
+            sources = read_sources(run, **options)
+            scribe.write("cli", ev.UserAsked(verb="requeue", user="mia"), launch=1 << 30)
+            return sources
+
+        meanwhile.setattr(report_sources, "read_sources", read)
+        assert write_report(scribe.run)
+    assert write_report(scribe.run)
+    assert not write_report(scribe.run)
 
 
 def test_the_process_yields_and_says_what_went_wrong(scribe: Scribe, tmp_path: Path) -> None:
