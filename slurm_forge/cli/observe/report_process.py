@@ -21,9 +21,9 @@ from slurm_forge.run_directory.snapshot_file import signature
 _NICEST = 19
 #: Whoever wants the report of an extreme run makes it by hand.
 _LONGEST_S = 60
-_MOST_MEMORY = 1 << 30
-#: The kernel ends this process before any rank where memory runs out.
-_FIRST_TO_GO = b"1000"
+#: Of its address space, so that it fails by itself: were it chosen to be ended where memory runs
+#: out, Slurm would say of the whole job that it ran out of memory.
+_MOST_MEMORY = 1 << 29
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -73,9 +73,7 @@ def _ends_with(path: Path, end: bytes) -> bool:
 def _yield_to_others() -> None:
     os.nice(_NICEST)
     with contextlib.suppress(OSError, ValueError):
-        resource.setrlimit(resource.RLIMIT_DATA, (_MOST_MEMORY, _MOST_MEMORY))
-    with contextlib.suppress(OSError):
-        Path("/proc/self/oom_score_adj").write_bytes(_FIRST_TO_GO)
+        resource.setrlimit(resource.RLIMIT_AS, (_MOST_MEMORY, _MOST_MEMORY))
 
 
 if __name__ == "__main__":

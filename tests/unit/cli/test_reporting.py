@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -13,7 +14,7 @@ import pytest
 from typer.testing import CliRunner
 
 from slurm_forge.cli.main import application
-from slurm_forge.cli.observe import report_process, report_sources
+from slurm_forge.cli.observe import report_sources
 from slurm_forge.cli.observe.report_process import write_report
 from slurm_forge.cli.observe.report_sources import read_sources
 from slurm_forge.journal import events as ev
@@ -147,7 +148,25 @@ def test_the_process_yields_and_says_what_went_wrong(scribe: Scribe, tmp_path: P
     failed = started(scribe.run.path)
     assert failed.returncode == 1
     assert failed.stderr.startswith("slurm_forge: no report of tiny-gpt: ")
-    assert report_process._NICEST == 19
+
+
+def test_the_process_takes_little_and_is_not_ended_in_place_of_a_rank(scribe: Scribe) -> None:
+    program = f"""
+import json, os, resource
+from slurm_forge.cli.observe import report_process
+
+def tell(run):
+    adjusted = open("/proc/self/oom_score_adj").read()
+    print(json.dumps([os.nice(0), resource.getrlimit(resource.RLIMIT_AS)[0], adjusted]))
+
+report_process.write_report = tell
+report_process.main([{str(scribe.run.path)!r}])
+"""
+    words = [sys.executable, "-c", program]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=120, check=True)
+    nice, memory, adjusted = json.loads(done.stdout)
+    assert (nice, memory) == (19, 512 << 20)
+    assert adjusted == Path("/proc/self/oom_score_adj").read_text()
 
 
 class Processes:
