@@ -15,12 +15,15 @@ from pathlib import Path
 
 from slurm_forge.errors import ForgeError
 from slurm_forge.journal.line_reader import read_end
+from slurm_forge.launch.attempt.report_refresh import EVERY_S
 from slurm_forge.run_directory import RunDirectory
 from slurm_forge.run_directory.snapshot_file import signature
 
 _NICEST = 19
-#: Whoever wants the report of an extreme run makes it by hand.
-_LONGEST_S = 60
+#: Of a processor: whoever wants the report of an extreme run makes it by hand.
+_MOST_CPU_S = 60
+#: At nice 19 beside busy ranks these may take long: until the next report is due.
+_LONGEST_S = int(EVERY_S) - 30
 #: Of its address space, so that it fails by itself: were it chosen to be ended where memory runs
 #: out, Slurm would say of the whole job that it ran out of memory.
 _MOST_MEMORY = 1 << 29
@@ -72,6 +75,8 @@ def _ends_with(path: Path, end: bytes) -> bool:
 
 def _yield_to_others() -> None:
     os.nice(_NICEST)
+    with contextlib.suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_CPU, (_MOST_CPU_S, _MOST_CPU_S))
     with contextlib.suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_AS, (_MOST_MEMORY, _MOST_MEMORY))
 
