@@ -74,17 +74,21 @@ def _telling(part: Sequence[Record]) -> set[int]:
     chosen = {0, len(part) - 1}
     lowest: dict[str, tuple[float, int]] = {}
     highest: dict[str, tuple[float, int]] = {}
+    #: One of each name is enough: a loss that stays NaN has as many as there are steps.
+    not_finite: dict[str, int] = {}
     for at, record in enumerate(part):
         if not isinstance(record.event, Logged):
             continue
         for name, value in record.event.values.items():
-            if name not in lowest and len(lowest) >= _NAMES:
-                continue
             if not math.isfinite(value):
-                chosen.add(at)
+                if len(not_finite) < _NAMES:
+                    not_finite.setdefault(name, at)
+                continue
+            if name not in lowest and len(lowest) >= _NAMES:
                 continue
             if value < lowest.get(name, (math.inf, 0))[0]:
                 lowest[name] = (value, at)
             if value > highest.get(name, (-math.inf, 0))[0]:
                 highest[name] = (value, at)
-    return chosen | {at for _, at in (*lowest.values(), *highest.values())}
+    extremes = (at for _, at in (*lowest.values(), *highest.values()))
+    return chosen.union(extremes, not_finite.values())
