@@ -50,8 +50,7 @@ _IMPORT_WITHIN_S = 300.0
 _SCRIPT = "forge_script"
 _REASON = "forge_not_started"
 _MOST = 4000
-_MOST_MEMORY = 1 << 30
-_FIRST_TO_GO = b"1000"
+_MOST_MEMORY = 1 << 29
 
 
 def process_words(name: str, *arguments: str) -> tuple[str, ...]:
@@ -69,7 +68,8 @@ def old_process_words(name: str, *arguments: str) -> tuple[str, ...]:
 def yield_to_others(niceness: int) -> None:
     """Have this process, and what it starts, take less of a node than the ranks beside it.
 
-    It is ended before any of them where memory runs out, and gets no more than 1 GiB itself.
+    It fails by itself at half a GiB.  Were it chosen to be ended where memory runs out, Slurm would
+    say of the whole job that it ran out of memory.
     """
     import resource
     from contextlib import suppress
@@ -77,8 +77,6 @@ def yield_to_others(niceness: int) -> None:
     os.nice(niceness)
     with suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_DATA, (_MOST_MEMORY, _MOST_MEMORY))
-    with suppress(OSError), open("/proc/self/oom_score_adj", "wb", buffering=0) as file:  # noqa: PTH123
-        file.write(_FIRST_TO_GO)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -404,6 +404,8 @@ class JournalWriter:
 
     def _rotate(self) -> None:
         """Leave the file, with the lines in it that count: a year of progress is few of them."""
+        from slurm_forge.journal.logged import with_curve  # which reads lines
+
         self._written = 0
         if self._file is None:
             return
@@ -413,7 +415,7 @@ class JournalWriter:
             path = file.path
             file.sync()
             file.close()
-            content = without_superseded(read_trusted(path, 2 * self._rotate_at + LINE_LIMIT))
+            content = with_curve(read_trusted(path, 2 * self._rotate_at + LINE_LIMIT))
             write_atomic(path, b"".join(f for f in content.splitlines(keepends=True) if f.strip()))
             self._unsynced.clear()
 

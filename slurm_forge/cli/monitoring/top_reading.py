@@ -32,7 +32,8 @@ from slurm_forge.slurm.records import is_slurm_job
 
 #: How often runs at rest are looked at, and Slurm is asked at most.
 SLOW_S = 15.0
-#: Slurm's controller belongs to everybody: it gets at most this part of the time to answer.
+#: Slurm's controller belongs to everybody: it gets at most this part of the time to answer.  So
+#: does reading archived attempts.
 _SHARE = 20.0
 #: Goodput is worked out of all records of a run.
 _GOODPUT_EVERY_S = 60.0
@@ -246,13 +247,23 @@ class Fleet:
         if each.row.happened or each.row.state in ("new", ""):
             return
         each.pulse = Pulse()
-        facts = self._read(each)
-        each.goodput = explain(facts).goodput
+        each.goodput = self._goodput(each, self._read(each))
         self._rest(each)
 
     def _measure(self, each: _Watched) -> None:
         if each.reader is not None:
-            each.goodput = explain(surrounded(each.reader.facts(), each.run)).goodput
+            began = self._ticks()
+            each.goodput = self._goodput(each, surrounded(each.reader.facts(), each.run))
+            took = self._ticks() - began
+            each.goodput_at = self._ticks() + max(_GOODPUT_EVERY_S, _SHARE * took)
+
+    def _goodput(self, each: _Watched, facts: RunFacts) -> float | None:
+        """Of all attempts, for which the archived ones are read, too: the other reports do."""
+        if facts.earlier is not None:
+            whole = RunReader(each.run, clock=self._clock, spec=False, whole=True)
+            whole.poll()
+            facts = surrounded(whole.facts(), each.run)
+        return explain(facts).goodput
 
 
 def _recent(run: RunDirectory, names: Sequence[str]) -> Iterator[Record]:

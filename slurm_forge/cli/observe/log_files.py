@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import errno
 import gzip
+import io
 import os
 import stat
+import zlib
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import BinaryIO, cast
 
 from slurm_forge.report.logs.files import COMPRESSED
 from slurm_forge.report.logs.lines import Line, Place, Source
@@ -28,44 +29,64 @@ _FIRST_END = 1 << 16
 _MOST_END = 1 << 26
 
 
-def open_log(path: str | Path) -> BinaryIO:
+def is_compressed(path: str) -> bool:
+    """Whether somebody has compressed the file to keep it: nothing is written to it any more."""
+    return path.endswith(COMPRESSED)
+
+
+def open_log(path: str | Path) -> io.BufferedIOBase:
     """Open a regular file, decompressed where its name says so; a pipe is never waited for."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise OSError(errno.EINVAL, "not a regular file", str(path))
-    if str(path).endswith(COMPRESSED):
+    if is_compressed(str(path)):
         os.close(descriptor)
-        return cast(BinaryIO, gzip.open(path, "rb"))
+        return gzip.open(path, "rb")
     return os.fdopen(descriptor, "rb")
 
 
-def stream(source: Source, now: float) -> Iterator[Line]:
-    """All lines of a file.  It is open only while a piece is read: there may be thousands."""
+def stream(source: Source, now: float, tell: Callable[[str], None]) -> Iterator[Line]:
+    """All lines of a file, and ``tell`` where it is damaged.
+
+    It is open only while a piece is read, unless it is compressed: there may be thousands.
+    """
     place = Place.at_beginning(source, now=now)
-    for text in _texts(source.path):
+    for text in _texts(source.path, tell):
         line = place.read(text)
         if line is not None:
             yield line
 
 
-def last_lines(source: Source, selection: LineSelection, most: int, now: float) -> list[Line]:
-    """The last lines of a file that are selected, at most so many.
+def last_lines(
+    source: Source,
+    selection: LineSelection,
+    most: int,
+    now: float,
+    tell: Callable[[str], None],
+) -> list[Line]:
+    """The last lines of a file that are selected, at most so many, and ``tell`` of damage.
 
     Where no line tells when it was printed, they have the time of the last write.
     """
-    lines = _last_lines(source, selection, most, now)
+    lines = _last_lines(source, selection, most, now, tell)
     if any(line.dated for line in lines):
         return lines
     return [replace(line, time=source.written) for line in lines]
 
 
-def _last_lines(source: Source, selection: LineSelection, most: int, now: float) -> list[Line]:
-    if source.path.endswith(COMPRESSED):
-        return list(deque(filter(selection.takes, stream(source, now)), maxlen=most))
+def _last_lines(
+    source: Source,
+    selection: LineSelection,
+    most: int,
+    now: float,
+    tell: Callable[[str], None],
+) -> list[Line]:
+    if is_compressed(source.path):
+        return list(deque(filter(selection.takes, stream(source, now, tell)), maxlen=most))
     size = _FIRST_END
     while True:
-        texts, whole = end_of(source.path, size)
+        texts, whole = end_of(source.path, size, tell)
         lines = read_lines(source, texts, now, whole=whole)
         chosen = [line for line in lines if selection.takes(line)]
         if whole or len(chosen) >= most:
@@ -76,7 +97,7 @@ def _last_lines(source: Source, selection: LineSelection, most: int, now: float)
     if chosen or source.attempts[-1].number == selection.attempt:
         return chosen[-most:]
     # An older attempt, far from the end.
-    return list(deque(filter(selection.takes, stream(source, now)), maxlen=most))
+    return list(deque(filter(selection.takes, stream(source, now, tell)), maxlen=most))
 
 
 def read_lines(source: Source, texts: list[str], now: float, *, whole: bool) -> list[Line]:
@@ -92,16 +113,14 @@ def _place(source: Source, texts: list[str], now: float, *, whole: bool) -> Plac
     return Place.within(source, texts, now=now)
 
 
-def end_of(path: str | Path, most: int) -> tuple[list[str], bool]:
+def end_of(path: str, most: int, tell: Callable[[str], None]) -> tuple[list[str], bool]:
     """The lines in the last bytes of a file, and whether that is all of it."""
-    if str(path).endswith(COMPRESSED):
-        piece: deque[bytes] = deque(maxlen=max(1, most // _PIECE) + 1)
-        count = 0
-        with open_log(path) as file:
-            while part := file.read(_PIECE):
-                piece.append(part)
-                count += 1
-        content, whole = b"".join(piece), count <= len(piece)
+    if is_compressed(path):
+        content, whole = b"", True
+        for piece in _pieces(path, tell):
+            content += piece
+            if len(content) > most + _PIECE:
+                content, whole = content[-most:], False
     else:
         with open_log(path) as file:
             size = os.fstat(file.fileno()).st_size
@@ -117,7 +136,7 @@ def end_of(path: str | Path, most: int) -> tuple[list[str], bool]:
 
 @dataclass(slots=True)
 class GrowingFile:
-    """A file that is read on from where it was read up to."""
+    """A file that is read on from where it was read up to; never a compressed one."""
 
     source: Source
     place: Place
@@ -171,21 +190,10 @@ class GrowingFile:
         self.place.know(source, now)
 
 
-def _texts(path: str) -> Iterator[str]:
+def _texts(path: str, tell: Callable[[str], None]) -> Iterator[str]:
     """The lines of a file, read in pieces."""
-    if path.endswith(COMPRESSED):
-        with open_log(path) as file:
-            while line := file.readline(_LONGEST):
-                yield _text(line.removesuffix(b"\n"))
-        return
-    offset, rest = 0, b""
-    while True:
-        with open_log(path) as file:
-            file.seek(offset)
-            content = file.read(_PIECE)
-        if not content:
-            break
-        offset += len(content)
+    rest = b""
+    for content in _pieces(path, tell):
         *whole, rest = (rest + content).split(b"\n")
         yield from map(_text, whole)
         if len(rest) > _LONGEST:
@@ -193,6 +201,25 @@ def _texts(path: str) -> Iterator[str]:
             rest = b""
     if rest:
         yield _text(rest)
+
+
+def _pieces(path: str, tell: Callable[[str], None]) -> Iterator[bytes]:
+    """A file piece by piece; a compressed one up to where it is damaged."""
+    offset = 0
+    while not is_compressed(path):
+        with open_log(path) as file:
+            file.seek(offset)
+            content = file.read(_PIECE)
+        if not content:
+            return
+        offset += len(content)
+        yield content
+    with open_log(path) as file:
+        try:
+            while content := file.read1(_PIECE):
+                yield content
+        except (EOFError, OSError, zlib.error) as error:
+            tell(f"{path} is damaged, what follows in it can't be read: {error}")
 
 
 def _text(line: bytes) -> str:

@@ -126,7 +126,7 @@ def _all(sources: Sequence[Source], selection: LineSelection, printer: Printer, 
     from slurm_forge.report.logs.merging import merged
 
     readable = [each for each in sources if printer.can_read(each)]
-    shown = printer.lines(merged((stream(each, now) for each in readable), selection))
+    shown = printer.lines(merged((stream(each, now, printer.note) for each in readable), selection))
     printer.tell_undated("where the launch begins")
     return shown
 
@@ -139,7 +139,7 @@ def _tail(
 
     readable = [each for each in sources if printer.can_read(each)]
     # One more, to know whether there are more.
-    ends = [last_lines(each, selection, most + 1, now) for each in readable]
+    ends = [last_lines(each, selection, most + 1, now, printer.note) for each in readable]
     printer.look_for_times(line for end in ends for line in end)
     lines = list(merged(ends, selection))
     if len(lines) > most:
@@ -172,7 +172,7 @@ def _errors(
     for source in ordered[:_MOST_FILES]:
         if not printer.can_read(source):
             continue
-        texts, whole = end_of(source.path, _END)
+        texts, whole = end_of(source.path, _END, printer.note)
         lines = [*filter(selection.takes, read_lines(source, texts, now, whole=whole))]
         blocks += find_errors(lines)
         last = last or lines[-_LAST:]
@@ -194,24 +194,34 @@ def _follow(
     most: int | None,
 ) -> None:
     """The last lines, then what comes, until the run is at rest."""
-    from slurm_forge.cli.observe.log_files import GrowingFile
+    from slurm_forge.cli.observe.log_files import GrowingFile, is_compressed, last_lines, stream
     from slurm_forge.cli.observe.log_sources import read_output
     from slurm_forge.journal import RunStatus
+    from slurm_forge.report.logs.merging import LineSelection
 
+    newest = output.attempts[-1].number
+    chosen = LineSelection(selection.attempt or newest, selection.rank)
     files: dict[str, GrowingFile] = {}
     lines: list[Line] = []
     for source in output.sources:
         if printer.can_read(source):
-            if most is None:
+            if is_compressed(source.path):
+                if all(each.number != chosen.attempt for each in source.attempts):
+                    continue
+                now = time.time()
+                if most is None:
+                    printer.lines(filter(chosen.takes, stream(source, now, printer.note)))
+                else:
+                    lines += last_lines(source, chosen, most, now, printer.note)
+            elif most is None:
                 files[source.path] = GrowingFile.from_beginning(source, time.time())
-                continue
-            files[source.path], last = GrowingFile.from_end(source, time.time())
-            lines += last
-    chosen = sorted(filter(selection.takes, lines), key=lambda line: line.time)
-    newest = output.attempts[-1].number
+            else:
+                files[source.path], last = GrowingFile.from_end(source, time.time())
+                lines += last
+    shown = sorted(filter(selection.takes, lines), key=lambda line: line.time)
     if selection.attempt is None:
-        chosen = [line for line in chosen if line.attempt == newest]
-    printer.lines(chosen[-most:] if most else ())
+        shown = [line for line in shown if line.attempt == newest]
+    printer.lines(shown[-most:] if most else ())
     try:
         for look in count(1):
             status = output.state.status
@@ -228,7 +238,7 @@ def _follow(
             for source in output.sources:
                 if source.path in files:
                     files[source.path].know(source, time.time())
-                else:
+                elif not is_compressed(source.path):  # what is compressed meanwhile has been read
                     files[source.path] = GrowingFile.from_beginning(source, time.time())
     except KeyboardInterrupt:
         return

@@ -5,28 +5,34 @@ It yields to everything else on the node, asks Slurm nothing, and ends itself af
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
 from collections.abc import Sequence
 
 from slurm_forge.errors import ForgeError
+from slurm_forge.journal.line_reader import read_end
+from slurm_forge.launch.attempt.report_refresh import EVERY_S
 from slurm_forge.process import yield_to_others
 from slurm_forge.run_directory import RunDirectory
+from slurm_forge.run_directory.snapshot_file import signature
 
 _NICEST = 19
-#: Whoever wants the report of an extreme run makes it by hand.
-_LONGEST_S = 60
+#: Of a processor: whoever wants the report of an extreme run makes it by hand.
+_MOST_CPU_S = 60
+#: At nice 19 beside busy ranks these may take long: until the next report is due.
+_LONGEST_S = int(EVERY_S) - 30
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """``RUN``: write its report unless the journal has not changed since the last one."""
+    """``RUN``: write its report unless nothing has changed since the last one."""
     (path,) = sys.argv[1:] if argv is None else argv
     # Slurm tells all processes of a job that it ends; this one is done soon, and the last report
     # is the one that people read.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.alarm(_LONGEST_S)
     yield_to_others(_NICEST)
+    with contextlib.suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_CPU, (_MOST_CPU_S, _MOST_CPU_S))
     run = RunDirectory.at(path)
     try:
         write_report(run)
@@ -39,7 +45,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def write_report(run: RunDirectory) -> bool:
     """Write the report of a run into its folder; whether there was anything new to tell."""
     run.refuse_others()
-    if _is_current(run):
+    # From before anything is read: what is written meanwhile may be missing in the page.
+    signed = f"<!-- {signature(run)} -->\n".encode()
+    if _ends_with(run.report_file, signed):
         return False
     from datetime import datetime, timedelta
 
@@ -50,17 +58,14 @@ def write_report(run: RunDirectory) -> bool:
 
     offset = datetime.now().astimezone().utcoffset() or timedelta(0)
     page = run_page(read_sources(run, ask=lambda _: None), utc_offset=offset)
-    write_atomic(run.report_file, run_html(page).encode(), durable=False)
+    write_atomic(run.report_file, run_html(page).encode() + signed, durable=False)
     return True
 
 
-def _is_current(run: RunDirectory) -> bool:
-    """Whether nothing has been written since the last report, by the clock of the files."""
+def _ends_with(path: Path, end: bytes) -> bool:
     try:
-        made = run.report_file.stat().st_mtime
-        with os.scandir(run.journal) as entries:
-            return all(entry.stat().st_mtime < made for entry in entries)
-    except OSError:
+        return read_end(path, len(end))[0] == end
+    except (ForgeError, OSError):
         return False
 
 

@@ -25,7 +25,7 @@ from slurm_forge.launch.requeue.requeue import RequeueOutcome, RequeueResult
 from slurm_forge.recovery import LaunchFacts
 from slurm_forge.recovery.incident.slurm_evidence import is_ending
 from slurm_forge.slurm.client import Slurm
-from slurm_forge.vocabulary.cause import SLURM_INTERRUPTIONS, Cause
+from slurm_forge.vocabulary.cause import SLURM_INTERRUPTIONS, USER_REQUESTS, Cause
 from slurm_forge.vocabulary.decision import Action, Decision
 
 #: The queue is cheaper to wait in than an allocation.
@@ -168,7 +168,7 @@ class AttemptLoop:
                 self._requeuer.finished()
                 self._end("finished")
                 if self._report is not None:
-                    self._report.finish()
+                    self._report.finish(urgent=not _may_stay(facts))
                 return AttemptEnd(outcome="finished")
             if decision.cause not in SLURM_INTERRUPTIONS:
                 self._requeuer.strike(decision)
@@ -217,7 +217,7 @@ class AttemptLoop:
         self._say(f"{self._attempt.run.name}: {decision.reason}: {outcome}")
         self._front_end.depart(result, decision.cause)
         if self._report is not None:
-            self._report.finish()
+            self._report.finish(urgent=_is_urgent(decision))
         code = 1 if decision.action is Action.RAISE else 0
         return AttemptEnd(outcome=outcome, decision=decision, status=status, code=code)
 
@@ -237,6 +237,12 @@ def settle(decision: Decision, requeuer: Requeuer) -> tuple[str, RequeueResult |
         requeuer.stay_ended(decision)
         return "raised" if decision.action is Action.RAISE else decision.action.value, None
     return result.outcome.value, result
+
+
+def _is_urgent(decision: Decision) -> bool:
+    """Whether Slurm may end the job at any moment."""
+    ends = decision.cause in SLURM_INTERRUPTIONS | USER_REQUESTS
+    return ends or decision.action is not Action.HOLD
 
 
 def _may_stay(facts: LaunchFacts) -> bool:

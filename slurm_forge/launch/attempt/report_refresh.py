@@ -17,9 +17,11 @@ from slurm_forge.process import process_words
 from slurm_forge.run_directory import RunDirectory
 
 #: The first one soon: somebody may look whether the run does what it should.
-_FIRST_S, _EVERY_S = 60.0, 600.0
-#: What the end of an attempt waits for the last one.
-_PATIENCE_S = 5.0
+_FIRST_S, EVERY_S = 60.0, 600.0
+#: What the end of an attempt waits for the last one; the nodes are paid for meanwhile.
+_PATIENCE_S = 30.0
+#: The same where Slurm ends the job, whose grace time may be short.
+_URGENT_PATIENCE_S = 5.0
 
 
 class ReportRefresh:
@@ -31,6 +33,7 @@ class ReportRefresh:
         start: Starts the process, whose output goes to the file.
         every_s: Seconds between two reports; the first one comes sooner.
         patience_s: How long ``finish`` waits at most.
+        urgent_patience_s: The same where time is short.
     """
 
     def __init__(
@@ -39,14 +42,16 @@ class ReportRefresh:
         attempt: int,
         *,
         start: Callable[[RunDirectory, Path], subprocess.Popen[bytes]] | None = None,
-        every_s: float = _EVERY_S,
+        every_s: float = EVERY_S,
         patience_s: float = _PATIENCE_S,
+        urgent_patience_s: float = _URGENT_PATIENCE_S,
     ) -> None:
         self._run = run
         self._log = run.attempt(attempt) / "report.log"
         self._start = start or start_report
         self._every_s = every_s
         self._patience_s = patience_s
+        self._urgent_patience_s = urgent_patience_s
         self._process: subprocess.Popen[bytes] | None = None
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._refresh, name="forge-report", daemon=True)
@@ -55,14 +60,14 @@ class ReportRefresh:
     def last(self) -> None:
         """Start the report of how the attempt ended; its last line has been written."""
         self._over.set()
-        self._thread.join(self._patience_s)
+        self._thread.join(self._urgent_patience_s)
         self._once()
 
-    def finish(self) -> None:
-        """Wait for the last report, a few seconds at most: then it is ended."""
+    def finish(self, *, urgent: bool) -> None:
+        """Wait for the last report, for so long at most: then it is ended."""
         if self._process is not None:
             try:
-                self._process.wait(self._patience_s)
+                self._process.wait(self._urgent_patience_s if urgent else self._patience_s)
             except subprocess.TimeoutExpired:
                 self._process.kill()
 

@@ -309,3 +309,44 @@ def test_following_prints_what_comes_until_the_run_is_over(
 def test_options_that_make_no_sense(shell: Shell, scribe: Scribe) -> None:
     assert "do not go together" in shell("logs", "tiny-gpt", "--errors", "--follow").stderr
     assert "a number of lines" in shell("logs", "tiny-gpt", "--tail", "-3").stderr
+
+
+@pytest.mark.parametrize("words", [(), ("--tail", "all"), ("--errors",)])
+@pytest.mark.parametrize("damage", ["truncated", "overwritten"])
+def test_a_damaged_archive_ends_where_it_is_damaged(
+    shell: Shell, scribe: Scribe, words: tuple[str, ...], damage: str
+) -> None:
+    scribe.begin(job="local-77")
+    content = gzip.compress("".join(f"{at(1)} {line:x}\n" for line in range(20_000)).encode())
+    # A second part that begins as one does, and goes on with what nothing is compressed to.
+    cut = content[:-500] if damage == "truncated" else content + content[:10] + b"\xff" * 64
+    (scribe.run.submissions / "77_0_log.err.gz").write_bytes(cut)
+    write(scribe, "77_1_log.err", f"{at(2)} of another rank\n")
+    result = shell("logs", "tiny-gpt", *words)
+    assert result.exit_code == 0
+    if not words or words[0] == "--tail":
+        assert f"0 | {at(1)} 4" in result.stdout
+        assert f"1 | {at(2)} of another rank" in result.stdout
+    assert "77_0_log.err.gz is damaged, what follows in it" in result.stderr
+
+
+@pytest.mark.parametrize("tail", ["1", "200", "all"])
+def test_following_reads_a_compressed_file_once(
+    shell: Shell, scribe: Scribe, monkeypatch: pytest.MonkeyPatch, tail: str
+) -> None:
+    scribe.begin(job="local-77")
+    old = "".join(f"{at(1)} old {number}\n" for number in range(20_000))  # smaller once compressed
+    (scribe.run.submissions / "77_0_log.err.gz").write_bytes(gzip.compress(old.encode()))
+    path = write(scribe, "77_1_log.err", "")
+
+    def ends(seconds: float) -> None:
+        path.write_text(f"{at(2)} new\n")
+        (scribe.run.submissions / "77_0_log.out.gz").write_bytes(gzip.compress(b"compressed now\n"))
+        scribe.later(10).finish(400)
+        scribe.run.mark_done(400, 1)
+
+    monkeypatch.setattr(verb, "_rest", ends)
+    result = shell("logs", "tiny-gpt", "--follow", "--tail", tail)
+    shown = [line.partition("| ")[2] for line in result.stdout.splitlines()[1:]]
+    count = 20_000 if tail == "all" else int(tail)
+    assert shown == [f"{at(1)} old {n}" for n in range(20_000 - count, 20_000)] + [f"{at(2)} new"]

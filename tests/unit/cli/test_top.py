@@ -23,10 +23,12 @@ pytest.importorskip("textual")
 from slurm_forge.cli.monitoring import top as verb
 from slurm_forge.cli.monitoring.top_app import Lines, TextScreen, TopApp, Verb, VerbResult
 from slurm_forge.cli.monitoring.top_reading import Fleet
-from slurm_forge.cli.observe.run_reading import RunReader
+from slurm_forge.cli.observe.run_reading import RunReader, gather
 from slurm_forge.cli.run_choice import run_names
 from slurm_forge.errors import SlurmCommandError
+from slurm_forge.journal import compact_journal
 from slurm_forge.journal import events as ev
+from slurm_forge.report.explain.explain import explain
 from slurm_forge.report.top.rows import TopRow
 from slurm_forge.run_directory import RunDirectory
 from slurm_forge.slurm.records import QueueRecord
@@ -336,6 +338,31 @@ def test_only_what_has_changed_is_read(shell: Shell, monkeypatch: pytest.MonkeyP
     ticks.now += 16
     fleet.poll()
     assert by_name(fleet)["other"].state == "submitted"
+
+
+def test_goodput_is_that_of_the_other_reports_where_attempts_are_archived(shell: Shell) -> None:
+    scribe = Scribe(shell.folder / "runs", "tiny-gpt")
+    scribe.now = time.time() - 9000
+    for number in range(1, 10):
+        scribe.later(900 if number < 7 else 9).begin("n01", "n02")
+        scribe.later(14).resume(40 * number - 40)
+        scribe.train(40 * number - 40, 40 * number)
+        scribe.save(40 * number)
+        scribe.preempted(40 * number)
+    compact_journal(scribe.run, scribe.attempt, block=3, kept=1)
+    scribe.later(9).begin("n01", "n02")
+    scribe.resume(360)
+    for rests in (False, True):
+        if rests:
+            scribe.held("crash")
+            known = fleet_of(shell.folder)
+            known.poll()
+            known.close()
+        fleet = fleet_of(shell.folder)
+        fleet.poll()
+        fleet.study(str(scribe.run.path))
+        story = explain(gather(scribe.run, whole=True))
+        assert by_name(fleet)["tiny-gpt"].goodput == pytest.approx(story.goodput, abs=0.02)
 
 
 def test_runs_that_come_and_go_and_one_that_cannot_be_read(shell: Shell) -> None:

@@ -7,6 +7,7 @@ import os
 import stat
 import typing
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from slurm_forge.journal import JournalWriter, fold, read_journal
 from slurm_forge.journal import events as ev
 from slurm_forge.journal.file import AppendFile, Record, decode, encode
 from slurm_forge.journal.line_reader import read_lines
+from slurm_forge.journal.logged import LoggedCurve
 from slurm_forge.run_directory import RunDirectory
 from slurm_forge.vocabulary.cause import Cause, Confidence, Evidence
 from slurm_forge.vocabulary.decision import Action, Change, Decision, Incident
@@ -392,6 +394,26 @@ def test_a_writer_leaves_a_file_that_is_long_and_what_counts_in_it_remains(
     one, two = (fold([each for each in records if each.attempt == n]) for n in (1, 2))
     assert (one.high_water, one.committed_step) == (two.high_water, two.committed_step)
     assert [each.name for each in one.known] == [each.name for each in two.known]
+
+
+def test_what_a_curve_is_drawn_by_outlives_the_file_that_it_was_written_to(
+    run: RunDirectory,
+) -> None:
+    journal = JournalWriter(run, attempt=1, writer="rank0", launch=1, rotate_at=300_000)
+    for step in range(5_000):
+        loss = 1e9 if step == 600 else 1.0 / (step + 1)
+        journal.write(ev.Logged(step=step, values={"loss": loss, "lr": 0.1}))
+    journal.close()
+    left = sorted(run.journal.iterdir(), key=lambda path: path.stat().st_mtime_ns)[:-1]
+    assert len(left) > 1
+    curve = LoggedCurve()
+    for path in left:
+        curve.add(path.read_bytes(), "rank0-00000000")
+    points = {r.event.step: r.event.values for r in curve.records if isinstance(r.event, ev.Logged)}
+    assert points[600]["loss"] == 1e9
+    steps = sorted(points)
+    assert max(after - before for before, after in pairwise(steps)) <= 256
+    assert len(steps) < 200
 
 
 def test_a_file_is_on_disk_before_it_is_read_back_and_replaced(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
@@ -13,6 +14,7 @@ from slurm_forge.errors import ConfigError, FencedError, ForgeError, RunDirector
 from slurm_forge.journal import RunStatus, fold, read_journal
 from slurm_forge.launch.attempt.attempt import Attempt, begin
 from slurm_forge.launch.attempt.attempt_loop import AttemptEnd, AttemptLoop, Requeuer
+from slurm_forge.launch.attempt.report_refresh import ReportRefresh
 from slurm_forge.launch.conductor.job_poller import JobPoller
 from slurm_forge.launch.requeue.requeue import RequeueOutcome, RequeueResult
 from slurm_forge.recovery import LaunchFacts
@@ -34,6 +36,7 @@ class World(Requeuer):
     can_relaunch: bool = True
     asked: list[str] = field(default_factory=list)
     said: list[str] = field(default_factory=list)
+    report: ReportRefresh | None = None
 
     def launch(self) -> LaunchFacts:
         self.attempt.launch += 1
@@ -75,7 +78,14 @@ class World(Requeuer):
         self.asked.append("finished")
 
     def run(self) -> AttemptEnd:
-        loop = AttemptLoop(self.attempt, self, self, JobPoller(None, ""), say=self.said.append)
+        loop = AttemptLoop(
+            self.attempt,
+            self,
+            self,
+            JobPoller(None, ""),
+            say=self.said.append,
+            report=self.report,
+        )
         return loop.run()
 
 
@@ -183,3 +193,37 @@ def test_what_can_not_be_counted_is_held(tmp_path: Path, monkeypatch: pytest.Mon
     with pytest.raises(RunDirectoryError, match="charged to its budget"):
         made.run()
     assert made.asked == ["launch", "hold"]
+
+
+class LastReport(ReportRefresh):
+    """Remembers whether its end was waited for as where Slurm ends the job."""
+
+    urgent: bool | None = None
+
+    def finish(self, *, urgent: bool) -> None:
+        self.urgent = urgent
+
+
+@pytest.mark.parametrize(
+    ("end", "urgent"),
+    [
+        (facts(finished=True), False),
+        (facts(finished=True, batch_signals=("SIGTERM",)), True),
+        (ConfigError("no such entry"), False),
+        (CRASH, True),
+        (facts(due_time_limit=True, stopped_at=3), True),
+        (facts(stop_file=True, stopped_at=3), True),
+    ],
+)
+def test_the_last_report_gets_time_where_slurm_does_not_end_the_job(
+    tmp_path: Path, end: LaunchFacts | ForgeError, urgent: bool
+) -> None:
+    made = world(tmp_path, end)
+    made.can_relaunch = False
+
+    def none(run: RunDirectory, log: Path) -> subprocess.Popen[bytes]:
+        raise OSError("not in this test")
+
+    made.report = report = LastReport(made.attempt.run, 1, start=none)
+    made.run()
+    assert report.urgent is urgent

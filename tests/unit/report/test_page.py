@@ -327,6 +327,20 @@ def test_a_spike_outlives_a_curve_of_any_length() -> None:
     assert (len(shown) <= MOST_POINTS, max(point.value for point in shown)) == (True, 1e9)
 
 
+def test_a_loss_that_stays_nan_is_thinned_too() -> None:
+    body = (
+        b'{"attempt":1,"launch":1,"seq":%d,"time":%d,"event":'
+        b'{"step":%d,"values":{"loss":NaN},"kind":"logged"}}\n'
+    )
+    curve = LoggedCurve()
+    for begin in range(0, 41_000, 10_250):
+        numbers = range(begin, begin + 10_250)
+        curve.add(b"".join(body % (n, n, n) for n in numbers), "rank0-00000001")
+    steps = [each.event.step for each in curve.records if isinstance(each.event, ev.Logged)]
+    assert (steps[0], steps[-1]) == (0, 40_999)
+    assert len(steps) <= 40_000
+
+
 def test_several_runs_on_one_page(tmp_path: Path) -> None:
     first, second = rolled_back(Scribe(tmp_path, "a")), Scribe(tmp_path, "b")
     second.begin()
