@@ -5,9 +5,12 @@ It yields to everything else on the node, asks Slurm nothing, and ends itself af
 
 from __future__ import annotations
 
+import contextlib
+import resource
 import signal
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from slurm_forge.errors import ForgeError
 from slurm_forge.journal.line_reader import read_end

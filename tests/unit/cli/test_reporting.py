@@ -157,7 +157,7 @@ from slurm_forge.cli.observe import report_process
 
 def tell(run):
     adjusted = open("/proc/self/oom_score_adj").read()
-    limits = [resource.getrlimit(each)[0] for each in (resource.RLIMIT_AS, resource.RLIMIT_CPU)]
+    limits = [resource.getrlimit(each)[0] for each in (resource.RLIMIT_DATA, resource.RLIMIT_CPU)]
     wall = signal.getitimer(signal.ITIMER_REAL)[0]
     print(json.dumps([os.nice(0), *limits, wall, adjusted]))
 
