@@ -34,8 +34,8 @@ def module_of(device: torch.device) -> Any:
 def built_for() -> tuple[torch.device, ...]:
     """The types that this torch computes on beside the CPU, without an index; the preferred first.
 
-    No driver is asked for a device.  ``torch.accelerator.current_accelerator`` of torch 2.6 does
-    ask CUDA's, after which no child may use it (pytorch issue 144152).
+    No driver is asked for a device.  The current accelerator of ``torch.accelerator`` is found in
+    torch 2.6 by asking CUDA's, after which no child may use it (pytorch issue 144152).
     """
     types = [name for name in ("cuda", "xpu") if getattr(torch, name)._is_compiled()]
     registered = torch._C._get_privateuse1_backend_name()

@@ -36,6 +36,21 @@ def test_no_folder_is_too_full_to_be_read() -> None:
     assert [folder for folder, size in sizes.items() if size > MOST_MODULES] == []
 
 
+#: A module of one kind of device, or a question about one kind.
+ONE_KIND = re.compile(r"torch\.(cuda|xpu)\b|\bis_(cuda|xpu)\b|\btype [!=]= \"(cuda|xpu)\"")
+
+
+def test_only_the_package_of_devices_knows_their_kinds() -> None:
+    found = [
+        f"{path.relative_to(PACKAGE)}:{number}"
+        for path in modules()
+        if path.relative_to(PACKAGE).parts[0] != "device"
+        for number, line in enumerate(path.read_text().splitlines(), start=1)
+        if ONE_KIND.search(line)
+    ]
+    assert found == [], "ask slurm_forge.device"
+
+
 #: Names in Slurm, the kernel, submitit and trackers, and keys of job files.
 FOREIGN = {
     "TCP_LISTEN", "INET_DIAG_INFO", "RTM_NEWADDR", "__getitems__", "torch.randperm",
