@@ -68,7 +68,7 @@ def test_before_the_first_step_and_under_a_wrapper() -> None:
 
 
 def test_the_account_names_rank_error_and_sizes() -> None:
-    text = account(ERROR, registry(), INFO, cuda="largest blocks in use: 2.00 GiB")
+    text = account(ERROR, registry(), INFO, of_device="largest blocks in use: 2.00 GiB")
     for told in (
         "rank 2 of 4 on n7 (cpu), step 31, micro-batch 8",
         "Tried to allocate 20.00 GiB",
