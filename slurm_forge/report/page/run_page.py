@@ -53,6 +53,7 @@ def run_page(sources: RunSources, *, utc_offset: timedelta = timedelta(0)) -> Ru
         progress=progress(story),
         next=summary.next_steps(story),
         next_time=tuple(t.clean(each, 400) for each in story.next_time),
+        diagnosis=summary.common_cause(story),
         story=summary.paragraph(story, zone),
         key_figures=summary.key_figures(story, spent),
         warnings=tuple(t.clean(each, 400) for each in story.warnings),

@@ -14,12 +14,15 @@ from slurm_forge.report.page.values import KeyFigure, Words
 from slurm_forge.report.page.waterfall import Waterfall
 from slurm_forge.report.story import story as s
 from slurm_forge.report.story.consequences import consequences
+from slurm_forge.report.story.diagnosis import diagnosis, faults_on_purpose, suspected_nodes
 from slurm_forge.report.story.unresolved_failure import is_fault
 from slurm_forge.slurm.records import is_slurm_job
 from slurm_forge.vocabulary.cause import Cause
 
 #: What somebody types, inside of a sentence.
 _COMMAND = re.compile(r"((?:slurm-forge|scontrol|scancel|squeue) [^;,()]*[^;,() .])")
+#: The two commands that release a held run.
+_EITHER = re.compile(r"scontrol release \S+, or (?P<ours>slurm-forge requeue \S+)")
 _NOUNS = {
     Cause.PREEMPTED: ("preemption", "preemptions"),
     Cause.TIME_LIMIT: ("end at the time limit", "ends at the time limit"),
@@ -71,10 +74,41 @@ def with_commands(sentence: str) -> tuple[Words, ...]:
 
 
 def next_steps(story: s.RunStory) -> tuple[tuple[Words, ...], ...]:
-    """What the reader does now."""
+    """What the reader does now: of two commands that do the same ours, with what it does."""
     if story.next:
-        return tuple(with_commands(each) for each in story.next)
-    return (with_commands("nothing to do: the run is finished"),)
+        onward = ""
+        if story.committed_step is not None:
+            onward = f" (it continues from step {t.number(story.committed_step)})"
+        steps = (_EITHER.sub(rf"\g<ours>{onward}", each) for each in story.next)
+        return tuple(with_commands(each) for each in steps)
+    hint = node_hint(story)
+    done = "nothing to do: the run is finished"
+    return (with_commands(f"{done}; {hint}" if hint else done),)
+
+
+def node_hint(story: s.RunStory) -> str:
+    """What to do about the nodes that a replayed step made suspect; empty where there are none."""
+    suspected = suspected_nodes(story)
+    nodes = list(dict.fromkeys(each.node for each in suspected))
+    if not nodes:
+        return ""
+    names = t.some_nodes(t.clean(node, 64) for node in nodes)
+    at = ", ".join(t.number(step) for step in list(dict.fromkeys(e.step for e in suspected))[:3])
+    if faults_on_purpose(story):
+        return f"{names} came under suspicion (step {at}), but faults were injected on purpose"
+    return (
+        f"before the next run check {names}, where step {at} went wrong and was fine when computed "
+        "again: slurm-forge probe"
+    )
+
+
+def common_cause(story: s.RunStory) -> str:
+    """``All 6 hangs: rank 1 at step 220, …``; empty where the incidents point at nothing."""
+    found = diagnosis(story)
+    if found is None:
+        return ""
+    nouns = _BY_VALUE.get(found.cause, (found.cause, found.cause))[1]
+    return f"{found.agreeing[:1].upper()}{found.agreeing[1:]} {nouns}: {found.text}"
 
 
 def interruptions(story: s.RunStory) -> str:

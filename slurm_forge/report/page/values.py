@@ -199,6 +199,7 @@ class RunPage:
     progress: float | None
     next: tuple[tuple[Words, ...], ...]
     next_time: tuple[str, ...]
+    diagnosis: str
     story: tuple[str, ...]
     key_figures: tuple[KeyFigure, ...]
     warnings: tuple[str, ...]
