@@ -204,14 +204,18 @@ class RunPage:
     key_figures: tuple[KeyFigure, ...]
     warnings: tuple[str, ...]
     waterfall: Waterfall
+    units: str
     gpus_per_rank: float | None
     attempts: tuple[AttemptRow, ...]
     hidden_attempts: int
     incidents: tuple[IncidentCard, ...]
     hidden_incidents: int
+    skips: tuple[IncidentCard, ...]
     nodes: tuple[NodeRow, ...]
     checkpoints: tuple[CheckpointRow, ...]
     hidden_checkpoints: int
+    kept_checkpoints: int
+    deleted_checkpoints: int
     changes: tuple[ChangeRow, ...]
     ancestors: tuple[Ancestor, ...]
     charts: Charts

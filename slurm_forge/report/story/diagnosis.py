@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from slurm_forge.report import text as t
 from slurm_forge.report.story import story as s
-from slurm_forge.report.story.skipped_steps import row_of
+from slurm_forge.report.story.skipped_steps import rows_without_incident
 from slurm_forge.vocabulary.cause import Cause, Evidence
 
 #: What a rank dies of where its code, its data or its node may be to blame.
@@ -137,10 +137,8 @@ def suspected_nodes(story: s.RunStory) -> tuple[SuspectedNode, ...]:
 def _suspected(story: s.RunStory) -> Iterator[SuspectedNode]:
     for attempt in story.attempts:
         for launch in attempt.launches:
-            told = [row_of(launch, incident) for incident in launch.incidents]
-            for row in launch.skipped:
-                if row not in told:
-                    yield from _of_step(row.evidence, row.time, row.first_step)
+            for row in rows_without_incident(launch):
+                yield from _of_step(row.evidence, row.time, row.first_step)
             for incident in launch.incidents:
                 first = incident.step if incident.onset is None else incident.onset
                 yield from _of_step(incident.evidence, incident.time, first or 0)
