@@ -253,7 +253,7 @@
   // -- the curves ------------------------------------------------------------------------------------
   const KINDS = {
     discarded: ["thrown away", "discarded"], rollback: ["rollbacks", "rollback"], skip: ["skipped updates", "skip"],
-    lr: ["learning rate", "lr"], incident: ["incidents", "bad"], restart: ["restarts", "muted"], checkpoint: ["checkpoints", "training"],
+    lr: ["learning rate", "lr"], incident: ["incidents", "bad"], restart: ["restarts", "muted"], checkpoint: ["checkpoints", "mark"],
   };
   // The color of a checkpoint, the trust that it stands for, and what that is called.
   const TRUSTS = [["good", ["good"], "good checkpoint"], ["training", ["written", "verified", "unknown"], "saved checkpoint"],
