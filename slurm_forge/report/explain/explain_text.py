@@ -12,6 +12,7 @@ from slurm_forge.report import text as t
 from slurm_forge.report.explain.attempt_text import AttemptText
 from slurm_forge.report.status.status_text import failing_saves_text
 from slurm_forge.report.story import story as s
+from slurm_forge.report.story.diagnosis import diagnosis
 from slurm_forge.report.story.unresolved_failure import is_fault
 from slurm_forge.slurm.records import is_slurm_job
 
@@ -163,6 +164,9 @@ def _closing(story: s.RunStory, reference: str, attempt: int | None, since: str)
     yield from _listed(f"Changes that affect your results{since}", changed)
     if beside:
         yield from _listed("Other changes", beside)
+    common = diagnosis(story)
+    if common is not None and attempt is None:
+        yield f"Diagnosis: {t.clean(common.cause, 40)} ({common.agreeing}): {common.text}."
     if story.next:
         yield from _listed("Next", [t.clean(step) for step in story.next])
     lessons = [t.clean(lesson, 400) for lesson in story.next_time]

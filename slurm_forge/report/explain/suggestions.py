@@ -9,6 +9,7 @@ from itertools import pairwise
 
 from slurm_forge.journal import RunStatus
 from slurm_forge.recovery.policy.remedies import remedy
+from slurm_forge.report.story.diagnosis import faults_on_purpose, suspects
 from slurm_forge.report.story.plan_text import (
     factor,
     memory_times,
@@ -20,21 +21,17 @@ from slurm_forge.report.story.story import (
     RunStory,
 )
 from slurm_forge.report.text import clean, first_line, plural, span
-from slurm_forge.vocabulary.cause import Cause, Evidence
+from slurm_forge.vocabulary.cause import Cause
 
 #: More repeated work than this, in time and as a share of the training, is worth a line.
 _REPEATED_S = 60.0
 _REPEATED_SHARE = 0.02
 #: A node that errs once errs; one that errs twice is suspect.
 _TWICE = 2
-#: What the examination of a bad step says where hardware is to be suspected.
-_SUSPECT = re.compile(r"suspect ([\w.,\- ]+)$")
 #: Samples by their index in the dataset, as the examination names them.
 _INDICES = re.compile(r"dataset\[.*$")
 #: How a note of the memory's watch begins.
 _ALLOCATOR = "allocator retries"
-#: And that of a run whose faults somebody asked for: no node is to blame for these.
-_ON_PURPOSE = ("injected faults", "faults on purpose")
 #: How much is told of why a save failed.
 _REASON = 100
 
@@ -49,9 +46,7 @@ def _lessons(story: RunStory) -> Iterator[str]:
     incidents = [incident for launch in launches for incident in launch.incidents]
     yield from _memory(story, incidents)
     yield from _data(story, launches)
-    if not any(
-        note.startswith(_ON_PURPOSE) for attempt in story.attempts for note in attempt.notes
-    ):
+    if not faults_on_purpose(story):
         yield from _nodes(launches)
     if sum(each.cause == Cause.LOSS_SPIKE.value for each in incidents) >= _TWICE:
         yield "try a lower learning rate or a longer warm-up: the loss jumped more than once"
@@ -132,7 +127,7 @@ def _nodes(launches: Iterable[LaunchStory]) -> Iterator[str]:
     """Nodes on which more than one step went wrong that was fine when computed again."""
     faults: Counter[str] = Counter()
     for launch in launches:
-        nodes = {id(row): set(_suspects(row.evidence)) for row in launch.skipped}
+        nodes = {id(row): set(suspects(row.evidence)) for row in launch.skipped}
         for incident in launch.incidents:
             broken = incident.cause == Cause.GPU_ERROR.value
             if broken or incident.repeats is False:
@@ -146,13 +141,6 @@ def _nodes(launches: Iterable[LaunchStory]) -> Iterator[str]:
                 f"suspect node {name}: {times} faults there that did not reproduce; report it to "
                 f"the cluster's support and exclude it (resources.exclude: {name})"
             )
-
-
-def _suspects(evidence: Iterable[Evidence]) -> Iterator[str]:
-    for each in evidence:
-        match = _SUSPECT.search(each.text)
-        if match is not None:
-            yield from (host.strip() for host in match[1].split(",") if host.strip())
 
 
 def _helped(story: RunStory, incidents: list[IncidentStory], parameter: str) -> bool:

@@ -47,6 +47,7 @@ class Figure:
 class _Curve:
     kept: list[Point] = field(default_factory=list)
     discarded: list[list[Point]] = field(default_factory=list)
+    forks: dict[int, Point] = field(default_factory=dict)
 
     def cut_back(self, step: int) -> None:
         """Training goes on from ``step``: what lies beyond it is a branch of its own."""
@@ -54,8 +55,20 @@ class _Curve:
         while at and self.kept[at - 1].step > step:
             at -= 1
         if at < len(self.kept):
-            self.discarded.append(self.kept[max(0, at - 1) :])  # from where both still agree
+            self.discarded.append([*self._fork(at, step), *self.kept[at:]])
             del self.kept[at:]
+
+    def _fork(self, at: int, step: int) -> list[Point]:
+        """Where a branch leaves the curve: at ``step``, on the way of the first branch there."""
+        if not at or self.kept[at - 1].step == step:
+            return self.kept[at - 1 : at] if at else []
+        if step not in self.forks:
+            before, after = self.kept[at - 1], self.kept[at]
+            part = (step - before.step) / (after.step - before.step)
+            value = before.value + part * (after.value - before.value)
+            time = before.time + part * (after.time - before.time)
+            self.forks[step] = Point(step, time, value)
+        return [self.forks[step]]
 
 
 def figures_of(ordered: Iterable[Record]) -> tuple[Figure, ...]:

@@ -6,15 +6,18 @@ from collections.abc import Iterator, Sequence
 from datetime import tzinfo
 
 from slurm_forge.report import text as t
-from slurm_forge.report.page.summary import headline, incidents_of
+from slurm_forge.report.page.summary import followed, headline, incidents_of, label, moment
 from slurm_forge.report.page.values import IncidentCard, Stack, StackFile
 from slurm_forge.report.story import story as s
-from slurm_forge.report.story.consequences import consequences
+from slurm_forge.report.story.consequences import without_next
+from slurm_forge.report.story.skipped_steps import rows_without_incident
 from slurm_forge.report.story.unresolved_failure import is_fault
 from slurm_forge.vocabulary.decision import Action
 
 #: More than these newest ones are told by ``explain`` alone.
 MOST_CARDS = 1000
+#: Rows of skipped updates.
+MOST_SKIPS = 100
 #: Of so many incidents all evidence is shown, of more the strongest pieces: a page stays small.
 _IN_FULL = 200
 _EVIDENCE, _EVIDENCE_OF_MANY = 2000, 140
@@ -34,6 +37,49 @@ def incident_cards(
         for index, (attempt, launch, incident) in enumerate(found[hidden:], start=hidden + 1)
     ]
     return tuple(reversed(cards))
+
+
+def skip_cards(story: s.RunStory, *, now: float, zone: tzinfo | None) -> tuple[IncidentCard, ...]:
+    """A card for each row of skipped updates that no incident was made of; the newest first."""
+    cards = [
+        _skip_card(attempt, launch, row, story, now=now, zone=zone)
+        for attempt in story.attempts
+        for launch in attempt.launches
+        for row in rows_without_incident(launch)
+    ]
+    return tuple(reversed(cards[-MOST_SKIPS:]))
+
+
+def _skip_card(
+    attempt: s.AttemptStory,
+    launch: s.LaunchStory,
+    row: s.SkipStory,
+    story: s.RunStory,
+    *,
+    now: float,
+    zone: tzinfo | None,
+) -> IncidentCard:
+    samples = t.plural(row.last_sample - row.first_sample + 1, "sample")
+    of = "" if story.step is None else f" of {t.number(story.step)}"
+    weight = f"{t.number(row.count)}{of} updates, {samples} without effect"
+    count = t.plural(row.count, "update")
+    word = "step" if row.count == 1 else "steps"
+    return IncidentCard(
+        anchor=f"skip-{attempt.number}-{launch.number}-{row.first_step}",
+        cause="skipped",
+        tone="fault",
+        at=moment(row.time, story, now, zone),
+        time=row.time,
+        step=row.first_step,
+        where=f"attempt {attempt.number}, launch {launch.number}, "
+        f"{word} {t.steps(row.first_step, row.last_step)}",
+        headline=f"{count} skipped at {word} {t.steps(row.first_step, row.last_step)}",
+        confidence="of the first step",
+        evidence=tuple(t.observed(each.source, each.text, _EVIDENCE) for each in row.evidence),
+        decision="left the weights as they were and went on with the next batch",
+        consequences=(f"{weight}, undone by a rollback" if row.undone else weight,),
+        stacks=(),
+    )
 
 
 def _card(
@@ -60,9 +106,9 @@ def _card(
         sure += f"; discovered {t.moment(incident.found_out, now, zone)}"
     return IncidentCard(
         anchor=f"incident-{index}",
-        cause=t.clean(incident.cause, 40),
+        cause=label(incident),
         tone="held" if held else "fault" if is_fault(incident) else "interruption",
-        at=t.moment(incident.time, now, zone),
+        at=moment(incident.time, story, now, zone),
         time=incident.time,
         step=incident.step,
         where=", ".join(_where(attempt, launch, incident)),
@@ -71,12 +117,15 @@ def _card(
         evidence=tuple(
             t.observed(each.source, each.text, limit) for each in incident.evidence[pieces]
         ),
-        decision="" if decision is None else t.clean(decision.reason, reason),
-        consequences=tuple(
-            consequences(attempt, launch, incident, last=last, run=story, zone=zone)
-        ),
+        decision="" if decision is None else t.clean(_decided(incident, decision), reason),
+        consequences=followed(attempt, launch, incident, story, zone),
         stacks=tuple(_stacks(attempt, launch, stacks)) if last else (),
     )
+
+
+def _decided(incident: s.IncidentStory, decision: s.DecisionStory) -> str:
+    """Its reason, without the cause and the next step, which have places of their own."""
+    return without_next(decision.reason).removeprefix(f"{incident.cause}: ")
 
 
 def _where(

@@ -11,6 +11,7 @@ from slurm_forge.report.page.summary import incidents_of
 from slurm_forge.report.page.values import NodeMark, NodeRow
 from slurm_forge.report.story import story as s
 from slurm_forge.report.story.consequences import strike
+from slurm_forge.report.story.diagnosis import faults_on_purpose, suspected_nodes
 from slurm_forge.report.story.pace_story import slow_line
 
 #: More nodes make no table that anybody reads: those with something against them come first.
@@ -21,7 +22,9 @@ def node_rows(story: s.RunStory, zone: tzinfo | None) -> tuple[NodeRow, ...]:
     """The nodes of a run, those with something held against them first."""
     held, attempts = _held(story)
     notes: dict[str, list[str]] = defaultdict(list)
-    for node, _, text, _ in _against(story, zone):
+    kinds: defaultdict[str, set[str]] = defaultdict(set)
+    for node, _, text, kind in _against(story, zone):
+        kinds[node].add(kind)
         if text not in notes[node]:
             notes[node].append(text)
     names = sorted({*held, *notes}, key=lambda node: (node not in notes, -held[node], node))
@@ -32,10 +35,17 @@ def node_rows(story: s.RunStory, zone: tzinfo | None) -> tuple[NodeRow, ...]:
             held_s=held[node],
             held=t.span(held[node]),
             notes=tuple(notes[node]) if node in notes else (),
-            tone="bad" if node in notes else "",
+            tone=_tone(kinds[node]),
         )
         for node in names[:_MOST_ROWS]
     )
+
+
+def _tone(kinds: set[str]) -> str:
+    """A suspicion is less than what somebody has acted on."""
+    if not kinds:
+        return ""
+    return "warn" if kinds == {"suspected"} else "bad"
 
 
 def _held(story: s.RunStory) -> tuple[defaultdict[str, float], defaultdict[str, set[int]]]:
@@ -91,6 +101,13 @@ def _against(story: s.RunStory, zone: tzinfo | None) -> Iterator[tuple[str, floa
         for launch in attempt.launches:
             for slow in launch.slow:
                 yield slow.event.host, slow.time, slow_line(slow, zone), "slow"
+    for one in suspected_nodes(story):
+        text = (
+            f"suspected at {t.clock(one.time, zone)}: step {t.number(one.step)} went wrong there "
+            "and was fine when computed again"
+        )
+        on_purpose = ", but faults were injected on purpose" if faults_on_purpose(story) else ""
+        yield one.node, one.time, f"{text}{on_purpose}", "suspected"
     for attempt, _, incident in incidents_of(story):
         for struck in incident.struck:
             for node in struck.nodes:

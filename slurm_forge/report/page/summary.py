@@ -5,28 +5,35 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from datetime import tzinfo
 
 from slurm_forge.journal import RunStatus
 from slurm_forge.report import text as t
 from slurm_forge.report.explain.explain_text import costs
 from slurm_forge.report.page.values import KeyFigure, Words
-from slurm_forge.report.page.waterfall import Waterfall
+from slurm_forge.report.page.waterfall import Waterfall, saved_step
 from slurm_forge.report.story import story as s
 from slurm_forge.report.story.consequences import consequences
+from slurm_forge.report.story.diagnosis import diagnosis, faults_on_purpose, suspected_nodes
 from slurm_forge.report.story.unresolved_failure import is_fault
 from slurm_forge.slurm.records import is_slurm_job
 from slurm_forge.vocabulary.cause import Cause
 
 #: What somebody types, inside of a sentence.
 _COMMAND = re.compile(r"((?:slurm-forge|scontrol|scancel|squeue) [^;,()]*[^;,() .])")
+#: The two commands that release a held run.
+_EITHER = re.compile(r"scontrol release \S+, or (?P<ours>slurm-forge requeue \S+)")
 _NOUNS = {
     Cause.PREEMPTED: ("preemption", "preemptions"),
     Cause.TIME_LIMIT: ("end at the time limit", "ends at the time limit"),
     Cause.NODE_FAIL: ("node failure", "node failures"),
     Cause.CUDA_OOM: ("out-of-memory error on a GPU", "out-of-memory errors on a GPU"),
     Cause.HOST_OOM: ("out-of-memory kill on a node", "out-of-memory kills on a node"),
-    Cause.NON_FINITE: ("row of non-finite gradients", "rows of non-finite gradients"),
+    Cause.NON_FINITE: (
+        "stretch of NaN or infinite gradients",
+        "stretches of NaN or infinite gradients",
+    ),
     Cause.LOSS_SPIKE: ("loss spike", "loss spikes"),
     Cause.NCCL_ERROR: ("NCCL error", "NCCL errors"),
     Cause.HANG: ("hang", "hangs"),
@@ -53,6 +60,14 @@ _TONES = {
     RunStatus.CANCELLED: "warn",
 }
 _LONG = 600
+#: How those costs end that are node time.
+_IN_VAIN = (" lost", " idle")
+#: What the supervisor saw of a signal, and no more.
+_UNSENT = re.compile(r"(SIG[A-Z0-9]+), of unknown origin")
+#: Of shorter runs the seconds matter.
+_SHORT_S = 7200.0
+#: Sources that say nothing to a reader who does not know our parts.
+_OURS = ("watchdog: ", "signals: ")
 #: How the phrase begins that tells why a run is held.
 _HELD = "held: "
 _SHOWN_CAUSES = 4
@@ -71,10 +86,41 @@ def with_commands(sentence: str) -> tuple[Words, ...]:
 
 
 def next_steps(story: s.RunStory) -> tuple[tuple[Words, ...], ...]:
-    """What the reader does now."""
+    """What the reader does now: of two commands that do the same ours, with what it does."""
     if story.next:
-        return tuple(with_commands(each) for each in story.next)
-    return (with_commands("nothing to do: the run is finished"),)
+        onward = ""
+        if story.committed_step is not None:
+            onward = f" (it continues from step {t.number(story.committed_step)})"
+        steps = (_EITHER.sub(rf"\g<ours>{onward}", each) for each in story.next)
+        return tuple(with_commands(each) for each in steps)
+    hint = node_hint(story)
+    done = "nothing to do: the run is finished"
+    return (with_commands(f"{done}; {hint}" if hint else done),)
+
+
+def node_hint(story: s.RunStory) -> str:
+    """What to do about the nodes that a replayed step made suspect; empty where there are none."""
+    suspected = suspected_nodes(story)
+    nodes = list(dict.fromkeys(each.node for each in suspected))
+    if not nodes:
+        return ""
+    names = t.some_nodes(t.clean(node, 64) for node in nodes)
+    at = ", ".join(t.number(step) for step in list(dict.fromkeys(e.step for e in suspected))[:3])
+    if faults_on_purpose(story):
+        return f"{names} came under suspicion (step {at}), but faults were injected on purpose"
+    return (
+        f"before the next run check {names}, where step {at} went wrong and was fine when computed "
+        "again: slurm-forge probe"
+    )
+
+
+def common_cause(story: s.RunStory) -> str:
+    """``All 6 hangs: rank 1 at step 220, …``; empty where the incidents point at nothing."""
+    found = diagnosis(story)
+    if found is None:
+        return ""
+    nouns = _BY_VALUE.get(found.cause, (found.cause, found.cause))[1]
+    return f"{found.agreeing[:1].upper()}{found.agreeing[1:]} {nouns}: {found.text}"
 
 
 def interruptions(story: s.RunStory) -> str:
@@ -83,15 +129,37 @@ def interruptions(story: s.RunStory) -> str:
 
 
 def _by_cause(story: s.RunStory) -> list[str]:
-    counted = Counter(incident.cause for _, _, incident in incidents_of(story))
-    named = [noun_phrase(cause, count) for cause, count in counted.most_common()]
+    counted = Counter(_nouns(incident) for _, _, incident in incidents_of(story))
+    named = [t.plural(count, *nouns) for nouns, count in counted.most_common()]
     others = sum(count for _, count in counted.most_common()[_SHOWN_CAUSES:])
     return named[:_SHOWN_CAUSES] + ([t.plural(others, "other incident")] if others else [])
 
 
-def noun_phrase(cause: str, count: int) -> str:
-    """``3 preemptions``; a cause that this version does not know by its own word."""
-    return t.plural(count, *_BY_VALUE.get(cause, (t.clean(cause, 40), t.clean(cause, 40))))
+def _nouns(incident: s.IncidentStory) -> tuple[str, str]:
+    """One and several of its kind; a cause that this version does not know by its own word."""
+    if _sender_unknown(incident):
+        return "stop by a signal", "stops by a signal"
+    cause = t.clean(incident.cause, 40)
+    return _BY_VALUE.get(incident.cause, (cause, cause))
+
+
+def label(incident: s.IncidentStory) -> str:
+    """The cause in a word; a signal that nobody is known to have sent is no more than that."""
+    return "stopped" if _sender_unknown(incident) else t.clean(incident.cause, 40)
+
+
+def _sender_unknown(incident: s.IncidentStory) -> bool:
+    first = incident.evidence[0].text if incident.evidence else ""
+    return incident.cause == Cause.PREEMPTED.value and _UNSENT.fullmatch(first) is not None
+
+
+def moment(time: float, story: s.RunStory, now: float, zone: tzinfo | None) -> str:
+    """A day and a time, of a short run with seconds."""
+    shown = t.moment(time, now, zone)
+    if story.elapsed_s is None or story.elapsed_s > _SHORT_S:
+        return shown
+    clock = t.clock(time, zone)
+    return f"{shown.removesuffix(clock[:5])}{clock}" if shown.endswith(clock[:5]) else shown
 
 
 def incidents_of(
@@ -140,6 +208,9 @@ def _standing(story: s.RunStory) -> str:
     if not story.attempts:
         return f"{name} has not started yet: {t.clean(story.words, 300)}."
     words = t.clean(story.words, 300).removeprefix(f"{story.status}: ").rstrip(".")
+    cause, colon, why = words.partition(": ")
+    if colon and cause in _BY_VALUE:
+        return f"{name} is {story.status}{at}{since}. Why: {why}."
     return f"{name} is {story.status}{at}{since}: {words}."
 
 
@@ -148,7 +219,10 @@ def step_text(story: s.RunStory) -> str:
     if story.step is None:
         return ""
     of = "" if story.total_steps is None else f" of {t.number(story.total_steps)}"
-    return f"step {t.number(story.step)}{of}"
+    saved = saved_step(story)
+    if saved is None:
+        return f"step {t.number(story.step)}{of}"
+    return f"step {t.number(story.step)}{of} (saved to step {t.number(saved)})"
 
 
 def _course(story: s.RunStory) -> str:
@@ -187,16 +261,30 @@ def _incident(
     story: s.RunStory,
     zone: tzinfo | None,
 ) -> str:
-    noun = _BY_VALUE.get(incident.cause, (t.clean(incident.cause, 40),))[0]
+    noun = _nouns(incident)[0]
     seen = headline(incident, 160)
-    last = incident is launch.incidents[-1]
-    phrases = consequences(attempt, launch, incident, last=last, run=story, zone=zone)
-    # Why a run is held has been told with where it stands.
-    then = "; ".join(phrase for phrase in phrases if not phrase.startswith(_HELD))
+    then = "; ".join(followed(attempt, launch, incident, story, zone))
     of_its_kind = sum(each.cause == incident.cause for _, _, each in incidents_of(story))
     newest = incident is list(incidents_of(story))[-1][2]
     which = "The" if of_its_kind == 1 else "The last" if newest else "The costliest"
-    return f"{which} {noun}: {seen}{f' → {then}' if then else ''}."
+    return f"{which} {noun}: {seen}.{f' What followed: {then}.' if then else ''}"
+
+
+def followed(
+    attempt: s.AttemptStory,
+    launch: s.LaunchStory,
+    incident: s.IncidentStory,
+    story: s.RunStory,
+    zone: tzinfo | None,
+) -> tuple[str, ...]:
+    """What followed from an incident, and its cost: the time of the work that was thrown away.
+
+    Why a run is held is told by the decision, and where the run stands.
+    """
+    last = incident is launch.incidents[-1]
+    thrown_away = replace(incident, lost_s=incident.repeated_s)
+    phrases = consequences(attempt, launch, thrown_away, last=last, run=story, zone=zone)
+    return tuple(phrase for phrase in phrases if not phrase.startswith(_HELD))
 
 
 def headline(incident: s.IncidentStory, limit: int) -> str:
@@ -204,7 +292,17 @@ def headline(incident: s.IncidentStory, limit: int) -> str:
     if not incident.evidence:
         return "no evidence"
     first = incident.evidence[0]
-    return t.observed(first.source, first.text, limit)
+    signal = _UNSENT.fullmatch(first.text)
+    if signal is not None:
+        return f"stopped by {signal[1]} (sender unknown)"
+    onset, step = incident.onset, incident.step
+    if incident.cause == Cause.NON_FINITE.value and None not in (onset, step) and onset != step:
+        count = (step or 0) - (onset or 0) + 1
+        where = t.steps(onset or 0, step or 0)
+        return f"{t.number(count)} consecutive steps ({where}) had NaN or infinite gradients"
+    seen = t.observed(first.source, first.text, limit)
+    ours = next((each for each in _OURS if seen.startswith(each)), "")
+    return seen.removeprefix(ours)
 
 
 def key_figures(story: s.RunStory, spent: Waterfall) -> tuple[KeyFigure, ...]:
@@ -215,18 +313,24 @@ def key_figures(story: s.RunStory, spent: Waterfall) -> tuple[KeyFigure, ...]:
 def _key_figures(story: s.RunStory, spent: Waterfall) -> Iterator[KeyFigure]:
     if story.step is not None:
         of = "" if story.total_steps is None else f"of {t.number(story.total_steps)} steps"
-        yield KeyFigure(label="Step", value=t.number(story.step), note=of, link="loss")
+        saved = saved_step(story)
+        if saved is None:
+            yield KeyFigure(label="Step", value=t.number(story.step), note=of, link="loss")
+        else:
+            note = f"(reached {t.number(story.step)}) {of}".rstrip()
+            value = t.number(saved)
+            yield KeyFigure(label="Saved to step", value=value, note=note, link="checkpoints")
     if story.goodput is not None:
         yield KeyFigure(
             label="Goodput",
             value=t.share(story.goodput),
-            note=f"of {t.span(story.elapsed_s)} went into steps that stayed",
+            note=_goodput_note(story, spent),
             tone="good" if story.goodput >= 0.8 else "warn",
             link="time",
         )
     if spent.rank_seconds > 0:
-        wasted = story.lost_rank_s + story.idle_rank_s
-        lost = f"{t.rank_time(wasted, story.gpus_per_rank)} lost or idle"
+        vain = [each for each in costs(story) if each.partition(" (")[0].endswith(_IN_VAIN)]
+        lost = ", ".join(each.partition(" (")[0] for each in vain) or "none lost"
         yield KeyFigure(
             label="GPU time" if story.gpus_per_rank else "Node time",
             value=t.rank_time(spent.rank_seconds, story.gpus_per_rank),
@@ -245,14 +349,33 @@ def _key_figures(story: s.RunStory, spent: Waterfall) -> Iterator[KeyFigure]:
     if story.waited_s >= 1:
         queue = "In the queue" if is_slurm_job(story.job) else "Waiting"
         yield KeyFigure(label=queue, value=t.span(story.waited_s), note=_starts(story), link="time")
-    science = sum(change.science for change in story.changes)
-    yield KeyFigure(
-        label="Results",
-        value="unaffected" if not science else t.plural(science, "change"),
-        note="nothing that affects them changed" if not science else "see what changed",
-        tone="warn" if science else "good",
-        link="changes",
+    yield _results(story)
+
+
+def _goodput_note(story: s.RunStory, spent: Waterfall) -> str:
+    queue = ", queue included," if story.queued_s >= 1 else " by the clock"
+    unsaved = f"; {t.span(spent.unsaved_s)} of them not saved" if spent.unsaved_s else ""
+    return f"of {t.span(story.elapsed_s)}{queue} went into steps that stayed{unsaved}"
+
+
+def _results(story: s.RunStory) -> KeyFigure:
+    science = [change for change in story.changes if change.science]
+    value, note = "unaffected", "nothing that affects them changed"
+    skipped = sum(
+        row.count
+        for attempt in story.attempts
+        for launch in attempt.launches
+        for row in launch.skipped
+        if not row.undone
     )
+    if skipped and any(change.parameter == "skipped" for change in science):
+        of = "" if story.step is None else f" of {t.number(story.step)}"
+        more = f", and {t.plural(len(science) - 1, 'more change')}" if len(science) > 1 else ""
+        value, note = f"{t.number(skipped)}{of}", f"updates skipped{more}"
+    elif science:
+        value, note = t.plural(len(science), "change"), "see what changed"
+    tone = "warn" if science else "good"
+    return KeyFigure(label="Results", value=value, note=note, tone=tone, link="changes")
 
 
 def _starts(story: s.RunStory) -> str:

@@ -199,18 +199,23 @@ class RunPage:
     progress: float | None
     next: tuple[tuple[Words, ...], ...]
     next_time: tuple[str, ...]
+    diagnosis: str
     story: tuple[str, ...]
     key_figures: tuple[KeyFigure, ...]
     warnings: tuple[str, ...]
     waterfall: Waterfall
+    units: str
     gpus_per_rank: float | None
     attempts: tuple[AttemptRow, ...]
     hidden_attempts: int
     incidents: tuple[IncidentCard, ...]
     hidden_incidents: int
+    skips: tuple[IncidentCard, ...]
     nodes: tuple[NodeRow, ...]
     checkpoints: tuple[CheckpointRow, ...]
     hidden_checkpoints: int
+    kept_checkpoints: int
+    deleted_checkpoints: int
     changes: tuple[ChangeRow, ...]
     ancestors: tuple[Ancestor, ...]
     charts: Charts

@@ -4,33 +4,42 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from slurm_forge.journal import RunStatus
 from slurm_forge.report.story import story as s
 from slurm_forge.report.story.time_use import TimeUse
 
 #: Without nodes: nobody pays for it but with patience.
 _WITHOUT_NODES = frozenset({TimeUse.QUEUE, TimeUse.STOPPED})
+#: What is not saved may still be.
+_GOING_ON = (RunStatus.RUNNING.value, RunStatus.FINISHED.value)
 #: What the bars are called, and what each means, in the order of the page.
 _LOSSES = (
     (TimeUse.STARTUP, "first start", "no run is spared this one"),
-    (TimeUse.RESTART, "restarts", "every later start, and every return to a checkpoint"),
+    (
+        TimeUse.RESTART,
+        "restarts and rollbacks",
+        "every later start, and every return to a checkpoint",
+    ),
     (TimeUse.REPEATED, "repeated steps", "trained, lost, and trained again"),
     (TimeUse.SAVING, "waiting for saves", "training stood still for its own checkpoints"),
-    (TimeUse.IDLE, "idle nodes", "held, but neither training nor starting"),
+    (TimeUse.IDLE, "idle nodes", "allocated, but neither training nor starting"),
     (TimeUse.PROGRAM, "a command", "which tells no steps: what of it is training is not known"),
     (TimeUse.SHUTDOWN, "shutdown", "after the last step of a finished run"),
 )
 #: A node that is slower than the others: a part of the training time.
 SLOW = "slow"
+#: What a stopped run has trained since its last checkpoint.
+UNSAVED = "unsaved"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WaterfallBar:
     """One thing that node time went into.
 
-    ``use`` is the value of a ``TimeUse``, or ``slow``.  ``share`` is of all node time, ``before``
-    the share that lies to the left of the bar.  ``seconds`` is how long it took by the clock.
+    ``use`` is the value of a ``TimeUse``, ``slow`` or ``unsaved``.  ``share`` is of all node time.
+    ``seconds`` is how long it took by the clock.
     """
 
     use: str
@@ -39,14 +48,19 @@ class WaterfallBar:
     rank_seconds: float
     seconds: float
     share: float
-    before: float
+
+    @property
+    def negligible(self) -> bool:
+        """Whether its figures would be zeros."""
+        return self.rank_seconds < 0.05 and self.share < 0.0005
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Waterfall:
     """All node time, the losses that are taken from it one by one, and what is left: training.
 
-    ``program_s`` is how long commands ran that tell no steps.
+    ``program_s`` is how long commands ran that tell no steps, ``unsaved_s`` what a stopped run
+    trained after its last checkpoint.
     """
 
     rank_seconds: float
@@ -55,6 +69,13 @@ class Waterfall:
     queued_s: float
     stopped_s: float
     program_s: float = 0.0
+    unsaved_s: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """How long nodes were allocated, by the clock."""
+        bars = (*self.losses, *([] if self.training is None else [self.training]))
+        return sum(bar.seconds for bar in bars)
 
 
 def waterfall(story: s.RunStory) -> Waterfall:
@@ -68,22 +89,24 @@ def waterfall(story: s.RunStory) -> Waterfall:
     slow_s, slow = _slow(story)
     kept = TimeUse.TRAINING.value
     slow_s, slow = min(slow_s, seconds[kept]), min(slow, spent[kept])
+    unsaved_s, unsaved = _unsaved(story)
+    unsaved_s, unsaved = min(unsaved_s, seconds[kept] - slow_s), min(unsaved, spent[kept] - slow)
     seconds[SLOW], spent[SLOW] = slow_s, slow
-    seconds[kept] -= slow_s
-    spent[kept] -= slow
+    seconds[UNSAVED], spent[UNSAVED] = unsaved_s, unsaved
+    seconds[kept] -= slow_s + unsaved_s
+    spent[kept] -= slow + unsaved
     total = sum(spent.values())
-    at = 1.0
     losses = []
     named = [(use.value, label, meaning) for use, label, meaning in _LOSSES]
     named.insert(4, (SLOW, "slow nodes", "all ranks waited for the slowest of them"))
+    named.insert(3, (UNSAVED, "steps not saved", "after the last checkpoint: to be trained again"))
     for use, label, meaning in named:
         share = spent[use] / total if total else 0.0
-        at -= share
         if spent[use] > 0:
-            losses.append(_bar(use, label, meaning, spent[use], seconds[use], share, max(0.0, at)))
+            losses.append(_bar(use, label, meaning, spent[use], seconds[use], share))
     share = spent[kept] / total if total else 0.0
     meaning = "steps that are part of the result"
-    bar = _bar(kept, "training that stayed", meaning, spent[kept], seconds[kept], share, 0.0)
+    bar = _bar(kept, "training that stayed", meaning, spent[kept], seconds[kept], share)
     return Waterfall(
         rank_seconds=total,
         losses=tuple(losses),
@@ -91,11 +114,12 @@ def waterfall(story: s.RunStory) -> Waterfall:
         queued_s=seconds[TimeUse.QUEUE.value],
         stopped_s=seconds[TimeUse.STOPPED.value],
         program_s=seconds[TimeUse.PROGRAM.value],
+        unsaved_s=unsaved_s,
     )
 
 
 def _bar(
-    use: str, label: str, meaning: str, spent: float, seconds: float, share: float, before: float
+    use: str, label: str, meaning: str, spent: float, seconds: float, share: float
 ) -> WaterfallBar:
     return WaterfallBar(
         use=use,
@@ -104,8 +128,35 @@ def _bar(
         rank_seconds=spent,
         seconds=seconds,
         share=share,
-        before=before,
     )
+
+
+def _unsaved(story: s.RunStory) -> tuple[float, float]:
+    """Seconds, and rank-seconds, of the steps that the next start has to do again."""
+    launches = [(a.number, each) for a in story.attempts for each in a.launches if each.resumes]
+    if saved_step(story) is None or not launches:
+        return 0.0, 0.0
+    attempt, launch = launches[-1]
+    begun = [saved.time - saved.event.seconds for saved in launch.checkpoints]
+    since = max((launch.resumes[-1].time, *begun))
+    spans = [
+        replace(span, start=max(span.start, since))
+        for span in story.spans
+        if span.use is TimeUse.TRAINING
+        and (span.attempt, span.launch) == (attempt, launch.number)
+        and span.end > since
+    ]
+    return sum(each.seconds for each in spans), sum(each.rank_seconds for each in spans)
+
+
+def saved_step(story: s.RunStory) -> int | None:
+    """Where a run will go on that has stopped behind its last checkpoint; else None."""
+    if story.step is None or story.status in _GOING_ON:
+        return None
+    if any(each.program is not None for a in story.attempts for each in a.launches):
+        return None  # what a program has saved only that knows
+    saved = story.committed_step or 0
+    return saved if saved < story.step else None
 
 
 def _slow(story: s.RunStory) -> tuple[float, float]:

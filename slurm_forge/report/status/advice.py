@@ -24,6 +24,8 @@ from slurm_forge.report.text import clean, number, plural
 from slurm_forge.slurm.records import is_slurm_job
 from slurm_forge.vocabulary.cause import Cause
 
+#: The source of the evidence that names a file of stacks.
+_STACKS = "stacks"
 _BY_ADMIN = "JobHeldAdmin"
 #: Commands in what a person can do, before the run has a name.
 _REQUEUE = "slurm-forge requeue RUN "
@@ -135,12 +137,13 @@ def next_in_story(
     onward = go_on(facts.reference, state, standing)
     if standing.status is RunStatus.HELD:
         last = next(reversed(list(_incidents(story))), None)
-        first = _reasoned(state) or _remedy(last)
+        first = _with_stack(_reasoned(state) or _remedy(last), last)
         if _asks_administrator(standing):
             return (_then(_COMMAND.sub("", first), _asks_administrator(standing)),)
         return (_going_on(first, facts.reference, state, onward),)
     if standing.trouble is not None:
-        first = _remedy(standing.trouble.incident)
+        trouble = standing.trouble.incident
+        first = _with_stack(_remedy(trouble), trouble)
         return (_going_on(first, facts.reference, state, onward),)
     return next_steps(facts, state, standing)
 
@@ -173,6 +176,15 @@ def _remedy(incident: IncidentStory | None) -> str:
         return remedy(Cause.UNKNOWN)
     known = next((each for each in Cause if each.value == incident.cause), Cause.UNKNOWN)
     return clean(own_next_step(incident.evidence)) or remedy(known)
+
+
+def _with_stack(first: str, incident: IncidentStory | None) -> str:
+    """The advice for a standstill with the file that has the answer, where there is one."""
+    if incident is None or first != remedy(Cause.HANG):
+        return first
+    file = next((each.text for each in incident.evidence if each.source == _STACKS), "")
+    rank = "the rank" if incident.rank is None else f"rank {number(incident.rank)}"
+    return f"read in {clean(file, 160)} what {rank} was waiting for" if file else first
 
 
 def _incidents(story: RunStory) -> Iterator[IncidentStory]:

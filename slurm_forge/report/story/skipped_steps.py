@@ -42,6 +42,12 @@ def skip_rows(skips: Iterable[s.Timed[ev.StepSkipped]]) -> tuple[s.SkipStory, ..
     return tuple(rows)
 
 
+def rows_without_incident(launch: s.LaunchStory) -> tuple[s.SkipStory, ...]:
+    """The rows of skipped steps that no incident of the launch was made of."""
+    told = [row_of(launch, incident) for incident in launch.incidents]
+    return tuple(row for row in launch.skipped if not any(row is each for each in told))
+
+
 def row_of(launch: s.LaunchStory, incident: s.IncidentStory) -> s.SkipStory | None:
     """The row of skipped steps that an incident was made of, if it was."""
     onset, step = incident.onset, incident.step

@@ -103,8 +103,8 @@ def test_the_page_tells_what_happened_what_it_cost_and_what_to_do(scribe: Scribe
     page, story = page_of(facts), explain(facts)
     told = " ".join(page.story)
     assert "running at step 40 of 400" in told
-    assert "In 1 attempt there was 1 row of non-finite gradients." in told
-    assert "all ranks: the gradient is not finite → rolled back to step 20" in told
+    assert "In 1 attempt there was 1 stretch of NaN or infinite gradients." in told
+    assert "all ranks: the gradient is not finite. What followed: rolled back to step 20" in told
     assert "learning rate x1 → x0.5, back by step 30" in told
     assert f"What it cost: {', '.join(costs(story))}." in told
     assert "1 change that affects your results: learning rate lowered for 10 steps" in told
@@ -142,6 +142,59 @@ def test_a_held_run_says_why_once_and_what_to_do(scribe: Scribe) -> None:
     assert page.next[0][0].text.startswith("Look at the driver, then ")
     assert any(piece.command and "requeue" in piece.text for piece in page.next[0])
     assert [card.tone for card in page.incidents] == ["held"]
+
+
+def test_what_is_not_saved_is_no_training_that_stayed(scribe: Scribe) -> None:
+    scribe.begin()
+    scribe.resume(0)
+    scribe.train(1, 5)
+    scribe.save(5)
+    scribe.train(6, 8)
+    scribe.incident(Cause.HANG, Action.HOLD, step=8, reason="hang: 3 times")
+    scribe.held("hang: 3 times")
+    page = page_of(scribe.facts())
+    (step,) = [each for each in page.key_figures if each.label == "Saved to step"]
+    assert (step.value, step.note) == ("5", "(reached 8) of 400 steps")
+    assert page.progress == pytest.approx(5 / 400)
+    unsaved = next(bar for bar in page.waterfall.losses if bar.use == "unsaved")
+    assert unsaved.seconds == pytest.approx(3 * 10, abs=0.5)
+    assert page.waterfall.training is not None
+    assert page.waterfall.training.seconds == pytest.approx(5 * 10, abs=0.5)
+    assert "30 s of them not saved" in page.key_figures[1].note
+
+
+def test_a_skipped_update_without_an_incident_is_told_with_its_weight(scribe: Scribe) -> None:
+    scribe.begin()
+    scribe.resume(0)
+    scribe.train(1, 3)
+    scribe.skip(3, evidence=(Evidence("rank 1 (n02)", "its loss was not finite in the step"),))
+    scribe.train(4, 8)
+    page = page_of(scribe.facts())
+    (card,) = page.skips
+    assert card.evidence == ("rank 1 (n02): its loss was not finite in the step",)
+    assert card.consequences == ("1 of 8 updates, 32 samples without effect",)
+    (results,) = [each for each in page.key_figures if each.label == "Results"]
+    assert (results.value, results.note) == ("1 of 8", "updates skipped")
+    assert "1 update skipped at step 3" in Parsed(run_html(page)).text
+
+
+def test_steps_in_a_row_and_a_signal_from_nobody_are_told_in_plain_words(scribe: Scribe) -> None:
+    scribe.begin()
+    scribe.resume(0)
+    scribe.train(1, 9)
+    scribe.skip(7, count=3)
+    scribe.unstable(9, Action.SKIP, onset=7, evidence=(Evidence("all ranks", "3 steps"),))
+    scribe.incident(
+        Cause.PREEMPTED, Action.REQUEUE, source="signals", text="SIGTERM, of unknown origin", step=9
+    )
+    scribe.requeued()
+    page = page_of(scribe.facts())
+    assert [(card.cause, card.headline) for card in page.incidents] == [
+        ("stopped", "stopped by SIGTERM (sender unknown)"),
+        ("non_finite", "3 consecutive steps (7-9) had NaN or infinite gradients"),
+    ]
+    assert page.skips == ()  # told with the incident
+    assert "1 stop by a signal" in page.story[1]
 
 
 def test_what_a_rollback_undid_is_a_branch_of_its_own(scribe: Scribe) -> None:
@@ -274,12 +327,9 @@ def test_the_waterfall_is_what_explain_counts(moves: list[Move], end: str) -> No
         pytest.approx(story.waited_s),
         pytest.approx(story.rest_s),
     )
-    # Each bar begins where the one before it ends, down to what is left.
-    edge = 1.0
-    for bar in spent.losses:
-        assert bar.before + bar.share == pytest.approx(edge)
-        edge = bar.before
-    assert training.share == pytest.approx(edge, abs=1e-6)
+    assert spent.seconds == pytest.approx(
+        sum(span.seconds for span in story.spans if span.ranks), abs=1e-6
+    )
 
 
 VALUES = st.floats(-1e6, 1e6) | st.sampled_from([float("nan"), float("inf")])
@@ -362,7 +412,7 @@ def test_several_runs_on_one_page(tmp_path: Path) -> None:
     assert page.summary[0] == "3 runs: 1 running, 1 held, 1 unreadable."
     assert [(row.name, row.settings, row.figure, row.steps) for row in page.rows] == [
         ("a", ("0.1",), "2", "40 of 400"),
-        ("b", ("0.01",), "1.25", "3 of 400"),
+        ("b", ("0.01",), "1.25", "3 of 400 (saved to step 0)"),
         ("c", ("",), "", ""),
     ]
     assert [name for name, _ in page.curves] == ["a", "b"]
@@ -388,3 +438,17 @@ def test_of_very_many_incidents_the_newest_are_shown_and_the_others_counted(
     ]
     assert page.hidden_incidents == 3
     assert "and 3 older ones: slurm-forge explain tiny-gpt --all" in Parsed(run_html(page)).text
+
+
+def test_a_branch_begins_at_the_checkpoint_that_training_went_back_to(scribe: Scribe) -> None:
+    scribe.begin()
+    scribe.resume(0)
+    for _ in range(2):
+        scribe.train(1, 8)
+        for step, value in ((4, 3.0), (8, 2.0)):
+            scribe.write("rank0", ev.Logged(step=step, values={"loss": value}))
+        scribe.again(5)
+    (loss,) = page_of(scribe.facts()).charts.figures
+    first, second = loss.discarded
+    assert [(point.step, point.value) for point in first] == [(5, 2.75), (8, 2.0)]
+    assert second[0].step == 5

@@ -64,15 +64,16 @@
     [1, ":{ss}", `\n${DAY} {YYYY} ${TIME}`, null, `\n${DAY} ${TIME}`, null, `\n${TIME}`, null, 1],
     [0.001, ":{ss}.{fff}", `\n${DAY} {YYYY} ${TIME}`, null, `\n${DAY} ${TIME}`, null, `\n${TIME}`, null, 1],
   ];
+  const titled = (label) => ({ label, labelSize: 18, labelGap: 0, labelFont: font });
   const axis = (more) => Object.assign({
     stroke: () => ink("muted"), grid: { stroke: () => ink("grid"), width: 1 },
     ticks: { stroke: () => ink("grid"), width: 1, size: 4 }, font,
   }, more);
-  function clipped(u, draw) {
+  function clipped(u, draw, above = 0) {
     const { ctx, bbox } = u;
     ctx.save();
     ctx.beginPath();
-    ctx.rect(bbox.left, bbox.top, bbox.width, bbox.height);
+    ctx.rect(bbox.left, bbox.top - above, bbox.width, bbox.height + above);
     ctx.clip();
     draw(ctx, bbox, devicePixelRatio || 1);
     ctx.restore();
@@ -251,9 +252,14 @@
 
   // -- the curves ------------------------------------------------------------------------------------
   const KINDS = {
-    discarded: ["thrown away", "discarded"], rollback: ["rollbacks", "repeated"], skip: ["skipped steps", "restart"],
-    lr: ["learning rate", "lr"], incident: ["incidents", "bad"], restart: ["restarts", "muted"], checkpoint: ["checkpoints", "training"],
+    discarded: ["thrown away", "discarded"], rollback: ["rollbacks", "rollback"], skip: ["skipped updates", "skip"],
+    lr: ["learning rate", "lr"], incident: ["incidents", "bad"], restart: ["restarts", "muted"], checkpoint: ["checkpoints", "mark"],
   };
+  // The color of a checkpoint, the trust that it stands for, and what that is called.
+  const TRUSTS = [["good", ["good"], "good checkpoint"], ["training", ["written", "verified", "unknown"], "saved checkpoint"],
+    ["bad", ["suspect", "gone", "unreadable"], "suspect or lost checkpoint"], ["queue", ["pruned"], "deleted checkpoint"]];
+  const trustOf = (mark) => mark[0].slice("checkpoint-".length);
+  const colorOf = (trust) => (TRUSTS.find(([, trusts]) => trusts.includes(trust)) || TRUSTS[1])[0];
   function curves(host, onZoom) {
     const shown = new Set(Object.keys(KINDS));
     const select = byId("figure"), over = byId("axis"), log = byId("log");
@@ -275,7 +281,16 @@
         chart.plot.redraw(false);
       };
     }
+    // What the colors of the checkpoints mean, of those that there are.
+    for (const [color, trusts, label] of TRUSTS) {
+      if (!data.marks.some((mark) => kindOf(mark) === "checkpoint" && trusts.includes(trustOf(mark)))) continue;
+      const item = element("li", undefined, byId("marks"));
+      item.className = "trusts";
+      element("i", undefined, item).style.background = `var(--${color})`;
+      item.append(label);
+    }
     const chart = {};
+    const ABOVE = 18;  // pixels over the plot for what happened
     const box = tip(host);
     const byStep = () => over.value === "step";
     const xOf = (points, index) => (byStep() ? points.steps[index] : begin + points.times[index]);
@@ -352,13 +367,13 @@
         const floor = bbox.top + bbox.height;
         const size = (crowded(u, "checkpoint", bbox, ratio) ? 2 : 4) * ratio;
         const dot = (crowded(u, "incident", bbox, ratio) ? 2 : 4) * ratio;
+        const places = new Map();
         for (const mark of data.marks) {
           const kind = kindOf(mark);
           if (!shown.has(kind)) continue;
           const x = u.valToPos(xOfMark(mark), "x", true);
           if (kind === "checkpoint") {
-            const trust = mark[0].slice("checkpoint-".length);
-            ctx.fillStyle = ink(trust === "suspect" || trust === "gone" || trust === "unreadable" ? "bad" : trust === "pruned" ? "queue" : trust === "good" ? "good" : "training");
+            ctx.fillStyle = ink(colorOf(trustOf(mark)));
             ctx.beginPath();
             ctx.moveTo(x, floor - 2.4 * size);
             ctx.lineTo(x + size, floor - 1.2 * size);
@@ -367,16 +382,19 @@
             ctx.fill();
           } else if (kind === "skip") {
             const stop = byStep() ? u.valToPos(mark[2], "x", true) : x;
-            ctx.fillStyle = ink("restart");
+            ctx.fillStyle = ink("skip");
             ctx.fillRect(x - 1.5 * ratio, floor - 5.4 * size, Math.max(3 * ratio, stop - x + 3 * ratio), 2 * size);
           } else if (kind === "incident") {
             ctx.fillStyle = ink("bad");
             ctx.beginPath();
-            ctx.arc(x, bbox.top + 7 * ratio, dot, 0, 7);
+            // Above the plot, where no value of the curve can be meant; those at one place side by side.
+            const place = Math.round(x / dot / 2), beside = places.get(place) || 0;
+            places.set(place, beside + 1);
+            ctx.arc(x - Math.min(beside, 9) * 2.4 * dot, bbox.top - 9 * ratio, dot, 0, 7);
             ctx.fill();
           } else if (kind === "rollback" && byStep()) {
-            const back = u.valToPos(mark[2], "x", true), y = bbox.top + 7 * ratio;
-            ctx.strokeStyle = ctx.fillStyle = ink("repeated");
+            const back = u.valToPos(mark[2], "x", true), y = bbox.top - 9 * ratio;
+            ctx.strokeStyle = ctx.fillStyle = ink("rollback");
             ctx.lineWidth = 1.6 * ratio;
             ctx.beginPath();
             ctx.moveTo(x, y);
@@ -392,7 +410,7 @@
             ctx.globalAlpha = 1;
           }
         }
-      });
+      }, ABOVE * (devicePixelRatio || 1));
     }
     function hover(u) {
       const { left, top } = u.cursor;
@@ -432,15 +450,15 @@
       const [low, high] = limits();
       const few = current.steps.length < 60;
       chart.plot = new uPlot({
-        width: host.clientWidth, height: height(), tzDate, legend: { show: false }, padding: [8, 22, 0, 0],
+        width: host.clientWidth, height: height(), tzDate, legend: { show: false }, padding: [ABOVE + 4, 22, 0, 0],
         cursor: { drag: { x: true, y: false, setScale: true }, points: { size: 7 } },
         scales: {
           x: { time: !byStep(), range: (u, min, max) => (u.status === 0 || min === null ? whole() : [min, max]) },
           y: { distr: log.checked ? 3 : 1, range: log.checked ? [low / 1.2, high * 1.2] : [low - (high - low || 1) * 0.09, high + (high - low || 1) * 0.12] },
         },
         series: [{}, { stroke: () => ink("curve"), width: 2, spanGaps: false, points: { show: few, size: 5, fill: () => ink("card") } }],
-        axes: [axis(byStep() ? { size: 34, space: 70, values: (u, values) => values.map((value) => (Number.isInteger(value) ? value.toLocaleString("en") : "")) } : { values: DATES }),
-          axis({ size: 62, values: (u, values) => values.map((value) => (value === null ? "" : figure(value))) })],
+        axes: [axis(byStep() ? { ...titled("step"), size: 34, space: 70, values: (u, values) => values.map((value) => (Number.isInteger(value) ? value.toLocaleString("en") : "")) } : { ...titled("time"), values: DATES }),
+          axis({ ...titled(current.name), size: 62, values: (u, values) => values.map((value) => (value === null ? "" : figure(value))) })],
         hooks: { drawAxes: [behind, before], setCursor: [hover], setScale: [(u, key) => { if (key === "x" && u.status && !byStep()) onZoom(u.scales.x); }] },
       }, [xs, current.values], host);
       chart.plot.setScale("x", { min: whole()[0], max: whole()[1] });
@@ -492,7 +510,7 @@
       cursor: { drag: { x: true, y: false }, focus: { prox: 12 }, points: { size: 6 } },
       scales: { x: { time: false } },
       series: [{}, ...data.curves.map((each, index) => ({ label: each.run, stroke: style(index).color, dash: style(index).dash, width: 1.8, spanGaps: true, points: { show: each.steps.length < 30, size: 4 } }))],
-      axes: [axis({ size: 34, space: 70 }), axis({ size: 62, values: (u, values) => values.map((value) => (value === null ? "" : figure(value))) })],
+      axes: [axis({ ...titled("step"), size: 34, space: 70 }), axis({ ...titled(data.figure), size: 62, values: (u, values) => values.map((value) => (value === null ? "" : figure(value))) })],
       hooks: { setCursor: [hover] },
     }, joined, host);
     zoomable(host, chart, () => [joined[0][0], joined[0][joined[0].length - 1]]);
@@ -507,7 +525,7 @@
     try { chosen = localStorage.getItem("slurm-forge-theme") || "auto"; } catch { /* a file that was mailed */ }
     function apply() {
       if (chosen === "auto") root.removeAttribute("data-theme"); else root.setAttribute("data-theme", chosen);
-      button.textContent = { auto: "◐", light: "☀", dark: "☾" }[chosen];
+      button.textContent = `${{ auto: "◐", light: "☀", dark: "☾" }[chosen]} theme`;
       button.setAttribute("aria-label", `Theme: ${chosen === "auto" ? "automatic" : chosen}`);
       charts.forEach((each) => each.plot && each.plot.redraw(false, true));
     }
