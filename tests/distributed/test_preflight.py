@@ -78,7 +78,10 @@ def test_a_bad_node_is_named_before_anything_is_trained(
 ) -> None:
     run = new_run(tmp_path, preflight={"enabled": True}, inject=[fault])
     bad = {"host=n3": "n3", "rank0": "n1", "rank2": "n3"}[fault.partition(":")[2]]
-    quick = mock.patch.dict(hub_side._ALL_S, gloo=4.0), mock.patch.dict(hub_side._FEW_S, gloo=4.0)
+    quick = (
+        mock.patch.object(hub_side, "_ALL_GLOO_S", 4.0),
+        mock.patch.object(hub_side, "_FEW_GLOO_S", 4.0),
+    )
     with quick[0], quick[1], launched(run, 4, _train, hosts=NODES) as launch:
         pass
     incident = _incident(launch)

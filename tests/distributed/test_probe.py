@@ -114,11 +114,11 @@ def test_a_probe_that_is_broken_alone_leaves_the_training_as_it_is(
 ) -> None:
     steps = 150
     links: list[socket.socket] = []
-    make = process_group._probe_group
+    make = process_group.small_group
 
-    def noting(*given: Any) -> Any:
+    def noting(*given: Any, **named: Any) -> Any:
         before = connections()
-        group = make(*given)
+        group = make(*given, **named)
         links.extend(each for inode, each in connections().items() if inode not in before)
         return group
 
@@ -137,7 +137,7 @@ def test_a_probe_that_is_broken_alone_leaves_the_training_as_it_is(
     alone = new_run(tmp_path, name="alone")
     with launched(alone, 3, undisturbed) as launch:
         pass
-    monkeypatch.setattr(process_group, "_probe_group", noting)
+    monkeypatch.setattr(process_group, "small_group", noting)
     run = new_run(tmp_path, name=how, probe=PROBE)
     with launched(run, 3, program) as launch:
         pass
