@@ -16,7 +16,7 @@ from slurm_forge.spec.loading import job_from_mapping
 from slurm_forge.spec.recovery import Recovery, cures
 from slurm_forge.vocabulary.cause import Cause
 
-__all__ = ["about_cause", "all_causes", "page_of"]
+__all__ = ["about_cause", "all_causes", "page_of", "rungs_of"]
 
 _AT = 1200
 #: More than any default ladder has tries: where it ends is then seen.
@@ -28,6 +28,13 @@ _REPEAT_ENDLESS = 2
 def page_of(cause: Cause) -> str:
     """The page of a cause, below ``docs/``."""
     return f"causes/{cause.value}.md"
+
+
+def rungs_of(cause: Cause) -> tuple[str, ...]:
+    """The default ladder of a cause, a line for each rung."""
+    job = _job()
+    found = rehearse(job, cause, at=_AT, repeat=1, assumed=Assumed(every_steps=100))
+    return tuple(policy_test(job, found).ladder)
 
 
 def about_cause(cause: Cause) -> list[str]:
