@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slurm_forge.documents import DEFAULT, Document, KeyPath, SourcePlace, dump, load, paths_in
+from slurm_forge.documents.writing import shorten
 from slurm_forge.errors import ConfigError
 from slurm_forge.knobs import Knobs
 from slurm_forge.spec import JobSpec, from_yaml, to_mapping
@@ -187,7 +188,8 @@ def test_to_set_a_key_is_to_write_it_into_the_file(values: list[JobValue]) -> No
     places = {each.path: each.place for each in job_values(found)}
     for value in values:
         if value.value != {}:
-            assert places[value.path] == SourcePlace(f"--set {value.key}={value.text}"[:66])
+            setting = shorten(f"{value.key}={value.text}")
+            assert places[value.path] == SourcePlace(f"--set {setting}")
 
 
 @given(
