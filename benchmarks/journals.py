@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -186,13 +186,18 @@ def write_year(folder: Path, name: str, year: Year) -> RunDirectory:
                 logical_time=attempt * 10_000 + logical,
             )
             lines[writer].append(encode(record))
-        for writer, content in lines.items():
-            path = run.journal / f"{attempt}-{files[writer]}.jsonl"
-            path.write_bytes(b"".join(content))
-            path.chmod(0o600)
+        write_files(run, attempt, {files[writer]: each for writer, each in lines.items()})
         now += lasts
         compact_journal(run, attempt)
     return run
+
+
+def write_files(run: RunDirectory, attempt: int, files: Mapping[str, Sequence[bytes]]) -> None:
+    """Write the journal files of an attempt, by the names that their writers have."""
+    for name, lines in files.items():
+        path = run.journal / f"{attempt}-{name}.jsonl"
+        path.write_bytes(b"".join(lines))
+        path.chmod(0o600)
 
 
 def _attempt(

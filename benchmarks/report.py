@@ -25,6 +25,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from benchmarks.journals import _run as measured
+from benchmarks.journals import write_files
 from benchmarks.tables import Machine, cell, plain, spread, table, write_json
 from slurm_forge.journal import compact_journal
 from slurm_forge.journal import events as ev
@@ -81,10 +82,7 @@ def write_month(folder: Path, attempts: int) -> RunDirectory:
             lines[writer].append(encode(record))
             if isinstance(event, ev.CheckpointCommitted):
                 saved, step = event.name, event.step
-        for writer, content in lines.items():
-            path = run.journal / f"{attempt}-{files[writer]}.jsonl"
-            path.write_bytes(b"".join(content))
-            path.chmod(0o600)
+        write_files(run, attempt, {files[writer]: each for writer, each in lines.items()})
         now += lasts
         compact_journal(run, attempt)
     return run

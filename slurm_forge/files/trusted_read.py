@@ -130,9 +130,7 @@ def read_json(
     """
     data = read_trusted(path, limit, owner=owner)
     try:
-        value = json.loads(
-            data.decode("utf-8"), object_pairs_hook=_no_duplicates, parse_constant=_no_constant
-        )
+        value = load_strictly(data.decode("utf-8"))
     except (ValueError, RecursionError) as error:
         raise _damaged(path, str(error), next_step) from error
     if not isinstance(value, dict):
@@ -154,6 +152,11 @@ def _read_and_close(descriptor: int, path: str | os.PathLike[str], limit: int) -
             next_step="slurm_forge writes none of this kind this large: check who wrote it.",
         )
     return b"".join(chunks)
+
+
+def load_strictly(text: str) -> Any:
+    """What JSON text says; ``ValueError`` where a key appears twice, or for NaN and infinity."""
+    return json.loads(text, object_pairs_hook=_no_duplicates, parse_constant=_no_constant)
 
 
 def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

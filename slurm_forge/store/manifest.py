@@ -13,9 +13,10 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
-from typing import Any, NoReturn
+from typing import Any
 
 from slurm_forge.errors import CheckpointRejectedError
+from slurm_forge.files.trusted_read import load_strictly
 from slurm_forge.format_version import FormatVersion, refuse_later
 from slurm_forge.store.identity import CheckpointName
 from slurm_forge.vocabulary.json_value import Json
@@ -117,9 +118,7 @@ class Manifest:
     def from_bytes(cls, data: bytes) -> Manifest:
         """Read and check a manifest; CheckpointRejectedError with the reason for any doubt."""
         try:
-            whole = json.loads(
-                data.decode("ascii"), object_pairs_hook=_no_duplicates, parse_constant=_no_constant
-            )
+            whole = load_strictly(data.decode("ascii"))
         except (ValueError, RecursionError) as error:
             raise rejected(f"the manifest is damaged: {error}") from error
         body = _dict(whole, "manifest", {"body", "sha256"})
@@ -275,14 +274,3 @@ def _time(value: object) -> datetime:
     if time.tzinfo is None:
         raise rejected("created_at has no time zone")
     return time
-
-
-def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    value = dict(pairs)
-    if len(value) != len(pairs):
-        raise ValueError("a key appears twice")
-    return value
-
-
-def _no_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not JSON")
