@@ -89,7 +89,16 @@ def _plan(options: argparse.Namespace) -> Iterator[tuple[str, Callable[[Path], S
     for size in large if "stall" in options.only else []:
         for world in alone:
             n = rounds(size)
-            yield "stall", partial(measure_stall, size=size, world=world, rounds=n)
+            yield (
+                "stall",
+                partial(
+                    measure_stall,
+                    size=size,
+                    world=world,
+                    rounds=n,
+                    on_accelerator=options.accelerator,
+                ),
+            )
     if "plan" in options.only and options.tensors:
         for world in options.ranks:
             n = options.rounds
@@ -128,6 +137,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--saves", type=int, help="how many, to see memory grow")
     parser.add_argument("--shards", type=int, help="of a simulated plan, at most")
     parser.add_argument("--ways", type=several(str), default=[], help="of save: ours,dcp,write,…")
+    parser.add_argument("--accelerator", action="store_true", help="stall: the state is there")
     parser.add_argument("--dir", type=Path, default=Path("/var/tmp"), help="a folder on the disk")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(arguments)

@@ -31,6 +31,8 @@ from torch._C._distributed_c10d import FileStore
 
 import slurm_forge.checkpoint.read.load
 import slurm_forge.checkpoint.write.save  # noqa: F401
+from slurm_forge.device.accelerator import choose_device
+from slurm_forge.device.groups import backends_for, bound_device
 
 _PR_SET_PDEATHSIG = 1
 
@@ -43,6 +45,7 @@ class Ranks:
     size: int
     group: dist.ProcessGroup | None
     progress: IO[str]
+    device: torch.device
 
     def tell(self, text: str) -> None:
         """Say on rank 0 how far it is."""
@@ -63,11 +66,18 @@ class Ranks:
         return list(found.tolist())
 
 
-def run_ranks(size: int, body: Callable[..., Any], *args: Any, threads: int = 0) -> Any:
+def run_ranks(
+    size: int,
+    body: Callable[..., Any],
+    *args: Any,
+    threads: int = 0,
+    on_accelerator: bool = False,
+) -> Any:
     """Run ``body(ranks, *args)`` on so many ranks and return what rank 0 returned.
 
-    ``threads`` is each rank's number of compute threads; 0 shares the cores among them.  Raises
-    RuntimeError with the ranks' own output if one fails, after the others have been ended.
+    ``threads`` is each rank's number of compute threads; 0 shares the cores among them.  With
+    ``on_accelerator`` each rank has the accelerator that a rank of a run takes, else the CPU.
+    Raises RuntimeError with the ranks' own output if one fails, after the others have been ended.
     """
     threads = threads or max(1, len(os.sched_getaffinity(0)) // size)
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
@@ -78,7 +88,7 @@ def run_ranks(size: int, body: Callable[..., Any], *args: Any, threads: int = 0)
             for rank in range(size):
                 pid = os.fork()
                 if pid == 0:
-                    _be(rank, size, here, threads, body, args)
+                    _be(rank, size, here, threads, on_accelerator, body, args)
                 pids.add(pid)
                 with contextlib.suppress(OSError):  # the rank does it too: whoever is first
                     os.setpgid(pid, pid)
@@ -110,6 +120,7 @@ def _be(
     size: int,
     folder: Path,
     threads: int,
+    on_accelerator: bool,
     body: Callable[..., Any],
     args: tuple[Any, ...],
 ) -> None:
@@ -126,15 +137,17 @@ def _be(
         os.dup2(log, 2)
         torch.set_num_threads(threads)
         torch.manual_seed(rank)
+        device = choose_device(rank) if on_accelerator else torch.device("cpu")
         dist.init_process_group(  # also for one rank: DCP's process wants one
-            "gloo",
+            backends_for(device),
+            device_id=bound_device(device),
             store=FileStore(str(folder / "store"), size),
             rank=rank,
             world_size=size,
             timeout=timedelta(minutes=10),
         )
         group = dist.new_group(backend="gloo") if size > 1 else None
-        found = body(Ranks(rank, size, group, progress), *args)
+        found = body(Ranks(rank, size, group, progress, device), *args)
         if rank == 0:
             (folder / "answer").write_bytes(pickle.dumps(found))
         dist.barrier()

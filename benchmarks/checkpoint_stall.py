@@ -21,6 +21,7 @@ from benchmarks.checkpoint_ranks import Ranks, run_ranks
 from benchmarks.checkpoint_state import Size, training_state
 from benchmarks.checkpoint_ways import Pending, Way, Ways
 from benchmarks.tables import Section, paired_ratio, spread, table
+from slurm_forge.device.accelerator import synchronize
 
 #: Seconds of steps before and after, to know what one takes.
 _ALONE_S = 0.7
@@ -49,9 +50,13 @@ class _Found:
     step_s: float
 
 
-def measure_stall(folder: Path, size: Size, world: int, rounds: int) -> Section:
+def measure_stall(
+    folder: Path, size: Size, world: int, rounds: int, on_accelerator: bool = False
+) -> Section:
     """Both kinds of step, every way once per round."""
-    found: list[dict[str, _Found]] = run_ranks(world, _rounds, folder, size, rounds, threads=1)
+    found: list[dict[str, _Found]] = run_ranks(
+        world, _rounds, folder, size, rounds, threads=1, on_accelerator=on_accelerator
+    )
     names = [*(way.value for way in _WAYS), _NOTHING]
     rows = [_row(step, name, found) for step in Step for name in names]
     header = [
@@ -76,7 +81,10 @@ def measure_stall(folder: Path, size: Size, world: int, rounds: int) -> Section:
 
 def _rounds(ranks: Ranks, folder: Path, size: Size, rounds: int) -> list[dict[str, _Found]]:
     ways = Ways(folder, training_state(size, ranks), ranks)
-    steps = {Step.INTERPRETER: _interpreter_step(), Step.COMPUTE: _compute_step()}
+    steps = {
+        Step.INTERPRETER: _interpreter_step(ranks.device),
+        Step.COMPUTE: _compute_step(ranks.device),
+    }
     for way in _WAYS:
         ways.run(way)  # memory that is touched for the first time, a process that is started
     kinds: list[tuple[Step, Way | None]] = [(s, w) for s in Step for w in (*_WAYS, None)]
@@ -126,38 +134,40 @@ def _alone(step: Callable[[], None]) -> tuple[int, float]:
     return count, took
 
 
-def _interpreter_step() -> Callable[[], None]:
-    small = torch.zeros(16)
+def _interpreter_step(device: torch.device) -> Callable[[], None]:
+    small = torch.zeros(16, device=device)
 
     def part() -> None:
         small.add_(1.0)
 
-    return _repeated(part, _STEP_S[Step.INTERPRETER.value])
+    return _repeated(part, _STEP_S[Step.INTERPRETER.value], device)
 
 
-def _compute_step() -> Callable[[], None]:
-    left, right = torch.randn(384, 384), torch.randn(384, 384)
-    product = torch.empty(384, 384)
+def _compute_step(device: torch.device) -> Callable[[], None]:
+    left, right = torch.randn(384, 384, device=device), torch.randn(384, 384, device=device)
+    product = torch.empty(384, 384, device=device)
 
     def part() -> None:
         torch.mm(left, right, out=product)
 
-    return _repeated(part, _STEP_S[Step.COMPUTE.value])
+    return _repeated(part, _STEP_S[Step.COMPUTE.value], device)
 
 
-def _repeated(part: Callable[[], None], seconds: float) -> Callable[[], None]:
-    """A step of about so many seconds."""
+def _repeated(part: Callable[[], None], seconds: float, device: torch.device) -> Callable[[], None]:
+    """A step of about so many seconds; it ends when the device has done it."""
     fastest = float("inf")  # what others do on the machine only makes it slower
     for _ in range(20):
         began = time.perf_counter()
         for _ in range(10):
             part()
+        synchronize(device)
         fastest = min(fastest, (time.perf_counter() - began) / 10)
     repeat = max(1, round(seconds / fastest))
 
     def step() -> None:
         for _ in range(repeat):
             part()
+        synchronize(device)
 
     return step
 

@@ -47,9 +47,9 @@ def training_state(size: Size, ranks: Ranks) -> TrainingState:
     else:
         count, columns = _LARGE, 1024
         rows = max(1, size.nbytes // 12 // count // columns // ranks.size) * ranks.size
-    mesh = init_device_mesh("cpu", (ranks.size,)) if ranks.size > 1 else None
+    mesh = init_device_mesh(ranks.device.type, (ranks.size,)) if ranks.size > 1 else None
     shape = (rows // ranks.size, columns)
-    model = nn.Sequential(*[_Layer(shape, mesh) for _ in range(count // 2)])
+    model = nn.Sequential(*[_Layer(shape, mesh, ranks.device) for _ in range(count // 2)])
     optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
     for each in model.parameters():
         each.grad = torch.zeros_like(each)
@@ -67,14 +67,18 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class _Layer(nn.Module):
-    def __init__(self, shape: tuple[int, int], mesh: DeviceMesh | None) -> None:
+    def __init__(
+        self, shape: tuple[int, int], mesh: DeviceMesh | None, device: torch.device
+    ) -> None:
         super().__init__()
-        self.weight = _parameter(shape, mesh)
-        self.bias = _parameter(shape, mesh)
+        self.weight = _parameter(shape, mesh, device)
+        self.bias = _parameter(shape, mesh, device)
 
 
-def _parameter(shape: tuple[int, int], mesh: DeviceMesh | None) -> nn.Parameter:
-    local = torch.randn(shape)
+def _parameter(
+    shape: tuple[int, int], mesh: DeviceMesh | None, device: torch.device
+) -> nn.Parameter:
+    local = torch.randn(shape, device=device)
     if mesh is None:
         return nn.Parameter(local)
     return nn.Parameter(DTensor.from_local(local, mesh, [Shard(0)]))

@@ -1,6 +1,6 @@
 """What the guard costs per step: on against off, beside what others do.
 
-    python -m benchmarks.guard [--only one,two,gpt] [--seconds 60] [--json FILE]
+    python -m benchmarks.guard [--only one,two,gpt] [--seconds 60] [--accelerator] [--json FILE]
 
 A loop is trained in short turns, every way once per round and in another order each time; what is
 quoted is the median over the rounds of the difference to *guard off* in the same round.
@@ -27,6 +27,7 @@ import torch.distributed as dist
 from benchmarks.checkpoint_ranks import Ranks, run_ranks
 from benchmarks.guard_loops import LOOPS, Loop, Way, steps_of
 from benchmarks.tables import Machine, Section, table, write_json
+from slurm_forge.device.accelerator import synchronize
 
 #: Rounds that warm up: the optimizer's state, DDP's buckets.
 _WARM = 3
@@ -67,7 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     found: list[dict[str, Any]] = []
     for name in options.only:
         for loop in LOOPS[name]:
-            section = measure(loop, options.seconds)
+            section = measure(loop, options.seconds, options.accelerator)
             sys.stdout.write(f"\n{section.title}\n\n{section.text}\n")
             sys.stdout.flush()
             found.append({"part": name, "title": section.title, **section.data})
@@ -77,9 +78,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def measure(loop: Loop, seconds: float) -> Section:
+def measure(loop: Loop, seconds: float, on_accelerator: bool = False) -> Section:
     """One loop for about so long."""
-    rounds: list[dict[Way, _Turn]] = run_ranks(loop.ranks, _rounds, loop, seconds, threads=1)
+    rounds: list[dict[Way, _Turn]] = run_ranks(
+        loop.ranks, _rounds, loop, seconds, threads=1, on_accelerator=on_accelerator
+    )
     header = ["", "wall ms", "cpu ms", "cpu µs more", "cpu % more", "wall % more"]
     return Section(
         f"{loop.text}: {len(rounds)} rounds of {loop.steps} steps each way",
@@ -92,7 +95,7 @@ def measure(loop: Loop, seconds: float) -> Section:
 
 
 def _rounds(ranks: Ranks, loop: Loop, seconds: float) -> list[dict[Way, _Turn]]:
-    steps = steps_of(loop)
+    steps = steps_of(loop, ranks.device)
     order = random.Random(0)  # the same on every rank
     found: list[dict[Way, _Turn]] = []
     began, number, enough = time.monotonic(), 0, False
@@ -102,10 +105,12 @@ def _rounds(ranks: Ranks, loop: Loop, seconds: float) -> list[dict[Way, _Turn]]:
         taken = {}
         for way in ways:
             step = steps[way]
+            synchronize(ranks.device)
             ranks.barrier()
             cpu, wall = time.process_time(), time.perf_counter()
             for _ in range(loop.steps):
                 step()
+            synchronize(ranks.device)
             taken[way] = (time.perf_counter() - wall, time.process_time() - cpu)
         turns = _of_all(ranks, loop, taken)
         if number >= _WARM:
@@ -198,6 +203,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--seconds", type=float, default=60.0, help="of each loop; four times as long for the GPT"
     )
+    parser.add_argument("--accelerator", action="store_true", help="train there, not on the CPU")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(arguments)
     unknown = set(options.only) - set(LOOPS)

@@ -27,7 +27,6 @@ from slurm_forge.training.step.gradient_norms import (
     clip_factor,
 )
 
-_CPU = torch.device("cpu")
 _WIDTH = 64
 _BATCH = 32
 _CLASSES = 10
@@ -131,10 +130,10 @@ def _small(normalised: bool) -> nn.Module:
     return nn.Sequential(*layers, nn.Linear(_WIDTH, _CLASSES))
 
 
-def steps_of(loop: Loop) -> dict[Way, Callable[[], None]]:
+def steps_of(loop: Loop, device: torch.device) -> dict[Way, Callable[[], None]]:
     """One function for each way; all of them train the same model with the same optimizer."""
     torch.manual_seed(0)
-    model: nn.Module = _Gpt() if loop.gpt else _small(loop.normalised)
+    model: nn.Module = (_Gpt() if loop.gpt else _small(loop.normalised)).to(device)
     if loop.ranks > 1:
         model = DistributedDataParallel(model)
     if loop.gpt:
@@ -144,7 +143,7 @@ def steps_of(loop: Loop) -> dict[Way, Callable[[], None]]:
         inputs = torch.randn(_BATCH, _WIDTH)
         targets = torch.randint(_CLASSES, (_BATCH,))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=loop.fused or None)
-    made = _Made(loop, model, optimizer, inputs, targets)
+    made = _Made(loop, model, optimizer, inputs.to(device), targets.to(device))
     return {way: getattr(made, way.name.lower()) for way in loop.ways}
 
 
@@ -209,7 +208,9 @@ class _Made:
         step = Step(
             self._batch,
             registry=self._registry,
-            loss=BatchLoss(global_batch=size * self._ranks, ranks=self._ranks, device=_CPU),
+            loss=BatchLoss(
+                global_batch=size * self._ranks, ranks=self._ranks, device=self._inputs.device
+            ),
             lr_scale=1.0,
             buffers=self._snapshot,
         )
@@ -221,7 +222,7 @@ class _Made:
     def flag(self) -> None:
         """The loss is looked at, and all ranks are asked."""
         loss = self._backward()
-        flag = torch.tensor([0.0 if math.isfinite(loss.item()) else 1.0])
+        flag = torch.tensor([0.0 if math.isfinite(loss.item()) else 1.0], device=loss.device)
         dist.all_reduce(flag, op=dist.ReduceOp.MAX)
         if flag.item() == 0.0:
             self._update()
@@ -232,7 +233,7 @@ class _Made:
         fine = all(
             bool(torch.isfinite(p.grad).all()) for p in self._parameters if p.grad is not None
         )
-        flag = torch.tensor([0.0 if fine else 1.0])
+        flag = torch.tensor([0.0 if fine else 1.0], device=self._inputs.device)
         dist.all_reduce(flag, op=dist.ReduceOp.MAX)
         if flag.item() == 0.0:
             self._update()

@@ -1,6 +1,7 @@
 """What the probe costs: main thread, a step beside it, heartbeats; beside the floor and a rival.
 
-    python -m benchmarks.probe [--ranks 2] [--blocks 12] [--seconds 4] [--json FILE]
+    python -m benchmarks.probe [--ranks 2] [--blocks 12] [--seconds 4] [--accelerator]
+                              [--json FILE]
 
 Ranks are processes on this machine that train on gloo (a small MLP under DDP).  Blocks without and
 with probes take turns (A B A B), and each pair gives one ratio, so that what slows the machine down
@@ -35,8 +36,10 @@ from benchmarks.tables import Machine, spread, table, write_json
 from slurm_forge.control import Hub, Member
 from slurm_forge.control.addresses import parse_addresses
 from slurm_forge.control.messages.message import Message
-from slurm_forge.control.messages.probe import ProbeArrived
+from slurm_forge.control.messages.probe import ProbeArrived, ProbeDone
 from slurm_forge.control.messages.rank import Heartbeat
+from slurm_forge.device.accelerator import choose_device, synchronize
+from slurm_forge.device.groups import backends_for, bound_device, small_group
 from slurm_forge.training.monitor.collective_probe import Probe
 
 #: The default interval.
@@ -78,11 +81,12 @@ class _Channel:
 
     def __init__(self) -> None:
         self.done = threading.Event()
-        self.last: Message | None = None
+        self.last: ProbeDone | None = None
 
     def send(self, message: Message) -> None:
-        if not isinstance(message, ProbeArrived):
+        if isinstance(message, ProbeDone):
             self.last = message
+        if not isinstance(message, ProbeArrived):
             self.done.set()
 
 
@@ -92,10 +96,11 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--blocks", type=int, default=12)
     parser.add_argument("--seconds", type=float, default=4.0)
+    parser.add_argument("--accelerator", action="store_true", help="train there, not on the CPU")
     parser.add_argument("--json", type=Path)
     asked = parser.parse_args()
     load, began = os.getloadavg()[0], time.time()
-    costs = measure(asked.ranks, asked.blocks, asked.seconds)
+    costs = measure(asked.ranks, asked.blocks, asked.seconds, asked.accelerator)
     machine = Machine.measured(load, began)
     sys.stdout.write(f"{machine.text()}, {asked.ranks} ranks\n\n{report(costs)}\n")
     write_json(asked.json, {"machine": asdict(machine), "probe": asdict(costs)})
@@ -157,7 +162,7 @@ def report(costs: Costs) -> str:
     return f"{calls}\n\n{table(head, rows)}\n\n{last}"
 
 
-def measure(ranks: int, blocks: int, seconds: float) -> Costs:
+def measure(ranks: int, blocks: int, seconds: float, on_accelerator: bool = False) -> Costs:
     """All of it, in processes of its own."""
     context = multiprocessing.get_context("spawn")
     with TemporaryDirectory() as folder:
@@ -171,6 +176,7 @@ def measure(ranks: int, blocks: int, seconds: float) -> Costs:
                     f"{folder}/store",
                     blocks,
                     seconds,
+                    on_accelerator,
                     theirs if rank == 0 else None,
                 ),
             )
@@ -192,23 +198,31 @@ def measure(ranks: int, blocks: int, seconds: float) -> Costs:
 
 
 def _rank(
-    rank: int, ranks: int, store: str, blocks: int, seconds: float, tell: Connection | None
+    rank: int,
+    ranks: int,
+    store: str,
+    blocks: int,
+    seconds: float,
+    on_accelerator: bool,
+    tell: Connection | None,
 ) -> None:
     torch.set_num_threads(1)
+    device = choose_device(rank) if on_accelerator else torch.device("cpu")
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     dist.init_process_group(
-        "gloo",
+        backends_for(device),
+        device_id=bound_device(device),
         init_method=f"file://{store}",
         rank=rank,
         world_size=ranks,
         timeout=timedelta(minutes=5),
     )
-    group: dist.ProcessGroup = dist.new_group(backend="gloo")
+    group = small_group(device, timeout=timedelta(minutes=5), ctas=4, description="probe")
     channel = _Channel()
     probe = Probe(
         member=channel,  # type: ignore[arg-type]
         group=group,
-        device=torch.device("cpu"),
+        device=device,
         rank=rank,
         world_size=ranks,
         large=1 << 20,
@@ -223,7 +237,7 @@ def _rank(
         assert channel.done.wait(60)
         return 1e6 * took
 
-    small = torch.zeros(ranks)
+    small = torch.zeros(ranks, device=device)
 
     def floor() -> float:
         begun = time.perf_counter()
@@ -248,7 +262,8 @@ def _rank(
             dist.barrier()
             calls[name].append(call())
             if name == "issue":
-                latencies.append(1e6 * getattr(channel.last, "latency_s", 0.0))
+                assert channel.last is not None
+                latencies.append(1e6 * channel.last.latency_s[0])
     cpu = time.process_time()
     for _ in range(_CALLS):
         issue()
@@ -257,10 +272,11 @@ def _rank(
     for _ in range(20):
         dist.barrier()
         calls["large"].append(issue(large=True))
-        bandwidth.append(getattr(channel.last, "bandwidth", 0.0))
-    step = _step()
+        bandwidth.append(channel.last.bandwidth[0])
+    step = _step(device)
     found = tuple(
-        _blocks(every, blocks, seconds, step, probe, channel, numbers) for every in _INTERVALS
+        _blocks(every, blocks, seconds, step, device, probe, channel, numbers)
+        for every in _INTERVALS
     )
     probe.close()
     if tell is not None:
@@ -280,13 +296,14 @@ def _rank(
     dist.destroy_process_group()
 
 
-def _step() -> Callable[[], None]:
+def _step(device: torch.device) -> Callable[[], None]:
     """One optimizer step of a few milliseconds, with its all-reduce."""
     torch.manual_seed(1)
     net = torch.nn.Sequential(torch.nn.Linear(256, 512), torch.nn.ReLU(), torch.nn.Linear(512, 10))
-    model = torch.nn.parallel.DistributedDataParallel(net)
+    model = torch.nn.parallel.DistributedDataParallel(net.to(device))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    inputs, targets = torch.randn(64, 256), torch.randint(0, 10, (64,))
+    inputs = torch.randn(64, 256, device=device)
+    targets = torch.randint(0, 10, (64,), device=device)
 
     def step() -> None:
         optimizer.zero_grad()
@@ -303,6 +320,7 @@ def _blocks(
     blocks: int,
     seconds: float,
     step: Callable[[], None],
+    device: torch.device,
     probe: Probe,
     channel: _Channel,
     numbers: Iterator[int],
@@ -311,6 +329,7 @@ def _blocks(
     begun = time.perf_counter()
     for _ in range(50):
         step()
+    synchronize(device)
     usual = torch.tensor([(time.perf_counter() - begun) / 50])
     dist.all_reduce(usual)
     usual_s = float(usual) / dist.get_world_size()
@@ -329,6 +348,7 @@ def _blocks(
                     channel.done.clear()
                     probe.issue(next(numbers))
                 step()
+            synchronize(device)
             taken[probing].append(1e3 * (time.perf_counter() - begun) / steps)
             cpu[probing].append(1e3 * (time.process_time() - used) / steps)
             if probing:
