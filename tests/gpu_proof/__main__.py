@@ -1,0 +1,151 @@
+"""``python -m tests.gpu_proof``: what holds on this machine's accelerators; scripts/gpu-proof."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from tests.gpu_proof.benchmarks import run_benchmarks
+from tests.gpu_proof.nodes import run_across
+from tests.gpu_proof.outcomes import Check, Outcome, Proof, as_json, as_page, checks_of_junit
+from tests.gpu_proof.runs import run_scenarios
+
+_ROOT = Path(__file__).parents[2]
+PARTS = ("tests", "runs", "nodes", "benchmarks")
+#: Of the time, at most, so that one part that hangs leaves the others their turn.
+_SHARE = {"tests": 0.45, "runs": 0.6, "nodes": 0.7, "benchmarks": 1.0}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run every part within the time, and write the page and the JSON file."""
+    options = _parse(arguments)
+    began = time.monotonic()
+    within = 60 * options.minutes
+    machine = json.loads(
+        subprocess.run(
+            [sys.executable, "-m", "tests.gpu_proof.machine"],
+            cwd=_ROOT,
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+    )
+    devices = int(machine["devices"])
+    if not devices:
+        sys.stderr.write(
+            "gpu-proof: torch sees no accelerator here: run it on a node that has one, with a "
+            "torch built for it (FORGE_VENV names an environment that has it)\n"
+        )
+        return 2
+    checks: list[Check] = []
+    figures = []
+    environment = dict(os.environ)
+    fused = machine["type"] == "cuda"
+
+    def seconds_left(part: str) -> float:
+        return within * _SHARE[part] - (time.monotonic() - began)
+
+    shared = options.folder or Path.cwd()
+    with tempfile.TemporaryDirectory(prefix="gpu-proof-", dir=shared) as name:
+        folder = Path(name)
+        for part in options.only:
+            sys.stdout.write(f"{part} …\n")
+            sys.stdout.flush()
+            if part == "tests":
+                found = run_tests(folder, seconds_left(part))
+            elif part == "runs":
+                found, more = run_scenarios(
+                    folder,
+                    devices=devices,
+                    environment=environment,
+                    seconds_left=lambda: seconds_left("runs"),
+                    fused=fused,
+                )
+                figures += more
+            elif part == "benchmarks":
+                found, more = run_benchmarks(
+                    folder,
+                    devices=devices,
+                    environment=environment,
+                    seconds_left=lambda: seconds_left("benchmarks"),
+                )
+                figures += more
+            elif options.nodes > 1:
+                found = [
+                    run_across(
+                        folder,
+                        nodes=options.nodes,
+                        devices=devices,
+                        settings=options.set,
+                        environment=environment,
+                        seconds_left=lambda: seconds_left("nodes"),
+                        fused=fused,
+                    )
+                ]
+            else:
+                found = []
+            checks += found
+            for check in found:
+                sys.stdout.write(f"  {check.outcome.value:8}{check.name}  {check.detail}\n")
+    proof = Proof(machine, checks, figures, time.monotonic() - began)
+    words = " ".join(["scripts/gpu-proof", *(arguments or sys.argv[1:])])
+    page = as_page(proof, command=words)
+    options.page.write_text(page)
+    options.json.write_text(json.dumps(as_json(proof), indent=1) + "\n")
+    sys.stdout.write(f"\n{page}\nwritten to {options.page} and {options.json}\n")
+    return 0 if proof.holds else 1
+
+
+def run_tests(folder: Path, within_s: float) -> list[Check]:
+    """Every test that is marked ``gpu``, by pytest in a process of its own."""
+    file = folder / "junit.xml"
+    words = [sys.executable, "-m", "pytest", "tests", "-m", "gpu", "-q", "-p", "no:cacheprovider"]
+    ended = None
+    try:
+        ended = subprocess.run(
+            [*words, "--junitxml", str(file)],
+            check=False,
+            cwd=_ROOT,
+            capture_output=True,
+            text=True,
+            timeout=within_s,
+        )
+        found = checks_of_junit("tests", file.read_text())
+    except subprocess.TimeoutExpired:
+        return [Check("tests", "all", Outcome.FAILED, f"they did not end within {within_s:.0f} s")]
+    except OSError:
+        said = "" if ended is None else (ended.stdout + ended.stderr).strip()
+        return [Check("tests", "all", Outcome.FAILED, said[-300:])]
+    return found or [Check("tests", "all", Outcome.NOT_RUN, "pytest found no test marked gpu")]
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="gpu-proof", description=__doc__)
+    parser.add_argument("--nodes", type=int, default=1, help="more than 1: through Slurm, too")
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="of the job on several nodes",
+    )
+    parser.add_argument("--only", type=lambda text: text.split(","), default=list(PARTS))
+    parser.add_argument("--minutes", type=float, default=15.0, help="in all, at most")
+    parser.add_argument("--folder", type=Path, help="for the runs; seen by all nodes (here)")
+    parser.add_argument("--page", type=Path, default=Path("gpu-proof.md"))
+    parser.add_argument("--json", type=Path, default=Path("gpu-proof.json"))
+    options = parser.parse_args(arguments)
+    if unknown := set(options.only) - set(PARTS):
+        parser.error(f"--only knows {', '.join(PARTS)}, not {', '.join(sorted(unknown))}")
+    return options
+
+
+if __name__ == "__main__":
+    sys.exit(main())
