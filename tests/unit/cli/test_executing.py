@@ -348,7 +348,9 @@ def test_the_last_lines_stand_beside_the_exit_code(execute: Exec) -> None:
     assert "line 29" not in story
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    "number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)]
+)
 def test_a_person_stops_it(execute: Exec, number: signal.Signals) -> None:
     program = "trap 'echo saved; exit 0' TERM; touch here; while :; do sleep 0.05; done"
     process = execute.start("--", "bash", "-c", program)

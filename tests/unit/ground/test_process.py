@@ -66,7 +66,14 @@ EARLIER = {
 }
 
 
-@pytest.mark.parametrize("old", EARLIER, ids=" ".join)
+@pytest.mark.parametrize(
+    "old",
+    [
+        pytest.param(old, marks=() if EARLIER[old] in ("execute", "shield") else [pytest.mark.slow])
+        for old in EARLIER
+    ],
+    ids=" ".join,
+)
 def test_what_earlier_scripts_name_is_still_started(old: tuple[str, ...], tmp_path: Path) -> None:
     nothing = str(tmp_path / "nothing")
     now = started(*process_words(EARLIER[old], nothing))

@@ -108,7 +108,7 @@ WEATHERS = (
 )
 
 
-@pytest.mark.parametrize("number", [1_000, pytest.param(10_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("number", [400, pytest.param(10_000, marks=pytest.mark.slow)])
 def test_thousands_of_happenings(
     folder: Path, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:

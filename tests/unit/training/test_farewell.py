@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 
@@ -33,6 +33,7 @@ from slurm_forge.training.rank.error_file import (
 from slurm_forge.training.rank.in_process_relaunch import Channel
 from slurm_forge.training.rank.rank import Rank
 from tests.channel_ends import CREDENTIALS, welcomed
+from tests.warm import WarmParent
 
 
 @pytest.fixture
@@ -44,26 +45,37 @@ def run(tmp_path: Path) -> RunDirectory:
     return run
 
 
-def start_worker(
-    run: RunDirectory, code: str = "", **knobs: int
-) -> subprocess.CompletedProcess[str]:
-    program = (
-        f"import ctypes, slurm_forge.training.rank.main as w\n{code}\nw.main([{str(run.path)!r}])"
-    )
-    given = Knobs(channel="127.0.0.1:1", **asdict(CREDENTIALS), **knobs).to_environ()
-    environment = {**os.environ, **given, "RANK": "3", "WORLD_SIZE": "4"}
-    environment.pop("PYTHONFAULTHANDLER", None)
-    return subprocess.run(
-        [sys.executable, "-c", program],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+@pytest.fixture(scope="module")
+def warm() -> Iterator[WarmParent]:
+    """Ranks that don't import torch anew."""
+    with WarmParent("slurm_forge.training.rank.main") as parent:
+        yield parent
 
 
-def test_a_rank_that_fails_before_it_has_a_channel_leaves_a_file(run: RunDirectory) -> None:
+Worker = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture
+def start_worker(warm: WarmParent, tmp_path: Path) -> Worker:
+    def start(run: RunDirectory, code: str = "", **knobs: int) -> subprocess.CompletedProcess[str]:
+        program = tmp_path / "program.py"
+        program.write_text(
+            f"import ctypes, slurm_forge.training.rank.main as w\n{code}\n"
+            f"w.main([{str(run.path)!r}])\n"
+        )
+        given = Knobs(channel="127.0.0.1:1", **asdict(CREDENTIALS), **knobs).to_environ()
+        environment = {**os.environ, **given, "RANK": "3", "WORLD_SIZE": "4"}
+        environment.pop("PYTHONFAULTHANDLER", None)
+        process = warm.start(str(program), (), cwd=tmp_path, env=environment, text=True)
+        out, err = process.communicate()
+        return subprocess.CompletedProcess((), process.wait(), out, err)
+
+    return start
+
+
+def test_a_rank_that_fails_before_it_has_a_channel_leaves_a_file(
+    run: RunDirectory, start_worker: Worker
+) -> None:
     done = start_worker(run, attempt=1, launch=2)
     assert done.returncode == 1
     assert "run.yaml" in done.stderr
@@ -74,13 +86,15 @@ def test_a_rank_that_fails_before_it_has_a_channel_leaves_a_file(run: RunDirecto
     assert words.cause == "app_error"
 
 
-def test_without_an_attempt_in_the_environment_it_is_the_newest(run: RunDirectory) -> None:
+def test_without_an_attempt_in_the_environment_it_is_the_newest(
+    run: RunDirectory, start_worker: Worker
+) -> None:
     claim_attempt(run, job="1", restart_count=1, host="n1", pid=1, nodes=(), time=0.0)
     assert start_worker(run).returncode == 1
     assert [words.rank for words in read_last_words(run, 2, 1)] == [3]
 
 
-def test_any_exception_is_printed_and_left_behind(run: RunDirectory) -> None:
+def test_any_exception_is_printed_and_left_behind(run: RunDirectory, start_worker: Worker) -> None:
     code = "def no(file): raise OSError(116, 'Stale file handle', str(file))\nw.read_run_file = no"
     done = start_worker(run, code, attempt=1, launch=1)
     assert done.returncode == 1
@@ -90,7 +104,7 @@ def test_any_exception_is_printed_and_left_behind(run: RunDirectory) -> None:
     assert "Traceback" in words.trace
 
 
-def test_a_crash_leaves_the_stack_in_the_output(run: RunDirectory) -> None:
+def test_a_crash_leaves_the_stack_in_the_output(run: RunDirectory, start_worker: Worker) -> None:
     done = start_worker(run, "w.read_run_file = lambda file: ctypes.string_at(0)", attempt=1)
     assert done.returncode == -11
     dump = find_dump(done.stderr)
@@ -101,7 +115,7 @@ def test_a_crash_leaves_the_stack_in_the_output(run: RunDirectory) -> None:
     assert "signals.py" in done.stderr
 
 
-def test_the_fault_handler_leaves_notices_alone(run: RunDirectory) -> None:
+def test_the_fault_handler_leaves_notices_alone(run: RunDirectory, start_worker: Worker) -> None:
     code = (
         "import os, signal, threading\n"
         "heard = threading.Event()\n"

@@ -144,7 +144,13 @@ def test_another_learning_rate_holds_from_its_first_step_on(lab, schedule: str) 
 # -- with less ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        pytest.param(name, marks=() if name in ("cosine", "one cycle") else [pytest.mark.slow])
+        for name in SCHEDULES
+    ],
+)
 def test_fresh_optimizers_begin_with_their_schedule(lab, schedule: str) -> None:
     made = lab(args=ARGS, checkpoint={"every_steps": 3, "keep_last": 9})
     go_on(made, Program(schedule))
