@@ -5,17 +5,17 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import replace
 from datetime import tzinfo
 
 from slurm_forge.journal import RunStatus
 from slurm_forge.report import text as t
 from slurm_forge.report.explain.explain_text import costs
 from slurm_forge.report.page.values import KeyFigure, Words
-from slurm_forge.report.page.waterfall import Waterfall, saved_step
+from slurm_forge.report.page.waterfall import Waterfall
 from slurm_forge.report.story import story as s
 from slurm_forge.report.story.consequences import consequences
 from slurm_forge.report.story.diagnosis import diagnosis, faults_on_purpose, suspected_nodes
+from slurm_forge.report.story.time_spans import saved_step
 from slurm_forge.report.story.unresolved_failure import is_fault
 from slurm_forge.slurm.records import is_slurm_job
 from slurm_forge.vocabulary.cause import Cause
@@ -282,8 +282,7 @@ def followed(
     Why a run is held is told by the decision, and where the run stands.
     """
     last = incident is launch.incidents[-1]
-    thrown_away = replace(incident, lost_s=incident.repeated_s)
-    phrases = consequences(attempt, launch, thrown_away, last=last, run=story, zone=zone)
+    phrases = consequences(attempt, launch, incident, last=last, run=story, zone=zone)
     return tuple(phrase for phrase in phrases if not phrase.startswith(_HELD))
 
 
