@@ -13,7 +13,7 @@ from slurm_forge.report.story.time_use import TimeUse
 _WITHOUT_NODES = frozenset({TimeUse.QUEUE, TimeUse.STOPPED})
 #: What the bars are called, and what each means, in the order of the page.
 _LOSSES = (
-    (TimeUse.STARTUP, "first start", "no run is spared this one"),
+    (TimeUse.STARTUP, "first start", "every run pays for this once"),
     (
         TimeUse.RESTART,
         "restarts and rollbacks",
