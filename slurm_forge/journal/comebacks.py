@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+#: What a person does for a run to go on.
+GO_ON = frozenset({"submit", "run", "requeue", "release"})
 #: ``method`` where the run is left to another task of its array, which Slurm starts by itself.
 NEXT_TASK = "next task of the array"
 #: ``method`` where somebody else, Slurm perhaps, had put the job back into the queue.

@@ -433,8 +433,8 @@ class JobSpec(JobSection):
     report: bool = Field(
         default=True,
         strict=True,
-        description="The batch step keeps report.html in the folder of the run up to date, every "
-        "10 minutes and at the end of each attempt; false: only slurm-forge report makes one.",
+        description="report.html in the folder of the run is kept up to date, every 10 minutes and "
+        "at the end of each attempt; false: only slurm-forge report makes one.",
     )
     memory_snapshot: bool = Field(
         default=False,

@@ -19,7 +19,10 @@ SELDOM = {"every_steps": 1000, "every_minutes": None}
 def test_stopped_and_saved_by_a_person_it_goes_on_to_the_same_weights(project: Project) -> None:
     """SAVE, SIGTERM for the command, and the same command again; beside one left in peace."""
     plain = project.job("plain", args={"steps": MANY})
-    assert project.forge("run", plain).code == 0
+    done = project.forge("run", plain)
+    assert done.code == 0
+    assert "Report: runs/plain/report.html" in done.out
+    assert "plain finished at step 400" in (project.folder / "runs" / "plain" / "report.html").read_text()
     job = project.job("stopped", args={"steps": MANY, "pace": 0.5}, checkpoint=SELDOM)
     command = project.start(*SLURM_FORGE, "run", job)
     folder = project.folder / "runs" / "stopped"
@@ -63,8 +66,11 @@ def test_the_verb_stop_ends_a_run_that_stays_stopped(project: Project) -> None:
 
 
 def test_bad_gradients_in_a_row_are_rolled_back(project: Project) -> None:
-    job = project.job("rolled", args={"steps": STEPS}, inject=["nan@24x3"])
-    assert project.forge("run", job).code == 0
+    job = project.job("rolled", args={"steps": STEPS}, inject=["nan@24x3"], report=False)
+    done = project.forge("run", job)
+    assert done.code == 0
+    assert "Report:" not in done.out
+    assert not (project.folder / "runs" / "rolled" / "report.html").exists()
     story = project.explain("rolled")
     (incident,) = incidents(story)
     assert incident["cause"] == "non_finite"
@@ -95,6 +101,7 @@ def test_an_error_of_the_program_is_told_and_the_run_held_until_it_is_mended(
     assert done.code == 1, done.text
     status = project.status("broken")
     assert status["status"] == "held"
+    assert "the shards of the data are missing" in (project.folder / "runs" / "broken" / "report.html").read_text()
     told = project.forge("explain", "broken").out
     assert "the shards of the data are missing" in told
     assert "failing.py" in told

@@ -5,6 +5,7 @@ A run that is at rest is looked at by the times of its folders, every 15 s.
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -206,6 +207,7 @@ class Fleet:
         each.stamps = stamps
         if each.reader is None:
             each.pulse = Pulse()
+            each.goodput_at = 0.0
             self._read(each)
         else:
             moved = each.pulse.add(each.reader.poll())
@@ -244,8 +246,9 @@ class Fleet:
             each.stamps = each.stamps[:_FOLDERS]
 
     def _read_at_rest(self, each: _Watched) -> None:
-        if each.row.happened or each.row.state in ("new", ""):
+        if math.isinf(each.goodput_at) or each.row.state in ("new", ""):
             return
+        each.goodput_at = math.inf  # until its files change
         each.pulse = Pulse()
         each.goodput = self._goodput(each, self._read(each))
         self._rest(each)

@@ -44,8 +44,8 @@ def report(
 ) -> None:
     """Write what happened, what it cost and what to do next as one HTML file.
 
-    The file is complete and needs no network.  While a job runs, it also keeps report.html in the
-    folder of the run.
+    The file is complete and needs no network.  A run also keeps report.html in its folder up to
+    date while it trains.
 
     \b
     Examples:

@@ -10,7 +10,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from slurm_forge.cli.observe.journal_tail import JournalTail, without_superseded_records
 from slurm_forge.cli.run_choice import (
     from_here,
     reference,
@@ -21,6 +20,7 @@ from slurm_forge.journal import Damage, Record
 from slurm_forge.journal.events import JobChanged, Resumed
 from slurm_forge.journal.logged import LoggedCurve
 from slurm_forge.journal.order import in_order
+from slurm_forge.journal.tail import JournalTail, without_superseded_records
 from slurm_forge.report.purge import PurgeRule, counts_from
 from slurm_forge.report.status.report_facts import RunFacts
 from slurm_forge.run_directory import RunDirectory, list_claims

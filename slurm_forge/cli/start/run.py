@@ -256,6 +256,7 @@ def _print_story(directory: RunDirectory, *, as_json: bool) -> None:
     from slurm_forge.cli.observe.surroundings import surrounded
     from slurm_forge.report.explain.explain import explain
     from slurm_forge.report.explain.explain_text import explain_text
+    from slurm_forge.report.text import clean
 
     facts = surrounded(gather(directory, whole=as_json), directory)  # as explain sees it
     if as_json:
@@ -267,3 +268,5 @@ def _print_story(directory: RunDirectory, *, as_json: bool) -> None:
         explain(facts), now=facts.now, reference=facts.reference, earlier=facts.earlier_state
     )
     typer.echo(text, nl=False)
+    if directory.report_file.is_file():
+        typer.echo(f"Report: {clean(str(directory.report_file), 300)}")

@@ -1,4 +1,4 @@
-"""Keeps report.html of a run up to date while its job runs, in processes that yield to the ranks.
+"""Keeps report.html of a run up to date while it runs, in processes that yield to the ranks.
 
 A report is worth having, and worth nothing beside the run: whatever goes wrong with it is left in
 ``attempts/<n>/report.log``.
@@ -13,8 +13,9 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
+from slurm_forge.errors import ForgeError
 from slurm_forge.process import process_words
-from slurm_forge.run_directory import RunDirectory
+from slurm_forge.run_directory import RunDirectory, newest_claim
 
 #: The first one soon: somebody may look whether the run does what it should.
 _FIRST_S, EVERY_S = 60.0, 600.0
@@ -29,7 +30,7 @@ class ReportRefresh:
 
     Args:
         run: The run.
-        attempt: Its attempt, which has begun.
+        attempt: Its attempt, which has begun; None is the newest one whenever a report is made.
         start: Starts the process, whose output goes to the file.
         every_s: Seconds between two reports; the first one comes sooner.
         patience_s: How long ``finish`` waits at most.
@@ -39,7 +40,7 @@ class ReportRefresh:
     def __init__(
         self,
         run: RunDirectory,
-        attempt: int,
+        attempt: int | None,
         *,
         start: Callable[[RunDirectory, Path], subprocess.Popen[bytes]] | None = None,
         every_s: float = EVERY_S,
@@ -47,7 +48,7 @@ class ReportRefresh:
         urgent_patience_s: float = _URGENT_PATIENCE_S,
     ) -> None:
         self._run = run
-        self._log = run.attempt(attempt) / "report.log"
+        self._attempt = attempt
         self._start = start or start_report
         self._every_s = every_s
         self._patience_s = patience_s
@@ -83,8 +84,17 @@ class ReportRefresh:
             if not self._over.is_set():
                 return
             self._process.kill()  # it tells of a moment before the end
-        with contextlib.suppress(OSError):
-            self._process = self._start(self._run, self._log)
+        with contextlib.suppress(OSError, ForgeError):
+            attempt = self._attempt or _newest(self._run)
+            if attempt > 0:
+                log = self._run.attempt(attempt) / "report.log"
+                self._process = self._start(self._run, log)
+
+
+def _newest(run: RunDirectory) -> int:
+    """The number of the newest attempt; 0 before the first."""
+    claim = newest_claim(run)
+    return 0 if claim is None else claim.attempt
 
 
 def start_report(run: RunDirectory, log: Path) -> subprocess.Popen[bytes]:

@@ -24,6 +24,7 @@ from slurm_forge.launch.attempt.attempt_loop import (
     print_line,
 )
 from slurm_forge.launch.attempt.job_attempt import refusal_text
+from slurm_forge.launch.attempt.report_refresh import ReportRefresh
 from slurm_forge.launch.attempt.run_lock import hold_run_lock
 from slurm_forge.launch.attempt.stop_request import StopRequest
 from slurm_forge.launch.command.launcher import CommandLauncher
@@ -108,6 +109,9 @@ class _LocalAttempt(CommandLauncher, FrontEnd, Requeuer):
             self._job_poller,
             say=lambda _: None,
             longest_pause_s=math.inf,
+            report=ReportRefresh(self._attempt.run, self._attempt.claim.attempt)
+            if self._attempt.file.job.report
+            else None,
         ).run()
 
     def relaunch(self, decision: Decision, facts: LaunchFacts) -> bool:

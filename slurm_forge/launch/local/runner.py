@@ -18,6 +18,7 @@ from slurm_forge.errors import AlreadyFinishedError
 from slurm_forge.journal import RunState, RunStatus, fold, read_to_fold
 from slurm_forge.journal.events import VIA_THIS_MACHINE, Submitted, UserAsked
 from slurm_forge.launch.attempt.lifeline import LifelineHeld
+from slurm_forge.launch.attempt.report_refresh import ReportRefresh
 from slurm_forge.launch.attempt.run_lock import (
     RunLock,
     hold_run_lock,
@@ -109,43 +110,54 @@ class _LocalRun:
         self._job = ""
 
     def train(self, ranks: int) -> int:
+        while True:
+            report = ReportRefresh(self._run, None) if self._file.job.report else None
+            try:
+                code = None if self._request else self._train_job(ranks)
+                if code is None and self._request:
+                    self._keep_stopped()
+                    code = ENDED_BY_SIGNAL + self._request.number
+            finally:
+                if report is not None:
+                    report.last()
+            if code is not None:
+                if report is not None:
+                    report.finish(urgent=bool(self._request))
+                return code
+
+    def _train_job(self, ranks: int) -> int | None:
+        """One job; None where the run goes on with another one, or a signal has stopped it."""
         run = self._run
         lock = self._presence.descriptor
         inherited = () if lock is None else (lock,)
-        while not self._request:
-            before = len(run_state(run).attempts)
-            process = start_tasks(
-                run, ranks=ranks, stdin=self._lifeline.reader, inherited=inherited
-            )
-            self._job = job = f"local-{process.pid}"
-            self._presence.name(job)
-            note(run, Submitted(job=job, via=VIA_THIS_MACHINE))
-            self._wait(process)
+        before = len(run_state(run).attempts)
+        process = start_tasks(run, ranks=ranks, stdin=self._lifeline.reader, inherited=inherited)
+        self._job = job = f"local-{process.pid}"
+        self._presence.name(job)
+        note(run, Submitted(job=job, via=VIA_THIS_MACHINE))
+        self._wait(process)
+        state = run_state(run)
+        is_ours = len(state.attempts) > before and state.attempts[-1].job == job
+        if self._request and is_ours:
+            self._conclude_abandoned(state)
             state = run_state(run)
-            is_ours = len(state.attempts) > before and state.attempts[-1].job == job
-            if self._request and is_ours:
-                self._conclude_abandoned(state)
-                state = run_state(run)
-            self._show()
-            if run.is_done():
-                return 0
-            if self._request:
-                break
-            if not is_ours and len(state.attempts) > before:
-                self._say_line(f"{run.name} has been taken over by {state.attempts[-1].job}")
-                return 1
-            if not is_ours:
-                self._say_line(
-                    f"the processes of {job} ended before they began an attempt; their output: "
-                    f"{run.submissions / str(process.pid)}_0_log.err"
-                )
-                return 1
-            if state.status not in _GOES_ON:
-                return 1
-            if not self._restarts(state):
-                return 1
-        self._keep_stopped()
-        return ENDED_BY_SIGNAL + self._request.number
+        self._show()
+        if run.is_done():
+            return 0
+        if self._request:
+            return None
+        if not is_ours and len(state.attempts) > before:
+            self._say_line(f"{run.name} has been taken over by {state.attempts[-1].job}")
+            return 1
+        if not is_ours:
+            self._say_line(
+                f"the processes of {job} ended before they began an attempt; their output: "
+                f"{run.submissions / str(process.pid)}_0_log.err"
+            )
+            return 1
+        if state.status not in _GOES_ON or not self._restarts(state):
+            return 1
+        return None
 
     def _wait(self, process: subprocess.Popen[bytes]) -> None:
         """Until every process of the job has ended."""

@@ -28,7 +28,7 @@ from slurm_forge.run_directory.sent_messages import MOST_TRIES, failure_text
 from slurm_forge.run_directory.snapshot_file import signature
 
 _LOOK_EVERY_S = 5.0
-#: So many times what a look took of a processor passes before the next one: each reads the journal
+#: So many times what a look took of a processor passes before the next one: each folds the journal
 #: again, which has grown for a month maybe.
 _SHARE = 20.0
 _NICE = 10
@@ -49,9 +49,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     run = RunDirectory.existing(path)
     knobs = Knobs.from_environ(os.environ)
     given = _Input(float(seconds))
-    _accompany(run, RunSender(run, knobs, report_within=_REPORT_WITHIN), given)
+    sender = RunSender(run, knobs, report_within=_REPORT_WITHIN)
+    _accompany(run, sender, given)
     if not given.content:
-        _send(RunSender(run, knobs), given.left, at_once=True)
+        _send(sender, given.left, at_once=True)
         return 0
     found = [from_json(EventNotice, each) for each in parse(list[object], given.content)]
     _send(RunSender(run, knobs, most_tries=MOST_TRIES), given.left, found)

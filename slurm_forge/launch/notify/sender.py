@@ -11,7 +11,8 @@ from datetime import timedelta
 
 from slurm_forge.errors import ForgeError
 from slurm_forge.files import open_trusted, private_directory
-from slurm_forge.journal import fold, read_to_fold
+from slurm_forge.journal import Record, fold
+from slurm_forge.journal.tail import JournalTail, without_superseded_records
 from slurm_forge.knobs import Knobs
 from slurm_forge.launch.notify.apprise_message import OutgoingMessage
 from slurm_forge.launch.notify.delivery import Errors, deliver
@@ -79,6 +80,8 @@ class RunSender:
         self._clock = clock
         self._most_tries = most_tries
         self._report_within_s = report_within.total_seconds()
+        self._tail = JournalTail(run)
+        self._records: list[Record] = []
         #: Whether something was kept back, which a report brings out without a line of the journal.
         self.waits_for_report = False
         self._targets_file = knobs.targets_file
@@ -88,14 +91,15 @@ class RunSender:
     def due(self, found: Sequence[EventNotice] = (), *, at_once: bool = False) -> tuple[Due, ...]:
         """What would be sent now, with what a watcher has ``found``; nothing is written.
 
-        ``at_once``: what failed is not waited with.  Errors: those of reading a run.
+        ``at_once``: what failed is tried again without a pause, and no report is waited for.
+        Errors: those of reading a run.
         """
         job = read_run_file(self._run.spec_file).job
         spec = job.notify
         if not spec.to:
             return ()
         now = self._clock()
-        records = read_to_fold(self._run)
+        records = self._read()
         state = fold(records)
         self._job = state.job
         self._attempt = state.attempts[-1].number if state.attempts else None
@@ -103,7 +107,7 @@ class RunSender:
             *notices_of(state, records, spec, run=str(self._run.path), now=now),
             *(each for each in found if each.event in spec.events),
         )
-        if job.report:
+        if job.report and not at_once:
             ready = tuple(each for each in notices if not self._keeps_back(each, now))
             self.waits_for_report = len(ready) < len(notices)
             notices = ready
@@ -152,6 +156,14 @@ class RunSender:
                 (replace(one, outcome=outcome, error=error) for _, one in claimed[target]),
             )
         return {target: error for target, error in errors.items() if error}
+
+    def _read(self) -> list[Record]:
+        """What ``fold`` needs of the journal, of which only what is new is read."""
+        more, _ = self._tail.poll()
+        if more:
+            self._records = without_superseded_records([*self._records, *more])
+        earlier = self._tail.earlier
+        return [*self._records] if earlier is None else [earlier, *self._records]
 
     def _problem(self, targets: tuple[str, ...]) -> str:
         """Why nothing can be sent from this host; empty where something can."""

@@ -27,7 +27,7 @@ from slurm_forge.report.story.history import (
 )
 from slurm_forge.report.story.lineage import Lineage
 from slurm_forge.report.story.story import RunStory
-from slurm_forge.report.story.time_spans import time_spans
+from slurm_forge.report.story.time_spans import saved_step, time_spans
 
 #: Nothing happens any more until a person asks for it.
 AT_REST = frozenset({RunStatus.HELD, RunStatus.STOPPED, RunStatus.CANCELLED, RunStatus.FINISHED})
@@ -102,9 +102,15 @@ def explain(facts: RunFacts) -> RunStory:
         failing_saves=now.failing_saves,
         repeated_at_least=line.at_least,
         may_be_further=line.may_be_further,
-        spans=time_spans(history, now.status, until=until, now=facts.now),
     )
-    return replace(story, next=next_in_story(facts, state, now, story), next_time=next_time(story))
+    all_saved = saved_step(story) is None
+    spans = time_spans(history, now.status, until=until, now=facts.now, all_saved=all_saved)
+    return replace(
+        story,
+        spans=spans,
+        next=next_in_story(facts, state, now, story),
+        next_time=next_time(story),
+    )
 
 
 def only_attempt(story: RunStory, number: int) -> RunStory | None:

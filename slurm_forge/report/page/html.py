@@ -33,6 +33,7 @@ _LEGEND = {
     TimeUse.TRAINING: "training",
     TimeUse.SAVING: "waiting for a save",
     TimeUse.REPEATED: "repeated steps",
+    TimeUse.UNSAVED: "steps not saved",
     TimeUse.STARTUP: "first start",
     TimeUse.RESTART: "restart",
     TimeUse.PROGRAM: "a command",

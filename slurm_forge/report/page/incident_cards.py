@@ -6,7 +6,14 @@ from collections.abc import Iterator, Sequence
 from datetime import tzinfo
 
 from slurm_forge.report import text as t
-from slurm_forge.report.page.summary import followed, headline, incidents_of, label, moment
+from slurm_forge.report.page.summary import (
+    followed,
+    headline,
+    holds_now,
+    incidents_of,
+    label,
+    moment,
+)
 from slurm_forge.report.page.values import IncidentCard, Stack, StackFile
 from slurm_forge.report.story import story as s
 from slurm_forge.report.story.consequences import without_next
@@ -117,14 +124,19 @@ def _card(
         evidence=tuple(
             t.observed(each.source, each.text, limit) for each in incident.evidence[pieces]
         ),
-        decision="" if decision is None else t.clean(_decided(incident, decision), reason),
+        decision="" if decision is None else t.clean(_decided(incident, decision, story), reason),
         consequences=followed(attempt, launch, incident, story, zone),
         stacks=tuple(_stacks(attempt, launch, stacks)) if last else (),
     )
 
 
-def _decided(incident: s.IncidentStory, decision: s.DecisionStory) -> str:
-    """Its reason, without the cause and the next step, which have places of their own."""
+def _decided(incident: s.IncidentStory, decision: s.DecisionStory, story: s.RunStory) -> str:
+    """Its reason, without the cause and the next step, which have places of their own.
+
+    Why the run is held now is the first thing that the page tells.
+    """
+    if holds_now(incident, story):
+        return "to hold the run, for the reason given in the story above"
     return without_next(decision.reason).removeprefix(f"{incident.cause}: ")
 
 

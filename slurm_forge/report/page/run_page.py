@@ -19,8 +19,9 @@ from slurm_forge.report.page.values import (
     RunPage,
     RunSources,
 )
-from slurm_forge.report.page.waterfall import saved_step, waterfall
+from slurm_forge.report.page.waterfall import waterfall
 from slurm_forge.report.story import story as s
+from slurm_forge.report.story.time_spans import saved_step
 from slurm_forge.slurm.records import is_slurm_job
 
 _MOST_CHECKPOINTS = 200

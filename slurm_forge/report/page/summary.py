@@ -5,20 +5,21 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import replace
 from datetime import tzinfo
 
 from slurm_forge.journal import RunStatus
 from slurm_forge.report import text as t
 from slurm_forge.report.explain.explain_text import costs
 from slurm_forge.report.page.values import KeyFigure, Words
-from slurm_forge.report.page.waterfall import Waterfall, saved_step
+from slurm_forge.report.page.waterfall import Waterfall
 from slurm_forge.report.story import story as s
-from slurm_forge.report.story.consequences import consequences
+from slurm_forge.report.story.consequences import consequences, in_the_queue
 from slurm_forge.report.story.diagnosis import diagnosis, faults_on_purpose, suspected_nodes
+from slurm_forge.report.story.time_spans import saved_step
 from slurm_forge.report.story.unresolved_failure import is_fault
 from slurm_forge.slurm.records import is_slurm_job
 from slurm_forge.vocabulary.cause import Cause
+from slurm_forge.vocabulary.decision import Action
 
 #: What somebody types, inside of a sentence.
 _COMMAND = re.compile(r"((?:slurm-forge|scontrol|scancel|squeue) [^;,()]*[^;,() .])")
@@ -277,14 +278,24 @@ def followed(
     story: s.RunStory,
     zone: tzinfo | None,
 ) -> tuple[str, ...]:
-    """What followed from an incident, and its cost: the time of the work that was thrown away.
+    """What followed from an incident, and its cost.
 
-    Why a run is held is told by the decision, and where the run stands.
+    Why a run is held, and where it waits, is told where the run stands.
     """
     last = incident is launch.incidents[-1]
-    thrown_away = replace(incident, lost_s=incident.repeated_s)
-    phrases = consequences(attempt, launch, thrown_away, last=last, run=story, zone=zone)
-    return tuple(phrase for phrase in phrases if not phrase.startswith(_HELD))
+    told: tuple[str, ...] = (_HELD,)
+    if attempt.held is not None and attempt.held.confirmed and holds_now(incident, story):
+        told = (_HELD, in_the_queue(attempt.held))
+    phrases = consequences(attempt, launch, incident, last=last, run=story, zone=zone)
+    return tuple(phrase for phrase in phrases if not phrase.startswith(told))
+
+
+def holds_now(incident: s.IncidentStory, story: s.RunStory) -> bool:
+    """Whether it is what the run is held for now."""
+    if story.status != RunStatus.HELD.value or incident.decision is None:
+        return False
+    newest = [each for _, _, each in incidents_of(story)][-1:]
+    return newest == [incident] and incident.decision.action == Action.HOLD.value
 
 
 def headline(incident: s.IncidentStory, limit: int) -> str:

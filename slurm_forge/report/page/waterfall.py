@@ -4,25 +4,23 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from slurm_forge.journal import RunStatus
 from slurm_forge.report.story import story as s
 from slurm_forge.report.story.time_use import TimeUse
 
 #: Without nodes: nobody pays for it but with patience.
 _WITHOUT_NODES = frozenset({TimeUse.QUEUE, TimeUse.STOPPED})
-#: What is not saved may still be.
-_GOING_ON = (RunStatus.RUNNING.value, RunStatus.FINISHED.value)
 #: What the bars are called, and what each means, in the order of the page.
 _LOSSES = (
-    (TimeUse.STARTUP, "first start", "no run is spared this one"),
+    (TimeUse.STARTUP, "first start", "every run pays for this once"),
     (
         TimeUse.RESTART,
         "restarts and rollbacks",
         "every later start, and every return to a checkpoint",
     ),
     (TimeUse.REPEATED, "repeated steps", "trained, lost, and trained again"),
+    (TimeUse.UNSAVED, "steps not saved", "after the last checkpoint: to be trained again"),
     (TimeUse.SAVING, "waiting for saves", "training stood still for its own checkpoints"),
     (TimeUse.IDLE, "idle nodes", "allocated, but neither training nor starting"),
     (TimeUse.PROGRAM, "a command", "which tells no steps: what of it is training is not known"),
@@ -30,15 +28,13 @@ _LOSSES = (
 )
 #: A node that is slower than the others: a part of the training time.
 SLOW = "slow"
-#: What a stopped run has trained since its last checkpoint.
-UNSAVED = "unsaved"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WaterfallBar:
     """One thing that node time went into.
 
-    ``use`` is the value of a ``TimeUse``, ``slow`` or ``unsaved``.  ``share`` is of all node time.
+    ``use`` is the value of a ``TimeUse`` or ``slow``.  ``share`` is of all node time.
     ``seconds`` is how long it took by the clock.
     """
 
@@ -89,17 +85,13 @@ def waterfall(story: s.RunStory) -> Waterfall:
     slow_s, slow = _slow(story)
     kept = TimeUse.TRAINING.value
     slow_s, slow = min(slow_s, seconds[kept]), min(slow, spent[kept])
-    unsaved_s, unsaved = _unsaved(story)
-    unsaved_s, unsaved = min(unsaved_s, seconds[kept] - slow_s), min(unsaved, spent[kept] - slow)
     seconds[SLOW], spent[SLOW] = slow_s, slow
-    seconds[UNSAVED], spent[UNSAVED] = unsaved_s, unsaved
-    seconds[kept] -= slow_s + unsaved_s
-    spent[kept] -= slow + unsaved
+    seconds[kept] -= slow_s
+    spent[kept] -= slow
     total = sum(spent.values())
     losses = []
     named = [(use.value, label, meaning) for use, label, meaning in _LOSSES]
-    named.insert(4, (SLOW, "slow nodes", "all ranks waited for the slowest of them"))
-    named.insert(3, (UNSAVED, "steps not saved", "after the last checkpoint: to be trained again"))
+    named.insert(5, (SLOW, "slow nodes", "all ranks waited for the slowest of them"))
     for use, label, meaning in named:
         share = spent[use] / total if total else 0.0
         if spent[use] > 0:
@@ -114,7 +106,7 @@ def waterfall(story: s.RunStory) -> Waterfall:
         queued_s=seconds[TimeUse.QUEUE.value],
         stopped_s=seconds[TimeUse.STOPPED.value],
         program_s=seconds[TimeUse.PROGRAM.value],
-        unsaved_s=unsaved_s,
+        unsaved_s=seconds[TimeUse.UNSAVED.value],
     )
 
 
@@ -129,34 +121,6 @@ def _bar(
         seconds=seconds,
         share=share,
     )
-
-
-def _unsaved(story: s.RunStory) -> tuple[float, float]:
-    """Seconds, and rank-seconds, of the steps that the next start has to do again."""
-    launches = [(a.number, each) for a in story.attempts for each in a.launches if each.resumes]
-    if saved_step(story) is None or not launches:
-        return 0.0, 0.0
-    attempt, launch = launches[-1]
-    begun = [saved.time - saved.event.seconds for saved in launch.checkpoints]
-    since = max((launch.resumes[-1].time, *begun))
-    spans = [
-        replace(span, start=max(span.start, since))
-        for span in story.spans
-        if span.use is TimeUse.TRAINING
-        and (span.attempt, span.launch) == (attempt, launch.number)
-        and span.end > since
-    ]
-    return sum(each.seconds for each in spans), sum(each.rank_seconds for each in spans)
-
-
-def saved_step(story: s.RunStory) -> int | None:
-    """Where a run will go on that has stopped behind its last checkpoint; else None."""
-    if story.step is None or story.status in _GOING_ON:
-        return None
-    if any(each.program is not None for a in story.attempts for each in a.launches):
-        return None  # what a program has saved only that knows
-    saved = story.committed_step or 0
-    return saved if saved < story.step else None
 
 
 def _slow(story: s.RunStory) -> tuple[float, float]:

@@ -83,7 +83,7 @@ def _sentence(record: Record, zone: tzinfo | None) -> str | None:
             return _skipped(event)
         case ev.Recovered():
             again = t.plural(event.steps, "step")
-            return f"recovered: {again} repeated in {t.span(event.seconds)}"
+            return f"recovered after {t.span(event.seconds)}: {again} repeated"
         case ev.IncidentSeen():
             return _incident(event)
         case ev.DecisionTaken():

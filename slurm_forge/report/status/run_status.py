@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 from slurm_forge.format_version import to_install
 from slurm_forge.journal import Record, RunState, RunStatus
+from slurm_forge.journal.comebacks import GO_ON
 from slurm_forge.launch.render.array_chain import VIA_ARRAY
 from slurm_forge.report.checkpoints import missing_checkpoint, newest_step
 from slurm_forge.report.purge import purge_warning
@@ -22,7 +23,6 @@ from slurm_forge.report.story.consequences import (
     without_next,
 )
 from slurm_forge.report.story.history import (
-    GO_ON,
     History,
 )
 from slurm_forge.report.story.queue_reason import (

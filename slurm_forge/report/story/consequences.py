@@ -144,7 +144,7 @@ def consequences(
 
 
 def _cost(incident: s.IncidentStory, gpus: float | None) -> Iterator[str]:
-    steps, lost = incident.repeated_steps, incident.lost_s
+    steps, lost = incident.repeated_steps, incident.repeated_s
     least = "at least " if incident.repeated_at_least else ""
     if steps is None:
         pass
@@ -153,7 +153,7 @@ def _cost(incident: s.IncidentStory, gpus: float | None) -> Iterator[str]:
         yield "steps since its last progress report repeated, if any"
     elif steps == 0:
         yield "0 steps lost"
-    elif lost is not None and t.span(lost) != t.span(0.0):
+    elif t.span(lost) != t.span(0.0):
         yield f"{least}{t.plural(steps, 'step')} repeated, {t.span(lost)}"
     else:
         yield f"{least}{t.plural(steps, 'step')} repeated"

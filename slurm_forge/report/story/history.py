@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from slurm_forge.journal import Record
 from slurm_forge.journal import events as ev
-from slurm_forge.journal.comebacks import FOUND_QUEUED
+from slurm_forge.journal.comebacks import FOUND_QUEUED, GO_ON
 from slurm_forge.journal.file import NO_LAUNCH
 from slurm_forge.report.story import story as s
 from slurm_forge.report.story.cost import (
@@ -24,9 +24,6 @@ from slurm_forge.report.story.lineage import (
     trace,
 )
 from slurm_forge.report.text import first_line
-
-#: What a person does for a run to go on.
-GO_ON = frozenset({"submit", "run", "requeue", "release"})
 
 #: Writers of the command line begin with this; what they write belongs to no launch.
 _PERSON = "cli"

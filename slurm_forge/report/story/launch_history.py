@@ -340,11 +340,7 @@ def _incident(
     lineage = beyond.lineage
     cost = lineage.costs.get(incident.id)
     measured = beyond.recovered.get(incident.id)
-    steps = None if cost is None else cost.steps
     lost = None if cost is None else cost.seconds
-    at_least = cost is not None and cost.at_least
-    if measured is not None:
-        steps, lost, at_least = measured.steps, measured.seconds, False
     return s.IncidentStory(
         id=incident.id,
         time=time,
@@ -360,9 +356,9 @@ def _incident(
         repeats=incident.repeats,
         micro_batch=incident.micro_batch,
         resumed_step=None if cost is None else cost.resumed_step,
-        repeated_steps=steps,
-        repeated_at_least=at_least,
-        lost_s=lost,
+        repeated_steps=None if cost is None else cost.steps,
+        repeated_at_least=cost is not None and cost.at_least,
+        lost_s=lost if measured is None else measured.seconds,
         recovered=incident.id in lineage.passed,
     )
 

@@ -217,9 +217,9 @@ class IncidentStory:
 
     ``onset`` is the first bad step and ``step`` the last, ``samples`` what they were taken on;
     ``repeats`` whether the step was bad again when it was computed again.  Training began again at
-    ``resumed_step`` (None: not yet, or it never stopped), ``repeated_steps`` had to be done again,
-    which took ``lost_s``: measured from the incident until training was past it, else the time of
-    the work that was thrown away.  ``recovered``: training has got past it.
+    ``resumed_step`` (None: not yet, or it never stopped), ``repeated_steps`` had to be done again.
+    ``lost_s`` is from the incident until training was past it, where that was measured, else
+    ``repeated_s``: it is no part of any sum.  ``recovered``: training has got past it.
 
     What it cost: ``repeated_s`` of training were thrown away, the start after it took
     ``startup_s``, and for ``idle_s`` the ranks held their nodes and did neither.  Over all

@@ -14,10 +14,12 @@ from slurm_forge.report.story.lineage import LaunchKey
 from slurm_forge.report.story.time_use import TimeSpan, TimeUse
 
 _WAITS = frozenset({RunStatus.SUBMITTED, RunStatus.REQUEUED})
+#: What is not saved may still be.
+_GOING_ON = (RunStatus.RUNNING.value, RunStatus.FINISHED.value)
 
 
 def time_spans(
-    history: History, status: RunStatus, *, until: float | None, now: float
+    history: History, status: RunStatus, *, until: float | None, now: float, all_saved: bool
 ) -> tuple[TimeSpan, ...]:
     """Every moment of the run that anything is known of, in the order of attempts and time.
 
@@ -26,6 +28,7 @@ def time_spans(
         status: Where it stands.
         until: Where its story ends; None before anything has started.
         now: When it was looked at.
+        all_saved: Whether no step lies behind the last checkpoint of a run that has stopped.
 
     Returns:
         Spans that don't overlap within an attempt, neighbours of the same kind joined.  Their sums
@@ -40,7 +43,40 @@ def time_spans(
     ordered = sorted(
         (span for span in spans if span.seconds), key=lambda one: (one.attempt, one.start, one.end)
     )
-    return tuple(_joined(_apart(ordered)))
+    apart = tuple(_apart(ordered))
+    return tuple(_joined(apart if all_saved else _with_unsaved(apart, history)))
+
+
+def saved_step(story: s.RunStory) -> int | None:
+    """The step that a run continues from which has stopped behind its last checkpoint; else None.
+
+    What a program has saved only that program knows.
+    """
+    if story.step is None or story.status in _GOING_ON:
+        return None
+    if any(each.program is not None for a in story.attempts for each in a.launches):
+        return None
+    saved = story.committed_step or 0
+    return saved if saved < story.step else None
+
+
+def _with_unsaved(spans: Iterable[TimeSpan], history: History) -> Iterator[TimeSpan]:
+    """The spans; training of the newest launch since its last save began is not saved."""
+    launches = [(a.number, each) for a in history.attempts for each in a.launches if each.resumes]
+    if not launches:
+        yield from spans
+        return
+    attempt, launch = launches[-1]
+    begun = [saved.time - saved.event.seconds for saved in launch.checkpoints]
+    since = max((launch.resumes[-1].time, *begun))
+    for span in spans:
+        newest = (span.attempt, span.launch) == (attempt, launch.number)
+        if not newest or span.use is not TimeUse.TRAINING or span.end <= since:
+            yield span
+            continue
+        if span.start < since:
+            yield replace(span, end=since)
+        yield replace(span, use=TimeUse.UNSAVED, start=max(span.start, since))
 
 
 def _trained(history: History) -> Iterator[TimeSpan]:

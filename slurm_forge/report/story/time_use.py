@@ -24,6 +24,8 @@ class TimeUse(str, Enum):
     SAVING = "saving"
     #: Steps, and their saves, that had to be done again later.
     REPEATED = "repeated"
+    #: Steps after the last checkpoint of a run that has stopped: they will be done again.
+    UNSAVED = "unsaved"
     #: A command runs whose steps nobody can read: what of it is training is not known.
     PROGRAM = "program"
     #: Nodes held, and neither trained nor started.

@@ -27,12 +27,12 @@ from benchmarks.many_runs import write_many
 from slurm_forge.cli.main import application
 from slurm_forge.cli.monitoring.metrics_runs import MetricsRuns
 from slurm_forge.cli.monitoring.metrics_server import MetricsPage, serving
-from slurm_forge.cli.observe.journal_tail import without_superseded_records
 from slurm_forge.cli.observe.run_reading import RunReader, gather
 from slurm_forge.errors import ConfigError
 from slurm_forge.journal import events as ev
 from slurm_forge.journal.file import Record, encode, without_superseded
 from slurm_forge.journal.line_reader import read_lines
+from slurm_forge.journal.tail import without_superseded_records
 from slurm_forge.report.explain.explain import explain
 from slurm_forge.report.metrics.exposition import Refreshed, exposition
 from slurm_forge.report.metrics.run_figures import run_figures

@@ -179,8 +179,10 @@ class Processes:
     def __init__(self, program: str) -> None:
         self.program = program
         self.started: list[subprocess.Popen[bytes]] = []
+        self.logs: list[Path] = []
 
     def __call__(self, run: RunDirectory, log: Path) -> subprocess.Popen[bytes]:
+        self.logs.append(log)
         self.started.append(subprocess.Popen([sys.executable, "-S", "-c", self.program]))
         return self.started[-1]
 
@@ -221,3 +223,16 @@ def test_what_can_t_be_started_is_no_trouble(scribe: Scribe) -> None:
     report = ReportRefresh(scribe.run, 1, start=fails, every_s=600)
     report.last()
     report.finish(urgent=False)
+
+
+def test_of_a_run_here_the_newest_attempt_keeps_what_went_wrong(
+    scribe: Scribe, tmp_path: Path
+) -> None:
+    processes = Processes("pass")
+    new = Scribe(tmp_path / "new")
+    for run in (new.run, scribe.run):
+        report = ReportRefresh(run, None, start=processes)
+        scribe.begin()
+        report.last()
+        report.finish(urgent=False)
+    assert processes.logs == [scribe.run.attempt(3) / "report.log"], "of the other nothing is known"

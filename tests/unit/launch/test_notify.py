@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
 from urllib.parse import quote, quote_plus
@@ -25,6 +25,7 @@ from slurm_forge.cli.observe.run_reading import gather
 from slurm_forge.errors import ConfigError, ForgeError, UnsafeFileError
 from slurm_forge.journal import JournalWriter
 from slurm_forge.journal.events import AttemptEnded, AttemptStarted, DecisionTaken
+from slurm_forge.journal.line_reader import Piece, read_pieces
 from slurm_forge.knobs import Knobs
 from slurm_forge.launch.notify.apprise_message import OutgoingMessage
 from slurm_forge.launch.notify.delivery import Errors, deliver
@@ -441,6 +442,32 @@ def test_a_report_of_before_the_end_is_not_attached_and_the_right_one_is_waited_
     now[0] += 61
     sender.send(for_seconds(30))
     assert len(service.got) == 1, "it does not wait for long"
+
+
+def test_a_look_reads_only_what_was_written_since_the_last_one(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    targets(home, me="json://127.0.0.1")
+    run = new_run(tmp_path, "me")
+    hold(run)
+    read: list[int] = []
+
+    def noted(path: Path, offset: int) -> Iterator[Piece]:
+        read.append(offset)
+        return read_pieces(path, offset)
+
+    monkeypatch.setattr("slurm_forge.journal.tail.read_pieces", noted)
+    service = Service()
+    sender = RunSender(run, knobs(), deliver=service)
+    sender.send(for_seconds(30))
+    assert read and set(read) == {0}
+    read.clear()
+    sender.send(for_seconds(30))
+    assert read == []
+    hold(run, attempt=2)
+    sender.send(for_seconds(30))
+    assert read == [0], "the file of the second attempt alone"
+    assert len(service.got) == 2
 
 
 def test_of_any_number_of_senders_one_sends(home: Path, tmp_path: Path) -> None:

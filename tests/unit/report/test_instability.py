@@ -147,7 +147,7 @@ def test_a_fault_that_does_not_come_again(scribe: Scribe) -> None:
         "    rank 9 (n05): gradient of layers.11.mlp.w2 is NaN (1 of 40 gradients)\n"
         "    replay: the same step computed again is finite: transient; suspect n05\n"
         "    3 updates skipped · rolled back to step 90 (good) without a restart · "
-        "11 steps repeated, 2 min\n"
+        "11 steps repeated, 1 min 50 s\n"
         "    15 rank-minutes lost\n"
         "  finished at step 400   10:08:45   3 checkpoints, the last at step 400, 0.3 s each\n"
         "\n"
@@ -190,7 +190,7 @@ def test_poisoned_data_with_two_rollbacks(scribe: Scribe) -> None:
         "    3 updates skipped · rolled back to step 90 (good) without a restart\n"
         "    learning rate x0.527 → x0.25, back by step 301 · "
         "samples 3136-3519 skipped (384 samples, before: 3136-3231)\n"
-        "    11 steps repeated, 2 min · 15 rank-minutes lost\n"
+        "    11 steps repeated, 1 min 50 s · 15 rank-minutes lost\n"
         "  running   step 102, last heard from just now   "
         "2 checkpoints, the last at step 95, 0.3 s each\n"
         "\n"
@@ -617,7 +617,7 @@ def test_json_has_the_same_facts(scribe: Scribe) -> None:
 def test_somebody_who_watches_sees_what_it_cost(scribe: Scribe) -> None:
     poisoned(scribe)
     lines = [line for record in scribe.facts().records if (line := happening(record))]
-    assert any(line.endswith("recovered: 11 steps repeated in 2 min") for line in lines)
+    assert any(line.endswith("recovered after 2 min: 11 steps repeated") for line in lines)
     assert any("decided: non_finite: rollback, learning rate x1 → x0.5" in line for line in lines)
 
 

@@ -136,8 +136,9 @@ def test_a_held_run_says_why_once_and_what_to_do(scribe: Scribe) -> None:
     )
     scribe.held("hang: 3 times; next: look at the driver")
     page = page_of(scribe.facts())
-    told = " ".join(page.story)
+    told = Parsed(run_html(page)).text
     assert told.count("3 times") == 1
+    assert told.count("Slurm's queue") == 1
     assert page.tone == "bad"
     assert page.next[0][0].text.startswith("Look at the driver, then ")
     assert any(piece.command and "requeue" in piece.text for piece in page.next[0])

@@ -65,6 +65,26 @@ def test_a_crash_as_a_timeline(scribe: Scribe) -> None:
     ]
 
 
+def test_what_a_stopped_run_has_not_saved_is_no_training_until_it_trains_again(
+    scribe: Scribe,
+) -> None:
+    scribe.begin()
+    scribe.resume(0)
+    scribe.train(1, 5)
+    scribe.save(5)
+    scribe.train(6, 8)
+    assert [use for use, *_ in told(explain(scribe.facts()))][-1] == "training", "it may be saved"
+    scribe.incident(Cause.HANG, Action.HOLD, step=8)
+    scribe.held("hang")
+    story = explain(scribe.facts())
+    assert told(story)[1:3] == [("training", 14, 64, 1), ("unsaved", 64, 94.3, 1)]
+    assert story.goodput == pytest.approx(80 / 95, abs=0.02), "it is still there to be seen"
+    scribe.later(60).write("cli", ev.UserAsked(verb="requeue", user="mia"), launch=1 << 30)
+    scribe.begin()
+    scribe.resume(5)
+    assert ("repeated", 64.3, 94.3, 1) in told(explain(scribe.facts()))
+
+
 def test_a_held_run_is_stopped_until_somebody_asks_for_it(scribe: Scribe) -> None:
     scribe.begin()
     scribe.resume(0)
@@ -178,7 +198,10 @@ def test_spans_add_up_to_what_is_told_in_words(moves: list[Move], end: str) -> N
         TimeUse.STOPPED: pytest.approx(story.rest_s),
         TimeUse.STARTUP: pytest.approx(story.startup_s),
         TimeUse.RESTART: pytest.approx(seconds[TimeUse.RESTART]),
-        TimeUse.TRAINING: pytest.approx(story.kept_s - seconds[TimeUse.SAVING]),
+        TimeUse.TRAINING: pytest.approx(
+            story.kept_s - seconds[TimeUse.SAVING] - seconds[TimeUse.UNSAVED]
+        ),
+        TimeUse.UNSAVED: pytest.approx(seconds[TimeUse.UNSAVED]),
         TimeUse.SAVING: pytest.approx(seconds[TimeUse.SAVING]),
         TimeUse.REPEATED: pytest.approx(story.repeated_s),
         TimeUse.PROGRAM: 0,

@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slurm_forge.cli.observe.journal_tail import JournalTail
 from slurm_forge.cli.observe.run_reading import RunReader
 from slurm_forge.errors import UnsafeFileError
 from slurm_forge.journal import JournalWriter, Record, compact_journal, fold
 from slurm_forge.journal import events as ev
 from slurm_forge.journal.file import blank_superseded, encode
 from slurm_forge.journal.line_reader import read_lines
+from slurm_forge.journal.tail import JournalTail
 from slurm_forge.report.explain.explain import explain
 from slurm_forge.report.status.status import take_status
 from slurm_forge.vocabulary.cause import Cause

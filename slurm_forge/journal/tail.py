@@ -10,14 +10,13 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from slurm_forge.files import refresh_listing
-from slurm_forge.journal import Damage, Record
 from slurm_forge.journal.archive import JournalFile, JournalFolder, read_archive, read_earlier
+from slurm_forge.journal.comebacks import GO_ON
 from slurm_forge.journal.events import Logged, Progress, Submitted, UserAsked
-from slurm_forge.journal.file import NO_LAUNCH, without_superseded
-from slurm_forge.journal.line_reader import read_lines, read_pieces
+from slurm_forge.journal.file import NO_LAUNCH, Record, without_superseded
+from slurm_forge.journal.line_reader import Damage, read_lines, read_pieces
 from slurm_forge.journal.logged import LoggedCurve
 from slurm_forge.journal.order import by_person
-from slurm_forge.report.story.history import GO_ON
 from slurm_forge.run_directory import RunDirectory
 
 #: How often a folder is listed anew in which files are archived meanwhile.
