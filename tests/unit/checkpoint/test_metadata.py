@@ -29,7 +29,7 @@ def plain(tmp_path):
     """What torch.distributed.checkpoint itself wrote: the files' sizes, and ``.metadata``."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        dcp.save({"weight": torch.ones(1, 10)}, checkpoint_id=str(tmp_path / "dcp"), no_dist=True)
+        dcp.save({"weight": torch.ones(1, 10)}, checkpoint_id=str(tmp_path / "dcp"))
     files = {path.name: path for path in (tmp_path / "dcp").iterdir()}
     sizes = {name: path.stat().st_size for name, path in files.items()}
     return sizes, files[".metadata"].read_bytes()
