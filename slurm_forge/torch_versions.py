@@ -23,7 +23,7 @@ def load_without_ranks(
         CheckpointException: What the reader raised; no ``Exception``.
     """
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        warnings.filterwarnings("ignore", message="torch.distributed is (disabled|unavailable)")
         if "no_dist" in inspect.signature(state_dict_loader.load).parameters:
             state_dict_loader.load(tensors, storage_reader=reader, planner=planner, no_dist=True)
         else:  # up to 2.6 only its deprecated predecessor leaves the other ranks alone
