@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import argparse
 import inspect
+import json
 import re
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-from pydantic import TypeAdapter
-from pydantic.dataclasses import dataclass
 
 from tests.compat.declared import (
     ASKED_FOR,
@@ -38,9 +38,6 @@ class Survey:
     guarded: tuple[str, ...]
     """What this torch lacks, and the package asks for before it calls it."""
     misfits: tuple[str, ...]
-
-
-SURVEY = TypeAdapter(Survey)
 
 
 def survey() -> Survey:
@@ -119,7 +116,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = parser.parse_args(argv)
     found = survey()
     if given.json is not None:
-        given.json.write_bytes(SURVEY.dump_json(found, indent=1) + b"\n")
+        given.json.write_text(json.dumps(asdict(found), indent=1) + "\n")
     print(f"torch {found.torch}: {found.bound} fit, {found.unchecked} exist, unchecked")
     for name in found.guarded:
         print(f"  absent, asked for first: {name}")
