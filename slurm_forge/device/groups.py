@@ -82,10 +82,10 @@ def standalone_group(store: Store, rank: int, size: int, backend: str, timeout: 
     return made(store, rank, size)
 
 
-def time_collectives(group: dist.ProcessGroup, device: torch.device) -> None:
+def time_collectives(group: dist.ProcessGroup) -> None:
     """Have the backend record when each collective began and ended there, if it can (NCCL)."""
     with contextlib.suppress(AttributeError, RuntimeError):
-        group._get_backend(device)._enable_collectives_timing()  # type: ignore[attr-defined]
+        group._enable_collectives_timing()  # type: ignore[attr-defined]
 
 
 def seconds_on_device(work: dist.Work) -> float | None:

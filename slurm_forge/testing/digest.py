@@ -15,7 +15,6 @@ import sys
 from pathlib import Path
 
 import torch
-from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
 from slurm_forge.checkpoint.content.tensors import (
     new_target,
@@ -29,6 +28,7 @@ from slurm_forge.run_directory import RunDirectory
 from slurm_forge.spec.run_file import read_run_file
 from slurm_forge.store.directory import CheckpointStore
 from slurm_forge.store.identity import CheckpointName
+from slurm_forge.torch_versions import load_without_ranks
 
 
 def digest(run: Path | str, *, step: int | None = None, random: bool = False) -> str:
@@ -45,7 +45,7 @@ def digest(run: Path | str, *, step: int | None = None, random: bool = False) ->
         if random or not key.startswith("rng/")
     }
     reader = ShardReader(directory, manifest, index)
-    dcp_load(tensors, storage_reader=reader, planner=ForgeLoadPlanner(), no_dist=True)
+    load_without_ranks(tensors, reader, ForgeLoadPlanner())
     total = hashlib.sha256()
     for key, tensor in tensors.items():
         total.update(f"{key} {tensor.dtype} {tuple(tensor.shape)}\n".encode())

@@ -40,11 +40,11 @@ class PlainFormat:
 
 
 def _dcp_save(state: dict[str, torch.Tensor], folder: Path) -> None:
-    dcp.save(state, checkpoint_id=str(folder), no_dist=True)
+    dcp.save(state, checkpoint_id=str(folder))
 
 
 def _dcp_load(state: dict[str, torch.Tensor], folder: Path) -> None:
-    dcp.load(state, checkpoint_id=str(folder), no_dist=True)
+    dcp.load(state, checkpoint_id=str(folder))
 
 
 def _torch_save(state: dict[str, torch.Tensor], folder: Path) -> None:

@@ -224,7 +224,7 @@ class _Dcp:
         state: dict[str, Any] = {"m": target.model.state_dict(), "number": torch.zeros(1)}
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            dcp.load(state, checkpoint_id=folders[0], no_dist=True)
+            dcp.load(state, checkpoint_id=folders[0])
         target.model.load_state_dict(state["m"])
         target.number = float(state["number"])
         return target.read()
@@ -244,7 +244,7 @@ class _Dcp:
 def _dcp_save(folder: Path, value: Value, rank: int) -> None:
     state: dict[str, Any] = {"m": value.model.state_dict(), "number": torch.tensor([value.number])}
     state[f"rng-{rank}"] = torch.full((64,), value.number)
-    dcp.save(state, checkpoint_id=folder, no_dist=not dist.is_initialized())
+    dcp.save(state, checkpoint_id=folder)
 
 
 class DcpInPlace(_Dcp):

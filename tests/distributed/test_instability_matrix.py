@@ -21,7 +21,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
@@ -39,6 +38,7 @@ from slurm_forge.journal.fold import in_order
 from slurm_forge.run_directory import RunDirectory
 from slurm_forge.store.directory import CheckpointStore
 from slurm_forge.store.identity import CheckpointName
+from slurm_forge.torch_versions import load_without_ranks
 from slurm_forge.training.rank.main import RankOutcome
 from slurm_forge.vocabulary.cause import Cause
 from slurm_forge.vocabulary.decision import Action
@@ -156,7 +156,7 @@ def saved(run: RunDirectory, name: CheckpointName) -> dict[str, torch.Tensor]:
         if not key.startswith("notes/")
     }
     reader = ShardReader(store.path(name), manifest, index)
-    dcp_load(tensors, storage_reader=reader, planner=ForgeLoadPlanner(), no_dist=True)
+    load_without_ranks(tensors, reader, ForgeLoadPlanner())
     return tensors
 
 

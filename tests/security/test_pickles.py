@@ -173,10 +173,8 @@ def test_entries_that_are_no_tensors_are_never_unpickled(tmp_path):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         state = {"w": torch.ones(4), "evil": Evil(mark)}
-        dcp.save(state, checkpoint_id=str(tmp_path / "dcp"), no_dist=True)
-        dcp.load(
-            {"w": torch.zeros(4), "evil": 0}, checkpoint_id=str(tmp_path / "dcp"), no_dist=True
-        )
+        dcp.save(state, checkpoint_id=str(tmp_path / "dcp"))
+        dcp.load({"w": torch.zeros(4), "evil": 0}, checkpoint_id=str(tmp_path / "dcp"))
         assert mark.exists(), "the trap is none: torch itself did not fall into it"
         mark.unlink()
         plain = pytest.importorskip("slurm_forge.checkpoint.read.plain_dcp")

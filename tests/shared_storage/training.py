@@ -51,7 +51,7 @@ def train(run: RunDirectory, until: int | None) -> str:
 def leave(folder: Path) -> None:
     """What torch itself writes."""
     torch.save({"tensor": _EARLIER}, folder / "earlier.pt")
-    dcp.save({"tensor": _EARLIER}, checkpoint_id=folder / "earlier-dcp", no_dist=True)
+    dcp.save({"tensor": _EARLIER}, checkpoint_id=folder / "earlier-dcp")
 
 
 def wait_for(path: Path) -> None:
@@ -67,7 +67,7 @@ def compare(folder: Path, run: RunDirectory) -> list[str]:
     """What was left by the other node, what came of the run, and what is exported of it."""
     problems = []
     read = {"tensor": torch.zeros_like(_EARLIER)}
-    dcp.load(read, checkpoint_id=folder / "earlier-dcp", no_dist=True)
+    dcp.load(read, checkpoint_id=folder / "earlier-dcp")
     saved = torch.load(folder / "earlier.pt", weights_only=True)
     for kind, tensors in (("dcp.save", read), ("torch.save", saved)):
         if not torch.equal(tensors["tensor"], _EARLIER):

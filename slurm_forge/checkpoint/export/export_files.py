@@ -207,8 +207,8 @@ def _dcp_save(tensors: dict[str, torch.Tensor], directory: Path) -> None:
     """Plain DCP; it syncs its files."""
     try:
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            dcp_save(tensors, checkpoint_id=str(directory), no_dist=True)
+            warnings.filterwarnings("ignore", message="torch.distributed is (disabled|unavailable)")
+            dcp_save(tensors, checkpoint_id=str(directory))
     except CheckpointException as caught:  # no Exception: nobody above would catch it
         for error, _ in caught.failures.values():
             if isinstance(error, OSError):

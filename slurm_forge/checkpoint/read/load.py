@@ -7,7 +7,6 @@ passed over, with whatever it had filled the objects with: the next one fills th
 from __future__ import annotations
 
 import time
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +15,6 @@ from typing import Any, Protocol, TypeAlias
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
 from slurm_forge.checkpoint.collectives import Ranks
 from slurm_forge.checkpoint.content.index import (
@@ -41,6 +39,7 @@ from slurm_forge.store.blocks import read_whole
 from slurm_forge.store.directory import CheckpointStore
 from slurm_forge.store.identity import CheckpointName
 from slurm_forge.store.manifest import INDEX_NAME, Manifest, rejected
+from slurm_forge.torch_versions import load_without_ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,12 +285,8 @@ def read_index(directory: Path, manifest: Manifest, patience: float = 0.0) -> In
 
 def _read(target: LoadTarget, reader: ShardReader) -> None:
     try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            # Every rank reads what it needs; no talk between ranks is needed for that.
-            dcp_load(
-                target.tensors, storage_reader=reader, planner=ForgeLoadPlanner(), no_dist=True
-            )
+        # Every rank reads what it needs; no talk between ranks is needed for that.
+        load_without_ranks(target.tensors, reader, ForgeLoadPlanner())
     except CheckpointException as caught:
         for error, _ in caught.failures.values():
             if isinstance(error, CheckpointRejectedError):

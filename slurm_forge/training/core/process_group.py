@@ -127,6 +127,7 @@ def host_store(size: int, within: timedelta, *, one_node: bool = False) -> TCPSt
                 timeout=within,
                 wait_for_workers=False,
                 master_listen_fd=listening.detach(),
+                use_libuv=False,  # which takes no socket in torch 2.6
             )
     return TCPStore(
         "0.0.0.0",  # noqa: S104  torch listens on every interface whatever it is given

@@ -104,7 +104,7 @@ class Probe:
             most = large if self._gpu else min(large, _LARGEST_ON_CPU)
             self._large = _Message(device, rank, world_size, max(1, most // 4 // world_size))
         if self._gpu:
-            time_collectives(group, device)
+            time_collectives(group)
         self._todo: queue.SimpleQueue[_Issued | None] = queue.SimpleQueue()
         self._idle = True
         self._closed = False

@@ -305,7 +305,7 @@ def test_plain_dcp_becomes_one_file(tmp_path):
     state = {"model": {"w": torch.arange(6.0).reshape(2, 3)}, "optim": {"m": torch.ones(2)}, "n": 3}
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        dcp.save(state, checkpoint_id=str(tmp_path / "plain"), no_dist=True)
+        dcp.save(state, checkpoint_id=str(tmp_path / "plain"))
     target = tmp_path / "x.safetensors"
     done = export(plain_source(tmp_path / "plain", only=()), target, Format.SAFETENSORS,
                   force=False)  # fmt: skip
@@ -367,8 +367,7 @@ def test_errors_of_the_process_are_safe_for_a_terminal(tmp_path, capsys):
     evil = "w\x1b]0;owned\x07"
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        dcp.save({evil: torch.ones(2, dtype=torch.complex128)}, checkpoint_id=str(tmp_path / "p"),
-                 no_dist=True)  # fmt: skip
+        dcp.save({evil: torch.ones(2, dtype=torch.complex128)}, checkpoint_id=str(tmp_path / "p"))
     target = str(tmp_path / "x.safetensors")
     assert main(["--plain", str(tmp_path / "p"), "--to", target, "--format", "safetensors"]) == 2
     said = capsys.readouterr()

@@ -42,7 +42,7 @@ TENSORS = {
 def dcp_save(state, path):
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        dcp.save(state, checkpoint_id=str(path), no_dist=True)
+        dcp.save(state, checkpoint_id=str(path))
     return path
 
 

@@ -66,8 +66,9 @@ OPTIMIZERS = {
     "ASGD": lambda p: torch.optim.ASGD(p, lr=1e-2),
     "Rprop": lambda p: torch.optim.Rprop(p, lr=1e-2),
     "Adafactor": lambda p: torch.optim.Adafactor(p, lr=1e-2),
-    "Muon": matrices_only(lambda p: torch.optim.Muon(p, lr=1e-2)),
 }
+if hasattr(torch.optim, "Muon"):  # since torch 2.9
+    OPTIMIZERS["Muon"] = matrices_only(lambda p: torch.optim.Muon(p, lr=1e-2))
 ON_DEVICE = {"fused Adam", "fused AdamW", "fused AdamW amsgrad", "fused SGD", "fused SGD momentum"}
 
 
