@@ -272,6 +272,7 @@ def _rank(
     for _ in range(20):
         dist.barrier()
         calls["large"].append(issue(large=True))
+        assert channel.last is not None
         bandwidth.append(channel.last.bandwidth[0])
     step = _step(device)
     found = tuple(
