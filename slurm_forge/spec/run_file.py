@@ -29,7 +29,7 @@ from slurm_forge.store.directory import CheckpointStore
 from slurm_forge.vocabulary.job_change import JobChange
 
 #: Version of the file: see ``slurm_forge.format_version``.
-FORMAT = FormatVersion(1, 1)
+FORMAT = FormatVersion(1, 2)
 #: Rewriting the file takes a moment; whoever waits longer waits for something else.
 _LOCKED = timedelta(seconds=20)
 

@@ -220,7 +220,7 @@ def _run_file() -> Entry:
         for name, hint in get_type_hints(RunFile).items()
         if name in RunFile.model_fields and name != "job"
     }
-    given |= {"expected_bandwidth": 4e11, "format_version": "1.1", "written_by": "0.1.0"}
+    given |= {"expected_bandwidth": 4e11, "format_version": "1.2", "written_by": "0.1.0"}
     file = RunFile(**given, job=job_from_mapping(_JOB))
 
     def read(folder: Path) -> RunFile:

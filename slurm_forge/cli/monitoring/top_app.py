@@ -35,7 +35,7 @@ _STYLES = {
     Tone.BAD: Style(color="red", bold=True),
     Tone.CHOSEN: Style(reverse=True),
 }
-_KEYS = "s save  S stop  r requeue  u release  e explain  l logs  p report  f finished  q quit"
+_KEYS = "s save  S stop  r requeue  u release  e explain  l log  p report  f done  q quit"
 _KEYS_OF_TEXT = "arrows, page up/down: scroll   q: back"
 #: Lines of the details of the chosen run, below the list.
 _DETAIL = 11

@@ -42,13 +42,24 @@ def send_trace(trace: RunTrace, endpoint: str | None) -> bool:
 
 def with_path(endpoint: str) -> str:
     """The URL that traces are sent to; ``ConfigError`` where nothing can be sent over HTTP."""
-    parts = urlsplit(endpoint)
-    if parts.scheme not in ("http", "https") or not parts.netloc:
+    try:
+        parts = urlsplit(endpoint)
+        takes_http = parts.scheme in ("http", "https") and bool(parts.hostname)
+        takes_http = takes_http and parts.port != 0
+    except ValueError:  # brackets without an address, a port that is no number
+        takes_http = False
+    if not takes_http:
         raise ConfigError(
-            f"--otlp: {endpoint!r} is not a URL with http:// or https://",
+            f"--otlp: {_without_password(endpoint)!r} is not a URL with http:// or https://",
             next_step="For example --otlp http://localhost:4318.",
         )
     return endpoint if parts.path.strip("/") else endpoint.rstrip("/") + _PATH
+
+
+def _without_password(url: str) -> str:
+    """The URL without what stands before its host."""
+    before, found, host = url.rpartition("@")
+    return f"{before.partition('//')[0]}//***@{host}" if found else url
 
 
 def _readable(trace: RunTrace) -> Iterator[ReadableSpan]:

@@ -9,6 +9,7 @@ from slurm_forge.journal import RunStatus
 from slurm_forge.journal import events as ev
 from slurm_forge.report.status.run_listing import ListedRun
 from slurm_forge.report.status.status import Status
+from slurm_forge.report.text import clean
 from slurm_forge.report.top.pulse import Pulse, SavedStep
 from slurm_forge.slurm.records import QueueRecord, is_slurm_job
 from slurm_forge.slurm.states import PENDING_LIKE
@@ -142,7 +143,8 @@ def row_of(
         attention=state in ("held", "gone", "quiet")
         or bool(slow)
         or status.failing_saves is not None,
-        step=status.step if pulse.step is None else pulse.step,
+        # How far a launch came is known best once it has ended.
+        step=pulse.step if running and pulse.step is not None else status.step,
         total_steps=status.total_steps,
         step_s=pulse.step_s if running else None,
         loss_name=pulse.loss_name,
@@ -162,8 +164,17 @@ def row_of(
         saved=pulse.saves[-1] if pulse.saves else None,
         next_save=pulse.next_save if running else None,
         happened=tuple(pulse.happened),
-        next=status.next,
+        next=_unheard(status) if state in ("quiet", "gone") else status.next,
         warnings=status.warnings,
+    )
+
+
+def _unheard(status: Status) -> tuple[str, ...]:
+    """What to do about a run whose own files don't tell what became of it."""
+    path = clean(status.path, 300)
+    return (
+        f"see what Slurm says of its job: slurm-forge status {path}",
+        f"and what it printed last: slurm-forge logs {path} --errors",
     )
 
 

@@ -21,9 +21,10 @@ from slurm_forge.report.top.rows import TopRow
 from slurm_forge.report.top.sparkline import sparkline
 
 _WIDTHS = (9, 13, 7, 7, 8, 5, 8)
-_HEADS = ("STATE", "STEP", "PER", "LOSS", "TREND", "GOOD", "LIMIT")
+_HEADS = ("STATE", "STEP", "/STEP", "LOSS", "TREND", "GOOD", "LIMIT")
 _LONGEST_NAME = 40
 _WORDS_LINES = 3
+_LONGEST_NEXT = 400
 #: What our own texts are written with beside ASCII.
 _IN_ASCII = {"\N{HORIZONTAL ELLIPSIS}": "...", "\N{RIGHTWARDS ARROW}": "->", "\N{MIDDLE DOT}": "-"}
 
@@ -111,6 +112,8 @@ class View:
         # Why it is held is worth more than one line.
         told = wrap(t.clean(f"{row.name}  {words}"), max(10, self.width), max_lines=_WORDS_LINES)
         yield from (self.line(each, tone) for each in told)
+        if row.attention:
+            yield from self._next(row)
         place = [] if row.attempt is None else [f"attempt {row.attempt}"]
         place += [] if row.launch is None else [f"launch {row.launch}"]
         place += [f"job {row.job}"] if row.job else []
@@ -118,18 +121,26 @@ class View:
         if place:
             yield self.line(", ".join(place))
         yield from self._nodes(row)
-        progress = _progress(row)
+        progress = _fitting(_progress(row), self.width)
         if progress:
             yield self.line(progress)
         if row.losses:
             width = max(1, self.width - len(row.loss_name) - 12)
             line = sparkline(row.losses, width, ascii_only=self.ascii_only)
             yield self.line(f"{row.loss_name} {row.losses[-1]:.4g} {line}")
-        timing = _timing(row, now)
+        timing = _fitting(_timing(row, now), self.width)
         if timing:
             yield self.line(timing)
-        for text in (*row.warnings[:2], *(f"next: {each}" for each in row.next[:2])):
-            yield self.line(text, Tone.DIM)
+        yield from (self.line(text, Tone.DIM) for text in row.warnings[:2])
+        if not row.attention:
+            yield from self._next(row)
+
+    def _next(self, row: TopRow) -> Iterator[ViewLine]:
+        """What a person can do, in whole lines: some of it is to be typed."""
+        for each in row.next[:2]:
+            text, width = t.clean(f"next: {each}", _LONGEST_NEXT), max(10, self.width)
+            told = wrap(text, width, subsequent_indent="  ", break_on_hyphens=False)
+            yield from (self.line(line, Tone.DIM) for line in told)
 
     def _nodes(self, row: TopRow) -> Iterator[ViewLine]:
         """The nodes; those that are slow by themselves, with their ranks, the slowest first."""
@@ -164,7 +175,18 @@ def _step(row: TopRow) -> str:
     return f"{row.step}{share}"
 
 
-def _progress(row: TopRow) -> str:
+def _fitting(parts: Sequence[str], width: int) -> str:
+    """As many parts as fit: one that is cut off would have another value."""
+    shown = ""
+    for part in parts:
+        longer = f"{shown}, {part}" if shown else part
+        if shown and len(longer) > width:
+            break
+        shown = longer
+    return shown
+
+
+def _progress(row: TopRow) -> list[str]:
     parts = []
     if row.step is not None:
         of = f" of {row.total_steps}" if row.total_steps else ""
@@ -177,10 +199,10 @@ def _progress(row: TopRow) -> str:
     if row.goodput is not None:
         parts.append(f"goodput {t.share(row.goodput)}")
     shown = [f"{name} {value:.4g}" for name, value in row.figures if name != row.loss_name]
-    return ", ".join([*parts, *shown[:3]])
+    return [*parts, *shown[:3]]
 
 
-def _timing(row: TopRow, now: float) -> str:
+def _timing(row: TopRow, now: float) -> list[str]:
     parts = []
     if row.limit is not None:
         left = row.limit - now
@@ -195,7 +217,7 @@ def _timing(row: TopRow, now: float) -> str:
     elif row.probe is not None:
         latency = "" if row.probe.latency_s is None else f" {t.span(row.probe.latency_s)}"
         parts.append(f"probe{latency}" if row.probe.ok else "probe FAILED")
-    return ", ".join(parts)
+    return parts
 
 
 def window(count: int, chosen: int, height: int, first: int) -> int:

@@ -166,6 +166,7 @@ def test_the_screen_of_many_runs(shell: Shell) -> None:
         assert app.screen.query_one("#keys").region.bottom == 24
         assert app.screen.query_one("#list").size.height == len(shown(app, "list")) + 6
         assert {len(line) for line in lines} == {80}
+        assert lines[-1].endswith(" q quit"), "every key fits"
         table = shown(app, "list")
         assert [line[:16].split() for line in table[1:]] == [[">!bad"], ["!tiny-gpt"], ["done"]]
         assert re.search(r"running +10 2% +5\.0s +2 +█▇▆▅▄▃▂▁", table[2])
@@ -180,6 +181,25 @@ def test_the_screen_of_many_runs(shell: Shell) -> None:
         assert not any("done" in line for line in shown(app, "list"))
 
     driven(fleet_of(shell.folder), steps)
+
+
+def test_how_far_an_ended_launch_came_is_what_explain_says(shell: Shell) -> None:
+    scribe = training(shell.folder)
+    scribe.write("supervisor", ev.LaunchEnded(outcome="hang", step=13))
+    scribe.incident(Cause.HANG, Action.HOLD, step=13)
+    scribe.held("hang")
+    fleet = fleet_of(shell.folder)
+    fleet.poll()
+    assert by_name(fleet)["tiny-gpt"].step == explain(scribe.facts()).step == 13
+
+
+def test_a_run_that_is_not_heard_of_is_to_be_looked_into(shell: Shell) -> None:
+    scribe = training(shell.folder).later(3600)
+    fleet = Fleet(lambda: [scribe.run], shell.folder, None, clock=lambda: scribe.now)
+    fleet.poll()
+    (row,) = fleet.rows()
+    assert row.state == "quiet" and row.attention
+    assert row.next[0] == f"see what Slurm says of its job: slurm-forge status {row.path}"
 
 
 def test_one_run_in_a_terminal_without_utf_8(shell: Shell) -> None:

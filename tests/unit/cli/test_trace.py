@@ -32,6 +32,7 @@ def receiver(status: int = 200) -> Iterator[tuple[str, list[Span]]]:
         def do_POST(self) -> None:
             body = self.rfile.read(int(self.headers["Content-Length"]))
             assert self.path == "/v1/traces"
+            assert self.headers["Content-Type"] == "application/x-protobuf"
             for resource in ExportTraceServiceRequest.FromString(body).resource_spans:
                 for scope in resource.scope_spans:
                     spans.extend(scope.spans)
@@ -96,13 +97,13 @@ def test_a_receiver_gets_the_timeline_of_the_run(scribe: Scribe) -> None:
         evidence = next(x for x in second.events[0].attributes if x.key.endswith("evidence"))
         assert evidence.value.string_value.isprintable()
         uses = [span for span in spans if span.parent_span_id == second.span_id]
-        assert {span.name for span in uses} >= {"queue", "restart", "training"}
+        assert {span.name for span in uses} == {"queue", "restart", "unsaved", "idle"}
         assert all(span.start_time_unix_nano < span.end_time_unix_nano for span in uses)
         story = explain(gather(scribe.run))
         seconds = sum(
             (span.end_time_unix_nano - span.start_time_unix_nano) / 1e9
             for span in spans
-            if span.name in ("training", "saving")
+            if span.name in ("training", "saving", "unsaved")
         )
         assert seconds == pytest.approx(story.kept_s, abs=0.01)
         assert len({span.trace_id for span in spans}) == 1
@@ -137,9 +138,18 @@ def test_the_path_is_added_where_there_is_none() -> None:
     assert with_path("http://h/in/v1/traces") == "http://h/in/v1/traces"
 
 
-@pytest.mark.parametrize("url", ["localhost:4318", "grpc://localhost:4317", "http:localhost", "h"])
+@pytest.mark.parametrize("url", [
+    "localhost:4318", "grpc://localhost:4317", "http:localhost", "h", "http://[x", "http://h:x",
+    "http://:4318", "https://h:99999", "",
+])  # fmt: skip
 def test_a_receiver_that_is_no_url_of_http_is_refused(scribe: Scribe, url: str) -> None:
     refused = trace(scribe, url)
     assert refused.exit_code == 2
     assert "is not a URL with http:// or https://" in refused.output
     assert "--otlp http://localhost:4318" in refused.output
+
+
+def test_a_password_in_a_url_that_is_refused_is_not_shown(scribe: Scribe) -> None:
+    refused = trace(scribe, "ftp://me:s3cret@h")
+    assert refused.exit_code == 2
+    assert "s3cret" not in refused.output and "***@h" in refused.output

@@ -609,12 +609,15 @@ def test_a_watcher_reads_live_runs_for_a_small_share_of_the_time(
 # -- from the batch step ---------------------------------------------------------------------------
 
 
-#: ``slurm-forge`` whose attempts wait longer for the last message: this machine may be busy.
+#: ``slurm-forge`` whose attempts wait longer for the last message, since this machine may be busy,
+#: and not for Slurm, which is none, to end the job.
 PATIENT = """
 from datetime import timedelta
 from functools import partial
 from slurm_forge.cli.main import main
 from slurm_forge.launch.attempt import job_attempt
+from slurm_forge.launch.command import main as command
+command._ENDED_WITHIN = timedelta(0)
 job_attempt.notifications = partial(job_attempt.notifications, end_waits=timedelta(seconds=60))
 main()
 """
@@ -626,7 +629,9 @@ def test_the_batch_step_of_a_run_that_is_held_sends(home: Path, tmp_path: Path) 
     for name in ("scontrol", "squeue", "sacct", "scancel", "sbatch"):
         (programs / name).write_text(f"#!/bin/sh\necho {name} $* >> {tmp_path}/asked\n")
         (programs / name).chmod(0o700)
-    (tmp_path / "job.yaml").write_text("name: x\nnotify: {to: [team], events: [held]}\n")
+    (tmp_path / "job.yaml").write_text(
+        "name: x\nnotify: {to: [team], events: [held]}\nrecovery: {crash: [{do: hold}]}\nreport: false\n"
+    )
     with webhook() as hook:
         targets(home, team=hook.url)
         environment = {k: v for k, v in os.environ.items() if not k.startswith("SLURM")}
@@ -649,6 +654,6 @@ def test_the_batch_step_of_a_run_that_is_held_sends(home: Path, tmp_path: Path) 
         )  # fmt: skip
         assert "held" in done.stderr, done.stderr
         (post,) = hook.posts
-    assert "the same error twice in a row" in post["title"]
+    assert "held: crash" in post["title"]
     assert "Job: 5" in post["message"]
     assert "scontrol requeuehold 5" in (tmp_path / "asked").read_text()

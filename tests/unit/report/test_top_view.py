@@ -109,6 +109,25 @@ def test_why_a_run_is_held_is_told_in_full() -> None:
     assert why in text
 
 
+def test_what_is_to_be_typed_is_never_cut_off_and_comes_first_where_it_is_needed() -> None:
+    command = "slurm-forge requeue /scratch/of/a/person/with/a/long/path/runs/tiny-gpt-0001"
+    one = TopRow(
+        name="a", path="/a", state="held", words="held: x", attention=True, job="7",
+        next=("see why: slurm-forge explain a", f"then, to continue: {command}"),
+        happened=("something",) * 30,
+    )  # fmt: skip
+    lines = [line.text.strip() for line in View(80).detail(one, now=NOW, height=9)]
+    assert lines[1] == "next: see why: slurm-forge explain a"
+    assert command in " ".join(lines[2:5])
+    assert lines.index("job 7") > 3
+
+
+def test_a_figure_that_does_not_fit_is_left_out_and_not_cut() -> None:
+    one = row(step=6, total_steps=10**7, step_s=0.5, goodput=0.5, figures=(("lr", 0.000123),))
+    (line,) = [x.text for x in View(70).detail(one, now=NOW, height=9) if "step 6" in x.text]
+    assert line.rstrip().endswith("goodput 50.0 %")
+
+
 def test_the_figures_of_a_run_in_a_line() -> None:
     one = row(
         step=7412,
