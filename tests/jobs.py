@@ -19,12 +19,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import Dataset
 
 import slurm_forge as forge
 from slurm_forge.testing.faults import Faults
+from tests.fsdp import fully_shard
 
 FEATURES = 32
 

@@ -18,7 +18,6 @@ import torch.distributed._functional_collectives as funcol
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import (
     PipelineStage,
     Schedule1F1B,
@@ -36,6 +35,7 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.parallel import DistributedDataParallel
 
 import slurm_forge as forge
+from tests.fsdp import fully_shard
 
 BATCH, STEPS, WIDTH, TOKENS, CLASSES, LAYERS, EXPERTS = 8, 12, 8, 4, 5, 4, 4
 #: Small enough that most steps are clipped: a wrong norm changes every weight.

@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -21,6 +20,7 @@ from slurm_forge.checkpoint.content.training_state import TrainingState
 from slurm_forge.checkpoint.write.save import save_checkpoint
 from slurm_forge.store.directory import CheckpointStore
 from slurm_forge.store.identity import CheckpointName
+from tests.fsdp import fully_shard
 
 RUN = "run"
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
@@ -24,6 +24,7 @@ from slurm_forge.training.instability.diagnosis import StepDiagnoser
 from slurm_forge.training.step.buffer_snapshot import BufferSnapshot
 from slurm_forge.training.step.gradient_guard import apply_gradients
 from tests.distributed.ranks import RanksFailedError, run_ranks
+from tests.fsdp import fully_shard
 
 pytestmark = pytest.mark.distributed
 

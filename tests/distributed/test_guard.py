@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 
@@ -24,6 +23,7 @@ from slurm_forge.training.step.gradient_guard import (
 )
 from slurm_forge.training.step.gradient_norms import parameter_names
 from tests.distributed.ranks import run_ranks
+from tests.fsdp import fully_shard
 
 pytestmark = pytest.mark.distributed
 

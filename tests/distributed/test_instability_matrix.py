@@ -21,7 +21,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import slurm_forge as forge
@@ -44,6 +43,7 @@ from slurm_forge.vocabulary.cause import Cause
 from slurm_forge.vocabulary.decision import Action
 from slurm_forge.vocabulary.trust import Trust
 from tests.distributed.launches import Launch, launched, new_run
+from tests.fsdp import fully_shard
 
 pytestmark = [pytest.mark.distributed]
 

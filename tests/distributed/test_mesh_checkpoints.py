@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -24,6 +23,7 @@ from slurm_forge.store.directory import CheckpointStore
 from slurm_forge.store.identity import CheckpointName
 from slurm_forge.training.core.rank_layout import RankLayout
 from tests.distributed.ranks import RanksFailedError, run_ranks
+from tests.fsdp import fully_shard
 
 pytestmark = [pytest.mark.distributed]
 

@@ -15,7 +15,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import slurm_forge as forge
@@ -25,6 +24,7 @@ from slurm_forge.training.rank.main import RankOutcome
 from slurm_forge.vocabulary.cause import Cause
 from slurm_forge.vocabulary.decision import Action
 from tests.distributed.launches import Gate, launched, new_run
+from tests.fsdp import fully_shard
 
 pytestmark = [pytest.mark.distributed]
 

@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import slurm_forge as forge
@@ -29,6 +28,7 @@ from slurm_forge.vocabulary.decision import Action, Incident
 from slurm_forge.vocabulary.trust import Trust
 from tests.distributed.launches import Gate, Launch, launched, new_run, newest_manifest
 from tests.distributed.ranks import run_ranks
+from tests.fsdp import fully_shard
 
 pytestmark = [pytest.mark.distributed]
 

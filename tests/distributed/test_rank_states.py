@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import slurm_forge as forge
@@ -21,6 +20,7 @@ from slurm_forge.training.rank.main import RankOutcome
 from slurm_forge.vocabulary.cause import Cause
 from slurm_forge.vocabulary.decision import Action
 from tests.distributed.launches import Launch, launched, new_run
+from tests.fsdp import fully_shard
 
 pytestmark = [pytest.mark.distributed]
 

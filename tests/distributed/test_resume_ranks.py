@@ -20,7 +20,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
 
@@ -30,6 +29,7 @@ from slurm_forge.testing.digest import digest
 from slurm_forge.training.core.sample_order import SampleOrder
 from slurm_forge.training.rank.main import RankOutcome
 from tests.distributed.launches import Gate, launched, new_run, newest_manifest
+from tests.fsdp import fully_shard
 
 pytestmark = [pytest.mark.distributed]
 

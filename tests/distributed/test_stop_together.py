@@ -25,7 +25,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import slurm_forge as forge
@@ -42,6 +41,7 @@ from tests.distributed.launches import (
     new_run,
     newest_manifest,
 )
+from tests.fsdp import fully_shard
 
 pytestmark = [pytest.mark.distributed]
 

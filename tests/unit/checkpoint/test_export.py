@@ -13,7 +13,6 @@ import torch.distributed.checkpoint as dcp
 from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import nn
-from torch.distributed.fsdp import fully_shard
 
 from slurm_forge.checkpoint.content.training_state import TrainingState
 from slurm_forge.checkpoint.export import export_files
@@ -31,6 +30,7 @@ from slurm_forge.checkpoint.read.plain_dcp import PlainDcp
 from slurm_forge.errors import CheckpointError, CheckpointRejectedError
 from slurm_forge.store.directory import CheckpointStore
 from tests.distributed.ranks import run_ranks
+from tests.fsdp import fully_shard
 from tests.unit.checkpoint.helpers import bitwise, open_store, save
 
 SUFFIX = {Format.SAFETENSORS: "x.safetensors", Format.TORCH: "x.pt", Format.DCP: "x"}

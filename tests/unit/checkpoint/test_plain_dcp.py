@@ -17,7 +17,6 @@ from torch import nn
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from slurm_forge.checkpoint.read.plain_dcp import (
@@ -26,6 +25,7 @@ from slurm_forge.checkpoint.read.plain_dcp import (
 )
 from slurm_forge.errors import CheckpointError, CheckpointRejectedError, UnsafeFileError
 from tests.distributed.ranks import run_ranks
+from tests.fsdp import fully_shard
 from tests.unit.checkpoint.helpers import bitwise
 
 TENSORS = {

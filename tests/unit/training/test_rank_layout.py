@@ -15,7 +15,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -30,6 +29,7 @@ from slurm_forge.training.core.rank_layout import (
 from slurm_forge.training.core.run_state import Registry
 from slurm_forge.training.data.batches import Batch
 from slurm_forge.training.loop.step import Step
+from tests.fsdp import fully_shard
 
 RANKS = 8
 

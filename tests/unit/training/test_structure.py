@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR
 
@@ -26,6 +25,7 @@ from slurm_forge.training.core.tensor_names import (
     guess_renames,
 )
 from tests.distributed.ranks import run_ranks
+from tests.fsdp import fully_shard
 
 
 class Block(nn.Module):
