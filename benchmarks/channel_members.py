@@ -18,7 +18,7 @@ from multiprocessing.sharedctypes import Synchronized
 
 from slurm_forge.control.addresses import parse_addresses
 from slurm_forge.control.gathering import RankAgreement
-from slurm_forge.control.handshake import AuthenticatedConnection, Credentials, Role, dial
+from slurm_forge.control.handshake import Credentials, Role, dial
 from slurm_forge.control.messages import protocol
 from slurm_forge.control.messages.hub import (
     Abort,
@@ -51,6 +51,7 @@ from slurm_forge.control.messages.rank import (
 )
 from slurm_forge.control.messages.relay import LineBundle, RelayHello, decode_delivery
 from slurm_forge.control.messages.step_timing import StepTiming
+from slurm_forge.control.session import AuthenticatedConnection
 from slurm_forge.control.tcp.links import say_links
 from slurm_forge.json_codec import parse
 from slurm_forge.vocabulary.position import Position

@@ -15,7 +15,7 @@ from itertools import compress
 from typing import NamedTuple
 
 from slurm_forge.control.gathering import RequestAnswers
-from slurm_forge.control.handshake import AuthenticatedConnection, Credentials, Role
+from slurm_forge.control.handshake import Credentials, Role
 from slurm_forge.control.listener import Listener, Peer
 from slurm_forge.control.messages import protocol
 from slurm_forge.control.messages.hub import (
@@ -49,6 +49,7 @@ from slurm_forge.control.roster import (
     RankRoster,
     Speakers,
 )
+from slurm_forge.control.session import AuthenticatedConnection
 from slurm_forge.control.tcp.links import Connection
 from slurm_forge.control.tcp.own_connections import connection_of
 from slurm_forge.vocabulary.position import Position

@@ -8,7 +8,6 @@ from typing import Annotated, Any
 
 from pydantic import Field, TypeAdapter, ValidationError
 
-from slurm_forge.control.handshake import LINE_LIMIT
 from slurm_forge.control.messages.hub import (
     Abort,
     Publish,
@@ -45,6 +44,7 @@ from slurm_forge.control.messages.rank import (
     UpdateSkipped,
 )
 from slurm_forge.control.messages.step_timing import StepTiming
+from slurm_forge.control.session import LINE_LIMIT
 from slurm_forge.errors import ControlChannelError
 from slurm_forge.json_codec import dumps
 

@@ -12,7 +12,6 @@ from typing import Annotated, Literal
 
 from pydantic import Field, TypeAdapter
 
-from slurm_forge.control.handshake import LINE_LIMIT
 from slurm_forge.control.messages.message import Int, Message
 from slurm_forge.control.messages.protocol import (
     ControlMessage,
@@ -20,6 +19,7 @@ from slurm_forge.control.messages.protocol import (
     decode_by,
     encode,
 )
+from slurm_forge.control.session import LINE_LIMIT
 from slurm_forge.json_codec import dumps
 
 #: What the numbers of members take on a line, for each message.

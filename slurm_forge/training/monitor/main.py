@@ -20,12 +20,7 @@ from pathlib import Path
 
 from slurm_forge.control.addresses import parse_addresses
 from slurm_forge.control.clock_page import ClockReader
-from slurm_forge.control.handshake import (
-    AuthenticatedConnection,
-    Credentials,
-    Role,
-    dial,
-)
+from slurm_forge.control.handshake import Credentials, Role, dial
 from slurm_forge.control.messages import protocol
 from slurm_forge.control.messages.links import PortReport, QueryLinks
 from slurm_forge.control.messages.message import Message
@@ -37,6 +32,7 @@ from slurm_forge.control.messages.monitor import (
     TakeStacks,
 )
 from slurm_forge.control.messages.rank import next_heartbeat
+from slurm_forge.control.session import AuthenticatedConnection
 from slurm_forge.control.stack_text import essence
 from slurm_forge.control.tcp.links import (
     say_links,

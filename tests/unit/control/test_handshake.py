@@ -16,15 +16,8 @@ import pytest
 import slurm_forge
 from slurm_forge.control import Hub, Member, handshake
 from slurm_forge.control.addresses import connect, parse_addresses
-from slurm_forge.control.handshake import (
-    AuthenticatedConnection,
-    Credentials,
-    Role,
-    Session,
-    answer_challenge,
-    dial,
-    is_hub_at,
-)
+from slurm_forge.control.handshake import Credentials, Role, answer_challenge, dial, is_hub_at
+from slurm_forge.control.session import AuthenticatedConnection, Session
 from slurm_forge.errors import ControlChannelError
 from tests.channel_ends import CREDENTIALS, welcomed
 

@@ -23,13 +23,7 @@ from slurm_forge.control import listener as listener_module
 from slurm_forge.control import member as member_module
 from slurm_forge.control import relay as relay_module
 from slurm_forge.control.addresses import parse_addresses
-from slurm_forge.control.handshake import (
-    AuthenticatedConnection,
-    Credentials,
-    Role,
-    dial,
-    welcome,
-)
+from slurm_forge.control.handshake import Credentials, Role, dial, welcome
 from slurm_forge.control.hub import MessageReceived, RankDisconnected, RankJoined, TargetAgreed
 from slurm_forge.control.messages import protocol
 from slurm_forge.control.messages.hub import Publish, RequestKind
@@ -49,6 +43,7 @@ from slurm_forge.control.messages.relay import (
     decode_from_relay,
 )
 from slurm_forge.control.relay import Relay, relay_path, start_relay
+from slurm_forge.control.session import AuthenticatedConnection
 from slurm_forge.errors import ControlChannelError
 from slurm_forge.recovery.monitor.probe_verdict import FRESH_S
 from slurm_forge.vocabulary.position import Position
