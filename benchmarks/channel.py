@@ -28,7 +28,7 @@ from pathlib import Path
 from benchmarks.channel_members import RANKS_PER_NODE, Members
 from benchmarks.tables import Machine, table, write_json
 from slurm_forge.control import Hub
-from slurm_forge.control.hub import HubEvent, TargetAgreed
+from slurm_forge.control.hub_events import HubEvent, TargetAgreed
 from slurm_forge.control.messages import protocol
 from slurm_forge.control.messages.hub import RequestKind
 from slurm_forge.control.messages.rank import Heartbeat

@@ -2,8 +2,8 @@
 
 The lines of a handshake, each ended by a newline::
 
-    client   forge 1 VERSION ROLE NONCE FRESH
-    hub      forge 1 VERSION FRESH PROOF
+    client   forge 2 VERSION ROLE NONCE FRESH
+    hub      forge 2 VERSION FRESH PROOF
     client   MAC HELLO
     hub      MAC welcome           or: MAC refused WHY
 
@@ -38,7 +38,7 @@ from slurm_forge.errors import ControlChannelError
 from slurm_forge.format_version import PACKAGE_VERSION
 
 #: Of the handshake and of the messages behind it: ends of different versions refuse each other.
-CHANNEL_VERSION = 1
+CHANNEL_VERSION = 2
 #: Lines of the handshake are shorter, whatever the other end says.
 _LONGEST = 4096
 #: What every version says first, so that each can tell the other which one it is.

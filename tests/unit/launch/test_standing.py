@@ -19,7 +19,7 @@ from slurm_forge.control import listener as listener_module
 from slurm_forge.control.addresses import parse_addresses
 from slurm_forge.control.agent_hub import AgentsHub
 from slurm_forge.control.handshake import Role, dial, welcome
-from slurm_forge.control.hub import MessageReceived
+from slurm_forge.control.hub_events import MessageReceived
 from slurm_forge.control.messages import protocol
 from slurm_forge.control.messages.agent import (
     AgentHello,
