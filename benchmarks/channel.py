@@ -28,11 +28,11 @@ from pathlib import Path
 from benchmarks.channel_members import RANKS_PER_NODE, Members
 from benchmarks.tables import Machine, table, write_json
 from slurm_forge.control import Hub
-from slurm_forge.control.handshake import Session
-from slurm_forge.control.hub import HubEvent, TargetAgreed
+from slurm_forge.control.hub_events import HubEvent, TargetAgreed
 from slurm_forge.control.messages import protocol
 from slurm_forge.control.messages.hub import RequestKind
 from slurm_forge.control.messages.rank import Heartbeat
+from slurm_forge.control.session import Session
 from slurm_forge.descendants import die_with_parent
 from slurm_forge.journal import JournalWriter, RunState
 from slurm_forge.launch.conductor.conductor import Conductor

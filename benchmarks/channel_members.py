@@ -1,8 +1,8 @@
 """Ranks and monitors of many nodes in one process: what they say, without what they compute.
 
-They answer as real ones do (``RankAgreement``); heartbeats come at the times of a real launch,
-spread over the second.  With a connection each, or as the relay of their node passes them on; the
-relays themselves are not part of it.
+They answer as real ones do (``RankAgreement``); heartbeats come as often as those of a real launch,
+spread over the time between two.  With a connection each, or as the relay of their node passes them
+on; the relays themselves are not part of it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from multiprocessing.sharedctypes import Synchronized
 
 from slurm_forge.control.addresses import parse_addresses
 from slurm_forge.control.gathering import RankAgreement
-from slurm_forge.control.handshake import AuthenticatedConnection, Credentials, Role, dial
+from slurm_forge.control.handshake import Credentials, Role, dial
 from slurm_forge.control.messages import protocol
 from slurm_forge.control.messages.hub import (
     Abort,
@@ -48,15 +48,17 @@ from slurm_forge.control.messages.rank import (
     Hello,
     RankStopped,
     SaveCommitted,
+    heartbeat_every_s,
 )
 from slurm_forge.control.messages.relay import LineBundle, RelayHello, decode_delivery
 from slurm_forge.control.messages.step_timing import StepTiming
+from slurm_forge.control.session import AuthenticatedConnection
 from slurm_forge.control.tcp.links import say_links
 from slurm_forge.json_codec import parse
 from slurm_forge.vocabulary.position import Position
 
 RANKS_PER_NODE = 4
-#: What a rank does in a second, in so many turns.
+#: Heartbeats of a second come in so many turns.
 _TURNS = 50
 _STEP_S = 0.5
 _PACE_S = 15.0
@@ -181,9 +183,10 @@ class Members:
         self._flush()
         # Those of a node together, as its relay passes them on.
         several = RANKS_PER_NODE if self._relayed else 1
-        slots: list[list[_Rank]] = [[] for _ in range(_TURNS)]
+        every_s = heartbeat_every_s(self._world)
+        slots: list[list[_Rank]] = [[] for _ in range(int(_TURNS * every_s))]
         for number, each in enumerate(self._ranks):
-            slots[number // several % _TURNS].append(each)
+            slots[number // several % len(slots)].append(each)
         for turn, slot in zip(itertools.count(), itertools.cycle(slots), strict=False):
             until = self._began + turn / _TURNS
             if time.monotonic() - until > 2.0:  # this machine is too busy: not all at once then
@@ -202,10 +205,11 @@ class Members:
                 if left <= 0:
                     break
             for each in slot:
-                self._beat(each, turn)
+                self._beat(each, turn // len(slots), round(_PACE_S / every_s))
             self._flush()
 
-    def _beat(self, each: _Rank, turn: int) -> None:
+    def _beat(self, each: _Rank, number: int, paced: int) -> None:
+        """Its heartbeat of that number; with one in ``paced`` it says its pace."""
         if each.leaves:
             return
         step = self._step()
@@ -221,10 +225,11 @@ class Members:
                 since_s=(since,), mute_s=(0.01,), state=("S",),
             ),
         )  # fmt: skip
-        if self._training and (turn // _TURNS + each.rank) % int(_PACE_S) == 0:
+        # Ranks of a node do, which take their steps at the same time, together.
+        if self._training and (number + each.rank // RANKS_PER_NODE) % paced == 0:
             own_s = 0.2 + 0.001 * (each.rank % 7)
-            self._send(each.member, StepTiming(step=step, count=30, own_s=own_s, spread_s=0.01,
-                                             trial_s=0.001))  # fmt: skip
+            self._send(each.member, StepTiming(step=step, count=30, own_s=(own_s,),
+                                               spread_s=(0.01,), trial_s=(0.001,)))  # fmt: skip
 
     def _step(self) -> int:
         """All take their steps at the same time."""

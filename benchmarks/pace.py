@@ -203,7 +203,7 @@ def _hub(ranks: int) -> tuple[float, float]:
         for rank, line in enumerate(lines):
             message = decode(line)
             if isinstance(message, StepTiming):
-                monitor.add(rank, message)
+                monitor.add((rank,), message)
         heard.append((time.thread_time_ns() - began) / 1e3 / ranks)
         began = time.thread_time_ns()
         monitor.poll(time.monotonic())
@@ -216,9 +216,9 @@ def _said(rank: int, window: int) -> StepTiming:
     return StepTiming(
         step=50 * (window + 1),
         count=50,
-        own_s=slow * (0.1 + 1e-5 * (rank % 7)),
-        spread_s=0.001,
-        trial_s=slow * 2e-4 if window % 4 == 0 else 0.0,
+        own_s=(slow * (0.1 + 1e-5 * (rank % 7)),),
+        spread_s=(0.001,),
+        trial_s=(slow * 2e-4 if window % 4 == 0 else 0.0,),
     )
 
 

@@ -7,12 +7,8 @@ import socket
 from collections.abc import Iterator
 
 from slurm_forge.control import Hub
-from slurm_forge.control.handshake import (
-    AuthenticatedConnection,
-    Credentials,
-    accept,
-    welcome,
-)
+from slurm_forge.control.handshake import Credentials, accept, welcome
+from slurm_forge.control.session import AuthenticatedConnection
 
 CREDENTIALS = Credentials("n" * 32, "s" * 64)
 _WITHIN_S = 20.0

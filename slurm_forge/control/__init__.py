@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from slurm_forge.control.brief import BRIEF_KEY, LaunchBrief
     from slurm_forge.control.gathering import RankPosition, RequestAnswers
-    from slurm_forge.control.hub import Hub, HubEvent
+    from slurm_forge.control.hub import Hub
+    from slurm_forge.control.hub_events import HubEvent
     from slurm_forge.control.member import HUB_GONE, Member
     from slurm_forge.control.roster import MemberView
 
@@ -35,7 +36,7 @@ _WHERE = {
     "BRIEF_KEY": "slurm_forge.control.brief",
     "HUB_GONE": "slurm_forge.control.member",
     "Hub": "slurm_forge.control.hub",
-    "HubEvent": "slurm_forge.control.hub",
+    "HubEvent": "slurm_forge.control.hub_events",
     "LaunchBrief": "slurm_forge.control.brief",
     "Member": "slurm_forge.control.member",
     "MemberView": "slurm_forge.control.roster",

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from slurm_forge.control.handshake import AuthenticatedConnection, Credentials, Role
+from slurm_forge.control.handshake import Credentials, Role
 from slurm_forge.control.listener import Listener, Peer
 from slurm_forge.control.messages.agent import (
     AgentHello,
@@ -23,6 +23,7 @@ from slurm_forge.control.messages.agent import (
     decode_agents,
 )
 from slurm_forge.control.messages.message import Message
+from slurm_forge.control.session import AuthenticatedConnection
 
 _TICK_S = 0.5
 

@@ -2,8 +2,8 @@
 
 The lines of a handshake, each ended by a newline::
 
-    client   forge 1 VERSION ROLE NONCE FRESH
-    hub      forge 1 VERSION FRESH PROOF
+    client   forge 2 VERSION ROLE NONCE FRESH
+    hub      forge 2 VERSION FRESH PROOF
     client   MAC HELLO
     hub      MAC welcome           or: MAC refused WHY
 
@@ -33,19 +33,14 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 
 from slurm_forge.control.addresses import connect, format_addresses, usable_hosts
+from slurm_forge.control.session import AuthenticatedConnection, Session
 from slurm_forge.errors import ControlChannelError
 from slurm_forge.format_version import PACKAGE_VERSION
 
 #: Of the handshake and of the messages behind it: ends of different versions refuse each other.
-CHANNEL_VERSION = 1
-#: Last words carry a traceback; anything longer is not ours.
-LINE_LIMIT = 1 << 16
+CHANNEL_VERSION = 2
 #: Lines of the handshake are shorter, whatever the other end says.
 _LONGEST = 4096
-#: What a relay adds to a line that it passes on.
-_ENVELOPE = 64
-#: The code in front of a line, in hexadecimal digits.
-_MAC = 32
 #: What every version says first, so that each can tell the other which one it is.
 _ANY = re.compile(rb"forge ([0-9]{1,4}) ([0-9A-Za-z.+-]{1,40}) .*")
 _CHALLENGE = re.compile(rb"forge [0-9]+ \S+ ([a-z]{1,16}) ([0-9A-Za-z-]{1,64}) ([0-9a-f]{32})")
@@ -89,92 +84,6 @@ class Credentials:
     def with_new_nonce(self) -> Credentials:
         """For another channel of the same attempt: another nonce, the same secret."""
         return replace(self, nonce=secrets.token_hex(16))
-
-
-class Session:
-    """Signs the lines that one end of a connection sends, and verifies those that it receives."""
-
-    def __init__(self, send_key: bytes, receive_key: bytes) -> None:
-        self._send_key, self._receive_key = send_key, receive_key
-        self._sent = self._received = 0
-
-    def sign(self, line: bytes) -> bytes:
-        """The line, without or with its newline, as it is sent: once, and in this order."""
-        line = line.removesuffix(b"\n")
-        self._sent += 1
-        return b"%b%b\n" % (_mac(self._send_key, self._sent, line), line)
-
-    def verify(self, line: bytes) -> bytes:
-        """The line that the other end has signed, without its code.
-
-        Args:
-            line: As it came, without its newline.
-
-        Raises:
-            ControlChannelError: It is not the next one that the other end has signed.
-        """
-        self._received += 1
-        code, line = line[:_MAC], line[_MAC:]
-        if not hmac.compare_digest(code, _mac(self._receive_key, self._received, line)):
-            raise ControlChannelError(
-                "a line on the control channel was not sent by the other end, or was changed or "
-                "repeated on its way",
-                next_step="Ask who runs the network between the nodes; the launch is ended.",
-            )
-        return line
-
-
-def _mac(key: bytes, number: int, line: bytes) -> bytes:
-    return hmac.digest(key, b"%d " % number + line, "sha256")[: _MAC // 2].hex().encode()
-
-
-class AuthenticatedConnection:
-    """A connection whose lines are signed, once there is a session.  Receives on one thread."""
-
-    __slots__ = ("_buffer", "longest", "session", "socket")
-
-    def __init__(self, connection: socket.socket, session: Session | None = None) -> None:
-        self.socket = connection
-        self.session = session
-        #: A longer line than this ends the connection.
-        self.longest = LINE_LIMIT + _ENVELOPE
-        self._buffer = b""
-
-    def fileno(self) -> int:
-        """For a selector; -1 once closed."""
-        return self.socket.fileno()
-
-    def close(self) -> None:
-        """Twice is fine."""
-        self.socket.close()
-
-    def send(self, line: bytes) -> None:
-        """Send a line of the session; ``OSError`` where the other end is gone."""
-        assert self.session is not None  # noqa: S101  nothing is said to strangers
-        self.socket.sendall(self.session.sign(line))
-
-    def receive(self) -> list[bytes]:
-        """The lines that have come, not verified yet; waits as the socket does.
-
-        Raises:
-            EOFError: The other end has closed the connection.
-            ControlChannelError: A line is too long.
-        """
-        data = self.socket.recv(1 << 16)
-        if not data:
-            raise EOFError
-        *lines, self._buffer = (self._buffer + data).split(b"\n")
-        if len(self._buffer) > self.longest + _MAC:
-            raise ControlChannelError(
-                f"a line on the control channel has more than {self.longest} bytes",
-                next_step="Are all ranks running the same version of slurm_forge?",
-            )
-        return lines
-
-    def verify(self, line: bytes) -> bytes:
-        """A line of ``receive`` without its code; ``ControlChannelError`` for a wrong code."""
-        assert self.session is not None  # noqa: S101  the first line of a stranger is its challenge
-        return self.session.verify(line)
 
 
 # -- the client ------------------------------------------------------------------------------

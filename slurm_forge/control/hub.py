@@ -6,29 +6,32 @@ the conductor through ``events``.
 
 from __future__ import annotations
 
-import contextlib
 import queue
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
 from itertools import compress
-from typing import NamedTuple
 
-from slurm_forge.control.gathering import RequestAnswers
-from slurm_forge.control.handshake import AuthenticatedConnection, Credentials, Role
-from slurm_forge.control.listener import Listener, Peer
+from slurm_forge.control.handshake import Credentials, Role
+from slurm_forge.control.hub_events import (
+    HubEvent,
+    MessageReceived,
+    RankDisconnected,
+    RankJoined,
+    TargetAgreed,
+)
+from slurm_forge.control.hub_peer import Group, HubPeer, RelayedConnection
+from slurm_forge.control.listener import Listener
 from slurm_forge.control.messages import protocol
 from slurm_forge.control.messages.hub import (
     Abort,
     Publish,
-    Request,
     RequestKind,
     RequestTarget,
     RequestWithdrawn,
     TimeLeft,
 )
 from slurm_forge.control.messages.links import LinkReport, PortReport
-from slurm_forge.control.messages.message import Message
+from slurm_forge.control.messages.message import Columns, Message
 from slurm_forge.control.messages.monitor import (
     MonitorHeartbeat,
     MonitorHello,
@@ -42,119 +45,34 @@ from slurm_forge.control.messages.relay import (
     decode_from_relay,
     encode_delivery,
 )
+from slurm_forge.control.open_requests import OpenRequests
 from slurm_forge.control.roster import (
     MemberView,
     MonitorRoster,
     MonitorView,
+    Progress,
     RankRoster,
     Speakers,
 )
+from slurm_forge.control.session import AuthenticatedConnection
 from slurm_forge.control.tcp.links import Connection
 from slurm_forge.control.tcp.own_connections import connection_of
-from slurm_forge.vocabulary.position import Position
 
 _TICK_S = 0.1
 #: Which ranks share a message differs where they are not at the same step: so many sets at most.
 _GROUPS = 64
 _RELAY = Role.RELAY.value
 #: Where so many ranks send heartbeats, those of a moment are heard together, unless anybody waits:
-#: to wake up for each costs more than to hear it.
+#: to wake up for a few costs more than to hear them.
 _MANY = 256
-_REST_S = 0.02
+_REST_S = 0.1
 #: For how long after anything that somebody waits for more of it is to be expected.
 _LIVELY_S = 1.0
 #: For how long the conductor is not woken up for what it can wait for.
 _HOLD_S = 0.25
 
 
-@dataclass(frozen=True, slots=True)
-class RankJoined:
-    """A rank connected and knew the secret."""
-
-    rank: int
-
-
-@dataclass(frozen=True, slots=True)
-class RankDisconnected:
-    """A rank's connection ended."""
-
-    rank: int
-
-
-@dataclass(frozen=True, slots=True)
-class MessageReceived:
-    """Ranks said something that the conductor decides on, or their monitors did.
-
-    The columns of the message, if it has any, are in the order of the ranks.
-    """
-
-    ranks: tuple[int, ...]
-    message: Message
-
-
-@dataclass(frozen=True, slots=True)
-class TargetAgreed:
-    """A request has its target; ``seconds`` is from asking to knowing."""
-
-    request: Request
-    target: Position
-    seconds: float
-
-
-@dataclass(frozen=True, slots=True)
-class RequestAbandoned:
-    """A request found no target within its time and was given up on all ranks."""
-
-    request: Request
-
-
-HubEvent = RankJoined | RankDisconnected | MessageReceived | TargetAgreed | RequestAbandoned
-
-
-class _Group(NamedTuple):
-    """Ranks that share a message, or monitors."""
-
-    ranks: Speakers[Heartbeat, MemberView] | None = None
-    monitors: Speakers[MonitorHeartbeat, MonitorView] | None = None
-
-
-@dataclass(slots=True)
-class _Peer(Peer):
-    #: The rank whose monitor it is: it counts for no membership and is asked for nothing else.
-    monitor: int | None = None
-    #: Of a relay: its members, by its own numbers.
-    members: dict[int, _Peer] | None = None
-    #: Of a relay: who of them has said something together lately.
-    groups: dict[tuple[int, ...], _Group] | None = None
-    #: Of a member: the relay that it speaks through, and its number there.
-    relay: _Peer | None = None
-    number: int = 0
-
-    @property
-    def stranger(self) -> bool:
-        return self.rank is None and self.monitor is None and self.members is None
-
-
-class _RelayedConnection(AuthenticatedConnection):
-    """A member's connection, as far as it is ours: through that of its relay."""
-
-    __slots__ = ("_number", "_relay")
-
-    def __init__(self, relay: AuthenticatedConnection, number: int) -> None:
-        super().__init__(relay.socket)
-        self._relay, self._number = relay, number
-
-    def close(self) -> None:
-        """The relay ends it; one that is gone has ended it already."""
-        with contextlib.suppress(OSError):
-            self._relay.send(encode_delivery((self._number,), b"", close=True))
-
-    def send(self, line: bytes) -> None:
-        """Send a line of the session; ``OSError`` where the relay is gone."""
-        self._relay.send(encode_delivery((self._number,), line))
-
-
-class Hub(Listener[_Peer]):
+class Hub(Listener[HubPeer]):
     """Listens for the ranks of one launch.  Use ``start``, read ``events``, ``close``.
 
     A ``world_size`` of 0 is not known yet: the first rank that joins says it.  Without
@@ -181,13 +99,10 @@ class Hub(Listener[_Peer]):
         self._ranks = RankRoster()
         self._monitors = MonitorRoster()
         #: The connections that they have now, their own or through a relay.
-        self._rank_peers: dict[int, _Peer] = {}
-        self._monitor_peers: dict[int, _Peer] = {}
+        self._rank_peers: dict[int, HubPeer] = {}
+        self._monitor_peers: dict[int, HubPeer] = {}
         self._published: dict[str, str] = {}
-        self._requests: dict[int, tuple[Request, RequestAnswers]] = {}
-        #: Until when requests that may be given up must have a target.
-        self._until: dict[int, float] = {}
-        self._next_id = 1
+        self._requests = OpenRequests()
         #: What the conductor can wait for, and until when it does.
         self._held: list[HubEvent] = []
         self._hold_until = 0.0
@@ -215,18 +130,15 @@ class Hub(Listener[_Peer]):
         with self._lock:
             return [beat for beat in self._ranks.beats() if beat is not None]
 
-    def pulses(self) -> tuple[float, list[MonitorHeartbeat]] | None:
-        """What monitors said last, once for those who said it together, and when the oldest came.
+    def progress(self) -> Progress | None:
+        """What the monitors of all ranks said last, in sum.
 
         None while a rank has no monitor that is here and has said something.
         """
         with self._lock:
-            pulses = [pulse for pulse in self._monitors.beats() if pulse is not None]
-            oldest = self._monitors.oldest_message_at()
-            complete = len(self._ranks) == len(self._monitor_peers) == self.world_size and len(
-                pulses
-            ) == len(self._monitors.beats())
-            return (oldest, pulses) if complete and oldest is not None else None
+            if not len(self._ranks) == len(self._monitor_peers) == self.world_size:
+                return None
+            return self._monitors.progress()
 
     def host_of(self, rank: int) -> str | None:
         """Where a rank, or else its monitor, said that it runs; None where neither has come."""
@@ -252,9 +164,7 @@ class Hub(Listener[_Peer]):
         with self._lock:
             connections = []
             for peer in self._peers.values():
-                spoken_for = next(iter((peer.members or {}).values()), peer)
-                rank = spoken_for.rank if spoken_for.monitor is None else spoken_for.monitor
-                each = connection_of(peer.connection.socket)
+                rank, each = peer.speaks_for, connection_of(peer.connection.socket)
                 if rank is not None and each is not None:
                     connections.append((rank, each))
         return tuple(connections)
@@ -267,19 +177,16 @@ class Hub(Listener[_Peer]):
         """
         with self._lock:
             self._forget_old()
-            request = Request(id=self._next_id, kind=kind, reason=reason)
-            self._next_id += 1
-            self._requests[request.id] = (request, RequestAnswers(self.world_size, self._clock()))
-            if within_s is not None:
-                self._until[request.id] = self._clock() + within_s
+            now = self._clock()
+            until = float("inf") if within_s is None else now + within_s
+            request = self._requests.ask(kind, reason, now, world=self.world_size, until=until)
             self._broadcast(request)
             return request.id
 
     def unanswered(self, request_id: int) -> tuple[int, ...]:
         """Ranks that have not said where they are: frozen, or gone."""
         with self._lock:
-            entry = self._requests.get(request_id)
-            return () if entry is None else entry[1].missing()
+            return self._requests.missing(request_id)
 
     def publish(self, key: str, value: str) -> None:
         """Give every rank a value, those that join later too."""
@@ -305,32 +212,26 @@ class Hub(Listener[_Peer]):
 
     def _forget_old(self) -> None:
         # Only what every rank has left behind: until then one may still ask about it anew.
-        beats = self._ranks.beats()
-        if len(self._ranks) < self.world_size or None in beats:
-            return
-        slowest = min((beat.turn, beat.step) for beat in beats if beat is not None)
-        for number, (_, gathering) in list(self._requests.items()):
-            target = gathering.target
-            if target is not None and (target.rollbacks, target.step) < slowest:
-                del self._requests[number]
-                self._until.pop(number, None)
+        beats = [beat for beat in self._ranks.beats() if beat is not None]
+        if len(self._ranks) == self.world_size and len(beats) == len(self._ranks.beats()) > 0:
+            self._requests.forget_old(beats)
 
     # -- the serving thread ----------------------------------------------------------------
 
-    def _let_in(self, connection: AuthenticatedConnection, address: str) -> _Peer:
-        return _Peer(connection, self._clock(), address)
+    def _let_in(self, connection: AuthenticatedConnection, address: str) -> HubPeer:
+        return HubPeer(connection, self._clock(), address)
 
-    def _decode(self, peer: _Peer, line: bytes) -> Message:
+    def _decode(self, peer: HubPeer, line: bytes) -> Message:
         return decode_from_relay(line) if peer.role == _RELAY else protocol.decode(line)
 
     def _broadcast(self, message: Message) -> None:
         self._send_all(self._rank_peers.values(), message)
 
-    def _send_all(self, peers: Iterable[_Peer], message: Message) -> None:
+    def _send_all(self, peers: Iterable[HubPeer], message: Message) -> None:
         """To each of them; through a relay once for all that are behind it."""
         self._lively_until = self._clock() + _LIVELY_S
         line = protocol.encode(message)
-        relayed: dict[int, tuple[_Peer, list[int]]] = {}
+        relayed: dict[int, tuple[HubPeer, list[int]]] = {}
         for peer in list(peers):
             if peer.relay is None:
                 self._send_line(peer, line)
@@ -339,8 +240,9 @@ class Hub(Listener[_Peer]):
                 relayed.setdefault(descriptor, (peer.relay, []))[1].append(peer.number)
         for relay, numbers in relayed.values():
             self._send_line(relay, encode_delivery(numbers, line))
+        self._rouse()  # answers are to be expected
 
-    def _drop(self, peer: _Peer) -> None:
+    def _drop(self, peer: HubPeer) -> None:
         if peer.relay is None:
             super()._drop(peer)
         elif (peer.relay.members or {}).pop(peer.number, None) is not None:
@@ -348,7 +250,7 @@ class Hub(Listener[_Peer]):
             peer.connection.close()
             self._on_closed(peer)
 
-    def _lose(self, peer: _Peer) -> None:
+    def _lose(self, peer: HubPeer) -> None:
         self._drop(peer.relay or peer)
 
     def _tick(self, now: float) -> None:
@@ -381,36 +283,40 @@ class Hub(Listener[_Peer]):
             self._hold_until = now + _HOLD_S
         self._held.append(event)
 
-    def _take(self, peer: _Peer, message: Message) -> None:
+    def _take(self, peer: HubPeer, message: Message) -> None:
         now = self._clock()
         if peer.members is not None and isinstance(message, MemberLines):
             self._take_lines(peer, message, now)
         elif peer.stranger or peer.members is not None:
             self._greet(peer, message, now)
         else:
-            self._hear(self._group((peer,)), message, now)
+            self._hear(self._group((peer,)), message, message.values, now)
 
-    def _group(self, peers: Sequence[_Peer]) -> _Group:
+    def _group(self, peers: Sequence[HubPeer]) -> Group:
         """Of peers that all are ranks, or all are monitors."""
         ranks = tuple(peer.rank for peer in peers if peer.rank is not None)
         if ranks:
-            return _Group(ranks=self._ranks.speakers(ranks))
+            return Group(ranks=self._ranks.speakers(ranks))
         ranks = tuple(peer.monitor for peer in peers if peer.monitor is not None)
-        return _Group(monitors=self._monitors.speakers(ranks))
+        return Group(monitors=self._monitors.speakers(ranks))
 
-    def _hear(self, group: _Group, message: Message, now: float) -> None:
+    def _hear(self, group: Group, message: Message, columns: Columns, now: float) -> None:
         """What ranks say, or what monitors say: several where a relay has joined it."""
-        if group.ranks is not None:
-            self._on_message(group.ranks, message, now)
-        elif group.monitors is not None:
-            self._on_monitor_message(group.monitors, message, now)
+        if group.ranks is not None and isinstance(message, Heartbeat):
+            self._ranks.hear(group.ranks, now, message)
+        elif group.monitors is not None and isinstance(message, MonitorHeartbeat):
+            self._monitors.hear(group.monitors, now, message, columns)
+        else:
+            if columns:
+                message = message.with_values(columns)
+            if group.ranks is not None:
+                self._on_message(group.ranks, message, now)
+            elif group.monitors is not None:
+                self._on_monitor_message(group.monitors, message, now)
 
     def _on_message(
         self, group: Speakers[Heartbeat, MemberView], message: Message, now: float
     ) -> None:
-        if isinstance(message, Heartbeat):
-            self._ranks.hear(group, now, message)
-            return
         # Before anything is sent: sending may find that one of these ranks is gone.
         self._ranks.hear(group, now)
         if not message.may_wait_s:
@@ -430,15 +336,15 @@ class Hub(Listener[_Peer]):
         wanted = [self._rank_peers[rank] for rank in message.to if rank in self._rank_peers]
         self._send_all(wanted, Publish(key=message.key, value=message.value))
 
-    def _take_lines(self, relay: _Peer, message: MemberLines, now: float) -> None:
+    def _take_lines(self, relay: HubPeer, message: MemberLines, now: float) -> None:
         """What a relay's members said: as if each had said it on a connection of its own."""
-        for numbers, said in message.lines:
+        for numbers, said, columns in message.lines:
             members, groups = relay.members, relay.groups
             if relay.connection.fileno() < 0 or members is None or groups is None:
                 return  # dropped meanwhile
             group = groups.get(numbers)
             if group is not None and said is not None:
-                self._hear(group, said, now)
+                self._hear(group, said, columns, now)
                 continue
             known = [number in members for number in numbers]
             if said is None:
@@ -458,19 +364,20 @@ class Hub(Listener[_Peer]):
                 group = self._group(peers)
                 if all(known) and len(groups) < _GROUPS:
                     groups[numbers] = group
-                self._hear(group, said if all(known) else said.only(known), now)
+                kept = tuple(tuple(compress(column, known)) for column in columns)
+                self._hear(group, said, kept, now)
 
     def _greet_relayed(
         self,
-        relay: _Peer,
-        members: dict[int, _Peer],
+        relay: HubPeer,
+        members: dict[int, HubPeer],
         number: int,
         hello: Hello | MonitorHello,
         now: float,
     ) -> None:
         role = Role.RANK if isinstance(hello, Hello) else Role.MONITOR
-        connection = _RelayedConnection(relay.connection, number)
-        member = _Peer(connection, now, relay.address, role=role.value)
+        connection = RelayedConnection(relay.connection, number)
+        member = HubPeer(connection, now, relay.address, role=role.value)
         member.relay, member.number = relay, number
         members[number] = member
         self._greet(member, hello, now)
@@ -478,25 +385,17 @@ class Hub(Listener[_Peer]):
     def _on_monitor_message(
         self, group: Speakers[MonitorHeartbeat, MonitorView], message: Message, now: float
     ) -> None:
-        if isinstance(message, MonitorHeartbeat):
-            self._monitors.hear(group, now, message)
-            return
         self._monitors.hear(group, now)
         if isinstance(message, (PhaseDuration, StackReport, LinkReport, PortReport)):
             self._pass_to_conductor(group.ranks, message, now)
 
     def _answered(self, ranks: tuple[int, ...], at: PositionReport, now: float) -> None:
-        entry = self._requests.get(at.id)
-        if entry is None:
-            return
-        request, gathering = entry
-        if gathering.take(ranks, at, now):
-            request = replace(request, round=gathering.round)
-            self._requests[at.id] = (request, gathering)
-            self._broadcast(request)
-        self._settle_one(request, gathering, now)
+        anew = self._requests.answer(ranks, at, now)
+        if anew is not None:
+            self._broadcast(anew)
+        self._settle(now, at.id)
 
-    def _greet(self, peer: _Peer, message: Message, now: float) -> None:
+    def _greet(self, peer: HubPeer, message: Message, now: float) -> None:
         if isinstance(message, MonitorHello):
             self._greet_monitor(peer, message, now)
             return
@@ -522,15 +421,15 @@ class Hub(Listener[_Peer]):
         self._ranks.join(message.rank, message.host, message.pid, now)
         for key, value in self._published.items():
             self._send(peer, Publish(key=key, value=value))
-        for request, gathering in self._requests.values():
+        for request, target in self._requests.all():
             self._send(peer, request)
-            if gathering.target is not None:
-                self._send(peer, _target(request, gathering.target))
+            if target is not None:
+                self._send(peer, target)
         if self._over is not None:
             self._send(peer, Abort(reason=self._over))  # it comes too late
         self._tell(RankJoined(message.rank))
 
-    def _greet_monitor(self, peer: _Peer, message: MonitorHello, now: float) -> None:
+    def _greet_monitor(self, peer: HubPeer, message: MonitorHello, now: float) -> None:
         if not self._accepts(peer, Role.MONITOR, message.world, message.rank):
             return
         if self._monitors.is_connected(message.rank):
@@ -542,28 +441,17 @@ class Hub(Listener[_Peer]):
         self._monitor_peers[message.rank] = peer
         self._monitors.join(message.rank, message.host, message.pid, now)
 
-    def _settle(self, now: float) -> None:
-        for request, gathering in list(self._requests.values()):
-            self._settle_one(request, gathering, now)
+    def _settle(self, now: float, number: int | None = None) -> None:
+        for event in self._requests.settle(now, number):
+            request = event.request
+            if isinstance(event, TargetAgreed):
+                target = RequestTarget(id=request.id, round=request.round, position=event.target)
+                self._broadcast(target)
+            else:
+                self._broadcast(RequestWithdrawn(id=request.id))
+            self._tell(event)
 
-    def _settle_one(self, request: Request, gathering: RequestAnswers, now: float) -> None:
-        if gathering.target is not None:
-            return
-        target = gathering.settle(now)
-        if target is None:
-            self._withdraw(request, gathering, now)
-        else:
-            self._broadcast(_target(request, target))
-            self._tell(TargetAgreed(request, target, now - gathering.asked_at))
-
-    def _withdraw(self, request: Request, gathering: RequestAnswers, now: float) -> None:
-        """Give it up after its time, unless it had a target before: somebody may have acted."""
-        if gathering.round == 0 and now >= self._until.get(request.id, float("inf")):
-            del self._requests[request.id], self._until[request.id]
-            self._broadcast(RequestWithdrawn(id=request.id))
-            self._tell(RequestAbandoned(request))
-
-    def _on_closed(self, peer: _Peer) -> None:
+    def _on_closed(self, peer: HubPeer) -> None:
         for member in list((peer.members or {}).values()):
             self._on_closed(member)
         if peer.members is not None:
@@ -576,7 +464,3 @@ class Hub(Listener[_Peer]):
             self._rank_peers.pop(peer.rank, None)
             self._ranks.leave(peer.rank)
             self._tell(RankDisconnected(peer.rank))
-
-
-def _target(request: Request, position: Position) -> RequestTarget:
-    return RequestTarget(id=request.id, round=request.round, position=position)

@@ -1,13 +1,13 @@
 """The listening end of a channel: lets in who belongs to it, drops who misbehaves or is gone.
 
-One thread, one selector.  What lines mean, and who may stay, is said by whoever derives from it.
+One thread, one epoll set.  What lines mean, and who may stay, is said by whoever derives from it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import selectors
+import select
 import socket
 import sys
 import threading
@@ -18,16 +18,10 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from slurm_forge.control.addresses import candidates, format_addresses, notice_dead_peer
-from slurm_forge.control.handshake import (
-    AuthenticatedConnection,
-    Credentials,
-    Role,
-    answer_challenge,
-    refuse,
-    welcome,
-)
+from slurm_forge.control.handshake import Credentials, Role, answer_challenge, refuse, welcome
 from slurm_forge.control.messages import protocol
 from slurm_forge.control.messages.message import Message
+from slurm_forge.control.session import AuthenticatedConnection
 from slurm_forge.errors import ControlChannelError
 from slurm_forge.open_files import raise_open_files_limit
 
@@ -41,6 +35,8 @@ _STRANGERS = 256
 _ACCEPTED_AT_ONCE = 64
 #: How many addresses of strangers are named, once each.
 _NAMED = 16
+#: How many wakes are taken in at once.
+_WAKES = 64
 #: Who does not read must not block the others; a full buffer means that it is frozen.
 _SEND_WITHIN_S = 2.0
 
@@ -106,9 +102,13 @@ class Listener(ABC, Generic[PeerT]):
             port = self._listener.getsockname()[1]
             self.addresses = format_addresses(candidates(interface_address), port)
         self._waker, self._wake = socket.socketpair()
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(self._listener, selectors.EVENT_READ)
-        self._selector.register(self._waker, selectors.EVENT_READ)
+        self._wake.setblocking(False)
+        #: Without the objects of ``selectors``: thousands of descriptors become readable a second.
+        self._epoll = select.epoll()
+        self._epoll.register(self._listener, select.EPOLLIN)
+        self._epoll.register(self._waker, select.EPOLLIN)
+        self._resting = select.poll()
+        self._resting.register(self._waker, select.POLLIN)
         self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
 
     # -- what a channel is made of -------------------------------------------------------------
@@ -160,11 +160,11 @@ class Listener(ABC, Generic[PeerT]):
         if self._closing:
             return
         self._closing = True
-        self._wake.send(b"x")
+        self._rouse()
         if self._thread.is_alive():
             self._thread.join(timeout=5)
         self._drop_all()
-        for end in (self._listener, self._waker, self._wake, self._selector):
+        for end in (self._listener, self._waker, self._wake, self._epoll):
             end.close()
 
     def _accepts(self, peer: PeerT, role: Role, world: int, rank: int) -> bool:
@@ -210,9 +210,14 @@ class Listener(ABC, Generic[PeerT]):
             return
         del self._peers[descriptor]
         self._forget_stranger(peer, descriptor)
-        self._selector.unregister(peer.connection)
+        self._epoll.unregister(peer.connection)
         peer.connection.close()
         self._on_closed(peer)
+
+    def _rouse(self) -> None:
+        """End the rest that the serving thread takes, if it does."""
+        with contextlib.suppress(OSError):  # it has been woken often enough, or is closed
+            self._wake.send(b"x")
 
     # -- the serving thread --------------------------------------------------------------------
 
@@ -233,19 +238,21 @@ class Listener(ABC, Generic[PeerT]):
     def _turn(self) -> None:
         rest_s = self._rest_s()
         if rest_s > 0:
-            time.sleep(rest_s)
-        for key, _ in self._selector.select(timeout=self._timeout_s()):
-            if key.fileobj is self._listener:
+            self._resting.poll(1e3 * rest_s)
+        for descriptor, _ in self._epoll.poll(self._timeout_s()):
+            if descriptor == self._listener.fileno():
                 self._accept()
-            elif key.fileobj is not self._waker:
-                self._receive(key.fd, key.fileobj)
+            elif descriptor == self._waker.fileno():
+                self._waker.recv(_WAKES)
+            else:
+                self._receive(descriptor)
         with self._lock:
             now = self._clock()
             self._tick(now)
             self._end_silent(now)
             if self._full_until is not None and now >= self._full_until:
                 self._full_until = None
-                self._selector.register(self._listener, selectors.EVENT_READ)
+                self._epoll.register(self._listener, select.EPOLLIN)
 
     def _accept(self) -> None:
         for _ in range(_ACCEPTED_AT_ONCE):
@@ -267,7 +274,7 @@ class Listener(ABC, Generic[PeerT]):
                 )
                 self._peers[connection.fileno()] = peer
                 self._strangers.setdefault(peer.address, {})[connection.fileno()] = peer
-                self._selector.register(peer.connection, selectors.EVENT_READ)
+                self._epoll.register(peer.connection, select.EPOLLIN)
 
     @property
     def _room(self) -> int:
@@ -284,7 +291,7 @@ class Listener(ABC, Generic[PeerT]):
             if self._end_oldest(f"this process can open no more files ({error.strerror})"):
                 return
             self._full_until = self._clock() + self._tick_s
-            self._selector.unregister(self._listener)
+            self._epoll.unregister(self._listener)
 
     # -- strangers -----------------------------------------------------------------------------
 
@@ -325,16 +332,15 @@ class Listener(ABC, Generic[PeerT]):
 
     # -- what is said --------------------------------------------------------------------------
 
-    def _receive(self, descriptor: int, ready: object) -> None:
+    def _receive(self, descriptor: int) -> None:
         with self._lock:
             peer = self._peers.get(descriptor)
-        # The descriptor belongs to a newer connection, accepted in this turn: to read would block.
-        if peer is None or peer.connection is not ready:
+        if peer is None:
             return
         try:
-            lines = peer.connection.receive()
-        except TimeoutError:
-            return  # select() saw what the kernel has dropped since
+            lines = peer.connection.receive_now()
+        except BlockingIOError:
+            return  # it is a newer connection, accepted in this turn; or the kernel has dropped it
         except (OSError, EOFError):
             with self._lock:
                 self._drop(peer)

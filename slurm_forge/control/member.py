@@ -28,7 +28,12 @@ from slurm_forge.control.messages.hub import (
 )
 from slurm_forge.control.messages.links import QueryLinks
 from slurm_forge.control.messages.message import Message
-from slurm_forge.control.messages.rank import Heartbeat, Hello, next_heartbeat
+from slurm_forge.control.messages.rank import (
+    Heartbeat,
+    Hello,
+    heartbeat_every_s,
+    next_heartbeat,
+)
 from slurm_forge.control.tcp.links import (
     say_links,
     summarize,
@@ -40,6 +45,7 @@ from slurm_forge.vocabulary.position import Position
 #: Why a member leaves whose channel ended without a message: its host died, or the network.
 HUB_GONE = "the hub is gone"
 
+#: After so long the reader says that it runs; a heartbeat comes every time, or every second time.
 _BEAT_S = 1.0
 
 
@@ -66,6 +72,7 @@ class Member:
         progress: ProgressClock | None = None,
     ) -> None:
         self._rank = rank
+        self._beat_s = _BEAT_S * heartbeat_every_s(world_size)
         #: Where this rank's progress is told to whoever looks on from another process.
         self._progress = progress
         self._on_abort = on_abort
@@ -222,17 +229,19 @@ class Member:
 
     def _read(self) -> str:
         """Serve until the channel ends; why it did."""
-        next_beat = 0.0
+        next_turn = next_beat = 0.0
         with selectors.DefaultSelector() as selector:
             selector.register(self._connection, selectors.EVENT_READ)
             while not self._closing:
                 now = self._clock()
-                if now >= next_beat:
-                    next_beat = next_heartbeat(now, _BEAT_S)
+                if now >= next_turn:
+                    next_turn = next_heartbeat(now, _BEAT_S)
                     if self._progress is not None:
                         self._progress.alive()
+                if now >= next_beat:
+                    next_beat = next_heartbeat(now, self._beat_s)
                     self.send(self._beat())
-                if not selector.select(timeout=max(0.0, next_beat - now)):
+                if not selector.select(timeout=max(0.0, min(next_turn, next_beat) - now)):
                     continue
                 try:
                     lines = self._connection.receive()

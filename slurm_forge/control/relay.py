@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-import selectors
+import select
 import signal
 import socket
 import time
@@ -23,13 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from slurm_forge.control.addresses import parse_addresses
-from slurm_forge.control.handshake import (
-    AuthenticatedConnection,
-    Credentials,
-    Role,
-    dial,
-    nonce_of,
-)
+from slurm_forge.control.handshake import Credentials, Role, dial, nonce_of
 from slurm_forge.control.listener import Listener, Peer
 from slurm_forge.control.messages import protocol
 from slurm_forge.control.messages.message import Message
@@ -39,6 +33,7 @@ from slurm_forge.control.messages.relay import (
     RelayHello,
     decode_delivery,
 )
+from slurm_forge.control.session import AuthenticatedConnection
 from slurm_forge.errors import ControlChannelError, ForgeError
 from slurm_forge.files import make_private_directory
 from slurm_forge.signals import SAVE_SIGNALS
@@ -190,15 +185,15 @@ class Relay(Listener[_Client]):
             within_s=_CONNECT_WITHIN_S,
         )
         connection.longest *= 4  # lines are texts in lines: half of their characters may be escaped
-        self._selector.register(connection, selectors.EVENT_READ)
+        self._epoll.register(connection, select.EPOLLIN)
         return _Hub(connection)
 
-    def _receive(self, descriptor: int, ready: object) -> None:
+    def _receive(self, descriptor: int) -> None:
         for hub in list(self._hubs.values()):
-            if hub.connection is ready:
+            if hub.connection.fileno() == descriptor:
                 self._hear(hub)
                 return
-        super()._receive(descriptor, ready)
+        super()._receive(descriptor)
 
     def _hear(self, hub: _Hub) -> None:
         try:
@@ -226,8 +221,8 @@ class Relay(Listener[_Client]):
         """The hub is gone, or the way to it: members see the same."""
         with self._lock:
             self._hubs = {nonce: each for nonce, each in self._hubs.items() if each is not hub}
-            with contextlib.suppress(KeyError, ValueError):
-                self._selector.unregister(hub.connection)
+            with contextlib.suppress(OSError, ValueError):
+                self._epoll.unregister(hub.connection)
             hub.connection.close()
             for member in list(hub.members.values()):
                 self._drop(member)

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Generic, NamedTuple, TypeVar
 
+from slurm_forge.control.messages.message import Columns
 from slurm_forge.control.messages.monitor import MonitorHeartbeat
 from slurm_forge.control.messages.rank import Heartbeat
 
@@ -43,7 +44,8 @@ class MemberView(NamedTuple):
 class MonitorView(NamedTuple):
     """What the monitor of a rank said last; ``last_message_at`` is on the hub's monotonic clock.
 
-    The columns of ``pulse`` may be those of all monitors of the node; this one's are beside it.
+    The columns of ``pulse`` may be missing, or those of all monitors of the node: this one's are
+    beside it.
     """
 
     rank: int
@@ -56,6 +58,14 @@ class MonitorView(NamedTuple):
     state: str = ""
 
 
+class Progress(NamedTuple):
+    """What monitors said last, in sum: the oldest of it, the longest stretch, all states."""
+
+    oldest_message_at: float
+    since_s: float
+    states: frozenset[str]
+
+
 @dataclass(slots=True, eq=False)
 class Speakers(Generic[_BeatT, _ViewT]):
     """Ranks, or monitors, that share a message, and what they said together last.
@@ -66,6 +76,8 @@ class Speakers(Generic[_BeatT, _ViewT]):
     ranks: tuple[int, ...]
     last_message_at: float = 0.0
     beat: _BeatT | None = None
+    #: Of the beat: what each of them has said of its own, in the order of ``ranks``.
+    columns: Columns = ()
     current: int = 0
     #: Made when somebody asks, until the next message.
     views: tuple[_ViewT, ...] | None = None
@@ -131,7 +143,11 @@ class Roster(ABC, Generic[_BeatT, _ViewT]):
         return Speakers(tuple(ranks))
 
     def hear(
-        self, speakers: Speakers[_BeatT, _ViewT], now: float, beat: _BeatT | None = None
+        self,
+        speakers: Speakers[_BeatT, _ViewT],
+        now: float,
+        beat: _BeatT | None = None,
+        columns: Columns = (),
     ) -> None:
         """They have said something together, at ``now``: a heartbeat, or anything else."""
         if speakers.current < len(speakers.ranks):
@@ -143,7 +159,7 @@ class Roster(ABC, Generic[_BeatT, _ViewT]):
             self._move(speakers)
         speakers.last_message_at, speakers.views = now, None
         if beat is not None:
-            speakers.beat = beat
+            speakers.beat, speakers.columns = beat, columns
 
     def _move(self, speakers: Speakers[_BeatT, _ViewT]) -> None:
         """From now on it counts what these say together."""
@@ -206,4 +222,16 @@ class MonitorRoster(Roster[MonitorHeartbeat, MonitorView]):
         pulse, at = entry.speakers.beat, entry.column
         if pulse is None:
             return MonitorView(*who)
-        return MonitorView(*who, pulse, pulse.since_s[at], pulse.mute_s[at], pulse.state[at])
+        since_s, mute_s, state = entry.speakers.columns
+        return MonitorView(*who, pulse, since_s[at], mute_s[at], state[at])
+
+    def progress(self) -> Progress | None:
+        """Of all of them; None while one has said nothing yet."""
+        if not self._speakers or any(each.beat is None for each in self._speakers):
+            return None
+        columns = [each.columns for each in self._speakers]
+        return Progress(
+            min(map(_last_message_at, self._speakers)),
+            max([max(since_s) for since_s, _, _ in columns]),
+            frozenset().union(*[state for _, _, state in columns]),
+        )

@@ -30,7 +30,7 @@ from slurm_forge.control import Hub, Member
 from slurm_forge.control.addresses import parse_addresses
 from slurm_forge.control.agent_hub import AgentsHub
 from slurm_forge.control.handshake import Role, dial
-from slurm_forge.control.hub import RankJoined
+from slurm_forge.control.hub_events import RankJoined
 from slurm_forge.control.messages import protocol
 from slurm_forge.control.messages.agent import AgentHello, StartWorker
 from slurm_forge.control.messages.preflight import CheckVerdict

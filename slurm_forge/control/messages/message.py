@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable
 from dataclasses import dataclass, fields, replace
-from itertools import chain, compress
-from typing import Annotated, ClassVar
+from typing import Annotated, Any, ClassVar, TypeAlias
 
 from pydantic import ConfigDict, Field, GetPydanticSchema
 from pydantic_core import core_schema
@@ -15,10 +14,13 @@ from slurm_forge.vocabulary.position import Position
 #: No count of slurm_forge goes beyond 64 bits, and Python refuses to print very long integers.
 Int = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 
+#: Of each column of a message, the values of all members that say it, in their order.
+Columns: TypeAlias = tuple[tuple[Any, ...], ...]
+
 #: Heartbeats of a node come at the same time, as far as its processes are scheduled in time.
 HEARTBEAT_WAITS_S = 0.1
 #: What is as well said with the next heartbeat, which comes within this time.
-UNTIL_HEARTBEAT_S = 1.0
+UNTIL_HEARTBEAT_S = 2.0
 
 #: All four numbers have to be there: a position with defaults is another place.
 WirePosition = Annotated[
@@ -53,22 +55,11 @@ class Message:
         """What messages that can be joined share."""
         return tuple(getattr(self, f.name) for f in fields(self) if f.name not in self.columns)
 
-    def joined(self, others: Iterable[Message]) -> Message:
-        """The same, said by others, too, whose messages have as much in ``common``."""
-        said = (self, *others)
-        return replace(
-            self,
-            **{
-                name: tuple(chain.from_iterable(getattr(each, name) for each in said))
-                for name in self.columns
-            },
-        )
+    @property
+    def values(self) -> Columns:
+        """Its columns."""
+        return tuple(getattr(self, name) for name in self.columns)
 
-    def only(self, kept: Sequence[bool]) -> Message:
-        """The same, said by those members alone."""
-        columns = {name: tuple(compress(getattr(self, name), kept)) for name in self.columns}
-        return replace(self, **columns)
-
-    def is_of(self, members: int) -> bool:
-        """Whether so many members can have said this."""
-        return all(len(getattr(self, name)) == members for name in self.columns)
+    def with_values(self, values: Columns) -> Message:
+        """The same with other columns."""
+        return replace(self, **dict(zip(self.columns, values, strict=True)))

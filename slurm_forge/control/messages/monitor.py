@@ -26,7 +26,7 @@ class MonitorHello(Message):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MonitorHeartbeat(Message):
-    """A monitor, every second: where its worker is, in what, and since when.
+    """A monitor, every second or two: where its worker is, in what, and since when.
 
     ``phase_no`` and ``poll`` are those of its position, ``kind`` is what its durations are compared
     with.  ``since_s`` leaves out the time that the monitor was stopped itself.  ``mute_s``: since

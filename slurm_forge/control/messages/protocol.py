@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from dataclasses import fields
 from functools import cache
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 from pydantic import Field, TypeAdapter, ValidationError
 
-from slurm_forge.control.handshake import LINE_LIMIT
 from slurm_forge.control.messages.hub import (
     Abort,
     Publish,
@@ -45,12 +44,15 @@ from slurm_forge.control.messages.rank import (
     UpdateSkipped,
 )
 from slurm_forge.control.messages.step_timing import StepTiming
+from slurm_forge.control.session import LINE_LIMIT
 from slurm_forge.errors import ControlChannelError
 from slurm_forge.json_codec import dumps
 
 #: Texts that may lose their beginning so that a line fits, and how much of one is kept at most.
 _CUT = ("trace", "text", "reason")
 _KEPT = 12_000
+
+_T = TypeVar("_T")
 
 ControlMessage = Annotated[
     Hello
@@ -118,16 +120,26 @@ def _adapter() -> TypeAdapter[Message]:
 
 def decode(line: bytes) -> Message:
     """One member's message on the control channel; ``ControlChannelError`` for any other line."""
-    message = decode_by(_adapter(), line)
-    check_columns(message, 1)
+    return decode_text(line, 1)
+
+
+def decode_text(text: bytes, members: int) -> Message:
+    """The same of so many members that say it together.
+
+    Raises:
+        ControlChannelError: It is no message, or its columns are those of more or fewer members.
+    """
+    message = decode_by(_adapter(), text)
+    if any(len(column) != members for column in message.values):
+        raise unreadable(f"it is not what {members} members say ({type(message).__name__})")
     return message
 
 
-def decode_by(adapter: TypeAdapter[Message], line: bytes) -> Message:
-    """The message on a line.
+def decode_by(adapter: TypeAdapter[_T], line: bytes) -> _T:
+    """The value on a line.
 
     Args:
-        adapter: That of the union of messages that the channel has.
+        adapter: That of its type: of the union of messages that a channel has.
         line: With or without its newline.
 
     Raises:
@@ -138,16 +150,11 @@ def decode_by(adapter: TypeAdapter[Message], line: bytes) -> Message:
     except ValidationError as error:
         what = error.errors(include_url=False, include_input=False)[0]
         where = ".".join(map(str, what["loc"]))[:100]
-        raise _unreadable(f"{what['msg'][:100]} ({where})") from error
+        raise unreadable(f"{what['msg'][:100]} ({where})") from error
 
 
-def check_columns(message: Message, members: int) -> None:
-    """Raise ``ControlChannelError`` for what so many members can't have said together."""
-    if not message.is_of(members):
-        raise _unreadable(f"it is not what {members} members say ({type(message).__name__})")
-
-
-def _unreadable(why: str) -> ControlChannelError:
+def unreadable(why: str) -> ControlChannelError:
+    """The error of a line that no process of this version sends."""
     return ControlChannelError(
         f"a line on the control channel can't be read: {why}",
         next_step="Are all ranks running the same version of slurm_forge?",

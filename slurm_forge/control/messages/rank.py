@@ -13,6 +13,8 @@ from slurm_forge.control.messages.message import (
     WirePosition,
 )
 
+_VERY_MANY = 2048
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hello(Message):
@@ -27,7 +29,7 @@ class Hello(Message):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Heartbeat(Message):
-    """Every second: steps done, and the phase that the main thread is in.
+    """Every second or two: steps done, and the phase that the main thread is in.
 
     ``begun`` counts steps that were begun, too: one more than ``step`` inside of one.  ``turn``
     counts rollbacks: the steps come again in each.
@@ -41,6 +43,14 @@ class Heartbeat(Message):
     begun: Int
     phase: str
     started: bool
+
+
+def heartbeat_every_s(world: int) -> float:
+    """Seconds between two heartbeats of each rank and each monitor, of so many ranks.
+
+    Where they are very many one supervisor has to hear hundreds of nodes every second.
+    """
+    return 1.0 if world < _VERY_MANY else 2.0
 
 
 def next_heartbeat(now: float, every_s: float) -> float:

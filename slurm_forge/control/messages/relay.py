@@ -1,6 +1,13 @@
 """What the relay of a node and the hub tell each other: lines of ranks and monitors, many in one.
 
-Members are numbered by their relay, each connection anew.
+What members say together is three texts, behind a tab each: who they are, the message without its
+columns, and the columns::
+
+    lines <TAB> 0,1 <TAB> {"m":"beat",...} <TAB>  <TAB> 2,3 <TAB> {"m":"pulse",...} <TAB> [...]
+
+The text of a message is the same for all nodes that say the same, so that the hub reads it once for
+all of them.  Nothing stands for a message where connections have ended.  Members are numbered by
+their relay, each connection anew.
 """
 
 from __future__ import annotations
@@ -8,22 +15,20 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
 from functools import cache, lru_cache
-from typing import Annotated, Literal
+from typing import Any, Literal, NamedTuple, get_type_hints
 
-from pydantic import Field, TypeAdapter
+from pydantic import TypeAdapter
 
-from slurm_forge.control.handshake import LINE_LIMIT
-from slurm_forge.control.messages.message import Int, Message
-from slurm_forge.control.messages.protocol import (
-    ControlMessage,
-    check_columns,
-    decode_by,
-    encode,
-)
+from slurm_forge.control.messages.message import Columns, Int, Message
+from slurm_forge.control.messages.protocol import decode_by, decode_text, encode, unreadable
+from slurm_forge.control.session import LINE_LIMIT
 from slurm_forge.json_codec import dumps
 
 #: What the numbers of members take on a line, for each message.
 _NUMBERS = 24
+_LINES = b"lines"
+#: Longer texts are not said by many nodes; so many of the others are remembered.
+_SHORT, _REMEMBERED = 512, 512
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,12 +40,19 @@ class RelayHello(Message):
     pid: Int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MemberLines(Message):
-    """What members said, each in its order; None: the connections of those have ended."""
+class Said(NamedTuple):
+    """What members say together, without their columns; None: their connections have ended."""
 
-    m: Literal["lines"] = "lines"
-    lines: tuple[tuple[tuple[Int, ...], ControlMessage | None], ...]
+    numbers: tuple[int, ...]
+    message: Message | None
+    columns: Columns = ()
+
+
+@dataclass(frozen=True, slots=True)
+class MemberLines(Message):
+    """What members said, each in its order."""
+
+    lines: tuple[Said, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,25 +66,10 @@ class Delivery(Message):
 
 
 @dataclass(slots=True)
-class _Said:
-    """What some members say alike, but for the columns of the message."""
-
-    numbers: list[int]
-    messages: list[Message]
-    line: bytes
-
-    def encode(self) -> bytes:
-        line = self.line
-        if len(self.messages) > 1 and self.messages[0].columns:
-            line = encode(self.messages[0].joined(self.messages[1:]))
-        return b"[[%b],%b]" % (",".join(map(str, self.numbers)).encode(), line.rstrip(b"\n"))
-
-
-@dataclass(slots=True)
 class LineBundle:
     """What members have said and is to be sent as one line: once what several of them say alike."""
 
-    _said: list[_Said] = field(default_factory=list)
+    _said: list[dict[int, Message | None]] = field(default_factory=list)
     #: Where members say the same, and what each of them has said last.
     _places: dict[Hashable, int] = field(default_factory=dict)
     _last: dict[int, int] = field(default_factory=dict)
@@ -92,24 +89,37 @@ class LineBundle:
         Returns:
             False where it does not fit any more, and belongs to the next line.
         """
-        line = b"null" if message is None else encode(message)
-        if self._said and self._size + _NUMBERS + len(line) > LINE_LIMIT:
+        size = _NUMBERS + (0 if message is None else len(encode(message)))
+        if self._said and self._size + size > LINE_LIMIT:
             return False
-        self._size += _NUMBERS + len(line)
+        self._size += size
         key = (role, message and message.common)
         place = self._places.get(key, -1)
         if place <= self._last.get(number, -1):  # else it would overtake what came before
             place = self._places[key] = len(self._said)
-            self._said.append(_Said([], [], line))
+            self._said.append({})
         self._last[number] = place
-        self._said[place].numbers.append(number)
-        if message is not None:
-            self._said[place].messages.append(message)
+        self._said[place][number] = message
         return True
 
     def encode(self) -> bytes:
         """The line."""
-        return b'{"m":"lines","lines":[%b]}\n' % b",".join(each.encode() for each in self._said)
+        return b"\t".join((_LINES, *(text for each in self._said for text in _texts(each)))) + b"\n"
+
+
+def _texts(said: dict[int, Message | None]) -> tuple[bytes, bytes, bytes]:
+    """In the order of the numbers: the hub meets the same ones again."""
+    numbers = sorted(said)
+    who = b",".join(b"%d" % number for number in numbers)
+    messages = [message for message in map(said.__getitem__, numbers) if message is not None]
+    if not messages:
+        return who, b"", b""
+    first, columns = messages[0], b""
+    if first.columns:
+        values = [message.values for message in messages]
+        columns = dumps([sum(column, ()) for column in zip(*values, strict=True)])
+        first = first.with_values(((),) * len(first.columns))
+    return who, encode(first).rstrip(b"\n"), columns
 
 
 def encode_delivery(to: Iterable[int], line: bytes, *, close: bool = False) -> bytes:
@@ -126,8 +136,8 @@ def _as_text(line: bytes) -> bytes:
 
 
 @cache
-def _from_relay() -> TypeAdapter[Message]:
-    return TypeAdapter(Annotated[RelayHello | MemberLines, Field(discriminator="m")])
+def _hello() -> TypeAdapter[Message]:
+    return TypeAdapter(RelayHello)
 
 
 @cache
@@ -137,12 +147,51 @@ def _to_relay() -> TypeAdapter[Message]:
 
 def decode_from_relay(line: bytes) -> Message:
     """What a relay told the hub; ``ControlChannelError`` for anything else."""
-    message = decode_by(_from_relay(), line)
-    if isinstance(message, MemberLines):
-        for numbers, said in message.lines:
-            if said is not None and said.columns:
-                check_columns(said, len(numbers))
-    return message
+    word, *texts = line.removesuffix(b"\n").split(b"\t")
+    if word != _LINES:
+        return decode_by(_hello(), line)
+    if len(texts) % 3:
+        raise unreadable("a text is missing (lines)")
+    parts = iter(texts)
+    return MemberLines(tuple(map(_said, parts, parts, parts)))
+
+
+def _said(who: bytes, text: bytes, columns: bytes) -> Said:
+    numbers = _numbers(who)
+    if not text:
+        return Said(numbers, None)
+    message = _same(text) if len(text) <= _SHORT else decode_text(text, 0)
+    if not message.columns:
+        return Said(numbers, message)
+    values: Columns = decode_by(_columns(type(message)), columns)
+    for column in values:
+        if len(column) != len(numbers):
+            why = f"it is not what {len(numbers)} members say ({type(message).__name__})"
+            raise unreadable(why)
+    return Said(numbers, message, values)
+
+
+@lru_cache(maxsize=_REMEMBERED)
+def _same(text: bytes) -> Message:
+    return decode_text(text, 0)
+
+
+@lru_cache(maxsize=_REMEMBERED)
+def _numbers(text: bytes) -> tuple[int, ...]:
+    return decode_by(_ints(), b"[%b]" % text)
+
+
+@cache
+def _ints() -> TypeAdapter[tuple[int, ...]]:
+    return TypeAdapter(tuple[Int, ...], config=Message.__pydantic_config__)
+
+
+@cache
+def _columns(kind: type[Message]) -> TypeAdapter[Columns]:
+    """Of the columns of a message alone."""
+    hints = get_type_hints(kind, include_extras=True)
+    types: Any = tuple[tuple(hints[name] for name in kind.columns)]
+    return TypeAdapter(types, config=Message.__pydantic_config__)
 
 
 def decode_delivery(line: bytes) -> Delivery:

@@ -17,15 +17,12 @@ class StepTiming(Message):
     fixed piece of work that was tried since (0: none was).
     """
 
+    columns: ClassVar[tuple[str, ...]] = ("own_s", "spread_s", "trial_s")
     may_wait_s: ClassVar[float] = UNTIL_HEARTBEAT_S
 
     m: Literal["paced"] = "paced"
     step: Int
     count: Int
-    own_s: float
-    spread_s: float
-    trial_s: float
-    #: A supervisor of 0.1.0, under which a newer version was installed, drops a rank without these.
-    wait_s: float = 0.0
-    starved: float = -1.0
-    throttled: Int = -1
+    own_s: tuple[float, ...]
+    spread_s: tuple[float, ...]
+    trial_s: tuple[float, ...]

@@ -14,7 +14,7 @@ from datetime import datetime, timedelta, timezone
 from pathlib import Path
 
 from slurm_forge.control import Hub
-from slurm_forge.control.hub import (
+from slurm_forge.control.hub_events import (
     MessageReceived,
     RankDisconnected,
     RequestAbandoned,
@@ -214,6 +214,9 @@ class Conductor:
         if isinstance(message, ProbeArrived | ProbeDone | ProbeBroke):
             self._probes.on_message(ranks, message)
             return
+        if isinstance(message, StepTiming):
+            self._stragglers.add(ranks, message)
+            return
         for rank in ranks:
             self._on_message_of(rank, message)
 
@@ -266,8 +269,6 @@ class Conductor:
                 self._job_poller.comment(message.text)
             case UpdateSkipped():
                 self._skips.add(rank, message.step, self._clock())
-            case StepTiming():
-                self._stragglers.add(rank, message)
             case PreflightReport() | PreflightTried():
                 self._preflight.on_message(rank, message)
             case PhaseDuration() | StackReport():

@@ -14,13 +14,13 @@ from slurm_forge.control.messages.hub import RequestKind
 from slurm_forge.control.messages.message import Message
 from slurm_forge.control.messages.monitor import StackReport, TakeStacks
 from slurm_forge.control.messages.probe import BANDWIDTH, ProbeArrived, ProbeBroke, ProbeDone
+from slurm_forge.control.messages.rank import heartbeat_every_s
 from slurm_forge.control.stack_text import where
 from slurm_forge.journal.events import Event, ProbeMeasured, ProbeOff
 from slurm_forge.launch.conductor.network_monitor import NetworkMonitor
 from slurm_forge.launch.conductor.rank_views import RankViews
 from slurm_forge.recovery.monitor.probe_evidence import with_stacks
 from slurm_forge.recovery.monitor.probe_verdict import (
-    FRESH_S,
     NOTHING,
     AskNetwork,
     Fine,
@@ -43,8 +43,8 @@ _INTERVAL = "interval"
 _LOOK_EVERY_S = 0.2
 #: Ranks at a boundary wait for the agreed step; for a probe no longer than this.
 _AGREED_WITHIN_S = 10.0
-#: Nobody is asked to probe while somebody has said nothing for so long.
-_TALKS_S = 2.0
+#: Nobody is asked to probe while somebody's heartbeat is so late.
+_LATE_S = 1.0
 #: Fine probes are written down rarely: the first, then one in so many.
 _SAMPLE = 30
 
@@ -163,7 +163,7 @@ class ProbeMonitor:
 
     def _weigh_quickly(self, flight: Flight, now: float) -> Fine | Nothing | None:
         """What a probe has come to while everybody talks; None where each rank has to be seen."""
-        if self._views.anybody_silent(now, FRESH_S):
+        if self._views.anybody_silent(now, self._views.fresh_s):
             return None
         if len(flight.latency) >= self._hub.world_size:
             return weigh_complete_probe(flight)
@@ -182,7 +182,8 @@ class ProbeMonitor:
         if self._next is None:
             self._next = now + every
         if now < self._next or any(
-            now - each.last_message_at > _TALKS_S for each in members.values()
+            now - each.last_message_at > heartbeat_every_s(self._hub.world_size) + _LATE_S
+            for each in members.values()
         ):
             return
         self._next = now + every

@@ -6,12 +6,15 @@ from collections.abc import Callable
 from datetime import timedelta
 
 from slurm_forge.control import Hub, MemberView
+from slurm_forge.control.messages.rank import heartbeat_every_s
 from slurm_forge.control.roster import MonitorView
 from slurm_forge.recovery.monitor.probe_verdict import RankSeen
 from slurm_forge.recovery.monitor.stalls import RankView
 
-#: A monitor says something every second.
+#: A monitor says something every second or two.
 _SILENT_S = 8.0
+#: Whoever was heard no longer ago than a heartbeat is, and this, talks.
+_TALKS_S = 1.5
 #: Between two looks of ours: then the job was suspended, and everybody's clock begins anew.
 _GAP_S = 3.5
 #: By a signal or a debugger: the kernel's letters.
@@ -30,6 +33,8 @@ class RankViews:
         #: How long anything took until then means nothing.
         self.fresh_from = self._last_poll
         self._places: dict[int, tuple[tuple[int, ...], float]] = {}
+        #: When the rank that was silent for longest had been heard, at the last look.
+        self._oldest = 0.0
 
     def note_poll(self, now: float) -> None:
         """We look.  If the last look was long ago we were stopped, with the whole job as a rule."""
@@ -50,22 +55,30 @@ class RankViews:
             if rank not in left_ranks
         }
 
+    @property
+    def fresh_s(self) -> float:
+        """How long ago a rank may have been heard that talks."""
+        return heartbeat_every_s(self._hub.world_size) + _TALKS_S
+
     def anybody_silent(self, now: float, seconds: float) -> bool:
         """Whether a rank has said nothing for so long: cheap enough for every look."""
+        if now - max(self._oldest, self.fresh_from) < seconds:
+            return False  # nor is anybody's last message older than the oldest was
         oldest = self._hub.oldest_message_at()
-        return now - max(now if oldest is None else oldest, self.fresh_from) >= seconds
+        self._oldest = now if oldest is None else oldest
+        return now - max(self._oldest, self.fresh_from) >= seconds
 
     def all_progress(self, now: float, within: timedelta) -> bool:
         """Whether the monitor of every rank tells of progress within that time: a quick look.
 
         False also where nobody can tell, and while a process is stopped or its monitor silent.
         """
-        seconds, last = within.total_seconds(), self._hub.pulses()
-        if last is None:
-            return False
-        oldest, pulses = last
-        return now - oldest <= _SILENT_S and all(
-            max(pulse.since_s) <= seconds and _STOPPED.isdisjoint(pulse.state) for pulse in pulses
+        progress = self._hub.progress()
+        return (
+            progress is not None
+            and now - progress.oldest_message_at <= _SILENT_S
+            and progress.since_s <= within.total_seconds()
+            and _STOPPED.isdisjoint(progress.states)
         )
 
     def for_probe(
@@ -96,6 +109,7 @@ class RankViews:
                     kind=view.kind,
                     since=view.since.total_seconds(),
                     limit=limit(view.kind).total_seconds(),
+                    fresh_s=self.fresh_s,
                 )
             )
         return tuple(ranks)

@@ -6,9 +6,9 @@ says where ranks run.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
+from typing import NamedTuple
 
 from slurm_forge.control import MemberView
 from slurm_forge.control.messages.step_timing import StepTiming
@@ -19,6 +19,16 @@ from slurm_forge.recovery.monitor.stragglers import StragglerDetector
 
 #: A window is closed once all ranks have spoken, or after so many times what it usually takes.
 _LATE = 2.0
+
+
+class _Pace(NamedTuple):
+    """What one rank has said."""
+
+    step: int
+    count: int
+    own_s: float
+    spread_s: float
+    trial_s: float
 
 
 class StragglerMonitor:
@@ -40,21 +50,22 @@ class StragglerMonitor:
         self._every_s = every.total_seconds()
         self._clock = clock
         self._straggling = StragglerDetector(factor or 2.0)
-        self._window: dict[int, StepTiming] = {}
+        self._window: dict[int, _Pace] = {}
         self._opened: float | None = None
         #: How many ranks the window is open for.
         self._expected = 0
         self._newest: Straggler | None = None
 
-    def add(self, rank: int, timing: StepTiming) -> None:
-        """A rank said how fast it is."""
+    def add(self, ranks: Iterable[int], timing: StepTiming) -> None:
+        """Ranks said how fast they are."""
         if self._opened is None:
             self._opened, self._expected = self._clock(), len(self._members())
-        before = self._window.get(rank)
-        # Quick ranks speak twice in a window: their trial must not be lost.
-        if before is not None and not timing.trial_s and before.trial_s:
-            timing = replace(timing, trial_s=before.trial_s)
-        self._window[rank] = timing
+        own = zip(ranks, timing.own_s, timing.spread_s, timing.trial_s, strict=True)
+        for rank, own_s, spread_s, trial_s in own:
+            before = self._window.get(rank)
+            # Quick ranks speak twice in a window: their trial must not be lost.
+            trial = trial_s or (0.0 if before is None else before.trial_s)
+            self._window[rank] = _Pace(timing.step, timing.count, own_s, spread_s, trial)
 
     @property
     def named(self) -> tuple[Straggler, ...]:
@@ -82,8 +93,8 @@ class StragglerMonitor:
         if 2 * len(window) <= len(members):
             return ()
         readings = tuple(
-            _reading(members[rank], timing)
-            for rank, timing in sorted(window.items())
+            StepTimes(rank=rank, host=members[rank].host, **pace._asdict())
+            for rank, pace in sorted(window.items())
             if rank in members
         )
         changes = self._straggling.window(readings)
@@ -91,18 +102,6 @@ class StragglerMonitor:
             if isinstance(change, Straggler):
                 self._newest = change
         return tuple(_event(change, max(r.step for r in readings)) for change in changes)
-
-
-def _reading(member: MemberView, timing: StepTiming) -> StepTimes:
-    return StepTimes(
-        rank=member.rank,
-        host=member.host,
-        step=timing.step,
-        count=timing.count,
-        own_s=timing.own_s,
-        spread_s=timing.spread_s,
-        trial_s=timing.trial_s,
-    )
 
 
 def _event(change: Straggler | StragglerEnd, step: int) -> Event:

@@ -15,7 +15,7 @@ from pathlib import Path
 from queue import Empty
 
 from slurm_forge.control import Hub
-from slurm_forge.control.hub import MessageReceived
+from slurm_forge.control.hub_events import MessageReceived
 from slurm_forge.control.messages.preflight import NodeReport
 from slurm_forge.journal.events import PreflightMeasured
 from slurm_forge.knobs import Knobs

@@ -9,7 +9,7 @@ from pathlib import Path, PurePath
 from slurm_forge.control import Hub
 from slurm_forge.control.addresses import parse_addresses
 from slurm_forge.control.agent_hub import AgentsHub
-from slurm_forge.control.hub import MessageReceived
+from slurm_forge.control.hub_events import MessageReceived
 from slurm_forge.control.messages.agent import StartWorker
 from slurm_forge.control.messages.rank import Notice
 from slurm_forge.control.relay import RELAYED_FROM

@@ -21,7 +21,7 @@ from slurm_forge.recovery.monitor.stalls import longest_excuse
 from slurm_forge.vocabulary.cause import Cause, Confidence, Evidence
 
 #: Whoever was heard within this time talks: heartbeats and pulses come every second.
-FRESH_S = 2.5
+_FRESH_S = 2.5
 #: A process that can't say anything by itself: stopped, dead and not reaped.
 _STOPPED = frozenset("TZX")
 _TRACED = "t"
@@ -60,6 +60,7 @@ class RankSeen:
     ``silent_s`` counts from the rank's own last message, ``monitor_silent_s`` from its monitor's,
     None where it has none.  ``state`` is the kernel's letter for its process, in the monitor's last
     message.
+    Whoever was heard within ``fresh_s`` talks.
     ``since``: in a stretch of this ``kind``, which may last ``limit`` by what was learned.
     """
 
@@ -73,16 +74,17 @@ class RankSeen:
     kind: str = "train"
     since: float = 0.0
     limit: float = 600.0
+    fresh_s: float = _FRESH_S
 
     @property
     def talks(self) -> bool:
         """Whether it has been heard just now, and has not been stopped since."""
-        return self.silent_s < FRESH_S and not (self.has_monitor and self.state in _STOPPED)
+        return self.silent_s < self.fresh_s and not (self.has_monitor and self.state in _STOPPED)
 
     @property
     def has_monitor(self) -> bool:
         """Whether its monitor has been heard just now."""
-        return self.monitor_silent_s is not None and self.monitor_silent_s < FRESH_S
+        return self.monitor_silent_s is not None and self.monitor_silent_s < self.fresh_s
 
     @property
     def runs(self) -> bool:
@@ -186,7 +188,7 @@ def weigh_silence(
     if not quiet or any(each.has_monitor and each.state == _TRACED for each in ranks):
         return NOTHING
     longest = max(each.silent_s for each in quiet)
-    if longest < 2 * limit and any(FRESH_S <= each.silent_s < limit for each in ranks):
+    if longest < 2 * limit and any(each.fresh_s <= each.silent_s < limit for each in ranks):
         return NOTHING  # somebody else is just falling silent, or waking up
     deadline = max(2 * limit, rules.deadline.total_seconds())
     stopped = [

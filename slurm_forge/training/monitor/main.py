@@ -20,12 +20,7 @@ from pathlib import Path
 
 from slurm_forge.control.addresses import parse_addresses
 from slurm_forge.control.clock_page import ClockReader
-from slurm_forge.control.handshake import (
-    AuthenticatedConnection,
-    Credentials,
-    Role,
-    dial,
-)
+from slurm_forge.control.handshake import Credentials, Role, dial
 from slurm_forge.control.messages import protocol
 from slurm_forge.control.messages.links import PortReport, QueryLinks
 from slurm_forge.control.messages.message import Message
@@ -36,7 +31,8 @@ from slurm_forge.control.messages.monitor import (
     StackReport,
     TakeStacks,
 )
-from slurm_forge.control.messages.rank import next_heartbeat
+from slurm_forge.control.messages.rank import heartbeat_every_s, next_heartbeat
+from slurm_forge.control.session import AuthenticatedConnection
 from slurm_forge.control.stack_text import essence
 from slurm_forge.control.tcp.links import (
     say_links,
@@ -103,7 +99,7 @@ class Subject:
 
 
 class RankMonitor:
-    """Reads and tells once a second.  ``over`` once the worker or the channel is gone."""
+    """Reads once a second, and tells.  ``over`` once the worker or the channel is gone."""
 
     def __init__(self, subject: Subject, clock: Callable[[], float] = time.monotonic) -> None:
         self._subject = subject
@@ -113,7 +109,7 @@ class RankMonitor:
             subject.pid, subject.dump, thread=lambda: self._reader.alive().thread
         )
         self._connection: AuthenticatedConnection | None = None
-        self._ticked = self._next = clock()
+        self._ticked = self._next = self._next_beat = clock()
         #: When the monitor was last stopped itself: (until, for how long).
         self._pauses: list[tuple[float, float]] = []
         self._ports = PortCounters()
@@ -179,6 +175,9 @@ class RankMonitor:
             return
         for each in self._reader.lasted():
             self._send(PhaseDuration(kind=each.kind, seconds=round(each.seconds, 3)))
+        if now < self._next_beat:
+            return
+        self._next_beat = next_heartbeat(now, heartbeat_every_s(self._subject.world_size))
         facts = read_process(self._subject.pid)
         place = record.position
         self._send(

@@ -97,9 +97,9 @@ class StepTimer:
             StepTiming(
                 step=step,
                 count=medians.count,
-                own_s=round(medians.own, 7),
-                spread_s=round(medians.spread, 7),
-                trial_s=round(self._trial.take(), 8),
+                own_s=(round(medians.own, 7),),
+                spread_s=(round(medians.spread, 7),),
+                trial_s=(round(self._trial.take(), 8),),
             )
         )
 

@@ -18,7 +18,7 @@ from slurm_forge.control import listener as listener_module
 from slurm_forge.control import member as member_module
 from slurm_forge.control.addresses import answering_first, parse_addresses
 from slurm_forge.control.handshake import Role, dial
-from slurm_forge.control.hub import (
+from slurm_forge.control.hub_events import (
     HubEvent,
     MessageReceived,
     RankDisconnected,
@@ -489,7 +489,7 @@ def test_no_request_is_forgotten_before_every_rank_has_left_its_step_behind() ->
             member.advance(Position(9))
         until(lambda: min(m.step for m in hub.members().values()) == 9, "beats")
         hub.request(RequestKind.PROBE, "interval")
-        assert len(hub._requests) == 1
+        assert len(hub._requests.all()) == 1
         for member in members:
             member.close()
 

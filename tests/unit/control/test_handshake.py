@@ -12,25 +12,20 @@ from dataclasses import replace
 from hashlib import sha256
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 import slurm_forge
 from slurm_forge.control import Hub, Member, handshake
 from slurm_forge.control.addresses import connect, parse_addresses
-from slurm_forge.control.handshake import (
-    AuthenticatedConnection,
-    Credentials,
-    Role,
-    Session,
-    answer_challenge,
-    dial,
-    is_hub_at,
-)
+from slurm_forge.control.handshake import Credentials, Role, answer_challenge, dial, is_hub_at
+from slurm_forge.control.session import AuthenticatedConnection, Session
 from slurm_forge.errors import ControlChannelError
 from tests.channel_ends import CREDENTIALS, welcomed
 
 WITHIN_S = 20.0
 VERSION = slurm_forge.__version__.encode()
-CHALLENGE = b"forge 1 0.1.0 rank " + CREDENTIALS.nonce.encode() + b" " + b"c" * 32
+CHALLENGE = b"forge 2 0.1.0 rank " + CREDENTIALS.nonce.encode() + b" " + b"c" * 32
 
 
 def call(port: int, *, within_s: float = WITHIN_S) -> AuthenticatedConnection:
@@ -65,18 +60,18 @@ def sessions() -> tuple[Session, Session]:
     return Session(b"a" * 32, b"b" * 32), Session(b"b" * 32, b"a" * 32)
 
 
-def test_the_wire_of_version_1(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_wire_of_version_2(monkeypatch: pytest.MonkeyPatch) -> None:
     """Other versions refuse it by its number: what changes here needs another one."""
     monkeypatch.setattr(secrets, "token_hex", lambda size: "d" * 2 * size)
     answer = answer_challenge(CHALLENGE, CREDENTIALS)
-    about = f"slurm_forge 1 rank {CREDENTIALS.nonce} {'c' * 32} {'d' * 32}"
+    about = f"slurm_forge 2 rank {CREDENTIALS.nonce} {'c' * 32} {'d' * 32}"
 
     def key(purpose: str) -> bytes:
         text = f"{purpose}: {about}".encode()
         return hmac.new(CREDENTIALS.secret.encode(), text, sha256).digest()
 
     proof = key("proof of the hub").hex().encode()
-    assert answer.line == b"forge 1 " + VERSION + b" " + b"d" * 32 + b" " + proof + b"\n"
+    assert answer.line == b"forge 2 " + VERSION + b" " + b"d" * 32 + b" " + proof + b"\n"
     assert answer.session is not None
     code = hmac.new(key("hub to client"), b"1 welcome", sha256).hexdigest()[:32].encode()
     assert answer.session.sign(b"welcome") == code + b"welcome\n"
@@ -89,6 +84,14 @@ def test_two_sessions_understand_each_other_and_nobody_else() -> None:
     for line in (b"one\n", b"two", b""):
         assert theirs.verify(ours.sign(line)[:-1]) == line.removesuffix(b"\n")
         assert ours.verify(theirs.sign(line)[:-1]) == line.removesuffix(b"\n")
+
+
+@given(st.binary(min_size=32, max_size=32), st.text(max_size=300).map(ascii))
+def test_the_code_of_a_line_is_hmac(key: bytes, text: str) -> None:
+    ours, line = Session(key, bytes(32)), text.encode()
+    for number in (1, 2):
+        code = hmac.digest(key, b"%d %b" % (number, line), "sha256").hex()[:32].encode()
+        assert ours.sign(line) == code + line + b"\n"
 
 
 @pytest.mark.parametrize(
@@ -123,7 +126,7 @@ def test_a_line_is_good_once_and_in_one_direction() -> None:
 @pytest.mark.parametrize(
     "line",
     [
-        b"", b"forge", b"forge 1 0.1.0 ", b"GET / HTTP/1.1\r", CHALLENGE[:-1], CHALLENGE + b"0",
+        b"", b"forge", b"forge 2 0.1.0 ", b"GET / HTTP/1.1\r", CHALLENGE[:-1], CHALLENGE + b"0",
         CHALLENGE.replace(b"c", b"C"), CHALLENGE.replace(b"rank", b"RANK"), b"forge " + b"1" * 5000,
         b'{"m":"hello","nonce":"x","rank":0,"world":1,"host":"h","pid":1}', b"\xff" * 90,
     ],
@@ -151,7 +154,9 @@ def test_who_is_asked_twice_answers_otherwise() -> None:
 
 def replayed(session: Session) -> bytes:
     """What the client of that session has sent first."""
-    return Session(session._receive_key, session._send_key).sign(b"hello")[:-1]
+    client = Session(b"", b"")
+    client._send_key = session._receive_key
+    return client.sign(b"hello")[:-1]
 
 
 def test_roles_are_part_of_the_proof() -> None:
@@ -180,7 +185,7 @@ def test_the_first_of_several_hosts_may_be_a_strangers(monkeypatch: pytest.Monke
 
     def overhear(connection: socket.socket) -> None:
         heard.append(connection.recv(4096))
-        connection.sendall(b"forge 1 0.1.0 " + b"0" * 32 + b" " + b"0" * 64 + b"\n")
+        connection.sendall(b"forge 2 0.1.0 " + b"0" * 32 + b" " + b"0" * 64 + b"\n")
         heard.append(connection.recv(4096))
 
     with serving(overhear) as stranger, socket.create_server(("127.0.0.1", 0)) as server:
@@ -226,13 +231,15 @@ def _try(port: int) -> None:
     [
         (b"forge 7 0.9.0 something new\n", r"version 7 of the channel \(slurm_forge 0.9.0\)",
          "install slurm_forge 0.9.0"),
-        (b"forge 1 0.1.0 another-launch\n", "another launch", "older launch"),
+        (b"forge 1 0.0.9 " + b"0" * 32 + b" " + b"0" * 64 + b"\n",
+         r"version 1 of the channel \(slurm_forge 0.0.9\)", "install slurm_forge 0.0.9"),
+        (b"forge 2 0.1.0 another-launch\n", "another launch", "older launch"),
         (b"SSH-2.0-OpenSSH_9.2\r\n", "no hub of slurm_forge", "Another program"),
-        (b"forge 1 0.1.0 " + b"0" * 32 + b" " + b"0" * 64 + b"\n", "does not know the secret",
+        (b"forge 2 0.1.0 " + b"0" * 32 + b" " + b"0" * 64 + b"\n", "does not know the secret",
          "another user's"),
         (b"x" * 9000 + b"\n", "no hub of slurm_forge", "Another program"),
     ],
-    ids=["newer", "another launch", "ssh", "a guess", "endless"],
+    ids=["newer", "older", "another launch", "ssh", "a guess", "endless"],
 )  # fmt: skip
 def test_who_answers_otherwise_is_named_with_what_to_do(answer: bytes, why: str, step: str) -> None:
     def say(connection: socket.socket) -> None:
@@ -245,11 +252,20 @@ def test_who_answers_otherwise_is_named_with_what_to_do(answer: bytes, why: str,
     assert step in raised.value.next_step
 
 
-def test_a_newer_rank_hears_which_version_the_hub_has() -> None:
-    answer = answer_challenge(b"forge 7 0.9.0 whatever comes then", CREDENTIALS)
+@pytest.mark.parametrize(
+    ("line", "version"),
+    [
+        (b"forge 7 0.9.0 whatever comes then", "version 7 of the channel (slurm_forge 0.9.0)"),
+        (CHALLENGE.replace(b"forge 2 0.1.0 rank", b"forge 1 0.0.9 relay"),
+         "version 1 of the channel (slurm_forge 0.0.9)"),
+    ],
+    ids=["newer", "older"],
+)  # fmt: skip
+def test_one_of_another_version_hears_which_version_the_hub_has(line: bytes, version: str) -> None:
+    answer = answer_challenge(line, CREDENTIALS)
     assert answer.session is None
-    assert answer.line.startswith(b"forge 1 " + VERSION)
-    assert "version 7 of the channel (slurm_forge 0.9.0)" in answer.why
+    assert answer.line.startswith(b"forge 2 " + VERSION)
+    assert version in answer.why
 
 
 def test_a_rank_of_before_there_was_a_handshake_is_told_apart() -> None:

@@ -2,12 +2,20 @@
 
 import queue
 
-from slurm_forge.control.hub import Hub, HubEvent, MessageReceived
+import pytest
+
+from slurm_forge.control import Member
+from slurm_forge.control import hub as hub_module
+from slurm_forge.control.addresses import parse_addresses
+from slurm_forge.control.hub import Hub
+from slurm_forge.control.hub_events import HubEvent, MessageReceived, TargetAgreed
+from slurm_forge.control.messages.hub import RequestKind
 from slurm_forge.control.messages.message import Message
 from slurm_forge.control.messages.rank import Notice
 from slurm_forge.control.messages.step_timing import StepTiming
+from tests.channel_ends import hub_of
 
-TIMING = StepTiming(step=1, count=1, own_s=0.1, spread_s=0.0, trial_s=0.0)
+TIMING = StepTiming(step=1, count=1, own_s=(0.1,), spread_s=(0.0,), trial_s=(0.0,))
 NOTICE = Notice(what="SIGTERM")
 
 
@@ -56,7 +64,7 @@ def test_the_conductor_hears_what_can_wait_soon_enough() -> None:
 def test_a_hub_of_many_ranks_rests_only_while_nobody_waits() -> None:
     scene = Scene(1024)
     scene.now += 10.0
-    assert 0 < scene.hub._rest_s() <= 0.02
+    assert 0 < scene.hub._rest_s() <= 0.1
     scene.say(0, TIMING)
     assert scene.hub._rest_s() > 0
     scene.say(0, NOTICE)
@@ -74,6 +82,23 @@ def test_a_hub_does_not_rest_while_ranks_join() -> None:
     scene.now += 10.0
     assert scene.hub._rest_s() == 0
     scene.hub.close()
+
+
+def test_a_rest_ends_when_somebody_asks_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their answers would wait for it else: a save is agreed sooner than a rest takes."""
+    monkeypatch.setattr(hub_module, "_MANY", 1)
+    monkeypatch.setattr(hub_module, "_REST_S", 60.0)
+    monkeypatch.setattr(hub_module, "_LIVELY_S", 60.0)
+    with hub_of(1) as hub:
+        hosts, port = parse_addresses(hub.addresses)
+        member = Member(
+            rank=0, world_size=1, credentials=hub.credentials, hosts=hosts, port=port, host="n1",
+            pid=1, on_abort=lambda _: None,
+        )  # fmt: skip
+        hub.request(RequestKind.SAVE, "now")
+        while not isinstance(hub.events.get(timeout=20.0), TargetAgreed):
+            pass
+        member.close()
 
 
 def test_a_hub_of_few_ranks_never_rests() -> None:

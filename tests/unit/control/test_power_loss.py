@@ -15,7 +15,7 @@ import pytest
 
 from slurm_forge.control import Hub, addresses
 from slurm_forge.control.handshake import Credentials
-from slurm_forge.control.hub import RankDisconnected, RankJoined
+from slurm_forge.control.hub_events import RankDisconnected, RankJoined
 
 WITHIN_S = 30.0
 OURS, THEIRS = "10.213.77.1", "10.213.77.2"

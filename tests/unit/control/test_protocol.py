@@ -16,12 +16,12 @@ from slurm_forge.control.addresses import (
     parse_addresses,
     usable_hosts,
 )
-from slurm_forge.control.handshake import LINE_LIMIT
 from slurm_forge.control.messages import protocol
 from slurm_forge.control.messages.agent import AgentMessage, decode_agents
 from slurm_forge.control.messages.hub import Publish, RequestKind, RequestTarget
 from slurm_forge.control.messages.message import Message
 from slurm_forge.control.messages.rank import RankFailed
+from slurm_forge.control.session import LINE_LIMIT
 from slurm_forge.errors import ControlChannelError
 from slurm_forge.json_codec import parse
 from slurm_forge.vocabulary.plan import RecoveryPlan

@@ -23,14 +23,13 @@ from slurm_forge.control import listener as listener_module
 from slurm_forge.control import member as member_module
 from slurm_forge.control import relay as relay_module
 from slurm_forge.control.addresses import parse_addresses
-from slurm_forge.control.handshake import (
-    AuthenticatedConnection,
-    Credentials,
-    Role,
-    dial,
-    welcome,
+from slurm_forge.control.handshake import Credentials, Role, dial, welcome
+from slurm_forge.control.hub_events import (
+    MessageReceived,
+    RankDisconnected,
+    RankJoined,
+    TargetAgreed,
 )
-from slurm_forge.control.hub import MessageReceived, RankDisconnected, RankJoined, TargetAgreed
 from slurm_forge.control.messages import protocol
 from slurm_forge.control.messages.hub import Publish, RequestKind
 from slurm_forge.control.messages.message import Message
@@ -49,8 +48,9 @@ from slurm_forge.control.messages.relay import (
     decode_from_relay,
 )
 from slurm_forge.control.relay import Relay, relay_path, start_relay
+from slurm_forge.control.session import AuthenticatedConnection
 from slurm_forge.errors import ControlChannelError
-from slurm_forge.recovery.monitor.probe_verdict import FRESH_S
+from slurm_forge.recovery.monitor.probe_verdict import RankSeen
 from slurm_forge.vocabulary.position import Position
 from tests.channel_ends import hub_of
 
@@ -137,6 +137,12 @@ def line_of(*said: tuple[int, Message | None]) -> bytes:
     return bundle.encode()
 
 
+def lines_in(line: bytes) -> MemberLines:
+    decoded = decode_from_relay(line)
+    assert isinstance(decoded, MemberLines)
+    return decoded
+
+
 def pulse_of(since_s: float) -> MonitorHeartbeat:
     return MonitorHeartbeat(
         turn=0, step=1, begun=2, phase_no=0, poll=0, phase="train", kind="train",
@@ -144,7 +150,7 @@ def pulse_of(since_s: float) -> MonitorHeartbeat:
     )  # fmt: skip
 
 
-PULSE = protocol.encode(pulse_of(1.0)).rstrip()
+PULSE = protocol.encode(replace(pulse_of(1.0), since_s=(), mute_s=(), state=())).rstrip()
 
 
 def _beat(step: int) -> Heartbeat:
@@ -269,7 +275,7 @@ def test_a_socket_that_somebody_else_made_passes_for_no_relay(tmp_path: Path) ->
             connection, _ = fake.accept()
             with connection:
                 connection.recv(4096)
-                connection.sendall(b"forge 1 1 " + b"0" * 32 + b" " + b"0" * 64 + b"\n")
+                connection.sendall(b"forge 2 1 " + b"0" * 32 + b" " + b"0" * 64 + b"\n")
 
         threading.Thread(target=answer, daemon=True).start()
         Node(hub, path).member(0).close()
@@ -484,13 +490,26 @@ def test_one_whose_welcome_can_not_be_sent_has_not_come(
 @pytest.mark.parametrize(
     "line",
     [
-        b'{"m":"lines","lines":[[[1,2],%b]]}' % protocol.encode(Notice(what="both")).rstrip(),
-        b'{"m":"lines","lines":[[[1,2],%b]]}' % PULSE.replace(b"[1.0]", b"[1.0,1.0]"),
-        b'{"m":"lines","lines":[[[1],%b]]}' % PULSE.replace(b"[1.0]", b"[1.0,1.0]"),
-        b'{"m":"lines","lines":[[[1,1,2,2],%b]]}' % PULSE,
+        b"lines\t1,2\t%b\t" % protocol.encode(Notice(what="both")).rstrip(),
+        b"lines\t2\t%b\t[[1.0],[0.0],['S']]" % PULSE,
+        b'lines\t2\t%b\t[[1.0],[0.0,0.0],["S"]]' % PULSE,
+        b'lines\t2\t%b\t[[],[],[]]' % PULSE,
+        b'lines\t2\t%b\t[[1.0],[0.0]]' % PULSE,
+        b'lines\t2\t%b\t[[1.0],[NaN],["S"]]' % PULSE,
+        b"lines\t2\t%b\t" % PULSE,
+        b"lines\t2\t%b\t" % protocol.encode(pulse_of(1.0)).rstrip(),
+        b"lines\t2\t%b" % PULSE,
+        b"lines\t1.5\t%b\t" % protocol.encode(Notice(what="half")).rstrip(),
+        b"lines\t1]\t%b\t" % protocol.encode(Notice(what="half")).rstrip(),
+        b"lines\t1\tnull\t",
+        b'{"m":"lines","lines":[]}',
     ],
-    ids=["a rank and a monitor", "a rank's column", "two of one", "none of four"],
-)
+    ids=[
+        "a rank and a monitor", "no JSON", "two of one", "none of one", "a column too few",
+        "not a number", "no columns", "columns in the message", "no third text", "half a member",
+        "more than numbers", "nothing said", "as of version 1",
+    ],
+)  # fmt: skip
 def test_a_relay_that_joins_what_can_not_be_said_together_is_ended(line: bytes) -> None:
     """Its ranks with it: none of them may be taken for another one."""
     with hub_of(2) as hub:
@@ -510,8 +529,7 @@ def test_a_relay_speaks_for_no_member_that_has_not_come() -> None:
         other = Node(hub, Path("/nowhere")).member(1)
         hello = protocol.encode(Hello(rank=2, world=3, host="n1", pid=1)).rstrip()
         relay.send(line_of((1, Hello(rank=0, world=3, host="n1", pid=1))))
-        lines = b"[[8,9],%b],[[8,8],null],[[1,8,1],%b]" % (hello, beat)
-        relay.send(b'{"m":"lines","lines":[%b]}' % lines)
+        relay.send(b"lines\t8,9\t%b\t\t8,8\t\t\t1,8,1\t%b\t" % (hello, beat))
         until(lambda: 0 in hub.members() and hub.members()[0].step == 7, "its own rank")
         assert hub.members()[1].step == 0
         assert 2 not in hub.members(), "two can't both be rank 2"
@@ -537,12 +555,12 @@ def test_each_member_is_heard_as_it_spoke_whatever_is_joined(
     said: list[tuple[int, Message | None]],
 ) -> None:
     heard: list[tuple[int, Message | None]] = []
-    line = decode_from_relay(line_of(*said))
-    assert isinstance(line, MemberLines)
-    for numbers, message in line.lines:
+    line = lines_in(line_of(*said))
+    for numbers, message, columns in line.lines:
+        assert list(numbers) == sorted(numbers)
         for place, number in enumerate(numbers):
-            only = [place == each for each in range(len(numbers))]
-            heard.append((number, None if message is None else message.only(only)))
+            own = tuple((column[place],) for column in columns)
+            heard.append((number, message and message.with_values(own)))
     for member in range(1, 5):
         assert [m for n, m in heard if n == member] == [m for n, m in said if n == member]
 
@@ -550,9 +568,19 @@ def test_each_member_is_heard_as_it_spoke_whatever_is_joined(
 def test_what_a_node_says_together_is_one_message() -> None:
     said: list[tuple[int, Message | None]] = [(number, _beat(3)) for number in range(4)]
     said += [(number, pulse_of(0.1 * number)) for number in range(4, 8)]
-    line = decode_from_relay(line_of(*said))
-    assert isinstance(line, MemberLines)
-    assert [numbers for numbers, _ in line.lines] == [(0, 1, 2, 3), (4, 5, 6, 7)]
+    line = lines_in(line_of(*said))
+    assert [said.numbers for said in line.lines] == [(0, 1, 2, 3), (4, 5, 6, 7)]
+
+
+def test_the_hub_reads_once_what_many_nodes_say() -> None:
+    """In whatever order the members of a node speak; long texts are not kept for that."""
+    orders = list(itertools.permutations(range(4)))
+    decoded = [lines_in(line_of(*((n, _beat(3)) for n in order))) for order in orders]
+    assert len({decoded_line.lines for decoded_line in decoded}) == 1
+    assert len({id(decoded_line.lines[0].message) for decoded_line in decoded}) == 1
+    long = [lines_in(line_of((1, Notice(what="x" * 9000)))) for _ in range(2)]
+    assert long[0] == long[1]
+    assert long[0].lines[0].message is not long[1].lines[0].message
 
 
 class SentLines:
@@ -565,9 +593,7 @@ class SentLines:
         return 1
 
     def send(self, line: bytes) -> None:
-        message = decode_from_relay(line)
-        assert isinstance(message, MemberLines)
-        self.lines.append(message)
+        self.lines.append(lines_in(line))
 
     def close(self) -> None:
         pass
@@ -598,15 +624,15 @@ def test_a_frozen_rank_does_not_make_its_node_seem_silent(tmp_path: Path) -> Non
                 relay._take(members[number], _beat(step))
         relay._tick(now)
         for line in connection.lines:
-            for numbers, _ in line.lines:
-                for number in numbers:
+            for said in line.lines:
+                for number in said.numbers:
                     came[number].append(now)
         connection.lines.clear()
     relay.close()
     socket_.close()
     for number in range(3):
         longest = max(b - a for a, b in itertools.pairwise(came[number]))
-        assert longest < FRESH_S - 1.0
+        assert longest < RankSeen(rank=0, host="n1", silent_s=0.0).fresh_s - 1.0
     assert max(came[3]) < 106.0
 
 

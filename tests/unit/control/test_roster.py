@@ -73,10 +73,12 @@ def test_a_monitor_has_its_own_part_of_what_all_of_its_node_say() -> None:
         roster.join(rank, "n1", 1, 0.0)
     pulse = MonitorHeartbeat(
         turn=0, step=7, begun=8, phase_no=0, poll=0, phase="train", kind="train",
-        since_s=(0.5, 90.0), mute_s=(0.1, 80.0), state=("S", "T"),
+        since_s=(), mute_s=(), state=(),
     )  # fmt: skip
-    roster.hear(roster.speakers((0, 1)), 3.0, pulse)
+    assert roster.progress() is None
+    roster.hear(roster.speakers((0, 1)), 3.0, pulse, ((0.5, 90.0), (0.1, 80.0), ("S", "T")))
     views = roster.views()
     assert (views[0].since_s, views[0].mute_s, views[0].state) == (0.5, 0.1, "S")
     assert (views[1].since_s, views[1].mute_s, views[1].state) == (90.0, 80.0, "T")
     assert views[0].last_message_at == views[1].last_message_at == 3.0
+    assert roster.progress() == (3.0, 90.0, {"S", "T"})

@@ -14,7 +14,7 @@ from enum import Enum
 from signal import Signals
 
 from slurm_forge.control.handshake import Credentials
-from slurm_forge.control.hub import MessageReceived, RankDisconnected, TargetAgreed
+from slurm_forge.control.hub_events import MessageReceived, RankDisconnected, TargetAgreed
 from slurm_forge.control.messages.hub import Request as ChannelRequest
 from slurm_forge.control.messages.hub import RequestKind
 from slurm_forge.control.messages.rank import Notice, RankFinished, RankStopped

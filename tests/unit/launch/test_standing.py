@@ -18,8 +18,8 @@ from slurm_forge.control import Hub
 from slurm_forge.control import listener as listener_module
 from slurm_forge.control.addresses import parse_addresses
 from slurm_forge.control.agent_hub import AgentsHub
-from slurm_forge.control.handshake import AuthenticatedConnection, Role, dial, welcome
-from slurm_forge.control.hub import MessageReceived
+from slurm_forge.control.handshake import Role, dial, welcome
+from slurm_forge.control.hub_events import MessageReceived
 from slurm_forge.control.messages import protocol
 from slurm_forge.control.messages.agent import (
     AgentHello,
@@ -32,6 +32,7 @@ from slurm_forge.control.messages.agent import (
 )
 from slurm_forge.control.messages.message import Message
 from slurm_forge.control.messages.rank import Notice
+from slurm_forge.control.session import AuthenticatedConnection
 from slurm_forge.errors import ControlChannelError
 from slurm_forge.knobs import Knobs
 from slurm_forge.launch.supervisor.agent_launch import AgentsLaunch

@@ -51,7 +51,7 @@ class Hall:
             self.window += 1
             for rank in self.members:
                 if rank not in silent:
-                    self.monitor.add(rank, self._said(rank))
+                    self.monitor.add((rank,), self._said(rank))
                     told += self.monitor.poll(self.now)
             self.now += 0.1
             told += self.monitor.poll(self.now)
@@ -65,9 +65,9 @@ class Hall:
         return StepTiming(
             step=STEPS * self.window,
             count=STEPS,
-            own_s=own,
-            spread_s=0.001,
-            trial_s=factor * self.trial_s if self.window % 4 == 0 else 0.0,
+            own_s=(own,),
+            spread_s=(0.001,),
+            trial_s=(factor * self.trial_s if self.window % 4 == 0 else 0.0,),
         )
 
 

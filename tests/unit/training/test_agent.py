@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 import pytest
 
-from slurm_forge.control.handshake import LINE_LIMIT, Credentials
+from slurm_forge.control.handshake import Credentials
 from slurm_forge.control.messages import protocol
 from slurm_forge.control.messages.agent import (
     AgentShutdown,
@@ -27,6 +27,7 @@ from slurm_forge.control.messages.agent import (
     decode_agents,
 )
 from slurm_forge.control.messages.message import Message
+from slurm_forge.control.session import LINE_LIMIT
 from slurm_forge.knobs import Knobs
 from slurm_forge.launch.supervisor import deputy as second_deputy
 from slurm_forge.training.agent import main as agent_module

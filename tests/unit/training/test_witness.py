@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from slurm_forge.control import Hub
 from slurm_forge.control.handshake import Credentials
-from slurm_forge.control.hub import MessageReceived
+from slurm_forge.control.hub_events import MessageReceived
 from slurm_forge.control.messages.links import LinkReport, QueryLinks
 from slurm_forge.control.stack_text import threads
 from slurm_forge.knobs import Knobs
