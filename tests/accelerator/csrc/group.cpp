@@ -1,0 +1,463 @@
+// Collectives of the made-up accelerator, as ProcessGroupNCCL has them: queued in the order of a
+// stream, carried out later (by gloo, on the same memory), with errors that come late.
+//
+// Read from the environment, by NCCL's names: TORCH_NCCL_ASYNC_ERROR_HANDLING (0 none, 1 tear down,
+// 2 clean up only, 3 tear down without cleaning up, the default) and TORCH_NCCL_BLOCKING_WAIT.
+
+#include "runtime.h"
+
+#include <ATen/core/ivalue.h>
+#include <ATen/ops/cat.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/from_blob.h>
+#include <ATen/ops/zeros.h>
+#include <c10/core/DeviceGuard.h>
+#include <c10/core/StreamGuard.h>
+#include <pybind11/chrono.h>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <torch/csrc/utils/pybind.h>
+
+#include <atomic>
+#include <condition_variable>
+#include <cstdlib>
+#include <iostream>
+#include <list>
+#include <mutex>
+#include <thread>
+
+namespace {
+
+using namespace std::chrono_literals;
+using Clock = std::chrono::steady_clock;
+using Tensors = std::vector<at::Tensor>;
+
+constexpr auto kSim = c10::DeviceType::PrivateUse1;
+constexpr auto kLook = 50ms;    // how often the watchdog looks; NCCL's does every 100 ms
+constexpr auto kPoll = 100us;   // how often a kernel looks whether gloo is done
+
+int number_from(const char* variable, int otherwise) {
+  const char* text = std::getenv(variable);
+  return text == nullptr || *text == 0 ? otherwise : std::atoi(text);
+}
+
+at::Tensor on_host(const at::Tensor& tensor) {
+  return at::from_blob(
+      tensor.unsafeGetTensorImpl()->mutable_data(), tensor.sizes(), tensor.strides(),
+      tensor.options().device(at::kCPU));
+}
+
+Tensors on_host(const Tensors& tensors) {
+  Tensors made;
+  for (const auto& each : tensors) made.push_back(on_host(each));
+  return made;
+}
+
+std::vector<Tensors> on_host(const std::vector<Tensors>& lists) {
+  std::vector<Tensors> made;
+  for (const auto& each : lists) made.push_back(on_host(each));
+  return made;
+}
+
+// What the group, its works and its watchdog share; it outlives each of them.
+struct Shared {
+  std::mutex lock;
+  std::condition_variable changed;
+  std::atomic<bool> aborted{false};
+  bool closed = false;
+  std::string error;  // of the communicator: of gloo's, as ncclCommGetAsyncError has it
+};
+
+struct SimWork final : c10d::Work {
+  SimWork(int rank, c10d::OpType type, const Tensors& results, int at, std::chrono::milliseconds limit)
+      : Work(rank, type), results(results), device(at), limit(limit), began(Clock::now()) {}
+
+  bool isCompleted() override {
+    if (exception()) return true;
+    return end != nullptr && sim::reached(end);
+  }
+  bool isSuccess() const override { return !exception() && end != nullptr && sim::reached(end); }
+  std::exception_ptr exception() const override {
+    std::lock_guard<std::mutex> guard(mutex_);
+    return exception_;
+  }
+  Tensors result() override { return results; }
+  void synchronize() override {
+    if (end != nullptr) sim::let_wait(device, sim::current_stream(device), end);
+  }
+  // The current stream waits; the host only where it is told to.
+  bool wait(std::chrono::milliseconds timeout) override {
+    if (auto error = exception()) std::rethrow_exception(error);
+    synchronize();
+    if (blocks || timeout != kNoTimeout) {
+      const auto until = Clock::now() + (timeout == kNoTimeout ? limit : timeout);
+      while (!isCompleted()) {
+        if (Clock::now() > until) {
+          fail("timed out in a blocking wait");
+          break;
+        }
+        std::this_thread::sleep_for(kPoll);
+      }
+      if (auto error = exception()) std::rethrow_exception(error);
+    } else if (opType_ == c10d::OpType::BARRIER) {
+      sim::wait_for(end, "barrier");
+      if (auto error = exception()) std::rethrow_exception(error);
+    }
+    return true;
+  }
+  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override { return future; }
+  float getDuration() const override {
+    TORCH_CHECK(start != nullptr, "getDuration only works if timing was enabled");
+    TORCH_CHECK(sim::reached(start) && sim::reached(end), "the collective is under way");
+    return std::chrono::duration<float, std::milli>(end->when - start->when).count();
+  }
+  uint64_t getSequencenumber() const override { return sequence; }
+
+  void fail(const std::string& words) {
+    const std::lock_guard<std::mutex> guard(mutex_);
+    if (!exception_) {
+      exception_ = std::make_exception_ptr(c10::DistBackendError(
+          {__func__, __FILE__, static_cast<uint32_t>(__LINE__)}, words));
+    }
+  }
+
+  Tensors results;
+  int device;
+  std::chrono::milliseconds limit;
+  Clock::time_point began;
+  sim::MarkPtr start, end;
+  c10::intrusive_ptr<c10::ivalue::Future> future;
+  uint64_t sequence = 0;
+  bool blocks = false;
+};
+
+using Carrier = std::function<c10::intrusive_ptr<c10d::Work>()>;
+
+class SimGroup final : public c10d::Backend {
+ public:
+  SimGroup(int rank, int size, std::chrono::milliseconds timeout, c10::intrusive_ptr<Backend> gloo)
+      : Backend(rank, size), timeout_(timeout), gloo_(std::move(gloo)),
+        handling_(number_from("TORCH_NCCL_ASYNC_ERROR_HANDLING", 3)),
+        blocks_(number_from("TORCH_NCCL_BLOCKING_WAIT", 0) != 0) {
+    watchdog_ = std::thread([this] { watch(); });
+  }
+
+  ~SimGroup() override { close(); }
+
+  const std::string getBackendName() const override { return "simccl"; }
+  void setTimeout(std::chrono::milliseconds timeout) override { timeout_ = timeout; }
+  void enableCollectivesTiming() override { timing_ = true; }
+  void setSequenceNumberForGroup() override {}
+  uint64_t getSequenceNumberForGroup() override { return sequence_; }
+
+  // Kernels that are under way end, whatever they have done; nothing can be queued any more.
+  void abort() override {
+    shared_->aborted = true;
+    shared_->changed.notify_all();
+  }
+  void shutdown() override { close(); }
+  c10d::ErrorType getError() override {
+    const std::lock_guard<std::mutex> guard(shared_->lock);
+    return shared_->error.empty() ? c10d::ErrorType::SUCCESS : c10d::ErrorType::REMOTE_ERROR;
+  }
+
+  c10::intrusive_ptr<c10d::Work> broadcast(
+      Tensors& tensors, const c10d::BroadcastOptions& opts) override {
+    auto host = on_host(tensors);
+    return queue(c10d::OpType::BROADCAST, tensors, opts.asyncOp, [this, host, opts]() mutable {
+      return gloo_->broadcast(host, opts);
+    });
+  }
+  c10::intrusive_ptr<c10d::Work> allreduce(
+      Tensors& tensors, const c10d::AllreduceOptions& opts) override {
+    return reduce_with(c10d::OpType::ALLREDUCE, tensors, opts);
+  }
+  c10::intrusive_ptr<c10d::Work> allreduce_coalesced(
+      Tensors& tensors, const c10d::AllreduceCoalescedOptions& opts) override {
+    return reduce_with(c10d::OpType::ALLREDUCE_COALESCED, tensors, opts);
+  }
+  c10::intrusive_ptr<c10d::Work> reduce(Tensors& tensors, const c10d::ReduceOptions& opts) override {
+    auto host = on_host(tensors);
+    return queue(c10d::OpType::REDUCE, tensors, opts.asyncOp, [this, host, opts]() mutable {
+      return gloo_->reduce(host, opts);
+    });
+  }
+  c10::intrusive_ptr<c10d::Work> allgather(
+      std::vector<Tensors>& outputs, Tensors& inputs, const c10d::AllgatherOptions& opts) override {
+    auto to = on_host(outputs);
+    auto from = on_host(inputs);
+    return queue(c10d::OpType::ALLGATHER, outputs.at(0), opts.asyncOp, [this, to, from, opts]() mutable {
+      return gloo_->allgather(to, from, opts);
+    });
+  }
+  c10::intrusive_ptr<c10d::Work> _allgather_base(
+      at::Tensor& output, at::Tensor& input, const c10d::AllgatherOptions& opts) override {
+    auto to = on_host(output), from = on_host(input);
+    return queue(c10d::OpType::_ALLGATHER_BASE, {output}, opts.asyncOp, [this, to, from, opts]() mutable {
+      return gloo_->_allgather_base(to, from, opts);
+    });
+  }
+  c10::intrusive_ptr<c10d::Work> allgather_into_tensor_coalesced(
+      Tensors& outputs, Tensors& inputs, const c10d::AllgatherOptions& opts) override {
+    c10::intrusive_ptr<c10d::Work> last;
+    for (size_t at = 0; at < outputs.size(); ++at) {
+      last = _allgather_base(outputs[at], inputs[at], opts);
+    }
+    return last;
+  }
+  c10::intrusive_ptr<c10d::Work> gather(
+      std::vector<Tensors>& outputs, Tensors& inputs, const c10d::GatherOptions& opts) override {
+    auto to = on_host(outputs);
+    auto from = on_host(inputs);
+    return queue(c10d::OpType::GATHER, inputs, opts.asyncOp, [this, to, from, opts]() mutable {
+      return gloo_->gather(to, from, opts);
+    });
+  }
+  c10::intrusive_ptr<c10d::Work> scatter(
+      Tensors& outputs, std::vector<Tensors>& inputs, const c10d::ScatterOptions& opts) override {
+    auto to = on_host(outputs);
+    auto from = on_host(inputs);
+    return queue(c10d::OpType::SCATTER, outputs, opts.asyncOp, [this, to, from, opts]() mutable {
+      return gloo_->scatter(to, from, opts);
+    });
+  }
+  c10::intrusive_ptr<c10d::Work> reduce_scatter(
+      Tensors& outputs, std::vector<Tensors>& inputs,
+      const c10d::ReduceScatterOptions& opts) override {
+    at::Tensor all = at::cat(inputs.at(0));
+    return _reduce_scatter_base(outputs.at(0), all, opts);
+  }
+  c10::intrusive_ptr<c10d::Work> _reduce_scatter_base(
+      at::Tensor& output, at::Tensor& input, const c10d::ReduceScatterOptions& opts) override {
+    // Kept until the stream has come to it, as record_stream would.
+    auto to = on_host(output), from = on_host(input);
+    auto plain = opts;
+    plain.reduceOp = summed(opts.reduceOp);
+    return queue(
+        c10d::OpType::_REDUCE_SCATTER_BASE, {output}, opts.asyncOp,
+        [this, to, from, plain]() mutable { return gloo_->_reduce_scatter_base(to, from, plain); },
+        averages(opts.reduceOp) ? Tensors{to} : Tensors{}, {input});
+  }
+  c10::intrusive_ptr<c10d::Work> reduce_scatter_tensor_coalesced(
+      Tensors& outputs, Tensors& inputs, const c10d::ReduceScatterOptions& opts) override {
+    c10::intrusive_ptr<c10d::Work> last;
+    for (size_t at = 0; at < outputs.size(); ++at) {
+      last = _reduce_scatter_base(outputs[at], inputs[at], opts);
+    }
+    return last;
+  }
+  c10::intrusive_ptr<c10d::Work> alltoall_base(
+      at::Tensor& output, at::Tensor& input, std::vector<int64_t>& out_sizes,
+      std::vector<int64_t>& in_sizes, const c10d::AllToAllOptions& opts) override {
+    auto to = on_host(output), from = on_host(input);
+    return queue(
+        c10d::OpType::ALLTOALL_BASE, {output}, opts.asyncOp,
+        [this, to, from, out_sizes, in_sizes, opts]() mutable {
+          return gloo_->alltoall_base(to, from, out_sizes, in_sizes, opts);
+        });
+  }
+  c10::intrusive_ptr<c10d::Work> send(Tensors& tensors, int to, int tag) override {
+    auto host = on_host(tensors);
+    return queue(c10d::OpType::SEND, tensors, true, [this, host, to, tag]() mutable {
+      return gloo_->send(host, to, tag);
+    });
+  }
+  c10::intrusive_ptr<c10d::Work> recv(Tensors& tensors, int from, int tag) override {
+    auto host = on_host(tensors);
+    return queue(c10d::OpType::RECV, tensors, true, [this, host, from, tag]() mutable {
+      return gloo_->recv(host, from, tag);
+    });
+  }
+  c10::intrusive_ptr<c10d::Work> barrier(const c10d::BarrierOptions& opts) override {
+    // As NCCL has none: a sum of ones, on the device.
+    const int device = opts.device ? opts.device->index()
+        : getBoundDeviceId()       ? getBoundDeviceId()->index()
+                                   : sim::current_device();
+    Tensors one{at::zeros(
+        {1}, at::TensorOptions(at::kFloat).device(c10::Device(kSim, static_cast<c10::DeviceIndex>(device))))};
+    auto host = on_host(one);
+    return queue(c10d::OpType::BARRIER, one, true, [this, host]() mutable {
+      return gloo_->allreduce(host, c10d::AllreduceOptions());
+    });
+  }
+
+ private:
+  static bool averages(const c10d::ReduceOp& op) { return op == c10d::ReduceOp::AVG; }
+  static c10d::ReduceOp summed(const c10d::ReduceOp& op) {
+    return averages(op) ? c10d::ReduceOp(c10d::ReduceOp::SUM) : op;
+  }
+
+  c10::intrusive_ptr<c10d::Work> reduce_with(
+      c10d::OpType type, Tensors& tensors, const c10d::AllreduceOptions& opts) {
+    auto host = on_host(tensors);
+    auto plain = opts;
+    plain.reduceOp = summed(opts.reduceOp);
+    return queue(
+        type, tensors, opts.asyncOp,
+        [this, host, plain]() mutable {
+          c10::intrusive_ptr<c10d::Work> last;
+          for (auto& each : host) {  // gloo takes one tensor
+            Tensors one{each};
+            if (last) last->wait();
+            last = gloo_->allreduce(one, plain);
+          }
+          return last;
+        },
+        averages(opts.reduceOp) ? host : Tensors{});
+  }
+
+  int64_t stream_of(int device) {
+    if (streams_.size() <= static_cast<size_t>(device)) streams_.resize(device + 1, -1);
+    if (streams_[device] < 0) streams_[device] = sim::new_stream(device);
+    return streams_[device];
+  }
+
+  // `carry` begins gloo's collective; `averaged` is divided by the size behind it.
+  c10::intrusive_ptr<c10d::Work> queue(
+      c10d::OpType type, const Tensors& tensors, bool own_stream, Carrier carry,
+      Tensors averaged = {}, const Tensors& inputs = {}) {
+    TORCH_CHECK_WITH(
+        DistBackendError, !shared_->aborted, "SIMCCL communicator was aborted on rank ", rank_, ".");
+    TORCH_CHECK(!tensors.empty() && tensors[0].is_privateuseone(), "Tensors must be SIM and dense");
+    const int device = tensors[0].device().index();
+    const c10::DeviceGuard guard(tensors[0].device());
+    const int64_t current = sim::current_stream(device);
+    const int64_t stream = own_stream ? stream_of(device) : current;
+    auto work = c10::make_intrusive<SimWork>(rank_, type, tensors, device, timeout_);
+    work->blocks = blocks_;
+    work->sequence = ++sequence_;
+    if (stream != current) sim::let_wait(device, stream, sim::mark(device, current));
+    for (const auto& each : tensors) sim::record_stream(each.storage().mutable_data(), stream);
+    for (const auto& each : inputs) sim::record_stream(each.storage().mutable_data(), stream);
+    if (timing_) work->start = sim::mark(device, stream);
+    auto shared = shared_;
+    const double share = 1.0 / size_;
+    sim::enqueue(
+        device, stream, "collective",
+        [shared, carry = std::move(carry), averaged = std::move(averaged), share]() mutable {
+          kernel(*shared, carry, averaged, share);
+        });
+    work->end = sim::mark(device, stream);
+    work->future = c10::make_intrusive<c10::ivalue::Future>(
+        c10::ListType::create(c10::TensorType::get()),
+        std::vector<c10::Device>{tensors[0].device()});
+    {
+      const c10::StreamGuard on(c10::Stream(c10::Stream::UNSAFE, tensors[0].device(), stream));
+      work->future->markCompleted(c10::IValue(tensors));
+    }
+    const std::lock_guard<std::mutex> hold(shared_->lock);
+    under_way_.push_back(work);
+    return work;
+  }
+
+  // On the thread of the stream: until gloo is done, or the communicator is aborted.
+  static void kernel(Shared& shared, Carrier& carry, Tensors& averaged, double share) {
+    try {
+      if (shared.aborted) return;
+      auto work = carry();
+      while (!work->isCompleted()) {
+        if (shared.aborted) {
+          // gloo goes on: what it writes to is still there, as the allocator gives nothing back.
+          static auto* const left = new std::list<c10::intrusive_ptr<c10d::Work>>();
+          const std::lock_guard<std::mutex> guard(shared.lock);
+          left->push_back(std::move(work));
+          return;
+        }
+        std::this_thread::sleep_for(kPoll);
+      }
+      work->wait();
+      for (auto& each : averaged) each.mul_(share);
+    } catch (const std::exception& error) {
+      std::unique_lock<std::mutex> guard(shared.lock);
+      if (shared.error.empty()) shared.error = error.what();
+      // A kernel whose peer is gone spins until the communicator is aborted.
+      shared.changed.wait(guard, [&] { return shared.aborted.load(); });
+    }
+  }
+
+  void watch() {
+    std::unique_lock<std::mutex> guard(shared_->lock);
+    while (!shared_->closed) {
+      shared_->changed.wait_for(guard, kLook);
+      const std::string error = shared_->error;
+      std::string words;
+      for (auto at = under_way_.begin(); at != under_way_.end();) {
+        auto work = *at;
+        guard.unlock();
+        const bool done = is_done(*work, words);
+        const auto took = std::chrono::duration_cast<std::chrono::milliseconds>(Clock::now() - work->began);
+        if (!done && words.empty() && !shared_->aborted) {
+          if (!error.empty()) {
+            words = "SIMCCL error: remote process exited or there was a network error: " + error;
+          } else if (took > work->limit) {
+            words = "Watchdog caught collective operation timeout: WorkSIMCCL(SeqNum=" +
+                std::to_string(work->sequence) + ", OpType=" +
+                c10d::opTypeToString(work->retrieveOpType()) + ", Timeout(ms)=" +
+                std::to_string(work->limit.count()) + ") ran for " + std::to_string(took.count()) +
+                " milliseconds before timing out.";
+          }
+          if (!words.empty()) work->fail(words);
+        }
+        guard.lock();
+        at = done ? under_way_.erase(at) : std::next(at);
+      }
+      if (!words.empty()) {
+        guard.unlock();
+        handle(words);
+        guard.lock();
+      }
+    }
+  }
+
+  static bool is_done(SimWork& work, std::string& words) {
+    try {
+      return sim::reached(work.end);
+    } catch (const std::exception& error) {
+      words = std::string("Process group watchdog thread terminated with exception: ") + error.what();
+      work.fail(words);
+      return true;
+    }
+  }
+
+  void handle(const std::string& words) {
+    if (handling_ == 0) return;
+    std::cerr << "[Rank " << rank_ << "] " << words << std::endl;
+    if (handling_ == 1 || handling_ == 2) abort();
+    if (handling_ == 1 || handling_ == 3) {
+      std::cerr << "[Rank " << rank_
+                << "] To avoid data inconsistency, we are taking the entire process down."
+                << std::endl;
+      std::terminate();
+    }
+  }
+
+  void close() {
+    {
+      const std::lock_guard<std::mutex> guard(shared_->lock);
+      shared_->closed = true;
+    }
+    shared_->changed.notify_all();
+    if (watchdog_.joinable()) watchdog_.join();
+  }
+
+  std::chrono::milliseconds timeout_;
+  c10::intrusive_ptr<Backend> gloo_;
+  const int handling_;
+  const bool blocks_;
+  bool timing_ = false;
+  uint64_t sequence_ = 0;
+  std::vector<int64_t> streams_;
+  std::shared_ptr<Shared> shared_ = std::make_shared<Shared>();
+  std::list<c10::intrusive_ptr<SimWork>> under_way_;
+  std::thread watchdog_;
+};
+
+}  // namespace
+
+PYBIND11_MODULE(_group, module) {
+  module.def(
+      "make_group",
+      [](int rank, int size, std::chrono::milliseconds timeout,
+         c10::intrusive_ptr<c10d::Backend> gloo) -> c10::intrusive_ptr<c10d::Backend> {
+        return c10::make_intrusive<SimGroup>(rank, size, timeout, std::move(gloo));
+      });
+}
