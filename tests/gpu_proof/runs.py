@@ -60,7 +60,9 @@ def run_scenarios(
     runner = _Runner(job, folder / "runs", devices, environment, seconds_left)
     checks, figures = [], []
     try:
-        reference = digest(runner.run("reference", "").path, random=True)
+        untouched = runner.run("reference", "")
+        untouched.check(Scenario("untouched", exact=False), "")
+        reference = digest(untouched.path, random=True)
     except _FailedError as error:
         return [Check(PART, "untouched", Outcome.FAILED, str(error))], []
     for number, scenario in enumerate(chosen):
@@ -93,7 +95,8 @@ class _Run:
     def check(self, scenario: Scenario, reference: str) -> None:
         """Raise ``_FailedError`` unless it went as the scenario says."""
         if (self.explained["status"], self.explained["step"]) != ("finished", STEPS):
-            raise _FailedError(f"it is {self.explained['words']} at step {self.explained['step']}")
+            told = f"{self.explained['words']} at step {self.explained['step']}"
+            raise _FailedError(f"{told}: {self.explained['reason']}")
         named = {
             incident["cause"]
             for attempt in self.explained["attempts"]

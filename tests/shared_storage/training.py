@@ -7,6 +7,7 @@ they wait for that and resume there; what they end with is compared with a run t
 from __future__ import annotations
 
 import sys
+import tempfile
 import time
 from pathlib import Path
 from unittest import mock
@@ -25,7 +26,7 @@ from tests.distributed import launches
 from tests.distributed.launches import Gate
 from tests.distributed.test_resume_ranks import STEPS, Part, begin, program
 
-_LOCAL = Path("/dev/shm/training")  # this node alone
+_LOCAL = Path("/dev/shm")  # this node alone
 _PATIENCE_S = 1800.0
 _EARLIER = torch.arange(300_000, dtype=torch.float32)
 
@@ -72,10 +73,12 @@ def compare(folder: Path, run: RunDirectory) -> list[str]:
     for kind, tensors in (("dcp.save", read), ("torch.save", saved)):
         if not torch.equal(tensors["tensor"], _EARLIER):
             problems.append(f"what {kind} wrote is read otherwise")
-    whole = begin(_LOCAL, "whole")
-    problems.append(train(whole, None))
-    if digest(run.path, random=True) != digest(whole.path, random=True):
-        problems.append("it ends otherwise than a run that nothing stopped")
+    # One case after another trains here, each with another mount.
+    with tempfile.TemporaryDirectory(prefix="training-", dir=_LOCAL) as alone:
+        whole = begin(Path(alone), "whole")
+        problems.append(train(whole, None))
+        if digest(run.path, random=True) != digest(whole.path, random=True):
+            problems.append("it ends otherwise than a run that nothing stopped")
     store = CheckpointStore(run.checkpoints, run.name)
     weights = torch.load(run.path / "weights.pt", weights_only=True)
     for kind in Format:
