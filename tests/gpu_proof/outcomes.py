@@ -45,12 +45,13 @@ class Figure:
 
 @dataclass(frozen=True, slots=True)
 class Proof:
-    """All that one call found."""
+    """All that one call found; a ``rehearsal`` on a made-up device proves nothing of hardware."""
 
     machine: Mapping[str, str]
     checks: Sequence[Check]
     figures: Sequence[Figure]
     seconds: float
+    rehearsal: bool = False
 
     def count(self, outcome: Outcome) -> int:
         """How many checks ended so."""
@@ -89,6 +90,7 @@ def as_json(proof: Proof) -> dict[str, Any]:
     return {
         "schema": 1,
         "holds": proof.holds,
+        "rehearsal": proof.rehearsal,
         "seconds": round(proof.seconds, 1),
         "machine": dict(proof.machine),
         "checks": [
@@ -117,12 +119,15 @@ def as_json(proof: Proof) -> dict[str, Any]:
 def as_page(proof: Proof, *, command: str) -> str:
     """The proof as one page of Markdown."""
     device = proof.machine.get("device", "no accelerator")
+    verdict = "Proven on this machine" if proof.holds else "Not proven on this machine"
+    if proof.rehearsal:
+        verdict = "A rehearsal on a made-up device: its times mean nothing"
     lines = [
         f"# Proof on {_cell(device)}",
         "",
         f"`{command}`, {proof.machine.get('date', '')}, {proof.seconds:.0f} s: "
         + ", ".join(f"{proof.count(outcome)} {outcome.value}" for outcome in Outcome)
-        + f". **{'Proven' if proof.holds else 'Not proven'} on this machine.**",
+        + f". **{verdict}.**",
         "",
         *_table(("", ""), ((key, value) for key, value in proof.machine.items())),
         "",

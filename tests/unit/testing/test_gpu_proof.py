@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -52,7 +53,9 @@ def test_only_what_ran_and_passed_as_a_whole_is_a_proof(found: list[Check]):
     whole = bool(found) and all(check.outcome is Outcome.PASSED for check in found)
     assert proof.holds is whole
     page, data = as_page(proof, command="scripts/gpu-proof"), as_json(proof)
-    assert ("Proven" in page) is whole
+    assert ("**Proven" in page) is whole
+    rehearsal = dataclasses.replace(proof, rehearsal=True)
+    assert "roven" not in as_page(rehearsal, command="scripts/gpu-proof")
     assert data["holds"] is whole
     assert len(data["checks"]) == len(found)
     json.dumps(data)
