@@ -417,7 +417,7 @@ def test_several_runs_on_one_page(tmp_path: Path) -> None:
         ("c", ("",), "", ""),
     ]
     assert [name for name, _ in page.curves] == ["a", "b"]
-    assert "See to what is unreadable: c" in "".join(piece.text for piece in page.next[0])
+    assert "Look at the unreadable run: c" in "".join(piece.text for piece in page.next[0])
     data = json.loads(Parsed(index_html(page)).data)
     assert [(curve["run"], curve["steps"][-1]) for curve in data["curves"]] == [("a", 40), ("b", 3)]
 
