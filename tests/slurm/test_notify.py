@@ -11,14 +11,24 @@ from slurm_forge.journal import RunStatus
 from slurm_forge.knobs import Knobs, process_environ
 from slurm_forge.launch.watch.run_notifications import RunNotifications
 from slurm_forge.testing.cluster import SlurmCluster
+from slurm_forge.testing.cluster.spec import ClusterSpec
 from tests.slurm.harness import submit
 from tests.unit.launch.message_servers import PASSWORD, webhook
+
+#: slurm.conf, KillWait: Slurm's own default.  Within the test cluster's 5 s a busy machine may not
+#: get to the message, and leaves it to a watcher.
+DEFAULT_KILL_WAIT = timedelta(seconds=30)
 
 
 @pytest.mark.slow
 def test_a_held_run_sends_once_from_the_batch_step_and_keeps_its_secrets(
-    slurm: SlurmCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    slurm_directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    with SlurmCluster(slurm_directory, ClusterSpec(nodes=2, kill_wait=DEFAULT_KILL_WAIT)) as slurm:
+        _held_run(slurm, tmp_path, monkeypatch)
+
+
+def _held_run(slurm: SlurmCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
     monkeypatch.setitem(slurm.env, "XDG_CONFIG_HOME", str(tmp_path / "config"))
     monkeypatch.setitem(slurm.env, "XDG_STATE_HOME", str(tmp_path / "state"))

@@ -9,6 +9,7 @@ from itertools import pairwise
 
 from slurm_forge.journal import Record
 from slurm_forge.journal import events as ev
+from slurm_forge.report.text import clean
 
 #: As many points as a screen has room for, of one curve and of all its discarded branches.
 MOST_POINTS = 1600
@@ -16,6 +17,7 @@ _MOST_DISCARDED = 800
 _MOST_BRANCHES = 200
 #: Of each stretch the first, the lowest, the highest, the last, and one that is not finite.
 _OF_EACH = 5
+_LONGEST_NAME = 80
 #: Names that a person wants to see first.
 _FIRST = ("loss", "train_loss", "train/loss", "val_loss", "eval_loss")
 
@@ -103,7 +105,7 @@ def _figure(name: str, curve: _Curve) -> Figure:
     branches = curve.discarded[-_MOST_BRANCHES:]
     each = max(2 * _OF_EACH, _MOST_DISCARDED // max(1, len(branches)))
     return Figure(
-        name=name,
+        name=clean(name, _LONGEST_NAME),
         kept=thinned(curve.kept, MOST_POINTS),
         discarded=tuple(thinned(branch, each) for branch in branches),
     )

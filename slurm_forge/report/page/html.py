@@ -114,10 +114,18 @@ def _environment() -> Environment:
     return Environment(
         loader=FunctionLoader(_asset),
         autoescape=True,
+        finalize=_printable,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
+
+
+def _printable(value: Any) -> Any:
+    """What a template prints, without control and invisible characters; escaped is what is ours."""
+    if isinstance(value, Markup) or not isinstance(value, str) or value.isprintable():
+        return value
+    return t.paragraph(value)
 
 
 def _json(value: Any) -> Markup:
@@ -162,7 +170,7 @@ def _charts(charts: Charts) -> dict[str, Any]:
 
 def _figure(figure: Figure, begin: float) -> dict[str, Any]:
     return {
-        "name": t.clean(figure.name, 80),
+        "name": figure.name,
         **_points(figure.kept, begin),
         "branches": [_points(branch, begin) for branch in figure.discarded],
     }

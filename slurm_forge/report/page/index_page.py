@@ -173,9 +173,10 @@ def _next(runs: Sequence[IndexedRun], reference: str) -> list[str]:
         resting = [run.row.name for run in runs if run.row.status == status]
         if resting:
             shown = ", ".join(resting[:5]) + (", …" if len(resting) > 5 else "")
-            steps = [f"see to what is {status}: {shown}"]
+            word = "run" if len(resting) == 1 else "runs"
+            steps = [f"look at the {status} {word}: {shown}"]
             if reference and status != "unreadable":
                 again = f"slurm-forge requeue {reference}"
-                steps.append(f"then, to continue all that rests: {again}")
+                steps.append(f"then continue all runs that are held or stopped: {again}")
             return steps
     return ["nothing to do"]

@@ -232,7 +232,8 @@ def _course(story: s.RunStory) -> str:
     attempts = t.plural(len(story.attempts), "attempt")
     happened = _by_cause(story)
     if not happened:
-        return f"{attempts} so far, without any incident."
+        so_far = "" if story.status == RunStatus.FINISHED.value else " so far"
+        return f"{attempts}{so_far}, without any incident."
     *others, last = happened
     listed = f"{', '.join(others)} and {last}" if others else last
     return f"In {attempts} there {'were' if _several(story) else 'was'} {listed}."

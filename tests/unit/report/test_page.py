@@ -31,7 +31,10 @@ from tests.unit.report.journals import Scribe
 from tests.unit.report.test_any_journal import FACTS, TESTED
 from tests.unit.report.test_time_spans import ENDS, MOVES, Move, played
 
-EVIL = "</script><script>alert(1)</script><img src=x onerror=alert(2)><!--\u2028'\"&"
+EVIL = (
+    "</script><script>alert(1)</script><img src=x onerror=alert(2)><!--\u2028'\"&"
+    f"\x1b[31m\x00\x9b\u202e\u0085{'A' * 10_000}"
+)
 
 
 @pytest.fixture
@@ -286,6 +289,8 @@ def test_everything_in_the_page_is_text(scribe: Scribe) -> None:
         assert not [name for name, _ in parsed.attributes if name.startswith(("on", "style"))]
         assert "<script>alert(1)</script>" in parsed.text
         assert "<" not in parsed.data
+        shown = [parsed.text, *(str(value) for _, value in parsed.attributes)]
+        assert all(line.isprintable() for each in shown for line in each.split("\n"))
         assert "</script><script>alert(1)" in str(json.loads(parsed.data))
 
 
@@ -417,7 +422,7 @@ def test_several_runs_on_one_page(tmp_path: Path) -> None:
         ("c", ("",), "", ""),
     ]
     assert [name for name, _ in page.curves] == ["a", "b"]
-    assert "See to what is unreadable: c" in "".join(piece.text for piece in page.next[0])
+    assert "Look at the unreadable run: c" in "".join(piece.text for piece in page.next[0])
     data = json.loads(Parsed(index_html(page)).data)
     assert [(curve["run"], curve["steps"][-1]) for curve in data["curves"]] == [("a", 40), ("b", 3)]
 

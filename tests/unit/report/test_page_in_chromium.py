@@ -126,7 +126,7 @@ def test_the_page_of_a_run_in_chromium(browser: Any, tmp_path: Path) -> None:
         assert names == [
             "story", "timeline", "loss", "time", "incidents", "nodes", "checkpoints", "changes",
         ]  # fmt: skip
-        assert tab.locator(".story").inner_text() == " ".join(page.story)
+        assert tab.locator(".story > span").all_inner_texts() == list(page.story)
         shown = dict(
             tab.locator(".figures > div").evaluate_all(
                 "all => all.map(one => [one.querySelector('dt').innerText, "
