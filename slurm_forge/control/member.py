@@ -120,8 +120,9 @@ class Member:
         that a stop need not wait for the end of a long evaluation.  ``phase`` is what the main
         thread does from there on, as for ``enter``.
         """
-        if phase:
+        if phase and (phase != self._phase or not self._started):
             self._does(phase, started=True)
+        self._begun = max(self._begun, position[0])
         if self._progress is not None:
             self._progress.advance(position, phase)
         with self._lock:
@@ -171,7 +172,10 @@ class Member:
         self.send(self._beat())
 
     def begin(self, step: int) -> None:
-        """The main thread begins its ``step``th step (for heartbeats; nothing is sent here)."""
+        """The main thread begins its ``step``th step (for heartbeats; nothing is sent here).
+
+        Only where it is known when: a step whose end is passed has begun.
+        """
         self._begun = step
         if self._progress is not None:
             self._progress.begin(step)

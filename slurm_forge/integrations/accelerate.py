@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any
 
 import torch
@@ -27,10 +26,12 @@ from accelerate import Accelerator
 from accelerate.data_loader import DataLoaderShard
 from torch.utils.data import IterableDataset
 
+from slurm_forge.device.accelerator import in_use
+from slurm_forge.device.generators import current_state
 from slurm_forge.errors import UnsupportedError
 from slurm_forge.integrations.external_loop import ExternalLoop, RandomStates, shield_workers
 from slurm_forge.training.core import rng
-from slurm_forge.training.core.host_generators import HostGenerators
+from slurm_forge.training.core.host_generators import HostGenerators, HostStates
 from slurm_forge.training.core.rng import GlobalStates
 from slurm_forge.training.loop.run import Run
 
@@ -75,7 +76,7 @@ def register_accelerator(run: Run, accelerator: Accelerator) -> bool:
         loop = ExternalLoop(run)
         accelerator.clip_grad_norm_ = noted_norm(loop, accelerator.clip_grad_norm_)
         for each in accelerator._optimizers:
-            each.step = partial(_step_if_synchronized, accelerator, guarded_step(loop, each))
+            each.step = guarded_step(loop, each)
     return resumed
 
 
@@ -101,14 +102,16 @@ def guarded_step(loop: ExternalLoop, optimizer: Any) -> Callable[..., None]:
 
     Args:
         loop: Of a run with which the optimizer is registered.
-        optimizer: Of torch, or accelerate's around it.
+        optimizer: accelerate's around that: while gradients are accumulated there is no update.
 
     Returns:
         The step, which refuses a closure with UnsupportedError.
     """
-    own = own_optimizer(optimizer)
+    own, gradients = own_optimizer(optimizer), optimizer.gradient_state
 
     def step(closure: Any = None) -> None:
+        if not gradients.sync_gradients:
+            return
         if closure is not None:
             raise UnsupportedError(
                 "an optimizer step with a closure: there is no single update to check",
@@ -117,13 +120,6 @@ def guarded_step(loop: ExternalLoop, optimizer: Any) -> Callable[..., None]:
         loop.apply(own)
 
     return step
-
-
-def _step_if_synchronized(
-    accelerator: Accelerator, step: Callable[..., None], closure: Any = None
-) -> None:
-    if accelerator.sync_gradients:
-        step(closure)
 
 
 def _named(kind: str, objects: list[Any]) -> dict[str, Any]:
@@ -234,7 +230,8 @@ class _Epoch:
         self.then: GlobalStates | None = None
         #: Whether the dataset may draw random numbers in this process.
         self.draws = False
-        self._before: GlobalStates | None = None
+        self._has_device = in_use() is not None
+        self._before: tuple[HostStates, tuple[str, torch.Tensor] | None] | None = None
 
     @property
     def handed_out(self) -> int:
@@ -243,13 +240,17 @@ class _Epoch:
     @property
     def fetch_with(self) -> dict[str, torch.Tensor]:
         """The random states before the batch was fetched that was not handed out yet."""
-        return {} if self._before is None or self.is_over else self._before.tensors()
+        if self._before is None or self.is_over:
+            return {}
+        return GlobalStates.of(*self._before).tensors()
 
     def __iter__(self) -> _Epoch:
         return self
 
     def __next__(self) -> Any:
-        before = GlobalStates.now(self._generators) if self.draws else None
+        before = None
+        if self.draws:
+            before = self._generators.states(), current_state() if self._has_device else None
         try:
             batch = next(self._batches)
         except StopIteration:

@@ -33,10 +33,10 @@ class ExternalLoop:
         self.run = run
         #: Whether an evaluation goes on.
         self.evaluating = False
+        #: Whether a step is counted whose boundary is still to be passed.
+        self.counted = False
         self._loss: torch.Tensor | None = None
         self._grad_norm: torch.Tensor | float | None = None
-        #: Whether a step is counted whose boundary is still to be passed.
-        self._counted = False
         self._applied = False
         self._random: dict[str, torch.Tensor] | None = None
 
@@ -56,7 +56,8 @@ class ExternalLoop:
 
     def apply(self, optimizer: Optimizer) -> None:
         """Make an update that is checked, and the same on all ranks."""
-        self.run.apply(optimizer, grad_norm=self._grad_norm)
+        # Its trainer clears the gradients, and some of its callbacks look at them before.
+        self.run.apply(optimizer, grad_norm=self._grad_norm, keep_gradients=True)
         self._grad_norm, self._applied = None, True
 
     def count(self, samples: int | None) -> None:
@@ -64,17 +65,12 @@ class ExternalLoop:
         norm = None if self._applied else self._grad_norm
         self.run.count_step(self._loss, grad_norm=norm, samples=samples)
         self._loss = self._grad_norm = None
-        self._counted, self._applied = True, False
-
-    @property
-    def counted(self) -> bool:
-        """Whether a step is counted whose boundary is still to be passed."""
-        return self._counted
+        self.counted, self._applied = True, False
 
     def boundary(self) -> None:
         """Save and stop here if that is due, behind a step; else nothing happens."""
-        if self._counted:
-            self._counted = False
+        if self.counted:
+            self.counted = False
             self.run.boundary()
 
     @contextmanager

@@ -11,7 +11,7 @@ loop: after a resume it passes over the batches of the epoch that were trained o
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 import keras
@@ -58,7 +58,11 @@ class ForgeCallback(keras.callbacks.Callback):
         #: Batches that are trained on in this epoch, and those that are still to be passed over.
         self._batches = 0
         self._to_pass = 0
+        #: Whether the last batch was one of those.
+        self._passed = False
         self._epoch_random: dict[str, torch.Tensor] = {}
+        #: The norm of the gradients of the update that is being made, where Keras needs it, too.
+        self._norm: torch.Tensor | None = None
         #: Which variables have no gradient, as of the first step.
         self._without: list[bool] | None = None
         self._resumed: dict[str, Any] | None = None
@@ -87,11 +91,12 @@ class ForgeCallback(keras.callbacks.Callback):
         with ExitStack() as stack:
             for owner, name, wrap in (
                 (model.optimizer, "apply", self._guard),
+                (model.optimizer, "_clip_gradients", self._clip),
                 (model, "_compute_loss", self._note_loss),
                 (model, "evaluate", self._evaluate),
-                *((each, f"on_train_batch_{end}", self._unless_passed)
-                  for each in self._others for end in ("begin", "end")),
-            ):  # fmt: skip
+                *((each, "on_train_batch_begin", self._unless_to_pass) for each in self._others),
+                *((each, "on_train_batch_end", self._unless_passed) for each in self._others),
+            ):
                 stack.enter_context(replaced(owner, name, wrap))
             stack.callback(setattr, model, "train_function", None)
             stack.callback(setattr, model, "_initial_epoch", None)
@@ -110,12 +115,7 @@ class ForgeCallback(keras.callbacks.Callback):
         if run.restore():
             self._resume({**self._state.state, "moments": self._moments.state["variables"]})
         self._state.state = self._moments.state = None
-        train = model.train_function
-
-        def step(data: Any) -> Any:
-            return model.get_metrics_result() if self._to_pass else train(data)
-
-        model.train_function = step
+        model.train_function = self._step(model.train_function)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Draw the order of the epoch from what it was drawn from before, if it is repeated."""
@@ -129,22 +129,6 @@ class ForgeCallback(keras.callbacks.Callback):
         for each, state in zip(self._stateful(), saved["callbacks"], strict=True):
             vars(each).update(_unpacked(state))
         rng.restore(self._epoch_random)
-
-    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        """The place where the run may save and stop: the batch is fetched, as it will be then."""
-        if self._to_pass:
-            return
-        self._loop.release_random()
-        if self._loop.counted:
-            self._loop.boundary()
-
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Count the step."""
-        if self._to_pass:
-            self._to_pass -= 1
-            return
-        self._batches = batch + 1
-        self._loop.count(self._samples)
 
     def on_test_batch_end(self, batch: int, logs: Any = None) -> None:
         """Another batch of an evaluation, which may be broken off here and is done again then."""
@@ -161,17 +145,64 @@ class ForgeCallback(keras.callbacks.Callback):
 
     # -- what is wrapped -----------------------------------------------------------------------
 
+    def _step(self, train: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        """The place where the run may save and stop is before it: the batch is fetched, as then.
+
+        A callback for the end of each batch would have Keras wait for the figures of each.
+        """
+
+        def step(data: Any) -> Any:
+            self._passed = self._to_pass > 0
+            if self._passed:
+                self._to_pass -= 1
+                return self.model.get_metrics_result()
+            self._loop.release_random()
+            if self._loop.counted:
+                self._loop.boundary()
+            logs = train(data)
+            self._batches += 1
+            self._loop.count(self._samples)
+            return logs
+
+        return step
+
     def _guard(self, apply: Callable[..., None]) -> Callable[..., None]:
         """Have the run make the updates: checked, and the same on all ranks."""
 
         def guarded(gradients: list[Any], variables: Any = None) -> None:
             self._average(gradients)
             self._optimizer.update = apply
+            if self._clips_all(gradients):
+                self._norm = _global_norm(gradients)
+                self._loop.note_norm(self._norm)
             self._loop.apply(self._optimizer)
+            self._norm = None
 
         return guarded
 
+    def _clips_all(self, gradients: list[Any]) -> bool:
+        """Whether Keras needs the norm of these gradients, too: not where it accumulates them."""
+        optimizer = self.model.optimizer
+        if not optimizer.global_clipnorm or optimizer.gradient_accumulation_steps:
+            return False
+        return any(each is not None for each in gradients)
+
+    def _clip(self, clip: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
+        """Clip as ``clip_by_global_norm`` of Keras does, with the norm that is known."""
+
+        def clip_gradients(gradients: list[Any]) -> list[Any]:
+            norm = self._norm
+            if norm is None:
+                return clip(gradients)
+            most = self.model.optimizer.global_clipnorm
+            scale = most * torch.minimum(1.0 / norm, torch.full_like(norm, 1.0 / most))
+            return [None if each is None else each * scale for each in gradients]
+
+        return clip_gradients
+
     def _average(self, found: list[torch.Tensor | None]) -> None:
+        if self._run.world_size == 1:
+            return
         if self._without is None:
             self._without = [each is None for each in found]
         if self._without != [each is None for each in found]:
@@ -182,7 +213,7 @@ class ForgeCallback(keras.callbacks.Callback):
                 "of 0.",
             )
         gradients = [each for each in found if each is not None]
-        if self._run.world_size > 1 and gradients:
+        if gradients:
             together = torch.cat([each.reshape(-1) for each in gradients])
             dist.all_reduce(together)
             together /= self._run.world_size
@@ -211,11 +242,18 @@ class ForgeCallback(keras.callbacks.Callback):
 
         return evaluate_in_a_phase
 
-    def _unless_passed(self, hook: Callable[..., None]) -> Callable[..., None]:
+    def _unless_to_pass(self, hook: Callable[..., None]) -> Callable[..., None]:
         """Other callbacks do not see batches that are passed over: they have seen them."""
 
         def call(*args: Any, **kwargs: Any) -> None:
             if not self._to_pass:
+                hook(*args, **kwargs)
+
+        return call
+
+    def _unless_passed(self, hook: Callable[..., None]) -> Callable[..., None]:
+        def call(*args: Any, **kwargs: Any) -> None:
+            if not self._passed:
                 hook(*args, **kwargs)
 
         return call
@@ -286,15 +324,20 @@ class _TorchOptimizer(torch.optim.Optimizer):
         del closure
         scale = float(self.param_groups[0]["lr"])
         gradients = [each.grad for each in self.param_groups[0]["params"]]
-        with torch.no_grad(), ExitStack() as stack:
-            if scale != 1.0:
-                name = "_get_current_learning_rate"
-                stack.enter_context(
-                    replaced(self._optimizer, name, lambda rate: lambda: rate() * scale)
-                )
+        name = "_get_current_learning_rate"
+        context: AbstractContextManager[None] = nullcontext()
+        if scale != 1.0:
+            context = replaced(self._optimizer, name, lambda rate: lambda: rate() * scale)
+        with torch.no_grad(), context:
             self.update(gradients, self._variables)
 
     step.hooked = True  # type: ignore[attr-defined]  # by torch's profiler: Keras has its own
+
+
+def _global_norm(gradients: list[torch.Tensor | None]) -> torch.Tensor:
+    """As Keras computes it to clip by it, to the last bit."""
+    squares = [torch.square(each).sum() for each in gradients if each is not None]
+    return torch.stack(squares).sum().sqrt()
 
 
 def _require_supported(model: Any, x: Any, options: dict[str, Any]) -> None:

@@ -69,7 +69,7 @@ class ForgeCallback(Callback):
     """
 
     # Lightning calls each hook within a context for its profiler, which takes longer than most.
-    on_train_batch_start = on_before_zero_grad = on_before_backward = None
+    on_train_batch_start = on_train_batch_end = on_before_zero_grad = on_before_backward = None
     on_after_backward = on_before_optimizer_step = None
 
     def __init__(self, run: Run) -> None:
@@ -87,7 +87,12 @@ class ForgeCallback(Callback):
         self._before_waiting: Any = None
         #: Of figures that are logged for an epoch: what was accumulated before the resume.
         self._accumulated: dict[str, dict[str, torch.Tensor]] = {}
+        #: What counts the updates of the Trainer, and how many there were at the last step.
+        self._optimizer_steps: Any = None
         self._updates = 0
+        #: Of the training loader: samples of a batch over all ranks, and whether it has a state.
+        self._samples = 0
+        self._has_state = False
 
     # -- what Lightning calls ------------------------------------------------------------------
 
@@ -116,34 +121,28 @@ class ForgeCallback(Callback):
             (fit, "_load_combined_loader_states", self._begin_data),
             (epoch, "on_run_start", self._begin_epoch),
             (epoch, "advance", self._next_batch),
+            (epoch.automatic_optimization, "run", self._count),
+            (epoch.manual_optimization, "run", self._count),
             (epoch, "_broadcast_sigterm_tensor", nothing),
             (epoch.val_loop, "run", self._evaluate),
             (epoch.val_loop, "setup_data", self._shield_evaluation),
             (plugin, "optimizer_step", self._guard),
             (plugin, "clip_grad_by_norm", self._clip_by_norm),
             (plugin, "clip_grad_by_value", self._clip_by_value),
-            (epoch._results, "update_metrics", self._resume_metric),
         ):
-            if hasattr(owner, name):
-                self._wrapped.enter_context(replaced(owner, name, wrap))
-            elif wrap is not nothing:  # what is not there need not be kept from anything
-                self._wrapped.close()
-                raise UnsupportedError(
-                    f"this version of Lightning has no {type(owner).__name__}.{name}, which has to "
-                    "be wrapped",
-                    next_step="Use lightning 2.6, or start the script with slurm-forge exec "
-                    "(docs/how-to/exec.md).",
-                )
+            self._wrap(owner, name, wrap)
 
-    def on_train_batch_end(
-        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        """Count the step, if the batch has made an update."""
-        self._loop.add_loss(outputs.get("loss") if isinstance(outputs, dict) else outputs)
-        updates = trainer.fit_loop.epoch_loop.global_step
-        if updates != self._updates:
-            self._updates = updates
-            self._loop.count(samples_of_batch(trainer) * trainer.accumulate_grad_batches)
+    def _wrap(self, owner: Any, name: str, wrap: Callable[..., Callable[..., Any]]) -> None:
+        if hasattr(owner, name):
+            self._wrapped.enter_context(replaced(owner, name, wrap))
+        elif wrap is not nothing:  # what is not there need not be kept from anything
+            self._wrapped.close()
+            raise UnsupportedError(
+                f"this version of Lightning has no {type(owner).__name__}.{name}, which has to "
+                "be wrapped",
+                next_step="Use lightning 2.6, or start the script with slurm-forge exec "
+                "(docs/how-to/exec.md).",
+            )
 
     def on_validation_batch_end(self, trainer: Any, pl_module: Any, *_: Any, **__: Any) -> None:
         """Another batch of a validation, which may be broken off here and is done again then."""
@@ -174,6 +173,7 @@ class ForgeCallback(Callback):
             if not self._run.restored:
                 self._restore()
             shield_workers(loader)
+            self._samples, self._has_state = samples_of_batch(trainer), has_state(loader)
             self._order = repeatable(loader)
             if self._resumed is None:
                 load_states()
@@ -216,6 +216,20 @@ class ForgeCallback(Callback):
             advance(fetcher)
 
         return next_batch
+
+    def _count(self, run: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
+        """Count the step, if the batch has made an update."""
+
+        def run_and_count(*args: Any, **kwargs: Any) -> dict[str, Any]:
+            outputs = run(*args, **kwargs)
+            self._loop.add_loss(outputs.get("loss"))
+            updates = self._optimizer_steps.completed
+            if updates != self._updates:
+                self._updates = updates
+                self._loop.count(self._samples * self._trainer.accumulate_grad_batches)
+            return outputs
+
+        return run_and_count
 
     def _evaluate(self, run: Callable[[], Any]) -> Callable[[], Any]:
         def evaluate() -> Any:
@@ -300,7 +314,12 @@ class ForgeCallback(Callback):
         if run.restore():
             self._resume_trainer(self._state.state or {})
         self._state.state = None
-        self._updates = trainer.fit_loop.epoch_loop.global_step
+        epoch = trainer.fit_loop.epoch_loop
+        if trainer.lightning_module.automatic_optimization:
+            self._optimizer_steps = epoch.automatic_optimization.optim_progress.optimizer.step.total
+        else:
+            self._optimizer_steps = epoch.manual_optimization.optim_step_progress.total
+        self._updates = self._optimizer_steps.completed
 
     def _resume_trainer(self, saved: dict[str, Any]) -> None:
         trainer = self._trainer
@@ -322,6 +341,9 @@ class ForgeCallback(Callback):
         trainer.should_stop = saved["should_stop"]
         trainer._logger_connector._callback_metrics.update(saved["callback_metrics"])
         self._accumulated = dict(saved["accumulated"])
+        if self._accumulated:
+            results = trainer.fit_loop.epoch_loop._results
+            self._wrap(results, "update_metrics", self._resume_metric)
         for name, metric in metrics_of(trainer.lightning_module):
             restore_metric(metric, saved["metrics"].get(name))
         self._epoch_random = saved["random"]
@@ -335,18 +357,16 @@ class ForgeCallback(Callback):
         """Everything is as it was when the checkpoint was saved, but for the random states."""
         fit = self._trainer.fit_loop
         end_restart(fit)
-        (loader,) = training_loaders(self._trainer)
         if self._order is not None:
             self._order.pass_over()
-        elif not has_state(loader):
+        elif not self._has_state:
             fetch_over(fetcher, fit.epoch_loop.batch_progress.current.ready)
         self._loop.release_random()
 
     def _note_position(self) -> None:
         """Of a loader without a length Lightning fetches one batch more than it trains on."""
-        fit = self._trainer.fit_loop
-        (loader,) = training_loaders(self._trainer)
-        if has_state(loader) and fit._data_fetcher.length is None:
+        if self._has_state and self._trainer.fit_loop._data_fetcher.length is None:
+            (loader,) = training_loaders(self._trainer)
             self._before_waiting = copy.deepcopy(loader.state_dict())
 
     def _resume_metric(self, update: Callable[..., None]) -> Callable[..., None]:

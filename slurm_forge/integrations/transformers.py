@@ -107,7 +107,6 @@ class ForgeCallback(TrainerCallback):
             for name, wrap in (
                 ("training_step", self._note_loss),
                 ("evaluate", self._in_a_phase),
-                ("get_batch_samples", self._none_when_over),
                 ("_load_best_model", self._save_first),
             ):
                 stack.enter_context(replaced(trainer, name, wrap))
@@ -122,6 +121,7 @@ class ForgeCallback(TrainerCallback):
                 _require_same_samples(trainer.args, saved)
                 self._log = list(saved["log_history"])
                 resume_from_checkpoint = _resume_folder(Path(folder), saved)
+                stack.enter_context(replaced(trainer, "get_batch_samples", self._none_when_over))
                 for loader in _LOADERS:
                     stack.enter_context(replaced(trainer, loader, nothing))
             try:

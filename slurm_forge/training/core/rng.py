@@ -25,7 +25,12 @@ from slurm_forge.device.generators import (
     state_size,
 )
 from slurm_forge.errors import CheckpointError, UnsupportedError
-from slurm_forge.training.core.host_generators import HostGenerators, seed_host, seed_words
+from slurm_forge.training.core.host_generators import (
+    HostGenerators,
+    HostStates,
+    seed_host,
+    seed_words,
+)
 
 _PYTHON, _NUMPY, _TORCH = "python", "numpy", "torch"
 _MT_WORDS = 624
@@ -58,12 +63,17 @@ class GlobalStates:
         """
         of_device = current_state() if device else None
         if generators is not None:
-            python, host, array = generators.states()
-            return cls(python.full, host.full, None if array is None else array.full, of_device)
+            return cls.of(generators.states(), of_device)
         numpy: Any = sys.modules.get("numpy")
         # A tuple is only had of the kind of generator that we can keep.
         legacy = None if numpy is None else numpy.random.get_state(legacy=False)
         return cls(random.getstate(), torch.default_generator.get_state(), legacy, of_device)
+
+    @classmethod
+    def of(cls, host: HostStates, device: tuple[str, torch.Tensor] | None = None) -> GlobalStates:
+        """Those that ``HostGenerators`` has copied, and that of the device."""
+        array = None if host.numpy is None else host.numpy.full
+        return cls(host.python.full, host.torch.full, array, device)
 
     def is_of_host(self) -> bool:
         """Whether nothing was drawn from the generators on the host since."""

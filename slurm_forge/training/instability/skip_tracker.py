@@ -36,7 +36,7 @@ from slurm_forge.training.instability.step_record import (
     together,
     with_loss,
 )
-from slurm_forge.training.step.gradient_guard import GuardedUpdate, Reading
+from slurm_forge.training.step.gradient_guard import Reading
 from slurm_forge.training.step.gradient_norms import parameter_names
 from slurm_forge.training.step.update_report import ReportedValues, UpdateReport
 from slurm_forge.vocabulary.cause import Cause, Evidence
@@ -133,26 +133,25 @@ class SkipTracker:
         self._from_stream = False
         self._take_report(step, report.values)
 
-    def updated(
-        self, step: int, first: int, stop: int, update: GuardedUpdate, report: UpdateReport
-    ) -> bool:
+    def updated(self, step: int, first: int, stop: int, norm: float, loss: float | None) -> bool:
         """One more step, of a loop that has made one update by ``apply``: microseconds.
 
         False, and nothing is done, where it takes a ``record``.
         """
-        reading, values = update.verdict.known_reading, report.values
-        if self._unread or reading is None or not reading.applied or values is None:
+        if self._unread:
             return False
         self._recent.append((step, first, stop))
         self._from_stream = False
         self._progress.skipped_in_a_row = 0
         if self._skip_streak_from is not None:
             self._end_skip_streak()
-        loss = values.loss
-        if loss is not None:
+        if loss is None:
+            loss = math.nan
+        elif math.isfinite(loss):
+            self._bad_losses = 0
+        else:
             self._look_at_losses(step, (loss,))
-            reading = Reading(True, True, reading.norm, loss)
-        self._watched.add(step, reading)
+        self._watched.add(step, norm, loss)
         return True
 
     def announced(self, anomaly: Anomaly) -> None:
@@ -220,9 +219,8 @@ class SkipTracker:
                 self._skipped(record, readings, finite=finite)
                 if not finite:
                     continue  # it says nothing about which losses and norms are usual
-            self._watched.add(
-                record.step, readings[0] if len(readings) == 1 else together(readings)
-            )
+            reading = readings[0] if len(readings) == 1 else together(readings)
+            self._watched.add(record.step, reading.norm, reading.loss, applied=reading.applied)
 
     def _take_report(self, step: int, reported: ReportedValues) -> None:
         """What a loop says of an update that it has made by itself."""
@@ -235,8 +233,7 @@ class SkipTracker:
             self._look_at_losses(step, [loss])
         self._progress.skipped_in_a_row = 0
         none = math.nan
-        norm, loss = none if norm is None else norm, none if loss is None else loss
-        self._watched.add(step, Reading(True, True, norm, loss))
+        self._watched.add(step, none if norm is None else norm, none if loss is None else loss)
 
     def _is_sound(self, step: int, reported: ReportedValues) -> bool:
         """Whether an update that the loop has made itself can have left the weights finite.

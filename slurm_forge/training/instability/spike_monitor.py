@@ -22,7 +22,7 @@ from slurm_forge.recovery.monitor.loss_anomaly import (
 )
 from slurm_forge.recovery.policy.decide import skips_allowed
 from slurm_forge.spec.recovery import Recovery
-from slurm_forge.training.step.gradient_guard import LARGEST, Reading
+from slurm_forge.training.step.gradient_guard import LARGEST
 from slurm_forge.vocabulary.cause import Cause
 
 #: A limit is announced no more often than that, and only where it has to be that much higher; each
@@ -79,12 +79,12 @@ class SpikeMonitor:
         self._told_outliers = 0
         self._next_outliers_at = -math.inf
 
-    def record(self, step: int, reading: Reading) -> None:
+    def record(self, step: int, *, norm: float, loss: float, applied: bool) -> None:
         """The verdict of a step has been read.  Microseconds, unless there is something to say."""
         if not self._enabled:
             return
         spikes = self._spikes
-        anomaly = spikes.note(step, loss=reading.loss, norm=reading.norm, applied=reading.applied)
+        anomaly = spikes.note(step, loss=loss, norm=norm, applied=applied)
         if anomaly is not None:
             self._on_anomaly(anomaly)
         if self._limits_norm:
@@ -185,24 +185,24 @@ class WatchedSteps:
     ) -> None:
         self._monitor = monitor
         self._clock = clock
-        self._steps: list[tuple[int, Reading]] = []
+        self._steps: list[tuple[int, float, float, bool]] = []
         self._handed_over_at = -math.inf
 
-    def add(self, step: int, reading: Reading) -> None:
+    def add(self, step: int, norm: float, loss: float, *, applied: bool = True) -> None:
         """One more step, in order."""
         if self._monitor is None:
             return
-        self._steps.append((step, reading))
+        self._steps.append((step, norm, loss, applied))
         long = self._clock() - self._handed_over_at >= _LONG_S
-        if long or not reading.applied or len(self._steps) >= _TOGETHER:
+        if long or not applied or len(self._steps) >= _TOGETHER:
             self.hand_over()
 
     def hand_over(self) -> None:
         """Have all steps watched that were not."""
         if self._monitor is not None:
             self._handed_over_at = self._clock()
-            for step, reading in self._steps:
-                self._monitor.record(step, reading)
+            for step, norm, loss, applied in self._steps:
+                self._monitor.record(step, norm=norm, loss=loss, applied=applied)
         self._steps.clear()
 
     def clear(self) -> None:

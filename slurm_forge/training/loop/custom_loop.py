@@ -9,7 +9,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch.optim import Optimizer
@@ -29,8 +29,8 @@ from slurm_forge.training.loop.positions import Positions
 from slurm_forge.training.loop.resume import Resumer
 from slurm_forge.training.loop.step import Step
 from slurm_forge.training.loop.step_lifecycle import ADVANCE, ONE_EACH
-from slurm_forge.training.step.gradient_guard import apply_gradients
-from slurm_forge.training.step.update_report import UpdateReport
+from slurm_forge.training.step.gradient_guard import LARGEST, apply_gradients, norm_on_host
+from slurm_forge.training.step.update_report import UpdateReport, reported
 
 #: Calls of ``poll`` outside a phase before the first step is counted.
 _POLLS = 10
@@ -134,11 +134,15 @@ class CustomLoop:
     ) -> None:
         """Count one step; ``what`` is the method of the run that does."""
         lifecycle = self._lifecycle
-        self._refuse_inside(f"{what}()")
-        self._require_new_step(f"{what}()")
-        report = UpdateReport(loss, grad_norm)
+        self._require_between_steps(what)
+        loss = reported("loss", loss)
         if samples is not None and (type(samples) is not int or samples < 0):
             samples = _whole(what, "samples", samples, least=0)
+        on_host = grad_norm is None and not isinstance(loss, torch.Tensor)
+        if on_host and lifecycle.count_alone(loss, samples or 0):
+            self._guards = True
+            return
+        report = UpdateReport(loss, grad_norm)
         step = lifecycle.open
         self._guards = guarded = step is not None and bool(step.updates)
         if guarded not in self._checked and not (step is not None and step.parts):
@@ -148,23 +152,25 @@ class CustomLoop:
     def boundary(self) -> None:
         """Pass the boundary behind a step that is counted."""
         self._pass_boundary()
-        if self._guards and self._lifecycle.iteration is None:
-            self._lifecycle.remember_buffers()
+        lifecycle = self._lifecycle
+        if self._guards and lifecycle.has_buffers and lifecycle.iteration is None:
+            lifecycle.remember_buffers()
 
     def apply(
         self,
         optimizer: Optimizer | None,
         max_norm: float | None,
         grad_norm: torch.Tensor | float | None,
+        *,
+        keep_gradients: bool = False,
     ) -> None:
         """Judge gradients that the program has computed: updates ``advance`` will count."""
-        self._refuse_inside("run.apply()")
-        self._require_new_step("run.apply()")
+        self._require_between_steps("run.apply")
+        optimizers = list(self._parts.registry.optimizers.values())
         if optimizer is not None:
-            self.require_registered(optimizer, "run.apply()")
+            if optimizer not in optimizers:
+                self._refuse_unregistered(optimizer, "run.apply()")
             optimizers = [optimizer]
-        else:
-            optimizers = list(self._parts.registry.optimizers.values())
         if not optimizers:
             raise UnsupportedError(
                 "run.apply() without an optimizer: none is registered",
@@ -172,23 +178,29 @@ class CustomLoop:
             )
         if True not in self._checked:
             self._first_of_its_kind(True)
-        number, plan = self._progress.step, self._parts.active_plan
-        faults, layout = self._parts.fault_injector, self._parts.layout.now
+        plan, faults = self._parts.active_plan, self._parts.fault_injector
+        norm = norm_on_host(grad_norm)
+        good = norm is not None and norm <= LARGEST and norm <= plan.limit
+        plain = plan.plan.lr_factor == 1.0 and not faults.active and len(optimizers) == 1
+        if good and plain and self._lifecycle.update_alone(optimizers[0], norm, keep_gradients):
+            return
+        number, layout = self._progress.step, self._parts.layout.now
         for each in optimizers:
             step = self._lifecycle.begin_update(each)
-            norm = grad_norm
+            reported_norm = grad_norm
             if faults.active:
                 parameters = (p for group in each.param_groups for p in group["params"])
-                norm = faults.gradients(parameters, step=number, norm=grad_norm)
+                reported_norm = faults.gradients(parameters, step=number, norm=grad_norm)
             update = apply_gradients(
                 each,
                 max_norm=max_norm,
-                grad_norm=norm,
+                grad_norm=reported_norm,
                 lr_scale=plan.plan.lr_scale(number),
                 limit=plan.limit,
                 scaler=self._parts.registry.scaler,
                 update_scaler=False,  # once per step, however many optimizers: when it is counted
                 norm_group=layout.pipeline_group,
+                keep_gradients=keep_gradients,
             )
             self._lifecycle.add_update(step, each, update)
 
@@ -259,6 +271,18 @@ class CustomLoop:
 
     # -- what the other ways to take a step need ----------------------------------------------
 
+    def _require_between_steps(self, what: str) -> None:
+        """``UnsupportedError`` where no update can be made or counted by ``what``."""
+        lifecycle = self._lifecycle
+        if (
+            lifecycle.in_step
+            or lifecycle.handed_out is not None
+            or (self._boundaries.inside is not None)
+        ):
+            self._refuse_inside(f"{what}()")
+        if not self._resumer.restored or lifecycle.iteration not in (None, self._progress.step):
+            self._require_new_step(f"{what}()")
+
     def _require_new_step(self, what: str) -> None:
         """``UnsupportedError`` where the checkpoint is not loaded, or the step is counted."""
         if not self._resumer.restored:
@@ -277,21 +301,24 @@ class CustomLoop:
 
     def require_registered(self, optimizer: Optimizer, what: str) -> None:
         """``UnsupportedError`` for an optimizer that is in no checkpoint."""
-        registered = self._parts.registry.optimizers
-        if id(optimizer) not in map(id, registered.values()):
-            names = ", ".join(registered) or "none"
-            raise UnsupportedError(
-                f"{what} was given an optimizer ({type(optimizer).__name__}) that is not "
-                f"registered (registered: {names}): its state would be in no checkpoint",
-                next_step="Register it before training: run.register(my_optimizer=…).",
-            )
+        if optimizer not in self._parts.registry.optimizers.values():
+            self._refuse_unregistered(optimizer, what)
+
+    def _refuse_unregistered(self, optimizer: Optimizer, what: str) -> NoReturn:
+        names = ", ".join(self._parts.registry.optimizers) or "none"
+        raise UnsupportedError(
+            f"{what} was given an optimizer ({type(optimizer).__name__}) that is not "
+            f"registered (registered: {names}): its state would be in no checkpoint",
+            next_step="Register it before training: run.register(my_optimizer=…).",
+        )
 
     def _pass_boundary(self) -> None:
         """The boundary behind a step on the program's own data."""
         if self._first_step:
             self._first_step = False
             self._resumer.note_missing_position()
-        self.positions.require_not_ahead()
+        if self.positions.looks:
+            self.positions.require_not_ahead()
         self._boundary()
         self._lifecycle.own_data = True
         last = self._progress.step == self._until
@@ -306,7 +333,7 @@ class CustomLoop:
         """
         ahead = self.positions.ahead() if self._lifecycle.own_data else {}
         if again and ahead is None:
-            self.positions.always = True
+            self.positions.wanted_always()
         schedule = self._parts.save_schedule
         schedule.ahead = ahead or {}
         try:

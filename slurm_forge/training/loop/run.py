@@ -437,6 +437,7 @@ class Run:
         *,
         max_norm: float | None = None,
         grad_norm: torch.Tensor | float | None = None,
+        keep_gradients: bool = False,
     ) -> None:
         """Clip, check and update, in a loop of your own: in place of ``optimizer.step()``.
 
@@ -449,12 +450,13 @@ class Run:
             max_norm: The gradient norm (2-norm over all parameters and ranks) to clip to; None does
                 not clip.
             grad_norm: The norm over all ranks, where the program has clipped already.
+            keep_gradients: Leave it to the program to clear the gradients.
 
         Raises:
             UnsupportedError: The optimizer is not registered, the checkpoint is not loaded, or the
                 call is inside ``batches``, ``step`` or a phase.
         """
-        self._custom_loop.apply(optimizer, max_norm, grad_norm)
+        self._custom_loop.apply(optimizer, max_norm, grad_norm, keep_gradients=keep_gradients)
 
     @contextmanager
     def step(self, batch: Any) -> Iterator[Step]:
@@ -543,7 +545,8 @@ class Run:
         before = self._step_lifecycle.stream_before
         if before is not None:
             self._progress_log.epochs(self._batch_loop.length, before)
-        self._hooks.call("on_step_end", step=self._progress.step)
+        if "on_step_end" in self._hooks.by_name:
+            self._hooks.call("on_step_end", step=self._progress.step)
         if self._progress_log.write():
             self._now_and_then()
 
@@ -642,18 +645,15 @@ class Run:
     # -- what happens at a boundary ----------------------------------------------------------
 
     def _boundary(self) -> None:
-        self._recover()  # from what the last step came to
+        tracker, instability = self._skip_tracker, self._instability
+        if tracker.trouble is not None or instability.unfinished_rollbacks:
+            instability.boundary()  # what the last step came to
         if not self._boundaries.boundary(self._progress.step):
             return
-        if self._recover():  # from what was announced for here
+        announced = tracker.trouble is not None or instability.unfinished_rollbacks
+        if announced and instability.boundary():  # it has led to an earlier step
             self._boundaries.boundary(self._progress.step)
         self._save_schedule.boundary(stepped=self._step_lifecycle.stepped)
-
-    def _recover(self) -> bool:
-        """Act on what all ranks know of the last steps, if anything; whether it was a rewind."""
-        if self._skip_tracker.trouble is None and not self._instability.unfinished_rollbacks:
-            return False
-        return self._instability.boundary()
 
     # -- for the worker ----------------------------------------------------------------------
 

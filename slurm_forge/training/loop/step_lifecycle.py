@@ -37,6 +37,7 @@ from slurm_forge.training.step.buffer_snapshot import BufferSnapshot
 from slurm_forge.training.step.gradient_guard import (
     GuardedUpdate,
     drop_gradients,
+    update,
 )
 from slurm_forge.training.step.update_report import UpdateReport
 from slurm_forge.vocabulary.plan import SampleWindow
@@ -121,6 +122,7 @@ class StepLifecycle:
         self._on_counted = on_counted
         #: None where no model has any.
         self._buffers: BufferSnapshot | None = None
+        self.has_buffers = False
         #: Before which step the buffers were remembered.
         self._buffers_at = -1
         self._generators: Generators | None = None
@@ -142,8 +144,13 @@ class StepLifecycle:
         self.counted = self.stepped = False
         #: Where in the stream of ``run.batches`` the last step began; None where it was not of it.
         self.stream_before: int | None = None
-        #: The step that updates were made for.
-        self.open: OpenStep | None = None
+        #: The step that updates were made for; of ``_only`` it is made when it is asked for.
+        self._open: OpenStep | None = None
+        #: The only update since the last step was counted, with its norm, if the host has judged it
+        #: at once: what most steps of a loop of the program's own come to.
+        self._only: tuple[Optimizer, float] | None = None
+        #: Whether an update may be all there is to a step: no buffers to put back, no scaler.
+        self._is_plain = False
         #: Whether a block of ``run.step`` goes on.
         self.in_step = False
         #: The batch of ``run.batches`` that the program works on.
@@ -154,14 +161,18 @@ class StepLifecycle:
         self.iteration: int | None = None
 
     def start(self, *, timed: bool = True) -> None:
-        """Another step begins; ``timed`` where it does so now, and not somewhere before."""
+        """Another step begins; ``timed`` where it does so now, and not somewhere before.
+
+        Of others it is told, by their end alone, that they have begun.
+        """
         step = self._progress.step
         self._started, self._timed = True, timed
         if timed and self._step_timer is not None:
             self._step_timer.begin()
         if self._fault_injector.active:
             self._fault_injector.boundary(step, self._registry)
-        self._member.begin(step + 1)
+        if timed:
+            self._member.begin(step + 1)
 
     def hand_out(self, batch: Batch | None) -> None:
         """``batch`` of ``run.batches`` is the program's until its step is over; None in between."""
@@ -177,6 +188,8 @@ class StepLifecycle:
         models = self._registry.models.values()
         if any(part._buffers for model in models for part in model.modules()):
             self._buffers = BufferSnapshot(models)
+        self.has_buffers = self._buffers is not None
+        self._is_plain = not self.has_buffers and self._registry.scaler is None
 
     def remember_buffers(self) -> None:
         """Before the forward of a step: what a skipped update is to put back."""
@@ -199,9 +212,10 @@ class StepLifecycle:
                 f"{what} inside a block of run.step()",
                 next_step="Call s.backward(loss) and s.apply() in the block, or end it first.",
             )
-        if self.open is None or not self.open.updates:
+        step = self.open
+        if step is None or not step.updates:
             return False
-        self._require_parts(self.open)
+        self._require_parts(step)
         if optimizer is None:
             raise UnsupportedError(
                 f"{what} steps every registered optimizer, and a call with optimizer= has begun "
@@ -234,8 +248,9 @@ class StepLifecycle:
 
     def settle(self) -> None:
         """Count a step that ``train_step(optimizer=…)`` has left open."""
-        if self.open is not None and self.open.updates:
-            self._require_parts(self.open)
+        step = self.open
+        if step is not None and step.updates:
+            self._require_parts(step)
             self.close()
 
     def _begin(
@@ -246,13 +261,13 @@ class StepLifecycle:
         in_stream: bool,
     ) -> Step:
         """Clear the gradients and remember the buffers: for a step, or for another part of it."""
-        step, plan, layout = self._progress.step, self._active_plan.plan, self._layout.now
+        plan, layout = self._active_plan.plan, self._layout.now
         given, faults = compute_loss, None
         if self._fault_injector.active:
             faults = BatchFaults(
                 self._fault_injector,
                 batch,
-                step=step,
+                step=self._progress.step,
                 rank=layout.data_rank,
                 skipped=plan.skipped,
                 in_stream=in_stream,
@@ -266,8 +281,9 @@ class StepLifecycle:
         self.remember_buffers()
         # For the case that this step has to be computed once more.
         self._generators = Generators.now(self._device, self._host.torch_state())
-        if self.open is None or not self.open.updates:
-            self.open = OpenStep(self.handed_out, generators=self._generators)
+        step = self.open
+        if step is None or not step.updates:
+            self._open = OpenStep(self.handed_out, generators=self._generators)
             self._begun_at = time.monotonic()
             if self._looks:
                 self._loss_calls.step_begins(batch, given, self._generators)
@@ -335,7 +351,7 @@ class StepLifecycle:
         step = self.open
         if step is None or not part.applied:
             if step is None or not step.updates:
-                self.open, self._started = None, False
+                self._open, self._started = None, False
             return False
         # With two losses there is no single one to compute again.
         step.compute_loss = None if step.parts else part.compute_loss
@@ -348,15 +364,54 @@ class StepLifecycle:
         self._require_few(step)
         return True
 
+    @property
+    def open(self) -> OpenStep | None:
+        """The step that updates were made for."""
+        if self._only is not None:
+            (optimizer, norm), self._only = self._only, None
+            update = GuardedUpdate.made(norm)
+            self._open = OpenStep(updates=[update], samples={id(optimizer): 0})
+        return self._open
+
+    def update_alone(self, optimizer: Optimizer, norm: float, keep_gradients: bool) -> bool:
+        """Make an update that is judged good, if it is all there is to its step so far."""
+        if not self._is_plain or self._open is not None or self._only is not None:
+            return False
+        update(optimizer, keep_gradients=keep_gradients)
+        self._only = optimizer, norm
+        return True
+
+    def count_alone(self, loss: float | None, samples: int) -> bool:
+        """Count a step that ``update_alone`` has made, in little time; False where it has not."""
+        progress = self._progress
+        before, first = progress.step, progress.consumed
+        stop = first + samples
+        only, tracker = self._only, self._skip_tracker
+        if only is None or not tracker.updated(before + 1, first, stop, only[1], loss):
+            return False
+        self._only = None
+        progress.step, progress.consumed, progress.sample_ids = before + 1, stop, ()
+        if self._started:
+            self._started = False
+            if self._timed and self._step_timer is not None:
+                self._step_timer.end(before + 1)
+        self.counted, self.stepped, self.stream_before = True, True, None
+        if loss is not None:
+            self._loss_history.note(loss)
+            self._note_first_loss(loss, self.own_micro_batch)
+        self._on_counted()
+        return True
+
     def begin_update(self, optimizer: Optimizer) -> OpenStep:
         """The program has computed gradients itself: the step that an update of them belongs to."""
         if not self._started:
             self.start(timed=False)
-        if self.open is None:
-            self.open = OpenStep()
+        step = self.open
+        if step is None:
+            self._open = step = OpenStep()
         else:
             self._renew_scale(optimizer)
-        return self.open
+        return step
 
     def add_update(self, step: OpenStep, optimizer: Optimizer, update: GuardedUpdate) -> None:
         """Take in what became of them."""
@@ -376,7 +431,7 @@ class StepLifecycle:
 
         ``samples`` are those of the step over all ranks, where the program gives them.
         """
-        step, self.open = self.open, None
+        step, self._open = self.open, None
         updated = step is not None and bool(step.updates)
         if not self._started:
             self.start(timed=False)
@@ -408,10 +463,13 @@ class StepLifecycle:
         """Record one update by ``apply`` that was made, which most are: in little time."""
         if len(step.updates) != 1 or self._buffers is not None:
             return False
+        reading, values = step.updates[0].verdict.known_reading, report.values
+        if reading is None or not reading.applied or values is None:
+            return False
         progress, scaler = self._progress, self._registry.scaler
         first = progress.consumed
         if (scaler is not None and scaler.is_enabled()) or not self._skip_tracker.updated(
-            progress.step, first, first + (samples or 0), step.updates[0], report
+            progress.step, first, first + (samples or 0), reading.norm, values.loss
         ):
             return False
         self._took_report(report, samples)
@@ -463,7 +521,8 @@ class StepLifecycle:
     @property
     def not_applied(self) -> tuple[str, ...]:
         """The registered optimizers that the open step has not applied yet."""
-        done = {} if self.open is None else self.open.samples
+        step = self.open
+        done = {} if step is None else step.samples
         return tuple(
             name for name, each in self._registry.optimizers.items() if id(each) not in done
         )

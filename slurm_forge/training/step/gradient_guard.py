@@ -114,6 +114,12 @@ class GuardedUpdate:
         self.norms = norms
         self._found_inf = found_inf
 
+    @classmethod
+    def made(cls, norm: float) -> GuardedUpdate:
+        """One that was made, with a norm that the host knows."""
+        verdict = StepVerdict.known(Reading(True, True, norm, math.nan))
+        return cls(norm, verdict, NormParts(), None)
+
     @property
     def parts(self) -> tuple[torch.Tensor, ...]:
         """The norm of each parameter before clipping, in the one tensor the norm was made of.
@@ -157,6 +163,7 @@ def apply_gradients(
     parameters: Iterable[torch.Tensor] | None = None,
     norm_group: dist.ProcessGroup | None = None,
     on_device: bool | None = None,
+    keep_gradients: bool = False,
 ) -> GuardedUpdate:
     """Clip to ``max_norm``, step, and drop the gradients; beyond ``limit`` only the last.
 
@@ -169,7 +176,8 @@ def apply_gradients(
     multiplies the gradients first (``BatchLoss``).  ``lr_scale`` holds for this one step, scheduler
     and optimizer never see it.  With a ``GradScaler`` the verdict is entered into it before its
     ``step``; ``update_scaler`` is for the last of several optimizers.  ``on_device`` says where the
-    verdict is reached; it defaults to where the norm is.
+    verdict is reached; it defaults to where the norm is.  With ``keep_gradients`` the caller drops
+    them.
     """
     if isinstance(optimizer, LBFGS):
         raise UnsupportedError(
@@ -186,9 +194,11 @@ def apply_gradients(
         scaler = None
     limit = limit if limit <= LARGEST else LARGEST  # of NaN too: that is no limit
     if scaler is None and parameters is None and not on_device and loss is None:
-        value = _on_host(grad_norm)
+        value = norm_on_host(grad_norm)
         if value is not None:
-            return _apply_known(optimizer, value, limit=limit, lr_scale=lr_scale)
+            return _apply_known(
+                optimizer, value, limit=limit, lr_scale=lr_scale, keep_gradients=keep_gradients
+            )
     owned = [p for group in optimizer.param_groups for p in group["params"]]
     selected = owned if parameters is None else list(parameters)
     if scaler is not None and any(p.grad is not None for p in owned):
@@ -235,39 +245,53 @@ def apply_gradients(
                 _step(optimizer, verdict, found_inf, scaler)
     if scaler is not None and update_scaler:
         scaler.update()
-    for parameter in owned:
-        parameter.grad = None
-    if selected is not owned:
-        _drop(selected)
+    if not keep_gradients:
+        _drop(owned)
+        if selected is not owned:
+            _drop(selected)
     return GuardedUpdate(norm, verdict, parts, found_inf)
 
 
-def _on_host(norm: torch.Tensor | float | None) -> float | None:
+def norm_on_host(norm: torch.Tensor | float | None) -> float | None:
     """A norm that the program has computed, where the host need not wait for it."""
     if isinstance(norm, torch.Tensor):
         # A DTensor is one rank's part of it.
-        known = norm.is_cpu and not isinstance(norm, DTensor) and norm.numel() == 1
+        known = norm.is_cpu and (type(norm) is torch.Tensor or not isinstance(norm, DTensor))
         return abs(norm.item()) if known else None
     return None if norm is None else abs(float(norm))
 
 
 def _apply_known(
-    optimizer: Optimizer, norm: float, *, limit: float, lr_scale: float
+    optimizer: Optimizer, norm: float, *, limit: float, lr_scale: float, keep_gradients: bool
 ) -> GuardedUpdate:
-    """``apply_gradients`` with a norm on the host: only Python, which the step's data slow down."""
-    applied = norm <= limit
-    parts = NormParts()
-    if applied:
-        if any(p.grad is not None for group in optimizer.param_groups for p in group["params"]):
-            with _scaled_lr(optimizer, lr_scale) if lr_scale != 1.0 else nullcontext():
-                optimizer.step()
-    else:
-        owned = [p for group in optimizer.param_groups for p in group["params"]]
-        with torch.no_grad():
-            parts = Gradients(owned).parts()
-    drop_gradients(optimizer)
-    verdict = StepVerdict.known(Reading(applied, norm <= LARGEST, norm, math.nan))
+    """``apply_gradients`` with a norm on the host."""
+    if norm <= limit:
+        with _scaled_lr(optimizer, lr_scale) if lr_scale != 1.0 else nullcontext():
+            update(optimizer, keep_gradients=keep_gradients)
+        return GuardedUpdate.made(norm)
+    owned = [p for group in optimizer.param_groups for p in group["params"]]
+    with torch.no_grad():
+        parts = Gradients(owned).parts()
+    if not keep_gradients:
+        _drop(owned)
+    verdict = StepVerdict.known(Reading(False, norm <= LARGEST, norm, math.nan))
     return GuardedUpdate(norm, verdict, parts, None)
+
+
+def update(optimizer: Optimizer, *, keep_gradients: bool) -> None:
+    """Step, if there is any gradient, and drop the gradients unless they are to be kept."""
+    if _has_gradient(optimizer):
+        optimizer.step()
+    if not keep_gradients:
+        drop_gradients(optimizer)
+
+
+def _has_gradient(optimizer: Optimizer) -> bool:
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.grad is not None:
+                return True
+    return False
 
 
 def drop_gradients(optimizer: Optimizer) -> None:

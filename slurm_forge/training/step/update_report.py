@@ -31,8 +31,8 @@ class UpdateReport:
         self, loss: torch.Tensor | float | None, grad_norm: torch.Tensor | float | None
     ) -> None:
         #: The loss as it was reported; detached.
-        self.loss = loss = _value("loss", loss)
-        norm = _value("grad_norm", grad_norm)
+        self.loss = loss = reported("loss", loss)
+        norm = reported("grad_norm", grad_norm)
         #: What is on the host; None while some of it is on its way.
         self.values: ReportedValues | None = None
         if not isinstance(loss, torch.Tensor) and not isinstance(norm, torch.Tensor):
@@ -58,8 +58,12 @@ class UpdateReport:
         return self.read().loss
 
 
-def _value(name: str, value: torch.Tensor | float | None) -> torch.Tensor | float | None:
-    """A number where it is on the host, else a scalar tensor."""
+def reported(name: str, value: torch.Tensor | float | None) -> torch.Tensor | float | None:
+    """A value that was reported: a number where it is on the host, else a scalar tensor.
+
+    Raises:
+        UsageError: It is not one number.
+    """
     if value is None or type(value) is float:
         return value
     if isinstance(value, torch.Tensor):

@@ -12,7 +12,6 @@ from slurm_forge.control.messages.rank import RequestProposal
 from slurm_forge.recovery.monitor.loss_anomaly import announced
 from slurm_forge.spec.recovery import Ladder, Recovery, Rung, default_recovery
 from slurm_forge.training.instability.spike_monitor import SpikeMonitor
-from slurm_forge.training.step.gradient_guard import Reading
 from slurm_forge.vocabulary.cause import Cause
 from slurm_forge.vocabulary.decision import Action
 
@@ -53,7 +52,7 @@ class Rank0:
                 self._agreed = len(self.limits())
                 self.watch.set_active_limit(self.limits()[-1])
             self.now += seconds
-            self.watch.record(self.step, Reading(applied, True, float(norm), float(loss)))
+            self.watch.record(self.step, norm=float(norm), loss=float(loss), applied=applied)
 
     def asked(self, kind: RequestKind) -> list[str]:
         return [message.reason for message in self.sent if message.kind is kind]
