@@ -42,8 +42,13 @@ def backends_for(device: torch.device) -> str:
 
 
 def bound_device(device: torch.device) -> torch.device | None:
-    """The ``device_id`` of a process group: its communicator is made at once, for this device."""
-    return device if is_accelerator(device) else None
+    """The ``device_id`` of a process group: its communicator is made at once, for this device.
+
+    None where torch would then refuse the groups of gloo beside it: it looks for the device in
+    these, too, and gloo has no others than CUDA's (``_new_process_group_helper``).
+    """
+    known_to_gloo = dist.Backend.backend_capability[_HOST_BACKEND]
+    return device if is_accelerator(device) and device.type in known_to_gloo else None
 
 
 def small_group(
@@ -78,6 +83,9 @@ def standalone_group(store: Store, rank: int, size: int, backend: str, timeout: 
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timeout
         return dist.ProcessGroupNCCL(store, rank, size, options)
+    registered = dist.Backend._plugins.get(backend.upper())
+    if registered is not None:  # somebody else's: how to make one is all that torch knows of it
+        return registered.creator_fn(store, rank, size, timeout)
     made: Callable[..., Any] = getattr(dist, f"ProcessGroup{backend.upper()}")
     return made(store, rank, size)
 

@@ -27,6 +27,7 @@ def _registered() -> None:
     folder = str(installed())
     sys.path.insert(0, folder)
     import simdev
+    import torch._dynamo  # some kernels for meta tensors would: once, not in every child
 
     simdev.register()
     sys.path.remove(folder)

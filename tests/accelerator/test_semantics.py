@@ -335,6 +335,7 @@ def test_what_a_kernel_finds_wrong_is_an_assertion_of_the_device(sim: Device) ->
 
 def test_a_kernel_that_hangs_holds_its_stream_and_no_other(sim: Device) -> None:
     x = torch.ones(2, device=sim)
+    torch.sim.synchronize()
     torch.sim.hang()
     event = torch.sim.Event()
     event.record()

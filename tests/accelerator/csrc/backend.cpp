@@ -506,26 +506,61 @@ void call_waiting(const c10::OperatorHandle& op, const Call& call, torch::jit::S
   for (auto& result : results) stack->push_back(std::move(result));
 }
 
+// Whether the results are arguments, and large enough already: torch's own kernels for backends like
+// this one have looked at their shapes.
+bool writes_into_arguments(const c10::OperatorHandle& op, const Call& call) {
+  const auto& schema = op.schema();
+  for (size_t at = 0; at < schema.returns().size(); ++at) {
+    if (aliased(op, call, at) == nullptr) return false;
+  }
+  for (size_t at = 0; at < call.values.size(); ++at) {
+    if (schema.arguments()[at].is_out() && call.values[at].isTensor() &&
+        call.values[at].toTensor().numel() == 0) {
+      return false;
+    }
+  }
+  return true;
+}
+
+// What is selected by a mask depends on its values.
+bool has_mask(const Call& call) {
+  bool found = false;
+  for (const auto& value : call.values) {
+    if (!value.isOptionalTensorList()) continue;
+    each_tensor(value, [&](const at::Tensor& each) {
+      found = found || each.scalar_type() == at::kBool || each.scalar_type() == at::kByte;
+    });
+  }
+  return found;
+}
+
 void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   sim::initialize();
   Call call = read_call(op, stack);
   sim::check(call.device);
   const c10::DeviceGuard guard(
       c10::Device(kSim, static_cast<c10::DeviceIndex>(call.device)));
-  torch::jit::Stack shapes = call.meta;
-  try {
-    TORCH_CHECK(
-        op.hasComputedKernelForDispatchKey(c10::DispatchKey::Meta), "no kernel for meta");
-    call_kernel(op, shapes);
-    for (const auto& shape : shapes) {
-      TORCH_CHECK(shape.isTensor() || shape.isTensorList() || shape.isNone(), "a value");
-    }
-  } catch (const std::exception&) {
-    // The same error comes from the CPU's kernel, if it is one of the caller's.
+  if (has_mask(call)) {
     call_waiting(op, call, stack);
     return;
   }
-  resize_outputs(op, call);
+  torch::jit::Stack shapes(op.schema().returns().size());
+  if (!writes_into_arguments(op, call)) {
+    shapes = call.meta;
+    try {
+      TORCH_CHECK(
+          op.hasComputedKernelForDispatchKey(c10::DispatchKey::Meta), "no kernel for meta");
+      call_kernel(op, shapes);
+      for (const auto& shape : shapes) {
+        TORCH_CHECK(shape.isTensor() || shape.isTensorList() || shape.isNone(), "a value");
+      }
+    } catch (const std::exception&) {
+      // The same error comes from the CPU's kernel, if it is one of the caller's.
+      call_waiting(op, call, stack);
+      return;
+    }
+    resize_outputs(op, call);
+  }
   torch::jit::Stack results = results_like(op, call, shapes);
   torch::jit::Stack values = for_host(op, call);
   torch::jit::Stack into;
