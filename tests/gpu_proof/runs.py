@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 import time
@@ -134,23 +135,27 @@ class _Runner:
         words += ["--ranks", str(self.ranks), "--runs", str(self.runs), "--set", f"name={name}"]
         if faults:
             words += ["--inject", faults]
+        with subprocess.Popen(
+            words,
+            env={**self.environment, **_TORCH_VARIABLES},
+            cwd=Path(__file__).parents[2],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        ) as process:
+            try:
+                out, err = process.communicate(timeout=max(self.seconds_left(), 1))
+            except subprocess.TimeoutExpired:
+                # The second one ends it at once, its ranks included.
+                for _ in range(2):
+                    process.send_signal(signal.SIGINT)
+                    time.sleep(1.5)
+                raise _FailedError("it did not end in the time that was left") from None
         try:
-            ended = subprocess.run(
-                words,
-                check=False,
-                env={**self.environment, **_TORCH_VARIABLES},
-                cwd=Path(__file__).parents[2],
-                capture_output=True,
-                text=True,
-                timeout=max(self.seconds_left(), 1),
-            )
-        except subprocess.TimeoutExpired:
-            raise _FailedError("it did not end in the time that was left") from None
-        try:
-            explained = json.loads(ended.stdout)
+            explained = json.loads(out)
         except ValueError:
-            last = (ended.stderr.strip() or ended.stdout.strip()).splitlines()[-1:]
-            raise _FailedError(f"exit status {ended.returncode}: {' '.join(last)}") from None
+            last = (err.strip() or out.strip()).splitlines()[-1:]
+            raise _FailedError(f"exit status {process.returncode}: {' '.join(last)}") from None
         return _Run(self.runs / name, explained)
 
 
