@@ -362,7 +362,7 @@ class Hub(Listener[HubPeer]):
                     self._drop(relay)
                     return
                 group = self._group(peers)
-                if all(known) and len(groups) < _GROUPS:
+                if all(known) and len(known) > 1 and len(groups) < _GROUPS:
                     groups[numbers] = group
                 kept = tuple(tuple(compress(column, known)) for column in columns)
                 self._hear(group, said, kept, now)

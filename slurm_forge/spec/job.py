@@ -230,7 +230,7 @@ class ProbeSpec(SwitchableSection):
         if self.silence < _LEAST_SILENCE:
             raise ValueError(
                 f"silence ({format_duration(self.silence)}) must be 4s or more: heartbeats come "
-                "every second, and ranks of a suspended job fall silent one after the other"
+                "every second or two, and ranks of a suspended job fall silent one after the other"
             )
         return self
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
 from functools import cache, lru_cache
+from types import GenericAlias
 from typing import Any, Literal, NamedTuple, get_type_hints
 
 from pydantic import TypeAdapter
@@ -187,10 +188,10 @@ def _ints() -> TypeAdapter[tuple[int, ...]]:
 
 
 @cache
-def _columns(kind: type[Message]) -> TypeAdapter[Columns]:
+def _columns(kind: Any) -> TypeAdapter[Columns]:
     """Of the columns of a message alone."""
     hints = get_type_hints(kind, include_extras=True)
-    types: Any = tuple[tuple(hints[name] for name in kind.columns)]
+    types = GenericAlias(tuple, tuple(hints[name] for name in kind.columns))
     return TypeAdapter(types, config=Message.__pydantic_config__)
 
 

@@ -352,6 +352,7 @@ class Conductor:
         measured = self._preflight.poll(now)
         if measured is not None:
             self._note(measured)
+            self._preflight.reports.clear()  # of thousands of ranks
         if self._preflight.refused is not None:
             self._observations.refused = self._preflight.refused
             self._end()

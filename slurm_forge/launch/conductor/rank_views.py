@@ -74,12 +74,10 @@ class RankViews:
         False also where nobody can tell, and while a process is stopped or its monitor silent.
         """
         progress = self._hub.progress()
-        return (
-            progress is not None
-            and now - progress.oldest_message_at <= _SILENT_S
-            and progress.since_s <= within.total_seconds()
-            and _STOPPED.isdisjoint(progress.states)
-        )
+        if progress is None or now - progress.oldest_message_at > _SILENT_S:
+            return False
+        self._places.clear()  # of ranks that had no monitor yet
+        return progress.since_s <= within.total_seconds() and _STOPPED.isdisjoint(progress.states)
 
     def for_probe(
         self,

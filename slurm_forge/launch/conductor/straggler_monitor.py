@@ -25,7 +25,7 @@ class _Pace(NamedTuple):
     """What one rank has said."""
 
     step: int
-    count: int
+    steps: int
     own_s: float
     spread_s: float
     trial_s: float
@@ -93,7 +93,7 @@ class StragglerMonitor:
         if 2 * len(window) <= len(members):
             return ()
         readings = tuple(
-            StepTimes(rank=rank, host=members[rank].host, **pace._asdict())
+            _reading(members[rank], pace)
             for rank, pace in sorted(window.items())
             if rank in members
         )
@@ -102,6 +102,18 @@ class StragglerMonitor:
             if isinstance(change, Straggler):
                 self._newest = change
         return tuple(_event(change, max(r.step for r in readings)) for change in changes)
+
+
+def _reading(member: MemberView, pace: _Pace) -> StepTimes:
+    return StepTimes(
+        rank=member.rank,
+        host=member.host,
+        step=pace.step,
+        count=pace.steps,
+        own_s=pace.own_s,
+        spread_s=pace.spread_s,
+        trial_s=pace.trial_s,
+    )
 
 
 def _event(change: Straggler | StragglerEnd, step: int) -> Event:

@@ -2,9 +2,8 @@
 
 from collections.abc import Mapping
 
-from slurm_forge.control.messages.monitor import MonitorHeartbeat
 from slurm_forge.control.messages.rank import Heartbeat
-from slurm_forge.control.roster import MemberView, MonitorView
+from slurm_forge.control.roster import MemberView, MonitorView, Progress
 
 
 class HubViews:
@@ -33,9 +32,12 @@ class HubViews:
             for each in self.members().values()
         ]
 
-    def pulses(self) -> tuple[float, list[MonitorHeartbeat]] | None:
-        monitors = self.monitors()
-        pulses = [each.pulse for each in monitors.values() if each.pulse and each.connected]
-        if not len(pulses) == len(self.members()) == self.world_size:
+    def progress(self) -> Progress | None:
+        views = [each for each in self.monitors().values() if each.pulse and each.connected]
+        if not len(views) == len(self.members()) == self.world_size:
             return None
-        return min(each.last_message_at for each in monitors.values()), pulses
+        return Progress(
+            min(each.last_message_at for each in views),
+            max(each.since_s for each in views),
+            frozenset(each.state for each in views),
+        )

@@ -11,6 +11,8 @@ from slurm_forge.launch.conductor.rank_views import RankViews
 class GrowingHub:
     """One more rank has joined whenever somebody asks."""
 
+    world_size = 2
+
     def __init__(self) -> None:
         self.count = 0
 

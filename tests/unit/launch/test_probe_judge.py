@@ -9,10 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slurm_forge.control import MemberView
+from slurm_forge.control.messages import rank as rank_messages
 from slurm_forge.control.messages.hub import RequestKind
 from slurm_forge.control.messages.message import Message
 from slurm_forge.control.messages.monitor import MonitorHeartbeat
 from slurm_forge.control.messages.probe import ProbeArrived, ProbeBroke, ProbeDone
+from slurm_forge.control.messages.rank import heartbeat_every_s
 from slurm_forge.control.roster import MonitorView
 from slurm_forge.journal.events import Event, ProbeMeasured, ProbeOff
 from slurm_forge.launch.conductor.probe_monitor import ProbeMonitor
@@ -95,6 +97,8 @@ class Scene:
         self.now = 0.0
         self.silent: set[int] = set()
         self.states: dict[int, str] = {}
+        self.beat_s = heartbeat_every_s(world)
+        self.apart_s = 0.0 if self.beat_s == 1.0 else 0.5
         self.judge = ProbeMonitor(
             self.hub,  # type: ignore[arg-type]
             every,
@@ -111,8 +115,9 @@ class Scene:
         verdicts = []
         for _ in range(int(4 * seconds)):
             self.now += 0.25
-            if self.now % 1.0 == 0:
-                for rank in self.hub.views:
+            for rank in self.hub.views:
+                # Every second one is heard a bit late.
+                if (self.now + self.apart_s * rank) % (2 * self.beat_s) in (0, self.beat_s + 0.75):
                     self.beat(rank)
             found = self.judge.poll(self.now) if watched else None
             if found is not None:
@@ -167,6 +172,13 @@ class Scene:
         return self
 
 
+@pytest.fixture(params=["every second", "every other second"])
+def _beats(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of thousands of ranks heartbeats are rarer, and no two nodes send them at the same time."""
+    monkeypatch.setattr(rank_messages, "_VERY_MANY", 5 if request.param == "every second" else 4)
+
+
+@pytest.mark.usefixtures("_beats")
 def test_a_probe_is_asked_for_at_its_interval_once_everybody_trains() -> None:
     scene = Scene()
     scene.set(2, started=False)
@@ -179,6 +191,7 @@ def test_a_probe_is_asked_for_at_its_interval_once_everybody_trains() -> None:
     assert scene.number == 1
 
 
+@pytest.mark.usefixtures("_beats")
 def test_one_probe_is_in_flight_at_a_time_and_the_next_follows_a_withdrawn_one() -> None:
     scene = Scene().asked()
     scene.set(0, phase="eval")
@@ -213,6 +226,7 @@ def test_fine_probes_are_written_down_rarely() -> None:
     assert 6 <= scene.hub.requests.count("bandwidth") <= 8
 
 
+@pytest.mark.usefixtures("_beats")
 def test_a_stopped_rank_is_named_between_two_probes_as_well() -> None:
     scene = Scene()
     scene.wait(20)
@@ -227,6 +241,7 @@ def test_a_stopped_rank_is_named_between_two_probes_as_well() -> None:
     assert scene.wait(200) == []
 
 
+@pytest.mark.usefixtures("_beats")
 def test_who_talks_again_while_evidence_is_gathered_was_only_slow() -> None:
     scene = Scene()
     scene.wait(20)
@@ -244,6 +259,7 @@ def test_who_talks_again_while_evidence_is_gathered_was_only_slow() -> None:
     assert scene.judge.failed is None
 
 
+@pytest.mark.usefixtures("_beats")
 def test_a_job_that_is_suspended_and_comes_back_one_by_one_is_not_judged() -> None:
     scene = Scene()
     scene.wait(20)

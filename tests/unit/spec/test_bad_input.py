@@ -153,7 +153,7 @@ IN_A_JOB = [
     ("watchdog: {at_least: 20m}", 3, "watchdog: at_least (20m) is longer than at_most (10m): raise at_most too"),
     ("watchdog: {factor: .inf}", 3, "watchdog.factor: .inf: infinity and not-a-number are not allowed here"),
     ("probe: {every: 0s}", 3, "probe.every: must be longer than 0"),
-    ("probe: {silence: 3s}", 3, "probe: silence (3s) must be 4s or more: heartbeats come every second, and ranks of a suspended job fall silent one after the other"),
+    ("probe: {silence: 3s}", 3, "probe: silence (3s) must be 4s or more: heartbeats come every second or two, and ranks of a suspended job fall silent one after the other"),
     ("probe: off", 3, 'probe: off without quotes is a truth value to some readers of YAML and text to others; write false, or quote it: "off"'),
     ("preflight: false", 3, 'preflight: to switch it off, write "preflight: {enabled: false}"'),
     ("preflight: {within: 0s}", 3, "preflight.within: must be longer than 0"),
