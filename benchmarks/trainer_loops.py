@@ -25,11 +25,15 @@ class Turns:
     """Two threads train by turns; of each step the wall and the processor time of its thread."""
 
     def __init__(self) -> None:
-        self._may = {"plain": threading.Semaphore(0), "forge": threading.Semaphore(1)}
+        self._may = {"plain": threading.Semaphore(0), "forge": threading.Semaphore(0)}
         self._over: set[str] = set()
         self.steps: dict[str, list[tuple[int, int]]] = {"plain": [], "forge": []}
         self._begun: dict[str, tuple[int, int]] = {}
         self._hooks: dict[int, Any] = {}
+
+    def begin(self, side: str) -> None:
+        """Which thread comes first; its memory lies in front of the other's."""
+        self._may[side].release()
 
     def step(self, side: str) -> None:
         """At the begin of each step: the other thread makes one of its own."""
@@ -228,9 +232,19 @@ FRAMEWORKS = {
 
 
 def measure(
-    framework: str, *, steps: int, width: int, folder: Path, guarded: bool
+    framework: str,
+    *,
+    steps: int,
+    width: int,
+    folder: Path,
+    guarded: bool,
+    control: bool = False,
+    first: str = "forge",
 ) -> dict[str, float]:
-    """Train both ways by turns; seconds per step."""
+    """Train both ways by turns; seconds per step.
+
+    As a ``control`` both train without a run: what is found then is the error of the others.
+    """
     torch.set_num_threads(1)
     torch.manual_seed(7)
     train, turns = FRAMEWORKS[framework], Turns()
@@ -248,10 +262,12 @@ def measure(
     # Neither on the main thread, whose memory is managed in another way.
     with slurm_forge.attach("trainer", runs=folder / "runs") as run:
         sides = [
-            threading.Thread(target=side, args=each) for each in (("forge", run), ("plain", None))
+            threading.Thread(target=side, args=each)
+            for each in (("forge", None if control else run), ("plain", None))
         ]
         for each in sides:
             each.start()
+        turns.begin(first)
         for each in sides:
             each.join()
     return turns.per_step()

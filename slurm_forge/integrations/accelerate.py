@@ -29,7 +29,12 @@ from torch.utils.data import IterableDataset
 from slurm_forge.device.accelerator import in_use
 from slurm_forge.device.generators import current_state
 from slurm_forge.errors import UnsupportedError
-from slurm_forge.integrations.external_loop import ExternalLoop, RandomStates, shield_workers
+from slurm_forge.integrations.external_loop import (
+    ExternalLoop,
+    require_same_samples,
+    shield_workers,
+)
+from slurm_forge.integrations.index_order import IndexOrder
 from slurm_forge.training.core import rng
 from slurm_forge.training.core.host_generators import HostGenerators, HostStates
 from slurm_forge.training.core.rng import GlobalStates
@@ -67,7 +72,7 @@ def register_accelerator(run: Run, accelerator: Accelerator) -> bool:
         **_named(
             "scheduler", [getattr(each, "scheduler", each) for each in accelerator._schedulers]
         ),
-        **_named("loader", [LoaderPosition(each) for each in accelerator._dataloaders]),
+        **_named("loader", [LoaderPosition(each, run) for each in accelerator._dataloaders]),
         **_named("custom", accelerator._custom_objects),
         scaler=scaler,
     )
@@ -134,31 +139,35 @@ class LoaderPosition:
 
     Args:
         loader: Of ``Accelerator.prepare``, over a dataset with ``__getitem__``.
+        run: Whose checkpoints have the position.
 
     Raises:
         UnsupportedError: It is of another kind.
     """
 
-    def __init__(self, loader: Any) -> None:
+    def __init__(self, loader: Any, run: Run) -> None:
         _require_indexed(loader)
-        self._loader = loader
-        self._begin: Callable[[], Iterator[Any]] = loader.base_dataloader.__iter__
+        self._loader, self._run = loader, run
+        base = loader.base_dataloader
+        self._begin: Callable[[], Iterator[Any]] = base.__iter__
         self._epoch: weakref.ref[_Epoch] | None = None
         self._resume: dict[str, Any] | None = None
         # Where the sampler draws from one of its own, accelerate keeps it equal on all ranks.
         shared = loader.synchronized_generator
-        self._random = RandomStates([] if shared is None else [shared])
+        self._order = IndexOrder(base.batch_sampler, [] if shared is None else [shared])
+        # DataLoader refuses the plain assignment.
+        object.__setattr__(base, "batch_sampler", self._order)
         self._generators = HostGenerators()
-        if hasattr(loader.base_dataloader, "load_state_dict"):
-            loader.base_dataloader.load_state_dict({})  # forgets the iterator that prepare() made
-        shield_workers(loader.base_dataloader)
-        loader.base_dataloader.__iter__ = self._iterate
+        if hasattr(base, "load_state_dict"):
+            base.load_state_dict({})  # forgets the iterator that prepare() made
+        shield_workers(base)
+        base.__iter__ = self._iterate
 
     def state_dict(self) -> dict[str, Any]:
         """The epoch, how many of its batches were handed out, and what the rest is drawn with."""
         if self._resume is not None:
             return self._resume
-        state: dict[str, Any] = {"epoch": self._loader.iteration}
+        state: dict[str, Any] = {"epoch": self._loader.iteration, "samples": self._samples}
         if self._loader.synchronized_generator is not None:
             state["generator"] = self._loader.synchronized_generator.get_state()
         epoch = None if self._epoch is None else self._epoch()
@@ -166,53 +175,56 @@ class LoaderPosition:
             state |= {
                 "batches": epoch.handed_out,
                 "is_over": epoch.is_over,
-                "began_with": epoch.began_with,
+                "order": self._order.state(),
                 "fetch_with": epoch.fetch_with,
             }
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Have the next epoch that begins go on where the state says."""
+        """Have the next epoch that begins go on where the state says.
+
+        Raises:
+            UnsupportedError: It is of batches of another size.
+        """
+        if "batches" in state:
+            require_same_samples(
+                state.get("samples", self._samples), self._samples, each="batch",
+                step=self._run.step_number, how="batch_size x ranks",
+                otherwise=", or begin a run of another name",
+            )  # fmt: skip
+            self._resume = state
+        else:
+            self._resume = None
         self._loader.iteration = state["epoch"]
         if self._loader.synchronized_generator is not None:
             self._loader.synchronized_generator.set_state(state["generator"])
-        self._resume = state if "batches" in state else None
+
+    @property
+    def _samples(self) -> int:
+        """The samples of a batch over all ranks; batches, where their sampler does not tell."""
+        size = getattr(self._order, "batch_size", None)
+        ranks = 1 if getattr(self._order, "split_batches", False) else self._run.world_size
+        return (size or 1) * ranks
 
     def _iterate(self) -> Iterator[Any]:
         """In place of ``iter`` of torch's loader, which accelerate calls once per epoch."""
         state, self._resume = self._resume, None
         if state is None:
-            began_with, epoch = self._random.capture(), _Epoch(self._begin(), self._generators)
+            epoch = _Epoch(self._begin(), self._generators)
         else:
             if state["is_over"]:  # the end of that epoch follows, as without the interruption
                 self._loader.iteration += 1
                 return iter(())
-            began_with = state["began_with"]
-            now = GlobalStates.now()
-            self._random.put_back(began_with)
-            batches = state["batches"]
-            epoch = _Epoch(self._begin_behind(batches), self._generators, batches)
+            now, batches = GlobalStates.now(), state["batches"]
+            # Of an older version: what the order was drawn from when it began.
+            self._order.resume(state.get("order") or [state["began_with"], None], batches)
+            epoch = _Epoch(self._begin(), self._generators, batches)
+            self._order.pass_over()  # the order is drawn from the random states of then
             rng.restore(state["fetch_with"] or now.tensors())
             epoch.then = now if state["fetch_with"] else None
-        epoch.began_with = began_with
         epoch.draws = not self._loader.base_dataloader.num_workers
         self._epoch = weakref.ref(epoch)
         return epoch
-
-    def _begin_behind(self, batches: int) -> Iterator[Any]:
-        """An iterator over the rest of an epoch: torch's, with a sampler that winds on."""
-        loader = self._loader.base_dataloader
-        sampler = loader.batch_sampler
-        behind = _Behind(sampler, batches)
-        # DataLoader refuses the plain assignment.
-        object.__setattr__(loader, "batch_sampler", behind)
-        try:
-            iterator = self._begin()
-            behind.wind_on()  # the order is drawn from the random states of now
-            return iterator
-        finally:
-            object.__setattr__(loader, "batch_sampler", sampler)
-            behind.batches = 0  # workers that stay are given it in every epoch
 
 
 class _Epoch:
@@ -225,8 +237,7 @@ class _Epoch:
         self._generators = generators
         self._fetched = passed_over
         self.is_over = False
-        #: The random states when the epoch began, and those to have once the first is fetched.
-        self.began_with: dict[str, Any] = {}
+        #: The random states to have once the first batch is fetched.
         self.then: GlobalStates | None = None
         #: Whether the dataset may draw random numbers in this process.
         self.draws = False
@@ -262,48 +273,6 @@ class _Epoch:
             rng.restore(self.then.tensors())
             self.then = None
         return batch
-
-
-class _Behind:
-    """A batch sampler whose first batches are passed over, not before one is asked for."""
-
-    def __init__(self, sampler: Any, batches: int) -> None:
-        self._sampler, self.batches = sampler, batches
-        self._latest: _Rest | None = None
-
-    def __iter__(self) -> Iterator[Any]:
-        self._latest = _Rest(iter(self._sampler), self.batches)
-        return self._latest
-
-    def wind_on(self) -> None:
-        """Pass over the batches now, in the iterator that was made last."""
-        if self._latest is not None:
-            self._latest.wind_on()
-
-    def __len__(self) -> int:
-        return len(self._sampler)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._sampler, name)
-
-
-class _Rest:
-    """An iterator without its first items."""
-
-    def __init__(self, items: Iterator[Any], done: int) -> None:
-        self._items, self._done = items, done
-
-    def __iter__(self) -> _Rest:
-        return self
-
-    def __next__(self) -> Any:
-        self.wind_on()
-        return next(self._items)
-
-    def wind_on(self) -> None:
-        for _ in range(self._done):
-            next(self._items, None)
-        self._done = 0
 
 
 def _require_indexed(loader: Any) -> None:

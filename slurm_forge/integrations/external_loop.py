@@ -6,7 +6,7 @@ the update, the count, and the place behind it where the run may save and stop.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
 from typing import Any
@@ -27,10 +27,13 @@ class ExternalLoop:
 
     Args:
         run: The run that the trainer trains as.
+        keeps_gradients: Whether the trainer clears gradients itself, and lets its callbacks look at
+            them before it does.
     """
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: Run, *, keeps_gradients: bool = False) -> None:
         self.run = run
+        self.keeps_gradients = keeps_gradients
         #: Whether an evaluation goes on.
         self.evaluating = False
         #: Whether a step is counted whose boundary is still to be passed.
@@ -56,8 +59,7 @@ class ExternalLoop:
 
     def apply(self, optimizer: Optimizer) -> None:
         """Make an update that is checked, and the same on all ranks."""
-        # Its trainer clears the gradients, and some of its callbacks look at them before.
-        self.run.apply(optimizer, grad_norm=self._grad_norm, keep_gradients=True)
+        self.run.apply(optimizer, grad_norm=self._grad_norm, keep_gradients=self.keeps_gradients)
         self._grad_norm, self._applied = None, True
 
     def count(self, samples: int | None) -> None:
@@ -122,37 +124,6 @@ class TakenState(KeptState):
     def state_dict(self) -> Any:
         """The state that is kept, or that of now."""
         return self._take() if self.state is None else self.state
-
-
-class RandomStates:
-    """The states of the global generators, and of some of the program's own.
-
-    Args:
-        generators: Those that an order of samples is drawn from, besides the global ones.
-    """
-
-    def __init__(self, generators: Sequence[torch.Generator]) -> None:
-        self._generators = generators
-
-    def capture(self) -> dict[str, Any]:
-        """The states of now."""
-        return {"global": rng.capture(), "own": [each.get_state() for each in self._generators]}
-
-    def put_back(self, states: dict[str, Any]) -> None:
-        """Have all generators go on from there.
-
-        Raises:
-            UnsupportedError: The program had another number of its own.
-        """
-        if len(states["own"]) != len(self._generators):
-            raise UnsupportedError(
-                f"the order of the samples was drawn from {len(states['own'])} generators of the "
-                f"program, and now there are {len(self._generators)}",
-                next_step="Resume with the loader and the sampler that the run began with.",
-            )
-        for each, own in zip(self._generators, states["own"], strict=True):
-            each.set_state(own)
-        rng.restore(states["global"])
 
 
 def require_same_samples(

@@ -49,7 +49,7 @@ class ForgeCallback(keras.callbacks.Callback):
     def __init__(self, run: Run) -> None:
         super().__init__()
         self._run = run
-        self._loop = ExternalLoop(run)
+        self._loop = ExternalLoop(run, keeps_gradients=True)
         self._state = TakenState(self._take)
         self._moments = TakenState(self._take_moments)
         self._others: list[Any] = []

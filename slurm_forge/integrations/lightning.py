@@ -316,6 +316,7 @@ class ForgeCallback(Callback):
         self._state.state = None
         epoch = trainer.fit_loop.epoch_loop
         if trainer.lightning_module.automatic_optimization:
+            self._loop.keeps_gradients = True
             self._optimizer_steps = epoch.automatic_optimization.optim_progress.optimizer.step.total
         else:
             self._optimizer_steps = epoch.manual_optimization.optim_step_progress.total

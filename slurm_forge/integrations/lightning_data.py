@@ -6,72 +6,13 @@ order, and what was trained on is passed over.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from slurm_forge.errors import UnsupportedError
-from slurm_forge.integrations.external_loop import RandomStates
-
-
-class IndexOrder:
-    """A sampler whose order can be repeated: it knows the random states it was drawn from.
-
-    Some samplers draw when they are iterated over, some with their first index.
-    """
-
-    def __init__(self, sampler: Any, generators: list[torch.Generator]) -> None:
-        self._sampler, self._random = sampler, RandomStates(generators)
-        self._indices: Iterator[Any] = iter(())
-        self._begun: dict[str, Any] | None = None
-        self._first: dict[str, Any] | None = None
-        #: Indices to leave out; they were trained on.
-        self._done: int | None = None
-        self._is_first = False
-
-    def state(self) -> list[Any]:
-        """What the order of this epoch was drawn from."""
-        return [self._begun, self._first]
-
-    def resume(self, state: list[Any], done: int) -> None:
-        """Repeat that order next time, without its first indices."""
-        (self._begun, self._first), self._done = state, done
-
-    def __iter__(self) -> Iterator[Any]:
-        if self._done is None:
-            self._begun, self._first = self._random.capture(), None
-        elif self._begun is not None:
-            self._random.put_back(self._begun)
-        self._indices, self._is_first = iter(self._sampler), True
-        return self
-
-    def __next__(self) -> Any:
-        self._draw()
-        return next(self._indices)
-
-    def pass_over(self) -> None:
-        """Leave out now what was trained on: whatever draws has drawn then."""
-        if self._first is not None:
-            self._draw()
-
-    def _draw(self) -> None:
-        if not self._is_first:
-            return
-        self._is_first, done, self._done = False, self._done, None
-        if done is None or self._first is None:
-            self._first = self._random.capture()
-            return
-        self._random.put_back(self._first)
-        for _ in range(done):
-            next(self._indices)
-
-    def __len__(self) -> int:
-        return len(self._sampler)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._sampler, name)
+from slurm_forge.integrations.index_order import IndexOrder
 
 
 def training_loaders(trainer: Any) -> list[Any]:

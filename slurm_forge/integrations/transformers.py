@@ -67,7 +67,7 @@ class ForgeCallback(TrainerCallback):
 
     def __init__(self, run: Run) -> None:
         self._run = run
-        self._loop = ExternalLoop(run)
+        self._loop = ExternalLoop(run, keeps_gradients=True)
         self._trainer: Any = None
         self._samples = 0
         #: Whether the batch of the next step is fetched, and the evaluation that goes on, if one

@@ -126,13 +126,12 @@ def stopped(run: RunDirectory, gate: Gate, where: str, step: int, **options: Any
         launch.at(gate, RANKS)
         launch.stop_together()
         gate.open()
-    at = step + (where == "step")
-    assert {(told.outcome, told.step) for told in launch.told} == {(RankOutcome.STOPPED, at)}
+    assert {(told.outcome, told.step) for told in launch.told} == {(RankOutcome.STOPPED, step)}
 
 
 #: At the end of an epoch; within one; in an evaluation.
 @pytest.mark.parametrize(("where", "step"), [
-    ("step", 5), ("step", 9), ("evaluation", 6),
+    ("step", 6), ("step", 10), ("evaluation", 6),
 ])  # fmt: skip
 def test_a_stopped_model_loses_no_step_and_ends_the_same(
     tmp_path: Path, gate: Gate, undisturbed: RunDirectory, where: str, step: int
@@ -152,7 +151,7 @@ def test_a_schedule_of_epochs_is_applied_once_to_an_epoch_that_is_resumed(
 ) -> None:
     undisturbed = finished(run_of(tmp_path, "undisturbed"), callbacks=halved)
     run = run_of(tmp_path, "stopped")
-    stopped(run, gate, "step", 9, callbacks=halved)
+    stopped(run, gate, "step", 10, callbacks=halved)
     same(finished(run, callbacks=halved), undisturbed)
 
 
@@ -229,7 +228,7 @@ def test_callbacks_and_schedules_continue(tmp_path: Path, gate: Gate) -> None:
     options: dict[str, Any] = {"callbacks": callbacks, "epochs": 8}
     undisturbed = finished(run_of(tmp_path / "one", "run"), **options)
     run = run_of(tmp_path / "two", "run")
-    stopped(run, gate, "step", 9, **options)
+    stopped(run, gate, "step", 10, **options)
     same(finished(run, **options), undisturbed)
 
 
@@ -241,8 +240,8 @@ def test_what_can_not_be_resumed_exactly_is_refused(
     tmp_path: Path, gate: Gate, options: dict[str, Any], says: str
 ) -> None:
     run = run_of(tmp_path, "run")
-    stopped(run, gate, "step", 5)
-    with launched(run, RANKS, program(**options)) as launch:
+    stopped(run, gate, "step", 6)
+    with launched(run, RANKS, program(**options)):
         pass
-    assert launch.told[0].outcome is RankOutcome.FAILED
+    # Either rank may have been ended before it told why.
     assert says in repr(fold(read_to_fold(run)).attempts[-1])

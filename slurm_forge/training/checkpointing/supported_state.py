@@ -84,6 +84,8 @@ class OptimizerWatch:
         self._registry = registry
         self._counted = counted
         self._known: frozenset[int] = frozenset()
+        #: Steps of registered optimizers.
+        self.updates = 0
         #: Optimizers that are not registered, by the steps counted when they were first seen.
         self._seen: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
         #: Those that may go on, by their number of parameter groups.
@@ -105,7 +107,10 @@ class OptimizerWatch:
 
     def stepped(self, optimizer: Optimizer, *_: Any) -> None:
         """Called by torch after each step of any optimizer."""
-        if torch.compiler.is_compiling() or id(optimizer) in self._known:
+        if torch.compiler.is_compiling():
+            return
+        if id(optimizer) in self._known:
+            self.updates += 1
             return
         counted, groups = self._counted(), len(optimizer.param_groups)
         if self._seen.setdefault(optimizer, counted) == counted:

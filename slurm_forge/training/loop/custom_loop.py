@@ -24,6 +24,7 @@ from slurm_forge.training.core.rank_info import RankContext
 from slurm_forge.training.data.batches import Batch
 from slurm_forge.training.data.sample_count import first_tensor
 from slurm_forge.training.faults.own_loop import require_injectable
+from slurm_forge.training.loop.accumulation import AccumulationCheck
 from slurm_forge.training.loop.assembly import Parts
 from slurm_forge.training.loop.positions import Positions
 from slurm_forge.training.loop.resume import Resumer
@@ -64,6 +65,9 @@ class CustomLoop:
         self._guards = True
         self._until: int | None = None
         self._checked: set[bool] = set()
+        #: How many updates registered optimizers had made when the last step was counted.
+        self._updates = 0
+        self._accumulation = AccumulationCheck()
         self._first_step = True
         self._polls = 0
         self._weights: list[tuple[torch.Tensor, int]] = []
@@ -145,6 +149,9 @@ class CustomLoop:
         report = UpdateReport(loss, grad_norm)
         step = lifecycle.open
         self._guards = guarded = step is not None and bool(step.updates)
+        updates, self._updates = self._updates, self._resumer.own_updates
+        if not (guarded or (True not in self._checked and self._updates != updates)):
+            self._accumulation.without_update(self._progress.step + 1)
         if guarded not in self._checked and not (step is not None and step.parts):
             self._first_of_its_kind(guarded)
         lifecycle.close(report, samples=samples)

@@ -60,6 +60,11 @@ class Resumer:
         self._resumed_at = 0
         self._optimizer_watch = OptimizerWatch(parts.registry, lambda: parts.progress.step)
 
+    @property
+    def own_updates(self) -> int:
+        """How often registered optimizers were stepped in this launch."""
+        return self._optimizer_watch.updates
+
     def leave(self) -> None:
         """The launch is over for this rank."""
         self._optimizer_watch.end()

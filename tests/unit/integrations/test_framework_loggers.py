@@ -46,7 +46,7 @@ with slurm_forge.attach("logged", runs=sys.argv[1]) as run:
 LIGHTNING = """
 import os, sys, torch, slurm_forge
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.loggers import MLFlowLogger, WandbLogger
+from lightning.pytorch.loggers import MLFlowLogger, TensorBoardLogger, WandbLogger
 from slurm_forge.integrations import mlflow_run_id
 from slurm_forge.integrations.lightning import ForgeCallback, ForgeEnvironment
 
@@ -70,6 +70,8 @@ class Kill(Callback):
 with slurm_forge.attach("logged", runs=sys.argv[1]) as run:
     if tracker == "wandb":
         logger = WandbLogger(save_dir=sys.argv[2])
+    elif tracker == "tensorboard":
+        logger = TensorBoardLogger(os.environ["TENSORBOARD_LOGGING_DIR"], name="", version="")
     else:
         logger = MLFlowLogger(tracking_uri=f"file:{sys.argv[2]}/ml", run_id=mlflow_run_id(run))
     trainer = Trainer(
@@ -100,6 +102,13 @@ def found(run):
 """
 
 
+TENSORBOARD = """
+tracker = "tensorboard"
+def found(run):
+    print("found", run.step_number, flush=True)
+"""
+
+
 @pytest.mark.parametrize(("module", "tracker", "program"), [
     ("wandb", WANDB, TRANSFORMERS),
     ("mlflow", MLFLOW, TRANSFORMERS),
@@ -110,6 +119,27 @@ def test_a_killed_run_goes_on_under_the_same_id(
     tmp_path: Path, module: str, tracker: str, program: str
 ) -> None:
     pytest.importorskip(module)
+    first, second = killed_and_resumed(tmp_path, tracker, program)
+    assert first == second
+
+
+@pytest.mark.parametrize(("program", "tag"), [
+    (TRANSFORMERS, "train/loss"), (LIGHTNING, "loss"),
+], ids=["hf", "lightning"])  # fmt: skip
+def test_a_killed_run_has_one_curve_in_a_folder_that_stays(
+    tmp_path: Path, program: str, tag: str
+) -> None:
+    accumulators = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    killed_and_resumed(tmp_path, TENSORBOARD, program)
+    folder = tmp_path / "tensorboard"
+    assert len(list(folder.glob("events.*"))) == 2
+    curve = accumulators.EventAccumulator(str(folder))
+    curve.Reload()
+    assert {each.step for each in curve.Scalars(tag)} >= {1, 2, 3}
+
+
+def killed_and_resumed(tmp_path: Path, tracker: str, program: str) -> list[str]:
+    """What a program has found at its kill, and at its end in the launch behind that."""
     pytest.importorskip("transformers" if program is TRANSFORMERS else "lightning")
     script = tmp_path / "train.py"
     script.write_text(tracker + program)
@@ -119,6 +149,7 @@ def test_a_killed_run_goes_on_under_the_same_id(
         if not name.startswith(("SLURM", "WANDB", "MLFLOW"))
     }
     environment |= {"WANDB_MODE": "offline", "MLFLOW_ALLOW_FILE_STORE": "true"}
+    environment |= {"TENSORBOARD_LOGGING_DIR": str(tmp_path / "tensorboard")}
     environment |= {"MLFLOW_TRACKING_URI": f"file:{tmp_path}/ml", "WANDB_DIR": str(tmp_path)}
     ids = []
     for killed_at, status in (("2", 9), ("-1", 0)):
@@ -132,5 +163,4 @@ def test_a_killed_run_goes_on_under_the_same_id(
             lines = output.read().splitlines()
         assert done.returncode == status, "\n".join(lines)
         ids += [line.split()[1] for line in lines if line.startswith("found")]
-    first, second = ids
-    assert first == second
+    return ids

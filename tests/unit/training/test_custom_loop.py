@@ -286,6 +286,76 @@ def test_accumulation_is_one_step_and_several_updates_are_one_too(lab):
     assert run.step_number == 3
 
 
+@pytest.mark.parametrize("take", ["own_step", "applied"])
+@pytest.mark.parametrize("micro_batches", [2, 3])
+def test_a_loop_that_counts_micro_batches_is_refused(lab, take, micro_batches):
+    run, _ = lab().start()
+    program = Program(run)
+    run.restore()
+
+    def one_update() -> None:
+        for _ in range(micro_batches - 1):
+            loss = program.model(next(program.stream)).square().mean()
+            loss.backward()
+            run.advance(loss=loss)
+        getattr(program, take)(next(program.stream))
+
+    for _ in range(3):
+        one_update()
+    with pytest.raises(UnsupportedError, match=f"only every {micro_batches}. step") as refused:
+        one_update()
+    assert "run.advance" in refused.value.next_step
+
+
+@pytest.mark.parametrize("take", ["own_step", "applied"])
+def test_a_step_without_an_update_now_and_then_is_the_program_s_to_count(lab, take):
+    run, _ = lab().start()
+    program = Program(run)
+    run.restore()
+    for number in range(40):
+        if number in (0, 1, 5, 7, 9, 20, 21, 22, 30):
+            run.advance()
+        else:
+            getattr(program, take)(next(program.stream))
+    assert run.step_number == 40
+
+
+@pytest.mark.parametrize("without_loss", [False, True])
+def test_a_step_that_passes_through_few_calls_comes_to_the_same(lab, without_loss):
+    """The norm is known on the host, and there is one update, no buffer and no scaler."""
+    ends = []
+    for folder, in_few in (("few", True), ("many", False)):
+        made = lab(folder, checkpoint={"every_steps": 7})
+        run, _ = made.start()
+        program = Program(run)
+        run.restore()
+        run._step_lifecycle._is_plain = in_few
+        for step in range(30):
+            loss, norm = program.backward(next(program.stream))
+            if step in (4, 11):
+                norm = torch.tensor(math.nan)
+            run.apply(program.optimizer, grad_norm=norm)
+            run.advance(loss=None if without_loss else loss, samples=4)
+        assert run.finish() == 30
+        skipped = [event.step for event in made.events(ev.StepSkipped)]
+        assert skipped == [5, 12]
+        history = run._step_lifecycle._loss_history.tensor().nan_to_num(-1.0).tolist()
+        recent = list(run._skip_tracker._recent)
+        ends.append((program.weights.tolist(), run._progress.to_json(), history, recent))
+    assert ends[0] == ends[1]
+
+
+def test_gradients_stay_where_the_trainer_clears_them_itself(lab):
+    run, _ = lab().start()
+    program = Program(run)
+    run.restore()
+    for keep in (True, False):
+        _, norm = program.backward(next(program.stream))
+        run.apply(program.optimizer, grad_norm=norm, keep_gradients=keep)
+        assert all((p.grad is not None) is keep for p in program.model.parameters())
+        run.advance()
+
+
 # -- batches of one's own -------------------------------------------------------------------------
 
 
