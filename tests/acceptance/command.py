@@ -128,6 +128,10 @@ class Project:
         """As ``slurm-forge explain --json`` has it."""
         return self.forge("explain", run, "--json").json
 
+    def report(self, run: str) -> str:
+        """The report that a run keeps by itself."""
+        return (self.folder / "runs" / run / "report.html").read_text()
+
     def saved(self, run: str) -> list[Path]:
         """What is published of a run, oldest first; no command is needed to see it."""
         found = (self.folder / "runs" / run / "checkpoints").glob("step-*/manifest.json")

@@ -22,7 +22,7 @@ def test_stopped_and_saved_by_a_person_it_goes_on_to_the_same_weights(project: P
     done = project.forge("run", plain)
     assert done.code == 0
     assert "Report: runs/plain/report.html" in done.out
-    assert "plain finished at step 400" in (project.folder / "runs" / "plain" / "report.html").read_text()
+    assert "plain finished at step 400" in project.report("plain")
     job = project.job("stopped", args={"steps": MANY, "pace": 0.5}, checkpoint=SELDOM)
     command = project.start(*SLURM_FORGE, "run", job)
     folder = project.folder / "runs" / "stopped"
@@ -101,7 +101,7 @@ def test_an_error_of_the_program_is_told_and_the_run_held_until_it_is_mended(
     assert done.code == 1, done.text
     status = project.status("broken")
     assert status["status"] == "held"
-    assert "the shards of the data are missing" in (project.folder / "runs" / "broken" / "report.html").read_text()
+    assert "the shards of the data are missing" in project.report("broken")
     told = project.forge("explain", "broken").out
     assert "the shards of the data are missing" in told
     assert "failing.py" in told

@@ -88,9 +88,22 @@ def metrics(
     pause_s = _seconds("--every", every)
     read = _reader(runs, limit, _seconds("--rested-for", rested_for))
     if textfile is not None:
-        for page in _rounds(read, pause_s, once=once):
-            # Read by node_exporter, which is another user.
-            write_atomic(textfile, page.text(), mode=0o644)
+        file = textfile
+
+        def write() -> MetricsPage:
+            page = read()
+            try:
+                # Read by node_exporter, which is another user.
+                write_atomic(file, page.text(), mode=0o644)
+            except OSError as error:
+                raise ConfigError(
+                    f"--textfile: {file} can't be written: {error.strerror or error}",
+                    next_step="Give a file in a folder of yours that node_exporter reads.",
+                ) from error
+            return page
+
+        for _ in _rounds(write, pause_s, once=once):
+            pass
     elif listen is None:
         typer.echo(read().text().decode(), nl=False)
     else:
@@ -162,7 +175,7 @@ def _rounds(
         except (ForgeError, OSError) as error:
             if once:
                 raise
-            typer.echo(f"reading failed: {' '.join(str(error).split())}", err=True)
+            typer.echo(f"failed, and tried again later: {' '.join(str(error).split())}", err=True)
         if once:
             return
         rest_s = max(pause_s, _SHARE * (time.monotonic() - began))

@@ -78,9 +78,16 @@ def _write(page: str, path: Path, *, show: bool) -> None:
     if path == _STDOUT:
         typer.echo(page, nl=False)
         return
+    from slurm_forge.errors import ConfigError
     from slurm_forge.files import write_atomic
 
-    write_atomic(path, page.encode(), mode=0o644, durable=False)
+    try:
+        write_atomic(path, page.encode(), mode=0o644, durable=False)
+    except OSError as error:
+        raise ConfigError(
+            f"{path} can't be written: {error.strerror or error}",
+            next_step="Choose another file: -o FILE, or -o - for standard output.",
+        ) from error
     typer.echo(path)
     if show:
         import webbrowser

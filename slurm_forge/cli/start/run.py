@@ -254,6 +254,7 @@ def _unwatched(directory: RunDirectory, file: RunFile, ranks: int) -> int:
 def _print_story(directory: RunDirectory, *, as_json: bool) -> None:
     from slurm_forge.cli.observe.run_reading import gather
     from slurm_forge.cli.observe.surroundings import surrounded
+    from slurm_forge.cli.run_choice import from_here
     from slurm_forge.report.explain.explain import explain
     from slurm_forge.report.explain.explain_text import explain_text
     from slurm_forge.report.text import clean
@@ -269,4 +270,4 @@ def _print_story(directory: RunDirectory, *, as_json: bool) -> None:
     )
     typer.echo(text, nl=False)
     if directory.report_file.is_file():
-        typer.echo(f"Report: {clean(str(directory.report_file), 300)}")
+        typer.echo(f"Report: {clean(from_here(directory.report_file), 300)}")

@@ -127,7 +127,7 @@ def index_page(
     return IndexPage(
         title=t.clean(title, 120),
         kind=kind,
-        generated=t.moment(now, now, zone),
+        generated=t.moment(now, 0.0, zone),  # with its year: it may be read years later
         zone=zone_name(zone),
         summary=_summary(runs),
         next=tuple(summary.with_commands(each) for each in _next(runs, reference)),

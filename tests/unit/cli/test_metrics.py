@@ -375,6 +375,34 @@ def test_the_textfile_is_replaced_whole_and_readable_for_others(
     assert file.stat().st_mode & 0o444 == 0o444
     assert list(file.parent.iterdir()) == [file], "nothing else that the collector would read"
     assert metrics("--textfile", str(file.with_suffix(".txt")), "--once").exit_code == 2
+    nowhere = metrics(
+        "--textfile", str(tmp_path / "no" / "x.prom"), "--once", "--runs", str(tmp_path)
+    )
+    assert nowhere.exit_code == 2
+    assert "no/x.prom can't be written: No such file or directory" in " ".join(
+        nowhere.output.split()
+    )
+    assert "a folder of yours" in " ".join(nowhere.output.split())
+
+
+def test_a_file_that_can_not_be_written_now_is_written_later(
+    scribe: Scribe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "away"
+
+    def sleeps(seconds: float) -> None:
+        if (folder / "x.prom").exists():
+            raise KeyboardInterrupt
+        if tried:
+            folder.mkdir(exist_ok=True)
+        tried.append(seconds)
+
+    tried: list[float] = []
+    monkeypatch.setattr(time, "sleep", sleeps)
+    done = metrics("--textfile", str(folder / "x.prom"), "--runs", str(tmp_path))
+    assert done.exit_code == 0, done.output
+    assert "can't be written" in done.output
+    assert samples((folder / "x.prom").read_text())["run_step", "tiny-gpt"] == 50
 
 
 def test_without_options_it_prints_once_and_without_the_library_it_names_the_extra(

@@ -108,6 +108,19 @@ def test_a_sweep_lists_its_runs_and_what_each_of_them_is(tmp_path: Path) -> None
     assert "holds no run" in page  # the second one was never made
 
 
+@pytest.mark.parametrize("where", [".", "no/folder/x.html"])
+def test_a_file_that_can_not_be_written_is_told_with_another_way(
+    scribe: Scribe, tmp_path: Path, where: str
+) -> None:
+    words = ["report", str(scribe.run.path), "-o", str(tmp_path / where)]
+    done = CliRunner().invoke(application("report"), words)
+    assert done.exit_code == 2
+    told = " ".join(done.output.split())
+    assert f"{tmp_path / where} can't be written: " in told
+    assert "-o - for standard output" in told
+    assert not list(tmp_path.glob("*.tmp"))
+
+
 def test_the_process_writes_only_what_is_new(scribe: Scribe) -> None:
     run = scribe.run
     assert write_report(run)

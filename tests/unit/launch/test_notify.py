@@ -630,7 +630,8 @@ def test_the_batch_step_of_a_run_that_is_held_sends(home: Path, tmp_path: Path) 
         (programs / name).write_text(f"#!/bin/sh\necho {name} $* >> {tmp_path}/asked\n")
         (programs / name).chmod(0o700)
     (tmp_path / "job.yaml").write_text(
-        "name: x\nnotify: {to: [team], events: [held]}\nrecovery: {crash: [{do: hold}]}\nreport: false\n"
+        "name: x\nnotify: {to: [team], events: [held]}\nreport: false\n"
+        "recovery: {crash: [{do: hold}]}\n"
     )
     with webhook() as hook:
         targets(home, team=hook.url)

@@ -61,8 +61,8 @@
     [2419200, "{MMM}", "\n{YYYY}", null, null, null, null, null, 1],
     [86400, DAY, "\n{YYYY}", null, null, null, null, null, 1],
     [60, TIME, `\n${DAY} {YYYY}`, null, `\n${DAY}`, null, null, null, 1],
-    [1, ":{ss}", `\n${DAY} {YYYY} ${TIME}`, null, `\n${DAY} ${TIME}`, null, `\n${TIME}`, null, 1],
-    [0.001, ":{ss}.{fff}", `\n${DAY} {YYYY} ${TIME}`, null, `\n${DAY} ${TIME}`, null, `\n${TIME}`, null, 1],
+    [1, ":{ss}", `\n${DAY} ${TIME}`, null, `\n${DAY} ${TIME}`, null, `\n${TIME}`, null, 1],
+    [0.001, ":{ss}.{fff}", `\n${DAY} ${TIME}`, null, `\n${DAY} ${TIME}`, null, `\n${TIME}`, null, 1],
   ];
   const titled = (label) => ({ label, labelSize: 18, labelGap: 0, labelFont: font });
   const axis = (more) => Object.assign({
