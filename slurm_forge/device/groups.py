@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import Store
+from torch._C._distributed_c10d import Store, _DistributedBackendOptions
 
 from slurm_forge.device.accelerator import is_accelerator
 
@@ -84,10 +84,20 @@ def standalone_group(store: Store, rank: int, size: int, backend: str, timeout: 
         options._timeout = timeout
         return dist.ProcessGroupNCCL(store, rank, size, options)
     registered = dist.Backend._plugins.get(backend.upper())
-    if registered is not None:  # somebody else's: how to make one is all that torch knows of it
-        return registered.creator_fn(store, rank, size, timeout)
+    if registered is not None:
+        return _registered(registered, store, rank, size, timeout)
     made: Callable[..., Any] = getattr(dist, f"ProcessGroup{backend.upper()}")
     return made(store, rank, size)
+
+
+def _registered(plugin: Any, store: Store, rank: int, size: int, timeout: timedelta) -> Any:
+    """What a package has registered, by either of the two ways that torch lets it be made."""
+    if not plugin.extended_api:
+        return plugin.creator_fn(store, rank, size, timeout)
+    options = _DistributedBackendOptions()
+    options.store, options.timeout = store, timeout
+    options.group_rank, options.group_size = rank, size
+    return plugin.creator_fn(options, None)
 
 
 def time_collectives(group: dist.ProcessGroup) -> None:

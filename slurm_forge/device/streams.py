@@ -65,11 +65,19 @@ def when_done(devices: Collection[torch.device]) -> Callable[[], None]:
 
 
 @contextmanager
-def beside(device: torch.device) -> Iterator[None]:
-    """A stream of its own: it waits for nothing of the current one, nor that for it."""
+def beside(device: torch.device, *, behind: bool = False) -> Iterator[None]:
+    """A stream of its own, for which the current one does not wait.
+
+    ``behind``: it waits for what is queued on the current one now, such as the update that makes
+    the values it reads; else for nothing of it.
+    """
     module = module_of(device)
-    with module.device(device), module.stream(module.Stream(device=device)):
-        yield
+    with module.device(device):
+        own = module.Stream(device=device)
+        if behind:
+            own.wait_stream(module.current_stream(device))
+        with module.stream(own):
+            yield
 
 
 def copy_to_host(values: torch.Tensor) -> tuple[torch.Tensor, Event | None]:

@@ -1,9 +1,11 @@
-"""Training on the made-up accelerator, with real ranks: what never waits, and what comes of it."""
+"""Runs on the made-up accelerator, with real ranks: what waits, what is resumed, what is survived."""
 
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,10 +13,17 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import slurm_forge as forge
+from slurm_forge.journal import read_journal
+from slurm_forge.journal.events import PreflightMeasured, ProbeMeasured
+from slurm_forge.run_directory import RunDirectory
 from slurm_forge.training.rank.main import RankOutcome
-from tests.distributed.launches import launched, new_run
+from slurm_forge.vocabulary.cause import Cause
+from slurm_forge.vocabulary.decision import Action
+from tests.distributed.launches import Launch, launched, new_run
 
 pytestmark = [pytest.mark.distributed, pytest.mark.usefixtures("sim_in_ranks")]
+
+STEPS = 24
 
 
 class Points(torch.utils.data.Dataset):
@@ -28,32 +37,180 @@ class Points(torch.utils.data.Dataset):
         return x, x.sum().reshape(1)
 
 
-def model(run: forge.Run) -> tuple[nn.Module, torch.optim.Optimizer]:
-    net: nn.Module = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Dropout(0.1), nn.Linear(16, 1))
+def model(run: forge.Run, **how: Any) -> nn.Module:
+    """With dropout, so that the device's generator shows in every bit of the weights."""
+    net: nn.Module = nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Dropout(0.1), nn.Linear(64, 1))
     net.to(run.device)
     if run.world_size > 1:
         net = DistributedDataParallel(net)
-    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01, fused=True)
-    run.register(model=net, optimizer=optimizer)
-    return net, optimizer
+    run.register(model=net, optimizer=torch.optim.AdamW(net.parameters(), lr=0.01, fused=True))
+    return net
 
 
-@pytest.mark.parametrize("ranks", [2])
-def test_explore(tmp_path: Path, ranks: int) -> None:
-    run = new_run(tmp_path)
-    waits = tmp_path / "waits"
+def batches(run: forge.Run, steps: int = STEPS, **how: Any) -> Any:
+    return run.batches(Points(), global_batch_size=8, until=forge.Steps(steps), **how)
+
+
+def loss_of(net: nn.Module) -> Any:
+    return lambda batch: (net(batch[0]) - batch[1]).square().mean()
+
+
+def weights(net: nn.Module) -> list[float]:
+    return torch.cat([p.detach().reshape(-1) for p in net.parameters()]).tolist()
+
+
+def finished(launch: Launch) -> bool:
+    return {told.outcome for told in launch.told} == {RankOutcome.FINISHED}
+
+
+def causes(launch: Launch) -> list[Cause]:
+    return [found.cause for _, found in launch.attempt.state().attempts[-1].incidents]
+
+
+def events(run: RunDirectory, kind: type[Any]) -> list[Any]:
+    records, _ = read_journal(run)
+    return [r.event for r in records if isinstance(r.event, kind)]
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(1, marks=pytest.mark.slow)])
+def test_a_step_waits_for_nothing_but_the_verdict_of_the_one_before(
+    tmp_path: Path, ranks: int
+) -> None:
+    run, noted = new_run(tmp_path), tmp_path / "reasons"
 
     def train(run: forge.Run) -> None:
-        net, _ = model(run)
-        for batch in run.batches(Points(), global_batch_size=8, until=forge.Steps(30)):
-            run.train_step(batch, lambda it: (net(it[0]) - it[1]).square().mean())
-            if run.step_number == 10:
+        net = model(run)
+        for batch in batches(run):
+            run.train_step(batch, loss_of(net))
+            if run.step_number == 8:
                 torch.sim.reset_counts()
-            if run.step_number == 20 and run.rank == 0:
-                waits.write_text(json.dumps([*torch.sim.counts(), torch.sim.wait_reasons()]))
+            if run.step_number == 16 and run.rank == 0:
+                noted.write_text(json.dumps(torch.sim.wait_reasons()))
 
     with launched(run, ranks, train) as launch:
         pass
-    print(*(each.log for each in launch.outcomes))
-    print(waits.read_text())
-    assert {told.outcome for told in launch.told} == {RankOutcome.FINISHED}
+    assert finished(launch)
+    reasons = json.loads(noted.read_text())
+    assert set(reasons) == {"Event.synchronize"}
+    assert len(reasons) <= 8
+
+
+def test_a_resume_continues_bit_by_bit(tmp_path: Path) -> None:
+    def trained(name: str, stops: int | None) -> list[float]:
+        run, file = new_run(tmp_path, name, seed=3), tmp_path / f"{name}.json"
+
+        def train(run: forge.Run) -> None:
+            net = model(run)
+            for batch in batches(run):
+                run.train_step(batch, loss_of(net))
+                if run.step_number == stops and run.rank == 0 and not run.attempt > 1:
+                    run.directory.joinpath("STOP").touch()
+            if run.rank == 0:
+                file.write_text(json.dumps(weights(net)))
+
+        for _ in range(3):
+            run.stop_file.unlink(missing_ok=True)
+            with launched(run, 2, train) as launch:
+                pass
+            if finished(launch):
+                break
+        return json.loads(file.read_text())
+
+    whole = trained("whole", None)
+    assert all(map(math.isfinite, whole))
+    assert trained("stopped", 10) == whole
+
+
+@pytest.mark.parametrize("where", ["forward", "backward", "optimizer"])
+def test_memory_that_runs_out_makes_the_micro_batch_smaller(tmp_path: Path, where: str) -> None:
+    run = new_run(tmp_path)
+    taken = 8 << 20
+
+    def train(run: forge.Run) -> None:
+        net = model(run)
+        net.register_module("hungry", Hungry())
+        torch.sim.set_budget(torch.sim.memory_reserved() + taken)
+
+        def compute(batch: Any) -> torch.Tensor:
+            large = len(batch[0]) > 2 and run.step_number == 5
+            if large and where == "optimizer":
+                fill_up.append(torch.empty(taken, dtype=torch.uint8, device=run.device))
+            return Exhausting.apply(loss_of(net)(batch), where, large and run.rank == 1, taken)
+
+        fill_up: list[torch.Tensor] = []
+        for batch in batches(run, 12, micro_batch_size=4):
+            fill_up.clear()
+            run.train_step(batch, compute)
+
+    with launched(run, 2, train) as launch:
+        pass
+    if where == "optimizer":  # an update that has begun can't be begun anew
+        assert launch.decision is None or launch.decision.action is Action.SHRINK_MICRO_BATCH
+    else:
+        assert finished(launch)
+
+
+class Hungry(nn.Module):
+    """Nothing yet."""
+
+
+class Exhausting(torch.autograd.Function):
+    """The identity; takes more memory than there is, where it is told to."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, where: str, fails: bool, size: int) -> torch.Tensor:
+        ctx.fails, ctx.size = fails and where == "backward", size
+        if fails and where == "forward":
+            torch.empty(2 * size, dtype=torch.uint8, device=x.device)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        if ctx.fails:
+            torch.empty(2 * ctx.size, dtype=torch.uint8, device=grad.device)
+        return grad, None, None, None
+
+
+def test_devices_are_looked_at_before_a_launch(tmp_path: Path) -> None:
+    run = new_run(tmp_path, preflight={"enabled": True})
+
+    def train(run: forge.Run) -> None:
+        assert run.device.type == "sim"
+        run.finish()
+
+    with launched(run, 2, train, hosts=("n1", "n2")) as launch:
+        pass
+    (measured,) = events(run, PreflightMeasured)
+    assert (measured.ok, measured.told, measured.rounds) == (True, (), 1)
+    assert finished(launch)
+
+
+def test_the_probe_measures_beside_the_training(tmp_path: Path) -> None:
+    run = new_run(tmp_path, probe={"every": "200ms", "deadline": "20s", "silence": "60s"})
+
+    def train(run: forge.Run) -> None:
+        net = model(run)
+        for batch in batches(run, 100_000):
+            run.train_step(batch, loss_of(net))
+
+    with launched(run, 2, train) as launch:
+        launch.until(lambda: len(events(run, ProbeMeasured)) >= 2, "two probes")
+        launch.stop_together()
+    probes = events(run, ProbeMeasured)
+    assert all(each.ok for each in probes)
+
+
+def test_a_kernel_that_hangs_is_found_and_its_stacks_are_taken(tmp_path: Path) -> None:
+    run = new_run(tmp_path, probe={"every": "1s", "deadline": "3s", "silence": "60s"})
+
+    def train(run: forge.Run) -> None:
+        net = model(run)
+        for batch in batches(run, 100_000):
+            run.train_step(batch, loss_of(net))
+            if run.step_number == 6 and run.rank == 1:
+                torch.sim.hang()
+
+    with launched(run, 2, train) as launch:
+        pass
+    assert causes(launch) == [Cause.HANG]
+    assert (run.stacks(1, 1) / "rank-00001.txt").exists()

@@ -88,7 +88,7 @@ def unhealthy_here(
         else:
             here.append((key, tensor))
     for device, some in there.items():
-        with beside(device):
+        with beside(device, behind=True):
             norms = torch._foreach_norm([tensor for _, tensor in some], math.inf)
             largest = torch.stack([norm.float() for norm in norms]).tolist()
         here += [pair for pair, top in zip(some, largest, strict=True) if not top < _HUGE]

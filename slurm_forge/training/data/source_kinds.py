@@ -99,7 +99,12 @@ def data_source(
     indexable = hasattr(data, "__getitem__") and hasattr(data, "__len__")
     if indexable and not isinstance(data, (IterableDataset, DataLoader)):
         source = DataSource(
-            kind=SourceKind.SHUFFLED, data=data, num_workers=num_workers, collate_fn=collate_fn
+            kind=SourceKind.SHUFFLED,
+            data=data,
+            num_workers=num_workers,
+            collate_fn=collate_fn,
+            # A copy of pageable memory would wait for the device, in every step.
+            pin_memory=True,
         )
         return _with_sampler(source, sampler, batch_sampler)
     if not hasattr(data, "__iter__"):

@@ -1,0 +1,81 @@
+"""Saving while training goes on: what is saved is the state of the step, and nobody waits for it."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from slurm_forge.checkpoint.content.health import unhealthy_here
+from slurm_forge.checkpoint.content.training_state import TrainingState
+from slurm_forge.checkpoint.read.load import resume
+from slurm_forge.checkpoint.write.save import CheckpointWriter
+from slurm_forge.store.identity import CheckpointName
+from tests.unit.checkpoint.helpers import no_fence, open_store
+
+Device = torch.device
+
+
+def named(step: int) -> CheckpointName:
+    return CheckpointName.new(step=step, attempt=1, launch=1)
+
+
+WIDTH = 300  # more than the little that is copied by the calling thread
+
+
+def test_what_is_saved_is_the_state_behind_the_update_and_before_the_next(
+    sim: Device, tmp_path: Path
+) -> None:
+    net = nn.Linear(WIDTH, WIDTH, bias=False).to(sim)
+    with torch.no_grad():
+        net.weight.fill_(1.0)
+    state = TrainingState(models={"model": net})
+    store = open_store(tmp_path)
+    writer = CheckpointWriter(store, group=None)
+    writer.prepare(state)
+    first = writer.begin(state, name=named(1), reason="test", fence=no_fence)
+    first.wait()
+    torch.sim.reset_counts()
+    with torch.no_grad():
+        net.weight.add_(1)  # the update, which the device has not come to
+        with torch.sim.held():  # whoever waits on this thread fails
+            pending = writer.begin(
+                state, name=named(2), reason="test", fence=no_fence, background=True
+            )
+            net.weight.add_(10)  # the next update
+    saved = pending.result()
+    assert net.weight[0, 0].item() == 12
+    other = nn.Linear(WIDTH, WIDTH, bias=False)
+    assert resume(store, TrainingState(models={"model": other}), group=None, on_reject=print) is not None
+    assert saved.name.step == 2
+    assert torch.equal(other.weight, torch.full((WIDTH, WIDTH), 2.0))
+
+
+def test_what_is_not_finite_is_seen_behind_the_update_that_made_it(sim: Device) -> None:
+    torch.sim.set_latency(0.2)
+    weight = torch.zeros(WIDTH, device=sim)
+    torch.sim.synchronize()
+    weight.add_(math.nan)
+    assert unhealthy_here([("models/model/weight", weight)]) == ("NaN in models/model/weight",)
+
+
+def test_a_device_that_fails_fails_the_save_and_not_the_one_before(
+    sim: Device, tmp_path: Path
+) -> None:
+    net = nn.Linear(WIDTH, WIDTH).to(sim)
+    state = TrainingState(models={"model": net})
+    store = open_store(tmp_path)
+    writer = CheckpointWriter(store, group=None)
+    writer.begin(state, name=named(1), reason="test", fence=no_fence).wait()
+    with torch.sim.held():
+        torch.sim.inject("ecc")
+        pending = writer.begin(
+            state, name=named(2), reason="test", fence=no_fence, background=True
+        )
+    with pytest.raises(Exception, match="uncorrectable ECC error") as caught:
+        pending.result()
+    assert "next" in str(caught.value).lower() or caught.value.next_step
+    assert [name.step for name in store.candidates()] == [1]
