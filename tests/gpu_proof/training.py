@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import slurm_forge as forge
+from slurm_forge.device.accelerator import is_accelerator
 
 SAMPLES, WIDTH, CLASSES = 4096, 128, 10
 
@@ -26,7 +27,13 @@ class Rows(torch.utils.data.Dataset[tuple[torch.Tensor, torch.Tensor]]):
 
 
 def train(run: forge.Run) -> None:
-    """What slurm_forge calls on every rank."""
+    """What slurm_forge calls on every rank.
+
+    Raises:
+        RuntimeError: The rank was given a CPU, on which nothing would be proven.
+    """
+    if not is_accelerator(run.device):
+        raise RuntimeError(f"rank {run.rank} computes on {run.device}, not on an accelerator")
     torch.use_deterministic_algorithms(True)
     torch.manual_seed(7)
     net: nn.Module = nn.Sequential(
