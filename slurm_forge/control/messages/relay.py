@@ -187,11 +187,11 @@ def _ints() -> TypeAdapter[tuple[int, ...]]:
     return TypeAdapter(tuple[Int, ...], config=Message.__pydantic_config__)
 
 
-@cache
+@lru_cache
 def _columns(kind: Any) -> TypeAdapter[Columns]:
     """Of the columns of a message alone."""
     hints = get_type_hints(kind, include_extras=True)
-    types = GenericAlias(tuple, tuple(hints[name] for name in kind.columns))
+    types: Any = GenericAlias(tuple, tuple(hints[name] for name in kind.columns))
     return TypeAdapter(types, config=Message.__pydantic_config__)
 
 
