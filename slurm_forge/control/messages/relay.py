@@ -164,10 +164,11 @@ def _said(who: bytes, text: bytes, columns: bytes) -> Said:
     message = _same(text) if len(text) <= _SHORT else decode_text(text, 0)
     if not message.columns:
         return Said(numbers, message)
-    values: Columns = decode_by(_columns(type(message)), columns)
+    kind: Any = type(message)
+    values = decode_by(_columns(kind), columns)
     for column in values:
         if len(column) != len(numbers):
-            why = f"it is not what {len(numbers)} members say ({type(message).__name__})"
+            why = f"it is not what {len(numbers)} members say ({kind.__name__})"
             raise unreadable(why)
     return Said(numbers, message, values)
 
@@ -187,7 +188,7 @@ def _ints() -> TypeAdapter[tuple[int, ...]]:
     return TypeAdapter(tuple[Int, ...], config=Message.__pydantic_config__)
 
 
-@lru_cache
+@cache
 def _columns(kind: Any) -> TypeAdapter[Columns]:
     """Of the columns of a message alone."""
     hints = get_type_hints(kind, include_extras=True)
