@@ -58,7 +58,7 @@ class MonitorView(NamedTuple):
     state: str = ""
 
 
-class Progress(NamedTuple):
+class ProgressSummary(NamedTuple):
     """What monitors said last, in sum: the oldest of it, the longest stretch, all states."""
 
     oldest_message_at: float
@@ -225,12 +225,12 @@ class MonitorRoster(Roster[MonitorHeartbeat, MonitorView]):
         since_s, mute_s, state = entry.speakers.columns
         return MonitorView(*who, pulse, since_s[at], mute_s[at], state[at])
 
-    def progress(self) -> Progress | None:
+    def progress(self) -> ProgressSummary | None:
         """Of all of them; None while one has said nothing yet."""
         if not self._speakers or any(each.beat is None for each in self._speakers):
             return None
         columns = [each.columns for each in self._speakers]
-        return Progress(
+        return ProgressSummary(
             min(map(_last_message_at, self._speakers)),
             max([max(since_s) for since_s, _, _ in columns]),
             frozenset().union(*[state for _, _, state in columns]),
