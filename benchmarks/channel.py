@@ -189,7 +189,7 @@ def measure(ranks: int, seconds: float, run: RunDirectory, *, direct: bool) -> C
         # Not by views of each rank, which cost more than joining does.
         _until(lambda: len(hub._ranks) == ranks == len(hub._monitors))
         join_s, join_wall_s = time.process_time() - cpu, time.monotonic() - began
-        _until(lambda: all(beat is not None and beat.started for beat in hub._ranks.beats()))
+        _until(lambda: _all_train(hub))
         preflight_s = time.process_time() - cpu - join_s
         preflight_wall_s = time.monotonic() - began - join_wall_s
         time.sleep(3.0)  # what has piled up is heard
@@ -257,6 +257,11 @@ def _members(
         for child in children:
             os.kill(child, signal.SIGKILL)
             os.waitpid(child, 0)
+
+
+def _all_train(hub: Hub) -> bool:
+    with hub._lock:
+        return all(beat is not None and beat.started for beat in hub._ranks.beats())
 
 
 def _cpu_over(seconds: float) -> float:

@@ -19,7 +19,7 @@ from slurm_forge.control.hub_events import (
     RankJoined,
     TargetAgreed,
 )
-from slurm_forge.control.hub_peer import Group, HubPeer, RelayedConnection
+from slurm_forge.control.hub_peer import HubGroup, HubPeer, RelayedConnection
 from slurm_forge.control.listener import Listener
 from slurm_forge.control.messages import protocol
 from slurm_forge.control.messages.hub import (
@@ -50,7 +50,7 @@ from slurm_forge.control.roster import (
     MemberView,
     MonitorRoster,
     MonitorView,
-    Progress,
+    ProgressSummary,
     RankRoster,
     Speakers,
 )
@@ -130,7 +130,7 @@ class Hub(Listener[HubPeer]):
         with self._lock:
             return [beat for beat in self._ranks.beats() if beat is not None]
 
-    def progress(self) -> Progress | None:
+    def progress(self) -> ProgressSummary | None:
         """What the monitors of all ranks said last, in sum.
 
         None while a rank has no monitor that is here and has said something.
@@ -292,15 +292,15 @@ class Hub(Listener[HubPeer]):
         else:
             self._hear(self._group((peer,)), message, message.values, now)
 
-    def _group(self, peers: Sequence[HubPeer]) -> Group:
+    def _group(self, peers: Sequence[HubPeer]) -> HubGroup:
         """Of peers that all are ranks, or all are monitors."""
         ranks = tuple(peer.rank for peer in peers if peer.rank is not None)
         if ranks:
-            return Group(ranks=self._ranks.speakers(ranks))
+            return HubGroup(ranks=self._ranks.speakers(ranks))
         ranks = tuple(peer.monitor for peer in peers if peer.monitor is not None)
-        return Group(monitors=self._monitors.speakers(ranks))
+        return HubGroup(monitors=self._monitors.speakers(ranks))
 
-    def _hear(self, group: Group, message: Message, columns: Columns, now: float) -> None:
+    def _hear(self, group: HubGroup, message: Message, columns: Columns, now: float) -> None:
         """What ranks say, or what monitors say: several where a relay has joined it."""
         if group.ranks is not None and isinstance(message, Heartbeat):
             self._ranks.hear(group.ranks, now, message)

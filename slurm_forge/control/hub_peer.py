@@ -14,7 +14,7 @@ from slurm_forge.control.roster import MemberView, MonitorView, Speakers
 from slurm_forge.control.session import AuthenticatedConnection
 
 
-class Group(NamedTuple):
+class HubGroup(NamedTuple):
     """Ranks that share a message, or monitors."""
 
     ranks: Speakers[Heartbeat, MemberView] | None = None
@@ -30,7 +30,7 @@ class HubPeer(Peer):
     #: Of a relay: its members, by its own numbers.
     members: dict[int, HubPeer] | None = None
     #: Of a relay: who of them has said something together lately.
-    groups: dict[tuple[int, ...], Group] | None = None
+    groups: dict[tuple[int, ...], HubGroup] | None = None
     #: Of a member: the relay that it speaks through, and its number there.
     relay: HubPeer | None = None
     number: int = 0

@@ -11,7 +11,7 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 from typing import Generic, NamedTuple, TypeVar
 
 from slurm_forge.control.messages.message import Columns
@@ -21,6 +21,8 @@ from slurm_forge.control.messages.rank import Heartbeat
 _BeatT = TypeVar("_BeatT", Heartbeat, MonitorHeartbeat)
 _ViewT = TypeVar("_ViewT", "MemberView", "MonitorView")
 _last_message_at = attrgetter("last_message_at")
+#: Of the columns of a ``MonitorHeartbeat``.
+_since_s, _state = itemgetter(0), itemgetter(2)
 
 
 class MemberView(NamedTuple):
@@ -58,7 +60,7 @@ class MonitorView(NamedTuple):
     state: str = ""
 
 
-class Progress(NamedTuple):
+class ProgressSummary(NamedTuple):
     """What monitors said last, in sum: the oldest of it, the longest stretch, all states."""
 
     oldest_message_at: float
@@ -225,13 +227,13 @@ class MonitorRoster(Roster[MonitorHeartbeat, MonitorView]):
         since_s, mute_s, state = entry.speakers.columns
         return MonitorView(*who, pulse, since_s[at], mute_s[at], state[at])
 
-    def progress(self) -> Progress | None:
+    def progress(self) -> ProgressSummary | None:
         """Of all of them; None while one has said nothing yet."""
-        if not self._speakers or any(each.beat is None for each in self._speakers):
-            return None
         columns = [each.columns for each in self._speakers]
-        return Progress(
+        if not columns or not all(columns):
+            return None
+        return ProgressSummary(
             min(map(_last_message_at, self._speakers)),
-            max([max(since_s) for since_s, _, _ in columns]),
-            frozenset().union(*[state for _, _, state in columns]),
+            max(map(max, map(_since_s, columns))),
+            frozenset().union(*map(_state, columns)),
         )

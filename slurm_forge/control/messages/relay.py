@@ -164,10 +164,11 @@ def _said(who: bytes, text: bytes, columns: bytes) -> Said:
     message = _same(text) if len(text) <= _SHORT else decode_text(text, 0)
     if not message.columns:
         return Said(numbers, message)
-    values: Columns = decode_by(_columns(type(message)), columns)
+    kind: Any = type(message)
+    values = decode_by(_columns(kind), columns)
     for column in values:
         if len(column) != len(numbers):
-            why = f"it is not what {len(numbers)} members say ({type(message).__name__})"
+            why = f"it is not what {len(numbers)} members say ({kind.__name__})"
             raise unreadable(why)
     return Said(numbers, message, values)
 
@@ -191,7 +192,7 @@ def _ints() -> TypeAdapter[tuple[int, ...]]:
 def _columns(kind: Any) -> TypeAdapter[Columns]:
     """Of the columns of a message alone."""
     hints = get_type_hints(kind, include_extras=True)
-    types = GenericAlias(tuple, tuple(hints[name] for name in kind.columns))
+    types: Any = GenericAlias(tuple, tuple(hints[name] for name in kind.columns))
     return TypeAdapter(types, config=Message.__pydantic_config__)
 
 

@@ -38,6 +38,7 @@ from slurm_forge.control.messages.rank import (
     SaveCommitted,
     SaveFailed,
     UpdateSkipped,
+    heartbeat_every_s,
 )
 from slurm_forge.control.messages.step_timing import StepTiming
 from slurm_forge.journal import JournalWriter
@@ -105,6 +106,7 @@ class Conductor:
         self._only_warns = only_warns
         self._clock = clock
         self._now = now
+        self._tick_s = _TICK_S * heartbeat_every_s(hub.world_size)
         stays = stops is not None
         self.stops = stops or StopMonitor(
             hub,
@@ -187,7 +189,7 @@ class Conductor:
 
     def _receive(self) -> None:
         try:
-            event = self._hub.events.get(timeout=_TICK_S)
+            event = self._hub.events.get(timeout=self._tick_s)
         except queue.Empty:
             return
         while True:

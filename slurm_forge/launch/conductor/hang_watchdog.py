@@ -12,6 +12,7 @@ from datetime import timedelta
 from slurm_forge.control import Hub
 from slurm_forge.control.messages.message import Message
 from slurm_forge.control.messages.monitor import PhaseDuration, StackReport, TakeStacks
+from slurm_forge.control.messages.rank import heartbeat_every_s
 from slurm_forge.journal.events import Event, StallSeen, StretchesLearned
 from slurm_forge.launch.conductor.network_monitor import NetworkMonitor
 from slurm_forge.launch.conductor.probe_monitor import look_of
@@ -119,7 +120,7 @@ class Watchdog:
         if self._rules is None or self.stalled is not None or now < self._next:
             return None
         self._views.note_poll(now)
-        self._next = now + _LOOK_EVERY_S
+        self._next = now + _LOOK_EVERY_S * heartbeat_every_s(self._hub.world_size)
         shortest = min(self._rules.at_least, self._rules.at_most)  # no limit is shorter
         if self._views.all_progress(now, shortest):
             self._fresh_from = self._views.fresh_from

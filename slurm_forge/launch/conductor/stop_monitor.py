@@ -245,7 +245,7 @@ class StopMonitor:
             if exists_on_server(self._stop_file):
                 self.observations.stop_file = True
                 self._notice("STOP", _FILE)
-            elif target.may_save() and exists_on_server(self._save_file):
+            elif exists_on_server(self._save_file) and target.may_save():
                 self._save_file.unlink(missing_ok=True)
                 self._note(NoticeSeen(what="SAVE", source=_FILE))
                 target.save()

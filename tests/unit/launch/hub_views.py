@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from slurm_forge.control.messages.rank import Heartbeat
-from slurm_forge.control.roster import MemberView, MonitorView, Progress
+from slurm_forge.control.roster import MemberView, MonitorView, ProgressSummary
 
 
 class HubViews:
@@ -32,11 +32,11 @@ class HubViews:
             for each in self.members().values()
         ]
 
-    def progress(self) -> Progress | None:
+    def progress(self) -> ProgressSummary | None:
         views = [each for each in self.monitors().values() if each.pulse and each.connected]
         if not len(views) == len(self.members()) == self.world_size:
             return None
-        return Progress(
+        return ProgressSummary(
             min(each.last_message_at for each in views),
             max(each.since_s for each in views),
             frozenset(each.state for each in views),
