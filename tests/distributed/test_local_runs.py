@@ -124,7 +124,8 @@ class Held:
 
 
 def here(runs: Path, held: Held | None = None, *, ranks: int = 2, **spec: Any) -> RunDirectory:
-    whole = {"name": "run", "checkpoint": {"every_steps": 4}, "probe": {"enabled": False}, **spec}
+    quiet = {"probe": {"enabled": False}, "report": False}
+    whole = {"name": "run", "checkpoint": {"every_steps": 4}, **quiet, **spec}
     progress = held or (lambda state: None)
     return train_here(f"{__file__}:train", whole, ranks=ranks, runs=runs, progress=progress)
 

@@ -184,7 +184,8 @@ class Fleet:
         except (ForgeError, OSError) as error:
             each.reader = each.status = None
             each.loaded = True
-            each.row = row_of_line(unreadable(each.run.name, str(each.run.path), str(error)))
+            why = "; ".join(line.strip() for line in str(error).splitlines())
+            each.row = row_of_line(unreadable(each.run.name, str(each.run.path), why))
 
     def _load(self, each: _Watched) -> None:
         each.own = each.run.is_own()

@@ -39,7 +39,7 @@ _LEGEND = {
     TimeUse.PROGRAM: "a command",
     TimeUse.IDLE: "idle",
     TimeUse.SHUTDOWN: "shutdown",
-    TimeUse.QUEUE: "in the queue",
+    TimeUse.QUEUE: "waiting to be started",
     TimeUse.STOPPED: "stopped",
 }
 

@@ -20,7 +20,7 @@ from slurm_forge.report.story.pace_story import PaceBuilder, slow_line
 from slurm_forge.report.top.rows import TopRow
 from slurm_forge.report.top.sparkline import sparkline
 
-_WIDTHS = (9, 13, 7, 7, 8, 5, 8)
+_WIDTHS = (10, 13, 7, 7, 8, 5, 8)
 _HEADS = ("STATE", "STEP", "/STEP", "LOSS", "TREND", "GOOD", "LIMIT")
 _LONGEST_NAME = 40
 _WORDS_LINES = 3

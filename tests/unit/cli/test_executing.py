@@ -92,12 +92,17 @@ class Exec:
         self.folder = folder
         self.parent = parent
         self.run = RunDirectory.at(folder / "runs" / "x")
+        # A report of each of them would double what the tests take.
+        self.quiet = folder / "quiet.yaml"
+        self.quiet.write_text("name: x\nreport: false\n")
 
     def start(self, *words: str, **settings: str) -> Process:
         environment = {k: v for k, v in os.environ.items() if not k.startswith("SLURM")}
+        given = any(word.startswith(("--job", "--name")) for word in words)
+        job = ("--name", "x") if given else ("--job", str(self.quiet))
         return self.parent.start(
             "slurm_forge.cli.main",
-            ["exec", "--name", "x", *words],
+            ["exec", *job, *words],
             cwd=self.folder,
             env={**environment, "SLURM_FORGE_NODES": "off", **settings},
             text=True,
@@ -153,6 +158,13 @@ def test_done_is_done(execute: Exec) -> None:
     other = execute("--", "true")
     assert other.returncode == 2
     assert "was started with another command" in other.stderr
+    assert not execute.run.report_file.exists(), "its job says so"
+
+
+def test_a_report_tells_how_it_ended(execute: Exec) -> None:
+    done = execute("--name=x", "--", "bash", "-c", "echo KeyError: 3 >&2; exit 7")
+    assert done.returncode != 0
+    assert "x: held" in execute.run.report_file.read_text()
 
 
 def test_the_step_it_finished_at_is_the_last_one_printed_or_none(execute: Exec) -> None:

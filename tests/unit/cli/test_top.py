@@ -30,6 +30,7 @@ from slurm_forge.journal import compact_journal
 from slurm_forge.journal import events as ev
 from slurm_forge.report.explain.explain import explain
 from slurm_forge.report.top.rows import TopRow
+from slurm_forge.report.top.view import View
 from slurm_forge.run_directory import RunDirectory
 from slurm_forge.slurm.records import QueueRecord
 from slurm_forge.slurm.states import JobState
@@ -394,6 +395,7 @@ def test_runs_that_come_and_go_and_one_that_cannot_be_read(shell: Shell) -> None
     fleet.poll()
     rows = by_name(fleet)
     assert rows["broken"].state == "unreadable"
+    assert " unreadable " in View(80).row(rows["broken"], now=0.0, chosen=False).text
     assert "can be written by other users" in rows["broken"].words
     assert rows["tiny-gpt"].state == "running"
     training(shell.folder, "new")

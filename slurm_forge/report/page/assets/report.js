@@ -121,7 +121,7 @@
     const begin = data.begin, end = Math.max(data.end, data.begin + 1);
     const use = (one) => data.uses[one[0]];
     const names = { startup: "first start", restart: "restart", training: "training", saving: "waiting for a save", program: "a command",
-      repeated: "repeated steps", unsaved: "steps not saved, to be repeated", idle: "idle", shutdown: "shutdown", queue: "in the queue", stopped: "stopped" };
+      repeated: "repeated steps", unsaved: "steps not saved, to be repeated", idle: "idle", shutdown: "shutdown", queue: "waiting to be started", stopped: "stopped" };
     const nodesOf = new Map(data.placed.map(([attempt, launch, nodes]) => [`${attempt}.${launch}`, nodes]));
     const lanes = [{ name: "run", spans: data.spans, marks: [] }];
     if (data.nodes.length > 1 || data.nodeMarks.length) {
