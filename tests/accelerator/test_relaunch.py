@@ -23,7 +23,7 @@ IN_PROCESS = [{"do": "relaunch", "times": 2, "start": "in_process"}]
 @pytest.mark.parametrize(
     "recovery",
     [
-        {cause: IN_PROCESS for cause in ("app_error", "crash", "nccl_error")},
+        dict.fromkeys(("app_error", "crash", "nccl_error"), IN_PROCESS),
         pytest.param({"app_error": [{"do": "relaunch", "times": 2}]}, marks=pytest.mark.slow),
     ],
     ids=["in_process", "warm"],
@@ -40,9 +40,7 @@ def test_a_process_whose_device_has_failed_is_replaced(
             "recovery": recovery,
         }
     )
-    run, _ = create_run(
-        job, runs=tmp_path, site=find_site("generic"), submitted_from=REPOSITORY
-    )
+    run, _ = create_run(job, runs=tmp_path, site=find_site("generic"), submitted_from=REPOSITORY)
     with standing(run, 2, tmp_path) as launches:
         launches._variables["PYTHONPATH"] = os.pathsep.join((str(REPOSITORY), str(installed())))
         assert launches.launch() is Start.COLD

@@ -1,4 +1,4 @@
-"""Runs on the made-up accelerator, with real ranks: what waits, what is resumed, what is survived."""
+"""Runs on the made-up accelerator, with real ranks: what waits, what is resumed and survived."""
 
 from __future__ import annotations
 
