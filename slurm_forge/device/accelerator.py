@@ -95,9 +95,11 @@ def in_use() -> torch.device | None:
 
 
 def is_usable_here() -> bool:
-    """Whether this process may use it: not where it was forked from one that had begun to."""
-    device = kind()
-    return device is None or not module_of(device)._is_in_bad_fork()
+    """Whether this process may use a device: not where it was forked from one that had begun to.
+
+    No driver is asked: one that may not be used says that there is no device.
+    """
+    return not any(module_of(each)._is_in_bad_fork() for each in built_for())
 
 
 def synchronize(device: torch.device) -> None:

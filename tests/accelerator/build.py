@@ -22,7 +22,7 @@ from filelock import FileLock
 
 _HERE = Path(__file__).parent
 _TORCH = Path(torch.__file__).parent
-#: Sources of each library.  Few headers and little optimisation: it is built often, and runs little.
+#: Sources of each library.  Little optimisation: it is built more often than it runs for long.
 _LIBRARIES = {"_backend": ("runtime", "backend"), "_group": ("group",)}
 _FLAGS = ("-std=c++20", "-O1", "-fPIC", "-Wall", "-Wno-unused-parameter")
 _METADATA = "Metadata-Version: 2.1\nName: simdev\nVersion: 0\n"
@@ -82,7 +82,13 @@ def _install(folder: Path, objects: Mapping[str, Path]) -> None:
         made = [str(objects[name]) for name in sources]
         with_ = ["-lc10", "-ltorch_cpu"]
         if library == "_group":  # uses the other one
-            with_ = [f"-L{package}", "-l:_backend.so", "-Wl,-rpath,$ORIGIN", "-ltorch_python", *with_]
+            with_ = [
+                f"-L{package}",
+                "-l:_backend.so",
+                "-Wl,-rpath,$ORIGIN",
+                "-ltorch_python",
+                *with_,
+            ]
         _run("g++", "-shared", "-o", str(package / f"{library}.so"), *made, *paths, *with_)
 
 

@@ -1,4 +1,4 @@
-"""Saving while training goes on: what is saved is the state of the step, and nobody waits for it."""
+"""Saving while training goes on: the state of the step is saved, and nobody waits for it."""
 
 from __future__ import annotations
 
@@ -49,7 +49,8 @@ def test_what_is_saved_is_the_state_behind_the_update_and_before_the_next(
     saved = pending.result()
     assert net.weight[0, 0].item() == 12
     other = nn.Linear(WIDTH, WIDTH, bias=False)
-    assert resume(store, TrainingState(models={"model": other}), group=None, on_reject=print) is not None
+    loaded = TrainingState(models={"model": other})
+    assert resume(store, loaded, group=None, on_reject=print) is not None
     assert saved.name.step == 2
     assert torch.equal(other.weight, torch.full((WIDTH, WIDTH), 2.0))
 
@@ -72,9 +73,7 @@ def test_a_device_that_fails_fails_the_save_and_not_the_one_before(
     writer.begin(state, name=named(1), reason="test", fence=no_fence).wait()
     with torch.sim.held():
         torch.sim.inject("ecc")
-        pending = writer.begin(
-            state, name=named(2), reason="test", fence=no_fence, background=True
-        )
+        pending = writer.begin(state, name=named(2), reason="test", fence=no_fence, background=True)
     with pytest.raises(Exception, match="uncorrectable ECC error") as caught:
         pending.result()
     assert "next" in str(caught.value).lower() or caught.value.next_step

@@ -59,6 +59,7 @@ _HARDWARE = (
         r"\bsystem not yet initialized",
         r"CUDA unknown error",
         r"(?:CUDA|HIP) error: unknown error",
+        r"\bAcceleratorError: [A-Z]{2,10} error: unknown error",
     ),
     row(
         Cause.NODE_FAIL,
@@ -76,6 +77,9 @@ _MEMORY = (
         "GPU memory",
         r"\b(?:CUDA|HIP|XPU)(?: error:)? out of memory",
         r"\bcuda\.(?:memory\.)?OutOfMemoryError\b",
+        r"\btorch\.OutOfMemoryError\b",
+        # Accelerators of somebody else's go by their own names.
+        r"\b[A-Z]{2,10} out of memory\. Tried to allocate",
         r"MPS backend out of memory",
         r"Cuda failure (?:2 )?'out of memory'",
         r"\b(?:CUBLAS|HIPBLAS|CUDNN|CUSOLVER|CUSPARSE)_STATUS_ALLOC_FAILED",

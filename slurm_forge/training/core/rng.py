@@ -19,7 +19,7 @@ import torch
 from slurm_forge.device.accelerator import in_use
 from slurm_forge.device.generators import (
     current_state,
-    kinds_of_states,
+    may_be_state,
     restore_state,
     seed_device,
     state_size,
@@ -121,8 +121,9 @@ def restore(state: Mapping[str, torch.Tensor]) -> tuple[str, ...]:
     machine) and were therefore left as they are.  Raises CheckpointError where a tensor is not
     what ``capture`` writes.
     """
-    of_devices = kinds_of_states() & set(state)
-    unknown = sorted(set(state) - of_devices - {_PYTHON, _NUMPY, _TORCH})
+    of_host = {_PYTHON, _NUMPY, _TORCH}
+    of_devices = {key for key, value in state.items() if key not in of_host and may_be_state(value)}
+    unknown = sorted(set(state) - of_devices - of_host)
     missing = sorted({_PYTHON, _TORCH} - set(state))
     if unknown or missing:
         raise _bad(f"unknown {', '.join(unknown)}" if unknown else f"no {', '.join(missing)}")

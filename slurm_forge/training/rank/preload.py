@@ -99,12 +99,25 @@ def why_not_forkable() -> str:
     if threads != 1:
         return f"{threads} threads are left by what was imported"
     if "torch" in sys.modules:
-        from slurm_forge.device.accelerator import in_use
+        from slurm_forge.device.accelerator import built_for, in_use
 
         device = in_use()
         if device is not None:
             return f"{device.type.upper()} was initialised by what was imported"
+        # To ask whether there is a device is enough to begin with it, and leaves no other trace.
+        if built_for() and not _child_may_use_device():
+            return "what was imported has asked the driver for a device"
     return ""
+
+
+def _child_may_use_device() -> bool:
+    """Asked of a child, which alone can tell."""
+    from slurm_forge.device.accelerator import is_usable_here
+
+    pid = os.fork()
+    if pid == 0:
+        os._exit(0 if is_usable_here() else 1)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 
 
 def _threads() -> int:

@@ -23,6 +23,7 @@
 #include <iostream>
 #include <list>
 #include <mutex>
+#include <optional>
 #include <thread>
 
 namespace {
@@ -436,7 +437,10 @@ class SimGroup final : public c10d::Backend {
       shared_->closed = true;
     }
     shared_->changed.notify_all();
-    if (watchdog_.joinable()) watchdog_.join();
+    if (!watchdog_.joinable()) return;
+    std::optional<pybind11::gil_scoped_release> let_go;  // tensors that it frees may have objects
+    if (PyGILState_Check()) let_go.emplace();
+    watchdog_.join();
   }
 
   std::chrono::milliseconds timeout_;

@@ -60,7 +60,7 @@ def set_device(device: Any) -> None:
         torch._C._accelerator_setDeviceIndex(_index(device))
 
 
-class device:  # noqa: N801  as torch has it
+class device:
     """The current device inside of it."""
 
     def __init__(self, device: Any) -> None:

@@ -103,6 +103,9 @@ def test_generators_of_another_kind_of_machine_are_named():
     if torch.cuda.is_available():
         pytest.skip("this machine has one")
     assert rng.restore(state) == ("cuda",)
+    # The name that a backend of somebody else's has given its device, which is not installed here.
+    state["npu"] = state.pop("cuda")
+    assert rng.restore(state) == ("npu",)
 
 
 def test_derived_states_repeat_and_differ_by_step_and_rank():

@@ -1,0 +1,110 @@
+"""What the package makes of a device that fails, is full, or was begun with too early."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from slurm_forge.control.messages.preflight import Thoroughness
+from slurm_forge.training.core.error_report import cause_of, last_words
+from slurm_forge.training.preflight.node_checks import NodeRequirements, run_checks
+from slurm_forge.training.rank.in_process_relaunch import Unwinding
+from slurm_forge.training.rank.preload import why_not_forkable
+from slurm_forge.vocabulary.cause import Cause
+
+Device = torch.device
+
+
+@pytest.mark.parametrize(
+    ("fault", "cause"),
+    [
+        ("ecc", Cause.GPU_ERROR),
+        ("lost", Cause.GPU_ERROR),
+        ("assert", Cause.APP_ERROR),
+        ("launch", Cause.APP_ERROR),
+        ("memory", Cause.CUDA_OOM),
+    ],
+)
+def test_an_error_of_the_device_has_its_cause(sim: Device, fault: str, cause: Cause) -> None:
+    with pytest.raises(RuntimeError) as caught:
+        if fault == "memory":
+            torch.empty(2 << 30, dtype=torch.uint8, device=sim)
+        torch.sim.inject(fault)
+        torch.sim.synchronize()
+    assert cause_of(caught.value) is cause
+    # Of a rank that had no last words its output is all there is.
+    assert cause_of(RuntimeError(last_words(caught.value))) is cause
+
+
+def test_a_process_whose_context_is_spoilt_takes_part_in_no_other_launch(sim: Device) -> None:
+    unwinding = Unwinding(lambda reason: None)
+    assert unwinding.clear() == ""
+    torch.ones(2, device=sim)
+    assert Unwinding(lambda reason: None).clear() == ""
+    torch.sim.inject("ecc")
+    problem = Unwinding(lambda reason: None).clear()
+    assert "can't be used any more" in problem
+    assert "uncorrectable ECC error" in problem
+
+
+def in_child(program: Callable[[], None]) -> int:
+    """Its exit status."""
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            program()
+            code = 0
+        finally:
+            os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def names(checks: object) -> dict[str, str]:
+    return {each.name: each.verdict.value for each in checks}  # type: ignore[attr-defined]
+
+
+def test_a_worker_is_not_forked_from_who_has_asked_for_a_device(sim: Device) -> None:
+    assert why_not_forkable() == ""
+    assert torch.sim.is_available()  # as modules of users do when they are imported
+    assert "asked the driver for a device" in why_not_forkable()
+
+
+def test_a_check_that_may_not_use_the_device_does_not_blame_the_node(sim: Device) -> None:
+    asked = NodeRequirements(thoroughness=Thoroughness.FULL, gpus=2, local_rank=1)
+
+    def looks() -> None:
+        found = names(run_checks(asked, {}, may_use_gpu=True))
+        assert found["gpu"] == "fine"
+        assert found["gpu memory"] == "fine"
+        assert found["gpu computes"] == "fine"
+
+    def is_late() -> None:
+        found = names(run_checks(asked, {}, may_use_gpu=True))
+        assert found["gpu"] == "skipped"
+        assert "gpu memory" not in found
+
+    assert in_child(looks) == 0
+    assert torch.sim.is_available()
+    assert in_child(is_late) == 0
+
+
+def test_a_check_finds_a_device_that_is_broken_or_full(sim: Device) -> None:
+    asked = NodeRequirements(thoroughness=Thoroughness.CHEAP, gpus=2)
+
+    def broken() -> None:
+        torch.sim.inject("ecc")
+        with pytest.raises(torch.AcceleratorError):
+            torch.sim.synchronize()
+        assert names(run_checks(asked, {}, may_use_gpu=True))["gpu memory"] == "bad"
+
+    def full() -> None:
+        x = torch.empty(900 << 20, dtype=torch.uint8, device=sim)
+        assert names(run_checks(asked, {}, may_use_gpu=True))["gpu memory"] == "bad"
+        del x
+
+    assert in_child(broken) == 0
+    assert in_child(full) == 0

@@ -1,0 +1,57 @@
+"""Relaunches by standing agents, after which every rank has a device that works."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slurm_forge.launch.render.site_choice import find_site
+from slurm_forge.launch.submit.submission import create_run
+from slurm_forge.spec import job_from_mapping
+from slurm_forge.vocabulary.decision import Start
+from tests.accelerator.build import installed
+from tests.distributed.standing import REPOSITORY, standing
+
+pytestmark = [pytest.mark.distributed]
+
+IN_PROCESS = [{"do": "relaunch", "times": 2, "start": "in_process"}]
+
+
+@pytest.mark.parametrize(
+    "recovery",
+    [
+        dict.fromkeys(("app_error", "crash", "nccl_error"), IN_PROCESS),
+        pytest.param({"app_error": [{"do": "relaunch", "times": 2}]}, marks=pytest.mark.slow),
+    ],
+    ids=["in_process", "warm"],
+)
+def test_a_process_whose_device_has_failed_is_replaced(
+    tmp_path: Path, recovery: dict[str, Any]
+) -> None:
+    job = job_from_mapping(
+        {
+            "name": "failing",
+            "entry": "tests/accelerator/jobs.py:train",
+            "args": {"steps": 12, "fault": "assert"},
+            "probe": {"enabled": False},
+            "recovery": recovery,
+        }
+    )
+    run, _ = create_run(job, runs=tmp_path, site=find_site("generic"), submitted_from=REPOSITORY)
+    with standing(run, 2, tmp_path) as launches:
+        launches._variables["PYTHONPATH"] = os.pathsep.join((str(REPOSITORY), str(installed())))
+        assert launches.launch() is Start.COLD
+        launches.until(lambda: len(launches.workers) == 2, "both workers")
+        before = launches.workers
+        decision = launches.conclude(launches.ended())
+        assert decision is not None, "the fault did not strike"
+        start = launches.launch()
+        assert start is not Start.COLD
+        launches.until(lambda: len(launches.workers) == 2, "both workers")
+        assert launches.workers[1] != before[1]
+        assert launches.conclude(launches.ended()) is None
+    path = run.path
+    assert [(path / f"device-2-{rank}").read_text() for rank in range(2)] == ["sim:0", "sim:1"]
