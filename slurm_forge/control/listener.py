@@ -333,38 +333,40 @@ class Listener(ABC, Generic[PeerT]):
     # -- what is said --------------------------------------------------------------------------
 
     def _receive(self, descriptor: int) -> None:
+        # Another thread closes no connection meanwhile, whose number might be a new file's then.
         with self._lock:
             peer = self._peers.get(descriptor)
-        if peer is None:
-            return
-        try:
-            lines = peer.connection.receive_now()
-        except BlockingIOError:
-            return  # it is a newer connection, accepted in this turn; or the kernel has dropped it
-        except (OSError, EOFError):
-            with self._lock:
+            if peer is None:
+                return
+            try:
+                lines = peer.connection.receive_now()
+            except BlockingIOError:
+                return  # a newer connection, accepted in this turn; or the kernel has dropped it
+            except (OSError, EOFError):
                 self._drop(peer)
-            return
-        except ControlChannelError as error:
-            with self._lock:
+                return
+            except ControlChannelError as error:
                 self._end(peer, error.message)
-            return
-        with self._lock:
+                return
             for line in lines:
-                if peer.connection.session is None:
-                    self._answer(peer, line)
-                else:
-                    try:
-                        message = self._decode(peer, peer.connection.verify(line))
-                    except ControlChannelError as error:
-                        self._end(peer, error.message)
-                        return
-                    self._take(peer, message)
-                    if not peer.is_known and not peer.stranger:
-                        peer.is_known = True
-                        self._forget_stranger(peer, descriptor)
-                if peer.connection.fileno() < 0:
-                    return  # dropped meanwhile: the rest was said by nobody
+                if not self._hear_line(peer, line, descriptor):
+                    return
+
+    def _hear_line(self, peer: PeerT, line: bytes, descriptor: int) -> bool:
+        """Take one line in; False once its connection was dropped, and nobody says the rest."""
+        if peer.connection.session is None:
+            self._answer(peer, line)
+        else:
+            try:
+                message = self._decode(peer, peer.connection.verify(line))
+            except ControlChannelError as error:
+                self._end(peer, error.message)
+                return False
+            self._take(peer, message)
+            if not peer.is_known and not peer.stranger:
+                peer.is_known = True
+                self._forget_stranger(peer, descriptor)
+        return peer.connection.fileno() >= 0
 
     def _answer(self, peer: PeerT, line: bytes) -> None:
         """The first line of a connection: anybody's."""
