@@ -1,4 +1,4 @@
-"""Collectives as ProcessGroupNCCL has them, on the made-up group: a test for rows of docs/gpu.md."""
+"""Collectives as ProcessGroupNCCL has them, on the made-up group: see docs/gpu.md."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.distributed.ranks import start_ranks
 
 pytestmark = [pytest.mark.distributed, pytest.mark.usefixtures("sim_in_ranks")]
 
-LONG = 120.0
+LONG = 60.0
 
 
 def together(
