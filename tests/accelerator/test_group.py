@@ -1,4 +1,4 @@
-"""Collectives as ProcessGroupNCCL has them, on the made-up group: a test for rows of docs/gpu.md."""
+"""Collectives as ProcessGroupNCCL has them, on the made-up group: see docs/gpu.md."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.distributed.ranks import start_ranks
 
 pytestmark = [pytest.mark.distributed, pytest.mark.usefixtures("sim_in_ranks")]
 
-LONG = 120.0
+LONG = 60.0
 
 
 def together(
@@ -91,7 +91,6 @@ def test_without_handling_the_work_alone_carries_the_error(tmp_path: Path) -> No
             threading.Event().wait(0.01)
         with pytest.raises(dist.DistBackendError) as caught:
             work.wait()
-        dist.distributed_c10d._abort_process_group()
         return str(caught.value)
 
     first, _ = together(tmp_path, body, timeout_s=2, TORCH_NCCL_ASYNC_ERROR_HANDLING="0")

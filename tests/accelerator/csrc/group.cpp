@@ -142,7 +142,11 @@ class SimGroup final : public c10d::Backend {
     watchdog_ = std::thread([this] { watch(); });
   }
 
-  ~SimGroup() override { close(); }
+  ~SimGroup() override {
+    close();
+    // gloo's own end waits for what is under way, which a communicator that was aborted does not.
+    if (shared_->aborted) new c10::intrusive_ptr<Backend>(std::move(gloo_));
+  }
 
   const std::string getBackendName() const override { return "simccl"; }
   void setTimeout(std::chrono::milliseconds timeout) override { timeout_ = timeout; }
