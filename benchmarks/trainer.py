@@ -4,12 +4,12 @@
 
 One process trains the same model by the library alone and as a run (every default on: guard,
 journal, monitor, checkpoints), each in a thread of its own, by turns, a step of each.  The figures
-are of the thread that trains, per step: medians over blocks of 20 steps, so that what is done now
-and then counts; *cpu* is its processor time, which other work on the machine changes less than
-*wall*.  In every other round the plain side comes first.  ``--control`` trains without a run on
-both sides: what comes out then is the error of the figures.  ``--unguarded`` has the optimizer make
-the updates as it does without slurm_forge: the difference to the figures without it is what the
-check of the gradients costs.
+are of the thread that trains, per step: lower quartiles over blocks of 8 steps, so that what is
+done now and then counts; *cpu* is its processor time, which other work on the machine changes less
+than *wall*.  In every other round the plain side comes first.  ``--control`` trains without a run
+on both sides: what comes out then is the error of the figures.  ``--unguarded`` has the optimizer
+make the updates as it does without slurm_forge: the difference to the figures without it is what
+the check of the gradients costs.
 """
 
 from __future__ import annotations
