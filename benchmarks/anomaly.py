@@ -30,7 +30,6 @@ from slurm_forge.control.messages.rank import RequestProposal
 from slurm_forge.recovery.monitor.loss_anomaly import announced
 from slurm_forge.spec.recovery import default_recovery
 from slurm_forge.training.instability.spike_monitor import SpikeMonitor
-from slurm_forge.training.step.gradient_guard import Reading
 
 Array = npt.NDArray[np.float64]
 #: Losses and norms of that many steps.
@@ -80,7 +79,7 @@ class Rank0:
             applied = norm <= self.limit
             if not applied:
                 self.left_out.append(step)
-            taken(step, Reading(applied, True, norm, loss))
+            taken(step, norm=norm, loss=loss, applied=applied)
             if len(alarms) != known:
                 known = len(alarms)
                 self.watch.tolerate()
@@ -323,17 +322,12 @@ def cost_us() -> float:
     """Of one step, at its cheapest in five rounds."""
     rng = np.random.default_rng(1)
     count = 20_000
-    readings = [
-        Reading(True, True, norm, loss)
-        for norm, loss in zip(
-            lognormal(rng, count, 0.2).tolist(), rng.normal(size=count).tolist(), strict=True
-        )
-    ]
+    norms, losses = lognormal(rng, count, 0.2).tolist(), rng.normal(size=count).tolist()
     watch = Rank0().watch
 
     def go() -> None:
-        for step, reading in enumerate(readings):
-            watch.record(step, reading)
+        for step, (norm, loss) in enumerate(zip(norms, losses, strict=True)):
+            watch.record(step, norm=norm, loss=loss, applied=True)
 
     return 1e6 * min(timeit.repeat(go, number=1, repeat=5)) / count
 
