@@ -121,9 +121,8 @@ def test_a_resume_continues_bit_by_bit(tmp_path: Path) -> None:
     assert trained("stopped", 10) == whole
 
 
-@pytest.mark.parametrize(
-    "where", ["backward", pytest.param("forward", marks=pytest.mark.slow), "optimizer"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("where", ["backward", "forward", "optimizer"])
 def test_memory_that_runs_out_makes_the_micro_batch_smaller(tmp_path: Path, where: str) -> None:
     run = new_run(tmp_path, checkpoint={"every_steps": 4})
 
