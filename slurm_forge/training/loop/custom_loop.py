@@ -142,10 +142,10 @@ class CustomLoop:
         loss = reported("loss", loss)
         if samples is not None and (type(samples) is not int or samples < 0):
             samples = _whole(what, "samples", samples, least=0)
-        on_host = grad_norm is None and not isinstance(loss, torch.Tensor)
-        if on_host and lifecycle.count_alone(loss, samples or 0):
-            self._guards = True
-            return
+        if not isinstance(loss, torch.Tensor) and grad_norm is None:  # on the host
+            self._guards = lifecycle.count_alone(loss, samples or 0)
+            if self._guards:
+                return
         report = UpdateReport(loss, grad_norm)
         step = lifecycle.open
         self._guards = guarded = step is not None and bool(step.updates)
@@ -187,10 +187,11 @@ class CustomLoop:
             self._first_of_its_kind(True)
         plan, faults = self._parts.active_plan, self._parts.fault_injector
         norm = norm_on_host(grad_norm)
-        good = norm is not None and norm <= LARGEST and norm <= plan.limit
         plain = plan.plan.lr_factor == 1.0 and not faults.active and len(optimizers) == 1
-        if good and plain and self._lifecycle.update_alone(optimizers[0], norm, keep_gradients):
-            return
+        if plain and norm is not None and norm <= LARGEST and norm <= plan.limit:
+            plain = self._lifecycle.update_alone(optimizers[0], norm, keep_gradients)
+            if plain:
+                return
         number, layout = self._progress.step, self._parts.layout.now
         for each in optimizers:
             step = self._lifecycle.begin_update(each)
