@@ -89,14 +89,15 @@ class ForgeCallback(keras.callbacks.Callback):
         self._samples = size * self._run.world_size
         self._others = list(options.pop("callbacks", None) or ())
         with ExitStack() as stack:
-            for owner, name, wrap in (
+            wraps: list[tuple[Any, str, Callable[..., Callable[..., Any]]]] = [
                 (model.optimizer, "apply", self._guard),
                 (model.optimizer, "_clip_gradients", self._clip),
                 (model, "_compute_loss", self._note_loss),
                 (model, "evaluate", self._evaluate),
                 *((each, "on_train_batch_begin", self._unless_to_pass) for each in self._others),
                 *((each, "on_train_batch_end", self._unless_passed) for each in self._others),
-            ):
+            ]
+            for owner, name, wrap in wraps:
                 stack.enter_context(replaced(owner, name, wrap))
             stack.callback(setattr, model, "train_function", None)
             stack.callback(setattr, model, "_initial_epoch", None)

@@ -28,8 +28,8 @@ from slurm_forge.integrations.external_loop import (
     require_same_samples,
     shield_workers,
 )
+from slurm_forge.integrations.index_order import IndexOrder
 from slurm_forge.integrations.lightning_data import (
-    IndexOrder,
     fetch_over,
     has_state,
     repeatable,
