@@ -46,7 +46,7 @@ class Combination:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TestsRun:
+class PytestOutcome:
     """How pytest ended."""
 
     passed: int
@@ -68,8 +68,8 @@ class Tried:
     python: str
     date: str
     binding: dict[str, Any] | None = None
-    unit: TestsRun | None = None
-    core: TestsRun | None = None
+    unit: PytestOutcome | None = None
+    core: PytestOutcome | None = None
     problem: str = ""
     machine: str = field(default_factory=platform.machine)
     cpus: int = field(default_factory=lambda: os.cpu_count() or 0)
@@ -80,7 +80,7 @@ class Tried:
         return not self.problem and binds and all(each is None or each.ok for each in self.runs)
 
     @property
-    def runs(self) -> tuple[TestsRun | None, TestsRun | None]:
+    def runs(self) -> tuple[PytestOutcome | None, PytestOutcome | None]:
         return self.unit, self.core
 
 
@@ -267,7 +267,7 @@ def _bind(python: Path, log: Path, workers: int) -> dict[str, Any]:
     return found
 
 
-def _pytest(folder: str, marks: str, python: Path, log: Path, workers: int) -> TestsRun:
+def _pytest(folder: str, marks: str, python: Path, log: Path, workers: int) -> PytestOutcome:
     command = [
         *(python, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"{ROOT}/tests/{folder}"),
         *("-n", str(workers), "--dist", "worksteal", "-m", marks),
@@ -279,10 +279,10 @@ def _pytest(folder: str, marks: str, python: Path, log: Path, workers: int) -> T
             command, cwd=ROOT, stdout=output, stderr=output, check=False, env=environment
         )
     seconds = (datetime.now(timezone.utc) - began).seconds
-    return tests_run(log.read_text(errors="replace"), seconds, done.returncode)
+    return pytest_outcome(log.read_text(errors="replace"), seconds, done.returncode)
 
 
-def tests_run(text: str, seconds: int, code: int) -> TestsRun:
+def pytest_outcome(text: str, seconds: int, code: int) -> PytestOutcome:
     """What pytest's last line says; a run without one, or that ended otherwise, has failed."""
     lines = text.strip().splitlines()
     counts = {
@@ -290,7 +290,7 @@ def tests_run(text: str, seconds: int, code: int) -> TestsRun:
     }
     failed = counts.get("failed", 0) + counts.get("error", 0)
     names = [line.split(" - ")[0] for line in lines if line.startswith(("FAILED ", "ERROR "))]
-    return TestsRun(
+    return PytestOutcome(
         passed=counts.get("passed", 0),
         failed=max(failed, int(code != 0)),
         skipped=counts.get("skipped", 0),
@@ -321,8 +321,10 @@ def read(file: Path) -> list[Tried]:
     ]
 
 
-def _test_run(value: dict[str, Any] | None) -> TestsRun | None:
-    return None if value is None else TestsRun(**(value | {"failures": tuple(value["failures"])}))
+def _test_run(value: dict[str, Any] | None) -> PytestOutcome | None:
+    return (
+        None if value is None else PytestOutcome(**(value | {"failures": tuple(value["failures"])}))
+    )
 
 
 def merged(rows: Iterable[Tried], new: Tried) -> list[Tried]:
@@ -369,7 +371,7 @@ def _bound(row: Tried) -> str:
     return f"{row.binding['bound']} fit, {row.binding['unchecked']} exist"
 
 
-def _tests(run: TestsRun | None) -> str:
+def _tests(run: PytestOutcome | None) -> str:
     if run is None:
         return ""
     counts = f"{run.passed} passed, {run.skipped} skipped, {run.seconds} s"

@@ -57,7 +57,7 @@ FOREIGN = {
     "numpy.random.Generator.permutation", "_task_finish", "_handle_signal_container",
     "get_argument", "job_reason_string", "start_controller", "slurm_x", "forge_x",
     "define_metric", "register_for_checkpointing", "global_step", "DumpPipe", "launch.master",
-    "env.always.NCCL_DEBUG",
+    "env.always.NCCL_DEBUG", "_new_process_group_helper", "clip_by_global_norm",
 }  # fmt: skip
 NAME = re.compile(r"``([A-Za-z_]\w*(?:\.\w+)*)(\(\))?``")
 

@@ -10,14 +10,14 @@ import pytest
 
 from tests.compat.matrix import (
     Combination,
-    TestsRun,
+    PytestOutcome,
     Tried,
     chosen,
     merged,
     newest_of_minors,
     page,
+    pytest_outcome,
     read,
-    tests_run,
 )
 
 INDEX = """torch (2.15.0)
@@ -61,10 +61,10 @@ def test_one_version_may_be_tried_on_another_python() -> None:
 def test_only_a_run_that_passed_something_and_failed_nothing_is_right(
     text: str, code: int, ok: bool
 ) -> None:
-    assert tests_run(text, 3, code).ok is ok
+    assert pytest_outcome(text, 3, code).ok is ok
 
 
-RUN = TestsRun(passed=9, failed=1, skipped=0, seconds=3, failures=("FAILED a.py::b",))
+RUN = PytestOutcome(passed=9, failed=1, skipped=0, seconds=3, failures=("FAILED a.py::b",))
 BOUND = {"bound": 300, "unchecked": 50, "guarded": [], "misfits": []}
 
 

@@ -90,6 +90,7 @@ def test_figures_come_from_what_the_benchmarks_write():
     assert probe[2].value == pytest.approx(1e-4)
 
 
+@pytest.mark.slow
 def test_without_an_accelerator_it_proves_nothing_and_says_what_to_do(tmp_path: Path):
     torch = pytest.importorskip("torch")
     if torch.accelerator.is_available():

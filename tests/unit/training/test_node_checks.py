@@ -219,7 +219,7 @@ def test_who_was_forked_after_the_driver_was_asked_anything_says_nothing_of_gpus
     """``torch.cuda.is_available()`` in a script before ``attach``: no fault of the node."""
     with (
         mock.patch.object(torch.cuda, "_is_in_bad_fork", lambda: True),
-        mock.patch.object(accelerator, "kind", lambda: torch.device("cuda")),
+        mock.patch.object(accelerator, "built_for", lambda: (torch.device("cuda"),)),
     ):
         checks = found(run_checks(wanted(gpus=1), {}, may_use_gpu=True))
     assert checks["gpu"].verdict is CheckVerdict.SKIPPED
