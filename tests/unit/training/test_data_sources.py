@@ -408,7 +408,7 @@ class Drawing:
         return LENGTH
 
 
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "sampler",
     [
