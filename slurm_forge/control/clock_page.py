@@ -110,11 +110,6 @@ class ProgressClock:
         """
         poll = position[2]
         changes = bool(phase) and phase != self._phase
-        if not (changes or self._entering or self._waits or self._special):
-            self._position = position  # between two ordinary steps
-            self._begun = max(self._begun, position[0])
-            self._move(counts=True)
-            return
         if self._waits and 0 < poll < LAST:
             return
         if changes and poll < LAST:  # the first position of it
@@ -124,7 +119,7 @@ class ProgressClock:
             self._at = self._clock()  # the way into a phase is no stretch of it
         else:
             self._look_back(counts=True)
-        if position[0] > self._begun:  # nobody has said when
+        if position[0] > self._begun:  # ``begin`` was not called for it
             self._begun = position[0]
             self._count_special()
         if changes and poll == LAST:  # the last one of what was done before
@@ -145,9 +140,6 @@ class ProgressClock:
         """Begin the ``step``th step."""
         self._begun = step
         self._entering = False
-        if not self._special:
-            self._move(counts=False)
-            return
         self._look_back(counts=False)
         self._count_special()
         self._write()
@@ -198,29 +190,13 @@ class ProgressClock:
         """A stretch is over: tell it, if it is long, or counts and is among the first."""
         now, kind = self._clock(), self._kind
         lasted, self._at = now - self._at, now
-        if lasted >= NOTABLE_S or (counts and kind.count < _FIRST_ONES):
-            self._tell(lasted)
-
-    def _tell(self, lasted: float) -> None:
-        kind = self._kind
+        if lasted < NOTABLE_S and not (counts and kind.count < _FIRST_ONES):
+            return
         kind.count += 1
         place = _RING_AT + self._stretches % _ENTRIES * _ENTRY.size
         _ENTRY.pack_into(self._page, place, lasted, kind.text)
         self._stretches += 1
         _COUNT.pack_into(self._page, _COUNT_AT, self._stretches)
-
-    def _move(self, *, counts: bool) -> None:
-        """``_look_back`` and ``_write`` in one: a call less for each ordinary step."""
-        now, kind = self._clock(), self._kind
-        lasted, self._at = now - self._at, now
-        if lasted >= NOTABLE_S or (counts and kind.count < _FIRST_ONES):
-            self._tell(lasted)
-        self._number = number = self._number + 1
-        step, phase, poll, rollbacks = self._position
-        _PACK(
-            self._page, 0, number, rollbacks, step, self._begun, phase, poll, now,
-            kind.phase, kind.text, number,
-        )  # fmt: skip
 
     def _write(self) -> None:
         self._number = number = self._number + 1

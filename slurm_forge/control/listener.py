@@ -353,7 +353,7 @@ class Listener(ABC, Generic[PeerT]):
                     return
 
     def _hear_line(self, peer: PeerT, line: bytes, descriptor: int) -> bool:
-        """Take one line in; False once its connection was dropped, and nobody says the rest."""
+        """Handle one line; False if its connection was dropped, so that no other line counts."""
         if peer.connection.session is None:
             self._answer(peer, line)
         else:

@@ -107,7 +107,7 @@ class AuthenticatedConnection:
         """The same without waiting, of a socket that has a timeout, in a single system call.
 
         Raises:
-            BlockingIOError: Nothing has come.
+            BlockingIOError: There is nothing to read.
             EOFError: The other end has closed the connection.
             ControlChannelError: A line is too long.
         """

@@ -93,8 +93,8 @@ class ForgeCallback(keras.callbacks.Callback):
             (model.optimizer, "_clip_gradients", self._clip),
             (model, "_compute_loss", self._note_loss),
             (model, "evaluate", self._evaluate),
-            *((each, "on_train_batch_begin", self._unless_to_pass) for each in self._others),
-            *((each, "on_train_batch_end", self._unless_passed) for each in self._others),
+            *((each, "on_train_batch_begin", _unless(self._is_to_pass)) for each in self._others),
+            *((each, "on_train_batch_end", _unless(self._was_passed)) for each in self._others),
         ]
         with ExitStack() as stack:
             for owner, name, wrap in wrapped:
@@ -153,7 +153,7 @@ class ForgeCallback(keras.callbacks.Callback):
         """
 
         def step(data: Any) -> Any:
-            self._passed = self._to_pass > 0
+            self._passed = self._is_to_pass()
             if self._passed:
                 self._to_pass -= 1
                 return self.model.get_metrics_result()
@@ -243,21 +243,11 @@ class ForgeCallback(keras.callbacks.Callback):
 
         return evaluate_in_a_phase
 
-    def _unless_to_pass(self, hook: Callable[..., None]) -> Callable[..., None]:
-        """Other callbacks do not see batches that are passed over: they have seen them."""
+    def _is_to_pass(self) -> bool:
+        return self._to_pass > 0
 
-        def call(*args: Any, **kwargs: Any) -> None:
-            if not self._to_pass:
-                hook(*args, **kwargs)
-
-        return call
-
-    def _unless_passed(self, hook: Callable[..., None]) -> Callable[..., None]:
-        def call(*args: Any, **kwargs: Any) -> None:
-            if not self._passed:
-                hook(*args, **kwargs)
-
-        return call
+    def _was_passed(self) -> bool:
+        return self._passed
 
     # -- the state -----------------------------------------------------------------------------
 
@@ -333,6 +323,19 @@ class _TorchOptimizer(torch.optim.Optimizer):
             self.update(gradients, self._variables)
 
     step.hooked = True  # type: ignore[attr-defined]  # by torch's profiler: Keras has its own
+
+
+def _unless(passed: Callable[[], bool]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Other callbacks do not see batches that are passed over: they have seen them."""
+
+    def wrap(hook: Callable[..., None]) -> Callable[..., None]:
+        def call(*args: Any, **kwargs: Any) -> None:
+            if not passed():
+                hook(*args, **kwargs)
+
+        return call
+
+    return wrap
 
 
 def _global_norm(gradients: list[torch.Tensor | None]) -> torch.Tensor:

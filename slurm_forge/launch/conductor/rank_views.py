@@ -11,7 +11,7 @@ from slurm_forge.control.roster import MonitorView
 from slurm_forge.recovery.monitor.probe_verdict import RankSeen
 from slurm_forge.recovery.monitor.stalls import RankView
 
-#: A monitor says something every second or two.
+#: A monitor sends a heartbeat every second or two.
 _SILENT_S = 8.0
 #: Whoever was heard no longer ago than a heartbeat is, and this, talks.
 _TALKS_S = 1.5

@@ -145,7 +145,7 @@ def _nouns(incident: s.IncidentStory) -> tuple[str, str]:
 
 
 def label(incident: s.IncidentStory) -> str:
-    """The cause in a word; a signal that nobody is known to have sent is no more than that."""
+    """The cause in a word; a signal of unknown origin is called just that."""
     return "stopped" if _sender_unknown(incident) else t.clean(incident.cause, 40)
 
 
@@ -281,7 +281,7 @@ def followed(
 ) -> tuple[str, ...]:
     """What followed from an incident, and its cost.
 
-    Why a run is held, and where it waits, is told where the run stands.
+    Why a run is held, and where it waits, is part of where the run stands, not of this.
     """
     last = incident is launch.incidents[-1]
     told: tuple[str, ...] = (_HELD,)

@@ -173,7 +173,7 @@ class Hooks:
 
     rank: int
     #: With whether they run on every rank.
-    by_name: dict[str, list[tuple[_Hook, bool]]] = field(default_factory=dict)
+    _hooks: dict[str, list[tuple[_Hook, bool]]] = field(default_factory=dict)
     _on_instability: list[Callable[[Incident], Decision | None]] = field(default_factory=list)
 
     def add(self, name: str, hook: _F, *, all_ranks: bool = False) -> _F:
@@ -185,7 +185,7 @@ class Hooks:
         if name == "on_instability":
             self._on_instability.append(hook)
         elif name in _NAMES:
-            self.by_name.setdefault(name, []).append((hook, all_ranks))
+            self._hooks.setdefault(name, []).append((hook, all_ranks))
         else:
             raise ValueError(
                 f"no hook {name!r}; there are {', '.join((*_NAMES, 'on_instability'))}"
@@ -194,7 +194,7 @@ class Hooks:
 
     def call(self, name: str, /, **arguments: Any) -> None:
         """Call every hook of that name: on rank 0, or on all ranks where that was asked for."""
-        for hook, all_ranks in self.by_name.get(name, ()):
+        for hook, all_ranks in self._hooks.get(name, ()):
             if all_ranks or self.rank == 0:
                 hook(**arguments)
 

@@ -52,12 +52,8 @@ class StepBoundaries:
         """Pass the boundary after ``step`` steps; False if it was passed already."""
         if step == self._step:
             return False
-        self._step, self._phase, self._poll, self._path = step, 0, 0, ""
-        self._doing = "train"
-        if self._member is not None:
-            position = Position(step, 0, 0, self.rollbacks)
-            for request in self._member.advance(position, "", phase="train"):
-                self._act(request)
+        self._begin(step)
+        self._due(doing="train")
         return True
 
     @contextmanager

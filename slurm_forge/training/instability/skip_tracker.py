@@ -145,13 +145,9 @@ class SkipTracker:
         self._progress.skipped_in_a_row = 0
         if self._skip_streak_from is not None:
             self._end_skip_streak()
-        if loss is None:
-            loss = math.nan
-        elif math.isfinite(loss):
-            self._bad_losses = 0
-        else:
+        if loss is not None:
             self._look_at_losses(step, (loss,))
-        self._watched.add(step, norm, loss)
+        self._watched.add(step, norm, math.nan if loss is None else loss)
         return True
 
     def announced(self, anomaly: Anomaly) -> None:

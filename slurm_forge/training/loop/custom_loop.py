@@ -9,7 +9,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
@@ -138,7 +138,7 @@ class CustomLoop:
     ) -> None:
         """Count one step; ``what`` is the method of the run that does."""
         lifecycle = self._lifecycle
-        self._require_between_steps(what)
+        self._require_between_steps(f"{what}()")
         loss = reported("loss", loss)
         if samples is not None and (type(samples) is not int or samples < 0):
             samples = _whole(what, "samples", samples, least=0)
@@ -162,9 +162,8 @@ class CustomLoop:
     def boundary(self) -> None:
         """Pass the boundary behind a step that is counted."""
         self._pass_boundary()
-        lifecycle = self._lifecycle
-        if self._guards and lifecycle.has_buffers and lifecycle.iteration is None:
-            lifecycle.remember_buffers()
+        if self._guards and self._lifecycle.iteration is None:
+            self._lifecycle.remember_buffers()
 
     def apply(
         self,
@@ -175,12 +174,12 @@ class CustomLoop:
         keep_gradients: bool = False,
     ) -> None:
         """Judge gradients that the program has computed: updates ``advance`` will count."""
-        self._require_between_steps("run.apply")
-        optimizers = list(self._parts.registry.optimizers.values())
+        self._require_between_steps("run.apply()")
         if optimizer is not None:
-            if optimizer not in optimizers:
-                self._refuse_unregistered(optimizer, "run.apply()")
+            self.require_registered(optimizer, "run.apply()")
             optimizers = [optimizer]
+        else:
+            optimizers = list(self._parts.registry.optimizers.values())
         if not optimizers:
             raise UnsupportedError(
                 "run.apply() without an optimizer: none is registered",
@@ -288,15 +287,8 @@ class CustomLoop:
 
     def _require_between_steps(self, what: str) -> None:
         """``UnsupportedError`` where no update can be made or counted by ``what``."""
-        lifecycle = self._lifecycle
-        if (
-            lifecycle.in_step
-            or lifecycle.handed_out is not None
-            or (self._boundaries.inside is not None)
-        ):
-            self._refuse_inside(f"{what}()")
-        if not self._resumer.restored or lifecycle.iteration not in (None, self._progress.step):
-            self._require_new_step(f"{what}()")
+        self._refuse_inside(what)
+        self._require_new_step(what)
 
     def _require_new_step(self, what: str) -> None:
         """``UnsupportedError`` where the checkpoint is not loaded, or the step is counted."""
@@ -316,24 +308,21 @@ class CustomLoop:
 
     def require_registered(self, optimizer: Optimizer, what: str) -> None:
         """``UnsupportedError`` for an optimizer that is in no checkpoint."""
-        if optimizer not in self._parts.registry.optimizers.values():
-            self._refuse_unregistered(optimizer, what)
-
-    def _refuse_unregistered(self, optimizer: Optimizer, what: str) -> NoReturn:
-        names = ", ".join(self._parts.registry.optimizers) or "none"
-        raise UnsupportedError(
-            f"{what} was given an optimizer ({type(optimizer).__name__}) that is not "
-            f"registered (registered: {names}): its state would be in no checkpoint",
-            next_step="Register it before training: run.register(my_optimizer=…).",
-        )
+        registered = self._parts.registry.optimizers
+        if optimizer not in registered.values():
+            names = ", ".join(registered) or "none"
+            raise UnsupportedError(
+                f"{what} was given an optimizer ({type(optimizer).__name__}) that is not "
+                f"registered (registered: {names}): its state would be in no checkpoint",
+                next_step="Register it before training: run.register(my_optimizer=…).",
+            )
 
     def _pass_boundary(self) -> None:
         """The boundary behind a step on the program's own data."""
         if self._first_step:
             self._first_step = False
             self._resumer.note_missing_position()
-        if self.positions.looks:
-            self.positions.require_not_ahead()
+        self.positions.require_not_ahead()
         self._boundary()
         self._lifecycle.own_data = True
         last = self._progress.step == self._until
@@ -348,7 +337,7 @@ class CustomLoop:
         """
         ahead = self.positions.ahead() if self._lifecycle.own_data else {}
         if again and ahead is None:
-            self.positions.wanted_always()
+            self.positions.always = True
         schedule = self._parts.save_schedule
         schedule.ahead = ahead or {}
         try:

@@ -62,27 +62,25 @@ class Positions:
         self._progress = progress
         self._every: set[int] = set()
         self._registered: dict[str, Any] = {}
-        #: Whether a phase may follow any boundary; of ``always`` it need not be due there.
-        self.wanted = self.always = False
+        #: Whether phases come without being due: positions are kept at every boundary then.
+        self.always = False
         self._kept: dict[str, Any] = {}
         self._kept_at = -1
         #: Iterables when the last update was made, or those that were fetched from before a loop.
         self._at_update: dict[str, Any] = {}
         self._fetched_before: dict[str, Any] = {}
         self._loop_begun = False
-        #: Whether ``require_not_ahead`` has anything to look at.
-        self.looks = False
         self._watch: list[Any] = []
         self._unwatched_at = -1
+
+    @property
+    def wanted(self) -> bool:
+        """Whether a phase may follow any boundary."""
+        return self.always or bool(self._every)
 
     def wanted_every(self, steps: int) -> None:
         """A phase is due every so many steps."""
         self._every.add(steps)
-        self.wanted = True
-
-    def wanted_always(self) -> None:
-        """Phases come without being due: positions are kept at every boundary from now on."""
-        self.wanted = self.always = True
 
     def registered(self) -> None:
         """Objects were registered: iterators among them are to stay where they are for now."""
@@ -124,7 +122,6 @@ class Positions:
             hook = getattr(optimizer, "register_step_post_hook", None)
             if callable(hook):
                 self._watch.append(hook(lambda *_: self._updated()))
-                self.looks = True
 
     def loop_begins(self) -> None:
         """What was fetched since the last boundary is for the first step, and all that is.
@@ -137,10 +134,11 @@ class Positions:
         fetched, items = self.ahead() or {}, self._iterables
         with contextlib.suppress(Exception), preserved():
             self._fetched_before = {n: _kept(items[n]) for n in fetched if n in items}
-            self.looks = self.looks or bool(self._fetched_before)
 
     def require_not_ahead(self) -> None:
         """``UnsupportedError`` at the end of a step that has fetched the next one's batch."""
+        if not (self._watch or self._fetched_before):
+            return
         name = self._moved(self._at_update)
         if name is not None:
             raise _fetched_ahead(name, "between the update of the weights and the step's end")
@@ -152,7 +150,6 @@ class Positions:
             for handle in self._watch:
                 handle.remove()
             self._watch = []
-        self.looks = bool(self._watch)
 
     def _updated(self) -> None:
         if self._progress.step >= self._unwatched_at:

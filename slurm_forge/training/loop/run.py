@@ -545,8 +545,7 @@ class Run:
         before = self._step_lifecycle.stream_before
         if before is not None:
             self._progress_log.epochs(self._batch_loop.length, before)
-        if "on_step_end" in self._hooks.by_name:
-            self._hooks.call("on_step_end", step=self._progress.step)
+        self._hooks.call("on_step_end", step=self._progress.step)
         if self._progress_log.write():
             self._now_and_then()
 
@@ -645,15 +644,18 @@ class Run:
     # -- what happens at a boundary ----------------------------------------------------------
 
     def _boundary(self) -> None:
-        tracker, instability = self._skip_tracker, self._instability
-        if tracker.trouble is not None or instability.unfinished_rollbacks:
-            instability.boundary()  # what the last step came to
+        self._recover()  # from what the last step came to
         if not self._boundaries.boundary(self._progress.step):
             return
-        announced = tracker.trouble is not None or instability.unfinished_rollbacks
-        if announced and instability.boundary():  # it has led to an earlier step
+        if self._recover():  # from what was announced for here
             self._boundaries.boundary(self._progress.step)
         self._save_schedule.boundary(stepped=self._step_lifecycle.stepped)
+
+    def _recover(self) -> bool:
+        """Act on what all ranks know of the last steps, if anything; whether it was a rewind."""
+        if self._skip_tracker.trouble is None and not self._instability.unfinished_rollbacks:
+            return False
+        return self._instability.boundary()
 
     # -- for the worker ----------------------------------------------------------------------
 

@@ -75,7 +75,7 @@ class SaveSchedule:
             healthy = self._progress.skipped_in_a_row == 0 and tracker.open_proposal is None
             catalog.stepped(self._progress.step, healthy=healthy)
         self._stepped = stepped
-        if stepped and not self._prepared:
+        if stepped:
             self._prepare()
         due = self._due()
         if due is not None and self._saver.last_save_step != self._progress.step:

@@ -122,7 +122,6 @@ class StepLifecycle:
         self._on_counted = on_counted
         #: None where no model has any.
         self._buffers: BufferSnapshot | None = None
-        self.has_buffers = False
         #: Before which step the buffers were remembered.
         self._buffers_at = -1
         self._generators: Generators | None = None
@@ -163,7 +162,7 @@ class StepLifecycle:
     def start(self, *, timed: bool = True) -> None:
         """Another step begins; ``timed`` where it does so now, and not somewhere before.
 
-        Of others it is told, by their end alone, that they have begun.
+        An untimed step is reported as begun when it ends.
         """
         step = self._progress.step
         self._started, self._timed = True, timed
@@ -188,8 +187,7 @@ class StepLifecycle:
         models = self._registry.models.values()
         if any(part._buffers for model in models for part in model.modules()):
             self._buffers = BufferSnapshot(models)
-        self.has_buffers = self._buffers is not None
-        self._is_plain = not self.has_buffers and self._registry.scaler is None
+        self._is_plain = self._buffers is None and self._registry.scaler is None
 
     def remember_buffers(self) -> None:
         """Before the forward of a step: what a skipped update is to put back."""

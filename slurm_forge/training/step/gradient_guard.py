@@ -280,18 +280,10 @@ def _apply_known(
 
 def update(optimizer: Optimizer, *, keep_gradients: bool) -> None:
     """Step, if there is any gradient, and drop the gradients unless they are to be kept."""
-    if _has_gradient(optimizer):
+    if any(p.grad is not None for group in optimizer.param_groups for p in group["params"]):
         optimizer.step()
     if not keep_gradients:
         drop_gradients(optimizer)
-
-
-def _has_gradient(optimizer: Optimizer) -> bool:
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if parameter.grad is not None:
-                return True
-    return False
 
 
 def drop_gradients(optimizer: Optimizer) -> None:
