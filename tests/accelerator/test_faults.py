@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable
-
 import pytest
 import torch
 
@@ -14,6 +11,7 @@ from slurm_forge.training.preflight.node_checks import NodeRequirements, run_che
 from slurm_forge.training.rank.in_process_relaunch import Unwinding
 from slurm_forge.training.rank.preload import why_not_forkable
 from slurm_forge.vocabulary.cause import Cause
+from tests.accelerator.children import in_child
 
 Device = torch.device
 
@@ -48,19 +46,6 @@ def test_a_process_whose_context_is_spoilt_takes_part_in_no_other_launch(sim: De
     problem = Unwinding(lambda reason: None).clear()
     assert "can't be used any more" in problem
     assert "uncorrectable ECC error" in problem
-
-
-def in_child(program: Callable[[], None]) -> int:
-    """Its exit status."""
-    pid = os.fork()
-    if pid == 0:
-        code = 1
-        try:
-            program()
-            code = 0
-        finally:
-            os._exit(code)
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
 def names(checks: object) -> dict[str, str]:

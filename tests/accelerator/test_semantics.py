@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable
 
 import pytest
 import torch
+
+from tests.accelerator.children import in_child
 
 Device = torch.device
 
@@ -353,19 +354,6 @@ def test_a_kernel_that_hangs_holds_its_stream_and_no_other(sim: Device) -> None:
 
 
 # -- forks -------------------------------------------------------------------------------------
-
-
-def in_child(program: Callable[[], None]) -> int:
-    """Its exit status."""
-    pid = os.fork()
-    if pid == 0:
-        code = 1
-        try:
-            program()
-            code = 0
-        finally:
-            os._exit(code)
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
 def use() -> None:

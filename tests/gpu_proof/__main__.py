@@ -9,13 +9,21 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from tests.accelerator.build import installed
 from tests.gpu_proof.benchmarks import run_benchmarks
 from tests.gpu_proof.nodes import run_across
-from tests.gpu_proof.outcomes import Check, Outcome, Proof, as_json, as_page, checks_of_junit
+from tests.gpu_proof.outcomes import (
+    Check,
+    Figure,
+    Outcome,
+    Proof,
+    as_json,
+    as_page,
+    checks_of_junit,
+)
 from tests.gpu_proof.runs import run_scenarios
 
 _ROOT = Path(__file__).parents[2]
@@ -50,54 +58,47 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
         return 2
     checks: list[Check] = []
-    figures = []
+    figures: list[Figure] = []
     environment = dict(os.environ)
     fused = machine["type"] == "cuda"
 
-    def seconds_left(part: str) -> float:
-        return within * _SHARE[part] - (time.monotonic() - began)
+    def seconds_left(part: str) -> Callable[[], float]:
+        return lambda: within * _SHARE[part] - (time.monotonic() - began)
 
-    shared = options.folder or Path.cwd()
-    with tempfile.TemporaryDirectory(prefix="gpu-proof-", dir=shared) as name:
-        folder = Path(name)
+    with tempfile.TemporaryDirectory(prefix="gpu-proof-", dir=options.folder or ".") as name:
+        folder = Path(name).absolute()
+        run: dict[str, Callable[[], tuple[list[Check], list[Figure]]]] = {
+            "tests": lambda: (run_tests(folder, seconds_left("tests")()), []),
+            "runs": lambda: run_scenarios(
+                folder,
+                devices=devices,
+                environment=environment,
+                seconds_left=seconds_left("runs"),
+                fused=fused,
+            ),
+            "nodes": lambda: run_across(
+                folder,
+                nodes=options.nodes,
+                devices=devices,
+                settings=options.set,
+                environment=environment,
+                seconds_left=seconds_left("nodes"),
+                fused=fused,
+            ),
+            "benchmarks": lambda: run_benchmarks(
+                folder,
+                devices=devices,
+                environment=environment,
+                seconds_left=seconds_left("benchmarks"),
+                goals=not options.made_up,
+            ),
+        }
         for part in options.only:
             sys.stdout.write(f"{part} …\n")
             sys.stdout.flush()
-            if part == "tests":
-                found = run_tests(folder, seconds_left(part))
-            elif part == "runs":
-                found, more = run_scenarios(
-                    folder,
-                    devices=devices,
-                    environment=environment,
-                    seconds_left=lambda: seconds_left("runs"),
-                    fused=fused,
-                )
-                figures += more
-            elif part == "benchmarks":
-                found, more = run_benchmarks(
-                    folder,
-                    devices=devices,
-                    environment=environment,
-                    seconds_left=lambda: seconds_left("benchmarks"),
-                    goals=not options.made_up,
-                )
-                figures += more
-            elif options.nodes > 1:
-                found = [
-                    run_across(
-                        folder,
-                        nodes=options.nodes,
-                        devices=devices,
-                        settings=options.set,
-                        environment=environment,
-                        seconds_left=lambda: seconds_left("nodes"),
-                        fused=fused,
-                    )
-                ]
-            else:
-                found = []
+            found, more = run[part]()
             checks += found
+            figures += more
             for check in found:
                 sys.stdout.write(f"  {check.outcome.value:8}{check.name}  {check.detail}\n")
     proof = Proof(machine, checks, figures, time.monotonic() - began, options.made_up)

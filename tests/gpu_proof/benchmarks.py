@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tests.gpu_proof.outcomes import Check, Figure, Outcome
+from tests.gpu_proof.outcomes import Check, Figure, Outcome, last_line, why_not_run
 
 PART = "benchmarks"
 _ROOT = Path(__file__).parents[2]
@@ -41,11 +41,9 @@ def stall_figures(found: Any) -> list[Figure]:
         "compute: dcp.async_save, thread, kept stager",
     )
     rounds = [each for part in found["parts"] for each in part["rounds"]]
-    mine = statistics.median(one[ours]["stall_s"] for one in rounds)
-    rival = statistics.median(one[theirs]["stall_s"] for one in rounds)
     return [
-        Figure("a save of 1 GiB, lost to training", mine, "s"),
-        Figure("the same with dcp.async_save", rival, "s"),
+        Figure("a save of 1 GiB, lost to training", _median(rounds, ours, "stall_s"), "s"),
+        Figure("the same with dcp.async_save", _median(rounds, theirs, "stall_s"), "s"),
         Figure("a save of 1 GiB, the call", _median(rounds, ours, "blocked_s"), "s"),
     ]
 
@@ -92,12 +90,9 @@ def run_benchmarks(
     checks: list[Check] = []
     figures: list[Figure] = []
     for each in chosen:
-        outcome, detail = Outcome.PASSED, ""
-        if each.ranks > devices:
-            outcome, detail = Outcome.NOT_RUN, f"needs {each.ranks} devices, has {devices}"
-        elif seconds_left() <= 0:
-            outcome, detail = Outcome.NOT_RUN, "no time is left"
-        else:
+        detail = why_not_run(each.ranks, devices, seconds_left())
+        outcome = Outcome.NOT_RUN if detail else Outcome.PASSED
+        if not detail:
             file = folder / f"{each.module}.json"
             words = [sys.executable, "-m", f"benchmarks.{each.module}", *each.arguments]
             words += ["--accelerator", "--json", str(file)]
@@ -115,8 +110,8 @@ def run_benchmarks(
             except subprocess.TimeoutExpired:
                 outcome, detail = Outcome.FAILED, "it did not end in the time that was left"
             except subprocess.CalledProcessError as error:
-                last = (error.stderr.strip() or f"exit status {error.returncode}").splitlines()
-                outcome, detail = Outcome.FAILED, last[-1]
+                told = last_line(error.stdout, error.stderr, error.returncode)
+                outcome, detail = Outcome.FAILED, told
         checks.append(Check(PART, each.module, outcome, detail))
     if not goals:
         figures = [replace(figure, goal=None) for figure in figures]

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.gpu_proof.outcomes import Check, Outcome
+from tests.gpu_proof.outcomes import Check, Figure, Outcome, last_line
 from tests.gpu_proof.runs import STEPS, job_text
 
 PART = "nodes"
@@ -28,12 +28,12 @@ def run_across(
     environment: Mapping[str, str],
     seconds_left: Callable[[], float],
     fused: bool,
-) -> Check:
+) -> tuple[list[Check], list[Figure]]:
     """Submit, wait, and look at the run; it is stopped, and its jobs end, if time runs out.
 
     Args:
         folder: On a file system that all nodes see.
-        nodes: How many.
+        nodes: How many; for a single one nothing is run.
         devices: Accelerators of each, and ranks on each.
         settings: ``KEY=VALUE`` of the job file, such as ``resources.partition=gpu``.
         environment: Of the commands.
@@ -43,8 +43,11 @@ def run_across(
     began = time.monotonic()
     name = f"{nodes} nodes, {devices} ranks each: preempted, then killed"
 
-    def check(outcome: Outcome, detail: str = "") -> Check:
-        return Check(PART, name, outcome, detail, time.monotonic() - began)
+    def check(outcome: Outcome, detail: str = "") -> tuple[list[Check], list[Figure]]:
+        return [Check(PART, name, outcome, detail, time.monotonic() - began)], []
+
+    if nodes == 1:
+        return [], []
 
     job, runs = folder / "nodes.yaml", folder / "runs"
     job.write_text(job_text(fused))
@@ -55,7 +58,8 @@ def run_across(
         words += ["--set", setting]
     submitted = _forge(words, environment)
     if submitted.returncode:
-        return check(Outcome.FAILED, _last_line(submitted))
+        told = last_line(submitted.stdout, submitted.stderr, submitted.returncode)
+        return check(Outcome.FAILED, told)
     status: Any = {}
     while seconds_left() > 0:
         asked = _forge(["status", str(runs / "nodes"), "--json"], environment)
@@ -71,7 +75,9 @@ def run_across(
     return check(Outcome.PASSED)
 
 
-def _forge(words: Sequence[str], environment: Mapping[str, str]) -> Any:
+def _forge(
+    words: Sequence[str], environment: Mapping[str, str]
+) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "slurm_forge.cli.main", *words],
         check=False,
@@ -81,8 +87,3 @@ def _forge(words: Sequence[str], environment: Mapping[str, str]) -> Any:
         text=True,
         timeout=120,
     )
-
-
-def _last_line(ended: Any) -> str:
-    said = (ended.stderr.strip() or ended.stdout.strip()).splitlines()
-    return said[-1] if said else f"exit status {ended.returncode}"

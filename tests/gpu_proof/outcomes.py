@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from enum import Enum
 from typing import Any
 from xml.etree import ElementTree
@@ -85,6 +85,19 @@ def checks_of_junit(part: str, text: str) -> list[Check]:
     return found
 
 
+def why_not_run(ranks: int, devices: int, seconds_left: float) -> str:
+    """Why a part with that many ranks can't run; empty where it can."""
+    if ranks > devices:
+        return f"needs {ranks} devices, has {devices}"
+    return "no time is left" if seconds_left <= 0 else ""
+
+
+def last_line(out: str, err: str, code: int) -> str:
+    """What a program that failed said last."""
+    said = (err.strip() or out.strip()).splitlines()
+    return said[-1] if said else f"exit status {code}"
+
+
 def as_json(proof: Proof) -> dict[str, Any]:
     """The proof for programs, with stable keys."""
     return {
@@ -93,26 +106,8 @@ def as_json(proof: Proof) -> dict[str, Any]:
         "rehearsal": proof.rehearsal,
         "seconds": round(proof.seconds, 1),
         "machine": dict(proof.machine),
-        "checks": [
-            {
-                "part": check.part,
-                "name": check.name,
-                "outcome": check.outcome.value,
-                "detail": check.detail,
-                "seconds": round(check.seconds, 3),
-            }
-            for check in proof.checks
-        ],
-        "figures": [
-            {
-                "name": figure.name,
-                "value": figure.value,
-                "unit": figure.unit,
-                "goal": figure.goal,
-                "met": figure.met,
-            }
-            for figure in proof.figures
-        ],
+        "checks": [asdict(check) for check in proof.checks],
+        "figures": [{**asdict(figure), "met": figure.met} for figure in proof.figures],
     }
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from slurm_forge.testing.digest import digest
-from tests.gpu_proof.outcomes import Check, Figure, Outcome
+from tests.gpu_proof.outcomes import Check, Figure, Outcome, last_line, why_not_run
 
 PART = "runs"
 STEPS = 120
@@ -68,12 +68,9 @@ def run_scenarios(
         return [Check(PART, "untouched", Outcome.FAILED, str(error))], []
     for number, scenario in enumerate(chosen):
         began = time.monotonic()
-        outcome, detail = Outcome.PASSED, ""
-        if scenario.ranks > devices:
-            outcome, detail = Outcome.NOT_RUN, f"needs {scenario.ranks} devices, has {devices}"
-        elif seconds_left() <= 0:
-            outcome, detail = Outcome.NOT_RUN, "no time is left"
-        else:
+        detail = why_not_run(scenario.ranks, devices, seconds_left())
+        outcome = Outcome.NOT_RUN if detail else Outcome.PASSED
+        if not detail:
             try:
                 run = runner.run(f"scenario-{number}", scenario.faults)
                 run.check(scenario, reference)
@@ -154,8 +151,7 @@ class _Runner:
         try:
             explained = json.loads(out)
         except ValueError:
-            last = (err.strip() or out.strip()).splitlines()[-1:]
-            raise _FailedError(f"exit status {process.returncode}: {' '.join(last)}") from None
+            raise _FailedError(last_line(out, err, process.returncode)) from None
         return _Run(self.runs / name, explained)
 
 
