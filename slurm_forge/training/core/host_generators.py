@@ -36,7 +36,9 @@ class Generators:
     def now(cls, device: torch.device, host: torch.Tensor | None = None) -> Generators:
         """Copies; nothing is waited for.  ``host``: that of the host, where it is known already."""
         host = torch.default_generator.get_state() if host is None else host
-        return cls(host, state_of(device), device)
+        # A step on the host asks no device: a call, and a file for the reader, less.
+        state = None if device.type == "cpu" else state_of(device)
+        return cls(host, state, device)
 
     def same(self, other: Generators) -> bool:
         """Whether nothing was drawn in between."""
