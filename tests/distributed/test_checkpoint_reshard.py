@@ -233,7 +233,9 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize(
+    "name", ["fused adamw", *(pytest.param(n, marks=pytest.mark.slow) for n in ("sgd", "adagrad"))]
+)
 def test_other_optimizers_under_fsdp2(tmp_path, name):
     def build_with(seed):
         model, _, _, ema = build("fsdp2", seed)

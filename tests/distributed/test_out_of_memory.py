@@ -145,7 +145,7 @@ def steps_of(run: RunDirectory, attempt: int) -> dict[int, tuple[set[int], list[
     return found
 
 
-@pytest.mark.parametrize("parallel", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("parallel", ["ddp", pytest.param("fsdp2", marks=pytest.mark.slow)])
 def test_a_rank_without_memory_leaves_and_all_come_back_with_half_of_the_micro_batch(
     tmp_path: Path, parallel: str
 ) -> None:

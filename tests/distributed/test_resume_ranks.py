@@ -305,7 +305,11 @@ def at_random(seed: int) -> list[dict[str, Any]]:
     return found
 
 
-@pytest.mark.parametrize("background", [True, False], ids=["background", "waiting"])
+@pytest.mark.parametrize(
+    "background",
+    [True, pytest.param(False, marks=pytest.mark.slow)],
+    ids=["background", "waiting"],
+)
 @pytest.mark.parametrize(
     "seed", [1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 12))]
 )

@@ -106,7 +106,7 @@ def stop(launch: Launch) -> None:
     launch.kill(1, signal.SIGTERM)
 
 
-@pytest.mark.parametrize("wrapped", [ddp, fsdp2])
+@pytest.mark.parametrize("wrapped", [pytest.param(ddp, marks=pytest.mark.slow), fsdp2])
 def test_a_stopped_run_resumes_with_the_loss_that_was_computed_at_the_stop(
     tmp_path: Path, wrapped: Callable[[nn.Module], nn.Module]
 ) -> None:
@@ -147,7 +147,10 @@ def dies_on_one(rank: int) -> None:
 
 @pytest.mark.parametrize(
     "at_stop",
-    [raises_on_one, hangs_on_one, pytest.param(dies_on_one, marks=pytest.mark.slow)],
+    [
+        raises_on_one,
+        *(pytest.param(f, marks=pytest.mark.slow) for f in (hangs_on_one, dies_on_one)),
+    ],
 )
 def test_what_goes_wrong_behind_the_save_costs_that_loss_and_nothing_else(
     tmp_path: Path, at_stop: Callable[[int], object]
