@@ -1,8 +1,8 @@
 """Exchanges between ranks: small reports to rank 0, and one answer to all, never pickled.
 
-One exchange is a gather to rank 0 and a broadcast back.  What goes wrong on one rank is raised on
-all of them as the same error, and none is left waiting.  Each rank names the purpose of its
-exchange: if these differ (one rank has left the loop, say), all get one error that names them.
+An exchange is a gather to rank 0 and a broadcast back.  An error on one rank is raised on all of
+them as the same error, and none is left waiting.  Each rank names the purpose of its exchange: if
+purposes differ (one rank has left the loop, say), all get one error that names them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from slurm_forge.vocabulary.json_value import Json
 _MOST_FAILURES = 20
 _LONGEST_TEXT = 2000
 _SHOWN_RANKS = 8
-#: Bytes of a packet: a length, and a report that is no longer than in an ordinary save.
+#: Bytes of a packet: a length, and a report no longer than that of an ordinary save.
 _HEAD = 8
 _SHORT = 2048 - _HEAD
 
@@ -62,12 +62,12 @@ class Ranks:
         *,
         doing: str,
     ) -> Any:
-        """Return what ``decide`` makes of all reports on every rank, or raise the same error.
+        """Return the result of ``decide`` on all reports on every rank, or raise the same error.
 
-        ``error`` is what went wrong on this rank before.  ``decide`` runs on rank 0, only if no
-        rank had an error; FencedError and MismatchError stay such, a lack of space or quota on any
-        rank is a StorageFullError, all else is a CheckpointError (``doing`` tells what was going
-        on).  Raises RanksLostError where a rank is gone, UnsupportedError on all ranks where they
+        ``error`` is an earlier failure of this rank.  ``decide`` runs on rank 0, and only if no
+        rank had an error.  FencedError and MismatchError keep their type; a lack of space or quota
+        on any rank is a StorageFullError; any other error is a CheckpointError (``doing`` names the
+        operation).  Raises RanksLostError if a rank is gone, UnsupportedError on all ranks if they
         are not all ``doing`` the same.
         """
         entry: dict[str, Json] = {"doing": doing}
@@ -88,7 +88,7 @@ class Ranks:
                 except Exception as caught:
                     cause = caught
                     failing = {0: _describe(caught)}
-            # What is the same on many ranks is one failure of all of them.
+            # The same error on many ranks is reported as one failure of all of them.
             alike: dict[tuple[str, ...], list[int]] = {}
             for rank, failure in failing.items():
                 alike.setdefault(tuple(map(str, failure)), []).append(rank)
@@ -111,15 +111,15 @@ class Ranks:
     def _exchange(
         self, value: Json, judge: Callable[[Sequence[Any]], dict[str, Any]]
     ) -> dict[str, Any]:
-        """Return on every rank what ``judge`` makes of all values on rank 0.
+        """Return the result of ``judge`` on the values of all ranks on every rank; it runs on 0.
 
-        One gather and one broadcast while everything is short: each costs up to a millisecond.
+        One gather and one broadcast if everything is short: each costs up to a millisecond.
         """
         data = _to_bytes(value)
         heads = self._gather(_packet(data))
         if heads is None:
             packet = self._broadcast(_packet(b""))
-            if (longest := -_length(packet)) > 0:  # somebody's value is longer than a packet
+            if (longest := -_length(packet)) > 0:  # a rank's value is longer than a packet
                 self._gather(_padded(data[_SHORT:], longest - _SHORT))
                 packet = self._broadcast(_packet(b""))
             size = _length(packet)
@@ -203,7 +203,7 @@ def _named(ranks: Sequence[int]) -> str:
     return f"ranks {shown}{f' and {more} more' if more > 0 else ''}"
 
 
-#: Errors that stay what they are on every rank; everything else is a CheckpointError.
+#: Errors that keep their type on every rank; everything else becomes a CheckpointError.
 _KINDS: dict[str, type[CheckpointError] | type[FencedError]] = {
     "fenced": FencedError,
     "mismatch": MismatchError,

@@ -1,9 +1,9 @@
-"""Whether what is about to be trusted is sound: looked at in the copy, beside the write.
+"""Whether a state that is about to be saved is sound: checked in the copy, beside the write.
 
 A gradient of 1e25 leaves a finite loss and finite weights, and infinity in Adam's second moment; a
-flipped bit of an exponent makes 1e30 of a weight, and a normalisation behind it hides that.
-Nothing of this runs on the device or holds training up: it reads the arena that is written out, on
-one thread that leaves torch's threads, and Python's lock, to the training.
+flipped exponent bit turns a weight into 1e30, and a normalization behind it hides that.  Nothing
+here runs on the device or holds up training: it reads the arena that is being written, on one
+thread that leaves torch's threads, and the interpreter lock, to training.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from slurm_forge.device.accelerator import on_accelerator
 from slurm_forge.device.streams import beside
 
-#: Keys under it are figures about the training, not state: they may hold anything.
+#: Keys under it are figures about training, not state: they may hold any value.
 NOTES = "notes/"
 
 _MOST_NAMED = 5
@@ -26,25 +26,25 @@ _HUGE = 1e20
 
 
 class NotFinite(str, Enum):
-    """The worst that a tensor holds: a number that is none is worse than one without bounds."""
+    """The worst value in a tensor: NaN is worse than infinity."""
 
-    #: No weight, moment or statistic of a training that goes well.
+    #: No weight, moment or statistic of healthy training is this large.
     HUGE = "a number above 1e20"
     INFINITY = "infinity"
     NAN = "NaN"
 
 
 _NONE_ALLOWED: Mapping[str, NotFinite] = MappingProxyType({})
-#: Elements that are looked at in one go: every piece takes the interpreter away from the training.
+#: Elements that are checked at once: every piece holds the interpreter lock.
 _PIECE = 4 << 20
-#: As which integers to look at a type, infinity in it, and 1e20 (which float16 has not).
+#: For each type: the integer type to read it as, infinity in it, and 1e20 (float16 has none).
 _INFINITY = {
     torch.float64: (torch.int64, 0x7FF0_0000_0000_0000, 0x4415_AF1D_78B5_8C40),
     torch.float32: (torch.int32, 0x7F80_0000, 0x60AD_78EC),
     torch.bfloat16: (torch.int16, 0x7F80, 0x60AD),
     torch.float16: (torch.int16, 0x7C00, 0x7C00),
 }
-#: From the least to the worst.
+#: In ascending order of badness.
 _ORDER = tuple(NotFinite)
 
 
@@ -53,9 +53,9 @@ def unhealthy(
     *,
     allowed: Mapping[str, NotFinite] = _NONE_ALLOWED,
 ) -> tuple[str, ...]:
-    """What is not sound, named: ``NaN in optimizers/adam/…/exp_avg_sq``; a few names at most.
+    """The unsound values, named: ``NaN in optimizers/adam/…/exp_avg_sq``; a few names at most.
 
-    Of keys in ``allowed`` what stands there is taken as meant, and what is less bad than that.
+    For keys in ``allowed``, the value there and anything less bad counts as intended.
     """
     findings: list[str] = []
     for key, tensor in tensors:
@@ -75,10 +75,9 @@ def unhealthy_here(
     *,
     allowed: Mapping[str, NotFinite] = _NONE_ALLOWED,
 ) -> tuple[str, ...]:
-    """The same of tensors where they are, which may be changed meanwhile.
+    """The same for tensors in place, which may change meanwhile.
 
-    On a GPU they are looked at there, in one pass beside the training, and only what that finds is
-    copied.
+    On a GPU they are checked there, in one pass beside training, and only the result is copied.
     """
     here: list[tuple[str, torch.Tensor]] = []
     there: dict[torch.device, list[tuple[str, torch.Tensor]]] = {}
@@ -101,16 +100,16 @@ def about_state(finding: str) -> bool:
 
 
 def infinite_by_design(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, NotFinite]:
-    """What tensors hold from the start: the mask of an attention, a buffer not yet written to.
+    """Non-finite values by design: the mask of an attention, a buffer not yet written to.
 
-    Only of those that are not learned it can be meant so.  Waits for the device.
+    Only in tensors that are not learned can they be intended.  Waits for the device.
     """
     judged = ((key, _not_finite(tensor)) for key, tensor in tensors)
     return {key: what for key, what in judged if what is not None}
 
 
 def _not_finite(tensor: torch.Tensor) -> NotFinite | None:
-    """The worst that is in it; None where all is finite, or the type has nothing else."""
+    """The worst value in it; None if all are finite, or the type has only finite values."""
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)
     if not tensor.is_floating_point() or tensor.numel() == 0:
@@ -119,15 +118,15 @@ def _not_finite(tensor: torch.Tensor) -> NotFinite | None:
     if pattern is None:
         try:
             tensor, pattern = tensor.float(), _INFINITY[torch.float32]
-        except NotImplementedError:  # torch can't read it as numbers: four bits, two to a byte
+        except NotImplementedError:  # torch can't read it as numbers: four bits, two per byte
             return None
     kind, infinity, huge = pattern
     bits = tensor.detach().cpu().contiguous().reshape(-1).view(kind).numpy()
     worst = None
     for at in range(0, bits.size, _PIECE):
         piece = bits[at : at + _PIECE]
-        # Without its sign a number is the larger the larger its bits are; infinity is above all
-        # numbers and NaN above infinity.  With the sign bit set it is so as an unsigned integer.
+        # Without the sign bit, the bits of floats order like integers; infinity is above all
+        # numbers and NaN above infinity.  With the sign bit the same holds for unsigned integers.
         unsigned = piece.view(f"u{piece.dtype.name}")
         largest = max(int(piece.max()), int(unsigned.max()) - (1 << (8 * piece.itemsize - 1)))
         if largest > infinity:

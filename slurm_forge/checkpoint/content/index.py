@@ -1,8 +1,8 @@
-"""``index.json``: which tensors a checkpoint holds and where each of their shards lies.
+"""``index.json``: which tensors a checkpoint holds, and where each of their shards is stored.
 
-Written once per plan: as long as nothing changes its shape, the same bytes go into every save.
-What is read back is checked field by field: every shard inside its tensor and inside a listed
-file, every tensor there whole.
+Written once per plan: as long as shapes do not change, the same bytes go into every save.  On
+reading, every field is checked: each shard lies inside its tensor and inside a listed file, and
+each tensor is complete.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from slurm_forge.errors import CheckpointRejectedError
 from slurm_forge.format_version import FormatVersion, refuse_later
 from slurm_forge.store.manifest import rejected
 
-#: Bytes of an index that are read at most.
+#: The largest index that is read, in bytes.
 INDEX_LIMIT = 2 << 30
 _FORMAT = 1
 
@@ -45,7 +45,7 @@ def data_file(rank: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class SavedTensor:
-    """A tensor as it was saved: all of it, and its shards with their places."""
+    """A tensor as it was saved: its whole shape, and its shards with their places."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -54,13 +54,13 @@ class SavedTensor:
 
 @dataclass(frozen=True, slots=True)
 class Index:
-    """The tensors of a checkpoint by key; ``files`` are the names that places count."""
+    """The tensors of a checkpoint by key; ``files`` are the names that the places refer to."""
 
     files: tuple[str, ...]
     tensors: Mapping[str, SavedTensor]
 
     def to_metadata(self) -> Metadata:
-        """The same for DCP's load planner."""
+        """The index as metadata for DCP's load planner."""
         return Metadata(
             {
                 key: TensorStorageMetadata(
@@ -95,14 +95,14 @@ class Index:
     def from_bytes(cls, data: bytes, sizes: Mapping[str, int]) -> Index:
         """Read and check an index; ``sizes`` are the bytes of the files that the manifest lists.
 
-        CheckpointRejectedError with the reason in any doubt, FormatError where a later major
+        Raises CheckpointRejectedError with the reason in any doubt, FormatError if a later major
         version wrote it.
         """
         try:
             body = json.loads(data.decode("ascii"))
             if not isinstance(body, dict):
                 raise TypeError("not an object")
-            # Keys that a later minor version added are passed over.
+            # Keys that a later minor version added are ignored.
             version = FormatVersion.parse(body.get("format"))
             refuse_later("the index of the checkpoint", version, FormatVersion(_FORMAT))
             if type(body["files"]) is not list:

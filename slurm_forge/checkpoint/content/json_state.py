@@ -1,9 +1,9 @@
-"""Everything of a training state that is not a tensor, as JSON and back, without any change.
+"""Everything of a training state that is not a tensor, as JSON and back, without any loss.
 
-Finite floats, ints, strings, booleans, None, lists and dicts with string keys are written as JSON
-has them.  What JSON can't hold is written as an object with one key that begins with ``$``.  What
-comes back equals what went in, in value and in type; what can't promise that is refused with the
-path of its key.  Tensors are handed to the caller and leave a reference behind.
+Finite floats, ints, strings, booleans, None, lists and dicts with string keys are written as plain
+JSON.  Other values are written as an object with one key that begins with ``$``.  The decoded value
+equals the original in value and type; a value for which that can't be guaranteed is refused with
+the path of its key.  Tensors are passed to the caller and leave a reference behind.
 """
 
 from __future__ import annotations
@@ -55,18 +55,18 @@ def unescape(component: str) -> str:
 
 
 def encode(value: object, path: str, save_tensor: SaveTensor | None = None) -> Json:
-    """Return ``value`` as JSON; each tensor goes to ``save_tensor(key, tensor)``.
+    """Return ``value`` as JSON; each tensor is passed to ``save_tensor(key, tensor)``.
 
-    ``path`` is where the value stands and the beginning of its tensors' keys.  Raises
-    CheckpointError, which names the path, for what can't be brought back exactly.
+    ``path`` is the place of the value and the prefix of its tensors' keys.  Raises CheckpointError,
+    which names the path, for a value that can't be restored exactly.
     """
     return _encode(value, path, save_tensor, 0)
 
 
 def decode(value: Json, find_tensor: FindTensor | None = None) -> Any:
-    """Bring back what was encoded; ``find_tensor(key)`` gives the tensors.
+    """Decode what ``encode`` returned; ``find_tensor(key)`` supplies the tensors.
 
-    Raises ValueError for what ``encode`` can't have written.
+    Raises ValueError for anything that ``encode`` can't have written.
     """
     if isinstance(value, list):
         return [decode(item, find_tensor) for item in value]
@@ -146,7 +146,7 @@ def _encode_container(value: object, path: str, save: SaveTensor | None, depth: 
 def _pairs(value: dict[Any, Any], path: str, save: SaveTensor | None, depth: int) -> list[Json]:
     pairs: list[Json] = []
     for key, item in value.items():
-        # A string key is spelled as it is; "int:1" can't meet the string "1" in one path.
+        # A string key is used as it is; "int:1" can't meet the string "1" in the same path.
         name = escape(key) if type(key) is str else escape(f"{type(key).__name__}:{key!r}")
         pairs.append(
             [
@@ -164,7 +164,7 @@ def _spell(value: float) -> str:
 
 
 def _encode_numpy(value: object, path: str) -> Json:
-    # Schedulers and metrics bring NumPy scalars along; where nobody imported NumPy there are none.
+    # Schedulers and metrics contain NumPy scalars; if NumPy is not imported there are none.
     numpy = sys.modules.get("numpy")
     if numpy is not None and isinstance(value, numpy.generic | numpy.ndarray):
         dtype, kind = value.dtype, type(value)

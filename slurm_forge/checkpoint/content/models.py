@@ -1,7 +1,7 @@
-"""Modules: their tensors under fully qualified names that do not depend on how they are wrapped.
+"""Modules: their tensors under fully qualified names, independent of how they are wrapped.
 
 DDP, FSDP2, torch.compile and activation checkpointing leave no trace in the names, so that a
-checkpoint moves between them.
+checkpoint can move between them.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from slurm_forge.checkpoint.content.tensors import (
 from slurm_forge.errors import CheckpointError, MismatchError
 from slurm_forge.vocabulary.json_value import Json
 
-#: The attribute under which a wrapper keeps what it wraps, by the wrapper's class name (imported
-#: by name: torch._dynamo takes more than a second).
+#: The attribute under which a wrapper keeps the wrapped module, by the wrapper's class name
+#: (a string, because importing torch._dynamo takes more than a second).
 _WRAPPED = {
     "OptimizedModule": "_orig_mod",
     "CheckpointWrapper": "_checkpoint_wrapped_module",
@@ -48,9 +48,9 @@ _WRAPPED = {
 
 @dataclass(frozen=True, slots=True)
 class ParameterName:
-    """Where a parameter lives.
+    """The place of a parameter.
 
-    ``replicated``: DDP keeps it bitwise equal on all ranks; ``learned``: it asks for a gradient.
+    ``replicated``: DDP keeps it bitwise equal on all ranks; ``learned``: it requires a gradient.
     """
 
     model: str
@@ -79,8 +79,8 @@ def capture_model(
 ) -> dict[str, Json]:
     """Add the module's tensors to ``tensors``; return the rest (extra state) as JSON.
 
-    ``alike`` collects the keys of tensors that DDP keeps equal on all ranks: parameters, while
-    buffers are only equal after the next forward.
+    ``alike`` collects the keys of tensors that DDP keeps equal on all ranks: parameters; buffers
+    are only equal after the next forward.
     """
     _refuse_fsdp1(name, module)
     prefix = f"models/{escape(name)}"
@@ -115,8 +115,8 @@ def target_model(
 ) -> None:
     """Add the module's own tensors to ``targets``: they are loaded in place.
 
-    CheckpointError unless names, shapes and dtypes are exactly those that were saved.  Where the
-    module is one of several pipeline stages, ``all_stages`` are the names that these have together.
+    Raises CheckpointError unless names, shapes and dtypes are exactly the saved ones.  If the
+    module is one of several pipeline stages, ``all_stages`` are the names of all stages together.
     """
     _refuse_fsdp1(name, module)
     prefix = f"models/{escape(name)}/"
@@ -141,7 +141,7 @@ def target_model(
                 )
             check_fits(key, saved[key], check_savable(key, value))
             targets[key] = value
-    # Tensors inside of extra state; the module itself decides what becomes of them.
+    # Tensors inside extra state; the module itself decides what to do with them.
     for key, tensor in saved_tensors(metadata, f"extra/{prefix}").items():
         if all_stages is not None and unescape(key.split("/")[3]) not in current:
             continue
@@ -149,7 +149,7 @@ def target_model(
 
 
 def apply_model(name: str, module: nn.Module, rest: Mapping[str, Json], targets: Tensors) -> None:
-    """Hand the loaded values to the module: its own hooks and extra state see them too."""
+    """Pass the loaded values to the module, so that its hooks and extra state get them, too."""
     prefix = f"models/{escape(name)}/"
     state = {
         unescape(key.removeprefix(prefix)): tensor
@@ -165,13 +165,13 @@ def apply_model(name: str, module: nn.Module, rest: Mapping[str, Json], targets:
 def _state_of(module: nn.Module) -> dict[str, object]:
     """The module's state dict under names without wrappers.
 
-    torch's get_model_state_dict gives the same and takes five times as long (2.13).
+    torch's get_model_state_dict returns the same and takes five times as long (2.13).
     """
     prefixes = dict(_prefixes(module, "", ""))
     state: dict[str, object] = {}
     for key, value in module.state_dict().items():
         prefix = key
-        while prefix not in prefixes:  # hooks of a module may name what they please below it
+        while prefix not in prefixes:  # a module's hooks may use any names below it
             prefix = prefix[:-1].rpartition(".")[0]
             prefix = f"{prefix}." if prefix else ""
         state[prefixes[prefix] + key[len(prefix) :]] = value
@@ -179,7 +179,7 @@ def _state_of(module: nn.Module) -> dict[str, object]:
 
 
 def _prefixes(module: nn.Module, raw: str, clean: str) -> Iterator[tuple[str, str]]:
-    """What state-dict keys begin with, module by module, and what is left without wrappers."""
+    """The prefixes of state-dict keys, module by module, and the same without wrappers."""
     yield raw, clean
     wrapped = wrapped_attribute(module)
     for name, child in module._modules.items():  # named_children() gives each one once
@@ -190,16 +190,16 @@ def _prefixes(module: nn.Module, raw: str, clean: str) -> Iterator[tuple[str, st
 
 
 def wrapped_attribute(module: nn.Module) -> str | None:
-    """The attribute under which a wrapper keeps what it wraps; None for any other module."""
+    """The attribute under which a wrapper keeps the wrapped module; None for other modules."""
     if isinstance(module, DistributedDataParallel):
         return "module"
     return _WRAPPED.get(type(module).__name__)
 
 
 def rank_buffers(models: Mapping[str, nn.Module]) -> set[str]:
-    """The keys of buffers that each rank has by itself, and that ranks may differ in.
+    """The keys of buffers that each rank has of its own, and that may differ between ranks.
 
-    Not those that DDP broadcasts before the next forward, nor those of a ``DTensor``.
+    Without those that DDP broadcasts before the next forward, and without ``DTensor``s.
     """
     keys: set[str] = set()
     for name, model in models.items():
@@ -225,7 +225,7 @@ _Wrappers: TypeAlias = tuple[DistributedDataParallel, ...]
 def _modules_of(
     module: nn.Module, prefix: str, wrappers: _Wrappers, visited: set[int]
 ) -> Iterator[tuple[nn.Module, str, _Wrappers]]:
-    """Each module once, with the beginning of its names, and the DDP modules around it."""
+    """Each module once, with the prefix of its names, and the DDP modules around it."""
     if id(module) in visited:
         return
     visited.add(id(module))
@@ -239,7 +239,7 @@ def _modules_of(
 
 
 def _ignores(wrappers: _Wrappers) -> bool:
-    """Whether DDP was told to leave some tensors alone: which ones is not looked into."""
+    """Whether DDP was configured to ignore some tensors; which ones is not examined."""
     return any(getattr(each, "parameters_to_ignore", ()) for each in wrappers)
 
 

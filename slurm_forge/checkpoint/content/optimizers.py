@@ -1,7 +1,7 @@
-"""Optimizers: state under the names of the parameters it belongs to, options as they are.
+"""Optimizers: state under the names of its parameters, options unchanged.
 
 This is done by hand because torch's get_/set_optimizer_state_dict (2.13) take an optimizer step
-with zero gradients where there is no state yet, also when saving: Adam's step count would begin at
+with zero gradients if there is no state yet, even when saving: Adam's step count would begin at
 1, momentum at the weight decay, and a run that was saved before its first step would differ from
 one that was not.  They also refuse parameters that were never stepped, and Optimizer's own
 ``load_state_dict`` converts state to the parameter's dtype (fp32 moments of bf16 weights are lost).
@@ -67,7 +67,7 @@ def capture_optimizer(
     others: dict[Any, Any] = {}
     for packed_id, state in packed["state"].items():
         if packed_id not in parameters:
-            others[packed_id] = state  # some optimizers keep state of their own beside
+            others[packed_id] = state  # some optimizers keep additional state of their own
             continue
         parameter = parameters[packed_id]
         key = _key(name, parameter, names)
@@ -86,7 +86,7 @@ def capture_optimizer(
             save(path, value)
             if names[id(parameter)].replicated:
                 alike.add(path)
-        # Also when nothing is left: it tells a parameter with state from one without.
+        # Even if empty: it distinguishes a parameter with state from one without.
         rest[key] = encode(left, f"{prefix}/nested/{key}", save)
     more = {key: value for key, value in packed.items() if key not in ("state", "param_groups")}
     return {
@@ -98,7 +98,7 @@ def capture_optimizer(
 
 
 def capture_options(name: str, groups: Sequence[Mapping[str, Any]], save: SaveTensor) -> list[Json]:
-    """Everything of each group but its parameters, as JSON; tensors go to ``save``."""
+    """All options of each group without its parameters, as JSON; tensors go to ``save``."""
     prefix = f"optimizers/{escape(name)}/groups"
     return [
         encode({k: v for k, v in group.items() if k != "params"}, f"{prefix}/{index}", save)
@@ -108,7 +108,7 @@ def capture_options(name: str, groups: Sequence[Mapping[str, Any]], save: SaveTe
 
 @dataclass
 class OptimizerTarget:
-    """Where a saved optimizer is going; ``apply`` once the tensors have been read."""
+    """The destination of a saved optimizer; call ``apply`` once the tensors have been read."""
 
     optimizer: Optimizer
     document: Mapping[str, Any]
@@ -116,15 +116,15 @@ class OptimizerTarget:
     targets: Tensors
     #: The keys of its parameters, group by group.
     keys: list[list[str]]
-    #: Path of each tensor that is state of a parameter: (parameter's key, entry).
+    #: The path of each tensor that is state of a parameter: (parameter's key, entry).
     state_keys: dict[str, tuple[str, str]] = field(default_factory=dict)
 
     def apply(self) -> None:
-        """Hand the loaded values to the optimizer, in the tensors it already had where it had."""
+        """Pass the loaded values to the optimizer, in its existing tensors if there are any."""
         state: dict[Any, Any] = {
             self.parameters[key][0]: decode(value, self.targets.__getitem__)
             for key, value in self.document["state"].items()
-            if key in self.parameters  # else another pipeline stage has it
+            if key in self.parameters  # else it belongs to another pipeline stage
         }
         for path, (key, entry) in self.state_keys.items():
             state[self.parameters[key][0]][entry] = self.targets[path]
@@ -134,11 +134,11 @@ class OptimizerTarget:
         for group, keys, own in zip(self.document["groups"], self.keys, live, strict=True):
             options = decode(group["options"], self.targets.__getitem__)
             if keys != group["params"] and "param_names" in own:
-                options["param_names"] = own["param_names"]  # those of another stage were saved
+                options["param_names"] = own["param_names"]  # the saved ones are another stage's
             groups.append({**options, "params": [self.parameters[key][0] for key in keys]})
         more = decode(self.document["more"], self.targets.__getitem__)
-        # torch copies the groups deeply: a learning rate that is a tensor, and known to a
-        # compiled step by its identity, would be left behind.
+        # torch deep-copies the groups: a learning rate that is a tensor, which a compiled step
+        # knows by its identity, would be replaced.
         before = [dict(group) for group in self.optimizer.param_groups]
         self.optimizer.load_state_dict({**more, "state": state, "param_groups": groups})
         for was, saved, now in zip(before, groups, self.optimizer.param_groups, strict=True):
@@ -151,7 +151,7 @@ class OptimizerTarget:
         for path, (key, entry) in self.state_keys.items():
             parameter, saved = self.parameters[key][1], self.targets[path]
             now = self.optimizer.state[parameter].get(entry)
-            # "step" alone is converted for a reason: fused kernels want it as float32.
+            # Only "step" is converted on purpose: fused kernels need it as float32.
             if isinstance(now, torch.Tensor) and now.dtype != saved.dtype and entry != "step":
                 self.optimizer.state[parameter][entry] = saved.to(device=now.device)
 
@@ -166,11 +166,11 @@ def target_optimizer(
     targets: Tensors,
     all_stages: Sequence[Collection[str]] | None = None,
 ) -> OptimizerTarget:
-    """Add room for the saved tensors to ``targets``; the optimizer's own tensors where they fit.
+    """Add room for the saved tensors to ``targets``; the optimizer's own tensors if they fit.
 
-    CheckpointError unless groups and parameters are those that were saved.  Where pipeline stages
-    share the parameters, now or when they were saved, ``all_stages`` are the keys of all stages,
-    group by group; their order says nothing then.
+    Raises CheckpointError unless groups and parameters are the saved ones.  If pipeline stages
+    share the parameters, now or at the time of the save, ``all_stages`` are the keys of all stages,
+    group by group; their order is then irrelevant.
     """
     prefix = f"optimizers/{escape(name)}"
     current = [[_key(name, p, names) for p in group["params"]] for group in optimizer.param_groups]
@@ -203,7 +203,7 @@ def target_optimizer(
                 )
             target.state_keys[path] = (key, entry)
             parameter = parameters[key][1]
-            # Read only: asking a defaultdict would create state.
+            # Read only: a lookup in a defaultdict would create state.
             live = optimizer.state.get(parameter, {}).get(entry)
             like = live if isinstance(live, torch.Tensor) else _like(parameter, saved.size)
         elif parts[0] == "groups" and len(parts) == 3:
@@ -220,7 +220,7 @@ def target_optimizer(
 
 
 def _like(parameter: torch.nn.Parameter, size: torch.Size) -> torch.Tensor | None:
-    # Counters stay on the CPU; load_state_dict moves what belongs on the device.
+    # Counters stay on the CPU; load_state_dict moves the rest to the device.
     return parameter if parameter.shape == size and len(size) else None
 
 

@@ -1,8 +1,8 @@
-"""Taking a state apart again when its objects still hold what they held: names are not made anew.
+"""Capture a state again without rebuilding its names, if its objects still hold the same things.
 
-Making a name for each of thousands of tensors takes a tenth of a second; seeing that every module,
-parameter and optimizer state is where it was takes a millisecond.  Nothing is kept alive for that:
-an outline is names and numbers, and the tensors are always those that are there now.
+Building a name for each of thousands of tensors takes a tenth of a second; checking that every
+module, parameter and optimizer state is where it was takes a millisecond.  Nothing is kept alive
+for that: an outline consists of names and numbers, and the tensors are always the present ones.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ _CHILDREN = operator.attrgetter("_modules")
 _TRANSIENT = operator.attrgetter("_non_persistent_buffers_set")
 _HOOKS = operator.attrgetter("_state_dict_hooks")
 _PRE_HOOKS = operator.attrgetter("_state_dict_pre_hooks")
-#: What a module may override to decide on its own what its state is.
+#: Methods that a module may override to determine its own state.
 _MODULE_STATE = ("state_dict", "_save_to_state_dict", "get_extra_state")
 
 
 @dataclass(frozen=True, slots=True)
 class ObjectOutline:
-    """What is there at one moment: ``where`` tells whether names hold, ``tensors`` are live."""
+    """The objects at one moment: ``where`` shows whether names are valid, ``tensors`` are live."""
 
     where: list[object]
     kinds: list[type]
@@ -48,7 +48,7 @@ class ObjectOutline:
 
 @dataclass(frozen=True, slots=True)
 class Outline:
-    """The keys in the order of a capture, and at which place of a sight the tensor of each is."""
+    """The keys in the order of a capture, and the index of each key's tensor in an outline."""
 
     keys: tuple[str, ...]
     places: tuple[int, ...]
@@ -64,9 +64,9 @@ class Outline:
         names: Mapping[int, ParameterName],
         captured: Tensors,
     ) -> Outline | None:
-        """None unless it gives exactly what was ``captured`` of models and optimizers."""
+        """None unless it yields exactly what was ``captured`` of models and optimizers."""
         if not all(id(each) in names for one in optimizers.values() for each in one.state):
-            return None  # what an optimizer keeps beside its parameters' state is not looked at
+            return None  # state that an optimizer keeps beside its parameters' is not examined
         keys = [
             *chain.from_iterable(_model_keys(name, root) for name, root in models.items()),
             *chain.from_iterable(
@@ -80,13 +80,13 @@ class Outline:
             _is_same(sight.tensors[place], captured[key]) for key, place in places.items()
         ):
             return None
-        # A state dict goes depth first and a sight does not, and the order is part of a plan.
+        # A state dict is ordered depth first, an outline is not, and a plan depends on the order.
         return cls(
             tuple(captured), tuple(places[key] for key in captured), sight.where, sight.kinds
         )
 
     def tensors(self, sight: ObjectOutline) -> Tensors | None:
-        """The tensors under their keys; None where something stands elsewhere than it did."""
+        """The tensors under their keys; None if anything has moved."""
         if sight.where != self.where or sight.kinds != self.kinds:
             return None
         tensors: Iterable[Any] = map(sight.tensors.__getitem__, self.places)
@@ -96,7 +96,7 @@ class Outline:
 def outline_of(
     models: Mapping[str, nn.Module], optimizers: Mapping[str, Optimizer]
 ) -> ObjectOutline | None:
-    """See what is there; None where an object may decide on its own what its state is."""
+    """Look at the objects; None if one of them may determine its own state."""
     where: list[object] = [*models, *optimizers]
     tensors: list[object] = []
     for root in models.values():
@@ -104,7 +104,7 @@ def outline_of(
         if not _are_plain(modules):
             return None
         for module in modules:
-            if module._state_dict_pre_hooks:  # FSDP2 puts the sharded parameters in place
+            if module._state_dict_pre_hooks:  # FSDP2 restores the sharded parameters there
                 for hook in module._state_dict_pre_hooks.values():
                     hook(module, "", False)
         parameters, buffers = list(map(_PARAMETERS, modules)), list(map(_BUFFERS, modules))
@@ -113,7 +113,7 @@ def outline_of(
             return None
         where += map(id, modules)
         where += map(id, _values(parameters))
-        where += map(id, _values(children))  # also under which name there is none
+        where += map(id, _values(children))  # including names without a child
         for names in (parameters, buffers, children):
             where += map(len, names)
             where += chain.from_iterable(names)
@@ -140,16 +140,16 @@ def _values(of: Iterable[Any]) -> Iterator[object]:
 
 
 def _modules(root: nn.Module) -> list[nn.Module]:
-    """Every module, as often as it is held: parents before children."""
+    """Every module, as often as it is contained: parents before children."""
     modules = [root]
-    for module in modules:  # grows on the way
+    for module in modules:  # grows during the loop
         if module._modules:
             modules += [child for child in module._modules.values() if child is not None]
     return modules
 
 
 def _are_dicts(values: Iterable[object]) -> bool:
-    """Not so for the containers of a scripted module, or a number an optimizer counts in."""
+    """False for the containers of a scripted module, or a number that an optimizer counts in."""
     return all(issubclass(kind, dict) for kind in set(map(type, values)))
 
 
@@ -207,7 +207,7 @@ def _optimizer_keys(
 
 
 def _is_same(live: object, captured: torch.Tensor) -> bool:
-    """Whether they are one tensor; the captured one is detached."""
+    """Whether they are the same tensor; the captured one is detached."""
     return (
         isinstance(live, torch.Tensor)
         and type(live.detach()) is type(captured)

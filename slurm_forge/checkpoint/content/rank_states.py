@@ -1,8 +1,8 @@
-"""State that each rank has of its own: registered iterators, random generators, metrics.
+"""State that belongs to one rank: registered iterators, random generators, metrics.
 
-Most registered objects are the same on all ranks and saved once.  What differs between ranks is
-saved for each of them, as bytes under ``own/rank-<r>-of-<layout>/…``, and comes back on the same
-layout of ranks only.
+Most registered objects are equal on all ranks and saved once.  What differs between ranks is saved
+for each of them, as bytes under ``own/rank-<r>-of-<layout>/…``, and restored only on the same
+layout of ranks.
 """
 
 from __future__ import annotations
@@ -26,42 +26,42 @@ from slurm_forge.checkpoint.content.tensors import check_savable, some
 from slurm_forge.errors import CheckpointError, MismatchError
 from slurm_forge.vocabulary.json_value import Json
 
-#: Keys under it are state of one rank.
+#: Keys under it are the state of one rank.
 OWN = "own/"
 _MAGIC = b"forge data 1\0\0\0\0"
-#: Sizes are powers of two from here on: a save plan holds while sizes stay the same.
+#: Sizes are rounded up to powers of two from here: a save plan is valid while sizes are constant.
 _LEAST_ROOM = 4096
 
 
 @dataclass(frozen=True, slots=True)
 class RankIdentity:
-    """This rank among all ranks, and how these are laid out: their number, or a mesh in words."""
+    """This rank, and the layout of all ranks: their number, or a mesh as text."""
 
     rank: int = 0
     layout: str = "1"
 
     @property
     def prefix(self) -> str:
-        """Of the keys of this rank's own state."""
+        """Prefix of the keys of this rank's own state."""
         return f"{OWN}rank-{self.rank}-of-{self.layout}/"
 
     def key(self, key: str) -> str:
-        """Where this rank's own state is kept of what is called ``objects/data``, say."""
+        """The key of this rank's own state of, say, ``objects/data``."""
         return self.prefix + key
 
 
 def called(key: str) -> str:
-    """What a rank's own state is of: ``objects/data``, say."""
+    """What a rank's own state belongs to: ``objects/data``, say."""
     return key.split("/", 2)[2]
 
 
 def own_states(keys: Collection[str]) -> dict[str, str]:
-    """What a checkpoint has for each rank, such as ``objects/data``, and for which layout."""
+    """The per-rank states in a checkpoint, such as ``objects/data``, and the layout of each."""
     return {called(key): key.split("/", 2)[1].rpartition("-of-")[2] for key in keys}
 
 
 def other_layout(keys: Collection[str], saved: str, now: RankIdentity) -> MismatchError:
-    """The refusal of states that were saved on other ranks than there are now."""
+    """The refusal of states that were saved on another layout of ranks."""
     names = some([unescape(each.partition("/")[2]) for each in keys])
     return MismatchError(
         f"each rank has a state of its own of {names}: the checkpoint has those of {saved} ranks, "
@@ -73,14 +73,14 @@ def other_layout(keys: Collection[str], saved: str, now: RankIdentity) -> Mismat
 
 
 def padded(state: bytes) -> torch.Tensor:
-    """Bytes as a tensor of a size that seldom changes."""
+    """Bytes as a tensor whose size rarely changes."""
     room = np.zeros(max(_LEAST_ROOM, 1 << (len(state) - 1).bit_length()), dtype=np.uint8)
     room[: len(state)] = np.frombuffer(state, dtype=np.uint8)
     return torch.from_numpy(room)
 
 
 def pack(value: Any, path: str = "data") -> bytes:
-    """A state with tensors in it as bytes; CheckpointError, naming the key, for what can't be."""
+    """A state that contains tensors, as bytes; CheckpointError, naming the key, if impossible."""
     tensors: list[Any] = []
     table: list[Json] = []
 
@@ -95,7 +95,7 @@ def pack(value: Any, path: str = "data") -> bytes:
 
 
 def unpack(packed: torch.Tensor) -> Any:
-    """What was packed; CheckpointError where it is not that."""
+    """Undo ``pack``; CheckpointError for anything else."""
     data = packed.cpu().numpy().tobytes()
     try:
         if not data.startswith(_MAGIC):

@@ -1,7 +1,7 @@
 """Which bytes of which file hold which part of which tensor: facts, no torch.distributed.
 
-A rank's file is its shards one after another, each at a multiple of ``ALIGN``, as they lie in
-memory, in the order of its plan: where everything lies follows from the plan alone.
+A rank's file contains its shards one after another, each at a multiple of ``ALIGN``, as they are in
+memory, in the order of its plan: the plan alone determines all places.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ class Shard:
 
     @property
     def nbytes(self) -> int:
-        """Its bytes in a file."""
+        """Its size in a file, in bytes."""
         return math.prod(self.sizes) * self.itemsize
 
 
 @dataclass(frozen=True, slots=True)
 class ShardPlacement:
-    """Where a shard lies: in the file numbered ``file``, at byte ``at``."""
+    """The place of a shard: in file number ``file``, at byte ``at``."""
 
     file: int
     at: int
 
 
 def lay_out(shards: Sequence[Shard]) -> tuple[list[int], int]:
-    """Where each shard begins in its rank's file, and how long that is."""
+    """The beginning of each shard in its rank's file, and the length of that file."""
     places: list[int] = []
     end = 0
     for shard in shards:
@@ -58,8 +58,8 @@ def tiles(shape: Sequence[int], boxes: Sequence[tuple[Sequence[int], Sequence[in
     full = [box for box in boxes if math.prod(box[1])]
     if len(full) < 2:
         return True
-    # As many elements as there are, and none twice, are all of them.  Sorted along the dimension
-    # in which most boxes differ, a box can only meet the few that begin before it ends.
+    # If there are as many elements as in the shape and none twice, it is covered.  Sorted along the
+    # dimension in which most boxes differ, a box can only meet the few that begin before its end.
     along = max(range(len(shape)), key=lambda d: len({offsets[d] for offsets, _ in full}))
     full.sort(key=lambda box: box[0][along])
     for number, (offsets, sizes) in enumerate(full):

@@ -1,8 +1,8 @@
-"""Pipeline stages: which tensors each has, under which names, and what all of them make together.
+"""Pipeline stages: the tensors of each, their names, and what all stages together contain.
 
-Where names are global (``layers.7.weight`` on whichever stage has that layer) they are keys as they
-are, and a checkpoint loads on another number of stages.  Where stages number their own layers from
-0, two of them have a name in common: then a stage's model is called ``model@1`` in checkpoints.
+If names are global (``layers.7.weight`` on whichever stage has that layer) they are used as keys,
+and a checkpoint can be loaded on another number of stages.  If stages number their own layers from
+0, two of them share names: then a stage's model is called ``model@1`` in checkpoints.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from slurm_forge.vocabulary.json_value import Json
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineStages:
-    """This rank's stage, and what the others have.
+    """This rank's stage, and the contents of the others.
 
-    ``leads``: whether this rank reports what its stage has, for all ranks that have it.
+    ``leads``: whether this rank reports the contents of its stage, for all ranks that have it.
     ``own_names``: models that are called by their stage in checkpoints.  ``models`` has the names
     of all stages' tensors, ``groups`` the keys of the parameters in each group of an optimizer;
-    both as checkpoints have them.
+    both as they are in checkpoints.
     """
 
     stage: int
@@ -44,11 +44,11 @@ class PipelineStages:
 
     @property
     def reports(self) -> bool:
-        """Whether rank 0, which has the first stage, has to be told by this rank."""
+        """Whether rank 0, which has the first stage, needs a report from this rank."""
         return self.leads and self.stage > 0
 
     def name(self, registered: str) -> str:
-        """What a registered model is called in checkpoints."""
+        """The name of a registered model in checkpoints."""
         return staged(registered, self.stage) if registered in self.own_names else registered
 
     @classmethod
@@ -62,7 +62,7 @@ class PipelineStages:
         models: Mapping[str, nn.Module],
         optimizers: Mapping[str, Optimizer],
     ) -> PipelineStages:
-        """Ask all stages what they have.  Collective over all ranks, once per launch.
+        """Collect the contents of all stages.  Collective over all ranks, once per launch.
 
         Raises:
             MismatchError: The optimizers of two stages have different numbers of groups.
@@ -89,14 +89,14 @@ class PipelineStages:
 
 
 def staged(name: str, stage: int) -> str:
-    """The name of something that a stage has of its own."""
+    """The name of something that belongs to one stage."""
     return f"{name}@{stage}"
 
 
 def merge(document: Mapping[str, Any], others: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The document of the first stage with what the other stages add to it.
+    """The document of the first stage, completed by the other stages.
 
-    Options of optimizers are the first stage's; parameters and their state are everybody's.
+    Options of optimizers come from the first stage; parameters and their state from all.
     """
     merged: dict[str, Any] = copy.deepcopy(dict(document))
     for other in others:
@@ -113,9 +113,9 @@ def merge(document: Mapping[str, Any], others: Sequence[Mapping[str, Any]]) -> d
 
 
 class StageDocuments:
-    """What the other stages have told rank 0, kept so that it is sent again only when it changes.
+    """The documents that other stages sent to rank 0, so that each is sent again only if changed.
 
-    One object on every rank.  Learning rates change all the time: options are not part of it.
+    One object on every rank.  Options are excluded because learning rates change all the time.
     """
 
     def __init__(self) -> None:
@@ -123,7 +123,7 @@ class StageDocuments:
         self._known: dict[int, Any] = {}
 
     def report(self, stages: PipelineStages | None, document: Mapping[str, Any]) -> Json:
-        """What this rank tells rank 0: a stage, a digest, and what it holds if that is new."""
+        """This rank's report to rank 0: a stage, a digest, and the contents if they are new."""
         if stages is None or not stages.reports:
             return None
         content: dict[str, Json] = {
@@ -145,12 +145,12 @@ class StageDocuments:
         return [stages.stage, digest, None if digest == self._accepted else content]
 
     def accepted(self, report: Any) -> None:
-        """Rank 0 has it: on the rank that told it."""
+        """Rank 0 has received it; called on the rank that sent it."""
         if report is not None:
             self._accepted = report[1]
 
     def merged(self, document: Mapping[str, Any], reports: Sequence[Any]) -> Mapping[str, Any]:
-        """On rank 0: the document of all stages, of its own and what the ranks have told."""
+        """On rank 0: the document of all stages, from its own and the ranks' reports."""
         by_stage = sorted(filter(None, reports), key=lambda report: int(report[0]))
         for stage, _, body in by_stage:
             if body is not None:

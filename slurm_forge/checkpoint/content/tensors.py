@@ -1,4 +1,4 @@
-"""Which tensors can be saved, and where the saved ones go."""
+"""Which tensors can be saved, and the destinations of saved ones."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ Tensors: TypeAlias = dict[str, torch.Tensor]
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """What this rank holds of it, in place: not a tensor of its own, as to_local() may give."""
+    """This rank's part of it, in place: not a new tensor, as to_local() may return."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def check_savable(key: str, tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor as it is saved; CheckpointError for one that can't be brought back."""
+    """Return the tensor as it is saved; CheckpointError for one that can't be restored."""
     why = why_not_savable(tensor)
     if why:
         raise _refused(key, why)
@@ -29,7 +29,7 @@ def check_savable(key: str, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def why_not_savable(tensor: torch.Tensor) -> str:
-    """Why a tensor can't be brought back from a checkpoint as it is; empty where it can."""
+    """Why a tensor can't be restored from a checkpoint exactly; empty if it can."""
     local = local_part(tensor)
     if is_lazy(local):
         return "it has no shape yet: the module is lazy, and was never called"
@@ -54,7 +54,7 @@ def saved_tensors(metadata: Metadata, prefix: str) -> dict[str, TensorStorageMet
 
 
 def check_fits(key: str, saved: TensorStorageMetadata, target: torch.Tensor) -> None:
-    """Raise MismatchError unless shape and dtype are those that were saved."""
+    """Raise MismatchError unless shape and dtype are the saved ones."""
     if saved.size != target.shape or saved.properties.dtype != target.dtype:
         raise MismatchError(
             f"{key}: saved as {_describe(saved.size, saved.properties.dtype)}, "
@@ -64,7 +64,7 @@ def check_fits(key: str, saved: TensorStorageMetadata, target: torch.Tensor) -> 
 
 
 def new_target(saved: TensorStorageMetadata, like: torch.Tensor | None) -> torch.Tensor:
-    """Room for a saved tensor, laid out over the ranks and placed as ``like`` where that fits."""
+    """Room for a saved tensor, distributed and placed like ``like`` if that fits."""
     dtype = saved.properties.dtype
     if like is None:
         return torch.empty(saved.size, dtype=dtype)

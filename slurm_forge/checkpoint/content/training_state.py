@@ -1,4 +1,4 @@
-"""What a checkpoint holds: the registered objects, taken apart into tensors and JSON, and back."""
+"""The content of a checkpoint: registered objects as tensors and JSON, and back."""
 
 from __future__ import annotations
 
@@ -66,30 +66,30 @@ from slurm_forge.errors import CheckpointError, MismatchError
 from slurm_forge.store.adoption import FRESH
 from slurm_forge.vocabulary.json_value import Json
 
-#: Keys under it are states of data sources, each of one rank.
+#: Keys under it are states of data sources, each belonging to one rank.
 DATA = "data/"
-#: Elements of a registered object's tensor up to which ranks compare it before every save: for
-#: larger ones that would take too long, and they are compared while it is written.
+#: The largest tensor of a registered object, in elements, that ranks compare before every save;
+#: larger ones would take too long, and are compared while they are written.
 _SMALL = 1 << 14
 _NO_OUTLINE = Outline((), (), [], [])
 
 
 @runtime_checkable
 class Stateful(Protocol):
-    """A scheduler, a scaler, an EMA: anything that can tell its state and take it back."""
+    """A scheduler, a scaler, an EMA: any object that can return its state and restore it."""
 
     def state_dict(self) -> Any:
         """Return the state: tensors, numbers, strings, None, in lists, tuples and dicts."""
         ...
 
     def load_state_dict(self, state_dict: Any, /) -> Any:
-        """Take back what ``state_dict`` returned."""
+        """Restore what ``state_dict`` returned."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Captured:
-    """A state taken apart.  The tensors are the live ones: nothing may change before the write.
+    """A captured state.  The tensors are live: nothing may change before the write.
 
     ``alike``: keys of tensors that are equal on all ranks.  ``parts``: a digest of each part that
     may differ between ranks.  ``common``: a digest of those that may not (the options of
@@ -111,10 +111,10 @@ class Captured:
 
 @dataclass(frozen=True, slots=True)
 class _Objects:
-    """The registered objects, taken apart.
+    """The registered objects, captured.
 
     ``digests`` are those of objects that are saved once for all ranks; ``own`` is what is saved for
-    this rank.  ``large`` are tensors that ranks may differ in, and that are no part of a digest.
+    this rank.  ``large`` are tensors that may differ between ranks and are excluded from digests.
     """
 
     document: dict[str, Json] = field(default_factory=dict)
@@ -126,7 +126,7 @@ class _Objects:
 
 @dataclass(frozen=True, slots=True)
 class _Fixed:
-    """What does not change of an optimizer's JSON while it holds the same state."""
+    """The constant part of an optimizer's JSON while it holds the same state."""
 
     params: list[Json]
     rest: dict[str, Json]
@@ -141,7 +141,7 @@ class _Fixed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Known:
-    """What a capture leaves for the next one: names and JSON, and no tensor."""
+    """What a capture leaves for the next one: names and JSON, no tensors."""
 
     outline: Outline
     models: dict[str, Json]
@@ -155,15 +155,15 @@ class Known:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingState:
-    """The objects of a run under the names they are registered by.
+    """The objects of a run under their registered names.
 
     ``extra`` is the run's own JSON (step, samples consumed, plan, …), ``rng`` this rank's generator
-    states under ``rng/rank-<r>/…``.  When loading, ``extra`` is not looked at, and of ``rng`` the
-    keys only.  ``notes`` are figures under ``notes/…`` that one rank at most hands over: what was
-    not saved of them is left as it is.  ``stages`` tells, with pipeline parallelism, what the other
-    stages have; ``models`` go by ``PipelineStages.name`` then.  ``data`` gives the
-    state of this rank's data source, bytes under ``data/…`` in multiples of 4 KiB; all that begin
-    with ``data_prefix`` are loaded, and where there are none, those of every rank.
+    states under ``rng/rank-<r>/…``.  When loading, ``extra`` is ignored, and of ``rng`` only the
+    keys are used.  ``notes`` are figures under ``notes/…`` that at most one rank provides: those
+    that were not saved stay unchanged.  ``stages`` describes, with pipeline parallelism, the other
+    stages; ``models`` are then named by ``PipelineStages.name``.  ``data`` provides the state of
+    this rank's data source, bytes under ``data/…`` in multiples of 4 KiB; all keys that begin with
+    ``data_prefix`` are loaded, and if there are none, those of every rank.
     """
 
     models: Mapping[str, nn.Module] = field(default_factory=dict)
@@ -184,17 +184,17 @@ class TrainingState:
             raise ValueError(f"generator states are named rng/rank-<r>/…, not {wrong[0]!r}")
 
     def placed(self, rank: int, ranks: int) -> TrainingState:
-        """It with the number of this rank, unless that is given."""
+        """A copy with the number of this rank, unless that is given."""
         if self.identity is not None:
             return self
         return dataclasses.replace(self, identity=RankIdentity(rank, str(ranks)))
 
     def capture(self, known: Known | None = None, own: Collection[str] = ()) -> Captured:
-        """Take the state apart; CheckpointError, naming the key, for what can't be saved.
+        """Capture the state; CheckpointError, naming the key, for a value that can't be saved.
 
-        With what an earlier call knew, names that still hold are not made anew; shapes, dtypes and
-        placements are not looked at then (``Planner.known`` compares them).  ``own`` names what is
-        saved for each rank, such as ``objects/data``.
+        With the result of an earlier call, names that are still valid are reused; shapes, dtypes
+        and placements are then not examined (``Planner.known`` compares them).  ``own`` names what
+        is saved for each rank, such as ``objects/data``.
         """
         with torch.no_grad():
             sight = outline_of(self.models, self.optimizers)
@@ -235,7 +235,7 @@ class TrainingState:
         }
         loose = {key: tensors.pop(key) for key in list(tensors) if _is_option(key)}
         outline = sight and Outline.of(sight, self.models, self.optimizers, names, tensors)
-        # What a DTensor replicates is equal by definition: any holder may write it.
+        # A DTensor's replicas are equal by definition: any holder may write it.
         alike.update(key for key, tensor in tensors.items() if isinstance(tensor, DTensor))
         shape = _digest(sorted((*tensors, *loose)))
         objects = self._objects(_saver(loose), own)
@@ -264,12 +264,12 @@ class TrainingState:
                 continue
             called, tensors = name, Tensors()
             value = encode(state, key, tensors.__setitem__)
-            if self.stages is not None and tensors:  # by its stage, whose own the tensors are
+            if self.stages is not None and tensors:  # named by the stage that owns the tensors
                 called, tensors = staged(name, self.stages.stage), Tensors()
                 value = encode(state, f"objects/{escape(called)}", tensors.__setitem__)
             copies = set() if not tensors else _copies(tensors, self.models)
             large = {key for key, each in tensors.items() if each.numel() > _SMALL} - copies
-            if self.stages is not None or _of_optimizer(item):  # nothing of a rank's own
+            if self.stages is not None or _of_optimizer(item):  # never per rank
                 copies, large = copies | large, set()
             made.copies.update(copies)
             made.large.update(large)
@@ -323,12 +323,12 @@ class TrainingState:
         )
 
     def trained(self) -> frozenset[str]:
-        """Keys of the parameters that ask for a gradient: what is learned."""
+        """Keys of the parameters that require a gradient, which are learned."""
         names = name_parameters(self.models).values()
         return frozenset(f"models/{name.key}" for name in names if name.learned)
 
     def target(self, document: Mapping[str, Any], metadata: Metadata) -> LoadTarget:
-        """Make room for what was saved; CheckpointError, before anything changed, if it differs."""
+        """Make room for the saved state; CheckpointError, before any change, if it differs."""
         fresh, stages = fresh_parts(document), self.stages
         items, optimizers_here = self.objects, set(self.optimizers)
         if "optimizer" in fresh:
@@ -337,7 +337,7 @@ class TrainingState:
             left = {
                 name: each
                 for name, each in document["objects"].items()
-                # Also those of pipeline stages: see ``_objects``.
+                # Including those of pipeline stages: see ``_objects``.
                 if name not in begun and name.rpartition("@")[0] not in begun
             }
             document = {**document, "optimizers": {}, "objects": left}
@@ -403,12 +403,12 @@ class TrainingState:
     def _own_states(
         self, items: Collection[str], metadata: Metadata
     ) -> tuple[dict[str, str], tuple[str, ...]]:
-        """Keys of what was saved for this rank, by what is called so on all ranks.
+        """This rank's saved keys by the names that all ranks use, and state of another layout.
 
-        Then what was saved for another layout of ranks: rank 0's is loaded.
+        Of state that was saved on another layout of ranks, rank 0's is loaded.
 
         Raises:
-            MismatchError: That has an object's state, and the resume is to be exact.
+            MismatchError: There is such an object's state, and the resume has to be exact.
         """
         identity = self.identity or RankIdentity()
         here = {f"objects/{escape(name)}" for name in items}
@@ -426,7 +426,7 @@ class TrainingState:
         return {each: key for each, key in keys.items() if key in there}, foreign
 
     def _saved_as(self, name: str, saved: Mapping[str, Any]) -> str:
-        """What a registered object is called in a checkpoint: see ``_objects``."""
+        """The name of a registered object in a checkpoint: see ``_objects``."""
         called = name if self.stages is None else staged(name, self.stages.stage)
         return called if called in saved else name
 
@@ -437,7 +437,7 @@ class TrainingState:
         names: Mapping[int, ParameterName],
         document: Mapping[str, Any],
     ) -> Sequence[Collection[str]] | None:
-        """The keys of all stages' parameters; None where there are no stages, now or then."""
+        """The keys of all stages' parameters; None if there are no stages, now or then."""
         if self.stages is not None:
             return self.stages.groups[name]
         if "stages" not in document:
@@ -450,21 +450,21 @@ class TrainingState:
 
 @dataclass(frozen=True, slots=True)
 class LoadTarget:
-    """Where the saved tensors are read into; then ``apply`` hands them over."""
+    """The destination of the saved tensors; ``apply`` then passes them to the objects."""
 
     state: TrainingState
     document: Mapping[str, Any]
     tensors: Tensors
     optimizers: list[OptimizerTarget]
-    #: What each registered object that is loaded is called in the checkpoint.
+    #: The name in the checkpoint of each registered object that is loaded.
     objects: Mapping[str, str]
-    #: Keys of what was saved for this rank, by what is called so on all ranks.
+    #: Saved per-rank keys by the names that all ranks use.
     own: Mapping[str, str]
-    #: What was saved for each rank, of other ranks than there are now.
+    #: State that was saved for each rank on another layout of ranks.
     foreign: tuple[str, ...]
 
     def apply(self) -> None:
-        """Give the objects their state back: models, optimizers, then everything else."""
+        """Restore the objects: models, optimizers, then everything else."""
         for called, key in self.own.items():
             if called in self.tensors:
                 self.tensors[called].copy_(self.tensors[key])
@@ -484,11 +484,11 @@ class LoadTarget:
                 item.load_state_dict(state)
 
     def rng(self) -> dict[str, torch.Tensor]:
-        """The generator states that were saved under the names asked for."""
+        """The requested generator states that were saved."""
         return {key: self.tensors[key] for key in self.state.rng if key in self.tensors}
 
     def data(self) -> dict[str, torch.Tensor]:
-        """The states of data sources that were asked for."""
+        """The requested states of data sources."""
         return {key: tensor for key, tensor in self.tensors.items() if key.startswith(DATA)}
 
 
@@ -499,17 +499,17 @@ def fresh_parts(document: Mapping[str, Any]) -> frozenset[str]:
 
 
 def _of_optimizer(item: Any) -> bool:
-    """Whether it belongs to an optimizer and begins anew with it."""
+    """Whether it belongs to an optimizer and starts afresh with it."""
     return isinstance(item, (LRScheduler, ReduceLROnPlateau, GradScaler))
 
 
 def _target_object(name: str, item: Stateful, metadata: Metadata, targets: Tensors) -> None:
-    # Never in place: what an object's state shares with other objects only it knows.  Its present
-    # tensors show how the saved ones are laid out over ranks and devices.
+    # Never in place: only the object knows what its state shares with other objects.  Its present
+    # tensors show how the saved ones are distributed over ranks and devices.
     prefix = f"objects/{escape(name)}"
     present: Tensors = {}
     encode(_state_of(name, item), prefix, present.__setitem__)
-    # The root itself may be a tensor, hence both prefixes.
+    # The root itself may be a tensor, which needs both prefixes.
     for key, saved in saved_tensors(metadata, prefix).items():
         if key == prefix or key.startswith(f"{prefix}/"):
             targets[key] = new_target(saved, present.get(key))
@@ -536,10 +536,10 @@ def _named_in_errors(name: str, item: Stateful, method: str) -> Iterator[None]:
 
 
 def _copies(tensors: Tensors, models: Mapping[str, nn.Module]) -> set[str]:
-    """Those of an object's tensors that are copies of one thing on all ranks that hold them.
+    """The tensors of an object that are copies of one thing on all ranks that hold them.
 
-    These are a ``DTensor``, and all of an object that has a tensor for each learned parameter of a
-    model, as an EMA has.  What is on a device is taken for a copy, too.
+    These are ``DTensor``s, and all tensors of an object that has one for each learned parameter of
+    a model, as an EMA has.  Tensors on a device count as copies, too.
     """
     copies = {
         key
