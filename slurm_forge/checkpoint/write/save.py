@@ -572,7 +572,7 @@ def save_checkpoint(
 
 
 def _swept(error: FileNotFoundError, fence: Callable[[], None]) -> Exception:
-    """The error of ``fence``: a newer attempt removes stages of older ones.  Else the error itself."""
+    """The error of ``fence``: newer attempts remove older stages.  Else the error itself."""
     try:
         fence()
     except FencedError as fenced:
