@@ -194,9 +194,7 @@ class Agent:
             return
         match message:
             case StartWorker():
-                if (
-                    self._relay is not None
-                ):  # a worker without a relay tries the hub's own addresses
+                if self._relay is not None:  # without it workers try the hub's own addresses
                     message = replace(message, channel=f"{self._relay},{message.channel}")
                 self._orders = [message]
             case KillWorker():

@@ -1,5 +1,5 @@
-"""What ``run.batches`` was given: a dataset with an index, a loader over one, or something to
-iterate over; and what of it is used.  Pure: nothing is iterated here.
+"""What ``run.batches`` was given: a dataset with an index, a loader over one, or an iterable; and
+what of it is used.  Pure: nothing is iterated here.
 """
 
 from __future__ import annotations
@@ -36,22 +36,22 @@ class SourceKind(str, Enum):
     SAMPLER = "sampler"
     #: The same; the sampler makes the micro-batches, too.
     BATCH_SAMPLER = "batch_sampler"
-    #: Something to iterate over that has a state.
+    #: An iterable with a state.
     STATEFUL = "stateful"
-    #: Something to iterate over that has none.
+    #: An iterable without a state.
     STATELESS = "stateless"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataSource:
-    """A source and how it is to be used.
+    """A source, and how it is to be used.
 
     Attributes:
         kind: How its samples are found.
-        data: The dataset with an index, or what is iterated over.
+        data: The dataset with an index, or the iterable.
         sampler: For the two kinds that have one.
         micro_batch: The batch size of the loader that it came in.
-        num_workers: As of ``DataLoader``, like the five below.
+        num_workers: As for ``DataLoader``, like the five below.
         inexact: Why a resume can't continue exactly, if so.
     """
 
@@ -69,12 +69,12 @@ class DataSource:
 
     @property
     def indexed(self) -> bool:
-        """Whether its samples can be asked for one by one."""
+        """Whether its samples can be indexed."""
         return self.kind not in (SourceKind.STATEFUL, SourceKind.STATELESS)
 
     @property
     def name(self) -> str:
-        """What it is called in messages."""
+        """Its name in messages."""
         return type(self.data).__name__
 
 
@@ -86,7 +86,7 @@ def data_source(
     sampler: Any = None,
     batch_sampler: Any = None,
 ) -> DataSource:
-    """What there is to do with ``data``; UsageError for what can't be honoured."""
+    """How ``data`` is to be used; UsageError for options that can't be honoured."""
     if isinstance(data, DataLoader) and not _is_stateful(data):
         arguments = {
             "num_workers": num_workers,
@@ -103,7 +103,7 @@ def data_source(
             data=data,
             num_workers=num_workers,
             collate_fn=collate_fn,
-            # A copy of pageable memory would wait for the device, in every step.
+            # A copy of pageable memory would wait for the device in every step.
             pin_memory=True,
         )
         return _with_sampler(source, sampler, batch_sampler)
