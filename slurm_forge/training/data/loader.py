@@ -300,8 +300,8 @@ class WorkerPool:
         self._died_at: float | None = None
         self._kills = OomKills()
         self._iterator: Any = None
-        # Also if Python's default is the fork server (3.14), which dies of a signal to all processes
-        # of a step: the workers' exit statuses are lost with it.
+        # Also if Python's default is the fork server (3.14): that one dies of a signal to all
+        # processes of a step, and the exit statuses of the workers are lost with it.
         self._start_method = multiprocessing_context or "fork"
         self._loader: DataLoader[Any] = DataLoader(
             make,  # type: ignore[arg-type]  # a dataset by its __getitem__
