@@ -108,7 +108,7 @@ def _warning(each: SignalRound) -> Iterator[LiveFinding]:
         return
     early = each.before_end_s - each.asked_s
     came = f"Slurm's own warning came {each.before_end_s:.0f} s before the end of the limit"
-    requested = f"asked for: {each.asked_s:.0f} s"
+    requested = f"requested: {each.asked_s:.0f} s"
     fine = -_LATE_S <= early <= _EARLY_S
     yield LiveFinding(
         Mark.OK if fine else Mark.WARNING,

@@ -134,7 +134,7 @@ def _rollbacks(state: RunState, run: str) -> Iterator[EventNotice]:
                     key=f"rolled_back|{attempt.number}|{decision.incident_id}",
                     time=time,
                     words=f"rolled back to {decision.target or 'the start'}: {decision.reason}",
-                    next=f"nothing to do; what was seen: slurm-forge explain {run}",
+                    next=f"nothing to do; details: slurm-forge explain {run}",
                 )
 
 

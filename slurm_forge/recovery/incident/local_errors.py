@@ -271,7 +271,7 @@ _ENVIRONMENT = (
     ),
     row(
         Cause.ENV_MISMATCH,
-        "no GPU to be seen",
+        "no visible GPU",
         r"No (?:CUDA|HIP) GPUs are available",
         r"no CUDA-capable device is detected",
         r"Found no NVIDIA driver on your system",

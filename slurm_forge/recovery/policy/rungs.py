@@ -191,7 +191,7 @@ def _more_time(
         return "the job file names no resources.time, so there is nothing to raise"
     factor = min(MOST_TIME, plan.time_factor * (rung.factor or 1.5))
     if factor <= plan.time_factor:
-        return f"the limit is {plan.time_factor:g} times what was asked for already"
+        return f"the limit is {plan.time_factor:g} times the requested time already"
     raised = replace(plan, time_factor=factor)
     return AppliedRung(plan=raised, changes=changes_between(plan, raised))
 

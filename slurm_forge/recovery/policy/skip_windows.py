@@ -46,7 +46,7 @@ def left_out(
     after = merged([*others, window])
     if total(after) > max(limit, total(before)):
         return (
-            f"{total(after)} samples would be left out, and no more than {limit} may be "
+            f"{total(after)} samples would be skipped, and no more than {limit} may be "
             "(most_skipped)"
         )
     return after

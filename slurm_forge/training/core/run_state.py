@@ -193,7 +193,7 @@ class Hooks:
         return hook
 
     def call(self, name: str, /, **arguments: Any) -> None:
-        """Call every hook of that name: on rank 0, or on all ranks where that was asked for."""
+        """Call every hook of that name: on rank 0, or on all ranks if that was requested."""
         for hook, all_ranks in self._hooks.get(name, ()):
             if all_ranks or self.rank == 0:
                 hook(**arguments)

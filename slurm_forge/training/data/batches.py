@@ -396,7 +396,7 @@ def require_indexable(dataset: object) -> None:
     indexable = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
     if isinstance(dataset, IterableDataset) or not indexable:
         raise UsageError(
-            f"{type(dataset).__name__} can't be asked for one sample by its index, so the samples "
+            f"{type(dataset).__name__} can't return a single sample by its index, so the samples "
             "after an interruption would not be the ones that come next",
             next_step="Give it __len__ and __getitem__, or iterate over it in a loop of your own: "
             "register an object that keeps its position (state_dict and load_state_dict), call "

@@ -1,9 +1,9 @@
 """Whether the next step's loss can be computed without the program: by observing the last steps.
 
-What ``run.train_step`` is given belongs to one step: a function may use values that the loop's body
-works out anew each time, and the batch may be changed before it is handed over.  So the last two
-steps that were looked at have to be alike in all that can be looked at, and the last step has to be
-of the same code; else it is not known.
+The arguments of ``run.train_step`` belong to one step: a function may use values that the loop's
+body computes anew each time, and the batch may be changed before it is passed.  So the last two
+observed steps must be equal in everything observable, and the last step must have the same code;
+otherwise the loss function is unknown.
 """
 
 from __future__ import annotations

@@ -147,7 +147,7 @@ def _bad(text: str) -> Check:
 def _gpus_visible(requirements: NodeRequirements) -> Check:
     there = count()
     if requirements.gpus and there < requirements.gpus:
-        return _bad(f"{there} visible, {requirements.gpus} asked for")
+        return _bad(f"{there} visible, {requirements.gpus} requested")
     return _fine(f"{there} visible")
 
 
@@ -257,7 +257,7 @@ def _memory(requirements: NodeRequirements) -> Check:
     if free is None or not requirements.memory:
         return _fine()
     if free < requirements.memory:
-        return _odd(f"{free // _MIB} MiB free of {requirements.memory // _MIB} asked for")
+        return _odd(f"{free // _MIB} MiB free of {requirements.memory // _MIB} requested")
     return _fine()
 
 
