@@ -31,7 +31,7 @@ __all__ = [
     "RequestAnswers",
 ]
 
-#: Loaded on first use: who wants one module of this package does not pay for all of them.
+#: Loaded on first use, so that importing one module does not load the others.
 _WHERE = {
     "BRIEF_KEY": "slurm_forge.control.brief",
     "HUB_GONE": "slurm_forge.control.member",

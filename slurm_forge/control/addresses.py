@@ -1,4 +1,4 @@
-"""Under which addresses other nodes may reach a listening socket of this one."""
+"""The addresses under which other nodes can reach a listening socket of this node."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
-#: A node that lost power closes no connection, and TCP itself waits for a quarter of an hour.
+#: A node that loses power closes no connection, and TCP alone takes a quarter of an hour to notice.
 _IDLE_S, _BETWEEN_S, _TRIES = 30, 10, 3
 _LOOPBACK = "127."
 #: The kernel's struct ucred: process, user, group.
@@ -22,12 +22,12 @@ _PEER = struct.Struct("iII")
 def candidates(interface_address: str | None = None) -> tuple[str, ...]:
     """Names and addresses to try, best first.  ``interface_address`` is the site's own choice.
 
-    The last one is the loopback of this machine, in a word that no other machine understands: on
-    another one somebody else may listen there.
+    The last entry is this machine's loopback, encoded so that no other machine can interpret it:
+    there, another process may listen on the same port.
     """
     hosts = [interface_address] if interface_address else []
     name = socket.gethostname()
-    if not name.startswith("localhost"):  # on another machine that is another one
+    if not name.startswith("localhost"):  # on another machine this is that machine
         hosts.append(name)
     # The name may be unknown to the resolver; the loopback below still serves one node.
     with contextlib.suppress(OSError):
@@ -39,7 +39,7 @@ def candidates(interface_address: str | None = None) -> tuple[str, ...]:
 
 @cache
 def _own_loopback() -> str:
-    """The loopback interface of this machine, or of this network namespace of it."""
+    """This machine's loopback interface, or that of its network namespace."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text()
         network = Path("/proc/self/ns/net").stat().st_ino
@@ -49,7 +49,7 @@ def _own_loopback() -> str:
 
 
 def usable_hosts(hosts: Sequence[str]) -> tuple[str, ...]:
-    """The same hosts, the loopback as an address, and only where it is that of this machine."""
+    """The same hosts; the loopback becomes an address, and is kept only on its own machine."""
     own = _own_loopback()
     known = ("127.0.0.1" if host == own else host for host in hosts)
     return tuple(host for host in known if not host.startswith("local-"))
@@ -61,7 +61,7 @@ def format_addresses(hosts: Sequence[str], port: int) -> str:
 
 
 def parse_addresses(text: str) -> tuple[tuple[str, ...], int]:
-    """Hosts and port of ``host1,host2:port``; ``ValueError`` when it is not that."""
+    """Parse ``host1,host2:port`` into hosts and port; ``ValueError`` for anything else."""
     hosts, _, port = text.rpartition(":")
     names = tuple(host for host in hosts.split(",") if host)
     if not names or not port.isdecimal():
@@ -98,7 +98,7 @@ def _connect_here(path: str, timeout_s: float) -> socket.socket:
     try:
         connection.settimeout(timeout_s)
         connection.connect(path)
-        # Another user's would be found out by its proof, but may make us wait for that.
+        # The handshake rejects another user's socket too, but could make us wait.
         owner = _PEER.unpack(
             connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size)
         )
@@ -111,10 +111,10 @@ def _connect_here(path: str, timeout_s: float) -> socket.socket:
 
 
 def answering_first(hosts: Sequence[str], port: int, within_s: float) -> tuple[str, ...]:
-    """The same hosts, the first one that answers on ``port`` before all others.
+    """The same hosts, with the first one that answers on ``port`` moved to the front.
 
-    For libraries that use up their timeout on the first name, even one that does not resolve.  Each
-    host is given an equal share of ``within_s``.
+    For libraries that spend their whole timeout on the first name, even if it does not resolve.
+    Each host gets an equal share of ``within_s``.
     """
     hosts = usable_hosts(hosts)
     for host in hosts:
@@ -125,9 +125,9 @@ def answering_first(hosts: Sequence[str], port: int, within_s: float) -> tuple[s
 
 
 def notice_dead_peer(connection: socket.socket) -> None:
-    """Have a connection end after a minute in which the other machine did not answer at all.
+    """End a connection after a minute without any answer from the other machine.
 
-    Its kernel answers, so that a process which is only stopped, or busy, is not dead.
+    The kernel sends these answers, so a stopped or busy process does not count as dead.
     """
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in (
@@ -137,6 +137,6 @@ def notice_dead_peer(connection: socket.socket) -> None:
     ):
         if hasattr(socket, option):  # Linux
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
-    if hasattr(socket, "TCP_USER_TIMEOUT"):  # what is sent and not acknowledged keeps probes back
+    if hasattr(socket, "TCP_USER_TIMEOUT"):  # unacknowledged data suppresses keepalive probes
         patience_ms = 1000 * (_IDLE_S + _BETWEEN_S * _TRIES)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, patience_ms)

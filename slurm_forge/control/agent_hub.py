@@ -1,6 +1,6 @@
 """The supervisor's end of the agents' channel: a connection per rank, over all launches of a step.
 
-It keeps what agents have said; whoever starts launches reads it from there.
+It stores what agents report; the code that starts launches reads it from here.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _TICK_S = 0.5
 
 @dataclass(frozen=True, slots=True)
 class AgentEnd:
-    """How the worker of a rank ended, and when that was heard (on the hub's monotonic clock)."""
+    """How a rank's worker ended, and when the hub received it (monotonic clock of the hub)."""
 
     rank: int
     host: str
@@ -40,7 +40,7 @@ class AgentEnd:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentView:
-    """What is known of the agent of a rank; ``begun`` is the last launch that it began."""
+    """What is known of a rank's agent; ``begun`` is the last launch that it started."""
 
     rank: int
     host: str
@@ -87,31 +87,31 @@ class AgentsHub(Listener[_Agent]):
             clock=clock,
         )
         self._on_notice = on_notice
-        self._agents: dict[int, _Agent] = {}  # by rank, those that are gone too
+        self._agents: dict[int, _Agent] = {}  # by rank, including those that are gone
         self._ends: list[AgentEnd] = []
         self._order: StartWorker | None = None
         self.start()
 
     def begin(self, order: StartWorker) -> None:
-        """Have every agent start its rank of a launch, those that connect later too."""
+        """Make every agent start its rank of a launch, including agents that connect later."""
         with self._lock:
             self._order = order
             self._broadcast(order)
 
     def end(self, launch: int) -> None:
-        """Have every agent kill its worker of that launch; who has not begun it does not."""
+        """Make every agent kill its worker of this launch; agents that never began it ignore it."""
         with self._lock:
             self._order = None
             self._broadcast(KillWorker(launch=launch))
 
     def leave(self) -> None:
-        """Nothing follows: every agent ends what is left, and itself."""
+        """No launch follows: every agent kills what is still running and exits."""
         with self._lock:
             self._order = None
             self._broadcast(AgentShutdown())
 
     def ends(self, launch: int) -> tuple[AgentEnd, ...]:
-        """How workers of a launch ended so far, in the order in which it was heard."""
+        """How workers of a launch have ended so far, in the order of arrival."""
         with self._lock:
             return tuple(end for end in self._ends if end.message.launch == launch)
 
@@ -145,10 +145,10 @@ class AgentsHub(Listener[_Agent]):
         return decode_agents(line)
 
     def _on_closed(self, peer: _Agent) -> None:
-        """Its connection is closed, which ``agents`` tells."""
+        """The connection is closed; ``agents`` shows it."""
 
     def _tick(self, now: float) -> None:
-        """Nothing is due at a time here."""
+        """Nothing is scheduled here."""
 
     def _take(self, peer: _Agent, message: Message) -> None:
         if peer.rank is None:
@@ -174,7 +174,7 @@ class AgentsHub(Listener[_Agent]):
         if not self._accepts(peer, Role.AGENT, message.world, message.rank):
             return
         before = self._agents.get(message.rank)
-        # One that has not heard its welcome in time tries again.
+        # An agent that did not get its welcome in time connects again.
         if before is not None and (before.has_spoken or before.connection.fileno() >= 0):
             self._refuse(peer, f"the agent of rank {message.rank} has connected before")
             return

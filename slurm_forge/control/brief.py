@@ -1,4 +1,4 @@
-"""What the conductor tells every rank of a launch, once, over the control channel."""
+"""What the conductor sends every rank of a launch, once, over the control channel."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ BRIEF_KEY = "brief"
 class LaunchBrief:
     """What every rank of a launch must know and agree on, published by the conductor.
 
-    ``committed_step`` is the newest step that history says was committed: resuming from nothing is
-    refused where it is not None.  ``resume_step`` is that of the newest one that may be used.
-    ``preflight`` is how closely the nodes are looked at before anything else.
+    ``committed_step`` is the newest committed step in the run's history; unless it is None,
+    starting from nothing is refused.  ``resume_step`` is the newest step that may be resumed from.
+    ``preflight`` is how thoroughly nodes are checked before training.
     """
 
     attempt: int

@@ -1,9 +1,9 @@
-"""A rank's progress clock: one page of shared memory, written in passing, read by another process.
+"""A rank's progress clock: a page of shared memory that another process reads.
 
-The main thread writes where it comes by anyway: no system call, no lock, well below a microsecond
-or two.  A reader may look at any moment and gets a whole record or none: the record is written in
-one go between two copies of a number, and a reader takes it only when it reads the same twice.
-Times are of ``time.monotonic``, which all processes of a node share.
+The main thread writes at places that it passes anyway: no system call, no lock, about a microsecond
+each.  A reader gets a whole record or none: the record is written between two copies of a sequence
+number, and the reader accepts it only if both copies match.  Times are of ``time.monotonic``, which
+all processes of a node share.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from slurm_forge.vocabulary.position import LAST, Position
 
-#: Shorter stretches are not told one by one: no limit is ever that short.
+#: Shorter stretches are not reported one by one: no limit is ever this short.
 NOTABLE_S = 0.25
 _SIZE = mmap.PAGESIZE
 _TEXT = 24
@@ -31,11 +31,11 @@ _COUNT = struct.Struct("@q")
 _RING_AT = 256
 _ENTRY = struct.Struct("@d24s")
 _ENTRIES = 64
-#: A reader that always meets a writer has a broken page before it.
+#: A reader that finds a write in progress this often has a broken page.
 _TRIES = 1000
-#: So many stretches of a kind are told however short they are: then it counts as known.
+#: The first stretches of each kind are reported however short they are.
 _FIRST_ONES = 3
-#: Steps after a start, or after a phase of the program's own, that may compile something.
+#: Steps that may compile: this many after a start or after a phase of the program's own.
 _FIRST_STEPS = 2
 _OF_STEPS = frozenset({"train", "data"})
 _ORDINARY = _OF_STEPS | {"save"}
@@ -43,10 +43,10 @@ _ORDINARY = _OF_STEPS | {"save"}
 
 @dataclass(frozen=True, slots=True)
 class ProgressRecord:
-    """Where the main thread came by last, when, and in what it is since.
+    """The place that the main thread passed last, when, and what it has been doing since.
 
-    ``kind`` is what its durations are compared with: the phase, with ``first`` before it behind a
-    start and ``next`` behind a phase of the program's own, where something may be compiled.
+    ``kind`` selects the durations it is compared with: the phase, prefixed with ``first`` after a
+    start and with ``next`` after a phase of the program's own, where something may compile.
     """
 
     position: Position
@@ -81,7 +81,7 @@ def new_page() -> int:
 
 @dataclass(slots=True, eq=False)
 class _Kind:
-    """What a stretch is, as it is written, and how many of its kind were told."""
+    """What a stretch is, as it is written, and how many of its kind were reported."""
 
     phase: bytes
     text: bytes
@@ -89,7 +89,7 @@ class _Kind:
 
 
 class ProgressClock:
-    """The writer.  All but ``alive`` are called by the main thread only."""
+    """The writer.  Only ``alive`` may be called from other threads than the main thread."""
 
     def __init__(self, descriptor: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._page = mmap.mmap(descriptor, _SIZE)
@@ -104,32 +104,32 @@ class ProgressClock:
         self._write()
 
     def advance(self, position: Position, phase: str = "") -> None:
-        """Come to ``position``, and do ``phase`` from there on, where that is given.
+        """Record ``position`` and, if given, the ``phase`` that begins there.
 
-        Looking around while waiting for data is no progress.
+        Polling while waiting for data is no progress.
         """
         poll = position[2]
         changes = bool(phase) and phase != self._phase
         if self._waits and 0 < poll < LAST:
             return
-        if changes and poll < LAST:  # the first position of it
+        if changes and poll < LAST:  # the first position of the phase
             self._leave()
             self._change(phase)
         elif self._entering:
-            self._at = self._clock()  # the way into a phase is no stretch of it
+            self._at = self._clock()  # the way into a phase does not belong to its stretch
         else:
             self._look_back(counts=True)
         if position[0] > self._begun:  # ``begin`` was not called for it
             self._begun = position[0]
             self._count_special()
-        if changes and poll == LAST:  # the last one of what was done before
+        if changes and poll == LAST:  # the last position of the previous phase
             self._change(phase)
         self._entering = changes and poll == LAST
         self._position = position
         self._write()
 
     def enter(self, phase: str) -> None:
-        """Do something else from now on."""
+        """Switch to another phase."""
         if phase != self._phase:
             self._leave()
             self._change(phase)
@@ -145,7 +145,7 @@ class ProgressClock:
         self._write()
 
     def _count_special(self) -> None:
-        """One step less of those that may compile something."""
+        """Count down the steps that may compile something."""
         if self._special:
             self._left -= 1
             if self._left < 0:
@@ -153,7 +153,7 @@ class ProgressClock:
                 self._rename()
 
     def rewound(self, position: Position) -> None:
-        """Go on from ``position``, after a rollback."""
+        """Continue from ``position`` after a rollback."""
         self._position, self._begun = position, position.step
         self._special, self._left = "first ", _FIRST_STEPS
         self._look_back(counts=False)
@@ -162,12 +162,12 @@ class ProgressClock:
         self._write()
 
     def alive(self) -> None:
-        """A Python thread runs: for the channel's, every second."""
+        """A Python thread runs; called every second by the channel's reader thread."""
         _ALIVE.pack_into(self._page, _ALIVE_AT, self._clock(), threading.get_native_id())
 
     def _leave(self) -> None:
-        """What lies behind is measured as what it was; what comes is of another kind."""
-        # What is left behind the end of a phase, or of a step before its data, says nothing of it.
+        """End the current stretch under its own kind before another kind begins."""
+        # The rest of a phase, or of a step before its data, is not comparable with anything.
         left_over = self._phase in _OF_STEPS or self._position[2] == LAST
         self._look_back(counts=not left_over)
 
@@ -187,7 +187,7 @@ class ProgressClock:
         self._kind = kind
 
     def _look_back(self, *, counts: bool) -> None:
-        """A stretch is over: tell it, if it is long, or counts and is among the first."""
+        """End a stretch; report it if it is long, or if it counts and is among the first."""
         now, kind = self._clock(), self._kind
         lasted, self._at = now - self._at, now
         if lasted < NOTABLE_S and not (counts and kind.count < _FIRST_ONES):
@@ -215,7 +215,7 @@ class ClockReader:
         self._next_entry = 0
 
     def moved(self) -> ProgressRecord | None:
-        """The last record; None where nobody has written any, or none could be read whole."""
+        """The last record; None if there is none, or none could be read whole."""
         for _ in range(_TRIES):
             first = self._page[: _MOVED.size]
             if self._page[: _MOVED.size] != first:
@@ -235,7 +235,7 @@ class ClockReader:
         return ThreadActivity(*_ALIVE.unpack_from(self._page, _ALIVE_AT))
 
     def lasted(self) -> list[FinishedPhase]:
-        """The notable stretches since the last call, as far as they are still there."""
+        """The notable stretches since the last call, as far as the page still holds them."""
         (count,) = _COUNT.unpack_from(self._page, _COUNT_AT)
         first = max(self._next_entry, count - _ENTRIES)
         self._next_entry = count

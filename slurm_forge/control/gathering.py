@@ -1,15 +1,15 @@
-"""Agreeing on one place in the program where all ranks act: pure, no clock, no sockets.
+"""Agreement on one place in the program where all ranks act: pure, no clock, no sockets.
 
-The pattern is the one of JAX's preemption sync: each rank says which position it has passed, the
-target lies after the furthest, and a rank that would pass a position while a request has no target
-waits for it.  Positions inside a phase (evaluation, data wait) are used only when every rank is
-inside the same one; otherwise the target is the next step boundary.  Which phase it is tells its
-path, the names of the phases since the boundary: an evaluation of rank 0 alone shifts its count,
-and what is the first phase there is another one elsewhere, with collectives perhaps.
+The pattern is that of JAX's preemption sync: each rank reports the position it has passed, the
+target lies after the furthest one, and a rank that would pass a position while a request has no
+target waits there.  Positions inside a phase (evaluation, data wait) are used only if every rank is
+inside the same phase; otherwise the target is the next step boundary.  A phase is identified by its
+path, the names of the phases since the boundary, not by its number: an evaluation on rank 0 alone
+shifts the numbers there, and the same number elsewhere may be a phase with collectives.
 
-``RequestAnswers`` is the hub's side, ``RankAgreement`` a rank's.  It is safe because an answer to a
-round keeps the rank at its place until it knows the target of that round, and answers and targets
-of an older round are ignored, however late they come.
+``RequestAnswers`` is the hub's side, ``RankAgreement`` a rank's.  The protocol is safe because a
+rank that has answered a round stays where it is until it knows the target of that round, and
+answers and targets of older rounds are ignored, however late they arrive.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from slurm_forge.control.messages.hub import Request, RequestKind, RequestTarget
 from slurm_forge.control.messages.rank import PositionReport
 from slurm_forge.vocabulary.position import LAST, Position
 
-#: How long a mixed picture (some ranks inside a phase, others about to enter it) may settle.
+#: How long a mixed picture (some ranks inside a phase, others about to enter it) may last.
 SETTLE_S = 1.0
-#: Requests acted upon that a rank remembers: numbers rise, and the hub keeps fewer open than this.
+#: Completed requests that a rank remembers: numbers rise, and the hub keeps fewer open than this.
 _REMEMBERED = 500
 
 
 @dataclass(frozen=True, slots=True)
 class RankPosition:
-    """Where a rank is: it has passed ``position``, or it is ``waiting`` in front of it."""
+    """Where a rank is: it has passed ``position``, or is ``waiting`` in front of it."""
 
     position: Position
     waiting: bool = False
@@ -56,15 +56,15 @@ class RequestAnswers:
     asked_at: float
     places: dict[int, RankPosition] = field(default_factory=dict)
     target: Position | None = None
-    #: How often it was asked anew; answers to an older round say nothing about this one.
+    #: How often the request was repeated; answers to an older round are ignored.
     round: int = 0
     _previous: Position | None = None
     _changed_at: float = 0.0
-    #: Whether an answer has come since the picture was found mixed.
+    #: Whether an answer has arrived since the picture was found mixed.
     _changed: bool = False
 
     def take(self, ranks: Iterable[int], at: PositionReport, now: float) -> bool:
-        """Take in where ranks are; True if that asks anew, so that all must be asked again."""
+        """Record where ranks are; True if this reopens the request and all must be asked again."""
         anew = at.round == self.round + 1 and self.target is not None
         if anew:
             self.reopen()
@@ -73,15 +73,15 @@ class RequestAnswers:
         return anew
 
     def answer(self, ranks: Iterable[int], place: RankPosition, now: float) -> None:
-        """Take the place of ranks in; a newer answer replaces the older one."""
+        """Record the place of ranks; a newer answer replaces an older one."""
         self.places.update(dict.fromkeys(ranks, place))
         self._changed_at, self._changed = now, True
 
     def reopen(self) -> None:
-        """Ask again: a rank is about to enter a phase that the target lies behind.
+        """Ask again: a rank is about to enter a phase, and the target lies behind it.
 
-        The old target stands unless every rank turns out to be inside or in front of that phase:
-        one of them may have acted on it already.
+        The old target remains valid unless every rank turns out to be inside or in front of that
+        phase: one of them may have acted on it already.
         """
         self._previous, self.target = self.target, None
         self.round += 1
@@ -93,7 +93,7 @@ class RequestAnswers:
 
     def settle(self, now: float) -> Position | None:
         """The target, or None while the picture is incomplete or still mixed."""
-        # Asked after every message, of thousands of ranks.
+        # Called after every message, for thousands of ranks.
         settled = now - self._changed_at >= SETTLE_S
         if len(self.places) < self.world or not (self._changed or settled):
             return None
@@ -122,7 +122,7 @@ class RequestAnswers:
         return max(place.next_boundary for place in self._distinct())
 
     def _distinct(self) -> list[RankPosition]:
-        """The places, those of a node once: its ranks have answered together, as a rule."""
+        """The distinct places: the ranks of a node usually answer together and share one."""
         return list({id(place): place for place in self.places.values()}.values())
 
 
@@ -133,18 +133,18 @@ class _Pending:
 
 
 class RankAgreement:
-    """What one rank has been asked, and where it is.  Not thread-safe: the member locks around it.
+    """What one rank has been asked to do, and where it is.  Not thread-safe: the member locks.
 
     The program calls ``arrive`` in front of a position, waits while ``blocked``, then calls
-    ``go_on``; requests and targets come in between, at any time.  While nothing is ``pending``,
-    writing down ``position`` and ``path`` is all that this comes to.
+    ``go_on``; requests and targets may arrive at any time in between.  While nothing is
+    ``pending``, the only work is to record ``position`` and ``path``.
     """
 
     def __init__(self) -> None:
         #: The last position passed, and the names of the phases since its boundary.
         self.position = Position(0)
         self.path = ""
-        #: What is asked for and not done yet, by number.
+        #: Requests that are not done yet, by number.
         self.pending: dict[int, _Pending] = {}
         self._waiting_at: Position | None = None
         self._entering = False
@@ -157,20 +157,20 @@ class RankAgreement:
         return any(pending.target is None for pending in self.pending.values())
 
     def on_request(self, request: Request) -> PositionReport | None:
-        """A request, for the first time or anew: the answer, None for one of an older round."""
+        """The answer to a new or repeated request; None for a request of an older round."""
         if request.id not in self._acted:
             pending = self.pending.get(request.id)
             if pending is not None and pending.request.round > request.round:
                 return None
             if pending is None or pending.request.round < request.round:
                 self.pending[request.id] = _Pending(request)
-        # Asked again after this rank has acted: it says where it is, no more.
+        # Repeated after this rank has acted: it only reports where it is.
         return self._at(request)
 
     def on_target(self, target: RequestTarget) -> PositionReport | None:
-        """The target of a round; what is to be said if it lies behind the phase to be entered.
+        """Record the target of a round; return what to send if it lies behind the phase ahead.
 
-        One of an older round means nothing any more.
+        The target of an older round is ignored.
         """
         pending = self.pending.get(target.id)
         if pending is None or pending.request.round != target.round:
@@ -179,7 +179,7 @@ class RankAgreement:
         return self._at(pending.request) if self._asks_anew(pending) else None
 
     def withdrawn(self, number: int) -> None:
-        """The request was given up before it ever had a target, on all ranks."""
+        """The request was abandoned on all ranks before it had a target."""
         if self.pending.pop(number, None) is not None:
             self._acted.add(number)
             self._forget_old()
@@ -189,7 +189,7 @@ class RankAgreement:
     ) -> list[PositionReport]:
         """Arrive at ``position``, in the last phase of ``path``; return what to send before a wait.
 
-        ``entering`` a phase that a target lies behind asks the others anew, so that a stop need not
+        ``entering`` a phase with a target behind it asks all ranks again, so that a stop need not
         wait for the end of a long evaluation.
         """
         self.path = path
@@ -203,8 +203,8 @@ class RankAgreement:
     def go_on(self) -> tuple[Request, ...]:
         """Pass the position arrived at; the requests due there, in an order that all ranks share.
 
-        By target: a rank whose phase ends before two targets meets both at once, where another
-        meets one after the other.
+        They are ordered by target: a rank whose phase ends before two targets reaches both at once,
+        while another rank reaches one after the other.
         """
         if self._waiting_at is None:
             return ()
@@ -219,22 +219,22 @@ class RankAgreement:
         return tuple(self.pending.pop(number).request for _, number in due)
 
     def _forget_old(self) -> None:
-        """Probes come every minute for months; nobody asks again for what is so long ago."""
+        """Probes come every minute for months; nobody repeats a request that old."""
         if len(self._acted) > 2 * _REMEMBERED:
             self._acted = set(sorted(self._acted)[-_REMEMBERED:])
 
     def _asks_anew(self, pending: _Pending) -> bool:
-        """Give up a target behind the phase to be entered: once per phase, for the others may be
-        where nothing better can be agreed.
+        """Give up a target behind the phase ahead: once per phase, since the other ranks may be
+        where no better target can be agreed.
         """
         at, number = self._waiting_at, pending.request.id
         if at is None or not self._entering or number in self._asked_anew:
             return False
-        # A target inside this very phase was agreed with this rank in front of it: others may have
-        # acted on it and be inside still, so that asking anew would find another one.
+        # A target inside this very phase was agreed while this rank was in front of it: others may
+        # have acted on it and still be inside, so repeating the request would find another target.
         if pending.target is None or pending.target.phase_place <= at.phase_place:
             return False
-        # Asked anew it could not be given up any more: nobody waits for a probe.
+        # A repeated request could no longer be abandoned, and nobody waits for a probe.
         if pending.request.kind is RequestKind.PROBE:
             return False
         self._asked_anew.add(number)

@@ -1,4 +1,4 @@
-"""Who speaks on a channel: both ends prove that they know its secret, which neither of them sends.
+"""Mutual authentication on a channel: both ends prove that they know its secret without sending it.
 
 The lines of a handshake, each ended by a newline::
 
@@ -9,12 +9,12 @@ The lines of a handshake, each ended by a newline::
 
 ``NONCE`` names the launch (or the step, for agents) and is public.  ``PROOF`` and the two keys of
 the session are HMAC-SHA256 under the secret, over the role, the nonce and both fresh numbers; each
-has a purpose of its own, so that nothing one end sends serves as what the other one has to send.
+has a purpose of its own, so nothing that one end sends can be replayed as the other end's part.
 Every line from the third on carries a ``MAC`` of the session, which counts the lines: a line that
 is changed, repeated, dropped or inserted ends the connection.  Nothing is encrypted.
 
-A session belongs to a connection, not to a rank: a relay, which speaks for the ranks of its node,
-needs one.  Whoever connects to a relay tells it where the hub is, in a line before its hello::
+A session belongs to a connection, not to a rank, because a relay, which speaks for the ranks of its
+node, needs one.  A client of a relay names the hub in a line before its hello::
 
     client   MAC via HOST1,HOST2:PORT
 """
@@ -37,18 +37,18 @@ from slurm_forge.control.session import AuthenticatedConnection, Session
 from slurm_forge.errors import ControlChannelError
 from slurm_forge.format_version import PACKAGE_VERSION
 
-#: Of the handshake and of the messages behind it: ends of different versions refuse each other.
+#: Version of the handshake and of the messages after it; ends of different versions disconnect.
 CHANNEL_VERSION = 2
-#: Lines of the handshake are shorter, whatever the other end says.
+#: Limit for lines of the handshake, which are shorter, whatever the other end sends.
 _LONGEST = 4096
-#: What every version says first, so that each can tell the other which one it is.
+#: The first line in any version, so that each end can name the other's version.
 _ANY = re.compile(rb"forge ([0-9]{1,4}) ([0-9A-Za-z.+-]{1,40}) .*")
 _CHALLENGE = re.compile(rb"forge [0-9]+ \S+ ([a-z]{1,16}) ([0-9A-Za-z-]{1,64}) ([0-9a-f]{32})")
 _ANSWER = re.compile(rb"forge [0-9]+ \S+ ([0-9a-f]{32}) ([0-9a-f]{64})")
 #: Instead of a proof: the hub is that of another launch.
 _ANOTHER = b"another-launch"
 _WELCOME, _REFUSED = b"welcome", b"refused "
-#: Between two tries at a hub that has ended the connection: at most, for each is another time.
+#: Longest pause before another attempt at a hub that closed the connection; it is randomized.
 _AGAIN_S = 0.5
 
 
@@ -57,7 +57,7 @@ class Role(str, Enum):
 
     RANK = "rank"
     MONITOR = "monitor"
-    #: Of a node: it passes on what ranks and monitors say.
+    #: One per node: it forwards what ranks and monitors send.
     RELAY = "relay"
     AGENT = "agent"
     #: A node of ``doctor --live``.
@@ -66,11 +66,11 @@ class Role(str, Enum):
 
 @dataclass(frozen=True, slots=True)
 class Credentials:
-    """What it takes to be let in on a channel.
+    """What a process needs to join a channel.
 
     Attributes:
-        nonce: Which launch, or step, the channel is that of; anybody may see it.
-        secret: That of the attempt; it is never sent, printed, or part of a command line.
+        nonce: Names the launch or step of the channel; public.
+        secret: The attempt's secret; never sent, printed, or part of a command line.
     """
 
     nonce: str
@@ -78,11 +78,11 @@ class Credentials:
 
     @classmethod
     def new(cls) -> Credentials:
-        """A nonce and a secret that were never used."""
+        """A fresh nonce and a fresh secret."""
         return cls(secrets.token_hex(16), secrets.token_hex(32))
 
     def with_new_nonce(self) -> Credentials:
-        """For another channel of the same attempt: another nonce, the same secret."""
+        """Credentials for another channel of the same attempt: a new nonce, the same secret."""
         return replace(self, nonce=secrets.token_hex(16))
 
 
@@ -99,21 +99,21 @@ def dial(
     who: str,
     within_s: float,
 ) -> AuthenticatedConnection:
-    """Connect to the first host at which the hub proves who it is, and be welcomed by it.
+    """Connect to the first host at which the hub proves its identity, and be welcomed by it.
 
-    A hub that ends the connection without a word has no place at the moment, and is tried again.
+    A hub that closes the connection without an answer has no room at the moment and is tried again.
 
     Args:
-        hosts: The addresses of the hub, those that are tried first in front.
+        hosts: The addresses of the hub, in the order in which they are tried.
         port: Its port.
         credentials: Those of the channel.
         role: What this process is.
-        hello: The first line, by which it introduces itself.
-        who: The same for people, for messages: ``rank 3``.
-        within_s: How long each host may take to connect, and all of them to welcome.
+        hello: The first message, which introduces this process.
+        who: The same for error messages: ``rank 3``.
+        within_s: How long each host may take to connect, and all of them together to welcome.
 
     Raises:
-        ControlChannelError: No host can be reached, or none is that of the hub, or the hub refuses.
+        ControlChannelError: No host can be reached, none of them is the hub, or the hub refuses.
     """
     deadline = time.monotonic() + within_s
     while True:
@@ -125,7 +125,7 @@ def dial(
             except OSError as error:
                 problems.append(f"{host}: {error}")
                 continue
-            # A relay is told where the hub is.
+            # A relay needs the address of the hub.
             via = f"via {format_addresses(hosts, port)}\n".encode() if host[0] == "/" else b""
             try:
                 return _introduce(connection, credentials, role, via, hello, who, deadline)
@@ -157,11 +157,11 @@ def dial(
 
 
 class _HubRefusalError(ControlChannelError):
-    """The hub itself has refused: it would do so again."""
+    """The hub refused, and would do so again."""
 
 
 def is_hub_at(hosts: Sequence[str], port: int, credentials: Credentials, within_s: float) -> bool:
-    """Whether the hub of that channel answers at one of the hosts now."""
+    """Whether the hub of this channel answers at one of the hosts now."""
     for host in usable_hosts(hosts):
         with contextlib.suppress(OSError, EOFError, ControlChannelError):
             with connect((host,), port, within_s) as connection:
@@ -185,7 +185,7 @@ def _introduce(
     if via:
         made.send(via)
     made.send(hello)
-    # It is the hub, however slow: it would take a second hello for that of somebody else.
+    # It is the hub, however slow: a second hello would look like another process's.
     connection.settimeout(max(2.0, deadline - time.monotonic()))
     answer = made.verify(_read_line(connection))
     if answer != _WELCOME:
@@ -202,7 +202,7 @@ def _introduce(
 def _verify_hub(
     connection: socket.socket, credentials: Credentials, role: Role
 ) -> AuthenticatedConnection:
-    """The connection, once the hub has proved that it is one; the first line is the client's."""
+    """The connection, once the hub has proved its identity; the client sends the first line."""
     if not credentials.secret:
         raise ControlChannelError(
             "this process was not given the secret of the launch",
@@ -228,7 +228,7 @@ def _verify_hub(
 
 
 def _no_answer(line: bytes) -> ControlChannelError:
-    """What is wrong with an answer that holds no proof."""
+    """Describe an answer that contains no proof."""
     found = _ANY.fullmatch(line)
     if found is None:
         return ControlChannelError(
@@ -254,10 +254,10 @@ def _no_answer(line: bytes) -> ControlChannelError:
 
 @dataclass(frozen=True, slots=True)
 class ChallengeAnswer:
-    """What the hub answers to the first line of somebody.
+    """The hub's answer to a client's first line.
 
-    ``session`` is None for a client that can't belong to the channel, and ``why`` is the reason.
-    A session alone proves nothing: only the next line does, once the session has verified it.
+    ``session`` is None for a client that can't belong to the channel; ``why`` is the reason.
+    A session alone proves nothing: the client is authenticated by the next line that it verifies.
     """
 
     line: bytes
@@ -267,13 +267,13 @@ class ChallengeAnswer:
 
 
 def nonce_of(line: bytes) -> str:
-    """Which launch the first line of a connection names; empty where it is none."""
+    """The launch that the first line of a connection names; empty if it is no such line."""
     challenge = _CHALLENGE.fullmatch(line)
     return "" if challenge is None else challenge[2].decode()
 
 
 def answer_challenge(line: bytes, credentials: Credentials) -> ChallengeAnswer:
-    """Answer the first line of a connection, whoever sent it; ``line`` lacks its newline."""
+    """Answer the first line of any connection; ``line`` lacks its newline."""
     version = _version_of(line)
     if line.startswith(b'{"m":'):
         return ChallengeAnswer(b"", why="it is a process of an older version of slurm_forge")
@@ -301,26 +301,26 @@ def welcome(connection: AuthenticatedConnection) -> None:
 
 
 def refuse(connection: AuthenticatedConnection, why: str) -> None:
-    """The answer to the hello of somebody who knows the secret and has no place here."""
+    """The answer to the hello of a client that knows the secret but has no place here."""
     connection.send(_REFUSED + why.encode(errors="replace"))
 
 
 def accept(
     connection: socket.socket, credentials: Credentials
 ) -> tuple[AuthenticatedConnection, bytes]:
-    """The hub's part for who serves one connection at a time: it is yet to be welcomed.
+    """The hub's part, for a server of one connection at a time; ``welcome`` is left to the caller.
 
     Args:
         connection: With a timeout.
         credentials: Those of the channel.
 
     Returns:
-        The connection, and the line by which the client introduced itself.
+        The connection, and the line with which the client introduced itself.
 
     Raises:
-        ControlChannelError: It does not know the secret.
-        OSError: It says nothing, or is gone.
-        EOFError: It is gone.
+        ControlChannelError: The client does not know the secret.
+        OSError: The client sends nothing, or has disconnected.
+        EOFError: The client has disconnected.
     """
     answer = answer_challenge(_read_line(connection), credentials)
     connection.sendall(answer.line)
@@ -337,7 +337,7 @@ def accept(
 
 
 def _keys(credentials: Credentials, role: str, client: str, hub: str) -> tuple[bytes, bytes, bytes]:
-    """The hub's proof, the key of what the client sends, and of what the hub sends."""
+    """The hub's proof, the key of the client's lines, and the key of the hub's lines."""
     about = f"slurm_forge {CHANNEL_VERSION} {role} {credentials.nonce} {client} {hub}"
     secret = credentials.secret.encode("utf-8", "surrogatepass")
     proof, up, down = (
@@ -357,7 +357,7 @@ def _version_of(line: bytes) -> int | None:
 
 
 def _read_line(connection: socket.socket) -> bytes:
-    """The next line and nothing of what follows; ``EOFError`` at the end of the connection."""
+    """The next line and no byte after it; ``EOFError`` at the end of the connection."""
     line, until = b"", time.monotonic() + (connection.gettimeout() or float("inf"))
     while len(line) <= _LONGEST:
         if time.monotonic() > until:

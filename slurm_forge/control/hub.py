@@ -1,7 +1,7 @@
 """The hub of the control channel: hosted by the supervisor, or by rank 0 where there is none.
 
-It keeps what ranks say last, agrees targets, and passes everything that somebody must decide on to
-the conductor through ``events``.
+It keeps the last message of each rank, agrees targets, and passes everything that needs a decision
+to the conductor through ``events``.
 """
 
 from __future__ import annotations
@@ -59,24 +59,24 @@ from slurm_forge.control.tcp.links import Connection
 from slurm_forge.control.tcp.own_connections import connection_of
 
 _TICK_S = 0.1
-#: Which ranks share a message differs where they are not at the same step: so many sets at most.
+#: Ranks at different steps share messages in different groups; at most this many are kept.
 _GROUPS = 64
 _RELAY = Role.RELAY.value
-#: Where so many ranks send heartbeats, those of a moment are heard together, unless anybody waits:
-#: to wake up for a few costs more than to hear them.
+#: With at least this many ranks, heartbeats are read in batches unless somebody waits: waking up
+#: for a few of them costs more than reading them.
 _MANY = 256
 _REST_S = 0.1
-#: For how long after anything that somebody waits for more of it is to be expected.
+#: How long after an urgent message more of them are expected.
 _LIVELY_S = 1.0
-#: For how long the conductor is not woken up for what it can wait for.
+#: How long events that are not urgent may be held back from the conductor.
 _HOLD_S = 0.25
 
 
 class Hub(Listener[HubPeer]):
     """Listens for the ranks of one launch.  Use ``start``, read ``events``, ``close``.
 
-    A ``world_size`` of 0 is not known yet: the first rank that joins says it.  Without
-    ``credentials`` it makes its own.
+    A ``world_size`` of 0 means not known yet: the first rank that joins reports it.  Without
+    ``credentials`` the hub creates its own.
     """
 
     def __init__(
@@ -98,16 +98,16 @@ class Hub(Listener[HubPeer]):
         self.events: queue.SimpleQueue[HubEvent] = queue.SimpleQueue()
         self._ranks = RankRoster()
         self._monitors = MonitorRoster()
-        #: The connections that they have now, their own or through a relay.
+        #: Current connections, direct or through a relay.
         self._rank_peers: dict[int, HubPeer] = {}
         self._monitor_peers: dict[int, HubPeer] = {}
         self._published: dict[str, str] = {}
         self._requests = OpenRequests()
-        #: What the conductor can wait for, and until when it does.
+        #: Events that the conductor can wait for, and until when.
         self._held: list[HubEvent] = []
         self._hold_until = 0.0
         self._lively_until = 0.0
-        #: Why the launch is over, once it is.
+        #: Why the launch is over; None until then.
         self._over: str | None = None
 
     def members(self) -> dict[int, MemberView]:
@@ -121,19 +121,19 @@ class Hub(Listener[HubPeer]):
             return self._monitors.views()
 
     def oldest_message_at(self) -> float | None:
-        """When the rank that is silent for longest was heard; None before the first has come."""
+        """When the rank that has been silent longest last spoke; None before the first joins."""
         with self._lock:
             return self._ranks.oldest_message_at()
 
     def heartbeats(self) -> list[Heartbeat]:
-        """What ranks said last, once for those who said it together."""
+        """The last heartbeats, one per group of ranks that sent it together."""
         with self._lock:
             return [beat for beat in self._ranks.beats() if beat is not None]
 
     def progress(self) -> ProgressSummary | None:
-        """What the monitors of all ranks said last, in sum.
+        """The last reports of all monitors, aggregated.
 
-        None while a rank has no monitor that is here and has said something.
+        None while any rank has no connected monitor that has reported.
         """
         with self._lock:
             if not len(self._ranks) == len(self._monitor_peers) == self.world_size:
@@ -141,25 +141,25 @@ class Hub(Listener[HubPeer]):
             return self._monitors.progress()
 
     def host_of(self, rank: int) -> str | None:
-        """Where a rank, or else its monitor, said that it runs; None where neither has come."""
+        """The host that a rank, or else its monitor, reported; None if neither has joined."""
         with self._lock:
             place = self._ranks.place_of(rank) or self._monitors.place_of(rank)
             return None if place is None else place[0]
 
     def ask_monitors(self, message: Message) -> None:
-        """Send to every rank's monitor; what they answer comes as ``MessageReceived``."""
+        """Send to every rank's monitor; the answers arrive as ``MessageReceived``."""
         with self._lock:
             self._send_all(self._monitor_peers.values(), message)
 
     def ask_rank(self, rank: int, message: Message) -> None:
-        """Send to one rank itself; what it answers comes as ``MessageReceived``."""
+        """Send to one rank itself; its answer arrives as ``MessageReceived``."""
         with self._lock:
             self._send_all([self._rank_peers[rank]] if rank in self._rank_peers else (), message)
 
     def connections(self) -> tuple[tuple[int, Connection], ...]:
-        """How the hub's own connections to ranks and their monitors are, by rank.
+        """The state of the hub's own connections to ranks and monitors, by rank.
 
-        That to a relay is said to be that to one of its ranks.
+        A relay's connection is reported under one of its ranks.
         """
         with self._lock:
             connections = []
@@ -170,10 +170,10 @@ class Hub(Listener[HubPeer]):
         return tuple(connections)
 
     def request(self, kind: RequestKind, reason: str, *, within_s: float | None = None) -> int:
-        """Ask all ranks to do something at the same step; the target comes as ``TargetAgreed``.
+        """Ask all ranks to do something at the same step; the target arrives as ``TargetAgreed``.
 
-        Ranks at a boundary wait for it; with ``within_s`` no longer than that, and then
-        ``RequestAbandoned`` comes.
+        Ranks at a boundary wait for the target.  With ``within_s`` they wait no longer than that;
+        then ``RequestAbandoned`` is emitted.
         """
         with self._lock:
             self._forget_old()
@@ -184,34 +184,34 @@ class Hub(Listener[HubPeer]):
             return request.id
 
     def unanswered(self, request_id: int) -> tuple[int, ...]:
-        """Ranks that have not said where they are: frozen, or gone."""
+        """Ranks that have not reported where they are: frozen, or gone."""
         with self._lock:
             return self._requests.missing(request_id)
 
     def publish(self, key: str, value: str) -> None:
-        """Give every rank a value, those that join later too."""
+        """Send a value to every rank, including those that join later."""
         with self._lock:
             self._published[key] = value
             self._broadcast(Publish(key=key, value=value))
 
     def time_left(self, seconds: float) -> None:
-        """Tell every rank how long it has, from now, until the launch is ended."""
+        """Send every rank the time that it has left, from now, until the launch is ended."""
         with self._lock:
             self._broadcast(TimeLeft(seconds=seconds))
 
     def abort(self, reason: str) -> None:
-        """Tell every rank to leave at once."""
+        """Order every rank to leave at once."""
         with self._lock:
             self._over = reason
             self._broadcast(Abort(reason=reason))
 
     @property
     def over(self) -> bool:
-        """Whether ranks have been told to leave."""
+        """Whether ranks have been ordered to leave."""
         return self._over is not None
 
     def _forget_old(self) -> None:
-        # Only what every rank has left behind: until then one may still ask about it anew.
+        # Only what every rank has passed: until then a rank may still ask about it again.
         beats = [beat for beat in self._ranks.beats() if beat is not None]
         if len(self._ranks) == self.world_size and len(beats) == len(self._ranks.beats()) > 0:
             self._requests.forget_old(beats)
@@ -228,7 +228,7 @@ class Hub(Listener[HubPeer]):
         self._send_all(self._rank_peers.values(), message)
 
     def _send_all(self, peers: Iterable[HubPeer], message: Message) -> None:
-        """To each of them; through a relay once for all that are behind it."""
+        """Send to each peer; a relay gets one line for all of its members."""
         self._lively_until = self._clock() + _LIVELY_S
         line = protocol.encode(message)
         relayed: dict[int, tuple[HubPeer, list[int]]] = {}
@@ -240,7 +240,7 @@ class Hub(Listener[HubPeer]):
                 relayed.setdefault(descriptor, (peer.relay, []))[1].append(peer.number)
         for relay, numbers in relayed.values():
             self._send_line(relay, encode_delivery(numbers, line))
-        self._rouse()  # answers are to be expected
+        self._rouse()  # answers will follow
 
     def _drop(self, peer: HubPeer) -> None:
         if peer.relay is None:
@@ -259,13 +259,13 @@ class Hub(Listener[HubPeer]):
             self._release()
 
     def _rest_s(self) -> float:
-        # A handshake is several messages to and fro: who joins would wait for a rest at each.
+        # A handshake takes several messages: a joining client would wait for a batch at each.
         joining = self._strangers or len(self._ranks) < self.world_size
         quiet = self.world_size >= _MANY and not joining and self._clock() >= self._lively_until
         return _REST_S if quiet else 0.0
 
     def _tell(self, event: HubEvent) -> None:
-        """Have the conductor hear of it, behind all that came before."""
+        """Pass an event to the conductor, after all earlier ones."""
         self._release()
         self.events.put(event)
 
@@ -293,7 +293,7 @@ class Hub(Listener[HubPeer]):
             self._hear(self._group((peer,)), message, message.values, now)
 
     def _group(self, peers: Sequence[HubPeer]) -> HubGroup:
-        """Of peers that all are ranks, or all are monitors."""
+        """The group of these peers, which are all ranks or all monitors."""
         ranks = tuple(peer.rank for peer in peers if peer.rank is not None)
         if ranks:
             return HubGroup(ranks=self._ranks.speakers(ranks))
@@ -301,7 +301,7 @@ class Hub(Listener[HubPeer]):
         return HubGroup(monitors=self._monitors.speakers(ranks))
 
     def _hear(self, group: HubGroup, message: Message, columns: Columns, now: float) -> None:
-        """What ranks say, or what monitors say: several where a relay has joined it."""
+        """Process a message of ranks or of monitors: of several if a relay has joined it."""
         if group.ranks is not None and isinstance(message, Heartbeat):
             self._ranks.hear(group.ranks, now, message)
         elif group.monitors is not None and isinstance(message, MonitorHeartbeat):
@@ -317,7 +317,7 @@ class Hub(Listener[HubPeer]):
     def _on_message(
         self, group: Speakers[Heartbeat, MemberView], message: Message, now: float
     ) -> None:
-        # Before anything is sent: sending may find that one of these ranks is gone.
+        # Before anything is sent: sending may reveal that one of these ranks is gone.
         self._ranks.hear(group, now)
         if not message.may_wait_s:
             self._lively_until = now + _LIVELY_S
@@ -337,7 +337,7 @@ class Hub(Listener[HubPeer]):
         self._send_all(wanted, Publish(key=message.key, value=message.value))
 
     def _take_lines(self, relay: HubPeer, message: MemberLines, now: float) -> None:
-        """What a relay's members said: as if each had said it on a connection of its own."""
+        """Process what a relay's members sent, as if each had used a connection of its own."""
         for numbers, said, columns in message.lines:
             members, groups = relay.members, relay.groups
             if relay.connection.fileno() < 0 or members is None or groups is None:
@@ -356,9 +356,9 @@ class Hub(Listener[HubPeer]):
                 if known == [False]:  # two are never the same
                     self._greet_relayed(relay, members, numbers[0], said, now)
             elif any(known):
-                # Others were dropped, and do not know yet.
+                # Others were dropped and do not know it yet.
                 peers = [members[number] for number in compress(numbers, known)]
-                if len({peer.role for peer in peers}) > 1:  # no relay of ours joins what they say
+                if len({peer.role for peer in peers}) > 1:  # our relays never join these
                     self._drop(relay)
                     return
                 group = self._group(peers)
@@ -426,7 +426,7 @@ class Hub(Listener[HubPeer]):
             if target is not None:
                 self._send(peer, target)
         if self._over is not None:
-            self._send(peer, Abort(reason=self._over))  # it comes too late
+            self._send(peer, Abort(reason=self._over))  # it is too late to join
         self._tell(RankJoined(message.rank))
 
     def _greet_monitor(self, peer: HubPeer, message: MonitorHello, now: float) -> None:

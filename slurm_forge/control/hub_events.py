@@ -1,4 +1,4 @@
-"""What a hub tells its conductor."""
+"""What a hub reports to its conductor."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from slurm_forge.vocabulary.position import Position
 
 @dataclass(frozen=True, slots=True)
 class RankJoined:
-    """A rank connected and knew the secret."""
+    """A rank connected and proved that it knows the secret."""
 
     rank: int
 
@@ -25,7 +25,7 @@ class RankDisconnected:
 
 @dataclass(frozen=True, slots=True)
 class MessageReceived:
-    """Ranks said something that the conductor decides on, or their monitors did.
+    """Ranks or monitors sent something that the conductor decides on.
 
     The columns of the message, if it has any, are in the order of the ranks.
     """
@@ -36,7 +36,7 @@ class MessageReceived:
 
 @dataclass(frozen=True, slots=True)
 class TargetAgreed:
-    """A request has its target; ``seconds`` is from asking to knowing."""
+    """A request has its target; ``seconds`` is from the request to the target."""
 
     request: Request
     target: Position
@@ -45,7 +45,7 @@ class TargetAgreed:
 
 @dataclass(frozen=True, slots=True)
 class RequestAbandoned:
-    """A request found no target within its time and was given up on all ranks."""
+    """A request found no target in time and was abandoned on all ranks."""
 
     request: Request
 

@@ -1,4 +1,4 @@
-"""Who is at the other end of a hub's connection: a rank, a monitor, or a relay with its members."""
+"""The other end of a hub's connection: a rank, a monitor, or a relay with its members."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from slurm_forge.control.session import AuthenticatedConnection
 
 
 class HubGroup(NamedTuple):
-    """Ranks that share a message, or monitors."""
+    """Ranks, or monitors, that share a message."""
 
     ranks: Speakers[Heartbeat, MemberView] | None = None
     monitors: Speakers[MonitorHeartbeat, MonitorView] | None = None
@@ -23,32 +23,32 @@ class HubGroup(NamedTuple):
 
 @dataclass(slots=True)
 class HubPeer(Peer):
-    """A connection to the hub, or a member's part of that of its relay."""
+    """A connection to the hub, or a member's share of its relay's connection."""
 
-    #: The rank whose monitor it is: it counts for no membership and is asked for nothing else.
+    #: The rank whose monitor it is: it is no member and gets only requests for monitors.
     monitor: int | None = None
-    #: Of a relay: its members, by its own numbers.
+    #: For a relay: its members, by its own numbers.
     members: dict[int, HubPeer] | None = None
-    #: Of a relay: who of them has said something together lately.
+    #: For a relay: the groups of members that sent a message together lately.
     groups: dict[tuple[int, ...], HubGroup] | None = None
-    #: Of a member: the relay that it speaks through, and its number there.
+    #: For a member of a relay: that relay, and its number there.
     relay: HubPeer | None = None
     number: int = 0
 
     @property
     def stranger(self) -> bool:
-        """Whether it has not said yet who it is."""
+        """Whether it has not identified itself yet."""
         return self.rank is None and self.monitor is None and self.members is None
 
     @property
     def speaks_for(self) -> int | None:
-        """The rank that it is or watches; of a relay one of its ranks."""
+        """The rank that it is or watches; for a relay, one of its ranks."""
         peer = next(iter((self.members or {}).values()), self)
         return peer.rank if peer.monitor is None else peer.monitor
 
 
 class RelayedConnection(AuthenticatedConnection):
-    """A member's connection, as far as it is the hub's: through that of its relay."""
+    """The connection of a relay's member, as the hub uses it: through the relay."""
 
     __slots__ = ("_number", "_relay")
 
@@ -57,7 +57,7 @@ class RelayedConnection(AuthenticatedConnection):
         self._relay, self._number = relay, number
 
     def close(self) -> None:
-        """The relay ends it; one that is gone has ended it already."""
+        """Have the relay close it; a relay that is gone has done so."""
         with contextlib.suppress(OSError):
             self._relay.send(encode_delivery((self._number,), b"", close=True))
 

@@ -10,15 +10,15 @@ from collections.abc import Sequence
 
 #: ioctl: the IPv4 address of an interface (Linux, netdevice(7)).
 _SIOCGIFADDR = 0x8915
-#: Longest name of an interface, without the zero behind it (IFNAMSIZ).
+#: Longest interface name, without the terminating zero (IFNAMSIZ).
 _LONGEST_NAME = 15
 
 
 def interface_of(wanted: str, present: Sequence[str]) -> str | None:
-    """The first of the interfaces ``present`` that NCCL would take by ``wanted``, or None.
+    """The first of the interfaces ``present`` that NCCL would choose for ``wanted``, or None.
 
-    Its rules: a list of beginnings, ``eth,ib``; behind ``=`` whole names, behind ``^`` those that
-    are not to be taken, ``^=`` both (NCCL's documentation, NCCL_SOCKET_IFNAME).
+    NCCL's rules: a list of prefixes, ``eth,ib``; after ``=`` exact names, after ``^`` prefixes to
+    avoid, after ``^=`` exact names to avoid (NCCL's documentation, NCCL_SOCKET_IFNAME).
     """
     text = wanted.strip()
     without = text.startswith("^")
@@ -39,12 +39,12 @@ def interfaces() -> tuple[str, ...]:
 
 
 def preferred_address(interface: str | None, host_suffix: str | None) -> str | None:
-    """This node on the network that the site prefers, or None: by name, else by interface.
+    """This node's address on the network that the site prefers, or None.
 
-    ``host_suffix`` counts where the name with it is known; ``interface`` by NCCL's rules.
+    ``host_suffix`` is used if the name with it resolves, else ``interface`` by NCCL's rules.
     """
     if host_suffix:
-        # Between the name and its domain, which a resolver knows to add.
+        # The suffix goes between name and domain; the resolver adds the domain.
         name = socket.gethostname().partition(".")[0] + host_suffix
         with contextlib.suppress(OSError, UnicodeError):
             socket.getaddrinfo(name, None, socket.AF_INET)
@@ -62,7 +62,7 @@ def _address_of(interface: str) -> str | None:
 
 
 def interface_addresses() -> tuple[tuple[str, str], ...]:
-    """Name and IPv4 address of each interface of this node that has one, the loopback left out."""
+    """Name and IPv4 address of each interface of this node that has one, except the loopback."""
     addresses = ((name, _address_of(name)) for name in interfaces())
     return tuple(
         (name, at) for name, at in addresses if at is not None and not at.startswith("127.")

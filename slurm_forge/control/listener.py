@@ -1,6 +1,6 @@
-"""The listening end of a channel: lets in who belongs to it, drops who misbehaves or is gone.
+"""The listening end of a channel: admits its clients, drops those that misbehave or are gone.
 
-One thread, one epoll set.  What lines mean, and who may stay, is said by whoever derives from it.
+One thread, one epoll set.  Subclasses define what lines mean and who may stay.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ from slurm_forge.control.session import AuthenticatedConnection
 from slurm_forge.errors import ControlChannelError
 from slurm_forge.open_files import raise_open_files_limit
 
-#: How long a connection may take to prove that it belongs to the channel.
+#: How long a connection may take to authenticate.
 _HELLO_WITHIN_S = 5.0
-#: How many ranks are expected where it is not known yet how many there are.
+#: The number of ranks assumed while it is unknown.
 _UNKNOWN_WORLD = 4096
-#: Connections that prove nothing, beside places for all ranks and their monitors.
+#: Unauthenticated connections allowed beside the places for all ranks and their monitors.
 _STRANGERS = 256
-#: How many are accepted before those that are here are heard again.
+#: Connections accepted in a row before existing ones are read again.
 _ACCEPTED_AT_ONCE = 64
-#: How many addresses of strangers are named, once each.
+#: Addresses of strangers that are reported, each once.
 _NAMED = 16
-#: How many wakes are taken in at once.
+#: Wake-ups consumed at once.
 _WAKES = 64
-#: Who does not read must not block the others; a full buffer means that it is frozen.
+#: A peer that does not read must not block the others; a full buffer means that it is frozen.
 _SEND_WITHIN_S = 2.0
 
 
 @dataclass(slots=True)
 class Peer:
-    """A connection, and whose it is once that was said.  ``role`` is what it says to be."""
+    """A connection, and the peer behind it once known.  ``role`` is what the peer claims to be."""
 
     connection: AuthenticatedConnection
     since: float
@@ -55,7 +55,7 @@ class Peer:
 
     @property
     def stranger(self) -> bool:
-        """Whether it has not said yet who it is."""
+        """Whether it has not identified itself yet."""
         return self.rank is None
 
 
@@ -66,7 +66,7 @@ class Listener(ABC, Generic[PeerT]):
     """Serves the peers of one channel on a thread of its own, from ``start`` to ``close``.
 
     ``_take``, ``_on_closed`` and ``_tick`` are called on that thread, with the lock held.
-    ``_on_closed`` is also called on the thread that finds by sending, or by ``close``, that a peer
+    ``_on_closed`` is also called on a thread that notices in ``send`` or ``close`` that a peer
     is gone.
     """
 
@@ -88,11 +88,11 @@ class Listener(ABC, Generic[PeerT]):
         self._clock = clock
         self._lock = threading.RLock()
         self._peers: dict[int, PeerT] = {}  # by file descriptor
-        #: Of these, who has proved nothing yet: by address, and those of each the oldest first.
+        #: Unauthenticated ones by address, the oldest of each address first.
         self._strangers: dict[str, dict[int, PeerT]] = {}
         self._named: set[str] = set()
         self._look_at = 0.0
-        #: No file can be opened: until then no connection is accepted.
+        #: No more files can be opened: no connection is accepted until this time.
         self._full_until: float | None = None
         self._closing = False
         self._listener = listening or socket.create_server(("", 0), backlog=4096)
@@ -115,48 +115,48 @@ class Listener(ABC, Generic[PeerT]):
 
     @abstractmethod
     def _let_in(self, connection: AuthenticatedConnection, address: str) -> PeerT:
-        """What is kept of somebody who connects."""
+        """The peer object for a new connection."""
 
     @abstractmethod
     def _decode(self, peer: PeerT, line: bytes) -> Message:
-        """What a peer says; ``ControlChannelError`` for a line that is none of this channel's."""
+        """Decode a peer's line; ``ControlChannelError`` for a line that is not of this channel."""
 
     @abstractmethod
     def _take(self, peer: PeerT, message: Message) -> None:
-        """What a peer said, the hello of one that knows the secret included."""
+        """Handle a peer's message, including the hello of an authenticated one."""
 
     @abstractmethod
     def _on_closed(self, peer: PeerT) -> None:
-        """A peer was dropped, whoever it was; once for each."""
+        """A peer was dropped; called once for each."""
 
     @abstractmethod
     def _tick(self, now: float) -> None:
-        """Every ``tick_s``, and after whatever was heard."""
+        """Called every ``tick_s`` and after every batch of messages."""
 
     def _credentials_for(self, peer: PeerT, line: bytes) -> Credentials:
-        """By which somebody who begins with this line is judged."""
+        """The credentials to use for a client that begins with this line."""
         return self.credentials
 
     def _timeout_s(self) -> float:
-        """After how long without a message ``_tick`` is called."""
+        """How long without a message before ``_tick`` is called."""
         return self._tick_s
 
     def _rest_s(self) -> float:
-        """How long nobody needs to be heard: what comes meanwhile is heard together."""
+        """How long reading may pause, so that messages are read in batches."""
         return 0.0
 
     def _lose(self, peer: PeerT) -> None:
-        """What was sent to a peer does not reach it: it is gone, or frozen."""
+        """Sending to a peer failed: it is gone or frozen."""
         self._drop(peer)
 
     # -- for those who derive ------------------------------------------------------------------
 
     def start(self) -> None:
-        """Begin to serve."""
+        """Begin serving."""
         self._thread.start()
 
     def close(self) -> None:
-        """Stop serving; connected peers see the end of the channel.  Twice is fine."""
+        """Stop serving; connected peers see the end of the channel.  May be called twice."""
         if self._closing:
             return
         self._closing = True
@@ -168,7 +168,7 @@ class Listener(ABC, Generic[PeerT]):
             end.close()
 
     def _accepts(self, peer: PeerT, role: Role, world: int, rank: int) -> bool:
-        """Whether somebody who introduces itself so belongs here; who does not is refused."""
+        """Whether a client with this hello belongs here; otherwise it is refused."""
         why = ""
         if peer.role != role.value:
             why = f"a connection of the role {peer.role} says what a {role.value} says"
@@ -181,13 +181,13 @@ class Listener(ABC, Generic[PeerT]):
         return not why
 
     def _refuse(self, peer: PeerT, why: str) -> None:
-        """Tell somebody who knows the secret why it has no place here, and drop it."""
+        """Tell an authenticated client why it has no place here, and drop it."""
         with contextlib.suppress(OSError):
             refuse(peer.connection, why)
         self._drop(peer)
 
     def _welcome(self, peer: PeerT) -> bool:
-        """Whether it is there still; one that is not has never come, and may try again."""
+        """Whether the client is still there; otherwise it never joined, and may try again."""
         try:
             welcome(peer.connection)
         except OSError:
@@ -215,8 +215,8 @@ class Listener(ABC, Generic[PeerT]):
         self._on_closed(peer)
 
     def _rouse(self) -> None:
-        """End the rest that the serving thread takes, if it does."""
-        with contextlib.suppress(OSError):  # it has been woken often enough, or is closed
+        """End the serving thread's pause, if it is in one."""
+        with contextlib.suppress(OSError):  # enough wake-ups are queued, or it is closed
             self._wake.send(b"x")
 
     # -- the serving thread --------------------------------------------------------------------
@@ -226,8 +226,8 @@ class Listener(ABC, Generic[PeerT]):
             while not self._closing:
                 self._turn()
         finally:
-            # However this thread ends, peers that nobody listens to must not wait for ever: they
-            # see the end of the channel, and whoever waits for them that they are gone.
+            # However this thread ends, peers must not wait for ever: they see the end of the
+            # channel, and whoever waits for them sees that they are gone.
             self._drop_all()
 
     def _drop_all(self) -> None:
@@ -262,7 +262,7 @@ class Listener(ABC, Generic[PeerT]):
                 if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
                     self._on_full(error)
                 return
-            with contextlib.suppress(OSError):  # who is gone again is noticed by reading
+            with contextlib.suppress(OSError):  # a peer that is gone is noticed on reading
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 notice_dead_peer(connection)
             connection.settimeout(_SEND_WITHIN_S)
@@ -278,14 +278,14 @@ class Listener(ABC, Generic[PeerT]):
 
     @property
     def _room(self) -> int:
-        """The most connections: ranks and monitors of the launch always find a place."""
+        """The most connections: ranks and monitors of the launch always find room."""
         wanted = 2 * (self.world_size or _UNKNOWN_WORLD) + _STRANGERS
         return min(wanted, max(1, self._open_files - _STRANGERS // 4))
 
     def _on_full(self, error: OSError) -> None:
-        """No file can be opened: a stranger makes room, else the listener rests for a moment.
+        """No file can be opened: drop a stranger, or else stop accepting for a moment.
 
-        The listener stays readable meanwhile: to wait for it would be to spin.
+        The socket stays readable meanwhile, so waiting for it would spin.
         """
         with self._lock:
             if self._end_oldest(f"this process can open no more files ({error.strerror})"):
@@ -296,18 +296,18 @@ class Listener(ABC, Generic[PeerT]):
     # -- strangers -----------------------------------------------------------------------------
 
     def _end_silent(self, now: float) -> None:
-        """Drop who has proved nothing in its time; looked for once in a while."""
+        """Drop peers that did not authenticate in time; checked once in a while."""
         if now < self._look_at:
             return
         self._look_at = now + self._tick_s
         for strangers in list(self._strangers.values()):
             for peer in list(strangers.values()):
                 if now - peer.since <= _HELLO_WITHIN_S:
-                    break  # those behind it came later
+                    break  # the following ones connected later
                 self._end_stranger(peer, f"it was silent for {_HELLO_WITHIN_S:.0f} s")
 
     def _end_oldest(self, why: str) -> bool:
-        """Drop the oldest stranger of the address that has the most; whether there was one."""
+        """Drop the oldest stranger of the address with the most; whether there was one."""
         most = max(self._strangers.values(), key=len, default=None)
         if most is None:
             return False
@@ -333,7 +333,7 @@ class Listener(ABC, Generic[PeerT]):
     # -- what is said --------------------------------------------------------------------------
 
     def _receive(self, descriptor: int) -> None:
-        # Another thread closes no connection meanwhile, whose number might be a new file's then.
+        # No other thread closes a connection meanwhile, so its number can't be reused.
         with self._lock:
             peer = self._peers.get(descriptor)
             if peer is None:
@@ -353,7 +353,7 @@ class Listener(ABC, Generic[PeerT]):
                     return
 
     def _hear_line(self, peer: PeerT, line: bytes, descriptor: int) -> bool:
-        """Handle one line; False if its connection was dropped, so that no other line counts."""
+        """Handle one line; False if its connection was dropped and later lines do not count."""
         if peer.connection.session is None:
             self._answer(peer, line)
         else:
@@ -369,7 +369,7 @@ class Listener(ABC, Generic[PeerT]):
         return peer.connection.fileno() >= 0
 
     def _answer(self, peer: PeerT, line: bytes) -> None:
-        """The first line of a connection: anybody's."""
+        """Handle the first line of a connection, which may be from anybody."""
         answer = answer_challenge(line, self._credentials_for(peer, line))
         try:
             peer.connection.socket.sendall(answer.line)
@@ -382,7 +382,7 @@ class Listener(ABC, Generic[PeerT]):
         peer.connection.session, peer.role = answer.session, answer.role
 
     def _end(self, peer: PeerT, why: str) -> None:
-        """Drop a connection that has sent what no process of this launch sends."""
+        """Drop a connection that sent what no process of this launch sends."""
         if peer.stranger:
             self._end_stranger(peer, why)
         else:

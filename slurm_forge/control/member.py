@@ -1,8 +1,8 @@
 """A rank's end of the control channel.
 
-A reader thread answers requests the moment they come, whatever the main thread is doing; the main
-thread calls ``advance`` at every position it passes and is told what is due there.  Without a
-pending request ``advance`` takes a lock and compares two tuples: nothing is sent.
+A reader thread answers requests as they arrive, whatever the main thread is doing; the main thread
+calls ``advance`` at every position it passes, which returns what is due there.  Without a pending
+request ``advance`` takes a lock and compares two tuples; nothing is sent.
 """
 
 from __future__ import annotations
@@ -42,18 +42,18 @@ from slurm_forge.control.tcp.own_connections import own_connections
 from slurm_forge.errors import ControlChannelError
 from slurm_forge.vocabulary.position import Position
 
-#: Why a member leaves whose channel ended without a message: its host died, or the network.
+#: Why a member leaves when its channel ended without a message: the host or the network failed.
 HUB_GONE = "the hub is gone"
 
-#: After so long the reader says that it runs; a heartbeat comes every time, or every second time.
+#: Interval at which the reader marks the process as alive; heartbeats go every one or two of these.
 _BEAT_S = 1.0
 
 
 class Member:
     """Connects a rank to the hub.  ``on_abort`` is called on the reader thread, once.
 
-    Losing the hub counts as an abort too: without it ranks can't agree on anything any more.
-    Until the hub has welcomed the rank both are a ``ControlChannelError`` of the constructor.
+    Losing the hub counts as an abort: without it ranks can't agree on anything any more.
+    Until the hub has welcomed the rank, both raise ``ControlChannelError`` in the constructor.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class Member:
     ) -> None:
         self._rank = rank
         self._beat_s = _BEAT_S * heartbeat_every_s(world_size)
-        #: Where this rank's progress is told to whoever looks on from another process.
+        #: Where this rank publishes its progress for observers in other processes.
         self._progress = progress
         self._on_abort = on_abort
         self._clock = clock
@@ -113,10 +113,10 @@ class Member:
         phase: str = "",
         wait_s: float = 60.0,
     ) -> tuple[Request, ...]:
-        """Pass ``position``; the requests that are due there, in one order for all.
+        """Pass ``position``; the requests that are due there, in the same order on all ranks.
 
         ``path`` names the phases since the boundary, such as ``/eval/data``.  Waits while a request
-        has no target yet.  ``entering`` a phase with a target behind it asks the others anew, so
+        has no target yet.  ``entering`` a phase with a target behind it asks all ranks again, so
         that a stop need not wait for the end of a long evaluation.  ``phase`` is what the main
         thread does from there on, as for ``enter``.
         """
@@ -146,10 +146,10 @@ class Member:
             return agreement.go_on()
 
     def enter(self, phase: str, *, started: bool = True) -> None:
-        """Say what the main thread is doing from now on: with the next heartbeat.
+        """Set what the main thread is doing from now on; the next heartbeat reports it.
 
-        The first training is said at once: a stop that is asked for before the conductor knows of
-        it would end the launch without a save.
+        The first ``train`` is sent at once: a stop requested before the conductor knows that
+        training has begun would end the launch without a save.
         """
         if self._progress is not None:
             self._progress.enter(phase)
@@ -162,9 +162,9 @@ class Member:
             self.send(self._beat())
 
     def rewound(self, position: Position) -> None:
-        """Training goes on from ``position``, after a rollback: said at once.
+        """Training continues from ``position`` after a rollback; sent at once.
 
-        Else what was begun before would be taken for steps beyond those of a rank that is through.
+        Otherwise the steps begun before would look like steps beyond those of the other ranks.
         """
         self._rewound, self._begun = position, position.step
         if self._progress is not None:
@@ -174,7 +174,7 @@ class Member:
     def begin(self, step: int) -> None:
         """The main thread begins its ``step``th step (for heartbeats; nothing is sent here).
 
-        Only where it is known when: a step whose end is passed has begun.
+        Called only where the beginning is known; a step whose end is passed has begun.
         """
         self._begun = step
         if self._progress is not None:
@@ -182,24 +182,24 @@ class Member:
 
     @property
     def pending(self) -> bool:
-        """Whether somebody has asked for something that is not done yet."""
+        """Whether a request is not done yet."""
         return bool(self._agreement.pending)
 
     @property
     def seconds_left(self) -> float | None:
-        """Until the launch is ended, where somebody has said so; never below 0."""
+        """Seconds until the launch is ended, if that is known; never below 0."""
         ends_at = self._ends_at
         return None if ends_at is None else max(0.0, ends_at - self._clock())
 
     def send(self, message: Message) -> None:
-        """Say something to the conductor.  A lost channel is not an error here."""
+        """Send a message to the conductor.  A lost channel is not an error here."""
         try:
             self._send(message)
         except OSError:
             self._lost = self._lost or "the channel is closed"
 
     def published(self, key: str, wait_s: float) -> str:
-        """The value that a rank published under ``key``; waits for it."""
+        """Wait for the value that a rank publishes under ``key``, and return it."""
         deadline = self._clock() + wait_s
         with self._condition:
             while key not in self._published:
@@ -214,7 +214,7 @@ class Member:
             return self._published[key]
 
     def close(self) -> None:
-        """Leave on purpose: the end of the channel means nothing any more."""
+        """Leave on purpose: from here on the end of the channel means nothing."""
         self._closing = True
         with contextlib.suppress(OSError):  # already gone
             self._connection.socket.shutdown(socket.SHUT_RDWR)
@@ -227,12 +227,12 @@ class Member:
         try:
             reason = self._read()
         except Exception as error:
-            # Whatever it was: a rank whose reader is dead would never hear of anything again.
+            # Any error at all: a rank with a dead reader would never get another message.
             reason = f"the reader of the channel failed: {error!r}"
         self._end(reason)
 
     def _read(self) -> str:
-        """Serve until the channel ends; why it did."""
+        """Serve until the channel ends; return why it did."""
         next_turn = next_beat = 0.0
         with selectors.DefaultSelector() as selector:
             selector.register(self._connection, selectors.EVENT_READ)
@@ -270,7 +270,7 @@ class Member:
         )
 
     def _take(self, message: Message) -> str:
-        """Act on a message; why the channel ends, or nothing."""
+        """Act on a message; return why the channel ends, or nothing."""
         match message:
             case Request():
                 with self._condition:

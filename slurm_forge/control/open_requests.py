@@ -1,4 +1,4 @@
-"""What all ranks of a launch have been asked for, and the targets agreed on: no sockets."""
+"""The open requests to all ranks of a launch, and their targets: no sockets."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from slurm_forge.control.messages.rank import Heartbeat, PositionReport
 class _Open:
     request: Request
     answers: RequestAnswers
-    #: Until when it must have a target, if it may be given up.
+    #: The deadline for its target, if it may be abandoned.
     until: float
 
 
@@ -29,7 +29,7 @@ class OpenRequests:
     def ask(
         self, kind: RequestKind, reason: str, now: float, *, world: int, until: float
     ) -> Request:
-        """A new request to that many ranks, to be given up if it has no target ``until`` then."""
+        """A new request to this many ranks, abandoned if it has no target by ``until``."""
         request = Request(id=self._next_id, kind=kind, reason=reason)
         self._next_id += 1
         self._open[request.id] = _Open(request, RequestAnswers(world, now), until)
@@ -41,7 +41,7 @@ class OpenRequests:
         return () if entry is None else entry.answers.missing()
 
     def answer(self, ranks: Iterable[int], at: PositionReport, now: float) -> Request | None:
-        """Take in where ranks are; the request, if that has all ranks asked anew."""
+        """Record where ranks are; return the request if all ranks must be asked again."""
         entry = self._open.get(at.id)
         if entry is None or not entry.answers.take(ranks, at, now):
             return None
@@ -51,7 +51,7 @@ class OpenRequests:
     def settle(
         self, now: float, number: int | None = None
     ) -> tuple[TargetAgreed | RequestAbandoned, ...]:
-        """What has become of a request, or of all: each target once, when it is known."""
+        """The new outcomes of one request, or of all: each target once, when it is known."""
         numbers = tuple(self._open) if number is None else (number,)
         settled = (self._settle(self._open.get(each), now) for each in numbers)
         return tuple(each for each in settled if each is not None)
@@ -62,18 +62,18 @@ class OpenRequests:
         target = entry.answers.settle(now)
         if target is not None:
             return TargetAgreed(entry.request, target, now - entry.answers.asked_at)
-        # Unless it had a target before: somebody may have acted.
+        # Unless it had a target before: a rank may have acted on it.
         if entry.answers.round or now < entry.until:
             return None
         del self._open[entry.request.id]
         return RequestAbandoned(entry.request)
 
     def all(self) -> tuple[tuple[Request, RequestTarget | None], ...]:
-        """Every request, and its target once it is known: what a rank that joins has to hear."""
+        """Every request, with its target if known: what a joining rank must be sent."""
         return tuple((each.request, _target(each)) for each in self._open.values())
 
     def forget_old(self, beats: Sequence[Heartbeat]) -> None:
-        """Forget what all ranks, whose last heartbeats these are, have left behind."""
+        """Forget what all ranks have passed, by these last heartbeats."""
         slowest = min((beat.turn, beat.step) for beat in beats)
         for number, entry in list(self._open.items()):
             target = entry.answers.target

@@ -1,12 +1,12 @@
 """The relay of a node: its ranks and their monitors share one connection to the hub.
 
-It listens on a Unix socket that only this user can reach, lets in who knows the secret, by the same
-handshake as the hub, and passes on what members say and what the hub tells them.  What comes in the
-same moment goes on one line, and only once what several members say alike: they send their
-heartbeats at the same time, and answer requests at the same time.
+It listens on a Unix socket that only this user can reach, authenticates clients by the same
+handshake as the hub, and forwards messages in both directions.  Messages that arrive at the same
+moment share a line, and equal messages of several members appear in it once: members send their
+heartbeats, and answer requests, at the same time.
 
-A relay that ends takes the connections of its node along, as the end of the node would: its ranks
-leave, and the launch is over.  A member that finds no relay connects to the hub itself.
+A relay that ends closes the connections of its node, as the end of the node would: its ranks leave,
+and the launch is over.  A member that finds no relay connects to the hub itself.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ from slurm_forge.errors import ControlChannelError, ForgeError
 from slurm_forge.files import make_private_directory
 from slurm_forge.signals import SAVE_SIGNALS
 
-#: From so many ranks on: fewer are heard easily one by one.
+#: Relays are used from this many ranks on; the hub easily serves fewer directly.
 RELAYED_FROM = 512
 _TICK_S = 1.0
-#: Lines that come within this time go together: all ranks of a node answer at once.
+#: Messages that arrive within this time share a line: all ranks of a node answer at once.
 _GATHER_S = 0.003
 _CONNECT_WITHIN_S = 20.0
 _BACKLOG = 512
@@ -78,16 +78,16 @@ class _Via(Message):
 
 
 class Relay(Listener[_Client]):
-    """Serves the members of one node, of one launch after the other.
+    """Serves the members of one node, for one launch after another.
 
     Args:
-        path: Of the Unix socket, in a folder of this user alone.
+        path: Of the Unix socket, in a directory that only this user can access.
         secret: That of the attempt.
         host: The name of this node, for messages.
         clock: Seconds.
 
     Raises:
-        OSError: There can be no such socket.
+        OSError: The socket can't be created.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class Relay(Listener[_Client]):
         self._next_number = 0
 
     def close(self) -> None:
-        """Stop serving: members, and the hub, see the end of their connections.  Twice is fine."""
+        """Stop serving: members and the hub see their connections end.  May be called twice."""
         super().close()
         for hub in self._hubs.values():
             hub.connection.close()
@@ -144,7 +144,7 @@ class Relay(Listener[_Client]):
         self._add(hub, peer, message, max(_GATHER_S, within_s))
 
     def _tells_news(self, peer: _Client, message: Message) -> bool:
-        """Whether it is a heartbeat that others wait for: of who begins to train, or rolls back."""
+        """Whether others wait for this heartbeat: its rank begins training or rolls back."""
         if not isinstance(message, Heartbeat):
             return False
         before = (peer.turn, peer.started)
@@ -152,7 +152,7 @@ class Relay(Listener[_Client]):
         return before != (peer.turn, peer.started)
 
     def _connect(self, peer: _Client, addresses: str) -> None:
-        """Join a member to the hub of its launch; without one it is dropped, and goes there."""
+        """Join a member to the hub of its launch; on failure drop it, and it connects directly."""
         hub = self._hubs.get(peer.nonce)
         try:
             if peer.role not in (Role.RANK, Role.MONITOR):
@@ -184,7 +184,7 @@ class Relay(Listener[_Client]):
             who=f"the relay of {self._host}",
             within_s=_CONNECT_WITHIN_S,
         )
-        connection.longest *= 4  # lines are texts in lines: half of their characters may be escaped
+        connection.longest *= 4  # lines are texts inside lines: half the characters may be escaped
         self._epoll.register(connection, select.EPOLLIN)
         return _Hub(connection)
 
@@ -218,7 +218,7 @@ class Relay(Listener[_Client]):
                 self._drop(member)
 
     def _leave(self, hub: _Hub) -> None:
-        """The hub is gone, or the way to it: members see the same."""
+        """The hub or the way to it is gone: close the connections of its members."""
         with self._lock:
             self._hubs = {nonce: each for nonce, each in self._hubs.items() if each is not hub}
             with contextlib.suppress(OSError, ValueError):
@@ -255,7 +255,7 @@ class Relay(Listener[_Client]):
 
 
 def relay_path(nonce: str, host: str) -> Path:
-    """Where the relay of a node listens for the ranks of a step.
+    """The path of the socket on which a node's relay listens for the ranks of a step.
 
     Args:
         nonce: That of the step's agents.
@@ -266,25 +266,25 @@ def relay_path(nonce: str, host: str) -> Path:
 
 
 def start_relay(path: Path, *, secret: str, host: str) -> None:
-    """Start a relay as a process of its own, which is no child of this one and ends with it.
+    """Start a relay as a separate process, which is not a child of this one but ends with it.
 
-    To be called before this process has threads, or adopts orphans.  Where there can be no relay,
-    members connect to the hub.
+    Call it before this process has threads or adopts orphans.  Where no relay can start, members
+    connect to the hub.
     """
     ended, lifeline = os.pipe2(os.O_CLOEXEC)
     pid = os.fork()
     if pid:
         os.close(ended)
         os.waitpid(pid, 0)
-        # What a worker leaves running must not keep the relay.  Closed once, and no other file that
-        # has the number by then.
+        # Processes that a worker leaves behind must not keep the relay alive.  Closing the file
+        # object closes the descriptor once, and never another file that got its number.
         os.register_at_fork(after_in_child=os.fdopen(lifeline, "wb", 0).close)
         return
     try:
         os.close(lifeline)
         if os.fork():
             os._exit(0)
-        # Whoever ends a job means its ranks, which say their last words here.
+        # Signals that end a job are meant for its ranks, whose last words pass through here.
         for number in (*SAVE_SIGNALS, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, signal.SIG_IGN)
         _serve_until(ended, path, secret, host)
@@ -306,7 +306,7 @@ def _serve_until(ended: int, path: Path, secret: str, host: str) -> None:
 
 
 def _remove_stale(folder: Path) -> None:
-    """Sockets of relays that were killed."""
+    """Remove sockets of relays that were killed."""
     for each in folder.iterdir():
         with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as tried:
             tried.settimeout(0.5)

@@ -1,8 +1,8 @@
-"""What a hub knows of the ranks of its launch, and of their monitors: who they are, what they said.
+"""What a hub knows about the ranks of its launch and their monitors: identity and last messages.
 
-Thousands of heartbeats come every second, and somebody looks at each rank only where something is
-wrong.  So what ranks say together is kept once for all of them, and views of each are made for
-whoever asks.
+Thousands of heartbeats arrive every second, while single ranks are examined only when something is
+wrong.  So what ranks send together is stored once for all of them, and views of each are created
+on demand.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ _since_s, _state = itemgetter(0), itemgetter(2)
 
 
 class MemberView(NamedTuple):
-    """What is known of a rank; times are on the monotonic clock of the hub.
+    """What is known of a rank; times are on the hub's monotonic clock.
 
-    The fields from ``rollbacks`` on are those of its last ``Heartbeat``.
+    The fields from ``rollbacks`` on come from its last ``Heartbeat``.
     """
 
     rank: int
@@ -44,10 +44,10 @@ class MemberView(NamedTuple):
 
 
 class MonitorView(NamedTuple):
-    """What the monitor of a rank said last; ``last_message_at`` is on the hub's monotonic clock.
+    """A monitor's last report; ``last_message_at`` is on the hub's monotonic clock.
 
-    The columns of ``pulse`` may be missing, or those of all monitors of the node: this one's are
-    beside it.
+    The columns of ``pulse`` may be missing, or belong to all monitors of the node: this monitor's
+    values are in the other fields.
     """
 
     rank: int
@@ -61,7 +61,7 @@ class MonitorView(NamedTuple):
 
 
 class ProgressSummary(NamedTuple):
-    """What monitors said last, in sum: the oldest of it, the longest stretch, all states."""
+    """The last reports of all monitors: the oldest time, the longest stretch, all states."""
 
     oldest_message_at: float
     since_s: float
@@ -70,7 +70,7 @@ class ProgressSummary(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Speakers(Generic[_BeatT, _ViewT]):
-    """Ranks, or monitors, that share a message, and what they said together last.
+    """Ranks, or monitors, that send messages together, and their last one.
 
     ``current`` counts those of them whose last heartbeat it is.
     """
@@ -78,23 +78,23 @@ class Speakers(Generic[_BeatT, _ViewT]):
     ranks: tuple[int, ...]
     last_message_at: float = 0.0
     beat: _BeatT | None = None
-    #: Of the beat: what each of them has said of its own, in the order of ``ranks``.
+    #: Of the heartbeat: the values of each of them, in the order of ``ranks``.
     columns: Columns = ()
     current: int = 0
-    #: Made when somebody asks, until the next message.
+    #: Created on demand, valid until the next message.
     views: tuple[_ViewT, ...] | None = None
 
 
 @dataclass(slots=True, eq=False)
 class _Entry(Generic[_BeatT, _ViewT]):
-    """Of a rank, or of its monitor: who it is, and with whom it has spoken last."""
+    """A rank or its monitor, and the group that its last message came with."""
 
     host: str
     pid: int
     speakers: Speakers[_BeatT, _ViewT]
-    #: Its place among them.
+    #: Its place in that group.
     column: int = 0
-    #: When it said anything by itself.
+    #: When it last sent a message of its own.
     spoke_at: float = 0.0
     connected: bool = True
 
@@ -104,15 +104,15 @@ class Roster(ABC, Generic[_BeatT, _ViewT]):
     """All ranks that ever joined a launch, or all monitors.  Not thread-safe."""
 
     _entries: dict[int, _Entry[_BeatT, _ViewT]] = field(default_factory=dict)
-    #: Those with whom somebody has spoken last, in a dictionary for its order.
+    #: The groups that are some member's last one; a dictionary for its order.
     _speakers: dict[Speakers[_BeatT, _ViewT], None] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self._entries)
 
     def join(self, rank: int, host: str, pid: int, now: float) -> None:
-        """Somebody has come, or has come back: nothing of what it said before counts."""
-        host = sys.intern(host)  # said by all ranks of a node
+        """Somebody joined, or joined again: nothing that it sent before counts."""
+        host = sys.intern(host)  # all ranks of a node send it
         alone: Speakers[_BeatT, _ViewT] = Speakers((rank,), now)
         before = self._entries.get(rank)
         self._entries[rank] = _Entry(host, pid, alone if before is None else before.speakers)
@@ -127,17 +127,17 @@ class Roster(ABC, Generic[_BeatT, _ViewT]):
         entry.connected, entry.speakers.views = False, None
 
     def is_connected(self, rank: int) -> bool:
-        """Whether it is here now."""
+        """Whether it is connected now."""
         entry = self._entries.get(rank)
         return entry is not None and entry.connected
 
     def place_of(self, rank: int) -> tuple[str, int] | None:
-        """Its host and process; None where it has never come."""
+        """Its host and process; None if it never joined."""
         entry = self._entries.get(rank)
         return None if entry is None else (entry.host, entry.pid)
 
     def speakers(self, ranks: Sequence[int]) -> Speakers[_BeatT, _ViewT]:
-        """To be kept for what these say together, again and again."""
+        """The group of these ranks, to be kept for the messages that they send together."""
         if len(ranks) == 1:
             own = self._entries[ranks[0]].speakers
             if own.ranks == ranks:
@@ -151,7 +151,7 @@ class Roster(ABC, Generic[_BeatT, _ViewT]):
         beat: _BeatT | None = None,
         columns: Columns = (),
     ) -> None:
-        """They have said something together, at ``now``: a heartbeat, or anything else."""
+        """Record what they sent together at ``now``: a heartbeat, or any other message."""
         if speakers.current < len(speakers.ranks):
             if beat is None:
                 for rank in speakers.ranks:
@@ -164,7 +164,7 @@ class Roster(ABC, Generic[_BeatT, _ViewT]):
             speakers.beat, speakers.columns = beat, columns
 
     def _move(self, speakers: Speakers[_BeatT, _ViewT]) -> None:
-        """From now on it counts what these say together."""
+        """Make this the current group of its members."""
         for column, rank in enumerate(speakers.ranks):
             entry = self._entries[rank]
             before = entry.speakers
@@ -176,15 +176,15 @@ class Roster(ABC, Generic[_BeatT, _ViewT]):
         self._speakers[speakers] = None
 
     def oldest_message_at(self) -> float | None:
-        """When whoever is silent for longest was heard: no later than it has spoken in truth."""
+        """When the longest silent one last spoke; never later than the truth."""
         return min(map(_last_message_at, self._speakers), default=None)
 
     def beats(self) -> list[_BeatT | None]:
-        """The last heartbeats, once for those who sent it together; None of who sent none yet."""
+        """The last heartbeats, one per group that sent it together; None for a missing one."""
         return [each.beat for each in self._speakers]
 
     def views(self) -> dict[int, _ViewT]:
-        """All of them, each by itself."""
+        """A view of each of them."""
         return {view.rank: view for each in self._speakers for view in self._views_of(each)}
 
     def _views_of(self, speakers: Speakers[_BeatT, _ViewT]) -> tuple[_ViewT, ...]:
@@ -194,17 +194,17 @@ class Roster(ABC, Generic[_BeatT, _ViewT]):
         views = tuple(
             self._view(rank, entry) for rank, entry in entries if entry.speakers is speakers
         )
-        if len(views) > 1:  # thousands that each speak alone, as they join, would take memory
+        if len(views) > 1:  # thousands of groups of one, while ranks join, would take memory
             speakers.views = views
         return views
 
     @abstractmethod
     def _view(self, rank: int, entry: _Entry[_BeatT, _ViewT]) -> _ViewT:
-        """What is known of one of them."""
+        """The view of one of them."""
 
 
 class RankRoster(Roster[Heartbeat, MemberView]):
-    """Of ranks."""
+    """The ranks of a launch."""
 
     def _view(self, rank: int, entry: _Entry[Heartbeat, MemberView]) -> MemberView:
         heard = max(entry.spoke_at, entry.speakers.last_message_at)
@@ -216,7 +216,7 @@ class RankRoster(Roster[Heartbeat, MemberView]):
 
 
 class MonitorRoster(Roster[MonitorHeartbeat, MonitorView]):
-    """Of monitors."""
+    """The monitors of a launch."""
 
     def _view(self, rank: int, entry: _Entry[MonitorHeartbeat, MonitorView]) -> MonitorView:
         heard = max(entry.spoke_at, entry.speakers.last_message_at)
@@ -228,7 +228,7 @@ class MonitorRoster(Roster[MonitorHeartbeat, MonitorView]):
         return MonitorView(*who, pulse, since_s[at], mute_s[at], state[at])
 
     def progress(self) -> ProgressSummary | None:
-        """Of all of them; None while one has said nothing yet."""
+        """Aggregate all reports; None while one is missing."""
         columns = [each.columns for each in self._speakers]
         if not columns or not all(columns):
             return None

@@ -1,6 +1,6 @@
-"""A connection whose lines are signed: each end proves of every line that it is the one meant.
+"""A connection whose lines are signed: each end verifies that every line is the next one meant.
 
-The keys come out of the handshake (``control.handshake``).
+The keys are derived in the handshake (``control.handshake``).
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from hmac import compare_digest
 
 from slurm_forge.errors import ControlChannelError
 
-#: Last words carry a traceback; anything longer is not ours.
+#: Last words carry a traceback; nothing of ours is longer.
 LINE_LIMIT = 1 << 16
-#: What a relay adds to a line that it passes on.
+#: What a relay adds to a line that it forwards.
 _ENVELOPE = 64
-#: The code in front of a line, in hexadecimal digits.
+#: Length of the code before a line, in hexadecimal digits.
 _MAC = 32
 _READ = 1 << 16
 
@@ -31,19 +31,19 @@ class Session:
         self._sent = self._received = 0
 
     def sign(self, line: bytes) -> bytes:
-        """The line, without or with its newline, as it is sent: once, and in this order."""
+        """Sign a line, with or without its newline; lines must be sent once, and in this order."""
         line = line.removesuffix(b"\n")
         self._sent += 1
         return b"%b%b\n" % (_mac(self._send_key, self._sent, line), line)
 
     def verify(self, line: bytes) -> bytes:
-        """The line that the other end has signed, without its code.
+        """Verify a line and strip its code.
 
         Args:
-            line: As it came, without its newline.
+            line: As received, without its newline.
 
         Raises:
-            ControlChannelError: It is not the next one that the other end has signed.
+            ControlChannelError: It is not the next line that the other end signed.
         """
         self._received += 1
         code, line = line[:_MAC], line[_MAC:]
@@ -57,27 +57,27 @@ class Session:
 
 
 def _padded(key: bytes) -> tuple[bytes, bytes]:
-    """What HMAC makes of a key for its inner and its outer hash (RFC 2104), once for all lines."""
+    """A key padded for HMAC's inner and outer hash (RFC 2104), computed once for all lines."""
     block = key.ljust(sha256().block_size, b"\0")
     return bytes(each ^ 0x36 for each in block), bytes(each ^ 0x5C for each in block)
 
 
 def _mac(key: tuple[bytes, bytes], number: int, line: bytes) -> bytes:
-    """The beginning of HMAC-SHA256; ``hmac.digest`` needs half as much time again."""
+    """A prefix of HMAC-SHA256; ``hmac.digest`` takes half as much time again."""
     inner, outer = key
     hashed = sha256(b"%b%d %b" % (inner, number, line)).digest()
     return sha256(outer + hashed).hexdigest()[:_MAC].encode()
 
 
 class AuthenticatedConnection:
-    """A connection whose lines are signed, once there is a session.  Receives on one thread."""
+    """A connection whose lines are signed once it has a session.  Receives on one thread."""
 
     __slots__ = ("_buffer", "longest", "session", "socket")
 
     def __init__(self, connection: socket.socket, session: Session | None = None) -> None:
         self.socket = connection
         self.session = session
-        #: A longer line than this ends the connection.
+        #: A longer line ends the connection.
         self.longest = LINE_LIMIT + _ENVELOPE
         self._buffer = b""
 
@@ -86,29 +86,29 @@ class AuthenticatedConnection:
         return self.socket.fileno()
 
     def close(self) -> None:
-        """Twice is fine."""
+        """Close the connection.  May be called twice."""
         self.socket.close()
 
     def send(self, line: bytes) -> None:
-        """Send a line of the session; ``OSError`` where the other end is gone."""
+        """Send a line of the session; ``OSError`` if the other end is gone."""
         assert self.session is not None  # noqa: S101  nothing is said to strangers
         self.socket.sendall(self.session.sign(line))
 
     def receive(self) -> list[bytes]:
-        """The lines that have come, not verified yet; waits as the socket does.
+        """The received lines, not verified yet; blocks as the socket does.
 
         Raises:
-            EOFError: The other end has closed the connection.
+            EOFError: The other end closed the connection.
             ControlChannelError: A line is too long.
         """
         return self._lines(self.socket.recv(_READ))
 
     def receive_now(self) -> list[bytes]:
-        """The same without waiting, of a socket that has a timeout, in a single system call.
+        """The same without blocking, on a socket with a timeout, in a single system call.
 
         Raises:
             BlockingIOError: There is nothing to read.
-            EOFError: The other end has closed the connection.
+            EOFError: The other end closed the connection.
             ControlChannelError: A line is too long.
         """
         return self._lines(os.read(self.socket.fileno(), _READ))
@@ -125,6 +125,6 @@ class AuthenticatedConnection:
         return lines
 
     def verify(self, line: bytes) -> bytes:
-        """A line of ``receive`` without its code; ``ControlChannelError`` for a wrong code."""
+        """Verify a line of ``receive`` and strip its code; ``ControlChannelError`` on mismatch."""
         assert self.session is not None  # noqa: S101  the first line of a stranger is its challenge
         return self.session.verify(line)

@@ -1,4 +1,4 @@
-"""What a main thread's Python stack says about where a rank stands: text in, facts out.
+"""What the main thread's Python stack reveals about a rank: text in, facts out.
 
 Formats: ``faulthandler`` of CPython 3.10 to 3.14 (all threads, the main one last) and
 ``py-spy dump`` (threads by name).
@@ -14,7 +14,7 @@ _THREAD = re.compile(r"(?:Current thread|Thread) 0x[0-9a-f]+[^\n]{0,120}\(most r
 _FRAME = re.compile(r'  File "([^"\n]{1,1000})", line ([0-9]{1,9}),? in (.{1,200})')
 _SPY_THREAD = re.compile(r'Thread [^\n]{1,80}"([^"\n]{0,200})"')
 _SPY_FRAME = re.compile(r"    (.{1,300}?) \(([^()\n]{1,1000}?)(?::([0-9]{1,9}))?\)")
-#: Where a rank waits for others.  A backward is one of them: DDP's sums come at its end.
+#: Where a rank waits for others.  Backward is one of these: DDP's all-reduce runs at its end.
 _TOGETHER = ("torch/distributed/", "torch/nn/parallel/distributed.py", "checkpoint/collectives.py")
 _BACKWARD = "_engine_run_backward"
 _COMPILING = ("torch/_dynamo/", "torch/_inductor/", "torch/_functorch/", "triton/compiler/")
@@ -24,14 +24,14 @@ _SAVING = (
     "slurm_forge/files/",
     "torch/serialization.py",
 )
-#: Carries out a save on its own thread, and is what the main thread waits for then.
+#: Carries out a save on its own thread while the main thread waits for it.
 _AWAITS_SAVE = "slurm_forge/checkpoint/write/pending_save.py"
 _LOADING = ("slurm_forge/training/data/loader.py", "torch/utils/data/")
 
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """One call: file, line (0: not said), function."""
+    """One call: file, line (0: unknown), function."""
 
     file: str
     line: int
@@ -46,7 +46,7 @@ class Frame:
 
 @dataclass(frozen=True, slots=True)
 class Where:
-    """``together``: inside something that ranks do with each other.  ``call`` is its name."""
+    """``together``: inside a collective operation.  ``call`` is its name."""
 
     together: bool = False
     compiling: bool = False
@@ -57,7 +57,7 @@ class Where:
 
 
 def threads(text: str) -> tuple[tuple[Frame, ...], ...]:
-    """The frames of every thread, innermost first; the main thread's are the last."""
+    """The frames of every thread, innermost first; the main thread comes last."""
     stacks: list[tuple[str, list[Frame]]] = []
     for line in text.splitlines():
         if _THREAD.match(line):
@@ -69,14 +69,14 @@ def threads(text: str) -> tuple[tuple[Frame, ...], ...]:
             if frame is not None:
                 stacks[-1][1].append(Frame(frame[1], int(frame[2]), frame[3]))
             elif (spied := _SPY_FRAME.match(line)) is not None:
-                name = spied[1].rpartition(".")[2]  # newer ones say the class, too
+                name = spied[1].rpartition(".")[2]  # newer versions print the class, too
                 stacks[-1][1].append(Frame(spied[2], int(spied[3] or 0), name))
-    stacks.sort(key=lambda each: each[0] == "MainThread")  # stable: the others as they came
+    stacks.sort(key=lambda each: each[0] == "MainThread")  # stable: the others keep their order
     return tuple(tuple(frames) for _, frames in stacks if frames)
 
 
 def essence(text: str) -> str:
-    """What ``where`` looks at, as the text of a dump that is never long."""
+    """The part that ``where`` reads, as the text of a dump of bounded length."""
     everything = threads(text)
     parts = [*_savers(everything[:-1]), *everything[-1:]]
     return "".join(
@@ -91,8 +91,8 @@ def essence(text: str) -> str:
 def where(text: str) -> Where:
     """What the main thread's innermost frames mean.
 
-    Of one that waits for its own save, what the thread that carries it out is at: it may wait for
-    other ranks, or for the file system.
+    If it waits for its own save, the thread that carries out the save is read instead: that one may
+    wait for other ranks, or for the file system.
     """
     everything = threads(text)
     if not everything:
@@ -113,7 +113,7 @@ def _savers(others: tuple[tuple[Frame, ...], ...]) -> list[tuple[Frame, ...]]:
 
 
 def _of_frames(frames: tuple[Frame, ...]) -> Where:
-    # Python's own wrappers (threading, selectors, contextlib) say nothing: look below them.
+    # Skip Python's own wrappers (threading, selectors, contextlib): they say nothing.
     first = next((f for f in frames if "/" in f.file and not _is_python(f.file)), frames[0])
     near = frames[:12]
     together = any(part in first.file for part in _TOGETHER) or first.function == _BACKWARD

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 __all__ = ["LaunchFacts", "classify", "decide"]
 
-#: Loaded on first use: who wants one module of this package does not pay for all of them.
+#: Loaded on first use, so that importing one module does not load the others.
 _WHERE = {
     "LaunchFacts": "slurm_forge.recovery.incident.launch_facts",
     "classify": "slurm_forge.recovery.incident.classify",

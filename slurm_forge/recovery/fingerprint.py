@@ -1,9 +1,9 @@
-"""What a run was trained with, compared with what it is resumed with.
+"""Compare what a run was trained with and what it is resumed with.
 
 A fingerprint is a set of facts, each a short text under a dotted key: ``torch``, ``code.revision``,
-``job.args.lr``.  The first component is the part that the job file has a policy for.  A refusal by
-default is kept for what silently makes another experiment of the run, or is not safe to load;
-what a cluster changes by itself (node, driver, GPU) never is one.
+``job.args.lr``.  The first component selects the policy in the job file.  Refusal is the default
+only for differences that silently turn the run into another experiment or that are unsafe to load;
+differences that a cluster makes by itself (node, driver, GPU) are never refused.
 """
 
 from __future__ import annotations
@@ -29,33 +29,33 @@ _SECRET = re.compile(
 )
 _MAJOR = re.compile(r"([0-9]+)\.")
 
-#: By default; the longest prefix of a key counts, and what is not here is a warning.
+#: Defaults; the longest matching prefix of a key counts, and any other key is a warning.
 _DEFAULTS = {
     "job.entry": Policy.REFUSE,
     "sampling": Policy.REFUSE,
     "data": Policy.REFUSE,
-    # Staging data onto a node's disk gives every file a new time.
+    # Staging data onto a node's disk changes the times of all files.
     "data.times": Policy.WARN,
 }
-#: Parts of which another major version is refused by default.
+#: Parts whose major version is compared: a different one is refused by default.
 _MAJOR_COUNTS = frozenset({"torch"})
 
 
 @dataclass(frozen=True, slots=True)
 class Fingerprint:
-    """Facts by key.  ``complete`` are the parts of which no fact is left out: there, a key that is
-    missing was not set; elsewhere it is only unknown, and no difference.
+    """Facts by key.  ``complete`` names the parts whose facts are exhaustive: there, a missing key
+    means "not set"; in any other part it is unknown, which is no difference.
     """
 
     facts: Mapping[str, str] = field(default_factory=dict)
     complete: frozenset[str] = frozenset()
 
     def __or__(self, other: Fingerprint) -> Fingerprint:
-        """Both together; where both know a fact, the other's."""
+        """Both sets combined; the right-hand one wins."""
         return Fingerprint({**self.facts, **other.facts}, self.complete | other.complete)
 
     def to_json(self) -> dict[str, Json]:
-        """For the manifest."""
+        """For a checkpoint's manifest."""
         return {
             "facts": dict[str, Json](sorted(self.facts.items())),
             "complete": list[Json](sorted(self.complete)),
@@ -63,7 +63,7 @@ class Fingerprint:
 
     @classmethod
     def from_json(cls, value: object) -> Fingerprint:
-        """What can be understood of it: older and newer versions may say less, or more."""
+        """Parse what is understood of it: other versions may record less, or more."""
         body: Mapping[str, Any] = value if isinstance(value, Mapping) else {}
         facts, complete = body.get("facts"), body.get("complete")
         values: dict[str, str] = {}
@@ -74,24 +74,24 @@ class Fingerprint:
         return cls(values, frozenset(part for part in parts if isinstance(part, str)))
 
     def _says(self, key: str) -> bool:
-        """Whether it says anything about ``key``, if only that it was not set."""
+        """Whether ``key`` is known here, even if only as "not set"."""
         return key in self.facts or _part(key) in self.complete
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """One fact that is another now; None is "not set"."""
+    """One fact that has changed; None means "not set"."""
 
     key: str
     saved: str | None
     now: str | None
     policy: Policy
-    #: The job was changed on purpose: never a refusal.
+    #: The job was changed deliberately: never a refusal.
     on_purpose: bool = False
 
     @classmethod
     def of(cls, key: str, saved: str | None, now: str | None) -> Difference:
-        """With the policy that holds by default."""
+        """A difference under the default policy."""
         return cls(key, saved, now, _default(key, saved, now))
 
     def __str__(self) -> str:
@@ -105,9 +105,9 @@ def compare(
     policy: EnvironmentSpec,
     accepted: Callable[[Difference], bool] = lambda _: False,
 ) -> tuple[Difference, ...]:
-    """All differences that matter by ``policy``, refusals first, then in the order of the keys.
+    """All differences that matter under ``policy``: refusals first, then in the order of the keys.
 
-    One that is ``accepted`` was made on purpose, and is not refused whatever the policy says.
+    An ``accepted`` difference was made deliberately and is not refused, whatever the policy is.
     """
     results = []
     for key in sorted({*saved.facts, *now.facts}):
@@ -124,7 +124,7 @@ def compare(
 
 
 def refused(differences: tuple[Difference, ...]) -> str | None:
-    """What to tell the user where one of the differences is a refusal, with the way out."""
+    """The error message if one of the differences is a refusal, including the way out."""
     reasons = [each for each in differences if each.policy is Policy.REFUSE]
     if not reasons:
         return None
@@ -135,7 +135,7 @@ def refused(differences: tuple[Difference, ...]) -> str | None:
 
 
 def job_facts(spec: JobSpec) -> Fingerprint:
-    """What a job file says about the science: the entry, and every argument under its own key."""
+    """The facts in a job file that affect the result: the entry, and each argument."""
     facts = {"job.batch_coupled": shown_value(spec.batch_coupled)}
     if spec.entry is not None:
         facts["job.entry"] = spec.entry
@@ -148,7 +148,7 @@ def job_facts(spec: JobSpec) -> Fingerprint:
 def sampling_facts(
     *, seed: int, global_batch: int | str, source: Mapping[str, object]
 ) -> Fingerprint:
-    """What the samples and their order follow from; ``source`` is what the data source says."""
+    """The facts that determine samples and their order; ``source`` comes from the data source."""
     facts = {"seed": seed, "global_batch": global_batch, **source}
     return Fingerprint(
         {f"sampling.{key}": str(value) for key, value in facts.items() if value is not None}
@@ -156,7 +156,7 @@ def sampling_facts(
 
 
 def shown_value(value: Json) -> str:
-    """A plain value as a short text that differs wherever the values do."""
+    """A plain value as a short text that differs whenever the values do."""
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
     if len(text) <= _LONGEST:
         return text
@@ -164,7 +164,7 @@ def shown_value(value: Json) -> str:
 
 
 def flat_facts(prefix: str, value: Mapping[str, Json]) -> Iterator[tuple[str, str]]:
-    """A mapping as facts under dotted keys; what looks like a secret is compared, not shown."""
+    """A mapping as facts under dotted keys; values that look secret are compared but not shown."""
     for key, item in value.items():
         path = f"{prefix}.{key}" if prefix else key
         if isinstance(item, (str, dict)) and _SECRET.fullmatch(key):

@@ -1,7 +1,7 @@
-"""Changes of a run's job on purpose: what each key may affect, and what a resume accepts for it.
+"""Deliberate changes of a run's job: what each key may affect, and what a resume accepts for it.
 
-Pure decisions.  A key that is not known here counts as science: one report too many is better than
-a change of the result that is not reported.
+Pure decisions.  An unknown key counts as affecting the result: a superfluous report is better than
+an unreported change of the result.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from slurm_forge.spec import JobSpec
 from slurm_forge.spec.loading import to_mapping
 from slurm_forge.vocabulary.job_change import CODE, ChangeEffect, JobChange
 
-#: How ``JobChange`` calls the batch size that the program passes to ``run.batches``.
+#: What ``JobChange`` calls the batch size that the program passes to ``run.batches``.
 GLOBAL_BATCH = "global_batch"
 
 _RESOURCES = frozenset({"resources", "template", "chain"})
@@ -24,12 +24,12 @@ _OPERATION = frozenset({
     "checkpoint", "environment", "recovery", "probe", "preflight", "watchdog", "lead", "inject",
     "container", "program", "notify", "report",
 })  # fmt: skip
-#: Keys whose fact in a checkpoint has another name than ``job.KEY``.
+#: Keys whose fact in a checkpoint is not called ``job.KEY``.
 _FACTS = {"seed": "sampling.seed", GLOBAL_BATCH: "sampling.global_batch"}
-#: The fact of a loader that makes batches by itself.
+#: The fact about a loader that forms batches itself.
 _LOADER_BATCH = "sampling.batch_size"
 _JOB_FACTS = ("args.", "entry", "command", "batch_coupled")
-#: An argument of such a name is taken for the batch size where its value is that of the run.
+#: An argument with such a name is taken for the batch size if its value equals the run's.
 _BATCH_SIZE = re.compile(r"(.*[._-])?(batch|bs|bsz|batchsize)([._-].*)?", re.IGNORECASE)
 
 
@@ -40,11 +40,11 @@ def job_changes(
     global_batch: int | None = None,
     new_global_batch: int | None = None,
 ) -> tuple[JobChange, ...]:
-    """Every key whose value is another, science first, in the order of the job file.
+    """Every key whose value has changed: those that affect the result first, in job-file order.
 
-    ``global_batch`` is the batch size that the run was trained with last, where that is known.  Its
-    new value is ``new_global_batch``, or that of a changed argument which had the old one and whose
-    name says batch size.
+    ``global_batch`` is the batch size that the run was last trained with, if known.  Its new value
+    is ``new_global_batch``, or that of a changed argument that had the old value and whose name
+    suggests a batch size.
     """
     before, after = _flat(old), _flat(new)
     changes = [
@@ -62,9 +62,9 @@ def job_changes(
 
 
 def merged(earlier: Sequence[JobChange], later: Sequence[JobChange]) -> tuple[JobChange, ...]:
-    """Both as one change of each key, from its first value to its last one.
+    """Combine both into one change per key, from its first value to its last one.
 
-    Changes of the code stay apart: each names the files in which it differs from the one before.
+    Changes of the code stay separate: each names the files that differ from the state before it.
     """
     every = [(str(each) if each.key == CODE else each.key, each) for each in (*earlier, *later)]
     first = dict(reversed(every))
@@ -82,7 +82,7 @@ def effect_of(key: str) -> ChangeEffect:
 
 
 def refuse_change(old: JobSpec, new: JobSpec, run: str) -> None:
-    """``ConfigError`` for what can't be changed in a run that exists."""
+    """Raise ``ConfigError`` for a change that an existing run can't undergo."""
     if old.name != new.name:
         raise ConfigError(
             f"name: a run keeps its name, {old.name}",
@@ -98,7 +98,7 @@ def refuse_change(old: JobSpec, new: JobSpec, run: str) -> None:
 
 
 def refuse_other_kind(old: JobSpec, new: JobSpec) -> None:
-    """``ConfigError`` where one job has an entry and the other a command."""
+    """Raise ``ConfigError`` if one job has an entry and the other a command."""
     if (old.entry is None) == (new.entry is None):
         return
     key, has = ("command", "an entry") if old.entry is not None else ("entry", "a command")
@@ -111,10 +111,10 @@ def refuse_other_kind(old: JobSpec, new: JobSpec) -> None:
 def refuse_not_prolonging(
     changes: Iterable[JobChange], run: str, defaults: Mapping[str, object]
 ) -> None:
-    """``ConfigError`` unless every change only prolongs the run.
+    """Raise ``ConfigError`` unless every change only prolongs the run.
 
-    That is a whole number of ``args`` that grows (steps, epochs), and ``resources.time``.  Where
-    the job does not set an argument, its value is that of the program's ``defaults``.
+    That is an integer in ``args`` that grows (steps, epochs), or ``resources.time``.  An argument
+    that the job does not set has its value in the program's ``defaults``.
     """
     for each in changes:
         name = each.key.removeprefix("args.")
@@ -134,15 +134,15 @@ def refuse_not_prolonging(
 
 
 def accepted(difference: Difference, changes: Sequence[JobChange]) -> bool:
-    """Whether a difference from the checkpoint is what was changed on purpose, and nothing else.
+    """Whether a difference from the checkpoint is exactly the deliberate change.
 
-    The value now must be that of the last change of this key, and the saved one a value before it.
+    The current value must be that of the last change of this key, and the saved one an older one.
     """
     own = [
         each
         for each in changes
         if fact_of(each.key) == difference.key
-        # A loader's batch size is known to the job as an argument.
+        # The job knows a loader's batch size as an argument.
         or (difference.key == _LOADER_BATCH and _is_named_batch_size(each.key))
     ]
     if not own or own[-1].new != difference.now:
@@ -151,14 +151,14 @@ def accepted(difference: Difference, changes: Sequence[JobChange]) -> bool:
 
 
 def unmet_batch(now: Mapping[str, str], changes: Sequence[JobChange]) -> str | None:
-    """The batch size that the run was changed to, where the program uses another one."""
+    """The batch size that the run was changed to, if the program uses another one."""
     wanted = [each.new for each in changes if each.key == GLOBAL_BATCH]
     used = now.get(_FACTS[GLOBAL_BATCH], "")
     return wanted[-1] if wanted and used.isdecimal() and wanted[-1] != used else None
 
 
 def fact_of(key: str) -> str | None:
-    """The key under which a checkpoint's facts hold the value of a key; None where none does."""
+    """The key under which a checkpoint's facts hold the value of a job key, if any."""
     if key in _FACTS:
         return _FACTS[key]
     return f"job.{key}" if key.startswith(_JOB_FACTS) else None
@@ -167,7 +167,7 @@ def fact_of(key: str) -> str | None:
 def arguments_changed(
     saved: Mapping[str, str], now: Mapping[str, str], changes: Sequence[JobChange]
 ) -> bool:
-    """Whether an argument is another than in the checkpoint, and was changed on purpose."""
+    """Whether an argument differs from the checkpoint and was changed deliberately."""
     keys = {key for key in (*saved, *now) if key.startswith("job.args")}
     for key in keys:
         was, is_now = saved.get(key), now.get(key)
@@ -197,7 +197,7 @@ def _grows(was: object, now: str | None) -> bool:
 
 
 def _flat(job: JobSpec) -> dict[str, str]:
-    """Every value as text by its dotted key; what is not set has none."""
+    """Every value as text under its dotted key; values that are not set are missing."""
     flat: dict[str, str] = {}
     for key, text in flat_facts("", to_mapping(job)):
         empty = text in ("{}", "[]", "null") and not key.startswith("args.")

@@ -1,6 +1,6 @@
-"""What a live look means for a run here: each thing that is fine, odd or wrong, and what to do.
+"""The meaning of a live check for a run: each finding, fine, odd or wrong, and what to do.
 
-Pure: from what was seen, what was predicted, and what the site file says.
+Pure: from observations, predictions, and the site file.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ _CLOCK_S = 2.0
 _FILES_LATE_S = 5.0
 _SHM_LEAST = 1 * _GIB
 _LOCKED_LEAST = 64 << 20
-#: A launch of so many ranks meets no limit of the cluster's.
+#: Below this number of ranks no limit of the cluster matters.
 _RANKS_LEAST = 1024
-#: Beyond what was predicted, before it is told: the scheduler's own intervals.
+#: Tolerance beyond the prediction before it is reported: the scheduler's own intervals.
 _BACK_LATE = timedelta(seconds=60)
-#: Slurm may send it a minute early (sbatch, --signal); later than asked for it never is.
+#: Slurm may send it a minute early (sbatch, --signal), and never late.
 _EARLY_S = 65.0
 _LATE_S = 2.0
 
@@ -54,7 +54,7 @@ class Mark(str, Enum):
 
 @dataclass(frozen=True, slots=True)
 class LiveFinding:
-    """One sentence, and what to do about it where something is to be done."""
+    """One sentence, and what to do about it if anything."""
 
     mark: Mark
     about: str
@@ -65,7 +65,7 @@ class LiveFinding:
 def findings(
     observed: LiveSeen, prediction: Prediction | None, site: Site
 ) -> tuple[LiveFinding, ...]:
-    """All of them, in the order in which they are shown; empty where there is no report."""
+    """All findings in the order of display; empty without a report."""
     report = observed.report
     if report is None:
         return ()
@@ -108,7 +108,7 @@ def _warning(each: SignalRound) -> Iterator[LiveFinding]:
         return
     early = each.before_end_s - each.asked_s
     came = f"Slurm's own warning came {each.before_end_s:.0f} s before the end of the limit"
-    requested = f"asked for: {each.asked_s:.0f} s"
+    requested = f"requested: {each.asked_s:.0f} s"
     fine = -_LATE_S <= early <= _EARLY_S
     yield LiveFinding(
         Mark.OK if fine else Mark.WARNING,
@@ -141,7 +141,7 @@ def _steps(each: SignalRound) -> Iterator[LiveFinding]:
 
 
 def _below(each: SignalRound) -> Iterator[LiveFinding]:
-    """Ranks that are no direct children of slurmstepd."""
+    """Ranks that are not direct children of slurmstepd."""
     for way, what, advice in (
         (
             Receiver.SHELL,
@@ -408,5 +408,5 @@ def _requeued(observed: LiveSeen, prediction: Prediction | None) -> Iterator[Liv
 
 
 def _short(seconds: float) -> str:
-    """Of a small file: in milliseconds as long as that reads well."""
+    """A duration for a small file: in milliseconds as long as that reads well."""
     return f"{seconds:.1f} s" if seconds >= 1 else f"{max(1, round(seconds * 1000))} ms"

@@ -1,7 +1,7 @@
-"""What a live look at a cluster has seen: values only, which travel from the job as JSON.
+"""The observations of a live check of a cluster: values only, sent from the job as JSON.
 
-Times are seconds since the epoch on the clock of the node that they were taken on; what crosses
-between nodes says so.
+Times are seconds since the epoch on the clock of the node where they were taken, unless stated
+otherwise.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ from enum import Enum
 
 
 class Receiver(str, Enum):
-    """Where a listener sits below Slurm, and whether it knows what to do with a signal."""
+    """Where a listener runs below Slurm, and whether it handles a signal."""
 
-    #: What the batch script has become by ``exec``.
+    #: The process that replaced the batch script by ``exec``.
     BATCH = "batch step"
     #: A task of srun, the direct child of slurmstepd, with our own handlers.
     TASK = "task"
     #: The same program without any handler.
     TASK_PLAIN = "task, no handler"
-    #: Our handlers behind ``bash -c`` that stays in between.
+    #: Our handlers below a ``bash -c`` that remains in between.
     SHELL = "below a shell"
     TORCHRUN = "below torchrun"
     #: Forked by the task as a data loader does, shielded, and as torch leaves it.
@@ -38,15 +38,15 @@ class RoundKind(str, Enum):
 
 
 class Fate(str, Enum):
-    """What became of a listener in a round."""
+    """What happened to a listener in a round."""
 
     #: Its handler ran.
     HEARD = "heard"
-    #: Nothing came to it, and it lives.
+    #: No signal reached it, and it lives.
     NOTHING = "nothing"
     #: The signal killed it.
     DIED = "died"
-    #: It ended with what stood between it and Slurm.
+    #: It ended together with a process between it and Slurm.
     CARRIED_OFF = "carried off"
     #: It was not there when the signal was sent.
     ABSENT = "absent"
@@ -54,10 +54,10 @@ class Fate(str, Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sighting:
-    """One listener in one round.  ``signals`` in the order of their arrival, by name.
+    """One listener in one round.  ``signals`` in order of arrival, by name.
 
-    ``after_s`` counts from the sending; None where nobody knows when Slurm sent it, and then
-    ``at`` is all there is.
+    ``after_s`` counts from the sending; None if it is unknown when Slurm sent it, and then only
+    ``at`` is available.
     """
 
     way: Receiver
@@ -70,11 +70,11 @@ class Sighting:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SignalRound:
-    """One signal and everybody's sightings.
+    """One signal and all observations of it.
 
-    ``sent_at`` is when scancel was called, ``answered_s`` how long it took.  Of a WARNING it is
-    not known; ``before_end_s`` is how long before the job's end it was first heard, and
-    ``asked_s`` how long before it should have been.
+    ``sent_at`` is when scancel was called, ``answered_s`` how long it took.  For a WARNING it is
+    unknown; ``before_end_s`` is how long before the job's end it first arrived, and ``asked_s`` how
+    long before the end it was requested.
     """
 
     kind: RoundKind
@@ -87,13 +87,13 @@ class SignalRound:
     problem: str = ""
 
     def of(self, way: Receiver) -> tuple[Sighting, ...]:
-        """Of the listeners that sat there, on every host."""
+        """The listeners of that kind, on every host."""
         return tuple(each for each in self.sightings if each.way is way)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeStorage:
-    """The run folder as one node sees it.  None is "not tried", seconds are durations.
+    """The run directory as one node sees it.  None means "not tried"; seconds are durations.
 
     ``lock_refused``: a lock that the login node holds was refused here.
     """
@@ -110,7 +110,7 @@ class NodeStorage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reach:
-    """A way from one node to another's control channel: name or address, and the time it took."""
+    """A path from one node to another's control channel: name or address, and its duration."""
 
     address: str
     connected_s: float | None = None
@@ -119,9 +119,9 @@ class Reach:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeSeen:
-    """One compute node.  Bytes, seconds; None is "could not be found out".
+    """One compute node.  Bytes, seconds; None means "could not be determined".
 
-    ``commands`` are Slurm's that answered here, ``silent`` those that are there and did not.
+    ``commands`` are Slurm's commands that answered here, ``silent`` those that exist and did not.
     """
 
     host: str
@@ -142,14 +142,14 @@ class NodeSeen:
     memory_asked: int | None = None
     locked_memory: int | None = None
     open_files: int | None = None
-    #: How the nodes that connect to this job's channel got there.
+    #: How the nodes that connected to this job's channel reached it.
     reaches: tuple[Reach, ...] = ()
     interfaces: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobSeen:
-    """All that the job itself reports: written by it, once, at its end."""
+    """The job's own report: written by the job, once, at its end."""
 
     nonce: str
     job: str
@@ -160,16 +160,16 @@ class JobSeen:
     rounds: tuple[SignalRound, ...]
     nodes: tuple[NodeSeen, ...]
     torch_left_out: str = ""
-    #: False while more is to come; a job that was cut off leaves it so.
+    #: False until the report is complete; a job that was cut off leaves it so.
     complete: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Meeting:
-    """What only two sides together can tell: the login node and the job.
+    """What only the login node and the job together can determine.
 
     ``clock_ahead_s`` is the node's clock against the login node's, give or take ``clock_give_s``.
-    ``seen_after_s``: how long until a new file of one side is there for the other, at worst.
+    ``seen_after_s``: the longest time until a new file of one side was visible on the other.
     """
 
     clock_ahead_s: float | None = None
@@ -183,10 +183,10 @@ class Meeting:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LiveSeen:
-    """The whole look.  ``problem`` says why there is no ``report``.
+    """The whole check.  ``problem`` says why there is no ``report``.
 
     ``pending_s`` is from sbatch to the start, ``requeued_s`` from the job's own requeue until it
-    ran again; None where it did not, or was not tried.
+    ran again; None if it did not, or was not tried.
     """
 
     job: str

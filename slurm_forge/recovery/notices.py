@@ -1,7 +1,7 @@
 """Which events of a run are worth a message, and when one may be sent: decisions.
 
-From the state of a run, its records and what a watcher has found to notices.  The same event has
-the same key whoever looks at the run, so that it is sent once.
+Input: the state of a run, its records and a watcher's findings; output: notices.  The same event
+has the same key for every observer, so that it is sent once.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from slurm_forge.vocabulary.cause import Cause
 from slurm_forge.vocabulary.decision import Action, Decision
 
 _HOUR_S = 3600.0
-#: What is older is no news: nobody was there to send it, or the run got its targets later.
+#: Older events are no news: nobody was there to send them, or the run got its targets later.
 NEWS_S = 24 * _HOUR_S
-#: Messages to one target within an hour, of which events that a run goes on after may take half.
+#: Messages to one target per hour; events that a run survives may use half of them.
 MOST_PER_HOUR = 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EventNotice:
-    """An event to tell of.
+    """An event to report.
 
     Attributes:
-        event: What kind it is.
-        key: The same for the same event of the run, whoever sees it.
+        event: Its kind.
+        key: The same for the same event of the run, whoever observes it.
         time: When it happened, in seconds since the epoch.
         words: What happened, and why.
         next: What a person can do.
@@ -59,7 +59,7 @@ _FOUND = {
 
 
 def notice_of(finding: WatchFinding, now: float) -> EventNotice | None:
-    """What a watcher has found, as a notice; None for what the run's own journal tells."""
+    """A watcher's finding as a notice; None if the run's own journal reports it."""
     event = _FOUND.get(finding.kind)
     if event is None or not finding.person:
         return None
@@ -73,7 +73,7 @@ def notices_of(
 ) -> tuple[EventNotice, ...]:
     """The notices of a run that its targets want and that are news, the oldest first.
 
-    ``run`` is what a person types to mean it.
+    ``run`` is how a person refers to it on the command line.
     """
     every = (
         *_held(state, run),
@@ -86,9 +86,9 @@ def notices_of(
 
 
 def may_send(sent: Sequence[float], now: float, *, is_last: bool) -> bool:
-    """Whether a target may get another message, by the times of those that it got.
+    """Whether a target may get another message, given the times of its earlier ones.
 
-    ``is_last``: the message tells of the end of a run, for which half of the messages are kept.
+    ``is_last``: the message reports the end of a run, for which half of the messages are reserved.
     """
     return within_hour(sent, now) < (MOST_PER_HOUR if is_last else MOST_PER_HOUR // 2)
 
@@ -134,7 +134,7 @@ def _rollbacks(state: RunState, run: str) -> Iterator[EventNotice]:
                     key=f"rolled_back|{attempt.number}|{decision.incident_id}",
                     time=time,
                     words=f"rolled back to {decision.target or 'the start'}: {decision.reason}",
-                    next=f"nothing to do; what was seen: slurm-forge explain {run}",
+                    next=f"nothing to do; details: slurm-forge explain {run}",
                 )
 
 
@@ -145,7 +145,7 @@ def _requeues(state: RunState, most: int, run: str) -> Iterator[EventNotice]:
             window = [*(each for each in window if time - each < _HOUR_S), time]
             if len(window) < most:
                 continue
-            window = []  # the next notice is about other requeues
+            window = []  # the next notice is about later requeues
             reason = next((each.reason for _, each in reversed(attempt.decisions)), "")
             yield EventNotice(
                 event=NotifyEvent.REQUEUED_OFTEN,

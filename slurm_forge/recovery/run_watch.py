@@ -1,7 +1,7 @@
-"""What is wrong with a run that is looked at from outside, and what is done about it: a decision.
+"""What is wrong with a run that is observed from outside, and the remedy: a decision.
 
 From a run's own files, its line in squeue and the time to at most one finding.  Nothing is done to
-a run that is done, cancelled, stopped, or owned by an attempt whose journal is not there yet.
+a run that is done, cancelled, stopped, or owned by an attempt without a journal yet.
 """
 
 from __future__ import annotations
@@ -25,28 +25,28 @@ class FindingKind(str, Enum):
     HELD_BY_SLURM = "held_by_slurm"
     #: An attempt could not get Slurm to bring the run back.
     OPEN_INTENT = "open_intent"
-    #: It trained, its job is gone, and nobody has said a word.
+    #: It trained, its job is gone, and its journal has no end.
     DEAD = "dead"
-    #: It waited, and Slurm does not have its job any more.
+    #: It waited, and Slurm no longer has its job.
     VANISHED = "vanished"
-    #: Somebody has cancelled its job.
+    #: Its job was cancelled.
     CANCELLED = "cancelled"
-    #: Its job runs, and nothing moves.
+    #: Its job runs, but makes no progress.
     STUCK = "stuck"
     CHECKPOINT_OVERDUE = "checkpoint_overdue"
-    #: It waits for something that waiting does not bring.
+    #: It waits for something that will not happen by waiting.
     WAITS_IN_VAIN = "waits_in_vain"
-    #: It was requeued, and waits for nothing but Slurm's own delay.
+    #: It was requeued, and only waits for Slurm's own delay.
     DELAYED = "delayed"
     #: Its files can't be read.
     UNREADABLE = "unreadable"
 
 
 class Remedy(str, Enum):
-    """What the watcher itself does about it."""
+    """The watcher's own remedy."""
 
     NONE = "none"
-    #: Carry out the open intent, as ``slurm-forge reconcile`` does.
+    #: Complete the open intent, as ``slurm-forge reconcile`` does.
     RECONCILE = "reconcile"
     #: Let the waiting job start now.
     SHORTEN = "shorten"
@@ -56,17 +56,17 @@ class Remedy(str, Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSnapshot:
-    """What a run's own files say.  Times are seconds since the epoch.
+    """The contents of a run's own files.  Times are seconds since the epoch.
 
-    ``attempt`` is the newest one in the journal, ``claimed`` the newest one on disk: between the
-    two lies an attempt that has not written anything yet.  ``changed`` is when anything of the run
-    was last written, ``usual_silence_s`` the longest that it has been silent lately while it
-    trained, None before it does.  ``saves_every_s`` is the longest time between checkpoints of the
-    newest launch, or what the job file asks for.  ``waits_until`` is the end of a pause that
-    recovery decided on; ``requeued`` when its job last went back into the queue.  ``restarts`` are
-    those of a watcher since the last checkpoint.  ``noticed``: the newest attempt was told to end
-    by somebody, and nothing was decided since.  ``program``: a command that may say nothing for
-    days.  ``chain``: its job is a task of an array that is all of this run.
+    ``attempt`` is the newest one in the journal, ``claimed`` the newest one on disk: if they
+    differ, an attempt has not written anything yet.  ``changed`` is the last write of anything
+    of the run, ``usual_silence_s`` its longest recent silence while training, None before it
+    trains.  ``saves_every_s`` is the longest time between checkpoints of the newest launch, or the
+    interval in the job file.  ``waits_until`` is the end of a pause that recovery decided on;
+    ``requeued`` when its job last went back into the queue.  ``restarts`` are those of a watcher
+    since the last checkpoint.  ``noticed``: the newest attempt got a notice to end, and nothing was
+    decided since.  ``program``: a command that may write nothing for days.  ``chain``: its job is a
+    task of an array that belongs to this run.
     """
 
     name: str
@@ -92,11 +92,11 @@ class RunSnapshot:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobInQueue:
-    """What Slurm says of the run's job.
+    """Slurm's answer about the run's job.
 
-    ``answered``: squeue did.  ``line`` is the job's, None where it is not in the queue.  ``asked``:
-    the job itself was asked about after that, ``record`` is what came of it; ``cancelled`` also
-    where only accounting knows, ``forgotten`` where that does not know the job either.
+    ``answered``: squeue did.  ``line`` is the job's, None if it is not in the queue.  ``asked``:
+    the job itself was queried after that, ``record`` is the result; ``cancelled`` also if only
+    accounting knows, ``forgotten`` if that does not know the job either.
     """
 
     answered: bool
@@ -109,10 +109,10 @@ class JobInQueue:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WatchLimits:
-    """Seconds after which something is worth a word, and what the watcher may do.
+    """Seconds after which something is worth reporting, and what the watcher may do.
 
-    ``delay_s`` is how long Slurm has a requeued job wait; ``restart`` whether a run whose job is
-    gone is brought back, so often without a new checkpoint.
+    ``delay_s`` is how long Slurm makes a requeued job wait; ``restart`` whether a run without a job
+    is brought back, this often without a new checkpoint.
     """
 
     gone_s: float = 90.0
@@ -122,7 +122,7 @@ class WatchLimits:
     overdue_times: float = 3.0
     overdue_s: float = 600.0
     intent_s: float = 60.0
-    #: A living attempt asks Slurm by itself for this long.
+    #: A living attempt retries its own requests to Slurm for this long.
     intent_of_living_s: float = 900.0
     settled_s: float = 5.0
     delay_s: float = 121.0
@@ -133,10 +133,10 @@ class WatchLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WatchFinding:
-    """What was found of one run, in words, and what is done about it.
+    """The finding about one run, in words, and the remedy.
 
-    ``next`` is what a person can do; ``person`` whether anybody has to.  The same ``key`` again is
-    no news.
+    ``next`` is what a person can do; ``person`` whether somebody has to.  A finding with the same
+    ``key`` as before is no news.
     """
 
     run: str
@@ -151,14 +151,14 @@ class WatchFinding:
 
 _LIVE = frozenset({RunStatus.SUBMITTED, RunStatus.RUNNING, RunStatus.REQUEUED})
 _PAUSED = frozenset({JobState.SUSPENDED, JobState.STOPPED, JobState.SIGNALING})
-#: Reasons that waiting does not end (job_reason_string in Slurm's sources), as they begin.
+#: Reasons that do not resolve by waiting (job_reason_string in Slurm's sources), as prefixes.
 _IN_VAIN = re.compile(
     r"PartitionTimeLimit|PartitionNodeLimit|PartitionConfig|BadConstraints|DependencyNeverSatisfied"
     r"|InvalidAccount|InvalidQOS|AccountNotAllowed|QOSNotAllowed|DeadLine"
     r"|MaxMemPerLimit|QOSUsageThreshold|QOSMin|(?:QOS|Assoc|Max)\w*PerJob"
     r"|(?:QOS|Assoc)\w*TimeLimit|(?:QOS|Assoc)Grp\w*(?<!Run)Minutes|(?:QOS|Assoc)GrpWall"
     r"|PartitionInactive|PartitionDown"
-    # With its name where Slurm says which one.
+    # With the reservation's name, if Slurm gives one.
     r"|ReservationDeleted|ReservationInvalid|Reservation_.+_(?:was_deleted|is_invalid)$"
 )
 _BY_SLURM = (
@@ -171,7 +171,7 @@ _BY_SLURM = (
 
 
 def has_question(run: RunSnapshot, queue: JobInQueue, now: float, limits: WatchLimits) -> bool:
-    """Whether the job itself has to be asked about before anything can be said of the run."""
+    """Whether the job itself must be queried before there can be a finding."""
     if not queue.answered or queue.asked or run.status not in _LIVE or not is_slurm_job(run.job):
         return False
     if run.intent is not None:
@@ -184,7 +184,7 @@ def has_question(run: RunSnapshot, queue: JobInQueue, now: float, limits: WatchL
 def assess_run(
     run: RunSnapshot, queue: JobInQueue, now: float, limits: WatchLimits
 ) -> WatchFinding | None:
-    """The finding, None where all is well, or nothing is known for sure yet."""
+    """The finding; None if all is well, or nothing is certain yet."""
     if not is_slurm_job(run.job):
         return None
     if run.status is RunStatus.HELD:
@@ -205,7 +205,7 @@ def assess_run(
 
 
 def _owned(run: RunSnapshot) -> bool:
-    """Whether an attempt has taken the run over that has not written its first line yet."""
+    """Whether an attempt has claimed the run but not written its first line yet."""
     return run.claimed > run.attempt
 
 
@@ -234,7 +234,7 @@ def _finding(
 def _held_finding(run: RunSnapshot, queue: JobInQueue) -> WatchFinding | None:
     line = queue.line
     if line is not None and line.state in ACTIVE:
-        return None  # somebody has released it, and the journal does not know yet
+        return None  # somebody has released it, and the journal does not show it yet
     if line is not None and line.state in PENDING_LIKE and not _is_held(line):
         return None
     why = run.reason or "recovery is exhausted"
@@ -291,8 +291,8 @@ def _job_gone(
     if _owned(run):
         return _finding(run, kind, f"{words}; attempt {run.claimed} never began", again)
     if limits.restart and queue.forgotten and (run.noticed or not began):
-        # Somebody may have cancelled it in the queue, where none of ours could note that, or ended
-        # us before it was noted.
+        # It may have been cancelled in the queue, where nothing of ours could record that, or we
+        # may have been ended before it was recorded.
         words = f"{words}; whether it was cancelled is unknown"
         return _finding(run, kind, words, again)
     if not limits.restart:
@@ -350,7 +350,7 @@ def _waiting(
 def _delayed(run: RunSnapshot, line: QueueRecord, now: float, limits: WatchLimits) -> bool:
     """Whether the begin time is Slurm's own, past the second in which a start would be refused.
 
-    One that lies further ahead than Slurm's delay was set by a person, or is a pause of ours.
+    A begin time further ahead than Slurm's delay was set by a person, or is a pause of ours.
     """
     if run.status is not RunStatus.REQUEUED or run.requeued is None or line.start_time is None:
         return False
@@ -370,7 +370,7 @@ def _running(
     stop = f"slurm-forge explain {run.name}; to end it: scancel {run.job}"
     if silence is not None:
         if not queue.asked or queue.record is None:
-            return None  # it may have been suspended meanwhile
+            return None  # it may have been suspended in between
         if queue.record.state is not JobState.RUNNING:
             return None
         if run.status is not RunStatus.RUNNING:
@@ -392,9 +392,9 @@ def _running(
 
 
 def _silence(run: RunSnapshot, queue: JobInQueue, now: float, limits: WatchLimits) -> float | None:
-    """How long nothing has moved, where that is far longer than it used to be.
+    """How long nothing has been written, if that is far longer than usual.
 
-    A job that was suspended is silent from when it was resumed.
+    For a job that was suspended, silence counts from its resumption.
     """
     line = queue.line
     if line is None or line.state in _PAUSED:

@@ -59,7 +59,7 @@ def tiles(shape: Sequence[int], boxes: Sequence[tuple[Sequence[int], Sequence[in
     if len(full) < 2:
         return True
     # If there are as many elements as in the shape and none twice, it is covered.  Sorted along the
-    # dimension in which most boxes differ, a box can only overlap the few that begin before its end.
+    # dimension in which most boxes differ, a box can only meet the few that begin before its end.
     along = max(range(len(shape)), key=lambda d: len({offsets[d] for offsets, _ in full}))
     full.sort(key=lambda box: box[0][along])
     for number, (offsets, sizes) in enumerate(full):

@@ -403,9 +403,9 @@ class TrainingState:
     def _own_states(
         self, items: Collection[str], metadata: Metadata
     ) -> tuple[dict[str, str], tuple[str, ...]]:
-        """Saved per-rank keys by the names that all ranks use.
+        """This rank's saved keys by the names that all ranks use, and state of another layout.
 
-        Includes state saved for another layout of ranks, of which rank 0's is loaded.
+        Of state that was saved on another layout of ranks, rank 0's is loaded.
 
         Raises:
             MismatchError: There is such an object's state, and the resume has to be exact.

@@ -1,7 +1,7 @@
-"""Writing an export: safetensors, torch's own file, or a directory of DCP; there whole or not.
+"""Write an export: safetensors, torch's own format, or a DCP directory; complete or not at all.
 
 safetensors is written here, tensor by tensor: its layout follows from names, shapes and dtypes, so
-that memory for the largest tensor is enough, where the package wants all of them at once.
+that memory for the largest tensor suffices, while the package needs all of them at once.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from slurm_forge.files import fsync_directory
 
 #: Shape and dtype of each tensor, by its name in the export.
 Described: TypeAlias = "Mapping[str, tuple[tuple[int, ...], torch.dtype]]"
-#: The tensors, each once, in any order; one is dropped before the next is read.
+#: The tensors, each once, in any order; each is released before the next is read.
 Tensors: TypeAlias = "Iterator[tuple[str, torch.Tensor]]"
 
-#: The dtypes that safetensors' own reader for torch knows, and how it calls them.
+#: The dtypes that safetensors' own reader for torch supports, and their names there.
 _SAFE_DTYPES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
     torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8",
@@ -40,11 +40,11 @@ _SAFE_DTYPES = {
     torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
     torch.float8_e4m3fnuz: "F8_E4M3FNUZ", torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
 }  # fmt: skip
-_SAFE_HEADER_LIMIT = 100_000_000  # its reader takes no more
+_SAFE_HEADER_LIMIT = 100_000_000  # the limit of its reader
 
 
 class Format(str, Enum):
-    """What an export can be."""
+    """The formats of an export."""
 
     SAFETENSORS = "safetensors"
     TORCH = "torch"
@@ -52,7 +52,7 @@ class Format(str, Enum):
 
 
 def refuse_existing(target: Path, kind: Format, *, force: bool) -> None:
-    """CheckpointError where something is there that stays, or where there is no folder for it."""
+    """Raise CheckpointError if the target exists and must stay, or its directory is missing."""
     if not target.parent.is_dir():
         raise CheckpointError(
             f"there is no folder {target.parent}", next_step="Make it, or write elsewhere."
@@ -82,10 +82,10 @@ def write_export(
     about: Mapping[str, str],
     force: bool,
 ) -> int:
-    """Write the tensors to ``target`` and return its bytes; on disk, under its name, on return.
+    """Write the tensors to ``target`` and return its size; on disk, under its name, on return.
 
-    ``about`` goes into the header of a safetensors file.  Whatever goes wrong, what was there
-    before is there still, and nothing else is left behind.
+    ``about`` goes into the header of a safetensors file.  If anything fails, what existed before
+    still exists, and nothing else is left behind.
     """
     refuse_existing(target, kind, force=force)
     if kind is Format.DCP:
@@ -101,17 +101,17 @@ def write_export(
 
 @contextmanager
 def _beside(target: Path, *, force: bool) -> Iterator[int]:
-    """A new file that gets the name ``target`` once it is on disk; gone after an error."""
+    """A new file that is renamed to ``target`` once it is on disk; removed after an error."""
     temporary = target.with_name(f".{target.name[:200]}.{secrets.token_hex(4)}.tmp")
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-    descriptor = os.open(temporary, flags, 0o666)  # less the umask: it is the user's own file
+    descriptor = os.open(temporary, flags, 0o666)  # less the umask: the file belongs to the user
     try:
         try:
             yield descriptor
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
-        refuse_existing(target, Format.TORCH, force=force)  # it may have come meanwhile
+        refuse_existing(target, Format.TORCH, force=force)  # it may have appeared meanwhile
         temporary.replace(target)
     except BaseException:
         with contextlib.suppress(OSError):
@@ -128,13 +128,13 @@ def _write_safetensors(
     for name, tensor in tensors:
         flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
         _write_at(descriptor, flat.numpy().data, len(header) + places[name])
-        del tensor, flat  # or the next one would be read beside it
+        del tensor, flat  # or both this and the next one would be in memory
 
 
 def _safetensors_header(
     described: Described, about: Mapping[str, str]
 ) -> tuple[bytes, dict[str, int]]:
-    """The bytes before the data (their length first), and where each tensor begins after them."""
+    """The bytes before the data (their length first), and the offset of each tensor after them."""
     unknown = [name for name, (_, dtype) in described.items() if dtype not in _SAFE_DTYPES]
     if unknown:
         dtype = described[unknown[0]][1]
@@ -152,7 +152,7 @@ def _safetensors_header(
     entries: dict[str, object] = {"__metadata__": {"format": "pt", **metadata}}
     places: dict[str, int] = {}
     end = 0
-    # The widest first: every tensor then begins at a multiple of its own width.
+    # The widest dtype first: every tensor then begins at a multiple of its own width.
     for name in sorted(described, key=lambda each: (-described[each][1].itemsize, each)):
         shape, dtype = described[name]
         places[name] = end
@@ -178,7 +178,7 @@ def _safetensors_header(
 
 
 def _text(value: str) -> str:
-    """Without lone surrogates, which JSON's readers refuse: they come from bytes in file names."""
+    """Remove lone surrogates (bytes in file names), which JSON readers reject."""
     return value.encode("utf-8", "backslashreplace").decode()
 
 
@@ -204,12 +204,12 @@ def _write_dcp(target: Path, tensors: dict[str, torch.Tensor], *, force: bool) -
 
 
 def _dcp_save(tensors: dict[str, torch.Tensor], directory: Path) -> None:
-    """Plain DCP; it syncs its files."""
+    """Write plain DCP, which syncs its files."""
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is (disabled|unavailable)")
             dcp_save(tensors, checkpoint_id=str(directory))
-    except CheckpointException as caught:  # no Exception: nobody above would catch it
+    except CheckpointException as caught:  # not an Exception: nobody above would catch it
         for error, _ in caught.failures.values():
             if isinstance(error, OSError):
                 raise error from caught
@@ -242,7 +242,7 @@ def _swap(move: Callable[[], object]) -> bool:
 
 
 def _is_dcp(target: Path) -> bool:
-    """Whether it is a real directory with nothing in it but what ``dcp.save`` writes."""
+    """Whether it is a real directory that contains only what ``dcp.save`` writes."""
     if target.is_symlink() or not target.is_dir():
         return False
     names = [path.name for path in target.iterdir()]

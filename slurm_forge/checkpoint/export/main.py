@@ -2,9 +2,9 @@
 
     python -m slurm_forge.process export --plain elsewhere/step-1000 --to model.safetensors
 
-The command line has no torch, so it starts this module by its name.  What was written is told as
-one line of JSON on standard output (with ``--progress`` after lines that tell how far it is),
-everything else on standard error; exit status 2 where it could not be done.
+The command line does not import torch, so it starts this module by its name.  The result is one
+line of JSON on standard output (with ``--progress`` after lines that report progress), everything
+else is on standard error; exit status 2 if the export failed.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from slurm_forge.errors import CheckpointError, CheckpointRejectedError, ForgeEr
 from slurm_forge.store.directory import CheckpointStore
 from slurm_forge.store.identity import CheckpointName
 
-#: Bytes of small tensors that are read together.
+#: Small tensors are read together up to this many bytes.
 _LEAST_GROUP = 64 << 20
 _MOST_GROUP = 1 << 30
 _TELL_EVERY_S = 0.25
@@ -50,10 +50,10 @@ _INTERRUPTED = 130
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExportSource:
-    """Tensors that can be exported, by the names they get.
+    """Tensors that can be exported, by their names in the export.
 
-    ``tensors`` reads them, each once, in the order that suits the source.  ``about`` says where
-    they are from; ``notes`` are sentences on what is left out.
+    ``tensors`` reads them, each once, in the order that suits the source.  ``about`` names their
+    origin; ``notes`` are sentences on what is omitted.
     """
 
     described: Described
@@ -76,7 +76,7 @@ class ExportResult:
 def run_source(
     store: CheckpointStore, name: CheckpointName, *, only: Sequence[str], everything: bool
 ) -> ExportSource:
-    """A run's checkpoint: every block is verified before a byte of it is handed out."""
+    """A run's checkpoint: every block is verified before a byte of it is used."""
     manifest = store.verify_manifest(name)
     directory = store.path(name)
     index = read_index(directory, manifest)
@@ -86,7 +86,7 @@ def run_source(
         shards = index.tensors[key].shards
         return min(((place.file, place.at) for _, place in shards), default=(0, 0))
 
-    # With many files a tensor lies in all of them: groups are to be large against their blocks.
+    # With many files, each tensor spans all of them: groups should be large relative to blocks.
     blocks = 2 * manifest.block_size * len(index.files)
     limit = min(max(_LEAST_GROUP, blocks), _MOST_GROUP)
 
@@ -147,9 +147,9 @@ def export(
     force: bool,
     tell: Callable[[int, int], None] = lambda done, total: None,
 ) -> ExportResult:
-    """Write a source to ``target``; CheckpointError where there is nothing to write.
+    """Write a source to ``target``; CheckpointError if there is nothing to write.
 
-    ``tell`` gets how many bytes were read so far, and of how many.
+    ``tell`` gets the number of bytes read so far, and the total.
     """
     if not source.described:
         raise CheckpointError(
@@ -179,7 +179,7 @@ def _counted(
 
 
 def _print_progress() -> Callable[[int, int], None]:
-    """For whoever started this process, a few times in a second."""
+    """Report progress to the process that started this one, a few times a second."""
     due = time.monotonic()
 
     def tell(done: int, total: int) -> None:
@@ -193,7 +193,7 @@ def _print_progress() -> Callable[[int, int], None]:
 
 
 def _extra_state(state: Mapping[str, Any], only: Sequence[str]) -> tuple[str, ...]:
-    """Modules with get_extra_state: what it returned is JSON here and no tensor there."""
+    """Names of modules with get_extra_state: its result is JSON in a checkpoint, not a tensor."""
     extra = [
         f"{model}.{key}"
         for model, rest in state["models"].items()
@@ -215,7 +215,7 @@ def _size(index: Any, key: str) -> int:
 
 
 def _groups(keys: Sequence[str], limit: int, size: Callable[[str], int]) -> Iterator[list[str]]:
-    """In order, as many together as fit into ``limit`` bytes; one at least."""
+    """Consecutive groups that fit into ``limit`` bytes each; at least one tensor per group."""
     group: list[str] = []
     total = 0
     for key in keys:
@@ -230,7 +230,7 @@ def _groups(keys: Sequence[str], limit: int, size: Callable[[str], int]) -> Iter
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Do what the command line asks for and return the exit status."""
+    """Run the command line and return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m slurm_forge.process export")
     parser.add_argument("--to", type=Path, required=True)
     parser.add_argument("--format", type=Format, required=True)
@@ -277,7 +277,7 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def _say(text: str) -> int:
-    # Names of foreign tensors may be anything, and this goes to a terminal.
+    # Names of foreign tensors may contain anything, and this is printed on a terminal.
     sys.stderr.write("".join(c if c.isprintable() or c == "\n" else "?" for c in text) + "\n")
     return _FAILED
 

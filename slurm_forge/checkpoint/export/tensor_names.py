@@ -1,4 +1,4 @@
-"""Which tensors an export holds and what they are called there: decisions on names alone."""
+"""Which tensors an export contains and what they are called there: decisions on names alone."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from typing import Any
 from slurm_forge.checkpoint.content.json_state import unescape
 from slurm_forge.errors import CheckpointError
 
-#: Where registered objects are kept, in the manifest's state and as the first part of a key.
+#: Sections of registered objects, in the manifest's state and as the first part of a key.
 _REGISTERED = ("models", "optimizers", "objects")
 
 
 def names_of_run(
     keys: Iterable[str], state: Mapping[str, Any], only: Collection[str], *, everything: bool
 ) -> dict[str, str]:
-    """The name in the export of each key of a run's checkpoint that belongs there.
+    """The name in the export for each key of a run's checkpoint that is exported.
 
-    Without ``only``: the models.  A single model's tensors are called as its ``load_state_dict``
-    wants them, those of several objects begin with the object's name.
+    Without ``only``: the models.  A single model's tensors are named as its ``load_state_dict``
+    expects them; those of several objects begin with the object's name.
     """
     registered = {name for section in _REGISTERED for name in state.get(section, {})}
     models = set(state.get("models", {}))
@@ -42,13 +42,13 @@ def names_of_run(
         if not everything and (section not in (*_REGISTERED, "extra") or owner not in wanted):
             continue
         if alone and section == "extra":
-            continue  # get_extra_state's own business, and none of the state dict's keys
+            continue  # internal to get_extra_state, and no key of the state dict
         names[key] = _join(parts, section, single=len(models) == 1, alone=alone)
     return _distinct(names)
 
 
 def names_of_plain(keys: Iterable[str], only: Collection[str]) -> dict[str, str]:
-    """As they are; with ``only``, what lies below those names, which one alone is cut off."""
+    """All names unchanged; with ``only``, those below these names, a single one being removed."""
     names = list(keys)
     if not only:
         return {key: key for key in names}
@@ -72,7 +72,7 @@ def _join(parts: list[str], section: str, *, single: bool, alone: bool) -> str:
     if alone:
         return ".".join(parts[2:])
     if section == "optimizers" and parts[2] == "state" and single:
-        parts = [*parts[:3], *parts[4:]]  # as torch spells it: no model between state and parameter
+        parts = [*parts[:3], *parts[4:]]  # torch's spelling: no model between state and parameter
     return ".".join(parts[1:])
 
 

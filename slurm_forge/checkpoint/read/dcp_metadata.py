@@ -1,9 +1,9 @@
-"""Reading ``.metadata``, DCP's index, which is a pickle: the only place that unpickles anything.
+"""Read ``.metadata``, DCP's index, which is a pickle: the only place that unpickles anything.
 
 A pickle is a program.  This one may name a handful of things, all of them plain values of DCP and
-torch; whatever else it names ends the reading before anything ran.  What comes out is checked
-field by field: every shard lies inside a listed file and every tensor is there whole.  Entries that
-are no tensors are told by their names and never read: they would be unpickled without limits.
+torch; any other name ends the reading before anything runs.  The result is checked field by field:
+every shard lies inside a listed file and every tensor is complete.  Entries that are not tensors
+are reported by name and never read: they would be unpickled without restrictions.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from slurm_forge.checkpoint.read.restricted_unpickler import read_restricted
 from slurm_forge.errors import CheckpointRejectedError
 from slurm_forge.store.manifest import plain_name, rejected
 
-#: Bytes of a ``.metadata`` that are read at most; about 160 bytes go to a shard.
+#: The largest ``.metadata`` that is read, in bytes; a shard takes about 160.
 METADATA_LIMIT = 2 << 30
 
 
 def _path(*parts: Any) -> str:
-    """What DCP noted of the place: read as a text, and not looked at."""
+    """DCP's note of a path: read as text and ignored."""
     if not all(type(part) is str for part in parts):
         raise pickle.UnpicklingError("a path that is not text")
     return "/".join(parts)
@@ -73,7 +73,7 @@ _ALLOWED: dict[tuple[str, str], Any] = {
 }
 
 
-#: Of these a pickle may fill in instances.
+#: Types whose instances a pickle may populate.
 _VALUES = frozenset(
     {
         Metadata,
@@ -89,7 +89,7 @@ _VALUES = frozenset(
 
 
 def _find(module: str, name: str) -> Any:
-    """What is in ``_ALLOWED``, torch's dtypes, and nothing else."""
+    """Resolve a name: those in ``_ALLOWED``, torch's dtypes, and nothing else."""
     value = _ALLOWED.get((module, name))
     if value is None and module == "torch":
         dtype = getattr(torch, name, None) if name.isidentifier() else None
@@ -100,7 +100,7 @@ def _find(module: str, name: str) -> Any:
 
 
 def parse_metadata(data: bytes, sizes: Mapping[str, int]) -> Metadata:
-    """Return DCP's index from the bytes of ``.metadata``; CheckpointRejectedError in any doubt.
+    """Parse DCP's index from the bytes of ``.metadata``; CheckpointRejectedError in any doubt.
 
     ``sizes``: bytes of the files beside it.
     """
@@ -180,12 +180,12 @@ def _check_storage(index: object, info: object, sizes: Mapping[str, int]) -> Non
         raise rejected(f".metadata: {index.fqn} has no location")
     if offset + length > sizes[path]:
         raise rejected(f".metadata: {index.fqn} reaches beyond the end of {path}")
-    if getattr(info, "transform_descriptors", None) is not None:  # torch < 2.7 has none
+    if getattr(info, "transform_descriptors", None) is not None:  # missing in torch < 2.7
         raise rejected(f".metadata: {index.fqn} is stored transformed")
 
 
 def _is_flattening(value: object) -> bool:
-    """DCP's default planner notes which nested keys its flat ones stood for."""
+    """Whether it is the default planner's map from flat keys to nested ones."""
     return value is None or (
         type(value) is dict
         and all(type(key) is str and type(path) is tuple for key, path in value.items())

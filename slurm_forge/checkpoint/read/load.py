@@ -1,7 +1,7 @@
-"""Resuming: the newest checkpoint that is whole, put back in place, on any number of ranks.
+"""Resume: the newest complete checkpoint is restored in place, on any number of ranks.
 
-Every byte is verified as it is read, and read once.  A checkpoint that turns out to be damaged is
-passed over, with whatever it had filled the objects with: the next one fills them anew.
+Every byte is verified as it is read, and read once.  If a checkpoint turns out to be damaged, the
+next one is used and overwrites whatever it had put into the objects.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ from slurm_forge.torch_versions import load_without_ranks
 class LoadedState:
     """What was loaded beside the registered objects.
 
-    ``rng`` holds this rank's generator states; ``missing_rng`` the names asked for that were not
+    ``rng`` holds this rank's generator states; ``missing_rng`` the requested names that were not
     saved (there are more ranks now): the caller derives those.  ``fresh`` names what a fork does
-    not take over: optimizers were left alone, and ``extra`` counts the steps of the other run.
-    ``data`` are the states of data sources.  ``foreign`` names what was saved for each rank of
-    another layout: rank 0's was loaded.
+    not take over: optimizers were not restored, and ``extra`` counts the steps of the other run.
+    ``data`` are the states of data sources.  ``foreign`` names per-rank state of another layout:
+    rank 0's was loaded.
     """
 
     manifest: Manifest
@@ -72,18 +72,19 @@ def resume(
     patience: float = 10.0,
     pauses: Sequence[float] = (0.5, 2.0),
 ) -> LoadedState | None:
-    """Put the newest checkpoint that is whole into the registered objects; None if there is none.
+    """Load the newest complete checkpoint into the registered objects; None if there is none.
 
     Collective over ``group`` (None: one process).  It may have been saved by another number of
-    ranks, or wrapped otherwise (plain, DDP, FSDP2).  One that is damaged is passed over, with a
-    call of ``on_reject`` on rank 0; ``eligible`` (on rank 0) may refuse one by returning why.
-    ``patience``: seconds to wait for files that another node sees already; ``pauses``: after which
-    a checkpoint is tried again that could not be read (which is no damage: a stale handle, say).
+    ranks, or with other wrappers (plain, DDP, FSDP2).  A damaged one is skipped, with a call of
+    ``on_reject`` on rank 0; ``eligible`` (on rank 0) may reject one by returning a reason.
+    ``patience``: seconds to wait for files that another node already sees; ``pauses``: delays
+    before retries of a checkpoint that could not be read (not a sign of damage: a stale handle,
+    say).
 
-    CheckpointError on all ranks, before anything of it was read, where names, shapes or dtypes are
-    not those that were saved: an older one would not fit either.  CheckpointMissingError where
-    there are checkpoints and none can be used, CheckpointError where one of them could not be read:
-    the storage may be back later.  Then the objects may hold a part of one.
+    Raises CheckpointError on all ranks, before any data are read, if names, shapes or dtypes are
+    not the saved ones: an older checkpoint would not fit either.  Raises CheckpointMissingError if
+    there are checkpoints and none can be used, CheckpointError if one of them could not be read:
+    the storage may recover.  The objects may then hold a part of one.
     """
     ranks = Ranks(group)
     state = state.placed(ranks.rank, ranks.size)
@@ -107,7 +108,7 @@ def resume(
             candidate = _next_candidate(store, names, reject, eligible, pauses)
             if candidate is None:
                 return {"newest": newest, "unreadable": unreadable}
-            # Where it lies is rank 0's to say: other nodes may not see it yet.
+            # Rank 0 determines where it is: other nodes may not see it yet.
             folder = store.folders.index(store.path(candidate.name).parent)
             return {"manifest": candidate.to_bytes().decode("ascii"), "folder": folder}
 
@@ -130,7 +131,7 @@ def resume(
         directory = store.folders[chosen["folder"]] / str(manifest.name)
         reasons: list[_Reason] = []
         for wait_s in (0.0, *pauses):
-            time.sleep(wait_s)  # every rank knows the same reasons, and waits as long
+            time.sleep(wait_s)  # every rank has the same reasons, and waits as long
             loaded, reasons = _load(directory, manifest, state, ranks, patience)
             if loaded is not None:
                 return loaded
@@ -147,9 +148,9 @@ def newest_manifest(
     group: dist.ProcessGroup | None,
     eligible: Callable[[Manifest], str | None] | None = None,
 ) -> Manifest | None:
-    """The manifest of the checkpoint that ``resume`` tries first; None where it would try none.
+    """The manifest of the checkpoint that ``resume`` tries first; None if it would try none.
 
-    Collective over ``group``.  No data are read, so ``resume`` may find it damaged yet.
+    Collective over ``group``.  No data are read, so ``resume`` may still find it damaged.
     """
 
     def choose(_: object) -> Any:
@@ -163,14 +164,14 @@ def newest_manifest(
 def _load(
     directory: Path, manifest: Manifest, state: TrainingState, ranks: Ranks, patience: float
 ) -> tuple[LoadedState | None, list[_Reason]]:
-    """What was loaded, or why this checkpoint can't be used."""
+    """The loaded state, or why this checkpoint can't be used."""
     doing = f"Loading {manifest.name}"
     target: LoadTarget | None = None
     reader: ShardReader | None = None
     reason: _Reason = ("", False)
     error: Exception | None = None
     try:
-        waits = patience if ranks.rank else 0.0  # rank 0 has seen the manifest and all sizes
+        waits = patience if ranks.rank else 0.0  # rank 0 has read the manifest and all sizes
         index = read_index(directory, manifest, waits)
         target = state.target(manifest.state, index.to_metadata())
         reader = ShardReader(directory, manifest, index, patience=waits)
@@ -208,7 +209,7 @@ def _load(
     return loaded, []
 
 
-#: Why a rank can't use a checkpoint, and whether that may pass.
+#: Why a rank can't use a checkpoint, and whether that may be temporary.
 _Reason: TypeAlias = tuple[str, bool]
 _FINAL = (FileNotFoundError, PermissionError, NotADirectoryError, IsADirectoryError)
 
@@ -236,7 +237,7 @@ class _OnReject(Protocol):
 
 
 def _ignore(name: CheckpointName, reason: str, *, passing: bool) -> None:
-    """It is looked at again by ``resume``, which reports it."""
+    """Ignore it here: ``resume`` checks it again and reports it."""
 
 
 def _next_candidate(
@@ -259,7 +260,7 @@ def _next_candidate(
                 break
         if manifest is None:
             on_reject(name, why, passing=passing)
-            # With a hundred checkpoints the others would wait for minutes.
+            # With a hundred checkpoints, retries of each would take minutes.
             pauses = () if passing else pauses
             continue
         reason = eligible(manifest) if eligible is not None else None
@@ -270,7 +271,7 @@ def _next_candidate(
 
 
 def read_index(directory: Path, manifest: Manifest, patience: float = 0.0) -> Index:
-    """The index of a checkpoint, verified; waits ``patience`` seconds for the file to be seen."""
+    """The verified index of a checkpoint; waits ``patience`` seconds for the file to appear."""
     sizes = {file.name: file.size for file in manifest.files}
     (entry,) = (file for file in manifest.files if file.name == INDEX_NAME)
     data = read_whole(
@@ -285,7 +286,7 @@ def read_index(directory: Path, manifest: Manifest, patience: float = 0.0) -> In
 
 def _read(target: LoadTarget, reader: ShardReader) -> None:
     try:
-        # Every rank reads what it needs; no talk between ranks is needed for that.
+        # Every rank reads what it needs, without communication between ranks.
         load_without_ranks(target.tensors, reader, ForgeLoadPlanner())
     except CheckpointException as caught:
         for error, _ in caught.failures.values():

@@ -1,11 +1,11 @@
-"""Checkpoints that ``torch.distributed.checkpoint`` itself wrote: tensors out of them, nothing run.
+"""Tensors from checkpoints written by ``torch.distributed.checkpoint``, without executing anything.
 
     plain = PlainDcp.open("elsewhere/step-1000")
     plain.read("model.head.weight")
     load_plain_dcp("elsewhere/step-1000", {"model": model.state_dict()})
 
-Such a directory has no hashes: what its own checksums show is all that can be verified.  Entries
-that are no tensors are pickles; they are left out, by name.
+Such a directory has no hashes: only its own checksums can be verified.  Entries that are not
+tensors are pickles; they are skipped, and their names reported.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ from slurm_forge.errors import CheckpointError, CheckpointRejectedError
 from slurm_forge.files import open_trusted, read_trusted
 
 _INDEX = ".metadata"
-#: An item is one tensor as torch.save writes it: its bytes, and no more than this around them.
+#: An item is one tensor in torch.save's format: its bytes, and at most this much around them.
 _AROUND = 1 << 20
 _ZIP = b"PK\x03\x04"
 
 
 @dataclass(frozen=True, slots=True)
 class PlainTensor:
-    """A tensor as it was saved: all of it, whatever its shards are."""
+    """A tensor as it was saved: its whole shape, regardless of shards."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -59,9 +59,9 @@ class PlainTensor:
 
 @dataclass(frozen=True, slots=True)
 class PlainDcp:
-    """An opened directory: its index is checked, its tensors are still on disk.
+    """An opened directory: its index has been checked, its tensors are still on disk.
 
-    ``left_out`` names the entries that are no tensors.
+    ``left_out`` names the entries that are not tensors.
     """
 
     directory: Path
@@ -73,8 +73,8 @@ class PlainDcp:
     def open(cls, path: str | os.PathLike[str]) -> PlainDcp:
         """Read and check the index of a directory that ``dcp.save`` wrote.
 
-        CheckpointRejectedError where it can't be trusted to be one, UnsafeFileError where others
-        can write into its files.
+        Raises CheckpointRejectedError if it can't be trusted, UnsafeFileError if other users can
+        write to its files.
         """
         directory = Path(path)
         try:
@@ -97,7 +97,7 @@ class PlainDcp:
         return cls(directory, metadata, tensors, tuple(key for key in saved if key not in tensors))
 
     def read(self, name: str) -> torch.Tensor:
-        """The whole tensor of that name, put together from its shards; KeyError without one."""
+        """The whole tensor of that name, assembled from its shards; KeyError if there is none."""
         tensor = self.tensors[name]
         chunks = _chunks(self.metadata, name)
         if len(chunks) == 1:
@@ -109,7 +109,7 @@ class PlainDcp:
         return result
 
     def read_shard(self, index: MetadataIndex, shape: torch.Size) -> torch.Tensor:
-        """One shard as it lies in its file, checked against what the index says of it."""
+        """One shard as stored in its file, checked against the index."""
         dtype = self.tensors[index.fqn].dtype
         place = self.metadata.storage_data[index]
         size = math.prod(shape) * dtype.itemsize
@@ -118,7 +118,7 @@ class PlainDcp:
         data = self._bytes(index, place.relative_path, place.offset, place.length)
         self._check_archive(index, data)
         try:
-            # Restricted to tensors by torch; and there is no other record for it to find.
+            # torch restricts this to tensors, and there is no other record that it could find.
             tensor = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
         except (RuntimeError, pickle.UnpicklingError, EOFError, ValueError, KeyError) as error:
             raise self._damaged(index, f"{type(error).__name__}: {str(error)[:200]}") from error
@@ -135,14 +135,14 @@ class PlainDcp:
         return data
 
     def _check_archive(self, index: MetadataIndex, data: bytes) -> None:
-        """A zip of plain records with the checksums that were meant: torch looks at neither."""
+        """Check the archive: a zip of plain records with valid checksums, which torch ignores."""
         if not data.startswith(_ZIP):
             raise self._damaged(index, "it is not stored the way torch.save writes by default")
         try:
             with zipfile.ZipFile(io.BytesIO(data)) as archive:
                 records = archive.infolist()
                 packed = [each for each in records if each.compress_type != zipfile.ZIP_STORED]
-                # Whoever has torch leave checksums out gets zeros in their place.
+                # If torch was configured to omit checksums, they are zero.
                 summed = any(each.CRC for each in records)
                 wrong = archive.testzip() if summed and not packed else None
         except (zipfile.BadZipFile, NotImplementedError, RuntimeError, EOFError, OSError) as error:
@@ -161,9 +161,9 @@ def load_plain_dcp(
 ) -> tuple[str, ...]:
     """Fill the tensors and DTensors of a (nested) state dict in place from a plain DCP directory.
 
-    Each process reads the shards that its own parts need.  Entries that are no tensors stay as they
-    are: their names are returned, and warned of.  CheckpointError, before anything was read, where
-    a name is missing (unless ``partial``), or shape or dtype are not those that were saved.
+    Each process reads the shards that its own parts need.  Entries that are not tensors stay
+    unchanged: their names are returned, with a warning.  Raises CheckpointError, before anything is
+    read, if a name is missing (unless ``partial``), or shape or dtype are not the saved ones.
     """
     plain = PlainDcp.open(path)
     planner = DefaultLoadPlanner(allow_partial_load=partial)

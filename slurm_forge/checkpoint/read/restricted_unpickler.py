@@ -1,8 +1,8 @@
-"""A pickle reader that can build a handful of plain values, and do nothing else.
+"""A pickle reader that can build a handful of plain values and do nothing else.
 
-A pickle is a program.  Forbidding names is not enough: BUILD changes what it is given, classes
-too; a few bytes can ask for gigabytes of memo; tuples doubled sixty times never finish hashing.
-So this knows only the instructions that an index needs, and what they may be used on.
+A pickle is a program.  Forbidding names is not enough: BUILD changes its target, even a class; a
+few bytes can request gigabytes of memo; tuples doubled sixty times never finish hashing.  So this
+reader has only the instructions that an index needs, restricted to the types that need them.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import pickle
 from collections.abc import Callable, Collection
 from typing import Any, ClassVar
 
-#: What pickles of dataclasses, enums, numbers, texts, tuples, lists and dicts consist of.
+#: The instructions in pickles of dataclasses, enums, numbers, texts, tuples, lists and dicts.
 _OPCODES = (
     "PROTO", "FRAME", "STOP", "MARK", "NONE", "NEWTRUE", "NEWFALSE", "INT", "BININT", "BININT1",
     "BININT2", "LONG1", "BINFLOAT", "UNICODE", "BINUNICODE", "SHORT_BINUNICODE", "EMPTY_TUPLE",
@@ -21,10 +21,10 @@ _OPCODES = (
     "LONG_BINGET", "GLOBAL", "STACK_GLOBAL", "REDUCE", "NEWOBJ", "BUILD",
 )  # fmt: skip
 _TUPLES = ("TUPLE", "TUPLE1", "TUPLE2", "TUPLE3")
-#: An index has tuples of sizes inside of a path inside of arguments.
+#: An index has tuples of sizes inside a path inside arguments.
 _DEEPEST = 4
 
-# The one written in Python: its instructions are a table, and its memo is a dict.
+# The implementation in Python: its instructions are a table, and its memo is a dict.
 _Plain: Any = pickle._Unpickler
 
 
@@ -74,10 +74,10 @@ for _name in _TUPLES:
 def read_restricted(
     data: bytes, *, find: Callable[[str, str], Any], buildable: Collection[type]
 ) -> Any:
-    """Read a pickle.  ``find(module, name)`` gives what it may name, and raises for the rest.
+    """Read a pickle.  ``find(module, name)`` resolves the permitted names and raises for others.
 
-    ``buildable`` are the types whose instances may be given a state.  Raises almost anything for
-    what is damaged or forbidden; nothing has been changed or called then but what ``find`` gave.
+    ``buildable`` are the types whose instances may be given a state.  Raises almost any exception
+    for damaged or forbidden input; by then only ``find`` has been called, and nothing was changed.
     """
     try:
         return _Restricted(data, find, buildable).load()

@@ -1,4 +1,4 @@
-"""Reading shards: each block once, in order, verified before a byte of it is handed out."""
+"""Read shards: each block once, in order, verified before a byte of it is used."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _WINDOW = 16 << 20
 
 @dataclass(slots=True)
 class _Wanted:
-    """A stretch of a file and the bytes of memory that it belongs into."""
+    """A range of a file and its destination in memory."""
 
     start: int
     end: int
@@ -47,9 +47,9 @@ class _Wanted:
 
 
 class ShardReader(StorageReader):
-    """Reads what DCP's load planner asks for; ``direct`` bypasses the page cache where possible.
+    """Reads what DCP's load planner requests; ``direct`` bypasses the page cache if possible.
 
-    ``patience``: seconds from now to wait for files that another node sees already.
+    ``patience``: seconds from now to wait for files that another node already sees.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class ShardReader(StorageReader):
         }
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Return the index that was handed over."""
+        """Return the index given to the constructor."""
         return self._metadata
 
     def set_up_storage_reader(
@@ -91,15 +91,15 @@ class ShardReader(StorageReader):
         return plans
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Nothing is kept from one load to another."""
+        """Nothing is kept between loads."""
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """It is given its directory when it is made."""
+        """Its directory is given to the constructor."""
         return True
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read everything asked for; CheckpointRejectedError for a block that has changed."""
+        """Read all requested shards; CheckpointRejectedError for a block that has changed."""
         by_file: dict[int, list[_Wanted]] = {}
         finish: list[tuple[ReadItem, torch.Tensor, torch.Tensor | None]] = []
         for item in plan.items:
@@ -157,7 +157,7 @@ def _offset(item: ReadItem) -> torch.Size:
 
 
 def _rows(shard: Shard, item: ReadItem) -> tuple[int, int, tuple[int, ...]]:
-    """The bytes of a shard that hold the rows asked for, and the shape of those rows."""
+    """The bytes of a shard that hold the requested rows, and the shape of those rows."""
     if not shard.sizes:
         return 0, shard.itemsize, ()
     row = math.prod(shard.sizes[1:]) * shard.itemsize
@@ -168,10 +168,10 @@ def _rows(shard: Shard, item: ReadItem) -> tuple[int, int, tuple[int, ...]]:
 def _destination(
     target: torch.Tensor, item: ReadItem, shard: Shard, rows: tuple[int, ...]
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The memory to read into, and what is to be copied from there in the end, if anything."""
+    """The memory to read into, and the tensors to copy from there in the end, if any."""
     whole = tuple(item.lengths) == rows
     if whole and target.is_contiguous() and target.numel() > 0:
-        # One element is contiguous whatever its strides say.
+        # A single element is contiguous, whatever its strides are.
         return target.as_strided((target.numel(),), (1,)).view(torch.uint8), None
     staged = torch.empty(rows, dtype=target.dtype)
     part = staged
@@ -182,7 +182,7 @@ def _destination(
 
 
 def _windows(wanted: Sequence[_Wanted], size: int, block_size: int) -> Iterator[tuple[int, int]]:
-    """The stretches of whole blocks to read, in order, each block once."""
+    """The ranges of whole blocks to read, in order, each block once."""
     longest = max(_WINDOW // block_size, 1) * block_size
     begin = until = 0
     for each in wanted:

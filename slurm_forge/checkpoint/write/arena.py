@@ -1,7 +1,7 @@
-"""Host memory that a save copies into: one stretch, aligned, touched once and used again.
+"""Host memory that a save copies into: one aligned range, touched once and reused.
 
-Memory that was never touched costs four to twenty times as much to fill as memory that was, so it
-is kept from save to save.  With CUDA it is pinned: the device copies into it while kernels run.
+Filling memory that was never touched takes four to twenty times as long, so the range is kept from
+save to save.  With CUDA it is pinned: the device copies into it while kernels run.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _PIECE = 8 << 20
 
 
 class Arena:
-    """Grows when asked for more, never shrinks; views of it die with the next ``reserve``."""
+    """Grows on demand, never shrinks; views of it become invalid with the next ``reserve``."""
 
     def __init__(self, *, pinned: bool = False) -> None:
         self._pinned = pinned
@@ -29,15 +29,15 @@ class Arena:
 
     @property
     def capacity(self) -> int:
-        """Bytes held."""
+        """Its size in bytes."""
         return self._bytes.numel()
 
     def reserve(self, size: int) -> bool:
-        """Hold at least ``size`` bytes, every page of them touched; whether anything moved."""
+        """Hold at least ``size`` bytes, with every page touched; whether anything moved."""
         size = max(PAGE, round_up(size, PAGE))
         if size <= self.capacity:
             return False
-        self._bytes = torch.empty(0, dtype=torch.uint8)  # the old one goes before the new one comes
+        self._bytes = torch.empty(0, dtype=torch.uint8)  # release the old one before allocating
         self._bytes = _pinned(size) if self._pinned else _anonymous(size)
         return True
 
@@ -52,13 +52,13 @@ class Arena:
 
 def _anonymous(size: int) -> torch.Tensor:
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    # Not for children: loader workers would make every page be copied once more, and direct I/O
-    # on memory that a fork shares may read or write the wrong copy (open(2), notes on O_DIRECT).
+    # Not inherited by children: loader workers would cause every page to be copied once more, and
+    # direct I/O on memory shared by a fork may use the wrong copy (open(2), notes on O_DIRECT).
     memory.madvise(mmap.MADV_DONTFORK)
-    with contextlib.suppress(OSError):  # a kernel without them
+    with contextlib.suppress(OSError):  # not supported by this kernel
         memory.madvise(mmap.MADV_HUGEPAGE)  # a few large pages instead of thousands of small ones
     bytes_ = np.frombuffer(memory, dtype=np.uint8)
-    for start in range(0, size, _PIECE):  # on this thread alone: somebody may be training
+    for start in range(0, size, _PIECE):  # on this thread alone: training may be running
         bytes_[start : start + _PIECE] = 0
     return torch.from_numpy(bytes_)  # which keeps the mapping alive
 

@@ -1,8 +1,9 @@
-"""Copying a state into the arena: as fast as memory goes, and no slower where others compute.
+"""Copy a state into the arena: at memory speed, and no slower while others compute.
 
-torch copies a large tensor on all of its threads and waits for the last of them; with a training
-on the same cores that is a wait of milliseconds per tensor.  Here a few threads each take the next
-piece.  torch's own number of threads is left alone: it is the program's, and part of its result.
+torch copies a large tensor on all of its threads and waits for the last of them; with training on
+the same cores that means a wait of milliseconds per tensor.  Here a few threads each take the next
+piece.  torch's own number of threads is not changed: it belongs to the program and can affect its
+results.
 """
 
 from __future__ import annotations
@@ -18,16 +19,16 @@ import torch
 from slurm_forge.device.accelerator import on_accelerator
 from slurm_forge.errors import CheckpointError
 
-#: Below this torch copies on the calling thread.
+#: Below this size torch copies on the calling thread.
 _SMALL = 64 << 10
 _PIECE = 8 << 20
-#: Bytes after which the writer is told how far it may go.
+#: The writer is notified after this many bytes.
 _STRETCH = 32 << 20
 _MOST_THREADS = 4
 
 
 class Filling:
-    """How far the arena is filled, from its beginning; somebody else writes out what is there."""
+    """How far the arena is filled, from its beginning; another thread writes it out."""
 
     def __init__(self) -> None:
         self._condition = threading.Condition()
@@ -36,32 +37,32 @@ class Filling:
         self._error: BaseException | None = None
 
     def reach(self, until: int) -> None:
-        """The first ``until`` bytes are there."""
+        """The first ``until`` bytes are filled."""
         with self._condition:
             self._until = until
             self._condition.notify_all()
 
     def promise(self, until: int, arrive: Callable[[], None]) -> None:
-        """The first ``until`` bytes are there once ``arrive``, called by who waits, returns."""
+        """The first ``until`` bytes are filled once ``arrive``, called by the waiter, returns."""
         with self._condition:
             self._promised = (until, arrive)
             self._condition.notify_all()
 
     def fail(self, error: BaseException) -> None:
-        """No more will come."""
+        """No more bytes will be filled."""
         with self._condition:
             self._error = self._error or error
             self._condition.notify_all()
 
     def wait(self, until: int) -> None:
-        """Return when the first ``until`` bytes are there; raise what was given to ``fail``."""
+        """Return when the first ``until`` bytes are filled; raise the error passed to ``fail``."""
         with self._condition:
             self._condition.wait_for(
                 lambda: self._until >= until or self._promised or self._error is not None
             )
             if isinstance(self._error, Exception):
                 raise self._error
-            if self._error is not None:  # who waits has others to tell, and is not to be unwound
+            if self._error is not None:  # the waiter must inform others, so it is not unwound
                 raise CheckpointError(
                     f"the copy was interrupted by {type(self._error).__name__}",
                     next_step="The checkpoint before it is untouched.",
@@ -85,10 +86,10 @@ class Copier:
         ends: Sequence[int],
         filling: Filling,
     ) -> None:
-        """Copy, one after the other; ``ends`` says how far the arena is filled after each.
+        """Copy one after another; ``ends`` are the fill levels of the arena after each.
 
-        Copies from a device may still be under way on its current stream: ``filling`` is told of
-        nothing behind the first of them.
+        Copies from a device may still be in progress on its current stream: ``filling`` gets no
+        level beyond the first of them.
         """
         begin = size = 0
         on_host = True
@@ -103,7 +104,7 @@ class Copier:
             begin, size = number + 1, 0
 
     def _stretch(self, into: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> bool:
-        """Copy a few; whether all of it is there."""
+        """Copy a few; whether all of them are complete."""
         rest_into, rest, pieces = [], [], []
         for target, source in zip(into, sources, strict=True):
             if source.nbytes > _SMALL and _is_plain(source):
@@ -118,7 +119,7 @@ class Copier:
         running = [self._threads.submit(np.copyto, *piece) for piece in pieces]
         if rest:
             with torch.no_grad():
-                # Elsewhere nothing would tell when a copy has arrived.
+                # Otherwise nothing would signal that a copy is complete.
                 late = all(source.is_cpu or on_accelerator(source) for source in rest)
                 torch._foreach_copy_(rest_into, rest, non_blocking=late)
         for each in running:
@@ -127,7 +128,7 @@ class Copier:
 
 
 def _is_plain(source: torch.Tensor) -> bool:
-    """Whether its values lie in host memory one after another, as they are."""
+    """Whether its values are contiguous in host memory as they are."""
     lazy = source.is_conj() or source.is_neg()
     return source.is_cpu and source.is_contiguous() and not lazy
 

@@ -1,7 +1,7 @@
-"""Checks that what the ranks write is what they hold, each element once.  Pure.
+"""Check that the ranks write exactly what they hold, each element once.  Pure.
 
 Ranks that hold a shard of the same tensor at the same place hold copies of it.  One of them writes
-it; whether the copies are equal is for ``replicas`` to find out.
+it; ``replicas`` checks whether the copies are equal.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ _NOT_ALIKE = (
 
 @dataclass(frozen=True, slots=True)
 class ReplicaGroups:
-    """Which ranks hold copies of what.
+    """Which ranks hold copies of which shards.
 
-    ``ranks`` are the groups of two or more ranks; ``members`` says for each rank and each of its
-    shards, in their order, which group it belongs to, None where no other rank holds a copy.
+    ``ranks`` are the groups of two or more ranks; ``members`` has for each rank and each of its
+    shards, in order, the group it belongs to, None if no other rank holds a copy.
     """
 
     ranks: tuple[tuple[int, ...], ...]
@@ -62,9 +62,9 @@ def from_rows(rows: Sequence[Sequence[int]]) -> list[int | None]:
 
 
 def require_complete(everybody: Sequence[Sequence[Shard]], chosen: Sequence[Sequence[int]]) -> None:
-    """Raise CheckpointError unless what is written is all that is held, each element once.
+    """Raise CheckpointError unless everything that is held is written, each element once.
 
-    ``chosen`` are the numbers of the shards that each rank writes.
+    ``chosen`` are the indices of the shards that each rank writes.
     """
     first: dict[str, tuple[int, Shard]] = {}
     for rank, shards in enumerate(everybody):

@@ -1,4 +1,4 @@
-"""Direct I/O: between memory and the disk without the page cache, where the file system can."""
+"""Direct I/O: between memory and disk without the page cache, if the file system supports it."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import errno
 import fcntl
 import os
 
-#: Direct I/O wants addresses, offsets and lengths in multiples of this at most.
+#: Direct I/O requires addresses, offsets and lengths in multiples of this at most.
 PAGE = 4096
-#: What a read or write fails with that would succeed through the cache.
+#: Errors of direct reads and writes that would succeed through the cache.
 NOT_DIRECT = frozenset({errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP})
 
 
@@ -20,7 +20,7 @@ def round_up(size: int, to: int) -> int:
 def bypass_cache(descriptor: int, *, on: bool) -> bool:
     """Switch direct I/O on or off; whether that worked.
 
-    Not with open(): where the file system can't, Linux says so after the file was made.
+    Not with open(): on an unsupported file system Linux fails only after creating the file.
     """
     flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
     wanted = flags | os.O_DIRECT if on else flags & ~os.O_DIRECT
@@ -32,6 +32,6 @@ def bypass_cache(descriptor: int, *, on: bool) -> bool:
 
 
 def through_cache(descriptor: int) -> None:
-    """Go through the page cache from here on; OSError where even that can't be had."""
+    """Use the page cache from here on; OSError if even that fails."""
     if not bypass_cache(descriptor, on=False):
         raise OSError(errno.EINVAL, "direct I/O can't be switched off")

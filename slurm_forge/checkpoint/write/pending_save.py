@@ -1,4 +1,4 @@
-"""A save that is under way: what may be asked of it, and how it ends."""
+"""A save in progress: its state and its result."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from slurm_forge.checkpoint.write.replicas import RankMismatch
 from slurm_forge.errors import CheckpointError
 from slurm_forge.store.identity import CheckpointName
 
-#: Called with how a save ended, before anybody who waits for it goes on; on its thread.
+#: Called with the result of a save before its waiters continue; on the save's thread.
 After: TypeAlias = "Callable[[Saved | CheckpointError], None]"
 
 
@@ -22,9 +22,9 @@ class Saved:
     """A published checkpoint.  ``disagreeing`` names JSON that differs between ranks.
 
     Of that, rank 0's was saved; ``own`` names the objects of which each rank's was.  ``blocked`` is
-    how long ``begin`` held this rank up, ``duration`` from there until it was on disk.
-    ``findings`` name what is not healthy in it, on any rank: it is there, and not to be resumed
-    from.  ``mismatch`` tells how ranks differ that should be equal.
+    how long ``begin`` held up this rank, ``duration`` from then until it was on disk.
+    ``findings`` name what is unhealthy in it, on any rank: it exists, but is not to be resumed
+    from.  ``mismatch`` describes how ranks differ that should be equal.
     """
 
     name: CheckpointName
@@ -39,22 +39,22 @@ class Saved:
 
 
 class PendingSave:
-    """A save that has been begun; the same end on all ranks."""
+    """A save that has begun; it has the same result on all ranks."""
 
     def __init__(self, name: CheckpointName) -> None:
         self.name = name
         self._end: Future[Saved] = Future()
 
     def done(self) -> bool:
-        """Whether it has come to an end on this rank: on others it may not have yet."""
+        """Whether it has ended on this rank: on others it may not have yet."""
         return self._end.done()
 
     def result(self) -> Saved:
-        """Wait for the end; raises what ``CheckpointWriter.begin`` says."""
+        """Wait for the end; raises the errors of ``CheckpointWriter.begin``."""
         return self._end.result()
 
     def wait(self, seconds: float | None = None) -> bool:
-        """Wait for the end, whatever it is; False if it did not come in so many seconds."""
+        """Wait for the end, whatever the result; False if it did not end within the time."""
         try:
             self._end.exception(seconds)
         except TimeoutError:
@@ -62,7 +62,7 @@ class PendingSave:
         return True
 
     def run_to_end(self, persist: Callable[[], Saved], after: After) -> None:
-        """Bring it to its end, on the calling thread; ``after`` hears of it first."""
+        """Carry it out on the calling thread; ``after`` gets the result first."""
         try:
             try:
                 saved = persist()

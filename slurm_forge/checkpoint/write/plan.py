@@ -1,9 +1,8 @@
 """Who writes what: planned by DCP's planner over all ranks, and kept as long as nothing changes.
 
-Planning thousands of tensors takes seconds (every rank's list goes to rank 0 and is checked there),
-so a plan is made once and used again while every rank's tensors have the names, shapes, dtypes and
-placements that it was made for.  Ranks tell that by the plan's number in the exchange that every
-save has anyway.
+Planning thousands of tensors takes seconds (every rank's list is sent to rank 0 and checked there),
+so a plan is made once and reused while every rank's tensors have the same names, shapes, dtypes and
+placements.  Ranks compare the number of the plan in the exchange that every save includes anyway.
 """
 
 from __future__ import annotations
@@ -59,10 +58,10 @@ from slurm_forge.vocabulary.json_value import Json
 
 @dataclass(frozen=True, slots=True)
 class SharedShards:
-    """Keys of shards that the same ranks hold, of ``size`` bytes, in an order of all ranks'.
+    """Keys of shards that the same ranks hold, of ``size`` bytes, in an order common to all ranks.
 
     ``group`` is the number of these ranks in ``ReplicaGroups``; None is this rank alone.
-    ``buffers``: ranks may differ in them, and save their own then.
+    ``buffers``: ranks may differ in them, and then save their own.
     """
 
     group: int | None
@@ -73,10 +72,10 @@ class SharedShards:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What this rank writes, where in its file; ``index`` is the whole index, on rank 0 only.
+    """What this rank writes, and where in its file; ``index`` is the whole index, on rank 0 only.
 
-    ``copies`` are this rank's parts of what several ranks hold, and of what it holds alone of that
-    kind; ``layout`` tells those that have to be equal from those of another plan.
+    ``copies`` are this rank's parts of what several ranks hold, and of similar tensors that it
+    holds alone; ``layout`` identifies the plan under which copies are comparable.
     """
 
     number: int
@@ -91,20 +90,20 @@ class Plan:
 
 @dataclass(slots=True)
 class Planner:
-    """Plans saves; keeps the last plan.  ``known`` and ``make`` are called on all ranks alike."""
+    """Plans saves; keeps the last plan.  ``known`` and ``make`` are called on all ranks."""
 
     _plan: Plan | None = None
     _made_for: _Shape | None = None
     _numbers: itertools.count[int] = field(default_factory=lambda: itertools.count(1))
 
     def known(self, captured: Captured) -> int:
-        """The number of the plan that fits this rank's tensors as they are now; 0 if none does."""
+        """The number of the plan that fits this rank's present tensors; 0 if none does."""
         if self._plan is None:
             return 0
         shape = _Shape.of(captured)
         if shape != self._made_for:
             return 0
-        self._made_for = shape  # equal, and next time mostly the same objects: seen at once
+        self._made_for = shape  # equal, and next time mostly the same objects: a fast comparison
         return self._plan.number
 
     @property
@@ -117,7 +116,7 @@ class Planner:
     def make(
         self, captured: Captured, ranks: Ranks, replicated: frozenset[str] = frozenset()
     ) -> Plan:
-        """Plan anew.  Collective; CheckpointError on all ranks if one of them can't.
+        """Make a new plan.  Collective; CheckpointError on all ranks if one of them can't.
 
         ``replicated`` are the keys in ``captured`` of parameters, and of other copies.
         """
@@ -193,7 +192,7 @@ def _copies(
 
 
 def choose(dcp: ForgeSavePlanner, everybody: Sequence[Sequence[Shard]]) -> list[list[int]]:
-    """Which of its shards each rank is to write, by their numbers in its list."""
+    """The shards that each rank is to write, as indices into its list."""
     items = [[_item(shard) for shard in shards] for shards in everybody]
     plans, _ = dcp.create_global_plan([SavePlan(each) for each in items])
     numbers = [{item.index: number for number, item in enumerate(each)} for each in items]
@@ -201,7 +200,7 @@ def choose(dcp: ForgeSavePlanner, everybody: Sequence[Sequence[Shard]]) -> list[
 
 
 def index_of(everybody: Sequence[Sequence[Shard]], chosen: Sequence[Sequence[int]]) -> Index:
-    """The index of a checkpoint in which each rank writes what is chosen for it."""
+    """The index of a checkpoint in which each rank writes the shards chosen for it."""
     placements: dict[str, list[tuple[Shard, ShardPlacement]]] = {}
     for rank, (shards, numbers) in enumerate(zip(everybody, chosen, strict=True)):
         own = [shards[number] for number in numbers]
@@ -220,7 +219,7 @@ _DTYPE = operator.attrgetter("dtype")
 
 @dataclass(frozen=True, slots=True)
 class _Shape:
-    """Everything of a captured state that a plan depends on."""
+    """Everything in a captured state that a plan depends on."""
 
     keys: list[str]
     specs: list[Any]
@@ -230,8 +229,8 @@ class _Shape:
 
     @classmethod
     def of(cls, captured: Captured) -> _Shape:
-        # A DTensor's spec tells its size and dtype, too, and is mostly the object that it was:
-        # that is seen at once, where asking thousands of tensors for their size takes a while.
+        # A DTensor's spec includes its size and dtype and is mostly the same object as before:
+        # comparing that is fast, while asking thousands of tensors for their size is slow.
         specs = [
             tensor._spec if isinstance(tensor, DTensor) else None
             for tensor in captured.tensors.values()
@@ -269,7 +268,7 @@ def _item(shard: Shard) -> WriteItem:
     offsets = torch.Size(shard.offsets)
     return WriteItem(
         index=MetadataIndex(shard.key, offsets),
-        # Also for a whole tensor: DCP takes a second item of one name only if it is a shard.
+        # For whole tensors, too: DCP accepts a second item of one name only if it is a shard.
         type=WriteItemType.SHARD,
         tensor_data=TensorWriteData(
             chunk=ChunkStorageMetadata(offsets=offsets, sizes=torch.Size(shard.sizes)),

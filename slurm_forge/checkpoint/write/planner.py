@@ -1,6 +1,6 @@
-"""Who writes which tensor, and whether what is loaded is what was saved: DCP's planners, stricter.
+"""DCP's planners, made stricter: who writes which tensor, and whether loads match what was saved.
 
-State dicts come here flat (``{key: tensor}``) and without anything but tensors.
+State dicts here are flat (``{key: tensor}``) and contain only tensors.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemT
 
 
 class ForgeSavePlanner(DefaultSavePlanner):
-    """Plans tensors only, and spreads those that all ranks hold alike.
+    """Plans tensors only, and distributes those that are replicated on all ranks.
 
     ``alike`` are the keys of tensors that are bitwise equal on all ranks that have them.  Other
     replicated tensors (BatchNorm statistics under DDP) are taken from the lowest rank as a set:
@@ -27,7 +27,7 @@ class ForgeSavePlanner(DefaultSavePlanner):
         self._alike = frozenset(alike)
 
     def create_local_plan(self) -> SavePlan:
-        """Plan this rank's tensors; anything else is a mistake of ours."""
+        """Plan this rank's tensors; anything else is a bug in slurm_forge."""
         plan = super().create_local_plan()
         for item in plan.items:
             if item.type == WriteItemType.BYTE_IO:
@@ -35,7 +35,7 @@ class ForgeSavePlanner(DefaultSavePlanner):
         return plan
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """Give each shard to one rank (on the coordinator)."""
+        """Assign each shard to one rank (on the coordinator)."""
         return super().create_global_plan(deduplicate(all_plans, self._alike))
 
 
@@ -46,12 +46,12 @@ class ForgeLoadPlanner(DefaultLoadPlanner):
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
 
     def load_bytes(self, read_item: Any, value: Any) -> None:
-        """Refuse: this would unpickle without limits."""
+        """Refuse: this would unpickle without restrictions."""
         raise TypeError(f"{read_item.dest_index.fqn} is not a tensor")
 
 
 def deduplicate(plans: list[SavePlan], alike: Collection[str]) -> list[SavePlan]:
-    """Leave each shard in one plan only: the least loaded one's, or the lowest rank's.
+    """Keep each shard in one plan only: the least loaded one's, or the lowest rank's.
 
     Deterministic; larger shards are placed first, so that ranks end up with similar sizes.
     """

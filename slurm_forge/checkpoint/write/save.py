@@ -1,8 +1,8 @@
-"""Saving: every rank copies what it writes, writes that into a stage, rank 0 publishes the stage.
+"""Saving: every rank copies its part and writes it into a stage; rank 0 publishes the stage.
 
-Until the rename there is no checkpoint; after it there is a whole one.  Whatever happens before
-leaves the previous ones as they were.  Training is held up for the copy; the rest may be done on a
-thread, with a process group of its own for the one exchange at the end.
+Before the rename there is no checkpoint; after it there is a complete one.  A failure before it
+leaves the previous checkpoints as they were.  Training is held up for the copy; the rest can run on
+a thread, with a process group of its own for the one exchange at the end.
 """
 
 from __future__ import annotations
@@ -87,17 +87,17 @@ from slurm_forge.store.identity import CheckpointName
 from slurm_forge.store.manifest import INDEX_NAME, FileEntry, Manifest
 from slurm_forge.vocabulary.json_value import Json
 
-#: The digest of each rank's state, in what a manifest says about its checkpoint.
+#: The digest of each rank's state, in the manifest's information about its checkpoint.
 DIGEST = "digest"
 _NO_FACTS = RankFacts()
 
 
 class CheckpointWriter:
-    """Saves one after another, and keeps its memory and its plan from save to save.
+    """Saves one checkpoint after another; keeps its memory and its plan from save to save.
 
     Collective over ``group``, which must carry CPU tensors; ``None`` is one process without a
-    process group.  ``background`` is another group of the same ranks: with it (or alone) a save may
-    go on while the ranks do something else.  ``clock`` gives seconds since 1970, ``host`` is the
+    process group.  ``background`` is another group of the same ranks: with it (or alone) a save can
+    continue while the ranks do something else.  ``clock`` gives seconds since 1970, ``host`` is the
     name of this rank's node.
     """
 
@@ -122,7 +122,7 @@ class CheckpointWriter:
         self._views_of = 0
         self._infinite: Mapping[str, NotFinite] | None = None
         self._known: Known | None = None
-        #: What is saved for each rank, since ranks were found to differ in it.
+        #: What is saved per rank because ranks were found to differ in it.
         self._own: frozenset[str] = frozenset()
         self._estimated_size = 0
         self._copier = Copier()
@@ -153,19 +153,19 @@ class CheckpointWriter:
         Rank 0's ``name`` counts (the nonce may differ, the step may not).  ``fence`` is called on
         rank 0 right before the rename, and on a rank that finds the stage gone.  If anything
         fails on any rank, all ranks get a CheckpointError (FencedError if ``fence`` did), here or
-        from ``PendingSave``; no checkpoint appears then (or a whole one, where only the last fsync
-        failed); RanksLostError, a CheckpointError, if a rank is gone: then no collective may
+        from ``PendingSave``; no checkpoint appears then (or a complete one, if only the last fsync
+        failed).  RanksLostError, a CheckpointError, means that a rank is gone: no collective may
         follow.  Without ``background`` the save is over on return.  ``after`` is called with
-        the end of a save before anybody who waits for it goes on, on the save's thread.
+        the result of a save before its waiters continue, on the save's thread.
 
-        ``permit`` is called on rank 0 with the size of all files, and the directory that they are
-        to lie in, before anything is written; it raises CheckpointError where the save had better
-        not be begun.  With ``fallback`` (rank 0's) the save goes to the store's fallback directory,
-        without it only where the other one has no room or fails.  ``about`` (rank 0's) goes
-        into the manifest.  ``doubts`` is asked on every rank, on the save's thread, for what
-        makes this state suspect; what is not finite in it is found here.  With ``all_copies`` also
+        ``permit`` is called on rank 0 with the size of all files, and the directory for them,
+        before anything is written; it raises CheckpointError if the save should not begin.  With
+        ``fallback`` (rank 0's) the save goes to the store's fallback directory, without it only if
+        the other one has no room or fails.  ``about`` (rank 0's) goes into the manifest.
+        ``doubts`` is called on every rank, on the save's thread, and returns what makes this state
+        suspect; non-finite values are found here.  With ``all_copies`` they are also searched for
         in the copies that this rank holds and another one writes: in the live ones, which may have
-        moved on by then.
+        changed by then.
 
         Copies that several ranks hold are compared, and so are the ranks' ``facts``: a difference
         is ``Saved.mismatch``, and makes the checkpoint suspect unless ``tolerant``.
@@ -186,7 +186,7 @@ class CheckpointWriter:
         except Exception:
             self._discard(stage)
             raise
-        document = captured.document  # the tensors are not kept for as long as the write takes
+        document = captured.document  # so that the tensors are not kept during the write
         held = copies(captured, plan) if all_copies else ()
         told = self._stage_documents.report(state.stages, document)
         filling, turn, own = Filling(), self._replicas.next_turn(name.step), self._own
@@ -248,11 +248,11 @@ class CheckpointWriter:
 
         pending_save = PendingSave(name)
         self._make_room(plan, captured, filling)
-        # What has been copied is written while the rest is copied, also where this is waited for.
+        # What has been copied is written while the rest is copied, even if the caller waits.
         thread = threading.Thread(
             target=pending_save.run_to_end, args=(persist, after), name="forge-save", daemon=True
         )
-        self._pending_save = pending_save  # only now: others wait for it
+        self._pending_save = pending_save  # not earlier: others wait for it
         try:
             thread.start()
         except BaseException as error:
@@ -261,25 +261,25 @@ class CheckpointWriter:
             if not isinstance(error, RuntimeError):
                 self._pending_save = pending_save if thread.is_alive() else None
                 raise
-            # No thread to be had: the others hear of it as of any fault.
+            # No thread can be created: reported to the others like any failure.
             pending_save.run_to_end(persist, after)
             return pending_save
         try:
             self._copy(plan, captured, filling)
             self._take_digest(plan, captured, turn, digest)
         finally:
-            digest.cancel()  # where it did not come to it: nobody waits for it in vain
+            digest.cancel()  # if it never ran, so that nobody waits for it
             blocked.set_result(timedelta(seconds=time.monotonic() - started))
         if not (background and self._threaded):
             pending_save.wait()
         return pending_save
 
     def unsound_parts(self, state: TrainingState) -> tuple[str, ...]:
-        """What a save of this state would find not sound in this rank's part.  Not collective."""
+        """The findings in this rank's part that a save would have.  Not collective."""
         captured, error = self._capture(state, None)
         error = error or self._accept(state, captured)
         if captured is None or error is not None:
-            return ()  # a save says why it can't be saved
+            return ()  # a save reports why it can't be saved
         tensors = ((key, local_part(each).detach()) for key, each in captured.tensors.items())
         return unhealthy_here(tensors, allowed=self._infinite or {})
 
@@ -293,8 +293,8 @@ class CheckpointWriter:
     ) -> Comparison:
         """Compare the copies that ranks hold of this state, and their facts.  Collective; waits.
 
-        ``manifest``: of what was just loaded, for ``Comparison.as_saved``.  CheckpointError where
-        the state could not be saved.
+        ``manifest``: that of the loaded checkpoint, for ``Comparison.as_saved``.  Raises
+        CheckpointError if the state could not be saved.
         """
         captured, plan = self._planned(state)
         saved = None if manifest is None else SavedStates.from_json(manifest.about.get(DIGEST))
@@ -303,9 +303,9 @@ class CheckpointWriter:
         return found
 
     def _planned(self, state: TrainingState) -> tuple[Captured, Plan]:
-        """The state taken apart, looked at tensor by tensor, and the plan that fits it.
+        """The captured state, examined tensor by tensor, and the plan that fits it.
 
-        Collective; CheckpointError where it could not be saved.
+        Collective; CheckpointError if it could not be saved.
         """
         self._wait()
         while True:
@@ -330,7 +330,7 @@ class CheckpointWriter:
     ) -> bool:
         """Whether ranks have just been found to differ in what each of them saves from now on.
 
-        CheckpointError where they hold other tensors.
+        Raises CheckpointError if they hold other tensors.
         """
         if agreed["unlike"]:
             keys = [
@@ -343,7 +343,7 @@ class CheckpointWriter:
         return self._keeps_own(agreed["own"])
 
     def _keeps_own(self, names: Sequence[str]) -> bool:
-        """Whether ranks have just been found to differ in something, which each keeps from now."""
+        """Whether ranks have just been found to differ in something that each saves from now on."""
         self._own |= set(names)
         return bool(names)
 
@@ -359,28 +359,28 @@ class CheckpointWriter:
     def prepare(self, state: TrainingState) -> None:
         """Plan the next save, and touch the memory for it on a thread.  Collective.
 
-        The first save of a launch would be held up by both.  CheckpointError where this state
-        could not be saved: better known now than after the first hour.
+        Both would hold up the first save of a launch.  Raises CheckpointError if this state could
+        not be saved: better known now than after the first hour.
         """
         _, plan = self._planned(state)
         if self._views_of == plan.number:
             return
-        self._views, self._views_of = [], 0  # they would keep memory alive that is given back
+        self._views, self._views_of = [], 0  # they would keep released memory alive
 
         def warm() -> None:
-            # Whatever it is, the save itself will say so: mmap lacks memory with an OSError.
+            # Any failure will be reported by the save itself: mmap raises OSError for memory.
             with contextlib.suppress(MemoryError, OSError, RuntimeError):
                 self._arena.reserve(plan.size)
 
         warming = threading.Thread(target=warm, name="forge-arena", daemon=True)
-        with contextlib.suppress(RuntimeError):  # no thread to be had: the save does it itself
+        with contextlib.suppress(RuntimeError):  # no thread can be created: the save does it itself
             warming.start()
             self._warming = warming
 
     def _accept(self, state: TrainingState, captured: Captured | None) -> Exception | None:
-        """What is not finite the first time it is looked at, and is not learned, is meant so.
+        """Accept non-finite values in what is not learned as intended, if found at the first check.
 
-        Returns what went wrong: the other ranks are waiting to hear of it.
+        Returns what failed: the other ranks wait for the report.
         """
         if captured is None:
             return None
@@ -421,10 +421,10 @@ class CheckpointWriter:
             captured, error = self._capture(state, self._known)
             plan = self._planner.known(captured) if captured else 0
             if captured and not plan and self._known is not None:
-                captured, error = self._capture(state, None)  # looked at one by one to be planned
+                captured, error = self._capture(state, None)  # examined one by one for planning
                 plan = self._planner.known(captured) if captured else 0
             self._known = captured.known if captured else None
-            if not plan:  # it holds as long as the plan does
+            if not plan:  # it is valid as long as the plan is
                 self._estimated_size = share_of(captured, leads=self._leads(state))
             error = error or self._accept(state, captured)
             agreed = self._ranks.agree(
@@ -448,7 +448,7 @@ class CheckpointWriter:
     def _make_room(self, plan: Plan, captured: Captured, filling: Filling) -> None:
         if self._views_of == plan.number:
             return
-        self._views = []  # they would keep memory alive that is to be given back
+        self._views = []  # they would keep memory alive that is to be released
         try:
             self._arena.reserve(plan.size)
             self._views = [
@@ -458,11 +458,11 @@ class CheckpointWriter:
                 for shard, at in zip(plan.shards, plan.places, strict=True)
             ]
             self._views_of = plan.number
-        except Exception as error:  # told to the others in the one exchange at the end
+        except Exception as error:  # reported to the others in the one exchange at the end
             filling.fail(error)
 
     def _copy(self, plan: Plan, captured: Captured, filling: Filling) -> None:
-        """Copy what this rank writes; what goes wrong is told through ``filling``."""
+        """Copy what this rank writes; a failure is reported through ``filling``."""
         try:
             sources = [local_part(captured.tensors[shard.key]) for shard in plan.shards]
             self._copier.copy(self._views, sources, plan.ends, filling)
@@ -477,7 +477,7 @@ class CheckpointWriter:
     def _take_digest(
         self, plan: Plan, captured: Captured, turn: int, digest: Future[StateDigest]
     ) -> None:
-        """Begin it; what goes wrong is told to the others in the next exchange."""
+        """Begin the digest; a failure is reported to the others in the next exchange."""
         try:
             digest.set_result(self._replicas.take(captured, plan, turn))
         except Exception as error:
@@ -503,12 +503,12 @@ class CheckpointWriter:
         findings: list[str] = []
         error: Exception | None = None
         try:
-            filling.wait(0)  # whether there is an arena at all
+            filling.wait(0)  # raises if there is no arena
             memory = self._arena.memory(round_up(plan.size, PAGE))
             target = stage / data_file(self._background_ranks.rank)
             with ThreadPoolExecutor(1, thread_name_prefix="forge-health") as looking:
-                # Beside the write, which waits for the disk most of the time; not beside the copy,
-                # which training waits for.
+                # Beside the write, which mostly waits for the disk; not beside the copy, which
+                # training waits for.
                 check = looking.submit(self._unhealthy, plan, filling)
                 entries.append(write_shard_file(target, memory, plan.size, ready=filling.wait))
                 findings += check.result()
@@ -565,14 +565,14 @@ def save_checkpoint(
     clock: Callable[[], float] = time.time,
     parent: CheckpointName | None = None,
 ) -> Saved:
-    """Write and publish one checkpoint; returns when it is on disk.  As ``CheckpointWriter``."""
+    """Write and publish one checkpoint; on disk on return.  Arguments as ``CheckpointWriter``."""
     writer = CheckpointWriter(store, group=group, clock=clock)
     pending_save = writer.begin(state, name=name, reason=reason, fence=fence, parent=parent)
     return pending_save.result()
 
 
 def _swept(error: FileNotFoundError, fence: Callable[[], None]) -> Exception:
-    """What ``fence`` raises, since a newer attempt sweeps the stages of older ones; else itself."""
+    """The error of ``fence``: newer attempts remove older stages.  Else the error itself."""
     try:
         fence()
     except FencedError as fenced:
@@ -581,7 +581,7 @@ def _swept(error: FileNotFoundError, fence: Callable[[], None]) -> Exception:
 
 
 def _replicated(state: TrainingState, captured: Captured) -> frozenset[str]:
-    """The keys of all parameters, and of what registered objects hold copies of."""
+    """The keys of all parameters, and of registered objects' copies of them."""
     parameters = name_parameters(state.models).values()
     return captured.copies.union(f"models/{name.key}" for name in parameters)
 
@@ -591,7 +591,7 @@ def _stage_of(state: TrainingState) -> int:
 
 
 def _report_of(state: TrainingState, captured: Captured | None, plan: int) -> dict[str, Json]:
-    """What all ranks tell of a state before it is planned or saved."""
+    """What each rank reports about a state before it is planned or saved."""
     return {
         "stage": _stage_of(state),
         "shape": captured.shape if captured else "",

@@ -1,4 +1,4 @@
-"""What rank 0 settles for all ranks of a save: where it goes, and what the manifest says."""
+"""What rank 0 decides for all ranks of a save: its destination, and the manifest."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ def open_stage(
     *,
     fallback: bool = False,
 ) -> dict[str, Any]:
-    """Open a stage for a save that all ranks can begin; CheckpointError where they can't.
+    """Open a stage for a save that all ranks can begin; CheckpointError if they can't.
 
-    ``permit`` is called with the size and the directory.  ``fallback`` goes to the fallback
-    directory at once; else that is tried where the first one has no room, or fails.  No stage is
-    opened where ranks differ in objects (``own``), or hold other tensors (``unlike``).
+    ``permit`` is called with the size and the directory.  ``fallback`` selects the fallback
+    directory at once; otherwise it is tried if the first one has no room or fails.  No stage is
+    opened if ranks differ in objects (``own``), or hold other tensors (``unlike``).
     """
     steps = [report["step"] for report in reports]
     if len(set(steps)) != 1:
@@ -41,7 +41,7 @@ def open_stage(
     if common["own"] or common["unlike"]:
         return common
     plan = common["plan"]
-    # One rank's part of a plan and another's estimate without one do not add up to anything.
+    # Adding one rank's part of a plan to another's estimate without a plan makes no sense.
     size = sum(report["size" if plan else "rough"] for report in reports)
     stage = _stage(store, name, partial(permit, size), fallback=fallback)
     return {
@@ -81,7 +81,7 @@ def common_plan(reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
     ``disagreeing`` are the parts that ranks differ in, ``own`` the objects among them, which are to
     be saved for each rank;
-    ``unlike`` tells whether ranks of one pipeline stage hold other tensors.
+    ``unlike`` is whether ranks of one pipeline stage hold other tensors.
     """
     plans = {int(report["plan"]) for report in reports}
     shapes = {(report["stage"], report["shape"]) for report in reports}
@@ -95,7 +95,7 @@ def common_plan(reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _differing(reports: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The parts that differ between ranks: of models only within a stage of a pipeline."""
+    """The parts that differ between ranks: for models only within a pipeline stage."""
     first: dict[tuple[str, int], Any] = {}
     found: dict[str, None] = {}
     for report in reports:
@@ -134,7 +134,7 @@ def sealed(
     more: Sequence[str] = (),
     **facts: Any,
 ) -> Manifest:
-    """The manifest of what the ranks have reported of their files.
+    """The manifest, from the ranks' reports on their files.
 
     ``more`` are findings beside those of the ranks.
     """
@@ -162,7 +162,7 @@ def _entry(value: Sequence[Any]) -> FileEntry:
 def report_of(
     files: Sequence[FileEntry], findings: Sequence[str], document: Json
 ) -> dict[str, Json]:
-    """What one rank tells rank 0 of its part; ``document`` is that of its pipeline stage."""
+    """A rank's report on its part; ``document`` is that of its pipeline stage."""
     return {
         "files": [_row(file) for file in files],
         "findings": list(findings),

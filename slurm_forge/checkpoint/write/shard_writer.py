@@ -1,4 +1,4 @@
-"""Writing one rank's file: straight from memory to the disk, hashed block by block on the way."""
+"""Write a rank's file: from memory directly to disk, hashed block by block on the way."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from slurm_forge.checkpoint.write.direct_io import (
 )
 from slurm_forge.store.manifest import BLOCK_SIZE, FileEntry
 
-#: Bytes per write: below 16 MiB a local NVMe is not kept busy by one thread.
+#: Bytes per write: smaller writes of one thread do not saturate a local NVMe.
 _CHUNK = 16 << 20
-#: Shorter files gain nothing from direct I/O.
+#: Smaller files gain nothing from direct I/O.
 _LEAST_DIRECT = 1 << 20
 
 
@@ -37,10 +37,10 @@ def write_shard_file(
 ) -> FileEntry:
     """Write the first ``size`` bytes of ``memory`` into the new file ``path``; on disk on return.
 
-    ``memory`` begins at a page and reaches to the end of the last one (it may be written out to
-    there and cut off again).  ``ready(n)`` returns when its first ``n`` bytes are there to be
-    written.  ``direct`` bypasses the page cache where the file system can.  A failed write or fsync
-    is final: OSError, and the file is worth nothing.
+    ``memory`` begins at a page and reaches to the end of the last one (it may be written up to
+    there and truncated again).  ``ready(n)`` returns when its first ``n`` bytes can be written.
+    ``direct`` bypasses the page cache if the file system supports it.  A failed write or fsync is
+    final: OSError, and the file is worthless.
     """
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     direct = direct and size >= _LEAST_DIRECT and block_size % PAGE == 0
@@ -53,7 +53,7 @@ def write_shard_file(
             for start in range(0, size, chunk):
                 end = min(start + chunk, size)
                 ready(end)
-                # Beside the write, which waits for the disk most of the time.
+                # Beside the write, which mostly waits for the disk.
                 hashes.append(hasher.submit(hash_blocks, memory[start:end], block_size))
                 file.write(memory, start, end)
             file.finish(size)
@@ -74,7 +74,7 @@ def hash_blocks(data: memoryview, block_size: int = BLOCK_SIZE) -> list[str]:
 
 
 class _ShardFile:
-    """Writes stretches in order; direct as long as the file system goes along."""
+    """Writes ranges in order; directly as long as the file system allows it."""
 
     def __init__(self, descriptor: int, *, direct: bool) -> None:
         self._descriptor = descriptor
@@ -90,13 +90,13 @@ class _ShardFile:
             except OSError as error:
                 if not self._direct or error.errno not in NOT_DIRECT:
                     raise
-                self._through_cache()  # it said yes to the flag and no to the write
+                self._through_cache()  # the flag was accepted and the write was not
                 continue
             if count == 0:
                 raise OSError(errno.EIO, "nothing was written")
             at += count
             if self._direct and at % PAGE and at < end:
-                self._through_cache()  # a short write has left the grid
+                self._through_cache()  # after a short write the offset is no longer aligned
         self._written = max(self._written, at)
 
     def finish(self, size: int) -> None:

@@ -17,9 +17,9 @@ from slurm_forge.checkpoint.write.plan import Plan
 
 
 def share_of(captured: Captured | None, *, leads: bool) -> int:
-    """This rank's share of all bytes, about, before it is known who writes what.
+    """This rank's approximate share of all bytes, before it is known who writes what.
 
-    What several ranks hold alike is written once: over all ranks it adds up to one copy.
+    What several ranks hold is written once: over all ranks the shares add up to one copy.
     ``leads``: whether this rank is the first of those with its pipeline stage.
     """
     tensors = captured.tensors.items() if captured else ()
@@ -27,7 +27,7 @@ def share_of(captured: Captured | None, *, leads: bool) -> int:
 
 
 def copies(captured: Captured, plan: Plan) -> Sequence[tuple[str, torch.Tensor]]:
-    """What this rank holds and does not write, or not all of it."""
+    """What this rank holds but does not write, or not completely."""
     written: Counter[str] = Counter()
     for shard in plan.shards:
         written[shard.key] += shard.nbytes

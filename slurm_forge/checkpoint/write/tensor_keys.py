@@ -1,4 +1,4 @@
-"""Keys of tensors in a checkpoint, in the words of the program that registered them.  Pure."""
+"""Keys of tensors in a checkpoint, in terms of the program that registered them.  Pure."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from slurm_forge.checkpoint.content.json_state import unescape
 
 
 def in_words(key: str) -> str:
-    """``models/net/0.weight`` as ``0.weight of model 'net'``; other keys as they are."""
+    """``models/net/0.weight`` becomes ``0.weight of model 'net'``; other keys stay as they are."""
     parts = [unescape(part) for part in key.split("/")]
     match parts:
         case ["models", model, name]:
@@ -28,9 +28,9 @@ def in_words(key: str) -> str:
 
 
 def is_compared(key: str, replicated: frozenset[str]) -> bool:
-    """Whether copies of it have to be equal on all ranks: a parameter, or a tensor of an optimizer.
+    """Whether its copies must be equal on all ranks: a parameter, or a tensor of an optimizer.
 
-    Not buffers: DDP makes those of a rank its own statistics until the next forward.
-    ``replicated`` are the keys of all parameters, and of what objects hold copies of.
+    Not buffers: under DDP each rank has its own statistics until the next forward.
+    ``replicated`` are the keys of all parameters, and of objects' copies of them.
     """
     return key in replicated or key.startswith("optimizers/")

@@ -1,7 +1,7 @@
-"""The words between the supervisor and the standing agent of each rank, one line each.
+"""The messages between the supervisor and the standing agent of each rank, one line each.
 
-A channel of its own, beside the control channel: it lives as long as the job step, over all of its
-launches, and has a nonce of its own.
+They use a channel beside the control channel, which lives as long as the job step, across all of
+its launches, and has a nonce of its own.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from slurm_forge.control.messages.protocol import decode_by
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentHello(Message):
-    """First line of an agent, behind the handshake: whose it is."""
+    """First line of an agent after the handshake: which rank it serves."""
 
     m: Literal["agent"] = "agent"
     rank: Int
@@ -29,9 +29,10 @@ class AgentHello(Message):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentReady(Message):
-    """What a rank needs is imported, which took ``seconds``.
+    """The rank's imports are done and took ``seconds``.
 
-    ``why_not`` says why this process can't be forked, and workers start from nothing; else empty.
+    ``why_not`` says why this process can't be forked, so that workers start from scratch; else
+    it is empty.
     """
 
     m: Literal["ready"] = "ready"
@@ -41,12 +42,12 @@ class AgentReady(Message):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StartWorker(Message):
-    """Start the rank of a launch: its control channel, and when the launch was begun (epoch).
+    """Start the rank of a launch: its control channel, and when the launch began (epoch).
 
-    ``nonce`` is that of the control channel, whose secret is that of this one.
-    ``in_process``: a worker that has unwound may go on instead of a new one.  ``variables``
-    (``NAME=value``) are what the agent's own environment lacks, ``without`` the names that it has
-    too many.
+    ``nonce`` is that of the control channel, which shares this channel's secret.
+    ``in_process``: an unwound worker may continue instead of a new one.  ``variables``
+    (``NAME=value``) are missing in the agent's own environment; the names in ``without`` are to be
+    removed from it.
     """
 
     m: Literal["begin"] = "begin"
@@ -72,7 +73,7 @@ class WorkerStarted(Message):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentNotice(Message):
-    """The agent got a signal, which is recorded and nothing else."""
+    """The agent got a signal; it is recorded, and nothing else happens."""
 
     m: Literal["noticed"] = "noticed"
     what: str
@@ -80,11 +81,11 @@ class AgentNotice(Message):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerEnded(Message):
-    """The worker of a launch is reaped, and so is everything that it had started.
+    """The worker of a launch was reaped, and so was everything that it had started.
 
     ``signal`` is ``"SIGSEGV"`` or empty, ``code`` the exit status otherwise.  ``ours``: the agent
-    ended it.  ``memory`` is what the kernel counted, empty where it was not memory.  ``others``
-    were killed behind it; ``left`` describes what could not be ended, and is empty as a rule.
+    ended it.  ``memory`` is the kernel's account, empty if memory was not the cause.  ``others``
+    were killed after it; ``left`` describes what could not be ended, and is usually empty.
     ``parked``: the process lives on, unwound, and waits for the next launch.
     """
 
@@ -102,7 +103,7 @@ class WorkerEnded(Message):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KillWorker(Message):
-    """Kill the worker of that launch, and all that it started, now."""
+    """Kill the worker of this launch, and everything that it started, now."""
 
     m: Literal["end"] = "end"
     launch: Int
@@ -110,7 +111,7 @@ class KillWorker(Message):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentShutdown(Message):
-    """Nothing follows: kill what is left and exit with 0."""
+    """No launch follows: kill what is still running and exit with 0."""
 
     m: Literal["leave"] = "leave"
 
@@ -134,5 +135,5 @@ def _adapter() -> TypeAdapter[Message]:
 
 
 def decode_agents(line: bytes) -> Message:
-    """The message on a line; ``ControlChannelError`` when it is none of these."""
+    """Decode a line of this channel; ``ControlChannelError`` for any other."""
     return decode_by(_adapter(), line)

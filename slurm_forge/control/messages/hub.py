@@ -1,4 +1,4 @@
-"""What the hub tells ranks: what they are asked for, where, and until when."""
+"""What the hub sends ranks: requests, targets, and deadlines."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ class RequestKind(str, Enum):
     STOP = "stop"
     SAVE = "save"
     PROBE = "probe"
-    #: An instability that rank 0 has judged: its cause and text in ``reason``.
+    #: An instability that rank 0 has diagnosed: cause and text in ``reason``.
     RECOVER = "recover"
-    #: A limit on the gradient norm, a number in ``reason``: updates above it are left out.
+    #: A limit on the gradient norm, a number in ``reason``: updates above it are skipped.
     LIMIT = "limit"
 
 
@@ -25,7 +25,7 @@ class RequestKind(str, Enum):
 class Request(Message):
     """The hub asks all ranks for something, at a step yet to be agreed.
 
-    ``round`` counts how often it was asked anew.
+    ``round`` counts how often the request was repeated.
     """
 
     m: Literal["request"] = "request"
@@ -47,7 +47,7 @@ class RequestTarget(Message):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestWithdrawn(Message):
-    """The hub gives a request up that found no target in time: nobody waits for one any more."""
+    """The hub abandons a request that found no target in time: nobody waits for it any more."""
 
     m: Literal["withdrawn"] = "withdrawn"
     id: Int
@@ -55,9 +55,9 @@ class RequestWithdrawn(Message):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Publish(Message):
-    """A value for everybody (the rendezvous of the process group); the hub passes it on.
+    """A value for all ranks (the rendezvous of the process group); the hub forwards it.
 
-    ``to`` are the ranks that it is for, where not for all: who joins later does not get it then.
+    ``to`` names the ranks that it is for, if not all: ranks that join later do not get it then.
     """
 
     m: Literal["publish"] = "publish"
@@ -68,7 +68,7 @@ class Publish(Message):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimeLeft(Message):
-    """The hub knows how long the ranks have until they are ended, counted from now."""
+    """The time that the ranks have left until they are ended, counted from now."""
 
     m: Literal["time_left"] = "time_left"
     seconds: float

@@ -1,4 +1,4 @@
-"""What is asked and said of the connections between hosts."""
+"""Requests and reports about the connections between hosts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from slurm_forge.control.messages.message import Int, Message
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueryLinks(Message):
-    """The hub asks how a rank's connections to others are."""
+    """The hub asks for the state of a rank's connections to others."""
 
     m: Literal["look_at_links"] = "look_at_links"
     id: Int
@@ -18,10 +18,10 @@ class QueryLinks(Message):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkReport(Message):
-    """How they are, an entry per peer address; ``addresses`` are the host's own.
+    """The state of these connections, an entry per peer address; ``addresses`` are the host's own.
 
-    ``how`` says who looked: ``witness``, ``rank``, or ``refused`` where the kernel lets a monitor
-    look at none.  ``id`` 0 is said at the start, unasked.  A round trip of 0 us was not measured.
+    ``how`` says who looked: ``witness``, ``rank``, or ``refused`` if the kernel denies a monitor
+    access.  ``id`` 0 is sent at the start, unrequested.  A round trip of 0 us was not measured.
     """
 
     m: Literal["links"] = "links"
@@ -37,7 +37,7 @@ class LinkReport(Message):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PortReport(Message):
-    """What the counters of a host's interfaces have counted since its monitor began, in words."""
+    """What a host's interfaces have counted since its monitor began, as text."""
 
     m: Literal["ports_seen"] = "ports_seen"
     id: Int

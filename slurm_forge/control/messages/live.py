@@ -1,4 +1,4 @@
-"""What a listener of ``doctor --live`` says on its output: one line per thing that happened."""
+"""What a listener of ``doctor --live`` prints: one line per event."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ import json
 from dataclasses import asdict, dataclass
 from typing import Literal
 
-#: In front of each line: others print beside them, torchrun for one.
+#: Prefix of each line, since others (torchrun, for one) print to the same output.
 MARK = "forge-live "
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ListenerEvent:
-    """``here``: it listens; ``saw``: its handler ran; ``died``: it was killed, says its parent.
+    """``here``: it listens; ``saw``: its handler ran; ``died``: killed, according to its parent.
 
-    ``ended``: its whole step is over, which no listener reports.  ``way`` and ``host`` say
-    which listener is meant, ``signal`` is a name, ``at`` seconds since the epoch on its node.
+    ``ended``: its whole step is over, which no listener reports.  ``way`` and ``host`` identify
+    the listener, ``signal`` is a name, ``at`` seconds since the epoch on its node.
     """
 
     way: str
@@ -26,5 +26,5 @@ class ListenerEvent:
 
 
 def format_event(event: ListenerEvent) -> bytes:
-    """The line, with its end."""
+    """The line, newline included."""
     return f"{MARK}{json.dumps(asdict(event))}\n".encode()

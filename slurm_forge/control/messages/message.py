@@ -1,4 +1,4 @@
-"""What every message on a control channel is, and the numbers that it may hold."""
+"""The base of every message on a control channel, and the numbers that it may hold."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from pydantic_core import core_schema
 
 from slurm_forge.vocabulary.position import Position
 
-#: No count of slurm_forge goes beyond 64 bits, and Python refuses to print very long integers.
+#: No counter of slurm_forge exceeds 64 bits, and Python refuses to print very long integers.
 Int = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 
-#: Of each column of a message, the values of all members that say it, in their order.
+#: For each column of a message, the values of all members that send it, in their order.
 Columns: TypeAlias = tuple[tuple[Any, ...], ...]
 
-#: Heartbeats of a node come at the same time, as far as its processes are scheduled in time.
+#: Heartbeats of a node are sent at the same time, give or take how its processes are scheduled.
 HEARTBEAT_WAITS_S = 0.1
-#: What is as well said with the next heartbeat, which comes within this time.
+#: What may wait for the next heartbeat, which is sent within this time.
 UNTIL_HEARTBEAT_S = 2.0
 
-#: All four numbers have to be there: a position with defaults is another place.
+#: All four numbers are required: a position filled up with defaults would be another place.
 WirePosition = Annotated[
     Position,
     GetPydanticSchema(
@@ -37,13 +37,13 @@ WirePosition = Annotated[
 class Message:
     """Base of all messages; each has a field ``m``, its word on the wire.
 
-    Unknown fields, values of other types and numbers that are not finite are refused.  A relay
-    joins messages that are equal but for their ``columns``.
+    Unknown fields, values of other types and non-finite numbers are rejected.  A relay joins
+    messages that differ only in their ``columns``.
     """
 
-    #: Fields that hold a value of each member that says this, in the order of the members.
+    #: Fields with a value per member that sends the message, in the order of the members.
     columns: ClassVar[tuple[str, ...]] = ()
-    #: For how long it may be kept back to go with others; 0 where somebody waits for it.
+    #: How long it may be held back to be sent with others; 0 if somebody waits for it.
     may_wait_s: ClassVar[float] = 0.0
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(
@@ -52,7 +52,7 @@ class Message:
 
     @property
     def common(self) -> Hashable:
-        """What messages that can be joined share."""
+        """The part that joined messages share."""
         return tuple(getattr(self, f.name) for f in fields(self) if f.name not in self.columns)
 
     @property

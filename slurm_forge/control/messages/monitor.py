@@ -1,4 +1,4 @@
-"""What a rank's monitor says of its worker, and what it is asked for."""
+"""What a rank's monitor reports about its worker, and what the hub requests from it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from slurm_forge.control.messages.message import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MonitorHello(Message):
-    """First line of a rank's monitor, which belongs to the launch and is no member of it."""
+    """First line of a rank's monitor, which belongs to the launch but is no member of it."""
 
     m: Literal["attend"] = "attend"
     rank: Int
@@ -26,11 +26,11 @@ class MonitorHello(Message):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MonitorHeartbeat(Message):
-    """A monitor, every second or two: where its worker is, in what, and since when.
+    """From a monitor, every second or two: where its worker is, in which phase, and since when.
 
-    ``phase_no`` and ``poll`` are those of its position, ``kind`` is what its durations are compared
-    with.  ``since_s`` leaves out the time that the monitor was stopped itself.  ``mute_s``: since
-    any Python thread of the worker ran.  ``state`` is the kernel's letter.
+    ``phase_no`` and ``poll`` are those of its position; ``kind`` selects the durations it is
+    compared with.  ``since_s`` excludes time in which the monitor itself was stopped.  ``mute_s``:
+    since any Python thread of the worker ran.  ``state`` is the kernel's letter.
     """
 
     columns: ClassVar[tuple[str, ...]] = ("since_s", "mute_s", "state")
@@ -51,7 +51,7 @@ class MonitorHeartbeat(Message):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PhaseDuration(Message):
-    """A monitor: its worker was in a stretch of this kind for so long, and went on."""
+    """From a monitor: its worker spent this long in a stretch of this kind, then moved on."""
 
     may_wait_s: ClassVar[float] = UNTIL_HEARTBEAT_S
 
@@ -62,7 +62,7 @@ class PhaseDuration(Message):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TakeStacks(Message):
-    """The hub asks all monitors for their workers' stacks, to be kept with that launch."""
+    """The hub asks all monitors for their workers' stacks, to be stored with that launch."""
 
     m: Literal["take_stacks"] = "take_stacks"
     id: Int
@@ -72,9 +72,9 @@ class TakeStacks(Message):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StackReport(Message):
-    """What a monitor has found: the main thread's stack as ``text``, the whole in ``file``.
+    """A monitor's result: the main thread's stack as ``text``, the whole dump in ``file``.
 
-    ``how`` is where it comes from; ``state`` the kernel's letter for the process then.
+    ``how`` names its source; ``state`` is the kernel's letter for the process at that time.
     """
 
     m: Literal["stacks"] = "stacks"

@@ -1,8 +1,8 @@
-"""What ranks and the hub exchange before training begins, to see whether nodes are fit.
+"""What ranks and the hub exchange before training begins, to check that nodes are fit.
 
 A rank checks its node and reports (``PreflightReport``).  When all have, the hub publishes under
-``round_key`` which ranks are to try a collective together (``PreflightRound``), again and again
-until it knows enough; each of them reports how that went (``PreflightTried``).
+``round_key`` which ranks are to try a collective together (``PreflightRound``), repeatedly until
+it knows enough; each of them reports the outcome (``PreflightTried``).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from slurm_forge.json_codec import dumps, parse
 
 
 class Thoroughness(str, Enum):
-    """How much is looked at: nothing, what costs nothing, or everything and together."""
+    """How much is checked: nothing, what costs nothing, or everything including collectives."""
 
     OFF = "off"
     CHEAP = "cheap"
@@ -26,7 +26,7 @@ class Thoroughness(str, Enum):
 
 
 class CheckVerdict(str, Enum):
-    """What a check came to.  ``odd`` is told and nothing is done about it."""
+    """The outcome of a check.  ``odd`` is reported and has no consequence."""
 
     FINE = "fine"
     ODD = "odd"
@@ -36,7 +36,7 @@ class CheckVerdict(str, Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Check:
-    """One thing that was looked at; ``text`` says what was seen, in a few words."""
+    """One check; ``text`` describes the observation in a few words."""
 
     name: str
     verdict: CheckVerdict
@@ -49,8 +49,8 @@ class NodeReport:
     """What a rank found on its node.
 
     ``device`` is the type of device that it computes on (``cpu``, ``cuda``, ``xpu``), ``backend``
-    what carries collectives there; ``full`` whether it will take part in collectives, too; ``sent``
-    its clock when it said so, in seconds since the epoch, ``seconds`` how long it took to look.
+    the backend of collectives there; ``full`` whether it will take part in collectives, too;
+    ``sent`` its clock at that moment, in seconds since the epoch, ``seconds`` the duration.
     """
 
     rank: Int
@@ -66,7 +66,7 @@ class NodeReport:
     checks: tuple[Check, ...] = field(default=())
 
     def to_text(self) -> str:
-        """JSON; long texts of checks lose their ends so that it fits on a line of the channel."""
+        """JSON; long texts of checks lose their ends so that it fits into a line of the channel."""
         body = asdict(self)
         for check in body["checks"]:
             check["text"] = check["text"][:400]
@@ -86,7 +86,7 @@ class NodeReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreflightReport(Message):
-    """A rank has looked at its node: ``body`` is a ``NodeReport`` as text."""
+    """A rank has checked its node: ``body`` is a ``NodeReport`` as text."""
 
     m: Literal["preflight_report"] = "preflight_report"
     body: str
@@ -94,9 +94,9 @@ class PreflightReport(Message):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreflightTried(Message):
-    """How a rank's collective of that round went.
+    """The outcome of a rank's collective in that round.
 
-    ``bytes_per_s`` is the bus bandwidth of a large all-reduce, 0 where it was not measured.
+    ``bytes_per_s`` is the bus bandwidth of a large all-reduce, 0 if not measured.
     """
 
     m: Literal["preflight_tried"] = "preflight_tried"
@@ -109,10 +109,10 @@ class PreflightTried(Message):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreflightRound:
-    """What the hub has the ranks do in a round: these groups of them try a collective each.
+    """A round of the preflight: each of these groups of ranks tries a collective.
 
-    None at all: the preflight is over, and training begins.  ``within_s`` is how long a group may
-    take, ``backend`` is ``gloo`` or ``nccl``.
+    No groups at all: the preflight is over, and training begins.  ``within_s`` is how long a group
+    may take, ``backend`` is ``gloo`` or ``nccl``.
     """
 
     groups: tuple[tuple[Int, ...], ...] = ()
@@ -120,15 +120,15 @@ class PreflightRound:
     backend: str = "gloo"
 
     def to_text(self) -> str:
-        """JSON, as short as can be: it names every rank."""
+        """JSON, as short as possible: it names every rank."""
         return json.dumps(asdict(self), separators=(",", ":"))
 
 
 def round_key(number: int) -> str:
-    """Under which the hub publishes what is done in that round, counted from 1."""
+    """The key under which the hub publishes that round, counted from 1."""
     return f"preflight/{number}"
 
 
 def store_key(number: int, group: int) -> str:
-    """Under which the first rank of a group publishes where the others find it."""
+    """The key under which the first rank of a group publishes its store's address."""
     return f"preflight/{number}/{group}"

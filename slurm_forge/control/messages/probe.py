@@ -1,4 +1,4 @@
-"""What ranks say about their health: the answers to a probe."""
+"""What ranks report about a collective probe."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import ClassVar, Literal
 
 from slurm_forge.control.messages.message import Int, Message
 
-#: The reason of a request for a probe that measures bandwidth, too.
+#: The reason in a request for a probe that also measures bandwidth.
 BANDWIDTH = "bandwidth"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProbeArrived(Message):
-    """A rank has issued its part of probe ``id``; ``gpu``: on a device that a hung one occupies."""
+    """A rank has issued its part of probe ``id``; ``gpu``: a hung probe occupies its device."""
 
     m: Literal["probe_arrived"] = "probe_arrived"
     id: Int
@@ -22,10 +22,10 @@ class ProbeArrived(Message):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProbeDone(Message):
-    """A rank's part of probe ``id`` is complete, so long after it was issued.
+    """A rank's part of probe ``id`` is complete, ``latency_s`` after it was issued.
 
-    ``wrong`` are the ranks whose values arrived changed.  ``bandwidth`` is the bus bandwidth in
-    bytes per second, 0 where none was measured.
+    ``wrong`` names the ranks whose values arrived changed.  ``bandwidth`` is the bus bandwidth in
+    bytes per second, 0 if not measured.
     """
 
     columns: ClassVar[tuple[str, ...]] = ("latency_s", "wrong", "bandwidth")
@@ -39,7 +39,7 @@ class ProbeDone(Message):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProbeBroke(Message):
-    """A rank's part of probe ``id`` ended in an error: its group can't be used any more."""
+    """A rank's part of probe ``id`` raised an error: its group can't be used any more."""
 
     m: Literal["probe_broke"] = "probe_broke"
     id: Int

@@ -1,4 +1,4 @@
-"""The control channel's lines: which messages there are, one JSON object per line."""
+"""The lines of the control channel: its messages, one JSON object per line."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ from slurm_forge.control.session import LINE_LIMIT
 from slurm_forge.errors import ControlChannelError
 from slurm_forge.json_codec import dumps
 
-#: Texts that may lose their beginning so that a line fits, and how much of one is kept at most.
+#: Texts that may be cut at the beginning so that a line fits, and the length that is kept.
 _CUT = ("trace", "text", "reason")
 _KEPT = 12_000
 
@@ -94,7 +94,7 @@ ControlMessage = Annotated[
 
 
 def encode(message: Message) -> bytes:
-    """One line, newline included; long texts lose their beginning so that a line always fits.
+    """One line, newline included; long texts are cut at the beginning so that the line fits.
 
     Raises:
         ValueError: It is too long and can't be cut (a published value).
@@ -110,7 +110,7 @@ def encode(message: Message) -> bytes:
             return line
         if most < 64:
             raise ValueError(f"message of {len(line)} bytes")
-        most //= 2  # escapes make a text up to six times as long
+        most //= 2  # escapes lengthen a text up to six times
 
 
 @cache
@@ -124,10 +124,10 @@ def decode(line: bytes) -> Message:
 
 
 def decode_text(text: bytes, members: int) -> Message:
-    """The same of so many members that say it together.
+    """Decode a message that this many members send together.
 
     Raises:
-        ControlChannelError: It is no message, or its columns are those of more or fewer members.
+        ControlChannelError: It is no message, or its columns have another number of members.
     """
     message = decode_by(_adapter(), text)
     if any(len(column) != members for column in message.values):
@@ -139,11 +139,11 @@ def decode_by(adapter: TypeAdapter[_T], line: bytes) -> _T:
     """The value on a line.
 
     Args:
-        adapter: That of its type: of the union of messages that a channel has.
+        adapter: For the type of the value: the union of a channel's messages.
         line: With or without its newline.
 
     Raises:
-        ControlChannelError: It is none of them.
+        ControlChannelError: The line holds no such value.
     """
     try:
         return adapter.validate_json(line)
@@ -154,7 +154,7 @@ def decode_by(adapter: TypeAdapter[_T], line: bytes) -> _T:
 
 
 def unreadable(why: str) -> ControlChannelError:
-    """The error of a line that no process of this version sends."""
+    """The error for a line that no process of this version sends."""
     return ControlChannelError(
         f"a line on the control channel can't be read: {why}",
         next_step="Are all ranks running the same version of slurm_forge?",

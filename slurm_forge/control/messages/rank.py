@@ -1,4 +1,4 @@
-"""What a rank tells the hub: who and where it is, what became of saves, how it ended."""
+"""What a rank reports to the hub: who and where it is, the outcome of saves, how it ended."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _VERY_MANY = 2048
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hello(Message):
-    """First line of a rank, behind the handshake: which one it is, and where."""
+    """First line of a rank after the handshake: its number, host and process."""
 
     m: Literal["hello"] = "hello"
     rank: Int
@@ -29,10 +29,10 @@ class Hello(Message):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Heartbeat(Message):
-    """Every second or two: steps done, and the phase that the main thread is in.
+    """Every second or two: completed steps, and the phase of the main thread.
 
-    ``begun`` counts steps that were begun, too: one more than ``step`` inside of one.  ``turn``
-    counts rollbacks: the steps come again in each.
+    ``begun`` counts steps that have begun: one more than ``step`` inside a step.  ``turn`` counts
+    rollbacks, after each of which steps repeat.
     """
 
     may_wait_s: ClassVar[float] = HEARTBEAT_WAITS_S
@@ -46,28 +46,28 @@ class Heartbeat(Message):
 
 
 def heartbeat_every_s(world: int) -> float:
-    """Seconds between two heartbeats of each rank and each monitor, of so many ranks.
+    """Seconds between two heartbeats of each rank and monitor, for this many ranks.
 
-    Where they are very many one supervisor has to hear hundreds of nodes every second.
+    With very many ranks one supervisor reads messages of hundreds of nodes every second.
     """
     return 1.0 if world < _VERY_MANY else 2.0
 
 
 def next_heartbeat(now: float, every_s: float) -> float:
-    """When a rank or monitor sends its next one: at the same time as all others of its node.
+    """When a rank or monitor sends its next heartbeat: at the same time as all others of its node.
 
-    So they fit on one line of their relay, and none waits for another one, which may be frozen.
+    So they fit into one line of their relay, and none waits for another one, which may be frozen.
 
     Args:
         now: On the monotonic clock, which the processes of a node share.
-        every_s: Between two of them.
+        every_s: The interval.
     """
     return (now // every_s + 1) * every_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Notice(Message):
-    """A rank saw something (a signal); what it meant is decided later, from evidence."""
+    """A rank observed something (a signal); what it meant is decided later, from evidence."""
 
     m: Literal["notice"] = "notice"
     what: str
@@ -78,7 +78,7 @@ class PositionReport(Message):
     """A rank's answer: the last position it passed, or the one it is ``waiting`` in front of.
 
     ``path`` names the phases since the step boundary.  A ``round`` one above that of the request
-    asks the hub to ask everybody anew.
+    makes the hub ask all ranks again.
     """
 
     m: Literal["at"] = "at"
@@ -91,7 +91,7 @@ class PositionReport(Message):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveCommitted(Message):
-    """Rank 0: a checkpoint is on disk, and what it cost."""
+    """Rank 0: a checkpoint is on disk; its cost."""
 
     m: Literal["committed"] = "committed"
     step: Int
@@ -101,7 +101,7 @@ class SaveCommitted(Message):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveFailed(Message):
-    """Rank 0: a save came to nothing; training goes on."""
+    """Rank 0: a save failed; training continues."""
 
     m: Literal["not_committed"] = "not_committed"
     step: Int
@@ -110,10 +110,10 @@ class SaveFailed(Message):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankStopped(Message):
-    """This rank stopped, as all did, after ``step`` steps; ``checkpoint`` is what was committed.
+    """This rank stopped after ``step`` steps, as all did; ``checkpoint`` is what was committed.
 
-    ``stays_s`` is the most time, in seconds, that the rank still needs before it leaves; once it is
-    done it sends this message again, without ``stays_s``.
+    ``stays_s`` is the longest time, in seconds, that the rank still needs before it leaves; when
+    done, it sends this message again without ``stays_s``.
     """
 
     m: Literal["stopped"] = "stopped"
@@ -124,7 +124,7 @@ class RankStopped(Message):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FunctionReturned(Message):
-    """The program of this rank has returned after ``step`` steps; the end is still to be agreed."""
+    """The program of this rank returned after ``step`` steps; the end is yet to be agreed."""
 
     m: Literal["through"] = "through"
     step: Int
@@ -140,7 +140,7 @@ class RankFinished(Message):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankFailed(Message):
-    """Last words of a rank: what was raised, where.  It issues no collective any more."""
+    """Last words of a rank: the exception and its place.  No collective follows."""
 
     m: Literal["failed"] = "failed"
     step: Int
@@ -154,9 +154,9 @@ class RankFailed(Message):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecoveryNeeded(Message):
-    """The run can't cure this in the process; the launch is to be ended and decided on.
+    """The process can't cure this by itself; the launch is to be ended and decided on.
 
-    ``decided`` is the id of the incident where rank 0 has written the decision down already.
+    ``decided`` is the id of the incident if rank 0 has recorded a decision already.
     """
 
     m: Literal["recover"] = "recover"
@@ -168,7 +168,7 @@ class RecoveryNeeded(Message):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestProposal(Message):
-    """Rank 0: all ranks are to be asked for this, at a step that they agree on."""
+    """Rank 0 proposes a request to all ranks, at a step that they agree on."""
 
     m: Literal["propose"] = "propose"
     kind: RequestKind
@@ -177,9 +177,9 @@ class RequestProposal(Message):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolledBack(Message):
-    """Rank 0: an incident was dealt with in the process; ``text`` is one line for people.
+    """Rank 0: an incident was handled inside the process; ``text`` is one line for people.
 
-    Training goes on after ``step`` steps, which may be fewer than before.
+    Training continues after ``step`` steps, which may be fewer than before.
     """
 
     m: Literal["cured"] = "cured"
@@ -189,9 +189,9 @@ class RolledBack(Message):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateSkipped(Message):
-    """This rank left out the update of ``step`` because its gradient norm was above the limit.
+    """This rank skipped the update of ``step`` because its gradient norm was above the limit.
 
-    All ranks say it, or they have parted.
+    All ranks report it, or they have diverged.
     """
 
     m: Literal["left_out"] = "left_out"

@@ -1,13 +1,13 @@
-"""What the relay of a node and the hub tell each other: lines of ranks and monitors, many in one.
+"""What the relay of a node and the hub exchange: lines of ranks and monitors, many in one.
 
-What members say together is three texts, behind a tab each: who they are, the message without its
-columns, and the columns::
+A message that several members send is three texts, each after a tab: who they are, the message
+without its columns, and the columns::
 
     lines <TAB> 0,1 <TAB> {"m":"beat",...} <TAB>  <TAB> 2,3 <TAB> {"m":"pulse",...} <TAB> [...]
 
-The text of a message is the same for all nodes that say the same, so that the hub reads it once for
-all of them.  Nothing stands for a message where connections have ended.  Members are numbered by
-their relay, each connection anew.
+The text of a message is the same for all nodes that send it, so the hub parses it only once.  An
+empty message means that the connections ended.  The relay numbers its members, each connection
+anew.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from slurm_forge.control.messages.protocol import decode_by, decode_text, encode
 from slurm_forge.control.session import LINE_LIMIT
 from slurm_forge.json_codec import dumps
 
-#: What the numbers of members take on a line, for each message.
+#: Room that the numbers of members take on a line, per message.
 _NUMBERS = 24
 _LINES = b"lines"
-#: Longer texts are not said by many nodes; so many of the others are remembered.
+#: Longer texts are rarely sent by many nodes; this many of the shorter ones are cached.
 _SHORT, _REMEMBERED = 512, 512
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RelayHello(Message):
-    """First line of a relay, behind the handshake: where it is."""
+    """First line of a relay after the handshake: its host."""
 
     m: Literal["relay"] = "relay"
     host: str
@@ -42,7 +42,7 @@ class RelayHello(Message):
 
 
 class Said(NamedTuple):
-    """What members say together, without their columns; None: their connections have ended."""
+    """What members send together, without columns; None: their connections have ended."""
 
     numbers: tuple[int, ...]
     message: Message | None
@@ -51,14 +51,14 @@ class Said(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class MemberLines(Message):
-    """What members said, each in its order."""
+    """What members sent, each in its order."""
 
     lines: tuple[Said, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Delivery(Message):
-    """The hub's line for members, none where it is empty; ``close``: they have no place here."""
+    """The hub's line for members, none if empty; ``close``: they have no place here."""
 
     m: Literal["deliver"] = "deliver"
     to: tuple[Int, ...]
@@ -68,10 +68,10 @@ class Delivery(Message):
 
 @dataclass(slots=True)
 class LineBundle:
-    """What members have said and is to be sent as one line: once what several of them say alike."""
+    """Messages of members that go out as one line; equal ones are joined."""
 
     _said: list[dict[int, Message | None]] = field(default_factory=list)
-    #: Where members say the same, and what each of them has said last.
+    #: The place of each distinct message, and of each member's last one.
     _places: dict[Hashable, int] = field(default_factory=dict)
     _last: dict[int, int] = field(default_factory=dict)
     _size: int = 0
@@ -80,7 +80,7 @@ class LineBundle:
         return bool(self._said)
 
     def add(self, number: int, role: str, message: Message | None) -> bool:
-        """Take in what a member says.
+        """Add a member's message.
 
         Args:
             number: The member's.
@@ -88,7 +88,7 @@ class LineBundle:
             message: None for the end of its connection.
 
         Returns:
-            False where it does not fit any more, and belongs to the next line.
+            False if it does not fit and belongs on the next line.
         """
         size = _NUMBERS + (0 if message is None else len(encode(message)))
         if self._said and self._size + size > LINE_LIMIT:
@@ -96,7 +96,7 @@ class LineBundle:
         self._size += size
         key = (role, message and message.common)
         place = self._places.get(key, -1)
-        if place <= self._last.get(number, -1):  # else it would overtake what came before
+        if place <= self._last.get(number, -1):  # else it would overtake an earlier message
             place = self._places[key] = len(self._said)
             self._said.append({})
         self._last[number] = place
@@ -109,7 +109,7 @@ class LineBundle:
 
 
 def _texts(said: dict[int, Message | None]) -> tuple[bytes, bytes, bytes]:
-    """In the order of the numbers: the hub meets the same ones again."""
+    """In the order of the numbers, so that the hub meets equal texts again."""
     numbers = sorted(said)
     who = b",".join(b"%d" % number for number in numbers)
     messages = [message for message in map(said.__getitem__, numbers) if message is not None]
@@ -124,7 +124,7 @@ def _texts(said: dict[int, Message | None]) -> tuple[bytes, bytes, bytes]:
 
 
 def encode_delivery(to: Iterable[int], line: bytes, *, close: bool = False) -> bytes:
-    """A ``Delivery`` of a line that is encoded already."""
+    """Encode a ``Delivery`` of a line that is encoded already."""
     numbers = ",".join(map(str, to)).encode()
     end = b"true" if close else b"false"
     return b'{"m":"deliver","to":[%b],"line":%b,"close":%b}\n' % (numbers, _as_text(line), end)
@@ -132,7 +132,7 @@ def encode_delivery(to: Iterable[int], line: bytes, *, close: bool = False) -> b
 
 @lru_cache(maxsize=4)
 def _as_text(line: bytes) -> bytes:
-    """A line as a text in another one: the same for all relays that it goes to."""
+    """A line as a text inside another line: the same for all relays that it goes to."""
     return dumps(line.decode().rstrip("\n"))
 
 
@@ -147,7 +147,7 @@ def _to_relay() -> TypeAdapter[Message]:
 
 
 def decode_from_relay(line: bytes) -> Message:
-    """What a relay told the hub; ``ControlChannelError`` for anything else."""
+    """Decode a relay's line; ``ControlChannelError`` for anything else."""
     word, *texts = line.removesuffix(b"\n").split(b"\t")
     if word != _LINES:
         return decode_by(_hello(), line)
@@ -190,14 +190,14 @@ def _ints() -> TypeAdapter[tuple[int, ...]]:
 
 @cache
 def _columns(kind: Any) -> TypeAdapter[Columns]:
-    """Of the columns of a message alone."""
+    """The columns of a message alone."""
     hints = get_type_hints(kind, include_extras=True)
     types: Any = GenericAlias(tuple, tuple(hints[name] for name in kind.columns))
     return TypeAdapter(types, config=Message.__pydantic_config__)
 
 
 def decode_delivery(line: bytes) -> Delivery:
-    """What the hub told a relay; ``ControlChannelError`` for anything else."""
+    """Decode the hub's line to a relay; ``ControlChannelError`` for anything else."""
     delivery = decode_by(_to_relay(), line)
     assert isinstance(delivery, Delivery)  # noqa: S101  there is no other
     return delivery

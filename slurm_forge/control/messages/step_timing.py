@@ -1,4 +1,4 @@
-"""What ranks say about their pace: how long their own part of a step takes, and a trial."""
+"""What ranks report about their pace: the duration of their own part of a step, and a trial."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from slurm_forge.control.messages.message import UNTIL_HEARTBEAT_S, Int, Message
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTiming(Message):
-    """A rank, every some seconds: medians over the ``count`` steps since the last time.
+    """From a rank, every few seconds: medians over the ``count`` steps since the last report.
 
-    ``own_s`` is what it needed by itself until it handed over to the first collective (0 where that
-    can't be told), ``spread_s`` half the distance between the quartiles of that.  ``trial_s`` is a
-    fixed piece of work that was tried since (0: none was).
+    ``own_s`` is the time from the beginning of a step to its first collective (0 if unknown),
+    ``spread_s`` half the interquartile range of that.  ``trial_s`` is the duration of a fixed piece
+    of work since then (0: no trial).
     """
 
     columns: ClassVar[tuple[str, ...]] = ("own_s", "spread_s", "trial_s")

@@ -1,4 +1,4 @@
-"""A host's view of another by the TCP connections that there are between them anyway."""
+"""A host's view of another by the existing TCP connections between them."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from dataclasses import dataclass
 from slurm_forge.control.messages.links import LinkReport
 from slurm_forge.control.tcp.tcp_info import TcpInfo
 
-#: A round trip that was measured longer ago says nothing of now.
+#: An older measurement of a round trip says nothing about now.
 _FRESH_S = 3.0
-#: So many of them fit on a line, whatever the names.
+#: This many fit on a line, however long the names.
 _MOST = 128
 
 
 @dataclass(frozen=True, slots=True)
 class Connection:
-    """An open TCP connection: addresses without ports, and what the kernel says of it."""
+    """An open TCP connection: addresses without ports, and the kernel's report."""
 
     local: str
     peer: str
@@ -26,10 +26,10 @@ class Connection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """All connections to one address, as one.  Seconds; None: nothing was measured lately.
+    """All connections to one address, combined.  In seconds; None: no recent measurement.
 
-    ``retransmits`` in a row and ``unanswered``, how long nothing was acknowledged, are of the one
-    that is worst off; both are 0 where nothing is on its way.
+    ``retransmits`` in a row and ``unanswered``, the time without an acknowledgement, are those of
+    the worst connection; both are 0 if nothing is in flight.
     """
 
     peer: str
@@ -40,10 +40,10 @@ class Link:
 
 
 def summarize(connections: Iterable[Connection]) -> tuple[Link, ...]:
-    """One link per peer, in the order of their addresses.
+    """One link per peer, ordered by address.
 
-    The longest round trip of those that have sent something lately counts: one that began to be
-    slow is known by its newest samples, and others of the same peer may have none yet.
+    The longest round trip of connections that sent something recently counts: a connection that
+    became slow shows it in its newest samples, and others of the same peer may have none yet.
     """
     by_peer: dict[str, list[TcpInfo]] = {}
     for each in connections:
@@ -68,7 +68,7 @@ def _of_peer(peer: str, infos: Sequence[TcpInfo]) -> Link:
 def say_links(
     number: int, addresses: Sequence[str], links: Sequence[Link], *, how: str
 ) -> LinkReport:
-    """As a message.  Of very many links those that look worst, so that it fits on a line."""
+    """Encode links as a message; if there are too many for a line, only the worst ones."""
     worst = sorted(links, key=lambda each: (-each.retransmits, -(each.rtt or 0.0), each.peer))
     worst = worst[:_MOST]
     return LinkReport(
@@ -84,7 +84,7 @@ def say_links(
 
 
 def read_links(report: LinkReport) -> tuple[Link, ...]:
-    """What ``say_links`` was given; of lists of different lengths what all of them have."""
+    """Decode the result of ``say_links``; lists of different lengths are cut to the shortest."""
     rows = zip(
         report.peers,
         report.rtt_us,
@@ -106,7 +106,7 @@ def read_links(report: LinkReport) -> tuple[Link, ...]:
 
 
 def plain_address(text: str) -> str:
-    """One text per address: ``::ffff:10.0.0.1`` is ``10.0.0.1``; without a zone."""
+    """One spelling per address: ``::ffff:10.0.0.1`` becomes ``10.0.0.1``; no zone."""
     try:
         address = ipaddress.ip_address(text.partition("%")[0])
     except ValueError:

@@ -1,4 +1,4 @@
-"""The TCP connections of this very process, and of one socket: effects, microseconds each."""
+"""The TCP connections of this process, or of one socket: effects, microseconds each."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from slurm_forge.control.tcp.tcp_info import (
     parse_tcp_info,
 )
 
-#: Longer than any kernel's; the kernel gives what it has.
+#: Longer than any kernel's structure; the kernel fills what it has.
 _ROOM = 512
 _FAMILIES = (socket.AF_INET, socket.AF_INET6)
 
 
 def connection_of(one: socket.socket) -> Connection | None:
-    """Its ends and its state; None where it is no connection, or none any more (or no Linux)."""
+    """Its addresses and state; None if it is not connected (or this is not Linux)."""
     try:
         info = info_of(one)
         if one.family not in _FAMILIES or info is None or info.state == LISTENING:
@@ -35,7 +35,7 @@ def connection_of(one: socket.socket) -> Connection | None:
 
 
 def info_of(one: socket.socket) -> TcpInfo | None:
-    """What the kernel says of a TCP socket."""
+    """The kernel's report on a TCP socket."""
     if not hasattr(socket, "TCP_INFO"):
         return None
     try:
@@ -45,7 +45,7 @@ def info_of(one: socket.socket) -> TcpInfo | None:
 
 
 def own_connections() -> tuple[Connection, ...]:
-    """Whoever in this process opened them: torch's too."""
+    """All of this process's connections, including those opened by libraries such as torch."""
     connections: list[Connection] = []
     try:
         names = os.listdir("/proc/self/fd")  # noqa: PTH208  numbers, not paths
@@ -55,7 +55,7 @@ def own_connections() -> tuple[Connection, ...]:
         with contextlib.suppress(OSError, ValueError):
             if not stat.S_ISSOCK(os.fstat(int(name)).st_mode):
                 continue
-            # A copy of the descriptor: closing it leaves the owner's alone.
+            # A duplicate of the descriptor: closing it leaves the owner's open.
             with socket.socket(fileno=os.dup(int(name))) as one:
                 each = connection_of(one)
             if each is not None:

@@ -1,7 +1,7 @@
-"""What the kernel knows of a TCP connection: ``struct tcp_info`` into a value.
+"""The kernel's report on a TCP connection: ``struct tcp_info`` into a value.
 
-Layout: ``include/uapi/linux/tcp.h``; fields are only ever added at its end, so that what an older
-kernel does not say is unknown here.
+Layout: ``include/uapi/linux/tcp.h``; fields are only ever appended, so fields that an older kernel
+lacks are unknown here.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import struct
 from dataclasses import dataclass
 
-#: ``TCP_LISTEN``: such a socket has no other end, and its numbers mean something else.
+#: ``TCP_LISTEN``: such a socket has no peer, and its numbers mean something else.
 LISTENING = 10
 _HEAD = struct.Struct("=BBBBBBBBIIII")
 _SHORTEST = 60
@@ -18,12 +18,12 @@ _NO_SAMPLE = 0xFFFFFFFF
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TcpInfo:
-    """One end of a connection.  Times in seconds; None: this kernel does not say.
+    """One end of a connection.  Times in seconds; None: this kernel does not report it.
 
-    ``retransmits`` counts timeouts in a row that nobody acknowledged, ``backoff`` how often the
-    timer was doubled, ``unacked`` segments on their way, ``notsent`` bytes that wait for room.
-    ``sent``, ``received`` and ``acked`` are how long ago the last data went, came, and the last
-    acknowledgement came.  ``rtt`` is smoothed, ``min_rtt`` the least of the last minutes.
+    ``retransmits`` counts consecutive timeouts without an acknowledgement, ``backoff`` how often
+    the timer was doubled, ``unacked`` segments in flight, ``notsent`` bytes that wait for room.
+    ``sent``, ``received`` and ``acked`` are the ages of the last data sent, the last data received
+    and the last acknowledgement.  ``rtt`` is smoothed, ``min_rtt`` the minimum of recent minutes.
     """
 
     state: int
@@ -40,7 +40,7 @@ class TcpInfo:
 
 
 def parse_tcp_info(data: bytes) -> TcpInfo:
-    """Of ``getsockopt(TCP_INFO)`` or ``INET_DIAG_INFO``; ``ValueError`` where it is too short."""
+    """Parse ``getsockopt(TCP_INFO)`` or ``INET_DIAG_INFO``; ``ValueError`` if it is too short."""
     if len(data) < _SHORTEST:
         raise ValueError(f"tcp_info of {len(data)} bytes")
     state, _, retransmits, _, backoff, *_ = _HEAD.unpack_from(data)

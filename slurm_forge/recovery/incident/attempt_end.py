@@ -1,7 +1,7 @@
-"""How an attempt ended that could not say so itself: from what Slurm and the journal still know.
+"""The cause of an attempt that ended without a message: from what Slurm and the journal know.
 
-Its supervisor was killed, its node was lost, or the power went.  Whoever starts next finds out, so
-that the end has a cause, and is charged to a budget like every other.
+Its supervisor was killed, its node failed, or the power went out.  The next attempt finds out, so
+that the end has a cause and is charged to a budget like any other.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from slurm_forge.vocabulary.decision import Incident
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SilentEnd:
-    """What is left of an attempt that ended without a message.
+    """The evidence left by an attempt that ended without a message.
 
-    ``record`` is what Slurm says of its job now, ``rows`` what accounting knows of its starts, the
-    earliest first.  ``restart_count`` tells which of the job's starts the attempt was.
+    ``record`` is Slurm's current record of its job, ``rows`` the accounting rows of its starts, the
+    earliest first.  ``restart_count`` identifies the start that the attempt belongs to.
     ``restarted``: the same job was started again, which Slurm does by itself after a preemption or
-    a node failure, else only where somebody asks for it.
+    a node failure, and otherwise only on request.
     """
 
     restart_count: int
@@ -39,14 +39,14 @@ class SilentEnd:
     rows: Sequence[AccountingRecord] = ()
     nodes: Sequence[NodeRecord] = ()
     notices: Sequence[str] = ()
-    #: What the job was to end for, by a notice of Slurm's own or the clock.
+    #: Why the job was to end, according to a notice of Slurm's or the clock.
     noticed: Cause | None = None
-    #: What ranks, or their monitors, had left behind.
+    #: What ranks or their monitors left behind.
     left: Sequence[RankFailure] = ()
 
 
 def cause_of_ending(ending: SilentEnd, incident_id: str) -> Incident:
-    """The incident behind it, as far as anybody knows."""
+    """The incident that ended the attempt, as far as it can be known."""
     cause, confidence, evidence = _judged(ending)
     hosts: tuple[str, ...] = ()
     failed = None if ending.record is None else ending.record.failed_node
@@ -69,7 +69,7 @@ def cause_of_ending(ending: SilentEnd, incident_id: str) -> Incident:
 def _judged(ending: SilentEnd) -> tuple[Cause, Confidence, tuple[Evidence, ...]]:
     silence = Evidence("journal", f"the supervisor on {ending.host} ended without a message")
     row = _row(ending)
-    # Who only lost a peer may have been the first to say so.
+    # A rank that only lost a peer may have reported first.
     own = (each for each in ending.left if each.cause is not Cause.NCCL_ERROR)
     verdict = next(own, next(iter(ending.left), None))
     if verdict is not None and (row is None or row.state is JobState.FAILED):
@@ -82,7 +82,7 @@ def _judged(ending: SilentEnd) -> tuple[Cause, Confidence, tuple[Evidence, ...]]
         evidence = Evidence("sacct", text)
         cause = BY_STATE[row.state]
         if cause is Cause.ADMIN_REQUEUE and ending.noticed is not None:
-            # The program has requeued the job itself, as Lightning does at its signal.
+            # The program requeued the job itself, as Lightning does on its signal.
             cause = ending.noticed
         sure = Confidence.LIKELY if cause is Cause.CRASH else Confidence.CERTAIN
         of_nodes = _of_nodes(ending) if cause is Cause.NODE_FAIL else ()
@@ -94,7 +94,7 @@ def _judged(ending: SilentEnd) -> tuple[Cause, Confidence, tuple[Evidence, ...]]
     if _nodes_down(ending):
         return Cause.NODE_FAIL, Confidence.LIKELY, (*_of_nodes(ending), silence)
     if ending.restarted:
-        # A plain end of the batch script is not followed by a start of the same job.
+        # Slurm does not restart a job whose batch script simply ended.
         text = "Slurm started the same job again, and no record says why it ended"
         cause = Cause.PREEMPTED if ending.notices else Cause.NODE_FAIL
         return cause, Confidence.GUESS, (silence, Evidence("scontrol", text))
@@ -102,7 +102,7 @@ def _judged(ending: SilentEnd) -> tuple[Cause, Confidence, tuple[Evidence, ...]]
 
 
 def _nodes_down(ending: SilentEnd) -> list[NodeRecord]:
-    """The nodes of the attempt that Slurm has given up."""
+    """The nodes of the attempt that Slurm reports as down."""
     return [node for node in ending.nodes if node.is_down]
 
 
@@ -111,21 +111,21 @@ def _of_nodes(ending: SilentEnd) -> tuple[Evidence, ...]:
 
 
 def _row(ending: SilentEnd) -> AccountingRecord | None:
-    """The accounting of that very start, found by its number: clocks of nodes are not compared.
+    """The accounting row of exactly that start, found by counting: node clocks are not comparable.
 
-    Slurm gives a job a new SubmitTime at each requeue (tried on 22.05.8 and 26.05.3).  Where the
-    last row has that of the job's record, it is the newest start's, and rows are counted back from
-    it: the oldest may be purged.  Otherwise the database lags behind, or the controller does not
-    know the job any more, and rows are counted from the first start on.
+    Slurm gives a job a new SubmitTime at each requeue (tried on 22.05.8 and 26.05.3).  If the
+    last row has the SubmitTime of the job's record, it belongs to the newest start, and rows are
+    counted backwards from it: the oldest may be purged.  Otherwise the database lags behind, or the
+    controller no longer knows the job, and rows are counted from the first start on.
     """
-    # Of a heterogeneous job there are rows of each component.
+    # A heterogeneous job has rows for each component.
     starts = [
         row for row in ending.rows if row.step is None and row.job_id == ending.rows[0].job_id
     ]
     index, newest = ending.restart_count, ending.record
     if (
         newest is not None
-        # While a requeued job is completing, Restarts has gone up and SubmitTime has not.
+        # While a requeued job is completing, Restarts has already gone up and SubmitTime has not.
         and newest.state is not JobState.COMPLETING
         and starts
         and starts[-1].submit_time == newest.submit_time is not None
@@ -148,9 +148,9 @@ def supervisor_lost(
     step: int | None,
     restart_count: int,
 ) -> Incident:
-    """Why the process in the batch step is gone, as a rank sees it that still lives.
+    """Why the process in the batch step is gone, from the point of view of a surviving rank.
 
-    ``record`` is what Slurm says of the job right then, ``restart_count`` of the start we are in.
+    ``record`` is Slurm's current record of the job, ``restart_count`` that of the present start.
     """
     loss = Evidence("control channel", f"the supervisor on {host} disappeared without a message")
     cause, confidence = Cause.CRASH, Confidence.LIKELY
@@ -175,10 +175,10 @@ def supervisor_lost(
 
 
 def is_cancelled(record: JobRecord) -> bool:
-    """Whether Slurm ends the job because somebody wants it so, as far as its record tells.
+    """Whether Slurm is ending the job on somebody's request, as far as its record shows.
 
-    While a job is ending it only reads COMPLETING.  A batch shell's own end is named as the reason
-    (tried on 22.05.8: JobLaunchFailure, ExitCode=0:9), a limit by the time.
+    While a job is ending, its state is only COMPLETING.  The end of the batch shell is given as the
+    reason (tried on 22.05.8: JobLaunchFailure, ExitCode=0:9); a time limit shows in the times.
     """
     if record.state is JobState.CANCELLED:
         return True

@@ -1,7 +1,7 @@
-"""From what was observed about a launch to one incident: cause, confidence, evidence.
+"""Turn the observations of a launch into one incident: cause, confidence, evidence.
 
-In the order of authority: what a person asked for, Slurm's records, a rank's own last words, the
-probe, Slurm's and the kernel's words about those that went without any, and last what was printed.
+In the order of authority: a person's request, Slurm's records, a rank's own last words, the probe,
+the messages of Slurm and the kernel about ranks that left none, and finally what was printed.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from slurm_forge.recovery.monitor.straggler_reports import in_words
 from slurm_forge.vocabulary.cause import Cause, Confidence, Evidence
 from slurm_forge.vocabulary.decision import Incident
 
-#: What a rank may say when a process of the launch, its own loader worker for one, was killed.
+#: What a rank may report when a process of the launch, such as its loader worker, was killed.
 _MAY_BE_MEMORY = frozenset({Cause.NCCL_ERROR, Cause.CRASH, Cause.UNKNOWN, Cause.HOST_OOM})
-#: Causes that lie with the node, or the process, of the rank that went first.
+#: Causes that originate at the node, or in the process, of the rank that failed first.
 _OF_A_RANK = frozenset({Cause.NODE_FAIL, Cause.CRASH, Cause.HOST_OOM, Cause.GPU_ERROR})
 _SHOWN_FOLLOWERS = 8
 
@@ -60,9 +60,9 @@ def classify(facts: LaunchFacts, incident_id: str) -> Incident:
 def _where(
     facts: LaunchFacts, cause: Cause, first: RankFailure | None
 ) -> tuple[int | None, tuple[str, ...]]:
-    """The rank and the hosts that the incident started on, where that is known."""
+    """The rank and the hosts where the incident began, if known."""
     nodes, named = failed_nodes(facts), _suspected_hosts(facts)
-    # Who was named while the launch went on is, or is one of, those that are gone.
+    # The host named during the launch is, or is one of, those that are gone.
     agree = not named or bool(named & set(nodes))
     if cause is Cause.NODE_FAIL and nodes and facts.refused is None and agree:
         on_it = [lost.rank for lost in (*facts.lost, *facts.unresponsive) if lost.host == nodes[0]]
@@ -85,7 +85,7 @@ def _where(
     if facts.launcher_signal and _only_follows(first):
         return None, ()
     lost = first_lost(facts)
-    # A rank that gave up waiting for another says nothing against its own node.
+    # A rank that gave up waiting for another is no evidence against its own node.
     if lost is not None and cause in _OF_A_RANK:
         return lost.rank, (lost.host,)
     return None, ()
@@ -96,7 +96,7 @@ def _onset(facts: LaunchFacts) -> int | None:
 
 
 def _each_once(hosts: tuple[str, ...]) -> tuple[str, ...]:
-    """Of several ranks of one host."""
+    """Remove duplicates: several ranks may share a host."""
     return tuple(dict.fromkeys(hosts))
 
 
@@ -112,13 +112,13 @@ def _step(facts: LaunchFacts) -> int | None:
 
 
 def _suspected_hosts(facts: LaunchFacts) -> set[str]:
-    """The hosts that were named while the launch went on."""
+    """The hosts that were named during the launch."""
     late_hosts = set() if facts.stalled is None else set(facts.stalled.late_hosts)
     return late_hosts if facts.probe is None else late_hosts | set(facts.probe.hosts)
 
 
 def _first_failure(facts: LaunchFacts) -> RankFailure | None:
-    """The last words that count: not those of ranks whose peer had gone first."""
+    """The last words that count: not those of a rank whose peer had failed before."""
     own = [each for each in facts.failures if each.cause is not Cause.NCCL_ERROR]
     if facts.lost:
         own = [each for each in own if not each.after_loss]
@@ -127,7 +127,7 @@ def _first_failure(facts: LaunchFacts) -> RankFailure | None:
 
 
 def _followers(facts: LaunchFacts, rank: int | None) -> tuple[Evidence, ...]:
-    """Who only lost a peer: told apart from the rank that it began with."""
+    """Ranks that only lost a peer, as distinct from the rank where it began."""
     if rank is None:
         return ()
     followed = sorted(
@@ -151,7 +151,7 @@ def _judge(facts: LaunchFacts) -> Judged:
     if facts.stopped_by:
         words = Evidence(STARTER, facts.stopped_by)
         return Cause.STOP_REQUESTED, Confidence.CERTAIN, (words,)
-    if facts.non_finite is not None:  # before any stop: what came after it was our own doing
+    if facts.non_finite is not None:  # before any stop: later events are consequences of ours
         words = Evidence(facts.launcher, facts.non_finite.text)
         return Cause.NON_FINITE, Confidence.LIKELY, (words,)
     signalled = bool(facts.rank_signals or facts.batch_signals or facts.due_time_limit)
@@ -159,19 +159,19 @@ def _judge(facts: LaunchFacts) -> Judged:
     explained = not facts.signalled_since or step_daemon_names_reason(facts)
     if stop_requested:
         from_slurm = judge_stop(facts)
-        # Somebody may have cancelled a job that was preempted before.
+        # A job that was already preempted may have been cancelled.
         cancelled = from_slurm is not None and from_slurm[0] is Cause.USER_CANCELLED
         if from_slurm is not None and (cancelled or explained):
             return from_slurm
     if facts.batch_signals and (
         not explained or (facts.job_at_notice is None and facts.job_at_end is None)
     ):
-        return _not_known_yet(facts)  # whatever ranks say or do from here on follows from it
+        return _not_known_yet(facts)  # whatever ranks report from here on is a consequence
     first = _first_failure(facts)
-    # Who only lost a peer says nothing about why: of a whole node nothing is heard any more.
+    # A rank that only lost a peer gives no reason: a node that fails as a whole leaves no message.
     silent = vanished(facts)
     lost = silent and not killed_for_memory(facts) and not facts.lost
-    # Who can't reach the others hears nothing of them: then it is not they who are gone.
+    # A host that can't reach the others does not hear them: then it is not they that are gone.
     named = _suspected_hosts(facts)
     if named and not named & set(silent):
         lost = ()
@@ -181,7 +181,7 @@ def _judge(facts: LaunchFacts) -> Judged:
             return without
     if facts.refused is not None:
         return facts.refused.cause, facts.refused.confidence, facts.refused.evidence
-    if facts.stalled is not None:  # what ranks say once they are ended follows from it
+    if facts.stalled is not None:  # what ranks report once they are ended follows from it
         return facts.stalled.cause, facts.stalled.confidence, facts.stalled.evidence
     if facts.probe is not None:
         return facts.probe.cause, facts.probe.confidence, facts.probe.evidence
@@ -205,7 +205,7 @@ def _judge(facts: LaunchFacts) -> Judged:
 
 
 def _not_known_yet(facts: LaunchFacts) -> Judged:
-    """A stop that nothing explains so far: treated as a preemption until Slurm says more."""
+    """A stop without an explanation so far: treated as a preemption until Slurm provides one."""
     signals = ", ".join((*facts.rank_signals, *facts.batch_signals)) or "the end of the time"
     if not facts.by_slurm:
         text = f"{signals}, of unknown origin"
@@ -217,12 +217,12 @@ def _not_known_yet(facts: LaunchFacts) -> Judged:
 
 
 def is_unexplained(incident: Incident) -> bool:
-    """Whether the launch was stopped, and nothing has explained by whom and why."""
+    """Whether the launch was stopped and no evidence says by whom and why."""
     return incident.cause is Cause.PREEMPTED and incident.confidence is Confidence.GUESS
 
 
 def _only_follows(first: RankFailure | None) -> bool:
-    """Whether no rank said more than that it has lost another one."""
+    """Whether no rank reported more than the loss of another one."""
     return first is None or first.cause is Cause.NCCL_ERROR
 
 

@@ -1,4 +1,4 @@
-"""What a dying process leaves in its output: Python's fault handler, C++ aborts, tracebacks.
+"""What a dying process leaves in its output: faulthandler dumps, C++ aborts, tracebacks.
 
 Formats: ``faulthandler`` of CPython 3.11 to 3.14, glibc's and libstdc++'s messages.
 """
@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-#: What is read of a text from its end, of a dump from its beginning, and of a line.
+#: Limits on what is read: from the end of a text, from the beginning of a dump, of a line.
 _LONGEST = 1 << 20
 _LONGEST_DUMP = 1 << 17
 _LINE = 300
@@ -32,7 +32,7 @@ _CURRENT = re.compile(
 _FRAME = re.compile(
     r'  File "(?P<file>[^"\n]{1,1000})", line (?P<line>[0-9]{1,9}),? in (?P<name>.+)'
 )
-# Libraries, the interpreter's own, and ours: a person looks for theirs first.
+# Libraries, the interpreter and slurm_forge: frames of the user's own code are shown first.
 _NOT_THEIRS = re.compile(
     r"[/\\](?:site|dist)-packages[/\\]|[/\\]lib(?:64)?[/\\]python3|^<"
     r"|[/\\]slurm_forge[/\\](?:training|checkpoint|control|launch|signals)\b"
@@ -49,7 +49,7 @@ _ABORT = (
     r"|\b(?:double free or corruption|corrupted (?:double-linked list|size vs\. prev_size))"
     r"|\bCheck failed: [^\n]{0,300}"
 )
-# In front of a traceback: the program goes on behind it.
+# Text before a traceback after which the program continues.
 _IN_PASSING = re.compile(
     r"(?:Exception in thread [^\n]{1,200}|Exception ignored in[^\n]{1,200}|--- Logging error ---)"
     r"\r?\n[^\n]{0,40}\Z"
@@ -59,17 +59,17 @@ _RAISED = re.compile(r"[A-Za-z_][\w.]{0,200}(?:: |:?\r?$)")
 
 @dataclass(frozen=True, slots=True)
 class Dump:
-    """How a process died by a signal of its own making.
+    """How a process died by a signal that it raised itself.
 
-    ``error`` is what was said, in one line; ``frames`` are the user's own, the innermost first (a
-    library's where there are none), as ``train.py:12 in step``; ``innermost`` is whose ever.
+    ``error`` is its message, in one line; ``frames`` are the user's own, innermost first (a
+    library's if there are none), as ``train.py:12 in step``; ``innermost`` is anybody's.
     """
 
     error: str
     signal: str
     frames: tuple[str, ...] = ()
     innermost: str = ""
-    #: Where it begins in the text.
+    #: Offset of its beginning in the text.
     at: int = 0
 
 
@@ -77,8 +77,8 @@ class Dump:
 class Traceback:
     """The line of an exception, and the last of the user's own frames that it passed.
 
-    ``innermost`` is the file that it was raised in, whose ever; ``at`` and ``end`` are where its
-    first line begins in the text, and its last one ends.
+    ``innermost`` is the file that raised it, whoever owns it; ``at`` and ``end`` are the offsets of
+    the beginning of its first line and the end of its last one.
     """
 
     error: str
@@ -86,19 +86,19 @@ class Traceback:
     innermost: str = ""
     at: int = 0
     end: int = 0
-    #: It ended no more than a thread, or was only printed.
+    #: It ended only a thread, or was merely printed.
     in_passing: bool = False
 
 
 def find_dump(text: str) -> Dump | None:
-    """The last crash in the end of an output; None where there is none.
+    """The last crash near the end of an output; None if there is none.
 
     A C++ exception that ended in Python's fault handler is one crash: its words, Python's frames.
     """
     skipped = max(0, len(text) - _LONGEST)
     text = text[skipped:]
     at = text.rfind(_FATAL)
-    # A crash before it is another process's, or another launch's.
+    # An earlier crash belongs to another process or another launch.
     before = text.rfind(_FATAL, 0, max(at, 0)) + 1
     words = [each for each in re.finditer(_ABORT, text, re.M) if each.start() >= before]
     if at < 0:
@@ -120,7 +120,7 @@ def find_dump(text: str) -> Dump | None:
 
 
 def find_tracebacks(text: str) -> Iterator[Traceback]:
-    """The Python tracebacks that are complete, from the last one backwards."""
+    """The complete Python tracebacks, from the last one backwards."""
     skipped = max(0, len(text) - _LONGEST)
     text = text[skipped:]
     at = len(text)
@@ -159,7 +159,7 @@ def _traceback_at(text: str, at: int, skipped: int) -> Traceback | None:
 
 
 def _frames(lines: Sequence[str]) -> list[re.Match[str]]:
-    """Of the thread that died, the innermost first; without one so named, of the first."""
+    """The frames of the thread that died, innermost first; if none is marked, of the first one."""
     starts = [index for index, line in enumerate(lines) if _CURRENT.match(line)]
     current_threads = [index for index in starts if lines[index].startswith("Current")]
     if not starts:

@@ -1,4 +1,4 @@
-"""What a row of the tables of known errors is."""
+"""A row of the tables of known errors."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from slurm_forge.vocabulary.cause import Cause
 
 @dataclass(frozen=True, slots=True)
 class Pattern:
-    """One row.  ``words`` (a regular expression) never reaches over a line, and repeats within
-    bounds.  It is compiled on first use: only a launch that failed needs it.
+    """One row.  ``words`` (a regular expression) never spans lines, and its repetitions are
+    bounded.  It is compiled on first use: only a launch that failed needs it.
 
-    ``unless`` is looked for in the whole line.  ``follows``: whoever says so was only hit by the
-    end of another rank.
+    ``unless`` is searched for in the whole line.  ``follows``: the rank that printed this was only
+    hit by the end of another one.
     """
 
     cause: Cause

@@ -1,7 +1,7 @@
-"""Known texts of errors in what an exception says, or in the end of a log: text into a value.
+"""Known error texts in exceptions or at the end of a log: text into a value.
 
-The table is ``KNOWN_ERRORS``.  That a text matches is an observation and no
-verdict: ``classify`` weighs it against everything else that was seen.
+The table is ``KNOWN_ERRORS``.  A match is an observation, not a verdict: ``classify`` weighs it
+against all other evidence.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from slurm_forge.recovery.incident.remote_errors import (
 )
 from slurm_forge.vocabulary.cause import Cause
 
-#: In order of authority: the first row that matches is what ``find_cause`` tells.
+#: In order of authority: ``find_cause`` returns the first row that matches.
 KNOWN_ERRORS: tuple[Pattern, ...] = (*LOCAL_ERRORS, *SERVICE_ERRORS, *RANK_ERRORS)
 
-#: What is looked at of a text, from its end.
+#: How much of the end of a text is read.
 _LONGEST = 1 << 18
-#: A line is cut to this on each side of the words, and to the second figure for people.
+#: A line is cut to this on each side of the match, and to the second number for people.
 _LINE = 1000
 _SHOWN = 300
 _MOST_TRIES = 200
@@ -32,15 +32,15 @@ _MOST_TRIES = 200
 # srun --label puts the rank in front.
 _SOURCE = re.compile(r"(?: {0,8}[0-9]{1,7}: ?)?(?: {4}|\t| {2}File \")")
 _OF_SLURM = re.compile(r"(?:srun|slurmstepd)[^:\s]{0,80}: ")
-# Words that make of what follows a guess of the program's, and of the whole line a passing trouble.
+# Words that turn what follows into the program's guess, or the line into a passing problem.
 _ADVICE = re.compile(
     r"\b(?:might|may|could|can) (?:also )?be (?:also )?(?:caused by|due to)\b", re.I
 )
 _PASSING = re.compile(
     r"\b(?:[Rr]etrying|[Ww]ill retry|[Rr]etry (?P<tried>[0-9]{1,4})/(?!(?P=tried)\b)[0-9]{1,4})\b"
 )
-# Whoever says so goes on.  "NCCL_DEBUG=INFO" is advice in errors of torch; of NCCL's own warnings
-# the table has those that are none.
+# The process continues after these.  "NCCL_DEBUG=INFO" is advice in errors of torch; NCCL's own
+# warnings that do not end it are in the table's ``unless``.
 _GOES_ON = re.compile(
     r"(?<!NCCL )\bWARN(?:ING)?\b|\b(?:User|Future|Deprecation|Runtime|Import)Warning\b"
     r"|(?<!=)\bINFO\b|\[W(?:[0-9]{4})?[ \]]|: W tensorflow/"
@@ -52,31 +52,31 @@ _GOES_ON = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class ErrorMatch:
-    """A known text: what it tells, a label of a few words, and the line it stands in.
+    """A known text: its cause, a short label, and its line.
 
-    ``follows``: who says so was hit by another rank's end, or waited for it in vain.
+    ``follows``: its process was hit by another rank's end, or waited for it.
     """
 
     cause: Cause
     label: str
     text: str
     follows: bool = False
-    #: How many lines stand behind it, those of srun and slurmstepd not counted.
+    #: How many lines follow it, without those of srun and slurmstepd.
     behind: int = 0
-    #: Where its line begins in the text; only of ``find_last``.
+    #: Offset of its line in the text; only from ``find_last``.
     at: int = 0
 
 
 def find_cause(text: str) -> ErrorMatch | None:
-    """The known text of the highest authority in ``text``; None where there is none."""
+    """The known text of the highest authority in ``text``; None if there is none."""
     return next(_matches(text), None)
 
 
 def find_last(text: str, *, followers: bool = True) -> Iterator[ErrorMatch]:
     """The known texts, the last line of each kind, from the end of ``text`` backwards.
 
-    Of several in one line the one of the highest authority comes first.  Without ``followers``
-    those are left out who were only hit by the end of another.
+    Of several in one line the one of the highest authority comes first.  Without ``followers``,
+    texts of ranks that were only hit by the end of another one are skipped.
     """
     skipped = max(0, len(text) - _LONGEST)
     text = text[skipped:]
@@ -109,7 +109,7 @@ def _matches(text: str) -> Iterator[ErrorMatch]:
 
 
 def _line_of(pattern: Pattern, text: str, *, from_end: bool = False) -> tuple[int, str] | None:
-    """The first line, or the last, that says it and means it, and where."""
+    """The first or last line that really reports this error, and its offset."""
     all_of_it = re.finditer(pattern.words, text, re.M)
     places = reversed(list(all_of_it)) if from_end else all_of_it
     for tries, match in enumerate(places):

@@ -1,6 +1,6 @@
-"""Whether two incidents are the same trouble, by what their evidence says.  Pure.
+"""Whether two incidents are the same problem, judged by their evidence.  Pure.
 
-A launch never fails twice in the same words: addresses, processes, ports, times and the names of
+A launch never fails twice with identical text: addresses, processes, ports, times and the names of
 ranks, hosts and scratch files differ every time.
 """
 
@@ -18,14 +18,14 @@ _CLOCK = r"\d{1,2}:\d\d:\d\d(?:[.,]\d+)?"
 _ZONE = r"(?:Z|[+-]\d\d:?\d\d)?"
 _UNITS = r"(?:ns|us|µs|ms|msecs?|milliseconds?|s|secs?|seconds?|min|minutes?|h|hours?)"
 
-#: In this order: what is found first is not looked at again.
+#: Applied in this order: what one of them matched is not examined again.
 _PASSING = tuple(
     re.compile(pattern, re.IGNORECASE)
     for pattern in (
         rf"{_DATE}(?:[T ]{_CLOCK}{_ZONE})?|{_CLOCK}{_ZONE}",
         r"\b0x[0-9a-f]+\b",
         r"\b[0-9a-f]{8}-(?:[0-9a-f]{4}-){3}[0-9a-f]{12}\b",
-        # A word of hexadecimal digits; one of letters or of digits only may mean something.
+        # A word of hexadecimal digits; a word of letters or digits alone may have a meaning.
         r"\b(?=[0-9a-f]*[0-9])(?=[0-9a-f]*[a-f])[0-9a-f]{8,}\b",
         r"\b\d{1,3}(?:\.\d{1,3}){3}(?::\d{1,5})?\b",
         r"\[[0-9a-f:]*:[0-9a-f:]*\](?::\d{1,5})?",
@@ -39,7 +39,7 @@ _PASSING = tuple(
         r"\(ms\) ?= ?\d+",
     )
 )
-#: A word with a slash in it; the line of a file behind it is kept.
+#: A word containing a slash; the line number after a file name is kept.
 _PATH = re.compile(r"[^\s\"'(),;=]*/[^\s\"'(),;]*")
 _LINE = re.compile(r":\d+(?::\d+)?$")
 _NUMBER = re.compile(r"\d+")
@@ -48,10 +48,10 @@ _SCRATCH = re.compile(r"\btmp[.\w]{6,}")
 
 
 def alike(one: Incident, other: Incident, nodes: Collection[str] = ()) -> bool:
-    """Same cause, same step, and evidence that says the same; ``nodes`` are names of hosts.
+    """Same cause, same step, and the same evidence; ``nodes`` are names of hosts.
 
-    What was seen first is what counts.  Of a crash, which says little, nothing else may differ:
-    of two that were seen unequally well, the one says what the other says and more.
+    The first piece of evidence counts.  For a crash, which reveals little, nothing else may differ
+    either: if one of the two was observed in more detail, it contains the evidence of the other.
     """
     if (one.cause, one.step) != (other.cause, other.step) or not (one.evidence and other.evidence):
         return False
@@ -66,7 +66,7 @@ def alike(one: Incident, other: Incident, nodes: Collection[str] = ()) -> bool:
 
 
 def essence(text: str, hosts: Collection[str] = ()) -> str:
-    """A text without what differs from one launch to the next, the names of ``hosts`` included."""
+    """A text without the parts that change between launches, the names of ``hosts`` included."""
     text = " ".join(text.split())
     for host in sorted({each for each in hosts if each}, key=len, reverse=True):
         text = re.sub(rf"(?<![\w.-]){re.escape(host)}(?:\.[\w.-]*\w)?(?![\w-])", _HERE, text)

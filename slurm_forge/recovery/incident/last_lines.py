@@ -1,4 +1,4 @@
-"""The last lines of a program's own, behind which launchers have printed theirs.
+"""The last lines of a program's own output, before those that launchers append.
 
 Formats: ``torch/distributed/elastic`` of torch 2.13, srun and slurmstepd of 22.05 to 26.05.
 """
@@ -14,7 +14,7 @@ _CONTROL = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]")
 _LAUNCHER = re.compile(
     r"(?:(?:srun|slurmstepd|mpirun|mpiexec|prterun|submitit)\b[^:\s]{0,80}:"
     r"|\[[0-9T:.-]{19,30}\] error:"
-    # torchrun's logger, with or without the level and the time in front.
+    # torchrun's logger, with or without level and time as a prefix.
     r"|(?:[EWI][0-9]{4} \S+ \d+ |(?:ERROR|WARNING|INFO):)?torch[./]distributed[./]"
     r"|make(?:\[\d+\])?: \*\*\* )"
 )
@@ -26,14 +26,14 @@ _TRACEBACK = "Traceback (most recent call last):"
 
 
 def last_lines(text: str, most: int = _SHOWN) -> tuple[str, ...]:
-    """What a program printed last, without what launchers say of its end.
+    """The last lines that a program printed, without those of launchers about its end.
 
     Args:
         text: The end of its output.
-        most: So many lines.
+        most: The maximum number of lines.
 
     Returns:
-        Whole lines in their order; of a progress bar what it showed last.
+        Whole lines in their order; for a progress bar, its last state.
     """
     lines = [_shown(line) for line in text.split("\n")[-_LOOKED_AT:]]
     own = [line for line in _without_failure_table(lines) if line and not _LAUNCHER.match(line)]
@@ -41,7 +41,7 @@ def last_lines(text: str, most: int = _SHOWN) -> tuple[str, ...]:
 
 
 def exit_code_of_worker(text: str) -> str:
-    """`` (rank 3: 7)`` where torchrun, which exits with 1, says how its worker did; else empty."""
+    """`` (rank 3: 7)`` if torchrun, which exits with 1, reports its worker's status; else empty."""
     at = text.rfind(_CHILD_FAILED)
     if at < 0:
         return ""
@@ -60,7 +60,7 @@ def _shown(line: str) -> str:
 
 
 def _without_failure_table(lines: list[str]) -> list[str]:
-    """Without torchrun's traceback and its table of failures, up to the edge below it."""
+    """Remove torchrun's traceback and its table of failures, up to the line that closes it."""
     kept: list[str] = []
     inside = False
     edges = 0

@@ -1,7 +1,6 @@
-"""Texts of errors that a process ran into by itself, each telling a cause, in order of authority.
+"""Error texts of a process's own problems, each indicating a cause, in order of authority.
 
-What hardware and kernel report stands first.  A row says what was observed, never what is to be
-done.
+Reports of hardware and kernel come first.  A row describes an observation, never a remedy.
 """
 
 from __future__ import annotations
@@ -14,8 +13,8 @@ from slurm_forge.vocabulary.cause import Cause
 
 # NVIDIA's Xid catalogue: those whose remedy is a reset of the GPU, its repair, or its link's
 # (48 double-bit error, 63/64 row remapping, 74 NVLink, 79 off the bus, 94/95 contained and
-# uncontained memory error, 119/120 GSP, 144-150 NVLink of later ones).  13, 31, 43, 45, 68 and 109
-# are what programs bring about.
+# uncontained memory error, 119/120 GSP, 144-150 later NVLink errors).  13, 31, 43, 45, 68 and 109
+# are caused by programs.
 _XIDS = "48|62|63|64|74|79|92|94|95|110|119|120|121|136|140|143|14[4-9]|150"
 
 # CUDA's error strings are those of cudaGetErrorString (CUDA runtime API, "Data types").
@@ -23,7 +22,7 @@ _HARDWARE = (
     row(
         Cause.GPU_ERROR,
         "Xid",
-        # One number: a list is what somebody looks for.
+        # A single number: a list is advice on what to look for.
         rf"\b(?:Xid|XID)\b(?: ?\([^)\n]{{1,40}}\))?(?:[ :=#]|errors?|found){{0,8}}\b(?:{_XIDS})\b"
         r"(?! ?[,/|;-] ?[0-9])",
         r"\bSXid\b[^\n]{0,80}\bFatal\b",
@@ -65,7 +64,7 @@ _HARDWARE = (
         Cause.NODE_FAIL,
         "memory error of the node",
         r"UNCORRECTABLE MEMORY ERROR AT",
-        # "Machine check events logged" is said of corrected errors as well.
+        # "Machine check events logged" is also printed for corrected errors.
         r"\[Hardware Error\]: (?:Machine check(?! events logged)|Uncorrected)",
     ),
 )
@@ -78,12 +77,12 @@ _MEMORY = (
         r"\b(?:CUDA|HIP|XPU)(?: error:)? out of memory",
         r"\bcuda\.(?:memory\.)?OutOfMemoryError\b",
         r"\btorch\.OutOfMemoryError\b",
-        # Accelerators of somebody else's go by their own names.
+        # Accelerators of other vendors use their own names.
         r"\b[A-Z]{2,10} out of memory\. Tried to allocate",
         r"MPS backend out of memory",
         r"Cuda failure (?:2 )?'out of memory'",
         r"\b(?:CUBLAS|HIPBLAS|CUDNN|CUSOLVER|CUSPARSE)_STATUS_ALLOC_FAILED",
-        # A handle needs memory, and no other reason is common.
+        # Creating a handle needs memory, and no other reason is common.
         r"\b(?:CUBLAS|HIPBLAS)_STATUS_NOT_INITIALIZED",
         r"Triton Error \[(?:CUDA|HIP)\]: out of memory",
         r"\bResourceExhaustedError\b[^\n]{0,200}\bOOM\b",
@@ -128,7 +127,7 @@ _MEMORY = (
         r"can't start new thread",
         r"pthread_create failed for thread",
     ),
-    # The kernel's counters tell whether it was for memory.
+    # The kernel's counters show whether memory was the reason.
     row(
         Cause.CRASH,
         "loader worker gone",
@@ -137,7 +136,7 @@ _MEMORY = (
     ),
 )
 
-# A line that somebody wrote, and no exception, about a folder that only serves for a while.
+# A log line, not an exception, about a directory that only serves as a cache.
 _OF_A_CACHE = r"^(?!(?: {0,8}[0-9]{1,7}: ?)?(?:\[rank[0-9]+\]: ?)?[\w.]*Error: )[^\n]*/tmp/"
 
 # errno(3) and its strings; Lustre evicts with ESHUTDOWN, FUSE mounts die with ENOTCONN.
@@ -183,7 +182,7 @@ _STORAGE = (
     ),
 )
 
-# "unspecified launch failure" is by CUDA's own description mostly an invalid pointer of the kernel.
+# CUDA describes "unspecified launch failure" mostly as an invalid pointer in a kernel.
 _PROGRAM = (
     row(
         Cause.APP_ERROR,
@@ -225,14 +224,15 @@ _ENVIRONMENT = (
         "shared library missing",
         r"cannot open shared object file",
         r"cannot allocate memory in static TLS block",
-        # What is there for those who have it.
+        # Optional hardware support that is missing.
         unless=r"Failed to load image|\bdlerror\b|Could not load dynamic library|NET/Plugin",
     ),
-    # The signal shield's, slurmstepd's where it starts a task, apptainer's and singularity's.
+    # Printed by the signal shield, by slurmstepd when it starts a task, and by apptainer and
+    # singularity.
     row(
         Cause.ENV_MISMATCH,
         "program missing",
-        # Nodes without Slurm's commands are common, and no reason for an end.
+        # Nodes without Slurm's commands are common, and never the reason for an end.
         r"\bslurm_forge: (?!(?:[\w./-]{0,200}/)?s(?:acct|batch|cancel|control|info|queue)\b)"
         r"[^\n]{1,300} can't be started: "
         r"(?:No such file|Permission denied|Exec format)",
@@ -271,7 +271,7 @@ _ENVIRONMENT = (
     ),
     row(
         Cause.ENV_MISMATCH,
-        "no GPU to be seen",
+        "no visible GPU",
         r"No (?:CUDA|HIP) GPUs are available",
         r"no CUDA-capable device is detected",
         r"Found no NVIDIA driver on your system",
@@ -286,7 +286,7 @@ _ENVIRONMENT = (
     ),
 )
 
-# torch.nn.Module.load_state_dict: what the program loads by itself.  Our reader says it by type.
+# torch.nn.Module.load_state_dict in the program itself.  Our own reader raises its own type.
 _WEIGHTS = (
     row(
         Cause.APP_ERROR,

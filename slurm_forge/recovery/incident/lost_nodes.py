@@ -1,9 +1,9 @@
-"""Nodes of which nothing is heard any more, before Slurm has given them up.  Pure.
+"""Nodes that have fallen silent before Slurm reports them as down.  Pure.
 
-Slurm takes SlurmdTimeout (300 s by default) to say that a node is down; a job that has a spare one
-need not wait for that.  A rank that dies on a node that lives is reported by srun within moments,
-and so is one that is stopped with the others.  Where srun still waited for all tasks of a node when
-it was ended, while those of the others had come to their end, the node is gone, or as good as gone.
+Slurm takes SlurmdTimeout (300 s by default) to mark a node as down; a job that has a spare one need
+not wait for that.  srun reports a rank that dies on a living node within moments, and also one that
+is stopped with the others.  If srun was still waiting for all tasks of a node when it was ended,
+while the tasks of the other nodes had finished, the node is gone, or as good as gone.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from slurm_forge.vocabulary.cause import Cause, Evidence
 
 
 def vanished(facts: LaunchFacts) -> tuple[str, ...]:
-    """The nodes of the launch that are gone by all that was seen, in the order of their ranks.
+    """The nodes of the launch that are gone by all evidence, in the order of their ranks.
 
-    Empty for a job that would not outlive them, where srun ended by itself, and where nothing was
-    heard of any node: then it is the way to them, or this one.
+    Empty for a job that would not survive their loss, if srun ended by itself, and if no node was
+    heard from: then the network, or this node, has failed.
     """
     placement = facts.placement
     if placement is None or not facts.outlives_nodes or facts.launcher_signal:
@@ -27,12 +27,12 @@ def vanished(facts: LaunchFacts) -> tuple[str, ...]:
     if facts.exit_status != -signal.SIGKILL:
         return ()
     if any(each.cause is not Cause.NCCL_ERROR for each in facts.failures if not each.after_loss):
-        return ()  # somebody said what it was
+        return ()  # there is a message that names the reason
     ranks = {each.rank for each in (*facts.lost, *facts.unresponsive)}
     ranks -= {each.rank for each in facts.failures}
     for end in task_ends(facts.launcher_text):
         ranks -= set(end.tasks)
-    ranks -= {end.rank for end in facts.ends}  # an agent was there to tell of it
+    ranks -= {end.rank for end in facts.ends}  # an agent was there to report it
     per_node = placement.tasks_per_node
     silent = tuple(
         node
@@ -43,7 +43,7 @@ def vanished(facts: LaunchFacts) -> tuple[str, ...]:
 
 
 def no_word_from(facts: LaunchFacts, nodes: tuple[str, ...]) -> Evidence:
-    """What speaks for it."""
+    """The evidence for it."""
     placement = facts.placement
     assert placement is not None  # noqa: S101  nothing vanishes without
     ranks = [

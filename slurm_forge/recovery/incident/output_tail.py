@@ -1,8 +1,8 @@
-"""What the end of an output says of why its process went: the words that came last, not the worst.
+"""Why a process ended, judged by the end of its output: the last words, not the worst.
 
-Programs print a lot that only looks like an error: what is not there and not needed, what they
-could do without.  So an uncaught exception speaks for itself, a crash for what stands right before
-it, and else the last known text counts.
+Programs print much that only looks like an error: missing optional parts, failed alternatives.  So
+an uncaught exception counts as such, a crash is explained by the lines right before it, and
+otherwise the last known text counts.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from slurm_forge.recovery.incident.error_patterns import (
 )
 from slurm_forge.vocabulary.cause import Cause, Confidence
 
-#: Types that Python and programs raise for mistakes: their texts are anybody's.
+#: Types that Python and programs raise for mistakes: their texts may contain anything.
 MISTAKES = (
     ArithmeticError,
     AssertionError,
@@ -37,22 +37,22 @@ MISTAKES = (
     TypeError,
     ValueError,
 )
-#: What a job is held for, or a node left out: an old line is not enough for it.
+#: Causes that hold a job or exclude a node: an old line is not enough for them.
 _HOLDS_OR_STRIKES = frozenset(
     {Cause.ENV_MISMATCH, Cause.CHECKPOINT_BAD, Cause.GPU_ERROR, Cause.NODE_FAIL}
 )
-#: Nothing that is missing, or does not fit, lets a process crash later on.
+#: Missing or mismatched files never make a process crash later.
 _NO_CRASH = frozenset({Cause.ENV_MISMATCH, Cause.CHECKPOINT_BAD})
-#: Lines: what stands right before an end, what an exception may be followed by (the farewells of
-#: libraries, the rest of its text), and what is looked at of a crash.
+#: Numbers of lines: what counts as right before an end, what may follow an exception (closing
+#: messages of libraries, the rest of its text), and how much of a crash is read.
 _NEAR = 20
 _STILL_THE_END = 60
 _OF_A_DUMP = 40
 _MOST_OF_A_TEXT = 6
 
-# From 25.05 on slurmstepd writes the time instead of its name.
+# From 25.05 on slurmstepd prints the time instead of its name.
 _OF_SLURM = re.compile(r"(?:(?:srun|slurmstepd)[^:\s]{0,80}:|\[[0-9T:.-]{19,30}\] error:) ")
-#: What starts processes says that one failed: the reason stands before it.
+#: Launchers report that a process failed: the reason is printed before that.
 _OF_A_STARTER = re.compile(r"(?:[\w.]{1,100}\.)?(?:ChildFailedError|SignalException)\b")
 _OURS = re.compile(r"slurm_forge\.errors\.(\w{1,60})")
 _OUR_CAUSES = {
@@ -72,7 +72,7 @@ _RERUNS = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class OutputEnd:
-    """What an output's end tells: a cause, how surely, and the words it rests on."""
+    """The verdict on the end of an output: a cause, its confidence, and the words behind it."""
 
     cause: Cause
     confidence: Confidence
@@ -82,11 +82,11 @@ class OutputEnd:
 def judge_end(
     text: str, *, shared: bool, by_signal: bool, aborted: bool, quoted: Sequence[str] = ()
 ) -> OutputEnd | None:
-    """Why a process that printed this went without last words; None where the text does not tell.
+    """Why a process with this output ended without last words; None if the text does not show it.
 
-    ``shared``: other ranks print there too, and say what the loss of this one did to them.
-    ``quoted``: what ranks said of themselves, as ``Type: text``.  ``by_signal``, ``aborted``: how
-    it ended.
+    ``shared``: other ranks print there too, including how the loss of this one affected them.
+    ``quoted``: ranks' own error reports, as ``Type: text``.  ``by_signal``, ``aborted``: how it
+    ended.
     """
     trace, behind = _uncaught(text, shared=shared, quoted=quoted)
     dump = find_dump(text)
@@ -94,7 +94,7 @@ def judge_end(
         error_match = _of_a_dump(text, dump, shared=shared, aborted=aborted)
         if error_match is not None:
             return OutputEnd(error_match.cause, Confidence.LIKELY, error_match.text)
-        # An exception that nobody caught often ends in an abort of what it left behind.
+        # An uncaught exception often ends in an abort of what it left behind.
         if trace is None or _lines(text[trace.end : dump.at]) > _NEAR:
             return None
     if trace is not None and behind <= _STILL_THE_END:
@@ -110,9 +110,9 @@ def judge_end(
 
 
 def _uncaught(text: str, *, shared: bool, quoted: Sequence[str]) -> tuple[Traceback | None, int]:
-    """The last traceback that may tell why, and how many lines stand behind it.
+    """The last relevant traceback, and the number of lines after it.
 
-    Left out are those of ranks that only lost another one, and the lines of these are not counted.
+    Tracebacks of ranks that only lost another one are skipped, and their lines are not counted.
     """
     end, behind = len(text), 0
     for trace in find_tracebacks(text):
@@ -127,7 +127,7 @@ def _uncaught(text: str, *, shared: bool, quoted: Sequence[str]) -> tuple[Traceb
 
 
 def is_follower(error: str) -> bool:
-    """Whether whoever raised this exception had only lost another rank."""
+    """Whether the process that raised this exception had only lost another rank."""
     match = _OURS.match(error)
     if match is not None:
         return match[1] in _OUR_FOLLOWERS
@@ -142,7 +142,7 @@ def _has_been_said(error: str, quoted: Sequence[str]) -> bool:
 
 
 def _of_an_exception(text: str, trace: Traceback) -> OutputEnd:
-    """By the line of the exception alone, as a rank judges its own by type and text."""
+    """By the exception's line alone, as a rank judges its own exception by type and text."""
     shown = f"{trace.error} ({trace.frame})" if trace.frame else trace.error
     return OutputEnd(_cause_of(text, trace), Confidence.LIKELY, shown)
 
@@ -159,11 +159,11 @@ def _cause_of(text: str, trace: Traceback) -> Cause:
     if isinstance(kind, type) and issubclass(kind, MISTAKES) and not even_of_a_mistake(error_match):
         return Cause.APP_ERROR
     if _MISSING_IN.match(error) and not _INSTALLED.search(trace.innermost):
-        return Cause.APP_ERROR  # the package is there, and imported by the user's own
+        return Cause.APP_ERROR  # the package exists: the user's own import is wrong
     if error.startswith("ConnectionResetError") and "multiprocessing" in trace.innermost:
-        return Cause.CRASH  # a process of this very program
+        return Cause.CRASH  # another process of the same program
     if error_match.cause is Cause.NCCL_ERROR:
-        # NCCL only passes on what CUDA said, a few lines on.
+        # NCCL only forwards CUDA's message, which follows a few lines later.
         rest = "\n".join(text[trace.end :].split("\n")[1 : 1 + _MOST_OF_A_TEXT])
         inner = find_cause(rest)
         if inner is not None and inner.cause in {Cause.CUDA_OOM, Cause.GPU_ERROR, Cause.APP_ERROR}:
@@ -172,16 +172,16 @@ def _cause_of(text: str, trace: Traceback) -> Cause:
 
 
 def even_of_a_mistake(error_match: ErrorMatch) -> bool:
-    """Whether a text is so much a library's own that it counts whatever type it is raised with."""
+    """Whether a text is so specific to a library that it counts with any exception type."""
     return (
         error_match.cause is Cause.NON_FINITE or "memory for the cache blocks" in error_match.text
     )
 
 
 def _last_words(text: str, *, shared: bool, aborted: bool) -> Iterator[ErrorMatch]:
-    """From the last one backwards; in a shared output none of who only lost another rank.
+    """Known texts from the end backwards; in a shared output not those of ranks that lost another.
 
-    Who was aborted was so by a watchdog that had waited in vain, if one says so.
+    An abort is attributed to a watchdog's timeout if a watchdog reported one.
     """
     for error_match in find_last(text, followers=not shared or aborted):
         if (
@@ -193,10 +193,10 @@ def _last_words(text: str, *, shared: bool, aborted: bool) -> Iterator[ErrorMatc
 
 
 def _of_a_dump(text: str, dump: Dump, *, shared: bool, aborted: bool) -> ErrorMatch | None:
-    """What the crash itself says, else the lines right before it."""
+    """The crash's own message, or else the lines right before it."""
     own = "\n".join(text[dump.at :].split("\n")[:_OF_A_DUMP])
     before = "\n".join(text[: dump.at].splitlines()[-_NEAR:])
-    # That NCCL's watchdog ends the process says nothing of what it saw before.
+    # The watchdog's abort reveals nothing about what it had detected before.
     last_word = next(_last_words(own, shared=shared, aborted=aborted), None)
     if last_word is not None and last_word.cause is not Cause.NCCL_ERROR:
         return last_word
@@ -211,5 +211,5 @@ def _lines(text: str) -> int:
 
 
 def reruns_of_megatron(text: str) -> bool:
-    """Whether Megatron has computed a result again: then its exit codes 16 and 17 are its own."""
+    """Whether Megatron recomputed a result: then its exit codes 16 and 17 have its own meaning."""
     return _RERUNS.search(text) is not None

@@ -1,4 +1,4 @@
-"""What a launch ended of in which ranks went without a word, or nobody said anything at all."""
+"""The cause of a launch in which ranks ended without last words, or nobody reported anything."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ from slurm_forge.slurm.text.srun_messages import (
 )
 from slurm_forge.vocabulary.cause import Cause, Confidence, Evidence
 
-#: With these Megatron says that its own check of a result points to the hardware of that rank
-#: (EXIT_CODE_RESUME_TO_DISAMBIGUATE and EXIT_CODE_FAILED_ON_RESULT_VALIDATION of its rerun state
-#: machine): another node may tell.
+#: With these exit codes Megatron reports that its own check of a result points to the hardware of
+#: that rank (EXIT_CODE_RESUME_TO_DISAMBIGUATE and EXIT_CODE_FAILED_ON_RESULT_VALIDATION of its
+#: rerun state machine): another node may tell.
 SUSPECTED_HARDWARE = frozenset({16, 17})
 _MOST_TEXT = 400
 _OWN_FAULTS = frozenset({"SIGSEGV", "SIGBUS", "SIGILL", "SIGFPE", "SIGABRT"})
@@ -46,7 +46,7 @@ _ABORTED_STEP = "srun: Job step aborted"
 
 
 def judge_silent_end(facts: LaunchFacts) -> Judged:
-    """The launch ended and nobody who counts had said anything."""
+    """The launch ended, and no rank whose words count had left any."""
     evidence = tuple(
         Evidence(f"rank {lost.rank}", f"on {lost.host}: ended without a message")
         for lost in facts.lost
@@ -60,7 +60,7 @@ def judge_silent_end(facts: LaunchFacts) -> Judged:
         return Cause.HOST_OOM, Confidence.CERTAIN, (*evidence, step_state)
     ends = _ends(facts)
     first = _first(facts, ends)
-    # Who saw a rank end of a fault of its own was there: that node has not gone.
+    # Whoever saw a rank die of its own fault was there: that node is not lost.
     lost_node = None if first is not None and first.died_of in _OWN_FAULTS else node_lost(facts)
     if lost_node is not None:
         cause, confidence, words = lost_node
@@ -84,7 +84,7 @@ def judge_silent_end(facts: LaunchFacts) -> Judged:
 
 
 def launcher_killed(facts: LaunchFacts) -> Judged | None:
-    """srun itself was killed, and Slurm has ended the ranks for that: no node is to blame."""
+    """srun itself was killed and Slurm ended the ranks for that: no node is to blame."""
     if not facts.launcher_signal:
         return None
     text = f"{facts.launcher} was killed by {facts.launcher_signal}, and with it every rank"
@@ -95,24 +95,24 @@ def launcher_killed(facts: LaunchFacts) -> Judged | None:
 
 
 def _exit_status(status: int | None) -> str:
-    """``137 (SIGKILL)``: shells, launchers and we add 128 to the number of a deadly signal."""
+    """``137 (SIGKILL)``: shells, launchers and slurm_forge add 128 to the signal's number."""
     number = (status or 0) - 128
     signal_name = next((each.name for each in signal.Signals if each.value == number), "")
     return f"{status} ({signal_name})" if signal_name else str(status)
 
 
 def _cancelled(facts: LaunchFacts, ends: tuple[TaskEnd, ...]) -> Judged | None:
-    """A ``scancel`` of the step: SIGKILL for every rank at once, and the job runs on.
+    """A ``scancel`` of the step: SIGKILL for every rank at once, while the job keeps running.
 
-    Slurm's records of the job say nothing of it (tried on 22.05.8).  srun tells by the order: no
-    task had ended, and nothing had failed, before the step was aborted; accounting says who it was.
-    A rank that could still say something, or ended otherwise, was not killed by it.
+    Slurm's records of the job do not mention it (tried on 22.05.8).  srun's order of messages shows
+    it: no task had ended, and nothing had failed, before the step was aborted; accounting names the
+    user.  A rank that could still report, or ended otherwise, was not killed by it.
     """
     if facts.failures or any(each.signal != "SIGKILL" for each in ends):
         return None
     row = next(iter(facts.rows), None)
     if row is not None and row.cancelled_by is None and row.state in TERMINAL:
-        return None  # accounting knows how the step ended, and of nobody who cancelled it
+        return None  # accounting knows how the step ended, and it was not cancelled
     before, aborted, _ = facts.launcher_text.partition(_ABORTED_STEP)
     if (
         not aborted
@@ -126,13 +126,13 @@ def _cancelled(facts: LaunchFacts, ends: tuple[TaskEnd, ...]) -> Judged | None:
     words = Evidence("srun", text)
     if row is None or row.cancelled_by is None:
         return Cause.USER_CANCELLED, Confidence.LIKELY, (words,)
-    # By itself that proves nothing: srun cancels a step that it can't start, in the user's name.
+    # No proof on its own: srun cancels a step that it can't start, in the user's name.
     who = Evidence("sacct", f"step {row.step}: State={row.state_text}")
     return Cause.USER_CANCELLED, Confidence.CERTAIN, (who, words)
 
 
 def _ends(facts: LaunchFacts) -> tuple[TaskEnd, ...]:
-    """What srun says of the ends of its tasks, by the ranks that they stand for."""
+    """srun's reports on the ends of its tasks, by the ranks of these tasks."""
     each = facts.ranks_per_task
     return tuple(
         replace(end, tasks=tuple(task * each + rank for task in end.tasks for rank in range(each)))
@@ -141,17 +141,17 @@ def _ends(facts: LaunchFacts) -> tuple[TaskEnd, ...]:
 
 
 def _first(facts: LaunchFacts, ends: tuple[TaskEnd, ...]) -> TaskEnd | None:
-    """The end that likely brought about the others.
+    """The end that likely caused the others.
 
-    What agents say of the processes that they have collected goes before srun's text, which is
-    about the agents.  An agent only ends with its step, and srun tells why.
+    Reports of agents on the processes that they reaped take precedence over srun's text, which is
+    about the agents.  An agent ends only with its step, and srun gives the reason.
     """
     printed = first_end(ends)
     if printed is not None or _ABORTED_STEP in facts.launcher_text:
         return printed
     lost = {each.rank for each in facts.lost}
     bad = [each for each in facts.ends if each.signal or each.exit_code]
-    # Who said something before it went has told its own story.
+    # A rank with last words has given its own reason.
     candidates = [each for each in bad if each.rank in lost] or bad
     return first_end(
         [
@@ -169,7 +169,7 @@ def _first(facts: LaunchFacts, ends: tuple[TaskEnd, ...]) -> TaskEnd | None:
 
 
 def first_lost(facts: LaunchFacts) -> LostRank | None:
-    """The rank that was lost first: srun's order where it names one, else the channel's."""
+    """The rank that was lost first: by srun's order if it names one, else by the channel's."""
     end = _first(facts, _ends(facts))
     if end is not None:
         matching = [lost for lost in facts.lost if lost.rank in end.tasks]
@@ -181,7 +181,7 @@ def first_lost(facts: LaunchFacts) -> LostRank | None:
 
 
 def _by_end(facts: LaunchFacts, end: TaskEnd | None) -> Judged | None:
-    """By how the first task ended, and by what it printed before."""
+    """By how the first task ended, and by what it had printed before."""
     source = "srun" if "srun" in (end.text if end else "") else "agent"
     quoted = () if end is None else (Evidence(source, _short(end.text)),)
     lost = first_lost(facts)
@@ -198,7 +198,7 @@ def _by_end(facts: LaunchFacts, end: TaskEnd | None) -> Judged | None:
         quoted = (*quoted, Evidence(source, _short(dump_text)))
     died_of = "" if end is None else end.died_of
     fault = died_of in _FAULTS or (end is None and facts.exit_status in _FAULT_STATUS)
-    # What was printed before a fault of the process, or a kill, need not be why.
+    # Text printed before a fault of the process, or before a kill, need not be the reason.
     verdict = None
     if not fault:
         verdict = judge_end(

@@ -1,4 +1,4 @@
-"""Texts of errors that came over a network, from a service or from another rank."""
+"""Error texts that came over a network, from a service or from another rank."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from slurm_forge.vocabulary.cause import Cause
 _BETWEEN_RANKS = r"c10d|[Gg]loo|TCPStore|NCCL|nccl|ProcessGroup|[Rr]endezvous|socket\.cpp"
 _HTTP_5XX = r"(?:500|502|503|504|520|521|522|523|524|529)"
 
-# A refusal, a number of something else, or a builtin exception whose text only quotes an answer.
+# A refusal, a number with another meaning, or a builtin exception that only quotes an answer.
 _QUOTED = (
     r"\b4(?:0[0-8]|1[0-9]) Client Error"
     r"|\b(?:step|epoch|iter|iteration|batch) [0-9]"
@@ -79,7 +79,7 @@ SERVICE_ERRORS: tuple[Pattern, ...] = (
         Cause.EXTERNAL_SERVICE,
         "tracking server",
         r"\bwandb\.(?:sdk\.[\w.]{1,60}\.|errors\.)?(?:\w{1,20}\.)?CommError\b",
-        # Without ERROR it goes on trying, and the program goes on with its work.
+        # Without ERROR it keeps trying, and the program continues.
         r"\bwandb: ERROR Network error",
         r"\bMlflowException: (?:API request to|INTERNAL_ERROR|TEMPORARILY_UNAVAILABLE)",
         unless=r"entering retry loop|resolved after",
@@ -87,7 +87,7 @@ SERVICE_ERRORS: tuple[Pattern, ...] = (
 )
 
 # torch.distributed (c10d), gloo and NCCL ("Troubleshooting" in NCCL's manual).  A rank that waited
-# in vain, or whose peer has gone, is not the one to blame.
+# for a peer, or whose peer is gone, is not the one to blame.
 RANK_ERRORS: tuple[Pattern, ...] = (
     row(
         Cause.HANG,

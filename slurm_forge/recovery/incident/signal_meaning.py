@@ -1,9 +1,9 @@
 """Whether a signal is only Slurm's warning of the time limit (``sbatch --signal``).  Pure.
 
-Slurm sends that up to a minute before the time that was asked for (doc/man/man1/sbatch.1), so a
-stop at the signal gives away a good part of a short limit.  The clock knows better: ``EndTime`` of
-the job's record.  With ``PreemptParameters=send_user_signal`` a preemption begins with the same
-signal; then the record, asked after it, has a ``PreemptTime`` or an end that has moved.
+Slurm sends that warning up to a minute earlier than requested (doc/man/man1/sbatch.1), so a stop at
+the signal wastes a good part of a short limit.  The clock is more precise: ``EndTime`` of the job's
+record.  With ``PreemptParameters=send_user_signal`` a preemption begins with the same signal; then
+the record, queried after it, has a ``PreemptTime`` or an end that has moved.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from slurm_forge.slurm.states import JobState
 _WARNING_SIGNALS = frozenset({"SIGUSR1", "SIGUSR2"})
 #: While Slurm sends the signal the job reads SIGNALING (tried on 22.05.8).
 _RUNS = frozenset({JobState.RUNNING, JobState.SIGNALING})
-#: How long before the lead begins Slurm's warning may come: a minute early, and clocks differ by
-#: seconds.  A signal from before that was sent by hand, or was asked for that early.
+#: How long before the lead Slurm's warning may arrive: a minute early, plus seconds between clocks.
+#: An earlier signal was sent by hand, or was requested that early.
 _EARLY = timedelta(seconds=90)
-#: StartTime and TimeLimit are told in whole seconds.
+#: StartTime and TimeLimit have a resolution of one second.
 _ROUNDED = timedelta(seconds=2)
 _PATIENCE_SHARE = 0.25
 _PATIENCE_MOST = timedelta(seconds=5)
 
 
 class SignalMeaning(Enum):
-    """What a signal asks for."""
+    """What a signal means for the run."""
 
-    #: To save and stop now.
+    #: Save and stop now.
     STOP = "stop"
-    #: Slurm's record, asked after the signal, decides.
+    #: Slurm's record, queried after the signal, decides.
     ASK = "ask"
     #: Nothing yet: the time limit is near, and the clock stops the run in time.
     WARNING = "warning"
@@ -46,10 +46,10 @@ def judge_signal(
     now: datetime,
     lead: timedelta,
 ) -> SignalMeaning:
-    """What the signal ``name`` asks for.
+    """The meaning of the signal ``name``.
 
-    ``before`` is the newest record from before it, ``after`` the answer to a question asked after
-    it, None while that is awaited: for ``waited`` by now.  In doubt it is a stop.
+    ``before`` is the newest record from before it, ``after`` the answer to a query made after it,
+    None while that is pending: for ``waited`` by now.  In doubt it means stop.
     """
     if name not in _WARNING_SIGNALS or not _may_be_warning(before, now, lead):
         return SignalMeaning.STOP
@@ -59,12 +59,12 @@ def judge_signal(
 
 
 def patience(lead: timedelta) -> timedelta:
-    """How long Slurm's answer is waited for: it may be a preemption, whose notice is short."""
+    """How long to wait for Slurm's answer: it may be a preemption, whose notice is short."""
     return min(_PATIENCE_MOST, _PATIENCE_SHARE * lead)
 
 
 def _may_be_warning(record: JobRecord | None, now: datetime, lead: timedelta) -> bool:
-    """Whether the job runs undisturbed, and its limit is near but not so near as the lead."""
+    """Whether the job runs undisturbed and its limit is near, but further away than the lead."""
     if record is None or record.state not in _RUNS or record.preempt_time is not None:
         return False
     limit, end = record.limit_ends, record.end_time

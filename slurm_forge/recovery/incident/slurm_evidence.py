@@ -1,4 +1,4 @@
-"""What Slurm itself says of a launch's end: its records, and the words that it prints."""
+"""Slurm's own evidence of a launch's end: its records, and the messages that it prints."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from slurm_forge.slurm.text.srun_messages import (
 )
 from slurm_forge.vocabulary.cause import Cause, Confidence, Evidence
 
-#: Cause, confidence, and what that rests on.
+#: Cause, confidence, and the evidence for it.
 Judged = tuple[Cause, Confidence, tuple[Evidence, ...]]
 
-#: How accounting's words for the end of a job's start are to be understood.
+#: The meaning of accounting's states for the end of a job's start.
 BY_STATE = {
     JobState.PREEMPTED: Cause.PREEMPTED,
     JobState.TIMEOUT: Cause.TIME_LIMIT,
@@ -41,33 +41,33 @@ BY_STATE = {
     JobState.REQUEUED: Cause.ADMIN_REQUEUE,
     JobState.FAILED: Cause.CRASH,
 }
-#: Slurm notes the start of a job a moment before its batch script does, clocks differ by a little.
+#: Slurm records the start of a job a moment before its batch script runs, and clocks differ.
 SAME_START = timedelta(seconds=60)
 
-#: A signal that comes within this time of the recorded end, lead and Slurm's own scan included.
+#: A signal at most this long before the recorded end belongs to it, lead and Slurm's scan included.
 _SIGNAL_EARLY = timedelta(seconds=90)
 
-#: Two things that Slurm does at once, by its clock in whole seconds.
+#: Tolerance for two things that Slurm does at once, by its clock in whole seconds.
 _SAME_MOMENT = timedelta(seconds=2)
 
-#: In srun's and slurmstepd's own lines: ranks write about nodes, too.
+#: Only in srun's and slurmstepd's own lines: ranks print about nodes, too.
 _NODE_FAILURE = re.compile(
     r"(?:srun|slurmstepd)[^:\s]*: .*?"
     r"(?:node failure(?: on (?P<node>[\w.-]+)(?=\s|$))?|node_fail|node \S+ not responding)",
     re.I,
 )
 _LEAVING = frozenset({JobState.COMPLETING, JobState.CANCELLED, JobState.PENDING, JobState.TIMEOUT})
-#: A node that is gone, and which Slurm has not given up yet, starts no task.
+#: A node that is gone, but not yet down for Slurm, starts no task.
 _NOT_LAUNCHED = re.compile(
     r"srun: error: Task launch for (?:StepId=)?\S+ failed on node (?P<node>[\w.-]+)"
 )
-#: Words of slurmstepd and srun, in their own lines: ranks print "CUDA out of memory" beside them.
+#: Messages of slurmstepd and srun, in their own lines: ranks print "CUDA out of memory".
 _OOM_KILL = re.compile(
     r"^(?:\S+: )?(?:(?:slurmstepd|srun)[^:\s]*:|\[[0-9T:.-]{19,30}\] error:) .*?"
     r"(?:oom[-_ ]kill|out[-_ ]of[-_ ]memory).*$",
     re.I | re.M,
 )
-#: What slurmstepd prints behind "CANCELLED AT … DUE TO" (src/slurmd/slurmstepd/req.c).
+#: What slurmstepd prints after "CANCELLED AT … DUE TO" (src/slurmd/slurmstepd/req.c).
 _REASONS = {
     "PREEMPTION": Cause.PREEMPTED,
     "TIME LIMIT": Cause.TIME_LIMIT,
@@ -77,9 +77,9 @@ _REASONS = {
 
 
 def is_ending(facts: LaunchFacts) -> bool:
-    """Whether Slurm takes the nodes away, by its last record, though nobody has heard of it.
+    """Whether, by its last record, Slurm takes the nodes away although no rank has noticed.
 
-    A signal may come before a rank can note it: then it is only ended by it.
+    A signal may arrive before a rank can record it: then the signal just ends the rank.
     """
     now, first = facts.job_at_end, facts.job_at_start
     if now is None:
@@ -91,17 +91,17 @@ def is_ending(facts: LaunchFacts) -> bool:
 
 
 def _before(facts: LaunchFacts, unknown: int) -> int:
-    """How often the job had been started before this start."""
+    """How often the job had been started before the present start."""
     if facts.restart_count is not None:
         return facts.restart_count
     return unknown if facts.job_at_start is None else facts.job_at_start.restarts
 
 
 def judge_stop(facts: LaunchFacts) -> Judged | None:
-    """What Slurm says about a stop that was asked for.
+    """Slurm's explanation of a stop.
 
-    While a job is ending its state only reads COMPLETING, whatever ended it (job_state_string in
-    Slurm's sources); what tells a requeue from a cancellation is that ``Restarts`` has gone up.
+    While a job is ending its state is only COMPLETING, whatever ended it (job_state_string in
+    Slurm's sources); a requeue differs from a cancellation in that ``Restarts`` has gone up.
     """
     records = [job for job in (facts.job_at_notice, facts.job_at_end) if job is not None]
     certain = _by_accounting(facts)
@@ -121,17 +121,17 @@ def judge_stop(facts: LaunchFacts) -> Judged | None:
 
 
 def step_daemon_names_reason(facts: LaunchFacts) -> bool:
-    """Whether slurmstepd says what the whole job is ended for, which it does not of a person's end.
+    """Whether slurmstepd gives a reason for ending the whole job; for a user's request it does not.
 
-    Not of a step alone: that may be an earlier launch's, whose words stand in the same output.
+    Messages about a step alone do not count: they may be an earlier launch's in the same output.
     """
     return any(not each.is_step and each.reason in _REASONS for _, each in _printed(facts))
 
 
 def _cancelled_early(facts: LaunchFacts) -> Judged | None:
-    """A ``scancel`` inside the grace time, which leaves PreemptTime, or the lead as they are.
+    """A ``scancel`` inside the grace time, which leaves PreemptTime, or the lead, as they are.
 
-    It ends the job before the time that the notice had named, and the batch step hears of it.
+    It ends the job before the time given in the notice, and the batch step gets a signal.
     """
     at_notice, now = facts.job_at_notice or facts.job_at_start, facts.job_at_end
     if at_notice is None or now is None or at_notice.end_time is None:
@@ -150,9 +150,9 @@ def _cancelled_early(facts: LaunchFacts) -> Judged | None:
 
 
 def _ended_in_grace(facts: LaunchFacts) -> JobRecord | None:
-    """The record of a job that ends inside, or at the end of, the grace time of a preemption.
+    """The record of a job that ends within, or at the end of, the grace time of a preemption.
 
-    By itself it does not tell who ends it: PreemptTime stays set after a ``scancel``, also where
+    The record alone does not show who ends it: PreemptTime stays set after a ``scancel``, even if
     that comes in the moment of the notice (tried on 22.05.8 and 26.05.3).
     """
     for job in (facts.job_at_end, facts.job_at_notice):
@@ -164,17 +164,17 @@ def _ended_in_grace(facts: LaunchFacts) -> JobRecord | None:
 
 
 def _before_the_grace_is_over(facts: LaunchFacts) -> Judged | None:
-    """A job that ends sooner than a preemption would end it: somebody has cancelled it."""
+    """A job that ends sooner than a preemption would end it: it was cancelled."""
     job = _ended_in_grace(facts)
     if job is None or facts.grace is None or job.end_time is None or job.preempt_time is None:
         return None
-    notice = facts.job_at_notice  # one that ends already may have the time that was set anew
+    notice = facts.job_at_notice  # a record of an ending job may have the renewed time
     late = notice is None or notice.state in (JobState.COMPLETING, JobState.CANCELLED)
     noticed_preemption = None if notice is None or late else notice.preempt_time
     grace_started = min(job.preempt_time, noticed_preemption or job.preempt_time)
     if noticed_preemption is None and job.end_time - job.preempt_time <= _SAME_MOMENT:
-        # Slurm sets PreemptTime anew when the grace time is over (_job_check_grace_internal in
-        # src/interfaces/preempt.c): only a signal at once for the batch step tells a scancel.
+        # Slurm renews PreemptTime when the grace time is over (_job_check_grace_internal in
+        # src/interfaces/preempt.c): only an immediate signal to the batch step indicates a scancel.
         after = facts.terminated_after
         if after is None or after >= facts.grace - _SAME_MOMENT:
             return None
@@ -191,10 +191,10 @@ def _before_the_grace_is_over(facts: LaunchFacts) -> Judged | None:
 
 
 def needs_accounting(facts: LaunchFacts) -> bool:
-    """Whether accounting has to tell a person's wish from an end by Slurm.
+    """Whether accounting is needed to tell a user's request from an end by Slurm.
 
-    The job's record says nothing that is certain about either.  Accounting knows at once, while
-    the job is still completing (tried on 22.05.8 and 26.05.3).
+    The job's record is inconclusive for both.  Accounting is up to date at once, while the job is
+    still completing (tried on 22.05.8 and 26.05.3).
     """
     if facts.job_rows or not (facts.rank_signals or facts.batch_signals or is_ending(facts)):
         return False
@@ -203,7 +203,7 @@ def needs_accounting(facts: LaunchFacts) -> bool:
         return judged is not None
     cause, confidence, _ = judged
     if cause is Cause.NODE_FAIL and not (facts.batch_signals and is_ending(facts)):
-        return False  # the job goes on without the node
+        return False  # the job survives the loss of the node
     doubtful = confidence is not Confidence.CERTAIN
     return doubtful and cause in (Cause.USER_CANCELLED, Cause.ADMIN_REQUEUE, Cause.NODE_FAIL)
 
@@ -211,7 +211,7 @@ def needs_accounting(facts: LaunchFacts) -> bool:
 def _by_accounting(facts: LaunchFacts) -> Judged | None:
     """How accounting says that this start of the job ended, if it has.
 
-    Where it lags behind, its newest row with an end is that of an earlier start.
+    If it lags behind, its newest row with an end belongs to an earlier start.
     """
     began = _began(facts)
     rows = [
@@ -220,7 +220,7 @@ def _by_accounting(facts: LaunchFacts) -> Judged | None:
         if row.state is not JobState.PENDING  # the start that is to follow
         and (began is None or not _ended_before(row, began))
     ]
-    if began is None:  # the job's rows are one for each of its starts
+    if began is None:  # the job has one row per start
         rows = rows[facts.restart_count or 0 :]
     if not rows or rows[-1].state not in BY_STATE:
         return None
@@ -233,10 +233,10 @@ def _by_accounting(facts: LaunchFacts) -> Judged | None:
 
 
 def _noticed_reason(facts: LaunchFacts) -> tuple[Cause, Evidence] | None:
-    """Why a job was to end that somebody requeued before it did.
+    """Why a job was to end that was requeued before it did.
 
-    Frameworks do that themselves at their signal (Lightning's SLURMEnvironment): then it is still a
-    preemption, or the time limit, and no administrator's wish.
+    Frameworks requeue it themselves on their signal (Lightning's SLURMEnvironment): it is still a
+    preemption, or the time limit, and no request of an administrator.
     """
     first = facts.job_at_start
     before = None if first is None else first.preempt_time
@@ -262,7 +262,7 @@ def _began(facts: LaunchFacts) -> datetime | None:
 
 
 def _ended_before(row: AccountingRecord, began: datetime) -> bool:
-    """Whether the row is of an earlier start than the one that began then."""
+    """Whether the row belongs to a start before the one that began then."""
     if row.end_time is not None and row.end_time < began:
         return True
     return row.start_time is not None and row.start_time < began - SAME_START
@@ -297,10 +297,10 @@ def _by_records(facts: LaunchFacts, records: list[JobRecord]) -> Judged | None:
 
 
 def _requeued(facts: LaunchFacts, record: Evidence) -> Judged:
-    """Slurm has put the job back into the queue: at a preemption without grace by itself.
+    """Slurm put the job back into the queue: by itself, at a preemption without grace time.
 
-    Which it was no record of the job says (tried on 22.05.8); what slurmstepd prints does, and so
-    does accounting.
+    No record of the job shows which preemption it was (tried on 22.05.8); slurmstepd's messages and
+    accounting do.
     """
     for source, each in reversed(_printed(facts)):
         cause = _REASONS.get(each.reason)
@@ -310,7 +310,7 @@ def _requeued(facts: LaunchFacts, record: Evidence) -> Judged:
 
 
 def _printed(facts: LaunchFacts) -> list[tuple[str, Cancelled]]:
-    """What slurmstepd has printed of the end of this job and its steps, and where."""
+    """slurmstepd's messages about the end of this job and its steps, and their source."""
     matches = [
         *(("batch step", each) for each in step_cancelled(facts.batch_text)),
         *(("srun", each) for each in step_cancelled(facts.launcher_text)),
@@ -326,9 +326,9 @@ def _printed(facts: LaunchFacts) -> list[tuple[str, Cancelled]]:
 
 
 def by_srun_alone(facts: LaunchFacts) -> bool:
-    """Whether what ranks were signalled with came from srun, which ends the step of a bad task.
+    """Whether the signal to the ranks came from srun, which ends the step after a failed task.
 
-    Only where Slurm says that the job goes on, and nobody else was told of an end.
+    Only if Slurm's record shows that the job continues, and no other process got a notice.
     """
     now = facts.job_at_end
     other = facts.batch_signals or facts.due_time_limit or facts.stopped_at is not None
@@ -339,10 +339,10 @@ def by_srun_alone(facts: LaunchFacts) -> bool:
 
 
 def _by_words(facts: LaunchFacts, records: list[JobRecord]) -> Judged | None:
-    """Where the records don't tell, or can't be had: what slurmstepd has printed.
+    """If records are inconclusive or unavailable: slurmstepd's messages.
 
-    Without a record that was asked for afterwards the words of a step alone are no evidence of a
-    person's wish: a preemption begins with the same ones.
+    Without a record queried afterwards, the messages about a step alone are no evidence of a user's
+    request: a preemption begins with the same ones.
     """
     printed = _printed(facts)
     if facts.due_time_limit:
@@ -361,10 +361,10 @@ def _by_words(facts: LaunchFacts, records: list[JobRecord]) -> Judged | None:
 
 
 def _step_cancelled(facts: LaunchFacts, records: list[JobRecord]) -> Judged | None:
-    """A ``scancel`` of the step: Slurm's words for it, and a job that goes on.
+    """A ``scancel`` of the step: Slurm's message about it, and a job that continues.
 
     The grace time of a preemption begins with the same line, and PreemptTime is set by then.
-    Accounting, where it answers, knows who cancelled the step.
+    Accounting, if available, knows who cancelled the step.
     """
     printed = _printed(facts)
     if facts.failures or facts.lost or facts.batch_signals or not records or not printed:
@@ -379,7 +379,7 @@ def _step_cancelled(facts: LaunchFacts, records: list[JobRecord]) -> Judged | No
 def _at_its_limit(job: JobRecord, facts: LaunchFacts) -> bool:
     """Whether the job ends because its time is up: near its planned end, or just past it.
 
-    Slurm looks only now and then, so that the end of a job that ran into its limit lies after it.
+    Slurm checks limits at intervals, so a job that hits its limit ends after it.
     """
     if job.state is JobState.TIMEOUT:
         return True
@@ -390,9 +390,9 @@ def _at_its_limit(job: JobRecord, facts: LaunchFacts) -> bool:
 
 
 def failed_node(facts: LaunchFacts) -> str:
-    """The node that Slurm lost in this launch: by srun's words, else newly by the records."""
+    """The node that Slurm lost in this launch: by srun's messages, or newly by the records."""
     for words in (_NODE_FAILURE, _NOT_LAUNCHED):
-        # slurmstepd's line, which names none, may come before srun's.
+        # slurmstepd's line, which names no node, may come before srun's.
         nodes = (match["node"] for match in words.finditer(facts.launcher_text) if match["node"])
         node = next(nodes, None)
         if node is not None:
@@ -406,7 +406,7 @@ def failed_node(facts: LaunchFacts) -> str:
 
 
 def failed_nodes(facts: LaunchFacts) -> tuple[str, ...]:
-    """Every node that is gone by what was seen of this launch, the one that is sure first."""
+    """Every node that is gone by the evidence of this launch, the certain one first."""
     first = failed_node(facts)
     if not first or not facts.outlives_nodes:
         return (first,) if first else ()
@@ -419,10 +419,10 @@ def failed_nodes(facts: LaunchFacts) -> tuple[str, ...]:
 
 
 def left_job(facts: LaunchFacts) -> tuple[str, ...]:
-    """Nodes of the launch that Slurm has taken out of the job, which goes on without them.
+    """Nodes of the launch that Slurm removed from the job, which continues without them.
 
-    So it does with one that is down where the job has ``--no-kill``; ``NodeList`` names it no more
-    (tried on 22.05.8), while the environment of the batch step stays as it was.
+    It does so with a down node if the job has ``--no-kill``; ``NodeList`` no longer names it
+    (tried on 22.05.8), while the environment of the batch step stays unchanged.
     """
     now, placement = facts.job_at_end, facts.placement
     if now is None or placement is None or not facts.outlives_nodes or now.nodelist is None:
@@ -437,7 +437,7 @@ def left_job(facts: LaunchFacts) -> tuple[str, ...]:
 
 
 def node_lost(facts: LaunchFacts) -> Judged | None:
-    """A node failure, where srun, the job's record or the node's own speaks of one."""
+    """A node failure, if srun, the job's record or the node's record reports one."""
     words = launcher_words(facts)
     text = facts.launcher_text
     if lost_nodes(text) or _NODE_FAILURE.search(text) or _NOT_LAUNCHED.search(text):
@@ -475,13 +475,13 @@ def _told_of(facts: LaunchFacts, node: str) -> Iterator[Evidence]:
 
 
 def of_node(record: NodeRecord) -> str:
-    """What Slurm says of a node, in its own words."""
+    """Slurm's description of a node, in its own words."""
     why = f" Reason={record.reason}" if record.reason else ""
     return f"NodeName={record.name} State={'+'.join(record.state)}{why}"
 
 
 def launcher_words(facts: LaunchFacts) -> tuple[Evidence, ...]:
-    """The end of what srun printed, on one line; of a program its own last lines, one by one."""
+    """The end of srun's output, on one line; for a program its own last lines, one by one."""
     if facts.launcher == OF_PROGRAM:
         return tuple(Evidence(OF_PROGRAM, line) for line in last_lines(facts.launcher_text))
     text = " ".join(facts.launcher_text.split())[-400:]
@@ -489,7 +489,7 @@ def launcher_words(facts: LaunchFacts) -> tuple[Evidence, ...]:
 
 
 def killed_for_memory(facts: LaunchFacts) -> tuple[Evidence, ...]:
-    """What Slurm and the kernel say about processes that were killed for memory."""
+    """The messages of Slurm and the kernel about processes that were killed for memory."""
     lines = [" ".join(match[0].split()) for match in _OOM_KILL.finditer(facts.launcher_text)]
     evidence = [Evidence("slurm", text[-400:]) for text in dict.fromkeys(lines[:3])]
     if facts.killed_for_memory:

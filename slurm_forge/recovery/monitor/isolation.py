@@ -1,17 +1,18 @@
-"""Which bad node, or which bad link, makes a collective of many fail.  Pure.
+"""Find the bad node, or the bad link, that makes a collective of many nodes fail.  Pure.
 
-``isolate`` asks for groups of nodes to be tried side by side, a round at a time, is sent which of
-them failed, and says in the end what it knows.  A node is in one group of a round at most.
+``isolate`` yields groups of nodes to be tried side by side, one round at a time, receives which of
+them failed, and finally returns what it knows.  A node is in at most one group of a round.
 
-1. All together.  Where that works, nothing is wrong.
+1. All together.  If that works, nothing is wrong.
 2. Pairs of neighbours.  A bad node makes its own pair fail and no other.
-3. Each node of a failed pair beside one of a pair that worked, and who fails again beside another
-   one.  Who fails beside both is bad.  Where both of a pair work now, it is what lies between.
-4. Where all pairs work and all together don't, it is a link between nodes that were not paired, or
-   it only shows at scale: halves, then parts of one half with parts of the other, so that at most
-   two rounds halve what is left.
+3. Each node of a failed pair beside one of a pair that worked, and a node that fails again beside
+   another one.  A node that fails beside both is bad.  If both of a pair work now, the link between
+   them is bad.
+4. If all pairs work but all together fail, it is a link between nodes that were not paired, or it
+   only shows at scale: halves, then parts of one half with parts of the other, so that at most two
+   rounds halve the rest.
 
-So bad nodes of any number take four rounds, a bad link 4 + 2 log2 n at most.
+So any number of bad nodes takes four rounds, and a bad link at most 4 + 2 log2 n.
 """
 
 from __future__ import annotations
@@ -21,33 +22,33 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 Group = tuple[str, ...]
-#: Whether each group of the round worked, in the order in which they were asked for.
+#: Whether each group of the round worked, in the order of the groups.
 Outcomes = Sequence[bool]
 Isolation = Generator[tuple[Group, ...], Outcomes, "Isolated"]
 
-#: Suspects may be more than those who can vouch for them: so many rounds at most are spent on it.
+#: There may be more suspects than nodes known to work: at most this many rounds are spent on them.
 _MOST_ROUNDS_OF_PAIRS = 8
 
 
 class Why(str, Enum):
-    """What the search has come to."""
+    """The result of the search."""
 
     FINE = "fine"
     #: Nodes or links are named.
     FOUND = "found"
-    #: Nobody works with anybody: the network as a whole, or what is tried, and no node.
+    #: No pair works: the network as a whole, or the collective itself, but no node.
     EVERYBODY = "everybody"
-    #: It failed once and did not again.
+    #: It failed once and did not fail again.
     NOT_AGAIN = "not_again"
-    #: All of them together fail, and no part of them does.
+    #: All of them together fail, but no part of them does.
     AT_SCALE = "at_scale"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Isolated:
-    """What is known in the end: bad ``nodes``, and ``links`` between nodes that are good.
+    """The result: bad ``nodes``, and bad ``links`` between nodes that are good.
 
-    ``rounds`` were needed, in which so many ``groups`` were tried.
+    It took ``rounds`` rounds, in which ``groups`` groups were tried.
     """
 
     why: Why
@@ -61,7 +62,7 @@ class Isolated:
 class _Count:
     rounds: int = 0
     groups: int = 0
-    #: Who has worked with somebody in the pairs.
+    #: Nodes that worked with another one in the pairs.
     good: set[str] = field(default_factory=set)
 
     def result(
@@ -82,8 +83,8 @@ class _Count:
 def isolate(nodes: Sequence[str], *, most: int | None = None) -> Isolation:
     """Find what is bad among ``nodes``.  Prime it with ``next``, then ``send`` outcomes.
 
-    ``most`` is how many may be in one group, where all of them are too many: then links between
-    nodes of different groups are not looked at.
+    ``most`` limits the size of a group, if all nodes are too many for one: then links between nodes
+    of different groups are not checked.
     """
     count, everybody = _Count(), tuple(dict.fromkeys(nodes))
     if len(everybody) < 2:
@@ -114,7 +115,7 @@ def isolate(nodes: Sequence[str], *, most: int | None = None) -> Isolation:
 
 
 def _parts(nodes: Group, most: int | None) -> list[Group]:
-    """All of them, or as few groups of about the same size as can be."""
+    """All of them, or as few groups of similar size as possible."""
     number = 1 if most is None else max(1, -(-len(nodes) // max(2, most)))
     size, more = divmod(len(nodes), number)
     parts, at = [], 0
@@ -137,12 +138,12 @@ def _round(
 
 
 def _pairs(nodes: Sequence[str]) -> list[tuple[str, str]]:
-    """Neighbours; where the number is odd, the last one has none."""
+    """Pairs of neighbours; if the number is odd, the last node stays alone."""
     return [(nodes[at], nodes[at + 1]) for at in range(0, len(nodes) - 1, 2)]
 
 
 def _three(count: _Count, nodes: Group) -> Generator[tuple[Group, ...], Outcomes, Isolated]:
-    """Of three each pair, one after the other: there is nobody else."""
+    """With three nodes each pair in turn: there is no other node."""
     a, b, c = nodes
     failed: list[tuple[str, str]] = []
     for pair in ((a, b), (a, c), (b, c)):
@@ -161,9 +162,9 @@ def _three(count: _Count, nodes: Group) -> Generator[tuple[Group, ...], Outcomes
 def _beside_good_ones(
     count: _Count, failed: Sequence[tuple[str, str]], alone: Sequence[str]
 ) -> Generator[tuple[Group, ...], Outcomes, Isolated]:
-    """Each suspect beside two who have worked, one after the other.
+    """Each suspect beside two nodes that have worked, one after the other.
 
-    Who works now can vouch for the next.  ``failed`` are pairs, ``alone`` has not been in any.
+    A node that works now can serve as a partner next.  ``failed`` are pairs, ``alone`` was in none.
     """
     waiting = [*(node for pair in failed for node in pair), *alone]
     failed_beside: dict[str, str] = {}
@@ -185,7 +186,7 @@ def _beside_good_ones(
             else:
                 bad.append(suspect)
             waiting.remove(suspect)
-    # Both ends of a pair that failed work with somebody else: it is what lies between them.
+    # Both ends of a failed pair work with another node: the link between them is bad.
     links += [pair for pair in failed if set(pair) <= count.good]
     return count.result(Why.FOUND if bad or links else Why.NOT_AGAIN, bad, links)
 
@@ -193,7 +194,7 @@ def _beside_good_ones(
 def _beside(
     waiting: Sequence[str], good: Sequence[str], before: Mapping[str, str]
 ) -> list[tuple[str, str]]:
-    """Who is tried beside whom: nobody beside the same one twice, and nobody in two groups."""
+    """Choose partners: no pair is tried twice, and no node is in two groups."""
     groups: list[tuple[str, str]] = []
     free = list(good)
     for suspect in waiting:
@@ -207,9 +208,9 @@ def _beside(
 
 @dataclass(frozen=True, slots=True)
 class _Region:
-    """Nodes that fail together: all of ``left``, or with a ``right``, across the two only.
+    """Nodes that fail together: all of ``left``, or with a ``right``, only across the two.
 
-    ``crossed``: of two quarters each, the parallel ones have worked; the diagonal ones come now.
+    ``crossed``: with two quarters each, the parallel ones worked; now the diagonal ones are tried.
     """
 
     left: Group
@@ -225,7 +226,7 @@ class _Region:
         return tuple((*one, *other) for one, other in ((a, c), (b, d)) if one and other)
 
     def next(self, outcomes: Sequence[bool]) -> tuple[_Region, ...]:
-        """What is left to look at; nothing where it did not fail again."""
+        """The part to search next; nothing if it did not fail again."""
         if not self.right:
             halves = _halves(self.left)
             tried = [half for half in halves if len(half) > 1]
@@ -242,7 +243,7 @@ class _Region:
 
     @property
     def link(self) -> tuple[str, str] | None:
-        """The two nodes that are left, once they are."""
+        """The last two nodes, once only they are left."""
         if len(self.left) == len(self.right) == 1:
             return self.left[0], self.right[0]
         if not self.right and len(self.left) == 2:
@@ -258,7 +259,7 @@ def _halves(nodes: Group) -> tuple[Group, Group]:
 def _between(
     count: _Count, failing: Sequence[Group]
 ) -> Generator[tuple[Group, ...], Outcomes, Isolated]:
-    """All pairs of neighbours work, all together don't: halve until two nodes are left."""
+    """All pairs of neighbours work, all together fail: halve until two nodes are left."""
     regions = tuple(map(_Region, failing))
     pairs: set[tuple[str, str]] = set()
     while regions:
@@ -273,7 +274,7 @@ def _between(
     if not pairs:
         outcomes = list((yield from _round(count, failing)))
         return count.result(Why.NOT_AGAIN if all(outcomes) else Why.AT_SCALE)
-    # Once more: the two alone were in no group yet.
+    # Once more: these two have not been tried alone.
     links = []
     for link in sorted(pairs):  # regions are disjoint, but a link may be found beside its region
         (worked,) = yield from _round(count, [link])

@@ -1,19 +1,19 @@
-"""Loss spikes and gradient norms out of the ordinary, by ranks in a window: pure decisions.
+"""Loss spikes and unusual gradient norms, by ranks in a window: pure decisions.
 
-**The loss.**  A step is *far* when its loss lies above a bound: the median of what was usual plus
-the largest of six deviations, twice the way from the median to the highest usual losses (both up
-to twice as much while little is known), and a quarter of the median itself.  Three far ones within
-four steps are an anomaly, or five within six where outliers are common; fewer are outliers, which
-are counted and nothing else.  The quarter is what a change of the learning rate or harder data may
-do; the highest usual losses are what heavy tails and a second kind of data may do.
+**The loss.**  A step is *far* if its loss lies above a bound: the median of usual losses plus the
+largest of six deviations, twice the distance from the median to the highest usual losses (both up
+to twice as much while little is known), and a quarter of the median itself.  Three far steps within
+four are an anomaly, or five within six if outliers are common; fewer are outliers, which are only
+counted.  The quarter allows for a change of the learning rate or harder data; the highest usual
+losses allow for heavy tails and a second kind of data.
 
-**The norm.**  A bound on the gradient norm, so generous that no healthy update is above it: six
-times the median, and more where norms are noisy, or where high ones have been seen.
+**The norm.**  A bound on the gradient norm, so generous that no healthy update exceeds it: six
+times the median, and more if norms are noisy or high ones have occurred.
 
-What is usual is learned from accepted steps alone, and the anomaly itself can't teach it: a loss
-counts only when it is ``_LAG`` steps old and nothing has come of it, and one above the bound counts
-as one at the bound.  A few far ones don't raise what is highest, either.  Quantiles of a sorted
-window cost microseconds; a mean or a variance would have to be defended against each of these.
+Only accepted steps define what is usual, and an anomaly can't change it: a loss counts only when it
+is ``_LAG`` steps old and nothing has followed from it, and one above the bound counts as one at the
+bound.  Nor do a few far ones raise the highest.  Quantiles of a sorted window cost microseconds; a
+mean or a variance would need a defence against each of these.
 """
 
 from __future__ import annotations
@@ -28,41 +28,41 @@ from dataclasses import dataclass
 from slurm_forge.errors import ControlChannelError
 from slurm_forge.vocabulary.cause import Cause
 
-#: Losses and norms that what is usual rests on; fewer than the least say nothing.
+#: Windows of losses and norms; with fewer than the least, nothing is decided.
 _LOSSES, _LEAST_LOSSES = 256, 32
 _NORMS, _LEAST_NORMS = 256, 64
-#: So old must a loss be before it is usual: something that grows is seen against what was before.
+#: Age at which a loss becomes usual: a growing loss is compared with values from before it grew.
 _LAG = 16
-#: So many of the last few losses are an anomaly.
+#: This many far steps among the last few are an anomaly.
 _BAD, _OF = 3, 4
-#: And so many where outliers are common: where one batch in fifty is of another kind, three in four
-#: are by chance once in 30,000 steps.
+#: And this many if outliers are common: with one batch in fifty of another kind, three in four
+#: happen by chance once in 30,000 steps.
 _BAD_AMONG_STRAYS, _OF_AMONG_STRAYS = 5, 6
 _COMMON, _WITHIN = 2, 512
 _DEVIATIONS = 6.0
-#: Few losses tell the deviation badly, above all of noise that swings slowly: twice as many
-#: deviations where there are only so many.
+#: Few losses estimate the deviation badly, above all with slowly varying noise: the number of
+#: deviations is doubled if there are only this many.
 _FEW = 32
 _ABOVE_HIGHEST = 2.0
 _OF_LEVEL = 0.25
-#: So much of how far the loss has fallen: from 8 to 1e-6, a loss of 1e-5 is as good as none.
+#: Share of the total fall of the loss: after a fall from 8 to 1e-6, a loss of 1e-5 is negligible.
 _OF_FALL = 0.02
-#: One of so many losses (norms) may be higher than what is called the highest.
+#: One of this many losses (norms) may exceed what is called the highest.
 _STRAY = 32
 
-#: Of the logarithm of the norm: what is left of lognormal noise there is less than 1 in 1e9.
+#: Of the logarithm of the norm: lognormal noise exceeds this with a probability below 1 in 1e9.
 _NORM_DEVIATIONS = 7.0
 _LEAST_FACTOR = 6.0
 _ABOVE_HIGHEST_NORM = 3.0
-#: Norms are float32 on the device: beyond its largest there is nothing to limit.
+#: Norms are float32 on the device: beyond its maximum there is nothing to limit.
 _LARGEST_LOG = 88.0
-#: The bound is worked out anew after so many norms.
+#: The bound is recomputed after this many norms.
 _EVERY = 8
-#: So many updates left out, other than in a row, among so many steps: it is the bound that is off.
+#: This many skipped updates, not in a row, among this many steps: the bound itself is wrong.
 _TOO_MANY_LEFT_OUT = 4
 _AMONG = 64
 
-#: Steps after an anomaly in which nobody has done anything about it: that is how things are now.
+#: Steps after an anomaly that nobody acted on: from then on this level is usual.
 _UNANSWERED = 64
 
 _TEXT = 1000
@@ -74,25 +74,25 @@ _MOST_HOSTS = 8
 class Anomaly:
     """Training has gone wrong: since ``onset``, noticed after ``step``; ``text`` has the figures.
 
-    ``onset`` is the first step whose loss was out of the ordinary; the update that has caused it,
-    if one has, is an earlier one's.
+    ``onset`` is the first step with an unusual loss; the update that caused it, if one did, belongs
+    to an earlier step.
     """
 
     cause: Cause
     onset: int
     step: int
     text: str
-    #: Found in memory (a weight, a moment): no sample of these steps is to blame.
+    #: Found in memory (a weight, a moment): the samples of these steps are not to blame.
     in_memory: bool = False
-    #: The rank that alone is wrong, and its host, where they are known.
+    #: The only rank that is wrong, and its host, if known.
     rank: int | None = None
     hosts: tuple[str, ...] = ()
 
 
 class Spikes:
-    """What is usual for this run, and whether a step is.  Has neither clock nor device.
+    """Decides what is usual for this run, and whether a step is.  Uses neither clock nor device.
 
-    ``skips`` is how many updates in a row may be left out before that is an incident by itself.
+    ``skips`` is how many updates in a row may be skipped before that is an incident by itself.
     """
 
     def __init__(self, *, skips: int = 3) -> None:
@@ -108,30 +108,30 @@ class Spikes:
         self._free_until = -1
         self._step = -1
         self._unanswered: int | None = None
-        #: The highest level that was ever usual: of what has fallen far, a little is no spike.
+        #: The highest level that was ever usual: after a deep fall, a small rise is no spike.
         self.highest_usual_loss = -math.inf
-        #: How many single steps lay far above what is usual, and led to nothing.
+        #: How many single steps were far above the usual level without consequences.
         self.outliers = 0
-        self._strays: deque[int] = deque(maxlen=_COMMON)  # the last outliers
+        self._strays: deque[int] = deque(maxlen=_COMMON)  # recent outliers
 
     @property
     def limit(self) -> float | None:
-        """The gradient norm above which no update is healthy; None while that can't be told."""
+        """The gradient norm above which no update is healthy; None while unknown."""
         return None if self._step < self._free_until else self._limit
 
     @property
     def bound(self) -> float:
-        """Losses above it are far from usual; infinity while that can't be told."""
+        """Losses above it are far; infinity while unknown."""
         return self._far
 
     def note(self, step: int, *, loss: float, norm: float, applied: bool) -> Anomaly | None:
-        """One more step, in order; ``loss`` is NaN where it is not known.
+        """Record one more step, in order; ``loss`` is NaN if it is unknown.
 
-        ``applied`` is whether the update was made: a step that was left out teaches nothing.
+        ``applied`` is whether the update was made: a skipped step does not affect what is usual.
         """
         self._step = step
         if not applied:
-            # What is not finite was left out for that, whatever the limit.
+            # A non-finite update was skipped for that reason, whatever the limit is.
             if math.isfinite(norm) and not math.isinf(loss):
                 self._note_left_out(step)
             return None
@@ -140,10 +140,10 @@ class Spikes:
         return None if math.isnan(loss) or loss == -math.inf else self._note_loss(step, loss)
 
     def restart(self, losses: Sequence[float], at: int) -> None:
-        """Training goes on after step ``at``, whose last losses were these, oldest first.
+        """Training continues after step ``at``, whose last losses were these, oldest first.
 
-        Norms are learned anew.  Where updates were left out lately there is no limit until that
-        place has been passed: what is met there again is no single bad batch.
+        Norms are learned anew.  If updates were skipped recently, there is no limit until that
+        place has been passed: another bad update there is no single bad batch.
         """
         left_out = [step for step in self._left_out if self._recently(step)]
         if left_out:
@@ -155,11 +155,11 @@ class Spikes:
         finite = [loss for loss in losses if math.isfinite(loss)]
         for age, loss in enumerate(finite):
             if self._note_loss(max(0, at - len(finite) + 1 + age), loss) is not None:
-                self.tolerate()  # it was lived with then, or the state would not have been kept
+                self.tolerate()  # it was tolerated then, or the state would not have been kept
         self.outliers = outliers
 
     def tolerate(self) -> None:
-        """The anomaly is how things are from now on: what is usual is learned anew."""
+        """Accept the anomaly: what is usual is learned anew from here."""
         self._forget_losses()
 
     def _recently(self, step: int) -> bool:
@@ -204,7 +204,7 @@ class Spikes:
         far = loss > self._far
         recent = self._recent
         if len(recent) == _OF_AMONG_STRAYS and recent[0][2]:
-            self.outliers += 1  # it led to nothing
+            self.outliers += 1  # nothing followed from it
             self._strays.append(recent[0][0])
         recent.append((step, loss, far))
         if far:
@@ -235,7 +235,7 @@ class Spikes:
         return level + above if above > 0.0 else math.inf
 
     def _bad(self) -> list[tuple[int, float]]:
-        """The steps that are far off, if they are too many of the last ones to be outliers."""
+        """The far steps, if there are too many among the last ones to be outliers."""
         strays = self._strays
         common = len(strays) == _COMMON and self._step - strays[0] < _WITHIN
         least, of = (_BAD_AMONG_STRAYS, _OF_AMONG_STRAYS) if common else (_BAD, _OF)
@@ -246,7 +246,7 @@ class Spikes:
         level, deviation, highest = self._losses.summary()
         self._unanswered = 0
         onset = bad[0][0]
-        # What grows was out of the ordinary before it was far.
+        # A growing loss was unusual before it was far.
         for at, loss in reversed(self._waiting):
             if at < onset:
                 if loss <= max(highest, level + deviation * _DEVIATIONS / 2):
@@ -262,7 +262,7 @@ class Spikes:
 
 
 class _Window:
-    """The last values, and the same in order."""
+    """The last values, and a sorted copy."""
 
     def __init__(self, size: int) -> None:
         self._size = size
@@ -286,7 +286,7 @@ class _Window:
         self.added = 0
 
     def summary(self) -> tuple[float, float, float]:
-        """Median, deviation (of the wider side, so that skewed noise counts), highest usual one."""
+        """Median, deviation (of the wider side, for skewed noise), and the highest usual value."""
         ordered = self._sorted
         count = len(ordered)
         middle = ordered[count // 2]
@@ -296,7 +296,7 @@ class _Window:
 
 
 def announce(anomaly: Anomaly) -> str:
-    """An anomaly as the reason of a request; a text beyond 1000 characters loses its end."""
+    """An anomaly as the reason of a request; a text beyond 1000 characters is cut at the end."""
     return json.dumps(
         {
             "cause": anomaly.cause.value,
@@ -307,12 +307,12 @@ def announce(anomaly: Anomaly) -> str:
             "rank": anomaly.rank,
             "hosts": list(anomaly.hosts[:_MOST_HOSTS]),
         },
-        ensure_ascii=False,  # or a text could grow beyond what the channel carries
+        ensure_ascii=False,  # or a text could exceed what the channel carries
     )
 
 
 def announced(text: str) -> Anomaly:
-    """The anomaly in the reason of a request; ``ControlChannelError`` when there is none."""
+    """The anomaly in the reason of a request; ``ControlChannelError`` if there is none."""
     try:
         body = json.loads(text)
         if not isinstance(body, dict) or sorted(body) != sorted(_KEYS):

@@ -1,7 +1,8 @@
-"""What was found on nodes before a launch: who is refused, why, and how sure that is.  Pure.
+"""The verdict on nodes before a launch: who is refused, why, and with what confidence.  Pure.
 
-Refused is only what is bad on a minority.  What is the same everywhere is told, and the launch
-goes on: it is the program, its environment or the cluster, which another node would not change.
+Only a problem of a minority of nodes is a refusal.  A problem that is the same everywhere is
+reported, and the launch continues: it is the program, its environment or the cluster, and other
+nodes would not help.
 """
 
 from __future__ import annotations
@@ -20,14 +21,14 @@ from slurm_forge.recovery.monitor.isolation import (
 from slurm_forge.vocabulary.cause import Cause, Confidence, Evidence
 from slurm_forge.vocabulary.decision import Start
 
-#: Checks that say something about a node whatever the others say, and their cause.
+#: Checks that are conclusive for a node by themselves, and their cause.
 _ABSOLUTE = {
     "gpu computes": Cause.GPU_ERROR,
     "gpu memory": Cause.GPU_ERROR,
     "gpu health": Cause.GPU_ERROR,
     "cpu computes": Cause.NODE_FAIL,
 }
-#: Checks that are bad where the same thing works elsewhere.
+#: Checks that count only if the same thing works elsewhere.
 _COMPARED = {
     "gpu": Cause.GPU_ERROR,
     "storage": Cause.NODE_FAIL,
@@ -36,7 +37,7 @@ _COMPARED = {
     "answer": Cause.HANG,
 }
 _CLOCK_APART_S = 5.0
-#: After what a relaunch on the same nodes looks at them again as closely as at new ones.
+#: Causes after which a relaunch on the same nodes checks them as thoroughly as new ones.
 _SUSPICIOUS = frozenset(
     {Cause.HANG, Cause.NCCL_ERROR, Cause.CRASH, Cause.GPU_ERROR, Cause.NODE_FAIL, Cause.STORAGE}
 )
@@ -45,9 +46,9 @@ _MOST_TOLD = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreflightRefusal:
-    """Why a launch does not go on, and the hosts that it is to go on without.
+    """Why a launch does not continue, and the hosts that it is to continue without.
 
-    ``rank`` is one that speaks for the first of them.
+    ``rank`` is one on the first of them.
     """
 
     cause: Cause
@@ -58,10 +59,10 @@ class PreflightRefusal:
 
 
 def thoroughness(enabled: bool, start: Start, state: RunState) -> Thoroughness:
-    """How closely the nodes of the next launch are looked at.
+    """How thoroughly the nodes of the next launch are checked.
 
-    All of it at a cold start, which one on other nodes always is, and after what may lie with a
-    node; after an error of the program, what costs next to nothing.
+    Completely at a cold start, which a launch on other nodes always is, and after causes that may
+    originate at a node; after an error of the program, only the nearly free checks.
     """
     if not enabled:
         return Thoroughness.OFF
@@ -73,7 +74,7 @@ def thoroughness(enabled: bool, start: Start, state: RunState) -> Thoroughness:
 
 
 def of_reports(reports: Iterable[NodeReport]) -> PreflightRefusal | None:
-    """Whether what ranks found on their nodes speaks against a minority of them."""
+    """Judge the ranks' reports on their nodes: refuse a minority that is bad."""
     reports = tuple(reports)
     hosts = tuple(dict.fromkeys(report.host for report in reports))
     bad: defaultdict[str, dict[str, tuple[NodeReport, Check]]] = defaultdict(dict)
@@ -108,22 +109,22 @@ def of_collectives(
     *,
     slow: bool = False,
 ) -> PreflightRefusal | None:
-    """Whether the search for who spoils a collective has found a minority.
+    """Judge the search for nodes that spoil a collective: refuse a minority that was found.
 
-    ``ranks`` is the first rank of each host, ``details`` what the last failure looked like there.
-    ``slow``: collectives come, but far slower than the site says that they do.
+    ``ranks`` is the first rank of each host, ``details`` describes the last failure there.
+    ``slow``: collectives complete, but far slower than the site file states.
     """
     if isolated.why is not Why.FOUND:
         return None
     cause, confidence = Cause.NCCL_ERROR, Confidence.GUESS
     if _is_minority(len(isolated.nodes), hosts):
         named = isolated.nodes
-        if not slow:  # it failed beside several others, each of which works
+        if not slow:  # it failed beside several others that work
             cause, confidence = Cause.NODE_FAIL, Confidence.LIKELY
         how = "every collective with it is slow" if slow else "no collective with it works"
         rows = [(ranks.get(h), h, f"{how}{_how(details, h)}") for h in named]
     elif isolated.links and not isolated.nodes:
-        # Either end may be it: half a strike for both, and whichever is left out will do.
+        # Either end may be bad: half a strike for both, and excluding either will do.
         named = tuple(sorted({host for link in isolated.links for host in link}))
         if not _is_minority(len(named), hosts):
             named = tuple(sorted({second for _, second in isolated.links}))
@@ -146,12 +147,12 @@ def of_collectives(
 def of_silence(
     silent: Mapping[int, str], hosts: int, waited: timedelta, *, frozen: bool
 ) -> PreflightRefusal | None:
-    """Whether ranks (with their hosts) that are waited for in vain are a minority.
+    """Judge missing ranks (with their hosts): refuse them if they are a minority.
 
-    ``frozen``: nothing is heard of them at all, though they had joined.
+    ``frozen``: they had joined and then fell completely silent.
     """
     hosts_at_fault = tuple(sorted(set(silent.values())))
-    # Of half and more it is rather our own node that is cut off; of two it can't be told.
+    # If half or more are missing, our own node is probably cut off; with two it is undecidable.
     if not hosts_at_fault or not (
         2 * len(hosts_at_fault) < hosts or (len(hosts_at_fault), hosts) == (1, 2)
     ):
@@ -168,9 +169,9 @@ def of_silence(
 
 
 def oddities(reports: Iterable[NodeReport], ahead: Mapping[int, float]) -> tuple[str, ...]:
-    """What is reported only, a line each; the same on many hosts is one line.
+    """Findings that are only reported, a line each; equal ones of many hosts share a line.
 
-    ``ahead`` is by how many seconds the clock of each rank's host is ahead of ours.
+    ``ahead`` is how many seconds the clock of each rank's host is ahead of ours.
     """
     reports = tuple(reports)
     lines: defaultdict[str, list[str]] = defaultdict(list)
@@ -197,14 +198,14 @@ def _host_list(hosts: Sequence[str]) -> str:
 def _other_versions(
     reports: Sequence[NodeReport],
 ) -> dict[str, dict[str, tuple[NodeReport, Check]]]:
-    """Who runs another python or torch than most."""
+    """Hosts with another version of Python or torch than most."""
     on_hosts = {(each.host, each.python, each.torch) for each in reports}
     versions = Counter((python, torch) for _, python, torch in on_hosts)
     if len(versions) < 2:
         return {}
     ((usual, count),) = versions.most_common(1)
     if 2 * count <= len({host for host, _, _ in on_hosts}):
-        return {}  # of two that differ nobody can tell which is the odd one
+        return {}  # with two that differ, neither is the odd one
     outliers: dict[str, tuple[NodeReport, Check]] = {}
     for each in reports:
         if (each.python, each.torch) != usual:
@@ -215,7 +216,7 @@ def _other_versions(
 
 
 def _is_minority(bad: int, hosts: int, *, alone: bool = False) -> bool:
-    """Whether so many of the hosts can be to blame; ``alone``: there need be no other."""
+    """Whether this many hosts can be to blame; ``alone``: no other host is needed."""
     return bad > 0 and ((2 * bad <= hosts and bad < hosts) or (alone and hosts == 1))
 
 

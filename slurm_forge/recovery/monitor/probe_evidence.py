@@ -1,4 +1,4 @@
-"""What is found out once a probe has failed, beside its verdict.  Pure."""
+"""Evidence that is added to a failed probe's verdict.  Pure."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from slurm_forge.vocabulary.cause import Evidence
 
 
 def with_stacks(failure: ProbeFailure, looks: Mapping[int, Look]) -> ProbeFailure:
-    """The verdict with what the others were doing, and where the stacks are kept."""
+    """The verdict, with what the other ranks were doing and where their stacks are stored."""
     waiting = [
         rank
         for rank, look in sorted(looks.items())

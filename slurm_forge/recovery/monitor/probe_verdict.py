@@ -1,8 +1,8 @@
-"""What becomes of a probe, and of ranks that fall silent: pure, from what the hub has heard.
+"""The verdict on a probe, and on ranks that fall silent: pure, from what the hub has received.
 
-``weigh_silence`` looks at heartbeats and monitors, all the time; ``weigh_probe`` at a probe under
-way.  Slow is not dead: a rank that talks is late at most, and how long it may stay where it is, is
-the watchdog's to say.
+``weigh_silence`` evaluates heartbeats and monitors, all the time; ``weigh_probe`` a probe under
+way.  Slow is not dead: a rank that sends messages is late at most, and how long it may stay where
+it is, is for the watchdog to decide.
 """
 
 from __future__ import annotations
@@ -20,32 +20,32 @@ from slurm_forge.recovery.monitor.rank_phrases import (
 from slurm_forge.recovery.monitor.stalls import longest_excuse
 from slurm_forge.vocabulary.cause import Cause, Confidence, Evidence
 
-#: Whoever was heard within this time talks: heartbeats and pulses come every second.
+#: A rank or monitor heard within this time is talking: both send a message every second.
 _FRESH_S = 2.5
-#: A process that can't say anything by itself: stopped, dead and not reaped.
+#: States of a process that can't send messages: stopped, or dead and not reaped.
 _STOPPED = frozenset("TZX")
 _TRACED = "t"
 _IN_KERNEL = "D"
-#: A rank that talks but does not come may be in a long step: up to so many deadlines.
+#: A talking rank that does not reach the probe may be in a long step: up to this many deadlines.
 _PATIENCE = 10.0
-#: A rank and its monitor may both be silent because packets are lost: twice as long.
+#: If a rank and its monitor are both silent, packets may be lost: this many times as long.
 _DARK = 2.0
-#: Steps that all must have done behind a probe for training to go on beside it.
+#: Steps that all ranks must have completed after a probe to show that training continues.
 _GOES_ON = 2
 _PLAIN = frozenset({"train", "data"})
 
 
 @dataclass(frozen=True, slots=True)
 class ProbeRules:
-    """How long a rank may be silent, and a probe under way; ``hang`` are the watchdog's."""
+    """How long a rank may be silent, and a probe may take; ``hang`` holds the watchdog's rules."""
 
     silence: timedelta
     deadline: timedelta
     hang: HangRules | None = None
 
     def patience(self, limit: float) -> float:
-        """Seconds for one that talks, and may compute or compile: never less than the watchdog
-        grants it, which looks at its stacks.
+        """Seconds for a talking rank, which may compute or compile: never less than the watchdog
+        allows, which examines its stacks.
         """
         own = _PATIENCE * self.deadline.total_seconds()
         if self.hang is None:
@@ -58,10 +58,10 @@ class RankSeen:
     """A rank as the hub knows it; times are seconds before now.
 
     ``silent_s`` counts from the rank's own last message, ``monitor_silent_s`` from its monitor's,
-    None where it has none.  ``state`` is the kernel's letter for its process, in the monitor's last
+    None if it has none.  ``state`` is the kernel's letter for its process, from the monitor's last
     message.
-    Whoever was heard within ``fresh_s`` talks.
-    ``since``: in a stretch of this ``kind``, which may last ``limit`` by what was learned.
+    A rank heard within ``fresh_s`` is talking.
+    ``since``: time in a stretch of this ``kind``, whose learned limit is ``limit``.
     """
 
     rank: int
@@ -78,27 +78,27 @@ class RankSeen:
 
     @property
     def talks(self) -> bool:
-        """Whether it has been heard just now, and has not been stopped since."""
+        """Whether it was heard just now and has not been stopped since."""
         return self.silent_s < self.fresh_s and not (self.has_monitor and self.state in _STOPPED)
 
     @property
     def has_monitor(self) -> bool:
-        """Whether its monitor has been heard just now."""
+        """Whether its monitor was heard just now."""
         return self.monitor_silent_s is not None and self.monitor_silent_s < self.fresh_s
 
     @property
     def runs(self) -> bool:
-        """Whether its monitor sees it live and not stopped, whatever it says itself."""
+        """Whether its monitor sees it alive and not stopped, whatever the rank itself sends."""
         return self.has_monitor and self.state not in _STOPPED
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Flight:
-    """A probe under way, as far as ranks have said.  Times are of the hub's clock.
+    """A probe under way, as far as ranks have reported.  Times are of the hub's clock.
 
-    ``latency`` and ``bandwidth`` (bytes per second, 0 unknown) and ``wrong`` by the rank that said
-    so, ``broke`` the texts of errors: whoever hears ranks adds to them.  ``step`` is the furthest
-    at the last arrival.
+    ``latency``, ``bandwidth`` (bytes per second, 0 unknown) and ``wrong`` by reporting rank;
+    ``broke`` holds the texts of errors.  The receiver of messages adds to them.  ``step`` is the
+    furthest step at the last arrival.
     """
 
     asked_at: float
@@ -113,12 +113,12 @@ class Flight:
 
 @dataclass(frozen=True, slots=True)
 class Nothing:
-    """Nothing to be done yet."""
+    """No action yet."""
 
 
 @dataclass(frozen=True, slots=True)
 class Suspended:
-    """Nobody talks: the job is suspended, or we are; everybody's clock begins anew."""
+    """No rank talks: the job is suspended, or we are; all clocks restart."""
 
 
 NOTHING, SUSPENDED = Nothing(), Suspended()
@@ -126,9 +126,9 @@ NOTHING, SUSPENDED = Nothing(), Suspended()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fine:
-    """All answered with the right values.
+    """All ranks answered with the right values.
 
-    ``latency_s`` is from the last arrival on, ``bandwidth`` in bytes per second (0 unknown).
+    ``latency_s`` counts from the last arrival, ``bandwidth`` is in bytes per second (0 unknown).
     """
 
     latency_s: float
@@ -137,9 +137,9 @@ class Fine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProbeFailure:
-    """The launch is not well: who is to blame, as far as that can be told, and on what evidence.
+    """The launch has a problem: who is to blame, as far as can be known, and the evidence.
 
-    ``silent``: for saying nothing, which is given up if one of them talks again.  ``wrong``: for
+    ``silent``: based on silence, and withdrawn if one of them talks again.  ``wrong``: based on
     values that arrived changed.
     """
 
@@ -156,16 +156,16 @@ class ProbeFailure:
 
 @dataclass(frozen=True, slots=True)
 class AskNetwork:
-    """Whether links are bad decides; ``otherwise`` is the verdict where none is."""
+    """The state of the links decides; ``otherwise`` is the verdict if none is bad."""
 
     otherwise: ProbeFailure | Off | Nothing
 
 
 @dataclass(frozen=True, slots=True)
 class Off:
-    """The probe is broken by itself: no probes any more in this launch.
+    """The probe itself is broken: no further probes in this launch.
 
-    ``goes_on``: all ranks were seen to take steps behind it, so that links can't be that bad.
+    ``goes_on``: all ranks completed steps after it, so the links can't be that bad.
     """
 
     why: str
@@ -175,11 +175,11 @@ class Off:
 def weigh_silence(
     ranks: Sequence[RankSeen], rules: ProbeRules
 ) -> Nothing | Suspended | ProbeFailure | AskNetwork:
-    """Whether ranks that say nothing are stopped or gone, while others talk.
+    """Whether silent ranks are stopped or gone, while others talk.
 
-    Nobody is judged while a debugger holds one of them, nor while others have just fallen silent
-    too.  Who is silent while its monitor sees it run holds the interpreter's lock, and is left to
-    the watchdog; so is a launch of which nobody talks for that reason: it is not suspended.
+    No rank is judged while a debugger holds one, or while others have just fallen silent, too.
+    A silent rank whose monitor sees it run holds the interpreter's lock and is left to the
+    watchdog; so is a launch in which all ranks are silent for that reason: it is not suspended.
     """
     limit = rules.silence.total_seconds()
     if ranks and not any(each.talks for each in ranks):
@@ -189,7 +189,7 @@ def weigh_silence(
         return NOTHING
     longest = max(each.silent_s for each in quiet)
     if longest < 2 * limit and any(each.fresh_s <= each.silent_s < limit for each in ranks):
-        return NOTHING  # somebody else is just falling silent, or waking up
+        return NOTHING  # another rank is just falling silent, or waking up
     deadline = max(2 * limit, rules.deadline.total_seconds())
     stopped = [
         each
@@ -209,14 +209,14 @@ def weigh_silence(
     ]
     if not dark:
         return NOTHING
-    # A host that is cut off is known by its links; one that only computes too much, or swaps, has
-    # processes that are as silent for a while, and a kernel that answers.
+    # A host that is cut off is recognized by its links; on a host that is overloaded or swaps,
+    # processes are silent for a while, too, but its kernel answers.
     if longest < deadline:
         return AskNetwork(NOTHING)
-    # Those count whose monitor was heard a moment longer, too: they may all be behind one cut.
+    # Ranks whose monitor was heard a moment longer count, too: one cut may affect them all.
     if _is_minority([each for each in quiet if not each.has_monitor], ranks):
         two = len({each.host for each in ranks}) == 2
-        # Of two hosts either may be the one that is cut off.
+        # With two hosts, either may be the one that is cut off.
         confidence = Confidence.GUESS if two else Confidence.LIKELY
         return AskNetwork(_silent_found(dark, ranks, confidence))
     text = (
@@ -238,7 +238,7 @@ def weigh_silence(
 def weigh_probe(
     flight: Flight, ranks: Sequence[RankSeen], rules: ProbeRules, now: float
 ) -> Nothing | Fine | ProbeFailure | AskNetwork | Off:
-    """What a probe under way has come to; silence is not judged here."""
+    """The outcome of a probe under way; silence is not judged here."""
     if flight.latency and len(flight.latency) == len(ranks):
         return weigh_complete_probe(flight) or _wrong_values(flight, ranks)
     if flight.broke:
@@ -255,18 +255,18 @@ def weigh_probe(
 
 
 def weigh_complete_probe(flight: Flight) -> Fine | None:
-    """What a probe has come to that all have answered; None where values arrived changed."""
+    """The outcome of a probe that all ranks answered; None if values arrived changed."""
     if any(flight.wrong.values()):
         return None
     return Fine(
-        # Who came last waited for nobody.
+        # The last rank to arrive waited for nobody.
         latency_s=min(flight.latency.values()),
         bandwidth=min((each for each in flight.bandwidth.values() if each > 0), default=0.0),
     )
 
 
 def blamed(wrong: Mapping[int, tuple[int, ...]], world: int) -> tuple[tuple[int, ...], bool]:
-    """Whose values are wrong, by what each rank read; whether all but few agree on it.
+    """The ranks whose values are wrong, by what each rank read; whether nearly all agree on it.
 
     A value that is wrong at most ranks was sent wrong; one that is wrong at few was received wrong
     there.
@@ -311,7 +311,7 @@ def _wrong_values(flight: Flight, ranks: Sequence[RankSeen]) -> ProbeFailure:
 
 
 def _broken(flight: Flight, ranks: Sequence[RankSeen], now: float) -> Nothing | AskNetwork:
-    """Its group raised an error: a peer is gone, which is noticed by itself, or a link."""
+    """Its group raised an error: a peer is gone, which is noticed separately, or a link failed."""
     rank, text = min(flight.broke.items())
     if not flight.gpu:
         return AskNetwork(Off(f"rank {rank}: {text}"))
@@ -334,11 +334,11 @@ def _not_come(
     rules: ProbeRules,
     ranks: Sequence[RankSeen],
 ) -> Nothing | ProbeFailure | AskNetwork:
-    """They talk: a matter for the watchdog, until patience is at its end."""
+    """Ranks that talk but have not arrived: left to the watchdog until patience runs out."""
     deadline = rules.deadline.total_seconds()
     late = [each for each in missing if each.phase in _PLAIN and each.since > each.limit]
     if len(late) < len(missing) or since < max(rules.patience(each.limit) for each in late):
-        # Where links are bad the step before may take for ever, while everybody talks.
+        # With bad links the previous step may never end, while all ranks talk.
         plain = all(each.phase in _PLAIN for each in ranks)
         return AskNetwork(NOTHING) if since >= deadline and plain else NOTHING
     culprits = late if _is_minority(late, ranks) else []
@@ -359,10 +359,10 @@ def _not_come(
 def _overdue(
     flight: Flight, ranks: Sequence[RankSeen], since: float, deadline: float
 ) -> Nothing | AskNetwork:
-    """All have issued it and it does not end.
+    """All ranks have issued it, and it does not complete.
 
-    Where it runs on the CPU and training goes on, it is the probe that is broken.  On a GPU it
-    waits for the work before it, which may take as long as a step.
+    If it runs on CPUs and training continues, the probe itself is broken.  On a GPU it waits for
+    the work before it, which may take as long as a step.
     """
     waiting = [each for each in ranks if each.rank not in flight.latency]
     goes_on = min(each.step for each in ranks) >= flight.step + _GOES_ON
@@ -417,7 +417,7 @@ def _silent_found(
 
 
 def _is_minority(few: Collection[RankSeen], ranks: Collection[RankSeen]) -> bool:
-    """Whether they may be to blame: half of the hosts at most, or half of the ranks of one host."""
+    """Whether they may be to blame: at most half of the hosts, or half of one host's ranks."""
     hosts, theirs = {each.host for each in ranks}, {each.host for each in few}
     if len(hosts) > 1 and 2 * len(theirs) <= len(hosts):
         return True

@@ -1,10 +1,10 @@
-"""Words about ranks that several judges use: how many are named, and how a process stands still."""
+"""Phrases about ranks that several verdicts use: names of ranks, states of processes."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-#: So many ranks are named in a line; of more it says that there are more.
+#: At most this many ranks are named in a line, followed by a note that there are more.
 SHOWN = 8
 
 #: By the kernel's letter.

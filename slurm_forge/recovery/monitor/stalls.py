@@ -1,7 +1,7 @@
-"""Whether a launch stands still, and who keeps it: pure, from what monitors and stacks say.
+"""Whether a launch has stalled, and which ranks cause it: pure, from monitors and stacks.
 
-``find_standstill`` looks at places and times only and may be asked every second; ``judge`` weighs
-the stacks that were taken then, twice, and has the last word: a stall, or why it is none yet.
+``find_standstill`` evaluates places and times only and may be called every second; ``judge`` weighs
+stacks that were taken twice then, and decides: a stall, or why it is none yet.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from slurm_forge.vocabulary.cause import Cause, Confidence, Evidence
 
 _STOPPED = frozenset("T")
 _TRACED = frozenset("t")
-#: A process that can't go on by itself, whatever its stack says.
+#: States of a process that can't continue by itself, whatever its stack shows.
 FROZEN = frozenset("TDZX")
 #: Share of the time between two looks that a rank must have computed to count as busy.
 _BUSY = 0.5
-#: And where its stack changes, too: a loop that sleeps and looks needs less.
+#: The share that suffices if its stack changes, too: a polling loop uses less.
 _AT_WORK = 0.1
-#: Compiling may take this much longer than anything else that nobody has seen before.
+#: Compiling may take this many times as long as other stretches of unknown duration.
 _COMPILING = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankView:
-    """A rank as it is known now.
+    """The present state of a rank.
 
     ``place`` is ordered as the program passes it; ``is_silent``: neither the rank nor its monitor
     has sent a message for seconds, which ``since`` includes.  ``no_python_for``: how long no Python
@@ -57,7 +57,7 @@ class RankView:
 
 @dataclass(frozen=True, slots=True)
 class Standstill:
-    """Ranks over their limit that wait for no rank within its own.
+    """Ranks over their limit that do not wait for a rank within its own.
 
     ``furthest_behind`` are those furthest behind, ``over`` all of them.
     """
@@ -70,7 +70,7 @@ class Standstill:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Look:
-    """What was found when a rank's stacks were taken, ``at`` seconds of whatever clock."""
+    """What a rank's stacks showed, ``at`` seconds of an arbitrary clock."""
 
     at: float
     state: str
@@ -83,7 +83,7 @@ class Look:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stall:
-    """The launch stands still; nobody is named where all wait for each other."""
+    """The launch has stalled; no rank is named if all wait for each other."""
 
     cause: Cause
     late_ranks: tuple[int, ...]
@@ -98,7 +98,7 @@ class Stall:
 
 @dataclass(frozen=True, slots=True)
 class Excused:
-    """Not to be looked at again before a rank has been there for so long."""
+    """No further look before a rank has been there for this long."""
 
     why: str
     until: timedelta
@@ -107,9 +107,9 @@ class Excused:
 def find_standstill(
     views: Sequence[RankView], phase_durations: PhaseDurations
 ) -> Standstill | None:
-    """Who is over the limit, with nobody behind or beside it who may still be at work.
+    """Ranks over the limit, if none behind or beside them may still be working.
 
-    None while all are stopped or silent at once, for that is a suspended job, and while a debugger
+    None while all are stopped or silent at once, which means a suspended job, and while a debugger
     holds one of them.
     """
     if not views or all(view.is_silent or view.state in _STOPPED for view in views):
@@ -147,9 +147,9 @@ def judge(
 ) -> Stall | Excused:
     """Weigh two looks at every rank.
 
-    Frozen ranks are late; else those that are not waiting for others while others are; else, where
-    all wait together, nobody.  A rank that computes has until ``at_most`` or twice its limit,
-    whichever is later; one that compiles, three times that.
+    Frozen ranks are to blame; else those that do not wait for others while others do; else, if all
+    wait together, nobody.  A computing rank has until ``at_most`` or twice its limit, whichever is
+    later; a compiling one three times that.
     """
     late = _late(standstill, views, second)
     judged = late or standstill.over
@@ -179,7 +179,7 @@ def judge(
 
 
 def longest_excuse(rules: HangRules, limit: timedelta) -> timedelta:
-    """How long a rank that compiles is left alone at most; one that computes has a part of it."""
+    """The longest time that a compiling rank is left alone; a computing one has a part of it."""
     return _COMPILING * _patience(rules, limit)
 
 
@@ -215,8 +215,8 @@ def _busy(
     first: Mapping[int, Look],
     second: Mapping[int, Look],
 ) -> bool:
-    """Whether it computes.  A wait for a GPU computes too, and its stack does not change: so where
-    nobody waits for this rank in particular, the stack must.
+    """Whether it computes.  Waiting for a GPU uses the CPU, too, with a constant stack: so if no
+    rank waits for this one in particular, the stack must change.
     """
     if rank not in first or rank not in second:
         return False
@@ -224,7 +224,7 @@ def _busy(
     between = max(0.1, after.at - before.at)
     share, changed = (after.cpu_s - before.cpu_s) / between, before.text != after.text
     if share < _BUSY:
-        return changed and share >= _AT_WORK  # others may be in its way
+        return changed and share >= _AT_WORK  # others may compete for its cores
     awaited = len(views) == 1 or any(_where(second, each).together for each in second)
     return changed or (awaited and not _where(second, rank).together)
 
@@ -232,7 +232,7 @@ def _busy(
 def _cause(
     late: tuple[int, ...], views: Mapping[int, RankView], looks: Mapping[int, Look]
 ) -> Cause:
-    """A file system that does not answer is not a program that hangs."""
+    """A file system that does not answer is a different cause than a program that hangs."""
 
     def of_storage(rank: int) -> bool:
         look, view = looks.get(rank), views[rank]
@@ -269,7 +269,7 @@ def _evidence(
     )
     lines = [Evidence("watchdog", head)]
     lines += [Evidence(f"rank {rank}", _state(views[rank], looks.get(rank))) for rank in listed]
-    # Also those that have not been there for long enough themselves.
+    # Including those that have not been there for long enough themselves.
     waiting = [r for r in sorted(looks) if r not in late and _where(looks, r).together]
     if late and waiting:
         where = " and ".join(sorted({_where(looks, rank).call for rank in waiting}))
@@ -279,7 +279,7 @@ def _evidence(
 
 
 def _state(view: RankView, look: Look | None) -> str:
-    """What is known of one rank, in a line."""
+    """A line about the state of one rank."""
     if view.is_silent:
         return "its node or all of its processes are silent"
     where = Where() if look is None or look.where is None else look.where

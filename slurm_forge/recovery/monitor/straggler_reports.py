@@ -1,4 +1,4 @@
-"""What ranks say of their part of the steps, and who is slower than the others.  Pure."""
+"""The ranks' reports on their part of the steps, and slower ranks.  Pure."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ _SHOWN = 8
 
 
 class StragglerCause(str, Enum):
-    """What a straggler is told to be."""
+    """The assumed reason why a rank is slow."""
 
-    #: The node computes more slowly than the others: the trial says so, too.
+    #: The node computes more slowly than the others, and the trial confirms it.
     NODE = "node"
     #: Its processors were busy with something else: in journals of versions before 0.2 only.
     STARVED = "starved"
@@ -20,13 +20,13 @@ class StragglerCause(str, Enum):
 
     @property
     def of_node(self) -> bool:
-        """Whether it is the node, as far as that can be told."""
+        """Whether it is the node, as far as can be known."""
         return self is not StragglerCause.WORK
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTimes:
-    """What a rank said of a window (``StepTiming``), and where it runs."""
+    """A rank's report on a window (``StepTiming``), and its host."""
 
     rank: int
     host: str
@@ -41,8 +41,8 @@ class StepTimes:
 class Straggler:
     """Ranks of one host that are slower than the others.
 
-    ``factor``: of their own part of a step (0 where that can't be told), ``trial``: of the trial (0
-    where there was none).  ``lost_s`` is what all others wait longer for them, per step.
+    ``factor``: of their own part of a step (0 if unknown), ``trial``: of the trial (0 if there was
+    none).  ``lost_s`` is the additional time that all others wait for them, per step.
     """
 
     host: str

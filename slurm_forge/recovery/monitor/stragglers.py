@@ -1,11 +1,11 @@
-"""Who is slower than the others, for good, and whether the node is to blame: pure.
+"""Which ranks are persistently slower than the others, and whether the node is to blame: pure.
 
 Ranks are compared with those of the other hosts (on one host: with each other) by medians, window
-by window.  Somebody is told of who was slower in several windows in a row, by more than the others
-differ among themselves; and of a node it is said to be slow only where a trial, the same piece of
-work everywhere, says so too.  Who has more to do by its program (rank 0
-that logs, longer samples, another stage of a pipeline) has that from the beginning and its trial is
-as fast as everybody's: nobody is told of it.  A rank whose own part has *become* longer is.
+by window.  A rank is reported if it was slower in several windows in a row, by more than the others
+differ among themselves; its node is called slow only if a trial, the same piece of work everywhere,
+confirms it.  A rank that has more work by design (rank 0 that logs, longer samples, another stage
+of a pipeline) has it from the beginning, and its trial is as fast as everybody's: it is not
+reported.  A rank whose own part has *become* longer is.
 """
 
 from __future__ import annotations
@@ -22,34 +22,34 @@ from slurm_forge.recovery.monitor.straggler_reports import (
     StragglerEnd,
 )
 
-#: Windows in a row, and steps in them, before anything is said; and windows before it is over.
+#: Windows in a row, and steps in them, before a report; and windows before it is over.
 _ROW = 3
 _STEPS = 12
 _OVER = 3
-#: Of a start nothing is taken: files are read for the first time, something is compiled.
+#: Windows at the start that are ignored: files are read for the first time, code is compiled.
 _SKIPPED = 2
-#: Windows that say what is usual for a rank.
+#: Windows that define what is usual for a rank.
 _USUAL = 8
-#: How many times the spread of the others, or the error of its own median, a difference must be.
+#: A difference must be this many times the others' spread, or the error of the rank's own median.
 _SPREADS = 3.0
-#: Trials that count: the newest ones of each rank; so many must have come since it began.
+#: Trials that count: the newest ones of each rank; this many must follow the beginning.
 _TRIALS = 3
-#: So many where somebody has had more to do for long: each further trial is one more chance to err.
+#: More trials if the rank has long had more work: each further trial is another chance to err.
 _MANY_TRIALS = 6
 _NEW_TRIALS = 3
-#: A trial agrees if it explains this much of what the rank is slower by.
+#: A trial confirms if it explains this much of the slowdown.
 _EXPLAINS = 0.4
-#: Above so many hosts the median of all is as good as that of all others.
+#: With more hosts than this, the median of all is as good as that of all others.
 _MANY_HOSTS = 8
-#: Windows of a row that count, an hour at shipped settings: who has more to do has it for weeks.
+#: Windows of a row that count, an hour at default settings: more work by design lasts for weeks.
 _KEPT = 240
-#: Whoever has been slow for so many windows has had more to do for long.
+#: A rank that was slow for this many windows has long had more work.
 _LONG = 24
 
 
 @dataclass(frozen=True, slots=True)
 class Peers:
-    """The others of a rank: what is in the middle of them, and how they differ."""
+    """The other ranks: their median and their spread."""
 
     middle: float
     spread: float
@@ -60,7 +60,7 @@ class _Row:
     """A host that was slow in all of the last windows."""
 
     since_step: int
-    #: In how many of them each rank was, and who was in the last one.
+    #: In how many of them each rank was slow, and the ranks in the last one.
     ranks: Counter[int] = field(default_factory=Counter)
     last: frozenset[int] = frozenset()
     windows: int = 0
@@ -78,7 +78,7 @@ class _Row:
 
 @dataclass(slots=True)
 class _Named:
-    """Who has been told of, until it is over."""
+    """A host that has been reported, until it is over."""
 
     straggler: Straggler
     well: int = 0
@@ -87,14 +87,14 @@ class _Named:
 
 
 class StragglerDetector:
-    """``window`` with what all ranks said last, again and again.
+    """Call ``window`` repeatedly with the last reports of all ranks.
 
-    ``factor``: from how many times as slow somebody counts.
+    ``factor``: the slowdown from which a rank counts as slow.
     """
 
     def __init__(self, factor: float) -> None:
         self._factor = factor
-        #: Where it is over: in between nothing changes.
+        #: The factor below which it is over; in between nothing changes.
         self._exit = 1 + (factor - 1) / 2
         self._windows = 0
         self._rows: dict[str, _Row] = {}
@@ -105,11 +105,11 @@ class StragglerDetector:
 
     @property
     def named(self) -> tuple[Straggler, ...]:
-        """Who is slow now."""
+        """The hosts that are slow now."""
         return tuple(each.straggler for _, each in sorted(self._named.items()))
 
     def trial(self, rank: int) -> float:
-        """The middle of a rank's newest trials in seconds; 0 where there was none."""
+        """The median of a rank's newest trials in seconds; 0 if there was none."""
         newest = self._newest(rank)
         return median(newest) if newest else 0.0
 
@@ -117,7 +117,7 @@ class StragglerDetector:
         return list(self._trials.get(rank, ()))[-count:]
 
     def window(self, readings: Sequence[StepTimes]) -> tuple[Straggler | StragglerEnd, ...]:
-        """One more window of all ranks; who has become slow by it, or has ceased to be."""
+        """Add a window of all ranks; the hosts that became slow with it, or ceased to be."""
         for each in readings:
             if each.trial_s > 0:
                 trials = self._trials.setdefault(each.rank, deque(maxlen=_MANY_TRIALS))
@@ -157,7 +157,7 @@ class StragglerDetector:
         others = own.get(one.rank)
         if one.own_s <= 0 or others is None or others.middle <= 0:
             return False
-        # Once it has begun, half of it is enough to go on: figures scatter.
+        # Once it has begun, half of it suffices to continue: figures scatter.
         row, named = self._rows.get(one.host), one.host in self._named
         in_progress = named or (row is not None and one.rank in row.ranks)
         if one.own_s < (self._exit if in_progress else self._factor) * others.middle:
@@ -166,7 +166,7 @@ class StragglerDetector:
         return named or one.own_s - others.middle > _SPREADS * max(others.spread, error)
 
     def _slow_by_trial(self, hosts: Mapping[str, list[StepTimes]]) -> dict[str, list[StepTimes]]:
-        """Where steps can't be told apart: who was slow in all of its newest trials."""
+        """If own parts of steps are unknown: hosts that were slow in all of their newest trials."""
         rest = _others_of(hosts, {rank: self.trial(rank) for rank in self._trials})
         slow: dict[str, list[StepTimes]] = {}
         for host, on_it in hosts.items():
@@ -214,7 +214,7 @@ class StragglerDetector:
         before = self._named.get(host)
         if before is not None:
             if not straggler.why.of_node:
-                return []  # as has been said
+                return []  # already reported
             before.straggler = replace(straggler, since_step=before.straggler.since_step)
             return [before.straggler]
         del self._rows[host]
@@ -225,7 +225,7 @@ class StragglerDetector:
     def _judge(
         self, host: str, row: _Row, hosts: Mapping[str, list[StepTimes]], *, has_own_times: bool
     ) -> Straggler | None:
-        """Who is slow for good: why, or None while that can't be told or is the program's way."""
+        """Why a host is persistently slow; None while unknown, or if it is the program's design."""
         if not row.members:
             return None
         factor = median(row.factors) if row.factors else 0.0
@@ -255,7 +255,7 @@ class StragglerDetector:
         return trial >= self._exit and trial - 1 >= _EXPLAINS * (factor - 1)
 
     def _is_new(self, row: _Row, factor: float) -> bool:
-        """Whether it has not always been so: then it is not how the program shares the work."""
+        """Whether it has not always been so: then it is not the program's division of work."""
         usual = [self._usual.get(rank, []) for rank in row.members]
         if any(len(each) < _USUAL for each in usual):
             return False
@@ -267,7 +267,7 @@ class StragglerDetector:
         for rank in row.members:
             if rank not in rest or rest[rank].middle <= 0:
                 continue
-            # The best of its newest ones: a neighbour that gets in the way once is no evidence.
+            # The best of its newest trials: a single disturbance by a neighbour is no evidence.
             many = _TRIALS if row.windows <= _LONG else _MANY_TRIALS
             least, others = min(self._newest(rank, many)), rest[rank]
             surely = least - others.middle > _SPREADS * others.spread
@@ -275,7 +275,7 @@ class StragglerDetector:
         return median(factors) if factors else 0.0
 
     def _tries_well(self, row: _Row, hosts: Mapping[str, list[StepTimes]], factor: float) -> bool:
-        """Whether the trial says that the node is as fast: not where it says nothing clear."""
+        """Whether the trial shows a fast node; False if the trial is inconclusive."""
         rest = _others_of(hosts, {rank: self.trial(rank) for rank in self._trials})
         tried = [r for r in row.members if r in rest and rest[r].middle > 0]
         usual = 1 + (1 - _EXPLAINS) * (factor - 1)
@@ -296,7 +296,7 @@ class StragglerDetector:
     ) -> list[Straggler | StragglerEnd]:
         named = self._named[host]
         if slow:
-            if not named.straggler.why.of_node:  # it may turn out to be the node all the same
+            if not named.straggler.why.of_node:  # the node may turn out to be the reason after all
                 changes = self._add(host, slow, hosts, own, has_own_times=has_own_times)
                 if changes:
                     return changes
@@ -321,12 +321,12 @@ class StragglerDetector:
         ]
 
     def lost(self, host: str) -> tuple[int, float]:
-        """Steps and seconds that a straggler has cost since it was told of."""
+        """Steps and seconds that a straggler has cost since it was reported."""
         named = self._named.get(host)
         return (0, 0.0) if named is None else (named.steps, named.lost_s)
 
     def _learn(self, readings: Sequence[StepTimes], own: Mapping[int, Peers]) -> None:
-        """What is usual for a rank, from the first windows."""
+        """Learn what is usual for a rank from the first windows."""
         for each in readings:
             others = own.get(each.rank)
             durations = self._usual.setdefault(each.rank, [])
@@ -340,7 +340,7 @@ class StragglerDetector:
 
 
 def _by_host(readings: Sequence[StepTimes]) -> dict[str, list[StepTimes]]:
-    """Readings of every host, by rank."""
+    """The readings of every host, by rank."""
     hosts: dict[str, list[StepTimes]] = {}
     for each in sorted(readings, key=lambda one: one.rank):
         hosts.setdefault(each.host, []).append(each)
@@ -350,7 +350,7 @@ def _by_host(readings: Sequence[StepTimes]) -> dict[str, list[StepTimes]]:
 def _others_of(
     hosts: Mapping[str, list[StepTimes]], values: Mapping[int, float]
 ) -> dict[int, Peers]:
-    """For each rank the ranks of other hosts; on a single host all other ranks of it."""
+    """For each rank, the ranks of other hosts; on a single host all other ranks of it."""
     on_hosts = {
         host: known
         for host, on_it in hosts.items()
@@ -378,7 +378,7 @@ def _too_many(
     hosts: Mapping[str, list[StepTimes]],
     readings: Sequence[StepTimes],
 ) -> bool:
-    """Never more than a minority: of most it is the program, or the others that are fast."""
+    """Never more than a minority: if most are slow, it is the program, or the others are fast."""
     if len(hosts) > 1:
         return len(slow) > max(1, (len(hosts) - 1) // 2)
     ranks = sum(len(each) for each in slow.values())

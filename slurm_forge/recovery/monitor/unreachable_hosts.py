@@ -1,8 +1,8 @@
-"""Which host can't be reached, or only slowly: pure, from what hosts see of their connections.
+"""Which host can't be reached, or only slowly: pure, from the hosts' views of their connections.
 
-Whoever is cut off tells nothing, and all of its links look alike from both ends.  So it is the
-host whose links to the others are bad while theirs among each other are not; of two hosts nobody
-can tell.  Named is a minority at most: where half of them can't reach the other half, nobody is.
+A host that is cut off sends nothing, and all of its links look equally bad from both ends.  So it
+is the host whose links to the others are bad while theirs among each other are not; with two hosts
+it is undecidable.  At most a minority is named: if half can't reach the other half, nobody is.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from slurm_forge.control.tcp.links import Link
 from slurm_forge.recovery.monitor.stalls import Stall
 from slurm_forge.vocabulary.cause import Cause, Confidence, Evidence
 
-#: Timers of TCP run out after 0.2, 0.6, 1.4 s: twice in a row, and it is no lost packet.
+#: Timers of TCP expire after 0.2, 0.6, 1.4 s: twice in a row is more than a lost packet.
 _LATE_AFTER = 2
-#: Whatever is only late would have been acknowledged by then, as a rule.
+#: Data that is merely late would normally have been acknowledged by then.
 _CUT_S = 2.5
-#: What is delayed keeps a probe waiting for seconds: less than this is no reason for that.
+#: A delayed link makes a probe wait for seconds: less than this can't explain that.
 _DELAYED_S = 0.1
 _TIMES_USUAL = 10.0
 _TIMES_OWN = 3.0
-#: Of how many hosts it is told what speaks against them.
+#: The number of hosts whose evidence is listed.
 _LINES = 8
 
 
 class Trouble(str, Enum):
-    """What is the matter with a link, or with all links of a host."""
+    """What is wrong with a link, or with all links of a host."""
 
     NONE = "none"
     DELAYED = "delayed"
@@ -39,7 +39,7 @@ class Trouble(str, Enum):
 
 @dataclass(frozen=True, slots=True)
 class LinkSeen:
-    """How one host sees another; an empty name is the supervisor's, where no rank sits beside."""
+    """One host's view of another; an empty name is the supervisor's, if no rank runs beside it."""
 
     seer: str
     other: str
@@ -50,7 +50,7 @@ class LinkSeen:
 class UnreachableHosts:
     """Hosts that are delayed or cut off, and their ranks.
 
-    None of them with a ``how`` other than none: the network is to blame, and nobody can be named.
+    Empty, with a ``how`` other than none: the network is to blame, and no host can be named.
     """
 
     ranks: tuple[int, ...] = ()
@@ -63,7 +63,7 @@ class UnreachableHosts:
 def seen_of(
     reports: Iterable[tuple[str, Sequence[Link]]], host_of: Mapping[str, str]
 ) -> tuple[LinkSeen, ...]:
-    """What reports say of other hosts; ``host_of`` an address, unknown ones are left out."""
+    """The links in reports; ``host_of`` maps addresses to hosts, and unknown ones are ignored."""
     return tuple(
         LinkSeen(host, host_of[link.peer], link)
         for host, links in reports
@@ -75,10 +75,10 @@ def seen_of(
 def find_unreachable_hosts(
     links: Sequence[LinkSeen], ranks: Mapping[int, str], *, late: float = 0.0
 ) -> UnreachableHosts:
-    """Who explains what was seen with the fewest hosts; ``ranks`` are the hosts of all ranks.
+    """The fewest hosts that explain the observations; ``ranks`` are the hosts of all ranks.
 
-    A link is delayed whose round trip takes ``late`` seconds, a tenth of a second at least, and
-    many times what is usual.
+    A link is delayed if its round trip takes ``late`` seconds, at least a tenth of a second, and
+    many times the usual value.
     """
     limit = max(_DELAYED_S, late, _TIMES_USUAL * _usual(links))
     bad: dict[frozenset[str], list[tuple[Trouble, Link]]] = {}
@@ -120,10 +120,10 @@ def find_unreachable_hosts(
 
 
 def with_network(stall: Stall, network: UnreachableHosts, ranks: Mapping[int, str]) -> Stall:
-    """A standstill in the light of the network: whom it names is late, and nobody else is.
+    """Reinterpret a standstill by the state of the network: only the hosts it names are late.
 
-    Ranks that are silent because the way to them is cut may be all but one.  ``ranks`` are the
-    hosts of all.
+    Ranks may be silent because the path to them is cut, even all but one.  ``ranks`` are the hosts
+    of all.
     """
     if network.how is Trouble.NONE:
         return stall
@@ -149,16 +149,16 @@ _PAIR = {
 
 
 def _usual(links: Sequence[LinkSeen]) -> float:
-    """What a round trip took before there was any trouble, seconds: the least ones that are known.
+    """The usual round trip before there was any trouble, in seconds: the smallest known values.
 
-    Of the present ones half may be late: all that are known, where it is the supervisor's host.
+    Half of the present ones may be late: so all known values count for the supervisor's host.
     """
     least = [each.link.min_rtt for each in links if each.link.min_rtt]
     return median(least) if least else 0.0
 
 
 def _trouble(link: Link, limit: float) -> Trouble | None:
-    """None where nothing is known of it: nobody used it lately."""
+    """None if nothing is known of it: it was not used recently."""
     if link.retransmits >= _LATE_AFTER:
         return Trouble.CUT if link.unanswered >= _CUT_S else Trouble.DELAYED
     if link.rtt is None:
@@ -170,7 +170,7 @@ def _trouble(link: Link, limit: float) -> Trouble | None:
 def _culprits(
     bad: Collection[frozenset[str]], fine: Collection[frozenset[str]]
 ) -> tuple[list[str], tuple[str, ...]]:
-    """Hosts that explain all bad links, and the ends of a last one that both explain it as well."""
+    """Hosts that explain all bad links; both ends of a last one if either explains it."""
     unexplained = set(bad)
     culprits: list[str] = []
     speak_for = Counter(host for pair in fine for host in pair)
@@ -193,7 +193,7 @@ def _culprits(
 def _how(
     bad: Mapping[frozenset[str], Sequence[tuple[Trouble, Link]]], culprits: Collection[str]
 ) -> Trouble:
-    """Cut where most of the pairs are, by any of their connections."""
+    """Cut off if most of the pairs are, by any of their connections."""
     pairs = [troubles for pair, troubles in bad.items() if not culprits or pair & set(culprits)]
     cut = sum(any(trouble is Trouble.CUT for trouble, _ in troubles) for troubles in pairs)
     return Trouble.CUT if 2 * cut >= len(pairs) else Trouble.DELAYED

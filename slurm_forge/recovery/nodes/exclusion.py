@@ -1,7 +1,7 @@
 """Which nodes are excluded, and how many at most.  Pure.
 
-A node is excluded while what is left of its strikes reaches the threshold, but never more than a
-small share of a partition and never so many that the job itself would not fit.
+A node is excluded while the remaining weight of its strikes reaches the threshold, but never more
+than a small share of a partition, and never so many that the job itself would not fit.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from slurm_forge.recovery.nodes.statements import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExcludedNode:
-    """A node that is excluded, until ``until`` (None: until somebody releases it).
+    """An excluded node, until ``until`` (None: until somebody releases it).
 
-    ``last`` is when it was last struck, ``causes`` what for, the heaviest first.
+    ``last`` is the time of its last strike, ``causes`` the reasons, the heaviest first.
     """
 
     node: str
@@ -48,11 +48,11 @@ def excluded_by_ledger(
     excluded: Collection[str] = (),
     spared: Collection[str] = (),
 ) -> tuple[ExcludedNode, ...]:
-    """The nodes that a job is to exclude now, the worst first.
+    """The nodes that a job excludes now, the worst first.
 
-    ``partition`` are the nodes that the job could have (None: unknown), ``needed`` how many it
-    needs, ``excluded`` those excluded anyway, ``spared`` those that somebody asked for by name.
-    What a person struck is only bounded by what the job needs.
+    ``partition`` are the nodes that the job could get (None: unknown), ``needed`` how many it
+    needs, ``excluded`` those excluded anyway, ``spared`` those that the user requested by name.
+    Strikes by a person are only limited by what the job needs.
     """
     candidates = None if partition is None else frozenset(partition)
     left_out, spared_nodes = frozenset(excluded), frozenset(spared)
@@ -83,7 +83,7 @@ def excluded_by_ledger(
 
 
 def most_excluded(size: int, rules: NodeRules) -> int:
-    """How many nodes of a partition of that size runs' strikes exclude at most: one at least."""
+    """How many nodes of a partition of that size strikes of runs can exclude: at least one."""
     return max(1, math.floor(rules.most_share * size))
 
 
@@ -97,9 +97,9 @@ def spared(
 ) -> tuple[str, ...]:
     """Of the nodes that a recovery plan excludes, as many as the job can do without, sorted.
 
-    A job that asks for more nodes than are left waits for ever.  ``partition`` are the nodes that
-    it could have (None: unknown, and the plan holds), ``needed`` how many it needs, ``newest``
-    those that go before the others, ``excluded`` those excluded anyway.
+    A job that requests more nodes than are left waits for ever.  ``partition`` are the nodes that
+    it could get (None: unknown, and the plan is kept), ``needed`` how many it needs, ``newest``
+    those with priority over the others, ``excluded`` those excluded anyway.
     """
     names = sorted(set(exclude))
     if partition is None:
@@ -112,7 +112,7 @@ def spared(
 
 
 def _within(convicted: Iterable[NodeScore], share: int) -> list[NodeScore]:
-    """All that people struck, and as many of the others as may be."""
+    """All nodes struck by people, and as many of the others as the limit allows."""
     within: list[NodeScore] = []
     for each in convicted:
         if not each.by_hand:

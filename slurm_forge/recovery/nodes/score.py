@@ -1,11 +1,11 @@
 """What strikes add up to: how bad each node is, and until when.  Pure.
 
-Strikes lose half of their weight in every half-life.  What one person's runs say in the same few
-hours, for the same cause, is shared out between the nodes they say it of: a program that crashes
-everywhere convicts no node, one node that fails where others don't is convicted.  Of one run only
-one strike counts of those that it makes in the same hours at one node for one cause: a program
-with a fault of its own may be started again and again where it failed.  A driver's error text and
-Slurm's node failure stand by themselves: programs don't make them.
+Strikes lose half of their weight in every half-life.  Strikes by one person's runs within the same
+few hours and for the same cause are shared out between the nodes that they name: a program that
+crashes everywhere convicts no node, while a node that fails where others don't is convicted.  Of
+the strikes of one run in the same hours, at one node and for one cause, only one counts: a program
+with a fault of its own may be restarted again and again where it failed.  A driver's error text and
+Slurm's node failure count fully on their own: programs don't cause them.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from slurm_forge.recovery.nodes.statements import (
 )
 from slurm_forge.vocabulary.cause import REPORTED_NODE_FAULTS
 
-#: Who said it, and what.
+#: Who reported it, and for which cause.
 _Source = tuple[str, str]
 _BY_AUTHORITY = frozenset(cause.value for cause in REPORTED_NODE_FAULTS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeScore:
-    """What the ledger says of one node.
+    """The ledger's verdict on one node.
 
-    ``convicted``: it is to be excluded where the cap allows, until ``until`` (None: until somebody
+    ``convicted``: it is to be excluded if the cap allows, until ``until`` (None: until somebody
     releases it, or not convicted).  ``by_hand``: a person struck it.  ``strikes`` are those that
     nobody has released, the newest first.
     """
@@ -48,9 +48,9 @@ class NodeScore:
 
 
 def node_scores(ledger: Ledger, now: float, rules: NodeRules) -> tuple[NodeScore, ...]:
-    """What is said of every node that anything counts against, the worst first.
+    """The verdicts on all nodes with strikes, the worst first.
 
-    First those that a person struck, then by score, then by name.
+    Nodes struck by a person come first, then by score, then by name.
     """
     strikes = _once(ledger.strikes)
     freed = _released(ledger, now)
@@ -66,14 +66,14 @@ def node_scores(ledger: Ledger, now: float, rules: NodeRules) -> tuple[NodeScore
 
 
 def faded(strike: Strike, now: float, rules: NodeRules) -> float:
-    """What is left of the weight of one strike, before anything is shared out."""
+    """The remaining weight of one strike, before anything is shared out."""
     if strike.cause == BY_HAND:
         return 0.0 if _expired(strike, now) else strike.weight
     return strike.weight * _decay(now - strike.time, rules)
 
 
 def _once(strikes: Iterable[Strike]) -> list[Strike]:
-    """Without doubles: of one incident a node is struck once, by the heaviest, the earliest."""
+    """Remove duplicates: an incident strikes a node once, by the heaviest and earliest entry."""
     unique: dict[tuple[str, ...], Strike] = {}
     for strike in sorted(set(strikes), key=_order):
         if not strike.incident_id:
@@ -104,9 +104,9 @@ def _order(strike: Strike) -> tuple[float, str, str, str, str, str, float, float
 def _one_of_a_run(
     strikes: Sequence[Strike], counted: Collection[Strike], rules: NodeRules
 ) -> list[Strike]:
-    """Without what one run repeats in the same hours: the heaviest stands for all of them.
+    """Keep one of the strikes that a run repeats in the same hours: the heaviest.
 
-    ``strikes`` are ordered by time.  What is released stands for nothing that is not.
+    ``strikes`` are ordered by time.  A released strike never replaces one that is not.
     """
     reach = rules.together.total_seconds()
     first_times: dict[tuple[object, ...], float] = {}
@@ -125,12 +125,12 @@ def _one_of_a_run(
 
 
 def _is_authoritative(strike: Strike, rules: NodeRules) -> bool:
-    """Whether a driver or Slurm said it of this very node."""
+    """Whether a driver or Slurm reported it about this very node."""
     return strike.cause in _BY_AUTHORITY and strike.weight >= rules.sure
 
 
 def _shares(strikes: Sequence[Strike], rules: NodeRules) -> dict[Strike, float]:
-    """Of what its source said around the same time for the same cause, how much fell on its node.
+    """The node's share of what its source reported around the same time for the same cause.
 
     ``strikes`` are ordered by time.  The share of a strike does not depend on the present.
     """
@@ -157,20 +157,20 @@ def _shares(strikes: Sequence[Strike], rules: NodeRules) -> dict[Strike, float]:
 
 
 class _Sums:
-    """Sums of weights over spans of time."""
+    """Sums of weights over intervals of time."""
 
     def __init__(self, strikes: Sequence[Strike]) -> None:
         self._times = [strike.time for strike in strikes]
         self._sums = [0.0, *accumulate(strike.weight for strike in strikes)]
 
     def between(self, first: float, last: float) -> float:
-        """Of all from ``first`` to ``last``, both included."""
+        """The sum from ``first`` to ``last``, both included."""
         end, begin = bisect_right(self._times, last), bisect_left(self._times, first)
         return self._sums[end] - self._sums[begin]
 
 
 def _who(strike: Strike) -> str:
-    """Who said it: a user, else a run."""
+    """The source: a user, else a run."""
     return strike.by or strike.run
 
 
@@ -179,9 +179,9 @@ def _source(strike: Strike) -> _Source:
 
 
 def _released(ledger: Ledger, now: float) -> dict[str, float]:
-    """Until when a node is released.
+    """The time until which a node is released.
 
-    A release that claims to be of the future would clear what has not happened yet.
+    A release dated in the future would cancel strikes that have not happened yet.
     """
     latest: dict[str, float] = {}
     for release in ledger.releases:
@@ -195,7 +195,7 @@ def _expired(strike: Strike, now: float) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _SourceWeight:
-    """What one source says against one node now: what counts of it, and all of it."""
+    """What one source reports against one node now: the part that counts, and all of it."""
 
     counts: float
     total: float
@@ -208,7 +208,7 @@ class _SourceWeight:
 
 @dataclass(frozen=True, slots=True)
 class _Weighing:
-    """What is needed to weigh what is said of one node."""
+    """What is needed to weigh the strikes of one node."""
 
     fraction: Mapping[Strike, float]
     now: float
@@ -236,7 +236,7 @@ class _Weighing:
     def _sources(self, strikes: Iterable[Strike]) -> list[_SourceWeight]:
         counts: defaultdict[_Source, list[tuple[float, float]]] = defaultdict(list)
         for strike in strikes:
-            part = self.fraction.get(strike)  # none by hand, nor what a run has repeated
+            part = self.fraction.get(strike)  # None: by hand, or repeated by a run
             if part is not None:
                 weight = strike.weight * _decay(self.now - strike.time, self.rules)
                 counts[_source(strike)].append((weight * part, weight))
@@ -253,7 +253,7 @@ def _score(sources: Sequence[_SourceWeight], factor: float, rules: NodeRules) ->
 
 
 def _seconds_above(sources: Sequence[_SourceWeight], rules: NodeRules) -> float:
-    """For how long the score stays at the threshold or above, to the second; 0 if it is below."""
+    """For how long the score stays at the threshold or above, to the second; 0 if below it."""
     if _score(sources, 1.0, rules) < rules.threshold:
         return 0.0
     low, high = 0.0, 1.0
@@ -270,5 +270,5 @@ def _seconds_above(sources: Sequence[_SourceWeight], rules: NodeRules) -> float:
 
 
 def _decay(age: float, rules: NodeRules) -> float:
-    """How much of a weight is left at that age; a clock that is ahead makes nothing heavier."""
+    """The remaining share of a weight at that age; a clock that is ahead makes nothing heavier."""
     return float(0.5 ** (max(0.0, age) / rules.half_life.total_seconds()))

@@ -1,11 +1,11 @@
-"""What is said of nodes, and the rules by which it is weighed.  Pure."""
+"""Strikes and releases of nodes, and the rules by which they are weighed.  Pure."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from datetime import timedelta
 
-#: The cause of a strike that a person made.
+#: The cause of a strike by a person.
 BY_HAND = "by_hand"
 #: No single strike weighs more.
 MOST_WEIGHT = 2.0
@@ -13,11 +13,11 @@ MOST_WEIGHT = 2.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Strike:
-    """Something that speaks against a node.
+    """Evidence against a node.
 
     ``time`` and ``until`` are seconds since the epoch.  ``run`` is the path of the run, ``by`` the
-    name of its user.  A person's strike (``cause`` is ``BY_HAND``) does not fade: it is enough by
-    itself until ``until``, and where that is None until somebody releases the node.
+    name of its user.  A person's strike (``cause`` is ``BY_HAND``) does not fade: it suffices alone
+    until ``until``, or if that is None until somebody releases the node.
     """
 
     node: str
@@ -33,7 +33,7 @@ class Strike:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeRelease:
-    """A person trusts a node again: what was said of it up to ``time`` no longer counts."""
+    """A person trusts a node again: strikes up to ``time`` no longer count."""
 
     node: str
     time: float
@@ -43,7 +43,7 @@ class NodeRelease:
 
 @dataclass(frozen=True, slots=True)
 class Ledger:
-    """Everything that is known, in any order; doubles do no harm."""
+    """All strikes and releases, in any order; duplicates do no harm."""
 
     strikes: tuple[Strike, ...] = ()
     releases: tuple[NodeRelease, ...] = ()
@@ -53,11 +53,11 @@ class Ledger:
 class NodeRules:
     """How strikes are weighed.
 
-    ``together`` is how near in time strikes are taken for consequences of one thing;
-    ``most_alone`` is the most that one person's runs can say against a node for one cause: less
+    ``together`` is how close in time strikes count as consequences of one event;
+    ``most_alone`` is the most that one person's runs can report against a node for one cause: less
     than twice the threshold, so that of nodes struck together at most one is convicted.  ``sure``
-    is the least weight at which a driver's or Slurm's word stands by itself, whatever is said of
-    other nodes.  ``most_unknown`` is how many are left out where the partition's size is not known.
+    is the least weight at which a report of a driver or of Slurm counts on its own, whatever is
+    reported of other nodes.  ``most_unknown`` is the cap if the partition's size is unknown.
     """
 
     half_life: timedelta = timedelta(days=3)

@@ -1,4 +1,4 @@
-"""Whether attempts get anywhere: what a row of failures is measured by.  Pure."""
+"""Whether attempts make progress: the measure of a series of failures.  Pure."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ def made_progress(state: RunState, incident: Incident) -> bool:
 
 
 def attempt_of(state: RunState, incident: Incident) -> AttemptState | None:
-    """The attempt that an incident is of: not always the last one that has begun."""
+    """The attempt that an incident belongs to: not always the last one that has begun."""
     number = incident.id.partition(".")[0]
     matching = (each for each in reversed(state.attempts) if str(each.number) == number)
     return next(matching, state.attempts[-1] if state.attempts else None)
 
 
 def let_go_since(state: RunState) -> int:
-    """The newest attempt when a person last let the run go on; 0 where nobody had to.
+    """The newest attempt when a person last let the run continue; 0 if that never happened.
 
-    Nobody else brings back what was held.
+    Only a person brings back a run that was held.
     """
     on_hold = (
         attempt.number
@@ -45,7 +45,7 @@ def let_go_since(state: RunState) -> int:
 
 @dataclass(frozen=True, slots=True)
 class AttemptOutcome:
-    """What an attempt came to: ``mark`` is the furthest checkpoint before it."""
+    """The result of an attempt: ``mark`` is the furthest checkpoint before it."""
 
     attempt: AttemptState
     mark: int
@@ -53,11 +53,11 @@ class AttemptOutcome:
 
 
 def outcomes(state: RunState) -> Iterator[AttemptOutcome]:
-    """What every attempt came to, in order.
+    """The results of all attempts, in order.
 
-    Only a checkpoint that is healthy and past all before it is progress.  A rollback, whose budget
-    only progress past the old place frees, puts the mark back to where it leads; and what a person
-    has let go on is measured from where it went on.
+    Only a healthy checkpoint past all earlier ones is progress.  A rollback, whose budget only
+    progress past the old place renews, moves the mark back to its target; after a person let the
+    run continue, progress is measured from where it continued.
     """
     mark = 0
     since = let_go_since(state)
@@ -76,7 +76,7 @@ def outcomes(state: RunState) -> Iterator[AttemptOutcome]:
 
 
 def _in_order(attempt: AttemptState) -> Iterator[int | Decision]:
-    """Steps of healthy checkpoints, and rollbacks, as they came."""
+    """Steps of healthy checkpoints, and rollbacks, in order of occurrence."""
     visited: set[str] = set()
     for _, what in attempt.checkpoints_and_decisions:
         if isinstance(what, CheckpointCommitted):
@@ -91,5 +91,5 @@ def _in_order(attempt: AttemptState) -> Iterator[int | Decision]:
 def _target_step(decision: Decision) -> int:
     try:
         return 0 if decision.target is None else CheckpointName.parse(decision.target).step
-    except ValueError:  # of a journal that somebody has edited
+    except ValueError:  # from a journal that was edited by hand
         return 0

@@ -21,13 +21,13 @@ from slurm_forge.vocabulary.plan import Variable
 
 
 def skips_allowed(policy: Recovery, cause: Cause) -> int:
-    """How many steps in a row may be skipped before an incident is made of it."""
+    """How many steps in a row may be skipped before that becomes an incident."""
     rungs = policy.ladder(cause)
     return sum(rung.times or 0 for rung in rungs if rung.do is Action.SKIP)
 
 
 def asks_hook_first(policy: Recovery, cause: Cause) -> bool:
-    """Whether the program's hook comes before the ladder: no rung gives it another place."""
+    """Whether the program's hook comes before the ladder: it has no rung of its own."""
     return all(rung.do is not Action.HOOK for rung in policy.ladder(cause))
 
 
@@ -48,19 +48,19 @@ def decide(
     on_hang: tuple[Variable, ...] = (),
     program: ProgramCheckpoints | None = None,
 ) -> Decision:
-    """What is done about an incident; the same again for one that was decided on already.
+    """The decision on an incident; the same one again if it was decided on already.
 
-    Takes the first rung of the cause's ladder whose budget is left and that can be applied; budgets
-    were charged by earlier decisions and are freed by progress past the old high-water step.  Where
-    going on would be a loop (``loop_detection``) it is a hold, whatever the ladder says.  ``mem``
-    is the memory per node that the job asks for, in bytes, ``time`` its time limit, ``nodes`` how
-    many; None is not known.  ``now`` is in seconds since the epoch.  ``in_process``: the launch has
-    not ended, so that ``warn`` may be chosen.  With ``hook`` the answer may be ``Action.HOOK``, a
-    question that is not journalled: ask the hook and go on with ``instability_hook.apply_answer``.
-    ``allocation``: ranks can be started again where they were; ``allocation_state``: what is left
-    there, for a job that goes on without the nodes that it loses.  ``on_hang``: the site's
-    variables for after a hang.  ``program``: what a program with checkpoints of its own could go
-    back to.
+    Takes the first rung of the cause's ladder that has budget left and can be applied; budgets
+    were charged by earlier decisions and are renewed by progress past the old high-water step.  If
+    continuing would be a loop (``loop_detection``), the decision is a hold, whatever the ladder
+    says.  ``mem`` is the requested memory per node in bytes, ``time`` the time limit, ``nodes`` the
+    number of nodes; None is unknown.  ``now`` is in seconds since the epoch.  ``in_process``: the
+    launch has not ended, so that ``warn`` may be chosen.  With ``hook`` the answer may be
+    ``Action.HOOK``, a question that is not journalled: ask the hook and continue with
+    ``instability_hook.apply_answer``.  ``allocation``: ranks can be restarted where they were;
+    ``allocation_state``: what is left there, for a job that survives the loss of nodes.
+    ``on_hang``: the site's variables for after a hang.  ``program``: what a program with its own
+    checkpoints could go back to.
     """
     earlier = state.decided_on(incident.id)
     if earlier is not None and earlier.cause is incident.cause:
@@ -87,7 +87,7 @@ def decide(
     refused: list[str] = []
     for index, rung in enumerate(policy.ladder(incident.cause)):
         if rung.do is Action.SKIP:
-            continue  # cured step by step: what is decided on is what was too much of it
+            continue  # cured step by step: an incident means that it was too much of that
         if rung.times is not None and state.times(incident.cause, index) >= rung.times:
             refused.append(f"{rung.do.value} used {_times(rung.times)}")
             continue
@@ -127,8 +127,8 @@ def _step_taken(
 
 
 def _wait(rung: Rung, before: int) -> timedelta:
-    """Twice as long each time that the rung was taken ``before`` without progress since."""
-    doublings = min(before, 20)  # more would only overflow
+    """Doubled each time the rung was taken ``before`` without progress since."""
+    doublings = min(before, 20)  # more would overflow
     return min(rung.wait * (1 << doublings), LONGEST_WAIT)
 
 

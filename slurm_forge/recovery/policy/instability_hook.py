@@ -1,4 +1,4 @@
-"""What a program's ``on_instability`` hook decides, made safe: charged, bounded, never a loop."""
+"""Apply the answer of a program's ``on_instability`` hook: charged, bounded, never a loop."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from slurm_forge.recovery.policy.skip_windows import merged
 from slurm_forge.vocabulary.decision import Action, Change, Decision, Incident
 from slurm_forge.vocabulary.plan import RecoveryPlan
 
-#: How often a hook without a rung of its own is heard before training has to get further.
+#: How often a hook without a rung of its own is asked before training has to make progress.
 HOOK_TIMES = 10
 _FINAL = frozenset({Action.HOLD, Action.RAISE, Action.STOP})
 
@@ -33,11 +33,11 @@ def apply_answer(
     rung: int | None = None,
     batch_coupled: bool = False,
 ) -> Decision | None:
-    """The decision to journal when a hook has answered; None where the ladder has to decide.
+    """The decision to journal after a hook's answer; None if the ladder has to decide.
 
-    ``rung`` is that of the question (``decide`` said ``Action.HOOK``), None where the hook is asked
-    before the ladder: then it is heard ``HOOK_TIMES`` times without progress.  Which checkpoint is
-    gone back to is ours to say unless the answer names one that may be used.
+    ``rung`` is that of the question (``decide`` returned ``Action.HOOK``), None if the hook is
+    asked before the ladder: then it is asked ``HOOK_TIMES`` times without progress.  slurm_forge
+    chooses the checkpoint to go back to unless the answer names a usable one.
     """
     action = answer.action
     if action is Action.HOOK:

@@ -1,7 +1,7 @@
-"""Why going on would be a loop: the same again, getting nowhere, or too often.  Pure.
+"""Why continuing would be a loop: the same failure, no progress, or too often.  Pure.
 
-Asked before the ladder of a cause, whose budgets know nothing of other causes and nothing at all of
-what has no budget.  Whatever a person has let go on is counted anew from there.
+Evaluated before the ladder of a cause, whose budgets ignore other causes and whatever has no
+budget.  When a person lets the run continue, counting starts anew from there.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from slurm_forge.spec.recovery import Limits
 from slurm_forge.vocabulary.cause import USER_REQUESTS, Cause
 from slurm_forge.vocabulary.decision import Incident
 
-#: Nobody's fault: another attempt may well fare better.
+#: Nobody's fault: another attempt may well succeed.
 _INTERRUPTIONS = frozenset({Cause.PREEMPTED, Cause.NODE_FAIL, Cause.ADMIN_REQUEUE})
-#: Nothing of the run's own either: what they may cost is for their ladders to say.
+#: Not caused by the run either: their ladders limit what they may cost.
 _CIRCUMSTANCES = _INTERRUPTIONS | {Cause.EXTERNAL_SERVICE, Cause.STORAGE}
-#: What the program does by itself, wherever it runs.  (A hang or a lost GPU at the start is cured
-#: by other nodes, memory by less of it: their ladders come to that.)
+#: Caused by the program itself, wherever it runs.  (A hang or a lost GPU at the start is cured by
+#: other nodes, lack of memory by using less: their ladders get there.)
 _PROGRAM = frozenset({
     Cause.APP_ERROR, Cause.CRASH, Cause.UNKNOWN, Cause.ENV_MISMATCH, Cause.CHECKPOINT_BAD,
 })  # fmt: skip
-#: The second time in a row that these look alike, a third would too.
+#: If these occur twice in a row and are similar, a third time would be similar, too.
 _DETERMINISTIC = frozenset({
     Cause.APP_ERROR, Cause.CHECKPOINT_BAD, Cause.ENV_MISMATCH, Cause.RANK_MISMATCH,
 })  # fmt: skip
@@ -41,7 +41,7 @@ _DAY_S = 86_400.0
 
 @dataclass(frozen=True, slots=True)
 class Loop:
-    """Why not to go on, and what a person does next; empty where that is for the cause to say."""
+    """Why not to continue, and a person's next step; empty if the cause determines it."""
 
     why: str
     next_step: str = ""
@@ -50,7 +50,7 @@ class Loop:
 def looping(
     limits: Limits, state: RunState, incident: Incident, *, now: float | None = None
 ) -> Loop | None:
-    """Why going on after this incident would be a loop, or None.
+    """Why continuing after this incident would be a loop, or None.
 
     ``now`` is in seconds since the epoch; without it, the day ends with the newest launch.
     """
@@ -80,7 +80,7 @@ def _usage_error(incident: Incident) -> Loop | None:
 
 
 def _repeat(state: RunState, incident: Incident, since: int) -> Loop | None:
-    """The program failed just as it did the last time, and for a crash not for its node's sake."""
+    """The program failed just like the last time, and for a crash not because of its node."""
     if incident.cause not in _DETERMINISTIC | {Cause.CRASH} or not incident.evidence:
         return None
     nodes = frozenset(name for attempt in state.attempts for name in attempt.nodes)
@@ -90,7 +90,7 @@ def _repeat(state: RunState, incident: Incident, since: int) -> Loop | None:
         if not alike(incident, earlier, nodes):
             break
         if not known_step and _advanced_since(state, earlier, incident):
-            break  # a program whose steps nobody knows was not at the same place
+            break  # a program without known steps was not at the same place
         row.append(earlier)
     hosts = [set(each.hosts) for each in row]
     elsewhere = not hosts[0] or any(not each or not each & hosts[0] for each in hosts[1:])
@@ -119,9 +119,9 @@ def _place(incident: Incident) -> tuple[int, int]:
 
 
 def _failures(state: RunState, since: int, incident: Incident) -> Iterator[Incident]:
-    """Incidents before this one, the newest first, without those that came from outside.
+    """Incidents before this one, the newest first, without those with external causes.
 
-    One of the name of this one is this one, which may be in the journal already.
+    The incident itself, which may be in the journal already, is recognized by its name.
     """
     counted_ids = {incident.id}
     for attempt in reversed(state.attempts):
@@ -129,7 +129,7 @@ def _failures(state: RunState, since: int, incident: Incident) -> Iterator[Incid
             counts = each.cause not in _INTERRUPTIONS | USER_REQUESTS | {Cause.TIME_LIMIT}
             if attempt.number > since and counts and each.id not in counted_ids:
                 yield each
-            counted_ids.add(each.id)  # what is written twice counts once
+            counted_ids.add(each.id)  # duplicates count once
 
 
 # -- launches that never get to training -----------------------------------------------------------
@@ -199,16 +199,16 @@ def _no_progress(
 
 
 def _changes(attempt: AttemptState) -> bool:
-    """Whether it ended with other parameters for the next one: that is another try.
+    """Whether it ended with other parameters for the next attempt, which makes that a new try.
 
-    Not so other nodes: nobody knows whether it was theirs.
+    Other nodes do not count: nobody knows whether the node was the reason.
     """
     last = attempt.decisions[-1][1] if attempt.decisions else None
     return last is not None and any(each.parameter != "exclude_nodes" for each in last.changes)
 
 
 def _cause_of(attempt: AttemptState) -> Cause | None:
-    """What an earlier attempt ended with; None where nobody could tell."""
+    """The cause of an earlier attempt's end; None if it is unknown."""
     if attempt.decisions:
         return attempt.decisions[-1][1].cause
     return attempt.incidents[-1][1].cause if attempt.incidents else None
@@ -229,7 +229,7 @@ def _counted(causes: Iterable[Cause | None]) -> str:
 
 
 def _ceiling(limits: Limits, state: RunState, now: float | None, since: int) -> Loop | None:
-    """As many starts as may be, by themselves; the next one would be one more."""
+    """The maximum number of automatic starts is reached; the next one would exceed it."""
     starts = [
         each.started
         for attempt in attempts_of(state)

@@ -1,8 +1,8 @@
-"""What is learned about micro-batches from running out of memory: pure decisions.
+"""What running out of memory teaches about micro-batches: pure decisions.
 
-A run that had to make its micro-batch smaller tells the next run with the same model on the same
-hardware, which then begins with what fits.  After a while the next larger one is tried again:
-drivers, libraries and models' surroundings change.
+A run that had to reduce its micro-batch passes this on to the next run with the same model on the
+same hardware, which then begins with what fits.  After a while the next larger one is tried again:
+drivers, libraries and the model's environment change.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from slurm_forge.spec.recovery import Recovery
 from slurm_forge.vocabulary.cause import Cause
 from slurm_forge.vocabulary.decision import Action
 
-#: A larger micro-batch is tried again after this time, doubled after each try that failed.
+#: A larger micro-batch is tried again after this time, doubled after each failure.
 _TRY_AFTER = timedelta(days=7)
 _MOST_DOUBLINGS = 5
 
@@ -23,7 +23,7 @@ _MOST_DOUBLINGS = 5
 class Learned:
     """``micro_batch`` fits as far as is known; ``proven`` once healthy steps were made with it.
 
-    ``since`` (aware) is when something larger last ran out of memory or was tried, ``tries`` how
+    ``since`` (aware) is when a larger one last ran out of memory or was tried, ``tries`` how
     often trying it again has failed.
     """
 
@@ -34,7 +34,7 @@ class Learned:
 
 
 def may_shrink(policy: Recovery, *, batch_coupled: bool) -> bool:
-    """Whether the job lets recovery change the micro-batch: only then is anything suggested."""
+    """Whether the job lets recovery change the micro-batch: only then is one suggested."""
     rungs = policy.ladder(Cause.CUDA_OOM)
     return not batch_coupled and any(rung.do is Action.SHRINK_MICRO_BATCH for rung in rungs)
 
@@ -45,7 +45,7 @@ def waits(learned: Learned) -> timedelta:
 
 
 def propose(configured: int, learned: Learned | None, now: datetime) -> int:
-    """The micro-batch to begin a run with that asks for ``configured``."""
+    """The micro-batch for the beginning of a run with ``configured`` in its job file."""
     if learned is None or learned.micro_batch >= configured:
         return configured
     if now - learned.since < waits(learned):
@@ -54,12 +54,12 @@ def propose(configured: int, learned: Learned | None, now: datetime) -> int:
 
 
 def try_begins(learned: Learned, now: datetime) -> Learned:
-    """A run begins with more than what is known to fit: others don't try at the same time."""
+    """A run begins with more than is known to fit: others don't try at the same time."""
     return replace(learned, since=now)
 
 
 def ran_out(learned: Learned | None, micro_batch: int, smaller: int, now: datetime) -> Learned:
-    """Memory ran out with ``micro_batch``, and ``smaller`` comes next."""
+    """Memory ran out with ``micro_batch``; ``smaller`` comes next."""
     if learned is not None and learned.micro_batch < micro_batch:
         return replace(learned, since=now, tries=learned.tries + 1)
     tries = 0 if learned is None else learned.tries
@@ -69,7 +69,7 @@ def ran_out(learned: Learned | None, micro_batch: int, smaller: int, now: dateti
 def worked(
     learned: Learned | None, micro_batch: int, configured: int, now: datetime
 ) -> Learned | None:
-    """Healthy steps were made with ``micro_batch``; None: there is nothing to know any more."""
+    """Healthy steps were made with ``micro_batch``; None: nothing needs to be remembered."""
     if micro_batch >= configured:
         return None
     if learned is None or micro_batch > learned.micro_batch:

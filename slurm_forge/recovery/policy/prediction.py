@@ -1,8 +1,8 @@
-"""What will happen to a run here: at a preemption, and at the time limit.  Pure.
+"""Predict what will happen to a run: at a preemption, and at the time limit.  Pure.
 
-From what Slurm says of itself (``ConfigRecord``, the preemption rules) and what the job asks for
-to a typed prediction, which ``doctor`` puts into words and which a real preemption can be held
-against, field by field.  Sources: src/interfaces/preempt.c and src/slurmctld/job_mgr.c.
+From Slurm's configuration (``ConfigRecord``, the preemption rules) and the job's options to a
+typed prediction, which ``doctor`` puts into words and against which a real preemption can be
+compared field by field.  Sources: src/interfaces/preempt.c and src/slurmctld/job_mgr.c.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from slurm_forge.slurm.versions import SlurmRelease, has
 
 #: slurm.conf, KillWait: its default.
 _KILL_WAIT = timedelta(seconds=30)
-#: From the requeue until a run that asked for an early start is back, on an idle cluster
+#: From the requeue until a run that requested an early start is back, on an idle cluster
 #: (docs/results/requeue.md).
 _SHORTENED = timedelta(seconds=25)
-#: A successor that waits for the end of its job starts within seconds of it.
+#: A successor that waits for the end of its job starts within this time of it.
 _SUCCESSOR = timedelta(seconds=2)
 #: And counts it.
 _REQUEUES_WHAT_EXITS = "requeues a job that exits in its grace time"
@@ -29,24 +29,24 @@ _MAX_BATCH_REQUEUE = 5
 
 
 class BroughtBack(str, Enum):
-    """Who puts a run that has lost its nodes back into the queue."""
+    """Who puts a run that lost its nodes back into the queue."""
 
-    #: Not needed: it is never preempted, or goes on where it was.
+    #: Nobody needs to: it is never preempted, or continues where it was.
     NOBODY = "nobody"
     #: The run itself, by ``scontrol requeue``, once it has saved: same job id.
     RUN = "the run"
     #: Slurm, once it has killed the job: same job id.
     SLURM = "Slurm"
-    #: A new job that the run submits behind itself.
+    #: A new job that the run submits as its successor.
     SUCCESSOR = "a successor"
     #: The next task of its array.
     CHAIN = "the chain"
-    #: The job waits, held, until somebody releases it.
+    #: The job waits, held, until a person releases it.
     PERSON = "a person"
 
 
 class FirstSignal(str, Enum):
-    """What the ranks see first; SIGCONT, which comes before it, is not counted."""
+    """The first signal that ranks get, not counting SIGCONT before it."""
 
     SIGTERM = "SIGTERM"
     #: The one of ``--signal``.
@@ -55,40 +55,40 @@ class FirstSignal(str, Enum):
 
 
 class ResumesFrom(str, Enum):
-    """What a run goes on from."""
+    """What a run resumes from."""
 
     #: Processes and memory stay: nothing is loaded.
     MEMORY = "memory"
     #: What is saved after the notice.
     LAST_SAVE = "a save after the notice"
-    #: The notice may be too short, or nobody knows its length.
+    #: The notice may be too short, or its length is unknown.
     PERIODIC = "the last periodic checkpoint"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobConditions:
-    """A job and what Slurm and the site say of the place that it runs in.
+    """A job, and what Slurm and the site say about the place where it runs.
 
-    ``preemption`` is what is in force there.  ``preemptable`` is whether anybody may preempt
-    jobs there at all, None where nobody knows.  ``save`` is how long a save takes, None where none
-    was seen.
+    ``preemption`` is the mode in force there.  ``preemptable`` is whether jobs there can be
+    preempted at all, None if unknown.  ``save`` is the duration of a save, None if there was
+    none yet.
     """
 
     preemption: Preemption = field(default_factory=Preemption)
     preemptable: bool | None = None
     config: ConfigRecord | None = None
     self_requeue_allowed: bool | None = None
-    #: From a requeue until the job can start again, where Slurm itself can't be asked.
+    #: From a requeue until the job can start again, if Slurm itself can't be queried.
     requeue_delay: timedelta | None = None
     shorten_requeue: bool = True
-    #: Whether the job asks for ``--requeue``; False for ``--no-requeue``, None for neither.
+    #: Whether the job has ``--requeue``; False for ``--no-requeue``, None for neither.
     requeue: bool | None = True
-    #: Whether the script asks for a warning signal (``--signal``).
+    #: Whether the script requests a warning signal (``--signal``).
     warned: bool = True
     limit: timedelta | None = None
     lead: timedelta = timedelta(minutes=2)
     save: timedelta | None = None
-    #: Whether further tasks of the run's array wait behind it.
+    #: Whether further tasks of the run's array follow it.
     chained: bool = False
 
 
@@ -96,9 +96,9 @@ class JobConditions:
 class Prediction:
     """What happens to a run that is preempted, and to one that reaches its time limit.
 
-    None is "nobody knows".  ``notice`` is from the first signal until Slurm ends the job; after it
+    None means unknown.  ``notice`` is from the first signal until Slurm ends the job; after it
     the job has ``kill_wait`` until SIGKILL.  ``delay`` is from the request until the run can start
-    again, room provided.
+    again, if there is room.
     """
 
     mode: PreemptionMode | None
@@ -106,12 +106,12 @@ class Prediction:
     kill_wait: timedelta
     first_signal: FirstSignal
     back_by: BroughtBack
-    #: None where nothing comes back, or nobody knows.
+    #: None if nothing comes back, or it is unknown.
     same_job: bool | None
     delay: timedelta | None
     resumes_from: ResumesFrom
     exempt: timedelta | None = None
-    #: How long before the time limit the run is told to stop; None without a limit.
+    #: How long before the time limit the run is made to stop; None without a limit.
     lead: timedelta | None = None
     limit_back_by: BroughtBack = BroughtBack.RUN
     #: What can't work here, and what to watch, as sentences.
@@ -120,7 +120,7 @@ class Prediction:
 
 
 def predict(here: JobConditions) -> Prediction:
-    """What will happen to a run in these circumstances."""
+    """Predict what will happen to a run in these circumstances."""
     config = here.config
     kill_wait = (config and config.kill_wait) or _KILL_WAIT
     if config is not None and config.kill_wait == timedelta(0):
@@ -146,7 +146,7 @@ def predict(here: JobConditions) -> Prediction:
 
 
 def _requeueable(here: JobConditions) -> bool:
-    """Whether ``scontrol requeue`` works: JobRequeue counts only for jobs that say nothing."""
+    """Whether ``scontrol requeue`` works: JobRequeue counts only for jobs without an option."""
     if here.requeue is not None:
         return here.requeue
     return here.config is None or here.config.job_requeue is not False
@@ -175,7 +175,7 @@ def brought_back(here: JobConditions) -> BroughtBack:
     if mode in (PreemptionMode.OFF, PreemptionMode.SUSPEND):
         return BroughtBack.NOBODY
     at_limit = _after_limit(here)
-    # Slurm does it in the same moment, before anybody could.
+    # Slurm does it in the same moment, before anybody else could.
     at_once = mode is PreemptionMode.REQUEUE and notice == timedelta(0) and _requeueable(here)
     return BroughtBack.SLURM if at_once else at_limit
 

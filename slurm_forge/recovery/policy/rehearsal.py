@@ -1,4 +1,4 @@
-"""What a policy would do about a cause, step by step: the real decisions on made-up events."""
+"""What a policy would do about a cause, step by step: real decisions on simulated events."""
 
 from __future__ import annotations
 
@@ -30,20 +30,20 @@ from slurm_forge.vocabulary.plan import SampleWindow, Variable
 from slurm_forge.vocabulary.trust import Trust
 
 _FINAL = frozenset({Action.HOLD, Action.RAISE, Action.STOP})
-#: Found while the launch lives: where the ladder warns it goes on.
+#: Found while the launch lives: where the ladder warns, it continues.
 _SEEN_ALIVE = frozenset({Cause.HANG, Cause.STRAGGLER, Cause.RANK_MISMATCH})
 _NEW_ATTEMPT = frozenset({Action.REQUEUE, Action.RAISE_MEM, Action.RAISE_TIME, Action.FEWER_NODES})
-#: How many more incidents are tried to see where it ends; a ladder that goes on then has no end.
+#: How many more incidents are simulated to find the end; a ladder that continues then has none.
 _FAR = 200
-#: Between two strikes: what comes without limit is to be seen so, not stopped for coming often.
+#: Time between two strikes: an unlimited ladder must not be stopped for striking too often.
 _BETWEEN_S = 3600.0
-#: More checkpoints than these are not made up: nobody keeps them.
+#: No more checkpoints than these are simulated: nobody keeps that many.
 _MOST_CHECKPOINTS = 1000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Assumed:
-    """What a job file does not say and the rehearsal rests on; sizes in samples."""
+    """Assumptions of the rehearsal beyond the job file; sizes in samples."""
 
     every_steps: int = 100
     global_batch: int = 512
@@ -54,10 +54,10 @@ class Assumed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Act:
-    """One incident and what is done about it.
+    """One incident, and the action taken.
 
-    ``skipped`` updates were left out before, in a row.  ``left`` is how often the rung may be taken
-    again without progress; None without limit, or where nothing is charged.
+    ``skipped`` updates in a row came before it.  ``left`` is how often the rung may be taken again
+    without progress; None without a limit, or if nothing is charged.
     """
 
     number: int
@@ -69,7 +69,7 @@ class Act:
 
 @dataclass(frozen=True, slots=True)
 class Further:
-    """What would follow if it came again: an action, and how often in a row."""
+    """What would follow if it happened again: an action, and how often in a row."""
 
     action: Action
     times: int
@@ -77,9 +77,9 @@ class Further:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rehearsal:
-    """``acts`` for the incidents asked for, ``then`` what follows, ``end`` where it rests.
+    """``acts`` for the requested incidents, ``then`` what follows, ``end`` the final action.
 
-    ``end`` is None where the ladder goes on without limit.
+    ``end`` is None if the ladder continues without limit.
     """
 
     cause: Cause
@@ -91,7 +91,7 @@ class Rehearsal:
 
 
 def rehearse(job: JobSpec, cause: Cause, *, at: int, repeat: int, assumed: Assumed) -> Rehearsal:
-    """Let a cause strike ``repeat`` times at step ``at`` (counted from 1), each time as before.
+    """Let a cause strike ``repeat`` times at step ``at`` (counted from 1), each time the same way.
 
     Interruptions that save first strike again ``every_steps`` further on.  No hook is asked.
     """
@@ -118,7 +118,7 @@ def rehearse(job: JobSpec, cause: Cause, *, at: int, repeat: int, assumed: Assum
 
 
 class _Stage:
-    """A run that exists as a state only."""
+    """A simulated run, which exists only as a state."""
 
     def __init__(self, job: JobSpec, cause: Cause, at: int, assumed: Assumed) -> None:
         self._job = job
@@ -131,7 +131,7 @@ class _Stage:
         self._start_attempt()
 
     def strike(self) -> Act:
-        """Train up to the place, let it happen, decide, carry it out."""
+        """Train up to the place, let the cause strike, decide, and carry the decision out."""
         job, cause = self._job, self._cause
         self._struck += 1
         self._now += _BETWEEN_S
@@ -157,7 +157,7 @@ class _Stage:
         return act
 
     def _warned(self, incident: Incident) -> Decision | None:
-        """The warning that the launch goes on with; None where it ends."""
+        """The warning that the launch continues with; None if it ends."""
         decision = self._decided(incident, in_process=True)
         slow = incident.cause is Cause.STRAGGLER
         if slow and decision.action is Action.HOLD and decision.rung is None:
@@ -182,7 +182,7 @@ class _Stage:
         )
 
     def _room(self, incident: Incident) -> AllocationState | None:
-        """What is left of the allocation: each node that was lost has a name of its own."""
+        """What is left of the allocation: each lost node has a name of its own."""
         job = self._job
         if not job.outlives_nodes:
             return None
@@ -226,7 +226,7 @@ class _Stage:
         )
 
     def _position(self, steps: int) -> int:
-        """Where in the stream of samples training is after so many steps."""
+        """The position in the sample stream after this many steps."""
         position = steps * self._assumed.global_batch
         for window in self._state.plan.skipped:
             if window.first <= position:
@@ -234,7 +234,7 @@ class _Stage:
         return position
 
     def _train(self, onset: int) -> None:
-        """Save as the job asks for, from where training is up to the last step before ``onset``."""
+        """Save as the job requests, from the present step to the last one before ``onset``."""
         every, spec = self._assumed.every_steps, self._job.checkpoint
         resumed = newest_usable(self._state.known)
         begin = 0 if resumed is None else resumed.name.step

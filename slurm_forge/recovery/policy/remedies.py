@@ -1,4 +1,4 @@
-"""What a person can do once the ladder of a cause is used up."""
+"""What a person can do when the ladder of a cause is exhausted."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from slurm_forge.vocabulary.cause import Cause, Evidence
 
-#: How the next step begins, in the reason of a decision and in the last words of a rank.
+#: Introduces the next step in the reason of a decision and in a rank's last words.
 NEXT = "; next: "
 _UNSTABLE = (
     "look at the loss, the data and the learning rate around that step; to resume from an earlier "
@@ -45,7 +45,7 @@ _REMEDIES = {
 
 
 def train_further(run: str) -> str:
-    """What to type to go beyond the end of a finished run; ``run`` is what a person types."""
+    """The command to continue beyond the end of a finished run; ``run`` is its name or path."""
     return (
         f"slurm-forge extend {run} --set args.KEY=VALUE (more steps), or in a new run: "
         f"slurm-forge fork {run} --name NEW"
@@ -53,11 +53,11 @@ def train_further(run: str) -> str:
 
 
 def own_next_step(evidence: Iterable[Evidence]) -> str:
-    """What the error in the evidence says that the user does next; empty where none does."""
+    """The next step that the error in the evidence tells the user; empty if there is none."""
     steps = (each.text.partition(NEXT)[2].rstrip(".") for each in evidence)
     return next(filter(None, steps), "")
 
 
 def remedy(cause: Cause) -> str:
-    """One line, in the imperative; RUN in a command stands for the name of the run."""
+    """One line, in the imperative; RUN in a command is a placeholder for the run's name."""
     return _REMEDIES.get(cause, "look at the evidence (slurm-forge explain)")

@@ -1,8 +1,8 @@
-"""How long a requeued job is to wait, where Slurm alone would have it wait for two minutes.
+"""How long a requeued job is to wait, instead of Slurm's default of two minutes.
 
 Slurm applies its delay when the job has ended on its nodes, and only if the begin time is past by
-then (batch_requeue_fini in src/slurmctld/job_mgr.c).  So a begin time a little ahead of that end
-survives; one that is too near costs the whole delay.
+then (batch_requeue_fini in src/slurmctld/job_mgr.c).  So a begin time shortly after that end is
+kept; one that is too early costs the whole delay.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _MOST = timedelta(seconds=60)
 #: slurm.conf, KillWait: its default.
 _KILL_WAIT = timedelta(seconds=30)
 _SLACK = timedelta(seconds=10)
-#: A node looks every second whether the job has ended on it, and after eleven of them only every
+#: A node checks every second whether the job has ended on it, and after eleven checks only every
 #: ten seconds (pause_for_job_completion in src/slurmd/slurmd/req.c).
 _LOOKED_AT_OFTEN = timedelta(seconds=9)
 _SELDOM = timedelta(seconds=10)
@@ -36,25 +36,25 @@ _REQUEUE = "scontrol requeue"
 class BeginTimes:
     """How far ahead the begin time is set.
 
-    ``if_killed`` while we or ranks of ours may live on until Slurm kills them, ``at_exit`` as the
-    very last act.
+    ``if_killed`` while we or our ranks may live on until Slurm kills them, ``at_exit`` as the very
+    last action.
     """
 
     if_killed: timedelta
     at_exit: timedelta
 
     def at_exit_after(self, since: timedelta) -> timedelta:
-        """``at_exit`` where the request was made so long ago: a slow end is seen late."""
+        """``at_exit`` if the request was made that long ago: a slow end is noticed late."""
         return self.at_exit if since < _LOOKED_AT_OFTEN else self.at_exit + _SELDOM
 
 
 def shortened_begin_times(
     config: ConfigRecord | None, attempts: Sequence[AttemptState]
 ) -> BeginTimes | None:
-    """The begin times to ask for; None where Slurm's own delay is kept, or not known.
+    """The begin times to request; None if Slurm's own delay is kept, or unknown.
 
-    Where an earlier requeue of the run waited for the whole delay all the same, the nodes may take
-    longer to be cleaned up: three times as far ahead, and after a minute not at all.
+    If an earlier requeue of the run waited for the whole delay all the same, the nodes may take
+    longer to be cleaned up: then three times as far ahead, and beyond a minute not at all.
     """
     if config is None or config.requeue_delay <= _WORTH_IT:
         return None
@@ -68,7 +68,7 @@ def shortened_begin_times(
 
 
 def _fell_back(attempts: Sequence[AttemptState], delay: timedelta) -> int:
-    """How often the next attempt of the same job began only after Slurm's delay."""
+    """How often the next attempt of the same job began only after Slurm's full delay."""
     count = 0
     for earlier, later in itertools.pairwise(attempts):
         requeues = [(time, each) for time, each in earlier.requeues if each.method == _REQUEUE]
@@ -76,7 +76,7 @@ def _fell_back(attempts: Sequence[AttemptState], delay: timedelta) -> int:
         if not requeues or delay_s > 0 or later.job != earlier.job:
             continue
         waited = later.started - requeues[-1][0]
-        # Longer is the queue's doing.
+        # A longer wait is due to the queue.
         seconds = delay.total_seconds()
         count += seconds - 1 <= waited <= seconds + 60
     return count

@@ -1,4 +1,4 @@
-"""Where a rollback goes back to: good checkpoints from before the trouble, newest first."""
+"""The targets of rollbacks: good checkpoints from before the trouble, newest first."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from slurm_forge.vocabulary.trust import Trust
 
 @dataclass(frozen=True, slots=True)
 class RollbackTarget:
-    """The checkpoint to go back to; None where nothing was ever saved: training starts over.
+    """The checkpoint to go back to; None if nothing was ever saved: training starts over.
 
     ``further``: it is an older one than the last time.
     """
@@ -23,14 +23,14 @@ class RollbackTarget:
 
     @property
     def step(self) -> int:
-        """The step that training goes on from."""
+        """The step that training resumes from."""
         return 0 if self.name is None else self.name.step
 
 
 def again(state: RunState, incident: Incident) -> bool:
-    """Whether this is the trouble of the last rollback: it began where that one was, or before.
+    """Whether this is the trouble of the last rollback: it began at the same place, or before.
 
-    Training that has got past it since, as far as a good checkpoint, is another trouble's.
+    If training has got past that place since, up to a good checkpoint, it is another trouble.
     """
     if state.rollback is None:
         return False
@@ -40,17 +40,17 @@ def again(state: RunState, incident: Incident) -> bool:
 
 
 def next_start(state: RunState) -> RollbackTarget:
-    """Where a start would go on from now."""
+    """Where a start would resume now."""
     refusal = state.refusals()
     names = (each.name for each in state.known if refusal(each.name) is None)
     return RollbackTarget(max(names, default=None))
 
 
 def may_be_used(state: RunState, incident: Incident) -> tuple[CheckpointName, ...]:
-    """Checkpoints that an incident leaves to go back to, newest first, one of a step.
+    """Checkpoints that can be gone back to after an incident, newest first, one per step.
 
-    Good ones where there are any; else those from before the onset are all there is.
-    Nobody goes back past what a person has promoted: a start would resume from it.
+    Good ones if there are any; else all from before the onset.  A rollback never passes what a
+    person has promoted: a start would resume from it.
     """
     onset = onset_of(state, incident)
     refusal = state.refusals()
@@ -71,9 +71,9 @@ def may_be_used(state: RunState, incident: Incident) -> tuple[CheckpointName, ..
 
 
 def target_of(state: RunState, incident: Incident, depth: int = 0) -> RollbackTarget | str:
-    """Where a rollback goes back to, ``depth`` good ones further than the newest, or why nowhere.
+    """The target of a rollback, ``depth`` good checkpoints before the newest, or why there is none.
 
-    The same trouble once more goes one further back than the last time, where there is one.
+    For the same trouble it is one further back than the last time, if there is one.
     """
     names = may_be_used(state, incident)
     if not names:

@@ -31,21 +31,21 @@ from slurm_forge.vocabulary.plan import AbandonedCheckpoints, RecoveryPlan, Vari
 
 #: The learning rate is never cut below this share of the scheduler's own, however often.
 LR_FLOOR = 1 / 16
-#: And the time limit never raised to more than this many times what was asked for.
+#: The time limit is never raised above this many times the requested one.
 MOST_TIME = 16.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RungContext:
-    """What a decision rests on beside policy, state and incident.
+    """The input of a decision beside policy, state and incident.
 
-    ``mem`` is the memory per node that the job asks for, in bytes (None: it does not say, 0: all of
-    the node), ``time`` the time limit and ``nodes`` the number of nodes that it asks for (None: not
-    known).  ``in_process``: the launch goes on, so that warning is something to do.  ``hook``: the
-    program has a hook that can be asked.  ``allocation``: ranks can be started in it again;
-    ``allocation_state`` is what is left of it, where the job outlives nodes that it loses.
+    ``mem`` is the requested memory per node in bytes (None: not given, 0: all of the node),
+    ``time`` the requested time limit and ``nodes`` the requested number of nodes (None: unknown).
+    ``in_process``: the launch continues, so that a warning is a possible action.  ``hook``: the
+    program has a hook that can be asked.  ``allocation``: ranks can be restarted in it;
+    ``allocation_state`` is what is left of it, if the job survives the loss of nodes.
     ``on_hang`` are the site's variables for after a hang, those that would change anything.
-    ``program`` is what a program could go back to that keeps its own checkpoints.
+    ``program`` is what a program with its own checkpoints could go back to.
     """
 
     batch_coupled: bool = False
@@ -62,10 +62,10 @@ class RungContext:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AppliedRung:
-    """The plan in force afterwards, what changed, and what else there is to say.
+    """The plan in force afterwards, what changed, and further remarks.
 
-    ``instead`` is what the rung comes to here, where that is not what it says; ``program_target``
-    the checkpoint of a program's own that it goes back to.
+    ``instead`` is the effective action, if it differs from the rung; ``program_target`` is the
+    program's own checkpoint that it goes back to.
     """
 
     plan: RecoveryPlan
@@ -79,7 +79,7 @@ class AppliedRung:
 def apply(
     rung: Rung, state: RunState, incident: Incident, context: RungContext
 ) -> AppliedRung | str:
-    """The plan after a rung, or in a few words why the rung can't be applied."""
+    """The plan after a rung, or a few words on why the rung can't be applied."""
     applied = _applied(rung, state, incident, context)
     if isinstance(applied, str):
         return applied
@@ -153,10 +153,10 @@ def _others_can_take_over(
     allocation: AllocationState | None,
     remaining: Sequence[str],
 ) -> bool:
-    """Whether what a requeue is for, other nodes, can be had without the queue.
+    """Whether other nodes, the purpose of a requeue, can be had without the queue.
 
-    A node that is lost is never used again here, whether or not the rung leaves it out; nor are
-    those that the plan has ``left`` out before, which are no others.
+    A lost node is never used again here, whether or not the rung excludes it; nor are nodes that
+    the plan has excluded before, so these are no others.
     """
     leaves = rung.exclude_node or incident.cause is Cause.NODE_FAIL
     is_known = allocation is not None and allocation.outlives and bool(incident.hosts)
@@ -169,7 +169,7 @@ def _others_can_take_over(
 
 
 def _too_little_room(incident: Incident, allocation: AllocationState | None) -> str | None:
-    """Why ranks can't be started again in the allocation, where too many of its nodes are lost."""
+    """Why ranks can't be restarted in the allocation: too many of its nodes are lost."""
     if allocation is None or not allocation.outlives:
         return None
     lost = incident.hosts if incident.cause is Cause.NODE_FAIL else ()
@@ -185,13 +185,13 @@ def _more_time(
     if _here(state):
         return "this machine has no time limit"
     if made_progress(state, incident):
-        # The limit ends every attempt: one that got further needs no longer one.
+        # The limit ends every attempt: one that made progress needs no longer limit.
         return AppliedRung(plan=plan, remarks=("the limit stays: this attempt made progress",))
     if context.time is None:
         return "the job file names no resources.time, so there is nothing to raise"
     factor = min(MOST_TIME, plan.time_factor * (rung.factor or 1.5))
     if factor <= plan.time_factor:
-        return f"the limit is {plan.time_factor:g} times what was asked for already"
+        return f"the limit is {plan.time_factor:g} times the requested time already"
     raised = replace(plan, time_factor=factor)
     return AppliedRung(plan=raised, changes=changes_between(plan, raised))
 
@@ -228,7 +228,7 @@ def _smaller_micro_batch(
 
 
 def _go_back(rung: Rung, state: RunState, incident: Incident) -> AppliedRung | str:
-    """A rollback, or a relaunch, which goes on from the newest checkpoint that may be used."""
+    """A rollback, or a relaunch, which resumes from the newest usable checkpoint."""
     plan = state.plan
     remarks: list[str] = []
     if rung.do is Action.ROLLBACK:
@@ -238,8 +238,8 @@ def _go_back(rung: Rung, state: RunState, incident: Incident) -> AppliedRung | s
         remarks.append(_where(target))
     else:
         target = next_start(state)
-    # Computed again it was fine: neither data nor learning rate are to blame.  Where it comes a
-    # second time, that verdict was not worth much.
+    # Recomputed it was fine: neither data nor learning rate are to blame.  If it happens again,
+    # that verdict was not reliable.
     same = again(state, incident)
     blameless = incident.repeats is False or incident.in_memory
     hardware = blameless and not same
@@ -250,11 +250,11 @@ def _go_back(rung: Rung, state: RunState, incident: Incident) -> AppliedRung | s
     place = target.step if incident.step is None else incident.step
     before = scale = plan.lr_scale(place)
     leaves_out = rung.skip_samples is SkipSamples.WINDOW and not blameless
-    # More of the same data: leaving more of it out is the cure, and a learning rate that is cut
-    # once more for each part of it would be what the run suffers from (docs/results/poison.md).
+    # More of the same data: skipping more of it is the cure, while another cut of the learning rate
+    # for each part of it would harm the run (docs/results/poison.md).
     grows = leaves_out and too_short(plan.skipped, incident)
     if rung.lr_scale != 1.0 and not hardware and not grows:
-        # At the same place again: half of what was not enough, however far the ramp had led.
+        # At the same place again: half of what was not enough, wherever the ramp has got to.
         now = min(before, plan.lr_factor) if same else before
         scale = min(1.0, max(LR_FLOOR, now * rung.lr_scale))
         after = replace(
@@ -282,9 +282,9 @@ def _go_back(rung: Rung, state: RunState, incident: Incident) -> AppliedRung | s
 def _program_goes_back(
     rung: Rung, state: RunState, incident: Incident, program: ProgramCheckpoints
 ) -> AppliedRung | str:
-    """A program that keeps its own checkpoints is told of an older one.
+    """A program with its own checkpoints is directed to an older one.
 
-    Learning rate and samples are its own affair: those keys of the rung have no effect.
+    Learning rate and samples are its own business: those keys of the rung have no effect.
     """
     if program.refusal:
         return program.refusal
@@ -310,7 +310,7 @@ def _place_of(left: AbandonedCheckpoints) -> tuple[int, int]:
 
 
 def _ramp(steps: int, distance: int, *, same: bool) -> int:
-    """How long the learning rate takes to come back.
+    """How long the learning rate takes to return.
 
     Not until training is past the trouble, or it would meet it as it did before.
     """
@@ -327,7 +327,7 @@ def _where(target: RollbackTarget) -> str:
 
 
 def changes_between(before: RecoveryPlan, after: RecoveryPlan) -> tuple[Change, ...]:
-    """What differs, but for the learning rate, whose scale depends on the step."""
+    """The differences, except the learning rate, whose scale depends on the step."""
     texts = (
         ("micro_batch", _text(before.micro_batch), _text(after.micro_batch)),
         ("mem_factor", f"{before.mem_factor:g}", f"{after.mem_factor:g}"),
@@ -347,7 +347,7 @@ def _text(value: int | None) -> str:
 
 
 def _excluded(rung: Rung, state: RunState, incident: Incident) -> RecoveryPlan:
-    """The plan without the nodes that the incident started on, where there are others to go to."""
+    """The plan without the nodes where the incident began, if there are others."""
     plan = state.plan
     if not rung.exclude_node or _here(state):
         return plan
@@ -356,7 +356,7 @@ def _excluded(rung: Rung, state: RunState, incident: Incident) -> RecoveryPlan:
 
 
 def _is_node(host: str) -> bool:
-    """Slurm refuses a whole list for one name in it that is none ("?" of a rank that left none)."""
+    """Slurm rejects a whole list for one invalid name in it ("?" of a rank that left none)."""
     try:
         check_node_name(host)
     except ConfigError:
@@ -365,5 +365,5 @@ def _is_node(host: str) -> bool:
 
 
 def _here(state: RunState) -> bool:
-    """Whether the run is on one machine without Slurm: there are no others, nor limits."""
+    """Whether the run is on one machine without Slurm: no other nodes, and no limits."""
     return bool(state.attempts) and state.attempts[-1].via == VIA_THIS_MACHINE

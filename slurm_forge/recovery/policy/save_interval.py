@@ -1,7 +1,7 @@
-"""How often to save: what saving costs against what an interruption costs (Young 1974, Daly 2006).
+"""How often to save: the cost of saving against the cost of interruptions (Young 1974, Daly 2006).
 
-Both are measured: the time that a save holds training up, and how often the run was interrupted.
-Before the first interruption a value is assumed, and reports say so.
+Both are measured: the time that a save holds up training, and how often the run was interrupted.
+Before the first interruption a value is assumed, and reports mention that.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from datetime import timedelta
 from slurm_forge.journal.state import AttemptState, RunState
 from slurm_forge.vocabulary.cause import USER_REQUESTS, Cause
 
-#: Before anything is known.
+#: Before anything is measured.
 FIRST = timedelta(minutes=10)
-#: Assumed of what has not been interrupted yet: that it will be after so much more time.
+#: Assumed for a run that was never interrupted: it will be after this much more time.
 ASSUMED = timedelta(hours=24)
 _LEAST = timedelta(minutes=1)
 _MOST = timedelta(minutes=60)
-#: A save is over, and its disk at rest for a while, before the next one begins.
+#: A save, and a pause of its disk, are over before the next save begins.
 _REST = 4.0
 #: Ends that somebody wanted, or that are known long before: a save comes in time.
 _COSTS_NOTHING = USER_REQUESTS | {Cause.TIME_LIMIT}
@@ -39,21 +39,21 @@ def best_interval(*, blocked: timedelta, durable: timedelta, between: timedelta)
 
 
 def mean_time_between(running: timedelta, interruptions: int) -> timedelta:
-    """The mean time between interruptions: what was seen alone, once there was one.
+    """The mean time between interruptions: measured, if there was one.
 
-    Without any it is an assumption: ``ASSUMED`` longer than what has gone well.
+    Without any it is an assumption: ``ASSUMED`` longer than the run has gone well.
     """
     return running / interruptions if interruptions else running + ASSUMED
 
 
 def seen_between(state: RunState, *, now: float) -> timedelta:
-    """The mean time between interruptions that the journal of a run has seen."""
+    """The mean time between the interruptions in the journal of a run."""
     running = timedelta(seconds=sum(_lasted(state, now)))
     return mean_time_between(running, interruptions(state))
 
 
 def interruptions(state: RunState) -> int:
-    """How often the journal of a run has seen it interrupted."""
+    """The number of interruptions in the journal of a run."""
     return sum(map(_interruptions, state.attempts[:-1])) + sum(
         _incidents(attempt) for attempt in state.attempts[-1:]
     )
@@ -70,8 +70,8 @@ def _incidents(attempt: AttemptState) -> int:
 
 
 def measured_interval(state: RunState, *, now: float) -> timedelta:
-    """What the journal of a run says about how often it should save."""
-    timed = [each for each in state.known[-5:] if each.seconds]  # how long others took is not known
+    """How often a run should save, according to its journal."""
+    timed = [each for each in state.known[-5:] if each.seconds]  # the others' duration is unknown
     if not timed:
         return FIRST
     return best_interval(
@@ -83,7 +83,7 @@ def measured_interval(state: RunState, *, now: float) -> timedelta:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Advice:
-    """How often to save, and on how many examined ``runs`` and measured ``saves`` that rests.
+    """How often to save, based on ``runs`` examined runs and ``saves`` measured saves.
 
     ``blocked`` and ``durable`` are those of the slowest save, ``running`` the time of all runs.
     """
@@ -98,14 +98,14 @@ class Advice:
 
     @property
     def between(self) -> timedelta:
-        """The mean time between interruptions that it was worked out with."""
+        """The mean time between interruptions that it was computed from."""
         return mean_time_between(self.running, self.interruptions)
 
 
 def advised_interval(states: Sequence[RunState], *, now: float) -> Advice:
-    """What the journals of several runs say together; ``FIRST`` where they have measured no save.
+    """The advice of several runs' journals together; ``FIRST`` if they have measured no save.
 
-    A run of which nobody wrote down the end counts until its newest checkpoint.
+    A run without a recorded end counts until its newest checkpoint.
     """
     saves = [each for state in states for each in state.known[-5:] if each.seconds > 0]
     running = timedelta(
@@ -128,6 +128,6 @@ def _last_seen(state: RunState, now: float) -> float:
 def _lasted(state: RunState, now: float) -> Iterator[float]:
     later = [*(attempt.started for attempt in state.attempts[1:]), now][: len(state.attempts)]
     for attempt, next_began in zip(state.attempts, later, strict=True):
-        # One whose end nobody wrote down did not run for longer than until the next one began.
+        # An attempt without a recorded end ran until the next one began at most.
         ended_at = next_began if attempt.ended is None else attempt.ended
         yield max(0.0, ended_at - attempt.started)

@@ -1,4 +1,4 @@
-"""Windows of the sample stream that are left out: exact at first, growing where it fails again."""
+"""Windows of the sample stream that are skipped: exact at first, growing if it fails again."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from collections.abc import Iterable
 from slurm_forge.vocabulary.decision import Incident
 from slurm_forge.vocabulary.plan import SampleWindow
 
-#: How much longer a window becomes at least when what lies right behind it is bad too.
+#: How much longer a window becomes at least if what lies right behind it is bad, too.
 GROWTH = 4
-#: Without a limit of the user's no more is left out than the samples of so many steps, or than
-#: this share of what was trained on so far, whichever is more.
+#: Without a limit by the user, at most the samples of this many steps are skipped, or this share
+#: of what was trained on so far, whichever is more.
 MOST_STEPS = 256
 MOST_SHARE = 0.001
 
@@ -18,12 +18,12 @@ MOST_SHARE = 0.001
 def left_out(
     skipped: Iterable[SampleWindow], incident: Incident, most: int | None = None
 ) -> tuple[SampleWindow, ...] | str:
-    """The windows to leave out after an incident, or why it must not be that many samples.
+    """The windows to skip after an incident, or why that would be too many samples.
 
-    At first exactly the samples of the bad steps.  Where they touch a window that is left out
-    already, overlap it, or lie less than their own length behind it, that window was too short: it
-    grows to ``GROWTH`` times its length, and over the bad steps in any case.  ``most`` is the
-    limit on all samples together; a window grows no further than that.
+    At first exactly the samples of the bad steps.  If they touch a skipped window, overlap it, or
+    lie less than its length behind it, that window was too short: it grows to ``GROWTH`` times its
+    length, and over the bad steps in any case.  ``most`` limits all samples together; a window
+    does not grow beyond that.
     """
     before = merged(skipped)
     bad = incident.window
@@ -46,14 +46,14 @@ def left_out(
     after = merged([*others, window])
     if total(after) > max(limit, total(before)):
         return (
-            f"{total(after)} samples would be left out, and no more than {limit} may be "
+            f"{total(after)} samples would be skipped, and no more than {limit} may be "
             "(most_skipped)"
         )
     return after
 
 
 def too_short(skipped: Iterable[SampleWindow], incident: Incident) -> bool:
-    """Whether the bad steps lie at a window that is left out already: it did not cover them."""
+    """Whether the bad steps lie at a skipped window, which then did not cover them."""
     bad, before = incident.window, merged(skipped)
     if bad is None:
         return False
@@ -76,7 +76,7 @@ def merged(windows: Iterable[SampleWindow]) -> tuple[SampleWindow, ...]:
 
 
 def total(windows: Iterable[SampleWindow]) -> int:
-    """Samples in all of them; they must be apart from each other."""
+    """The number of samples in all windows, which must be disjoint."""
     return sum(each.stop - each.first for each in windows)
 
 
@@ -90,7 +90,7 @@ def _same_place(window: SampleWindow, bad: SampleWindow, size: int) -> bool:
 
 
 def _common(windows: Iterable[SampleWindow], bad: SampleWindow) -> int:
-    """Samples of ``bad`` that are left out already: its steps did not take those."""
+    """Samples of ``bad`` that are skipped already: its steps did not use them."""
     return sum(max(0, min(each.stop, bad.stop) - max(each.first, bad.first)) for each in windows)
 
 
@@ -99,7 +99,7 @@ def _all(others: Iterable[SampleWindow], window: SampleWindow) -> int:
 
 
 def _per_step(incident: Incident, size: int) -> int:
-    """Samples of one step, as far as the incident tells."""
+    """Samples per step, as far as the incident shows."""
     if incident.step is None or incident.onset is None:
         return size
     steps = incident.step - incident.onset + 1

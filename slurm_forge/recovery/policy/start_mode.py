@@ -1,4 +1,4 @@
-"""From what a launch is started again: decided from what was seen of the end of the last one."""
+"""From what state a launch is started again, decided by how the last one ended."""
 
 from __future__ import annotations
 
@@ -12,10 +12,9 @@ from slurm_forge.vocabulary.decision import Decision, Start
 
 
 def start_after(policy: Recovery, decision: Decision, facts: LaunchFacts) -> Start:
-    """How the launch behind this decision may start at best; colder where agents don't stand.
+    """The warmest start that the launch after this decision may use; colder without agents.
 
-    Cold where the node or its memory is in doubt: what is left of a process there is what is not
-    wanted.
+    Cold if the node or its memory is in doubt: then the remains of a process there are unwanted.
     """
     ladder = policy.ladder(decision.cause)
     start = Start.WARM

@@ -1,4 +1,4 @@
-"""The one loop of an agent: descriptors and signals that are waited for together."""
+"""The loop of an agent, which waits for descriptors and signals together."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from slurm_forge.signals import SAVE_SIGNALS
 
 
 def _recorded(signum: int, frame: FrameType | None) -> None:
-    """Do nothing: the wakeup descriptor has told the loop already."""
+    """Do nothing: the wakeup descriptor has woken the loop already."""
 
 
 class AgentLoop:
-    """Waits for descriptors and signals at once; no thread, and usable from one at a time.
+    """Waits for descriptors and signals at once; has no thread and is not thread-safe.
 
-    Make it in the main thread: from then on the signals of ``SAVE_SIGNALS`` and SIGCHLD are only
+    Create it in the main thread: from then on the signals of ``SAVE_SIGNALS`` and SIGCHLD are only
     recorded, for ``on_signal``.
     """
 
@@ -33,23 +33,23 @@ class AgentLoop:
         self.add_reader(self._reader, self._signalled)
 
     def add_reader(self, descriptor: int, ready: Callable[[], None]) -> None:
-        """Call ``ready`` whenever the descriptor can be read."""
+        """Call ``ready`` whenever the descriptor is readable."""
         self._selector.register(descriptor, selectors.EVENT_READ, ready)
 
     def forget(self, descriptor: int) -> None:
-        """Watch it no more.  One that is not watched is fine."""
+        """Stop watching the descriptor, if it is watched."""
         with contextlib.suppress(KeyError):
             self._selector.unregister(descriptor)
 
     def run_once(self, timeout_s: float) -> None:
-        """Wait until something can be read, and have it read."""
+        """Wait until something is readable, and call its reader."""
         for key, _ in self._selector.select(timeout_s):
             key.data()
 
     def leave_in_child(self) -> None:
-        """A forked child has none of it.
+        """Detach a forked child from the loop.
 
-        Save signals go on being without effect until the worker listens: the agent gets them too.
+        Save signals stay without effect until the worker handles them: the agent gets them, too.
         """
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)

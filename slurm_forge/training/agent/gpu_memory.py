@@ -1,7 +1,7 @@
 """Whether the GPUs of this node still list a process that is gone.
 
-The kernel closes a process's files, and with them its GPU contexts, before it tells the parent of
-the end.  So a process that was collected has given its memory back; this only makes sure of it.
+The kernel closes a process's files, and with them its GPU contexts, before it reports the end to
+the parent.  So a reaped process has released its memory; this only makes sure.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ _BETWEEN_S = 0.05
 
 
 def parse_pids(text: str) -> frozenset[int]:
-    """The process ids that ``nvidia-smi --query-compute-apps=pid`` prints, one per line."""
+    """Parse ``nvidia-smi --query-compute-apps=pid``: a process id per line."""
     words = (line.strip() for line in text.splitlines())
     return frozenset(int(word) for word in words if word.isascii() and word.isdecimal())
 
 
 def wait_until_given_back(pid: int) -> str:
-    """Wait until no GPU lists the process, for 3 s at most; what is still listed, in words.
+    """Wait until no GPU lists the process, for at most 3 s; describe what is still listed.
 
-    Nothing where there is no GPU, no nvidia-smi, or no answer from it.
+    Empty if there is no GPU, no nvidia-smi, or no answer from it.
     """
     tool = shutil.which("nvidia-smi", path=os.defpath) if _DRIVER.exists() else None
     until = time.monotonic() + _PATIENCE_S

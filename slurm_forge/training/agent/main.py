@@ -2,8 +2,9 @@
 
 The direct child of slurmstepd.  It imports what a rank needs, once, and forks the worker of each
 launch, so that a relaunch costs neither an srun nor an interpreter nor an import.  It records the
-signals that Slurm sends to direct children only, ends a worker for sure with all that it started,
-and says how it ended.  One thread; it never trains, never touches a GPU, and outlives every worker.
+signals that Slurm sends to direct children only, reliably ends a worker with everything that it
+started, and reports how it ended.  One thread; it never trains, never touches a GPU, and outlives
+every worker.
 """
 
 from __future__ import annotations
@@ -67,21 +68,21 @@ from slurm_forge.training.rank.preload import (
 
 _CONNECT_S = 30.0
 _TICK_S = 1.0
-#: While something is to end, nothing but looking again tells that an adopted process is gone.
+#: Polling interval while something is to end: nothing signals the end of an adopted process.
 _ENDING_TICK_S = 0.005
-#: What SIGKILL does not end within this time sits in the kernel: the supervisor is told.
+#: A process that survives SIGKILL this long is stuck in the kernel: the supervisor is informed.
 _END_WITHIN_S = 3.0
-#: The supervisor is gone: rank 0 may have become its deputy, who asks Slurm for less than this.
+#: After the supervisor is gone: rank 0 may have become its deputy, whose queries take less time.
 _ALONE_S = 60.0
 #: The first rank of the second node may be the deputy of a lost node, who waits until Slurm has
-#: given that one up (``launch.supervisor.deputy``: 20 minutes), and asks then.
+#: marked that one as down (``launch.supervisor.deputy``: 20 minutes), and then queries it.
 _ALONE_SECOND_S = 22 * 60.0
 
 
 class Agent:
     """Serves one rank until it is told to leave.
 
-    ``serve`` returns in a forked child, where the order is that of the launch to be a rank of.
+    ``serve`` returns in a forked child, with the order that names the launch to join.
     """
 
     def __init__(
@@ -98,7 +99,7 @@ class Agent:
         relay: Path | None = None,
     ) -> None:
         self._program = program
-        #: Where the relay of this node listens, if there is to be one.
+        #: The socket of this node's relay, if there is to be one.
         self._relay = relay
         self._alone_s = _ALONE_SECOND_S if leads_second_node else _ALONE_S
         self._variables = variables
@@ -127,7 +128,7 @@ class Agent:
     # -- the loop ------------------------------------------------------------------------------
 
     def prepare(self) -> None:
-        """Import what a rank needs, while signals and orders are heard on a thread."""
+        """Import what a rank needs, while a thread handles signals and orders."""
         began = time.monotonic()
         over = threading.Event()
         listening = threading.Thread(target=self._listen, args=(over,), name="forge-agent")
@@ -148,7 +149,7 @@ class Agent:
             self._loop.run_once(0.02)
 
     def serve(self) -> StartWorker:
-        """Until the end of the agent; returns in the child that is to be the rank."""
+        """Serve until the agent ends; returns in the child that becomes the rank."""
         while True:
             if self._orders and (self._worker is None or self._worker.parked):
                 order = self._orders[0]
@@ -166,7 +167,7 @@ class Agent:
         return self._leaving or self._alone_since is not None
 
     def _exit(self) -> NoReturn:
-        # Nothing of torch's is to be torn down: this process has only imported it.
+        # Skip torch's teardown: this process has only imported it.
         kill_children()
         os._exit(0)
 
@@ -176,8 +177,8 @@ class Agent:
         try:
             lines = [self._connection.verify(line) for line in self._connection.receive()]
         except (OSError, EOFError, ControlChannelError):
-            # The supervisor is gone, or the way to it.  The worker sees the same on its own channel
-            # and leaves; rank 0 may turn into the deputy, whose parent this is: it is left alone.
+            # The supervisor, or the path to it, is gone.  The worker notices on its own channel and
+            # leaves; rank 0 may become the deputy, whose parent this is: it is left alone.
             self._loop.forget(self._connection.fileno())
             self._alone_since = time.monotonic()
             self._orders.clear()
@@ -193,7 +194,7 @@ class Agent:
             return
         match message:
             case StartWorker():
-                if self._relay is not None:  # who does not find it tries the hub's own addresses
+                if self._relay is not None:  # without it workers try the hub's own addresses
                     message = replace(message, channel=f"{self._relay},{message.channel}")
                 self._orders = [message]
             case KillWorker():
@@ -209,7 +210,7 @@ class Agent:
                 pass
 
     def _cancel(self, launch: int) -> None:
-        """An order that was not begun is answered all the same: nothing of that launch lives."""
+        """Answer an order that was not begun: nothing of that launch is alive."""
         has_worker = self._worker is not None and self._worker.launch == launch
         self._orders = [each for each in self._orders if each.launch != launch]
         if not has_worker and self._last_launch < launch:
@@ -222,7 +223,7 @@ class Agent:
             )  # fmt: skip
 
     def _begin(self, order: StartWorker) -> bool:
-        """Fork; whether this is the child."""
+        """Fork; whether this process is the child."""
         if order.launch <= self._last_launch:
             return False
         self._last_launch = order.launch
@@ -248,7 +249,7 @@ class Agent:
         return False
 
     def _go_on(self, worker: ForkedWorker, order: StartWorker) -> None:
-        """The worker has unwound: it goes on with the order, or makes room for another one."""
+        """The worker has unwound: it continues with the order, or makes room for another one."""
         if not worker.goes_on(order):
             worker.parked = False
             self._end_worker(worker.launch)
@@ -311,11 +312,11 @@ class Agent:
         self._say(AgentNotice(what=received.name))
 
     def _say(self, message: Message) -> None:
-        with contextlib.suppress(OSError):  # whoever is gone is noticed by reading
+        with contextlib.suppress(OSError):  # a closed connection is noticed on reading
             self._connection.send(protocol.encode(message))
 
     def take_environment(self, order: StartWorker) -> None:
-        """In the child: take the launch's variables; ``ForgeError`` for one that is never sent."""
+        """In the child: adopt the launch's variables; ``ForgeError`` for one that is never sent."""
         variables = dict(each.partition("=")[::2] for each in order.variables)
         refused = sorted(name for name in {*variables, *order.without} if not reaches_forks(name))
         if refused:
@@ -340,7 +341,7 @@ class Agent:
         os.environ.update(variables)
 
     def become(self) -> None:
-        """In the child: be the rank of the launch whose variables it has taken."""
+        """In the child: become the rank of the launch whose variables it has adopted."""
         if self._why_not:
             os.execve(self._program.command[0], self._program.command, process_environ())  # noqa: S606
         give_threads_back(self._variables)
@@ -349,7 +350,7 @@ class Agent:
 
 
 def _forget_agents() -> None:
-    """The worker has no business on the agents' channel."""
+    """Disconnect the worker from the agents' channel."""
     for name in Knobs(agents="x", agents_nonce="x").to_environ():
         if name.endswith(("_AGENTS", "_AGENTS_NONCE")):
             os.environ.pop(name, None)
@@ -389,13 +390,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     agent.prepare()
     order = agent.serve()
-    # Behind this line is the worker.
+    # After this line the process is the worker.
     try:
         agent.take_environment(order)
     except ForgeError as error:
         sys.stderr.write(f"slurm_forge: {error}\n")
         return 1
-    agent.become()  # whatever it raises, and its exit, are its own
+    agent.become()  # its exceptions and exit status are the worker's own
     return 0
 
 

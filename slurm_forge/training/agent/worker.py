@@ -1,6 +1,6 @@
-"""The worker that an agent has forked: its life and its end, as the agent tells them.
+"""The forked worker of an agent: its life and its end, as the agent reports them.
 
-What the agent's workers run: our worker, or a module by name.
+A worker runs slurm_forge's own rank, or a module by name.
 """
 
 from __future__ import annotations
@@ -29,36 +29,36 @@ from slurm_forge.training.rank.in_process_relaunch import (
 class ForkedWorker:
     """The worker of a launch, dead or alive.  Times are on the agent's monotonic clock.
 
-    ``kills`` is what the kernel had counted before it began.
+    ``kills`` are the kernel's counters before it began.
     """
 
     pid: int
     launch: int
     kills: OomKills
     parking: ParkedWorker
-    #: Its launch is over, and it waits for another one.
+    #: Its launch is over, and it waits for the next one.
     parked: bool = False
     killed_by_agent: bool = False
     status: int | None = None
     memory: str = ""
     others: int = 0
     ending_since: float | None = None
-    #: Whether the end of its launch was told already, when it had unwound.
+    #: Whether the end of its launch was reported already, when it had unwound.
     end_reported: bool = False
 
     @property
     def has_unwound(self) -> bool:
-        """Whether it waits for another launch, which was not seen yet."""
+        """Whether it now waits for another launch; True once per launch."""
         return self.parking.waits and not self.parked and self.ending_since is None
 
     def park(self) -> None:
-        """Its launch is over, and it lives on."""
+        """Record that its launch is over and it lives on."""
         self.parked, self.end_reported = True, True
-        # A data-loader worker of it may have been killed for memory: it has only unwound.
+        # One of its data-loader workers may have been killed for memory: it only unwound.
         self.memory = killed_since(self.kills, read_oom_kills()) or ""
 
     def goes_on(self, order: StartWorker) -> bool:
-        """Whether it takes the order, which makes it the worker of another launch."""
+        """Whether it accepts the order, which makes it the worker of another launch."""
         if not (order.in_process and self.parking.go_on(order)):
             return False
         self.launch = order.launch
@@ -67,7 +67,7 @@ class ForkedWorker:
         return True
 
     def kill(self, now: float) -> None:
-        """The agent ends it; only while it was not collected, so that the id is its own."""
+        """End it on the agent's behalf; only before it is reaped, while the id is its own."""
         self.killed_by_agent = True
         self.ending_since = self.ending_since or now
         with contextlib.suppress(ProcessLookupError):
@@ -84,7 +84,7 @@ class ForkedWorker:
             self.memory = killed_since(self.kills, read_oom_kills()) or ""
 
     def ended(self, left: str) -> WorkerEnded:
-        """The end of its launch as the supervisor hears it; ``left`` is what can't be ended."""
+        """The report to the supervisor on its end; ``left`` is what can't be ended."""
         status = self.status
         by_signal = status is not None and os.WIFSIGNALED(status)
         return WorkerEnded(
@@ -102,7 +102,7 @@ class ForkedWorker:
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """What a worker runs: our worker, or a module by name with arguments (``python -m``)."""
+    """What a worker runs: slurm_forge's rank, or a module with arguments (``python -m``)."""
 
     run: str
     module: str = ""
@@ -110,13 +110,13 @@ class Program:
 
     @property
     def command(self) -> tuple[str, ...]:
-        """The same as a command, for a process of its own."""
+        """The same as a command line for a separate process."""
         if self.module:
             return (sys.executable, "-u", "-m", self.module, *self.arguments)
         return (sys.executable, "-u", *process_words("worker", self.run))
 
     def go(self, parking: ParkingPlace) -> None:
-        """Run it in this process; ours never returns, and only ours can go on in it."""
+        """Run it in this process; slurm_forge's own never returns, and only it can be reused."""
         if self.module:
             sys.argv = [self.module, *self.arguments]
             runpy.run_module(self.module, run_name="__main__", alter_sys=True)

@@ -1,6 +1,6 @@
 """Rank 0's catalog of the run's checkpoints: which are trusted, which stay, whether one more fits.
 
-What people have said of checkpoints from the command line while the run goes on.
+Also here: judgements that people made on the command line while the run continued.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ _OTHERWISE = "training went on otherwise"
 class CheckpointCatalog:
     """One object per launch, on rank 0 only.  May be used from several threads.
 
-    ``seconds_left`` says how long there is until the launch is ended, None while nobody has said.
-    ``current`` is (attempt, launch).  ``losses_doubtful`` looks at the last losses (and may wait
-    for the device: it is asked once per checkpoint), ``people`` reads what persons have judged, or
-    None where that is nothing new.  A journal that can't be written stops nothing here.
+    ``seconds_left`` returns how long there is until the launch is ended, None while unknown.
+    ``current`` is (attempt, launch).  ``losses_doubtful`` examines the last losses (and may wait
+    for the device: it is called once per checkpoint), ``people`` returns people's judgements, or
+    None if there is nothing new.  A journal that can't be written stops nothing here.
     """
 
     def __init__(
@@ -87,11 +87,11 @@ class CheckpointCatalog:
         self._history = RunState()
         self._refused: set[CheckpointName] = set()
         self._rejected: set[tuple[CheckpointName, str]] = set()
-        #: The step that was evaluated last with a better result than any before, and the result.
+        #: The last evaluated step with a better result than any before, and the result.
         self._evaluated: tuple[int, float] | None = None
         self._reported: set[str] = set()
         self._told_mismatch = False
-        #: Step, loss and samples of the first micro-batch behind the last save.
+        #: Step, loss and samples of the first micro-batch after the last save.
         self._reference: tuple[int, float, int] | None = None
         #: Why everything that this launch saves is suspect, if it is.
         self._doubted = ""
@@ -99,37 +99,37 @@ class CheckpointCatalog:
     # -- resuming ----------------------------------------------------------------------------
 
     def recall(self, state: RunState) -> None:
-        """What history knows."""
+        """Load what the journal knows."""
         with self._records.lock:
             self._history, self._records.checkpoints = state, state.known
-            # After a rollback other steps follow: nothing is on its way to being good any more.
+            # After a rollback other steps follow: no checkpoint is about to become good any more.
             self._records.unproven.clear()
             self._reference = self._evaluated = None
 
     def eligible(self, manifest: Manifest) -> str | None:
-        """Why a checkpoint that is whole is not to be resumed from, or None."""
+        """Why a complete checkpoint must not be resumed from, or None."""
         name = manifest.name
         reason = self._history.refusal(name)
         if reason is None and manifest.findings and self._records.find(name) is None:
-            # Its line in the journal did not come about: what it says of itself counts.
+            # Its line was not journalled: its own findings count.
             reason = "; ".join(manifest.findings)
         if reason is not None:
             self._refused.add(name)
         return reason
 
     def rejected(self, name: CheckpointName, reason: str) -> None:
-        """It was passed over.  What was only refused is no less whole than it was."""
+        """It was skipped.  One that was only refused is no less complete than before."""
         if name not in self._refused:
             self._house.damaged.add(name)
         if (name, reason) in self._rejected:
-            return  # told when training was rolled back before
+            return  # reported when training was rolled back before
         self._rejected.add((name, reason))
         self._records.write(CheckpointRejected(name=str(name), reason=reason))
 
     def tell_missing(self, there: Collection[CheckpointName], used: CheckpointName | None) -> None:
-        """Tell of checkpoints that the journal knows and that are not ``there``.
+        """Report checkpoints that the journal knows and that are not ``there``.
 
-        Only of those that would have been resumed from rather than ``used``.
+        Only those that would have been preferred to ``used``.
         """
         instead = "no checkpoint was used" if used is None else f"{used} was used instead"
         refusal = self._history.refusals()
@@ -139,7 +139,7 @@ class CheckpointCatalog:
                 self.rejected(each.name, f"it was saved, but its folder is gone: {instead}")
 
     def resumed(self, name: CheckpointName) -> None:
-        """It was read, every byte of it with the right hash, and training goes on from it."""
+        """It was read completely, with all hashes verified, and training continues from it."""
         with self._records.lock:
             self._house.resumed_from = name
             self._records.judge(name, Trust.VERIFIED, "read back when training was resumed from it")
@@ -148,7 +148,7 @@ class CheckpointCatalog:
     # -- while training goes on --------------------------------------------------------------
 
     def stepped(self, step: int, *, healthy: bool) -> None:
-        """A step is over.  What has been followed by enough healthy ones is good."""
+        """A step is over.  A checkpoint followed by enough healthy steps is good."""
         with self._records.lock:
             for name, since in list(self._records.unproven.items()):
                 if not healthy:
@@ -174,7 +174,7 @@ class CheckpointCatalog:
         time: float,
         epoch: int | None = None,
     ) -> None:
-        """A checkpoint is on disk: told, and room is made."""
+        """A checkpoint is on disk: journal it, and make room."""
         seconds, blocked_s = lasted.total_seconds(), blocked.total_seconds()
         if self._doubted:
             findings = (*findings, self._doubted)
@@ -202,16 +202,16 @@ class CheckpointCatalog:
             self._house.prune()
 
     def _alarm(self, name: CheckpointName, findings: Sequence[str]) -> None:
-        """The state itself is not sound: that is nothing that more steps would cure."""
+        """The state itself is unsound, which further steps would not cure."""
         if findings and self._seconds_left() is None:
             text = f"in the state after step {name.step}: {'; '.join(findings)}"
             anomaly = Anomaly(Cause.NON_FINITE, name.step, name.step, text, in_memory=True)
             self._send(RequestProposal(kind=RequestKind.RECOVER, reason=announce(anomaly)))
 
     def ranks_differ(self, mismatch: RankMismatch, *, once: bool) -> None:
-        """A save has found ranks that differ: all of them have to hear of it.
+        """A save found ranks that differ: all of them must be informed.
 
-        ``once``: the job goes on with it, and one incident per launch is enough.
+        ``once``: the job tolerates it, and one incident per launch is enough.
         """
         if self._seconds_left() is None and not (once and self._told_mismatch):
             self._told_mismatch = True
@@ -219,18 +219,18 @@ class CheckpointCatalog:
             self._send(RequestProposal(kind=RequestKind.RECOVER, reason=reason))
 
     def permit(self, size: int, directory: Path, files: int, *, use_spare: bool = False) -> None:
-        """Raise CheckpointError where a save had better not be begun: no room, or no time."""
+        """Raise CheckpointError if a save should not begin: no room, or no time."""
         self._house.permit(size, directory, files, use_spare=use_spare)
 
     def failed(self, step: int, error: CheckpointError) -> bool:
-        """A save came to nothing; whether room was made for another try."""
+        """A save failed; whether room was made for another try."""
         reason = str(error)
         self._records.write(CheckpointFailed(step=step, reason=reason))
         self._send(SaveFailed(step=step, reason=reason))
         return isinstance(error, StorageFullError) and self._house.ran_out()
 
     def evaluated(self, step: int, logged: Mapping[str, Any]) -> bool:
-        """An evaluation after ``step`` steps logged this; whether it is to be saved for that."""
+        """Record an evaluation after ``step`` steps; whether it is a reason to save."""
         rule = self._spec.keep_best
         if rule is None:
             return False
@@ -255,9 +255,9 @@ class CheckpointCatalog:
             return not there
 
     def note_reference_loss(self, step: int, loss: float, samples: int) -> None:
-        """The first micro-batch behind what this launch saved at that step had this loss."""
+        """Record the loss of the first micro-batch after what this launch saved at that step."""
         if not math.isfinite(loss):
-            return  # nothing that a resume could be held against
+            return  # nothing that a resume could be compared with
         with self._records.lock:
             self._reference = (step, loss, samples)
             known = self._records.checkpoints
@@ -276,7 +276,7 @@ class CheckpointCatalog:
             self._records.write(CheckpointWitnessed(name=str(name), loss=loss, samples=samples))
 
     def reference_loss(self, name: CheckpointName) -> tuple[float, int] | None:
-        """The loss of the first micro-batch behind a checkpoint, and its samples, if known."""
+        """The loss of the first micro-batch after a checkpoint, and its samples, if known."""
         checkpoint = self._records.find(name)
         if checkpoint is None or checkpoint.reference_loss is None:
             return None
@@ -288,13 +288,13 @@ class CheckpointCatalog:
         return any(each.trust is not Trust.SUSPECT for each in self._records.checkpoints)
 
     def suspect(self, name: CheckpointName, why: str) -> None:
-        """It is not to be trusted after all."""
+        """Mark it as no longer trusted."""
         with self._records.lock:
             self._records.unproven.pop(name, None)
             self._records.judge(name, Trust.SUSPECT, why)
 
     def agree_with(self, checkpoints: Known) -> None:
-        """What the journal makes suspect after an incident that training goes on from."""
+        """Adopt what the journal marks as suspect after an incident that training survives."""
         with self._records.lock:
             for each in checkpoints:
                 if each.trust is Trust.SUSPECT and self._records.find(each.name) is not None:
@@ -302,10 +302,10 @@ class CheckpointCatalog:
             self._records.checkpoints = checkpoints
 
     def doubt(self, why: str) -> bool:
-        """What was resumed from does not lead on to where it was written: it is suspect now.
+        """Training from the loaded checkpoint does not match the original: mark it as suspect.
 
-        False, and nothing is done, where that was said of another one before (then it is not the
-        checkpoint that is wrong), where a person has judged it, or where there is no other.
+        Returns False and does nothing if another one was doubted before (then the checkpoint is not
+        what is wrong), if a person has judged it, or if there is no other.
         """
         with self._records.lock:
             name = self._house.resumed_from
@@ -321,7 +321,7 @@ class CheckpointCatalog:
             if name is None or settled or before or not others:
                 return False
             self._doubted = f"{_OTHERWISE}: {why}"
-            for each in (name, *written):  # what was written since stands on it
+            for each in (name, *written):  # later ones are based on it
                 self._records.judge(each, Trust.SUSPECT, self._doubted)
             return True
 
@@ -329,11 +329,11 @@ class CheckpointCatalog:
         return (name.attempt, name.launch) == self._current
 
     def say(self, text: str) -> None:
-        """Something worth telling."""
+        """Journal a note."""
         self._records.write(Note(text=text))
 
     def _measure(self, name: CheckpointName) -> None:
-        """Note the metric of a checkpoint of the step that was evaluated last."""
+        """Record the metric of a checkpoint of the step that was evaluated last."""
         rule, evaluated = self._spec.keep_best, self._evaluated
         if rule is None or evaluated is None or evaluated[0] != name.step:
             return
@@ -350,14 +350,14 @@ class CheckpointCatalog:
         return value < than if rule and rule.mode is BestMode.MIN else value > than
 
     def say_once(self, text: str) -> None:
-        """The same, unless this launch has said it before."""
+        """The same, unless this launch has journalled it before."""
         if text not in self._reported:
             self._reported.add(text)
             self.say(text)
 
     @property
     def best(self) -> float | None:
-        """The best value of the metric that is kept by, among the checkpoints that are there."""
+        """The best value of the retention metric among the existing checkpoints."""
         mode = self._spec.keep_best
         metrics = [
             metric
@@ -370,14 +370,14 @@ class CheckpointCatalog:
 
 
 class CliJudgements:
-    """Reads the journal only when a file of the command line's has grown."""
+    """Reads the journal only if a file written by the command line has grown."""
 
     def __init__(self, run: RunDirectory) -> None:
         self._run = run
         self._known_sizes = self._sizes()
 
     def known(self) -> Known | None:
-        """The checkpoints as the journal knows them; None where nobody has said anything new."""
+        """The checkpoints in the journal; None if no judgement is new."""
         sizes = self._sizes()
         if sizes == self._known_sizes:
             return None

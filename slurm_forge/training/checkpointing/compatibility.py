@@ -1,7 +1,7 @@
-"""What a launch is made with, and how that differs from what its checkpoint was made with.
+"""What a launch is made with, compared with what its checkpoint was made with.
 
-Rank 0 looks and compares; a refusal reaches all ranks together.  What only differs is told, and
-training goes on: a cluster changes drivers and nodes as it likes.
+Rank 0 compares; a refusal reaches all ranks together.  Other differences are only reported, and
+training continues: clusters change drivers and nodes at any time.
 """
 
 from __future__ import annotations
@@ -86,22 +86,22 @@ class CompatibilityCheck:
         self._about: dict[str, Json] | None = None
         self._manifest: Manifest | None = None
         self._reported_lines: list[str] = []
-        #: On rank 0: whether anything differs that a loss may follow from.
+        #: On rank 0: whether anything differs that may affect the loss.
         self.changed = False
 
     def know(self, facts: Fingerprint) -> None:
-        """Facts that the program brings along: what its samples follow from."""
+        """Record facts that the program provides: what determines its samples."""
         self._facts |= facts
 
     def data(self, name: str, version: DataVersion) -> None:
-        """What the program says that it trains on (looked at on rank 0 only)."""
+        """Record the program's training data (examined on rank 0 only)."""
         self._data[name] = version
         self._facts |= data_facts(self._data)
 
     def describe(self, *, several_stages: bool = False) -> None:
-        """Before a checkpoint is loaded, which brings the saved options of optimizers back.
+        """Before a checkpoint is loaded, which restores the saved options of optimizers.
 
-        Of several pipeline stages rank 0 has one: what is registered is not described then.
+        With several pipeline stages rank 0 has only one: registered objects are then not described.
         """
         if self._is_revised:
             self._constructed = ConstructedOptions.of(self._registry)
@@ -123,14 +123,14 @@ class CompatibilityCheck:
         )
 
     def _program(self) -> Path | None:
-        """The file of the entry; of a script that attaches, its own."""
+        """The file of the entry; for a script that attaches, the script."""
         if self._spec.entry is not None:
             return source_file(self._spec.entry, self._folder)
         script = getattr(sys.modules.get("__main__"), "__file__", None)
         return None if script is None else Path(script)
 
     def about(self) -> Mapping[str, Json]:
-        """For the manifest; nothing on other ranks.  Made once: after the first step."""
+        """For the manifest; empty on other ranks.  Computed once, after the first step."""
         if self._journal is None or not self._described:
             return {}
         if self._about is None:
@@ -146,9 +146,9 @@ class CompatibilityCheck:
         return self._about
 
     def compare(self, manifest: Manifest) -> None:
-        """Tell what differs from when the checkpoint was written.  Collective.
+        """Report the differences from when the checkpoint was written.  Collective.
 
-        MismatchError on all ranks where the job refuses to go on like that.
+        Raises MismatchError on all ranks if the job refuses to continue with them.
         """
         self._manifest = manifest
         refusal: dict[str, Any] = self._ranks.agree(
@@ -158,15 +158,15 @@ class CompatibilityCheck:
             raise MismatchError(refusal["refused"], next_step=refusal["next_step"])
 
     def compare_again(self) -> None:
-        """As ``compare``, for facts that came after it (``run.restore`` before ``run.batches``)."""
+        """Like ``compare``, for facts that come later (``run.restore`` before ``run.batches``)."""
         if self._manifest is not None:
             self.compare(self._manifest)
 
     def replace_options(self, manifest: Manifest, *, fresh: bool) -> None:
-        """After a load: let the options that the program constructs now win over the loaded ones.
+        """After a load: let the options that the program constructs now replace the loaded ones.
 
-        Only where the run's arguments were changed on purpose since the checkpoint was written.
-        Every rank knows all that it follows from, so that nothing is exchanged.  ``fresh``: the
+        Only if the run's arguments were changed deliberately since the checkpoint was written.
+        Every rank has all inputs of this decision, so nothing is exchanged.  ``fresh``: the
         optimizers are not those of the checkpoint, and what this launch did to them is undone.
         """
         if fresh:
@@ -185,7 +185,7 @@ class CompatibilityCheck:
                 self._journal.write(event)
 
     def _replaces_options(self, manifest: Manifest) -> bool:
-        """Whether arguments were changed on purpose since the checkpoint; the same on all ranks."""
+        """Whether arguments changed deliberately since the checkpoint; the same on all ranks."""
         before = Fingerprint.from_json(manifest.about.get("environment")).facts
         now = job_facts(self._spec).facts
         return bool(self._changes) and arguments_changed(before, now, self._changes)
@@ -193,7 +193,7 @@ class CompatibilityCheck:
     def misfit(self, error: MismatchError, store: CheckpointStore) -> MismatchError:
         """Why a checkpoint does not fit what is registered, in readable lines.  Collective.
 
-        The error as it is where nothing is known of what was registered then.
+        The unchanged error if it is unknown what was registered then.
         """
         lines = self._ranks.agree(
             None, None, lambda _: list(self._misfits(store)), doing="Comparing with the checkpoint"
@@ -207,7 +207,7 @@ class CompatibilityCheck:
         )
 
     def _compared(self, manifest: Manifest) -> Json:
-        """What refuses, if anything does."""
+        """The refusal, if there is one."""
         about: Mapping[str, Any] = manifest.about
         deviations = compare(
             Fingerprint.from_json(about.get("environment")),
@@ -225,7 +225,7 @@ class CompatibilityCheck:
                 differences=tuple(lines[:_MOST_LINES]),
                 refused=reason is not None,
             )
-            with contextlib.suppress(OSError):  # rank 0 alone must not fail over a line about it
+            with contextlib.suppress(OSError):  # rank 0 alone must not fail over a note about it
                 self._journal.write(event)
         if reason is None:
             return self._unmet()
@@ -235,7 +235,7 @@ class CompatibilityCheck:
         }
 
     def _unmet(self) -> Json:
-        """The refusal of a change of the batch size that the program does not follow."""
+        """The refusal of a batch-size change that the program does not follow."""
         wanted = unmet_batch(self._facts.facts, self._changes)
         if wanted is None:
             return {}
@@ -247,7 +247,7 @@ class CompatibilityCheck:
         }
 
     def _way_out(self, deviations: Sequence[Difference]) -> str:
-        """What lets the run go on with the first of what is refused."""
+        """What lets the run continue with the first refused difference."""
         run = self._spec.name
         first = next(each for each in deviations if each.policy is Policy.REFUSE)
         part = first.key.partition(".")[0]
@@ -281,7 +281,7 @@ class CompatibilityCheck:
         )
 
     def _data_lines(self, about: Mapping[str, Any]) -> list[str]:
-        """What of the data changed, file by file: the facts only say that it did."""
+        """What changed in the data, file by file: the facts only show that it did."""
         saved: Mapping[str, Any] = about.get("data") or {}
         lines = []
         for name, now in self._data.items():

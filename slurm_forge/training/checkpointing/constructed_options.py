@@ -1,11 +1,11 @@
-"""What optimizers and schedules were constructed with, against what a checkpoint brings back.
+"""Options with which optimizers and schedules were constructed, against those in a checkpoint.
 
 Loading a checkpoint restores the options of optimizers and the state of schedulers, so that a run
-goes on as it was.  Where its job was changed on purpose, the program constructs them with other
-values, and those are to count: the learning rate, but also the ``T_max`` of a schedule that follows
-from the number of steps.  Only options that are constructed otherwise than when the checkpoint was
-written are replaced.  A schedule is constructed anew and advanced to where the checkpoint stands,
-so that its learning rate is what a run begun with the new values has at that step.
+continues unchanged.  If its job was changed deliberately, the program constructs them with other
+values, and those are to count: the learning rate, but also the ``T_max`` of a schedule that depends
+on the number of steps.  Only options that are constructed differently than when the checkpoint was
+written are replaced.  A schedule is constructed anew and advanced to the checkpoint's step, so that
+its learning rate is that of a run begun with the new values.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from slurm_forge.training.checkpointing.structure import (
 )
 from slurm_forge.training.core.run_state import Registry
 
-#: Functions of the program, which no checkpoint describes.
+#: Schedules defined by functions of the program, which no checkpoint describes.
 _OF_FUNCTIONS = (LambdaLR, MultiplicativeLR)
 _RATES = ("lr", "initial_lr")
 _SCHEDULERS = (LRScheduler, ReduceLROnPlateau)
@@ -71,9 +71,9 @@ class ConstructedOptions:
         )
 
     def replace_loaded(self, registry: Registry, saved: Structure) -> tuple[str, ...]:
-        """Put what is constructed otherwise than for ``saved`` in the place of what was loaded.
+        """Replace loaded options that were constructed differently than in ``saved``.
 
-        What was replaced, in lines for people; nothing where all is constructed as it was.
+        Returns the replacements as lines for people; empty if nothing differs.
         """
         lines: list[str] = []
         for name, optimizer in registry.optimizers.items():
@@ -86,7 +86,7 @@ class ConstructedOptions:
         return tuple(lines)
 
     def reset(self, registry: Registry) -> None:
-        """Make optimizers, schedulers and gradient scalers what they were constructed as."""
+        """Reset optimizers, schedulers and gradient scalers to their constructed options."""
         for name, optimizer in registry.optimizers.items():
             optimizer.state.clear()
             for group, constructed in zip(optimizer.param_groups, self.groups[name], strict=True):
@@ -120,7 +120,7 @@ class ConstructedOptions:
     ) -> Iterator[str]:
         own = [(key, each) for key, each in _schedulers(registry) if each.optimizer is optimizer]
         then = [group.options for group in saved.optimizers[name].groups]
-        # Under ``initial_lr`` where a schedule moves ``lr``.
+        # Stored as ``initial_lr`` if a schedule changes ``lr``.
         moved = any(
             now[option] != was.get(option, now[option])
             for now, was in zip(self.texts[name], then, strict=True)
@@ -156,7 +156,7 @@ class ConstructedOptions:
     def _advance(
         self, name: str, optimizer: Optimizer, schedulers: Sequence[tuple[str, LRScheduler]]
     ) -> None:
-        """From construction to where the checkpoint stands, as the training loop would have."""
+        """Advance from construction to the checkpoint's step, as the training loop would have."""
         positions = [_position(each) for _, each in schedulers]
         for group, constructed in zip(optimizer.param_groups, self.groups[name], strict=True):
             for option, value in constructed.items():
@@ -166,7 +166,7 @@ class ConstructedOptions:
             scheduler.load_state_dict(copy.deepcopy(self.states[key]))
         begun = [_position(each) for _, each in schedulers]
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that the optimizer has made no step yet
+            warnings.simplefilter("ignore")  # about the optimizer not having stepped yet
             for turn in range(max(t - b for t, b in zip(positions, begun, strict=True))):
                 for (_, scheduler), target, first in zip(schedulers, positions, begun, strict=True):
                     if first + turn < target:
@@ -181,7 +181,7 @@ class ConstructedOptions:
         then: Sequence[Mapping[str, str]],
         loaded: Sequence[float],
     ) -> None:
-        """What depends on metrics can't be repeated: its rate keeps its share of the first one."""
+        """Metrics can't be repeated: such a rate keeps its proportion to the initial one."""
         for option in self.schedules[key]:
             if option in self.states[key]:
                 setattr(plateau, option, copy.deepcopy(self.states[key][option]))
@@ -204,7 +204,7 @@ def _has_function(scheduler: Any) -> bool:
 
 
 def _moved_options(schedulers: Sequence[tuple[str, Any]]) -> tuple[str, ...]:
-    """What beside the learning rate a cycle moves."""
+    """Options beside the learning rate that a cycle changes."""
     cycles = any(hasattr(each, "cycle_momentum") for _, each in schedulers)
     return ("betas", "momentum") if cycles else ()
 
@@ -230,7 +230,7 @@ def _copied(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _put(group: dict[str, Any], option: str, value: Any) -> None:
-    """In place where it is a tensor: a compiled step knows it by its identity."""
+    """In place if it is a tensor, which a compiled step knows by its identity."""
     there = group.get(option)
     if isinstance(there, torch.Tensor):
         there.copy_(value) if isinstance(value, torch.Tensor) else there.fill_(value)

@@ -1,7 +1,7 @@
 """What this rank runs on, as facts for the fingerprint of a run: versions, GPU, packages, code.
 
-Rank 0 collects them once per launch.  Nothing here fails: a fact that can't be had is left out,
-and is then no difference.  Everything but git takes a few milliseconds; git has its own time limit.
+Rank 0 collects them once per launch.  Nothing here fails: an unavailable fact is omitted and then
+counts as no difference.  Everything but git takes milliseconds; git has its own time limit.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from slurm_forge.recovery.fingerprint import Fingerprint, shown_value
 from slurm_forge.slurm.process import Runner, run_command
 from slurm_forge.source.work_tree import GitRevision, WorkTree
 
-#: Packages whose versions are told one by one; of the others a digest.
+#: Packages whose versions are listed; the others are combined in a digest.
 _NAMED = (
     "accelerate", "apex", "bitsandbytes", "causal-conv1d", "datasets", "deepspeed", "flash-attn",
     "flash-attn-3", "jax", "lightning", "liger-kernel", "mamba-ssm", "megatron-core", "numpy",
@@ -32,12 +32,12 @@ _NAMED = (
     "transformers", "triton", "webdataset", "xformers",
 )  # fmt: skip
 _INFO = re.compile(r"(?P<name>.+?)-(?P<version>[^-]+)(-py[0-9.]+)?\.(dist-info|egg-info)")
-#: Variables that change results or their last bits; nothing else of the environment is read.
+#: Variables that change results or their last bits; no others are read.
 _VARIABLES = re.compile(
     r"(NCCL|PYTORCH)_[A-Z0-9_]+|CUBLAS_WORKSPACE_CONFIG|NVIDIA_TF32_OVERRIDE"
     r"|TORCH_ALLOW_TF32_CUBLAS_OVERRIDE|CUDA_DEVICE_MAX_CONNECTIONS|PYTHONHASHSEED"
 )
-#: Another on every node or of every attempt, without effect on results; or by mistake a secret.
+#: Different on every node or in every attempt, without effect on results; or possibly a secret.
 _PRIVATE = re.compile(r"NCCL_(DEBUG|COMM_ID|HOSTID|.*_FILE|.*IFNAME)|.*(TOKEN|SECRET|PASSW|KEY)")
 _DRIVER_FILE = Path("/proc/driver/nvidia/version")
 _LONGEST_PROGRAM = 1 << 22
@@ -52,16 +52,16 @@ def collect(
     program: Path | None = None,
     run: Runner = run_command,
 ) -> Fingerprint:
-    """All facts.  ``folder`` is where the job was submitted from, ``variables`` the environment.
+    """All facts.  ``folder`` is where the job was submitted, ``variables`` the environment.
 
-    ``code`` is the revision of the snapshot that the run imports from, if it does; ``program`` is
-    the file that the program begins in, which counts where there is no snapshot.
+    ``code`` is the revision of the snapshot that the run imports from, if any; ``program`` is the
+    program's main file, which counts if there is no snapshot.
 
-    Takes at most a few seconds, and those only where git does not answer.
+    Takes at most a few seconds, and those only if git does not answer.
     """
     facts: dict[str, str] = {}
     for key, fact in _versions(device).items():
-        with contextlib.suppress(Exception):  # a broken driver shows up in other places too
+        with contextlib.suppress(Exception):  # a broken driver shows up elsewhere, too
             value = fact()
             if value:
                 facts[key] = shown_value(str(value))
@@ -74,9 +74,9 @@ def collect(
 
 
 def installed_packages(paths: Sequence[str]) -> dict[str, str]:
-    """Version by normalised name of what is installed in folders that are searched in this order.
+    """Versions by normalized name of the packages in folders, searched in this order.
 
-    Read off the names of the metadata folders, which is one listing per folder.
+    Read from the names of the metadata folders: one listing per folder.
     """
     versions: dict[str, str] = {}
     for path in paths:
@@ -92,7 +92,7 @@ def installed_packages(paths: Sequence[str]) -> dict[str, str]:
 
 
 def variable_facts(variables: Mapping[str, str]) -> Fingerprint:
-    """The few variables that change results.  No other variable is looked at."""
+    """The few variables that change results.  No other variable is read."""
     facts = {
         f"variables.{name}": shown_value(value)
         for name, value in variables.items()
@@ -104,10 +104,10 @@ def variable_facts(variables: Mapping[str, str]) -> Fingerprint:
 def code_facts(
     folder: Path, variables: Mapping[str, str], run: Runner, program: Path | None = None
 ) -> Fingerprint:
-    """GitRevision of the git work tree around ``folder``, and a hash of what was changed on top.
+    """The git revision of the work tree around ``folder``, and a hash of uncommitted changes.
 
-    Files that git does not track are not part of it, except ``program``, which has a hash of its
-    own; nor is what was changed inside of submodules.
+    Untracked files are not part of it, except ``program``, which has a hash of its own; nor are
+    changes inside submodules.
     """
     tree = WorkTree.around(folder, variables, run)
     facts = {}
@@ -119,7 +119,7 @@ def code_facts(
 
 
 def revision_facts(revision: GitRevision | None) -> Fingerprint:
-    """The same of a revision that is known."""
+    """The same for a revision that is known."""
     if revision is None:
         return Fingerprint()
     facts = {"code.revision": revision.commit}

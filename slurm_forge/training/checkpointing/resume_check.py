@@ -1,21 +1,21 @@
-"""Does the loss go on where it was?  Pure decisions about numbers that were logged.
+"""Whether the loss continues as before.  Pure decisions about logged numbers.
 
-Two questions.  The loss of the very same micro-batch, before and after: equal but for rounding.
-And the losses of the first steps after a resume: as before but for the noise of other batches.
-The second one must not cry wolf, so it asks for two things at once: that all but one of the first
-five losses lie some deviations above the level before, and above everything that was seen lately
-(of 32 losses, above all but one: there may have been a spike).  If nothing is wrong, the latter
-alone happens after 16 losses to 1 resume in 1200 and after 32 to 1 in 2700, whatever the
-distribution of the noise: 4 new ones would have to be among the 4 (5) largest of 21 (37).
-Noise that swings slowly, over many steps, is not independent, and alarms more often.
+Two questions.  The loss of the very same micro-batch, before and after: equal up to rounding.
+And the losses of the first steps after a resume: as before up to the noise of other batches.  The
+second one must not give false alarms, so two conditions must hold: all but one of the first five
+losses lie some deviations above the earlier level, and above everything that occurred recently (of
+32 losses, above all but one: there may have been a spike).  If nothing is wrong, the latter alone
+happens after 16 losses to 1 resume in 1200 and after 32 to 1 in 2700, whatever the distribution of
+the noise: 4 new ones would have to be among the 4 (5) largest of 21 (37).  Noise that varies
+slowly, over many steps, is not independent, and gives more alarms.
 
-The first steps after a resume, watched: is the loss what it was before?
+The first steps after a resume are watched: is the loss what it was before?
 
-Twice.  The first micro-batch behind a checkpoint is computed from exactly what is in it; its loss
-is remembered, and a resume on as many ranks computes it again.  That costs nothing: no batch is
-stored and none is computed for it, but behind the checkpoint of a stop
-(``training/loop/reference_loss.py``).  And the losses of the first steps should lie where the last
-ones before the checkpoint lay.
+This is checked twice.  The first micro-batch after a checkpoint is computed from exactly its
+content; its loss is remembered, and a resume on the same number of ranks computes it again.  That
+costs nothing: no batch is stored and none is computed for it, except after the checkpoint of a stop
+(``training/loop/reference_loss.py``).  And the losses of the first steps should be at the level of
+the last ones before the checkpoint.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ from slurm_forge.training.core.loss import (
     values,
 )
 
-#: Losses after a resume that a judgement needs, and looks at.
+#: Losses after a resume that a judgement needs and uses.
 STEPS_WATCHED = 5
-#: Losses before: fewer say nothing, older ones belong to another stage of training.
+#: Losses before it: fewer are inconclusive, older ones belong to another stage of training.
 _FEWEST_BEFORE = 16
 _MOST_BEFORE = 32
 _LEVEL_OVER = 16
 _DEVIATIONS = 3.0
-#: Losses among the new ones that prove nothing by being low.
+#: How many new losses may be low without proving anything.
 _MAY_BE_LOW = 1
-#: A standard deviation in terms of the median absolute deviation of normal noise.
+#: A standard deviation as a multiple of normal noise's median absolute deviation.
 _MAD_TO_SIGMA = 1.4826
-#: Noise that every loss is granted, relative to its level: a loss that is constant has none.
+#: Minimum noise of a loss, relative to its level: a constant loss has none.
 _LEAST_NOISE = 0.005
 
 #: Distance from 1 to the next number (torch.finfo(...).eps).
@@ -64,9 +64,9 @@ _GROWTH_OF_HALF = 4.0
 #: Cross entropy near 0 is a difference of numbers around 10, computed in float32.
 _NEAR_ZERO = 16 * 2.0**-23
 
-#: The loss that a stop computes on its way out takes a part of a step as a rule.  It is given up
-#: where it takes so many steps and a moment, and not begun where less than that and what the end of
-#: a launch takes (ranks leave, the job is requeued) is left of the time, or it may take a minute.
+#: The loss that a stop computes on its way out usually takes a fraction of a step.  It is abandoned
+#: after this many steps and a moment, and not begun if less time is left than that plus what the
+#: end of a launch takes (ranks leave, the job is requeued), or if it may take a minute.
 _TIMES_A_STEP = 5.0
 _MOMENT_S = 2.0
 _LEFT_FOR_THE_END_S = 10.0
@@ -74,7 +74,7 @@ _LONGEST_S = 60.0
 
 
 class ResumeVerdict(str, Enum):
-    """What the first losses after a resume say."""
+    """The verdict on the first losses after a resume."""
 
     CONTINUES = "continues"
     JUMPED = "jumped"
@@ -87,7 +87,7 @@ class ResumeVerdict(str, Enum):
 class Continuity:
     """A verdict with its figures: the level before and after (medians), and the usual deviation.
 
-    Figures are NaN where the verdict is UNKNOWN or NOT_FINITE and they can't be told.
+    Figures are NaN if they are unknown and the verdict is UNKNOWN or NOT_FINITE.
     """
 
     verdict: ResumeVerdict
@@ -98,7 +98,7 @@ class Continuity:
 
     @property
     def fine(self) -> bool:
-        """Whether there is nothing to worry about, as far as can be told."""
+        """Whether nothing is wrong, as far as is known."""
         return self.verdict in (ResumeVerdict.CONTINUES, ResumeVerdict.UNKNOWN)
 
     def __str__(self) -> str:
@@ -112,16 +112,16 @@ class Continuity:
 
 
 def judge(before: Sequence[float], after: Sequence[float]) -> Continuity:
-    """Whether losses of consecutive steps go on after a resume; steps that were skipped left out.
+    """Whether losses of consecutive steps continue after a resume, without skipped steps.
 
-    ``before`` ends with the step that was saved, ``after`` begins with the next one, both one value
-    per step.  Call it once ``after`` has ``STEPS_WATCHED`` values: the first ones count.
+    ``before`` ends with the saved step, ``after`` begins with the next one, both one value per
+    step.  Call it once ``after`` has ``STEPS_WATCHED`` values: the first ones count.
     """
     old = [loss for loss in before if math.isfinite(loss)][-_MOST_BEFORE:]
     new = list(after[:STEPS_WATCHED])
     finite = [loss for loss in new if math.isfinite(loss)]
     if len(new) >= STEPS_WATCHED and len(finite) <= len(new) // 2:
-        # A run that was like that before is somebody else's problem, and not of the resume.
+        # A run that was like that before has another problem, which the resume did not cause.
         was_finite = len(old) > len(before[-_MOST_BEFORE:]) // 2
         verdict = ResumeVerdict.NOT_FINITE if was_finite else ResumeVerdict.UNKNOWN
         return Continuity(verdict, math.nan, math.nan, math.nan, len(new))
@@ -129,7 +129,7 @@ def judge(before: Sequence[float], after: Sequence[float]) -> Continuity:
         return Continuity(ResumeVerdict.UNKNOWN, math.nan, math.nan, math.nan, len(new))
     level = statistics.median(old[-_LEVEL_OVER:])
     deviation = _deviation(old, level)
-    # A loss that is not finite counts as one above all others.
+    # A non-finite loss counts as one above all others.
     ordered = sorted(loss if math.isfinite(loss) else math.inf for loss in new)
     ceiling = sorted(old)[-1 - len(old) // _MOST_BEFORE]
     jumped = ordered[_MAY_BE_LOW] > max(level + _DEVIATIONS * deviation, ceiling)
@@ -138,11 +138,11 @@ def judge(before: Sequence[float], after: Sequence[float]) -> Continuity:
 
 
 def same_loss(recorded: float, now: float, dtype_name: str) -> bool:
-    """Whether two losses of the same micro-batch, weights and random state differ by rounding only.
+    """Whether two losses of one micro-batch, weights and random state are equal up to rounding.
 
-    ``dtype_name`` is the least exact type that the forward pass computes in ("bfloat16" under
-    autocast, "tfloat32" where float32 products may use TF32), not the loss's own; an unknown one is
-    taken as bfloat16.  Another GPU, another number of ranks and other kernels are allowed for.
+    ``dtype_name`` is the least exact type in the forward pass ("bfloat16" under autocast,
+    "tfloat32" if float32 products may use TF32), not the loss's own; an unknown one counts as
+    bfloat16.  Another GPU, another number of ranks and other kernels are allowed for.
     """
     if not (math.isfinite(recorded) and math.isfinite(now)):
         return recorded == now or (math.isnan(recorded) and math.isnan(now))
@@ -153,10 +153,10 @@ def same_loss(recorded: float, now: float, dtype_name: str) -> bool:
 
 
 def seconds_for_loss(step_s: float, left_s: float | None) -> float:
-    """How long one more loss may take before a launch ends; 0 where there is no time for it.
+    """How long one more loss may take before a launch ends; 0 if there is no time for it.
 
-    ``step_s`` is what a step took with the wait for its batch, ``left_s`` is how long there is,
-    None where that is not known.
+    ``step_s`` is the duration of a step including the wait for its batch, ``left_s`` the remaining
+    time, None if unknown.
     """
     allowed = _MOMENT_S + _TIMES_A_STEP * step_s
     within = min(_LONGEST_S, 0.0 if left_s is None else left_s - _LEFT_FOR_THE_END_S)
@@ -165,7 +165,7 @@ def seconds_for_loss(step_s: float, left_s: float | None) -> float:
 
 def _deviation(losses: Sequence[float], level: float) -> float:
     spread = statistics.median(abs(loss - level) for loss in losses)
-    # From step to step, which a slope does not widen but a slow wave hides: the larger one counts.
+    # From step to step, which a slope does not widen but a slow wave hides: use the larger one.
     steps = [abs(b - a) for a, b in pairwise(losses)]
     between = statistics.median(steps) / math.sqrt(2)
     floor = _LEAST_NOISE * abs(level)
@@ -173,12 +173,12 @@ def _deviation(losses: Sequence[float], level: float) -> float:
 
 
 class FirstSteps:
-    """On rank 0 only.  ``note`` is called behind a checkpoint, ``check`` when nobody waits for it.
+    """On rank 0 only.  ``note`` is called after a checkpoint, ``check`` when nobody waits for it.
 
-    ``note_reference`` is called with a step, the loss of the first micro-batch behind it and the
-    number of samples in that, ``report`` with what is strange about the first steps after a resume,
-    ``wrong`` where both are: that loss is another, and the steps behind it lie off too, so that
-    what was loaded is not what was saved.
+    ``note_reference`` is called with a step, the loss of the first micro-batch after it and the
+    number of samples in that, ``report`` with anomalies of the first steps after a resume,
+    ``wrong`` if there are two: that loss differs, and the following steps are off, too, so that
+    the loaded state is not the saved one.
     """
 
     def __init__(
@@ -197,10 +197,10 @@ class FirstSteps:
         self._wrong = wrong
         #: The steps whose next micro-batch is of interest.
         self.saved_at: int | None = None
-        #: First losses behind checkpoints, not read from the device yet.
+        #: First losses after checkpoints, not read from the device yet.
         self._losses: dict[int, tuple[torch.Tensor | float, int]] = {}
         self.resumed_at: int | None = None
-        #: The loss of its first micro-batch, and of how many samples.
+        #: The loss of its first micro-batch, and the number of samples.
         self._expected: tuple[float, int] | None = None
         self._another = ""
         self._noted_before = 0
@@ -208,14 +208,14 @@ class FirstSteps:
     def resumed(
         self, step: int, *, expected: tuple[float, int] | None, load_differs: bool = False
     ) -> None:
-        """Training goes on from ``step``; ``expected`` is what ``note_reference`` was told then.
+        """Training continues from ``step``; ``expected`` is what ``note_reference`` got then.
 
-        It is compared where the first micro-batch has as many samples again.
+        It is compared if the first micro-batch has the same number of samples.
 
-        ``load_differs``: the digest of what was loaded is not that of what was saved.
+        ``load_differs``: the digest of the loaded state is not that of the saved one.
         """
         self.resumed_at, self._expected = step, expected
-        # After a rollback the steps come again: nothing of the first time is true of them.
+        # After a rollback steps are repeated: what was recorded the first time is obsolete.
         self._losses.clear()
         self.saved_at, self._another = None, ""
         if load_differs:
@@ -227,13 +227,13 @@ class FirstSteps:
         self._noted_before = self._loss_history.noted
 
     def saved(self, step: int) -> None:
-        """A save of this step has been begun: the next micro-batch is its reference."""
+        """A save of this step has begun: the next micro-batch is its reference."""
         self.saved_at = step
 
     def note(self, step: int, first_loss: torch.Tensor | float, samples: int) -> None:
-        """The loss of the first micro-batch behind ``step``, of so many samples; no waiting.
+        """Record the loss of the first micro-batch after ``step``, without waiting.
 
-        Of the steps ``saved_at`` and ``resumed_at``; of others it is of no use.
+        Only for the steps ``saved_at`` and ``resumed_at``; others are ignored.
         """
         self._losses[step] = (first_loss, samples)
 

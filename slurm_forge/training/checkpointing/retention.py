@@ -1,4 +1,4 @@
-"""Room for the run's checkpoints: asked before a save, and made after it.  Rank 0 only."""
+"""Room for the run's checkpoints: checked before a save, and made after it.  Rank 0 only."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from slurm_forge.store.retention import Present, wanted
 from slurm_forge.store.room import free_space, shortage
 from slurm_forge.vocabulary.trust import Trust
 
-#: Checkpoints of its own after which a launch needs the one it was resumed from no more.
+#: After this many checkpoints of its own, a launch no longer needs the one it resumed from.
 _TRUSTED = 2
 _REMEMBERED = 3
 _FULL = "a save found no space or quota left"
 
 
 class CheckpointRecords:
-    """Whoever reads and then writes holds ``lock``; an unwritable journal stops nothing."""
+    """Hold ``lock`` to read and then write; an unwritable journal stops nothing."""
 
     def __init__(self, journal: JournalWriter) -> None:
         self._journal = journal
         self.lock = threading.RLock()
         self.checkpoints: Known = ()
-        #: What may become good, and the step since which training has been healthy.
+        #: Checkpoints that may become good, and the step since which training has been healthy.
         self.unproven: dict[CheckpointName, int] = {}
 
     def find(self, name: CheckpointName) -> KnownCheckpoint | None:
@@ -46,7 +46,7 @@ class CheckpointRecords:
             self.unproven[name] = since
 
     def judge(self, name: CheckpointName, trust: Trust, why: str, step: int | None = None) -> None:
-        """Trust it more, or less; ``step`` is how far training was, where that is the reason."""
+        """Trust it more, or less; ``step`` is the present step if that is the reason."""
         before = self.find(name)
         self.checkpoints = k.judged(self.checkpoints, name, trust, why, by_person=False)
         after = self.find(name)
@@ -54,14 +54,14 @@ class CheckpointRecords:
             self.write(CheckpointJudged(name=str(name), trust=trust, reason=why, step=step))
 
     def write(self, event: Event) -> None:
-        """A line in the journal."""
-        # What happened is the same on all ranks: rank 0 alone must not fail over a line about it.
+        """Write a line into the journal."""
+        # The event is the same on all ranks: rank 0 alone must not fail over a line about it.
         with contextlib.suppress(OSError):
             self._journal.write(event)
 
 
 class Retention:
-    """Deletes what nobody wants; says when one more had better not be begun."""
+    """Deletes checkpoints that are not wanted; refuses a save that should not begin."""
 
     def __init__(
         self,
@@ -81,22 +81,22 @@ class Retention:
         self._fence = fence
         self._seconds_left = seconds_left
         self._people = people
-        # Deleting takes as long as it takes; nobody else waits for it.
+        # Deleting may take long; nobody else waits for it.
         self._deleting = threading.Lock()
-        #: What was read and found damaged.
+        #: Checkpoints that were read and found damaged.
         self.damaged: set[CheckpointName] = set()
         self.resumed_from: CheckpointName | None = None
-        #: How many checkpoints were there when one more did not fit: statvfs knows of no quota.
+        #: How many checkpoints existed when one more did not fit: statvfs ignores quotas.
         self._most: int | None = None
 
     def permit(self, size: int, directory: Path, files: int, *, use_spare: bool = False) -> None:
-        """Raise CheckpointError where a save had better not be begun: no room, or no time."""
+        """Raise CheckpointError if a save should not begin: no room, or no time."""
 
         def lacking() -> CheckpointError | None:
             free = free_space(directory)
             return shortage(free, size=size, files=files, use_spare=use_spare)
 
-        # What the job asks to keep is deleted for room only where no other place is left.
+        # Checkpoints that the job keeps are deleted for room only if no other place is left.
         is_last_place = self._store.fallback in (None, directory)
         most = self._most if is_last_place else None
         if most is not None and len(self._store.candidates()) >= most:
@@ -118,13 +118,13 @@ class Retention:
     def make_room(self, reason: str) -> bool:
         """Delete what is only kept for being recent: never fewer than two verified.
 
-        Whether anything was deleted.
+        Returns whether anything was deleted.
         """
         rules = replace(self._spec.rules, last=1)
         return self._delete(lambda present: wanted(present, rules), f"to make room: {reason}")
 
     def ran_out(self) -> bool:
-        """A write found no space or quota left, whatever was foreseen; whether there is room now.
+        """A write ran out of space or quota in spite of the estimate; whether there is room now.
 
         From then on room is made before a save that would be one too many again.
         """
@@ -133,7 +133,7 @@ class Retention:
         return self.make_room(_FULL)
 
     def prune(self) -> None:
-        """Delete what the job does not ask to keep: a checkpoint was committed."""
+        """Delete what the job does not keep: a checkpoint was committed."""
         with contextlib.suppress(OSError):
             if self._most is not None and len(self._store.candidates()) > self._most:
                 self._most = None  # it did fit
@@ -144,7 +144,7 @@ class Retention:
         self, keep: Callable[[Sequence[Present]], Collection[CheckpointName]], reason: str
     ) -> bool:
         self._hear_people()
-        with self._deleting, contextlib.suppress(OSError, FencedError):  # the next save asks again
+        with self._deleting, contextlib.suppress(OSError, FencedError):  # the next save tries again
             pruned = self._store.prune(
                 lambda names: self._names_to_keep(names, keep),
                 self._fence,
@@ -172,20 +172,20 @@ class Retention:
     ) -> set[CheckpointName]:
         with self._records.lock:
             keeps = set(keep([self._present(name) for name in names]))
-            # A late commit of a fenced attempt may have a higher step: it takes no place of ours.
+            # A late commit of a fenced attempt may have a higher step: it must not displace ours.
             own = [name for name in names if (name.attempt, name.launch) == self._current]
             keeps.update(own[:1])
-            # What this launch was resumed from is known to load; its own are not yet.
+            # The one that this launch resumed from is known to load; its own are not yet.
             if self.resumed_from is not None and len(own) < _TRUSTED:
                 keeps.add(self.resumed_from)
-            # Where saves are frequent none would live for long enough to become good.
+            # With frequent saves none would live long enough to become good.
             waiting = [name for name in names if name in self._records.unproven]
             if waiting:
                 keeps.add(min(waiting))
             return keeps
 
     def _hear_people(self) -> None:
-        """What was promoted or doubted from the command line since the last look."""
+        """Apply promotions and doubts from the command line since the last call."""
         if self._people is None:
             return
         judged = self._people()
@@ -209,9 +209,9 @@ class Retention:
         )
 
     def _takes(self, size: int) -> float | None:
-        """Seconds that a save of ``size`` bytes takes if all goes as well as it ever did lately.
+        """Seconds that a save of ``size`` bytes takes at the best recent speed.
 
-        Trying costs nothing as long as there is a chance: a save that is cut off harms none.
+        Trying is worthwhile as long as there is a chance: an interrupted save harms none.
         """
         timed = [each for each in self._records.checkpoints if each.size and each.seconds][
             -_REMEMBERED:
@@ -221,7 +221,7 @@ class Retention:
         return min(each.seconds * min(1.0, size / each.size) for each in timed)
 
     def metric(self, checkpoint: KnownCheckpoint) -> float | None:
-        """The metric that is kept by now; another one's figures can't be compared with it."""
+        """The present retention metric; values of another one are not comparable."""
         rule = self._spec.keep_best
         same = rule is not None and checkpoint.metric_name == rule.metric
         return checkpoint.metric if same else None

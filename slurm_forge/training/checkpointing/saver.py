@@ -1,4 +1,4 @@
-"""Saving and resuming a run: what goes into a checkpoint, and what a resume restores, in order."""
+"""Save and resume a run: what goes into a checkpoint, and what a resume restores, in order."""
 
 from __future__ import annotations
 
@@ -67,17 +67,17 @@ from slurm_forge.training.data.source_state import DataState
 
 _WAIT_WITHIN_S = 60.0
 _MOST_CANDIDATES = 100
-#: Under which rank 0's losses of the last steps are saved.
+#: Key under which rank 0's losses of the last steps are saved.
 _LOSSES = NOTES + "losses"
-#: Under which a checkpoint has the dimensions of the mesh; none without one.
+#: Key of the mesh's dimensions in a checkpoint; missing without a mesh.
 _MESH = "mesh"
-#: The epochs of registered loaders whose samplers have ``set_epoch``.
+#: Key of the epochs of registered loaders whose samplers have ``set_epoch``.
 _EPOCHS = "sampler_epochs"
 
 
 @dataclass(frozen=True, slots=True)
 class ResumePoint:
-    """Where a checkpoint continues: the number of steps done, and ``run.extra`` as it was saved."""
+    """Where a checkpoint continues: the number of completed steps, and the saved ``run.extra``."""
 
     step: int
     extra: Mapping[str, Any]
@@ -121,13 +121,13 @@ class Saver:
             self._store, group=group, background=background, host=context.host
         )
         self.comparison = RankComparison(self._writer, Ranks(group), data_state)
-        #: Whether the job file says to go on where ranks differ.
+        #: Whether the job file tolerates that ranks differ.
         self._tolerant = tolerates(context.spec.recovery)
-        #: The save that was begun and not finished yet, if any.
+        #: The pending save, if any.
         self.pending: PendingSave | None = None
         #: How often this launch was rolled back.
         self._turn = 0
-        #: On rank 0: what is known of the checkpoints there are.
+        #: On rank 0: the known checkpoints.
         self.catalog = (
             None
             if journal is None
@@ -143,16 +143,16 @@ class Saver:
                 people=CliJudgements(context.directory).known,
             )
         )
-        #: On rank 0: what was there when this launch resumed, the newest.
+        #: On rank 0: the newest ones that existed when this launch resumed.
         self.candidates: tuple[str, ...] = ()
-        #: On rank 0: whether the last save failed, and the next one has somewhere to go: room was
-        #: made, or there is the fallback directory.
+        #: On rank 0: whether the last save failed and the next one may succeed: room was made, or
+        #: there is the fallback directory.
         self._may_succeed = False
         #: On rank 0: whether a save of this launch failed in the run directory itself.
         self._uses_fallback = False
-        #: Name and step of the last commit that all ranks know of (or of what was resumed from).
+        #: Name and step of the last commit that all ranks know (or of the loaded checkpoint).
         self.last: CheckpointName | None = None
-        #: The step of the last save that was begun, whatever came of it.
+        #: The step of the last save that began, whatever its result.
         self.last_save_step: int | None = None
 
     def save(
@@ -166,13 +166,13 @@ class Saver:
         use_spare: bool = False,
         doubts: Sequence[str] = (),
     ) -> CheckpointName | None:
-        """Save; with ``wait`` until it is on disk: its name, or None when it came to nothing.
+        """Save; with ``wait`` until it is on disk: its name, or None if it failed.
 
-        ``use_spare``: also into the room on disk that other saves leave free.
+        ``use_spare``: also use the disk space that other saves leave free.
 
-        What came to nothing did so on every rank alike: the last checkpoint is untouched.  With
-        ``wait`` it is tried once more where old checkpoints have made room for it, or where there
-        is a fallback directory.
+        A failure is the same on every rank: the last checkpoint is untouched.  With ``wait`` it is
+        tried once more if old checkpoints have made room for it, or if there is a fallback
+        directory.
         """
         save = partial(
             self._save,
@@ -188,7 +188,7 @@ class Saver:
         return save() if saved is None and wait and self._may_succeed_now() else saved
 
     def _may_succeed_now(self) -> bool:
-        """Whether what failed has somewhere to go now.  Collective."""
+        """Whether a failed save may succeed now.  Collective."""
 
         def may_succeed(_: object) -> bool:
             return self._may_succeed
@@ -232,7 +232,7 @@ class Saver:
             recent = values(losses)
             if self.catalog is not None:
                 return (*unstable, *doubtful(recent))
-            # What is far off is for one rank to say: of many, some always have a strange batch.
+            # One rank judges outlying losses: with many ranks some always have a strange batch.
             broken = bool(recent) and not math.isfinite(recent[-1])
             return (*unstable, *([f"the loss is {recent[-1]}"] if broken else ()))
 
@@ -248,7 +248,7 @@ class Saver:
                 fallback=self._uses_fallback,
                 about=self._compatibility.about(),
                 doubts=not_trusted,
-                # Not on the way out: it takes as long as the state is large.
+                # Not on the way out: it takes time proportional to the state.
                 all_copies=not wait,
                 facts=self.comparison.facts(progress),
                 tolerant=self._tolerant,
@@ -263,12 +263,12 @@ class Saver:
     def prepare(
         self, registry: Registry, progress: TrainingProgress, random: dict[str, torch.Tensor]
     ) -> None:
-        """Get ready for saves: the objects have their state by now.  Collective."""
+        """Prepare for saves: the objects have their state by now.  Collective."""
         try:
             self._writer.prepare(self._state(registry, progress, random))
         except RanksLostError:
             raise
-        except CheckpointError as error:  # no storage has been touched: the program is to be mended
+        except CheckpointError as error:  # no storage was touched: the program must be corrected
             raise UnsupportedError(error.message, next_step=error.next_step) from error
 
     def compare_ranks(
@@ -281,35 +281,35 @@ class Saver:
     ) -> RankMismatch | None:
         """Compare what ranks hold that should be equal.  Collective; waits for the device."""
         return self.comparison.compare(
-            self._state(registry, progress, random),  # that of a save: its plan stays
+            self._state(registry, progress, random),  # as for a save, so that its plan stays valid
             progress,
             unsound=partial(self.unsound, registry),
             ids=ids,
         )
 
     def _instability(self, registry: Registry, progress: TrainingProgress) -> tuple[str, ...]:
-        """What the last steps say of the state that they left, apart from the loss."""
+        """What the last steps reveal about their resulting state, apart from the loss."""
         scaler = registry.scaler
         if scaler is not None and scaler.is_enabled():
             scale = scaler.get_scale()
             if not 0.0 < scale < math.inf:
                 return (f"the scale of the gradient scaler is {scale}",)
             if scale > 1.0:
-                return ()  # it looks for its scale: skipped steps are part of that
-        # Skipped steps have changed nothing.  Where there is nothing else to go back to, a state
-        # that may be bad is better than none.
+                return ()  # it is looking for its scale: skipped steps are part of that
+        # Skipped steps have changed nothing.  If there is nothing else to go back to, a state that
+        # may be bad is better than none.
         if progress.skipped_in_a_row == 0 or self.catalog is None or not self.catalog.has_usable:
             return ()
         skipped = progress.skipped_in_a_row
         return (f"the last {skipped} steps had a gradient that is not finite",)
 
     def doubt(self, name: CheckpointName, why: Sequence[str]) -> None:
-        """What was saved is not to be trusted after all."""
+        """Mark what was saved as no longer trusted."""
         if self.catalog is not None:
             self.catalog.suspect(name, "; ".join(why))
 
     def unsound(self, registry: Registry) -> tuple[str, ...]:
-        """What is not finite, or absurd, in what this rank holds.  Not collective."""
+        """Non-finite or absurd values in what this rank holds.  Not collective."""
         state = TrainingState(
             models=self._models(registry),
             optimizers=registry.optimizers,
@@ -319,9 +319,9 @@ class Saver:
         return self._writer.unsound_parts(state)
 
     def evaluated(self, step: int, logged: Mapping[str, Any]) -> bool:
-        """After an evaluation: whether this step is the best so far and is to be saved.
+        """After an evaluation: whether this step is the best so far and should be saved.
 
-        Collective, and only where the job keeps the best: rank 0's figure counts.
+        Collective, and only if the job keeps the best: rank 0's value counts.
         """
 
         def better(_: object) -> bool:
@@ -330,9 +330,9 @@ class Saver:
         return bool(Ranks(self._group).agree(None, None, better, doing="Comparing evaluations"))
 
     def wait_for_save(self) -> None:
-        """Before this launch is given up: what is being written may well be what is resumed from.
+        """Before this launch is abandoned: the pending save may be what is resumed from.
 
-        No collective of the main thread's; waits a minute at most.
+        Uses no collective of the main thread; waits a minute at most.
         """
         if self.pending is not None:
             self.pending.wait(_WAIT_WITHIN_S)
@@ -347,7 +347,7 @@ class Saver:
         except RanksLostError:
             raise
         except CheckpointError:
-            return None  # is in the journal
+            return None  # it is in the journal
         return self.last
 
     def _permit(self, size: int, directory: Path, *, use_spare: bool) -> None:
@@ -364,7 +364,7 @@ class Saver:
         reason: str,
         seconds: float,
     ) -> None:
-        """Rank 0, at the end of a save, maybe on its thread: tell, and make room."""
+        """Rank 0, at the end of a save, possibly on its thread: journal it, and make room."""
         if self.catalog is None or isinstance(end, RanksLostError):
             return
         if isinstance(end, CheckpointError):
@@ -380,19 +380,19 @@ class Saver:
             reason=reason,
             size=end.size,
             lasted=timedelta(seconds=seconds),
-            # Where training waits for the disk, that is what a save costs it.
+            # If training waits for the disk, that is the cost of a save.
             blocked=end.blocked if self._background else timedelta(seconds=seconds),
             findings=end.findings,
             time=time.time(),
             epoch=epoch,
         )
         self._note_differences(end)
-        # What is not finite makes ranks differ, too, and has a cure: it is the incident then.
+        # Non-finite values make ranks differ, too, and have a remedy: they are the incident then.
         if end.mismatch is not None and not any(map(about_state, end.findings)):
             self.catalog.ranks_differ(end.mismatch, once=self._tolerant)
 
     def _note_differences(self, end: Saved) -> None:
-        """On rank 0: what of a checkpoint is each rank's own, and what is not and differs."""
+        """On rank 0: report which parts are saved per rank, and which differ and are not."""
         if self.catalog is None:
             return
         if end.own:
@@ -412,7 +412,7 @@ class Saver:
             )
 
     def resume_point(self) -> ResumePoint | None:
-        """Where ``restore`` will continue; nothing but manifests is read.  Collective."""
+        """Where ``restore`` will continue; only manifests are read.  Collective."""
         if self.catalog is not None:
             self._recall(self.catalog)
         manifest = newest_manifest(
@@ -426,7 +426,7 @@ class Saver:
         return ResumePoint(int(extra["step"]), dict(extra["extra"]))
 
     def _recall(self, catalog: CheckpointCatalog) -> None:
-        """On rank 0: what the journal has of the checkpoints by now."""
+        """On rank 0: the present checkpoints in the journal."""
         if self._journal is None:
             return
         records = read_to_fold(self._context.directory, refresh=True)
@@ -444,7 +444,7 @@ class Saver:
         """Resume from the newest checkpoint that verifies: its name, and whether exactly.
 
         Restores in place; ``random`` is this rank's state as it would be without a checkpoint.
-        ``again``: this launch has resumed before, and what it is made of is the same still.
+        ``again``: this launch has resumed before, and its objects are still the same.
         """
         there: Sequence[CheckpointName] = ()
         if self.catalog is not None:
@@ -488,17 +488,17 @@ class Saver:
             progress.restart()
         else:
             self._data_state.restored(progress.step, loaded.extra.get("data"), loaded.data)
-            # A loader begins its order when it is asked for its state: before the program's loop.
+            # A loader begins its order when its state is requested: before the program's loop.
             for name, epoch in loaded.extra.get(_EPOCHS, {}).items():
                 set_epoch(registry.others.get(name), int(epoch))
         layout = self._layout.now
-        # Only on the same mesh a rank's state is that of the same samples and the same part.
+        # Only on the same mesh does a rank's state belong to the same samples and the same part.
         same = loaded.extra.get(_MESH, []) == layout.to_json()
         same = same and manifest.world_size == self._context.world_size
         exact = same and not loaded.missing_rng
         reseeded = self._active_plan.plan.reseeded
         if reseeded:
-            # Asked for by the recovery plan; the order of the samples is another matter.
+            # Requested by the recovery plan; the order of the samples is another matter.
             rng.derive(self._context.spec.seed + reseeded, progress.step, layout.random_stream)
             exact = False
         elif exact:
@@ -540,13 +540,13 @@ class Saver:
         )
 
     def _models(self, registry: Registry) -> dict[str, nn.Module]:
-        """The registered models under the names that they have in checkpoints."""
+        """The registered models under their names in checkpoints."""
         if self._stages is None:
             return registry.models
         return {self._stages.name(name): model for name, model in registry.models.items()}
 
     def _gathered_stages(self, registry: Registry) -> PipelineStages | None:
-        """What the stages of a pipeline have; None where there is one.  Collective."""
+        """What the stages of a pipeline contain; None with a single stage.  Collective."""
         layout = self._layout.now
         if layout.stages == 1:
             return None
@@ -569,7 +569,7 @@ class Saver:
 
     @property
     def _layout_text(self) -> str:
-        """How the ranks are laid out: their number, or the dimensions of the mesh."""
+        """The layout of the ranks: their number, or the dimensions of the mesh."""
         mesh: Any = self._layout.now.to_json()
         sizes = "-".join(f"{escape(str(name))}_{size}" for name, size in mesh)
         return sizes or str(self._context.world_size)

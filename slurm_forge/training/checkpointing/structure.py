@@ -1,10 +1,11 @@
-"""What is registered, without its values: to explain why a checkpoint does not fit, or spikes.
+"""What is registered, without values: to explain why a checkpoint does not fit, or spikes.
 
-Taken before a checkpoint is loaded: loading brings the saved options of optimizers and schedulers
-back, so that what the program says now would no longer be seen.  Tensors go by the names that they
-have in checkpoints.
+Recorded before a checkpoint is loaded: loading restores the saved options of optimizers and
+schedulers, which hides what the program constructs now.  Tensors have the names that they have in
+checkpoints.
 
-How what is registered differs from what was saved, in lines that a person can act on.  Pure.
+Also here: differences between what is registered and what was saved, as lines that a person can act
+on.  Pure.
 """
 
 from __future__ import annotations
@@ -38,12 +39,12 @@ from slurm_forge.training.core.tensor_names import (
 )
 from slurm_forge.vocabulary.json_value import Json
 
-#: Not options.  Where a schedule moves ``lr``, what it starts from (initial_lr) counts.
+#: Not options.  If a schedule changes ``lr``, its initial value (initial_lr) counts.
 _NO_OPTIONS = frozenset({"params", "param_names"})
-#: OneCycleLR and CyclicLR move these too, and leave a trace of it in the group.
+#: OneCycleLR and CyclicLR change these, too, and leave a trace of it in the group.
 _CYCLED = frozenset({"betas", "momentum"})
 _CYCLES = frozenset({"base_momentum", "max_momentum"})
-#: What a scheduler was made with, as far as it keeps it under these names.
+#: The arguments of a scheduler, as far as it keeps them under these names.
 _SCHEDULE = (
     "T_max", "T_0", "T_mult", "eta_min", "gamma", "step_size", "milestones", "total_iters",
     "start_factor", "end_factor", "factor", "power", "total_steps", "patience", "threshold", "mode",
@@ -92,7 +93,7 @@ class Optimization:
 
 @dataclass(frozen=True, slots=True)
 class Other:
-    """Anything else that is registered; of schedulers, what they were made with."""
+    """Any other registered object; for schedulers, their arguments."""
 
     kind: str
     options: Mapping[str, str] = field(default_factory=dict)
@@ -136,7 +137,7 @@ class Structure:
         )
 
     def with_modes(self, models: Mapping[str, nn.Module]) -> Structure:
-        """The same with the train and eval modes of now: cheap, for every save inside training."""
+        """The same with the present train and eval modes: cheap, for every save during training."""
         now = {
             name: replace(model, in_eval=_eval(models[name])) if name in models else model
             for name, model in self.models.items()
@@ -144,7 +145,7 @@ class Structure:
         return replace(self, models=now)
 
     def to_json(self) -> dict[str, Json]:
-        """For the manifest; tensors whose names differ in a number are written together."""
+        """For the manifest; tensors whose names differ in a number are combined."""
         return {
             "models": {
                 name: {
@@ -182,7 +183,7 @@ class Structure:
 
     @classmethod
     def from_json(cls, value: object) -> Structure | None:
-        """What a manifest says; None where it says nothing that can be understood."""
+        """Parse a manifest's entry; None if it is not understood."""
         try:
             return _read(value)
         except (KeyError, TypeError, ValueError, AttributeError):
@@ -223,7 +224,7 @@ def _read(value: Any) -> Structure:
 
 def _tensors(name: str, module: nn.Module, trained: Mapping[str, bool]) -> dict[str, TensorShape]:
     tensors: dict[str, torch.Tensor] = {}
-    # What can't be saved is refused where it is saved; here it is only not described.
+    # What can't be saved is refused by the save; here it is only not described.
     with contextlib.suppress(CheckpointError):
         capture_model(name, module, tensors, set())
     return {
@@ -244,13 +245,13 @@ def _unwrapped(module: nn.Module) -> nn.Module:
 
 def _kind(module: nn.Module) -> str:
     kind = type(_unwrapped(module))
-    if issubclass(kind, FSDPModule):  # fully_shard makes a class of its own out of two
+    if issubclass(kind, FSDPModule):  # fully_shard combines two classes into a new one
         kind = next(base for base in kind.__mro__[1:] if base is not FSDPModule)
     return kind.__qualname__
 
 
 def _eval(module: nn.Module) -> tuple[str, ...]:
-    """The topmost modules that are in eval mode as a whole; a wrapper's own mode says nothing."""
+    """The topmost modules that are completely in eval mode; a wrapper's own mode is ignored."""
     frozen: list[str] = []
 
     def visit(part: nn.Module, name: str) -> None:
@@ -276,7 +277,7 @@ def _optimization(optimizer: Optimizer, names: Mapping[int, str]) -> Optimizatio
 
 
 def group_options(group: Mapping[str, Any]) -> dict[str, str]:
-    """What a parameter group was constructed with, as texts; to be asked before a load."""
+    """The options with which a parameter group was constructed, as texts; call before a load."""
     moved = _NO_OPTIONS | _CYCLED if _CYCLES & set(group) else _NO_OPTIONS
     if "initial_lr" in group:
         moved = moved | {"lr"}
@@ -284,7 +285,7 @@ def group_options(group: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _rate(key: str, value: Any) -> Any:
-    """A learning rate that is a tensor as a number: asked for once per launch."""
+    """A learning rate, also one that is a tensor, as a number: read once per launch."""
     is_rate = key in ("lr", "initial_lr") and isinstance(value, torch.Tensor)
     return value.item() if is_rate and value.numel() == 1 else value
 
@@ -297,7 +298,7 @@ def _other(other: Any) -> Other:
 
 
 def schedule_options(scheduler: Any) -> dict[str, str]:
-    """What a scheduler was constructed with, as texts; of one made of several, theirs too."""
+    """The arguments of a scheduler, as texts; for a combined one, its parts' too."""
     values = vars(scheduler)
     options = _options({key: values[key] for key in _SCHEDULE if key in values})
     if (milestones := _plain(values.get("_milestones"))) is not None and "_milestones" in values:
@@ -308,7 +309,7 @@ def schedule_options(scheduler: Any) -> dict[str, str]:
 
 
 def nested_schedulers(scheduler: Any) -> tuple[Any, ...]:
-    """The schedulers that one is made of (SequentialLR, ChainedScheduler)."""
+    """The schedulers that one consists of (SequentialLR, ChainedScheduler)."""
     parts = vars(scheduler).get("_schedulers", ())
     return tuple(parts) if isinstance(parts, (list, tuple)) else ()
 
@@ -320,7 +321,7 @@ def _options(options: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _plain(value: Any) -> str | None:
-    """A number, a switch, a word, or a few of them; a tensor would have to be waited for."""
+    """A number, a switch, a word, or a few of them; reading a tensor would wait."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return str(value)[:100]
     if isinstance(value, Mapping):
@@ -337,7 +338,7 @@ _T = TypeVar("_T", Model, Optimization, Other)
 
 
 def differences(saved: Structure, now: Structure, *, most: int = _MOST_LINES) -> tuple[str, ...]:
-    """``model: head.bias is new``, … ; at most ``most`` lines, then how many more there are.
+    """``model: head.bias is new``, … ; at most ``most`` lines, then the number of further ones.
 
     What makes a load impossible comes first: models, then optimizers, then everything else.
     """
@@ -356,7 +357,7 @@ def differences(saved: Structure, now: Structure, *, most: int = _MOST_LINES) ->
 
 
 def option_differences(saved: Structure, now: Structure) -> frozenset[str]:
-    """Those of the differences that a load settles: options, of which the saved ones come back."""
+    """The differences that a load removes: options, whose saved values are restored."""
     optimizers = saved.optimizers.keys() & now.optimizers.keys()
     others = saved.others.keys() & now.others.keys()
     return frozenset(
@@ -389,7 +390,7 @@ def _by_name(
 def _model(name: str, saved: Model, now: Model) -> Iterator[str]:
     removed = {fqn: tensor for fqn, tensor in saved.tensors.items() if fqn not in now.tensors}
     new = {fqn: tensor for fqn, tensor in now.tensors.items() if fqn not in saved.tensors}
-    # Whether it is trained does not make it another tensor.
+    # Whether it is trained does not make it a different tensor.
     shapes = [{fqn: (t.shape, t.dtype) for fqn, t in part.items()} for part in (removed, new)]
     changed: list[tuple[str, str]] = []
     for rule, explained in guess_renames(*shapes):
@@ -400,7 +401,7 @@ def _model(name: str, saved: Model, now: Model) -> Iterator[str]:
             del removed[before], new[after]
         for before in list(removed):
             after = rule.apply(before) or ""
-            if after in new:  # renamed like the others, and of another shape
+            if after in new:  # renamed like the others, but with another shape
                 changed.append((after, _changed(removed.pop(before), new.pop(after))))
     for fqn, was in saved.tensors.items():
         if fqn in now.tensors and (text := _changed(was, now.tensors[fqn])):
@@ -460,7 +461,7 @@ def _option_changes(name: str, saved: Optimization, now: Optimization) -> Iterat
     changes: dict[str, list[int]] = {}
     pairs = list(zip(saved.groups, now.groups, strict=False))
     for index, (was, is_now) in enumerate(pairs):
-        # What only one of them knows comes from another version of torch, or another optimizer.
+        # An option that only one of them has comes from another version of torch or optimizer.
         for option in sorted(was.options.keys() & is_now.options.keys()):
             if was.options[option] != is_now.options[option]:
                 text = f"{option} {is_now.options[option]}, was {was.options[option]}"
@@ -477,7 +478,7 @@ def _members(
     then_known: frozenset[str],
     now_known: frozenset[str],
 ) -> Iterator[str]:
-    """Parameters that both models have, and that the optimizer treats differently."""
+    """Parameters in both models that the optimizer treats differently."""
     then, here = _group_of(saved), _group_of(now)
     lines: list[tuple[str, str]] = []
     for fqn in dict.fromkeys((*then, *here)):
@@ -503,7 +504,7 @@ def _group_of(optimizer: Optimization) -> dict[str, int]:
 
 
 def _tensor_names(structure: Structure) -> frozenset[str]:
-    """As optimizers know them: with the model's name where there are several models."""
+    """As optimizers name them: with the model's name if there are several models."""
     several = len(structure.models) > 1
     return frozenset(
         f"{name}.{fqn}" if several else fqn

@@ -1,7 +1,7 @@
-"""What can't be trained and saved as it is registered, refused before the first step.
+"""Refuse, before the first step, what can't be trained and saved as it is registered.
 
-A save would find most of it, after the first hour; what no save finds is a parameter that is
-trained and belongs to nothing that is saved, and an optimizer that is not registered.
+A save would detect most of it, after the first hour; no save detects a trained parameter that
+belongs to nothing that is saved, or an optimizer that is not registered.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from slurm_forge.training.core.run_state import Registry
 
 
 def require_supported_wrapper(name: str, value: object) -> None:
-    """Raise UnsupportedError for a model in a wrapper that nothing can be done about later."""
+    """Raise UnsupportedError for a model in a wrapper that can't be handled later."""
     if not isinstance(value, nn.Module):
         return
     for path, part in value.named_modules():
@@ -43,7 +43,7 @@ def require_supported_wrapper(name: str, value: object) -> None:
 def require_supported(registry: Registry) -> None:
     """Raise UnsupportedError, naming the parameter, for what can't be saved or resumed exactly.
 
-    Before a checkpoint is loaded: all that is registered is built by now.
+    Called before a checkpoint is loaded, when all registered objects have been built.
     """
     for name, model in registry.models.items():
         require_supported_wrapper(name, model)
@@ -58,9 +58,9 @@ def require_supported(registry: Registry) -> None:
 
 
 def require_known_optimizer(optimizer: Optimizer, registry: Registry) -> None:
-    """Raise UnsupportedError where an optimizer is stepped whose state nobody saves.
+    """Raise UnsupportedError if an optimizer is stepped whose state nobody saves.
 
-    One that a registered object of the program's own holds is that object's to save.
+    An optimizer inside a registered object of the program's own is saved by that object.
     """
     if _is_saved(optimizer, registry):
         return
@@ -75,7 +75,7 @@ def require_known_optimizer(optimizer: Optimizer, registry: Registry) -> None:
 class OptimizerWatch:
     """Refuses an optimizer that trains registered parameters and is in no checkpoint.
 
-    It sees each ``optimizer.step()`` of this process.  An optimizer is refused when it steps
+    It observes each ``optimizer.step()`` of this process.  An optimizer is refused when it steps
     again after ``counted`` has grown: one that lives for a single step (the inner loop of
     meta-learning) has nothing to lose.
     """
@@ -86,13 +86,13 @@ class OptimizerWatch:
         self._known: frozenset[int] = frozenset()
         #: Steps of registered optimizers.
         self.updates = 0
-        #: Optimizers that are not registered, by the steps counted when they were first seen.
+        #: Unregistered optimizers, by the number of counted steps at their first step.
         self._seen: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
-        #: Those that may go on, by their number of parameter groups.
+        #: Harmless ones, by their number of parameter groups.
         self._harmless: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
 
     def begin(self) -> None:
-        """Look on from now on, in place of any watch of an earlier run in this process."""
+        """Start observing, replacing the watch of any earlier run in this process."""
         self._known = frozenset(map(id, self._registry.optimizers.values()))
         hooks = torch_optimizer._global_optimizer_post_hooks
         for key in [key for key, hook in hooks.items() if _is_watch(hook)]:
@@ -100,7 +100,7 @@ class OptimizerWatch:
         torch_optimizer.register_optimizer_step_post_hook(self.stepped)
 
     def end(self) -> None:
-        """Look on no longer."""
+        """Stop observing."""
         hooks = torch_optimizer._global_optimizer_post_hooks
         for key in [key for key, hook in hooks.items() if hook == self.stepped]:
             del hooks[key]
@@ -130,7 +130,7 @@ class OptimizerWatch:
         )
 
     def _trains(self, optimizer: Optimizer) -> str | None:
-        """The first parameter of a registered model that it has, in words."""
+        """The first of its parameters that belongs to a registered model, as text."""
         own = {id(each) for group in optimizer.param_groups for each in group["params"]}
         for model_name, model in self._registry.models.items():
             for path, parameter in model.named_parameters():
@@ -144,20 +144,20 @@ def _is_watch(hook: object) -> bool:
 
 
 def _is_saved(optimizer: Optimizer, registry: Registry) -> bool:
-    """Whether it is registered, or a part of something that is and that saves it."""
+    """Whether it is registered, or part of a registered object that saves it."""
     for known in registry.optimizers.values():
         if optimizer is known or optimizer.state is known.state:
             return True
-        # A wrapper such as Lookahead, whose state_dict has that of the optimizer inside.
+        # A wrapper such as Lookahead, whose state_dict includes that of the inner optimizer.
         if type(known).state_dict is not Optimizer.state_dict and _holds(known, optimizer):
             return True
-    # A schedule has the optimizer, and leaves it out of its state_dict.
+    # A schedule holds the optimizer, but does not include it in its state_dict.
     others = (each for each in registry.others.values() if not isinstance(each, LRScheduler))
     return any(_holds(other, optimizer) for other in others)
 
 
 def _holds(item: object, optimizer: Optimizer, depth: int = 4) -> bool:
-    """Whether it has the optimizer, in a container or in another wrapper of an optimizer."""
+    """Whether it holds the optimizer, in a container or in another wrapper of an optimizer."""
     if isinstance(item, dict):
         parts = list(item.values())
     elif isinstance(item, list | tuple):
@@ -177,7 +177,7 @@ def _may_hold(item: object) -> bool:
 
 
 def _require_whole(name: str, optimizer: Optimizer) -> None:
-    # By its name: to import it takes a while.
+    # By name: importing it is slow.
     if any(kind.__name__ == "ZeroRedundancyOptimizer" for kind in type(optimizer).__mro__):
         raise UnsupportedError(
             f"optimizer {name!r} is a ZeroRedundancyOptimizer: each rank has the state of some "
@@ -203,7 +203,7 @@ def _require_registered(name: str, optimizer: Optimizer, held: set[int]) -> None
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, str, torch.Tensor]]:
-    """Everything of a model that is saved as a tensor: what its modules make of their state."""
+    """Everything in a model that is saved as a tensor, by its modules' own state."""
     for path, value in model.state_dict(keep_vars=True).items():
         if isinstance(value, torch.Tensor):
             kind = "parameter" if isinstance(value, nn.Parameter) or is_lazy(value) else "buffer"

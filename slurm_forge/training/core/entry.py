@@ -1,4 +1,4 @@
-"""Finding the user's training function from ``package.module:function`` or ``file.py:function``."""
+"""Find the user's training function from ``package.module:function`` or ``file.py:function``."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from slurm_forge.spec.entry import Parameters
 def call_entry(function: Callable[..., Any], run: Any, args: Mapping[str, Any]) -> None:
     """Call the training function with the run, and with the job's arguments if it takes any.
 
-    ``ConfigError`` where they don't fit.
+    Raises ``ConfigError`` if they don't fit.
     """
     parameters = Parameters.of(function)
     problem = parameters.problem(args)
@@ -32,10 +32,10 @@ def call_entry(function: Callable[..., Any], run: Any, args: Mapping[str, Any]) 
 
 
 def use_snapshot(entry: str, snapshot: Path, *, root: Path, folder: Path) -> tuple[str, Path]:
-    """Have Python look in a snapshot of the code before it looks in the work tree at ``root``.
+    """Make Python search a snapshot of the code before the work tree at ``root``.
 
-    Returns the entry and the folder that ``load_entry`` takes.  ``SnapshotError`` where the
-    snapshot is gone, ``UnsafeFileError`` where others can write into it.
+    Returns the entry and the folder that ``load_entry`` takes.  Raises ``SnapshotError`` if the
+    snapshot is gone, ``UnsafeFileError`` if others can write to it.
     """
     placed = place_in_snapshot(entry, snapshot, root=root, folder=folder)
     private_directory(snapshot)
@@ -45,10 +45,10 @@ def use_snapshot(entry: str, snapshot: Path, *, root: Path, folder: Path) -> tup
 
 
 def load_entry(entry: str, directory: Path) -> Callable[[Any], Any]:
-    """Import the function.  ``directory`` is where the job was submitted from.
+    """Import the function.  ``directory`` is where the job was submitted.
 
     Raises ``ConfigError`` naming what could not be found; an error inside the user's module is
-    passed on as it is.
+    propagated unchanged.
     """
     where, _, name = entry.rpartition(":")
     if not where or not name:

@@ -1,4 +1,4 @@
-"""What an exception of a rank means, and how it is said: type and text into values.  No torch."""
+"""What an exception of a rank means, and its report: type and text into values.  No torch."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ _STORAGE_ERRORS = frozenset(
         errno.EUCLEAN,
     }
 )
-#: Of sockets too: a file system's only where a file is named.
+#: Also raised by sockets: a file system's only if a file is named.
 _STORAGE_ERRORS_OF_FILES = frozenset({errno.ENOTCONN, errno.ETIMEDOUT})
 #: EXIT_CODE_RESUME_TO_DISAMBIGUATE and EXIT_CODE_FAILED_ON_RESULT_VALIDATION of Megatron-LM's rerun
 #: state machine (megatron/core/rerun_state_machine.py).
@@ -56,13 +56,13 @@ _MEGATRON = {
     16: "a result differed when it was computed again, and another node has to decide",
     17: "a result that was computed again elsewhere did not agree",
 }
-#: A cause of a cause of a cause …: programs build no longer chains than this.
+#: Limit for chains of causes: programs build no longer ones.
 _DEEPEST = 16
 _LONGEST = 1 << 16
 
 
 def in_one_line(error: BaseException) -> str:
-    """What it says, without line breaks."""
+    """Its message without line breaks."""
     if isinstance(error, SystemExit):
         if _suspects_hardware(error):
             return (
@@ -76,7 +76,7 @@ def in_one_line(error: BaseException) -> str:
 
 
 def last_words(error: BaseException) -> str:
-    """Its type and what it says, where it was raised, and what it says to do next."""
+    """Its type and message, where it was raised, and the next step that it names."""
     step = error.next_step if isinstance(error, ForgeError) else ""
     said = str(error).removesuffix(f"\n  {step}") if step else str(error)
     if said == str(error):
@@ -90,7 +90,7 @@ def _joined(text: str) -> str:
 
 
 def where(error: BaseException) -> str:
-    """The last line of the user's own that the error came through, where there is one."""
+    """The last line of the user's own code that the error passed, if there is one."""
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         if _is_theirs(frame.filename):
             return f" ({Path(frame.filename).name}:{frame.lineno} in {frame.name})"
@@ -107,10 +107,10 @@ def _is_theirs(file: str) -> bool:
 
 
 def cause_of(error: BaseException) -> Cause:
-    """What an exception of a rank means, as far as types and texts tell.
+    """What an exception of a rank means, as far as types and texts show.
 
-    The outermost exception that tells something counts.  ``NCCL_ERROR`` is also what a rank says
-    that was only hit by the end of another, or waited for it in vain.
+    The outermost conclusive exception counts.  ``NCCL_ERROR`` is also reported by a rank that was
+    only hit by the end of another, or waited for it.
     """
     match memory_that_ran_out(error):
         case Memory.DEVICE:
@@ -124,10 +124,10 @@ def cause_of(error: BaseException) -> Cause:
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
-    """It, and what it was raised from; also without a ``from`` in an ``except`` of its own.
+    """It, and what it was raised from; also without a ``from`` in its own ``except``.
 
-    Whole programs run in an ``except`` as well (``except ImportError: train_without_it()``): what
-    goes wrong there has nothing to do with what was caught.
+    Whole programs may run in an ``except``, too (``except ImportError: train_without_it()``): an
+    error there has nothing to do with the exception that was caught.
     """
     current: BaseException | None = error
     for _ in range(_DEEPEST):
@@ -148,7 +148,7 @@ def _raised_in_handler(outer: BaseException, inner: BaseException | None) -> boo
 
 
 def _cause_of_one(error: BaseException) -> Cause | None:
-    """What this one tells by itself; None where it tells nothing."""
+    """What this one means by itself; None if it is inconclusive."""
     by_type = _by_type(error)
     if by_type is not None:
         return by_type
@@ -189,7 +189,7 @@ def _by_type(error: BaseException) -> Cause | None:
 
 
 def _of_a_process(error: BaseException) -> bool:
-    """Whether it came from a pipe to a process of the program's own."""
+    """Whether it came from a pipe to one of the program's own processes."""
     frames = traceback.extract_tb(error.__traceback__)
     return any(f"{os.sep}multiprocessing{os.sep}" in frame.filename for frame in frames)
 
@@ -200,7 +200,7 @@ def _suspects_hardware(error: SystemExit) -> bool:
 
 
 def _error_text(error: BaseException) -> str:
-    """Type and text as Python prints them; an exception that can't be printed says nothing."""
+    """Type and text as Python prints them; empty for an exception that can't be printed."""
     kind = type(error)
     name = (
         kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__name__}"
@@ -211,7 +211,7 @@ def _error_text(error: BaseException) -> str:
 
 
 def _of_import(error: ImportError) -> Cause:
-    """Something that is missing is the environment's; a slip in a name of the user's is not."""
+    """A missing module is the environment's fault; a misspelled name of the user's is not."""
     text = _error_text(error)
     if "attempted relative import" in text:
         return Cause.APP_ERROR
@@ -226,7 +226,7 @@ def _is_their_own(file: str) -> bool:
 
 
 def _lies_here(top: str) -> bool:
-    """Whether a module of that name lies in the folder that the job was submitted from."""
+    """Whether a module of that name exists in the folder where the job was submitted."""
     with contextlib.suppress(OSError, ValueError):
         folders = (Path.cwd(), Path.cwd() / "src")
         return any(

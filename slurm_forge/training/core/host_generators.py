@@ -1,8 +1,8 @@
-"""Global generators of random numbers: cheap to look at where nobody draws from them.
+"""The host's global random generators: cheap to check if nobody draws from them.
 
 A copy of all states takes 37 µs, 30 of them numpy's, and seeding for a sample 8 µs.  Most datasets
-draw from one generator or from none, and a hundred bytes of each one's memory tell: the position in
-a Mersenne Twister's words, and some of the words, which are made anew all at once.
+draw from one generator or from none, and a hundred bytes of each one's memory reveal that: the
+position in a Mersenne Twister's words, and some of the words, which are renewed all at once.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ class Generators:
 
     @classmethod
     def now(cls, device: torch.device, host: torch.Tensor | None = None) -> Generators:
-        """Copies; nothing is waited for.  ``host``: that of the host, where it is known already."""
+        """Copies, without waiting.  ``host``: the host's state, if it is known already."""
         host = torch.default_generator.get_state() if host is None else host
-        # A step on the host asks no device: a call, and a file for the reader, less.
+        # A step on the host needs no device state: one call less.
         state = None if device.type == "cpu" else state_of(device)
         return cls(host, state, device)
 
@@ -47,20 +47,20 @@ class Generators:
         return self.state is other.state and torch.equal(self.host, other.host)
 
     def put_back(self) -> None:
-        """Draw from here on what followed then."""
+        """Restore them: the same numbers follow as followed then."""
         torch.default_generator.set_state(self.host)
         if self.state is not None:
             put_state(self.device, self.state)
 
 
-#: A Mersenne Twister in memory: 624 words, and where it is in them.
+#: A Mersenne Twister in memory: 624 words, and its position in them.
 _MT_WORDS, _MT_BYTES = 624, 625 * 4
-#: The bytes that tell one state from another; what torch has in front of and behind its words.
+#: How many bytes distinguish states; the size of torch's fields before and after its words.
 _TELLING, _TORCH_HEAD, _TORCH_TAIL = 64, 16, 28
 
 
 class HostGenerator(Enum):
-    """One that the whole process shares."""
+    """A generator that the whole process shares."""
 
     PYTHON = "python"
     TORCH = "torch"
@@ -81,7 +81,7 @@ def seed_words(purpose: bytes, *numbers: int) -> tuple[int, int, int, int]:
 def seed_host(
     words: tuple[int, int, int, int], which: Collection[HostGenerator] = ALL_GENERATORS
 ) -> None:
-    """Seed generators of the host: a word for each; numpy's where numpy is imported."""
+    """Seed the host's generators, with a word for each; numpy's if numpy is imported."""
     if HostGenerator.PYTHON in which:
         random.seed(words[0])
     if HostGenerator.TORCH in which:
@@ -94,27 +94,27 @@ def seed_host(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GeneratorState:
-    """What puts one generator back."""
+    """The state that restores one generator."""
 
     full: Any
-    #: Whether the next normal number is drawn already, and will leave no trace in memory.
+    #: Whether the next normal number is drawn already, which leaves no trace in memory.
     holds_back: bool = False
 
 
 class HostStates(NamedTuple):
-    """Of all generators at one moment.  ``numpy`` is None where it is not imported."""
+    """The states of all generators at one moment.  ``numpy`` is None if it is not imported."""
 
     python: GeneratorState
     torch: GeneratorState
     numpy: GeneratorState | None
 
 
-#: Reads what a state leaves in memory; ``bytes``, which reads nothing, where that is not known.
+#: Reads the trace of a state in memory; ``bytes``, which reads nothing, if its place is unknown.
 _Reader: TypeAlias = "Callable[[], bytes]"
 
 
 class _Watch:
-    """Copies the state of one generator where its memory is not as it was at the last copy."""
+    """Copies the state of one generator if its memory has changed since the last copy."""
 
     def __init__(self, read: _Reader, copy: Callable[[], GeneratorState]) -> None:
         self._read, self._copy = read, copy
@@ -122,7 +122,7 @@ class _Watch:
         self._known: GeneratorState | None = None
 
     def state(self) -> GeneratorState:
-        """The present one: the last copy, where that is the same."""
+        """The present state: the last copy if it is unchanged."""
         known, mark = self._known, self._read()
         if known is None or not mark or mark != self._mark or known.holds_back:
             now, self._mark = self._copy(), mark
@@ -131,15 +131,15 @@ class _Watch:
         return known
 
     def was_put_back(self, state: GeneratorState) -> None:
-        """A normal number that is held back again leaves no trace."""
+        """Record that it was restored: a normal number held back again leaves no trace."""
         self._known, self._mark = state, self._read()
 
 
 class HostGenerators:
-    """Copies states, tells what was drawn from since, and puts states back.
+    """Copies states, reports which generators were drawn from, and restores states.
 
-    A copy is shared with the one before where the generator's memory is the same.  (A program that
-    puts back a state of which a normal number is held back, over the same words, is not noticed.)
+    A copy is shared with the previous one if the generator's memory is unchanged.  (A program that
+    restores a state with a normal number held back, over the same words, goes unnoticed.)
     """
 
     def __init__(self) -> None:
@@ -149,15 +149,15 @@ class HostGenerators:
         self._numpy_generator: Any = None
 
     def __reduce__(self) -> tuple[type[HostGenerators], tuple[()]]:
-        """In another process the generators lie elsewhere."""
+        """In another process the generators are at other addresses."""
         return HostGenerators, ()
 
     def states(self) -> HostStates:
-        """The present ones, in 2 µs where they did not change."""
+        """The present states, in 2 µs if they did not change."""
         return HostStates(self._python.state(), self._torch.state(), self._numpy_state())
 
     def torch_state(self) -> torch.Tensor:
-        """That of torch's; not to be written into."""
+        """torch's state; must not be modified."""
         state: torch.Tensor = self._torch.state().full
         return state
 
@@ -166,12 +166,12 @@ class HostGenerators:
         return self.states() == since or not self.drawn(since)
 
     def drawn(self, since: HostStates) -> frozenset[HostGenerator]:
-        """The generators whose states are others than those."""
+        """The generators whose states differ from those."""
         states = zip(HostGenerator, self.states(), since, strict=True)
         return frozenset(which for which, now, then in states if not _is_equal(now, then))
 
     def put_back(self, states: HostStates) -> frozenset[HostGenerator]:
-        """Restore what was drawn from; returns the generators that were."""
+        """Restore the generators that were drawn from, and return them."""
         drawn = self.drawn(states)
         if HostGenerator.PYTHON in drawn:
             random.setstate(states.python.full)
@@ -188,7 +188,7 @@ class HostGenerators:
         numpy: Any = sys.modules.get("numpy")
         if numpy is None:
             return None
-        # Newer than numpy 1.23; a program may exchange it.
+        # Newer than numpy 1.23; a program may replace it.
         generator = getattr(numpy.random, "get_bit_generator", _nothing)()
         if generator is not self._numpy_generator:
             self._numpy_generator = generator
@@ -197,7 +197,7 @@ class HostGenerators:
 
 
 def _nothing() -> None:
-    """In place of what older versions do not have."""
+    """Replacement for what older versions lack."""
 
 
 def _copy_of_python() -> GeneratorState:
@@ -219,7 +219,7 @@ def _reader(address: int, size: int) -> _Reader:
 
 
 def _reader_of_python() -> _Reader:
-    """The position in its words and the first of them, behind the head of its object."""
+    """The position in its words and the first of them, after the header of its object."""
     owner = getattr(random.random, "__self__", None)
     if type(owner) is not random.Random:
         return bytes
@@ -231,7 +231,7 @@ def _reader_of_python() -> _Reader:
 
 
 def _reader_of_numpy(generator: Any) -> _Reader:
-    """The last words of a MT19937 and the position in them, after a look at whether they lie so."""
+    """The last words of an MT19937 and the position in them, after checking this layout."""
     state = None if generator is None else generator.state
     if state is None or state["bit_generator"] != "MT19937":
         return bytes
@@ -244,7 +244,7 @@ def _reader_of_numpy(generator: Any) -> _Reader:
 def _reader_of_torch(generator: torch.Generator) -> _Reader:
     """The position in its words, the first of them, and the normal numbers that it holds back.
 
-    Looked for in the memory of its object, and tried out with another generator.
+    Located in the memory of its object, and verified with another generator.
     """
     trial = torch.Generator()
     place = _place_of_words(trial)
@@ -265,7 +265,7 @@ def _reader_of_torch(generator: torch.Generator) -> _Reader:
 
 
 def _place_of_words(generator: Any) -> int | None:
-    """Where torch's words begin in the memory of its object."""
+    """The offset of torch's words in the memory of its object."""
     words = generator.get_state()[24:].view(torch.int64)[: _TELLING // 4].tolist()
     expected = struct.pack(f"={len(words)}I", *words)
     place = ctypes.string_at(generator._cdata, 512).find(expected)
@@ -283,7 +283,7 @@ def _is_equal(one: GeneratorState | None, other: GeneratorState | None) -> bool:
 
 
 def _is_same_state(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    """Of numpy's; those of other kinds of generators count as changed."""
+    """For numpy's; other kinds of generators count as changed."""
     if one["bit_generator"] != other["bit_generator"] or one["bit_generator"] != "MT19937":
         return False
     same_words = (one["state"]["key"] == other["state"]["key"]).all()
@@ -294,27 +294,27 @@ def _is_same_state(one: dict[str, Any], other: dict[str, Any]) -> bool:
 class SampleRandomness:
     """Seeds, for each sample, the generators that the dataset draws from, and no others.
 
-    Which ones it draws from is learned: what was fetched while an unseeded one was drawn from is
-    fetched again (``learn``), from then on with that one seeded.
+    It learns which these are: a sample that drew from an unseeded generator is fetched again
+    (``learn``), and from then on that one is seeded, too.
     """
 
     def __init__(self, seed: int) -> None:
         self.generators = HostGenerators()
-        #: Those that were drawn from.
+        #: The generators that were drawn from.
         self.used: frozenset[HostGenerator] = frozenset()
         self._seed = seed
 
     def begin(self, epoch: int, index: int) -> None:
-        """Give the sample its randomness: f(seed, epoch, index) and no more."""
+        """Set the sample's randomness: f(seed, epoch, index) and nothing else."""
         if self.used:
             seed_host(seed_words(b"sample", self._seed, epoch, index), self.used)
 
     def begin_collate(self, epoch: int, index: int) -> None:
-        """Seed everything for the collate function of the micro-batch that this sample begins."""
+        """Seed everything for the collate function of the micro-batch that begins with it."""
         seed_host(seed_words(b"collate", self._seed, epoch, index))
 
     def begin_otherwise(self, epoch: int, index: int, other: int) -> None:
-        """The same, but for the generators that were not drawn from, whose seeds depend on that."""
+        """The same, but generators that were not drawn from get seeds that depend on that."""
         self.begin(epoch, index)
         unused = ALL_GENERATORS - self.used
         seed_host(seed_words(b"sample", self._seed + other, epoch, index), unused)
@@ -324,7 +324,7 @@ class SampleRandomness:
         self.used = ALL_GENERATORS
 
     def learn(self, drawn: frozenset[HostGenerator]) -> bool:
-        """Whether one of these was not seeded: what was drawn is to be drawn again."""
+        """Whether one of these was not seeded, so that the sample must be fetched again."""
         new = drawn - self.used
         self.used |= new
         return bool(new)

@@ -1,6 +1,6 @@
-"""An instability that all ranks know of, on its way to a decision.
+"""An instability that all ranks know of, until it is decided on.
 
-What recovery has set for this rank: the one place where it changes while training goes on.
+Also here: the recovery plan in force on this rank, the one place where it changes during training.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from slurm_forge.vocabulary.plan import RecoveryPlan, SampleWindow
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Instability:
-    """What is the same on all ranks.  Steps are counted from 1: the first bad one and the last."""
+    """The same on all ranks.  Steps are counted from 1: the first bad one and the last."""
 
     cause: Cause
     onset: int
@@ -27,11 +27,11 @@ class Instability:
     rank: int | None = None
     hosts: tuple[str, ...] = ()
     in_memory: bool = False
-    #: Whose judgement it is.
+    #: Who judged it.
     source: str = "all ranks"
 
     def incident(self, number: str) -> Incident:
-        """As it is journalled and decided on."""
+        """The incident that is journalled and decided on."""
         return Incident(
             id=number,
             cause=self.cause,

@@ -1,11 +1,11 @@
-"""Rank 0's memory of which micro-batch fits: asked before a run begins, told how it went.
+"""Rank 0's memory of which micro-batch fits: queried before a run begins, updated during it.
 
     learning = Learning(run_directory, registry, asked=8, ranks=4, device=device)
     most = learning.suggest(plan.micro_batch, fresh=True)      # agreed over ranks by the caller
     learning.worked(micro_batch, steps)                        # now and then; writes at most once
     learning.failed(8, 4)                                      # made smaller without a new launch
 
-Nothing here raises: what can't be read or written is a note for people, and the run goes on.
+Nothing here raises: a failed read or write becomes a note for people, and the run continues.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from slurm_forge.run_directory import RunDirectory
 from slurm_forge.run_directory.learned import BegunFile, LearnedFiles, MicroBatchNote
 from slurm_forge.training.core.run_state import Registry
 
-#: Steps of one launch after which a micro-batch is said to fit.
+#: After this many steps of one launch a micro-batch is known to fit.
 _HEALTHY_STEPS = 20
 
 
 class LearnedMicroBatch:
-    """What is known for this model on this hardware; one object per launch, on rank 0 alone.
+    """What is known for this model on this hardware; one object per launch, on rank 0 only.
 
-    ``requested`` is the micro-batch that the program wants.
+    ``requested`` is the micro-batch that the program requests.
     """
 
     def __init__(
@@ -58,15 +58,15 @@ class LearnedMicroBatch:
         self._notes: list[str] = []
 
     def notes(self) -> list[str]:
-        """Lines for people that have not been told yet."""
+        """Lines for people that have not been shown yet."""
         lines, self._notes = self._notes, []
         return lines
 
     def suggest(self, plan: int | None, *, fresh: bool) -> int:
-        """The most samples per forward pass for this launch, the plan's value included.
+        """The most samples per forward pass for this launch, limited by the plan, too.
 
-        What a run was begun with stays until its plan says less: a micro-batch that changed at
-        every start would change the last bits of the sums.  ``fresh``: nothing is trained yet.
+        A run keeps its initial value until its plan reduces it: a micro-batch that changed at every
+        start would change the last bits of the sums.  ``fresh``: nothing is trained yet.
         """
         requested = self._requested
         with self._forgiving():
@@ -79,7 +79,7 @@ class LearnedMicroBatch:
         return min(requested, self._requested if plan is None else plan)
 
     def worked(self, micro_batch: int, steps: int) -> None:
-        """So many steps of this launch were made with it, and none ran out of memory."""
+        """This many steps of this launch were made with it, without running out of memory."""
         if self._settled or steps < _HEALTHY_STEPS:
             return
         self._settled = True
@@ -93,7 +93,7 @@ class LearnedMicroBatch:
                 self._write(after)
 
     def failed(self, micro_batch: int, smaller: int) -> None:
-        """Memory ran out with ``micro_batch``; this launch goes on with ``smaller``."""
+        """Memory ran out with ``micro_batch``; this launch continues with ``smaller``."""
         self._settled = False
         with self._forgiving():
             self._ran_out(micro_batch, smaller)
@@ -124,7 +124,7 @@ class LearnedMicroBatch:
 
     def _read(self) -> rules.Learned | None:
         note = None
-        with self._forgiving():  # a damaged file is as good as none
+        with self._forgiving():  # a damaged file counts as none
             note = self._files.read(self._key)
         if note is None:
             return None
@@ -160,7 +160,7 @@ def fingerprint(registry: Registry) -> str:
 
 
 def _wrapper(registry: Registry) -> str:
-    """How the models are spread over ranks."""
+    """How the models are distributed over ranks."""
     kinds = {_kind(model) for model in registry.models.values()}
     return "+".join(sorted(kinds)) or "no model"
 

@@ -29,15 +29,15 @@ import torch.distributed as dist
 from slurm_forge.device.accelerator import wide_device, widest_float
 from slurm_forge.errors import UnsupportedError
 
-#: Steps that are remembered.
+#: How many steps are remembered.
 LENGTH = 64
-#: Fewer say nothing about what is usual.
+#: With fewer it is unknown what is usual.
 _LEAST = 8
-#: So many losses in a row have to be far off.
+#: This many consecutive losses must be far off.
 _RECENT = 3
-#: Above everything that was usual by this factor, a single one is enough.
+#: A single loss above everything usual by this factor is enough.
 _ABSURD = 1e4
-#: How many deviations from the median no loss of a healthy training is.
+#: No loss in healthy training is this many deviations from the median.
 _FAR = 20.0
 _NORMAL = 1.4826  # a median deviation times this is a standard deviation, of normal noise
 
@@ -82,7 +82,7 @@ class BatchLoss:
         self._device = torch.device(device)
         self._size = 0
         self._mean: torch.Tensor | None = None
-        #: Of the first micro-batch alone, as it was handed over; detached.
+        #: Of the first micro-batch alone, as it was passed; detached.
         self.first: torch.Tensor | None = None
         self._sum: torch.Tensor | None = None
         self._count: torch.Tensor | float = 0
@@ -123,11 +123,11 @@ class BatchLoss:
         return loss
 
     def gradient_factor(self) -> torch.Tensor | None:
-        """What the gradients are to be multiplied by before they are clipped; None for 1.
+        """The factor for the gradients before they are clipped; None for 1.
 
         Collective for ``Loss(sum, count)``, the first time: every rank calls it once the backward
-        of the last micro-batch is done.  A batch that counts nothing at all gives inf, hence a NaN
-        gradient, as a mean over nothing does; the step is then skipped like any other such step.
+        of the last micro-batch is done.  A batch with a total count of zero gives inf, hence a NaN
+        gradient, like a mean over nothing; the step is then skipped like any other such step.
         """
         if self._sum is None:
             return None
@@ -137,14 +137,14 @@ class BatchLoss:
 
     @property
     def known(self) -> bool:
-        """Whether a loss was handed over: a loop of somebody else's keeps it to itself."""
+        """Whether a loss was passed: some other libraries' loops keep it to themselves."""
         return self._mean is not None or self._sum is not None
 
     def mean(self) -> torch.Tensor:
-        """The mean loss, detached, on the device; nothing is waited for and nothing collective.
+        """The mean loss, detached, on the device; without waiting or collectives.
 
-        Of this rank's samples; of the global batch once ``gradient_factor`` was asked of a
-        ``Loss(sum, count)``, where it comes for free.
+        Over this rank's samples; over the global batch after ``gradient_factor`` was computed for a
+        ``Loss(sum, count)``, which provides it for free.
         """
         if self._total is not None:
             return self._total[0] / self._total[1]
@@ -155,7 +155,7 @@ class BatchLoss:
         return self._mean
 
     def own_mean(self) -> float:
-        """The same of this rank's samples alone.  Waits for the device."""
+        """The same over this rank's samples alone.  Waits for the device."""
         if self._sum is not None:
             return float(self._sum / self._count)
         return math.nan if self._mean is None else float(self._mean)
@@ -178,17 +178,17 @@ def _mixed() -> UnsupportedError:
 
 
 class LossHistory:
-    """A ring of this rank's mean losses, newest last; it goes into every checkpoint."""
+    """A ring of this rank's mean losses, newest last; part of every checkpoint."""
 
     def __init__(self, device: torch.device) -> None:
-        # The last element counts how many were ever noted; it is kept up to date in ``tensor``.
+        # The last element counts all recorded losses; ``tensor`` keeps it up to date.
         self._ring = torch.zeros(LENGTH + 1, dtype=torch.float64, device=wide_device(device))
-        #: Losses that are known on the host, by their places: written when the ring is read.
+        #: Losses known on the host, by their places: written when the ring is read.
         self._unwritten: dict[int, float] = {}
         self._noted = 0
 
     def note(self, loss: torch.Tensor | float) -> None:
-        """The loss of one more step; nothing is waited for."""
+        """Record the loss of one more step, without waiting."""
         place = self._noted % LENGTH
         if not isinstance(loss, torch.Tensor):
             self._unwritten[place] = loss
@@ -200,7 +200,7 @@ class LossHistory:
         self._noted += 1
 
     def tensor(self) -> torch.Tensor:
-        """The ring itself: what is saved, and read into."""
+        """The ring itself, for saving and loading in place."""
         for place, loss in self._unwritten.items():
             self._ring[place].fill_(loss)
         self._unwritten.clear()
@@ -213,12 +213,12 @@ class LossHistory:
         self._noted = int(self._ring[LENGTH].item())
 
     def snapshot(self) -> torch.Tensor:
-        """The ring as it is now; to be read later, wherever that disturbs nobody."""
+        """A copy of the present ring, to be read later, when it disturbs nobody."""
         return self.tensor().clone()
 
     @property
     def noted(self) -> int:
-        """How many were ever noted."""
+        """How many losses were ever recorded."""
         return self._noted
 
 
@@ -233,9 +233,9 @@ def values(ring: torch.Tensor) -> list[float]:
 
 
 def doubtful(losses: Sequence[float]) -> tuple[str, ...]:
-    """Why a state that came out of steps with the last of these losses is not to be trusted.
+    """Why a state that resulted from steps with the last of these losses is not to be trusted.
 
-    One strange batch is no reason: the last few have to lie far off, and above all that was usual.
+    One strange batch is no reason: the last few must be far off, and above all that was usual.
     """
     if not losses:
         return ()

@@ -1,4 +1,4 @@
-"""Where the memory went: an account that stays with an out-of-memory incident, and an early sign.
+"""Where the memory went: an account stored with an out-of-memory incident, and an early sign.
 
 Pressure().check(allocator_counters(device))     # every few seconds; a line when there is one
 write_account(file, error, registry, place)    # in the last words of the rank that ran out
@@ -25,14 +25,14 @@ from slurm_forge.training.core.run_state import Registry
 
 _MOST_BYTES = 1 << 16
 _LARGEST = 20
-#: How long the last words wait for the account: storage may be what is slow.
+#: How long the last words wait for the account: the storage may be slow.
 _PATIENCE_S = 2.0
 _GIB = 1 << 30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankInfo:
-    """Which rank wrote the account, and what it was at."""
+    """The rank that wrote the account, and what it was doing."""
 
     rank: int
     world_size: int
@@ -58,10 +58,10 @@ class Holdings:
 
 
 class Pressure:
-    """Says when the device's allocator had to free its cache and try again: memory is nearly full.
+    """Reports when the device's allocator had to free its cache and retry: memory is nearly full.
 
-    That costs far more time than it looks like, and the next larger batch ends in an error.
-    Speaks at the first retry, and again only when there have been twice as many.
+    That costs far more time than it seems, and the next larger batch fails.
+    Reports the first retry, and again only when the number has doubled.
     """
 
     def __init__(self) -> None:
@@ -71,7 +71,7 @@ class Pressure:
         """One line for a person, if there is anything new; ``stats`` of ``allocator_counters``."""
         retries = int(stats.get("num_alloc_retries", 0))
         if self._reported is None:
-            self._reported = retries  # those of the time before count for nothing
+            self._reported = retries  # earlier ones do not count
             return None
         if retries < max(self._reported + 1, 2 * self._reported):
             return None
@@ -88,7 +88,7 @@ class Pressure:
 def holdings(registry: Registry) -> dict[str, Holdings]:
     """What this rank holds of each part of the registered models, the largest first.
 
-    Bytes of this rank's own shard.  No collective, nothing is moved.
+    Bytes of this rank's own shard.  No collective, no copies.
     """
     parts: dict[str, Holdings] = {}
     owners: dict[int, Holdings] = {}
@@ -97,7 +97,7 @@ def holdings(registry: Registry) -> dict[str, Holdings]:
         for part, module in _parts(name, model):
             here = parts.setdefault(part, Holdings())
             for parameter in module.parameters():
-                if id(parameter) not in owners:  # tied weights are held once
+                if id(parameter) not in owners:  # tied weights are stored once
                     owners[id(parameter)] = here
                     here.parameters += _bytes(parameter)
                     here.gradients += _bytes(parameter.grad)
@@ -113,7 +113,7 @@ def holdings(registry: Registry) -> dict[str, Holdings]:
 
 
 def account(error: BaseException, registry: Registry, info: RankInfo, of_device: str = "") -> str:
-    """The account as text; ``of_device`` is what the device's allocator says."""
+    """The account as text; ``of_device`` is the report of the device's allocator."""
     parts = holdings(registry)
     total = Holdings(
         sum(part.parameters for part in parts.values()),
@@ -143,15 +143,15 @@ def account(error: BaseException, registry: Registry, info: RankInfo, of_device:
 def write_account(
     file: Path, error: BaseException, registry: Registry, info: RankInfo, device: torch.device
 ) -> None:
-    """Write the account; gives up after two seconds, and raises nothing at all.
+    """Write the account; gives up after two seconds, and never raises.
 
-    The rank has words to say that matter more, and no memory to say them with.
+    The rank's last words are more important, and it has no memory to spare.
     """
 
     def write() -> None:
         with contextlib.suppress(Exception):
             of_device = ""
-            with contextlib.suppress(Exception):  # the account of the model is worth having, too
+            with contextlib.suppress(Exception):  # the account of the model is useful by itself
                 of_device = _device_text(device)
             text = account(error, registry, info, of_device)
             write_atomic(file, text.encode(errors="replace")[:_MOST_BYTES])
@@ -163,7 +163,7 @@ def write_account(
 
 
 def _parts(name: str, model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The model's top-level modules, under the wrappers that hold a single one; the model last."""
+    """The model's top-level modules, below wrappers that hold a single one; the model last."""
     inner = model
     while True:
         children = list(inner.named_children())

@@ -1,6 +1,6 @@
-"""A history of a GPU's allocations, in the file that pytorch.org/memory_viz opens.
+"""A history of a GPU's allocations, in the file format of pytorch.org/memory_viz.
 
-torch records and writes it; here it is switched on, limited, and never read.
+torch records and writes it; here it is switched on and limited, but never read.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 
 from slurm_forge.device.memory import history_writer, record_history
 
-#: Allocations and releases that are remembered, the newest; some KB each in the file.
+#: How many of the newest allocations and releases are kept; some KB each in the file.
 _MOST_ENTRIES = 50_000
 _MOST_BYTES = 512 << 20
 #: How long the last words of a rank wait for the file.
@@ -21,14 +21,14 @@ _PATIENCE_S = 10.0
 
 
 def record_memory_history(device: torch.device) -> bool:
-    """Begin to remember allocations; whether this torch and this device can."""
+    """Start recording allocations; whether this torch and this device support it."""
     return record_history(device, _MOST_ENTRIES)
 
 
 def write_memory_snapshot(file: Path, device: torch.device) -> None:
-    """Write what was remembered; gives up after ten seconds, and raises nothing at all.
+    """Write the recording; gives up after ten seconds, and never raises.
 
-    A file that is larger than half a GiB is removed again.
+    A file larger than half a GiB is removed again.
     """
     dump = history_writer(device)
     if dump is None:
@@ -44,7 +44,7 @@ def write_memory_snapshot(file: Path, device: torch.device) -> None:
         with contextlib.suppress(OSError):
             part.unlink(missing_ok=True)
 
-    with contextlib.suppress(RuntimeError):  # no thread to be had: the words matter more
+    with contextlib.suppress(RuntimeError):  # no thread can be created: last words matter more
         writer = threading.Thread(target=write, name="forge-memory-snapshot", daemon=True)
         writer.start()
         writer.join(_PATIENCE_S)

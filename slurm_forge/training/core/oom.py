@@ -1,4 +1,4 @@
-"""Telling an out-of-memory error from every other one, and whose memory it was.  Needs no torch."""
+"""Recognize out-of-memory errors, and whose memory ran out.  Needs no torch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from slurm_forge.errors import ForgeError
 
 
 class Memory(str, Enum):
-    """Whose memory: another cure helps for each."""
+    """Whose memory: each has another remedy."""
 
     #: The accelerator's: only a smaller micro-batch helps.
     DEVICE = "device"
@@ -26,8 +26,8 @@ class LoaderKilledError(ForgeError):
         self.for_memory = for_memory
 
 
-#: What libraries say in a plain RuntimeError.  Texts of PyTorch, cuBLAS, cuDNN, cuSOLVER, cuFFT,
-#: and NCCL (which only passes on what CUDA said).
+#: Texts of plain RuntimeErrors.  From PyTorch, cuBLAS, cuDNN, cuSOLVER, cuFFT, and NCCL (which only
+#: forwards CUDA's message).
 _DEVICE_TEXTS = (
     "CUDA out of memory",
     "HIP out of memory",
@@ -38,7 +38,7 @@ _DEVICE_TEXTS = (
     "Cuda failure 'out of memory'",
     "Cuda failure 2 'out of memory'",
     "CUBLAS_STATUS_ALLOC_FAILED",
-    # A handle needs memory, and no other reason is common.
+    # Creating a handle needs memory, and no other reason is common.
     "CUBLAS_STATUS_NOT_INITIALIZED",
     "HIPBLAS_STATUS_NOT_INITIALIZED",
     "Triton Error [CUDA]: out of memory",
@@ -57,14 +57,14 @@ _HOST_TEXTS = (
     "unable to allocate shared memory",
     "Cannot allocate memory",
 )
-#: A cause of a cause of a cause …: programs build no longer chains than this.
+#: Limit for chains of causes: programs build no longer ones.
 _DEEPEST = 16
 
 
 def memory_that_ran_out(error: BaseException) -> Memory | None:
     """Which memory an exception, or what it was raised from, is about; None for other errors.
 
-    What was raised while an out-of-memory error was being handled is a consequence of it.
+    An exception raised while an out-of-memory error was being handled is a consequence of it.
     """
     return next((kind for each in _chain(error) if (kind := _kind(each)) is not None), None)
 

@@ -1,8 +1,8 @@
-"""Meeting the other ranks: one process group for training, one on the CPU, one for the probe.
+"""Meet the other ranks: one process group for training, one on the CPU, one for the probe.
 
-The port is chosen by rank 0 of this launch and travels over the control channel, every key lies
-under the launch's nonce: a rank left over from an older launch can neither find nor join.  Torch's
-store asks nobody who they are, and shows its keys to everybody: nothing in them is secret.
+Rank 0 of this launch chooses the port, which is sent over the control channel, and every key is
+below the launch's nonce: a rank left over from an older launch can neither find nor join.  Torch's
+store authenticates nobody, and shows its keys to everybody: nothing in them is secret.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from slurm_forge.device.groups import backends_for, bound_device, small_group
 from slurm_forge.errors import ConfigError, ControlChannelError
 
 _STORE_KEY = "store"
-#: Thread blocks of a probe: its kernel must find room beside the training's.
+#: Thread blocks of a probe: its kernel must find room beside training's.
 _PROBE_CTAS = 2
 #: How long one of rank 0's addresses may take to answer before the next one is tried.
 _ANSWER = timedelta(seconds=30)
@@ -57,15 +57,15 @@ def join(
     one_node: bool = False,
     probe_timeout: timedelta | None = None,
 ) -> ProcessGroups:
-    """Initialise torch.distributed and the groups beside it; collective over all ranks.
+    """Initialize torch.distributed and the groups beside it; collective over all ranks.
 
     ``own_address`` is this node's on the network that the site prefers; ``one_node``: all ranks are
-    on this one, and nobody else need reach it.
+    on this node, and no other needs to reach it.
     """
     backend = backends_for(device)
     if world_size == 1:
-        # Nobody to meet, but a program that wraps its model for many ranks runs on one, too.
-        if not dist.is_initialized():  # by the attempt before, where that ran in this process
+        # No other rank, but a program that wraps its model for many ranks must run on one, too.
+        if not dist.is_initialized():  # by the previous attempt, if it ran in this process
             dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
         return ProcessGroups()
     if dist.is_initialized():
@@ -80,7 +80,7 @@ def join(
             timeout=collective_timeout,
             device_id=bound_device(device),
         )
-    # Barriers and gathers of a save run on a group of their own: never on the training group.
+    # Barriers and gathers of a save use a separate group: never the training group.
     cpu = dist.new_group(backend="gloo", timeout=collective_timeout, group_desc="forge_cpu")
     probe = small_group(
         device,
@@ -88,15 +88,15 @@ def join(
         ctas=_PROBE_CTAS,
         description="forge_probe",
     )
-    # A save in the background has its exchange while the others are used by whoever trains.
+    # A background save has its exchange while training uses the other groups.
     saving = dist.new_group(backend="gloo", timeout=collective_timeout, group_desc="forge_save")
     return ProcessGroups(cpu=cpu, saving=saving, probe=probe)
 
 
 def refuse_another(rank: int, world_size: int) -> None:
-    """The default group that a script has made is used if it has all ranks, as they are numbered.
+    """A default group made by the script is used if it has all ranks, with the same numbers.
 
-    Its timeout and its backend are the script's; our groups beside it are made as ever.  For a
+    Its timeout and backend are the script's; our groups beside it are created as usual.  For a
     single rank any group will do.  Raises ``ConfigError``.
     """
     if world_size == 1 or not dist.is_initialized():
@@ -112,9 +112,9 @@ def refuse_another(rank: int, world_size: int) -> None:
 
 
 def host_store(size: int, within: timedelta, *, one_node: bool = False) -> TCPStore:
-    """The meeting place of ``size`` processes, on a free port of this machine, which it knows.
+    """The store of ``size`` processes, on a free port of this machine, which it knows.
 
-    Torch has it listen on every interface, but for ``one_node``, where the loopback is enough.
+    Torch makes it listen on every interface, except for ``one_node``, where the loopback suffices.
     """
     if one_node:
         listening = socket.create_server(("127.0.0.1", 0), backlog=size)
@@ -127,7 +127,7 @@ def host_store(size: int, within: timedelta, *, one_node: bool = False) -> TCPSt
                 timeout=within,
                 wait_for_workers=False,
                 master_listen_fd=listening.detach(),
-                use_libuv=False,  # which takes no socket in torch 2.6
+                use_libuv=False,  # which accepts no socket in torch 2.6
             )
     return TCPStore(
         "0.0.0.0",  # noqa: S104  torch listens on every interface whatever it is given
@@ -140,14 +140,14 @@ def host_store(size: int, within: timedelta, *, one_node: bool = False) -> TCPSt
 
 
 def store_hosts(own_address: str | None, *, one_node: bool) -> tuple[str, ...]:
-    """Where the others reach it."""
+    """The addresses at which the others reach it."""
     return candidates(own_address)[-1:] if one_node else candidates(own_address)
 
 
 def connect_store(
     hosts: Sequence[str], port: int, size: int, within: timedelta, *, answer_within: timedelta
 ) -> TCPStore:
-    """The same for the others; ``RuntimeError`` where none of the hosts answers."""
+    """The store for the others; ``RuntimeError`` if none of the hosts answers."""
     error: Exception = RuntimeError("no address")
     for host in answering_first(hosts, port, answer_within.total_seconds()):
         try:

@@ -1,4 +1,4 @@
-"""Do all ranks run the same program on the same data?  Asked once, before the first step."""
+"""Check once, before the first step, that all ranks run the same program on the same data."""
 
 from __future__ import annotations
 

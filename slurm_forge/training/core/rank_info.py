@@ -1,6 +1,6 @@
 """Which rank of how many a process is: from a Slurm step, submitit, torchrun, or alone.
 
-Which rank of which launch of which attempt of which run this is.
+Also here: which launch of which attempt of which run it belongs to.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from slurm_forge.vocabulary.job_change import JobChange
 class RankPlace:
     """Which rank of how many this process is, and the job it belongs to.
 
-    ``node`` is what Slurm calls the machine: a host may know itself by another name.
+    ``node`` is Slurm's name of the machine: the host itself may use another name.
     """
 
     rank: int
@@ -34,29 +34,29 @@ class RankPlace:
     job: str
     restart_count: int
     node: str = ""
-    #: Whether it is the first one on the second node of the step.
+    #: Whether it is the first rank on the second node of the step.
     leads_second_node: bool = False
     #: Whether all ranks are known to be on this node.
     one_node: bool = False
-    #: Whether torchrun has started it in a task of ours, and so is its parent.
+    #: Whether torchrun has started it in one of our tasks, and so is its parent.
     below_torchrun: bool = False
 
     @property
     def host(self) -> str:
-        """The name of the machine for evidence, and for leaving it out."""
+        """The name of the machine for evidence, and for excluding it."""
         return self.node or socket.gethostname()
 
 
 def place_from_environ(environ: Mapping[str, str]) -> RankPlace:
     """From a Slurm step, else from submitit's local executor, torchrun, or a single process.
 
-    Where torchrun starts the ranks of a step, they are as it numbers them.
+    If torchrun starts the ranks of a step, its numbers count.
     """
     slurm = SlurmEnvironment.from_environ(environ)
     local = LocalRanks.from_environ(environ)
     if slurm is not None and slurm.procid is not None and "SUBMITIT_LOCAL_JOB_ID" not in environ:
-        # In a task of ours that has torchrun start the ranks, they are torchrun's to number; what
-        # a torchrun of another job has left in the environment says nothing.
+        # In our tasks that start ranks by torchrun, torchrun numbers them; variables that another
+        # job's torchrun left in the environment are ignored.
         numbered = Knobs.from_environ(environ).torchrun == f"{slurm.job_id}.{slurm.step}"
         if numbered and local.torchrun:
             return RankPlace(
@@ -91,9 +91,9 @@ def place_from_environ(environ: Mapping[str, str]) -> RankPlace:
 
 
 def place_of_script(environ: Mapping[str, str]) -> RankPlace:
-    """Of a script that was started by torchrun, by srun, or by neither: then it is alone.
+    """For a script started by torchrun, by srun, or by neither: then it is alone.
 
-    A batch step has SLURM_PROCID and SLURM_NTASKS too, and torchrun's workers inherit those of the
+    A batch step has SLURM_PROCID and SLURM_NTASKS, too, and torchrun's workers inherit those of the
     task that torchrun runs in.
     """
     slurm, local = SlurmEnvironment.from_environ(environ), LocalRanks.from_environ(environ)
@@ -126,7 +126,7 @@ def place_of_script(environ: Mapping[str, str]) -> RankPlace:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankContext:
-    """A rank's place in the launch, and what it works on."""
+    """A rank's place in the launch, and the files it works on."""
 
     rank: int
     local_rank: int
@@ -135,20 +135,20 @@ class RankContext:
     brief: LaunchBrief
     directory: RunDirectory
     spec: JobSpec
-    #: Where the job was submitted from, and the environment that this rank was started with.
+    #: Where the job was submitted, and the environment that this rank was started with.
     folder: Path = Path()
     variables: Mapping[str, str] = field(default_factory=dict)
-    #: The run's own directory for checkpoints that can't be written into the run directory.
+    #: The run's own directory for checkpoints if the run directory is not writable.
     fallback: Path | None = None
     #: Where it wrote such checkpoints under an earlier job file.
     earlier_fallbacks: tuple[Path, ...] = ()
-    #: Of the snapshot that the entry is imported from; None where it is the work tree's own.
+    #: Of the snapshot that the entry is imported from; None if the work tree is used.
     code: GitRevision | None = None
-    #: What of the job was changed on purpose since the run began, oldest first; None where no verb
-    #: has touched the run.
+    #: Deliberate changes of the job since the run began, oldest first; None if no command has
+    #: touched the run.
     changes: tuple[JobChange, ...] | None = None
 
     @property
     def fence(self) -> Fence:
-        """Raises once a newer attempt, or a newer launch of this one, has taken the run over."""
+        """Raises once a newer attempt, or a newer launch of this one, has claimed the run."""
         return Fence(self.directory, self.brief.attempt, self.brief.launch)

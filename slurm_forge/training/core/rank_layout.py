@@ -1,8 +1,8 @@
-"""Which ranks are given different samples, and which compute one model together: the device mesh.
+"""Which ranks get different samples, and which compute one model together: the device mesh.
 
-Without a mesh every rank is a data-parallel rank.  With one, its dimensions go by their names, as
-PyTorch and torchtitan use them: those of data parallelism are given different samples, all others
-(tensor, context, pipeline parallelism) the same.
+Without a mesh every rank is a data-parallel rank.  With one, its dimensions are interpreted by
+their names, as PyTorch and torchtitan use them: those of data parallelism get different samples,
+all others (tensor, context, pipeline parallelism) the same.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from slurm_forge.vocabulary.json_value import Json
 class DimensionKind(str, Enum):
     """What ranks along a mesh dimension share."""
 
-    #: Other samples, and gradients that are averaged.
+    #: Different samples, and averaged gradients.
     DATA = "data"
     #: The same samples and tokens, another part of each layer.
     TENSOR = "tensor"
-    #: The same samples, other tokens, and gradients that are averaged.
+    #: The same samples, different tokens, and averaged gradients.
     CONTEXT = "context"
-    #: The same samples, other layers.
+    #: The same samples, different layers.
     PIPELINE = "pipeline"
 
 
@@ -48,14 +48,14 @@ _NAMES: Mapping[str, DimensionKind] = {
     **dict.fromkeys(("cp", "context", "context_parallel", "sp", "ulysses"), DimensionKind.CONTEXT),
     **dict.fromkeys(("pp", "pipe", "pipeline", "stage"), DimensionKind.PIPELINE),
 }  # fmt: skip
-#: The ranks of an expert group have other samples in some programs and the same in others.
+#: The ranks of an expert group have different samples in some programs, the same in others.
 _EXPERT = frozenset({"ep", "expert", "expert_parallel"})
 _EXAMPLE = 'init_device_mesh(…, mesh_dim_names=("dp", "tp"))'
 
 
 @dataclass(frozen=True, slots=True)
 class RankLayout:
-    """Where this rank stands among the ranks that have other samples, and among the others.
+    """This rank's place among the ranks with different samples, and among the others.
 
     ``data_rank`` counts among ``data_ranks``.  ``model_coordinates`` are the dimensions that do not
     divide the samples, by name, with this rank's place.  A group of None is this rank alone,
@@ -65,16 +65,16 @@ class RankLayout:
     data_rank: int
     data_ranks: int
     model_coordinates: tuple[tuple[str, int], ...] = ()
-    #: Name and size of each dimension of the mesh; none without a mesh.
+    #: Name and size of each dimension of the mesh; empty without a mesh.
     dimensions: tuple[tuple[str, int], ...] = ()
-    #: Over how many ranks, and which, gradients are averaged: those with other samples or tokens.
+    #: The ranks over which gradients are averaged: those with different samples or tokens.
     averaging_ranks: int = 1
     averaging_group: dist.ProcessGroup | None = None
     #: This rank's pipeline stage of how many, and the ranks that hold the other stages.
     stage: int = 0
     stages: int = 1
     pipeline_group: dist.ProcessGroup | None = None
-    #: Ranks with the same number draw the same random numbers where these are derived.
+    #: Ranks with the same number draw the same random numbers when these are derived.
     random_stream: int = 0
 
     @classmethod
@@ -92,7 +92,7 @@ class RankLayout:
         """The layout that follows from names, sizes and this rank's place; pure, without groups.
 
         Raises:
-            UsageError: What a dimension is for can't be told.
+            UsageError: The purpose of a dimension is unknown.
         """
         kinds = dimension_kinds(dimensions, data_parallel)
         places = list(zip(kinds, (size for _, size in dimensions), coordinate, strict=True))
@@ -127,7 +127,7 @@ class RankLayout:
         """The layout of this rank on a mesh, with its groups.  Collective over all ranks.
 
         Raises:
-            UsageError: It isn't a mesh of all ranks with names that tell what they are for.
+            UsageError: It isn't a mesh of all ranks whose names tell their purpose.
         """
         dimensions, coordinate = mesh_facts(mesh)
         layout = cls.on_mesh(dimensions, coordinate, data_parallel)
@@ -143,7 +143,7 @@ class RankLayout:
                 return dist.group.WORLD
             return _group(mesh, names)
 
-        # On every rank in this order: making a group is collective.
+        # On every rank in this order: creating a group is collective.
         return replace(
             layout,
             averaging_group=along(DimensionKind.DATA, DimensionKind.CONTEXT),
@@ -162,7 +162,7 @@ class RankLayout:
     def to_json(self) -> Json:
         """For the checkpoint: on the same mesh a rank's own random state is restored.
 
-        Empty where every rank is a data-parallel rank, as without a mesh.
+        Empty if every rank is a data-parallel rank, as without a mesh.
         """
         if self.data_ranks == math.prod(size for _, size in self.dimensions):
             return []
@@ -177,10 +177,10 @@ _RANDOM = (DimensionKind.DATA, DimensionKind.CONTEXT, DimensionKind.PIPELINE)
 
 
 class ActiveLayout:
-    """The layout that holds: flat until a mesh is given, and the mesh's from then on."""
+    """The layout in force: flat until a mesh is given, then the mesh's."""
 
     def __init__(self, rank: int, world_size: int) -> None:
-        #: What all parts of a run go by.
+        #: The layout that all parts of a run use.
         self.now = RankLayout.flat(rank, world_size)
         self._given: tuple[DeviceMesh, tuple[str, ...] | None] | None = None
 
@@ -191,10 +191,10 @@ class ActiveLayout:
         *,
         restored: bool = False,
     ) -> None:
-        """Take the mesh of ``run.batches`` or ``run.restore``; None leaves what holds.
+        """Adopt the mesh of ``run.batches`` or ``run.restore``; None keeps the present one.
 
-        Collective the first time.  Raises ``UsageError`` where it comes too late, or another one
-        was given before.
+        Collective the first time.  Raises ``UsageError`` if it comes too late, or another one was
+        given before.
         """
         if mesh is None:
             if data_parallel is not None:
@@ -229,9 +229,9 @@ class ActiveLayout:
 def dimension_kinds(
     dimensions: Sequence[tuple[str, int]], data_parallel: Sequence[str] | None
 ) -> list[DimensionKind]:
-    """What each dimension of a mesh is for; ``UsageError`` where that can't be told.
+    """The purpose of each dimension of a mesh; ``UsageError`` if it is unknown.
 
-    ``data_parallel`` names the dimensions that divide the samples, where their names do not tell.
+    ``data_parallel`` names the dimensions that divide the samples, if their names do not tell.
     """
     names = [name for name, _ in dimensions]
     unknown = [name for name in data_parallel or () if name not in names]
@@ -257,7 +257,7 @@ def _kind(name: str, size: int, data_parallel: Sequence[str] | None) -> Dimensio
             'data_parallel=("dp",) where they are given the same.',
         )
     if known is None and size == 1:
-        return DimensionKind.TENSOR  # of one rank: nothing follows from it
+        return DimensionKind.TENSOR  # of one rank: it has no consequence
     if known is None:
         raise UsageError(
             f"the mesh dimension {name!r} does not tell what it is for",
@@ -309,7 +309,7 @@ def mesh_facts(mesh: DeviceMesh) -> tuple[tuple[tuple[str, int], ...], tuple[int
 
 
 def _group(mesh: DeviceMesh, names: tuple[str, ...]) -> dist.ProcessGroup | None:
-    """The ranks along these dimensions; of several, as FSDP makes it of ``dp_shard`` and ``cp``."""
+    """The ranks along these dimensions; several are combined as by FSDP (``dp_shard``, ``cp``)."""
     if not names:
         return None
     if len(names) == 1:
@@ -319,7 +319,7 @@ def _group(mesh: DeviceMesh, names: tuple[str, ...]) -> dist.ProcessGroup | None
 
 @dataclass(frozen=True, slots=True)
 class ModelParallelParameter:
-    """A parameter of which ranks with the same samples hold parts."""
+    """A parameter whose parts are on ranks with the same samples."""
 
     name: str
     placement: str
@@ -328,10 +328,10 @@ class ModelParallelParameter:
 def model_parallel_parameters(
     models: Mapping[str, nn.Module], world_size: int
 ) -> list[ModelParallelParameter]:
-    """Parameters that data parallelism alone does not lay out over the ranks as they are.
+    """Parameters whose placement is not due to data parallelism alone.
 
-    FSDP2 shards over all ranks, or, as HSDP, replicates the shards; what else a DTensor does is
-    tensor, expert or pipeline parallelism.  Facts only, nothing collective.
+    FSDP2 shards over all ranks, or, as HSDP, replicates the shards; any other DTensor placement is
+    tensor, expert or pipeline parallelism.  Facts only, not collective.
     """
     return [
         ModelParallelParameter(name, f"{list(parameter.placements)} on {_describe(mesh)}")
@@ -378,7 +378,7 @@ def _describe(mesh: DeviceMesh) -> str:
 
 
 def refuse_without_mesh(models: Mapping[str, nn.Module], world_size: int) -> None:
-    """Refuse to take ranks that compute one model together for data-parallel ones.
+    """Refuse to treat ranks that compute one model together as data-parallel ones.
 
     Raises:
         UsageError: Names the first parameter, and the line to write.

@@ -1,7 +1,7 @@
-"""The site's and the job file's variables in the environment of this rank, whoever started it.
+"""The site's and the job file's variables in the environment of this rank, however it started.
 
-A supervisor has seen to most of it already; submitit's stock executors, ``slurm-forge run`` and
-scripts of somebody's own have not.  Imports no torch, which reads some of them when it starts.
+A supervisor has set most of them already; submitit's stock executors, ``slurm-forge run`` and
+users' own scripts have not.  Imports no torch, which reads some of them on import.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ _LOOPBACK = "lo"
 
 
 def take_on(file: RunFile, *, one_node: bool = False) -> None:
-    """Set what the job file says, what the site says and nobody has set, and gloo's interface.
+    """Set the job file's variables, the site's that are not set yet, and gloo's interface.
 
-    Gloo takes whole names and fails for one that is not there: it gets the one of this node that
-    NCCL takes, where a site names interfaces at all; where all ranks are on ``one_node`` the
+    Gloo needs exact names and fails for one that does not exist: it gets the interface of this node
+    that NCCL would use, if a site names interfaces at all; if all ranks are on ``one_node``, the
     loopback, which nobody outside can reach.
     """
     here = process_environ()
@@ -44,7 +44,7 @@ def take_on(file: RunFile, *, one_node: bool = False) -> None:
 
 
 def take_on_place(rank: int, local_rank: int, world_size: int, *, one_node: bool) -> None:
-    """Set what torchrun sets: libraries such as accelerate and Lightning look for their rank there.
+    """Set torchrun's variables, from which libraries such as accelerate read their rank.
 
     ``one_node``: all ranks are known to be on this node.
     """
@@ -55,13 +55,13 @@ def take_on_place(rank: int, local_rank: int, world_size: int, *, one_node: bool
 
 
 def take_on_plan(file: RunFile, plan: RecoveryPlan) -> None:
-    """Set what the recovery plan adds, but for what the person has set otherwise.
+    """Set the recovery plan's variables, except those that the person has set otherwise.
 
-    To be called before process groups are made: that is when variables of the network are read.
+    Call it before process groups are created, which is when network variables are read.
 
     Raises:
         ControlChannelError: The plan comes over the channel, and one of its variables is neither of
-            a kind that may, nor what run.yaml says.
+            a permitted kind, nor in run.yaml.
     """
     wanted, here = {each.name: each.value for each in plan.variables}, process_environ()
     new = [

@@ -1,6 +1,6 @@
-"""The random state of a rank: kept in checkpoints, derived anew, and fixed for each sample.
+"""The random state of a rank: saved in checkpoints, derived anew, and fixed for each sample.
 
-States are plain tensors, so that a checkpoint holds nothing that has to be unpickled.
+States are plain tensors, so that a checkpoint contains nothing that has to be unpickled.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ _MT_WORDS = 624
 def capture() -> dict[str, torch.Tensor]:
     """The state of every global generator of this process, as copies on the CPU.
 
-    Keys: ``python``, ``torch``, ``numpy`` where it is imported, and the type of the current device
-    (``cuda``, ``xpu``) where it is in use.  Raises UnsupportedError where numpy's global generator
-    was exchanged for another kind.
+    Keys: ``python``, ``torch``, ``numpy`` if it is imported, and the type of the current device
+    (``cuda``, ``xpu``) if it is in use.  Raises UnsupportedError if numpy's global generator was
+    replaced by another kind.
     """
     return GlobalStates.now().tensors()
 
 
 @dataclass(frozen=True, slots=True)
 class GlobalStates:
-    """The states of all global generators, in a form that is quick to take (about 40 µs)."""
+    """The states of all global generators, in a form that is fast to copy (about 40 µs)."""
 
     python: tuple[Any, ...]
     host: torch.Tensor
@@ -57,15 +57,15 @@ class GlobalStates:
 
     @classmethod
     def now(cls, generators: HostGenerators | None = None, *, device: bool = True) -> GlobalStates:
-        """Copies; nothing is waited for.  Without ``device`` those of the host alone.
+        """Copies, without waiting.  Without ``device`` those of the host alone.
 
-        ``generators`` know those that did not change since they were last asked (2 µs).
+        ``generators`` recognize those that did not change since the last call (2 µs).
         """
         of_device = current_state() if device else None
         if generators is not None:
             return cls.of(generators.states(), of_device)
         numpy: Any = sys.modules.get("numpy")
-        # A tuple is only had of the kind of generator that we can keep.
+        # Only a generator of the supported kind returns a tuple.
         legacy = None if numpy is None else numpy.random.get_state(legacy=False)
         return cls(random.getstate(), torch.default_generator.get_state(), legacy, of_device)
 
@@ -76,13 +76,13 @@ class GlobalStates:
         return cls(host.python.full, host.torch.full, array, device)
 
     def is_of_host(self) -> bool:
-        """Whether nothing was drawn from the generators on the host since."""
+        """Whether nothing was drawn from the generators on the host since then."""
         now = GlobalStates.now(device=False).tensors()
         then = replace(self, device=None).tensors()
         return then.keys() == now.keys() and all(torch.equal(then[key], now[key]) for key in now)
 
     def put_back_host(self) -> None:
-        """Give Python's, numpy's and torch's generators on the host the states they had."""
+        """Restore Python's, numpy's and torch's generators on the host."""
         random.setstate(self.python)
         torch.default_generator.set_state(self.host)
         if self.numpy is not None:
@@ -115,11 +115,11 @@ class GlobalStates:
 
 
 def restore(state: Mapping[str, torch.Tensor]) -> tuple[str, ...]:
-    """Put every generator into a captured state; all are checked before the first is touched.
+    """Restore a captured state of every generator; all are checked before the first is changed.
 
     Returns the generators that are on one side only (``cuda`` after a move to another kind of
-    machine) and were therefore left as they are.  Raises CheckpointError where a tensor is not
-    what ``capture`` writes.
+    machine) and are therefore unchanged.  Raises CheckpointError if a tensor is not what
+    ``capture`` writes.
     """
     of_host = {_PYTHON, _NUMPY, _TORCH}
     of_devices = {key for key, value in state.items() if key not in of_host and may_be_state(value)}
@@ -163,7 +163,7 @@ def restore(state: Mapping[str, torch.Tensor]) -> tuple[str, ...]:
 def derive(seed: int, step: int, rank: int) -> None:
     """Seed every global generator from (seed, step, rank): for a resume on another number of ranks.
 
-    The states that the old ranks had belong to nobody then; these at least repeat exactly.
+    The states of the old ranks belong to nobody then; the new ones are at least reproducible.
     """
     words = seed_words(b"derive", seed, step, rank)
     seed_host(words)
@@ -172,7 +172,7 @@ def derive(seed: int, step: int, rank: int) -> None:
 
 @contextmanager
 def preserved() -> Iterator[None]:
-    """Give the caller the host's generators back as they were (about 80 µs)."""
+    """Restore the host's generators for the caller at the end (about 80 µs)."""
     before = GlobalStates.now(device=False)
     try:
         yield
@@ -181,9 +181,9 @@ def preserved() -> Iterator[None]:
 
 
 class OwnRandomness:
-    """Random numbers apart from the caller's: inside ``with`` they go on where they ended before.
+    """Random numbers independent of the caller's: each ``with`` continues where the last one ended.
 
-    They begin with f(seed, epoch); the host's global generators are meant.
+    They begin with f(seed, epoch); this concerns the host's global generators.
     """
 
     def __init__(self, seed: int, epoch: int) -> None:

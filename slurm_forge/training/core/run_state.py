@@ -1,4 +1,4 @@
-"""What a program has registered with its run, how far it is, and what rank 0 logs of that."""
+"""What a program has registered with its run, its progress, and what rank 0 logs about that."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Registry:
     others: dict[str, Any] = field(default_factory=dict)
 
     def add(self, name: str, value: Any) -> None:
-        """Take in one object, or a list of them under numbered names."""
+        """Add one object, or a list of them under numbered names."""
         if value is None:
             return
         if isinstance(value, (list, tuple)):
@@ -62,7 +62,7 @@ class Registry:
             )
 
     def names(self, *, kinds: bool = True) -> list[Json]:
-        """Every name in the order of the alphabet, with the kind of its object unless told.
+        """Every name in alphabetical order, with the kind of its object unless excluded.
 
         The stages of a pipeline may be modules of different kinds.
         """
@@ -73,7 +73,7 @@ class Registry:
 
     @property
     def may_hold_position(self) -> bool:
-        """Whether any object is no schedule and no scaler: it may hold the position of data."""
+        """Whether any object is neither schedule nor scaler: it may hold a position in the data."""
         return any(not isinstance(each, LRScheduler | GradScaler) for each in self.others.values())
 
     @property
@@ -101,16 +101,16 @@ class TrainingProgress:
 
     step: int = 0
     consumed: int = 0
-    #: Completed passes over the data; None where the checkpoint does not tell.
+    #: Completed passes over the data; None if the checkpoint does not contain it.
     epoch: int | None = 0
     skipped: int = 0
     skipped_in_a_row: int = 0
-    #: The highest loss that was usual, as rank 0 has seen it.
+    #: The highest usual loss, as observed by rank 0.
     highest_usual_loss: float | None = None
     phases: dict[str, int] = field(default_factory=dict)
-    #: The program's own; a function is called for the value when a checkpoint is made.
+    #: The program's own; a function is called for its value when a checkpoint is made.
     extra: dict[str, Any] = field(default_factory=dict)
-    #: What this rank trained on in the last step, where samples have ids; not saved.
+    #: What this rank trained on in the last step, if samples have ids; not saved.
     sample_ids: tuple[Any, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
@@ -193,7 +193,7 @@ class Hooks:
         return hook
 
     def call(self, name: str, /, **arguments: Any) -> None:
-        """Call every hook of that name: on rank 0, or on all ranks where that was asked for."""
+        """Call every hook of that name: on rank 0, or on all ranks if that was requested."""
         for hook, all_ranks in self._hooks.get(name, ()):
             if all_ranks or self.rank == 0:
                 hook(**arguments)

@@ -5,9 +5,9 @@ takes the next ``global_batch`` of it, and every rank takes an equal contiguous 
 the order does not depend on the number of ranks, on loader workers or on where a run was
 interrupted, and a position in it is one number: the samples consumed by all ranks.
 
-Windows of the stream may be left out (a recovery skips bad data).  A step then takes the next
-``global_batch`` samples that are in no window, in the order of the stream: what is not in a window
-comes exactly once, as if the stream had been written down without the windows.
+Windows of the stream may be skipped (recovery skips bad data).  A step then takes the next
+``global_batch`` samples outside all windows, in the order of the stream: each of them comes exactly
+once, as if the stream had been written without the windows.
 
 The permutation is our own, not ``torch.randperm`` or ``numpy.random.Generator.permutation``: both
 may change their streams between versions (numpy's NEP 19 says so), and a resume under another
@@ -40,10 +40,10 @@ _WORD = (1 << 64) - 1
 
 
 class Windows:
-    """The parts of the stream that are left out; in any order, overlapping or empty ones too.
+    """The skipped parts of the stream; in any order, possibly overlapping or empty.
 
-    Counts what is left: ``kept_before(p)`` samples of it lie before position p of the stream, and
-    the one that follows the first k of it is at position ``at(k)``.
+    It counts the rest: ``kept_before(p)`` kept samples are before position p of the stream, and the
+    one after the first k kept ones is at position ``at(k)``.
     """
 
     def __init__(self, windows: Iterable[SampleWindow] = ()) -> None:
@@ -58,12 +58,12 @@ class Windows:
                 apart.append(SampleWindow(max(window.first, 0), window.stop))
         self._windows = apart
         self._firsts = [window.first for window in apart]
-        #: Samples left out up to the end of each window, and kept before its begin.
+        #: Samples skipped up to the end of each window, and kept before its beginning.
         self._out = list(accumulate(window.stop - window.first for window in apart))
         self._starts = [w.stop - out for w, out in zip(apart, self._out, strict=True)]
 
     def kept_before(self, position: int) -> int:
-        """Samples before ``position`` that are in no window."""
+        """Samples before ``position`` outside all windows."""
         which = bisect_right(self._firsts, position) - 1
         if which < 0:
             return position
@@ -71,7 +71,7 @@ class Windows:
         return self._starts[which] if inside else position - self._out[which]
 
     def at(self, index: int) -> int:
-        """The position of the sample that follows the first ``index`` ones outside the windows."""
+        """The position of the sample after the first ``index`` ones outside the windows."""
         which = bisect_right(self._starts, index) - 1
         return index + (self._out[which] if which >= 0 else 0)
 
@@ -88,8 +88,8 @@ class Windows:
 class SampleOrder:
     """The sample stream for ``seed``, a dataset of ``length`` samples and one global batch size.
 
-    Without ``shuffle`` every epoch is the dataset in its own order.  Raises ConfigError where a
-    size is not positive.
+    Without ``shuffle`` every epoch is the dataset in its own order.  Raises ConfigError for a size
+    that is not positive.
     """
 
     seed: int
@@ -109,7 +109,7 @@ class SampleOrder:
             )
 
     def indices(self, consumed: int, count: int, without: Windows | None = None) -> list[SampleId]:
-        """The ``count`` samples that follow position ``consumed`` of the stream."""
+        """The ``count`` samples after position ``consumed`` of the stream."""
         without = without or Windows()
         first = without.kept_before(consumed)
         return self._at(without.all_at(np.arange(first, first + count, dtype=np.uint64)))
@@ -133,10 +133,10 @@ class SampleOrder:
         ranks: int,
         without: Windows | None = None,
     ) -> list[list[SampleId]]:
-        """One rank's samples of the ``count`` steps that follow position ``consumed``.
+        """One rank's samples of the ``count`` steps after position ``consumed``.
 
-        Rank r takes the r-th contiguous share of each global batch, of what is left ``without``
-        the windows.  Asking for several steps at once costs less than one by one.
+        Rank r takes the r-th contiguous share of each global batch, of the stream ``without`` the
+        windows.  Several steps in one call are cheaper than one by one.
         """
         without = without or Windows()
         share = self.share(ranks)
@@ -157,7 +157,7 @@ class SampleOrder:
             return list(zip(epochs.tolist(), places.tolist(), strict=True))
         distinct, which = np.unique(epochs, return_inverse=True)
         tables = [_round_keys(self.seed, epoch, self.length) for epoch in distinct.tolist()]
-        # One epoch is the common case, and numbers are faster there than a column per sample.
+        # A single epoch is the common case, and scalars are faster there than a column per sample.
         keys = tables[0] if len(tables) == 1 else np.stack(tables, axis=2)[:, :, which]
         _shuffle(places, self.length, keys)
         return list(zip(epochs.tolist(), places.tolist(), strict=True))
@@ -169,11 +169,11 @@ def micro_sizes(share: int, micro_batch: int) -> tuple[int, ...]:
 
 
 def fitting_micro_batch(share: int, at_most: int) -> int:
-    """The micro-batch to use where no more than ``at_most`` samples fit into memory.
+    """The micro-batch to use if at most ``at_most`` samples fit into memory.
 
-    One that divides the share, so that all forward passes are alike, where that costs no more than
-    half of what fits; else all that fits, with a smaller one at the end (which the weighting of the
-    loss takes into account).
+    A divisor of the share, so that all forward passes have the same size, unless it is less than
+    half of what fits; otherwise all that fits, with a smaller one at the end (which the weighting
+    of the loss handles).
     """
     at_most = max(1, min(at_most, share))
     even = next(size for size in range(at_most, 0, -1) if share % size == 0)

@@ -1,4 +1,4 @@
-"""Passing step boundaries and phases, and what is due there: the main thread's side."""
+"""Pass step boundaries and phases, and do what is due there: the main thread's side."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from slurm_forge.vocabulary.position import LAST, Position
 
 
 class RunStopped(BaseException):
-    """The run stops here on all ranks; whatever had to be saved is saved.
+    """The run stops here on all ranks; everything that had to be saved is saved.
 
     Not an ``Exception``, so that a program's own ``except Exception`` can't swallow it.
     """
 
 
 class PhaseStopped(BaseException):
-    """Leaves the body of a phase, on its way to the save at the phase's end."""
+    """Leaves the body of a phase, for the save at the phase's end."""
 
 
 class StepBoundaries:
     """Counts positions and calls ``act`` for what is due: ``act`` may raise ``RunStopped``.
 
-    Costs a lock and a comparison per position while nobody wants anything.
+    Costs a lock and a comparison per position if there is no request.
     """
 
     def __init__(self, member: Member | None, act: Callable[[Request], None]) -> None:
@@ -34,17 +34,17 @@ class StepBoundaries:
         self._step = -1
         self._phase = 0
         self._poll = 0
-        #: The names of the phases since the boundary: two ranks in one phase have the same.
+        #: The names of the phases since the boundary: the same for two ranks in the same phase.
         self._path = ""
         #: The phase that the program is in, if any.
         self.inside: str | None = None
         self._acts_inside = True
         self._doing = "train"
-        #: How often training was rolled back in this launch: the same steps come again.
+        #: How often training was rolled back in this launch, which repeats steps.
         self.rollbacks = 0
 
     def rewound(self) -> None:
-        """Training goes on at an earlier step; its boundary is still to be passed."""
+        """Training continues at an earlier step; its boundary is yet to be passed."""
         self.rollbacks += 1
         self._begin(-1)
 
@@ -58,9 +58,9 @@ class StepBoundaries:
 
     @contextmanager
     def phase(self, name: str, on_stop: Callable[[], None], *, acts: bool = True) -> Iterator[None]:
-        """A stretch in which ranks may differ; a stop inside it calls ``on_stop`` at its end.
+        """A phase in which ranks may differ; a stop inside it calls ``on_stop`` at its end.
 
-        Without ``acts`` nothing is acted upon in it: it is due at the next boundary.
+        Without ``acts`` requests wait for the next boundary.
         """
         if self.inside is not None:
             raise RuntimeError(f"phase {name!r} inside phase {self.inside!r}: end that one first")
@@ -83,32 +83,32 @@ class StepBoundaries:
             self._enter(outer)
 
     def begin_data_wait(self) -> None:
-        """Wait for the next batch from now on; the waiting loop calls ``data_poll`` meanwhile."""
+        """Begin waiting for the next batch; the waiting loop calls ``data_poll`` meanwhile."""
         self._begin_phase("data")
         self._due(doing="data")
 
     def end_data_wait(self) -> None:
-        """The batch is there."""
+        """The batch has arrived."""
         self._due(LAST, doing="train")
 
     def data_poll(self) -> None:
-        """Look for a request while waiting for a batch."""
+        """Check for a request while waiting for a batch."""
         if self._member is not None and self._member.pending:
             self._poll += 1
             self._due(self._poll)
 
     def poll(self) -> None:
-        """Look for a request inside a phase; cheap enough for every batch of an evaluation.
+        """Check for a request inside a phase; cheap enough for every batch of an evaluation.
 
-        Every call counts: where an evaluation has collectives of its own, ranks that call as often
-        as each other leave it at the same call.
+        Every call counts: if an evaluation has collectives of its own, ranks that call it equally
+        often leave it at the same call.
         """
         if self._acts_inside:
             self._poll += 1
             self._due(self._poll)
 
     def leave(self) -> None:
-        """The program is through: what is still asked for is answered and no longer acted on."""
+        """The program is done: open requests are answered and no longer acted on."""
         if self._member is not None:
             self._begin_phase(self._doing)
             self._member.advance(
@@ -117,7 +117,7 @@ class StepBoundaries:
 
     @contextmanager
     def meanwhile(self, name: str) -> Iterator[None]:
-        """Something else is done for a moment (a save); then on with what was being done."""
+        """Switch to another phase for a moment (a save), and back."""
         doing = self._doing
         self._enter(name)
         try:
@@ -147,5 +147,5 @@ class StepBoundaries:
             self._act(request)
 
 
-#: How often the waiting loop of the data phase looks for requests.
+#: How often the waiting loop of the data phase checks for requests.
 DATA_POLL = timedelta(milliseconds=20)

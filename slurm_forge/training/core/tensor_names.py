@@ -1,4 +1,4 @@
-"""Names of tensors: many that differ in one number as one, and what others were renamed to.  Pure.
+"""Names of tensors: combine many that differ in one number, and guess renames.  Pure.
 
 A model of 48 equal layers has some twelve kinds of tensors; ``layers.0-47.attention.weight`` is
 shorter in a manifest than 48 names, and readable in a message.
@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from slurm_forge.vocabulary.json_value import Json
 
-#: Written as Python writes it, so that it comes back the same.
+#: In Python's notation, so that it is restored unchanged.
 _NUMBER = re.compile(r"(?:(?<=\.)|^)(?:0|[1-9][0-9]{0,8})(?=\.|$)")
 _MOST = 1_000_000
 _MOST_RULES = 5
@@ -32,7 +32,7 @@ class Folded:
     after: str = ""
 
     def names(self) -> list[str]:
-        """All the names again."""
+        """All the names expanded."""
         if not self.numbers:
             return [self.before]
         return [f"{self.before}{number}{self.after}" for number in self.numbers]
@@ -64,7 +64,7 @@ class Folded:
 
 
 def fold(items: Iterable[tuple[str, _T]]) -> list[tuple[Folded, _T]]:
-    """Names with the same value that differ in their first number only, together.
+    """Combine names with the same value that differ in their first number only.
 
     In the order of the first name of each; numbers ascending.
     """
@@ -95,14 +95,14 @@ def _ranges(numbers: tuple[int, ...]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Rename:
-    """Components of names that became others; ``anchored`` where that is at the beginning."""
+    """Components of names that were replaced; ``anchored`` if they are at the beginning."""
 
     old: tuple[str, ...]
     new: tuple[str, ...]
     anchored: bool
 
     def apply(self, name: str) -> str | None:
-        """The new name of ``name``, or None where the rule says nothing about it."""
+        """The new name of ``name``, or None if the rule does not apply to it."""
         parts, size = tuple(name.split(".")), len(self.old)
         for at in (0,) if self.anchored else range(len(parts) - size + 1):
             if parts[at : at + size] == self.old:
@@ -122,7 +122,7 @@ def guess_renames(
 ) -> list[tuple[Rename, dict[str, str]]]:
     """Rules that turn removed names into new ones of the same value, best first.
 
-    With each the names that it explains, old to new.  A guess: equal shapes prove nothing.
+    Each comes with the names that it explains, old to new.  A guess: equal shapes prove nothing.
     """
     removed, new = dict(removed), dict(new)
     rules: list[tuple[Rename, dict[str, str]]] = []
@@ -142,11 +142,11 @@ def guess_renames(
 
 def _candidates(removed: Mapping[str, Hashable], new: Mapping[str, Hashable]) -> Collection[Rename]:
     rules: dict[Rename, None] = {}
-    # Names apart from each other: one that was really removed must not hide the rest.
+    # Distant names first: one that was really removed must not hide the rest.
     listed = list(removed)
     for old in listed[:: max(1, len(listed) // _TRIED_OLD)]:
         alike = [name for name, value in new.items() if value == removed[old]]
-        # The same end first: of 400 equal layers the one with this very number.
+        # The same ending first: of 400 equal layers the one with the same number.
         alike.sort(key=lambda name: -_common_end(old, name))
         for name in alike[:_TRIED_NEW]:
             rule = _rule(old.split("."), name.split("."))
@@ -164,9 +164,9 @@ def _rule(old: list[str], new: list[str]) -> Rename | None:
     while begin < least - end and old[begin] == new[begin]:
         begin += 1
     if begin + end == 0:
-        return None  # nothing in common: that is another tensor, not another name
+        return None  # nothing in common: another tensor, not another name
     was, now = tuple(old[begin : len(old) - end]), tuple(new[begin : len(new) - end])
-    if not was and begin:  # something stands in between now: told with what is before it
+    if not was and begin:  # something was inserted: report it with what precedes it
         was, now = (old[begin - 1],), (old[begin - 1], *now)
         begin -= 1
     return Rename(was, now, begin == 0)

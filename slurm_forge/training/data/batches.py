@@ -1,9 +1,9 @@
 """Batches of a step, exact after any interruption and for any number of ranks and loader workers.
 
-What is in a batch depends on (seed, dataset, samples consumed, windows left out, rank, ranks,
-micro-batch) and on nothing else: the order comes from ``SampleOrder`` (or from a sampler of the
-program's), and Python's, numpy's and torch's generators are seeded from (seed, epoch, index) before
-each ``dataset[index]``.  Fetching leaves the random state of the training loop alone.
+A batch depends on (seed, dataset, samples consumed, skipped windows, rank, ranks, micro-batch) and
+on nothing else: the order comes from ``SampleOrder`` (or from the program's sampler), and Python's,
+numpy's and torch's generators are seeded from (seed, epoch, index) before each ``dataset[index]``.
+Fetching does not affect the random state of the training loop.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class Batch:
             )
 
     def ids_of(self) -> list[tuple[SampleId | int | str, ...]] | None:
-        """The ids of each micro-batch; None where they are not known."""
+        """The ids of each micro-batch; None if they are unknown."""
         sizes = self.id_sizes or self.micro_sizes
         if not self.sample_ids or len(self.sample_ids) != sum(sizes):
             return None
@@ -117,11 +117,11 @@ class Batch:
 
 
 class BatchIterator(Protocol):
-    """What the loop takes batches from, whatever they are made of."""
+    """What the loop takes batches from, whatever their source is."""
 
     @property
     def consumed(self) -> int:
-        """The position in the stream behind the batches handed out, over all ranks."""
+        """The position in the stream after the batches handed out, over all ranks."""
         ...
 
     def start(self) -> None:
@@ -141,7 +141,7 @@ class BatchIterator(Protocol):
         ...
 
     def position(self, step: int) -> Mapping[str, Json]:
-        """What a checkpoint of that many steps needs beside ``consumed``; the same on all ranks."""
+        """What a checkpoint at that step needs beside ``consumed``; the same on all ranks."""
         ...
 
     def rank_state(self, step: int) -> bytes | None:
@@ -149,7 +149,7 @@ class BatchIterator(Protocol):
         ...
 
     def random(self, step: int) -> GlobalStates | None:
-        """The generators' states that belong to that many steps, where not those of now."""
+        """The generators' states at that step, if they are not the present ones."""
         ...
 
     def close(self) -> None:
@@ -161,12 +161,12 @@ class BatchSource:
     """Iterates the batches of one rank, without end; a context manager that ends the workers.
 
     ``dataset`` needs ``__len__`` and ``__getitem__`` (UsageError otherwise).  ``micro_batch``
-    is the most samples of one forward pass.  ``start_consumed`` and ``start_step`` say where to go
-    on: any ``Batch.consumed`` (the step defaults to the steps that the samples before it make);
-    ``start_position`` is what ``position`` gave there.  ``skipped`` are windows of the stream that
-    are left out.  ``samples`` may be a stream of another kind, which knows ranks and windows by
-    itself.  ``collate_fn`` gets the samples of one micro-batch; its randomness is seeded too.
-    Tensors are moved to ``device``.
+    is the most samples of one forward pass.  ``start_consumed`` and ``start_step`` say where to
+    continue: any ``Batch.consumed`` (the step defaults to the number of steps that the samples
+    before it make); ``start_position`` is the value of ``position`` there.  ``skipped`` are skipped
+    windows of the stream.  ``samples`` may be a stream of another kind, which handles ranks and
+    windows itself.  ``collate_fn`` gets the samples of one micro-batch; its randomness is seeded,
+    too.  Tensors are moved to ``device``.
 
     ``seed`` is that of the samples' randomness (default: the order's).  ``worker_init_fn`` runs in
     each worker after ours; workers are forked unless ``multiprocessing_context`` says otherwise.
@@ -208,7 +208,7 @@ class BatchSource:
                 self._step = samples.steps_before(start_consumed)
         self._stream = samples
         self._consumed = start_consumed
-        #: The step of the batch handed out last, and where the stream was before and behind it.
+        #: The step of the last batch handed out, and the stream positions before and after it.
         self._before = self._position = start_position
         self._handed_out = -1
         self._device = None if device is None else torch.device(device)
@@ -241,16 +241,16 @@ class BatchSource:
 
     @property
     def consumed(self) -> int:
-        """The position in the stream behind the batches handed out, over all ranks."""
+        """The position in the stream after the batches handed out, over all ranks."""
         return self._consumed
 
     def position(self, step: int) -> Mapping[str, Json]:
-        """Where the stream was behind that many steps: those handed out, or all but the last."""
+        """The stream's position at that step: the last one handed out, or the one before."""
         return (self._before if step <= self._handed_out else self._position) or {}
 
     @property
     def first_digest(self) -> Json:
-        """Of what a sampler gave up to the end of the first step that was planned here."""
+        """The digest of a sampler's output up to the end of the first step planned here."""
         first = self._plan.first
         return None if first is None or first.position is None else first.position["digest"]
 
@@ -276,11 +276,12 @@ class BatchSource:
     ) -> Batch:
         """The next batch; while waiting for it, ``poll`` is called about every ``interval``.
 
-        What ``poll`` raises is passed on and loses nothing: the next call hands out the batch that
-        was waited for.  In this process (no workers) it is called between samples only.  Raises
-        what the dataset raised, with the worker's traceback, and ForgeError where a worker died.
+        An exception of ``poll`` is propagated and loses nothing: the next call hands out the batch
+        that was waited for.  In this process (no workers) it is called between samples only.
+        Raises the dataset's exceptions, with the worker's traceback, and ForgeError if a worker
+        died.
         """
-        # Kept until it is handed out: moving it to a full device may fail, and be tried again.
+        # Kept until it is handed out: moving it to a full device may fail, and be retried.
         if self._fetched is None:
             self._plan.look_ahead()
             _, made = self._fetcher.next_step(Polling(poll, interval))
@@ -309,9 +310,9 @@ class BatchSource:
     ) -> Batch:
         """The same samples in other micro-batches, fetched again in this process.
 
-        Each sample has the randomness that it had; a collate function is called for other groups.
-        ``batch`` is one of this source, handed out last or earlier.  What ``poll`` raises is passed
-        on.
+        Each sample keeps its randomness; the collate function is called for other groups.
+        ``batch`` is one of this source, handed out last or earlier.  Exceptions of ``poll`` are
+        propagated.
         """
         if batch.size != self._stream.share:
             raise ValueError(f"a batch of {batch.size} samples is not of this source")
@@ -327,7 +328,7 @@ class BatchSource:
     def shrink(self, micro_batch: int) -> None:
         """Hand out the following batches in micro-batches of this size.
 
-        What was prefetched is thrown away; workers are started anew with the next batch.
+        Prefetched batches are discarded; workers are restarted with the next batch.
         """
         self._micro_batch = _positive(micro_batch)
         self._close()
@@ -353,27 +354,27 @@ class BatchSource:
 class _StepPlan:
     """Planned steps on their way through the fetcher, which takes their sample ids from here.
 
-    With ``ahead`` the steps are planned in the thread that asks for batches, so many before they
-    are needed: enough for the fetcher never to wait, for what it has been given is handed out only
-    once it gets more.  Without, the fetcher's own thread plans them.
+    With ``ahead`` the steps are planned in the thread that requests batches, this many before they
+    are needed: enough for the fetcher never to wait.  Without it, the fetcher's own thread plans
+    them.
     """
 
     def __init__(self, steps: Iterator[PlannedStep], ahead: int) -> None:
         self._steps, self._ahead = steps, ahead
         self._planned: queue.SimpleQueue[PlannedStep] = queue.SimpleQueue()
         self._issued: deque[PlannedStep] = deque()
-        #: The first that was planned ahead, if any.
+        #: The first step that was planned ahead, if any.
         self.first: PlannedStep | None = None
 
     def look_ahead(self) -> None:
-        """Plan what the fetcher may ask for until the next batch is handed out."""
+        """Plan what the fetcher may need until the next batch is handed out."""
         while self._ahead and self._planned.qsize() + len(self._issued) < self._ahead:
             plan = next(self._steps)
             self.first = self.first or plan
             self._planned.put(plan)
 
     def done(self) -> PlannedStep:
-        """The step whose micro-batches have been made: the oldest one."""
+        """The step whose micro-batches are complete: the oldest one."""
         return self._issued.popleft()
 
     def __iter__(self) -> Iterator[StepIds]:
@@ -386,7 +387,7 @@ class _StepPlan:
 
 
 def require_indexable(dataset: object) -> None:
-    """``UsageError`` for what has no samples that can be asked for one by one."""
+    """Raise ``UsageError`` for a source whose samples can't be indexed."""
     if dataset is None:
         raise UsageError(
             "the dataset is None",
@@ -395,7 +396,7 @@ def require_indexable(dataset: object) -> None:
     indexable = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
     if isinstance(dataset, IterableDataset) or not indexable:
         raise UsageError(
-            f"{type(dataset).__name__} can't be asked for one sample by its index, so the samples "
+            f"{type(dataset).__name__} can't return a single sample by its index, so the samples "
             "after an interruption would not be the ones that come next",
             next_step="Give it __len__ and __getitem__, or iterate over it in a loop of your own: "
             "register an object that keeps its position (state_dict and load_state_dict), call "

@@ -1,7 +1,7 @@
-"""What a run is trained on, told from the outside: files with sizes and times, or a version.
+"""What a run is trained on, seen from outside: files with sizes and times, or a version.
 
-Enough to notice that data was damaged, swapped or added to between two attempts, and to name where.
-No file is read unless asked for; symbolic links are told by where they point and never followed.
+Enough to notice that data was damaged, swapped or added between two attempts, and to name where.
+Files are read only on request; symbolic links are recorded by their target and never followed.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from slurm_forge.recovery.fingerprint import Fingerprint
 from slurm_forge.units import format_duration
 from slurm_forge.vocabulary.json_value import Json
 
-#: Entries of a manifest's list: files where they are few, else folders.
+#: Entries of a manifest's list: files if they are few, else folders.
 _MOST_PARTS = 256
 _MOST_UNREADABLE = 20
 _MOST_LINES = 20
 _READERS = 4
 _CHUNK = 1 << 20
-#: Of a digest: 64 bits find any damage; nobody is meant to forge a data set here.
+#: Length of a digest: 64 bits detect any damage; protection from forgery is not needed here.
 _DIGITS = 16
-#: All ranks wait for rank 0, and not for ever.
+#: All ranks wait for rank 0, but not for ever.
 _WITHIN = timedelta(minutes=10)
 
 
@@ -52,13 +52,13 @@ _NO_FILES = Part(0, 0, "")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataVersion:
-    """One source of data as it was at one time; ``version`` is what the user calls it.
+    """One source of data at one time; ``version`` is the user's name for it.
 
-    ``whole`` is over names and sizes, ``contents`` over what is in the files (empty: not read),
-    ``times`` over modification times (empty where contents say more).  ``parts`` are the files by
-    name, or folders (ending in ``/``) where there are more files than can be listed.  ``stopped``
-    says what was not looked at for want of time; without contents the rest is as if they had not
-    been asked for, without files there is nothing but the version.
+    ``whole`` is over names and sizes, ``contents`` over file contents (empty: not read),
+    ``times`` over modification times (empty if contents are more conclusive).  ``parts`` are the
+    files by name, or folders (ending in ``/``) if there are too many files to list.  ``stopped``
+    says what was not examined for lack of time; without contents the rest is as if they had not
+    been requested, without files there is only the version.
     """
 
     version: str | None = None
@@ -79,11 +79,11 @@ class DataVersion:
         within: timedelta = _WITHIN,
         clock: Callable[[], float] = time.monotonic,
     ) -> DataVersion:
-        """Look at a file or folder, or several, every file below included; reads only ``contents``.
+        """Examine files or folders, including every file below; reads only for ``contents``.
 
-        Names are relative, so that data staged elsewhere is the same data.  What can't be looked at
-        is named in ``unreadable``.  After ``within`` contents are read no further, or files looked
-        at no further, and ``stopped`` says so.
+        Names are relative, so that data staged elsewhere is the same data.  Unreadable files are
+        named in ``unreadable``.  After ``within`` no further contents are read, or no further files
+        examined, and ``stopped`` says so.
         """
         if isinstance(files, (str, os.PathLike)):
             files = (files,)
@@ -91,7 +91,7 @@ class DataVersion:
         try:
             data_files, unreadable = _list_files(files, deadline)
         except _TooLateError:
-            # A part of the files would be taken for all of them.
+            # A part of the files would be mistaken for all of them.
             return cls(version=version, stopped=f"{deadline}: files not compared")
         data_files.sort(key=lambda each: each.name)
         stopped = ""
@@ -120,16 +120,16 @@ class DataVersion:
 
     @classmethod
     def from_json(cls, value: object) -> DataVersion | None:
-        """What a manifest says; None where that can't be understood."""
+        """Parse a manifest's entry; None if it is not understood."""
         try:
             return from_json(cls, value)
         except ValueError:
             return None
 
     def differences(self, now: DataVersion) -> tuple[str, ...]:
-        """What changed between this one, the saved, and ``now``; empty if it is the same data.
+        """What changed between this one, which was saved, and ``now``; empty for the same data.
 
-        Times alone are the last resort: they are told where nothing else differs.
+        Times are the last resort: they are reported only if nothing else differs.
         """
         lines = []
         if self.version != now.version:
@@ -177,7 +177,7 @@ class DataVersion:
 
 
 def data_facts(sources: Mapping[str, DataVersion]) -> Fingerprint:
-    """Facts for the fingerprint, by the names that the user gave to the sources."""
+    """Facts for the fingerprint, by the user's names of the sources."""
     facts: dict[str, str] = {}
     for name, source in sources.items():
         values = {
@@ -198,11 +198,11 @@ class _DataFile:
     mtime: int
     #: Where a symbolic link points.
     link: str = ""
-    #: Digest of the content, where it was read.
+    #: Digest of the content, if it was read.
     content: str = ""
 
     def line(self, what: str) -> bytes:
-        """What a digest is over: "outside" or "content" or "time"."""
+        """The input of a digest: "outside" or "content" or "time"."""
         fields = {"outside": f"{self.size}\0{self.link}", "time": str(self.mtime)}
         text = f"{self.name}\0{fields.get(what, self.content)}\n"
         return text.encode("utf-8", "surrogateescape")
@@ -213,7 +213,7 @@ class _TooLateError(Exception):
 
 
 class _Deadline:
-    """When looking at one source is given up."""
+    """The time limit for examining one source."""
 
     def __init__(self, within: timedelta, clock: Callable[[], float]) -> None:
         self._within = within
@@ -237,7 +237,7 @@ def _list_files(
     for prefix, root in zip(_prefixes(roots), roots, strict=True):
         deadline.check()
         try:
-            # What the user names is meant, also where it is a link itself.
+            # What the user names is meant, even if it is a link itself.
             real = os.path.realpath(root)
             status = Path(real).stat()
         except OSError:
@@ -252,7 +252,7 @@ def _list_files(
 
 
 def _prefixes(roots: Sequence[str]) -> Iterator[str]:
-    """What the names below each root begin with: nothing for one alone, else its own name."""
+    """The prefix of names below each root: empty for a single root, else its own name."""
     if len(roots) == 1:
         yield ""
         return
@@ -294,7 +294,7 @@ def _walk(
 
 
 def _target(link: Path, root: str) -> str:
-    """Where a link points: from the root of the data where that is inside, else as it says."""
+    """A link's target: relative to the root of the data if it is inside, else unchanged."""
     target = str(link.readlink())
     absolute = os.path.normpath(link.parent / target)
     inside = absolute.startswith(f"{root}/")
@@ -302,7 +302,7 @@ def _target(link: Path, root: str) -> str:
 
 
 def _read(files: Sequence[_DataFile], deadline: _Deadline) -> list[str]:
-    """Digest the contents of all files, or of none; the names of those that can't be read."""
+    """Digest the contents of all files, or of none; the names of unreadable ones."""
     with ThreadPoolExecutor(_READERS) as pool:
         digests = list(pool.map(lambda each: _content(each, deadline), files))
     for each, digest in zip(files, digests, strict=True):
@@ -315,7 +315,7 @@ def _content(file: _DataFile, deadline: _Deadline) -> str:
     if file.link:
         return file.link
     try:
-        # O_NONBLOCK: a FIFO that took the file's place would otherwise wait for ever.
+        # O_NONBLOCK: a FIFO in the file's place would otherwise block for ever.
         descriptor = os.open(file.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
         with os.fdopen(descriptor, "rb", buffering=0) as opened:
             digest = xxhash.xxh3_128()
@@ -343,7 +343,7 @@ def _part(files: Sequence[_DataFile]) -> Part:
 
 
 def _parts(files: Sequence[_DataFile]) -> dict[str, Part]:
-    """At most so many entries: the files, else the deepest folders that are few enough."""
+    """At most this many entries: the files, else the deepest folders that are few enough."""
     if len(files) <= _MOST_PARTS:
         return {each.name: _part([each]) for each in files}
     deepest = max(each.name.count("/") for each in files)

@@ -1,4 +1,4 @@
-"""A short text that tells one item of a data source from another, by what it holds."""
+"""A short text that distinguishes items of a data source by their content."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import numpy as np
 import torch
 import xxhash
 
-#: Objects hold each other: what is looked at of one item, in depth and in number.
+#: Objects refer to each other: limits on the depth and the number examined per item.
 _DEEPEST, _MOST = 8, 4096
-#: Of a long tensor its beginning and its end.
+#: Of a long tensor, its beginning and its end.
 _BYTES = 1 << 16
 
 
 def item_digest(item: Any) -> str:
-    """The same for equal items; empty where nothing in it can be compared."""
+    """Equal for equal items; empty if nothing in it can be compared."""
     digest = _Digest()
     try:
         return digest.hash.hexdigest() if digest.add(item, 0) else ""
@@ -43,7 +43,7 @@ class _Digest:
             return True
         if depth == _DEEPEST or isinstance(value, type):
             return False
-        # All of them: what comes behind the first may be what differs.
+        # All of them: what follows the first may be what differs.
         found = [self.add(each, depth + 1) for each in _parts(value) if self._left > 0]
         return any(found)
 

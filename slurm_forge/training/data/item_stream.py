@@ -1,7 +1,7 @@
 """The items of one rank's source with a state, epoch after epoch, from a saved position on.
 
-A source may ignore what was loaded and begin its epoch again.  Its first item gives it away: that
-is not to be the one that the epoch began with, unless an earlier state leads to it as well.
+A source may ignore a loaded state and begin its epoch again.  Its first item reveals that: it must
+not be the one that the epoch began with, unless an earlier state leads to it, too.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from slurm_forge.training.data.worker_shield import children_deaf_from_birth
 
 @dataclass(slots=True)
 class StreamPosition:
-    """Where the source is: in which epoch, how far in it, and its own state there.
+    """The position of the source: the epoch, the items drawn in it, and the source's own state.
 
-    ``random`` are the generators before the epoch was begun: a sampler without a state of its own
-    (torch's ``RandomSampler`` in a loader) draws its order there, and is wound on at a resume.
+    ``random`` are the generators before the epoch began: a sampler without a state of its own
+    (torch's ``RandomSampler`` in a loader) draws its order there, and is advanced at a resume.
     ``opening`` is the digest of the epoch's first item, and ``draws`` whether the source drew from
     these generators for it.
     """
@@ -48,7 +48,7 @@ class StreamPosition:
 
     @classmethod
     def loaded(cls, saved: Mapping[str, Any]) -> StreamPosition:
-        """As a checkpoint has it, without what has to be put into the source."""
+        """As in a checkpoint, without what has to be loaded into the source."""
         opening, draws = saved.get("opening", ""), bool(saved.get("draws"))
         epoch, items = int(saved["epoch"]), int(saved["items"])
         return cls(epoch=epoch, items=items, opening=opening, draws=draws)
@@ -61,10 +61,10 @@ class StreamPosition:
 
 
 class ItemStream:
-    """``draw`` gives one item after the other; ``load`` goes to a saved position.
+    """``draw`` returns one item after another; ``load`` goes to a saved position.
 
-    Without a state (``stateful``) a load begins the epoch anew.  UsageError for a source that can't
-    be iterated over, MismatchError for a state that it does not take back.
+    Without a state (``stateful``) a load begins the epoch again.  Raises UsageError for a source
+    that can't be iterated over, MismatchError for a state that it rejects.
     """
 
     def __init__(self, source: Any, *, layout: RankLayout, stateful: bool) -> None:
@@ -73,31 +73,31 @@ class ItemStream:
         self.at = StreamPosition()
         #: The digest of the first item since it was None.
         self.first_digest: str | None = None
-        #: What was loaded, until the first item after it arrives.
+        #: The loaded position, until the first item after it arrives.
         self._loaded: Mapping[str, Any] | None = None
-        #: A position before the one that was loaded, and how many items lie between them.
+        #: A position before the loaded one, and the number of items between them.
         self.before: Mapping[str, Any] | None = None
-        #: Why a source that ignores what was loaded would not be found out; empty where it would.
+        #: Why a source that ignores its loaded state would go unnoticed; empty if it would not.
         self.unchecked = ""
         self._owner = os.getpid()
         self._has_workers = isinstance(source, DataLoader) and source.num_workers > 0
         self._shield()
 
     def position(self) -> StreamPosition:
-        """Behind the items that were drawn, with the state of the source."""
+        """After the items drawn so far, with the state of the source."""
         state = self._source.state_dict() if self._stateful else None
         return dataclasses.replace(self.at, state=state)
 
     def close(self) -> None:
-        """End the workers of a loader; nothing else is known to have to end."""
+        """End the workers of a loader; no other source needs it."""
         iterator, self._iterator = self._iterator, None
         mine = self._has_workers and self._owner == os.getpid()
-        # Persistent ones are the loader's; a loader may have ended the others at an epoch's end.
+        # Persistent workers belong to the loader, which may have ended others at an epoch's end.
         if mine and not self._source.persistent_workers and not getattr(iterator, "_shutdown", 1):
             end_workers(iterator)
 
     def draw(self) -> Any:
-        """The next item; what the source raises is passed on."""
+        """The next item; exceptions of the source are propagated."""
         while True:
             if self._iterator is None:
                 self.begin_epoch()
@@ -139,7 +139,7 @@ class ItemStream:
         self._iterator = iterator
 
     def load(self, saved: Sequence[Mapping[str, Any]], ranks: int) -> None:
-        """Go to where one of so many ranks was, or several: see ``StatefulSource``."""
+        """Go to the position of one of these ranks, or several: see ``StatefulSource``."""
         as_many = ranks == self._layout.data_ranks
         one = saved[0] if as_many else self._resharded(saved, ranks)
         if not self._stateful:
@@ -158,14 +158,14 @@ class ItemStream:
                 self.before = {key: one[key] for key in one.keys() - {"before", "next", "seen"}}
             self._loaded = one
             if at.draws and at.items and not self._has_workers:
-                # With other random numbers the first item again would be another one.
+                # With other random numbers a repeated first item would differ.
                 self._require_continued(one, next(self._iterator, None))  # type: ignore[arg-type]
                 self._take_back(one)
         for _ in range(int(one["passed"])):
             self.draw()
 
     def _take_back(self, one: Mapping[str, Any], *, load: bool = True) -> None:
-        """Have the source go on at a saved position."""
+        """Make the source continue at a saved position."""
         self.close()
         if one["random"] is not None:
             rng.restore(one["random"])
@@ -195,7 +195,7 @@ class ItemStream:
             ) from error
 
     def _identify(self, item: Any) -> None:
-        """Note how an epoch begins and how it goes on; MismatchError where it begins again."""
+        """Record how an epoch begins and continues; MismatchError if it begins again."""
         at, loaded, self._loaded = self.at, self._loaded, None
         if at.items == 1:
             at.opening = item_digest(item)
@@ -206,7 +206,7 @@ class ItemStream:
             self.first_digest = item_digest(item)
 
     def _require_continued(self, loaded: Mapping[str, Any], item: Any) -> None:
-        """``MismatchError`` for the item that the epoch began with, where another one is due.
+        """Raise ``MismatchError`` for the epoch's first item, if another one is due.
 
         A source may yield equal items: so an earlier state has to lead to this item, too.
         """
@@ -235,7 +235,7 @@ class ItemStream:
         )
 
     def _resharded(self, saved: Sequence[Mapping[str, Any]], ranks: int) -> Mapping[str, Any]:
-        """Of several ranks' states one for this rank, where the source can make it."""
+        """Combine several ranks' states into one for this rank, if the source supports it."""
         layout, name = self._layout, source_name(self._source)
         reshard = getattr(self._source, "load_state_dicts", None)
         if not self._stateful or len(saved) != ranks:
@@ -260,16 +260,16 @@ class ItemStream:
     # -- workers -----------------------------------------------------------------------------
 
     def _shield(self) -> None:
-        """Let a loader's workers survive signals to the process group, as our own workers do."""
+        """Protect a loader's workers from signals to the process group, like our own workers."""
         source = self._source
-        # A loader that begins its next epoch by itself would do it without telling.
+        # A loader that begins its next epoch by itself would do so without notice.
         if getattr(source, "restart_on_stop_iteration", None) is True:
             source.restart_on_stop_iteration = False
         if self._has_workers:
             then = source.worker_init_fn
             if not isinstance(then, WorkerStart):
                 source.worker_init_fn = WorkerStart(then)
-            # An iterator of before that is collected in a worker would end its own workers there.
+            # An old iterator that is collected in a worker would end its own workers there.
             gc.collect()
 
     def _starting_workers(self) -> AbstractContextManager[None]:
@@ -281,14 +281,14 @@ class ItemStream:
 
 
 def source_name(source: Any) -> str:
-    """What it is called in messages."""
+    """Its name in messages."""
     return f"the data source ({type(source).__name__})"
 
 
 def _wind_on(iterator: Any) -> None:
-    """Have a loader pass over what its sampler gave before now, and not with the next batch.
+    """Make a loader skip what its sampler yielded before now, instead of with the next batch.
 
-    torchdata does so with the first batch where the sampler has no state and there are no workers:
+    torchdata does so with the first batch if the sampler has no state and there are no workers:
     the sampler would then draw its order from the training's generators.
     """
     indices = getattr(iterator, "_sampler_iter", None)

@@ -1,7 +1,7 @@
 """Where micro-batches are made: in this process, or in data-loader workers.
 
-Both give the same micro-batches for the same samples.  Both can be waited for without becoming
-deaf: a ``Polling`` is called in between, and what it raises loses nothing.
+Both give the same micro-batches for the same samples.  Both remain responsive while they are waited
+for: a ``Polling`` is called in between, and an exception it raises loses nothing.
 """
 
 from __future__ import annotations
@@ -44,16 +44,16 @@ from slurm_forge.training.data.worker_shield import (
 #: The samples of one step: a list for each micro-batch.
 StepIds = list[list[SampleId]]
 
-#: Finished steps that wait for the training loop, besides what the workers prefetch themselves.
+#: Finished steps that wait for the training loop, besides the workers' own prefetching.
 STEPS_READY = 2
-#: How soon the fetching thread notices that it is to end, in seconds.
+#: How soon the fetching thread notices that it must end, in seconds.
 _TICK_S = 0.1
-#: What a worker gets at the end before the next, harder way is tried, in seconds.
+#: How long a worker may take to end before a harder method is used, in seconds.
 _PATIENCE_S = 0.2
-#: What a sample takes at most for its seeding to matter, and at least to be fetched no more often
-#: than it has to be; how long samples are fetched without a look at what else there is to do.
+#: Limits in seconds: a faster sample is worth selective seeding, a slower one is fetched no more
+#: often than necessary; samples are fetched this long without a look at other work.
 _QUICK_S, _SLOW_S, _AT_ONCE_S = 0.002, 0.05, 0.02
-#: How often the first sample is fetched: each generator may show only once the last one is seeded.
+#: How often the first sample is fetched: each generator may appear only once the last is seeded.
 _FETCHES = 5
 
 
@@ -82,9 +82,9 @@ class Polling:
 class MicroBatchMaker:
     """Makes a micro-batch from sample ids: the dataset's samples, seeded one by one, collated.
 
-    Where samples are quick, only the generators that the dataset draws from are seeded.  One that
-    draws from none is asked for all samples at once, where it has ``__getitems__``; with randomness
-    in there it would depend on which samples come together.
+    If samples are fast, only the generators that the dataset draws from are seeded.  A dataset that
+    draws from none is asked for all samples at once, if it has ``__getitems__``; with randomness in
+    it, the result would depend on which samples come together.
     """
 
     def __init__(self, dataset: Any, collate_fn: Callable[[list[Any]], Any], seed: int) -> None:
@@ -92,12 +92,12 @@ class MicroBatchMaker:
         self.randomness = SampleRandomness(seed)
         self._collate_fn = collate_fn
         self._has_getitems = getattr(dataset, "__getitems__", None) is not None
-        #: One of the program's may draw, or ask for a seed, in any of its calls: always seeded.
+        #: A collate function of the program's may draw, or use a seed, in any call: always seeded.
         self.seeds_collate = collate_fn is not default_collate
         self._at_once: int | None = None
 
     def __getitem__(self, ids: Sequence[SampleId]) -> Any:
-        """The micro-batch of these samples; this is how a ``DataLoader`` worker asks for it."""
+        """The micro-batch of these samples; ``DataLoader`` workers call this."""
         before = self.randomness.generators.states()
         while True:
             try:
@@ -110,9 +110,9 @@ class MicroBatchMaker:
                 return self.collate(ids, samples)
 
     def learned(self, before: HostStates, drawn: frozenset[HostGenerator] = frozenset()) -> bool:
-        """Whether a generator was drawn from that was not seeded, since then or among ``drawn``.
+        """Whether an unseeded generator was drawn from, since then or among ``drawn``.
 
-        What was made is to be made again then.
+        What was made must then be made again.
         """
         randomness = self.randomness
         if randomness.used == ALL_GENERATORS:
@@ -123,11 +123,11 @@ class MicroBatchMaker:
 
     @property
     def draws(self) -> bool:
-        """Whether a micro-batch leaves generators changed, as far as that is known."""
+        """Whether a micro-batch changes generators, as far as is known."""
         return bool(self.randomness.used) or self.seeds_collate
 
     def at_once(self, sample: SampleId) -> int:
-        """How many samples like that one are fetched in about 20 ms."""
+        """How many such samples are fetched in about 20 ms."""
         if self._at_once is None:
             self._examine(sample)
         return self._at_once or 1
@@ -155,16 +155,16 @@ class MicroBatchMaker:
         return samples
 
     def collate(self, ids: Sequence[SampleId], samples: list[Any]) -> Any:
-        """Put samples together; collate functions draw random numbers too (token masking)."""
+        """Combine samples; collate functions draw random numbers, too (token masking)."""
         if self.seeds_collate:
             self.randomness.begin_collate(*ids[0])
         return self._collate_fn(samples)
 
     def _examine(self, sample: SampleId) -> None:
-        """Learn which generators a sample is made of, by fetching it a few times.
+        """Learn which generators a sample depends on, by fetching it a few times.
 
-        One that takes long, or differs by the seed of a generator that it did not draw from (it
-        may ask for the seed itself), is seeded wholly: that costs 9 µs.
+        A slow one, or one that depends on the seed of a generator that it did not draw from (it may
+        use the seed itself), gets all of them seeded: that costs 9 µs.
         """
         self._at_once = 1
         randomness, digests, quickest = self.randomness, list[str](), math.inf
@@ -185,7 +185,7 @@ class MicroBatchMaker:
                     digests.append(item_digest(item))
             if self._has_getitems and not randomness.used:
                 self._has_getitems = self._gives_same(sample, digests)
-        except Exception:  # raised again by the fetch that follows
+        except Exception:  # raised again by the following fetch
             digests.clear()
         finally:
             randomness.generators.put_back(outside)
@@ -195,14 +195,14 @@ class MicroBatchMaker:
             randomness.use_all()
 
     def _gives_same(self, sample: SampleId, digests: list[str]) -> bool:
-        """Whether ``__getitems__`` gives what indexing gives: a class may change one of them."""
+        """Whether ``__getitems__`` agrees with indexing: a subclass may change one of them."""
         rows = self.dataset.__getitems__([sample[1]])
         is_one = isinstance(rows, list | tuple) and len(rows) == 1
         return is_one and bool(digests) and item_digest(rows[0]) == digests[-1]
 
 
 class InProcess:
-    """Makes the micro-batches where they are asked for; the caller's randomness is not touched."""
+    """Makes micro-batches on request, without affecting the caller's randomness."""
 
     def __init__(self, make: MicroBatchMaker, steps: Iterator[StepIds], *, pin: bool) -> None:
         self._make, self._steps, self._pin = make, steps, pin
@@ -237,7 +237,7 @@ class InProcess:
                     self._drawn |= randomness.generators.put_back(self._before)
             if not interrupted:
                 break
-            pace.poll()  # with the caller's random state: it may be saved in there
+            pace.poll()  # with the caller's random state, which may be saved in there
         self._next_ids = None
         return ids, parts
 
@@ -254,7 +254,7 @@ class InProcess:
         make = self._make
         while True:
             self._drawn = frozenset()
-            if make.draws:  # else they are as they were before the step
+            if make.draws:  # otherwise they are as before the step
                 self._clean = make.randomness.generators.states()
             samples: list[Any] = []
             try:
@@ -300,8 +300,8 @@ class WorkerPool:
         self._died_at: float | None = None
         self._kills = OomKills()
         self._iterator: Any = None
-        # Also where Python's own default is the fork server (3.14): that one dies of a signal to
-        # all processes of a step, and the workers' exit statuses with it.
+        # Also if Python's default is the fork server (3.14): that one dies of a signal to all
+        # processes of a step, and the exit statuses of the workers are lost with it.
         self._start_method = multiprocessing_context or "fork"
         self._loader: DataLoader[Any] = DataLoader(
             make,  # type: ignore[arg-type]  # a dataset by its __getitem__
@@ -314,19 +314,19 @@ class WorkerPool:
             timeout=_TICK_S,
             worker_init_fn=WorkerStart(worker_init_fn),
             multiprocessing_context=self._start_method,
-            # Without one, making the iterator draws from the global generator of the training loop.
+            # Without one, creating the iterator draws from the training loop's global generator.
             generator=torch.Generator(),
         )
 
     def start(self) -> None:
-        """Start the workers and the fetching thread, unless they run."""
+        """Start the workers and the fetching thread, unless they are running."""
         if self._thread is not None:
             return
         self._kills = read_oom_kills()
         with children_deaf_from_birth(self._start_method):
             self._iterator = iter(self._loader)
         # torch would raise in the main thread, at any instruction, when a worker ends; the fetching
-        # thread and next_step see it as well, and raise where data was asked for.
+        # thread and next_step notice it, too, and raise where data was requested.
         _remove_worker_pids(id(self._iterator))
         self._iterator._worker_pids_set = False
         self._thread = threading.Thread(target=self._fill, name="forge-batches", daemon=True)
@@ -350,7 +350,7 @@ class WorkerPool:
     def close(self) -> None:
         """End thread and workers in well under a second, whatever they are doing."""
         if os.getpid() != self._owner:
-            return  # a forked copy of this object, perhaps collected there: the workers are not its
+            return  # a forked copy of this object, possibly collected there: not its workers
         self._stop.set()
         iterator, self._iterator = self._iterator, None
         if self._thread is None or iterator is None:
@@ -363,13 +363,13 @@ class WorkerPool:
         end_workers(iterator, sound=not self._thread.is_alive())
 
     def _issue(self) -> Iterator[list[SampleId]]:
-        """What the loader hands to its workers, one micro-batch each, in order."""
+        """The ids that the loader passes to its workers, one micro-batch each, in order."""
         for step in self._steps:
             self._issued.append(step)
             yield from step
 
     def _fill(self) -> None:
-        """The fetching thread: from the loader into the queue, until told to stop or an error."""
+        """The fetching thread: from the loader into the queue, until stopped or an error."""
         item: tuple[StepIds, list[Any]] | BaseException
         iterator = self._iterator
         while not self._stop.is_set():
@@ -393,7 +393,7 @@ class WorkerPool:
             try:
                 return next(iterator)
             except RuntimeError as error:
-                # The loader can be asked again after its own timeout; that is how we stay awake.
+                # The loader can be called again after its own timeout, so the thread stays awake.
                 if not str(error).startswith("DataLoader timed out"):
                     raise
             pinning = getattr(iterator, "_pin_memory_thread", None)
@@ -426,7 +426,7 @@ class WorkerPool:
 
 @dataclass(frozen=True, slots=True)
 class WorkerStart:
-    """What a worker runs first.  A class and no closure: other start methods pickle it."""
+    """What a worker runs first.  A class, not a closure: other start methods pickle it."""
 
     then: Callable[[int], None] | None
 
@@ -435,7 +435,7 @@ class WorkerStart:
         shield_worker(worker_id)
         info = get_worker_info()
         if info is not None and isinstance(info.dataset, MicroBatchMaker):
-            # What programs open in there is their own dataset; the information is frozen.
+            # Programs expect to find their own dataset there; the information is frozen.
             object.__setattr__(info, "dataset", info.dataset.dataset)
         if self.then is not None:
             self.then(worker_id)
@@ -457,7 +457,7 @@ def end_workers(iterator: Any, *, sound: bool = True) -> None:
         iterator._worker_result_queue.put((None, None))
         pinning.join(_PATIENCE_S)
     if sound:
-        # Only with all alive: one that died may have taken the lock of this event along.
+        # Only if all are alive: one that died may hold the lock of this event.
         iterator._workers_done_event.set()
         for indices in iterator._index_queues:
             indices.put(None)
@@ -467,7 +467,7 @@ def end_workers(iterator: Any, *, sound: bool = True) -> None:
             if worker.is_alive():
                 getattr(worker, end)()
         _wait(iterator._workers)
-    iterator._shutdown = True  # nothing is left for its own finalizer
+    iterator._shutdown = True  # its own finalizer has nothing left to do
     for pipe in (*iterator._index_queues, iterator._worker_result_queue):
         pipe.cancel_join_thread()
         pipe.close()
@@ -482,7 +482,7 @@ def _as_it_is(value: Any) -> Any:
 
 
 def _wait(workers: Sequence[Any]) -> None:
-    """Wait a little for all of them to end, and no longer than that takes."""
+    """Wait a little for all of them to end, and no longer than necessary."""
     deadline = time.monotonic() + _PATIENCE_S
     while running := [worker.sentinel for worker in workers if worker.is_alive()]:
         if not connection.wait(running, max(deadline - time.monotonic(), 0.0)):
@@ -490,7 +490,7 @@ def _wait(workers: Sequence[Any]) -> None:
 
 
 def _death_of(number: int, pid: int | None, code: int, memory: str | None) -> ForgeError:
-    """``memory``: what the kernel's counters say about memory since the workers were started."""
+    """``memory``: the kernel's counters of out-of-memory kills since the workers started."""
     who, advice = f"data-loader worker {number} (pid {pid})", "Its own message, if any, is above."
     if code > 0:
         return ForgeError(f"{who} ended with exit status {code}", next_step=advice)

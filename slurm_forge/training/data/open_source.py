@@ -1,4 +1,4 @@
-"""From what ``run.batches`` was given to an iterator over batches, at a position of the run."""
+"""From the arguments of ``run.batches`` to an iterator over batches, at a position of the run."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from slurm_forge.vocabulary.plan import SampleWindow
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourcePosition:
-    """Where in the run to go on, and what recovery has changed.
+    """Where in the run to continue, and what recovery has changed.
 
     ``loop`` numbers the loops of the program, from 0.  ``seed`` is that of the order, ``reseeded``
     is added to it for the samples' own randomness.
@@ -46,7 +46,7 @@ def open_source(
     device: torch.device,
     sample_ids: Callable[[Any], Any] | None = None,
 ) -> BatchIterator:
-    """An iterator that goes on at a position; MismatchError where the source does not get there."""
+    """An iterator that continues at a position; MismatchError if the source can't reach it."""
     if source.indexed:
         return _indexed(source, sizes, at, state, device)
     saved = state.saved(at.loop)
@@ -93,7 +93,7 @@ def open_source(
 
 
 def sample_order(source: DataSource, sizes: StepSizes, seed: int) -> SampleOrder:
-    """The order of a dataset's samples where it is ours."""
+    """The order of a dataset's samples, if it is ours."""
     shuffle = source.kind is not SourceKind.SEQUENTIAL
     return SampleOrder(seed, len(source.data), sizes.total, shuffle)
 
@@ -133,7 +133,7 @@ def _indexed(
         collate_fn=source.collate_fn,
         device=device,
         pin_memory=source.pin_memory,
-        # Other random numbers where the plan asks for them; the order of samples stays.
+        # Other random numbers if the plan requests them; the order of samples stays.
         seed=at.seed + at.reseeded,
         start_consumed=at.consumed,
         start_step=at.step,

@@ -1,4 +1,4 @@
-"""How many samples a micro-batch holds that the program has made itself."""
+"""How many samples are in a micro-batch that the program made itself."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ _DEEPEST = 8
 
 
 def samples_in(micro_batch: Any) -> int:
-    """The leading dimension of the first tensor in it, 1 where there is none."""
+    """The leading dimension of its first tensor, 1 if there is none."""
     tensor = first_tensor(micro_batch)
     return max(1, int(tensor.shape[0])) if tensor is not None and tensor.dim() > 0 else 1
 
 
 def first_tensor(value: Any, depth: int = 0) -> torch.Tensor | None:
-    """The first tensor in nested sequences and mappings; None where there is none."""
+    """The first tensor in nested sequences and mappings; None if there is none."""
     if isinstance(value, torch.Tensor):
         return value
     if depth == _DEEPEST:

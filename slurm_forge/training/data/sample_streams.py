@@ -1,9 +1,9 @@
-"""Which samples a rank takes in each step: from our own order, or from a sampler of the program's.
+"""Which samples a rank takes in each step: from our own order, or from the program's sampler.
 
-A sampler is iterated on every rank, with the same random numbers, and gives the indices of the
-whole run; the ranks share them out.  Its position is not a state of the sampler but what was
-consumed: a resume iterates it anew from the beginning of the epoch, passes over what was consumed,
-and compares a digest of that with the one in the checkpoint.
+A sampler is iterated on every rank, with the same random numbers, and yields the indices of the
+whole run; the ranks divide them.  Its position is not a state of the sampler but the number of
+consumed samples: a resume iterates it again from the beginning of the epoch, skips what was
+consumed, and compares a digest of that with the one in the checkpoint.
 """
 
 from __future__ import annotations
@@ -31,24 +31,24 @@ from slurm_forge.training.data.loader import StepIds
 from slurm_forge.vocabulary.json_value import Json
 from slurm_forge.vocabulary.plan import SampleWindow
 
-#: Samples of this rank whose steps are planned at once (numpy's cost per call, shared out).
+#: Samples of this rank whose steps are planned at once (to share numpy's cost per call).
 _LOOK_AHEAD = 8192
 _MOST_STEPS_AHEAD = 256
-#: What is taken from a sampler at once, because changing the random state costs 0.1 ms.
+#: Indices taken from a sampler at once, because changing the random state costs 0.1 ms.
 _INDICES_AT_ONCE = 4096
 _LISTS_AT_ONCE = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedStep:
-    """One rank's samples of one step, and where the step lies in the stream of all ranks.
+    """One rank's samples of one step, and the step's place in the stream of all ranks.
 
     Attributes:
         ids: The samples of each micro-batch of this rank.
         first: The position of the step's first sample.
-        consumed: The position behind its last one.
+        consumed: The position after its last one.
         global_size: The samples of all ranks.
-        position: What a resume behind this step needs beside ``consumed``.
+        position: What a resume after this step needs beside ``consumed``.
     """
 
     ids: StepIds
@@ -61,15 +61,15 @@ class PlannedStep:
 class SampleStream(Protocol):
     """Plans steps; endless."""
 
-    #: Whether planning runs code of the program's, which belongs into the main thread.
+    #: Whether planning runs code of the program's, which belongs in the main thread.
     in_main_thread: bool
-    #: Samples of a rank in each step; None where that differs.
+    #: Samples of a rank in each step; None if that varies.
     share: int | None
 
     def steps(
         self, consumed: int, position: Mapping[str, Json] | None, micro_batch: int
     ) -> Iterator[PlannedStep]:
-        """The steps behind a position; MismatchError where it can't be found again."""
+        """The steps after a position; MismatchError if it can't be found again."""
         ...
 
 
@@ -117,7 +117,7 @@ class OrderStream:
                 planned.append(
                     PlannedStep(
                         ids=split(samples, sizes),
-                        # Unless samples are skipped, a step begins where the one before it ended.
+                        # Unless samples are skipped, a step begins where the previous one ended.
                         first=without.at(first),
                         consumed=without.at(kept - 1) + 1,
                         global_size=size,
@@ -129,8 +129,8 @@ class OrderStream:
 class SamplerStream:
     """The samples of a sampler, ``global_batch`` per step.
 
-    With ``lists`` it is a batch sampler: every list that it gives is one micro-batch, and a step
-    takes so many of them on all ranks together.  ``length`` is that of the dataset.
+    With ``lists`` it is a batch sampler: every list that it yields is one micro-batch, and a step
+    takes this many of them on all ranks together.  ``length`` is that of the dataset.
     """
 
     in_main_thread = True
@@ -203,7 +203,7 @@ class SamplerStream:
             while len(lists) < count:
                 epoch, indices = epochs.take_list()
                 stop = at + len(indices)
-                # A list is one micro-batch: it is left out as a whole.
+                # A list is one micro-batch: it is skipped as a whole.
                 if not any(w.first < stop and at < w.stop for w in self._skipped):
                     first = first if lists else at
                     lists.append([*zip(repeat(epoch), indices.tolist(), strict=False)])
@@ -224,10 +224,10 @@ _Indices = npt.NDArray[np.int64]
 
 
 class _Epochs:
-    """A sampler's epochs, one after the other, with a digest of what was taken of the present one.
+    """A sampler's epochs, one after another, with a digest of what was taken of the present one.
 
-    The sampler sees random numbers that follow from (seed, epoch) and nothing else, and the
-    training's are left alone.
+    The sampler's random numbers depend on (seed, epoch) and on nothing else, and training's are not
+    affected.
     """
 
     def __init__(self, sampler: Iterable[Any], seed: int, length: int, *, lists: bool) -> None:
@@ -240,7 +240,7 @@ class _Epochs:
         self._next = 0
 
     def find(self, position: Mapping[str, Any]) -> None:
-        """Go to where ``position()`` was asked for; MismatchError where other indices come."""
+        """Go to a ``position()``; MismatchError if the indices differ."""
         self._begin(int(position.get("epoch", 0)))
         taken = int(position.get("taken", 0))
         while self._taken < taken:
@@ -252,7 +252,7 @@ class _Epochs:
             raise _another_order(self._sampler, self._epoch, taken, taken)
 
     def position(self) -> dict[str, Json]:
-        """Where in which epoch it is, and the digest of what was taken of that epoch."""
+        """The epoch and the place in it, and the digest of what was taken of that epoch."""
         return {"epoch": self._epoch, "taken": self._taken, "digest": self._digest.hexdigest()}
 
     def take(self, most: int) -> tuple[int, _Indices]:
@@ -281,7 +281,7 @@ class _Epochs:
             self._digest.update(np.int64(len(each)).tobytes() + each.tobytes())
 
     def _turn(self) -> None:
-        """Have something ready, of the next epoch where this one is over."""
+        """Prepare indices, of the next epoch if this one is over."""
         if self._more():
             return
         if not self._taken:
@@ -302,7 +302,7 @@ class _Epochs:
             self._iterator = iter(self._sampler)
 
     def _more(self) -> bool:
-        """Whether there is more of this epoch; then some of it is ready."""
+        """Whether this epoch has more; if so, some of it is prepared."""
         if self._next < len(self._ready):
             return True
         if self._iterator is None:
@@ -351,7 +351,7 @@ class _Epochs:
 
 
 def set_epoch(something: Any, epoch: int) -> None:
-    """Tell a sampler or a loader, and what they are made of, which epoch begins, if they ask."""
+    """Set the epoch of a sampler or a loader, and of their parts, if they support it."""
     parts = [getattr(something, name, None) for name in ("sampler", "batch_sampler", "dataset")]
     for each in (something, *parts):
         if callable(getattr(each, "set_epoch", None)):
@@ -359,7 +359,7 @@ def set_epoch(something: Any, epoch: int) -> None:
 
 
 def sampler_epoch(loader: Any) -> int | None:
-    """The epoch that the sampler of a loader was told last; None where it asks for none."""
+    """The last epoch set on the sampler of a loader; None if it has no such method."""
     for each in (getattr(loader, name, None) for name in ("sampler", "batch_sampler")):
         epoch = getattr(each, "epoch", None)
         if callable(getattr(each, "set_epoch", None)) and type(epoch) is int:

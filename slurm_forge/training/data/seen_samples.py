@@ -1,4 +1,4 @@
-"""Every sample once per epoch: the ids that a source gives, as 64-bit hashes in bounded memory."""
+"""Every sample once per epoch: the ids of a source, as 64-bit hashes in bounded memory."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import xxhash
 
 from slurm_forge.errors import UsageError
 
-#: Of so many ids of an epoch, at least, a repeat is noticed on each rank (about 30 MB).
+#: A repeat is noticed on each rank among at least this many ids of an epoch (about 30 MB).
 REMEMBERED = 1 << 18
 _MOST_NAMED = 5
 
@@ -20,7 +20,7 @@ Ids = tuple[int | str, ...]
 
 
 class SeenSamples:
-    """The ids of one rank's samples in the epoch that goes on.
+    """The ids of one rank's samples in the present epoch.
 
     The last ``REMEMBERED`` ids and up to as many before them are kept.  What was fetched counts
     once its step is applied (``commit``), so that a checkpoint holds what its steps have used.
@@ -34,7 +34,7 @@ class SeenSamples:
         self._fetched: list[tuple[int, dict[int, int | str]]] = []
 
     def look_at(self, item: Any, epoch: int) -> Ids:
-        """The ids of what was fetched; UsageError where one has come before."""
+        """The ids of what was fetched; UsageError if one has come before."""
         ids = _checked(self._of(item))
         hashes = {_hash(each): each for each in ids}
         repeated: list[int | str] = [
@@ -54,7 +54,7 @@ class SeenSamples:
         return ids
 
     def commit(self) -> None:
-        """What was fetched is used."""
+        """What was fetched has been used."""
         for epoch, hashes in self._fetched:
             if epoch != self._epoch:
                 self._epoch, self._old, self._new = epoch, set(), set()
@@ -68,7 +68,7 @@ class SeenSamples:
         return {"epoch": self._epoch, "old": _tensor(self._old), "new": _tensor(self._new)}
 
     def load_all(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Go on from a checkpoint: with what this rank has seen, or what all ranks have."""
+        """Continue from a checkpoint, with what this rank has seen, or what all ranks have."""
         self._fetched.clear()
         self._epoch = int(states[0]["epoch"]) if states else 0
         old, new = ([each[part].tolist() for each in states] for part in ("old", "new"))
@@ -106,7 +106,7 @@ def _not_ids(value: Any) -> UsageError:
 
 
 def _hash(value: int | str) -> int:
-    """Signed, as a tensor holds it; the number 1 and the text "1" are two ids."""
+    """Signed, as a tensor holds it; the number 1 and the text "1" are different ids."""
     kind = "s" if isinstance(value, str) else "i"
     number: int = xxhash.xxh3_64_intdigest(f"{kind}{value}".encode("utf-8", "surrogatepass"))
     return number - (1 << 63)

@@ -1,5 +1,5 @@
-"""What ``run.batches`` was given: a dataset with an index, a loader over one, or something to
-iterate over; and what of it is used.  Pure: nothing is iterated here.
+"""What ``run.batches`` was given: a dataset with an index, a loader over one, or an iterable; and
+what of it is used.  Pure: nothing is iterated here.
 """
 
 from __future__ import annotations
@@ -36,22 +36,22 @@ class SourceKind(str, Enum):
     SAMPLER = "sampler"
     #: The same; the sampler makes the micro-batches, too.
     BATCH_SAMPLER = "batch_sampler"
-    #: Something to iterate over that has a state.
+    #: An iterable with a state.
     STATEFUL = "stateful"
-    #: Something to iterate over that has none.
+    #: An iterable without a state.
     STATELESS = "stateless"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataSource:
-    """A source and how it is to be used.
+    """A source, and how it is to be used.
 
     Attributes:
         kind: How its samples are found.
-        data: The dataset with an index, or what is iterated over.
+        data: The dataset with an index, or the iterable.
         sampler: For the two kinds that have one.
         micro_batch: The batch size of the loader that it came in.
-        num_workers: As of ``DataLoader``, like the five below.
+        num_workers: As for ``DataLoader``, like the five below.
         inexact: Why a resume can't continue exactly, if so.
     """
 
@@ -69,12 +69,12 @@ class DataSource:
 
     @property
     def indexed(self) -> bool:
-        """Whether its samples can be asked for one by one."""
+        """Whether its samples can be indexed."""
         return self.kind not in (SourceKind.STATEFUL, SourceKind.STATELESS)
 
     @property
     def name(self) -> str:
-        """What it is called in messages."""
+        """Its name in messages."""
         return type(self.data).__name__
 
 
@@ -86,7 +86,7 @@ def data_source(
     sampler: Any = None,
     batch_sampler: Any = None,
 ) -> DataSource:
-    """What there is to do with ``data``; UsageError for what can't be honoured."""
+    """How ``data`` is to be used; UsageError for options that can't be honoured."""
     if isinstance(data, DataLoader) and not _is_stateful(data):
         arguments = {
             "num_workers": num_workers,
@@ -103,7 +103,7 @@ def data_source(
             data=data,
             num_workers=num_workers,
             collate_fn=collate_fn,
-            # A copy of pageable memory would wait for the device, in every step.
+            # A copy of pageable memory would wait for the device in every step.
             pin_memory=True,
         )
         return _with_sampler(source, sampler, batch_sampler)
@@ -112,7 +112,7 @@ def data_source(
     arguments = {"sampler": sampler, "batch_sampler": batch_sampler, "num_workers": num_workers}
     _refuse(
         arguments,
-        f"{type(data).__name__} is iterated over, its samples can't be asked for by an index",
+        f"{type(data).__name__} is iterated over, its samples have no index",
         "Leave it out; a StatefulDataLoader brings workers and a sampler along.",
     )
     if _is_stateful(data):
@@ -123,10 +123,10 @@ def data_source(
 
 
 def refuse_source(source: DataSource, *, exact: bool, registered: Iterable[Any]) -> None:
-    """UsageError before the first step, for what a resume could not continue exactly.
+    """Raise UsageError before the first step if a resume could not continue exactly.
 
-    ``exact`` says whether the job wants that; ``registered`` are the objects whose state is kept
-    already.
+    ``exact`` says whether the job requires that; ``registered`` are the objects whose state is
+    saved already.
     """
     if source.inexact and exact:
         raise UsageError(
@@ -143,7 +143,7 @@ def refuse_source(source: DataSource, *, exact: bool, registered: Iterable[Any])
 
 
 def source_facts(source: DataSource, ranks: int) -> dict[str, object]:
-    """What a resume compares: with another one of these the samples would be others.
+    """Facts that a resume compares: if one of these differs, the samples differ.
 
     A source on each of ``ranks`` ranks is as long as its part of the data.
     """
@@ -170,9 +170,9 @@ def source_facts(source: DataSource, ranks: int) -> dict[str, object]:
 
 
 def refuse_own_sources(registered: Mapping[str, Any], *, exact: bool) -> bool:
-    """Whether what a program iterates over by itself goes on exactly after a resume.
+    """Check that what a program iterates over by itself continues exactly after a resume.
 
-    Raises UsageError where it does not and the job wants that.
+    Raises UsageError if it does not and the job requires that.
     """
     for name, item in registered.items():
         if forgets := _forgets(item, winds_on=False):
@@ -188,14 +188,14 @@ def refuse_own_sources(registered: Mapping[str, Any], *, exact: bool) -> bool:
 
 
 def epoch_length(source: DataSource) -> int | None:
-    """What makes an epoch: samples, or batches where the source makes them; None if unknown."""
+    """The length of an epoch in samples, or in the source's own batches; None if unknown."""
     return _length(source.data if source.sampler is None else source.sampler)
 
 
 def _length(counted: Any) -> int | None:
     try:
         return len(counted)
-    except (TypeError, NotImplementedError):  # torchdata's way to say that there is none
+    except (TypeError, NotImplementedError):  # how torchdata reports that there is none
         return None
 
 
@@ -213,7 +213,7 @@ def _stateless(data: Any, collate_fn: Callable[[list[Any]], Any] | None) -> Data
     )
 
 
-#: Samplers whose order is drawn when an epoch begins, if at all: winding on finds it again.
+#: Samplers that draw their order, if any, when an epoch begins: advancing reproduces it.
 _DRAWN_AT_ONCE = (
     BatchSampler,
     DistributedSampler,
@@ -225,15 +225,15 @@ _DRAWN_AT_ONCE = (
     range,
     tuple,
 )
-#: Of these the samplers whose order is drawn: at a resume another one, in a loop of one's own.
+#: Those of them that draw an order: in the program's own loop a resume gets another one.
 _RANDOM = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 _DEEPEST = 20
 
 
 def _forgets(data: Any, depth: int = 0, *, winds_on: bool = True) -> str:
-    """What of a source with a state is not part of it, so that a resume would go on otherwise.
+    """What the state of a source lacks, so that a resume would continue differently.
 
-    ``winds_on``: whether an order that was drawn is drawn again, with the same random numbers.
+    ``winds_on``: whether a drawn order is drawn again, with the same random numbers.
     """
     if depth > _DEEPEST or data is None:
         return ""
@@ -334,7 +334,7 @@ def _with_sampler(source: DataSource, sampler: Any, batch_sampler: Any) -> DataS
         if not sampler.replacement and sampler.num_samples == len(source.data):
             kind = SourceKind.SHUFFLED
     elif type(sampler) is DistributedSampler:
-        # The ranks share the samples out by themselves here.
+        # Here the ranks divide the samples by themselves.
         kind = SourceKind.SHUFFLED if sampler.shuffle else SourceKind.SEQUENTIAL
     return replace(source, kind=kind, sampler=sampler if kind is SourceKind.SAMPLER else None)
 

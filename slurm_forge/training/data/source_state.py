@@ -1,8 +1,7 @@
-"""Where a data source is, in checkpoints: what all ranks know of it, and the state of each rank.
+"""The position of a data source in checkpoints: what all ranks share, and the state of each rank.
 
-The position is that of what was consumed by the steps that a checkpoint counts.  What all ranks
-share is JSON; the state of a data-parallel rank is one tensor of bytes,
-``data/rank-<r>-of-<n>/state``.
+It is the position of the samples consumed by the steps that a checkpoint counts.  The shared part
+is JSON; the state of a data-parallel rank is one tensor of bytes, ``data/rank-<r>-of-<n>/state``.
 """
 
 from __future__ import annotations
@@ -19,21 +18,21 @@ from slurm_forge.training.data.batches import BatchIterator
 from slurm_forge.vocabulary.json_value import Json
 
 _KEY = re.compile(r"data/rank-([0-9]+)-of-([0-9]+)/state")
-#: Sizes are multiples of it, and never decrease: a save plan holds while sizes stay the same.
+#: Sizes are multiples of it, and never decrease: a save plan is valid while sizes are constant.
 _ROOM = 4096
 
 
 class DataState:
-    """Stands between the loop's data source and checkpoints; one per launch and rank."""
+    """Connects the loop's data source with checkpoints; one per launch and rank."""
 
     def __init__(self, layout: ActiveLayout) -> None:
         self._layout = layout
         self._iterator: BatchIterator | None = None
         self._loop = 0
         self._room = 0
-        #: The step of the checkpoint that was loaded last, if any.
+        #: The step of the last loaded checkpoint, if any.
         self.restored_at: int | None = None
-        #: What the checkpoint that was resumed from holds: shared, and by rank and number of ranks.
+        #: The content of the loaded checkpoint: shared, and by rank and number of ranks.
         self._shared: dict[str, Any] = {}
         self._states: dict[tuple[int, int], torch.Tensor] = {}
 
@@ -43,11 +42,11 @@ class DataState:
         return self._layout.now
 
     def attach(self, iterator: BatchIterator, loop: int) -> None:
-        """From now on it is the position of this one, the program's loop number ``loop``."""
+        """Save this source's position from now on, for the program's loop number ``loop``."""
         self._iterator, self._loop = iterator, loop
 
     def shared(self, step: int) -> dict[str, Json]:
-        """What all ranks know alike, in a checkpoint of that many steps; nothing is collective."""
+        """The part that all ranks share, for a checkpoint at that step; not collective."""
         if self._iterator is None:
             return dict(self._shared)
         return {"loop": self._loop, **self._iterator.position(step)}
@@ -69,17 +68,17 @@ class DataState:
         return {_key(self.layout.data_rank, self.layout.data_ranks): padded}
 
     def random(self, step: int) -> dict[str, torch.Tensor] | None:
-        """The generators' states that belong to that many steps, if not those of now."""
+        """The generators' states at that step, if they are not the present ones."""
         states = None if self._iterator is None else self._iterator.random(step)
         return None if states is None else states.tensors()
 
     @property
     def prefix(self) -> str:
-        """Of the keys that this rank loads, where as many ranks saved them; else it loads all."""
+        """Prefix of the keys that this rank loads if the number of ranks matches; else all."""
         return _key(self.layout.data_rank, self.layout.data_ranks)
 
     def restored(self, step: int, shared: object, tensors: Mapping[str, torch.Tensor]) -> None:
-        """What the checkpoint holds that was just loaded, of so many steps."""
+        """Record the content of the checkpoint that was just loaded, at that step."""
         self._iterator, self.restored_at = None, step
         self._shared = dict(shared) if isinstance(shared, Mapping) else {}
         matches = ((_KEY.fullmatch(key), tensor) for key, tensor in tensors.items())
@@ -88,12 +87,12 @@ class DataState:
         }
 
     def saved(self, loop: int) -> dict[str, Any]:
-        """What was shared in the checkpoint, where it was made in that loop of the program."""
+        """The shared part of the checkpoint, if it was made in that loop of the program."""
         return self._shared if self._shared and self.saved_loop == loop else {}
 
     @property
     def continues(self) -> bool:
-        """Whether the data goes on where the checkpoint was made."""
+        """Whether the data continues where the checkpoint was made."""
         return self._shared.get("exact") is not False
 
     @property
@@ -102,7 +101,7 @@ class DataState:
         return int(self._shared.get("loop", 0))
 
     def saved_states(self) -> list[dict[str, Any]]:
-        """The states of the ranks that saved: this rank's, or all where it were not as many."""
+        """The saved states: this rank's, or all if the number of ranks differs."""
         return [unpack(tensor) for _, tensor in sorted(self._states.items())]
 
     @property

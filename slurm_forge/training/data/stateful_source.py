@@ -1,11 +1,11 @@
 """Batches from an iterable that keeps its own position: ``state_dict`` and ``load_state_dict``.
 
 Every data-parallel rank iterates its own source, and its state goes into every checkpoint.  The
-position that counts is that of what the steps have consumed.  At a boundary that is the state of
-the source as it is; where a run stops with a batch fetched and not used (inside an evaluation), it
-is an earlier state and the number of items consumed since, and the random numbers are those before
-the fetch.  Nothing comes between the source and the training's generators: with no workers it draws
-from them as in a plain loop.
+position that counts is that of what the steps have consumed.  At a boundary that is the present
+state of the source; if a run stops with a fetched but unused batch (inside an evaluation), it is an
+earlier state and the number of items consumed since, with the random numbers from before the
+fetch.  Nothing separates the source from the training's generators: without workers it draws from
+them as in a plain loop.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from slurm_forge.training.data.seen_samples import SeenSamples
 from slurm_forge.vocabulary.json_value import Json
 from slurm_forge.vocabulary.plan import SampleWindow
 
-#: How much of the time may go into keeping an earlier state at hand: one part of so many.
+#: One part in this many of the time may be spent on keeping an earlier state at hand.
 _SNAPSHOT_SHARE = 1000
 _MOST_BETWEEN_S, _LEAST_BETWEEN_S = 1.0, 0.1
-#: Of an earlier state that a checkpoint holds beside the present one.
+#: The largest earlier state that a checkpoint stores beside the present one.
 _LARGEST_BEFORE = 1 << 20
 
 
@@ -43,8 +43,8 @@ _LARGEST_BEFORE = 1 << 20
 class ItemsPerStep:
     """What a rank takes from its source in each step.
 
-    With ``micro_batch`` the items are samples, and so many of them are collated; without, every
-    item is a micro-batch.
+    With ``micro_batch`` the items are samples, and this many of them are collated; without it,
+    every item is a micro-batch.
     """
 
     items: int
@@ -53,7 +53,7 @@ class ItemsPerStep:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """How much each micro-batch counts."""
+        """The weight of each micro-batch."""
         if self.micro_batch is None:
             return (1,) * self.items
         return micro_sizes(self.items, self.micro_batch)
@@ -62,11 +62,11 @@ class ItemsPerStep:
 class StatefulSource:
     """Takes the items of one rank from ``source``, epoch after epoch.
 
-    ``stateful`` says whether the source has a state; without one, a resume begins it anew.
-    ``exact`` says whether a resume goes on exactly, for checkpoints to tell.  ``saved`` is what
-    ``rank_state`` gave on the ranks that saved: on this one alone where they were as many as now.
-    Raises UsageError for a source that can't be iterated over, or whose state can't be
-    stored, and MismatchError for a state that it does not take back.
+    ``stateful`` says whether the source has a state; without one, a resume begins it again.
+    ``exact`` says whether a resume continues exactly, for checkpoints to record.  ``saved`` are the
+    results of ``rank_state`` on the ranks that saved: only this one's if their number is the same.
+    Raises UsageError for a source that can't be iterated over, or whose state can't be stored, and
+    MismatchError for a state that it rejects.
     """
 
     def __init__(
@@ -105,11 +105,11 @@ class StatefulSource:
         if not saved:
             self._stream.begin_epoch()
         else:
-            # What loading and passing over draw was drawn before the checkpoint.
+            # Random numbers of loading and skipping were drawn before the checkpoint already.
             with preserved():
                 self._stream.load(saved, saved_ranks)
             if self._seen is not None and stateful:
-                # One that begins anew gives the samples of this epoch again.
+                # A source that begins again yields the samples of this epoch again.
                 self._seen.load_all([one["seen"] for one in saved if one["seen"] is not None])
         self._keep_snapshot()
 
@@ -117,20 +117,20 @@ class StatefulSource:
 
     @property
     def consumed(self) -> int:
-        """The position behind the batches handed out: items over all ranks."""
+        """The position after the batches handed out: items over all ranks."""
         return self._consumed
 
     @property
     def unchecked(self) -> str:
-        """For people: that nothing shows whether it goes on where it was loaded; empty if it does.
+        """A text for people if nothing shows whether it continues where it was loaded, or empty.
 
-        Known when it is made.
+        Known after construction.
         """
         why = self._stream.unchecked
         return why and f"whether {self._name} goes on where it was could not be checked: {why}"
 
     def start(self) -> None:
-        """Its workers run already."""
+        """Nothing to do: its workers are running."""
 
     def next_batch(
         self,
@@ -139,11 +139,11 @@ class StatefulSource:
     ) -> Batch:
         """The next batch; between two items ``poll`` is called, if ``interval`` has passed.
 
-        What ``poll`` raises loses nothing.  What the source raises is passed on.
+        An exception of ``poll`` loses nothing.  Exceptions of the source are propagated.
         """
         if not self._fetching:
             self._settle()
-            # Never of an earlier epoch: its end would be passed over with other random numbers.
+            # Never of an earlier epoch: its end would be skipped with other random numbers.
             another_epoch = self._stream.at.epoch != self._snapshot.epoch
             if another_epoch or self._clock() >= self._next_snapshot:
                 self._keep_snapshot()
@@ -180,7 +180,7 @@ class StatefulSource:
         self._per_step = dataclasses.replace(self._per_step, micro_batch=micro_batch)
 
     def position(self, step: int) -> Mapping[str, Json]:
-        """What all ranks know alike: how many items of each rank make a step."""
+        """The part that all ranks share: how many items of each rank make a step."""
         del step
         return {
             "items": self._per_step.items * self._layout.data_ranks,
@@ -189,9 +189,9 @@ class StatefulSource:
         }
 
     def rank_state(self, step: int) -> bytes:
-        """This rank's state behind that many steps; CheckpointError for one that can't be stored.
+        """This rank's state at that step; CheckpointError for one that can't be stored.
 
-        Where the last batch is not among them, it is an earlier one and what came since.
+        If the last batch is not among its steps, it is an earlier state and what came since.
         """
         in_progress = self._in_progress is not None and step <= self._in_progress
         stream = self._stream
@@ -208,7 +208,7 @@ class StatefulSource:
             {
                 **at.to_json(),
                 "passed": passed,
-                # What shows at a resume whether the source goes on where the state says.
+                # Shows at a resume whether the source continues where the state says.
                 "next": stream.first_digest if in_progress else None,
                 "before": before,
                 "seen": None if self._seen is None else self._seen.state(),
@@ -221,13 +221,13 @@ class StatefulSource:
         return self._random if in_progress else None
 
     def close(self) -> None:
-        """End the workers of a loader; nothing else is known to have to end."""
+        """End the workers of a loader; no other source needs it."""
         self._stream.close()
 
     # -- items -------------------------------------------------------------------------------
 
     def _settle(self) -> None:
-        """The batch in progress is used."""
+        """The batch in progress has been used."""
         if self._in_progress is None:
             return
         self._since += self._drawn
@@ -250,7 +250,7 @@ class StatefulSource:
         self._items.append((item, ids))
 
     def _skips(self, first: int, size: int) -> bool:
-        """Whether a step's worth of items is left out of training."""
+        """Whether a step's worth of items is skipped."""
         return any(w.first < first + size and first < w.stop for w in self._skipped)
 
     def _batch(self) -> Batch:
@@ -294,12 +294,12 @@ class StatefulSource:
     # -- state -------------------------------------------------------------------------------
 
     def _keep_snapshot(self) -> None:
-        """Have a position at hand for a stop while a batch is in progress."""
+        """Keep a position at hand for a stop while a batch is in progress."""
         begun = self._clock()
         at = self._stream.position()
         self._stream.first_digest = None
         try:
-            # As bytes: a source may go on changing what it has returned.
+            # As bytes: a source may modify what it has returned.
             at.state = pack({"state": at.state})
         except CheckpointError as error:
             raise UsageError(

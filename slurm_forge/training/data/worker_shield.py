@@ -1,13 +1,13 @@
 """Data-loader workers that outlive a group-wide signal and still obey their parent.
 
 With process tracking by ``linuxproc`` (and ``SignalChildrenProcesses=yes``) Slurm signals every
-process of a step.  A worker that dies of that SIGTERM takes the rank's data away just when it needs
+process of a step.  A worker that dies of that SIGTERM deprives the rank of data just when it needs
 a few more batches to reach the step at which all ranks save.  A worker that ignores SIGTERM can't
 be ended by the rank any more, and a rank that waits for it at its exit hangs.
 
-So a worker must know who sent the signal.  Only ``sigwaitinfo`` tells, and it needs the signal to
-be blocked: it is, in the worker alone (a rank blocks nothing while it trains), and a thread takes
-it from there, also while the dataset sits in a sleep or a C call.
+So a worker must know the sender of the signal.  Only ``sigwaitinfo`` reveals it, and it needs the
+signal to be blocked: it is, in the worker alone (a rank blocks nothing while it trains), and a
+thread receives it, even while the dataset is in a sleep or a C call.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
-#: Seconds between looks at whether the parent lives, where the kernel does not watch it for us.
+#: Seconds between checks whether the parent lives, if the kernel does not watch it for us.
 _PARENT_CHECK_S = 0.5
 _OTHERS = (signal.SIGUSR1, signal.SIGUSR2)
 
@@ -40,7 +40,7 @@ def children_deaf_from_birth(start_method: str = "fork") -> Iterator[None]:
     restored; start no threads of your own in here.
     """
     if start_method != "fork":
-        # Its start ends with unblocking SIGTERM: not in the middle of starting the workers, please.
+        # Its start ends with unblocking SIGTERM, which must not happen while workers are starting.
         with _deaf():
             resource_tracker.ensure_running()
     with _deaf():
@@ -78,7 +78,7 @@ def shield_worker(worker_id: int = 0) -> None:
     if parent is None or threading.current_thread() is not threading.main_thread():
         return
     _die_with(parent)
-    signal.set_wakeup_fd(-1)  # the rank's: what this process receives is none of its business
+    signal.set_wakeup_fd(-1)  # the rank's: it must not get this process's signals
     for number in _OTHERS:
         signal.signal(number, signal.SIG_IGN)
     # Until here torch's handler obeys the parent, from here on the signal waits for _obey.
@@ -113,22 +113,22 @@ def _somebody_listens(number: signal.Signals) -> bool:
 
 
 def _die_with(parent: BaseProcess) -> None:
-    """Have the kernel kill this process when the parent ends; exit if it is gone already."""
+    """Make the kernel kill this process when the parent ends; exit if it is gone already."""
     if os.getppid() == parent.pid:
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent.pid and _is_gone(parent):
-        os._exit(1)  # it ended before the kernel was asked
+        os._exit(1)  # it ended before the request to the kernel
 
 
 def _obey(parent: BaseProcess, guardian: int, blocked: set[signal.Signals]) -> None:
-    """Take every SIGTERM there is; exit on one from the parent, and when the parent is gone.
+    """Receive every SIGTERM; exit on one from the parent, and when the parent is gone.
 
     ``guardian`` is the process that forked this one: the parent, or its fork server.
     """
     while True:
         received = signal.sigtimedwait(blocked, _PARENT_CHECK_S)
         if received is not None and received.si_pid in (parent.pid, guardian):
-            # As torch's own handler does: success, and no clean-up that could wait for something.
+            # Like torch's own handler: success, and no clean-up that could block.
             os._exit(0)
         if os.getppid() != guardian or (guardian != parent.pid and _is_gone(parent)):
             os._exit(1)

@@ -1,10 +1,10 @@
-"""Faults that somebody asked for, at the places of a run where real ones happen.
+"""Injected faults, at the places of a run where real ones happen.
 
 Two places: ``boundary`` between two steps, and ``loss`` with every micro-batch's loss before its
-backward.  That a fault strikes is on disk first (``StruckFaults``), then it happens: a rank that
-kills itself must find it done when it comes again.  Without faults nothing is computed.
+backward.  A fault is recorded on disk (``StruckFaults``) before it strikes: a rank that kills
+itself must find the record when it is restarted.  Without faults nothing is computed.
 
-Which faults on purpose have struck in a run: one small file each, made before it happens.
+Also here: the record of faults that have struck in a run, one small file each.
 """
 
 from __future__ import annotations
@@ -63,11 +63,11 @@ AnyLoss = TypeVar("AnyLoss", torch.Tensor, Loss)
 
 
 class FaultInjector:
-    """The faults of one rank in one launch.  ``active`` is False where none can strike here.
+    """The faults of one rank in one launch.  ``active`` is False if none can strike here.
 
     ``boundary`` and ``loss`` return at once then.  A transient fault strikes once per run, however
-    often its step comes again: in another launch, after a rollback, or while a step is replayed.
-    ``directory`` is the run's folder.
+    often its step is repeated: in another launch, after a rollback, or while a step is replayed.
+    ``directory`` is the run directory.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class FaultInjector:
             f for f in everything if f.rank in (None, rank) and f.attempt in (None, attempt)
         )
         self.active = bool(self._faults)
-        #: The first that goes by samples, on whatever rank.
+        #: The first one that is given by samples, on whatever rank.
         self.of_samples = next((f for f in everything if f.samples is not None), None)
         self._rank, self._attempt = rank, attempt
         self._struck = StruckFaults(directory / FOLDER, launch=f"{attempt}.{launch}", rank=rank)
@@ -104,13 +104,13 @@ class FaultInjector:
                 self._say(f"{fault} can't strike: there are {world_size} ranks, counted from 0")
 
     def probe_spoilt(self) -> bool:
-        """Whether the probe that is being issued is the one to be spoilt."""
+        """Whether the probe that is being issued is to be spoilt."""
         spoilt, self._probe_spoilt = self._probe_spoilt, False
         return spoilt
 
     @contextlib.contextmanager
     def replay(self) -> Iterator[None]:
-        """A step is computed again to see whether it repeats: only deterministic faults strike."""
+        """A step is recomputed to see whether it repeats: only deterministic faults strike."""
         self._replaying = True
         try:
             yield
@@ -119,9 +119,9 @@ class FaultInjector:
             self._new_visit()
 
     def boundary(self, step: int, registry: Registry | None = None) -> None:
-        """Before a step's forward, ``step`` steps done: signals, exceptions, a changed state.
+        """Before a step's forward, after ``step`` steps: signals, exceptions, a changed state.
 
-        UnsupportedError where the state to be changed does not exist.
+        Raises UnsupportedError if the state to be changed does not exist.
         """
         if not self.active:
             return
@@ -156,7 +156,7 @@ class FaultInjector:
         micro_batch: int,
         skipped: Sequence[SampleWindow] = (),
     ) -> AnyLoss:
-        """The loss of the step's micro-batch number ``micro_batch``, or what a fault makes of it.
+        """The loss of the step's micro-batch number ``micro_batch``, changed if a fault strikes.
 
         It is of ``samples`` samples: those from position ``samples_first`` of the stream on that
         are in none of the ``skipped`` windows.
@@ -187,7 +187,7 @@ class FaultInjector:
     ) -> torch.Tensor | float | None:
         """Gradients that the program has computed by itself, before they are judged.
 
-        Returns ``norm``, which the program has computed of them, as it would be now.
+        Returns ``norm``, the program's norm of them, updated.
         """
         parameters = list(parameters) if self.active else []
         for fault in self._faults:
@@ -205,21 +205,21 @@ class FaultInjector:
 
     @property
     def drags(self) -> bool:
-        """Whether this rank is to be slower than it is, in this step."""
+        """Whether this rank is to be slowed down in this step."""
         return self._dragging is not None
 
     def drag(self, seconds: float) -> None:
-        """What took so long takes a factor longer."""
+        """Prolong what took this long by a factor."""
         if self._dragging is not None and self._dragging.factor is not None:
             self._sleep((self._dragging.factor - 1) * seconds)
 
     def drag_trial(self, seconds: float) -> None:
-        """The same for the trial, where it is the node that is slow."""
+        """The same for the trial, if the fault is a slow node."""
         if self._dragging is not None and self._dragging.target is FaultTarget.NODE:
             self.drag(seconds)
 
     def _strikes(self, fault: Fault, step: int) -> bool:
-        """Whether it happens now, and has not happened before."""
+        """Whether it strikes now, and has not struck before."""
         if not fault.deterministic:
             try:
                 if self._replaying or not self._struck.may(fault, step):
@@ -243,7 +243,7 @@ class FaultInjector:
         return loss
 
     def _do(self, fault: Fault, step: int) -> None:
-        """What happens to the process."""
+        """Apply the fault to the process."""
         match fault.kind:
             case FaultKind.EXCEPTION:
                 raise RuntimeError(f"an injected fault at step {step}")
@@ -276,7 +276,7 @@ class FaultInjector:
         """A step begins, or begins again."""
         self._struck.new_visit()
         while self._handles:
-            self._handles.pop().remove()  # of a parameter that had no gradient
+            self._handles.pop().remove()  # of a parameter without a gradient
 
 
 def first_sample(
@@ -311,18 +311,18 @@ def _to_myself(number: Signals) -> None:
     os.kill(os.getpid(), number)
 
 
-#: Below the run's folder: one small file for every fault that has struck.
+#: In the run directory: one small file for every fault that has struck.
 FOLDER = "injected"
 _LIMIT = 1 << 16
 _UNFIT = re.compile(r"[^A-Za-z0-9@.=+-]")
 
 
 class StruckFaults:
-    """The memory of transient faults: each strikes once at each of its steps, whoever starts again.
+    """The memory of transient faults: each strikes once at each of its steps, across restarts.
 
-    All ranks of one ``launch`` share a fault: the first one to come by makes the file, the others
-    find their own launch in it.  A *visit* is one execution of a step: within it the answer stays,
-    so that all micro-batches of a step are struck, or none.
+    All ranks of one ``launch`` share a fault: the first one creates the file, and the others find
+    their own launch in it.  A *visit* is one execution of a step: within it the answer is constant,
+    so that either all micro-batches of a step are struck, or none.
     """
 
     def __init__(self, folder: Path, *, launch: str, rank: int) -> None:
@@ -335,10 +335,10 @@ class StruckFaults:
         self._visit.clear()
 
     def may(self, fault: Fault, step: int) -> bool:
-        """Whether it strikes now, ``step`` steps done; then it is on disk that it has.
+        """Whether it strikes now, after ``step`` steps; if so, it is recorded on disk.
 
-        OSError where that can't be written down: such a fault must not strike, since it would do
-        so again and again.
+        Raises OSError if it can't be recorded: such a fault must not strike, since it would do so
+        again and again.
         """
         name = _UNFIT.sub("_", str(fault)) + (f".at-{step}" if fault.times > 1 else "")
         if name not in self._visit:

@@ -1,4 +1,4 @@
-"""Which faults can be injected in a loop that is the program's own; the others are refused."""
+"""Which faults can be injected in a loop of the program's own; the others are refused."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from slurm_forge.spec.faults import Fault, FaultKind
 
 
 def require_injectable(faults: Iterable[Fault], *, world_size: int, guarded: bool) -> None:
-    """``UnsupportedError`` for a fault that would never strike.
+    """Raise ``UnsupportedError`` for a fault that would never strike.
 
-    ``guarded``: the gradients pass through ``run.apply``, which can change them once they are
-    summed over the ranks, on all ranks alike.
+    ``guarded``: the gradients pass through ``run.apply``, which can change them after they are
+    summed over the ranks, in the same way on all ranks.
     """
     for fault in faults:
         if fault.drags:

@@ -1,10 +1,10 @@
-"""Damage to tensors on purpose: the state between two steps, gradients inside a backward.
+"""Injected damage to tensors: the state between two steps, gradients inside a backward.
 
-One element of one tensor, of this rank's part of it.  Gradients are changed before DDP or FSDP sum
-them, as a faulty device does: a parameter's own where parameters are plain tensors; under FSDP2,
-whose parameters take no hooks in a backward, that of the loss, so that all of them are hit.
+One element of one tensor, in this rank's part of it.  Gradients are changed before DDP or FSDP sum
+them, as by a faulty device: a parameter's own if parameters are plain tensors; under FSDP2, whose
+parameters take no hooks in a backward, that of the loss, so that all of them are affected.
 
-Ways to get no further, on purpose: each leaves a rank in a place where real ones get stuck.
+Also here: injected hangs, each in a place where real ones happen.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from signal import Signals
 
 import torch.distributed as dist
 
-#: The other ranks are inside their all-reduce by then.
+#: By then the other ranks are inside their all-reduce.
 _PEERS_WAIT_S = 0.5
 _MOMENTS = {
     FaultTarget.ADAM_M: ("exp_avg", "momentum_buffer"),
@@ -42,7 +42,7 @@ _MOMENTS = {
 
 
 def state_tensor(target: FaultTarget, registry: Registry | None) -> torch.Tensor:
-    """What this rank holds of the first weight, moment or buffer; UnsupportedError without one."""
+    """This rank's part of the first weight, moment or buffer; UnsupportedError without one."""
     if registry is not None:
         tensor = next(filter(_usable, map(local_part, _candidates(target, registry))), None)
         if tensor is not None:
@@ -62,7 +62,7 @@ def damage(tensor: torch.Tensor, value: float) -> None:
 def hook_gradient(
     loss: torch.Tensor, registry: Registry | None, value: float
 ) -> RemovableHandle | None:
-    """In the coming backward one element of one local gradient becomes ``value``."""
+    """Set one element of one local gradient to ``value`` in the next backward."""
     parameters = _plain_parameters(registry)
     if not parameters:
         return multiply_gradient(loss, value)
@@ -79,7 +79,7 @@ def hook_gradient(
 def spoil_gradients(
     parameters: Iterable[torch.Tensor], *, factor: float | None, value: float
 ) -> None:
-    """Multiply gradients that are there by ``factor``; without one write the value into one."""
+    """Multiply existing gradients by ``factor``; without one write the value into one element."""
     gradients = [local_part(each.grad) for each in parameters if each.grad is not None]
     for gradient in filter(_usable, gradients):
         if factor is None:
@@ -89,14 +89,14 @@ def spoil_gradients(
 
 
 def multiply_gradient(loss: torch.Tensor, value: float) -> RemovableHandle | None:
-    """In the coming backward all gradients are multiplied; the loss stays as it is."""
+    """Multiply all gradients in the next backward; the loss stays as it is."""
     return _hook(loss, lambda gradient: gradient * value)
 
 
 def hook_out_of_memory(
     loss: torch.Tensor, registry: Registry | None, sleep: Callable[[float], None] = time.sleep
 ) -> RemovableHandle | None:
-    """The coming backward ends in the middle, as on a full device."""
+    """Make the next backward fail in the middle, as on a full device."""
 
     def full(gradient: torch.Tensor) -> torch.Tensor:
         del gradient
@@ -143,10 +143,10 @@ def _usable(tensor: torch.Tensor) -> bool:
 
 
 def _plain_parameters(registry: Registry | None) -> list[torch.Tensor]:
-    """Parameters that gradients arrive at in a backward; none if any is sharded."""
+    """Parameters that receive gradients in a backward; none if any is sharded."""
     if registry is None:
         return []
-    # Those that somebody updates: an average of the weights gets no gradient.
+    # Only trained ones: an average of the weights gets no gradient.
     parameters: list[torch.Tensor] = [
         parameter
         for optimizer in registry.optimizers.values()
@@ -158,7 +158,7 @@ def _plain_parameters(registry: Registry | None) -> list[torch.Tensor]:
 
 
 def hold_interpreter(seconds: float) -> None:
-    """Sit in a C call that keeps the interpreter's lock: no thread of Python runs meanwhile."""
+    """Stay in a C call that keeps the interpreter lock: no Python thread runs meanwhile."""
     # PyDLL does not release the lock around a call, CDLL does.
     library = ctypes.PyDLL(None)
     if seconds >= 1:
@@ -167,7 +167,7 @@ def hold_interpreter(seconds: float) -> None:
 
 
 def wait_for_nobody(rank: int) -> None:
-    """Wait inside torch.distributed for what no rank sends; UnsupportedError on a single rank."""
+    """Wait in torch.distributed for what no rank sends; UnsupportedError on a single rank."""
     if not dist.is_initialized() or dist.get_world_size() < 2:
         raise UnsupportedError(
             "a single rank has no other to wait for: the fault collective needs two",
@@ -179,7 +179,7 @@ def wait_for_nobody(rank: int) -> None:
 
 
 def stop_loader_workers() -> None:
-    """Freeze this rank's data-loader workers; UnsupportedError where it has none."""
+    """Freeze this rank's data-loader workers; UnsupportedError if it has none."""
     workers = multiprocessing.active_children()
     if not workers:
         raise UnsupportedError(

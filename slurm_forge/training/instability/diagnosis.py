@@ -1,8 +1,8 @@
-"""The expensive questions about a step that was left out: where it was bad, and if it is again.
+"""The expensive questions about a skipped step: where it was bad, and whether it is so again.
 
 All ranks ask them together, and only after an incident.  The step left weights, moments and buffers
-as they were, so computing its gradients again tells what repeats (data or model) from what does not
-(hardware).  That costs about one step, and takes as much memory as its forward and backward.
+unchanged, so recomputing its gradients distinguishes what repeats (data or model) from what does
+not (hardware).  That costs about one step, and as much memory as its forward and backward.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ from slurm_forge.training.step.gradient_norms import parameter_names
 
 
 class StepDiagnoser:
-    """Asks what can be asked of a step that was left out; every method is collective.
+    """Examines a skipped step; every method is collective.
 
-    ``group`` carries CPU tensors; None is a process alone.  ``device`` is where losses lie.
+    ``group`` carries CPU tensors; None is a single process.  ``device`` is where losses are.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class StepDiagnoser:
         self._meant: frozenset[str] = frozenset()
 
     def take_as_meant(self) -> None:
-        """Buffers that hold NaN now were made so.  Local; before the first step of a launch."""
+        """Accept NaN in buffers now as intended.  Local; before the first step of a launch."""
         self._meant = frozenset(
             path for path, buffer in self._buffers() if _word(buffer, may_be_infinite=True)
         )
@@ -86,17 +86,16 @@ class StepDiagnoser:
         generators: Generators | None = None,
         no_replay: str = "",
     ) -> Examination:
-        """What became clear, the same on all ranks; afterwards everything is as it was before.
+        """The findings, the same on all ranks; everything is restored afterwards.
 
-        Gradients must be gone, and weights and buffers those of the step's beginning.  ``batch``
-        and ``compute_loss`` are what the step was computed from, or one of them None on all ranks
-        where it can't be computed again; ``no_replay`` tells people why.  ``loss`` is this rank's
-        own mean loss in that step, ``blame`` its gradients, worst first; ``generators`` were taken
-        as the step began (without them dropout differs).
+        Gradients must be cleared, and weights and buffers must be those of the step's beginning.
+        ``batch`` and ``compute_loss`` are what the step was computed from, or one of them None on
+        all ranks if it can't be recomputed; ``no_replay`` is the reason, for people.  ``loss`` is
+        this rank's own mean loss in that step, ``blame`` its gradients, worst first; ``generators``
+        were captured when the step began (without them dropout differs).
 
-        An error on one rank is part of the answer.  Where a forward needs the other ranks (FSDP2,
-        SyncBatchNorm, a mesh) it is raised instead, for they wait in vain for this one: end the
-        launch.
+        An error on one rank is part of the findings.  If a forward needs the other ranks (FSDP2,
+        SyncBatchNorm, a mesh) it is raised instead, because they wait for this one: end the launch.
         """
         facts = self._facts(batch, loss, blame)
         shelter: StateGuard | None = None
@@ -123,7 +122,7 @@ class StepDiagnoser:
     def _facts(
         self, batch: Batch | None, loss: float | None, blame: Sequence[Blamed]
     ) -> dict[str, Any]:
-        """What can be said without computing anything."""
+        """What is known without computing anything."""
         bad = [shortened(each.name) for each in blame if not each.finite]
         facts: dict[str, Any] = {
             "was_bad": loss is not None and not math.isfinite(loss),
@@ -136,7 +135,7 @@ class StepDiagnoser:
             facts["state"] = tuple(self._bad_state())
             if batch is not None:
                 facts["data"] = tuple(_bad_data(batch))[:MOST_SAMPLES]
-        except Exception as error:  # a tensor of a kind that nobody has thought of
+        except Exception as error:  # a tensor of an unexpected kind
             facts["failed"] = _error_text(error)
         return facts
 
@@ -177,14 +176,14 @@ class StepDiagnoser:
         return {**facts, "replayed": not failed, "random": random}
 
     def _loss_scale(self) -> float:
-        """The gradient scaler's before it took the bad step in."""
+        """The gradient scaler's scale before it processed the bad step."""
         scaler = self._registry.scaler
         if scaler is None or not scaler.is_enabled():
             return 1.0
         return float(scaler.get_scale() / scaler.get_backoff_factor())
 
     def _bad_state(self) -> Iterator[str]:
-        """What is not finite in memory: weights, buffers, what optimizers keep."""
+        """Non-finite values in memory: weights, buffers, optimizer state."""
         names = parameter_names(self._registry.models)
         count = 0
         for what, tensor, may_be_infinite in self._state(names):
@@ -216,7 +215,7 @@ class StepDiagnoser:
                     yield below(path, name), buffer
 
     def _dtypes(self) -> set[torch.dtype]:
-        """Of gradients, as the optimizers see them."""
+        """The dtypes of gradients, as the optimizers see them."""
         return {
             parameter.dtype
             for model in self._registry.models.values()
@@ -232,7 +231,7 @@ def _summary(
     loss_scale: float,
     dtypes: Iterable[torch.dtype],
 ) -> dict[str, Any]:
-    """What the replay of one rank comes to."""
+    """The result of one rank's replay."""
     norms: dict[str, float] = {}
     losses = [not_finite(each.loss) for each in replayed]
     bad = [bool(word) for word in losses]
@@ -266,8 +265,8 @@ def _summary(
 
 
 def _largest_norm(dtypes: Iterable[torch.dtype]) -> float:
-    """Above it the guard's norm, for which squares are added up in the gradients' type, is not."""
-    narrow = torch.finfo(torch.float16).max  # added up in float32, and then a float16
+    """The limit above which the guard's norm, whose squares are summed in that type, overflows."""
+    narrow = torch.finfo(torch.float16).max  # summed in float32, then converted to float16
     largest = [torch.finfo(dtype).max for dtype in dtypes]
     return min((one if one == narrow else math.sqrt(one) for one in largest), default=math.inf)
 
@@ -275,7 +274,7 @@ def _largest_norm(dtypes: Iterable[torch.dtype]) -> float:
 def _samples(
     batch: Batch, micro_batches: Sequence[int], rank: int, ranks: int
 ) -> tuple[tuple[SampleId | int | str, ...], tuple[tuple[int, int], ...]]:
-    """Ids and places in the stream of what is in some of this rank's micro-batches."""
+    """Ids and stream positions of the samples in some of this rank's micro-batches."""
     share = sum(batch.micro_sizes)
     starts = [sum(batch.micro_sizes[:at]) for at in micro_batches]
     parts = [
@@ -284,16 +283,16 @@ def _samples(
     ]
     known = batch.ids_of()
     if known is None and not batch.global_size:
-        return (), ()  # a batch that the program made
+        return (), ()  # a batch that the program created
     ids = () if known is None else tuple(each for at in micro_batches for each in known[at])
     if batch.consumed - batch.first != share * ranks:
-        return ids, ()  # something in between is left out of the stream
+        return ids, ()  # part of the stream in between is skipped
     before = batch.first + rank * share
     return ids, tuple((before + first, before + last) for first, last in parts)
 
 
 def _bad_data(batch: Batch) -> Iterator[SampleId | int | str]:
-    """Samples with values that are not finite, where a micro-batch has one row for each."""
+    """Samples with non-finite values, if a micro-batch has one row per sample."""
     for micro, own in zip(batch.micro_batches, batch.ids_of() or (), strict=False):
         size = len(own)
         bad: set[int] = set()
@@ -301,7 +300,7 @@ def _bad_data(batch: Batch) -> Iterator[SampleId | int | str]:
             values = plain_values(tensor)
             if values is None or values.numel() == 0 or tuple(values.shape[:1]) != (size,):
                 continue
-            # -inf may be meant: a mask.
+            # -inf may be intended: a mask.
             smallest, largest = torch.aminmax(values.reshape(size, -1), dim=1)
             rows = smallest.isnan() | (largest == math.inf)
             bad.update(rows.nonzero().flatten().tolist())

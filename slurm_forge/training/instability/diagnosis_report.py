@@ -1,4 +1,4 @@
-"""What the ranks found out about a bad step, put together into one answer.  Pure: no torch."""
+"""Combine what the ranks found out about a bad step into one answer.  Pure: no torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from slurm_forge.vocabulary.json_value import Json
 #: Epoch and index, or what a source calls a sample.
 _SampleId = tuple[int, int] | int | str
 
-#: How many names, ranks, samples and ranges are told; of the rest only how many there are.
+#: How many names, ranks, samples and ranges are listed; the rest is only counted.
 MOST_NAMES, MOST_SAMPLES = 3, 8
 _MOST_RANKS, _MOST_RANGES, _MOST_HOSTS = 3, 4, 4
 _LONGEST_NAME, _LONGEST_TEXT = 120, 300
@@ -33,24 +33,24 @@ class Blamed(Protocol):
 
     @property
     def finite(self) -> bool:
-        """Whether that is finite."""
+        """Whether that norm is finite."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankFindings:
-    """One rank's part.
+    """One rank's findings.
 
     ``was_bad``: its loss was not finite in the step itself.  ``blamed``: parameters whose gradients
-    were not finite in it, how many, and ``largest``, the largest one where all were.  ``state`` and
-    ``data`` are bad without any computing: weights and the like (``NaN in …``), and samples that
-    hold NaN or infinity.
+    were not finite in it, how many, and ``largest``, the largest one if all were finite.  ``state``
+    and ``data`` are bad without any computation: weights and the like (``NaN in …``), and samples
+    that contain NaN or infinity.
 
-    All else is of the replay: ``replayed`` to its end or ``failed`` with an error; ``random`` where
-    it drew other random numbers than the step.  ``loss`` and ``gradient`` say how they were bad
-    (``NaN``), and are empty where they were not; ``parameters`` those with a bad gradient, where it
-    began first; ``layer`` the first module with a bad output in spite of good inputs;
+    The rest describes the replay: ``replayed`` to its end or ``failed`` with an error; ``random``
+    if it drew other random numbers than the step.  ``loss`` and ``gradient`` say how they were bad
+    (``NaN``), and are empty if they were not; ``parameters`` are those with a bad gradient, where
+    it began first; ``layer`` the first module with a bad output in spite of good inputs;
     ``micro_batches`` the bad ones, counted from 1; ``positions`` their samples in the stream, first
-    and last, ``samples`` their ids; ``count`` what ``Loss(sum, count)`` counted.
+    and last, ``samples`` their ids; ``count`` is that of ``Loss(sum, count)``.
     """
 
     rank: int
@@ -86,20 +86,19 @@ class RankFindings:
         return f"rank {self.rank} ({shortened(self.host, 60)})"
 
     def to_json(self) -> Json:
-        """What goes to rank 0: without what is empty it stays below two kilobytes."""
+        """The message to rank 0: without empty fields it stays below two kilobytes."""
         return {key: value for key, value in asdict(self).items() if value not in ((), "", None)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Examination:
-    """What became clear of a bad step; the same on every rank, and small whatever their number.
+    """The findings about a bad step; the same on every rank, and small however many there are.
 
-    ``repeats``: computed again it was bad again (data or model), was not (hardware is to be
-    suspected), or None where that could not be found out.  ``rank`` and ``hosts`` are where it
-    began, as far as that is known: a node to be suspected only where ``repeats`` is False.
-    ``state`` names what is not finite in memory already, so that no other batch would help;
-    ``data`` samples that are not finite themselves; ``samples`` and ``positions`` (in the stream,
-    first and last) what was in the bad micro-batches.
+    ``repeats``: recomputed, it was bad again (data or model), or was not (hardware is suspected);
+    None if that could not be determined.  ``rank`` and ``hosts`` are where it began, if known: a
+    node is suspected only if ``repeats`` is False.  ``state`` names non-finite values in memory, in
+    which case no other batch would help; ``data`` samples that are not finite themselves;
+    ``samples`` and ``positions`` (in the stream, first and last) the contents of bad micro-batches.
     """
 
     repeats: bool | None
@@ -114,12 +113,12 @@ class Examination:
     told: tuple[Evidence, ...] = ()
 
     def evidence(self) -> tuple[Evidence, ...]:
-        """The same in a person's words: eight entries at most, of a few hundred bytes each."""
+        """The same in words: at most eight entries of a few hundred bytes each."""
         return self.told
 
 
 def merge_findings(ranks: Sequence[RankFindings], *, no_replay: str = "") -> Examination:
-    """One answer out of what all ranks found; ``no_replay`` says why nothing was computed again."""
+    """Combine the findings of all ranks; ``no_replay`` says why nothing was recomputed."""
     bad = [each for each in ranks if each.is_bad]
     counts = [each.count for each in ranks if each.count is not None]
     total = sum(counts)
@@ -129,7 +128,7 @@ def merge_findings(ranks: Sequence[RankFindings], *, no_replay: str = "") -> Exa
         repeats = True
     elif all(each.replayed for each in ranks):
         repeats = False
-    # A mean over all ranks is bad on all of them, and then says nothing about where it began.
+    # A mean over all ranks is bad on all of them, and then does not show where it began.
     was_bad = [each for each in ranks if each.was_bad]
     if len(was_bad) == len(ranks) > 1:
         was_bad = []
@@ -173,14 +172,14 @@ def not_finite(value: float) -> str:
 
 
 def shortened(text: str, most: int = _LONGEST_NAME) -> str:
-    """The text with its middle left out where it is longer than ``most`` characters."""
+    """The text without its middle if it is longer than ``most`` characters."""
     if len(text) <= most:
         return text
     return f"{text[: most // 3]}…{text[len(text) - (most - most // 3 - 1) :]}"
 
 
 def _vagueness(findings: RankFindings) -> tuple[bool, int, int]:
-    """A rank that knows the layer says most, then the one with the fewest bad gradients."""
+    """A rank that knows the layer is most specific, then the one with the fewest bad gradients."""
     return not findings.layer, findings.bad_gradients or 1 << 30, findings.rank
 
 
@@ -190,14 +189,14 @@ def _first_rank(
     if len(ranks) == 1:
         return ranks[0].rank
     if not culprits or (len(culprits) == len(ranks)):
-        return None  # on all of them alike: it did not begin on one
+        return None  # equal on all of them: it did not begin on one
     return worst.rank if worst is not None else culprits[0].rank
 
 
 def _where(
     bad: Sequence[RankFindings], was_bad: Sequence[RankFindings], worst: RankFindings | None
 ) -> list[Evidence]:
-    """One entry for each of the first ranks; the one that knows most comes first."""
+    """One entry for each of the first ranks; the most specific one comes first."""
     if worst is not None:
         listed = [worst, *(each for each in bad if each is not worst)][:_MOST_RANKS]
         evidence = [Evidence(each.place, _what(each)) for each in listed]
@@ -243,7 +242,7 @@ def _in_the_data(data: Sequence[_SampleId]) -> list[Evidence]:
 
 
 def _blamed(ranks: Sequence[RankFindings]) -> list[Evidence]:
-    """Gradients of the step itself; with sharded parameters each rank speaks of its own parts."""
+    """Gradients of the step itself; with sharded parameters each rank reports its own parts."""
     most = max(ranks, key=lambda each: each.blamed_in_all)
     if most.blamed:
         more = f" and {most.blamed_in_all - 1} more" if most.blamed_in_all > 1 else ""
@@ -299,7 +298,7 @@ def _range(part: tuple[int, int]) -> str:
 
 
 def _ids(samples: Sequence[_SampleId]) -> str:
-    """``dataset[17], [4711] of epoch 0``: what to look at."""
+    """``dataset[17], [4711] of epoch 0``: the samples to examine."""
     listed = samples[:MOST_SAMPLES]
     more = ", …" if len(samples) >= MOST_SAMPLES else ""
     pairs = [each for each in listed if isinstance(each, tuple)]
@@ -311,7 +310,7 @@ def _ids(samples: Sequence[_SampleId]) -> str:
 
 
 def _ranges(parts: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
-    """First and last, joined where they touch; the ends of all where they are too many."""
+    """First and last, merged if adjacent; only the outer ends if there are too many."""
     joined: list[tuple[int, int]] = []
     for first, last in sorted(parts):
         if joined and first <= joined[-1][1] + 1:

@@ -1,4 +1,4 @@
-"""Computing a step's losses and gradients again, and leaving everything as it was."""
+"""Recompute a step's losses and gradients, and restore everything."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ from slurm_forge.training.step.gradient_norms import parameter_names
 
 @dataclass(frozen=True, slots=True)
 class ReplayedMicroBatch:
-    """One micro-batch, computed again: its loss, and what was seen on the way.
+    """One recomputed micro-batch: its loss, and the observations on the way.
 
-    Of ``Loss(sum, count)`` the sum is the loss; ``count`` is None where it was a mean.
+    For ``Loss(sum, count)`` the sum is the loss; ``count`` is None for a mean.
     """
 
     loss: float
@@ -45,7 +45,7 @@ class ReplayedMicroBatch:
 
 
 class StateGuard:
-    """Keeps what a forward and backward change beside the gradients; ``put_back`` restores it.
+    """Saves what a forward and backward change beside the gradients; ``put_back`` restores it.
 
     Buffers of all models, the random state, and which modules are in training mode.
     """
@@ -65,13 +65,13 @@ class StateGuard:
         self._drawn_from = self._random, self._generators
 
     def begin(self, generators: Generators | None) -> None:
-        """The replay begins, with the random numbers of the step where they are known."""
+        """The replay begins, with the random numbers of the step if they are known."""
         if generators is not None:
             generators.put_back()
         self._drawn_from = self._host.states(), Generators.now(self._device)
 
     def drew(self, generators: Generators | None) -> bool:
-        """Whether random numbers were drawn since that can't be those of the step."""
+        """Whether random numbers were drawn since then that can't be those of the step."""
         host, device = self._drawn_from
         drawn = self._host.drawn(host)
         if generators is not None:
@@ -80,7 +80,7 @@ class StateGuard:
 
     @torch.no_grad()
     def put_back(self) -> None:
-        """Everything as it was when this object was made."""
+        """Restore the state from when this object was created."""
         self._host.put_back(self._random)
         self._generators.put_back()
         for module, training in self._modes:
@@ -90,7 +90,7 @@ class StateGuard:
                 module._buffers[name] = buffer
             if buffer is not None and values is not None:
                 own = _own(buffer)
-                # Only what has changed: a write counts as a change for those who look for one.
+                # Only if changed: a write increments the version that others compare.
                 if not torch.equal(own, values):
                     own.copy_(values)
 
@@ -107,10 +107,10 @@ def needs_peers(models: Iterable[nn.Module]) -> bool:
 
 @contextmanager
 def unsynchronised(models: Iterable[nn.Module]) -> Iterator[None]:
-    """Gradients stay on their rank inside.  Collective at its beginning, with DDP, and only there.
+    """Inside, gradients stay on their rank.  With DDP, entering it is collective.
 
-    What DDP would do in its next forward is done at once: buffers are taken from rank 0 (they are
-    what the step saw), and buckets are put into their final order after the first step of all.
+    What DDP would do in its next forward is done at once: buffers are broadcast from rank 0 (the
+    step used these), and after the very first step buckets get their final order.
     """
     parts = list(dict.fromkeys(part for model in models for part in model.modules()))
     ddps = [part for part in parts if isinstance(part, DistributedDataParallel)]
@@ -128,7 +128,7 @@ def unsynchronised(models: Iterable[nn.Module]) -> Iterator[None]:
             part.set_requires_gradient_sync(False, recurse=False)
         yield
     finally:
-        for part in sharded:  # as ``Step`` leaves them behind
+        for part in sharded:  # as ``Step`` leaves them
             part.set_requires_gradient_sync(True, recurse=False)
         for ddp, backward, forward in before:
             ddp.require_backward_grad_sync, ddp.require_forward_param_sync = backward, forward
@@ -143,12 +143,12 @@ def replay(
     device: torch.device,
     loss_scale: float,
 ) -> None:
-    """This rank's micro-batches again, one after the other, as the step weighs them.
+    """Recompute this rank's micro-batches, one after another, weighted as in the step.
 
-    Each is added to ``replayed`` once it is through; no gradient is kept.  Raises what
-    ``compute_loss`` and the backward raise.
+    Each is appended to ``replayed`` when it is complete; no gradient is kept.  Raises the
+    exceptions of ``compute_loss`` and of the backward.
     """
-    # The number of ranks cancels out: each of them has an equal share of the global batch.
+    # The number of ranks cancels out: each has an equal share of the global batch.
     weights = BatchLoss(global_batch=sum(batch.micro_sizes), ranks=1, device=device)
     lookout = NonFiniteTracer(models)
     try:
@@ -178,16 +178,16 @@ def _copy(buffer: torch.Tensor | None) -> torch.Tensor | None:
     return _own(buffer).clone()
 
 
-#: How bad the values of a tensor are: -inf alone may be meant, as in the mask of an attention.
+#: How bad the values of a tensor are: -inf alone may be intended, as in the mask of an attention.
 _FINE, _MINUS_INFINITY, _BAD = range(3)
 _DEEPEST = 8
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class FirstNonFinite:
-    """What came up: the module that made the first bad value, and the norm of each gradient.
+    """The findings: the module that produced the first bad value, and each gradient's norm.
 
-    Norms are in the order in which the backward came to the parameters.
+    Norms are in the order in which the backward reached the parameters.
     """
 
     layer: str
@@ -197,13 +197,12 @@ class FirstNonFinite:
 class NonFiniteTracer:
     """Hooks on the models' modules until ``close``; ``backward`` computes gradients and keeps none.
 
-    Modules inside of what torch.compile has compiled are left alone: a hook would compile them
-    anew.
+    Modules inside code compiled by torch.compile are excluded: a hook would recompile them.
     """
 
     def __init__(self, models: Mapping[str, nn.Module]) -> None:
         self._handles: list[RemovableHandle] = []
-        # By id, with the parameter itself, so that its id is not used again.
+        # By id, with the parameter itself, so that its id is not reused.
         self._names: dict[int, tuple[torch.Tensor, str]] = {}
         parameters = {id(p): p for model in models.values() for p in model.parameters()}
         for key, name in parameter_names(models).items():
@@ -225,12 +224,12 @@ class NonFiniteTracer:
         self._in_forward = True
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Compute the gradients of everything that ``loss`` was made of; none of them is kept.
+        """Compute the gradients of everything that ``loss`` depends on, without keeping them.
 
-        Not ``loss.backward()``: it would run the hooks of DDP and of optimizers that step inside of
-        the backward, which are not to know of this.  Reentrant checkpointing allows nothing else.
+        Not ``loss.backward()``, which would run the hooks of DDP and of optimizers that step inside
+        the backward.  Reentrant checkpointing allows nothing else.
         """
-        self._in_forward = False  # what is computed once more in the backward was seen already
+        self._in_forward = False  # recomputations in the backward were observed already
         if not loss.requires_grad:
             return
         leaves, reentrant = _leaves(loss)
@@ -257,7 +256,7 @@ class NonFiniteTracer:
                 handle.remove()
 
     def read(self) -> FirstNonFinite:
-        """What the last forward and backward showed.  Waits for the device."""
+        """The findings of the last forward and backward.  Waits for the device."""
         first = {_BAD: "", _MINUS_INFINITY: ""}
         for path, ins, outs in self._passed:
             before = max((_badness(*each.tolist()) for each in ins), default=_FINE)
@@ -271,7 +270,7 @@ class NonFiniteTracer:
         return FirstNonFinite(first[_BAD] or first[_MINUS_INFINITY], norms)
 
     def close(self) -> None:
-        """Take every hook away."""
+        """Remove all hooks."""
         while self._handles:
             self._handles.pop().remove()
 
@@ -289,7 +288,7 @@ class NonFiniteTracer:
         def after(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             if not self._in_forward or all(begun != at for begun, _ in self._pending):
                 return
-            while True:  # more than one only where a forward was left by an exception
+            while True:  # more than one only if an exception interrupted a forward
                 begun, ins = self._pending.pop()
                 if begun == at:
                     self._passed.append((at, ins, _extremes(tensors_in(output))))
@@ -299,7 +298,7 @@ class NonFiniteTracer:
         self._handles.append(module.register_forward_hook(after, with_kwargs=True))
 
     def _learn(self, path: str, module: nn.Module) -> None:
-        """The names of parameters that FSDP2 has just gathered: they are tensors of their own."""
+        """Add the names of parameters that FSDP2 has just gathered: these are separate tensors."""
         gathered = {id(p): p for p in module.parameters()}
         for key, name in parameter_names({"": module}).items():
             if key not in self._names:
@@ -315,7 +314,7 @@ class NonFiniteTracer:
             if values is not None and values.numel():
                 norm = torch.linalg.vector_norm(values, dtype=widest_float(values.device))
                 self._norms.setdefault(id(leaf), (leaf, []))[1].append(norm)
-            # In its place nothing that takes memory: nobody wants it.
+            # Replaced by something that takes no memory: nobody uses it.
             plain = type(grad) is torch.Tensor and grad.layout is torch.strided
             return grad.new_zeros(()).expand_as(grad) if plain else None
 
@@ -323,7 +322,7 @@ class NonFiniteTracer:
 
 
 def tensors_in(value: Any, depth: int = 0) -> Iterator[torch.Tensor]:
-    """The tensors in a batch, or in what a module is given and gives."""
+    """The tensors in a batch, or in a module's inputs or outputs."""
     if isinstance(value, torch.Tensor):
         yield value
     elif depth > _DEEPEST:
@@ -340,7 +339,7 @@ def tensors_in(value: Any, depth: int = 0) -> Iterator[torch.Tensor]:
 
 
 def plain_values(tensor: torch.Tensor) -> torch.Tensor | None:
-    """This rank's numbers of a tensor of any kind; None where they are not floating-point ones."""
+    """This rank's values of a tensor of any kind; None if they are not floating-point numbers."""
     tensor = tensor.detach()
     if isinstance(tensor, DTensor):
         tensor = tensor.to_local()
@@ -355,7 +354,7 @@ def plain_values(tensor: torch.Tensor) -> torch.Tensor | None:
 
 
 def _extremes(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """Smallest and largest value of each tensor; both are NaN where one value is."""
+    """Smallest and largest value of each tensor; both are NaN if one value is."""
     extremes = []
     with torch.no_grad():
         for tensor in tensors:
@@ -374,7 +373,7 @@ def _badness(smallest: float, largest: float) -> int:
 def modules_of(
     models: Mapping[str, nn.Module], *, compiled: bool
 ) -> Iterator[tuple[str, nn.Module]]:
-    """Every module once, named as parameters are; with ``compiled`` what is compiled, too."""
+    """Every module once, with names like parameters; ``compiled`` includes compiled ones."""
     visited: set[nn.Module] = set()
     for name, model in models.items():
         yield from _walk(model, name if len(models) > 1 else "", compiled, visited)
@@ -397,12 +396,12 @@ def _walk(
 
 
 def below(path: str, name: str) -> str:
-    """The name of a part of what is called ``path``."""
+    """The name of a part of the module called ``path``."""
     return f"{path}.{name}" if path else name
 
 
 def _leaves(loss: torch.Tensor) -> tuple[list[torch.Tensor], bool]:
-    """The tensors whose gradients make up that of ``loss``; and whether it hides some of them."""
+    """The tensors whose gradients determine that of ``loss``; whether some of them are hidden."""
     leaves: list[torch.Tensor] = []
     reentrant = False
     todo, visited = [loss.grad_fn], set()

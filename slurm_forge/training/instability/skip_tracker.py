@@ -1,6 +1,6 @@
-"""Steps whose update was left out: counted on every rank alike, examined, and told of.
+"""Skipped steps: counted on every rank, examined, and reported.
 
-Every rank comes here together: a verdict rests on the gradient norm over all ranks, and on a limit
+All ranks come here together: a verdict is based on the gradient norm over all ranks, and on a limit
 that all ranks have from the same agreement.
 """
 
@@ -42,26 +42,26 @@ from slurm_forge.training.step.update_report import ReportedValues, UpdateReport
 from slurm_forge.vocabulary.cause import Cause, Evidence
 from slurm_forge.vocabulary.plan import SampleWindow
 
-#: A step is not examined again so soon: a run that skips every tenth would train at half its speed.
+#: Steps between two examinations: a run that skips every tenth would train at half its speed.
 _STEPS_BETWEEN_EXAMINATIONS = 100
-#: But for the first ones of a launch.
+#: Except for the first ones of a launch.
 _EXAMINATIONS = 50
-#: Steps whose samples are remembered.
+#: How many steps have their samples remembered.
 _REMEMBERED = 256
-#: One batch without anything to predict is no trouble.
+#: A single batch without anything to predict is harmless.
 _BAD_LOSSES = 3
 
 
 class LaunchGivenUp(BaseException):
-    """All ranks leave without saving: what is on disk is better than what is in memory."""
+    """All ranks leave without saving: the state on disk is better than that in memory."""
 
 
 class SkipTracker:
-    """Takes the verdict of every step in; ``trouble`` is what they add up to.
+    """Processes the verdict of every step; ``trouble`` is the conclusion.
 
-    With ``read_one_step_late`` (on a GPU) a verdict is read when it has long arrived on the host:
-    no step waits for the device.  ``spike_monitor`` is rank 0's, for what is finite and yet not
-    right.
+    With ``read_one_step_late`` (on a GPU) a verdict is read long after it has arrived on the host:
+    no step waits for the device.  ``spike_monitor`` is rank 0's, for values that are finite but
+    wrong.
     """
 
     def __init__(
@@ -98,33 +98,33 @@ class SkipTracker:
         self._examined_at: int | None = None
         self._examinations = 0
         self._bad_losses = self._bad_reports = 0
-        #: The last steps, each with its first sample and the one behind its last: for an incident
+        #: The last steps, each with its first sample and the one after its last: for an incident
         #: that is noticed later.
         self._recent: deque[tuple[int, int, int]] = deque(maxlen=_REMEMBERED)
-        #: Of the skipped steps in a row that go on now.
+        #: The first sample of the current series of skipped steps.
         self._skip_streak_from: SampleWindow | None = None
         self._skip_streak_is_finite = True
         self._skip_streak_examined = False
         self._examination: Examination | None = None
         self._journaled_evidence: tuple[Evidence, ...] = ()
-        #: What this rank has proposed to all, and nobody has answered yet.
+        #: This rank's proposal to all, while undecided.
         self._proposed: Anomaly | None = None
         #: Why the weights themselves are not to be trusted: an update that was not skipped.
         self.weights_in_doubt: tuple[str, ...] = ()
-        #: What all ranks have to see to before the next step, if anything.
+        #: What all ranks have to handle before the next step, if anything.
         self.trouble: Instability | None = None
 
     def record(self, record: StepRecord) -> None:
-        """One more step."""
+        """Process one more step."""
         self._recent.append((record.step, record.samples.first, record.samples.stop))
         self._from_stream = record.from_stream
         self._unread.append(record)
         self._read(self._keep)
 
     def reported(self, step: int, first: int, stop: int, report: UpdateReport) -> None:
-        """One more step, of a loop that has updated by itself; microseconds if all is well.
+        """Process a step of a loop that updates by itself; microseconds if all is well.
 
-        It is of the samples from ``first`` on, ``stop`` not included.
+        Its samples are those from ``first`` to ``stop``, which is excluded.
         """
         if self._unread or report.values is None:
             self.record(StepRecord.of_report(step, SampleWindow(first, stop), report))
@@ -134,9 +134,9 @@ class SkipTracker:
         self._take_report(step, report.values)
 
     def updated(self, step: int, first: int, stop: int, norm: float, loss: float | None) -> bool:
-        """One more step, of a loop that has made one update by ``apply``: microseconds.
+        """Process a step of a loop with one update by ``apply``: microseconds.
 
-        False, and nothing is done, where it takes a ``record``.
+        Does nothing and returns False if it needs a ``record``.
         """
         if self._unread:
             return False
@@ -151,13 +151,13 @@ class SkipTracker:
         return True
 
     def announced(self, anomaly: Anomaly) -> None:
-        """Rank 0 has judged the last steps, and all ranks hear of it between the same two steps."""
+        """Rank 0 has judged the last steps, and all ranks get it between the same two steps."""
         if self.trouble is not None or not self._recent:
             return
         bad = [each for each in self._recent if anomaly.onset <= each[0] <= anomaly.step]
         last = self._recent[-1][0]
         if anomaly.step > last:
-            return  # proposed before a rollback: that has answered it
+            return  # proposed before a rollback, which has answered it
         self.trouble = Instability(
             cause=anomaly.cause,
             onset=min(anomaly.onset, last),
@@ -171,22 +171,22 @@ class SkipTracker:
         )
 
     def found(self, trouble: Instability) -> None:
-        """All ranks have found something together: it is acted on at the next boundary."""
+        """All ranks have found something together: it is handled at the next boundary."""
         self.trouble = self.trouble or trouble
 
     def read_all(self) -> None:
-        """Wait for every verdict that is still on its way: before a save."""
+        """Wait for every pending verdict: before a save."""
         self._read(0)
         self._watched.hand_over()
         if self._spike_monitor is not None:
             self._progress.highest_usual_loss = self._spike_monitor.highest_usual_loss
 
     def begin(self) -> None:
-        """Everything is as it was resumed: what is not finite in it now is meant so."""
+        """The state has just been resumed: non-finite values in it now are intended."""
         self._examiner.take_as_meant()
 
     def forget(self) -> None:
-        """Training begins again somewhere else."""
+        """Training restarts somewhere else."""
         self._unread.clear()
         self._watched.clear()
         self._recent.clear()
@@ -214,12 +214,12 @@ class SkipTracker:
                 finite = all(reading.finite for reading in readings)
                 self._skipped(record, readings, finite=finite)
                 if not finite:
-                    continue  # it says nothing about which losses and norms are usual
+                    continue  # it does not show which losses and norms are usual
             reading = readings[0] if len(readings) == 1 else together(readings)
             self._watched.add(record.step, reading.norm, reading.loss, applied=reading.applied)
 
     def _take_report(self, step: int, reported: ReportedValues) -> None:
-        """What a loop says of an update that it has made by itself."""
+        """Process a loop's report on an update that it made by itself."""
         loss, norm = reported
         if (loss is None or math.isfinite(loss)) and (norm is None or math.isfinite(norm)):
             self._bad_reports = self._bad_losses = 0
@@ -232,9 +232,9 @@ class SkipTracker:
         self._watched.add(step, none if norm is None else norm, none if loss is None else loss)
 
     def _is_sound(self, step: int, reported: ReportedValues) -> bool:
-        """Whether an update that the loop has made itself can have left the weights finite.
+        """Whether an update by the loop itself can have left the weights finite.
 
-        Of this rank's values alone: all ranks hear of it on the channel.
+        Judged by this rank's values alone: all ranks are informed over the channel.
         """
         loss, norm = reported
         name, value = ("loss", loss) if norm is None else ("gradient norm", norm)
@@ -246,7 +246,7 @@ class SkipTracker:
         if scaler is not None and scaler.is_enabled():
             self._bad_reports += 1
             if scaler.get_scale() > 1.0 or self._bad_reports < self._allowed[Cause.NON_FINITE]:
-                return False  # the scaler leaves the update out by itself
+                return False  # the scaler skips the update by itself
             text = (
                 f"{text}, {self._bad_reports} steps in a row, and the gradient scale is at most 1"
             )
@@ -257,7 +257,7 @@ class SkipTracker:
         return False
 
     def _look_at_losses(self, step: int, losses: Sequence[float]) -> None:
-        """A mean over nothing is NaN and has no gradient: no norm tells of it, on any rank."""
+        """A mean over nothing is NaN and has no gradient: no rank's norm reveals it."""
         loss = next((each for each in losses if not math.isfinite(each)), None)
         if loss is None:
             self._bad_losses = 0
@@ -283,14 +283,14 @@ class SkipTracker:
 
     @property
     def doubts(self) -> tuple[str, ...]:
-        """Why a state that is saved now is not to be trusted, as far as this rank knows."""
+        """Why a state saved now is not to be trusted, as far as this rank knows."""
         if self.trouble is not None:
             return (self.trouble.text,)
         proposal = self.open_proposal
         return () if proposal is None else (proposal.text,)
 
     def accept_and_continue(self) -> None:
-        """It was decided that training goes on as it is."""
+        """Training continues as it is, by a decision of all ranks."""
         self._progress.skipped_in_a_row = 0
         self._proposed, self.weights_in_doubt = None, ()
         self._end_skip_streak()
@@ -312,7 +312,7 @@ class SkipTracker:
             self._examine(record, finite=finite)
         self._journal_skip(record, readings)
         if record.unprotected:
-            # The update was skipped, and yet the model is not what it was.
+            # The update was skipped, and yet the model has changed.
             names = ", ".join(record.unprotected[:3])
             self._trouble(record, f"{_what(finite)}, and {names} can't be put back")
             return
@@ -321,7 +321,7 @@ class SkipTracker:
             self._trouble(record, f"{_what(finite)}, and no other batch would help: {state}")
             return
         if searching:
-            return  # a scaler that still has room below looks for its scale: that is no incident
+            return  # a scaler that can still decrease is looking for its scale: no incident
         cause = Cause.LOSS_SPIKE if self._skip_streak_is_finite else Cause.NON_FINITE
         if progress.skipped_in_a_row < self._allowed[cause]:
             return
@@ -340,17 +340,17 @@ class SkipTracker:
             repeats=None if examination is None else examination.repeats,
             in_memory=examination is not None and bool(examination.state),
             rank=None if examination is None else examination.rank,
-            # A node is to be suspected where the same again was no trouble.
+            # A node is suspected only if the same step was fine when repeated.
             hosts=()
             if examination is None or examination.repeats is not False
             else examination.hosts,
         )
 
     def _examine(self, record: StepRecord, *, finite: bool) -> None:
-        """The expensive questions, once for a row: all ranks together.
+        """The expensive questions, once per series: all ranks together.
 
-        Not where the norm is finite: should ranks differ on which side of the limit it lies, nobody
-        may wait for the others here (``launch/conductor/skip_consistency`` finds that out).
+        Not if the norm is finite: should ranks disagree on which side of the limit it is, none may
+        wait for the others here (``launch/conductor/skip_consistency`` detects that).
         """
         if finite or self._skip_streak_examined:
             return
@@ -360,7 +360,7 @@ class SkipTracker:
         if soon and self._examinations > _EXAMINATIONS:
             return
         self._examined_at = record.step
-        # Where a later step was applied the weights have moved on: nothing can be computed again.
+        # If a later step was applied, the weights have changed: nothing can be recomputed.
         weights_moved = any(
             all(each.verdict.read().applied for each in later.applied) for later in self._unread
         )
@@ -385,7 +385,7 @@ class SkipTracker:
             return
         evidence = () if self._examination is None else self._examination.evidence()
         if evidence == self._journaled_evidence:
-            evidence = ()  # with the first step of the row
+            evidence = ()  # reported with the first step of the series
         else:
             self._journaled_evidence = evidence
         large = [f"{each.norm:.4g}" for each in readings if each.finite and not each.applied]
@@ -394,7 +394,7 @@ class SkipTracker:
                 Evidence("gradient norm", f"{', '.join(large)}: above the limit"),
                 *evidence,
             )
-        with contextlib.suppress(OSError):  # rank 0 alone must not fail over a line about it
+        with contextlib.suppress(OSError):  # rank 0 alone must not fail over a note about it
             self._journal.write(
                 StepSkipped(
                     step=record.step,

@@ -1,8 +1,8 @@
-"""Watches losses and gradient norms on rank 0, and proposes to all ranks what follows from them.
+"""Watches losses and gradient norms on rank 0, and proposes consequences to all ranks.
 
-``recovery.monitor.loss_anomaly`` decides what is out of the ordinary; here are the policy, the
-clock and the channel.  Rank 0 alone looks, since floats may differ in the last bit: what all ranks
-do about it is agreed on for a step to come.
+``recovery.monitor.loss_anomaly`` decides what is unusual; policy, clock and channel are here.  Only
+rank 0 looks, because floats may differ in the last bit: what all ranks do about it is agreed on for
+a later step.
 """
 
 from __future__ import annotations
@@ -25,31 +25,31 @@ from slurm_forge.spec.recovery import Recovery
 from slurm_forge.training.step.gradient_guard import LARGEST
 from slurm_forge.vocabulary.cause import Cause
 
-#: A limit is announced no more often than that, and only where it has to be that much higher; each
-#: time all ranks agree on a step.  A lower one has time: one that is too high does no harm.
+#: Minimum interval between announcements of a higher limit; each requires all ranks to agree on a
+#: step.  A lower limit has time: one that is too high does no harm.
 _LIMIT_EVERY_S = 10.0
 _LOWER_EVERY_S = 60.0
 _HIGHER = 1.25
 _LOWER = 0.5
-#: Norms that rise so fast are not held up by a limit that was right a moment ago: it is lifted.
+#: Norms that rise this fast are not limited by a value that was right a moment ago: it is lifted.
 _OUTGROWN = 2.0
-#: An announcement comes into force within a few steps.  If it has not within these it got lost.
+#: An announcement takes effect within a few steps; after this many it must have been lost.
 _LOST_AFTER_STEPS = 32
-#: Steps are watched one by one where they take as long, else at most so many of them together.
+#: Steps that take this long are watched one by one, others in groups of at most this many.
 _LONG_S = 0.1
 _TOGETHER = 8
-#: As good as none: on the device norms are float32.
+#: In effect no limit: on the device norms are float32.
 _NO_LIMIT = 1e38
-#: Single outliers are told of together.
+#: Single outliers are reported together.
 _OUTLIERS_EVERY_S = 600.0
 
 
 class SpikeMonitor:
-    """On rank 0 only.  ``record`` is called for each step, in order, one step late or more.
+    """On rank 0 only.  ``record`` is called for each step, in order, at least one step late.
 
     Steps that are skipped because a gradient is not finite are left to ``SkipTracker``.
     With an empty ladder for loss spikes nothing is watched; without a skip rung no norm is limited.
-    Without ``noted`` nobody hears of single outliers.
+    Without ``noted`` single outliers are not reported.
     """
 
     def __init__(
@@ -69,18 +69,18 @@ class SpikeMonitor:
         self._may_go_back = may_go_back
         self._enabled = bool(ladder)
         self._limits_norm = skips > 0
-        #: What was proposed last, until somebody has decided on it.
+        #: The last proposal, until it has been decided on.
         self.open: Anomaly | None = None
         self._spikes = Spikes(skips=skips)
         self._active_limit = math.inf
-        #: What was announced and is not in force yet, and since which step.
+        #: The limit that was announced but is not in effect yet, and since which step.
         self._announced: tuple[float, int] | None = None
         self._next_limit_at = self._next_lower_at = -math.inf
         self._told_outliers = 0
         self._next_outliers_at = -math.inf
 
     def record(self, step: int, *, norm: float, loss: float, applied: bool) -> None:
-        """The verdict of a step has been read.  Microseconds, unless there is something to say."""
+        """The verdict of a step has been read.  Microseconds, unless there is something to do."""
         if not self._enabled:
             return
         spikes = self._spikes
@@ -98,7 +98,7 @@ class SpikeMonitor:
     ) -> None:
         """After a resume or rollback to ``step``; ``losses`` are its last ones, oldest first.
 
-        No limit is in force then: it goes with the weights that it was learned from.
+        No limit is in effect then: it depends on the weights that it was learned from.
         """
         self.open = None
         if highest_usual_loss is not None:
@@ -109,24 +109,24 @@ class SpikeMonitor:
         self.set_active_limit(None)
 
     def set_active_limit(self, value: float | None) -> None:
-        """All ranks leave updates above this norm out from now on; None or infinity: none."""
+        """All ranks skip updates above this norm from now on; None or infinity: no limit."""
         self._active_limit = value if value is not None and value < _NO_LIMIT else math.inf
         self._announced = None
 
     def tolerate(self) -> None:
-        """Somebody has decided that an anomaly is none: how things are now is usual."""
+        """An anomaly was accepted: the present values are usual from now on."""
         self.open = None
         self._spikes.tolerate()
 
     @property
     def highest_usual_loss(self) -> float | None:
-        """The highest usual loss so far; goes into checkpoints."""
+        """The highest usual loss so far; stored in checkpoints."""
         highest = self._spikes.highest_usual_loss
         return highest if math.isfinite(highest) else None
 
     def _on_anomaly(self, anomaly: Anomaly) -> None:
         if not self._may_go_back():
-            # To begin anew because of a loss costs more than a loss may.
+            # Starting over because of a loss costs more than an unusual loss.
             self._spikes.tolerate()
             text = "reported only: there is no checkpoint to go back to yet"
             self._note(f"since step {anomaly.onset}: {anomaly.text}; {text}")
@@ -140,7 +140,7 @@ class SpikeMonitor:
             last, since = self._announced
             if step - since >= _LOST_AFTER_STEPS:
                 self._announced, last = None, self._active_limit
-        if last * _LOWER <= limit <= last * _HIGHER:  # also where there is none, and was none
+        if last * _LOWER <= limit <= last * _HIGHER:  # including no limit before and now
             return
         now = self._clock()
         due = self._next_lower_at if limit < last < math.inf else self._next_limit_at
@@ -170,10 +170,10 @@ class SpikeMonitor:
 
 
 class WatchedSteps:
-    """Hands steps to a monitor: short ones several together, while their updates are made.
+    """Passes steps to a monitor: short ones in groups, while their updates are being made.
 
-    The monitor proposes only, so ranks may hear of what it finds some steps later.  What one step
-    costs is mostly that its code is in no cache any more.
+    The monitor only proposes, so ranks may get its findings some steps later.  Most of the cost of
+    a single step is that its code is no longer in any cache.
 
     Args:
         monitor: None on every rank but the first, which watches for all.
@@ -189,7 +189,7 @@ class WatchedSteps:
         self._handed_over_at = -math.inf
 
     def add(self, step: int, norm: float, loss: float, *, applied: bool = True) -> None:
-        """One more step, in order."""
+        """Add one more step, in order."""
         if self._monitor is None:
             return
         self._steps.append((step, norm, loss, applied))
@@ -198,7 +198,7 @@ class WatchedSteps:
             self.hand_over()
 
     def hand_over(self) -> None:
-        """Have all steps watched that were not."""
+        """Pass all remaining steps to the monitor."""
         if self._monitor is not None:
             self._handed_over_at = self._clock()
             for step, norm, loss, applied in self._steps:
@@ -206,12 +206,12 @@ class WatchedSteps:
         self._steps.clear()
 
     def clear(self) -> None:
-        """Training begins again somewhere else."""
+        """Training restarts somewhere else."""
         self._steps.clear()
 
 
 def limit_in(text: str) -> float:
-    """The limit in the reason of a request, the largest float32 for none of it."""
+    """The limit in the reason of a request; the largest float32 stands for no limit."""
     try:
         limit = float(text)
     except ValueError as error:

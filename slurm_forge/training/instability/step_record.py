@@ -1,4 +1,4 @@
-"""A step that was taken, on its way to being judged."""
+"""A completed step that is yet to be judged."""
 
 from __future__ import annotations
 
@@ -14,33 +14,33 @@ from slurm_forge.training.step.update_report import UpdateReport
 from slurm_forge.vocabulary.plan import SampleWindow
 
 
-# Not frozen: made in every step, and that would take three times as long.
+# Not frozen: one is created in every step, and freezing would take three times as long.
 @dataclass(slots=True, eq=False, kw_only=True)
 class StepRecord:
-    """A step that has been taken, or left out: the device knows.
+    """A step that was applied or skipped, which the device knows.
 
-    ``unprotected`` are buffers that the step changed and that nothing can put back.
+    ``unprotected`` are buffers that the step changed and that can't be restored.
     """
 
     applied: Sequence[GuardedUpdate]
     step: int
     samples: SampleWindow
-    #: None where the program has computed the step itself.
+    #: None if the program computed the step itself.
     batch: Batch | None
     compute_loss: Callable[[Any], Any] | None
     generators: Generators | None
-    #: This rank's own mean loss, asked for after an incident only.
+    #: This rank's own mean loss, requested after an incident only.
     own_loss: Callable[[], float | None]
     has_loss: bool
-    #: Whether it is a batch of ``run.batches``, whose samples can be left out.
+    #: Whether it is a batch of ``run.batches``, whose samples can be skipped.
     from_stream: bool
     unprotected: tuple[str, ...]
-    #: What the program's own loop says of the step.
+    #: The report of the program's own loop on the step.
     report: UpdateReport | None = None
 
     @classmethod
     def of_report(cls, step: int, samples: SampleWindow, report: UpdateReport) -> StepRecord:
-        """A step that a loop has computed and updated by itself."""
+        """A step that a loop computed and updated by itself."""
         return cls(
             applied=(),
             step=step,
@@ -57,9 +57,10 @@ class StepRecord:
 
 
 def together(readings: Sequence[Reading]) -> Reading:
-    """Of several optimizers, whose norms are no one quantity, only the loss can be watched.
+    """Combine steps of several optimizers: their norms are no common quantity, so only the loss is
+    watched.
 
-    That of the first: a step of two losses may lack the second one now and then.
+    It is that of the first: a step of two losses may lack the second one now and then.
     """
     applied = all(reading.applied for reading in readings)
     finite = all(reading.finite for reading in readings)
@@ -67,5 +68,5 @@ def together(readings: Sequence[Reading]) -> Reading:
 
 
 def with_loss(readings: Sequence[Reading], loss: float | None) -> list[Reading]:
-    """Readings of updates whose loss the guard was not told, where the loop has reported it."""
+    """Readings of updates without a loss in the guard, completed by the loop's report."""
     return [each if loss is None else each._replace(loss=loss) for each in readings]

@@ -1,28 +1,28 @@
-"""Own loops that count micro-batches: accumulated gradients are in no checkpoint."""
+"""Loops that count micro-batches as steps: accumulated gradients are not in any checkpoint."""
 
 from __future__ import annotations
 
 from slurm_forge.errors import UnsupportedError
 
-#: So many updates, each behind as many steps without one, are no coincidence.
+#: This many updates, each after the same number of steps without one, are no coincidence.
 _PERIODS = 3
 
 
 class AccumulationCheck:
-    """Is told of each counted step that has made no update; such steps may come now and then."""
+    """Detects gradient accumulation by counted steps without an update; single ones are fine."""
 
     def __init__(self) -> None:
         self._last = 0
-        #: The steps without an update that came one after the other, up to the last one.
+        #: Consecutive steps without an update, up to the last one.
         self._row = 0
-        #: The lengths of the rows before, each with one update behind it.
+        #: The lengths of earlier such rows, each followed by one update.
         self._rows: list[int] = []
 
     def without_update(self, step: int) -> None:
-        """The ``step``th step, counted from 1, has made none.
+        """The ``step``th step, counted from 1, made no update.
 
         Raises:
-            UnsupportedError: Only every n-th of the last steps has.
+            UnsupportedError: Only every n-th of the last steps did.
         """
         behind = step - self._last
         if behind == 1:

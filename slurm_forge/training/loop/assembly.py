@@ -1,4 +1,4 @@
-"""What a run is made of on one rank, put together: every part knows only what it is handed here."""
+"""Assemble the parts of a run on one rank: every part knows only what it is given here."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ from slurm_forge.vocabulary.cause import Cause
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
-    """The parts that a run calls itself.  ``first_steps`` is None on every rank but the first."""
+    """The parts that a run calls directly.  ``first_steps`` is None on every rank but the first."""
 
     layout: ActiveLayout
     registry: Registry
@@ -81,7 +81,7 @@ def assemble(
     journal: JournalWriter | None,
     on_counted: Callable[[], None],
 ) -> Parts:
-    """Make the parts of one rank.  ``on_counted`` is called after each step."""
+    """Create the parts of one rank.  ``on_counted`` is called after each step."""
     registry, hooks, progress = Registry(), Hooks(context.rank), TrainingProgress()
     loss_history, active_plan = LossHistory(device), ActivePlan(context.brief.plan)
     layout = ActiveLayout(context.rank, context.world_size)
@@ -111,7 +111,7 @@ def assemble(
     )
 
     def act(request: Request) -> None:
-        requests.act(request)  # made last: it saves, and a save tells the boundaries
+        requests.act(request)  # created last: it saves, and a save notifies the boundaries
 
     boundaries = StepBoundaries(member, act)
     spike_monitor = None
@@ -251,7 +251,7 @@ def _first_steps(
         return None
 
     def wrong(text: str) -> None:
-        """Rank 0 alone ends the launch: the others are told by the conductor."""
+        """Rank 0 alone ends the launch: the conductor informs the others."""
         if not catalog.doubt(text):
             return
         saver.wait_for_save()
@@ -260,7 +260,7 @@ def _first_steps(
 
     return FirstSteps(
         loss_history,
-        # Under autocast, or with TF32, a float32 loss is no better than bfloat16.
+        # Under autocast, or with TF32, a float32 loss is no more exact than bfloat16.
         exactness=exactness_of(device),
         note_reference=catalog.note_reference_loss,
         report=catalog.say,

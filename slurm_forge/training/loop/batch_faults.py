@@ -1,4 +1,4 @@
-"""Faults on purpose that strike the losses or gradients of one step."""
+"""Injected faults that strike the losses or gradients of one step."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from slurm_forge.vocabulary.plan import SampleWindow
 
 
 class BatchFaults:
-    """The faults that strike one batch: also when its step is computed once more.
+    """The faults that strike one batch, including when its step is recomputed.
 
-    ``UnsupportedError`` for a fault of samples where ``in_stream`` is False: their positions are
-    known to ``run.batches`` only.
+    Raises ``UnsupportedError`` for a fault of samples if ``in_stream`` is False: only
+    ``run.batches`` knows their positions.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class BatchFaults:
         self._skipped = skipped
 
     def of_loss(self, loss: torch.Tensor | Loss, micro_batch: int) -> torch.Tensor | Loss:
-        """The loss of a micro-batch, or what a fault makes of it."""
+        """The loss of a micro-batch, changed by a fault if one strikes."""
         result: Any = loss
         changed: torch.Tensor | Loss = self._injector.loss(
             result,
@@ -63,14 +63,14 @@ class BatchFaults:
     def of_gradients(
         self, optimizer: Optimizer, norm: torch.Tensor | float | None
     ) -> torch.Tensor | float | None:
-        """Gradients that the program has computed by itself, and their norm."""
+        """Gradients that the program computed itself, and their norm."""
         parameters = (p for group in optimizer.param_groups for p in group["params"])
         return self._injector.gradients(parameters, step=self._step, norm=norm)
 
     def wrap(
         self, compute_loss: Callable[[Any], torch.Tensor | Loss]
     ) -> Callable[[Any], torch.Tensor | Loss]:
-        """The same function with the faults, for each micro-batch in turn, again and again."""
+        """The same function with the faults, for each micro-batch in turn, repeatedly."""
         turns = itertools.count()
 
         def spoilt(micro: Any) -> torch.Tensor | Loss:

@@ -1,4 +1,4 @@
-"""The loop of ``run.batches``: which samples are left, how they are cut, where it is rewound."""
+"""The loop of ``run.batches``: the remaining samples, micro-batches, and rewinding."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ from slurm_forge.training.loop.step_lifecycle import ONE_EACH
 
 
 class BatchLoop:
-    """One object per rank; ``batches`` is one loop over what is left of the run.
+    """One object per rank; ``batches`` is one loop over the rest of the run.
 
     Each batch has one step, counted before the next one is handed out; ``boundary`` passes the
     boundary between two steps, at the top of the loop.
@@ -80,26 +80,26 @@ class BatchLoop:
         self._groups = groups
         self._device = device
         self._boundary = boundary
-        #: Samples of an epoch; 0 before the loop has begun, or where only the source knows.
+        #: Samples of an epoch; 0 before the loop has begun, or if only the source knows.
         self.length = 0
         self._batch_source: BatchIterator | None = None
-        #: What was fetched last, whether or not it is handed out yet.
+        #: The last batch fetched, whether or not it has been handed out.
         self._fetched: Batch | None = None
-        #: Whether one is waited for.
+        #: Whether a batch is being waited for.
         self._waits = False
         self._learning: LearnedMicroBatch | None = None
         self._begun_at = self._loops = 0
-        #: The steps that were counted when the last batch was handed out.
+        #: The number of counted steps when the last batch was handed out.
         self._counted_before = 0
-        #: The loop that goes on, by its number, and the step at which it is through.
+        #: The number of the active loop, and the step at which it ends.
         self._goes_on: int | None = None
         self._ends_at = 0
-        #: What the program has given to run.batches.
+        #: The sources passed to run.batches.
         self._sources: list[Any] = []
         self._cuttable = True
 
     def batches(self, request: BatchesRequest) -> Iterator[Batch]:
-        """The batches that are left; UsageError at once for what can't be."""
+        """The remaining batches; UsageError at once for invalid arguments."""
         parts = self._parts
         parts.layout.give(request.mesh, request.data_parallel, restored=self._resumer.restored)
         refuse_source(
@@ -119,7 +119,7 @@ class BatchLoop:
 
     def _batches(self, request: BatchesRequest, sizes: StepSizes) -> Iterator[Batch]:
         parts, boundaries = self._parts, self._parts.boundaries
-        # One that the program has left at its last step, and kept, is over.
+        # A loop that the program left at its last step, and kept, is over.
         if self._goes_on is not None and parts.progress.step < self._ends_at:
             raise _inside_another(parts.progress.step, self._ends_at)
         if parts.step_lifecycle.iteration is not None:
@@ -129,14 +129,14 @@ class BatchLoop:
         rollbacks, total = boundaries.rollbacks, self._total(request, sizes, epoch)
         self._begun_at = parts.progress.step
         parts.instability.rewind = self._resumer.rewind if self._rewindable else None
-        # What lies before the second loop of a program is the first one's: not to be made up here.
+        # What lies before the second loop of a program belongs to the first one: not redone here.
         parts.instability.earliest = parts.progress.step if self._loops else 0
         loop, self._loops = self._loops, self._loops + 1
         self._goes_on, self._ends_at = loop, total
         try:
             while True:
                 self._boundary()
-                if boundaries.rollbacks != rollbacks:  # rewound: other samples come next
+                if boundaries.rollbacks != rollbacks:  # rewound: other samples follow
                     if source is not None:
                         source.close()
                     self._take_over(sizes)
@@ -156,7 +156,7 @@ class BatchLoop:
                 parts.step_lifecycle.settle()
                 self._hand_out(None)
                 if parts.progress.step == self._counted_before:
-                    raise _not_stepped()  # it would come again for ever
+                    raise _not_stepped()  # the batch would be repeated for ever
         finally:
             if self._goes_on == loop:
                 self._goes_on = None
@@ -173,23 +173,23 @@ class BatchLoop:
         return batch
 
     def _next_fetch(self) -> FetchBatch | None:
-        """At a stop: what gives the batch of the next step; None where that is not to be had.
+        """At a stop: a function that fetches the next step's batch; None if there is none.
 
-        No position changes with it: a checkpoint holds that of the steps that were counted.
+        No position changes: a checkpoint holds that of the counted steps.
         """
         parts, source = self._parts, self._batch_source
         step = parts.progress.step
         if source is None or step >= self._ends_at or parts.step_lifecycle.handed_out is not None:
             return None
         if self._waits or parts.data_state.random(step) is not None:
-            return None  # it may take long; or its random numbers are drawn already
+            return None  # it may take long, or its random numbers have been drawn already
         fetched = self._fetched
         if fetched is not None and fetched.step == step:
             return lambda _: fetched
         return partial(self._next_batch, source)
 
     def _hand_out(self, batch: Batch | None) -> None:
-        """``batch`` is the program's until its step is over; None in between."""
+        """Mark ``batch`` as the program's until its step is over; None in between."""
         lifecycle = self._parts.step_lifecycle
         lifecycle.hand_out(batch)
         self._parts.instability.batch_in_progress = batch is not None
@@ -204,7 +204,7 @@ class BatchLoop:
         compute_loss: Callable[[Any], torch.Tensor | Loss] | None,
         optimizer: Optimizer | None,
     ) -> AbstractContextManager[Step]:
-        """A call of ``run.step`` or ``run.train_step`` while ``handed_out`` is the program's."""
+        """A call of ``run.step`` or ``run.train_step`` while the program has ``handed_out``."""
         lifecycle = self._parts.step_lifecycle
         what = "run.step()" if compute_loss is None else "run.train_step()"
         in_stream = _same_samples(batch, handed_out)
@@ -224,7 +224,7 @@ class BatchLoop:
         return lifecycle.turn(batch, compute_loss, optimizer, in_stream=in_stream)
 
     def over(self) -> None:
-        """No more batches are taken, whatever has become of the loop."""
+        """Take no more batches, whatever the state of the loop is."""
         self._parts.instability.rewind = None
         self._hand_out(None)
         self._parts.reference_loss.next_fetch = self._fetched = None
@@ -233,9 +233,9 @@ class BatchLoop:
             self._batch_source = None
 
     def cut_smaller(self, batch: Any, step: Step | None, error: Exception) -> Batch | None:
-        """The batch to try again with where memory ran out; None where that is not to be cured.
+        """The batch to retry with after running out of memory; None if that can't be cured here.
 
-        Only where no other rank waits for this one, and before anything was changed.
+        Only if no other rank waits for this one, and before anything was changed.
         """
         parts = self._parts
         if self._context.world_size > 1 or step is None or step.updating:
@@ -245,7 +245,7 @@ class BatchLoop:
         if not isinstance(batch, Batch) or not self._owns(batch):
             return None
         if any(True for _ in parts.registry.ddp()):
-            return None  # a backward that was broken off leaves DDP waiting for its end
+            return None  # after an interrupted backward DDP waits for its end
         if not parts.step_lifecycle.abandon(step):
             return None
         micro_batch = parts.instability.shrink(in_one_line(error), max(batch.micro_sizes))
@@ -255,13 +255,13 @@ class BatchLoop:
         return self.smaller(batch, micro_batch)
 
     def _owns(self, batch: Batch) -> bool:
-        """Whether it is of the loop that goes on now."""
+        """Whether it belongs to the active loop."""
         return self._batch_source is not None and self._cuttable and batch.global_size > 0
 
     def smaller(self, batch: Batch, micro_batch: int) -> Batch | None:
-        """The batch once more in smaller micro-batches, as all that follow; None if it isn't ours.
+        """The batch in smaller micro-batches, as all following ones; None if it is not ours.
 
-        The samples and the global batch stay what they are.
+        The samples and the global batch stay the same.
         """
         source = self._batch_source
         if source is None or not self._owns(batch):
@@ -274,7 +274,7 @@ class BatchLoop:
         return again
 
     def going_well(self) -> None:
-        """Training has come some way: now and then, when nobody is held up by it."""
+        """Training has progressed; called now and then, when nobody is held up by it."""
         if self._learning is not None:
             steps_done = self._parts.progress.step - self._begun_at
             self._learning.worked(self._resumer.micro_batch, steps_done)
@@ -282,7 +282,7 @@ class BatchLoop:
 
     @property
     def _rewindable(self) -> bool:
-        """Whether all that training changes can be put back: as far as can be told."""
+        """Whether everything that training changes can be restored, as far as is known."""
         registry = self._parts.registry
         registered = {id(p) for model in registry.models.values() for p in model.parameters()}
         return bool(registry.optimizers) and all(
@@ -293,24 +293,24 @@ class BatchLoop:
         )
 
     def _begin(self, request: BatchesRequest, sizes: StepSizes) -> int | None:
-        """Restore.  What makes an epoch, as a step counts it, where that is known."""
+        """Restore, and determine the epoch as far as it is known."""
         parts, resumer, spec = self._parts, self._resumer, self._context.spec
         data, epoch = request.data, epoch_length(request.data)
         if data.indexed and data.sampler is None:
-            sample_order(data, sizes, spec.seed)  # an empty dataset is refused in its words
+            sample_order(data, sizes, spec.seed)  # refuses an empty dataset with its own message
         self.length = epoch or 0 if data.indexed and sizes.cuttable else 0
         self._cuttable = sizes.cuttable
         most = sizes.micro_batch
         fitting = self._fitting(most) if sizes.cuttable else most
         resumer.micro_batch = fitting_micro_batch(sizes.share, fitting) if fitting < most else most
         parts.step_lifecycle.global_batch = sizes.samples
-        # A second loop may be over other data; every start of the program begins with the first.
+        # A second loop may use other data; every start of the program begins with the first.
         if not self._loops:
             total = str(sizes.total) if sizes.cuttable else f"{sizes.total} batches"
             parts.compatibility.know(
                 sampling_facts(
                     seed=spec.seed,
-                    # Of a source on each rank: another number of ranks is judged when it is opened.
+                    # For a source on each rank, another number of ranks is checked when it opens.
                     global_batch=total if data.indexed else f"{sizes.share} a rank",
                     source=source_facts(data, parts.data_state.layout.data_ranks),
                 )
@@ -319,7 +319,7 @@ class BatchLoop:
                 parts.compatibility.compare_again()
         epoch = self._agreed_epoch(data, epoch)
         resumer.until = partial(self._total, request, sizes, epoch)
-        resumer.until()  # what can't be counted is refused before anything is loaded
+        resumer.until()  # refuses an unknown end before anything is loaded
         resumer.restore()
         require_identical(
             Ranks(self._groups.cpu),
@@ -337,7 +337,7 @@ class BatchLoop:
         return epoch
 
     def _agreed_epoch(self, data: DataSource, own: int | None) -> int | None:
-        """The length of an epoch over all ranks: of sources of their own, what each has at least.
+        """The length of an epoch on all ranks: for per-rank sources, the shortest one.
 
         Collective.
         """
@@ -352,10 +352,10 @@ class BatchLoop:
         return None if least is None else int(least) * self._parts.data_state.layout.data_ranks
 
     def _fitting(self, requested: int) -> int:
-        """Samples per forward pass: what is asked, the plan, and what other runs have learned."""
+        """Samples per forward pass: from the arguments, the plan, and earlier runs' experience."""
         plan, brief = self._parts.active_plan.plan.micro_batch, self._context.brief
         spec = self._context.spec
-        # What runs out of memory on purpose teaches nothing about real runs.
+        # Memory that is exhausted on purpose teaches nothing about real runs.
         shrinks = may_shrink(spec.recovery, batch_coupled=spec.batch_coupled) and not spec.inject
         if self._context.rank == 0 and shrinks:
             self._learning = LearnedMicroBatch(
@@ -377,7 +377,7 @@ class BatchLoop:
         return fitting
 
     def _take_over(self, sizes: StepSizes) -> None:
-        """What a new plan says of the micro-batch."""
+        """Apply a new plan's micro-batch."""
         planned = self._parts.active_plan.plan.micro_batch
         if sizes.cuttable and planned is not None and planned < self._resumer.micro_batch:
             self._resumer.micro_batch = fitting_micro_batch(sizes.share, planned)
@@ -389,9 +389,9 @@ class BatchLoop:
                 catalog.say(note)
 
     def _total(self, request: BatchesRequest, sizes: StepSizes, epoch: int | None) -> int:
-        """Steps of the whole run; windows that are left out of epochs have none.
+        """Steps of the whole run; windows that are skipped in epochs have none.
 
-        Epochs go by the samples consumed: the steps before may have had another batch size.
+        Epochs are counted in samples: earlier steps may have had another batch size.
         """
         until, windows = request.until, self._parts.active_plan.plan.skipped
         if isinstance(until, Steps):
@@ -402,8 +402,8 @@ class BatchLoop:
                 "how long an epoch is",
                 next_step="Write until=forge.Steps(n), or give the source a __len__.",
             )
-        # A batch sampler's lists are not positions in the stream: what was left out of them is
-        # made up for by as many lists of the next epoch.
+        # A batch sampler's lists are not positions in the stream: skipped lists are replaced by
+        # as many lists of the next epoch.
         if request.data.kind is SourceKind.BATCH_SAMPLER:
             return until.steps(epoch, sizes.total)
         end = until.count * epoch
@@ -412,7 +412,7 @@ class BatchLoop:
         return progress.step + -(-samples_left // sizes.total)
 
     def _open(self, request: BatchesRequest, sizes: StepSizes, loop: int) -> BatchIterator:
-        """The source at the present position of the run."""
+        """Open the source at the present position of the run."""
         parts, plan = self._parts, self._parts.active_plan.plan
         source = open_source(
             request.data,
@@ -449,7 +449,7 @@ class BatchLoop:
 
 
 def _same_samples(batch: Any, handed_out: Batch) -> bool:
-    """Whether it is what ``run.batches`` handed out, or made of it by ``dataclasses.replace``."""
+    """Whether it is the handed-out batch, or made of it by ``dataclasses.replace``."""
     if batch is handed_out or not isinstance(batch, Batch):
         return batch is handed_out
     one, other = (

@@ -1,4 +1,4 @@
-"""What a program gives to ``run.batches``, checked before anything is done."""
+"""The arguments of ``run.batches``, checked before anything is done."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from slurm_forge.training.data.step_sizes import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchesRequest:
-    """What the program asked of ``run.batches``; ``UsageError`` for what can't be."""
+    """A validated request for batches; ``UsageError`` for invalid arguments."""
 
     source: Any
     until: Steps | Epochs
@@ -38,7 +38,7 @@ class BatchesRequest:
     sample_ids: Callable[[Any], Any] | None = None
     mesh: DeviceMesh | None = None
     data_parallel: Sequence[str] | None = None
-    #: What ``source`` is, and how it is used.
+    #: The kind of ``source``, and how it is used.
     data: DataSource = field(init=False)
 
     def __post_init__(self) -> None:
@@ -74,7 +74,7 @@ class BatchesRequest:
             )
 
     def sizes(self, ranks: int) -> StepSizes:
-        """What a step takes; UsageError for arguments that don't go together."""
+        """The sizes of a step; UsageError for arguments that contradict each other."""
         return step_sizes(
             self.data,
             global_batch_size=self.global_batch_size,
@@ -128,7 +128,7 @@ def _count(name: str, value: object, *, least: int = 1) -> int:
 
 
 def _as_int(value: Any, *, least: int) -> int | None:
-    """A whole number of at least that, of numpy and torch as well; ``True`` is none."""
+    """An integer of at least that, also of numpy and torch; ``True`` is not one."""
     if isinstance(value, bool):
         return None
     try:

@@ -1,7 +1,7 @@
 """Training loops that are the program's own: ``run.steps``, ``run.apply``, ``run.advance``.
 
-A checkpoint is taken in ``advance`` and at the top of ``run.steps`` alone.  There as many batches
-are consumed as steps are counted, wherever in the body of the loop the program fetches them.
+A checkpoint is taken only in ``advance`` and at the top of ``run.steps``.  There the number of
+consumed batches equals the number of counted steps, wherever in the loop the program fetches them.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ from slurm_forge.training.loop.step_lifecycle import ADVANCE, ONE_EACH
 from slurm_forge.training.step.gradient_guard import LARGEST, apply_gradients, norm_on_host
 from slurm_forge.training.step.update_report import UpdateReport, reported
 
-#: Calls of ``poll`` outside a phase before the first step is counted.
+#: Calls of ``poll`` allowed outside a phase before the first step is counted.
 _POLLS = 10
 
 
 class CustomLoop:
     """One object per rank.
 
-    ``boundary`` passes a step boundary.  With a batch of the program's own that is where the step
-    is counted: the program has fetched its batch by then, and the next one not yet.
+    ``boundary`` passes a step boundary.  With the program's own batches, that is where the step is
+    counted: its batch has been fetched by then, and the next one has not.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class CustomLoop:
         self._resumer = resumer
         self._groups = groups
         self._boundary = boundary
-        #: Whether the next step is likely to be guarded by ``apply``, which puts buffers back.
+        #: Whether the next step is likely to be guarded by ``apply``, which restores buffers.
         self._guards = True
         self._until: int | None = None
         self._checked: set[bool] = set()
@@ -78,7 +78,7 @@ class CustomLoop:
     # -- the loop ----------------------------------------------------------------------------
 
     def steps(self, until: Steps) -> Iterator[int]:
-        """The numbers of the steps that are left, each with one ``advance`` in its body."""
+        """The numbers of the remaining steps, each with one ``advance`` in its body."""
         self._refuse_inside("run.steps()")
         if self._lifecycle.iteration is not None:
             raise UnsupportedError(
@@ -125,7 +125,7 @@ class CustomLoop:
         grad_norm: torch.Tensor | float | None,
         samples: int | None,
     ) -> None:
-        """Count one step, and pass the boundary behind it."""
+        """Count one step, and pass the boundary after it."""
         self.count("run.advance", loss, grad_norm, samples)
         self.boundary()
 
@@ -136,7 +136,7 @@ class CustomLoop:
         grad_norm: torch.Tensor | float | None,
         samples: int | None,
     ) -> None:
-        """Count one step; ``what`` is the method of the run that does."""
+        """Count one step; ``what`` names the method of the run that does."""
         lifecycle = self._lifecycle
         self._require_between_steps(f"{what}()")
         loss = reported("loss", loss)
@@ -160,7 +160,7 @@ class CustomLoop:
         lifecycle.close(report, samples=samples)
 
     def boundary(self) -> None:
-        """Pass the boundary behind a step that is counted."""
+        """Pass the boundary after a counted step."""
         self._pass_boundary()
         if self._guards and self._lifecycle.iteration is None:
             self._lifecycle.remember_buffers()
@@ -173,7 +173,7 @@ class CustomLoop:
         *,
         keep_gradients: bool = False,
     ) -> None:
-        """Judge gradients that the program has computed: updates ``advance`` will count."""
+        """Judge gradients that the program computed: updates that ``advance`` will count."""
         self._require_between_steps("run.apply()")
         if optimizer is not None:
             self.require_registered(optimizer, "run.apply()")
@@ -212,7 +212,7 @@ class CustomLoop:
                 lr_scale=plan.plan.lr_scale(number),
                 limit=plan.limit,
                 scaler=self._parts.registry.scaler,
-                update_scaler=False,  # once per step, however many optimizers: when it is counted
+                update_scaler=False,  # once per step, for all optimizers: when it is counted
                 norm_group=layout.pipeline_group,
                 keep_gradients=keep_gradients,
             )
@@ -225,7 +225,7 @@ class CustomLoop:
         compute_loss: Callable[[Any], torch.Tensor | Loss] | None,
         optimizer: Optimizer | None,
     ) -> Iterator[Step]:
-        """A call of ``run.step`` or ``run.train_step`` with a batch of the program's own."""
+        """A call of ``run.step`` or ``run.train_step`` with the program's own batch."""
         what = "run.step()" if compute_loss is None else "run.train_step()"
         if not self._lifecycle.continues(what, optimizer):
             self._require_new_step(what)
@@ -239,7 +239,7 @@ class CustomLoop:
             self._pass_boundary()
 
     def _require_one_loss(self, batch: Any, compute_loss: Callable[..., Any]) -> None:
-        """Several optimizers and two losses of one batch: a GAN that names no optimizer."""
+        """Refuse two losses of one batch with several optimizers: a GAN that names no optimizer."""
         if len(self._parts.registry.optimizers) < 2:
             return
         tensor = first_tensor(batch.micro_batches if isinstance(batch, Batch) else batch)
@@ -254,7 +254,7 @@ class CustomLoop:
         self._last = (tensor, code)
 
     def poll(self) -> None:
-        """Outside a phase: nothing is to be done here; an error in a loop that never advances."""
+        """Outside a phase it does nothing; an error in a loop that never advances."""
         lifecycle = self._lifecycle
         in_loop = lifecycle.handed_out is not None or lifecycle.iteration is not None
         if in_loop or lifecycle.counted:
@@ -268,7 +268,7 @@ class CustomLoop:
             )
 
     def _require_counted_once(self, before: int) -> None:
-        """At the end of the body of ``steps``: more than once was refused where it was tried."""
+        """At the end of the body of ``steps``: counting twice was refused when it was tried."""
         step, left_out = self._lifecycle.open, self._lifecycle.not_applied
         if step is not None and step.updates:
             names = f" ({', '.join(left_out)} not stepped)" if step.parts else ""
@@ -286,12 +286,12 @@ class CustomLoop:
     # -- what the other ways to take a step need ----------------------------------------------
 
     def _require_between_steps(self, what: str) -> None:
-        """``UnsupportedError`` where no update can be made or counted by ``what``."""
+        """Raise ``UnsupportedError`` if no update can be made or counted by ``what``."""
         self._refuse_inside(what)
         self._require_new_step(what)
 
     def _require_new_step(self, what: str) -> None:
-        """``UnsupportedError`` where the checkpoint is not loaded, or the step is counted."""
+        """Raise ``UnsupportedError`` if no checkpoint is loaded, or the step is counted already."""
         if not self._resumer.restored:
             raise UnsupportedError(
                 f"{what} before the checkpoint is loaded: a batch that was fetched before is not "
@@ -307,7 +307,7 @@ class CustomLoop:
             )
 
     def require_registered(self, optimizer: Optimizer, what: str) -> None:
-        """``UnsupportedError`` for an optimizer that is in no checkpoint."""
+        """Raise ``UnsupportedError`` for an optimizer that is not in the checkpoints."""
         registered = self._parts.registry.optimizers
         if optimizer not in registered.values():
             names = ", ".join(registered) or "none"
@@ -318,7 +318,7 @@ class CustomLoop:
             )
 
     def _pass_boundary(self) -> None:
-        """The boundary behind a step on the program's own data."""
+        """Pass the boundary after a step on the program's own data."""
         if self._first_step:
             self._first_step = False
             self._resumer.note_missing_position()
@@ -331,9 +331,9 @@ class CustomLoop:
 
     @contextmanager
     def ahead(self, *, again: bool = False) -> Iterator[bool]:
-        """Where a save is to hold the positions of the last boundary; False if not known.
+        """Prepare a save that holds the positions of the last boundary; False if unknown.
 
-        ``again``: there will be more such places, so they are kept at every boundary from then on.
+        ``again``: more such places will follow, so positions are kept at every boundary from then.
         """
         ahead = self.positions.ahead() if self._lifecycle.own_data else {}
         if again and ahead is None:
@@ -346,7 +346,7 @@ class CustomLoop:
             schedule.ahead = {}
 
     def restored(self) -> None:
-        """The checkpoint is loaded, and a loop of the program's own may follow."""
+        """The checkpoint is loaded; a loop of the program's own may follow."""
         self._lifecycle.own_data = True
         self.positions.at_boundary(wanted=True)
         self.positions.watch()
@@ -358,7 +358,7 @@ class CustomLoop:
         ]
 
     def require_counted(self) -> None:
-        """``UnsupportedError`` for a training of which no step was counted: it would be step 0."""
+        """Raise ``UnsupportedError`` for training without any counted step: it would be step 0."""
         if self._lifecycle.counted or self._progress.step:
             return
         most = max((p._version - version for p, version in self._weights), default=0)
@@ -384,7 +384,7 @@ class CustomLoop:
         raise UnsupportedError(f"{what} in {place}", next_step=instead)
 
     def _first_of_its_kind(self, guarded: bool) -> None:
-        """The first step whose updates are guarded, or are not: what does not go with it."""
+        """Check the first step with, or without, guarded updates for unsupported combinations."""
         self._checked.add(guarded)
         require_injectable(
             (fault for fault in self._context.spec.inject if not fault.of_start),
@@ -402,7 +402,7 @@ class CustomLoop:
 
 
 def checked_steps(until: Any) -> Steps:
-    """``UsageError`` for what is no number of steps."""
+    """Raise ``UsageError`` for anything but a number of steps."""
     if not isinstance(until, Steps):
         raise UsageError(
             f"run.steps(until={until!r}) does not say how many steps are meant",

@@ -1,8 +1,8 @@
-"""What is done about an instability, by all ranks together, between two steps.
+"""The reaction to an instability, by all ranks together, between two steps.
 
-Rank 0 decides (the program's hook first, then the policy) and writes it down; all ranks hear it in
-one exchange, which is issued only after an incident.  A rollback is carried out here where the loop
-is ours to rewind; everything else ends the launch, and the supervisor does what was decided.
+Rank 0 decides (the program's hook first, then the policy) and journals the decision; all ranks get
+it in one exchange, which happens only after an incident.  A rollback is carried out here if the
+loop can be rewound; everything else ends the launch, and the supervisor carries out the decision.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ _CORRECT_THE_HOOK = "Correct the hook; the log of rank 0 has the traceback."
 
 @dataclass(frozen=True, slots=True)
 class _UnfinishedRollback:
-    """A rollback whose cost is known once training is past ``step`` again."""
+    """A rollback whose cost is known once training has passed ``step`` again."""
 
     incident_id: str
     step: int
@@ -70,8 +70,8 @@ class _UnfinishedRollback:
 class InstabilityHandler:
     """One object per launch and rank.
 
-    ``rewind`` puts everything back to the newest checkpoint that may be used and is None where the
-    loop can't be rewound: then the launch is ended for it.
+    ``rewind`` restores the newest usable checkpoint, and is None if the loop can't be rewound: then
+    the launch ends instead.
     """
 
     def __init__(
@@ -104,25 +104,25 @@ class InstabilityHandler:
         #: Rollbacks whose cost is not known yet.
         self.unfinished_rollbacks: list[_UnfinishedRollback] = []
         self.rewind: Callable[[], None] | None = None
-        #: A batch was handed out and its step is not over: what comes up is seen to after it.
+        #: A batch was handed out and its step is not over: incidents are handled after it.
         self.batch_in_progress = False
         #: A rollback to before this step belongs to an earlier loop of the program.
         self.earliest = 0
         self._known_checkpoints: Known | None = None
 
     def boundary(self) -> bool:
-        """Between two steps: see to what the last ones were; whether training was rewound."""
+        """Between two steps: handle what happened in the last ones; whether it was rewound."""
         if self.unfinished_rollbacks and self._progress.step > self.unfinished_rollbacks[0].step:
             self._journal_rollback_cost(self.unfinished_rollbacks.pop(0))
         if self.batch_in_progress:
-            return False  # it would be trained on after the rollback, in another step's place
+            return False  # the batch would be trained on after the rollback, as another step
         trouble, self._skip_tracker.trouble = self._skip_tracker.trouble, None
         return trouble is not None and self.act(trouble)
 
     def act(self, trouble: Instability) -> bool:
-        """Decide about it and do it: on all ranks at this boundary.  Whether it was rewound."""
+        """Decide and act, on all ranks at this boundary.  Whether training was rewound."""
         since = self._clock()
-        # A save in flight may be what is gone back to, and its ranks may be what is given up.
+        # A pending save may be the rollback's target, and its ranks may be about to be given up.
         self._save_schedule.finish_save()
         self._skip_tracker.trouble = None
         self._skip_tracker.read_all()
@@ -149,7 +149,7 @@ class InstabilityHandler:
                 self._save_schedule.accept_mismatch()
             if self._known_checkpoints is not None:
                 self._save_schedule.agree_with(self._known_checkpoints)
-            return False  # what ``read_all`` has found meanwhile comes up at the next boundary
+            return False  # what ``read_all`` found meanwhile is handled at the next boundary
         rewind = self.rewind
         moves = decision.plan.exclude_nodes != self._active_plan.plan.exclude_nodes
         target = None if decision.target is None else CheckpointName.parse(decision.target)
@@ -170,10 +170,10 @@ class InstabilityHandler:
         return True
 
     def final_check(self) -> bool:
-        """After the last step: see to what is not right with it; False if training was rewound.
+        """After the last step: handle what is wrong with it; False if training was rewound.
 
-        A run that is finished is never looked at again, and what only a save would find may have
-        come after the last one.
+        A finished run is never examined again, and a problem that only a save would find may have
+        occurred after the last one.
         """
         self._save_schedule.finish_save()
         self._skip_tracker.read_all()
@@ -193,11 +193,11 @@ class InstabilityHandler:
         }
         answer = self._ranks.agree(None, report, together, doing="Ending the run")
         if answer["proposal"]:
-            # Of the very last steps: nobody would hear of it on the channel any more.
+            # For the very last steps, nobody would hear of it on the channel any more.
             self._skip_tracker.announced(announced(answer["proposal"]))
         trouble, self._skip_tracker.trouble = self._skip_tracker.trouble, None
         text = answer["state"]
-        # What is not finite makes ranks differ, too, and has a cure.
+        # Non-finite values make ranks differ, too, and have a remedy.
         if trouble is not None and not (text and trouble.cause is Cause.RANK_MISMATCH):
             return not self.act(trouble)
         if not text:
@@ -209,9 +209,9 @@ class InstabilityHandler:
         )
 
     def shrink(self, text: str, micro_batch: int) -> int | None:
-        """The smaller micro-batch to go on with on this one rank; None where that is not decided.
+        """The smaller micro-batch to continue with on this one rank; None if undecided.
 
-        What is not decided here is journalled nowhere: the launch ends, and then it is.
+        What is not decided here is not journalled: the launch ends, and the decision follows then.
         """
         journal, brief = self._journal, self._context.brief
         if journal is None or self._context.world_size != 1:
@@ -243,7 +243,7 @@ class InstabilityHandler:
         return smaller
 
     def refuse(self, text: str) -> NoReturn:
-        """The program does not want to go on from what it was resumed from: the run is held.
+        """The program refuses to continue from the loaded checkpoint: the run is held.
 
         Called on all ranks.
         """
@@ -278,7 +278,7 @@ class InstabilityHandler:
         self._give_up(trouble, decided=incident_id if written else "")
 
     def _decide(self, trouble: Instability, incident_id: str) -> Any:
-        """On rank 0: the decision as JSON; None where it can't be written down."""
+        """On rank 0: the decision as JSON; None if it can't be journalled."""
         incident = trouble.incident(incident_id)
         journal = self._journal
         if journal is None:
@@ -291,27 +291,27 @@ class InstabilityHandler:
             decision = self._choose_decision(state, incident)
             journal.write(DecisionTaken(decision=decision), durable=True)
         except OSError:
-            return None  # a budget that is charged nowhere would never be used up
+            return None  # a budget that is not charged would never be exhausted
         except HookError as error:
             traceback.print_exception(error.__cause__)
             return {"raised": error.message}
         return _decisions().dump_python(decision, mode="json")
 
     def _read(self, journal: JournalWriter) -> RunState:
-        """The state of the run; what is written from now on comes behind what it rests on."""
+        """The state of the run; records written from now on follow those that it is based on."""
         records = read_to_fold(self._context.directory)
         journal.advance_clock(records)
         return fold(records)
 
     def _choose_decision(self, state: RunState, incident: Incident) -> Decision:
-        """The hook's answer where its place in the ladder is, and else what the policy says."""
+        """The hook's answer if it is its turn in the ladder, otherwise the policy's decision."""
         spec = self._context.spec
         coupled = spec.batch_coupled
 
         def hook(rung: int | None) -> Decision | None:
             try:
                 answer = self._hooks.instability(incident)
-            except Exception as error:  # anything: it is the program's
+            except Exception as error:  # any exception: it is the program's code
                 raise HookError(
                     f"{type(error).__name__}: {error}", next_step=_CORRECT_THE_HOOK
                 ) from error

@@ -1,9 +1,9 @@
-"""Whether the loss of the next step can be computed without the program: from how the last did it.
+"""Whether the next step's loss can be computed without the program: by observing the last steps.
 
-What ``run.train_step`` is given belongs to one step: a function may use values that the loop's body
-works out anew each time, and the batch may be changed before it is handed over.  So the last two
-steps that were looked at have to be alike in all that can be looked at, and the last step has to be
-of the same code; else it is not known.
+The arguments of ``run.train_step`` belong to one step: a function may use values that the loop's
+body computes anew each time, and the batch may be changed before it is passed.  So the last two
+observed steps must be equal in everything observable, and the last step must have the same code;
+otherwise the loss function is unknown.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 # Not frozen: made in every step, and that would take as long as all that is in it.
 @dataclass(slots=True, eq=False)
 class _Inputs:
-    """What a step is computed from: its batch as it is now, and the random numbers to come."""
+    """The inputs of a step: its batch as it is now, and the random numbers to come."""
 
     batch: Batch
     generators: Generators
@@ -55,7 +55,7 @@ class _Inputs:
 
 @dataclass(slots=True, eq=False)
 class _LossCall:
-    """One step's: what its function uses of its surroundings, and the modes it ran in."""
+    """A step's loss function: the outside values it uses, and the modes it ran in."""
 
     code: object
     values: tuple[object, ...]
@@ -70,10 +70,10 @@ class _LossCall:
 
 
 class LossCalls:
-    """Looks at some steps of a loop over ``run.batches``; ``models`` are the registered ones.
+    """Observes some steps of a loop over ``run.batches``; ``models`` are the registered ones.
 
-    A look takes up to 30 µs, which a step of a millisecond would notice: the first two steps of a
-    launch are looked at, and one in ``LOOK_EVERY``.
+    An observation takes up to 30 µs, noticeable in a step of a millisecond: the first two steps of
+    a launch are observed, and then one in ``LOOK_EVERY``.
     """
 
     def __init__(
@@ -83,25 +83,25 @@ class LossCalls:
         self._device = device
         self._handed_out: _Inputs | None = None
         self._last: _LossCall | None = None
-        #: Whether the steps that were looked at last were.
+        #: Whether the last observed steps computed their losses in the same way.
         self.alike = False
         self._host = host
         self._states = host.states()
 
     def handed_out(self, batch: Batch | None) -> None:
-        """``batch`` is the program's from now on; None once its step is over."""
+        """The program has ``batch`` from now on; None once its step is over."""
         self._handed_out = None
         if batch is not None:
             try:
                 self._handed_out = _Inputs(batch, Generators.now(self._device))
                 self._states = self._host.states()
-            except Exception:  # the program's objects: tensors of inference mode have no versions
+            except Exception:  # the program's objects: inference-mode tensors have no version
                 return
 
     def step_begins(
         self, batch: Batch, function: LossFunction | None, generators: Generators
     ) -> None:
-        """A step begins with this batch; without ``function`` its losses come one by one."""
+        """A step begins with this batch; without ``function`` its losses are passed one by one."""
         before, handed_out = self._last, self._handed_out
         self._last, self.alike = None, False
         if function is None or handed_out is None:
@@ -113,14 +113,14 @@ class LossCalls:
             alike = before is not None and before.alike(now)
             same = handed_out.same(_Inputs(batch, generators))
             self.alike = alike and same and self._host.are_unchanged(self._states)
-        except Exception:  # the program's, again: then it is not known
+        except Exception:  # the program's code: then it is unknown
             return
 
     def next_function(self, function: LossFunction | None) -> LossFunction | None:
-        """What computes the losses of the next step, as the last ``function``; None if unknown.
+        """The function that computes the losses of the next step, like ``function``, or None.
 
-        Its code has to be that of the steps that were looked at.  Its values are the last step's;
-        some of them may be others between two steps (a flag of the loop's body).
+        Its code must be that of the observed steps.  Its values are the last step's; some of them
+        may change between two steps (a flag of the loop's body).
         """
         last = self._last
         known = last is not None and self.alike and function is not None
@@ -137,7 +137,7 @@ class LossCalls:
 
 
 def _code_of(function: Any) -> object:
-    """What is the same of a function that is made anew in each step."""
+    """The constant part of a function that is created anew in each step."""
     while isinstance(function, partial):
         function = function.func
     plain = getattr(function, "__func__", function)  # of a bound method
@@ -145,7 +145,7 @@ def _code_of(function: Any) -> object:
 
 
 def _surroundings(function: Any) -> tuple[object, ...]:
-    """What makes a function another one: its code, and the values that it has from elsewhere."""
+    """What distinguishes functions: their code, and the values that they get from outside."""
     return tuple(map(_reference, _values_of(function)))
 
 
@@ -179,7 +179,7 @@ def _is_plain(value: object) -> bool:
 
 
 def _reference(value: object) -> object:
-    """Tells the value from others, and does not keep it: it may be a batch on a full GPU."""
+    """Identify the value without keeping it alive: it may be a batch on a full GPU."""
     if isinstance(value, _PLAIN):
         return value
     try:
@@ -189,7 +189,7 @@ def _reference(value: object) -> object:
 
 
 def _same(one: object, other: object) -> bool:
-    # While its referent lives there is one reference to it, which would compare referents.
+    # While its referent lives there is one reference to it; comparing would compare referents.
     if isinstance(one, weakref.ref) or isinstance(other, weakref.ref):
         return one is other
     return type(one) is type(other) and one == other

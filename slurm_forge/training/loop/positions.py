@@ -1,8 +1,8 @@
-"""Registered objects that are ahead of the steps: iterators whose next batch is fetched already.
+"""Registered objects that are ahead of the steps: iterators that have fetched their next batch.
 
-In a loop of the program's own a phase may come behind the fetch.  A save in it has to hold the
-position of the last boundary.  So the states of registered objects are kept at boundaries that a
-phase is due at, and compared when it begins: nothing but a fetch has changed them since.
+In a loop of the program's own, a phase may follow the fetch.  A save in that phase must hold the
+position of the last boundary.  So the states of registered objects are recorded at boundaries where
+a phase may be due, and compared when it begins: only a fetch can have changed them since.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from slurm_forge.training.core.run_state import (
     TrainingProgress,
 )
 
-#: Steps of a launch in which fetches are watched: later ones are like them.
+#: Steps of a launch in which fetches are observed: later ones are like them.
 _WATCHED = 3
-#: Tensors above it are no position in anything: compared by what counts their changes.
+#: Larger tensors are no positions: they are compared by their version counters.
 _LARGEST = 1 << 14
 
 
 @dataclass(slots=True)
 class KeptState:
-    """In place of an object in a checkpoint: its state as it was.
+    """A recorded state, saved in place of its object.
 
-    A trainer of another library registers one, and sets its state itself: it is never ahead.
+    A trainer of another library registers one and sets its state itself: it is never ahead.
     """
 
     state: Any
@@ -42,13 +42,13 @@ class KeptState:
         return self.state
 
     def load_state_dict(self, state: Any) -> None:
-        """The state of a checkpoint, for the trainer that has registered it."""
+        """Keep the state of a checkpoint for the trainer that registered it."""
         self.state = state
 
 
 @dataclass(frozen=True, slots=True)
 class _LargeTensor:
-    """A tensor by identity, and how often it was written to."""
+    """A tensor by identity, and its number of writes."""
 
     tensor: torch.Tensor
     version: int
@@ -62,11 +62,11 @@ class Positions:
         self._progress = progress
         self._every: set[int] = set()
         self._registered: dict[str, Any] = {}
-        #: Whether phases come without being due: positions are kept at every boundary then.
+        #: Whether phases come unannounced: positions are then recorded at every boundary.
         self.always = False
         self._kept: dict[str, Any] = {}
         self._kept_at = -1
-        #: Iterables when the last update was made, or those that were fetched from before a loop.
+        #: Iterables at the time of the last update, or those used before a loop.
         self._at_update: dict[str, Any] = {}
         self._fetched_before: dict[str, Any] = {}
         self._loop_begun = False
@@ -75,22 +75,22 @@ class Positions:
 
     @property
     def wanted(self) -> bool:
-        """Whether a phase may follow any boundary."""
+        """A phase may follow any boundary."""
         return self.always or bool(self._every)
 
     def wanted_every(self, steps: int) -> None:
-        """A phase is due every so many steps."""
+        """A phase is due every this many steps."""
         self._every.add(steps)
 
     def registered(self) -> None:
-        """Objects were registered: iterators among them are to stay where they are for now."""
+        """Objects were registered: iterators among them must not move for now."""
         for name, item in self._registry.others.items():
             if name not in self._registered and hasattr(item, "__next__"):
-                with contextlib.suppress(Exception):  # the program's: a save tells what is wrong
+                with contextlib.suppress(Exception):  # the program's: a save reports what is wrong
                     self._registered[name] = _kept(item)
 
     def require_untouched(self) -> None:
-        """``UnsupportedError`` where an iterator has moved before the checkpoint is loaded."""
+        """Raise ``UnsupportedError`` if an iterator has moved before the checkpoint is loaded."""
         for name, item in self._registry.others.items():
             kept = self._registered
             if _is_begun(item) or (name in kept and not _same(kept[name], _kept(item))):
@@ -102,19 +102,19 @@ class Positions:
                 )
 
     def at_boundary(self, *, wanted: bool = False) -> None:
-        """Keep the states if a phase may follow, or where they are ``wanted``: once for a step."""
+        """Record the states, once per step, if a phase may follow or they are ``wanted``."""
         step = self._progress.step
         wanted = wanted or self.always or any(step % every == 0 for every in self._every)
         if not wanted or step == self._kept_at:
             return
         self._kept_at = -1
-        # Asking a loader for its state may make its iterator, which draws a number.
-        with contextlib.suppress(Exception), preserved():  # the program's: a save tells
+        # Requesting a loader's state may create its iterator, which draws a random number.
+        with contextlib.suppress(Exception), preserved():  # the program's: a save reports it
             self._kept = {name: _kept(item) for name, item in self._objects.items()}
             self._kept_at = step
 
     def watch(self) -> None:
-        """A loop of the program's begins: see in its first steps that it does not fetch ahead."""
+        """A loop of the program's begins: check in its first steps that it does not fetch ahead."""
         if self._unwatched_at >= 0 or not self._iterables:
             return
         self._unwatched_at = self._progress.step + _WATCHED
@@ -124,9 +124,9 @@ class Positions:
                 self._watch.append(hook(lambda *_: self._updated()))
 
     def loop_begins(self) -> None:
-        """What was fetched since the last boundary is for the first step, and all that is.
+        """All fetches since the last boundary belong to the first step, and nothing else does.
 
-        Not before a later loop: the one before it was left where its data ended.
+        Not before a later loop: the one before it ended where its data ended.
         """
         if self._loop_begun:
             return
@@ -136,7 +136,7 @@ class Positions:
             self._fetched_before = {n: _kept(items[n]) for n in fetched if n in items}
 
     def require_not_ahead(self) -> None:
-        """``UnsupportedError`` at the end of a step that has fetched the next one's batch."""
+        """Raise ``UnsupportedError`` after a step that has fetched the next one's batch."""
         if not (self._watch or self._fetched_before):
             return
         name = self._moved(self._at_update)
@@ -154,7 +154,7 @@ class Positions:
     def _updated(self) -> None:
         if self._progress.step >= self._unwatched_at:
             return  # in a loop over run.batches(), which fetches by itself
-        with contextlib.suppress(Exception), preserved():  # the program's: a save tells
+        with contextlib.suppress(Exception), preserved():  # the program's: a save reports it
             self._at_update = {name: _kept(item) for name, item in self._iterables.items()}
 
     def _moved(self, kept: Mapping[str, Any]) -> str | None:
@@ -166,11 +166,11 @@ class Positions:
 
     @property
     def _iterables(self) -> Mapping[str, Any]:
-        """What data come from: not an EMA or a replay buffer, which change after the update."""
+        """Sources of data: not an EMA or a replay buffer, which change after the update."""
         return {name: item for name, item in self._objects.items() if _hands_out(item)}
 
     def ahead(self) -> dict[str, KeptState] | None:
-        """What is to be saved in place of objects that are ahead; None where that is not known."""
+        """What to save in place of objects that are ahead; None if that is unknown."""
         objects = self._objects
         if not objects:
             return {}
@@ -215,12 +215,12 @@ def _hands_out(item: Any) -> bool:
 def _is_begun(item: Any) -> bool:
     """Whether a loader of torchdata, which is no iterator itself, was iterated over.
 
-    ``nodes.Loader`` tells it in its state.  ``StatefulDataLoader`` tells it nowhere, and to ask for
-    its state starts its workers: of its private fields these two are alike in torchdata 0.8 to 0.11
-    and a test fails where they are not.
+    ``nodes.Loader`` includes it in its state.  ``StatefulDataLoader`` does not, and requesting its
+    state starts its workers: these two private fields are the same in torchdata 0.8 to 0.11, and a
+    test fails if they are not.
     """
     if type(item).__module__ == "torchdata.nodes.loader":
-        with contextlib.suppress(Exception), preserved():  # the program's: a save tells
+        with contextlib.suppress(Exception), preserved():  # the program's: a save reports it
             return bool(item.state_dict()["num_yielded"])
     asked_for_state = getattr(item, "_initial_iter_for_state_dict", None)
     return asked_for_state is False and getattr(item, "_iterator", None) is not None
@@ -243,7 +243,7 @@ def _copied(value: Any) -> Any:
 
 
 def _state_of(kept: Any) -> Any:
-    """The state that was copied; what is too large to be copied as it is now."""
+    """The state, copied; a value that is too large to be copied is kept as it is."""
     if isinstance(kept, _LargeTensor):
         return kept.tensor
     if isinstance(kept, Mapping):

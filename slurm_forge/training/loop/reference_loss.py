@@ -1,9 +1,9 @@
-"""The loss of the first micro-batch behind a checkpoint that a stop has written.
+"""The loss of the first micro-batch after a checkpoint that was written for a stop.
 
 No step follows a stop.  So once the checkpoint is on disk and the conductor knows that this rank
-has stopped, the next step is begun for the sake of its first loss alone: its batch is fetched, and
-the function that the last steps were given is called with the random state of the checkpoint.
-Whatever goes wrong from there on costs that loss and nothing else.
+has stopped, the next step is begun only for its first loss: its batch is fetched, and the function
+of the last steps is called with the random state of the checkpoint.  A failure from there on costs
+that loss and nothing else.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from slurm_forge.training.loop.loss_calls import LossFunction
 from slurm_forge.training.loop.save_schedule import SaveSchedule
 from slurm_forge.training.loop.step_lifecycle import StepLifecycle
 
-#: Fetches the batch of the next step; calls what it is given while it waits.
+#: Fetches the batch of the next step; calls its argument while waiting.
 FetchBatch: TypeAlias = Callable[[Callable[[], None]], Batch]
 _DOING = "Computing the loss behind the checkpoint"
 
@@ -54,16 +54,16 @@ class ReferenceLoss:
         self._member = member
         self._group = group
         self._catalog = catalog
-        #: Set while a loop over ``run.batches`` goes on: gives what fetches the batch of its next
-        #: step, None where there is no such batch.
+        #: Set during a loop over ``run.batches``: returns what fetches the batch of its next step,
+        #: None if there is no such batch.
         self.next_fetch: Callable[[], FetchBatch | None] | None = None
         #: How long the last batch was waited for.
         self.fetch_s = 0.0
 
     def seconds_allowed(self) -> float:
-        """How long ``compute`` may take behind the save of a stop; 0 where this rank can't.
+        """How long ``compute`` may take after the save of a stop; 0 if this rank can't.
 
-        Nothing is waited for.
+        Returns without waiting.
         """
         last, lifecycle = self._save_schedule.last, self._lifecycle
         saved = last is not None and last.step == self._progress.step and lifecycle.stepped
@@ -72,9 +72,9 @@ class ReferenceLoss:
         return seconds_for_loss(self.fetch_s + lifecycle.step_s, self._member.seconds_left)
 
     def compute(self, allowed_s: float) -> None:
-        """Compute it and note it for the checkpoint, where all ranks are allowed to.
+        """Compute it and record it for the checkpoint, if all ranks are allowed to.
 
-        Collective in a loop over ``run.batches``.  What is raised ends up in a note.
+        Collective in a loop over ``run.batches``.  Exceptions are recorded in a note.
         """
         if self.next_fetch is None:
             return
@@ -84,7 +84,7 @@ class ReferenceLoss:
         try:
             if allowed_s:
                 guard = StateGuard(self._registry.models.values())
-                # In time for all ranks to hear that this one has none.
+                # In time for all ranks to learn that this one has none.
                 batch = self._fetched(time.monotonic() + allowed_s / 2)
         except (Exception, SystemExit) as error:
             problem = in_one_line(error)
@@ -99,7 +99,7 @@ class ReferenceLoss:
         except (Exception, SystemExit) as error:
             problem = in_one_line(error)
         if guard is not None:
-            with contextlib.suppress(Exception):  # what saves on its way out finds all as it was
+            with contextlib.suppress(Exception):  # code that saves on exit finds the old state
                 guard.put_back()
         if problem and self._catalog is not None:
             self._catalog.say(
@@ -130,7 +130,7 @@ class ReferenceLoss:
 
 
 def _first_problem(reports: Sequence[Any]) -> str | None:
-    """None where every rank has its batch; else why not, empty where nothing went wrong."""
+    """None if every rank has its batch; else the reason, empty if nothing failed."""
     if all(ready for ready, _ in reports):
         return None
     problems = [f"rank {rank}: {text}" for rank, (_, text) in enumerate(reports) if text]

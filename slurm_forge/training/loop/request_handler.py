@@ -1,4 +1,4 @@
-"""What a rank does where a request of the conductor's is due: stop, save, probe, limit, recover."""
+"""What a rank does when a request is due: stop, save, probe, limit, recover."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class RequestHandler:
         self._step_timer = step_timer
 
     def act(self, request: Request) -> None:
-        """Do what is asked for; ``RunStopped`` where that is to stop."""
+        """Carry out a request; raises ``RunStopped`` if it is a stop."""
         match request.kind:
             case RequestKind.STOP:
                 self.stop_here()
@@ -72,7 +72,7 @@ class RequestHandler:
                 self._probe.issue(request.id, large=request.reason == BANDWIDTH)
                 self._hooks.call("on_probe", step=self._progress.step)
             case RequestKind.LIMIT:
-                # One from before a rollback is not meant for the steps behind it.
+                # A limit from before a rollback does not apply to the steps after it.
                 stale = self._boundaries.rollbacks > 0 and not self._step_lifecycle.stepped
                 self._active_plan.limit = LARGEST if stale else limit_in(request.reason)
                 if self._spike_monitor is not None:
@@ -83,7 +83,7 @@ class RequestHandler:
                 pass
 
     def stop_here(self) -> None:
-        """Save, and tell the conductor: the run stops on all ranks at this step."""
+        """Save, and report to the conductor: the run stops on all ranks at this step."""
         step = self._progress.step
         self._skip_tracker.read_all()
         self._save_schedule.have("stop", doubts=self._skip_tracker.doubts)

@@ -1,4 +1,4 @@
-"""Beginning where a checkpoint ends: once per launch, and again after every rollback in it."""
+"""Start from a checkpoint: once per launch, and again after every rollback in it."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Resumer:
         self._member = member
         self._journal = journal
         self._timings = timings
-        #: Gives the step at which the program is through, once it is known where it begins.
+        #: Returns the step at which the program ends, once its beginning is known.
         self.until: Callable[[], int] | None = None
         #: Samples per forward pass, if known.
         self.micro_batch = 0
@@ -70,7 +70,7 @@ class Resumer:
         self._optimizer_watch.end()
 
     def restore(self) -> bool:
-        """Resume from the newest checkpoint that may be used; True if there was one."""
+        """Resume from the newest usable checkpoint; True if there was one."""
         if self.restored:
             return self._resumed
         self.restored = True
@@ -92,8 +92,8 @@ class Resumer:
             next_step="Register the same objects under the same names on every rank, and pass the "
             "same mesh.",
         )
-        # DDP settles its buckets in the first backward; done here, on nothing, so that a resumed
-        # run sums in the same order as an uninterrupted one.
+        # DDP fixes its buckets in the first backward; doing that here, with nothing, makes a
+        # resumed run sum in the same order as an uninterrupted one.
         buckets = [settle_ddp_buckets(model) for model in parts.registry.ddp()]
         left = Buckets.LEFT in buckets and self._context.world_size > 2
         inexact = "" if own_sources_exact else "a registered loader does not keep all of its order"
@@ -113,7 +113,7 @@ class Resumer:
         return self._resumed
 
     def note_missing_position(self) -> None:
-        """A loop of the program's own begins: tell where it resumes and no data position came back.
+        """A loop of the program's own begins: report if no data position was restored.
 
         A program may derive its batches from ``step_number`` alone, so this is no error.
         """
@@ -124,12 +124,12 @@ class Resumer:
             self._journal.write(DataPositionMissing(step=self._resumed_at))
 
     def rewind(self) -> None:
-        """Put everything back, in place, to the newest checkpoint that may still be used."""
+        """Restore everything, in place, from the newest checkpoint that is still usable."""
         parts = self._parts
         for model in parts.registry.models.values():
             for part in model.modules():
                 if isinstance(part, FSDPModule):
-                    part.reshard()  # an evaluation leaves the root whole, and with its old weights
+                    part.reshard()  # after an evaluation the root is unsharded, with old weights
         with parts.boundaries.meanwhile("load"):
             self._load(inexact="", again=True)
         parts.boundaries.rewound()
@@ -142,8 +142,8 @@ class Resumer:
         name, exact = parts.saver.restore(
             parts.registry, parts.progress, rng.capture(), again=again
         )
-        # What follows may draw: a loader that is asked for its state begins its iterator, and a
-        # validation of the program's is random.  The training goes on as it would have.
+        # What follows may draw random numbers: requesting a loader's state begins its iterator, and
+        # the program's validation may be random.  Training continues as if it had not happened.
         random = rng.capture()
         if name is not None:
             parts.save_schedule.compare_ranks()
@@ -182,7 +182,7 @@ class Resumer:
         return name
 
     def _ask_program(self, name: CheckpointName) -> None:
-        """Call the hooks; where one refuses, on any rank, all ranks leave and the run is held."""
+        """Call the hooks; if one refuses on any rank, all ranks leave and the run is held."""
         parts, words = self._parts, ""
         try:
             parts.hooks.call("on_resume", step=parts.progress.step)
@@ -199,7 +199,7 @@ class Resumer:
             return
         expected = catalog.reference_loss(name)
         at = parts.progress.consumed
-        # Where samples are left out right here, the next micro-batch is another one.
+        # If samples are skipped right here, the next micro-batch is another one.
         other = any(window.first <= at < window.stop for window in parts.active_plan.plan.skipped)
         if not exact or parts.compatibility.changed or other:
             expected = None

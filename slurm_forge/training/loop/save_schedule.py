@@ -1,4 +1,4 @@
-"""When a run saves, and what has to be settled before and after: the main thread's side."""
+"""When a run saves, and what is settled before and after: the main thread's side."""
 
 from __future__ import annotations
 
@@ -58,15 +58,15 @@ class SaveSchedule:
         self._stepped = False
         #: Epochs completed at the last boundary.
         self._epoch: int | None = None
-        #: The random state of the training, while a phase goes on with one of its own.
+        #: Training's random state, during a phase that has one of its own.
         self.random: dict[str, torch.Tensor] | None = None
-        #: That of the last save.
+        #: The random state of the last save.
         self.random_saved: dict[str, torch.Tensor] | None = None
-        #: What is saved in place of registered objects that are ahead of the steps meanwhile.
+        #: What is currently saved in place of registered objects that are ahead of the steps.
         self.ahead: Mapping[str, Any] = {}
 
     def boundary(self, *, stepped: bool) -> None:
-        """Between two steps: what is over is settled, what is due is begun."""
+        """Between two steps: settle finished saves, begin the one that is due."""
         pending, catalog = self._saver.pending, self._saver.catalog
         if pending is not None and pending.done():
             self.finish_save()
@@ -82,7 +82,7 @@ class SaveSchedule:
             self.save(due)
 
     def _due(self) -> str | None:
-        """What the job file asks for a save by at this step, if anything."""
+        """The reason for a save at this step according to the job file, if any."""
         spec, step, epoch, before = (
             self._spec,
             self._progress.step,
@@ -105,29 +105,29 @@ class SaveSchedule:
         self._prepared = self._stepped
         with self._saving():
             self.compare_ranks(ids=self._stepped)
-            # Behind it: what ranks differ in by their nature is part of the plan.
+            # After this, state that naturally differs between ranks is part of the plan.
             self._saver.prepare(self._registry, self._progress, rng.capture())
 
     def compare_ranks(self, *, ids: bool = False) -> None:
-        """Compare what ranks hold that should be equal; a difference is for all to act on."""
+        """Compare what ranks hold that should be equal; all ranks must act on a difference."""
         mismatch = self._saver.compare_ranks(self._registry, self._progress, rng.capture(), ids=ids)
         if mismatch is not None and not self._mismatch_accepted:
             self._skip_tracker.found(instability_of(mismatch))
 
     def accept_mismatch(self) -> None:
-        """It was decided, on all ranks, that training goes on although they differ."""
+        """All ranks have decided that training continues although they differ."""
         self._mismatch_accepted = True
 
     def save(self, reason: str, *, wait: bool = False, doubts: Sequence[str] = ()) -> None:
-        """Save; with ``wait`` (or where the job wants it so) it is on disk on return, or failed."""
+        """Save; with ``wait`` (or if the job says so) it is on disk on return, or has failed."""
         self.finish_save()
         self._skip_tracker.read_all()
         doubts = doubts or self._skip_tracker.weights_in_doubt
         self._prepare()
-        # With a batch fetched and not used, they are those before the fetch.
+        # With a fetched but unused batch, the random states from before the fetch are saved.
         random = self._data_state.random(self._progress.step) or self.random or rng.capture()
         self.random_saved = random
-        # What somebody waits for is the last save, or one that was asked for.
+        # A save that somebody waits for is the last one, or was requested.
         use_spare, wait = wait, wait or not self._spec.background
         with self._saving():
             self._call_hooks(
@@ -144,9 +144,9 @@ class SaveSchedule:
         self._on_save_started(self._progress.step)
 
     def evaluated(self, logged: Mapping[str, Any]) -> None:
-        """An evaluation is over: where the job keeps the best, a better one is saved.
+        """After an evaluation: if the job keeps the best, save a better result.
 
-        A device is waited for only there, and no collective is issued anywhere else.
+        Only then is a device waited for, and no collective is issued otherwise.
         """
         if self._spec.keep_best is None:
             return
@@ -155,19 +155,19 @@ class SaveSchedule:
             self.save(f"best {self._spec.keep_best.metric}")
 
     def finish_save(self) -> None:
-        """Wait for a save in the background, which is over if it was begun long ago."""
+        """Wait for a background save, which is usually over by then."""
         if self._saver.pending is not None:
             with self._saving():
                 self._call_hooks(self._saver.finish_save())
 
     def wait_for_save(self) -> None:
-        """Wait for the pending save without a collective: the launch is about to be given up."""
+        """Wait for the pending save without a collective: the launch is about to be abandoned."""
         self._saver.wait_for_save()
 
     def have(self, reason: str, *, doubts: Sequence[str] = ()) -> bool:
         """Save unless this step is on disk already; whether it is now.
 
-        ``doubts`` are why it is not to be trusted, on the ranks that have any.
+        ``doubts`` are reasons not to trust it, on the ranks that have any.
         """
         self.finish_save()
         step = self._progress.step
@@ -178,17 +178,17 @@ class SaveSchedule:
         return self.last is not None and self.last.step == step
 
     def agree_with(self, checkpoints: Known) -> None:
-        """What the journal makes suspect after an incident that training goes on from."""
+        """Adopt what the journal marks as suspect after an incident that training survives."""
         if self._saver.catalog is not None:
             self._saver.catalog.agree_with(checkpoints)
 
     def unsound(self) -> tuple[str, ...]:
-        """What is not sound in this rank's state as it is now.  Not collective."""
+        """Unsound values in this rank's present state.  Not collective."""
         return self._saver.unsound(self._registry)
 
     @property
     def last(self) -> CheckpointName | None:
-        """The last checkpoint that all ranks know of."""
+        """The last checkpoint that all ranks know."""
         return self._saver.last
 
     def _saving(self) -> AbstractContextManager[None]:

@@ -1,6 +1,6 @@
 """One optimizer step: micro-batches in, one update on all ranks or none.
 
-``Step`` is the user's handle on it; ``step_lifecycle`` sets it up and takes its outcome in.
+``Step`` is the user's handle on it; ``step_lifecycle`` creates it and records its outcome.
 """
 
 from __future__ import annotations
@@ -53,15 +53,15 @@ class Step:
     ) -> None:
         self.batch = batch
         self.applied: list[GuardedUpdate] = []
-        #: The optimizers of ``applied``.
+        #: The optimizers stepped by ``apply``.
         self.optimizers: list[Optimizer] = []
         self._registry = registry
         self._scaler = registry.scaler
         self._loss = loss
         self._lr_scale = lr_scale
-        #: None where no model has any.
+        #: None if no model has buffers.
         self._buffers = buffers
-        #: What computes the loss of a micro-batch; None where losses come one by one.
+        #: Computes the loss of a micro-batch; None if losses are passed one by one.
         self.compute_loss = compute_loss
         self._limit = limit
         self._norm_group = norm_group
@@ -69,7 +69,7 @@ class Step:
         self._faults = faults
         self._exchanges = True
         self._number = 0
-        #: Whether an update was begun: what was raised before has changed nothing that stays.
+        #: Whether an update has begun: exceptions before that leave no trace.
         self.updating = False
 
     def micro_batches(self) -> Iterator[Any]:
@@ -158,7 +158,7 @@ class Step:
                 limit=self._limit,
                 loss=loss,
                 scaler=self._scaler,
-                update_scaler=False,  # once per step, however many optimizers: in ``end``
+                update_scaler=False,  # once per step, for all optimizers: in ``end``
                 gradient_factor=factor,
                 norm_group=self._norm_group,
             )
@@ -168,7 +168,7 @@ class Step:
             self.optimizers.append(each)
 
     def abandon(self) -> None:
-        """Something was raised before the update: leave gradients and buffers as if never begun."""
+        """After an exception before the update: restore gradients and buffers."""
         for optimizer in self._registry.optimizers.values():
             optimizer.zero_grad(set_to_none=True)
         if self._buffers is not None:
@@ -176,7 +176,7 @@ class Step:
 
     @property
     def unprotected(self) -> tuple[str, ...]:
-        """Buffers that this step has changed and nothing can put back."""
+        """Buffers that this step has changed and that can't be restored."""
         return () if self._buffers is None else self._buffers.unprotected
 
     @property
@@ -190,15 +190,15 @@ class Step:
 
     @property
     def first_loss(self) -> torch.Tensor | None:
-        """The loss of the first micro-batch, as it was handed over; detached."""
+        """The loss of the first micro-batch, as it was passed; detached."""
         return self._loss.first
 
     def mean_loss(self) -> torch.Tensor:
-        """This rank's part of the mean loss over the batch, detached; nothing is synchronised."""
+        """This rank's part of the mean loss over the batch, detached; no synchronization."""
         return self._loss.mean()
 
     def run(self, *, max_norm: float | None, optimizer: Optimizer | None = None) -> torch.Tensor:
-        """The whole step for the ordinary case, where ``compute_loss`` is known."""
+        """Run the whole step in the ordinary case of a known ``compute_loss``."""
         if self.compute_loss is None:
             raise AssertionError("the losses of this step come one by one")
         for micro in self.micro_batches():
@@ -207,7 +207,7 @@ class Step:
         return self.mean_loss()
 
     def compute_first_loss(self) -> torch.Tensor:
-        """What ``first_loss`` would be, and no more: nothing is backward and nothing is updated."""
+        """Compute what ``first_loss`` would be, without any backward or update."""
         if self.compute_loss is None:
             raise AssertionError("the losses of this step come one by one")
         return _mean(self.compute_loss(next(self.micro_batches())))
@@ -220,7 +220,7 @@ class Step:
             if DistributedDataParallel in kinds:
                 # With a static graph DDP expects its hooks in every backward of the first step.
                 wanted = now or model.static_graph
-                if model.require_backward_grad_sync is not wanted:  # to set it takes microseconds
+                if model.require_backward_grad_sync is not wanted:  # setting it takes microseconds
                     model.require_backward_grad_sync = wanted
             elif FSDPModule in kinds:
                 model.set_requires_gradient_sync(now)

@@ -47,30 +47,30 @@ ONE_EACH = (
     "Where models have losses of their own, name the optimizer in each call: "
     "run.train_step(batch, compute_loss, optimizer=…)."
 )
-#: Updates of one step that are not counted: more are a loop that has forgotten to count.
+#: The most uncounted updates in one step: more mean a loop that forgets to count.
 _MOST_UPDATES = 100
 
 
 @dataclass(slots=True, eq=False)
 class OpenStep:
-    """Updates that were made and belong to a step that is not counted yet."""
+    """Updates that belong to a step that is not counted yet."""
 
-    #: What ``run.batches`` handed out for it; None where the data are the program's own.
+    #: The batch that ``run.batches`` handed out for it; None if the data are the program's own.
     batch: Batch | None = None
-    #: Those whose forward and backward went through ``run.step`` or ``run.train_step``.
+    #: Parts whose forward and backward went through ``run.step`` or ``run.train_step``.
     parts: list[Step] = field(default_factory=list)
     updates: list[GuardedUpdate] = field(default_factory=list)
-    #: Samples of this rank by the id of the optimizer that has stepped on them.
+    #: This rank's samples by the id of the optimizer that stepped on them.
     samples: dict[int, int] = field(default_factory=dict)
     unprotected: tuple[str, ...] = ()
     generators: Generators | None = None
-    #: What computes the loss of a micro-batch, where that is known.
+    #: Computes the loss of a micro-batch, if known.
     compute_loss: Callable[[Any], Any] | None = None
 
 
 @dataclass(slots=True, eq=False)
 class Turn:
-    """Inside ``with`` the program makes ``part`` of a step."""
+    """A context in which the program computes ``part`` of a step."""
 
     lifecycle: StepLifecycle
     part: Step
@@ -89,7 +89,7 @@ class Turn:
 class StepLifecycle:
     """``turn`` for each part of a step, or ``add_update``; then ``close`` counts it.
 
-    ``on_counted`` is what follows a step that was counted: its hooks and events.
+    ``on_counted`` runs after a counted step: its hooks and events.
     """
 
     def __init__(
@@ -120,47 +120,47 @@ class StepLifecycle:
         self._fault_injector = fault_injector
         self._step_timer = step_timer
         self._on_counted = on_counted
-        #: None where no model has any.
+        #: None if no model has buffers.
         self._buffers: BufferSnapshot | None = None
-        #: Before which step the buffers were remembered.
+        #: The step before which the buffers were remembered.
         self._buffers_at = -1
         self._generators: Generators | None = None
         self._started = self._timed = False
         self._begun_at = 0.0
-        #: How long the last step took, from its forward on.
+        #: The duration of the last step, from its forward on.
         self.step_s = 0.0
         self._host = HostGenerators()
         self._loss_calls = LossCalls(registry.models, device, self._host)
-        #: What the last step was given to compute its losses; None where they came one by one.
+        #: The function that computed the last step's losses; None if they were passed one by one.
         self._loss_function: LossFunction | None = None
-        #: Those of ``run.batches`` in this launch, and whether the last one's step is looked at.
+        #: Batches of ``run.batches`` in this launch, and whether the last one's step is observed.
         self._batches, self._looks = 0, False
-        #: Samples of a step of ``run.batches`` over all ranks, for people; 0 where unknown.
+        #: Samples per step of ``run.batches`` over all ranks, for display; 0 if unknown.
         self.global_batch = 0
-        #: Samples of the program's own micro-batches, where recovery may cut them; else 0.
+        #: Samples in the program's own micro-batches, if recovery may reduce them; else 0.
         self.own_micro_batch = 0
         #: Whether a step was counted in this launch, and since the last rollback.
         self.counted = self.stepped = False
-        #: Where in the stream of ``run.batches`` the last step began; None where it was not of it.
+        #: Position in the stream of ``run.batches`` where the last step began; None outside it.
         self.stream_before: int | None = None
-        #: The step that updates were made for; of ``_only`` it is made when it is asked for.
+        #: The step with uncounted updates; for ``_only`` it is created on demand.
         self._open: OpenStep | None = None
-        #: The only update since the last step was counted, with its norm, if the host has judged it
-        #: at once: what most steps of a loop of the program's own come to.
+        #: The only update since the last counted step, with its norm, if the host judged it at
+        #: once: the usual case in a loop of the program's own.
         self._only: tuple[Optimizer, float] | None = None
-        #: Whether an update may be all there is to a step: no buffers to put back, no scaler.
+        #: Whether a step may consist of one update only: no buffers to restore, no scaler.
         self._is_plain = False
-        #: Whether a block of ``run.step`` goes on.
+        #: Whether the program is inside a block of ``run.step``.
         self.in_step = False
         #: The batch of ``run.batches`` that the program works on.
         self.handed_out: Batch | None = None
-        #: Whether the data are fetched by the program, and not by ``run.batches``.
+        #: Whether the program fetches the data, instead of ``run.batches``.
         self.own_data = False
-        #: The step that the body of ``run.steps`` is in; None outside of it.
+        #: The step that the body of ``run.steps`` is in; None outside it.
         self.iteration: int | None = None
 
     def start(self, *, timed: bool = True) -> None:
-        """Another step begins; ``timed`` where it does so now, and not somewhere before.
+        """Another step begins; ``timed`` if it begins now, and not somewhere before.
 
         An untimed step is reported as begun when it ends.
         """
@@ -174,7 +174,7 @@ class StepLifecycle:
             self._member.begin(step + 1)
 
     def hand_out(self, batch: Batch | None) -> None:
-        """``batch`` of ``run.batches`` is the program's until its step is over; None in between."""
+        """Mark ``batch`` as the program's until its step is over; None in between."""
         self.handed_out = batch
         if batch is not None:
             self._batches += 1
@@ -183,27 +183,27 @@ class StepLifecycle:
             self._loss_calls.handed_out(batch)
 
     def note_buffers(self) -> None:
-        """Once the checkpoint is loaded: buffers that change from here on can be named."""
+        """The checkpoint is loaded: buffers that change from here on can be named."""
         models = self._registry.models.values()
         if any(part._buffers for model in models for part in model.modules()):
             self._buffers = BufferSnapshot(models)
         self._is_plain = self._buffers is None and self._registry.scaler is None
 
     def remember_buffers(self) -> None:
-        """Before the forward of a step: what a skipped update is to put back."""
+        """Before the forward of a step: remember what a skipped update has to restore."""
         if self._buffers is not None:
             self._buffers.take()
         self._buffers_at = self._progress.step
 
     def remember_buffers_again(self) -> None:
-        """Something else was done before the forward of this step, which is to stay."""
+        """Something else ran before this step's forward, and its effect is to stay."""
         if self._buffers_at == self._progress.step:
             self.remember_buffers()
 
     def continues(self, what: str, optimizer: Optimizer | None) -> bool:
         """Whether the call ``what`` adds an update to a step that is open already.
 
-        ``UnsupportedError`` where it can't.
+        Raises ``UnsupportedError`` if it can't.
         """
         if self.in_step:
             raise UnsupportedError(
@@ -230,9 +230,9 @@ class StepLifecycle:
         *,
         in_stream: bool,
     ) -> Turn:
-        """A part of a step, or all of it; ``in_stream``: ``batch`` is samples of ``run.batches``.
+        """A part of a step, or all of it; ``in_stream``: ``batch`` has samples of ``run.batches``.
 
-        Without ``compute_loss`` losses come one by one; with ``optimizer`` others may follow.
+        Without ``compute_loss`` losses are passed one by one; with ``optimizer`` others may follow.
         """
         if optimizer is not None:
             self._renew_scale(optimizer)
@@ -240,7 +240,7 @@ class StepLifecycle:
         return Turn(self, part, others_follow=optimizer is not None)
 
     def end_turn(self, part: Step, *, others_follow: bool) -> None:
-        """Take the part in, and count the step with its last one."""
+        """Record the part, and count the step with its last one."""
         if self._add(part) and not (others_follow and self.not_applied):
             self.close()
 
@@ -258,7 +258,7 @@ class StepLifecycle:
         *,
         in_stream: bool,
     ) -> Step:
-        """Clear the gradients and remember the buffers: for a step, or for another part of it."""
+        """Clear the gradients and remember the buffers, for a step or another part of it."""
         plan, layout = self._active_plan.plan, self._layout.now
         given, faults = compute_loss, None
         if self._fault_injector.active:
@@ -277,7 +277,7 @@ class StepLifecycle:
         for optimizer in self._registry.optimizers.values():
             drop_gradients(optimizer)
         self.remember_buffers()
-        # For the case that this step has to be computed once more.
+        # In case this step has to be recomputed.
         self._generators = Generators.now(self._device, self._host.torch_state())
         step = self.open
         if step is None or not step.updates:
@@ -285,7 +285,7 @@ class StepLifecycle:
             self._begun_at = time.monotonic()
             if self._looks:
                 self._loss_calls.step_begins(batch, given, self._generators)
-            # Kept only where it may be used: it may hold a batch.
+            # Kept only if it may be used: it may hold a batch.
             self._loss_function = given if self._loss_calls.alike else None
         return self._part(batch, compute_loss, in_stream=in_stream, faults=faults)
 
@@ -320,11 +320,11 @@ class StepLifecycle:
 
     @property
     def next_loss_function(self) -> LossFunction | None:
-        """Between two steps: what will compute the losses of the next one, where that is known."""
+        """Between two steps: the function that will compute the next losses, if known."""
         return self._loss_calls.next_function(self._loss_function)
 
     def first_loss_of(self, batch: Batch, compute_loss: LossFunction) -> torch.Tensor:
-        """The loss of the first micro-batch as the next step would compute it; no step is begun."""
+        """The first micro-batch's loss as the next step would compute it; begins no step."""
         for optimizer in self._registry.optimizers.values():
             drop_gradients(optimizer)
         return self._part(batch, compute_loss, in_stream=True).compute_first_loss()
@@ -338,20 +338,20 @@ class StepLifecycle:
             scaler.update()
 
     def abandon(self, step: Step) -> bool:
-        """Leave all as it was before the step; False where a buffer can't be put back."""
+        """Restore the state from before the step; False if a buffer can't be restored."""
         step.abandon()
         if self._generators is not None:
             self._generators.put_back()
         return not step.unprotected
 
     def _add(self, part: Step) -> bool:
-        """Take in what a part of a step has updated; False if it only measured something."""
+        """Record a part's updates; False if it only measured something."""
         step = self.open
         if step is None or not part.applied:
             if step is None or not step.updates:
                 self._open, self._started = None, False
             return False
-        # With two losses there is no single one to compute again.
+        # With two losses there is no single one to recompute.
         step.compute_loss = None if step.parts else part.compute_loss
         step.parts.append(part)
         step.updates += part.applied
@@ -364,7 +364,7 @@ class StepLifecycle:
 
     @property
     def open(self) -> OpenStep | None:
-        """The step that updates were made for."""
+        """The step that has uncounted updates."""
         if self._only is not None:
             (optimizer, norm), self._only = self._only, None
             update = GuardedUpdate.made(norm)
@@ -372,7 +372,7 @@ class StepLifecycle:
         return self._open
 
     def update_alone(self, optimizer: Optimizer, norm: float, keep_gradients: bool) -> bool:
-        """Make an update that is judged good, if it is all there is to its step so far."""
+        """Make an update that is judged good, if it is the only one of its step so far."""
         if not self._is_plain or self._open is not None or self._only is not None:
             return False
         update(optimizer, keep_gradients=keep_gradients)
@@ -380,7 +380,7 @@ class StepLifecycle:
         return True
 
     def count_alone(self, loss: float | None, samples: int) -> bool:
-        """Count a step that ``update_alone`` has made, in little time; False where it has not."""
+        """Count a step of ``update_alone``, quickly; False if there is none."""
         progress = self._progress
         before, first = progress.step, progress.consumed
         stop = first + samples
@@ -401,7 +401,7 @@ class StepLifecycle:
         return True
 
     def begin_update(self, optimizer: Optimizer) -> OpenStep:
-        """The program has computed gradients itself: the step that an update of them belongs to."""
+        """The program computed gradients itself: the step that their update belongs to."""
         if not self._started:
             self.start(timed=False)
         step = self.open
@@ -412,10 +412,10 @@ class StepLifecycle:
         return step
 
     def add_update(self, step: OpenStep, optimizer: Optimizer, update: GuardedUpdate) -> None:
-        """Take in what became of them."""
+        """Record the outcome of these updates."""
         buffers = self._buffers
         step.updates.append(update)
-        step.samples.setdefault(id(optimizer), 0)  # how many is for ``advance`` to say
+        step.samples.setdefault(id(optimizer), 0)  # ``advance`` gives the number
         if buffers is not None:
             if self._buffers_at == self._progress.step:
                 buffers.restore_where(update.left_out)
@@ -425,9 +425,9 @@ class StepLifecycle:
         self._require_few(step)
 
     def close(self, report: UpdateReport | None = None, *, samples: int | None = None) -> None:
-        """Count the step and hand its verdicts on.
+        """Count the step and pass its verdicts on.
 
-        ``samples`` are those of the step over all ranks, where the program gives them.
+        ``samples`` are those of the step over all ranks, if the program gives them.
         """
         step, self._open = self.open, None
         updated = step is not None and bool(step.updates)
@@ -458,7 +458,7 @@ class StepLifecycle:
         return first
 
     def _took_update(self, step: OpenStep, report: UpdateReport, samples: int | None) -> bool:
-        """Record one update by ``apply`` that was made, which most are: in little time."""
+        """Record one applied update of ``apply``, the usual case: quickly."""
         if len(step.updates) != 1 or self._buffers is not None:
             return False
         reading, values = step.updates[0].verdict.known_reading, report.values
@@ -475,18 +475,18 @@ class StepLifecycle:
         return True
 
     def _take_over(self, step: OpenStep, report: UpdateReport | None, samples: int | None) -> None:
-        """Record the updates of a step that is counted."""
+        """Record the updates of a counted step."""
         progress, window = self._progress, self._window(step, samples)
         self.stream_before = None if step.batch is None else progress.consumed
         progress.consumed = window.stop
         progress.sample_ids = step.parts[0].batch.sample_ids if step.parts else ()
         if step.parts:
             for scheduler in self._registry.schedulers:
-                scheduler.step()  # a skipped step is a step: its samples are gone, its schedule too
+                scheduler.step()  # a skipped step counts: its samples are used up, its schedule too
         scaler = self._registry.scaler
         if scaler is not None and scaler.is_enabled():
             scaler.update()
-        # The first loss of a step: that of the second optimizer may come less often.
+        # The first loss of a step: the second optimizer's may be less frequent.
         part = next((each for each in step.parts if each.has_loss), None)
         loss: torch.Tensor | float | None = None
         own_loss: Callable[[], float | None] = _unknown
@@ -540,16 +540,16 @@ class StepLifecycle:
             )
 
     def _window(self, step: OpenStep, samples: int | None) -> SampleWindow:
-        """The samples of the step in the stream, or their number from where the last ones ended."""
+        """The samples of the step in the stream, or their number after the end of the last ones."""
         batch, begin = step.batch, self._progress.consumed
-        if batch is not None:  # it says where it ends: windows of the stream may be left out
+        if batch is not None:  # it knows its end: windows of the stream may be skipped
             return SampleWindow(batch.first, batch.consumed)
         if samples is None:
             samples = max(step.samples.values(), default=0) * self._layout.now.data_ranks
         return SampleWindow(begin, begin + samples)
 
     def _note_first_loss(self, loss: torch.Tensor | float | None, samples: int) -> None:
-        """Where the step is the first one behind a checkpoint: a resume is compared with it."""
+        """If this is the first step after a checkpoint, record its loss to check a resume."""
         first_steps, before = self._first_steps, self._progress.step - 1
         if first_steps is None or loss is None:
             return
@@ -569,7 +569,7 @@ def _as_batch(batch: Any) -> Batch:
 
 
 def _nothing() -> None:
-    """Without a step timer."""
+    """Used without a step timer."""
 
 
 def _unknown() -> None:

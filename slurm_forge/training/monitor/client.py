@@ -1,7 +1,8 @@
-"""The worker's side of its monitor: what both hold in common, and starting it.
+"""The worker's side of its monitor: what both share, and how it starts.
 
-Before torch is imported, so that a start that hangs is seen too.  Where the kernel lacks what it
-takes, or somebody else watches the worker, training goes on without: heartbeats are left then.
+It starts before torch is imported, so that a hanging start is noticed, too.  If the kernel lacks a
+required feature, or another process already traces the worker, training continues without it and
+only heartbeats remain.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class MonitorClient:
     progress: ProgressClock
     page: int
     dump: int | None
-    #: Where NCCL's flight recorder writes, or nothing.
+    #: Where NCCL's flight recorder writes; empty if it is not used.
     recorder: str = ""
     _process: subprocess.Popen[bytes] | None = None
 
@@ -86,7 +87,7 @@ class MonitorClient:
             os.close(pidfd)
 
     def end(self) -> None:
-        """The rank is through: nobody need look on any more."""
+        """The rank is done: no further monitoring is needed."""
         if self._process is not None:
             self._process.kill()
             self._process.wait()
@@ -99,9 +100,9 @@ class MonitorClient:
 
 
 def prepare_monitor() -> MonitorClient | None:
-    """Make what can be shared; None where this system has no such memory.
+    """Create what is shared; None if this system has no such memory.
 
-    Before torch is imported: it reads some variables of the process then.
+    Call it before torch is imported, because torch reads some of the variables on import.
     """
     try:
         page = new_page()
@@ -118,15 +119,16 @@ def prepare_monitor() -> MonitorClient | None:
 def _pidfd() -> int | None:
     try:
         return os.pidfd_open(os.getpid())
-    except (OSError, AttributeError):  # before Linux 5.3: the monitor looks at its parent then
+    except (OSError, AttributeError):  # before Linux 5.3: the monitor then polls its parent
         return None
 
 
 @contextmanager
 def _signals_held_back() -> Iterator[None]:
-    """A signal to the whole group must not end the monitor before it has said that it ignores it.
+    """Keep a signal to the whole group from ending the monitor before it ignores such signals.
 
-    What comes meanwhile is the worker's a moment later; the monitor starts with them blocked.
+    Signals that arrive meanwhile reach the worker a moment later; the monitor starts with them
+    blocked.
     """
     blocked_signals = {signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2}
     before = signal.pthread_sigmask(signal.SIG_BLOCK, blocked_signals)

@@ -1,10 +1,10 @@
-"""The collective probe of one rank: its own group, never waited for by the training.
+"""The collective probe of one rank: a group of its own, for which training never waits.
 
-Issued at a step boundary that all ranks agreed on, so that it takes the same place in every rank's
-order of collectives; watched from a thread; judged by the hub, which knows who has arrived.
+Issued at a step boundary that all ranks agreed on, so that it has the same place in every rank's
+order of collectives; watched by a thread; judged by the hub, which knows who has arrived.
 
-What is summed has a row for each rank: its own value in its own row, zeros in all others.  So a
-value that arrives changed names who sent it.
+The summed tensor has a row for each rank, with its own value in its own row and zeros in all
+others.  So a value that arrives changed identifies its sender.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ from slurm_forge.device.accelerator import is_accelerator, make_current
 from slurm_forge.device.groups import seconds_on_device, time_collectives
 from slurm_forge.device.streams import beside, copy_to_host
 
-#: How long between two looks at a probe under way, by how long it has been.
+#: Polling intervals of a probe under way, by its age.
 _LOOKS = ((0.05, 0.0005), (1.0, 0.002), (float("inf"), 0.02))
-#: Values are whole numbers below this, exact in float32 and in whatever order they are summed.
+#: Values are integers below this, exact in float32 in whatever order they are summed.
 _VALUES = 509
-#: On CPUs ranks share cores and memory with the training: larger ones would be felt.
+#: On CPUs ranks share cores and memory with training: larger probes would slow it down.
 _LARGEST_ON_CPU = 1 << 20
 _SHOWN = 256
 _LEAVE_WITHIN_S = 1.0
 
 
 def value_of(number: int, rank: int) -> int:
-    """What ``rank`` contributes to probe ``number``: never 0, another one each time."""
+    """The contribution of ``rank`` to probe ``number``: never 0, and different each time."""
     return (31 * number + 7 * rank) % _VALUES + 1
 
 
 class _Message:
-    """Rows of one rank each, in memory that is kept; all but ``fill`` belong to the watcher."""
+    """One row per rank, in memory that is kept; all methods but ``fill`` are the watcher's."""
 
     def __init__(self, device: torch.device, rank: int, world_size: int, width: int) -> None:
         self.tensor = torch.zeros((world_size, width), device=device)
@@ -49,16 +49,16 @@ class _Message:
 
     @property
     def size(self) -> int:
-        """Bytes."""
+        """Its size in bytes."""
         return self.tensor.numel() * self.tensor.element_size()
 
     def fill(self, number: int, spoilt: bool) -> None:
-        """Main thread: this rank's contribution; queued on the device, not waited for."""
+        """Main thread: write this rank's contribution; queued on the device without waiting."""
         self.tensor.zero_()
         self._own.fill_(float(value_of(number, self._rank) + (1 if spoilt else 0)))
 
     def right(self, number: int) -> torch.Tensor:
-        """Whether the sum is right, by row, where the tensor is."""
+        """Whether the sum is right, by row, on the tensor's device."""
         values = [float(value_of(number, rank)) for rank in range(self._world)]
         expected = torch.tensor(values).to(self.tensor.device, non_blocking=True)
         return (self.tensor == expected.unsqueeze(1)).all(dim=1)
@@ -73,10 +73,10 @@ class _Issued:
 
 
 class Probe:
-    """Issues probes on ``group``, one at a time; a late one is left to the hub.
+    """Issues probes on ``group``, one at a time; a late one is for the hub to judge.
 
-    ``large`` is the size in bytes of those that measure bandwidth, None for none.  ``spoilt`` says
-    whether this rank is to contribute a wrong value, for rehearsals.
+    ``large`` is the size in bytes of probes that measure bandwidth, None for none.  ``spoilt``
+    returns whether this rank is to contribute a wrong value, for rehearsals.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class Probe:
     def issue(self, number: int, *, large: bool = False) -> None:
         """Start probe ``number``; returns at once.  Main thread, at the agreed boundary.
 
-        An error of the group is said over the channel and not raised: training has its own.
+        An error of the group is sent over the channel, not raised: training has its own group.
         """
         if self._closed:
             return
@@ -139,7 +139,7 @@ class Probe:
             self._todo.put(_Issued(number, started, first, second))
 
     def close(self) -> None:
-        """The launch is over: the watcher ends, whatever has become of a probe under way."""
+        """The launch is over: end the watcher, whatever the state of a probe is."""
         self._closed = True
         self._todo.put(None)
         self._thread.join(_LEAVE_WITHIN_S)
@@ -155,7 +155,7 @@ class Probe:
             try:
                 report = self._watch(issued)
             except RuntimeError as error:
-                # Gloo: the connection to a rank that has died.  Whoever trains notices by itself.
+                # Gloo: the connection to a dead rank.  Training notices by itself.
                 if not self._closed:
                     text = _first_line(error)
                     self._member.send(ProbeBroke(id=issued.number, text=text))
@@ -165,7 +165,7 @@ class Probe:
                 self._member.send(report)
 
     def _watch(self, issued: _Issued) -> ProbeDone | None:
-        """Its outcome; None once the launch is over."""
+        """The outcome; None once the launch is over."""
         small = self._completed(issued.small)
         if small is None:
             return None
@@ -187,7 +187,7 @@ class Probe:
         )
 
     def _completed(self, work: dist.Work) -> float | None:
-        """When it was over.  Polled: ``Work.wait(timeout)`` would abort the communicator."""
+        """When it completed.  Polled: ``Work.wait(timeout)`` would abort the communicator."""
         started_at = self._clock()
         while not work.is_completed():
             if self._closed:
@@ -197,11 +197,11 @@ class Probe:
         return self._clock()
 
     def _wrong(self, message: _Message, number: int, work: dist.Work) -> list[int]:
-        """Ranks whose values are not what they sent; ``RuntimeError`` where the work failed."""
+        """Ranks whose values differ from what they sent; ``RuntimeError`` if the work failed."""
         if not self._gpu:
-            work.wait()  # it is over: raises its error, if there was one
+            work.wait()  # it is complete: raises its error, if there was one
             return _rows(message.right(number))
-        # A stream of its own: nothing here waits for, or is waited for by, the training's.
+        # A separate stream: nothing here waits for training's stream, or the other way round.
         with beside(self._device):
             work.wait()
             here, copied = copy_to_host(message.right(number))

@@ -1,8 +1,8 @@
-"""NCCL's flight recorder: the last collectives of a rank, written out without its interpreter.
+"""NCCL's flight recorder: the last collectives of a rank, dumped without its interpreter.
 
-torch keeps a ring of them and writes it to a file when somebody writes into a pipe that its monitor
-thread reads (``DumpPipe`` in torch's ProcessGroupNCCL).  The file is torch's own, for
-``torchfrtrace``; nothing here reads it.  Not tried on a GPU.
+torch keeps them in a ring buffer and writes it to a file when something is written into a pipe that
+its monitor thread reads (``DumpPipe`` in torch's ProcessGroupNCCL).  The file format is torch's,
+for ``torchfrtrace``; nothing here reads it.  Not tried on a GPU.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 
 from slurm_forge.knobs import flight_recorder_variables
 
-#: Without a device of NVIDIA's there is no NCCL to be recorded.
+#: Without an NVIDIA device NCCL has nothing to record.
 _DEVICE = Path("/dev/nvidiactl")
 _WITHIN_S = 2.0
 _LARGEST = 64 << 20
@@ -26,10 +26,10 @@ _LARGEST = 64 << 20
 def prepare(
     environment: Mapping[str, str], *, device: Path = _DEVICE
 ) -> tuple[str, dict[str, str]]:
-    """A private folder on this node and the variables to set before torch is imported.
+    """A private directory on this node, and the variables to set before torch is imported.
 
-    Both empty where there is no such device, or the user has set some of them.  On this node: torch
-    refuses to start where a pipe can't be made.
+    Both empty if there is no such device, or the user has set some of them.  On this node, because
+    torch refuses to start if the pipe can't be created.
     """
     if not device.exists():
         return "", {}
@@ -45,12 +45,12 @@ def prepare(
 
 
 def dump_into(folder: str, rank: int, to: Path) -> bool:
-    """Ask for a dump and copy it to ``to``; False where none came within two seconds."""
+    """Request a dump and copy it to ``to``; False if none appears within two seconds."""
     pipe, file = Path(folder) / f"pipe-{rank}.pipe", Path(folder) / f"trace-{rank}"
     try:
         descriptor = os.open(pipe, os.O_WRONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
     except OSError:
-        return False  # nobody reads it: no NCCL group yet
+        return False  # the pipe has no reader: no NCCL group yet
     try:
         with contextlib.suppress(OSError):
             file.unlink()
@@ -75,5 +75,5 @@ def dump_into(folder: str, rank: int, to: Path) -> bool:
 
 
 def forget(folder: str) -> None:
-    """Remove what is left."""
+    """Remove what is left of it."""
     shutil.rmtree(folder, ignore_errors=True)

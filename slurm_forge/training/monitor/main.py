@@ -1,9 +1,9 @@
 """The monitor of a rank: a process beside the worker that reports its progress to the hub.
 
-The process ``witness RUN …``, started by the worker (``training.monitor.client``).  It needs no
-lock of the worker's interpreter and no torch, and ends with the worker or with the launch.
+The process ``witness RUN …``, started by the worker (``training.monitor.client``).  It needs
+neither the lock of the worker's interpreter nor torch, and ends with the worker or the launch.
 
-``RankMonitor`` itself is a participant in somebody's loop: descriptors to wait for, and a tick.
+``RankMonitor`` itself takes part in its caller's loop: descriptors to wait for, and a tick.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ from slurm_forge.training.monitor.stacks import StackDumper
 from slurm_forge.vocabulary.cause import Cause
 
 _TICK_S = 1.0
-#: A tick that comes this much late: the monitor was stopped too, with the whole job as a rule.
+#: A tick this late means that the monitor was stopped, too, usually with the whole job.
 _GAP_S = 1.5
 _COLD = frozenset({"start", "load"})
 _CONNECT_WITHIN_S = 10.0
@@ -72,10 +72,10 @@ _SEND_WITHIN_S = 5.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Subject:
-    """Whom to watch: the worker's process, its clock page, where it dumps stacks.
+    """What to watch: the worker's process, its clock page, where it dumps stacks.
 
-    ``alone_after`` is set for the rank that hosts the conductor: so many seconds without any Python
-    thread of it running, and the monitor ends it, since nobody else is left who could.
+    ``alone_after`` is set for the rank that hosts the conductor: after this many seconds without a
+    running Python thread in it, the monitor ends it, since nobody else is left who could.
     """
 
     pid: int
@@ -92,14 +92,14 @@ class Subject:
     attempt: int
     launch: int
     alone_after: float | None = None
-    #: Nobody but the monitor can tell how that rank ended: no Slurm is there to be asked.
+    #: Only the monitor can report how that rank ended: there is no Slurm to query.
     tells_end: bool = False
-    #: The folder of NCCL's flight recorder, if there is one.
+    #: The directory of NCCL's flight recorder, if there is one.
     recorder: str = ""
 
 
 class RankMonitor:
-    """Reads once a second, and tells.  ``over`` once the worker or the channel is gone."""
+    """Reads once a second, and reports.  ``over`` once the worker or the channel is gone."""
 
     def __init__(self, subject: Subject, clock: Callable[[], float] = time.monotonic) -> None:
         self._subject = subject
@@ -110,7 +110,7 @@ class RankMonitor:
         )
         self._connection: AuthenticatedConnection | None = None
         self._ticked = self._next = self._next_beat = clock()
-        #: When the monitor was last stopped itself: (until, for how long).
+        #: When the monitor itself was last stopped: (until, for how long).
         self._pauses: list[tuple[float, float]] = []
         self._ports = PortCounters()
         self._kills = read_oom_kills()
@@ -136,7 +136,7 @@ class RankMonitor:
         self._say_links(0)
 
     def descriptors(self) -> tuple[int, ...]:
-        """What to wait for being readable."""
+        """The descriptors to wait for."""
         own = () if self._connection is None else (self._connection.fileno(),)
         return own if self._subject.pidfd is None else (*own, self._subject.pidfd)
 
@@ -196,7 +196,7 @@ class RankMonitor:
         )
 
     def _since(self, then: float, now: float) -> float:
-        """How long ago that was, without the time that the monitor itself was stopped."""
+        """The age of that time, without the time in which the monitor itself was stopped."""
         stopped = sum(min(gap, until - then) for until, gap in self._pauses if until > then)
         return max(0.0, now - then - stopped)
 
@@ -216,7 +216,7 @@ class RankMonitor:
         if self._connection is not None:
             self._connection.close()
             self._connection = None
-        # Who hosts the conductor takes the channel along: nobody but its monitor is left then.
+        # The host of the conductor takes the channel with it: then only its monitor is left.
         self.over = self.over or self._subject.alone_after is None
 
     def _receive(self, connection: AuthenticatedConnection) -> None:
@@ -233,7 +233,7 @@ class RankMonitor:
                 self._ports.read_again(message.id)
 
     def _say_links(self, number: int) -> None:
-        """How the worker's connections are, and our own; 0: only which addresses this host has."""
+        """Report the worker's connections, and ours; 0: only this host's addresses."""
         here = self._connection
         own = None if here is None else connection_of(here.socket)
         connections = connections_of(self._subject.pid) if number else ()
@@ -244,7 +244,7 @@ class RankMonitor:
 
     def _take(self, number: int, attempt: int, launch: int) -> None:
         dump = self._taker.take()
-        # Said before it is kept: a file system that does not answer may be what it is about.
+        # Sent before it is stored: a file system that does not answer may be the problem.
         self._send(
             StackReport(
                 id=number,
@@ -256,13 +256,13 @@ class RankMonitor:
             )
         )
         self._write(dump.whole, attempt, launch)
-        self._ticked = self._clock()  # what that took is no pause
+        self._ticked = self._clock()  # the time this took is no pause
 
     def _file(self, attempt: int, launch: int) -> Path:
         return self._subject.run.stacks(attempt, launch) / f"rank-{self._subject.rank:05d}.txt"
 
     def _write(self, text: str, attempt: int, launch: int) -> str:
-        """Keep the stacks with the attempt; where, relative to the run, or nothing."""
+        """Store the stacks with the attempt; the path relative to the run, or an empty text."""
         run, rank = self._subject.run, self._subject.rank
         path = self._file(attempt, launch)
         head = f"rank {rank} on {self._subject.host}, {time.strftime('%Y-%m-%d %H:%M:%S %z')}\n"
@@ -281,15 +281,15 @@ class RankMonitor:
     # -- alone -------------------------------------------------------------------------------
 
     def _judge_alone(self, now: float, state: str) -> None:
-        """End a worker whose conductor is as dead as itself, so that its starter can go on.
+        """End a worker whose conductor is as dead as itself, so that its starter can continue.
 
-        Not one that a debugger holds: a person is looking at it.
+        Not if a debugger holds it: a person is examining it.
         """
         after, subject = self._subject.alone_after, self._subject
         if after is None or state in ("t", "Z") or self._mute(now) < after:
             return
         record = self._reader.moved()
-        # Libraries are loaded with the lock held, and may come from a slow file system.
+        # Libraries are loaded with the lock held, possibly from a slow file system.
         if record is not None and record.kind in _COLD and self._mute(now) < 3 * after:
             return
         dump = self._taker.take()
@@ -305,7 +305,7 @@ class RankMonitor:
         self.over = True
 
     def tell_end(self) -> None:
-        """The worker has ended and had no time to say so: leave word how, and how far it was."""
+        """The worker ended without a report: leave one on how it ended, and its last step."""
         if not self._subject.tells_end or self._has_told:
             return
         status, cause = exit_status(self._subject.pid), Cause.CRASH
@@ -341,15 +341,15 @@ class RankMonitor:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """``RUN`` and what ``MonitorClient.start`` says behind it."""
-    # Signals to the whole group are the worker's to answer; this ends when that one does.
+    """``RUN`` and the arguments that ``MonitorClient.start`` adds."""
+    # The worker answers signals to the whole group; this process ends with the worker.
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
     words = list(sys.argv[1:] if argv is None else argv)
     run, pid, page, dump, pidfd, rank, world, host, attempt, launch, recorder, *words = words
     alone, channel = words
     hosts, port = parse_addresses(channel)
-    # Of its own input: what stands in an argument list everybody can read.
+    # From standard input: everybody can read an argument list.
     nonce, secret = (sys.stdin.readline().strip() for _ in range(2))
     subject = Subject(
         pid=int(pid),

@@ -1,7 +1,7 @@
-"""The TCP connections of another process of this host, asked of the kernel by netlink.
+"""The TCP connections of another process of this host, queried from the kernel by netlink.
 
-``sock_diag(7)`` tells everybody of all sockets of the network namespace; whose they are is told by
-their inodes in ``/proc/<pid>/fd``.  Needs no help of the process: it may be stopped.
+``sock_diag(7)`` reports all sockets of the network namespace to anybody; their owners are found by
+their inodes in ``/proc/<pid>/fd``.  The process need not cooperate: it may be stopped.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _ERROR, _DONE = 2, 3
 _REQUEST_DUMP = 0x301
 _INFO = 2  # INET_DIAG_INFO
 _TCP = 6
-#: Established, SYN_SENT, FIN_WAIT1, CLOSE_WAIT, LAST_ACK: those that have another end.
+#: Established, SYN_SENT, FIN_WAIT1, CLOSE_WAIT, LAST_ACK: the states that have a peer.
 _STATES = sum(1 << state for state in (1, 2, 4, 8, 9))
 _HEADER = struct.Struct("=IHHII")
 _ATTRIBUTE = struct.Struct("=HH")
@@ -40,7 +40,7 @@ _SCOPE_LINK = 253
 
 @dataclass(frozen=True, slots=True)
 class SocketInfo:
-    """One socket of the namespace: ``inode`` is what its owner's descriptor points to."""
+    """One socket of the namespace; its owner's descriptor refers to ``inode``."""
 
     inode: int
     local: str
@@ -49,7 +49,7 @@ class SocketInfo:
 
 
 def connections_of(pid: int) -> tuple[Connection, ...] | None:
-    """Those of that process; None where the kernel does not tell of any socket."""
+    """The connections of that process; None if the kernel reports no sockets at all."""
     try:
         inodes = _inodes(pid)
         sockets = [
@@ -64,7 +64,7 @@ def connections_of(pid: int) -> tuple[Connection, ...] | None:
 
 
 def own_addresses() -> tuple[str, ...]:
-    """All addresses of this host but those that mean only itself; none where nobody tells."""
+    """All addresses of this host that other hosts can use; empty if unknown."""
     try:
         body = struct.pack("=BBBBI", socket.AF_UNSPEC, 0, 0, 0, 0)
         return tuple(
@@ -79,7 +79,7 @@ def own_addresses() -> tuple[str, ...]:
 
 
 def parse_dump(data: bytes) -> Iterator[SocketInfo]:
-    """The sockets that one datagram of an answer tells of; whatever is cut off is left out."""
+    """The sockets in one datagram of an answer; truncated entries are ignored."""
     for kind, body in _messages(data):
         if kind != _SOCK_DIAG_BY_FAMILY or len(body) < _MESSAGE:
             continue
@@ -95,7 +95,7 @@ def parse_dump(data: bytes) -> Iterator[SocketInfo]:
 
 
 def parse_addresses_dump(data: bytes) -> Iterator[str]:
-    """Addresses (``RTM_NEWADDR``) of one datagram, without those of the loopback and of a link."""
+    """Addresses (``RTM_NEWADDR``) of one datagram, without loopback and link-local ones."""
     for kind, body in _messages(data):
         if kind != 20 or len(body) < 8 or body[3] >= _SCOPE_LINK:  # RTM_NEWADDR
             continue
@@ -122,7 +122,7 @@ def _request(family: int) -> bytes:
 
 
 def _dump(protocol: int, kind: int, body: bytes) -> Iterator[bytes]:
-    """The datagrams of an answer.  ``OSError`` where there is none, or it is a refusal."""
+    """The datagrams of an answer.  ``OSError`` if there is none, or it is a refusal."""
     with socket.socket(socket.AF_NETLINK, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC, protocol) as ask:
         ask.settimeout(_WITHIN_S)
         head = _HEADER.pack(_HEADER.size + len(body), kind, _REQUEST_DUMP, 1, 0)

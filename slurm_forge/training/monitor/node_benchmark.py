@@ -1,7 +1,7 @@
-"""A fixed piece of work that every rank does by itself now and then: how fast its node computes.
+"""A fixed piece of work that every rank does from time to time: how fast its node computes.
 
-The same everywhere and at all times, whatever the program does: what tells a node that is slow
-from a rank that has more to do.  About a millisecond, no collective, no random numbers.
+It is the same everywhere and at all times, whatever the program does: this distinguishes a slow
+node from a rank that has more work.  About a millisecond, no collective, no random numbers.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ import torch
 from slurm_forge.device.accelerator import is_accelerator
 from slurm_forge.device.streams import Event, record, timed_event
 
-#: Ranks that share cores get in each other's way: of several tries the fastest counts.
+#: Ranks that share cores disturb each other: the fastest of several tries counts.
 _TRIES = 6
 _SIDE = 192
 _SIDE_DEVICE = 2048
 
 
 class NodeBenchmark(Protocol):
-    """``run`` at a step boundary; ``take`` later."""
+    """Call ``run`` at a step boundary, and ``take`` later."""
 
     def run(self, slowed: Callable[[float], None]) -> None:
-        """Do the work, or hand it to the device.  ``slowed`` is told how long each try took."""
+        """Do the work, or queue it on the device.  ``slowed`` gets the duration of each try."""
 
     def take(self) -> float:
-        """Seconds of the fastest try since the last time; 0 where there is none, or none yet."""
+        """Seconds of the fastest try since the last call; 0 if there is none yet."""
 
 
 class HostBenchmark:
@@ -40,7 +40,7 @@ class HostBenchmark:
         self._best = 0.0
 
     def run(self, slowed: Callable[[float], None]) -> None:
-        """About a millisecond."""
+        """Takes about a millisecond."""
         clock = self._clock
         with torch.inference_mode():
             if self._matrices is None:
@@ -58,13 +58,13 @@ class HostBenchmark:
         self._best = best
 
     def take(self) -> float:
-        """The newest one, once."""
+        """The newest result, once."""
         best, self._best = self._best, 0.0
         return best
 
 
 class DeviceBenchmark:
-    """On the device, behind what the current stream has to do; read when it has come to it."""
+    """On the device, queued on the current stream; read when it is complete."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -73,7 +73,7 @@ class DeviceBenchmark:
         self._flying = False
 
     def run(self, slowed: Callable[[float], None]) -> None:
-        """Some microseconds of the host's time; the rest is the device's."""
+        """Takes some microseconds on the host; the rest is the device's time."""
         del slowed
         with torch.inference_mode():
             if self._matrices is None:
@@ -91,7 +91,7 @@ class DeviceBenchmark:
         self._flying = True
 
     def take(self) -> float:
-        """The newest one, once the device has come to its end."""
+        """The newest result, once the device has completed it."""
         if not self._flying or not self._events[-1].query():
             return 0.0
         self._flying = False
@@ -100,5 +100,5 @@ class DeviceBenchmark:
 
 
 def benchmark_on(device: torch.device) -> NodeBenchmark:
-    """The trial for what this rank computes with."""
+    """The benchmark for the device that this rank computes with."""
     return DeviceBenchmark(device) if is_accelerator(device) else HostBenchmark()

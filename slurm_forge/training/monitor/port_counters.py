@@ -1,8 +1,8 @@
-"""What network interfaces have counted of errors: read at the start, and again when asked.
+"""Error counters of network interfaces: read at the start, and again on request.
 
-Reading may wait for a broken adapter's firmware, so it is done by a thread that nobody waits for.
+Reading may wait for a broken adapter's firmware, so a thread does it that nobody waits for.
 Sources: ``Documentation/ABI/stable/sysfs-class-infiniband`` and ``…/testing/sysfs-class-net*`` of
-Linux.  Infiniband is written from there, and has not been tried on such hardware.
+Linux.  The Infiniband part is written from there, and has not been tried on such hardware.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _SYSFS = Path("/sys")
-#: Each of them stays where it is on a healthy link, so that any difference says something.
+#: Each of them is constant on a healthy link, so that any difference is significant.
 _INFINIBAND = (
     "symbol_error",
     "link_error_recovery",
@@ -29,7 +29,7 @@ _MOST_LINES = 16
 
 @dataclass(frozen=True, slots=True)
 class PortCount:
-    """An answer to the question of that number: ``mlx5_0/1 link_downed +1``, a line per counter."""
+    """The answer to a numbered request: ``mlx5_0/1 link_downed +1``, a line per counter."""
 
     number: int
     lines: tuple[str, ...]
@@ -46,7 +46,7 @@ class PortCounters:
         self._thread.start()
 
     def read_again(self, number: int) -> None:
-        """Find out what has been counted since; not where the last reading has not come back."""
+        """Start reading what was counted since; not while the last reading is still running."""
         if not self._thread.is_alive():
             self._thread = threading.Thread(target=self._compare, args=(number,), daemon=True)
             self._thread.start()
@@ -65,7 +65,7 @@ class PortCounters:
 
 
 def read_counters(sysfs: Path) -> dict[str, int]:
-    """All that can be read, by ``port counter``; virtual interfaces are left out."""
+    """All readable counters, by ``port counter``; virtual interfaces are ignored."""
     counters: dict[str, int] = {}
     for port in sorted((sysfs / "class" / "infiniband").glob("*/ports/*")):
         name = f"{port.parent.parent.name}/{port.name}"
@@ -81,7 +81,7 @@ def read_counters(sysfs: Path) -> dict[str, int]:
 
 
 def differences(before: Mapping[str, int], now: Mapping[str, int]) -> tuple[str, ...]:
-    """What has grown, the most first; a counter that was set back in between is left out."""
+    """The increases, largest first; a counter that was reset in between is ignored."""
     grown = {name: count - before[name] for name, count in now.items() if name in before}
     most = sorted((name for name in grown if grown[name] > 0), key=lambda name: -grown[name])
     return tuple(f"{name} +{grown[name]}" for name in most[:_MOST_LINES])

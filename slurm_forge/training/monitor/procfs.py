@@ -1,4 +1,4 @@
-"""What the kernel says of another process of this node: facts from ``/proc``, never waited for."""
+"""The kernel's view of another process of this node: facts from ``/proc``, without waiting."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ _EXIT_CODE = 49
 
 @dataclass(frozen=True, slots=True)
 class ProcessFacts:
-    """State letter (R, S, D, T, t, Z; empty: there is none), processor seconds used so far."""
+    """State letter (R, S, D, T, t, Z; empty: no process), and processor seconds used so far."""
 
     state: str
     cpu_s: float
 
 
 def parse_stat(text: str, ticks_per_second: int) -> ProcessFacts:
-    """From ``/proc/<pid>/stat`` (proc(5)); ``ValueError`` where it is none.
+    """Parse ``/proc/<pid>/stat`` (proc(5)); ``ValueError`` for anything else.
 
-    The name in brackets may hold anything, brackets and spaces too.
+    The name in parentheses may contain anything, including parentheses and spaces.
     """
     _, bracket, rest = text.rpartition(")")
     words = rest.split()
@@ -33,7 +33,7 @@ def parse_stat(text: str, ticks_per_second: int) -> ProcessFacts:
 
 
 def read_process(pid: int) -> ProcessFacts:
-    """State and time of a process, all its threads together."""
+    """State and processor time of a process, all its threads together."""
     try:
         text = (_PROC / str(pid) / "stat").read_text(errors="replace")
         return parse_stat(text, os.sysconf("SC_CLK_TCK"))
@@ -42,9 +42,9 @@ def read_process(pid: int) -> ProcessFacts:
 
 
 def exit_status(pid: int) -> int | None:
-    """How a process ended that its parent has not collected yet: minus the number of a signal.
+    """How a process ended that its parent has not reaped yet: minus the number of a signal.
 
-    None where it lives, is collected already, or the kernel does not tell.
+    None if it lives, has been reaped already, or the kernel does not tell.
     """
     try:
         words = (_PROC / str(pid) / "stat").read_text(errors="replace").rpartition(")")[2].split()
@@ -54,7 +54,7 @@ def exit_status(pid: int) -> int | None:
 
 
 def catches(pid: int, number: int) -> bool:
-    """Whether the process has a handler for that signal: else it would end it."""
+    """Whether the process has a handler for that signal, which would otherwise end it."""
     try:
         lines = (_PROC / str(pid) / "status").read_text(errors="replace").splitlines()
         mask = next(line.split()[1] for line in lines if line.startswith("SigCgt:"))
@@ -78,7 +78,7 @@ def children_of(pid: int) -> tuple[int, ...]:
 
 
 def kernel_words(pid: int) -> str:
-    """What of the kernel's view may be read: where each thread waits, and the main one's stack."""
+    """The readable part of the kernel's view: where each thread waits, and the main one's stack."""
     lines = []
     try:
         tasks = sorted((_PROC / str(pid) / "task").iterdir(), key=lambda path: int(path.name))
@@ -88,7 +88,7 @@ def kernel_words(pid: int) -> str:
         facts = [_read(task / name) for name in ("comm", "wchan", "syscall")]
         state = _read(task / "stat").rpartition(")")[2].split()[:1]
         lines.append(f"thread {task.name} {' '.join(state)} {' | '.join(facts)}")
-    stack = _read(_PROC / str(pid) / "stack")  # root's only, mostly
+    stack = _read(_PROC / str(pid) / "stack")  # usually readable by root only
     if stack:
         lines += ["kernel stack of the main thread:", stack]
     return "\n".join(lines)

@@ -1,10 +1,10 @@
-"""Python stacks of another process, taken without its help: whatever its interpreter is doing.
+"""Python stacks of another process, taken without its help, whatever its interpreter is doing.
 
-``py-spy dump`` where it is installed; else the C-level handler of ``faulthandler``, which the
-worker has registered on a signal of its own and which writes into memory that both processes hold:
-it needs neither the interpreter's lock nor a file system.  The signal goes to the thread of the
-control channel, so that nothing of the program is interrupted.  A process that is stopped runs no
-handler: of that one the kernel's view is all there is, unless py-spy is there.
+``py-spy dump`` if it is installed; else the C-level handler of ``faulthandler``, which the worker
+has registered on a dedicated signal and which writes into memory shared by both processes: it needs
+neither the interpreter's lock nor a file system.  The signal goes to the thread of the control
+channel, so that nothing of the program is interrupted.  A stopped process runs no handler: for that
+one only the kernel's view is available, unless py-spy is installed.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ _STOPPED = frozenset("tTZX")
 _DUMP_WITHIN_S = 2.0
 _PY_SPY_WITHIN_S = 4.0
 _LOOK_EVERY_S = 0.02
-#: A dump that has not grown for so long is whole.
+#: A dump that has not grown for this long is complete.
 _QUIET_S = 0.06
 _LARGEST = 1 << 18
-#: Data-loader workers whose stacks are taken, too.
+#: At most this many data-loader workers have their stacks taken, too.
 _MOST_CHILDREN = 8
 
 
 def dump_on_signal() -> int:
-    """In the worker: let ``STACK_SIGNAL`` write all threads' stacks; the descriptor of where.
+    """In the worker: let ``STACK_SIGNAL`` write all threads' stacks; returns the descriptor.
 
-    Forked data-loader workers inherit it.  ``OSError`` or ``AttributeError`` where that can't be.
+    Forked data-loader workers inherit it.  ``OSError`` or ``AttributeError`` if that is impossible.
     """
     descriptor = os.memfd_create("forge-stacks", os.MFD_CLOEXEC)
-    # CPython registers with SA_RESTART: system calls that can be restarted are.
+    # CPython registers it with SA_RESTART: restartable system calls are restarted.
     faulthandler.register(STACK_SIGNAL, file=descriptor, all_threads=True, chain=False)
     return descriptor
 
@@ -109,7 +109,7 @@ class StackDumper:
         return StackDump(full_text, stacks, how, facts)
 
     def _spied(self, pid: int, *, stopped: bool = False) -> str:
-        # It would wait for a stopped process to stop once more.
+        # Otherwise py-spy would wait for a stopped process to stop once more.
         reading = ("--nonblocking",) if stopped else ()
         try:
             result = subprocess.run(
@@ -129,7 +129,7 @@ class StackDumper:
             return ""
         try:
             os.ftruncate(self._dump, 0)
-            os.lseek(self._dump, 0, os.SEEK_SET)  # the offset is shared with who writes
+            os.lseek(self._dump, 0, os.SEEK_SET)  # the offset is shared with the writer
             _signal_thread(pid, thread or pid)
         except OSError:
             return ""
@@ -146,7 +146,7 @@ class StackDumper:
 
 
 def _signal_thread(pid: int, thread: int) -> None:
-    """To one thread of the process; to the process where the C library can't."""
+    """Signal one thread of the process, or the process if the C library can't."""
     tgkill = getattr(ctypes.CDLL(None, use_errno=True), "tgkill", None)
     if tgkill is None or tgkill(pid, thread, int(STACK_SIGNAL)) != 0:
         os.kill(pid, STACK_SIGNAL)

@@ -1,10 +1,10 @@
-"""Tells the hub how fast this rank is by itself: its own part of the steps, and a trial.
+"""Reports to the hub how fast this rank is by itself: its own part of the steps, and a trial.
 
-A step is *own* work from its beginning until the rank first hands over to a collective: the last
-backward, in which gradients are exchanged.  From there on every rank waits for the slowest.
+A step is *own* work from its beginning until the rank first enters a collective: the last backward,
+in which gradients are exchanged.  From there on every rank waits for the slowest.
 
-Everything happens in the main thread: some clock reads per step, and every some seconds a median
-and a message.  Nothing is waited for, no collective is issued, nothing of the program is touched.
+Everything happens in the main thread: some clock reads per step, and every few seconds a median and
+a message.  It never waits, issues no collective, and touches nothing of the program.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from slurm_forge.training.monitor.node_benchmark import (
     benchmark_on,
 )
 
-#: Steps of a window that are kept: the newest ones; enough for a median.
+#: Steps of a window that are kept: the newest ones, enough for a median.
 _KEPT = 256
-#: Pairs of events on the stream; where the device is further behind, steps are left out.
+#: Pairs of events on the stream; if the device is further behind, steps are not measured.
 _EVENTS = 64
 
 
@@ -60,14 +60,14 @@ class StepTimer:
         self._next = 0.0
 
     def begin(self) -> None:
-        """A step begins, its boundary passed."""
+        """A step begins, after its boundary."""
         if self._stopwatch is None:
             self._stopwatch = self._new_watch()
             self._next = self._clock() + self._every_s
         self._stopwatch.begin()
 
     def handing_over(self) -> None:
-        """Right before what exchanges something with other ranks."""
+        """Right before an exchange with other ranks."""
         stopwatch = self._stopwatch
         if stopwatch is None:
             return
@@ -87,7 +87,7 @@ class StepTimer:
             self._report(stopwatch, step)
 
     def try_out(self) -> None:
-        """At an agreed boundary: how fast does this node compute?"""
+        """At an agreed boundary: measure how fast this node computes."""
         self._trial.run(self._fault_injector.drag_trial)
 
     def _report(self, stopwatch: Stopwatch, step: int) -> None:
@@ -127,20 +127,20 @@ class Stopwatch(Protocol):
         """A step begins."""
 
     def hand_over(self) -> float:
-        """Right before the first collective; seconds since ``begin``, 0 where not known yet."""
+        """Right before the first collective; seconds since ``begin``, 0 if not known yet."""
 
     def end(self) -> None:
         """The step is done."""
 
     def take(self) -> StepMedians:
-        """The steps since the last time."""
+        """The steps since the last call."""
 
 
 class HostStopwatch:
-    """By the clock, where the host computes: two reads of it per step.
+    """By the clock, if the host computes: two reads of it per step.
 
-    Where a step has no place to hand over at (a loop that calls ``backward`` itself, FSDP, whose
-    forward exchanges weights), by the processor time of the main thread: it blocks while it waits.
+    If a step has no place to hand over (a loop that calls ``backward`` itself, FSDP, whose forward
+    exchanges weights), by the processor time of the main thread, which blocks while it waits.
     """
 
     def __init__(
@@ -165,14 +165,14 @@ class HostStopwatch:
         self._started_at = self._clock()
 
     def hand_over(self) -> float:
-        """The first collective comes."""
+        """The first collective follows."""
         if self._handed is not None or not self._hands_over:
             return 0.0
         self._handed = now = self._clock()
         return now - self._started_at
 
     def resume(self) -> None:
-        """What came since ``hand_over`` is own work, too (a fault that makes this rank slow)."""
+        """Time since ``hand_over`` is own work, too (a fault that makes this rank slow)."""
         self._handed = self._clock()
 
     def end(self) -> None:
@@ -187,7 +187,7 @@ class HostStopwatch:
         self._count += 1
 
     def take(self) -> StepMedians:
-        """The steps since the last time."""
+        """The steps since the last call."""
         medians = medians_of(self._count, self._own)
         self._own.clear()
         self._count = 0
@@ -195,10 +195,10 @@ class HostStopwatch:
 
 
 class DeviceStopwatch:
-    """By events on the current stream, where a device computes: recorded in passing, read later.
+    """By events on the current stream, if a device computes: recorded in passing, read later.
 
-    Never waited for: what the device has not come to is looked at the next time.  Where a step has
-    no place to hand over at, nothing is known.
+    Never waits: what the device has not reached is read the next time.  If a step has no place to
+    hand over, nothing is known.
     """
 
     def __init__(self, device: torch.device, *, hands_over: bool = True) -> None:
@@ -213,14 +213,14 @@ class DeviceStopwatch:
     def begin(self) -> None:
         """A step begins."""
         if self._now is not None:
-            self._free.append(self._now)  # it never came to its end
+            self._free.append(self._now)  # that step never ended
         self._now = self._free.pop() if self._hands_over and self._free else None
         self._handed = False
         if self._now is not None:
             record(self._now[0], self._device)
 
     def hand_over(self) -> float:
-        """The first collective comes."""
+        """The first collective follows."""
         if self._now is not None and not self._handed:
             self._handed = True
             record(self._now[1], self._device)
@@ -239,7 +239,7 @@ class DeviceStopwatch:
         self._now = None
 
     def take(self) -> StepMedians:
-        """The steps whose events have come since the last time."""
+        """The steps whose events have completed since the last call."""
         own = []
         while self._under_way and self._under_way[0][1].query():
             begun, handed = events = self._under_way.popleft()
@@ -250,7 +250,7 @@ class DeviceStopwatch:
 
 
 def medians_of(count: int, own: Iterable[float]) -> StepMedians:
-    """Median of a window, and half the distance between the quartiles."""
+    """Median of a window, and half its interquartile range."""
     ordered = sorted(own)
     if not ordered:
         return StepMedians(count, 0.0, 0.0)

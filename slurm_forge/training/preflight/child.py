@@ -1,7 +1,7 @@
-"""The process that looks at a node for its rank: forked, spoken to by pipes, killed when it hangs.
+"""The process that checks a node for its rank: forked, connected by pipes, killed when it hangs.
 
-Whatever may block for ever (a GPU, a file system, a collective) happens in here, and nothing of it
-is left behind in the rank that trains: no context of a GPU, no thread, no descriptor.
+Whatever may block for ever (a GPU, a file system, a collective) happens here, and leaves nothing
+behind in the rank that trains: no GPU context, no thread, no descriptor.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from slurm_forge.training.preflight.node_checks import (
 _LIMIT = 1 << 20
 _POLL_S = 0.002
 _GONE_WITHIN_S = 2.0
-#: How much later than its own deadline the child may say what happened.
+#: How much later than its own deadline the child may answer.
 _TO_SAY_SO_S = 0.7
 
 
@@ -42,7 +42,7 @@ _TO_SAY_SO_S = 0.7
 class GroupTestRequest:
     """A collective to take part in, as number ``rank`` of ``size``.
 
-    ``hosts`` and ``port`` are where the first one of them waits; it says itself where that is.
+    ``hosts`` and ``port`` are where the first rank listens, which chooses them itself.
     """
 
     nonce: str
@@ -56,9 +56,9 @@ class GroupTestRequest:
 
 
 class Looker:
-    """The child, as the rank sees it.  Made anew by ``begin`` after one had to be killed.
+    """The child, as the rank sees it.  ``begin`` creates a new one after one had to be killed.
 
-    ``may_use_gpu`` is False where this process has used a GPU: what is forked from it can't.
+    ``may_use_gpu`` is False if this process has used a GPU: its forks can't.
     """
 
     def __init__(
@@ -81,8 +81,8 @@ class Looker:
         ask_reader, self._asks = os.pipe2(os.O_CLOEXEC)
         self._answers, answer_writer = os.pipe2(os.O_CLOEXEC)
         parent = os.getpid()
-        # Slurm signals every process of a step: what a stop means is the rank's to decide, and a
-        # child that died of it would be evidence against its node.
+        # Slurm signals every process of a step: the rank decides what a stop means, and a child
+        # that died of it would be evidence against its node.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, *SAVE_SIGNALS})
         try:
             pid = os.fork()
@@ -98,10 +98,10 @@ class Looker:
         self._buffer = b""
 
     def checks(self, within_s: float) -> tuple[Check, ...]:
-        """What it finds on the node; bad where it does not answer in time, and another one neither.
+        """Its findings on the node; bad if it does not answer in time, nor a second one.
 
-        What is forked from a process with threads may, very rarely, wait for a lock that none of
-        its own threads will ever give back: that is no fault of the node.
+        A process forked from one with threads may, very rarely, wait for a lock that none of its
+        own threads will ever release: that is no fault of the node.
         """
         started_at = time.monotonic()
         body, place = self._run_checks(within_s)
@@ -124,7 +124,7 @@ class Looker:
         )
 
     def _run_checks(self, within_s: float) -> tuple[dict[str, Any] | None, str]:
-        """Its answer, and the check that was begun last; it is killed where there is none."""
+        """Its answer, and the last check that began; it is killed if there is no answer."""
         self._ask({"do": "look"})
         until, place = time.monotonic() + within_s, ""
         while (body := self._answer(until)) is not None and "begun" in body:
@@ -134,9 +134,9 @@ class Looker:
         return body, place
 
     def trial(self, request: GroupTestRequest, published: Callable[[int], None]) -> GroupTest:
-        """Take part in a collective; ``published`` is given the port where this rank is the first.
+        """Take part in a collective; ``published`` gets the port if this rank is the first.
 
-        Fails after ``within_s``; then the child is killed, and what it had on a GPU is freed.
+        Fails after ``within_s``; then the child is killed, which frees its GPU memory.
         """
         if not self._pid:
             self.begin()
@@ -156,7 +156,7 @@ class Looker:
         return GroupTest(**body["trial"])
 
     def end(self) -> None:
-        """Kill it and collect it; one that sits in the kernel is left to the agent."""
+        """Kill and reap it; one that is stuck in the kernel is left to the agent."""
         pid, self._pid = self._pid, 0
         for descriptor in (self._asks, self._answers):
             if descriptor >= 0:
@@ -173,11 +173,11 @@ class Looker:
             _collected(pid, _GONE_WITHIN_S)
 
     def _ask(self, body: Mapping[str, Any]) -> None:
-        with contextlib.suppress(OSError):  # it is gone: then it does not answer either
+        with contextlib.suppress(OSError):  # it is gone, and will not answer either
             os.write(self._asks, json.dumps(body).encode() + b"\n")
 
     def _answer(self, until: float) -> dict[str, Any] | None:
-        """The next line that it says; None where it does not in time, or is gone."""
+        """The next line from it; None if there is none in time, or it is gone."""
         while b"\n" not in self._buffer:
             remaining_s = until - time.monotonic()
             if remaining_s <= 0 or not _readable(self._answers, remaining_s):
@@ -194,7 +194,7 @@ class Looker:
     # -- in the child ------------------------------------------------------------------------
 
     def serve(self, asks: int, answers: int) -> None:
-        """Answer what is asked until nobody asks any more."""
+        """Answer requests until there are no more."""
 
         def say(body: Mapping[str, Any]) -> None:
             os.write(answers, json.dumps(body).encode() + b"\n")
@@ -249,14 +249,14 @@ class Looker:
 
 
 def _readable(descriptor: int, within_s: float) -> bool:
-    # Not select(2), which knows the first 1024 descriptors of a process only.
+    # Not select(2), which is limited to the first 1024 descriptors of a process.
     poll = select.poll()
     poll.register(descriptor, select.POLLIN)
     return bool(poll.poll(math.ceil(within_s * 1000)))
 
 
 def _collected(pid: int, within_s: float) -> int | None:
-    """How a child ended (a wait status); None where it lives on for that long."""
+    """How a child ended (a wait status); None if it lives on for that long."""
     until = time.monotonic() + within_s
     while True:
         reaped, status = os.waitpid(pid, os.WNOHANG)
@@ -281,11 +281,11 @@ def _be_it(parent: int, asks: int, answers: int, looker: Looker) -> NoReturn:
     code = 1
     try:
         die_with_parent(parent)
-        # What the rank's threads held when it was forked is held for ever in here: one thread, and
-        # nothing of theirs is used.
+        # Locks that the rank's threads held at the fork are held for ever in here: so one thread,
+        # and nothing of theirs is used.
         torch.set_num_threads(1)
         quiet = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(quiet, 1)  # what a killed group has to say on its way is no output of the program
+        os.dup2(quiet, 1)  # what a killed group prints is no output of the program
         os.dup2(quiet, 2)
         looker.serve(asks, answers)
         code = 0

@@ -1,4 +1,4 @@
-"""What nvidia-smi says of a node's GPUs, as values; nothing where there is none."""
+"""nvidia-smi's report on a node's GPUs, as values; empty if there is none."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _DRIVER = Path("/dev/nvidiactl")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuFacts:
-    """One GPU: errors of its memory that could not be corrected, and whether it wants a reset."""
+    """One GPU: its uncorrectable memory errors, and whether it requires a reset."""
 
     QUERY: ClassVar[str] = (
         "--query-gpu=index,ecc.errors.uncorrected.volatile.total,remapped_rows.pending"
@@ -35,7 +35,7 @@ class GpuProcess:
 
 
 def parse_gpus(text: str) -> tuple[GpuFacts, ...]:
-    """The lines of ``GpuFacts.QUERY`` as csv without header and units; others are left out."""
+    """Parse the output of ``GpuFacts.QUERY`` as csv without header and units; skip other lines."""
     gpus = []
     for line in text.splitlines():
         words = [word.strip() for word in line.split(",")]
@@ -52,7 +52,7 @@ def parse_gpus(text: str) -> tuple[GpuFacts, ...]:
 
 
 def parse_processes(text: str) -> tuple[GpuProcess, ...]:
-    """The lines of ``--query-compute-apps=pid,process_name,used_memory``; others are left out."""
+    """Parse ``--query-compute-apps=pid,process_name,used_memory``; skip other lines."""
     processes = []
     for line in text.splitlines():
         words = [word.strip() for word in line.split(",")]
@@ -64,7 +64,7 @@ def parse_processes(text: str) -> tuple[GpuProcess, ...]:
 
 
 def read_gpus(query: str, *, within_s: float) -> str:
-    """What nvidia-smi prints; nothing where there is no GPU, no nvidia-smi, or no answer."""
+    """nvidia-smi's output; empty if there is no GPU, no nvidia-smi, or no answer."""
     tool = shutil.which("nvidia-smi", path=os.defpath) if _DRIVER.exists() else None
     if tool is None:
         return ""

@@ -1,6 +1,6 @@
-"""One collective of a few ranks, on a process group that is made for it: does it come, is it right.
+"""One collective of a few ranks, in a group created for it: does it complete, is it right.
 
-It may block for as long as a node or a link is bad, and can't be ended from within: run in a
+It may block for as long as a node or a link is bad, and can't be ended from within: run it in a
 process that can be killed (``training.preflight.child``).
 """
 
@@ -18,14 +18,14 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from slurm_forge.device.accelerator import is_accelerator, synchronize
 from slurm_forge.device.groups import standalone_group
 
-#: Large enough for the bandwidth to show: of an all-reduce, in bytes.
+#: Sizes in bytes of an all-reduce that is large enough to show the bandwidth.
 _LARGE_DEVICE, _LARGE_CPU = 64 << 20, 1 << 20
 _TIMES = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupTest:
-    """How a collective went; ``bytes_per_s`` is the bus bandwidth, as nccl-tests count it."""
+    """The result of a collective; ``bytes_per_s`` is the bus bandwidth, as in nccl-tests."""
 
     ok: bool
     seconds: float
@@ -45,17 +45,17 @@ def try_together(
     keep: Callable[[object], None],
     spoil: Callable[[torch.Tensor], None] = lambda _: None,
 ) -> GroupTest:
-    """Make a group of ``size``, sum a small and a large tensor in it, compare.
+    """Create a group of ``size``, sum a small and a large tensor in it, compare.
 
-    Never raises.  ``keep`` is given what the others may need until they are through, too; ``spoil``
-    may change what this rank contributes (for rehearsals).
+    Never raises.  ``keep`` gets what the others may need until they are done; ``spoil`` may change
+    this rank's contribution (for rehearsals).
     """
     started_at = time.monotonic()
     try:
         keep(store)
         group = standalone_group(PrefixStore(nonce, store), rank, size, backend, within)
         keep(group)
-        # Of more than some 5,800 ranks the sum is no number of a float32 any more.
+        # For more than some 5,800 ranks the sum is no longer exact in float32.
         small = torch.full((8,), float(rank + 1), device=device, dtype=torch.float64)
         spoil(small)
         _sum(group, small)
@@ -82,7 +82,7 @@ def _speed(
     size: int,
     device: torch.device,
 ) -> float:
-    """The best of a few, by the slowest rank as it waits for all: bytes per second on the bus."""
+    """The best of a few, by the slowest rank, which waits for all: bytes per second on the bus."""
     tensor = torch.ones(size_bytes // 4, device=device)
     best = float("inf")
     for _ in range(_TIMES):

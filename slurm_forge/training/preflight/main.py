@@ -1,7 +1,7 @@
-"""A rank's part in the look at all nodes before a launch: say what is found, try what is asked.
+"""A rank's part in checking all nodes before a launch: report findings, take part in trials.
 
-It says so over the control channel and goes on once the hub says that it may; what the hub makes of
-it is ``launch.conductor.preflight_monitor``.
+It reports over the control channel and continues when the hub allows it; the hub's side is
+``launch.conductor.preflight_monitor``.
 """
 
 from __future__ import annotations
@@ -49,18 +49,18 @@ from slurm_forge.training.preflight.child import (
 from slurm_forge.training.preflight.group_test import GroupTest
 from slurm_forge.training.preflight.node_checks import NodeRequirements
 
-#: Longer than the hub waits for ranks that never join: it can name them, and we can't.
+#: Longer than the hub waits for ranks that never join: it can name them, and this rank can't.
 _MEET_WITHIN = timedelta(minutes=20)
-#: A collective is given this long at least, however late the first of its ranks was.
+#: A collective gets at least this long, however late the first of its ranks was.
 _LEAST_S = 0.5
 _CPU = torch.device("cpu")
 _TIMES_WITHIN = 6
-#: More do not fit on a line of the channel; then it is about everybody anyway.
+#: More names do not fit on a line of the channel; by then everybody is affected anyway.
 _MOST_NAMED = 4096
 
 
 class Preflight:
-    """One rank's part.  ``run`` returns when training may begin; the hub ends the launch else.
+    """One rank's part.  ``run`` returns when training may begin; otherwise the hub ends the launch.
 
     ``own_address`` is this node's on the network that the site prefers.
     """
@@ -82,21 +82,21 @@ class Preflight:
         self._requirements = requirements
         self._nonce = nonce
         self._within_s = within.total_seconds()
-        # The hub waits for those who don't come for several times as long, and names them.
+        # The hub waits several times as long for missing ranks, and names them.
         self._meet_s = meet_within.total_seconds() + _TIMES_WITHIN * self._within_s
         self._own_address = own_address
         self._may_use_gpu = in_use() is None
         self._looker = Looker(requirements, environ, may_use_gpu=self._may_use_gpu)
 
     def run(self) -> None:
-        """Look, say so, and take part in what the hub asks for, until it has no more to ask."""
+        """Check, report, and take part in the hub's trials until there are no more."""
         if self._requirements.thoroughness is Thoroughness.OFF:
             return
         started_at = time.monotonic()
         try:
             self._looker.begin()
             checks = self._looker.checks(self._within_s)
-        except OSError as error:  # no process, no pipe: that is no verdict on the node
+        except OSError as error:  # no process, no pipe: no verdict on the node
             text = f"can't be checked: {error}"
             checks = (Check(name="preflight", verdict=CheckVerdict.SKIPPED, text=text),)
         try:
@@ -127,7 +127,7 @@ class Preflight:
         self._member.send(PreflightReport(body=report.to_text()))
 
     def _device(self, checks: tuple[Check, ...]) -> torch.device:
-        """What the child computes on: this process must not ask, it would begin to use the GPU."""
+        """The child's device: this process must not ask, which would initialize the GPU."""
         can = any(check.name == "gpu memory" for check in checks)
         return next(iter(built_for()), _CPU) if can else _CPU
 
@@ -153,7 +153,7 @@ class Preflight:
             if request.rank:
                 hosts, port = parse_addresses(self._member.published(key, groups.within_s))
                 request = replace(request, hosts=hosts, port=port)
-                # One deadline for both: who is late here misses the beginning of the next round.
+                # One deadline for both: a rank that is late here misses the next round's beginning.
                 remaining_s = groups.within_s - (time.monotonic() - started_at)
                 request = replace(request, within_s=max(_LEAST_S, remaining_s))
             trial = self._looker.trial(request, lambda port: self._publish(key, port, group[1:]))
@@ -171,7 +171,7 @@ class Preflight:
         )
 
     def _publish(self, key: str, port: int, others: Sequence[int]) -> None:
-        # To nobody else: of a thousand nodes, five hundred pairs publish at once.
+        # To these ranks only: of a thousand nodes, five hundred pairs publish at once.
         hosts = store_hosts(self._own_address, one_node=self._place.one_node)
         value = format_addresses(hosts, port)
         to = () if len(others) > _MOST_NAMED else tuple(others)
@@ -188,13 +188,13 @@ def requirements_of_run(
     thoroughness: Thoroughness,
     on_hang: bool,
 ) -> NodeRequirements:
-    """What the node of a rank of this run is to be looked at for."""
+    """What the node of a rank of this run is checked for."""
     resources = file.job.resources
     gpus = None
     if resources.gpus_per_task is not None:
         gpus = resources.gpus_per_task.count
     elif resources.gpus_per_node is not None:
-        gpus = min(1, resources.gpus_per_node.count)  # of those of the node a rank may see its own
+        gpus = min(1, resources.gpus_per_node.count)  # a rank may see only its own GPU
     return NodeRequirements(
         thoroughness=thoroughness,
         gpus=gpus,
@@ -224,7 +224,7 @@ _BROKEN = {
 def _broken(
     directory: RunDirectory, file: RunFile, place: RankPlace, attempt: int, launch: int
 ) -> str:
-    """What is wrong with this node on purpose, to rehearse a launch."""
+    """The injected fault of this node, to rehearse a launch."""
     for fault in file.job.inject:
         applies = fault.rank in (None, place.rank) and fault.host in (None, place.host)
         if fault.kind not in _BROKEN or not applies or fault.attempt not in (None, attempt):
@@ -236,5 +236,5 @@ def _broken(
             if fault.deterministic or struck.may(fault, 0):
                 return _BROKEN[fault.kind]
         except OSError:
-            continue  # that it struck can't be written down: it would strike for ever
+            continue  # an unrecorded fault would strike for ever
     return ""

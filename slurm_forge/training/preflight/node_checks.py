@@ -1,7 +1,7 @@
 """Checks of a node before it trains: each reports what it found, and raises nothing.
 
-Run in a process that can be killed (``training.preflight.child``): a broken GPU or file system may
-block whoever uses it.
+Run them in a process that can be killed (``training.preflight.child``): a broken GPU or file system
+may block its user.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from slurm_forge.training.preflight.gpu_facts import (
 )
 from slurm_forge.units import format_memory
 
-#: Sides of the matrices whose product is known: all digits fit into every type that multiplies.
+#: Sizes of matrices with a known product: all digits fit into every type that multiplies.
 _SIDE_GPU, _SIDE_CPU = 2048, 128
 _TIMES_GPU = 4
-#: Of a GPU's memory that must be free when nobody trains on it yet; the contexts of the other
-#: ranks of the node that share it are small.
+#: Share of a GPU's memory that must be free while nobody trains on it; the contexts of other ranks
+#: of the node that share it are small.
 _FREE_LEAST, _FREE_USUAL = 0.5, 0.9
 _MIB = 1 << 20
 _ROOM_LEAST = 64 * _MIB
@@ -50,14 +50,14 @@ _TOOL_S = 8.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeRequirements:
-    """What a node is to be looked at for.
+    """What a node is checked for.
 
-    ``gpus`` is how many this process was promised (0: none, None: nobody says).  ``memory`` is
-    what the job asks of the node, in bytes.  ``folder`` is on the storage that is tried, None for
-    ranks that leave it to another one of their node.  ``sets`` are the site's variables,
-    those for after a hang too where ``on_hang``.  ``broken`` is what is wrong on purpose, for
-    rehearsals.  ``busy``: somebody trains there, and is not to be disturbed.  ``ranks`` is how many
-    the launch has (0: it is none).
+    ``gpus`` is how many this process should have (0: none, None: unknown).  ``memory`` is the job's
+    request per node, in bytes.  ``folder`` is on the storage to be tried, None for ranks that leave
+    it to another one of their node.  ``sets`` are the site's variables, including those for after a
+    hang if ``on_hang``.  ``broken`` is an injected fault, for rehearsals.  ``busy``: somebody
+    trains there and must not be disturbed.  ``ranks`` is the number of ranks of the launch (0:
+    there is no launch).
     """
 
     thoroughness: Thoroughness
@@ -82,10 +82,10 @@ def run_checks(
 ) -> tuple[Check, ...]:
     """All checks; ``on_check_started`` gets the name of each before it begins: one may hang.
 
-    ``may_use_gpu`` is False where this process was forked too late for that.
+    ``may_use_gpu`` is False if this process was forked too late for that.
     """
     full = requirements.thoroughness is Thoroughness.FULL
-    # The driver's state is not inherited: who has only asked how many GPUs there are has begun it.
+    # The driver's state is not inherited: even asking for the number of GPUs initializes it.
     may_use_gpu = may_use_gpu and is_usable_here()
     checks: list[tuple[str, Callable[[], Check]]] = []
     if requirements.busy:
@@ -147,7 +147,7 @@ def _bad(text: str) -> Check:
 def _gpus_visible(requirements: NodeRequirements) -> Check:
     there = count()
     if requirements.gpus and there < requirements.gpus:
-        return _bad(f"{there} visible, {requirements.gpus} asked for")
+        return _bad(f"{there} visible, {requirements.gpus} requested")
     return _fine(f"{there} visible")
 
 
@@ -158,7 +158,7 @@ def _devices(requirements: NodeRequirements) -> list[torch.device]:
 
 
 def _gpu_memory(requirements: NodeRequirements) -> Check:
-    """Before anything of ours is on it but a context."""
+    """Before anything of ours but a context is on it."""
     lines, worst = [], CheckVerdict.FINE
     for device in _devices(requirements):
         memory = memory_of(device)
@@ -223,10 +223,10 @@ def _cpu_computes(requirements: NodeRequirements) -> Check:
 
 
 def _wrong_products(device: torch.device, dtype: torch.dtype, side: int, times: int) -> int:
-    """How many sums of rows and columns of a matrix product are not what integers say.
+    """How many sums of rows and columns of a matrix product differ from the integer result.
 
-    Elements are -3 to 3: every partial sum is a whole number that float32 holds, so that the
-    product is exact in whatever order it is summed, and one wrong element is seen.
+    Elements are -3 to 3: every partial sum is an integer that float32 represents, so the product is
+    exact in whatever order it is summed, and a single wrong element is detected.
     """
     at = torch.arange(side, dtype=torch.int64)
     a = (3 * at[:, None] + 5 * at[None, :]) % 7 - 3
@@ -237,7 +237,7 @@ def _wrong_products(device: torch.device, dtype: torch.dtype, side: int, times: 
     for _ in range(times):
         product = torch.matmul(on_device[0].float(), on_device[1].float())
         if dtype is not torch.float32:
-            # Its own units; what it gives is rounded, so that only the size of it is looked at.
+            # Its own units; the result is rounded, so that only its magnitude is checked.
             rounded = torch.matmul(*on_device).float()
             wrong += int(((rounded - product).abs() > 0.02 * product.abs() + 1).sum())
         exact = product.double().cpu()
@@ -257,7 +257,7 @@ def _memory(requirements: NodeRequirements) -> Check:
     if free is None or not requirements.memory:
         return _fine()
     if free < requirements.memory:
-        return _odd(f"{free // _MIB} MiB free of {requirements.memory // _MIB} asked for")
+        return _odd(f"{free // _MIB} MiB free of {requirements.memory // _MIB} requested")
     return _fine()
 
 
@@ -265,7 +265,7 @@ def _memory(requirements: NodeRequirements) -> Check:
 
 
 def _storage(folder: Path) -> Check:
-    """Write, fsync, rename and remove a file; and what room there is."""
+    """Write, fsync, rename and remove a file; and report the free space."""
     make_private_directory(folder)
     name = _own_name("preflight")
     part, final = folder / f"{name}.part", folder / name
@@ -296,13 +296,13 @@ def _storage(folder: Path) -> Check:
 
 
 def _room_text(size: int, files: int | None) -> str:
-    """``980K and 12 files free``; file systems without a fixed number of files leave that out."""
+    """``980K and 12 files free``; without the files if their number is not limited."""
     text = format_memory(size)
     return f"{text} free" if files is None else f"{text} and {files} files free"
 
 
 def _lock(folder: Path) -> Check:
-    """Exclusive creation, on which claims rest, and the lock between processes of a host."""
+    """Exclusive creation, which claims depend on, and the lock between processes of a host."""
     name = folder / _own_name("preflight-lock")
     try:
         os.close(os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
@@ -325,7 +325,7 @@ def _lock(folder: Path) -> Check:
 
 
 def _own_name(what: str) -> str:
-    """Nobody else's: in containers nodes may have one name, and processes the same numbers."""
+    """A unique name: nodes in containers may share names, and processes their numbers."""
     return f".{what}-{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
 
 
@@ -339,7 +339,7 @@ def _name_resolves() -> Check:
 
 
 def _environment(requirements: NodeRequirements, environ: Mapping[str, str]) -> Check:
-    """What got lost on the way here, and what must not be; a person's own value is theirs."""
+    """Variables that were lost on the way, or must not be set; a user's own value is accepted."""
     deviations = differences(requirements.sets, environ, on_hang=requirements.on_hang)
     lines = [str(each) for each in deviations if each.kind is not VariableDifferenceKind.OTHER]
     return _odd("; ".join(lines[:6])) if lines else _fine()

@@ -1,8 +1,8 @@
-"""Stands where a rank would, does nothing, and tells of signals: for ``doctor --live``.
+"""Runs in place of a rank, does nothing, and reports signals: for ``doctor --live``.
 
 The process ``live_rank WAY [--plain] [--workers WAY WAY]``.  It has a rank's own handlers, or with
 ``--plain`` none; its workers are forked as a data loader forks them, the first one shielded, the
-second as torch leaves it.  It ends when its input does.  No torch.
+second as torch leaves it.  It ends when its input ends.  No torch.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _FOREVER_S = 3600.0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Say that it is here, then every signal, until the input ends."""
+    """Report its presence, then every signal, until the input ends."""
     way, *rest = sys.argv[1:] if argv is None else argv
     names = rest[rest.index("--workers") + 1 :] if "--workers" in rest else []
     if "--plain" not in rest:

@@ -1,7 +1,7 @@
 """A node's part in ``slurm-forge probe``: the process ``preflight_node FOLDER``.
 
-As the rank of a run it looks at its node and takes part in collectives, and then it is through.
-``--busy``: somebody trains there.  ``--place I/N`` says who it is, where no Slurm does.
+Like the rank of a run it checks its node and takes part in collectives, and is then done.
+``--busy``: somebody trains there.  ``--place I/N`` gives its place if there is no Slurm.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from slurm_forge.training.preflight.node_checks import NodeRequirements
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Look at this node; 0 once the hub has heard everything, 1 where it can't be reached."""
+    """Check this node; 0 once the hub has all reports, 1 if it can't be reached."""
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", type=Path)
     parser.add_argument("--busy", action="store_true")
@@ -83,7 +83,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _on(place: RankPlace, broken: str) -> str:
-    """``n2=computes``: what is wrong on purpose, where this is that node."""
+    """``n2=computes``: the injected fault, if this is that node."""
     host, _, how = broken.partition("=")
     return how if host == place.host else ""
 

@@ -1,4 +1,4 @@
-"""Last words of a rank: made from its exception, and left in a file where no channel is."""
+"""A rank's last words: made from its exception, and written to a file if there is no channel."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from slurm_forge.training.core.error_report import (
 )
 
 _LONGEST_TEXT = 2000
-#: How long a failing rank waits for the storage, which may be what has failed.
+#: How long a failing rank waits for the storage, which may itself be the failure.
 _PATIENCE_S = 2.0
 
 
 def last_words_of(error: BaseException, *, step: int, phase: str, micro_batch: int) -> RankFailed:
-    """What a rank says of the exception that ends it."""
+    """A rank's report on the exception that ends it."""
     text = last_words(error)
     return RankFailed(
         step=step,
@@ -42,7 +42,7 @@ def leave_behind(
 ) -> None:
     """Write them into the run directory; gives up after two seconds and raises nothing.
 
-    Where attempt and launch are not known yet, the environment tells them, else the newest claim.
+    Unknown attempt and launch are taken from the environment, else from the newest claim.
     """
     arguments = (run, words, (rank, host), attempt, launch)
     writing = threading.Thread(target=_write, args=arguments, name="forge-words", daemon=True)

@@ -1,4 +1,4 @@
-"""How a rank leaves that nobody waits for any more, and what it leaves in its output."""
+"""How a rank exits when nobody waits for it any more, and what it leaves in its output."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from slurm_forge.signals import SAVE_SIGNALS
 
 
 def show_crashes(attempt: int = 0, launch: int = 0) -> None:
-    """A segmentation fault or an abort leaves the stacks of all threads in the output.
+    """Make a segmentation fault or an abort print the stacks of all threads.
 
-    Touches none of the signals that are notices.  Who has it on already has said where to.
+    Touches none of the signals that are notices.  An enabled handler keeps its output file.
     """
     if launch:
         sys.stderr.write(f"{LAUNCH_BEGINS}{attempt}.{launch}\n")
     if not faulthandler.is_enabled():
-        with contextlib.suppress(Exception):  # a notebook's standard error is no file
+        with contextlib.suppress(Exception):  # a notebook's standard error is not a file
             faulthandler.enable(all_threads=True)
 
 
@@ -36,12 +36,12 @@ class RankExit:
     run: RunDirectory
     rank: int
     in_slurm: bool
-    #: The first rank of another node than that of the batch script, in a job that outlives it.
+    #: The first rank on a node other than the batch script's, in a job that survives node loss.
     second: bool = False
 
     def __call__(self, reason: str) -> NoReturn:
         """End this process; for ``Member``'s ``on_abort``."""
-        with contextlib.suppress(OSError, ValueError):  # whoever read it may have gone, too
+        with contextlib.suppress(OSError, ValueError):  # its reader may be gone, too
             sys.stderr.write(f"slurm_forge: this rank exits: {reason}\n")
             sys.stderr.flush()
         if reason == HUB_GONE and (self.rank == 0 or self.second) and self.in_slurm:
@@ -50,9 +50,9 @@ class RankExit:
         os._exit(1)
 
     def _stand_in(self) -> NoReturn:
-        """Nobody said that it was over, so the supervisor was killed: become its deputy.
+        """There was no message about the end, so the supervisor was killed: become its deputy.
 
-        What this thread has blocked stays blocked behind the exec: Slurm's SIGTERM is on its way.
+        Signals blocked in this thread stay blocked across the exec: Slurm's SIGTERM is on its way.
         """
         pthread_sigmask(SIG_BLOCK, SAVE_SIGNALS)
         deputy = [sys.executable, *process_words("deputy", str(self.run.path))]

@@ -1,13 +1,12 @@
-"""Out of the user's function without leaving the process: for a relaunch in the same one.
+"""Leave the user's function without leaving the process, for a relaunch in the same process.
 
 The launch is over, and the main thread may be anywhere: in a collective that never ends, in a
-sleep, in somebody's C code.  A signal of our own has an exception raised in it, beneath what
-programs catch; collectives are aborted beside it.  Only where a job's policy trusts the process:
-what the program has done to it (module globals, caches) goes on into the next launch.
+sleep, in C code.  A signal makes it raise an exception that programs do not catch; collectives are
+aborted in parallel.  Used only if the job's policy trusts the process: whatever the program has
+changed in it (module globals, caches) carries over into the next launch.
 
-Where a worker waits that has unwound, until its agent has another launch for it.
-
-What a worker's process keeps while it may be the rank of several launches, and its channel.
+Also here: where an unwound worker waits for its agent's next launch, what its process keeps
+between launches, and its channel to the agent.
 """
 
 from __future__ import annotations
@@ -34,23 +33,23 @@ from slurm_forge.descendants import kill_helpers
 from slurm_forge.errors import ControlChannelError
 from slurm_forge.signals import UNWIND_SIGNAL, SignalWatcher
 
-#: A main thread that is not out by then sits in C code, or catches everything: it is replaced.
+#: A main thread that takes longer is in C code, or catches everything: the process is replaced.
 _OUT_WITHIN_S = 3.0
-#: Raised again until it is heard: destructors and callbacks swallow what is raised in them.
+#: Raised again until it takes effect: destructors and callbacks swallow exceptions.
 _AGAIN_S = 0.2
-#: For threads of ours that were saving: what they write must not be published beside a new launch.
+#: For our threads that were saving: nothing of theirs may be published during a new launch.
 _SAVED_WITHIN_S = 1.0
 _SAVING = "forge-save"
 
 
 class LaunchOver(BaseException):
-    """The launch is over; not an error, and nothing for a program to catch."""
+    """The launch is over; not an error, and not meant to be caught by programs."""
 
 
 class Unwinding:
-    """Gets one rank out of one launch.  Made in the main thread.
+    """Gets one rank out of one launch.  Created in the main thread.
 
-    ``leave`` ends the process, for when that fails; it never returns.
+    ``leave`` ends the process if that fails, and never returns.
     """
 
     def __init__(self, leave: Callable[[str], None]) -> None:
@@ -64,20 +63,21 @@ class Unwinding:
 
     @property
     def has_started(self) -> bool:
-        """Whether the launch is over: whatever is raised from now on is only a consequence."""
+        """Whether the launch is over: later exceptions are only consequences."""
         return self._started.is_set()
 
     def __call__(self, reason: str) -> None:
-        """The launch is over, says the channel (on its thread).  Back when the main thread is out.
+        """Called by the channel's thread when the launch is over.  Returns when the main thread is
+        out.
 
-        Where it does not get out within 3 s the process ends; at once where nobody is left to
-        start another launch.
+        If that takes more than 3 s the process ends; at once if nobody is left to start another
+        launch.
         """
         if reason == HUB_GONE:
             self._leave(reason)
         self._started.set()
         until = time.monotonic() + _OUT_WITHIN_S
-        # First raise, then abort: on an aborted group of gloo's the next collective waits for ever.
+        # Raise first, then abort: in an aborted gloo group the next collective waits for ever.
         signal.pthread_kill(self._main, UNWIND_SIGNAL)
         self._abort_groups()
         while not self._caught and time.monotonic() < until:
@@ -90,7 +90,7 @@ class Unwinding:
             self._leave(f"{reason} (it could not unwind)")
 
     def run(self, program: Callable[[], Any]) -> Any:
-        """Call it in the main thread; ``LaunchOver`` instead of whatever came of the end."""
+        """Call it in the main thread; raises ``LaunchOver`` in place of consequences of the end."""
         try:
             try:
                 return program()
@@ -107,11 +107,11 @@ class Unwinding:
             raise
 
     def last_words(self) -> None:
-        """Main thread: it is on its way out by itself, and not to be interrupted."""
+        """Main thread: it is on its way out by itself and must not be interrupted."""
         self._acknowledge()
 
     def clear(self) -> str:
-        """Main thread, out of everything: give up what is left of the launch; why that failed."""
+        """Main thread, after the function: release what is left of the launch; why it failed."""
         self._started.set()
         self._acknowledge()
         self._abort_groups()
@@ -130,7 +130,7 @@ class Unwinding:
         return _clear_gpu()
 
     def over(self) -> None:
-        """The main thread is out and done: the channel's thread may go."""
+        """The main thread is done: the channel's thread may continue."""
         self._out.set()
 
     def _raise(self, signum: int, frame: FrameType | None) -> None:
@@ -145,7 +145,7 @@ class Unwinding:
                 continue
 
     def _abort_groups(self) -> None:
-        """On a thread of its own: NCCL may take its time, and whoever waits for it has a limit."""
+        """On a separate thread: NCCL may take its time, while the waiting thread has a limit."""
         if self._aborting is None and "torch.distributed" in sys.modules:
             self._aborting = threading.Thread(target=_abort, name="forge-abort", daemon=True)
             self._aborting.start()
@@ -172,25 +172,25 @@ def _clear_gpu() -> str:
     if device is None:
         return ""
     try:
-        synchronize(device)  # a context that an error has spoilt says so here
+        synchronize(device)  # raises if an error has made the context unusable
         release_cached(device)
     except RuntimeError as error:
         return f"the GPU can't be used any more: {error}"
     return ""
 
 
-#: What a worker says to its agent once it has unwound; the agent answers with a ``StartWorker``.
+#: A worker's message to its agent once it has unwound; the agent answers with a ``StartWorker``.
 PARKED = b"parked\n"
 
 
 class ParkingPlace:
-    """The worker's end of a pair of sockets with its agent."""
+    """The worker's end of the socket pair with its agent."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
 
     def wait(self) -> StartWorker | None:
-        """Say that nothing of the launch is left, and wait; None where there is nothing to come."""
+        """Report that nothing of the launch is left, and wait; None if nothing follows."""
         buffer = b""
         try:
             self._connection.sendall(PARKED)
@@ -219,7 +219,7 @@ class ParkedWorker:
         return self._connection.fileno()
 
     def read(self) -> bool:
-        """Read; False when the worker's end is closed."""
+        """Read; False if the worker's end is closed."""
         try:
             data = self._connection.recv(64)
         except BlockingIOError:
@@ -230,7 +230,7 @@ class ParkedWorker:
         return bool(data)
 
     def go_on(self, order: Message) -> bool:
-        """Hand it the next launch; whether that could be done."""
+        """Send it the next launch; whether that worked."""
         self.waits = False
         with contextlib.suppress(OSError):
             self._connection.sendall(protocol.encode(order))
@@ -238,12 +238,12 @@ class ParkedWorker:
         return False
 
     def close(self) -> None:
-        """The worker is gone, or this is the child."""
+        """Close it: the worker is gone, or this process is the child."""
         self._connection.close()
 
 
 class Channel(Member):
-    """Knows whether something could not be said any more."""
+    """A channel that reports whether a message could not be sent any more."""
 
     mute = False
 
@@ -256,7 +256,7 @@ class Channel(Member):
 
 
 class Notices:
-    """Signals seen while there is no channel are said as soon as there is one."""
+    """Sends signals that arrived without a channel as soon as there is one."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -264,7 +264,7 @@ class Notices:
         self._member: Member | None = None
 
     def add(self, signal: Signals) -> None:
-        """The process got a signal; on the watcher's thread."""
+        """The process got a signal; called on the watcher's thread."""
         with self._lock:
             if self._member is None:
                 self._early.append(signal)
@@ -272,7 +272,7 @@ class Notices:
                 self._member.send(Notice(what=signal.name))
 
     def say_through(self, member: Member | None) -> None:
-        """Say what was seen, and what will be, over that channel; keep it where there is none."""
+        """Send past and future signals over that channel; without one, keep them."""
         with self._lock:
             self._member = member
             if member is None:
@@ -283,10 +283,10 @@ class Notices:
 
 
 class PersistentWorkerState:
-    """What a process has once, however many launches it is a rank of.  Main thread."""
+    """What a process has once, for all launches that it is a rank of.  Main thread only."""
 
     def __init__(self) -> None:
         self.notices = Notices()
         self.watcher = SignalWatcher(self.notices.add)
-        #: The program, once it is imported: what it keeps in its modules is kept.
+        #: The program, once it is imported: its module state is kept.
         self.entry: Callable[..., Any] | None = None

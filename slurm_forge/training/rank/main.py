@@ -1,8 +1,8 @@
-"""One rank: meet the others, run the user's function, say the last words.
+"""One rank: meet the others, run the user's function, send last words.
 
 Reached by name only (the process ``worker RUN``), and through
 ``slurm_forge.launch.submitit.job`` inside a submitit task.  Imports no torch before the signal
-handlers are in place: a notice that comes during the imports is a notice, not the end.
+handlers are installed: a notice during the imports must not end the process.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def run_rank(
     """Train as one rank.  Returns for every outcome, last words included; the caller exits.
 
     ``survives_abort`` is for the rank that hosts the conductor itself, of that ``attempt``;
-    ``persistent`` for a process that may be the rank of several launches.
+    ``persistent`` is for a process that may be the rank of several launches.
     """
     opened = _open(
         directory,
@@ -105,7 +105,7 @@ def run_rank(
     if unwinding is None or not rank.may_go_on(result):
         return result
     notices.say_through(None)
-    # With them goes what is left of the launch: models, process groups, loader workers.
+    # This releases the rest of the launch: models, process groups, loader workers.
     del rank
     problem = unwinding.clear()
     if problem:
@@ -125,9 +125,9 @@ def open_rank(
     attempt: int | None = None,
     keys: Mapping[str, Any] | None = None,
 ) -> Rank:
-    """A rank that has joined the channel, for a script that is its own entry (``attach``).
+    """A rank that has joined the channel, for a script with its own entry point (``attach``).
 
-    ``keys`` are keys of the job that the script says otherwise than the run was made with.
+    ``keys`` are job keys that the script sets differently from the run.
     """
     opened = _open(
         directory,
@@ -145,7 +145,7 @@ def open_rank(
 
 @dataclass(frozen=True, slots=True)
 class _Opened:
-    """A rank on the channel, and what belongs to its process."""
+    """A rank on the channel, and the resources of its process."""
 
     rank: Rank
     notices: Notices
@@ -168,7 +168,7 @@ def _open(
 ) -> _Opened:
     started_at = time.time()
     knobs = Knobs.from_environ(process_environ())
-    # What the program starts, or keeps of its environment (a tracker), is not to have it.
+    # Processes that the program starts, and trackers that record the environment, must not get it.
     os.environ.pop(KNOBS["secret"].name, None)
     raise_open_files_limit()
     show_crashes(knobs.attempt, knobs.launch)
@@ -182,7 +182,7 @@ def _open(
         take_on(file, one_node=place.one_node)
         take_on_place(place.rank, place.local_rank, place.world_size, one_node=place.one_node)
         watchdog = file.job.watchdog
-        # Who falls silent is looked into with the probe, too.
+        # A silent rank is examined with the probe, too.
         if watchdog.enabled or (file.job.probe.enabled and place.world_size > 1):
             monitor_client = prepare_monitor()
         if monitor_client is not None:
@@ -258,7 +258,7 @@ def main(argv: list[str] | None = None, parking: ParkingPlace | None = None) -> 
             )
         place = place_from_environ(os.environ)
         if place.below_torchrun:
-            die_with_parent(os.getppid())  # ended with the step, torchrun takes nobody along
+            die_with_parent(os.getppid())  # when the step ends, torchrun leaves its children behind
         while True:
             result = run_rank(
                 RunDirectory.existing(arguments[0]),

@@ -1,8 +1,8 @@
-"""What an agent imports for its workers, so that it can be forked afterwards.
+"""What an agent imports for its workers, in such a way that it can be forked afterwards.
 
-A process with threads can't be forked safely, and one that has talked to a GPU can't hand that on.
-torch starts no thread when it is imported; numpy's OpenBLAS does, unless it is told to use one, and
-is given its number back in the worker.
+A process with threads can't be forked safely, and one that has used a GPU can't pass it on.  torch
+starts no thread on import; numpy's OpenBLAS does, unless it is limited to one thread; its number is
+restored in the worker.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-#: What a rank imports before it calls the program, torch.distributed.checkpoint and FSDP with it.
+#: What a rank imports before it calls the program, including torch.distributed.checkpoint and FSDP.
 _NEEDED = (
     "torch",
     "slurm_forge.training.rank.main",
@@ -30,10 +30,10 @@ _NEEDED = (
     "slurm_forge.training.instability.skip_tracker",
     "slurm_forge.training.loop.run",
     "slurm_forge.training.preflight.main",
-    # Imported by the first step of any optimizer of torch's: most of a second.
+    # Imported by the first step of any torch optimizer: most of a second.
     "torch._dynamo",
 )
-#: A thread that was joined is still there for a moment.
+#: A joined thread still exists for a moment.
 _THREADS_GO_S = 0.5
 #: Read once, when the library is loaded.  OpenMP's and MKL's threads start with the first work.
 _LIMITS = ("OPENBLAS_NUM_THREADS", "BLIS_NUM_THREADS")
@@ -46,15 +46,15 @@ _SETTERS = (
 
 
 def preload(environ: Mapping[str, str], more: tuple[str, ...] = ()) -> str:
-    """Import it all; the first thing that could not be imported, in words, else nothing.
+    """Import everything; describe the first import that failed, else return an empty text.
 
-    That is the worker's to say: it fails in the same place, and has last words.
+    The worker reports it: its import fails in the same place, and it has last words.
     """
     with _one_thread(environ), no_collections():
         for name in (*_NEEDED, *more):
             try:
                 importlib.import_module(name)
-            except BaseException as error:  # whatever it is, it is raised again in the worker
+            except BaseException as error:  # whatever it is, the worker raises it again
                 return f"{name}: {type(error).__name__}: {error}"
     # The garbage collector would write to every page that workers share with the agent.
     gc.freeze()
@@ -63,7 +63,7 @@ def preload(environ: Mapping[str, str], more: tuple[str, ...] = ()) -> str:
 
 @contextlib.contextmanager
 def no_collections() -> Iterator[None]:
-    """Imports make objects that stay: looking for garbage among them is a quarter of their time."""
+    """Imports create permanent objects: garbage collections take a quarter of their time."""
     collected = gc.isenabled()
     gc.disable()
     try:
@@ -77,7 +77,7 @@ def no_collections() -> Iterator[None]:
 def _one_thread(environ: Mapping[str, str]) -> Iterator[None]:
     for name in _LIMITS:
         os.putenv(name, "1")
-    # Python's own view of the environment stays as it was; a library asks the C library's.
+    # Python's own view of the environment stays unchanged; libraries read the C library's.
     try:
         yield
     finally:
@@ -90,7 +90,7 @@ def _one_thread(environ: Mapping[str, str]) -> Iterator[None]:
 
 
 def why_not_forkable() -> str:
-    """Why this process must not be forked into a worker; empty where it may be."""
+    """Why this process must not be forked into a worker; empty if it may be."""
     until = time.monotonic() + _THREADS_GO_S
     while (
         threads := len(list(Path("/proc/self/task").iterdir()))
@@ -104,14 +104,14 @@ def why_not_forkable() -> str:
         device = in_use()
         if device is not None:
             return f"{device.type.upper()} was initialised by what was imported"
-        # To ask whether there is a device is enough to begin with it, and leaves no other trace.
+        # Asking whether there is a device is enough to initialize it, and leaves no other trace.
         if built_for() and not _child_may_use_device():
             return "what was imported has asked the driver for a device"
     return ""
 
 
 def _child_may_use_device() -> bool:
-    """Asked of a child, which alone can tell."""
+    """Ask a child, which alone can tell."""
     from slurm_forge.device.accelerator import is_usable_here
 
     pid = os.fork()
@@ -125,7 +125,7 @@ def _threads() -> int:
 
 
 def give_threads_back(environ: Mapping[str, str]) -> None:
-    """Let numpy's OpenBLAS use as many threads as it had taken by itself."""
+    """Let numpy's OpenBLAS use as many threads as it had chosen by itself."""
     text = environ.get("OPENBLAS_NUM_THREADS") or environ.get("OMP_NUM_THREADS") or ""
     first = text.partition(",")[0].strip()
     number = int(first) if first.isdecimal() else len(os.sched_getaffinity(0))

@@ -1,4 +1,4 @@
-"""The life of one rank: meet the others, call the user's function, say the last words."""
+"""The life of one rank: meet the others, call the user's function, send last words."""
 
 from __future__ import annotations
 
@@ -41,18 +41,18 @@ from slurm_forge.vocabulary.cause import Cause
 
 _MEET_WITHIN = timedelta(minutes=10)
 _COLLECTIVE_TIMEOUT = timedelta(minutes=30)
-#: Of a probe's group, so that torch's own watchdog never comes before our verdict.
+#: Of a probe's group, so that torch's own watchdog never precedes our verdict.
 _PROBE_DEADLINES = 20
 
 
 class RankOutcome(str, Enum):
-    """How a rank came out of the user's function."""
+    """How the user's function ended on a rank."""
 
     FINISHED = "finished"
     STOPPED = "stopped"
     GIVEN_UP = "given_up"
     FAILED = "failed"
-    #: Out of a launch that is over, and good for another one in this process.
+    #: Out of a launch that is over, and usable for another one in this process.
     UNWOUND = "unwound"
 
 
@@ -65,7 +65,7 @@ class Result:
 
 
 class Rank:
-    """The steps of one rank's life, with what its last words need."""
+    """The steps of a rank's life, with what its last words need."""
 
     def __init__(
         self,
@@ -80,7 +80,7 @@ class Rank:
     ) -> None:
         self._persistent = persistent
         self._unwinding = unwinding
-        #: Who looks on, where this rank's own script ends it (``leave``).
+        #: The observer of a rank whose own script ends it (``leave``).
         self.monitor_client: MonitorClient | None = None
         self._failed_of: Cause | None = None
         self._journal: JournalWriter | None = None
@@ -95,7 +95,7 @@ class Rank:
         self._variables = process_environ()
 
     def train(self) -> Result:
-        """Train, and leave the channel when the last words are said."""
+        """Train, and leave the channel after the last words."""
         try:
             if self._unwinding is None:
                 return self._train()
@@ -111,10 +111,10 @@ class Rank:
             self._member.close()
 
     def may_go_on(self, result: Result) -> bool:
-        """Whether this process may be a rank of the next launch too, by its end and by policy."""
+        """Whether this process may be a rank of the next launch, by its end and by policy."""
         if result.outcome is RankOutcome.FAILED:
             cause, policy = self._failed_of, self._file.job.recovery
-            if cause is Cause.NCCL_ERROR:  # it has only lost another rank
+            if cause is Cause.NCCL_ERROR:  # it only lost another rank
                 return trusts_process(policy)
             return cause is not None and trusts_process(policy, cause)
         return result.outcome in (RankOutcome.UNWOUND, RankOutcome.GIVEN_UP)
@@ -142,7 +142,7 @@ class Rank:
         return self._outcome(work)
 
     def begin(self) -> Any:
-        """For a script that is its own entry: the run to train with; raises after last words."""
+        """For a script with its own entry point: the run to train with; raises after last words."""
         try:
             return self._prepare()
         except Exception as error:
@@ -151,7 +151,7 @@ class Rank:
             raise
 
     def leave(self, error: BaseException | None) -> Result:
-        """The script's own part is over, by ``error`` if there was one."""
+        """The script's own part is over, with ``error`` if there was one."""
 
         def work() -> int:
             if error is not None:
@@ -185,10 +185,10 @@ class Rank:
             return Result(RankOutcome.GIVEN_UP, run.step_number)
         except LaunchOver:
             raise
-        except BaseException as error:  # SystemExit and DCP's CheckpointException are neither
+        except BaseException as error:  # SystemExit and CheckpointException are not Exceptions
             if self._is_over:
                 raise
-            run.wait_for_save()  # the last words end the other ranks, and their part of a save
+            run.wait_for_save()  # last words end the other ranks, and their part of a save
             self._last_words(error)
             return Result(RankOutcome.FAILED, run.step_number)
 
@@ -214,8 +214,8 @@ class Rank:
         member, place, spec = self._member, self._place, self._file.job
         brief = parse(LaunchBrief, member.published(BRIEF_KEY, _MEET_WITHIN.total_seconds()))
         self._brief = brief
-        refuse_another(place.rank, place.world_size)  # before others are waited for
-        take_on_plan(self._file, brief.plan)  # read when groups are made, below
+        refuse_another(place.rank, place.world_size)  # before waiting for others
+        take_on_plan(self._file, brief.plan)  # used when groups are created, below
         requirements = requirements_of_run(
             self._directory,
             self._file,
@@ -226,7 +226,7 @@ class Rank:
             on_hang=bool(brief.plan.variables),
         )
         own_address = preferred_address(self._file.socket_interface, self._file.host_suffix)
-        # Before this process touches a GPU: what it forks could use none any more.
+        # Before this process uses a GPU: its forks could use none any more.
         Preflight(
             member,
             place,
@@ -276,7 +276,7 @@ class Rank:
             code=None if self._file.code is None else self._file.code.revision,
             changes=self._file.changes,
         )
-        if place.rank == 0:  # trackers are not to be told by several ranks
+        if place.rank == 0:  # a tracker must get messages from one rank only
             first = (brief.attempt, brief.launch) == (1, 1)
             os.environ.update(
                 tracker_variables(
@@ -287,10 +287,10 @@ class Rank:
                     environment=self._variables,
                 )
             )
-        # The same on all ranks, so that they build the same model; the program may seed anew.
+        # The same on all ranks, so that they build the same model; the program may reseed.
         rng.derive(spec.seed, 0, 0)
         entry = None if self._persistent is None else self._persistent.entry
-        if entry is None and spec.entry is not None:  # a script is its own entry
+        if entry is None and spec.entry is not None:  # a script is its own entry point
             entry = self._load(spec.entry, journal)
         self._entry = entry
         if self._persistent is not None:
@@ -334,7 +334,7 @@ class Rank:
         self._failed_of = Cause(words.cause)
         sys.stderr.write(words.trace)
         if run is not None and words.cause in (Cause.CUDA_OOM.value, Cause.HOST_OOM.value):
-            with contextlib.suppress(Exception):  # the words matter more
+            with contextlib.suppress(Exception):  # the last words are more important
                 self._account_for_memory(error)
         self._member.send(words)
         if self._member.mute:
@@ -352,7 +352,7 @@ class Rank:
             )
 
     def _account_for_memory(self, error: BaseException) -> None:
-        """Where the memory had gone, for a person to look at; takes two seconds at most."""
+        """Record where the memory went, for a person; takes two seconds at most."""
         from slurm_forge.training.core.memory_report import (
             RankInfo,
             write_account,

@@ -1,4 +1,4 @@
-"""Buffers that a forward pass changes (BatchNorm statistics), put back when its step is skipped."""
+"""Restore buffers that a forward pass changes (BatchNorm statistics) when its step is skipped."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from torch.nn.parameter import is_lazy
 
 @dataclass(slots=True, eq=False)
 class _Place:
-    """Where a buffer lives; the tensor there may be exchanged by the program."""
+    """The place of a buffer; the program may exchange the tensor there."""
 
     module: nn.Module
     name: str
     path: str
-    #: What was there when the snapshot was taken.  A reference, so that its id is not used again.
+    #: The tensor at the time of the snapshot.  A reference, so that its id is not reused.
     tensor: torch.Tensor | None = None
     version: int = 0
     changes: bool = False
-    #: Its module was in evaluation mode when the snapshot was taken.
+    #: Whether its module was in evaluation mode at the time of the snapshot.
     asleep: bool = False
-    #: Was in a snapshot over a whole step, so that ``changes`` can be relied on.
+    #: Whether it was in a snapshot over a whole step, which makes ``changes`` reliable.
     observed: bool = False
 
     def current(self) -> torch.Tensor | None:
@@ -43,35 +43,35 @@ class _Place:
 
 @dataclass(slots=True)
 class _Copies:
-    """The values of buffers of one device and dtype, one after the other in one tensor."""
+    """The values of buffers of one device and dtype, concatenated in one tensor."""
 
     places: list[_Place]
     shapes: list[torch.Size]
-    #: The buffers themselves, flattened, where they lie in memory now.
+    #: The buffers themselves, flattened, at their present addresses.
     rows: list[torch.Tensor]
     values: torch.Tensor
 
 
 @dataclass(slots=True, frozen=True)
 class _Settled:
-    """What a whole step has shown, for as long as nothing in it is exchanged.
+    """What a whole step has shown; valid as long as nothing is exchanged.
 
-    Then the next snapshot is the same calls on the same tensors; looking at each module again is
-    what costs time.
+    The next snapshot then makes the same calls on the same tensors; examining each module again is
+    the expensive part.
     """
 
-    #: Every buffer by where its module keeps it, and every module's mode.
+    #: Every buffer with the place where its module keeps it, and every module's mode.
     places: list[tuple[dict[str, torch.Tensor | None], str, torch.Tensor | None]]
     modules: list[nn.Module]
     modes: list[bool]
-    #: Buffers that are not copied since they don't change.
+    #: Buffers that are not copied because they don't change.
     constant: list[tuple[torch.Tensor, int]]
-    #: Where the copied ones lie: ``buffer.data = …`` moves them.
+    #: Addresses of the copied ones: ``buffer.data = …`` moves them.
     copied: list[torch.Tensor]
     addresses: list[int]
 
     def holds(self) -> bool:
-        """Whether it is as it was."""
+        """Whether everything is unchanged."""
         for buffers, name, buffer in self.places:
             if buffers.get(name) is not buffer:
                 return False
@@ -85,12 +85,12 @@ class _Settled:
 class BufferSnapshot:
     """Copies on the device of the buffers that training changes, taken now and by every ``take``.
 
-    Keep one object for the run and ``take`` before each step's forward: a buffer that stays the
-    same object with the same version counter over the first step (a mask, a position table) is left
-    out of later snapshots.  Should it change after all, ``unprotected`` names it for that step, and
-    it is in from then on.  Normalisation layers are always in: their kernels write without
-    counting.  Modules in evaluation mode are not looked at.  A handful of kernels per step, however
-    many buffers there are.
+    Keep one object for the run and call ``take`` before each step's forward: a buffer that stays
+    the same object with the same version counter over the first step (a mask, a position table) is
+    omitted from later snapshots.  If it changes after all, ``unprotected`` names it for that step,
+    and it is included from then on.  Normalization layers are always included: their kernels write
+    without counting.  Modules in evaluation mode are ignored.  A handful of kernels per step,
+    however many buffers there are.
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
@@ -109,7 +109,7 @@ class BufferSnapshot:
         self.take()
 
     def take(self) -> None:
-        """Remember the values now: before the forward of a step."""
+        """Remember the present values, before the forward of a step."""
         if self._places:
             with torch.no_grad():
                 self._take()
@@ -123,7 +123,7 @@ class BufferSnapshot:
         )
 
     def restore_where(self, skipped: torch.Tensor | bool) -> None:
-        """Put the values back where ``skipped`` is 1; a tensor is never waited for."""
+        """Restore the values if ``skipped`` is 1; never waits for a tensor."""
         if self._places:
             with torch.no_grad():
                 self._restore_where(skipped)
@@ -146,7 +146,7 @@ class BufferSnapshot:
                 continue
             place.remember()
             if buffer.layout is not torch.strided or is_lazy(buffer):
-                continue  # an adjacency matrix; a buffer without a shape yet
+                continue  # an adjacency matrix, or a buffer without a shape yet
             by_kind.setdefault((buffer.device, buffer.dtype), []).append((place, buffer))
             copied.add(id(place))
         self._copies = []
@@ -167,7 +167,7 @@ class BufferSnapshot:
         if self._settled is None:
             for copies in self._copies:
                 for place in copies.places:
-                    # Before anything is written back: that would count as a change.
+                    # Before anything is restored, which would count as a change.
                     place.changes = place.changes or place.has_changed()
                     place.observed = True
         self.unprotected = tuple(
@@ -193,7 +193,7 @@ class BufferSnapshot:
             torch._foreach_copy_(buffers, values)
 
     def _settle(self) -> _Settled | None:
-        """What may be relied on from now on; None while something is still to be found out."""
+        """What is reliable from now on; None while something is still unknown."""
         copied = []
         for copies in self._copies:
             for place, row in zip(copies.places, copies.rows, strict=True):
@@ -223,7 +223,7 @@ class BufferSnapshot:
 
 
 def _changing(copies: _Copies) -> tuple[list[torch.Tensor], torch.Tensor]:
-    """The buffers that this step may have changed, as they are now, and their values before."""
+    """The buffers that this step may have changed, now, and their earlier values."""
     buffers, values = [], []
     parts = torch.split(copies.values, [row.numel() for row in copies.rows])
     for place, shape, part in zip(copies.places, copies.shapes, parts, strict=True):

@@ -1,10 +1,10 @@
-"""DDP's gradient buckets, settled before the first step, so that a resume repeats it bit for bit.
+"""Fix DDP's gradient buckets before the first step, so that a resume repeats it bit for bit.
 
-DDP sums gradients bucket by bucket.  After its first backward it cuts new buckets, in the order in
-which that backward produced the gradients.  Sums over three or more ranks depend on how the buckets
-are cut, so the first step of a process is summed unlike the following ones, and a run that was
-interrupted unlike one that was not.  One backward on nothing, with the gradients in a fixed order,
-settles the buckets before the first real step: in every process, hence in every attempt, alike.
+DDP sums gradients bucket by bucket.  After its first backward it rebuilds the buckets in the order
+in which that backward produced the gradients.  Sums over three or more ranks depend on the buckets,
+so the first step of a process sums differently from the following ones, and an interrupted run
+differently from an uninterrupted one.  One backward on nothing, with the gradients in a fixed
+order, fixes the buckets before the first real step: in every process, hence in every attempt.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from torch.nn.parallel import DistributedDataParallel
 
 
 class Buckets(str, Enum):
-    """What became of a module's buckets."""
+    """The outcome for a module's buckets."""
 
-    #: They are final: from the first step on every sum is made in the same order.
+    #: They are final: from the first step on every sum is computed in the same order.
     SETTLED = "settled"
-    #: With ``find_unused_parameters`` DDP keeps the buckets that it begins with.
+    #: With ``find_unused_parameters`` DDP keeps its initial buckets.
     FIXED = "fixed"
-    #: Not settled, so a resume is not bitwise equal from three ranks on.  ``static_graph`` takes
+    #: Not fixed, so with three or more ranks a resume is not bitwise equal.  ``static_graph`` takes
     #: its graph from the first backward, mixed precision inside DDP hooks into the model's forward,
-    #: and an optimizer inside the backward would step: none can be given an empty one.
+    #: and an optimizer inside the backward would step: an empty backward suits none of them.
     LEFT = "left"
 
 
 def settle_ddp_buckets(module: DistributedDataParallel) -> Buckets:
-    """Have DDP cut its final buckets now.  Collective over the module's ranks, once per process.
+    """Make DDP build its final buckets now.  Collective over the module's ranks, once per process.
 
-    Parameters, buffers, gradients and random states are as before; a communication hook is called
+    Parameters, buffers, gradients and random states stay the same; a communication hook is called
     once for each bucket, with zeros.
     """
     parameters = [p for p in module.module.parameters() if p.requires_grad]
@@ -52,13 +52,13 @@ def settle_ddp_buckets(module: DistributedDataParallel) -> Buckets:
     for parameter in parameters:
         parameter.grad = None
     try:
-        # Neither the model with another forward nor calls of modules: hooks would see them.
+        # Neither the model with another forward nor calls of modules, which hooks would notice.
         module._modules["module"] = _Nothing(parameters, _with_sparse_gradients(inner))
         module.broadcast_buffers = False
         with torch.enable_grad():
             module.forward().backward()  # type: ignore[no-untyped-call]
-            # DDP cuts the new buckets when the next forward begins.  Without a sync, or the first
-            # backward of the training would be reduced even where it only accumulates.
+            # DDP rebuilds the buckets when the next forward begins.  Without sync, or training's
+            # first backward would be reduced even if it only accumulates.
             module.require_backward_grad_sync = False
             module.forward()  # type: ignore[no-untyped-call]
     finally:
@@ -72,21 +72,21 @@ def settle_ddp_buckets(module: DistributedDataParallel) -> Buckets:
 
 
 class _Nothing(nn.Module):
-    """A forward of zero that uses every parameter.
+    """A forward that returns zero and uses every parameter.
 
-    Gradients come in reverse order of registration, which is about that of a real backward: the
+    Gradients are produced in reverse order of registration, roughly like in a real backward: the
     buckets that are ready first can be sent first.
     """
 
     def __init__(self, parameters: list[nn.Parameter], sparse: set[torch.Tensor]) -> None:
         super().__init__()
-        self._borrowed = parameters  # in a list, hence not registered here
+        self._borrowed = parameters  # in a list, so that they are not registered here
         self._sparse = sparse
 
     def forward(self) -> torch.Tensor:
         total = torch.zeros(())
         for parameter in self._borrowed:
-            # Sums of nothing.  Multiplied by zero, infinities would become NaN on the way.
+            # Sums over nothing.  A multiplication by zero would turn infinities into NaN.
             if parameter in self._sparse:
                 none = torch.empty(0, dtype=torch.long, device=parameter.device)
                 nothing = nn.functional.embedding(none, parameter, sparse=True).sum()
@@ -97,7 +97,7 @@ class _Nothing(nn.Module):
 
 
 def _with_sparse_gradients(model: nn.Module | None) -> set[torch.Tensor]:
-    """DDP has been told to expect sparse gradients of these, and accepts no other."""
+    """Parameters for which DDP expects sparse gradients, and accepts no other."""
     kinds = (nn.Embedding, nn.EmbeddingBag)
     modules = () if model is None else model.modules()
     return {part.weight for part in modules if isinstance(part, kinds) and part.sparse}

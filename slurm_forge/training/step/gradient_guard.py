@@ -1,10 +1,10 @@
-"""No bad update is ever applied: clip, judge, and step or leave everything as it was.
+"""No bad update is ever applied: clip, judge, and either step or leave everything as it was.
 
 The verdict is whether the norm of the gradient over all ranks is within a limit that all ranks
-share; NaN and inf are within none.  DDP and FSDP have summed the gradients by then, so a NaN on one
-rank is in every rank's norm: all ranks reach the same verdict and nothing has to be asked.  Where
-the norm is on a device the optimizer may be able to skip there and the host does not wait; with
-every other optimizer that is one wait per step.  A norm on the CPU is simply looked at.
+share; NaN and inf never are.  DDP and FSDP have summed the gradients by then, so a NaN on one rank
+is in every rank's norm: all ranks reach the same verdict without communication.  If the norm is on
+a device, the optimizer may be able to skip there and the host does not wait; any other optimizer
+costs one wait per step.  A norm on the CPU is read directly.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from slurm_forge.training.step.gradient_norms import (
 )
 from slurm_forge.training.step.host_copy import HostCopy
 
-#: The largest finite float32: a norm above it counts as infinite whatever it was computed in.
+#: The largest finite float32: a larger norm counts as infinite whatever its dtype was.
 LARGEST = float(torch.finfo(torch.float32).max)
-#: A norm that is smaller than the largest one by so much is not clipped, in any dtype's arithmetic.
+#: A norm below the largest one by this factor is not clipped, in any dtype's arithmetic.
 _CLIP_MARGIN = 1.02
 _LITTLE = 1e-5
 
 
 class Reading(NamedTuple):
-    """One step: was it ``applied``, was the gradient norm ``finite``, the norm, and the loss.
+    """One step: whether it was ``applied``, whether the norm was ``finite``, norm and loss.
 
-    A step with a finite norm is left out where the norm is beyond the limit.  ``loss`` is this
-    rank's, NaN where none was given.
+    A step with a finite norm is skipped if the norm exceeds the limit.  ``loss`` is this rank's,
+    NaN if none was given.
     """
 
     applied: bool
@@ -50,7 +50,7 @@ class Reading(NamedTuple):
 
 
 class StepVerdict:
-    """A verdict on its way to the host: ``read`` one step late costs nothing."""
+    """A verdict on its way to the host: a ``read`` one step late costs nothing."""
 
     __slots__ = ("_loss", "_outcome")
 
@@ -60,21 +60,21 @@ class StepVerdict:
         values = [found_inf.detach(), norm.detach().to(found_inf)]
         self._loss = math.nan
         if loss is not None and not on_accelerator(loss) and on_accelerator(found_inf):
-            self._loss = loss.item()  # there already; sending it to the device would wait
+            self._loss = loss.item()  # on the host already; sending it to the device would wait
         elif loss is not None:
             values.append(loss.detach().reshape(()).to(found_inf))
         self._outcome: HostCopy | Reading = HostCopy(values)
 
     @classmethod
     def known(cls, reading: Reading) -> StepVerdict:
-        """One that the host has reached itself."""
+        """A verdict that the host has reached itself."""
         verdict = cls.__new__(cls)
         verdict._outcome = reading
         return verdict
 
     @property
     def known_reading(self) -> Reading | None:
-        """What ``read`` returns, where it is read already; else None."""
+        """The result of ``read`` if it has been read already; else None."""
         return self._outcome if isinstance(self._outcome, Reading) else None
 
     def is_ready(self) -> bool:
@@ -94,10 +94,10 @@ class StepVerdict:
 
 
 class GuardedUpdate:
-    """What became of a step: its norm before clipping, the verdict, and what the norm is made of.
+    """The outcome of a step: its norm before clipping, the verdict, and the parts of the norm.
 
-    ``norm`` is a scalar tensor where it was computed; nobody waited for it unless the optimizer
-    demanded it.  It is a number where the program has computed it on the host.
+    ``norm`` is a scalar tensor on the device that computed it; nothing waited for it unless the
+    optimizer required it.  It is a number if the program computed it on the host.
     """
 
     __slots__ = ("_found_inf", "norm", "norms", "verdict")
@@ -116,32 +116,32 @@ class GuardedUpdate:
 
     @classmethod
     def made(cls, norm: float) -> GuardedUpdate:
-        """One that was made, with a norm that the host knows."""
+        """An applied update with a norm that is known on the host."""
         verdict = StepVerdict.known(Reading(True, True, norm, math.nan))
         return cls(norm, verdict, NormParts(), None)
 
     @property
     def parts(self) -> tuple[torch.Tensor, ...]:
-        """The norm of each parameter before clipping, in the one tensor the norm was made of.
+        """The norm of each parameter before clipping, in the tensor that the norm was made of.
 
-        One per device mesh where there are several; none where the program gave its own norm.
+        One tensor per device mesh; empty if the program provided the norm.
         """
         return tuple(self.norms.stacked)
 
     @property
     def found_inf(self) -> torch.Tensor:
-        """1.0 where the update was left out, else 0.0, where ``norm`` is."""
+        """1.0 if the update was skipped, else 0.0, on the device of ``norm``."""
         if self._found_inf is None:
             self._found_inf = torch.tensor(float(self.skipped()), dtype=torch.float32)
         return self._found_inf
 
     @property
     def left_out(self) -> torch.Tensor | bool:
-        """The same for ``BufferSnapshot.restore_where``: a bool where the host has decided."""
+        """The same for ``BufferSnapshot.restore_where``: a bool if the host has decided."""
         return self.skipped() if self._found_inf is None else self._found_inf
 
     def skipped(self) -> bool:
-        """Whether the update was left out.  On CUDA it waits until the device is that far."""
+        """Whether the update was skipped.  On CUDA it waits until the device has got that far."""
         return not self.verdict.read().applied
 
     def blame(self, names: Mapping[int, str]) -> tuple[ParameterNorm, ...]:
@@ -165,19 +165,19 @@ def apply_gradients(
     on_device: bool | None = None,
     keep_gradients: bool = False,
 ) -> GuardedUpdate:
-    """Clip to ``max_norm``, step, and drop the gradients; beyond ``limit`` only the last.
+    """Clip to ``max_norm``, step, and drop the gradients; beyond ``limit`` only drop them.
 
-    A skipped step leaves weights, moments and step counters as they were, on all ranks.  ``limit``
-    is for the norm before clipping and the same on every rank.  ``loss`` travels to the host with
-    the verdict.  ``parameters`` default to the optimizer's.  ``grad_norm`` is the norm where the
-    program has computed it, over all ranks and of unscaled gradients (nothing is clipped then).
-    ``norm_group`` are the ranks whose norms add up where parameters are spread over ranks by other
-    means than DTensor (pipeline stages, experts): one more collective.  ``gradient_factor``
-    multiplies the gradients first (``BatchLoss``).  ``lr_scale`` holds for this one step, scheduler
-    and optimizer never see it.  With a ``GradScaler`` the verdict is entered into it before its
-    ``step``; ``update_scaler`` is for the last of several optimizers.  ``on_device`` says where the
-    verdict is reached; it defaults to where the norm is.  With ``keep_gradients`` the caller drops
-    them.
+    A skipped step leaves weights, moments and step counters unchanged, on all ranks.  ``limit``
+    applies to the norm before clipping and is the same on every rank.  ``loss`` travels to the host
+    with the verdict.  ``parameters`` default to the optimizer's.  ``grad_norm`` is the norm if the
+    program has computed it, over all ranks and for unscaled gradients (nothing is clipped then).
+    ``norm_group`` are the ranks whose norms add up if parameters are distributed by other means
+    than DTensor (pipeline stages, experts): one more collective.  ``gradient_factor`` multiplies
+    the gradients first (``BatchLoss``).  ``lr_scale`` applies to this one step, invisibly to
+    scheduler and optimizer.  With a ``GradScaler`` the verdict is written into it before its
+    ``step``; ``update_scaler`` is for the last of several optimizers.  ``on_device`` selects where
+    the verdict is reached; it defaults to the place of the norm.  With ``keep_gradients`` the
+    caller drops them.
     """
     if isinstance(optimizer, LBFGS):
         raise UnsupportedError(
@@ -192,7 +192,7 @@ def apply_gradients(
         )
     if scaler is not None and not scaler.is_enabled():
         scaler = None
-    limit = limit if limit <= LARGEST else LARGEST  # of NaN too: that is no limit
+    limit = limit if limit <= LARGEST else LARGEST  # NaN, too, means no limit
     if scaler is None and parameters is None and not on_device and loss is None:
         value = norm_on_host(grad_norm)
         if value is not None:
@@ -218,7 +218,7 @@ def apply_gradients(
             found_inf = _found_inf(norm, limit)
             if scaler is not None and gradients:
                 found_inf = _merge_into_scaler(scaler, optimizer, found_inf)
-            # Before what else is queued, so that whoever waits for it waits for nothing else.
+            # Queued before everything else, so that a reader waits for nothing else.
             verdict = StepVerdict(found_inf, norm, loss)
             go_on = True
         else:
@@ -228,7 +228,7 @@ def apply_gradients(
             loss_value = math.nan if loss is None else loss.item()
             verdict = StepVerdict.known(Reading(go_on, value <= LARGEST, value, loss_value))
             if go_on and max_norm is not None and value * _CLIP_MARGIN + _LITTLE < max_norm:
-                max_norm = None  # most steps of most runs: times 1 would change nothing
+                max_norm = None  # most steps of most runs: a factor of 1 changes nothing
             elif not go_on and grad_norm is not None:
                 parts = gradients.parts()
         if go_on:
@@ -253,7 +253,7 @@ def apply_gradients(
 
 
 def norm_on_host(norm: torch.Tensor | float | None) -> float | None:
-    """A norm that the program has computed, where the host need not wait for it."""
+    """A norm that the program has computed, if the host can read it without waiting."""
     if isinstance(norm, torch.Tensor):
         # A DTensor is one rank's part of it.
         known = norm.is_cpu and (type(norm) is torch.Tensor or not isinstance(norm, DTensor))
@@ -287,17 +287,17 @@ def update(optimizer: Optimizer, *, keep_gradients: bool) -> None:
 
 
 def drop_gradients(optimizer: Optimizer) -> None:
-    """What ``zero_grad`` does, without its profiling, which takes most of the time."""
+    """Like ``zero_grad``, without its profiling, which takes most of the time."""
     for group in optimizer.param_groups:
         _drop(group["params"])
 
 
 def skips_on_device(optimizer: Optimizer) -> bool:
-    """Whether the optimizer leaves out a step by itself, exactly, when ``found_inf`` is 1.
+    """Whether the optimizer skips a step by itself, exactly, if ``found_inf`` is 1.
 
-    Proven by tests for fused Adam, AdamW and SGD, and for these types only: a subclass may do
+    Tests prove it for fused Adam, AdamW and SGD, and for these types only: a subclass may do
     anything in its ``step``.  Fused SGD with momentum creates its buffers in the first step and
-    would leave them uninitialised, so it counts only once they exist.
+    would leave them uninitialized, so it counts only once they exist.
     """
     kind = type(optimizer)
     if kind not in (Adam, AdamW, SGD) or not all(g.get("fused") for g in optimizer.param_groups):
@@ -320,24 +320,24 @@ def _drop(parameters: Iterable[torch.Tensor]) -> None:
 
 
 def _own_norm(norm: torch.Tensor | float, parameters: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The program's own norm as a tensor where the parameters are."""
+    """The program's own norm as a tensor on the device of the parameters."""
     if isinstance(norm, DTensor):
         norm = norm.full_tensor()
     device = parameters[0].device if parameters else torch.device("cpu")
     if not isinstance(norm, torch.Tensor) or norm.device != device:
-        norm = torch.full((), float(norm), device=device)  # copying it there would be waited for
+        norm = torch.full((), float(norm), device=device)  # copying it there would wait
     return norm.detach().reshape(()).abs()
 
 
 def _scalar_like(norm: torch.Tensor, factor: torch.Tensor | float) -> torch.Tensor:
-    """A factor as a tensor where the norm is, of its dtype."""
+    """A factor as a tensor on the norm's device, of its dtype."""
     if not isinstance(factor, torch.Tensor) or factor.device != norm.device:
         return torch.full_like(norm, float(factor))
     return factor.to(norm.dtype)
 
 
 def _found_inf(norm: torch.Tensor, limit: float) -> torch.Tensor:
-    """1.0 unless the norm is within the limit, else 0.0, where the norm is."""
+    """1.0 unless the norm is within the limit, else 0.0, on the norm's device."""
     if norm.dtype not in (torch.float32, torch.float64):
         norm = norm.float()  # the largest float32 would be inf in a narrower one
     within = torch.empty((), dtype=torch.float32, device=norm.device)
@@ -348,7 +348,7 @@ def _found_inf(norm: torch.Tensor, limit: float) -> torch.Tensor:
 def _step(
     optimizer: Optimizer, verdict: StepVerdict, found_inf: torch.Tensor | None, scaler: Any
 ) -> None:
-    """Step unless it is to be left out: judged by the optimizer on the device, or here."""
+    """Step unless the update is to be skipped: judged by the optimizer on the device, or here."""
     if found_inf is None:
         optimizer.step()  # the host has judged
         return
@@ -356,11 +356,11 @@ def _step(
     if not on_device and not verdict.read().applied:
         return
     if scaler is not None:
-        scaler.step(optimizer)  # hands its (our) verdict to fused optimizers itself
+        scaler.step(optimizer)  # passes its (our) verdict to fused optimizers itself
     elif not on_device:
         optimizer.step()
     else:
-        # The two attributes through which GradScaler talks to fused optimizers.
+        # The two attributes by which GradScaler communicates with fused optimizers.
         fused: Any = optimizer
         fused.found_inf, fused.grad_scale = found_inf, None
         try:
@@ -370,11 +370,11 @@ def _step(
 
 
 def _merge_into_scaler(scaler: Any, optimizer: Optimizer, found_inf: torch.Tensor) -> torch.Tensor:
-    """Our verdict into the scaler's, which is that of this rank's shards alone under FSDP.
+    """Merge our verdict into the scaler's, which covers only this rank's shards under FSDP.
 
-    Without it ranks would step, and change their scale, on their own.  The scaler has no public
-    way to be told; ``_per_optimizer_states`` is what ``unscale_`` has just written.  Returns the
-    common verdict.
+    Without it ranks would step, and change their scale, independently.  The scaler has no public
+    interface for this; ``_per_optimizer_states`` is what ``unscale_`` has just written.  Returns
+    the common verdict.
     """
     found_by_device = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
     for device, own in found_by_device.items():
@@ -387,7 +387,7 @@ def _merge_into_scaler(scaler: Any, optimizer: Optimizer, found_inf: torch.Tenso
 def _scaled_lr(optimizer: Optimizer, scale: float) -> Iterator[None]:
     before = [group["lr"] for group in optimizer.param_groups]
     for group in optimizer.param_groups:
-        group["lr"] = group["lr"] * scale  # a new tensor where it is one
+        group["lr"] = group["lr"] * scale  # a new tensor if it is one
     try:
         yield
     finally:

@@ -1,7 +1,8 @@
-"""The 2-norm of a step's gradients as clip_grad_norm_ computes it, and whose gradients made it.
+"""The 2-norm of a step's gradients as clip_grad_norm_ computes it, and its per-parameter parts.
 
-A norm over all gradients is the norm of one norm per parameter.  Those are kept, on the device:
-after an incident they name the parameter, and with sharded parameters the rank, at no cost before.
+A norm over all gradients is the norm of one norm per parameter.  Those are kept on the device:
+after an incident they identify the parameter, and with sharded parameters the rank, at no cost
+before.
 """
 
 from __future__ import annotations
@@ -19,14 +20,14 @@ from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
 from slurm_forge.checkpoint.content.models import name_parameters
 
-#: As torch.nn.utils.clip_grad_norm_ has it.
+#: The value in torch.nn.utils.clip_grad_norm_.
 _CLIP_EPSILON = 1e-6
-#: What decides whether tensors can be worked on together.
+#: Tensors with the same key can be processed together.
 _kind = attrgetter("dtype", "device", "layout")
 
 
 class ParameterNorm(NamedTuple):
-    """The norm of one parameter's gradient before clipping: under FSDP of this rank's shard."""
+    """The norm of one parameter's gradient before clipping; under FSDP of this rank's shard."""
 
     name: str
     norm: float
@@ -34,7 +35,7 @@ class ParameterNorm(NamedTuple):
 
 
 class NormParts:
-    """One norm per parameter, on the device; holds on to no gradient.
+    """One norm per parameter, on the device; keeps no gradient alive.
 
     ``stacked`` is what the total was computed from: one tensor, or one per device mesh.
     """
@@ -52,11 +53,11 @@ class NormParts:
         self._factor = 1.0 if factor is None else factor
 
     def times(self, factor: torch.Tensor) -> NormParts:
-        """Of gradients that are multiplied by a factor later."""
+        """The parts for gradients that are multiplied by a factor later."""
         return NormParts(self.stacked, self._owners, factor)
 
     def blame(self, names: Mapping[int, str]) -> tuple[ParameterNorm, ...]:
-        """Every parameter, worst first: NaN and inf, then by size.  ``names`` goes by ``id``.
+        """Every parameter, worst first: NaN and inf, then by size.  ``names`` is keyed by ``id``.
 
         Waits for the device.
         """
@@ -72,7 +73,7 @@ class NormParts:
 
 
 def parameter_names(models: Mapping[str, nn.Module]) -> dict[int, str]:
-    """``id`` of every parameter to its name without wrappers; of one model without the model's."""
+    """Each parameter's name by ``id``, without wrappers; for one model without the model's name."""
     return {
         key: name.fqn if len(models) == 1 else f"{name.model}.{name.fqn}"
         for key, name in name_parameters(models).items()
@@ -80,10 +81,10 @@ def parameter_names(models: Mapping[str, nn.Module]) -> dict[int, str]:
 
 
 class Gradients:
-    """The gradients of ``parameters`` that there are now, and arithmetic on all of them at once.
+    """The present gradients of ``parameters``, and arithmetic on all of them at once.
 
-    Made anew in each step, so nothing is assumed of a parameter that may have been frozen, moved
-    or given a sparse gradient since.  Works without gradients, too.
+    Created anew in each step, so nothing is assumed about a parameter that may have been frozen,
+    moved or given a sparse gradient since.  Works without gradients, too.
     """
 
     __slots__ = ("_alike", "_grads", "_owners", "_parameters", "_values")
@@ -107,17 +108,17 @@ class Gradients:
                 g if isinstance(g, DTensor) else v for g, v in zip(grads, self._values, strict=True)
             ]
             kinds = {*map(_kind, self._values)}
-        #: Of one type, dtype and device: one call does it.
+        #: Whether all are of one type, dtype and device, so that one call suffices.
         self._alike = len(kinds) == 1 and len(types) == 1
 
     def __bool__(self) -> bool:
         return bool(self._owners)
 
     def norm(self, group: dist.ProcessGroup | None = None) -> tuple[torch.Tensor, NormParts]:
-        """The 2-norm over all of them and over all ranks that hold parts, and what it is made of.
+        """The 2-norm over all of them and over all ranks that hold parts, and its parts.
 
-        Collective where they are DTensors, one small all-reduce as a rule, and where ``group`` is
-        given: the ranks whose norms add up besides.
+        Collective if they are DTensors, usually one small all-reduce, and if ``group`` is given:
+        the ranks whose norms add up in addition.
         """
         if not self._owners:
             device = self._parameters[0].device if self._parameters else None
@@ -133,7 +134,7 @@ class Gradients:
         return total, parts
 
     def parts(self) -> NormParts:
-        """This rank's norm for each parameter alone; nothing collective."""
+        """This rank's norm for each parameter alone; not collective."""
         if not self._owners:
             return NormParts()
         first = self._values[0].device
@@ -141,7 +142,7 @@ class Gradients:
         return NormParts([torch.stack(norms)], [self._owners])
 
     def multiply(self, by: torch.Tensor) -> None:
-        """Each of them by one number."""
+        """Multiply each of them by one number."""
         if self._alike:
             values = self._values
             torch._foreach_mul_(values, by.to(values[0].device))
@@ -161,7 +162,7 @@ class Gradients:
         stacked = torch.stack(torch._foreach_norm(self._values))
         parts = NormParts([stacked], [self._owners])
         if shards is not None:
-            # What DTensor does with a stack of such norms, without its way there: a fifth of it.
+            # What DTensor does with a stack of such norms, in a fifth of the time.
             squared = stacked**2.0
             dist.all_reduce(squared, group=shards)
             stacked = squared**0.5
@@ -186,13 +187,13 @@ class Gradients:
 
 
 def clip_factor(norm: torch.Tensor, max_norm: float) -> torch.Tensor:
-    """What brings a norm down to ``max_norm``: at most 1.  Bit for bit clip_grad_norm_'s."""
+    """The factor that reduces a norm to ``max_norm``, at most 1; bitwise clip_grad_norm_'s."""
     factor = norm + _CLIP_EPSILON
     return factor.reciprocal_().mul_(max_norm).clamp_(max=1.0)
 
 
 def _stacked_norms(grads: list[torch.Tensor]) -> tuple[torch.Tensor, list[int]]:
-    """The norm of each, and the order: torch's own, so that the sum is the same to the last bit."""
+    """The norm of each, in torch's own order, so that the sum is the same to the last bit."""
     first = grads[0].device
     norms: list[torch.Tensor] = []
     order: list[int] = []
@@ -205,7 +206,7 @@ def _stacked_norms(grads: list[torch.Tensor]) -> tuple[torch.Tensor, list[int]]:
 
 
 def _dense(parameter: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
-    """What arithmetic works on: of a sparse gradient the values, each index once."""
+    """The operand of arithmetic: for a sparse gradient its values, each index once."""
     if not grad.is_sparse:
         return grad
     if not grad.is_coalesced():
@@ -214,7 +215,7 @@ def _dense(parameter: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
 
 
 def _group_of_shards(grads: Sequence[torch.Tensor]) -> dist.ProcessGroup | None:
-    """The ranks over which all of them are sharded alike; None where it isn't that simple."""
+    """The ranks over which all of them are sharded in the same way; None if it is more complex."""
     first = grads[0]
     if not isinstance(first, DTensor):
         return None

@@ -1,4 +1,4 @@
-"""Values on their way from a device to the host: asked for now, read when they have arrived."""
+"""Values on their way from a device to the host: requested now, read when they have arrived."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from slurm_forge.device.streams import stack_on_host
 class HostCopy:
     """A copy of scalar tensors of one device and dtype, begun now.
 
-    The copy into pinned memory is queued behind what has been queued on the device so far; ``read``
+    The copy into pinned memory is queued after everything queued on the device so far; ``read``
     waits for that copy and for nothing queued after it, so reading one step late costs nothing.
     """
 

@@ -1,4 +1,4 @@
-"""What a loop reports of a step that it has computed itself: its loss and its gradient norm."""
+"""What a loop reports about a step that it computed itself: its loss and its gradient norm."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class ReportedValues(NamedTuple):
 class UpdateReport:
     """One step's ``run.advance(loss=…, grad_norm=…)``.
 
-    Values on the host are read now; those on a device are copied behind what is queued there, and
+    Values on the host are read now; those on a device are copied after what is queued there, and
     only ``read`` waits for them.
     """
 
@@ -30,10 +30,10 @@ class UpdateReport:
     def __init__(
         self, loss: torch.Tensor | float | None, grad_norm: torch.Tensor | float | None
     ) -> None:
-        #: The loss as it was reported; detached.
+        #: The reported loss; detached.
         self.loss = loss = reported("loss", loss)
         norm = reported("grad_norm", grad_norm)
-        #: What is on the host; None while some of it is on its way.
+        #: Values on the host; None while some are on their way.
         self.values: ReportedValues | None = None
         if not isinstance(loss, torch.Tensor) and not isinstance(norm, torch.Tensor):
             self.values = ReportedValues(loss, norm)
@@ -59,7 +59,7 @@ class UpdateReport:
 
 
 def reported(name: str, value: torch.Tensor | float | None) -> torch.Tensor | float | None:
-    """A value that was reported: a number where it is on the host, else a scalar tensor.
+    """A reported value: a number if it is on the host, else a scalar tensor.
 
     Raises:
         UsageError: It is not one number.
@@ -72,7 +72,7 @@ def reported(name: str, value: torch.Tensor | float | None) -> torch.Tensor | fl
         if value.numel() == 1:
             return value.item() if value.is_cpu else value.detach().reshape(())  # no waiting
     elif not isinstance(value, bool) and hasattr(value, "__float__"):
-        return float(value)  # of numpy, as well
+        return float(value)  # numpy's, too
     what = f"a tensor of {value.numel()} elements" if isinstance(value, torch.Tensor) else value
     raise UsageError(
         f"run.advance({name}={what!r}) is not one number",

@@ -310,7 +310,7 @@ def test_the_time_limit_is_raised_sixteen_times_at_most() -> None:
         factors.append(decision.plan.time_factor)
         life.attempt()
     assert factors == [5.0, 16.0]
-    assert "16 times what was asked for already" in decision.reason
+    assert "16 times the requested time already" in decision.reason
 
 
 def test_fewer_nodes_down_to_one_and_without_the_failing_one() -> None:

@@ -303,7 +303,7 @@ ROWS: list[tuple[Cause, str, list[str], list[str]]] = [
     ),
     (
         C.ENV_MISMATCH,
-        "no GPU to be seen",
+        "no visible GPU",
         ["RuntimeError: No CUDA GPUs are available"],
         ["8 CUDA GPUs are available"],
     ),

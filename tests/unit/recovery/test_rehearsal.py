@@ -111,7 +111,7 @@ def test_what_is_left_out_counts_up_to_the_jobs_limit() -> None:
     assumed = Assumed(global_batch=1)
     found = rehearse(from_yaml(text), Cause.LOSS_SPIKE, at=500, repeat=3, assumed=assumed)
     assert [act.decision.action for act in found.acts] == [Action.ROLLBACK, Action.HOLD]
-    assert "6 samples would be left out" in found.acts[-1].decision.reason
+    assert "6 samples would be skipped" in found.acts[-1].decision.reason
 
 
 def steps_of(text: str, cause: Cause, *, at: int = 1000, repeat: int = 9) -> list[str]:

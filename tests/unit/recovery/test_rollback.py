@@ -205,7 +205,7 @@ def test_too_many_samples_are_refused_with_the_figure() -> None:
     life = life_with(60, skip_samples="window", most_skipped=100)
     held = life.happens(Cause.NON_FINITE, window=window(0, 512))
     assert held.action is Action.HOLD
-    assert "512 samples would be left out, and no more than 100 may be" in held.reason
+    assert "512 samples would be skipped, and no more than 100 may be" in held.reason
 
 
 def test_reseeding_draws_anew_each_time() -> None:

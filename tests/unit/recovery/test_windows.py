@@ -73,7 +73,7 @@ def test_a_window_grows_no_further_than_may_be_left_out() -> None:
     assert after((batches(10, 13),), 13, 16, most=8 * B) == (batches(10, 18),)
     assert after((batches(10, 13),), 13, 16, most=8 * B + 5) == (batches(10, 18),), "whole batches"
     refused = left_out((batches(10, 13),), bad(13, 16), 5 * B)
-    assert refused == "96 samples would be left out, and no more than 80 may be (most_skipped)"
+    assert refused == "96 samples would be skipped, and no more than 80 may be (most_skipped)"
 
 
 def test_without_a_limit_of_the_users_it_goes_by_steps_or_by_what_was_trained_on() -> None:

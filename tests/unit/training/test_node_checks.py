@@ -92,7 +92,7 @@ def test_gpus_that_were_asked_for_and_are_not_there_are_bad() -> None:
         checks = found(run_checks(wanted(gpus=2), {}, may_use_gpu=True))
     assert (checks["gpu"].verdict, checks["gpu"].text) == (
         CheckVerdict.BAD,
-        "0 visible, 2 asked for",
+        "0 visible, 2 requested",
     )
 
 

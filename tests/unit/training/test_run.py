@@ -835,7 +835,7 @@ GIVEN: dict[str, Any] = {
         ({"num_workers": None}, "num_workers=None)"),
         ({"collate_fn": "stack"}, "collate_fn='stack') is not a function"),
         ({"dataset": None}, "the dataset is None"),
-        ({"dataset": 7}, "int can't be asked for one sample by its index"),
+        ({"dataset": 7}, "int can't return a single sample by its index"),
         ({"dataset": iter([1, 2])}, "__len__ and __getitem__"),
     ],
 )
