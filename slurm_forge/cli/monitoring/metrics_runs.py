@@ -56,7 +56,7 @@ class MetricsRuns:
         """
         began = time.perf_counter()
         now = self._clock()
-        chosen, left_out = self._chosen(runs, now)
+        chosen, omitted = self._chosen(runs, now)
         unreadable = 0
         tracked: dict[str, _Tracked] = {}
         for run in chosen:
@@ -68,7 +68,7 @@ class MetricsRuns:
         figures = [each.figures for each in tracked.values()]
         shown = tuple(each for each in figures if not self._is_over(each, now))
         seconds = time.perf_counter() - began
-        return shown, Refreshed(time=now, seconds=seconds, left_out=left_out, unreadable=unreadable)
+        return shown, Refreshed(time=now, seconds=seconds, omitted=omitted, unreadable=unreadable)
 
     def _chosen(self, runs: Sequence[RunDirectory], now: float) -> tuple[list[RunDirectory], int]:
         """The runs that wrote last, by their folders' times; without those long done."""
