@@ -12,6 +12,7 @@ from slurm_forge.recovery.policy.remedies import NEXT
 from slurm_forge.slurm.text.nodelist import fold_nodes
 
 _UNKNOWN = "?"
+_CUT = " … "
 #: Jobs of a chain that are named at either end of a long one.
 _SHOWN_JOBS = 3
 #: A list of nodes that is longer than this is cut where people read it.
@@ -36,6 +37,25 @@ def clean(text: object, limit: int = 0) -> str:
     return shown[: limit - 1] + "…" if 0 < limit < len(shown) else shown
 
 
+def shortened(text: object, limit: int = 0) -> str:
+    """As ``clean``, but what is longer loses its middle: exceptions end with where they come from.
+
+    Args:
+        text: Foreign text.
+        limit: The most characters; 0 is any number.
+
+    Returns:
+        The text, or its beginning and its last third or so, each cut between words.
+    """
+    whole = clean(text)
+    if not 0 < limit < len(whole):
+        return whole
+    end = whole[-(limit // 3) :]
+    end = end[end.find(" ") + 1 :]
+    begin = whole[: limit - len(end) - len(_CUT)]
+    return f"{begin.rpartition(' ')[0] or begin}{_CUT}{end}"
+
+
 def first_line(reason: str) -> str:
     """Why, without the advice that the error ended with."""
     return reason.partition("\n")[0]
@@ -44,11 +64,11 @@ def first_line(reason: str) -> str:
 def observed(source: str, text: str, limit: int = 0) -> str:
     """Evidence with where it was seen, said once, and without what we have printed ourselves.
 
-    Only what comes before the next step of an error is cut at ``limit``.
+    ``limit`` applies to what precedes the next step of an error.
     """
     shown = _OUR_OWN.sub("", text).strip().removeprefix(f"{source}: ")
     shown, then, step = shown.partition(NEXT)
-    text = f"{clean(shown, limit)}{then}{clean(step)}"
+    text = f"{shortened(shown, limit)}{then}{clean(step)}"
     if source == "exit status":
         return f"exit code {text}"
     return f"{clean(source, 60)}: {text}"

@@ -87,15 +87,18 @@ def explain(
     ] = None,
     every: Annotated[
         bool,
-        typer.Option("--all", help="Tell archived attempts one by one, too."),
+        typer.Option("--all", help="Show archived attempts one by one, too."),
+    ] = False,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", help="Show exceptions and other evidence unabridged.")
     ] = False,
     json: AsJson = False,
     runs: Runs = None,
 ) -> None:
     """What happened, why, what changed, what it cost.
 
-    Of a run with more than 80 attempts the oldest are archived: they are summed up, and costs
-    and changes are those since then.  --all and --json tell everything.
+    The oldest attempts of a run with more than 80 are archived: they are summarized, and costs
+    and changes are those since then.  --all and --json show everything.
 
     \b
     Examples:
@@ -140,6 +143,7 @@ def explain(
         now=facts.now,
         reference=facts.reference,
         attempt=attempt,
+        verbose=verbose,
         earlier=None if whole else facts.earlier_state,
     )
     typer.echo(text, nl=False)

@@ -28,8 +28,9 @@ from slurm_forge.vocabulary.cause import Evidence
 from slurm_forge.vocabulary.decision import Action
 
 _GAP = "   "
-#: Longer evidence is cut where a whole run is told, not where one attempt is.
+#: Longer evidence is shortened: in the story of a whole run, and in full where one attempt is shown.
 _EVIDENCE = 220
+_EVIDENCE_IN_FULL = 1200
 #: Evidence that fits a line stays on it; else each piece has one of its own.
 _ONE_LINE = 130
 #: What was done about an incident goes on in another line behind this many characters.
@@ -59,12 +60,21 @@ _Moment = tuple[float, Sequence[str]]
 
 
 class AttemptText:
-    """Tells attempts of a run, briefly or in full."""
+    """Tells attempts of a run, briefly or in full; ``verbose`` shortens nothing."""
 
-    def __init__(self, story: s.RunStory, now: float, zone: tzinfo | None, *, full: bool) -> None:
+    def __init__(
+        self,
+        story: s.RunStory,
+        now: float,
+        zone: tzinfo | None,
+        *,
+        full: bool,
+        verbose: bool = False,
+    ) -> None:
         self._now = now
         self._zone = zone
         self._full = full
+        self._limit = 0 if verbose else _EVIDENCE_IN_FULL if full else _EVIDENCE
         self._run = story
         self._incidents = {
             incident.id: incident
@@ -270,7 +280,10 @@ class AttemptText:
     def _evidence(self, evidence: Sequence[Evidence], attempt: int) -> list[str]:
         """All of it in full; else the strongest, and in a few words who only followed."""
         if self._full:
-            return _observations(evidence, 0)
+            lines = _observations(evidence, self._limit)
+            if lines != _observations(evidence, 0):
+                lines.append("(abridged: --verbose shows everything)")
+            return lines
         followed = [each for each in evidence if each.source == _FOLLOWERS]
         silent = [each for each in evidence if _SILENT.fullmatch(f"{each.source}: {each.text}")]
         stacks = [each for each in evidence if each.source == _STACKS]
@@ -345,10 +358,6 @@ class AttemptText:
             if comeback.outcome == "failed":
                 why = t.clean(comeback.reason, self._limit)
                 yield (f"  {self._at(comeback.time)}  {t.clean(comeback.method, 60)} failed: {why}")
-
-    @property
-    def _limit(self) -> int:
-        return 0 if self._full else _EVIDENCE
 
     def _at(self, time: float | None) -> str:
         return t.clock(time, self._zone)

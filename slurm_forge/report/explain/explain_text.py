@@ -31,12 +31,20 @@ def explain_text(
     reference: str,
     zone: tzinfo | None = None,
     attempt: int | None = None,
+    verbose: bool = False,
     earlier: RunState | None = None,
 ) -> str:
-    """The story as lines; ``attempt`` tells that one in full.  ``zone`` None is the local one.
+    """The story as lines.
 
-    ``earlier`` is the state after attempts that the story leaves out: they are told in a few lines,
-    and what the others cost is told as theirs.
+    Args:
+        story: The run.
+        now: The time.
+        reference: What a person types to name the run.
+        zone: The time zone; None is the local one.
+        attempt: Show only this one, in full.
+        verbose: Shorten no evidence.
+        earlier: The state after attempts that the story does not contain: they are summarized, and
+            costs and changes are marked as those of the others.
     """
     left_out = () if earlier is None else earlier.attempts
     since = f" since attempt {story.attempts[0].number}" if left_out and story.attempts else ""
@@ -53,7 +61,7 @@ def explain_text(
         lines += ["", "no attempt has been started yet" if attempt is None else "no such attempt"]
     if earlier is not None and left_out:
         lines += ["", *_earlier(earlier, now, reference, zone)]
-    text = AttemptText(story, now, zone, full=attempt is not None)
+    text = AttemptText(story, now, zone, full=attempt is not None, verbose=verbose)
     last = story.attempts[-1].number if story.attempts else None
     for one in attempts:
         rests = story.status not in (RunStatus.RUNNING.value, RunStatus.SUBMITTED.value)

@@ -173,9 +173,7 @@ def test_a_run_without_a_job_file_keeps_the_user_s_settings_of_its_creation(exec
     home = execute.folder / "config"
     file = home / "slurm_forge" / "config.yaml"
     file.parent.mkdir(parents=True)
-    file.write_text(
-        "report: false\nresources: {account: abc}\nrecovery: {crash: [{do: hold}]}\n"
-    )
+    file.write_text("report: false\nresources: {account: abc}\nrecovery: {crash: [{do: hold}]}\n")
     words = ("--name=x", "--", "bash", "-c", "echo once >> ran; exit 7")
     execute(*words, XDG_CONFIG_HOME=str(home))
     assert (execute.folder / "ran").read_text() == "once\n", "the user's ladder holds at once"
