@@ -28,7 +28,7 @@ from slurm_forge.vocabulary.cause import Evidence
 from slurm_forge.vocabulary.decision import Action
 
 _GAP = "   "
-#: Longer evidence is shortened: in the story of a whole run, and in full where one attempt is shown.
+#: Longer evidence is shortened, less where one attempt is shown than where all are.
 _EVIDENCE = 220
 _EVIDENCE_IN_FULL = 1200
 #: Evidence that fits a line stays on it; else each piece has one of its own.
