@@ -30,7 +30,7 @@ _OUR_OWN = re.compile(r"slurm_forge: launch \d+\.\d+\s*")
 def clean(text: object, limit: int = 0) -> str:
     """Text from a journal, safe for a terminal: one line, no control or invisible characters.
 
-    Longer than ``limit`` characters (0: any length) it is cut, and says so.
+    Text longer than ``limit`` characters (0: any length) is cut and ends with an ellipsis.
     """
     one_line = " ".join(str(text).split())
     shown = "".join(c if c.isprintable() else "?" for c in one_line)
@@ -82,7 +82,7 @@ def paragraph(text: str) -> str:
 def printed(line: str) -> str:
     """A line of a program's output as a terminal shows it in the end, safe to print.
 
-    Escape sequences are left out; of a progress bar only what it showed last is left.
+    Escape sequences are removed, and all but the last state of a progress bar.
     """
     parts = [part for part in _ESCAPES.sub("", line).split("\r") if part.strip()]
     return paragraph(parts[-1].rstrip().replace("\n", " ")) if parts else ""
@@ -185,7 +185,7 @@ def moment(time: float | None, now: float, zone: tzinfo | None = None) -> str:
 
 
 def weekday(time: float | None, now: float, zone: tzinfo | None = None) -> str:
-    """``Thu 14:00``, with the date where that is not within a week."""
+    """``Thu 14:00``, with the date unless it is within a week."""
     date = _datetime(time, zone)
     if date is None or time is None or not 0 <= time - now < _WEEK_S:
         return moment(time, now, zone)

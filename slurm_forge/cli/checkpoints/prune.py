@@ -99,7 +99,7 @@ def prune(
 
 
 def _is_running(opened: Opened) -> bool:
-    """Whether its ranks may be alive, as far as can be told from here."""
+    """Whether its ranks may be alive, as seen from here."""
     from slurm_forge.journal import RunStatus
     from slurm_forge.launch.attempt.run_lock import has_left
 
@@ -130,7 +130,7 @@ def _show(plan: PrunePlan) -> None:
         typer.echo(f"keep    step {t.number(each.name.step)}   {each.name}   {_size(each)}")
     for each in plan.unreadable:
         why = t.clean(each.problem, 200)
-        typer.echo(f"left alone, because it can't be read: {each.name}: {why}")
+        typer.echo(f"kept, because it can't be read: {each.name}: {why}")
     if plan.goes:
         total = sum(each.size for each in plan.goes)
         typer.echo(f"{t.plural(len(plan.goes), 'checkpoint')} to delete, {amount(total)}")

@@ -33,7 +33,7 @@ from slurm_forge.store.room import free_space
 from slurm_forge.store.trying import try_folder
 
 _COMMANDS = ("sbatch", "scontrol", "srun", "squeue", "sacct", "sacctmgr", "sinfo")
-#: Of many runs the newest tell how things are now.
+#: Of many runs the newest show the present state.
 _MOST_RUNS = 20
 
 
@@ -106,7 +106,7 @@ def look_at_storage(folder: Path, site: Site, checkpoint: int | None) -> Storage
 
 
 def look_at_runs(folder: Path) -> EarlierRuns:
-    """The journals of the newest runs in the folder; what can't be read is left out."""
+    """The journals of the newest runs in the folder, without unreadable ones."""
     runs_by_time: list[tuple[float, RunDirectory]] = []
     for name in run_names(folder):
         try:

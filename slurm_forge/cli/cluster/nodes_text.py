@@ -25,7 +25,7 @@ def word(cause: str) -> str:
 
 
 def leaves_out(nodes: Sequence[ExcludedNode], now: float, zone: tzinfo | None = None) -> str:
-    """One sentence for whoever submits a job."""
+    """One sentence for the person who submits a job."""
     shown = ", ".join(
         f"{each.node} ({word(each.causes[0])} {t.ago(each.last, now)}, {_until(each, now, zone)})"
         for each in nodes[:_SHOWN]

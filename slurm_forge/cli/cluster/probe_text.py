@@ -47,7 +47,7 @@ def probe_text(result: ProbeResult, struck: tuple[str, ...] = ()) -> str:
     return "\n".join([*table, *lines, *_verdict(result, struck)]) + "\n"
 
 
-#: What a look rests on, where nobody has answered.
+#: The basis of a verdict if nobody has answered.
 _NEEDED = (
     "  On a cluster, does sinfo answer here? The nodes must be able to connect to this machine, "
     "see --folder, and have this Python, with torch."
@@ -90,7 +90,7 @@ def _verdict(result: ProbeResult, struck: tuple[str, ...]) -> list[str]:
     else:
         shown = [text for text in measured.told if "collective" in text]
         lines += [f"  {t.clean(text, 300)}" for text in shown]
-        lines.append(f"nothing speaks against a node ({t.span(result.seconds)})")
+        lines.append(f"no node looks bad ({t.span(result.seconds)})")
     return lines
 
 

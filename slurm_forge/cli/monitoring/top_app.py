@@ -57,10 +57,10 @@ class Verb(str, Enum):
     REPORT = "report"
 
 
-#: What is asked back first, with what it will do.
+#: Verbs that need a confirmation, and what they will do.
 _CONFIRMED = {
     Verb.STOP: "it saves, stops and stays stopped until it is requeued",
-    Verb.REQUEUE: "it goes on, or is submitted again",
+    Verb.REQUEUE: "it continues, or is submitted again",
     Verb.RELEASE: "its held job may start",
 }
 _SHOWN_AS_TEXT = frozenset({Verb.EXPLAIN, Verb.LOGS})
@@ -68,7 +68,7 @@ _SHOWN_AS_TEXT = frozenset({Verb.EXPLAIN, Verb.LOGS})
 
 @dataclass(frozen=True, slots=True)
 class VerbResult:
-    """What came of a verb: whether it worked, and what it printed."""
+    """The outcome of a verb: whether it worked, and what it printed."""
 
     worked: bool
     text: str

@@ -59,7 +59,7 @@ class _Watched:
     goodput: float | None = None
     goodput_at: float = 0.0
     loaded: bool = False
-    #: Of another user's run Slurm's answer tells nothing: it is about one's own jobs.
+    #: Slurm's answer is about one's own jobs and says nothing about another user's run.
     own: bool = True
 
 
@@ -92,7 +92,7 @@ class Fleet:
         self._queue: QueueSeen | None = None
         self._next_question = -1.0
         self._next_slow = -1.0
-        #: What is to be said of Slurm; empty while it answers.
+        #: The problem with Slurm; empty while it answers.
         self.trouble = "" if slurm is not None else "no Slurm here"
 
     @property
@@ -222,7 +222,7 @@ class Fleet:
         each.reader, each.stamps = None, _stamps(each)
         reader = each.reader = RunReader(each.run, clock=self._clock, spec=False)
         records = reader.poll()
-        # Figures that later ones supersede are left out there: here they are what is drawn.
+        # Figures that later ones supersede are dropped there; the sparkline needs them.
         known = {(one.writer, one.launch, one.sequence) for one in records}
         recent = (
             one

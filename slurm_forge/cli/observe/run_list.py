@@ -22,8 +22,8 @@ RESTS = frozenset({"finished", "held", "stopped", "cancelled", "new"})
 class Lister:
     """Makes the lines of the runs in ``folder``.
 
-    With ``words`` the sentence of a run that is not at rest is always worked out anew: it tells
-    how long ago something was.
+    With ``words`` the sentence of a run in progress is always made anew, since it says how long
+    ago something was.
     """
 
     def __init__(self, folder: Path, *, words: bool) -> None:

@@ -247,7 +247,7 @@ def _fallbacks(body: Any) -> tuple[Path, ...]:
 def _on_disk(run: RunDirectory, fallbacks: Sequence[Path]) -> frozenset[CheckpointName] | None:
     """The published checkpoints, by their names alone; None where a folder can't be listed.
 
-    To be listed after the journal was read: what that tells of has been published by then.
+    List it after reading the journal: what the journal mentions has been published by then.
     """
     checkpoints = set()
     entries = []

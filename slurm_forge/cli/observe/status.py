@@ -37,7 +37,7 @@ def status(
     json: AsJson = False,
     runs: Runs = None,
 ) -> None:
-    """Where a run or a sweep stands: one screen, and what to do next.
+    """Show the state of a run or a sweep on one screen, and what to do next.
 
     Without RUN, a line for every run and every sweep in the folder of runs.
 
@@ -226,7 +226,7 @@ def _follow(run: RunDirectory) -> None:
         gathering.poll()
         return surrounded(gathering.facts(), run)
 
-    # Asked once: what changes is told by the journal, and Slurm has better to do.
+    # Asked once: the journal shows changes, and Slurm has better things to do.
     facts = with_queue(read)
     report = take_status(facts)
     typer.echo(status_text(report), nl=False)

@@ -91,7 +91,7 @@ def _accounted(slurm: Slurm, job: str) -> AccountingRecord | None:
 
 
 def _not_started(folder: Path) -> Iterator[NotStarted]:
-    """The newest of them; what can't be trusted is left out."""
+    """The newest of them, without those that can't be trusted."""
     try:
         with os.scandir(folder) as entries:
             named = [(entry, job_id) for entry in entries if (job_id := _match(entry)) is not None]

@@ -61,7 +61,7 @@ def watch(
         typer.Option("--runs", metavar="DIR", help="Folder of runs (SLURM_FORGE_RUNS, ./runs)."),
     ] = None,
 ) -> None:
-    """Watch over runs: report, once, what is held, gone, stuck or waiting in vain.
+    """Watch runs: report once what is held, gone, stuck or waiting for something that can't happen.
 
     Requeues that Slurm did not confirm are retried.  Slurm is queried once for all runs.
     With --once, exit status 1: something new needs attention; 2: it could not check.
@@ -69,7 +69,7 @@ def watch(
     \b
     Examples:
       slurm-forge watch
-      slurm-forge watch --once --hook ~/bin/tell-me
+      slurm-forge watch --once --hook ~/bin/notify-me
       slurm-forge watch tiny-gpt --every 5m --restart
     """
     from datetime import timedelta
@@ -199,7 +199,7 @@ def _limits(slurm: Slurm, *, restart: bool) -> WatchLimits:
 def _check(
     watcher: Watcher, runs: Sequence[RunDirectory], reported: ReportedFindings, *, whole: bool
 ) -> tuple[Round, list[HandledFinding]]:
-    """One round, alone on this host, and what of it has not been told before."""
+    """One round, alone on this host, and those of its findings that are new."""
     from datetime import timedelta
 
     from slurm_forge.lock import exclusive

@@ -231,5 +231,5 @@ def _text(shown: ConfigShown, *, origin: bool) -> str:
     return "\n".join(lines)
 
 
-#: Values that are longer push what stands behind them to the right.
+#: Longer values push the columns after them to the right.
 _WIDE = 32

@@ -91,7 +91,7 @@ class NewFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FirstFiles:
-    """What is to be written, and what to type then.
+    """The files to write, and what to type then.
 
     ``local_command`` without Slurm, ``cluster_command`` with it.
     """
@@ -289,7 +289,7 @@ def _commands(options: InitOptions, job: JobSpec) -> tuple[str, str]:
 
 
 def _without_srun(command: Sequence[str]) -> list[str]:
-    """The program with its own options: srun's stand in front of it (``-n 4``, ``--nodes=2``)."""
+    """The program with its own options, without srun's before it (``-n 4``, ``--nodes=2``)."""
     alone = list(
         itertools.dropwhile(lambda word: word.startswith("-") or word.isdecimal(), command[1:])
     )

@@ -109,7 +109,7 @@ def _with_ranks(run: RunDirectory, file: RunFile, ranks: int | None) -> tuple[Ru
 
 
 def _stopped(directory: RunDirectory, *, again: str) -> bool:
-    """After a signal: where the run stands and how it goes on; False where there is more to it."""
+    """After a signal: the state of the run and how to continue it; False if it is held or done."""
     from slurm_forge.journal import RunStatus
     from slurm_forge.launch.submit.submission import run_state
 

@@ -47,9 +47,9 @@ _NOTHING = "nothing was submitted."
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Submission:
-    """What ``submit --json`` prints: the run, its folder, the job, and what was told.
+    """What ``submit --json`` prints: the run, its folder, the job, and the notes.
 
-    Of a sweep ``run`` is its name, ``job`` its array, and ``runs`` are its runs.
+    For a sweep, ``run`` is its name, ``job`` its array, and ``runs`` are its runs.
     """
 
     run: str
@@ -326,7 +326,7 @@ def _choose(
 
     places = site_places(setting)
     if wanted is not None or places.preset() is not None:
-        places.load(wanted)  # a wrong name is told before Slurm is asked anything
+        places.load(wanted)  # a wrong name is reported before Slurm is asked anything
     try:
         config, partitions = slurm.show_config(), slurm.show_partitions()
     except SlurmCommandError:

@@ -55,7 +55,7 @@ def send(target: Target, message: OutgoingMessage) -> str:
     import apprise
 
     logger = logging.getLogger("apprise")
-    # Else its complaints, which quote URLs, would reach whoever reads our output.
+    # Otherwise its complaints, which quote URLs, would end up in our output.
     logger.propagate = False
     logger.setLevel(logging.DEBUG)
     complaints = _Complaints()

@@ -17,7 +17,7 @@ from slurm_forge.process import process_words
 Errors = dict[str, str]
 _LOOK_EVERY_S = 0.05
 _CUT_OFF = "no answer within {:.0f} s"
-#: Less than any task of the job, and than whoever works on a login node.
+#: Below any task of the job, and below the users of a login node.
 _NICE = 10
 
 

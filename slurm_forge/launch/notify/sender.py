@@ -1,4 +1,4 @@
-"""Sends what is news about a run, once for each event and target, whoever looks."""
+"""Sends news about a run, once for each event and target, whichever process finds it."""
 
 from __future__ import annotations
 
@@ -60,8 +60,8 @@ class RunSender:
         knobs: Where the user's files are.
         deliver: Sends the messages.
         clock: The time, in seconds since the epoch.
-        most_tries: How often a message is tried by then, by whoever it was.
-        report_within: How long the end of a run is kept back for a report that tells of it.
+        most_tries: The most attempts to send a message, those of other processes included.
+        report_within: How long the message about the end of a run waits for the report about it.
     """
 
     def __init__(
@@ -198,7 +198,7 @@ class RunSender:
             job=self._job,
             attempt=self._attempt,
             report=None if report is None else str(self._run.report_file),
-            # An older one tells that the run goes on.
+            # An older one says that the run is in progress.
             attached=report is not None
             and report.st_size <= _LARGEST_ATTACHMENT
             and report.st_mtime >= max(each.time for each in notices),

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 _LIMIT = 1 << 16
 _GUIDE = "docs/how-to/notifications.md"
-#: What stands between the parts of a URL.
+#: The delimiters between the parts of a URL.
 _BETWEEN = re.compile(r"[/:@?&=,;#\s]+")
 _HIDDEN = "***"
 
@@ -74,7 +74,7 @@ def read_targets(path: Path) -> dict[str, Target]:
         descriptor = open_trusted(path)
     except FileNotFoundError:
         raise ConfigError(
-            "there is no such file, and the URLs of notification targets belong into it",
+            "there is no such file, and the URLs of notification targets belong in it",
             path=path,
             next_step=f"Make it, for you alone (chmod 600), with lines NAME: URL ({_GUIDE}).",
         ) from None

@@ -71,7 +71,7 @@ def explain_text(
 
 
 def _earlier(state: RunState, now: float, reference: str, zone: tzinfo | None) -> Iterator[str]:
-    """How many attempts are left out, what ended them, and how all of it is read."""
+    """How many attempts are omitted, what ended them, and the command that shows them."""
     first, last = state.attempts[0], state.attempts[-1]
     end = last.started if last.ended is None else last.ended
     parts = [f"attempts {first.number} to {last.number}", t.period(first.started, end, now, zone)]
@@ -133,7 +133,7 @@ def _worth_telling_s(story: s.RunStory) -> float:
 
 
 def costs(story: s.RunStory) -> Iterator[str]:
-    """What the nodes were held for in vain, and how long the run waited for them."""
+    """Node time that was lost, and how long the run waited for nodes."""
     ranks = max((each.ranks or 1 for each in _incidents(story)), default=1)
     worth = _worth_telling_s(story) * ranks
     if story.lost_rank_s >= worth:

@@ -75,7 +75,7 @@ def run_figures(facts: RunFacts, story: RunStory, *, since: StepTime | None = No
 
     Args:
         facts: What was read of it.
-        story: What ``explain`` tells of it.
+        story: The story that ``explain`` prints.
         since: Where its training was when it was looked at before; without it a step's time is that
             of the whole launch.
 
@@ -115,7 +115,7 @@ def run_figures(facts: RunFacts, story: RunStory, *, since: StepTime | None = No
 
 
 def newest_step(facts: RunFacts) -> StepTime | None:
-    """Where training was last heard of, by rank 0; None before it was."""
+    """The newest step that rank 0 reported; None before the first."""
     newest: StepTime | None = None
     for record in facts.records:
         step = _step_of(record)

@@ -22,14 +22,14 @@ from slurm_forge.vocabulary.decision import Action
 
 MOST_FIGURES = 16
 _MOST_NODES = 48
-#: So many spans are drawn as they are; of more, saves that no screen shows are left out.
+#: Up to so many spans are drawn unchanged; beyond, saves too short to be visible are dropped.
 _MOST_SPANS = 6000
 #: A screen has no more columns than this.
 _COLUMNS = 4000
 #: More lines from top to bottom, or marks at the bottom, hide the curve that they are about.
 _MOST_RESTARTS = 200
 _MOST_CHECKPOINTS = 600
-#: Of so many incidents a mark tells the evidence, of more the cause alone.
+#: Marks of up to so many incidents show the evidence, of more the cause alone.
 _MOST_TOLD = 200
 _PLACES = (ev.AttemptStarted, ev.LaunchStarted, ev.Resumed)
 

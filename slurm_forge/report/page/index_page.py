@@ -43,7 +43,7 @@ def indexed(
     settings: dict[str, Any] | None = None,
     link: str = "",
 ) -> IndexedRun:
-    """What an index tells of a run; ``settings`` are its own ones in a sweep."""
+    """An index's row about a run; ``settings`` are those that differ within a sweep."""
     facts, zone = sources.facts, timezone(utc_offset)
     story = explain(facts)
     spent = waterfall(story)

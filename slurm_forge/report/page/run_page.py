@@ -25,7 +25,7 @@ from slurm_forge.report.story.time_spans import saved_step
 from slurm_forge.slurm.records import is_slurm_job
 
 _MOST_CHECKPOINTS = 200
-#: The newest ones; more are told by ``explain`` alone.
+#: The newest ones; ``explain`` lists the others.
 _MOST_ATTEMPTS = 1000
 
 
@@ -136,7 +136,7 @@ def _units(story: s.RunStory) -> str:
     if story.goodput is not None and story.elapsed_s is not None:
         goodput = (
             f" Goodput ({t.share(story.goodput)}) is by the clock instead: the share of the "
-            f"{t.span(story.elapsed_s)} since the first start that went into steps that stayed."
+            f"{t.span(story.elapsed_s)} since the first start that went into steps that were kept."
         )
     return (
         f"Shares are of node time, without the queue. A {unit}-second is one {unit} for one "

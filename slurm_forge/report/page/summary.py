@@ -69,7 +69,7 @@ _UNSENT = re.compile(r"(SIG[A-Z0-9]+), of unknown origin")
 _SHORT_S = 7200.0
 #: Sources that say nothing to a reader who does not know our parts.
 _OURS = ("watchdog: ", "signals: ")
-#: How the phrase begins that tells why a run is held.
+#: The beginning of the phrase that says why a run is held.
 _HELD = "held: "
 _SHOWN_CAUSES = 4
 
@@ -80,7 +80,7 @@ def tone_of(status: str) -> str:
 
 
 def with_commands(sentence: str) -> tuple[Words, ...]:
-    """A sentence in pieces, so that what is typed can be told from what is read."""
+    """A sentence in pieces, so that commands to type can be set apart from prose."""
     text = t.clean(sentence, _LONG)
     pieces = _COMMAND.split(text if _COMMAND.match(text) else text[:1].upper() + text[1:])
     return tuple(Words(text, command=bool(at % 2)) for at, text in enumerate(pieces) if text)
@@ -246,7 +246,7 @@ def _several(story: s.RunStory) -> bool:
 def _telling(
     story: s.RunStory,
 ) -> tuple[s.AttemptStory, s.LaunchStory, s.IncidentStory] | None:
-    """The incident to tell: what the run rests on now, else the fault that cost most."""
+    """The incident to report: the one that halted the run, else the costliest fault."""
     found = list(incidents_of(story))
     if not found:
         return None
@@ -281,7 +281,7 @@ def followed(
 ) -> tuple[str, ...]:
     """What followed from an incident, and its cost.
 
-    Why a run is held, and where it waits, is part of where the run stands, not of this.
+    Why a run is held, and where it waits, belongs to the state of the run and is omitted here.
     """
     last = incident is launch.incidents[-1]
     told: tuple[str, ...] = (_HELD,)
@@ -367,7 +367,7 @@ def _key_figures(story: s.RunStory, spent: Waterfall) -> Iterator[KeyFigure]:
 def _goodput_note(story: s.RunStory, spent: Waterfall) -> str:
     queue = ", queue included," if story.queued_s >= 1 else " by the clock"
     unsaved = f"; {t.span(spent.unsaved_s)} of them not saved" if spent.unsaved_s else ""
-    return f"of {t.span(story.elapsed_s)}{queue} went into steps that stayed{unsaved}"
+    return f"of {t.span(story.elapsed_s)}{queue} went into steps that were kept{unsaved}"
 
 
 def _results(story: s.RunStory) -> KeyFigure:

@@ -223,7 +223,7 @@ class RunPage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IndexRow:
-    """A run among others: where it stands, in a line, and its newest figure.
+    """One run of an index: its state in a line, and its newest figure.
 
     ``settings`` are what it does not share with the others, in the order of the page's
     ``settings``.  ``link`` leads to its own report, empty where there is none.

@@ -136,7 +136,7 @@ class View:
             yield from self._next(row)
 
     def _next(self, row: TopRow) -> Iterator[ViewLine]:
-        """What a person can do, in whole lines: some of it is to be typed."""
+        """What a person can do, in whole lines: commands must not be cut."""
         for each in row.next[:2]:
             text, width = t.clean(f"next: {each}", _LONGEST_NEXT), max(10, self.width)
             told = wrap(text, width, subsequent_indent="  ", break_on_hyphens=False)
@@ -229,6 +229,6 @@ def window(count: int, chosen: int, height: int, first: int) -> int:
 
 
 def sorted_rows(rows: Iterable[TopRow], *, finished: bool) -> list[TopRow]:
-    """What needs a person first; runs that are finished are left out where nobody wants them."""
+    """Runs that need a person first; finished ones only where they are wanted."""
     chosen = (row for row in rows if finished or row.state != "finished")
     return sorted(chosen, key=lambda row: row.order)
