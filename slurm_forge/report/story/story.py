@@ -354,7 +354,7 @@ class AttemptStory:
 class RunStory:
     """The whole run.
 
-    ``goodput`` is ``kept_s`` (time spent on steps that were kept) over ``elapsed_s`` (from the first
+    ``goodput`` is ``kept_s`` (time spent on kept steps) over ``elapsed_s`` (from the first
     start to now, to the last step of a run that is training, or to the end of one that is not).
     ``training_s`` counts repeated steps too.
     ``startup_s`` is what the very first launch took until it trained, ``ending_s`` what a finished
