@@ -43,8 +43,9 @@ def charts(
     """Everything that is drawn of a run."""
     figures = curves_of(sources)
     spans = _drawn(story.spans)
-    begin = min((span.start for span in spans), default=sources.facts.now)
-    end = max((span.end for span in spans), default=sources.facts.now)
+    now = sources.facts.now if math.isfinite(sources.facts.now) else 0.0
+    begin = min((span.start for span in spans), default=now)
+    end = max((span.end for span in spans), default=now)
     placed = nodes_of_launches(story)
     nodes = _nodes(story, placed)
     shown = {node: index for index, node in enumerate(nodes[:_MOST_NODES])}

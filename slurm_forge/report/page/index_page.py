@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta, timezone
 from typing import Any
 
+from slurm_forge.journal import RunStatus
 from slurm_forge.report import text as t
 from slurm_forge.report.explain.explain import explain
 from slurm_forge.report.page import summary
@@ -48,6 +50,7 @@ def indexed(
     story = explain(facts)
     spent = waterfall(story)
     wasted = story.lost_rank_s + story.idle_rank_s
+    nothing = "none" if story.attempts else ""
     row = IndexRow(
         name=t.clean(story.run, 80),
         status=story.status,
@@ -58,8 +61,8 @@ def indexed(
         figure="",
         goodput="" if story.goodput is None else t.share(story.goodput),
         spent=t.rank_time(spent.rank_seconds, story.gpus_per_rank) if spent.training else "",
-        lost=t.rank_time(wasted, story.gpus_per_rank) if wasted > 0 else "",
-        interruptions=summary.interruptions(story),
+        lost=t.rank_time(wasted, story.gpus_per_rank) if wasted > 0 else nothing,
+        interruptions=summary.interruptions(story) or nothing,
         story=summary.paragraph(story, zone),
         next=summary.next_steps(story),
         link=link,
@@ -129,7 +132,7 @@ def index_page(
         kind=kind,
         generated=t.moment(now, 0.0, zone),  # with its year: it may be read years later
         zone=zone_name(zone),
-        summary=_summary(runs),
+        summary=(*_summary(runs), *_lowest_loss(runs, chosen)),
         next=tuple(summary.with_commands(each) for each in _next(runs, reference)),
         settings=tuple(t.clean(name, 40) for name in names),
         figure=t.clean(figure, 80),
@@ -166,6 +169,25 @@ def _summary(runs: Sequence[IndexedRun]) -> tuple[str, ...]:
         gpus = 1.0 if any(run.gpus_per_rank for run in runs) else None
         sentences.append(f"Together they lost {t.rank_time(lost, gpus)}, idle time included.")
     return tuple(sentences)
+
+
+def _lowest_loss(runs: Sequence[IndexedRun], curves: Sequence[Figure | None]) -> tuple[str, ...]:
+    """Which finished run of a sweep ended with the lowest loss; other figures have no best."""
+    final = [
+        (curve.last.value, curve.name, run)
+        for run, curve in zip(runs, curves, strict=True)
+        if run.settings
+        and run.row.status == RunStatus.FINISHED.value
+        and curve is not None
+        and curve.last is not None
+        and math.isfinite(curve.last.value)
+        and curve.name.lower().endswith("loss")
+    ]
+    if len(final) < 2:
+        return ()
+    value, name, run = min(final, key=lambda each: each[0])
+    given = ", ".join(f"{t.clean(key, 40)}={_shown(each)}" for key, each in run.settings.items())
+    return (f"Lowest final {t.clean(name, 40)}: {value:.5g}, {run.row.name} ({given}).",)
 
 
 def _next(runs: Sequence[IndexedRun], reference: str) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterator
-from datetime import tzinfo
+from datetime import timedelta, tzinfo
 
 from slurm_forge.journal import RunStatus
 from slurm_forge.report import text as t
@@ -65,6 +65,11 @@ _LONG = 600
 _IN_VAIN = (" lost", " idle")
 #: What the supervisor saw of a signal, and no more.
 _UNSENT = re.compile(r"(SIG[A-Z0-9]+), of unknown origin")
+#: When Slurm decided on a preemption, and when it would end the job.
+_PREEMPTED = re.compile(
+    r"\bPreemptTime=(?P<begin>\d\d:\d\d:\d\d)(?: EndTime=(?P<end>\d\d:\d\d:\d\d))?"
+)
+_BAD = " had NaN or infinite gradients"
 #: Of shorter runs the seconds matter.
 _SHORT_S = 7200.0
 #: Sources that say nothing to a reader who does not know our parts.
@@ -179,8 +184,9 @@ def paragraph(story: s.RunStory, zone: tzinfo | None) -> tuple[str, ...]:
 
 def _sentences(story: s.RunStory, zone: tzinfo | None) -> Iterator[str]:
     yield _standing(story)
-    yield _course(story)
     told = _telling(story)
+    if told is None or _several(story):
+        yield _course(story)
     if told is not None:
         yield _incident(*told, story, zone)
     cost = ", ".join(costs(story))
@@ -236,7 +242,7 @@ def _course(story: s.RunStory) -> str:
         return f"{attempts}{so_far}, without any incident."
     *others, last = happened
     listed = f"{', '.join(others)} and {last}" if others else last
-    return f"In {attempts} there {'were' if _several(story) else 'was'} {listed}."
+    return f"In {attempts} there were {listed}."
 
 
 def _several(story: s.RunStory) -> bool:
@@ -265,11 +271,15 @@ def _incident(
 ) -> str:
     noun = _nouns(incident)[0]
     seen = headline(incident, 160)
-    then = "; ".join(followed(attempt, launch, incident, story, zone))
+    after = "; ".join(followed(attempt, launch, incident, story, zone))
+    then = f" What followed: {after}." if after else ""
+    if not _several(story):
+        attempts = t.plural(len(story.attempts), "attempt")
+        return f"In {attempts} there was 1 {noun}: {seen.removesuffix(_BAD)}.{then}"
     of_its_kind = sum(each.cause == incident.cause for _, _, each in incidents_of(story))
     newest = incident is list(incidents_of(story))[-1][2]
     which = "The" if of_its_kind == 1 else "The last" if newest else "The costliest"
-    return f"{which} {noun}: {seen}.{f' What followed: {then}.' if then else ''}"
+    return f"{which} {noun}: {seen}.{then}"
 
 
 def followed(
@@ -307,14 +317,30 @@ def headline(incident: s.IncidentStory, limit: int) -> str:
     signal = _UNSENT.fullmatch(first.text)
     if signal is not None:
         return f"stopped by {signal[1]} (sender unknown)"
+    if incident.cause == Cause.PREEMPTED.value:
+        records = (_PREEMPTED.search(each.text) for each in incident.evidence)
+        record = next((each for each in records if each is not None), None)
+        if record is not None:
+            return f"Slurm took the nodes back, {_notice(record)}"
     onset, step = incident.onset, incident.step
     if incident.cause == Cause.NON_FINITE.value and None not in (onset, step) and onset != step:
         count = (step or 0) - (onset or 0) + 1
         where = t.steps(onset or 0, step or 0)
-        return f"{t.number(count)} consecutive steps ({where}) had NaN or infinite gradients"
+        return f"{t.number(count)} consecutive steps ({where}){_BAD}"
     seen = t.observed(first.source, first.text, limit)
     ours = next((each for each in _OURS if seen.startswith(each)), "")
     return seen.removeprefix(ours)
+
+
+def _notice(record: re.Match[str]) -> str:
+    if record["end"] is None:
+        return "length of the notice unknown"
+    begin, end = (
+        timedelta(hours=int(text[:2]), minutes=int(text[3:5]), seconds=int(text[6:]))
+        for text in (record["begin"], record["end"])
+    )
+    seconds = ((end - begin) % timedelta(days=1)).total_seconds()
+    return f"with {t.span(seconds)} of notice" if seconds else "without notice"
 
 
 def key_figures(story: s.RunStory, spent: Waterfall) -> tuple[KeyFigure, ...]:
