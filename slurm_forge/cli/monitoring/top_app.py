@@ -6,6 +6,7 @@ No colour is needed to read it, no animation runs, and all colours are the termi
 from __future__ import annotations
 
 import asyncio
+import sys
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
@@ -128,7 +129,9 @@ class TextScreen(Screen[None]):
         super().__init__()
         self._view = view
         self._texts = [printed(line) for line in text.splitlines()[-_MOST_TEXT:]]
-        self._first = len(self._texts) if at_end else 0
+        self._lines: list[ViewLine] = []
+        self._width = 0
+        self._first = sys.maxsize if at_end else 0
 
     def compose(self) -> ComposeResult:
         """See Textual."""
@@ -143,8 +146,11 @@ class TextScreen(Screen[None]):
         """Move by so many lines."""
         text, view = self.query_one("#text", Lines), self._view()
         height = max(1, text.size.height)
-        self._first = max(0, min(self._first + lines, len(self._texts) - height))
-        text.show([view.line(each) for each in self._texts[self._first : self._first + height]])
+        if self._width != view.width:
+            self._width = view.width
+            self._lines = [line for each in self._texts for line in view.wrapped(each)]
+        self._first = max(0, min(self._first + lines, len(self._lines) - height))
+        text.show(self._lines[self._first : self._first + height])
         self.query_one("#below", Lines).show([view.line(_KEYS_OF_TEXT, Tone.HEAD)])
 
     def action_page(self, pages: int) -> None:

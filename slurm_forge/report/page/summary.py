@@ -69,6 +69,8 @@ _UNSENT = re.compile(r"(SIG[A-Z0-9]+), of unknown origin")
 _PREEMPTED = re.compile(
     r"\bPreemptTime=(?P<begin>\d\d:\d\d:\d\d)(?: EndTime=(?P<end>\d\d:\d\d:\d\d))?"
 )
+#: Readers of the first screen may not know the unit of node time.
+_RANK = " (A rank is one training process.)"
 _BAD = " had NaN or infinite gradients"
 #: Of shorter runs the seconds matter.
 _SHORT_S = 7200.0
@@ -191,7 +193,7 @@ def _sentences(story: s.RunStory, zone: tzinfo | None) -> Iterator[str]:
         yield _incident(*told, story, zone)
     cost = ", ".join(costs(story))
     if cost:
-        yield f"What it cost: {cost}."
+        yield f"What it cost: {cost}.{_RANK if ' rank-' in f' {cost}' else ''}"
     elif story.attempts:
         yield "No work was lost."
     science = [t.clean(change.text, 200) for change in story.changes if change.science]
