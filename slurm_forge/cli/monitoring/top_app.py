@@ -165,7 +165,7 @@ class TopApp(App[None]):
         fleet: The runs.
         where: What they are, as a person would name it.
         command: Carries out what keys ask for.
-        one: Whether it is a single run, which then has the whole terminal.
+        one: Whether it is a single run, which then fills the terminal.
         ascii_only: Whether the terminal can't show anything else.
         every_s: The time between two looks at least.
         clock: Seconds since the epoch.
@@ -325,7 +325,7 @@ class TopApp(App[None]):
             self._show()
 
     def action_finished(self) -> None:
-        """Leave out runs that are finished, or show them again."""
+        """Hide finished runs, or show them again."""
         self._finished = not self._finished
         self._rows = sorted_rows(self._fleet.rows(), finished=self._finished or self._one)
         self._show()

@@ -1,4 +1,4 @@
-"""Telling what happens while it happens: lines, and a progress bar where there is a terminal."""
+"""Prints what happens while it happens: lines, and a progress bar on a terminal."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ class RunFollower:
         self._next_epoch_line = -math.inf
 
     def poll(self) -> None:
-        """Tell what is new since the last look."""
+        """Write what is new since the last poll."""
         for record in self._gathering.poll():
             line = happening(record)
             if line is not None and not self._is_too_soon(record):

@@ -1,4 +1,4 @@
-"""How lines of output are printed: with the rank in front, in its colour where there are any."""
+"""Prints lines of output: with the rank in front, in its colour if the terminal has colours."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Printer:
             self._dated[path] = self._dated.get(path, False) or line.dated
 
     def heading(self, text: str) -> None:
-        """What we say ourselves between the lines."""
+        """Print a line of our own between the output."""
         self._write("", text, "bold")
 
     def block(self, block: ErrorBlock) -> None:

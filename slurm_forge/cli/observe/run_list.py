@@ -1,4 +1,4 @@
-"""Lines of ``status`` without a run: worked out once, and again only where a file has changed."""
+"""Lines of ``status`` without a run: made once, and again only after a file has changed."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Lister:
         return line
 
     def known(self, run: RunDirectory, signed: str) -> ListedRun | None:
-        """The line that was worked out of files that looked like this."""
+        """The remembered line of files with this signature."""
         value = self._remembered.get(run, signed)
         return None if value is None else _line(value, run)
 

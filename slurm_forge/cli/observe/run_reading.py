@@ -1,4 +1,4 @@
-"""Reading a run directory into the value that reports are made of."""
+"""Reads a run directory into the facts that reports are made of."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ class RunReader:
         return None
 
     def poll(self) -> list[Record]:
-        """Read on; what is new, the earliest first."""
+        """Read new records; returns them, the earliest first."""
         records, damage = self._tail.poll()
         self._records += records
         self._damage += damage
@@ -265,7 +265,7 @@ def _on_disk(run: RunDirectory, fallbacks: Sequence[Path]) -> frozenset[Checkpoi
 
 
 def _unsent(run: RunDirectory) -> tuple[str, ...]:
-    """The notifications that could not be sent."""
+    """Notifications that could not be sent."""
     with contextlib.suppress(OSError):
         if run.notifications.is_dir():
             return tuple(failure_text(x.target, x.error) for x in read_sent(run).failures())

@@ -1,4 +1,4 @@
-"""``watch``: many runs are looked after, on a login node or by cron."""
+"""``watch``: looks after many runs, on a login node or by cron."""
 
 from __future__ import annotations
 
@@ -164,7 +164,7 @@ def _by_run(handled: Sequence[HandledFinding]) -> dict[str, list[WatchFinding]]:
 
 
 def _rested(seconds: float) -> bool:
-    """Whether nobody has ended the watch meanwhile."""
+    """Sleep between checks; False if the user interrupts."""
     try:
         _rest(seconds)
     except KeyboardInterrupt:

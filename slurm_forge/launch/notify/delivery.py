@@ -22,7 +22,7 @@ _NICE = 10
 
 
 def deliver(messages: Mapping[str, OutgoingMessage], within: Callable[[], float]) -> Errors:
-    """Send each target its message, all at once; why it failed for each, empty where it did not.
+    """Send each target its message, all at once; the reason of each failure, empty on success.
 
     Args:
         messages: By the name of the target.

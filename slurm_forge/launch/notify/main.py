@@ -60,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 class _Input:
-    """Standard input to its end, and the ``seconds`` that there are from then on."""
+    """Standard input to its end, and the ``seconds`` left from then on."""
 
     def __init__(self, seconds: float) -> None:
         self.content = b""
@@ -70,7 +70,7 @@ class _Input:
         threading.Thread(target=self._read, daemon=True).start()
 
     def left(self, deadline: float = float("inf")) -> float:
-        """Seconds until then, or fewer where the input has ended."""
+        """Seconds until then, or fewer if the input has ended."""
         return min(deadline, self._deadline) - time.monotonic()
 
     def _read(self) -> None:

@@ -1,4 +1,4 @@
-"""Figures that the program logged, as curves: what stayed, and what was thrown away."""
+"""Figures that the program logged, as curves: what was kept, and what was discarded."""
 
 from __future__ import annotations
 

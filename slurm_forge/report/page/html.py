@@ -68,7 +68,7 @@ def index_html(page: IndexPage) -> str:
 
 
 def curve_table(figure: Figure) -> list[tuple[int, str, bool]]:
-    """A curve as rows of step, value, and whether the step stayed."""
+    """A curve as rows of step, value, and whether the step was kept."""
     rows = [(point, True) for point in thinned(figure.kept, _TABLE_ROWS)]
     rows += [(point, False) for branch in figure.discarded for point in branch[1:]][:_TABLE_ROWS]
     rows.sort(key=lambda row: (row[0].step, not row[1]))
@@ -122,7 +122,7 @@ def _environment() -> Environment:
 
 
 def _printable(value: Any) -> Any:
-    """What a template prints, without control and invisible characters; escaped is what is ours."""
+    """What a template prints, without control and invisible characters; our markup is kept."""
     if isinstance(value, Markup) or not isinstance(value, str) or value.isprintable():
         return value
     return t.paragraph(value)

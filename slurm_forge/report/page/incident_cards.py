@@ -1,4 +1,4 @@
-"""The incidents of a run as cards: one line each, and behind it all that is known."""
+"""The incidents of a run as cards: one line each, which opens to everything known."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def incident_cards(
 
 
 def skip_cards(story: s.RunStory, *, now: float, zone: tzinfo | None) -> tuple[IncidentCard, ...]:
-    """A card for each row of skipped updates that no incident was made of; the newest first."""
+    """A card for each row of skipped updates without an incident; the newest first."""
     cards = [
         _skip_card(attempt, launch, row, story, now=now, zone=zone)
         for attempt in story.attempts

@@ -1,4 +1,4 @@
-"""Several runs on one page: a table, a plot of what most of them log, and each run in brief."""
+"""Several runs on one page: a table, a plot of the figure most of them log, each run in brief."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from slurm_forge.report.page.run_page import progress, zone_name
 from slurm_forge.report.page.values import IndexPage, IndexRow, RunSources
 from slurm_forge.report.page.waterfall import waterfall
 
-#: Figures of a run that its row may be asked for: the losses are the first of them.
+#: Figures of a run that its row may need: the losses come first.
 _FIGURES = 3
-#: More curves are no plot that anybody reads.
+#: Nobody can read a plot with more curves.
 MOST_CURVES = 64
-#: What a person may want to see to, the first one first.
+#: States that need a person, the most urgent first.
 _ATTENTION = ("unreadable", "held", "stopped", "cancelled")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IndexedRun:
-    """A run of an index, with the curves that its row may be asked for."""
+    """A run of an index, with the curves that its row may need."""
 
     row: IndexRow
     settings: dict[str, Any]
@@ -110,12 +110,12 @@ def index_page(
     """Build the page of several runs.
 
     Args:
-        title: What they are together.
+        title: The name of the group.
         kind: ``sweep``, or how many there are.
         runs: In the order of the table.
         now: When they were looked at.
         utc_offset: How far the clock of the page is ahead of UTC.
-        reference: What a person types to mean all of them; empty where there is no such word.
+        reference: What a person types to name all of them; empty if there is no such name.
 
     Returns:
         What the page shows.

@@ -34,7 +34,7 @@ def run_page(sources: RunSources, *, utc_offset: timedelta = timedelta(0)) -> Ru
 
     Args:
         sources: What was read of the run.
-        utc_offset: All times of the page are those of one clock, which is so far ahead of UTC.
+        utc_offset: How far the clock of all times on the page is ahead of UTC.
 
     Returns:
         What the page shows.
@@ -88,7 +88,7 @@ def zone_name(zone: tzinfo) -> str:
 
 
 def progress(story: s.RunStory) -> float | None:
-    """The share of the steps that is done."""
+    """The completed share of the steps."""
     if story.step is None or not story.total_steps:
         return None
     saved = saved_step(story)
@@ -145,7 +145,7 @@ def _units(story: s.RunStory) -> str:
 
 
 def _committed(story: s.RunStory) -> set[str]:
-    """The checkpoints that the run has ever saved."""
+    """All checkpoints that the run has saved."""
     return {
         saved.event.name
         for attempt in story.attempts

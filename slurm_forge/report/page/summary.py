@@ -82,7 +82,7 @@ _SHOWN_CAUSES = 4
 
 
 def tone_of(status: str) -> str:
-    """``good``, ``live``, ``bad``, ``warn``, or ``calm`` for what waits."""
+    """``good``, ``live``, ``bad``, ``warn``, or ``calm`` for a run that waits."""
     return next((tone for each, tone in _TONES.items() if each.value == status), "calm")
 
 
@@ -94,7 +94,7 @@ def with_commands(sentence: str) -> tuple[Words, ...]:
 
 
 def next_steps(story: s.RunStory) -> tuple[tuple[Words, ...], ...]:
-    """What the reader does now: of two commands that do the same ours, with what it does."""
+    """What the reader does now; of two equivalent commands ours, with its effect."""
     if story.next:
         onward = ""
         if story.committed_step is not None:
@@ -107,7 +107,7 @@ def next_steps(story: s.RunStory) -> tuple[tuple[Words, ...], ...]:
 
 
 def node_hint(story: s.RunStory) -> str:
-    """What to do about the nodes that a replayed step made suspect; empty where there are none."""
+    """What to do about nodes that a replayed step made suspect; empty if there are none."""
     suspected = suspected_nodes(story)
     nodes = list(dict.fromkeys(each.node for each in suspected))
     if not nodes:
@@ -123,7 +123,7 @@ def node_hint(story: s.RunStory) -> str:
 
 
 def common_cause(story: s.RunStory) -> str:
-    """``All 6 hangs: rank 1 at step 220, …``; empty where the incidents point at nothing."""
+    """``All 6 hangs: rank 1 at step 220, …``; empty if the incidents have nothing in common."""
     found = diagnosis(story)
     if found is None:
         return ""
@@ -132,7 +132,7 @@ def common_cause(story: s.RunStory) -> str:
 
 
 def interruptions(story: s.RunStory) -> str:
-    """``2 preemptions, 1 hang``; empty where there was nothing."""
+    """``2 preemptions, 1 hang``; empty if nothing happened."""
     return ", ".join(_by_cause(story))
 
 
@@ -144,7 +144,7 @@ def _by_cause(story: s.RunStory) -> list[str]:
 
 
 def _nouns(incident: s.IncidentStory) -> tuple[str, str]:
-    """One and several of its kind; a cause that this version does not know by its own word."""
+    """Singular and plural; a cause unknown to this version is named as it is."""
     if _sender_unknown(incident):
         return "stop by a signal", "stops by a signal"
     cause = t.clean(incident.cause, 40)
@@ -152,7 +152,7 @@ def _nouns(incident: s.IncidentStory) -> tuple[str, str]:
 
 
 def label(incident: s.IncidentStory) -> str:
-    """The cause in a word; a signal of unknown origin is called just that."""
+    """The cause in a word; ``stopped`` for a signal of unknown origin."""
     return "stopped" if _sender_unknown(incident) else t.clean(incident.cause, 40)
 
 
@@ -162,7 +162,7 @@ def _sender_unknown(incident: s.IncidentStory) -> bool:
 
 
 def moment(time: float, story: s.RunStory, now: float, zone: tzinfo | None) -> str:
-    """A day and a time, of a short run with seconds."""
+    """A day and a time, with seconds if the run was short."""
     shown = t.moment(time, now, zone)
     if story.elapsed_s is None or story.elapsed_s > _SHORT_S:
         return shown
@@ -304,7 +304,7 @@ def followed(
 
 
 def holds_now(incident: s.IncidentStory, story: s.RunStory) -> bool:
-    """Whether it is what the run is held for now."""
+    """Whether it is the reason why the run is held now."""
     if story.status != RunStatus.HELD.value or incident.decision is None:
         return False
     newest = [each for _, _, each in incidents_of(story)][-1:]
@@ -346,7 +346,7 @@ def _notice(record: re.Match[str]) -> str:
 
 
 def key_figures(story: s.RunStory, spent: Waterfall) -> tuple[KeyFigure, ...]:
-    """What a reader wants to know in numbers."""
+    """The numbers that a reader wants first."""
     return tuple(_key_figures(story, spent))
 
 

@@ -1,4 +1,4 @@
-"""Where the time of the nodes went, in rank-seconds, and what the run waited for without any."""
+"""How node time was spent, in rank-seconds, and how long the run waited for nodes."""
 
 from __future__ import annotations
 
@@ -47,13 +47,13 @@ class WaterfallBar:
 
     @property
     def negligible(self) -> bool:
-        """Whether its figures would be zeros."""
+        """Whether its figures would be displayed as zeros."""
         return self.rank_seconds < 0.05 and self.share < 0.0005
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Waterfall:
-    """All node time, the losses that are taken from it one by one, and what is left: training.
+    """All node time, the losses subtracted from it one by one, and the rest: training.
 
     ``program_s`` is how long commands ran that report no steps, ``unsaved_s`` what a stopped run
     trained after its last checkpoint.
