@@ -21,7 +21,7 @@ from slurm_forge.process import process_words
 
 
 class Kind(str, Enum):
-    """What can be written."""
+    """The file formats."""
 
     SAFETENSORS = "safetensors"
     TORCH = "torch"
@@ -130,7 +130,7 @@ def _of_run(run: str, checkpoint: str, runs: Path | None) -> list[str]:
 
 
 def _child(words: list[str]) -> ExportSummary:
-    """Have it done by a process with torch: this one starts without."""
+    """Run the export in a process with torch, since this one starts without."""
     import json
     import signal
     import subprocess

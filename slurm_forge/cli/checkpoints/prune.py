@@ -107,7 +107,7 @@ def _is_running(opened: Opened) -> bool:
 
 
 def _refused(opened: Opened) -> RunDirectoryError:
-    """A run prunes its own; what it is reading at the moment, nobody else knows."""
+    """Refuse an active run: it prunes by itself, and only it knows what it is reading."""
     from slurm_forge.cli.run_choice import reference
     from slurm_forge.errors import RunDirectoryError
 
@@ -145,7 +145,7 @@ def _size(checkpoint: StoredCheckpoint) -> str:
 
 
 def _ask(*, json: bool) -> None:
-    """Ask, where there is somebody to ask."""
+    """Ask for confirmation, in a terminal."""
     from slurm_forge.errors import RunDirectoryError
 
     if json or not sys.stdin.isatty():
@@ -159,7 +159,7 @@ def _ask(*, json: bool) -> None:
 def _delete(
     opened: Opened, plan: PrunePlan, newest: int, current: tuple[int, int] | None
 ) -> tuple[tuple[CheckpointName, ...], tuple[str, ...]]:
-    """Delete what goes, and write down what has gone, whatever stopped it half-way."""
+    """Delete the chosen ones, and record what was deleted even if interrupted."""
     from slurm_forge.cli.progress import bar, counted
     from slurm_forge.files import exists
     from slurm_forge.journal.events import CheckpointsPruned
@@ -187,7 +187,7 @@ def _delete(
 
 
 def _fence(opened: Opened, newest: int) -> Callable[[], None]:
-    """Nothing is deleted any more once the run has been started anew."""
+    """Stop deleting once the run has been started again."""
 
     def check() -> None:
         from slurm_forge.errors import FencedError

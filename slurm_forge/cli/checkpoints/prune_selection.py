@@ -17,7 +17,7 @@ _LEAST_WHOLE = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrunePlan:
-    """What goes, oldest first, what stays, and what is not touched because it can't be read."""
+    """What is deleted, oldest first, what is kept, and what is skipped because it can't be read."""
 
     goes: tuple[StoredCheckpoint, ...]
     stays: tuple[StoredCheckpoint, ...]

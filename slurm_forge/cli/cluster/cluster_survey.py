@@ -1,4 +1,4 @@
-"""What ``doctor`` looks at: this machine, Slurm, the folder of runs.  Effects; no decision."""
+"""What ``doctor`` examines: this machine, Slurm, the folder of runs.  Effects, no decisions."""
 
 from __future__ import annotations
 
@@ -45,13 +45,13 @@ class EarlierRuns:
 
     @property
     def checkpoint(self) -> int | None:
-        """Bytes of the largest of the newest checkpoints; None where there is none."""
+        """Bytes of the largest of the newest checkpoints; None if there is none."""
         sizes = [state.known[-1].size for state in self.states if state.known]
         return max((size for size in sizes if size > 0), default=None)
 
     @property
     def save(self) -> timedelta | None:
-        """The slowest of the newest saves; None where none was seen."""
+        """The slowest of the newest saves; None without any."""
         took = [note.seconds for state in self.states if (note := save_note_in(state)) is not None]
         return timedelta(seconds=max(took)) if took else None
 
@@ -68,7 +68,7 @@ def look_at_machine() -> Machine:
 
 
 def look_at_slurm(slurm: SubprocessSlurm | None = None) -> Survey:
-    """Everything that Slurm says of itself and of this user."""
+    """Everything that Slurm reports about itself and this user."""
     client = SubprocessSlurm.of_this_process() if slurm is None else slurm
     return take_survey(client.with_timeout(PATIENCE), person())
 

@@ -40,7 +40,7 @@ def left_out(
 
 
 def left_out_now(slurm: Slurm, job: JobSpec, site: Site) -> ExcludedNodes:
-    """As ``left_out``, asking Slurm where it is; nothing where it does not answer."""
+    """As ``left_out``, querying Slurm if there is one; empty if it does not answer."""
     return _as_excluded(exclusion_now(slurm, job, site, Knobs.from_environ(process_environ())))
 
 

@@ -1,4 +1,4 @@
-"""What people read about nodes of the ledger."""
+"""Texts about the nodes of the ledger."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def _cells(node: NodeLine, now: float, zone: tzinfo | None) -> tuple[str, ...]:
 
 
 def _is_out(node: NodeLine) -> bool:
-    """Whether jobs leave it out, as far as is known."""
+    """Whether jobs exclude it, as far as known."""
     return node.convicted if node.left_out is None else node.left_out
 
 

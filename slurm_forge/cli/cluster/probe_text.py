@@ -1,4 +1,4 @@
-"""What ``probe`` has found: a row for each node, and as one JSON document."""
+"""The findings of ``probe``: a row for each node, or one JSON document."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _CLOCK_SHOWN_S = 0.5
 
 
 def probe_text(result: ProbeResult, struck: tuple[str, ...] = ()) -> str:
-    """For people: a row per node, then what was seen, then the verdict."""
+    """For people: a row per node, the findings, then the verdict."""
     bad = () if result.refused is None else result.refused.hosts
     rows: list[tuple[str, ...]] = [("node", *_COLUMNS, "clock", "")]
     lines: list[str] = []

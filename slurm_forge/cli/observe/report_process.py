@@ -1,6 +1,6 @@
 """The process ``report RUN``: writes report.html of a run beside a job that trains it.
 
-It yields to everything else on the node, asks Slurm nothing, and ends itself after a while.
+It has the lowest priority on the node, does not query Slurm, and ends after a limited time.
 """
 
 from __future__ import annotations

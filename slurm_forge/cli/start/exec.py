@@ -223,7 +223,7 @@ def execute(
 
 
 def _begun(name: str, runs: Path | None) -> RunDirectory | None:
-    """The run of that name, where an earlier start has made it."""
+    """The run of that name, if an earlier start created it."""
     from slurm_forge.cli.run_choice import runs_folder
     from slurm_forge.errors import ForgeError
     from slurm_forge.run_directory import RunDirectory
@@ -235,7 +235,7 @@ def _begun(name: str, runs: Path | None) -> RunDirectory | None:
 
 
 def _refuse_missing(command: Sequence[str], run: Path) -> None:
-    """Before a run is made of it; later it may be this node's fault, and is judged as such."""
+    """Refuse a missing program before a run is created; later this node may be to blame."""
     import shutil
 
     from slurm_forge.errors import ConfigError
@@ -249,7 +249,7 @@ def _refuse_missing(command: Sequence[str], run: Path) -> None:
 
 
 def _job_name(environment: object) -> str:
-    """Of the Slurm job, for a run without a name of its own; each task of an array has its run."""
+    """The Slurm job's name, for a run without one; each task of an array is a run of its own."""
     from slurm_forge.slurm.environment import SlurmEnvironment
 
     if not isinstance(environment, SlurmEnvironment):

@@ -63,7 +63,7 @@ class StartMethod(str, Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InitOptions:
-    """What a person wants: as typed, not checked.  Without entry and command a program is made."""
+    """What a person wants, as typed and unchecked.  Without entry and command it is a program."""
 
     name: str
     start_method: StartMethod = StartMethod.JOB
@@ -108,7 +108,7 @@ def name_from(folder: Path) -> str:
 
 
 def first_files(options: InitOptions) -> FirstFiles:
-    """The files that the options ask for; ``ConfigError`` names the option that can't be."""
+    """The files that the options ask for; ``ConfigError`` names the option that is wrong."""
     _check(options)
     job = _job(options)
     if options.start_method is StartMethod.HYDRA:
@@ -375,7 +375,7 @@ def _environment() -> jinja2.Environment:
 
 
 def _yaml(value: object) -> str:
-    """A value that our reader and every other one take for the same."""
+    """A value that our reader and any other YAML reader understand in the same way."""
     if isinstance(value, str) and not (_PLAIN.fullmatch(value) and is_plain_text(value)):
         return json.dumps(value, ensure_ascii=False)
     return str(value)

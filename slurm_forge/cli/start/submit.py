@@ -319,7 +319,7 @@ def render(
 def _choose(
     wanted: str | None, slurm: Slurm, setting: PlaceSetting | None, *, need_slurm: bool
 ) -> _Chosen:
-    """The site with what Slurm itself says filled in; ``setting`` is the one of the settings."""
+    """The site, completed by what Slurm says; ``setting`` is the site that the settings name."""
     from slurm_forge.cli.run_choice import site_places
     from slurm_forge.errors import SlurmCommandError
     from slurm_forge.site.detection import fill_from_slurm

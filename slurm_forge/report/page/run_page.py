@@ -1,4 +1,4 @@
-"""From what is known of a run to its page.  Nothing here reads a file or a clock."""
+"""Makes the page of a run from its facts.  Nothing here reads a file or a clock."""
 
 from __future__ import annotations
 
