@@ -41,7 +41,7 @@ def cause_names(incomplete: str) -> list[str]:
 
 
 def setting_keys(incomplete: str) -> list[str]:
-    """Keys of a job as ``--set`` takes them; what stands behind the ``=`` is left to the person."""
+    """Keys of a job as ``--set`` takes them; the value after ``=`` is not completed."""
     from slurm_forge.spec.layers import combined
     from slurm_forge.spec.origins import job_values
 

@@ -42,7 +42,7 @@ def without_examples(text: str | None) -> str:
 def words_for_us(line: str) -> list[str] | None:
     """The words that ``slurm-forge`` would get of a line typed in a shell; None where it has none.
 
-    Variables in front and what stands behind a pipe are left out.  ``ValueError`` for quotes that
+    Variables in front and whatever follows a pipe are dropped.  ``ValueError`` for quotes that
     are not closed.
     """
     words = shlex.split(line, comments=True)

@@ -81,7 +81,7 @@ def check_layered(path: Path, layered: Layered) -> Checked:
 
 
 def fallback_doubts(job: JobSpec) -> tuple[str, ...]:
-    """That checkpoints can't go to the job's ``fallback``, as far as this machine tells."""
+    """Doubts whether checkpoints can go to the job's ``fallback``, as seen from this machine."""
     folder = job.checkpoint.fallback
     if folder is None:
         return ()

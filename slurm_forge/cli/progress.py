@@ -1,6 +1,6 @@
-"""Bars that tell how far a long command is: on standard error, and only where that is a terminal.
+"""Progress bars of long commands: on standard error, and only if that is a terminal.
 
-A bar is gone once the command is over, so that nothing of it is among the results.
+A bar disappears at the end of the command, so that none of it is left among the results.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import typer
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
-#: A terminal at the end of a slow line gets no more than so many pictures in a second.
+#: The most updates in a second that a terminal on a slow connection gets.
 _PER_SECOND = 4
 
 
@@ -27,12 +27,12 @@ class Bar:
         self._task = task
 
     def reach(self, done: int, total: int) -> None:
-        """So much of ``total`` is done."""
+        """``done`` of ``total`` is done."""
         if self._progress is not None and self._task is not None:
             self._progress.update(self._task, completed=done, total=total)
 
     def line(self, text: str) -> None:
-        """Tell something that stays, on standard error."""
+        """Print a line that stays, on standard error."""
         if self._progress is None:
             typer.echo(text, err=True)
             return
@@ -48,7 +48,7 @@ def bar(label: str, *, of_bytes: bool = False) -> Iterator[Bar]:
 
     Args:
         label: What is being done, in a word or two.
-        of_bytes: Whether ``reach`` is told bytes; else it is told things that are counted.
+        of_bytes: Whether ``reach`` counts bytes; otherwise it counts items.
 
     Yields:
         The bar.  While nothing was reached, it shows no more than the time that has passed.

@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 class Answer:
     """What ``requeue`` and ``reconcile`` print with ``--json``.
 
-    ``job`` is where the run goes on; ``changed`` says whether Slurm was asked for anything.
+    ``job`` is the job in which the run continues; ``changed`` says whether Slurm was asked for
+    anything.
     """
 
     run: str
@@ -196,7 +197,7 @@ def _ask_each(
 def _with_new_code(
     run: RunDirectory, file: RunFile, code: str, site: Site, slurm: Slurm | None
 ) -> RunFile:
-    """Have the run use the code as it is now, and tell what differs; ``slurm`` as `change_run`."""
+    """Have the run use the code as it is now, and print what differs; ``slurm`` as `change_run`."""
     from contextlib import nullcontext
 
     from slurm_forge.errors import RunDirectoryError
@@ -209,8 +210,8 @@ def _with_new_code(
     if run.is_done():
         raise RunDirectoryError(
             f"{run.name} is finished, so it needs no other code",
-            next_step=f"Begin a new run at its checkpoint with the present code: slurm-forge fork "
-            f"{run.name} --name NEW --code new",
+            next_step=f"Start a new run from its checkpoint with the current code: slurm-forge "
+            f"fork {run.name} --name NEW --code new",
         )
     renewed, choice = with_new_code(run, file, local=slurm is None)
     notes: tuple[str, ...] = (choice.note,) if choice.note else ()

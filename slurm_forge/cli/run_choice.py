@@ -96,11 +96,11 @@ def runs_meant(wanted: str, runs: Path | None) -> tuple[RunDirectory, ...]:
 
 
 def reference(run: RunDirectory) -> str:
-    """What to type to mean this run from the current folder: its name where that is enough."""
+    """What to type for this run in the current folder: its name if that is enough."""
     try:
         usual = RunDirectory.at(runs_folder(None) / run.name).path
     except ForgeError:
-        usual = None  # settings that can't be read: whoever types a name will be told
+        usual = None  # unreadable settings: reported to the person who types a name
     return run.name if usual == run.path else _shortest(run.path)
 
 

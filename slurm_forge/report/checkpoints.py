@@ -31,10 +31,10 @@ class Leftover:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointLine:
-    """One checkpoint.  ``where``: ``disk``, ``unreadable`` (``why`` tells), or ``gone``.
+    """One checkpoint.  ``where``: ``disk``, ``unreadable`` (for the reason ``why``), or ``gone``.
 
-    ``trust`` is ``unknown`` where the journal has never heard of it.  ``time`` in seconds since
-    1970; ``save_s`` is None where nothing tells how long it took.  ``next``: a start now would
+    ``trust`` is ``unknown`` if the journal doesn't mention it.  ``time`` in seconds since
+    1970; ``save_s`` is None if its duration is unknown.  ``next``: a start now would
     resume from it if every block of it is as it was written.
     """
 

@@ -45,7 +45,7 @@ def _table(present: Sequence[CheckpointLine], now: float, zone: tzinfo | None) -
     for each, row in zip(present, rows, strict=True):
         cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
         yield f"  {'   '.join(cells)}   {'<- next' if each.next else ''}".rstrip()
-        # What its trust rests on is said where there is less of it than there might be.
+        # The basis of its trust is shown where trust is less than full.
         if each.why and (each.where == "unreadable" or each.trust in ("suspect", "unknown")):
             yield f"      {t.clean(each.why, 300)}"
 

@@ -7,7 +7,7 @@ from datetime import timedelta
 
 from slurm_forge.report.text import clean, span
 
-#: From this share of the time on it is told.
+#: The share of the time from which on there is a warning.
 _LATE = 0.7
 
 
@@ -32,7 +32,7 @@ def counts_from(basis: str, *, accessed: float, written: float) -> float:
 
 
 def purge_outlook(rule: PurgeRule) -> str:
-    """What a person should know before a run rests there."""
+    """What a person should know before leaving a run there."""
     return (
         f"files here are deleted after {span(rule.after.total_seconds())}{_basis(rule)}: "
         "a run that is stopped for longer loses its checkpoints."
@@ -40,7 +40,7 @@ def purge_outlook(rule: PurgeRule) -> str:
 
 
 def purge_warning(rule: PurgeRule | None, oldest: float | None, now: float) -> str | None:
-    """What to tell of a run whose oldest file counts from ``oldest``; None if all is well."""
+    """The warning about a run whose oldest file counts from ``oldest``; None if all is well."""
     if rule is None or oldest is None or now - oldest < _LATE * rule.after.total_seconds():
         return None
     age, after = span(now - oldest), span(rule.after.total_seconds())

@@ -12,6 +12,7 @@ from slurm_forge.recovery.policy.remedies import NEXT
 from slurm_forge.slurm.text.nodelist import fold_nodes
 
 _UNKNOWN = "?"
+_CUT = " … "
 #: Jobs of a chain that are named at either end of a long one.
 _SHOWN_JOBS = 3
 #: A list of nodes that is longer than this is cut where people read it.
@@ -29,11 +30,30 @@ _OUR_OWN = re.compile(r"slurm_forge: launch \d+\.\d+\s*")
 def clean(text: object, limit: int = 0) -> str:
     """Text from a journal, safe for a terminal: one line, no control or invisible characters.
 
-    Longer than ``limit`` characters (0: any length) it is cut, and says so.
+    Text longer than ``limit`` characters (0: any length) is cut and ends with an ellipsis.
     """
     one_line = " ".join(str(text).split())
     shown = "".join(c if c.isprintable() else "?" for c in one_line)
     return shown[: limit - 1] + "…" if 0 < limit < len(shown) else shown
+
+
+def shortened(text: object, limit: int = 0) -> str:
+    """As ``clean``, but what is longer loses its middle: exceptions end with where they come from.
+
+    Args:
+        text: Foreign text.
+        limit: The most characters; 0 is any number.
+
+    Returns:
+        The text, or its beginning and its last third or so, each cut between words.
+    """
+    whole = clean(text)
+    if not 0 < limit < len(whole):
+        return whole
+    end = whole[-(limit // 3) :]
+    end = end[end.find(" ") + 1 :]
+    begin = whole[: limit - len(end) - len(_CUT)]
+    return f"{begin.rpartition(' ')[0] or begin}{_CUT}{end}"
 
 
 def first_line(reason: str) -> str:
@@ -44,11 +64,11 @@ def first_line(reason: str) -> str:
 def observed(source: str, text: str, limit: int = 0) -> str:
     """Evidence with where it was seen, said once, and without what we have printed ourselves.
 
-    Only what comes before the next step of an error is cut at ``limit``.
+    ``limit`` applies to what precedes the next step of an error.
     """
     shown = _OUR_OWN.sub("", text).strip().removeprefix(f"{source}: ")
     shown, then, step = shown.partition(NEXT)
-    text = f"{clean(shown, limit)}{then}{clean(step)}"
+    text = f"{shortened(shown, limit)}{then}{clean(step)}"
     if source == "exit status":
         return f"exit code {text}"
     return f"{clean(source, 60)}: {text}"
@@ -62,7 +82,7 @@ def paragraph(text: str) -> str:
 def printed(line: str) -> str:
     """A line of a program's output as a terminal shows it in the end, safe to print.
 
-    Escape sequences are left out; of a progress bar only what it showed last is left.
+    Escape sequences are removed, and all but the last state of a progress bar.
     """
     parts = [part for part in _ESCAPES.sub("", line).split("\r") if part.strip()]
     return paragraph(parts[-1].rstrip().replace("\n", " ")) if parts else ""
@@ -165,7 +185,7 @@ def moment(time: float | None, now: float, zone: tzinfo | None = None) -> str:
 
 
 def weekday(time: float | None, now: float, zone: tzinfo | None = None) -> str:
-    """``Thu 14:00``, with the date where that is not within a week."""
+    """``Thu 14:00``, with the date unless it is within a week."""
     date = _datetime(time, zone)
     if date is None or time is None or not 0 <= time - now < _WEEK_S:
         return moment(time, now, zone)

@@ -72,6 +72,11 @@ class RunDirectory:
         """The resolved spec as submitted."""
         return self.path / "run.yaml"
 
+    @property
+    def settings_file(self) -> Path:
+        """The user's settings as they were when ``slurm-forge exec`` created the run."""
+        return self.path / "settings.yaml"
+
     def revision(self, number: int) -> Path:
         """The ``run.yaml`` that the change of this number, counted from 1, has replaced."""
         return self.path / "revisions" / f"run-{number}.yaml"

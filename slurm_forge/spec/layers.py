@@ -52,6 +52,8 @@ from slurm_forge.spec.types import JobSection
 #: What only a job file (or the command line) says.
 OF_THE_JOB = ("name", "entry", "command", "args", "inject", "sweep")
 _PLACES = ("site", "runs")
+#: What ``slurm-forge exec`` reads of a job; the rest is up to the user's batch script.
+_OF_COMMANDS = ("recovery", "notify", "lead", "report")
 #: Of a value that is longer nobody wants to read how it is quoted.
 _SHOWN = 200
 
@@ -345,6 +347,28 @@ def layered_job(job: Path | None, knobs: Knobs, settings: Sequence[str] = ()) ->
     return combined(
         tuple(_shared(job, knobs)), None if job is None else read(job), settings=settings
     )
+
+
+def command_settings(job: Path | None, knobs: Knobs) -> Document:
+    """The settings that apply to a command started by ``slurm-forge exec``.
+
+    Args:
+        job: The job file, whose project's settings override the user's.
+        knobs: Where the user's settings are.
+
+    Returns:
+        The merged settings; empty if there are none.
+
+    Raises:
+        ConfigError: A file has mistakes; each is named with its line.
+        UnsafeFileError: Others can write to a file.
+    """
+    layers = [each for each in _shared(job, knobs) if each.own or job is not None]
+    problems = [mistake for layer in layers for mistake in _of_shared(layer)]
+    if problems:
+        raise error_of(problems)
+    rest = set(JobSpec.model_fields).union(_PLACES) - set(_OF_COMMANDS)
+    return merged(Document({}, None), *(without(each.document, *rest) for each in layers))
 
 
 def with_settings(job: JobSpec, settings: Sequence[str], name: str | None = None) -> Layered:

@@ -1,4 +1,4 @@
-"""``checkpoints``: what a person does with a run's checkpoints."""
+"""``checkpoints``: list, verify, trust and delete the checkpoints of a run."""
 
 from __future__ import annotations
 
@@ -217,7 +217,7 @@ def suspect(
 
 
 def _verified(opened: Opened, name: CheckpointName) -> Read:
-    """Read it and write down what was found, unless the run is another user's."""
+    """Read it and record the result, unless the run is another user's."""
     from slurm_forge.journal.events import CheckpointJudged
     from slurm_forge.vocabulary.trust import Trust
 

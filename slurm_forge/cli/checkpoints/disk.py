@@ -1,4 +1,4 @@
-"""Looking at a run's checkpoints on disk: which are there, and whether every block is whole."""
+"""Examines a run's checkpoints on disk: which exist, and whether every block is intact."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class VerifyResult:
 
 
 def list_stored(store: CheckpointStore) -> tuple[list[StoredCheckpoint], list[Leftover]]:
-    """Everything that lies in the directory of checkpoints, newest first."""
+    """Everything in the directory of checkpoints, newest first."""
     stored = [look_at(store, name) for name in store.candidates()]
     leftovers = []
     for path in sorted(store.entries()):
@@ -129,7 +129,7 @@ def _unreadable(store: CheckpointStore, name: CheckpointName, why: str) -> Verif
 
 
 def _forget(directory: Path, manifest: Manifest) -> None:
-    """Ask the kernel to keep nothing of the files in memory, as far as that can be had."""
+    """Ask the kernel to drop the files from its cache, if possible."""
     for entry in manifest.files:
         with contextlib.suppress(OSError):
             descriptor = os.open(directory / entry.name, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
@@ -140,7 +140,7 @@ def _forget(directory: Path, manifest: Manifest) -> None:
 
 
 def _bytes_below(path: Path) -> int:
-    """What a folder takes up; what disappears meanwhile takes nothing."""
+    """The size of a folder; files that disappear meanwhile count nothing."""
     total = 0
     with contextlib.suppress(OSError), os.scandir(path) as entries:
         for entry in entries:

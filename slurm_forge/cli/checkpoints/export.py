@@ -21,7 +21,7 @@ from slurm_forge.process import process_words
 
 
 class Kind(str, Enum):
-    """What can be written."""
+    """The file formats."""
 
     SAFETENSORS = "safetensors"
     TORCH = "torch"
@@ -38,7 +38,7 @@ _SUFFIXES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExportSummary:
-    """What ``export`` prints with ``--json``; ``notes`` say what was left out."""
+    """What ``export`` prints with ``--json``; ``notes`` say what was omitted."""
 
     path: str
     format: str
@@ -130,7 +130,7 @@ def _of_run(run: str, checkpoint: str, runs: Path | None) -> list[str]:
 
 
 def _child(words: list[str]) -> ExportSummary:
-    """Have it done by a process with torch: this one starts without."""
+    """Run the export in a process with torch, since this one starts without."""
     import json
     import signal
     import subprocess
@@ -184,7 +184,7 @@ def _child(words: list[str]) -> ExportSummary:
 def _from_anywhere(variables: Mapping[str, str]) -> dict[str, str]:
     """The same variables for a process in another folder: Python looks where it would from here.
 
-    An empty entry means this folder, mostly by mistake (``$UNSET:/there``), and is left out.
+    An empty entry means this folder, mostly by mistake (``$UNSET:/there``), and is dropped.
     """
     environment = dict(variables)
     entries = [each for each in environment.pop("PYTHONPATH", "").split(os.pathsep) if each]

@@ -123,7 +123,7 @@ def _unknown(wanted: str, names: Sequence[CheckpointName]) -> CheckpointMissingE
 
 
 def _agree(one: str, other: str) -> int:
-    """How many characters from the beginning are the same."""
+    """The length of the common beginning."""
     pairs = zip(one, other, strict=False)
     return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
 

@@ -99,7 +99,7 @@ def prune(
 
 
 def _is_running(opened: Opened) -> bool:
-    """Whether its ranks may be alive, as far as can be told from here."""
+    """Whether its ranks may be alive, as seen from here."""
     from slurm_forge.journal import RunStatus
     from slurm_forge.launch.attempt.run_lock import has_left
 
@@ -107,7 +107,7 @@ def _is_running(opened: Opened) -> bool:
 
 
 def _refused(opened: Opened) -> RunDirectoryError:
-    """A run prunes its own; what it is reading at the moment, nobody else knows."""
+    """Refuse an active run: it prunes by itself, and only it knows what it is reading."""
     from slurm_forge.cli.run_choice import reference
     from slurm_forge.errors import RunDirectoryError
 
@@ -130,7 +130,7 @@ def _show(plan: PrunePlan) -> None:
         typer.echo(f"keep    step {t.number(each.name.step)}   {each.name}   {_size(each)}")
     for each in plan.unreadable:
         why = t.clean(each.problem, 200)
-        typer.echo(f"left alone, because it can't be read: {each.name}: {why}")
+        typer.echo(f"kept, because it can't be read: {each.name}: {why}")
     if plan.goes:
         total = sum(each.size for each in plan.goes)
         typer.echo(f"{t.plural(len(plan.goes), 'checkpoint')} to delete, {amount(total)}")
@@ -145,7 +145,7 @@ def _size(checkpoint: StoredCheckpoint) -> str:
 
 
 def _ask(*, json: bool) -> None:
-    """Ask, where there is somebody to ask."""
+    """Ask for confirmation, in a terminal."""
     from slurm_forge.errors import RunDirectoryError
 
     if json or not sys.stdin.isatty():
@@ -159,7 +159,7 @@ def _ask(*, json: bool) -> None:
 def _delete(
     opened: Opened, plan: PrunePlan, newest: int, current: tuple[int, int] | None
 ) -> tuple[tuple[CheckpointName, ...], tuple[str, ...]]:
-    """Delete what goes, and write down what has gone, whatever stopped it half-way."""
+    """Delete the chosen ones, and record what was deleted even if interrupted."""
     from slurm_forge.cli.progress import bar, counted
     from slurm_forge.files import exists
     from slurm_forge.journal.events import CheckpointsPruned
@@ -187,7 +187,7 @@ def _delete(
 
 
 def _fence(opened: Opened, newest: int) -> Callable[[], None]:
-    """Nothing is deleted any more once the run has been started anew."""
+    """Stop deleting once the run has been started again."""
 
     def check() -> None:
         from slurm_forge.errors import FencedError

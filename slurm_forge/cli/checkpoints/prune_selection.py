@@ -17,7 +17,7 @@ _LEAST_WHOLE = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrunePlan:
-    """What goes, oldest first, what stays, and what is not touched because it can't be read."""
+    """What is deleted, oldest first, what is kept, and what is skipped because it can't be read."""
 
     goes: tuple[StoredCheckpoint, ...]
     stays: tuple[StoredCheckpoint, ...]
@@ -28,7 +28,7 @@ class PrunePlan:
 def plan_prune(
     stored: Sequence[StoredCheckpoint], state: RunState, spec: CheckpointSpec, *, last: int | None
 ) -> PrunePlan:
-    """Decide; ``stored`` is newest first.  ``last`` stands for the job's ``keep_last`` where given.
+    """Decide; ``stored`` is newest first.  ``last`` replaces the job's ``keep_last``.
 
     Stays in any case: the newest, the two newest that may be resumed from and are whole, the newest
     good one, what the job keeps for good, and everything while fewer than two are whole.

@@ -1,4 +1,4 @@
-"""What every verb on checkpoints begins with: the run, its store, and what its journal says."""
+"""What all verbs on checkpoints need first: the run, its store, and facts of its journal."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """A run whose checkpoints are looked at."""
+    """A run whose checkpoints are examined."""
 
     run: RunDirectory
     file: RunFile

@@ -1,4 +1,4 @@
-"""What ``doctor`` looks at: this machine, Slurm, the folder of runs.  Effects; no decision."""
+"""What ``doctor`` examines: this machine, Slurm, the folder of runs.  Effects, no decisions."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from slurm_forge.store.room import free_space
 from slurm_forge.store.trying import try_folder
 
 _COMMANDS = ("sbatch", "scontrol", "srun", "squeue", "sacct", "sacctmgr", "sinfo")
-#: Of many runs the newest tell how things are now.
+#: Of many runs the newest show the present state.
 _MOST_RUNS = 20
 
 
@@ -45,13 +45,13 @@ class EarlierRuns:
 
     @property
     def checkpoint(self) -> int | None:
-        """Bytes of the largest of the newest checkpoints; None where there is none."""
+        """Bytes of the largest of the newest checkpoints; None if there is none."""
         sizes = [state.known[-1].size for state in self.states if state.known]
         return max((size for size in sizes if size > 0), default=None)
 
     @property
     def save(self) -> timedelta | None:
-        """The slowest of the newest saves; None where none was seen."""
+        """The slowest of the newest saves; None without any."""
         took = [note.seconds for state in self.states if (note := save_note_in(state)) is not None]
         return timedelta(seconds=max(took)) if took else None
 
@@ -68,7 +68,7 @@ def look_at_machine() -> Machine:
 
 
 def look_at_slurm(slurm: SubprocessSlurm | None = None) -> Survey:
-    """Everything that Slurm says of itself and of this user."""
+    """Everything that Slurm reports about itself and this user."""
     client = SubprocessSlurm.of_this_process() if slurm is None else slurm
     return take_survey(client.with_timeout(PATIENCE), person())
 
@@ -106,7 +106,7 @@ def look_at_storage(folder: Path, site: Site, checkpoint: int | None) -> Storage
 
 
 def look_at_runs(folder: Path) -> EarlierRuns:
-    """The journals of the newest runs in the folder; what can't be read is left out."""
+    """The journals of the newest runs in the folder, without unreadable ones."""
     runs_by_time: list[tuple[float, RunDirectory]] = []
     for name in run_names(folder):
         try:

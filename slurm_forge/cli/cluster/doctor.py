@@ -1,4 +1,4 @@
-"""``doctor``: what this cluster will do to a run, and whether the site file says so."""
+"""``doctor``: what this cluster will do to a run, and whether the site file agrees."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The nodes that a submission leaves out, in words."""
+"""The nodes that a submission excludes, in words."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class ExcludedNodes:
 def left_out(
     job: JobSpec, site: Site, cluster: str | None, partitions: Iterable[PartitionRecord]
 ) -> ExcludedNodes:
-    """What to leave out of a job that is submitted now, to the cluster with these partitions."""
+    """The nodes to exclude from a job submitted now, to the cluster with these partitions."""
     knobs = Knobs.from_environ(process_environ())
     return _as_excluded(
         exclusion_at_submission(job, site, knobs=knobs, cluster=cluster, partitions=partitions)
@@ -40,7 +40,7 @@ def left_out(
 
 
 def left_out_now(slurm: Slurm, job: JobSpec, site: Site) -> ExcludedNodes:
-    """As ``left_out``, asking Slurm where it is; nothing where it does not answer."""
+    """As ``left_out``, querying Slurm if there is one; empty if it does not answer."""
     return _as_excluded(exclusion_now(slurm, job, site, Knobs.from_environ(process_environ())))
 
 

@@ -48,7 +48,7 @@ def live_text(observed: LiveSeen, results: tuple[LiveFinding, ...]) -> str:
 
 
 def _table(report: JobSeen) -> list[str]:
-    """A row for each place a rank may stand at, a column for each signal."""
+    """A row for each receiver on each host, a column for each signal."""
     rounds = [each for each in report.rounds if each.sightings]
     rows: list[tuple[str, ...]] = [("", *(_COLUMNS[each.kind] for each in rounds))]
     hosts = {s.host for each in rounds for s in each.sightings}

@@ -1,4 +1,4 @@
-"""``nodes``: what runs have seen of nodes, and what a person says of them."""
+"""``nodes``: the strikes of runs and users against nodes."""
 
 from __future__ import annotations
 
@@ -213,7 +213,7 @@ def _noted(
     *,
     as_json: bool,
 ) -> None:
-    """Say what was written down, in words or as one JSON document."""
+    """Print what was recorded, in words or as one JSON document."""
     if as_json:
         from slurm_forge.cli.cluster.nodes_listing import Noted
         from slurm_forge.report.encoding import to_json

@@ -1,4 +1,4 @@
-"""What people read about nodes of the ledger."""
+"""Texts about the nodes of the ledger."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def word(cause: str) -> str:
 
 
 def leaves_out(nodes: Sequence[ExcludedNode], now: float, zone: tzinfo | None = None) -> str:
-    """One sentence for whoever submits a job."""
+    """One sentence for the person who submits a job."""
     shown = ", ".join(
         f"{each.node} ({word(each.causes[0])} {t.ago(each.last, now)}, {_until(each, now, zone)})"
         for each in nodes[:_SHOWN]
@@ -92,7 +92,7 @@ def _cells(node: NodeLine, now: float, zone: tzinfo | None) -> tuple[str, ...]:
 
 
 def _is_out(node: NodeLine) -> bool:
-    """Whether jobs leave it out, as far as is known."""
+    """Whether jobs exclude it, as far as known."""
     return node.convicted if node.left_out is None else node.left_out
 
 

@@ -1,4 +1,4 @@
-"""``probe``: look at nodes now, in a job or on this machine, run or no run."""
+"""``probe``: check nodes now, in a job or on this machine, without a run."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def _place(
     payload: tuple[str, ...],
     gpus: int | None,
 ) -> ProbeTarget:
-    """Where to look, and with what."""
+    """Where to check, and by which command."""
     from slurm_forge.errors import ConfigError
     from slurm_forge.launch.diagnose.node_probe import (
         ProbeTarget,
@@ -190,7 +190,7 @@ def _nodes_of(job: str) -> tuple[str, ...]:
 
 
 def _strike(result: ProbeResult) -> tuple[str, ...]:
-    """Write what was found into the ledger; the nodes that were struck."""
+    """Record the findings in the ledger; the nodes that were struck."""
     import time
 
     from slurm_forge.cli.run_choice import (

@@ -1,4 +1,4 @@
-"""What ``probe`` has found: a row for each node, and as one JSON document."""
+"""The findings of ``probe``: a row for each node, or one JSON document."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _CLOCK_SHOWN_S = 0.5
 
 
 def probe_text(result: ProbeResult, struck: tuple[str, ...] = ()) -> str:
-    """For people: a row per node, then what was seen, then the verdict."""
+    """For people: a row per node, the findings, then the verdict."""
     bad = () if result.refused is None else result.refused.hosts
     rows: list[tuple[str, ...]] = [("node", *_COLUMNS, "clock", "")]
     lines: list[str] = []
@@ -47,7 +47,7 @@ def probe_text(result: ProbeResult, struck: tuple[str, ...] = ()) -> str:
     return "\n".join([*table, *lines, *_verdict(result, struck)]) + "\n"
 
 
-#: What a look rests on, where nobody has answered.
+#: The basis of a verdict if nobody has answered.
 _NEEDED = (
     "  On a cluster, does sinfo answer here? The nodes must be able to connect to this machine, "
     "see --folder, and have this Python, with torch."
@@ -90,7 +90,7 @@ def _verdict(result: ProbeResult, struck: tuple[str, ...]) -> list[str]:
     else:
         shown = [text for text in measured.told if "collective" in text]
         lines += [f"  {t.clean(text, 300)}" for text in shown]
-        lines.append(f"nothing speaks against a node ({t.span(result.seconds)})")
+        lines.append(f"no node looks bad ({t.span(result.seconds)})")
     return lines
 
 

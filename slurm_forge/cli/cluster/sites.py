@@ -1,4 +1,4 @@
-"""``sites``: which clusters are known, and what is known of one."""
+"""``sites``: the known clusters, and everything known about one."""
 
 from __future__ import annotations
 
@@ -193,7 +193,7 @@ def show(
 
 
 def values_here(loaded: LoadedSite) -> tuple[ValueShown, ...]:
-    """Everything that is known, beside what the environment of this command has."""
+    """Everything known about a site, beside the environment of this command."""
     from slurm_forge.knobs import process_environ
     from slurm_forge.site.origins import values_of
     from slurm_forge.site.variables import NCCL_INTERFACE, VariableDifferenceKind, differences
@@ -219,7 +219,7 @@ def _origin(path: Path, places: SitePlaces) -> str:
 
 
 def cluster_name() -> str | None:
-    """Slurm's, where it answers at once."""
+    """Slurm's ClusterName, if it answers at once."""
     from datetime import timedelta
 
     from slurm_forge.errors import ForgeError

@@ -97,7 +97,7 @@ def _read(files: list[Path]) -> tuple[list[RemarkShown], dict[str, tuple[Site, D
             line = error.line if isinstance(error, ConfigError) else None
             text = error.message if isinstance(error, ForgeError) else str(error)
             step = error.next_step if isinstance(error, ConfigError) else ""
-            # One error may tell of several lines, each with its file in front.
+            # One error may name several lines, each with its file in front.
             remarks.append(
                 RemarkShown(
                     file=str(path),

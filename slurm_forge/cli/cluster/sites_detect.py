@@ -63,7 +63,7 @@ def detect(
         )
     for each in survey.questions:
         if each.reply is not Reply.ANSWERED:
-            words = clean(f"left out, {each.reply.value}: {each.command} {each.words}", 300)
+            words = clean(f"skipped, {each.reply.value}: {each.command} {each.words}", 300)
             typer.echo(words, err=True)
     if to is None and not write:
         typer.echo(draft.text, nl=False)
@@ -98,7 +98,7 @@ def _write(path: Path, draft: Draft, *, force: bool) -> None:
         write_atomic(path, data, mode=_LATEST_MODE)
     elif not create_exclusive(path, data, mode=_LATEST_MODE):
         raise ConfigError(
-            f"{path} already exists and was left as it is",
+            f"{path} already exists and was not changed",
             next_step="Compare first: slurm-forge doctor. Then --force replaces it, or --to FILE "
             "writes another.",
         )

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from slurm_forge.cli.monitoring.metrics_server import MetricsPage
 
-#: Of the time at most a tenth is spent on reading.
+#: Reading takes at most a tenth of the time.
 _SHARE = 9.0
 _FOLDER = "report/metrics"
 
@@ -31,7 +31,7 @@ def metrics(
         typer.Option(
             "--textfile",
             metavar="FILE",
-            help="Write FILE.prom for the textfile collector of node_exporter.",
+            help="Write FILE.prom for node_exporter's textfile collector.",
         ),
     ] = None,
     every: Annotated[
@@ -46,7 +46,7 @@ def metrics(
     rested_for: Annotated[
         str,
         typer.Option(
-            "--rested-for", metavar="TIME", help="Leave out runs that have rested for longer."
+            "--rested-for", metavar="TIME", help="Omit runs that ended, or were held, longer ago."
         ),
     ] = "7d",
     runs: Runs = None,
@@ -59,8 +59,8 @@ def metrics(
 ) -> None:
     """Export step, loss, goodput, checkpoints, incidents and state of all runs for Prometheus.
 
-    Without --listen and --textfile the metrics are printed once.  A scrape reads nothing: it gets
-    what was read last, at most --every ago.  Slurm is not queried.
+    Without --listen and --textfile the metrics are printed once.  A scrape returns what was read
+    last, at most --every ago, and reads no run itself.  Slurm is not queried.
 
     \b
     Examples:
@@ -83,7 +83,7 @@ def metrics(
     if textfile is not None and textfile.suffix != ".prom":
         raise ConfigError(
             f"--textfile: {textfile} does not end with .prom",
-            next_step="node_exporter reads *.prom in its --collector.textfile.directory alone.",
+            next_step="node_exporter reads only *.prom in its --collector.textfile.directory.",
         )
     pause_s = _seconds("--every", every)
     read = _reader(runs, limit, _seconds("--rested-for", rested_for))
@@ -159,7 +159,7 @@ def _reader(runs: Path | None, limit: int, rested_for_s: float) -> Callable[[], 
 def _rounds(
     read: Callable[[], MetricsPage], pause_s: float, *, first_s: float = 0.0, once: bool = False
 ) -> Iterator[MetricsPage]:
-    """What was read, again and again; what fails is told, and tried again."""
+    """Read repeatedly; failures are reported and tried again."""
     import time
 
     from slurm_forge.errors import ForgeError
@@ -175,7 +175,7 @@ def _rounds(
         except (ForgeError, OSError) as error:
             if once:
                 raise
-            typer.echo(f"failed, and tried again later: {' '.join(str(error).split())}", err=True)
+            typer.echo(f"failed, trying again later: {' '.join(str(error).split())}", err=True)
         if once:
             return
         rest_s = max(pause_s, _SHARE * (time.monotonic() - began))

@@ -1,4 +1,4 @@
-"""Reads the figures of many runs again and again; of each only what has changed."""
+"""Reads the figures of many runs repeatedly; of each only what has changed."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from slurm_forge.report.metrics.run_figures import RunFigures, StepTime, newest_
 from slurm_forge.run_directory import RunDirectory
 from slurm_forge.run_directory.snapshot_file import signature
 
-#: What a run has done since its last word, or how long it waits, changes without its files.
+#: How long a run has waited or trained since its last record changes without its files.
 _RENEWED_AFTER_S = 60.0
-#: Over less than that a step's time is that of two lines of the journal.
+#: Over a shorter time the step time would be that of two lines of the journal.
 _STEPS_OVER_S = 30.0
 
 
 @dataclass(slots=True)
 class _Tracked:
-    """A run that is looked at again; ``reader`` is given up once the run rests."""
+    """A run that is read repeatedly; ``reader`` is dropped once the run has come to an end."""
 
     signature: str
     figures: RunFigures
@@ -36,8 +36,8 @@ class MetricsRuns:
     """The figures of the runs of a folder.
 
     Args:
-        limit: So many runs are exported at most, those that wrote last.
-        rested_for_s: A run that has rested for longer is left out.
+        limit: The most runs that are exported; the most recently written ones win.
+        rested_for_s: Runs that ended, or were held or stopped, longer ago than this are omitted.
         clock: The time, in seconds since the epoch.
     """
 
@@ -52,11 +52,11 @@ class MetricsRuns:
     def refresh(self, runs: Sequence[RunDirectory]) -> tuple[tuple[RunFigures, ...], Refreshed]:
         """Read what has changed; the figures of all runs that are exported.
 
-        A run that can't be read is counted, and left out.
+        Unreadable runs are counted and omitted.
         """
         began = time.perf_counter()
         now = self._clock()
-        chosen, left_out = self._chosen(runs, now)
+        chosen, omitted = self._chosen(runs, now)
         unreadable = 0
         tracked: dict[str, _Tracked] = {}
         for run in chosen:
@@ -68,17 +68,17 @@ class MetricsRuns:
         figures = [each.figures for each in tracked.values()]
         shown = tuple(each for each in figures if not self._is_over(each, now))
         seconds = time.perf_counter() - began
-        return shown, Refreshed(time=now, seconds=seconds, left_out=left_out, unreadable=unreadable)
+        return shown, Refreshed(time=now, seconds=seconds, omitted=omitted, unreadable=unreadable)
 
     def _chosen(self, runs: Sequence[RunDirectory], now: float) -> tuple[list[RunDirectory], int]:
-        """The runs that wrote last, by their folders' times; without those long done."""
+        """The most recently written runs, by their folders' times, without those long finished."""
         live = [(time_, run) for run in runs if (time_ := self._written(run, now)) is not None]
         live.sort(key=lambda each: (-each[0], str(each[1].path)))
         kept = sorted((run for _, run in live[: self._limit]), key=lambda run: str(run.path))
         return kept, max(0, len(live) - self._limit)
 
     def _written(self, run: RunDirectory, now: float) -> float | None:
-        """When the run was last written to; None for one that has been done for long."""
+        """When the run was last written to; None if it finished long ago."""
         try:
             done = run.done_file.stat().st_mtime
         except OSError:

@@ -11,7 +11,7 @@ from slurm_forge.errors import ConfigError
 from slurm_forge.report.metrics.exposition import Refreshed, exposition, wants_openmetrics
 from slurm_forge.report.metrics.run_figures import RunFigures
 
-#: A scraper that is slower keeps its thread no longer.
+#: The longest that a slow scraper may occupy a thread.
 _TIMEOUT_S = 10.0
 _OPENMETRICS = "application/openmetrics-text"
 
@@ -39,7 +39,7 @@ class MetricsPage:
             return self._made[key]
 
     def prepare(self) -> None:
-        """Make every format: no scrape waits for it."""
+        """Make every format, so that no scrape waits for it."""
         for accept in ("", _OPENMETRICS):
             self.answer(accept)
 
@@ -67,7 +67,7 @@ class MetricsServer:
 
     @property
     def address(self) -> str:
-        """HOST:PORT, where 0 was asked for the one that was given."""
+        """HOST:PORT; the actual port if 0 was requested."""
         host, port = self._http.server_address[:2]
         return f"{host!s}:{port}"
 
@@ -81,7 +81,7 @@ class MetricsServer:
         self._page = page
 
     def close(self) -> None:
-        """Answer no more."""
+        """Stop answering."""
         self._http.shutdown()
         self._http.server_close()
 

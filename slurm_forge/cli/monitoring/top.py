@@ -31,7 +31,7 @@ def top(
         ),
     ] = None,
     every: Annotated[
-        str, typer.Option("--every", metavar="TIME", help="Time between two looks at least.")
+        str, typer.Option("--every", metavar="TIME", help="Minimum time between refreshes.")
     ] = "2s",
     runs: Runs = None,
 ) -> None:
@@ -140,7 +140,7 @@ def _release(row: TopRow) -> VerbResult:
     from slurm_forge.slurm.records import is_slurm_job
 
     if not is_slurm_job(row.job):
-        return VerbResult(False, f"{row.name} has no job of Slurm that could be released")
+        return VerbResult(False, f"{row.name} has no Slurm job to release")
     try:
         SubprocessSlurm.of_this_process().release(row.job)
     except ForgeError as error:

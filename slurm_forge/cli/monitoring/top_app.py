@@ -6,6 +6,7 @@ No colour is needed to read it, no animation runs, and all colours are the termi
 from __future__ import annotations
 
 import asyncio
+import sys
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
@@ -57,10 +58,10 @@ class Verb(str, Enum):
     REPORT = "report"
 
 
-#: What is asked back first, with what it will do.
+#: Verbs that need a confirmation, and what they will do.
 _CONFIRMED = {
     Verb.STOP: "it saves, stops and stays stopped until it is requeued",
-    Verb.REQUEUE: "it goes on, or is submitted again",
+    Verb.REQUEUE: "it continues, or is submitted again",
     Verb.RELEASE: "its held job may start",
 }
 _SHOWN_AS_TEXT = frozenset({Verb.EXPLAIN, Verb.LOGS})
@@ -68,7 +69,7 @@ _SHOWN_AS_TEXT = frozenset({Verb.EXPLAIN, Verb.LOGS})
 
 @dataclass(frozen=True, slots=True)
 class VerbResult:
-    """What came of a verb: whether it worked, and what it printed."""
+    """The outcome of a verb: whether it worked, and what it printed."""
 
     worked: bool
     text: str
@@ -128,7 +129,9 @@ class TextScreen(Screen[None]):
         super().__init__()
         self._view = view
         self._texts = [printed(line) for line in text.splitlines()[-_MOST_TEXT:]]
-        self._first = len(self._texts) if at_end else 0
+        self._lines: list[ViewLine] = []
+        self._width = 0
+        self._first = sys.maxsize if at_end else 0
 
     def compose(self) -> ComposeResult:
         """See Textual."""
@@ -143,8 +146,11 @@ class TextScreen(Screen[None]):
         """Move by so many lines."""
         text, view = self.query_one("#text", Lines), self._view()
         height = max(1, text.size.height)
-        self._first = max(0, min(self._first + lines, len(self._texts) - height))
-        text.show([view.line(each) for each in self._texts[self._first : self._first + height]])
+        if self._width != view.width:
+            self._width = view.width
+            self._lines = [line for each in self._texts for line in view.wrapped(each)]
+        self._first = max(0, min(self._first + lines, len(self._lines) - height))
+        text.show(self._lines[self._first : self._first + height])
         self.query_one("#below", Lines).show([view.line(_KEYS_OF_TEXT, Tone.HEAD)])
 
     def action_page(self, pages: int) -> None:
@@ -159,7 +165,7 @@ class TopApp(App[None]):
         fleet: The runs.
         where: What they are, as a person would name it.
         command: Carries out what keys ask for.
-        one: Whether it is a single run, which then has the whole terminal.
+        one: Whether it is a single run, which then fills the terminal.
         ascii_only: Whether the terminal can't show anything else.
         every_s: The time between two looks at least.
         clock: Seconds since the epoch.
@@ -319,7 +325,7 @@ class TopApp(App[None]):
             self._show()
 
     def action_finished(self) -> None:
-        """Leave out runs that are finished, or show them again."""
+        """Hide finished runs, or show them again."""
         self._finished = not self._finished
         self._rows = sorted_rows(self._fleet.rows(), finished=self._finished or self._one)
         self._show()

@@ -1,4 +1,4 @@
-"""Reading many runs again and again: only what has changed, and Slurm is asked once for all.
+"""Reads many runs repeatedly: only what has changed, and asks Slurm once for all.
 
 A run that is at rest is looked at by the times of its folders, every 15 s.
 """
@@ -48,7 +48,7 @@ _FOLDERS = 2
 
 @dataclass(slots=True)
 class _Watched:
-    """A run: of one at rest no more than its row is kept."""
+    """A run; if it is at rest, only its row is kept."""
 
     run: RunDirectory
     row: TopRow
@@ -59,7 +59,7 @@ class _Watched:
     goodput: float | None = None
     goodput_at: float = 0.0
     loaded: bool = False
-    #: Of another user's run Slurm's answer tells nothing: it is about one's own jobs.
+    #: Slurm's answer is about one's own jobs and says nothing about another user's run.
     own: bool = True
 
 
@@ -92,7 +92,7 @@ class Fleet:
         self._queue: QueueSeen | None = None
         self._next_question = -1.0
         self._next_slow = -1.0
-        #: What is to be said of Slurm; empty while it answers.
+        #: The problem with Slurm; empty while it answers.
         self.trouble = "" if slurm is not None else "no Slurm here"
 
     @property
@@ -113,7 +113,7 @@ class Fleet:
         return [each.row for each in watched]
 
     def poll(self, budget_s: float = 0.5) -> None:
-        """Read what has changed, for about so long; the rest is read by the next call."""
+        """Read what has changed within a time budget; the next call reads the rest."""
         until = self._ticks() + budget_s
         slow = self._ticks() >= self._next_slow
         if slow:
@@ -159,7 +159,7 @@ class Fleet:
             self._guarded(each, self._measure)
 
     def forget(self, path: str) -> None:
-        """Look at the run anew with the next poll: something was asked of it."""
+        """Read the run anew at the next poll: a verb was used on it."""
         if path in self._watched:
             self._watched[path].stamps = ()
             self._next_slow = -1.0
@@ -222,7 +222,7 @@ class Fleet:
         each.reader, each.stamps = None, _stamps(each)
         reader = each.reader = RunReader(each.run, clock=self._clock, spec=False)
         records = reader.poll()
-        # Figures that later ones supersede are left out there: here they are what is drawn.
+        # Figures that later ones supersede are dropped there; the sparkline needs them.
         known = {(one.writer, one.launch, one.sequence) for one in records}
         recent = (
             one
@@ -238,7 +238,7 @@ class Fleet:
         return facts
 
     def _rest(self, each: _Watched) -> None:
-        """Of a run at rest only the row is kept."""
+        """Keep only the row of a run at rest."""
         if each.status is not None and each.status.status in RESTS:
             each.row = row_of(
                 each.status, each.pulse, now=self._clock(), queue=None, goodput=each.goodput

@@ -1,4 +1,4 @@
-"""``trace``: the timeline of a run, for a receiver of OpenTelemetry."""
+"""``trace``: the timeline of a run, for an OpenTelemetry receiver."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ def trace(
     ] = None,
     runs: Runs = None,
 ) -> None:
-    """Send the timeline of a run as a trace to Jaeger, Tempo or any other receiver of OTLP.
+    """Send the timeline of a run as a trace to Jaeger, Tempo or any other OTLP receiver.
 
-    The run is a span, with a span for each attempt and for what each moment was spent on;
-    incidents and checkpoints are events.  A run that is sent again has the same ids.
+    The run is a span, with child spans for its attempts and for how each moment was spent;
+    incidents and checkpoints are events.  Sending a run again sends the same ids.
 
     \b
     Examples:
@@ -41,7 +41,7 @@ def trace(
 
     if find_spec("opentelemetry") is None or find_spec("opentelemetry.exporter") is None:
         raise ConfigError(
-            "trace: the SDK of OpenTelemetry is not installed",
+            "trace: the OpenTelemetry SDK is not installed",
             next_step="pip install 'slurm_forge[otel]'",
         )
     from slurm_forge.report.metrics.otlp import send_trace
@@ -54,7 +54,7 @@ def trace(
         return
     if not send_trace(spans, otlp):
         raise ConfigError(
-            f"the trace of {story.run} was not taken by the receiver",
+            f"the receiver did not accept the trace of {story.run}",
             next_step="Check its URL (--otlp) and that this host reaches it; headers are in "
             "OTEL_EXPORTER_OTLP_HEADERS.",
         )

@@ -1,4 +1,4 @@
-"""Telling what happens while it happens: lines, and a progress bar where there is a terminal."""
+"""Prints what happens while it happens: lines, and a progress bar on a terminal."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from slurm_forge.report.text import number
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
-#: Without a terminal, how often a line tells how far training is.
+#: Without a terminal, how often a line reports the step.
 _STEP_LINE_EVERY_S = 30.0
 #: Epochs of a small dataset follow each other fast: one in so many seconds has a line.
 _EPOCH_LINE_EVERY_S = 10.0
@@ -32,11 +32,11 @@ class Screen(Protocol):
         """Something happened."""
 
     def step(self, step: int, total: int | None = None) -> None:
-        """Training is at this step, of so many where that is known."""
+        """Training is at this step, of ``total`` if known."""
 
 
 class PlainScreen:
-    """Lines only, for files, pipes and logs; a step is told now and then."""
+    """Lines only, for files, pipes and logs; the step is printed now and then."""
 
     def __init__(
         self,
@@ -95,7 +95,7 @@ def screen_for(stream: IO[str]) -> Iterator[Screen]:
 
 
 class RunFollower:
-    """Reads on and tells it to a screen."""
+    """Keeps reading and writes to a screen."""
 
     def __init__(self, gathering: RunReader, screen: Screen) -> None:
         self._gathering = gathering
@@ -103,7 +103,7 @@ class RunFollower:
         self._next_epoch_line = -math.inf
 
     def poll(self) -> None:
-        """Tell what is new since the last look."""
+        """Write what is new since the last poll."""
         for record in self._gathering.poll():
             line = happening(record)
             if line is not None and not self._is_too_soon(record):

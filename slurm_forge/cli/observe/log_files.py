@@ -30,12 +30,12 @@ _MOST_END = 1 << 26
 
 
 def is_compressed(path: str) -> bool:
-    """Whether somebody has compressed the file to keep it: nothing is written to it any more."""
+    """Whether the file was compressed for keeping, so that nothing is written to it any more."""
     return path.endswith(COMPRESSED)
 
 
 def open_log(path: str | Path) -> io.BufferedIOBase:
-    """Open a regular file, decompressed where its name says so; a pipe is never waited for."""
+    """Open a regular file, decompressed according to its name; never waits for a pipe."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
@@ -47,9 +47,9 @@ def open_log(path: str | Path) -> io.BufferedIOBase:
 
 
 def stream(source: Source, now: float, tell: Callable[[str], None]) -> Iterator[Line]:
-    """All lines of a file, and ``tell`` where it is damaged.
+    """All lines of a file; calls ``tell`` if it is damaged.
 
-    It is open only while a piece is read, unless it is compressed: there may be thousands.
+    The file is open only while a piece is read, unless it is compressed: there may be thousands.
     """
     place = Place.at_beginning(source, now=now)
     for text in _texts(source.path, tell):
@@ -65,9 +65,9 @@ def last_lines(
     now: float,
     tell: Callable[[str], None],
 ) -> list[Line]:
-    """The last lines of a file that are selected, at most so many, and ``tell`` of damage.
+    """The last selected lines of a file, at most ``most``; calls ``tell`` if it is damaged.
 
-    Where no line tells when it was printed, they have the time of the last write.
+    If no line contains a time, all have the time of the last write.
     """
     lines = _last_lines(source, selection, most, now, tell)
     if any(line.dated for line in lines):
@@ -185,7 +185,7 @@ class GrowingFile:
                     yield line
 
     def know(self, source: Source, now: float) -> None:
-        """Learn of attempts that have begun since."""
+        """Add attempts that have begun since."""
         self.source = source
         self.place.know(source, now)
 

@@ -1,4 +1,4 @@
-"""How lines of output are printed: with the rank in front, in its colour where there are any."""
+"""Prints lines of output: with the rank in front, in its colour if the terminal has colours."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Printer:
         self._console = _console()
 
     def can_read(self, source: Source) -> bool:
-        """Whether the file can be read; else what is wrong with it is told."""
+        """Whether the file can be read; prints what is wrong with it otherwise."""
         from slurm_forge.cli.observe.log_files import open_log
 
         try:
@@ -53,13 +53,13 @@ class Printer:
         return count
 
     def look_for_times(self, lines: Iterable[Line]) -> None:
-        """Remember which files tell the times of their lines, whether these are shown or not."""
+        """Remember which files have times in their lines, whether these are shown or not."""
         for line in lines:
             path = line.source.path
             self._dated[path] = self._dated.get(path, False) or line.dated
 
     def heading(self, text: str) -> None:
-        """What we say ourselves between the lines."""
+        """Print a line of our own between the output."""
         self._write("", text, "bold")
 
     def block(self, block: ErrorBlock) -> None:
@@ -78,11 +78,11 @@ class Printer:
             self._print(line)
 
     def tell_undated(self, where: str) -> None:
-        """Which of several files don't tell the times of their lines: these are put ``where``."""
+        """Name those of several files whose lines have no times: their lines are put ``where``."""
         silent = sorted(path for path, dated in self._dated.items() if not dated)
         if silent and self._several:
             more = f" and {len(silent) - 2} more" if len(silent) > 2 else ""
-            self.note(f"no times in {', '.join(silent[:2])}{more}: these lines are put {where}")
+            self.note(f"no times in {', '.join(silent[:2])}{more}: their lines are put {where}")
 
     def note(self, text: str) -> None:
         """Something about the output, for a person."""

@@ -1,4 +1,4 @@
-"""Which files hold the output of a run, and what the journal knows of the attempts in them."""
+"""Which files hold the output of a run, and the attempts in them according to the journal."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class RunOutput:
 
 
 def read_output(run: RunDirectory, moved_to: Path | None) -> RunOutput:
-    """Where the output of a run lies, or where it was ``moved_to``."""
+    """The files with the output of a run, in their places or where they were ``moved_to``."""
     state = fold(read_to_fold(run))
     spans = [_span(each) for each in state.attempts]
     if state.job and all(each.job != state.job for each in spans):

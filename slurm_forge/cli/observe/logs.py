@@ -42,14 +42,14 @@ def logs(
     ] = None,
     follow: Annotated[
         bool,
-        typer.Option("--follow", "-f", help="Print what comes, until the run ends or is held."),
+        typer.Option("--follow", "-f", help="Keep printing until the run ends or is held."),
     ] = False,
     errors: Annotated[
-        bool, typer.Option("--errors", help="Only the errors: what began it comes first.")
+        bool, typer.Option("--errors", help="Only the errors, the first cause first.")
     ] = False,
     tail: Annotated[
         str,
-        typer.Option("--tail", "-n", metavar="N|all", help="So many of the last lines, or all."),
+        typer.Option("--tail", "-n", metavar="N|all", help="Number of last lines, or all."),
     ] = _LINES,
     moved_to: Annotated[
         Path | None,
@@ -83,7 +83,7 @@ def logs(
     if not output.attempts:
         raise RunDirectoryError(
             f"{directory.name} has not been started yet: it has no output",
-            next_step=f"Where it stands: slurm-forge status {run}",
+            next_step=f"Its state: slurm-forge status {run}",
         )
     number = attempt or output.attempts[-1].number
     sources = output.of_attempt(number, rank)
@@ -165,7 +165,7 @@ def _errors(
     ranks = {rank for _, rank in failed}
     for each in failures:
         printer.heading(each.text)
-    # The ranks that failed first, and files that are no one's: their output tells most.
+    # The ranks that failed first, and files of no single rank: their output says most.
     ordered = sorted(sources, key=lambda each: (each.rank not in ranks, each.rank or 0))
     blocks: list[ErrorBlock] = []
     last: list[Line] = []
@@ -181,7 +181,7 @@ def _errors(
     for block in first_first(blocks, failed):
         printer.block(block)
     if not blocks:
-        printer.note("no error that is known is in the output; the last lines:")
+        printer.note("the output contains no known error; the last lines:")
         printer.lines(last)
 
 

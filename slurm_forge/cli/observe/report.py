@@ -137,7 +137,7 @@ def _index(
     rows = []
     for run, settings in runs:
         try:
-            # Slurm is not asked about each of a thousand runs: the journals tell enough.
+            # Slurm is not asked about each of a thousand runs: the journals suffice.
             sources = read_sources(RunDirectory.existing(run.path), brief=True, ask=lambda _: None)
             rows.append(indexed(sources, utc_offset=offset, settings=settings, link=link(run)))
         except (ForgeError, OSError) as error:

@@ -1,6 +1,6 @@
 """The process ``report RUN``: writes report.html of a run beside a job that trains it.
 
-It yields to everything else on the node, asks Slurm nothing, and ends itself after a while.
+It has the lowest priority on the node, does not query Slurm, and ends after a limited time.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from slurm_forge.run_directory import RunDirectory
 from slurm_forge.run_directory.snapshot_file import signature
 
 _NICEST = 19
-#: Of a processor: whoever wants the report of an extreme run makes it by hand.
+#: Processor time; the report of an extreme run is left to the command line.
 _MOST_CPU_S = 60
 #: At nice 19 beside busy ranks these may take long: until the next report is due.
 _LONGEST_S = int(EVERY_S) - 30
@@ -29,7 +29,7 @@ _LONGEST_S = int(EVERY_S) - 30
 def main(argv: Sequence[str] | None = None) -> int:
     """``RUN``: write its report unless nothing has changed since the last one."""
     (path,) = sys.argv[1:] if argv is None else argv
-    # Slurm tells all processes of a job that it ends; this one is done soon, and the last report
+    # Slurm signals all processes of a job that it ends; this one is done soon, and the last report
     # is the one that people read.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.alarm(_LONGEST_S)
@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def write_report(run: RunDirectory) -> bool:
-    """Write the report of a run into its folder; whether there was anything new to tell."""
+    """Write the report of a run into its folder; whether there was anything new."""
     run.refuse_others()
     # From before anything is read: what is written meanwhile may be missing in the page.
     signed = f"<!-- {signature(run)} -->\n".encode()

@@ -32,7 +32,7 @@ def read_sources(
     brief: bool = False,
     ask: Callable[[str], QueueAnswer | None] | None = None,
 ) -> RunSources:
-    """Read everything that a page tells of a run.
+    """Read everything that the page of a run shows.
 
     Args:
         run: The run.

@@ -1,4 +1,4 @@
-"""Lines of ``status`` without a run: worked out once, and again only where a file has changed."""
+"""Lines of ``status`` without a run: made once, and again only after a file has changed."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ RESTS = frozenset({"finished", "held", "stopped", "cancelled", "new"})
 class Lister:
     """Makes the lines of the runs in ``folder``.
 
-    With ``words`` the sentence of a run that is not at rest is always worked out anew: it tells
-    how long ago something was.
+    With ``words`` the sentence of a run in progress is always made anew, since it says how long
+    ago something was.
     """
 
     def __init__(self, folder: Path, *, words: bool) -> None:
@@ -41,7 +41,7 @@ class Lister:
         return line
 
     def known(self, run: RunDirectory, signed: str) -> ListedRun | None:
-        """The line that was worked out of files that looked like this."""
+        """The remembered line of files with this signature."""
         value = self._remembered.get(run, signed)
         return None if value is None else _line(value, run)
 

@@ -1,4 +1,4 @@
-"""Reading a run directory into the value that reports are made of."""
+"""Reads a run directory into the facts that reports are made of."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ class RunReader:
         return None
 
     def poll(self) -> list[Record]:
-        """Read on; what is new, the earliest first."""
+        """Read new records; returns them, the earliest first."""
         records, damage = self._tail.poll()
         self._records += records
         self._damage += damage
@@ -247,7 +247,7 @@ def _fallbacks(body: Any) -> tuple[Path, ...]:
 def _on_disk(run: RunDirectory, fallbacks: Sequence[Path]) -> frozenset[CheckpointName] | None:
     """The published checkpoints, by their names alone; None where a folder can't be listed.
 
-    To be listed after the journal was read: what that tells of has been published by then.
+    List it after reading the journal: what the journal mentions has been published by then.
     """
     checkpoints = set()
     entries = []
@@ -265,7 +265,7 @@ def _on_disk(run: RunDirectory, fallbacks: Sequence[Path]) -> frozenset[Checkpoi
 
 
 def _unsent(run: RunDirectory) -> tuple[str, ...]:
-    """The notifications that could not be sent."""
+    """Notifications that could not be sent."""
     with contextlib.suppress(OSError):
         if run.notifications.is_dir():
             return tuple(failure_text(x.target, x.error) for x in read_sent(run).failures())

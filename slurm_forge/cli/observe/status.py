@@ -37,7 +37,7 @@ def status(
     json: AsJson = False,
     runs: Runs = None,
 ) -> None:
-    """Where a run or a sweep stands: one screen, and what to do next.
+    """Show the state of a run or a sweep on one screen, and what to do next.
 
     Without RUN, a line for every run and every sweep in the folder of runs.
 
@@ -87,15 +87,18 @@ def explain(
     ] = None,
     every: Annotated[
         bool,
-        typer.Option("--all", help="Tell archived attempts one by one, too."),
+        typer.Option("--all", help="Show archived attempts one by one, too."),
+    ] = False,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", help="Show exceptions and other evidence unabridged.")
     ] = False,
     json: AsJson = False,
     runs: Runs = None,
 ) -> None:
     """What happened, why, what changed, what it cost.
 
-    Of a run with more than 80 attempts the oldest are archived: they are summed up, and costs
-    and changes are those since then.  --all and --json tell everything.
+    The oldest attempts of a run with more than 80 are archived: they are summarized, and costs
+    and changes are those since then.  --all and --json show everything.
 
     \b
     Examples:
@@ -140,6 +143,7 @@ def explain(
         now=facts.now,
         reference=facts.reference,
         attempt=attempt,
+        verbose=verbose,
         earlier=None if whole else facts.earlier_state,
     )
     typer.echo(text, nl=False)
@@ -222,7 +226,7 @@ def _follow(run: RunDirectory) -> None:
         gathering.poll()
         return surrounded(gathering.facts(), run)
 
-    # Asked once: what changes is told by the journal, and Slurm has better to do.
+    # Asked once: the journal shows changes, and Slurm has better things to do.
     facts = with_queue(read)
     report = take_status(facts)
     typer.echo(status_text(report), nl=False)

@@ -1,4 +1,4 @@
-"""What a report needs beside the journal: starts that failed, GPUs, processes, Slurm's queue."""
+"""What a report needs besides the journal: failed starts, GPUs, processes, Slurm's queue."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ PATIENCE = timedelta(seconds=3)
 
 
 def surrounded(facts: RunFacts, run: RunDirectory) -> RunFacts:
-    """The facts with what lies around the journal."""
+    """The facts, completed from outside the journal."""
     return replace(
         facts, not_started=tuple(_not_started(run.submissions)), gone_here=ended_local_job(run)
     )
@@ -91,7 +91,7 @@ def _accounted(slurm: Slurm, job: str) -> AccountingRecord | None:
 
 
 def _not_started(folder: Path) -> Iterator[NotStarted]:
-    """The newest of them; what can't be trusted is left out."""
+    """The newest of them, without those that can't be trusted."""
     try:
         with os.scandir(folder) as entries:
             named = [(entry, job_id) for entry in entries if (job_id := _match(entry)) is not None]

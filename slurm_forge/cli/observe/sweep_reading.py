@@ -25,8 +25,8 @@ from slurm_forge.spec.sweep_runs import SweepFile
 
 
 def read_sweep(sweep: SweepFile, runs: tuple[RunDirectory, ...], folder: Path) -> SweepStatus:
-    """Where the sweep stands, whatever is wrong with one of its runs."""
-    # Whether a run rests is all that is asked of a remembered line; others are worked out anew.
+    """The state of the sweep, whatever is wrong with one of its runs."""
+    # Remembered lines are only used of runs that are over; others are made anew.
     lister = Lister(folder.parent, words=False)
     tasks = _tasks_of_arrays()
     lines = []

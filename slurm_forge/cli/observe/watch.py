@@ -1,4 +1,4 @@
-"""``watch``: many runs are looked after, on a login node or by cron."""
+"""``watch``: looks after many runs, on a login node or by cron."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def watch(
         typer.Option("--runs", metavar="DIR", help="Folder of runs (SLURM_FORGE_RUNS, ./runs)."),
     ] = None,
 ) -> None:
-    """Watch over runs: report, once, what is held, gone, stuck or waiting in vain.
+    """Watch runs: report once what is held, gone, stuck or waiting for something that can't happen.
 
     Requeues that Slurm did not confirm are retried.  Slurm is queried once for all runs.
     With --once, exit status 1: something new needs attention; 2: it could not check.
@@ -69,7 +69,7 @@ def watch(
     \b
     Examples:
       slurm-forge watch
-      slurm-forge watch --once --hook ~/bin/tell-me
+      slurm-forge watch --once --hook ~/bin/notify-me
       slurm-forge watch tiny-gpt --every 5m --restart
     """
     from datetime import timedelta
@@ -164,7 +164,7 @@ def _by_run(handled: Sequence[HandledFinding]) -> dict[str, list[WatchFinding]]:
 
 
 def _rested(seconds: float) -> bool:
-    """Whether nobody has ended the watch meanwhile."""
+    """Sleep between checks; False if the user interrupts."""
     try:
         _rest(seconds)
     except KeyboardInterrupt:
@@ -199,7 +199,7 @@ def _limits(slurm: Slurm, *, restart: bool) -> WatchLimits:
 def _check(
     watcher: Watcher, runs: Sequence[RunDirectory], reported: ReportedFindings, *, whole: bool
 ) -> tuple[Round, list[HandledFinding]]:
-    """One round, alone on this host, and what of it has not been told before."""
+    """One round, alone on this host, and those of its findings that are new."""
     from datetime import timedelta
 
     from slurm_forge.lock import exclusive

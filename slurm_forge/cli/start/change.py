@@ -33,7 +33,7 @@ Submit = Annotated[
 class ChangeResult:
     """What ``extend`` and ``change`` print with ``--json``.
 
-    ``job`` is where the run goes on, empty where nothing was submitted.
+    ``job`` is the job in which the run continues, empty if nothing was submitted.
     """
 
     run: str

@@ -1,4 +1,4 @@
-"""``config``: what a job comes to, and where each of its values comes from."""
+"""``config``: the resolved job, and where each of its values comes from."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class ValueOf:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chosen:
-    """The site or the folder of runs, its path, and what it was chosen by."""
+    """The site or the folder of runs, its path, and what chose it."""
 
     name: str
     path: str
@@ -231,5 +231,5 @@ def _text(shown: ConfigShown, *, origin: bool) -> str:
     return "\n".join(lines)
 
 
-#: Values that are longer push what stands behind them to the right.
+#: Longer values push the columns after them to the right.
 _WIDE = 32

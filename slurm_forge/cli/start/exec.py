@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
+    from slurm_forge.documents import Document
     from slurm_forge.run_directory import RunDirectory
 
 
@@ -135,7 +136,7 @@ def execute(
         site_places,
     )
     from slurm_forge.errors import ForgeError
-    from slurm_forge.knobs import process_environ
+    from slurm_forge.knobs import Knobs, process_environ
     from slurm_forge.launch.attempt.failed_start import (
         report_failed_start,
         reporting_failed_start,
@@ -147,7 +148,9 @@ def execute(
     from slurm_forge.launch.submit.command_runs import (
         open_run,
         program_job,
+        settings_of_run,
     )
+    from slurm_forge.run_directory import RunDirectory
     from slurm_forge.site.loading import GENERIC
     from slurm_forge.slurm.client import SubprocessSlurm
     from slurm_forge.slurm.environment import SlurmEnvironment
@@ -155,6 +158,15 @@ def execute(
     variables = dict(process_environ())
     try:
         environment = SlurmEnvironment.from_environ(variables)
+        # A later start of the job must find the run, whatever settings were changed meanwhile.
+        folder = runs_folder(runs, begun=True)
+        settings: list[Document] = []
+
+        def settings_below(of: str) -> Document:
+            run = RunDirectory.at(folder / of)
+            settings.append(settings_of_run(run, job, Knobs.from_environ(variables)))
+            return settings[-1]
+
         checked = program_job(
             command or [],
             name=name,
@@ -177,9 +189,8 @@ def execute(
                 "requeue_exit_code": requeue_exit_code,
             },
             lead=lead,
+            settings=settings_below,
         )
-        # A later start of the job must find the run, whatever settings were changed meanwhile.
-        folder = runs_folder(runs, begun=True)
         _refuse_missing(checked.command or (), folder / checked.name)
         places = site_places(begun=(folder / checked.name / "run.yaml").is_file())
         site = (
@@ -193,6 +204,7 @@ def execute(
             site=site.site,
             folder=Path.cwd(),
             partition=None if environment is None else environment.partition,
+            settings=settings[-1],
         )
     except (ForgeError, OSError) as error:
         if isinstance(error, ForgeError):
@@ -211,7 +223,7 @@ def execute(
 
 
 def _begun(name: str, runs: Path | None) -> RunDirectory | None:
-    """The run of that name, where an earlier start has made it."""
+    """The run of that name, if an earlier start created it."""
     from slurm_forge.cli.run_choice import runs_folder
     from slurm_forge.errors import ForgeError
     from slurm_forge.run_directory import RunDirectory
@@ -223,7 +235,7 @@ def _begun(name: str, runs: Path | None) -> RunDirectory | None:
 
 
 def _refuse_missing(command: Sequence[str], run: Path) -> None:
-    """Before a run is made of it; later it may be this node's fault, and is judged as such."""
+    """Refuse a missing program before a run is created; later this node may be to blame."""
     import shutil
 
     from slurm_forge.errors import ConfigError
@@ -237,7 +249,7 @@ def _refuse_missing(command: Sequence[str], run: Path) -> None:
 
 
 def _job_name(environment: object) -> str:
-    """Of the Slurm job, for a run without a name of its own; each task of an array has its run."""
+    """The Slurm job's name, for a run without one; each task of an array is a run of its own."""
     from slurm_forge.slurm.environment import SlurmEnvironment
 
     if not isinstance(environment, SlurmEnvironment):

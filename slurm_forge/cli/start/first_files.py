@@ -63,7 +63,7 @@ class StartMethod(str, Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InitOptions:
-    """What a person wants: as typed, not checked.  Without entry and command a program is made."""
+    """What a person wants, as typed and unchecked.  Without entry and command it is a program."""
 
     name: str
     start_method: StartMethod = StartMethod.JOB
@@ -91,7 +91,7 @@ class NewFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FirstFiles:
-    """What is to be written, and what to type then.
+    """The files to write, and what to type then.
 
     ``local_command`` without Slurm, ``cluster_command`` with it.
     """
@@ -108,7 +108,7 @@ def name_from(folder: Path) -> str:
 
 
 def first_files(options: InitOptions) -> FirstFiles:
-    """The files that the options ask for; ``ConfigError`` names the option that can't be."""
+    """The files that the options ask for; ``ConfigError`` names the option that is wrong."""
     _check(options)
     job = _job(options)
     if options.start_method is StartMethod.HYDRA:
@@ -289,7 +289,7 @@ def _commands(options: InitOptions, job: JobSpec) -> tuple[str, str]:
 
 
 def _without_srun(command: Sequence[str]) -> list[str]:
-    """The program with its own options: srun's stand in front of it (``-n 4``, ``--nodes=2``)."""
+    """The program with its own options, without srun's before it (``-n 4``, ``--nodes=2``)."""
     alone = list(
         itertools.dropwhile(lambda word: word.startswith("-") or word.isdecimal(), command[1:])
     )
@@ -375,7 +375,7 @@ def _environment() -> jinja2.Environment:
 
 
 def _yaml(value: object) -> str:
-    """A value that our reader and every other one take for the same."""
+    """A value that our reader and any other YAML reader understand in the same way."""
     if isinstance(value, str) and not (_PLAIN.fullmatch(value) and is_plain_text(value)):
         return json.dumps(value, ensure_ascii=False)
     return str(value)

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
 
 _SCHEDULE_STAYS = (
-    "then: schedules of the learning rate go on from where they are, while steps are counted from "
-    "0; to begin them anew, too: --fresh optimizer,data"
+    "then: learning-rate schedules continue from where they are, while steps are counted from 0; "
+    "to restart the schedules, too: --fresh optimizer,data"
 )
 
 
@@ -61,7 +61,7 @@ def fork(
         typer.Option(
             "--set",
             metavar="KEY=VALUE",
-            help="A key of the job file that is another one in the new run. Repeatable.",
+            help="A key of the job file to change in the new run. Repeatable.",
             autocompletion=setting_keys,
         ),
     ] = None,
@@ -85,7 +85,7 @@ def fork(
     site: SubmittedSite = None,
     runs: Runs = None,
     submit: Annotated[
-        bool, typer.Option("--submit/--no-submit", help="Submit the new run, or only make it.")
+        bool, typer.Option("--submit/--no-submit", help="Submit the new run, or only create it.")
     ] = True,
     json: AsJson = False,
 ) -> None:

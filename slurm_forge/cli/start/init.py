@@ -1,4 +1,4 @@
-"""``init``: the first files of a run, asked for or given as options."""
+"""``init``: the first files of a run, by questions or by options."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def init(
 def _prompted(
     options: InitOptions, ways: list[str], *, ask_way: bool, ask_name: bool
 ) -> InitOptions:
-    """What no option said, from the person who sits there; a wrong answer is asked for again."""
+    """Asks for what no option gave; repeats the question after a wrong answer."""
     from slurm_forge.cli.start.first_files import StartMethod
 
     typer.echo("Press Enter to accept the default in brackets.")

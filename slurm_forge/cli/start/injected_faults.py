@@ -1,4 +1,4 @@
-"""``--inject``: the faults of a command line, beside those of the job file."""
+"""``--inject``: the faults of a command line, in addition to those of the job file."""
 
 from __future__ import annotations
 

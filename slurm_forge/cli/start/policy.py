@@ -1,4 +1,4 @@
-"""``policy``: what would be done about trouble, tried on paper."""
+"""``policy``: what recovery would do, without a run."""
 
 from __future__ import annotations
 

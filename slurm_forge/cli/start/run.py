@@ -93,7 +93,7 @@ def run(
 
 
 def _with_ranks(run: RunDirectory, file: RunFile, ranks: int | None) -> tuple[RunFile, int]:
-    """How many processes train the run, which a later start and a fork of it inherit."""
+    """The number of processes of the run, which later starts and forks inherit."""
     from slurm_forge.launch.attempt.run_lock import hold_run_lock
     from slurm_forge.spec.run_file import read_run_file, replace_run_file
 
@@ -109,7 +109,7 @@ def _with_ranks(run: RunDirectory, file: RunFile, ranks: int | None) -> tuple[Ru
 
 
 def _stopped(directory: RunDirectory, *, again: str) -> bool:
-    """After a signal: where the run stands and how it goes on; False where there is more to it."""
+    """After a signal: the state of the run and how to continue it; False if it is held or done."""
     from slurm_forge.journal import RunStatus
     from slurm_forge.launch.submit.submission import run_state
 
@@ -121,7 +121,7 @@ def _stopped(directory: RunDirectory, *, again: str) -> bool:
 
 
 def _announce(run: RunDirectory, resources: Resources, ranks: int) -> None:
-    """What of the job file is ignored here, and the files that hold what the ranks print."""
+    """Print what is ignored of the job file, and where the output of the ranks is."""
     from slurm_forge.cli.run_choice import from_here
 
     if resources.nodes > 1:
@@ -150,7 +150,7 @@ def _typed(
 def _prepared(
     path: Path, runs: Path | None, inject: list[str], settings: list[str], ranks: int | None
 ) -> tuple[RunDirectory, RunFile]:
-    """The run of the job file: a new one, or the one that was begun with it."""
+    """The run of the job file: a new one, or the one that it started before."""
     import shlex
 
     from slurm_forge.cli.preparation import (
@@ -201,7 +201,7 @@ def _prepared(
 
 
 def _begun(path: Path, runs: Path | None) -> RunDirectory | None:
-    """The run of that name or folder; None where it is a job file that is meant."""
+    """The run of that name or folder; None if it is a job file."""
     from slurm_forge.cli.run_choice import find_run
     from slurm_forge.errors import RunDirectoryError
 

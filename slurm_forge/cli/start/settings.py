@@ -1,4 +1,4 @@
-"""``--set KEY=VALUE``: what the command line says above all files."""
+"""``--set KEY=VALUE``: values of the command line, which override all files."""
 
 from __future__ import annotations
 

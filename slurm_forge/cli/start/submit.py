@@ -47,9 +47,9 @@ _NOTHING = "nothing was submitted."
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Submission:
-    """What ``submit --json`` prints: the run, its folder, the job, and what was told.
+    """What ``submit --json`` prints: the run, its folder, the job, and the notes.
 
-    Of a sweep ``run`` is its name, ``job`` its array, and ``runs`` are its runs.
+    For a sweep, ``run`` is its name, ``job`` its array, and ``runs`` are its runs.
     """
 
     run: str
@@ -319,14 +319,14 @@ def render(
 def _choose(
     wanted: str | None, slurm: Slurm, setting: PlaceSetting | None, *, need_slurm: bool
 ) -> _Chosen:
-    """The site with what Slurm itself says filled in; ``setting`` is the one of the settings."""
+    """The site, completed by what Slurm says; ``setting`` is the site that the settings name."""
     from slurm_forge.cli.run_choice import site_places
     from slurm_forge.errors import SlurmCommandError
     from slurm_forge.site.detection import fill_from_slurm
 
     places = site_places(setting)
     if wanted is not None or places.preset() is not None:
-        places.load(wanted)  # a wrong name is told before Slurm is asked anything
+        places.load(wanted)  # a wrong name is reported before Slurm is asked anything
     try:
         config, partitions = slurm.show_config(), slurm.show_partitions()
     except SlurmCommandError:

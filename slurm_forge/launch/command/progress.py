@@ -51,20 +51,33 @@ def advanced(
     *,
     is_reported: bool,
 ) -> Advanced | None:
-    """Whether the program is further than ever, by the best of what it can be told by.  Pure.
+    """Whether the program is further than ever, by the best evidence that there is.
 
-    ``before`` is what was there when this start began, ``furthest`` the highest step of any start.
     A file with a number in its name counts by that number, one without by its time: a program that
-    writes the same numbers again gets nowhere.  ``is_reported``: of this start it was said
-    already, which is enough where only time tells.
+    writes the same numbers again makes no progress.  The number in the name of a progress file is
+    a step only if the output prints none: it may be a time or an epoch.
+
+    Args:
+        program: What shows progress.
+        before: What there was when this start began.
+        now: What there is now.
+        furthest: The highest step of any start.
+        is_reported: Progress of this start was reported before, which is enough where only the
+            running time shows progress.
+
+    Returns:
+        The event; None if there is no new progress.
     """
     if program.progress_file or program.checkpoint_glob:
         match = now.newest
         if match is None or (before.newest is not None and match.order <= before.newest.order):
             return None
-        if match.number is not None and match.number <= furthest:
+        step = match.number
+        if program.progress_file and program.reads_steps and now.printed is not None:
+            step = now.printed
+        if step is not None and step <= furthest:
             return None
-        return Advanced(what=match.path.name[:200], step=match.number)
+        return Advanced(what=match.path.name[:200], step=step)
     if program.reads_steps:
         if now.printed is None or now.printed <= furthest:
             return None

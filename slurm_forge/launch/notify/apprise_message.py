@@ -23,7 +23,7 @@ _LONGEST_ERROR = 300
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutgoingMessage:
-    """What is sent: plain text, and a file to attach where there is one."""
+    """What is sent: plain text, and an optional file to attach."""
 
     title: str
     body: str
@@ -31,7 +31,7 @@ class OutgoingMessage:
 
 
 class _Complaints(logging.Handler):
-    """What Apprise logs: its calls return no more than that they failed.
+    """What Apprise logs: its calls only return that they failed.
 
     What a server answered is only in what it logs for debugging.
     """
@@ -48,14 +48,13 @@ class _Complaints(logging.Handler):
 
 
 def send(target: Target, message: OutgoingMessage) -> str:
-    """Send a message; why that failed, without anything of the target's URL, else empty.
-
+    """Send a message; the reason why it failed, without any part of the target's URL, or empty.
     It takes as long as the target likes.
     """
     import apprise
 
     logger = logging.getLogger("apprise")
-    # Else its complaints, which quote URLs, would reach whoever reads our output.
+    # Otherwise its complaints, which quote URLs, would end up in our output.
     logger.propagate = False
     logger.setLevel(logging.DEBUG)
     complaints = _Complaints()

@@ -17,12 +17,12 @@ from slurm_forge.process import process_words
 Errors = dict[str, str]
 _LOOK_EVERY_S = 0.05
 _CUT_OFF = "no answer within {:.0f} s"
-#: Less than any task of the job, and than whoever works on a login node.
+#: Below any task of the job, and below the users of a login node.
 _NICE = 10
 
 
 def deliver(messages: Mapping[str, OutgoingMessage], within: Callable[[], float]) -> Errors:
-    """Send each target its message, all at once; why it failed for each, empty where it did not.
+    """Send each target its message, all at once; the reason of each failure, empty on success.
 
     Args:
         messages: By the name of the target.

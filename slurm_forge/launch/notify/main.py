@@ -1,8 +1,8 @@
 """The process ``notify RUN SECONDS``: sends what happens in a run while its standard input is open.
 
-The journal is looked at again and again, and once more when the input has ended; from then on there
-are so many seconds.  An attempt keeps it open and writes nothing; a watcher writes what it has
-found, and closes it at once.
+It reads the journal repeatedly, and once more when the input has ended; from then on it has SECONDS
+left.  An attempt keeps the input open and writes nothing; a watcher writes its findings and closes
+it at once.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from slurm_forge.run_directory.sent_messages import MOST_TRIES, failure_text
 from slurm_forge.run_directory.snapshot_file import signature
 
 _LOOK_EVERY_S = 5.0
-#: So many times what a look took of a processor passes before the next one: each folds the journal
-#: again, which has grown for a month maybe.
+#: The pause after a look, in multiples of the processor time that it took: each folds the journal
+#: again, which may have grown for a month.
 _SHARE = 20.0
 _NICE = 10
-#: How long a message may take while the attempt goes on.
+#: How long a message may take while the attempt is running.
 _LONGEST_S = 30.0
 #: An attempt writes its last report within seconds after the event that ends the run.
 _REPORT_WITHIN = timedelta(seconds=60)
-#: Signals that end the job: what is to be told may be just that.
+#: Signals that end the job: that may be the very news to send.
 _IGNORED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
@@ -60,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 class _Input:
-    """Standard input to its end, and the ``seconds`` that there are from then on."""
+    """Standard input to its end, and the ``seconds`` left from then on."""
 
     def __init__(self, seconds: float) -> None:
         self.content = b""
@@ -70,7 +70,7 @@ class _Input:
         threading.Thread(target=self._read, daemon=True).start()
 
     def left(self, deadline: float = float("inf")) -> float:
-        """Seconds until then, or fewer where the input has ended."""
+        """Seconds until then, or fewer if the input has ended."""
         return min(deadline, self._deadline) - time.monotonic()
 
     def _read(self) -> None:
@@ -107,7 +107,7 @@ def _send(
     *,
     at_once: bool = False,
 ) -> bool:
-    """Whether anything failed; it is told in the output, and never ends the process."""
+    """Whether anything failed; failures are printed and never end the process."""
     try:
         errors = sender.send(within, found, at_once=at_once)
     except (ForgeError, OSError, MemoryError) as error:

@@ -9,7 +9,7 @@ from slurm_forge.recovery.notices import EventNotice
 
 _LONGEST_TITLE = 120
 _LONGEST_LINE = 500
-#: More than that in one message nobody reads.
+#: Nobody reads more than that in one message.
 _MOST_NOTICES = 20
 
 
@@ -30,9 +30,9 @@ def message_of(
         notices: At least one.
         run: The name of the run.
         path: Its folder.
-        job: Its job; empty where it has none.
+        job: Its job; empty if it has none.
         attempt: Its newest attempt.
-        report: The path of its report, where there is one.
+        report: The path of its report, if there is one.
         attached: Whether the report is attached to the message.
         last_for_now: Whether the target gets no more messages for a while.
     """
@@ -49,7 +49,7 @@ def message_of(
     if report is not None:
         lines.append(f"Report: {_line(report)}{' (attached)' if attached else ''}")
     if last_for_now:
-        lines.append("This target has had many messages within an hour; the next ones wait.")
+        lines.append("This target received many messages within an hour; further ones are delayed.")
     return OutgoingMessage(
         title=_cut(_line(f"{run}: {ordered[0].words}"), _LONGEST_TITLE),
         body="\n".join(lines),
@@ -67,7 +67,7 @@ def test_message(target: str, host: str) -> OutgoingMessage:
 
 
 def _line(text: str) -> str:
-    """Texts of programs and hosts: one line, nothing that begins another header."""
+    """Foreign text on one line, so that it can't begin another header."""
     one_line = "".join(c if c.isprintable() else "?" for c in " ".join(text.split()))
     return _cut(one_line, _LONGEST_LINE)
 

@@ -28,7 +28,7 @@ class SendTimes:
         self._folder = folder
 
     def of(self, target: str) -> tuple[float, ...]:
-        """When it got messages, as far as is known."""
+        """When it got messages, as far as known."""
         with contextlib.suppress(OSError, ForgeError):
             times = read_json(self._file(target), _LIMIT).get("sent")
             if isinstance(times, list):
@@ -36,7 +36,7 @@ class SendTimes:
         return ()
 
     def add(self, targets: Iterable[str], time: float) -> None:
-        """Each of them gets a message now."""
+        """Record that each of them gets a message now."""
         for target in targets:
             with contextlib.suppress(OSError, ForgeError):
                 make_private_directory(self._folder)

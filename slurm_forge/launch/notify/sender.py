@@ -1,4 +1,4 @@
-"""Sends what is news about a run, once for each event and target, whoever looks."""
+"""Sends news about a run, once for each event and target, whichever process finds it."""
 
 from __future__ import annotations
 
@@ -60,8 +60,8 @@ class RunSender:
         knobs: Where the user's files are.
         deliver: Sends the messages.
         clock: The time, in seconds since the epoch.
-        most_tries: How often a message is tried by then, by whoever it was.
-        report_within: How long the end of a run is kept back for a report that tells of it.
+        most_tries: The most attempts to send a message, those of other processes included.
+        report_within: How long the message about the end of a run waits for the report about it.
     """
 
     def __init__(
@@ -132,7 +132,7 @@ class RunSender:
         *,
         at_once: bool = False,
     ) -> Errors:
-        """Send what is due in the time that there is; the reasons of failures by target."""
+        """Send what is due within the time left; the reasons of failures by target."""
         due = self.due(found, at_once=at_once)
         if not due or within() <= 0:
             return {}
@@ -158,7 +158,7 @@ class RunSender:
         return {target: error for target, error in errors.items() if error}
 
     def _read(self) -> list[Record]:
-        """What ``fold`` needs of the journal, of which only what is new is read."""
+        """What ``fold`` needs of the journal; only new records are read."""
         more, _ = self._tail.poll()
         if more:
             self._records = without_superseded_records([*self._records, *more])
@@ -166,7 +166,7 @@ class RunSender:
         return [*self._records] if earlier is None else [earlier, *self._records]
 
     def _problem(self, targets: tuple[str, ...]) -> str:
-        """Why nothing can be sent from this host; empty where something can."""
+        """Why nothing can be sent from this host; empty if something can."""
         try:
             refuse_unsendable(NotifySpec(to=targets), self._targets_file)
         except (ForgeError, OSError) as error:
@@ -181,7 +181,7 @@ class RunSender:
         return report is None or report.st_mtime < notice.time
 
     def _report(self) -> os.stat_result | None:
-        """What is known of the report's file, if that is one to trust."""
+        """Facts about the report's file, if it can be trusted."""
         with (
             contextlib.suppress(OSError, ForgeError),
             os.fdopen(open_trusted(self._run.report_file), "rb") as file,
@@ -198,7 +198,7 @@ class RunSender:
             job=self._job,
             attempt=self._attempt,
             report=None if report is None else str(self._run.report_file),
-            # An older one tells that the run goes on.
+            # An older one says that the run is in progress.
             attached=report is not None
             and report.st_size <= _LARGEST_ATTACHMENT
             and report.st_mtime >= max(each.time for each in notices),

@@ -31,8 +31,8 @@ def notifications(
 ) -> Iterator[None]:
     """Send what happens in the run during the block, and at its end.
 
-    Nothing of it raises, and the end of the block waits for ``end_waits`` at most: what could not
-    be sent by then is left to whoever looks next.
+    It never raises, and the end of the block waits for ``end_waits`` at most: what could not be
+    sent by then is left to the next process that looks.
     """
     waits_s = end_waits.total_seconds()
     process = _start(run, waits_s - _TO_SETTLE_S) if spec.to and spec.from_job else None

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 _LIMIT = 1 << 16
 _GUIDE = "docs/how-to/notifications.md"
-#: What stands between the parts of a URL.
+#: The delimiters between the parts of a URL.
 _BETWEEN = re.compile(r"[/:@?&=,;#\s]+")
 _HIDDEN = "***"
 
@@ -42,11 +42,11 @@ class Target:
 
     @property
     def service(self) -> str:
-        """What it is sent through, such as ``mailto`` or ``slack``."""
+        """The service behind it, such as ``mailto`` or ``slack``."""
         return self.url.partition("://")[0]
 
     def without_secrets(self, text: str) -> str:
-        """A text of somebody else's with every part of the URL replaced, however it is encoded."""
+        """Foreign text with every part of the URL replaced, however it is encoded."""
         parts = {self.url, *_BETWEEN.split(self.url.partition("://")[2])}
         forms = {form for part in parts for form in (part, unquote(part), unquote_plus(part))}
         for form in sorted(forms, key=len, reverse=True):
@@ -74,7 +74,7 @@ def read_targets(path: Path) -> dict[str, Target]:
         descriptor = open_trusted(path)
     except FileNotFoundError:
         raise ConfigError(
-            "there is no such file, and the URLs of notification targets belong into it",
+            "there is no such file, and the URLs of notification targets belong in it",
             path=path,
             next_step=f"Make it, for you alone (chmod 600), with lines NAME: URL ({_GUIDE}).",
         ) from None
@@ -118,7 +118,7 @@ def _url(value: object, name: str, path: Path, line: int | None) -> str:
 
 
 def chosen_targets(names: Iterable[str], targets: Mapping[str, Target], path: Path) -> list[Target]:
-    """The targets of those names; ``ConfigError`` for one that is not there."""
+    """The targets of those names; ``ConfigError`` for an unknown one."""
     for name in names:
         if name not in targets:
             raise ConfigError(
@@ -130,7 +130,7 @@ def chosen_targets(names: Iterable[str], targets: Mapping[str, Target], path: Pa
 
 
 def require_apprise() -> None:
-    """``ConfigError`` where Apprise, which sends everything, is not installed."""
+    """``ConfigError`` if Apprise, which sends everything, is not installed."""
     with contextlib.suppress(ImportError, ValueError):
         if find_spec("apprise") is not None:
             return

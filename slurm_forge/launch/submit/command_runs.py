@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from slurm_forge.documents import Document, build, build_plain, read
+from slurm_forge.documents import Document, build, build_plain, merged, read
+from slurm_forge.documents.writing import dump
 from slurm_forge.errors import ConfigError
+from slurm_forge.files import is_file, write_atomic
+from slurm_forge.knobs import Knobs
 from slurm_forge.launch.submit.submission import (
     create_run,
     replace_job,
@@ -20,6 +23,7 @@ from slurm_forge.run_directory import RunDirectory
 from slurm_forge.site.model import Site
 from slurm_forge.spec import JobSpec
 from slurm_forge.spec.launchers import ProgramSpec
+from slurm_forge.spec.layers import command_settings
 from slurm_forge.spec.run_file import RunFile, read_run_file
 
 _KEY = re.compile(r"^(?:[^\n]*?: )?(?P<key>[a-z_]+): ")
@@ -33,11 +37,21 @@ def program_job(
     path: Path | None = None,
     job_name: str = "",
     lead: str | None = None,
+    settings: Callable[[str], Document] = lambda name: Document({}, None),
 ) -> JobSpec:
-    """The job that a command line means; ``path`` is a job file, whose keys it adds to.
+    """The job that a command line describes.
 
-    The name is the one given, else the file's, else ``job_name``.  ``ConfigError`` names the option
-    or the line.
+    Args:
+        command: The program and its arguments.
+        name: The name of the run; without it the job file's, else ``job_name``.
+        options: Keys of ``program:``; None and False are not given.
+        path: A job file; the command line overrides its keys.
+        job_name: The name of the Slurm job.
+        lead: ``--lead``.
+        settings: The settings below the job file, for a run of that name.
+
+    Raises:
+        ConfigError: Names the option or the line that is wrong.
     """
     document = Document({}, None) if path is None else read(path)
     data = dict(document.data)
@@ -79,13 +93,16 @@ def program_job(
             next_step="Give it one: slurm-forge exec --name big -- …  A run continues under its "
             "name in every job.",
         )
-    settings = {key: value for key, value in (("name", name), ("lead", lead)) if value is not None}
-    if settings:
-        _check_options(JobSpec, {"name": "x", "command": ["true"], **settings})
+    given = {key: value for key, value in (("name", name), ("lead", lead)) if value is not None}
+    if given:
+        _check_options(JobSpec, {"name": "x", "command": ["true"], **given})
     data["name"] = run_name
     if run_name == job_name:
         _check_job_name(job_name)
-    return build(JobSpec, replace(document, data=data))
+    own = replace(document, data=data)
+    job = build(JobSpec, own)
+    below = settings(job.name)
+    return build(JobSpec, merged(below, own)) if below.data else job
 
 
 def _check_options(model: type[ProgramSpec | JobSpec], values: Mapping[str, Any]) -> None:
@@ -126,18 +143,54 @@ def _check_job_name(text: str) -> None:
         ) from None
 
 
-def open_run(
-    job: JobSpec, *, runs: Path, site: Site, folder: Path, partition: str | None = None
-) -> tuple[RunDirectory, RunFile]:
-    """Make the run, or go on with the one of that name, whose command may have been changed.
+def settings_of_run(run: RunDirectory, path: Path | None, knobs: Knobs) -> Document:
+    """The settings of a command's run: those of its creation, which every later start uses.
 
-    ``partition`` is the one that the Slurm job is in.
-    ``ConfigError`` where the name is that of another kind of run, or of one that is finished and
-    was begun with another command.
+    A node may not have the user's home, and a run in progress must not change, or fail to start,
+    because somebody edits a file that is meant for new runs.
+
+    Args:
+        run: The run, which may not exist yet.
+        path: Its job file.
+        knobs: Where the user's settings are.
+
+    Raises:
+        ConfigError: A file of settings has mistakes.
+        UnsafeFileError: Others can write to a file of settings.
+    """
+    if not run.exists() or untouched(run):
+        return command_settings(path, knobs)
+    if not is_file(run.settings_file):
+        return Document({}, None)
+    return read(run.settings_file, trusted=True, may_be_empty=True)
+
+
+def open_run(
+    job: JobSpec,
+    *,
+    runs: Path,
+    site: Site,
+    folder: Path,
+    partition: str | None = None,
+    settings: Document | None = None,
+) -> tuple[RunDirectory, RunFile]:
+    """Create the run, or continue the one of that name, whose command may have changed.
+
+    Args:
+        job: The job.
+        runs: The folder of runs.
+        site: The site of a new run.
+        folder: The current folder.
+        partition: The partition of the Slurm job.
+        settings: What ``settings_of_run`` returned; kept for later starts.
+
+    Raises:
+        ConfigError: The name belongs to another kind of run, or to one that has finished and was
+            started with another command.
     """
     run = RunDirectory.at(runs / job.name)
     if not run.exists() or untouched(run):
-        return create_run(
+        made = create_run(
             job,
             runs=runs,
             site=site,
@@ -145,6 +198,9 @@ def open_run(
             python=sys.executable,
             partition=partition,
         )
+        if settings is not None and settings.data:
+            write_atomic(run.settings_file, dump(settings.data).encode())
+        return made
     run.refuse_others()
     file = read_run_file(run.spec_file)
     if file.job.entry is not None:

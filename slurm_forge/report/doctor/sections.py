@@ -35,7 +35,7 @@ class Remark:
 
 @dataclass(frozen=True, slots=True)
 class ReportSection:
-    """Lines about one thing; ``about`` stands beside the title."""
+    """Lines about one thing; ``about`` is printed beside the title."""
 
     title: str
     about: str = ""
@@ -101,7 +101,7 @@ def site_section(
             )
         )
     elif not compared:
-        remarks.append(Remark(Mark.WARNING, "it was not compared: Slurm could not be asked."))
+        remarks.append(Remark(Mark.WARNING, "not compared: Slurm could not be queried."))
     wrong = [each for each in differences if each.kind is not SiteDifferenceKind.NOT_IN_FILE]
     lacking = [each for each in differences if each.kind is SiteDifferenceKind.NOT_IN_FILE]
     for each in wrong[:_SHOWN]:
@@ -285,7 +285,7 @@ def _back(prediction: Prediction) -> str:
     if prediction.delay is not None:
         when = f"; it can start again about {_words(prediction.delay)} later"
     first = "The run saves and " if saved else "The run "
-    lost = "" if saved else " What came after the last periodic checkpoint is computed again."
+    lost = "" if saved else " Work after the last periodic checkpoint is repeated."
     return f"{first}{how}{when}.{lost}"
 
 
@@ -294,7 +294,7 @@ def _limit(place: PreemptionForecast, *, of_job: bool) -> str:
     if place.limit is None or forecast.lead is None:
         default = place.default_time
         asks = f"; a job that asks for none gets {_words(default)}" if default else ""
-        # None of QOS, associations and partition says one: whoever was asked said "unlimited".
+        # Neither QOS, nor associations, nor partition has one: all of them said "unlimited".
         return f"Slurm names no longest time limit{asks}."
     which = "Its time limit is" if of_job else "The longest time limit is"
     back = {

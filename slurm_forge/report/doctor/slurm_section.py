@@ -65,8 +65,8 @@ def slurm_section(survey: Survey) -> ReportSection:
     clocks = clock_difference(
         survey.clock_ahead_s,
         "the controller's",
-        "A run saves before the end of its time limit by the controller's clock, which its first "
-        "node asks for; under submitit's own executors by the node's, so too early where that is "
+        "A run saves before its time limit ends by the controller's clock, which its first node "
+        "asks for; under submitit's own executors by the node's clock, so too early if that one is "
         "ahead.",
     )
     remarks = (*_questions(survey), *_version(survey), *clocks, *_settings(survey))
@@ -114,7 +114,7 @@ def _questions(survey: Survey) -> Iterator[Remark]:
     }
     for each in survey.questions:
         if each.reply in (Reply.ANSWERED, Reply.NOT_ASKED) or each.command.split(" ")[0] in missing:
-            continue  # a command that is not there is told of once, as a fact of this machine
+            continue  # a missing command is reported once, as a fact about this machine
         words = clean(each.words, 160).rstrip(".")
         # "no answer within 10 s" and the like say it all.
         reply = words if words.startswith(each.reply.value) else each.reply.value

@@ -64,7 +64,7 @@ def storage_section(facts: StorageFacts) -> ReportSection:
 
 def _kind(facts: StorageFacts) -> Iterator[Remark]:
     if not facts.exists:
-        yield Remark(Mark.OK, "the folder does not exist yet; the one above it was checked.")
+        yield Remark(Mark.OK, "the folder does not exist yet; its parent was checked.")
     mount = facts.mount
     if mount is None:
         yield Remark(Mark.NOTE, "its file system could not be determined.")
@@ -207,7 +207,7 @@ def _tried(tried: Tried | None) -> Iterator[Remark]:
     )
     match tried.locks:
         case Locks.WORK:
-            yield Remark(Mark.OK, "locks hold between processes of this host.")
+            yield Remark(Mark.OK, "locks work between processes of this host.")
         case Locks.NONE | Locks.DO_NOT_HOLD:
             yield Remark(
                 Mark.NOTE,
@@ -231,7 +231,7 @@ def _purge(storage: Storage | None) -> Iterator[Remark]:
 
 
 def checkpoint_section(advice: Advice, places: tuple[PreemptionForecast, ...]) -> ReportSection:
-    """How often to save, and what that rests on."""
+    """How often to save, and the figures behind it."""
     remarks = [Remark(Mark.OK, _advice(advice))]
     bare = [
         each.partition or each.qos or "?"
@@ -255,7 +255,7 @@ def checkpoint_section(advice: Advice, places: tuple[PreemptionForecast, ...]) -
 def _advice(advice: Advice) -> str:
     every = _words(advice.every)
     if not advice.saves or advice.blocked is None or advice.durable is None:
-        where = f"{plural(advice.runs, 'run')} here" if advice.runs else "no run here yet"
+        where = f"{plural(advice.runs, 'run')} here" if advice.runs else "no runs here yet"
         return (
             f"every {every}: nothing was measured ({where}). With every_minutes: auto, the "
             "default, a run adapts to the saves that it measures."
@@ -269,7 +269,7 @@ def _advice(advice: Advice) -> str:
 
 
 def _interrupted(advice: Advice) -> str:
-    """How often runs were interrupted; what is assumed, where they were not, is told as that."""
+    """How often runs were interrupted; without interruptions, an assumption marked as one."""
     running, between = (span(each.total_seconds()) for each in (advice.running, advice.between))
     if advice.interruptions == 0:
         more = span(ASSUMED.total_seconds())

@@ -28,20 +28,21 @@ from slurm_forge.vocabulary.cause import Evidence
 from slurm_forge.vocabulary.decision import Action
 
 _GAP = "   "
-#: Longer evidence is cut where a whole run is told, not where one attempt is.
+#: Longer evidence is shortened, less where one attempt is shown than where all are.
 _EVIDENCE = 220
+_EVIDENCE_IN_FULL = 1200
 #: Evidence that fits a line stays on it; else each piece has one of its own.
 _ONE_LINE = 130
-#: What was done about an incident goes on in another line behind this many characters.
+#: What was done about an incident is wrapped at this many characters.
 _WIDTH = 110
-#: Notes, rows of skipped steps and incidents of a launch that are told without being asked for.
+#: Notes, rows of skipped steps and incidents of a launch that are shown by default.
 _SHOWN_NOTES = 5
 _SHOWN_ROWS = 5
 _SHOWN_INCIDENTS = 8
 _SHOWN_PACES = 5
-#: Pieces of evidence that are told without being asked for: the strongest come first.
+#: Pieces of evidence that are shown by default: the strongest come first.
 _SHOWN_EVIDENCE = 3
-#: What ranks that only followed the first one said: told in a few words.
+#: The words of ranks that only followed the first one: summarized.
 _FOLLOWERS = "followers"
 #: Where the stacks of a standstill lie: who reads of one wants them next.
 _STACKS = "stacks"
@@ -59,12 +60,21 @@ _Moment = tuple[float, Sequence[str]]
 
 
 class AttemptText:
-    """Tells attempts of a run, briefly or in full."""
+    """Tells attempts of a run, briefly or in full; ``verbose`` shortens nothing."""
 
-    def __init__(self, story: s.RunStory, now: float, zone: tzinfo | None, *, full: bool) -> None:
+    def __init__(
+        self,
+        story: s.RunStory,
+        now: float,
+        zone: tzinfo | None,
+        *,
+        full: bool,
+        verbose: bool = False,
+    ) -> None:
         self._now = now
         self._zone = zone
         self._full = full
+        self._limit = 0 if verbose else _EVIDENCE_IN_FULL if full else _EVIDENCE
         self._run = story
         self._incidents = {
             incident.id: incident
@@ -158,7 +168,7 @@ class AttemptText:
         yield from self._end(launch, over=over)
 
     def _resumes(self, launch: s.LaunchStory) -> Iterator[_Moment]:
-        """Training that began again inside the launch; in short told with the incident."""
+        """Training that resumed inside the launch; unless in full, shown with the incident."""
         for resume in launch.resumes[1:]:
             if self._full or self._decision(resume.after) is None:
                 event, name = resume.event, "the start"
@@ -189,7 +199,7 @@ class AttemptText:
         return None if incident is None else incident.decision
 
     def _skips(self, launch: s.LaunchStory) -> Iterator[_Moment]:
-        """Rows of skipped steps that no incident was made of, else they are told with that."""
+        """Rows of skipped steps without an incident; the others are shown with theirs."""
         complete, in_part = _rows_of_incidents(launch)
         rows = [row for row in launch.skipped if self._full or id(row) not in complete]
         shown = rows if self._full else rows[:_SHOWN_ROWS]
@@ -210,7 +220,7 @@ class AttemptText:
             )
 
     def _skip(self, row: s.SkipStory, *, with_evidence: bool) -> Iterator[str]:
-        """``with_evidence``: its evidence stands here, and not with its incident."""
+        """``with_evidence``: the evidence is shown here, not with the incident."""
         undone = "; undone by a rollback" if row.undone else ""
         evidence = _observations(row.evidence, self._limit) if with_evidence else []
         first, rest = "; ".join(evidence), []
@@ -270,7 +280,10 @@ class AttemptText:
     def _evidence(self, evidence: Sequence[Evidence], attempt: int) -> list[str]:
         """All of it in full; else the strongest, and in a few words who only followed."""
         if self._full:
-            return _observations(evidence, 0)
+            lines = _observations(evidence, self._limit)
+            if lines != _observations(evidence, 0):
+                lines.append("(abridged: --verbose shows everything)")
+            return lines
         followed = [each for each in evidence if each.source == _FOLLOWERS]
         silent = [each for each in evidence if _SILENT.fullmatch(f"{each.source}: {each.text}")]
         stacks = [each for each in evidence if each.source == _STACKS]
@@ -299,7 +312,7 @@ class AttemptText:
             yield late.time, [f"{self._at(late.time)}  probe failed, {what}: {_late(late.event)}"]
 
     def _paces(self, launch: s.LaunchStory) -> Iterator[_Moment]:
-        """Slow nodes, and what became slower for everybody; of many the first ones."""
+        """Slow nodes and general slowdowns; of many, the first ones."""
         shown = None if self._full else _SHOWN_PACES
         for slow in launch.slow[:shown]:
             yield slow.time, [f"{self._at(slow.time)}  {slow_line(slow, self._zone)}"]
@@ -307,7 +320,7 @@ class AttemptText:
             yield trend.time, [f"{self._at(trend.time)}  {trend_line(trend, self._zone)}"]
 
     def _details(self, launch: s.LaunchStory) -> Iterator[_Moment]:
-        """What is told in full only."""
+        """What is only shown in full."""
         for notice in launch.notices:
             what, source = t.clean(notice.event.what, 120), t.clean(notice.event.source, 120)
             yield notice.time, [f"{self._at(notice.time)}  notice: {what} ({source})"]
@@ -346,16 +359,12 @@ class AttemptText:
                 why = t.clean(comeback.reason, self._limit)
                 yield (f"  {self._at(comeback.time)}  {t.clean(comeback.method, 60)} failed: {why}")
 
-    @property
-    def _limit(self) -> int:
-        return 0 if self._full else _EVIDENCE
-
     def _at(self, time: float | None) -> str:
         return t.clock(time, self._zone)
 
 
 def _of_program(launch: s.LaunchStory) -> str:
-    """From where a program went on and how far it came, as far as it or its files tell."""
+    """Where a program resumed and how far it came, according to its output or files."""
     parts = []
     if launch.resumes:
         event = launch.resumes[0].event
@@ -369,7 +378,7 @@ def _of_program(launch: s.LaunchStory) -> str:
 
 
 def _rows_of_incidents(launch: s.LaunchStory) -> tuple[set[int], set[int]]:
-    """By identity: rows of which every step is told with an incident, and all that one is in."""
+    """By identity: rows that an incident covers whole, and all rows that have an incident."""
     complete, in_part = set[int](), set[int]()
     for incident in launch.incidents:
         row = row_of(launch, incident)

@@ -30,7 +30,7 @@ from slurm_forge.vocabulary.decision import Change, Decision
 from slurm_forge.vocabulary.job_change import CODE, ON_PURPOSE
 from slurm_forge.vocabulary.plan import RecoveryPlan
 
-#: Parameters whose part in the result is told from the plans themselves.
+#: Parameters whose effect on the result is derived from the plans themselves.
 _PLANNED = frozenset({"lr_scale", "skipped_samples", "reseeded"})
 _SHOWN_ROWS = 5
 

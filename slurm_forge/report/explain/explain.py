@@ -34,7 +34,7 @@ AT_REST = frozenset({RunStatus.HELD, RunStatus.STOPPED, RunStatus.CANCELLED, Run
 
 
 def explain(facts: RunFacts) -> RunStory:
-    """Tell the run as its journal tells it.  Never raises, whatever the journal holds."""
+    """The story of a run, from its journal.  Never raises, whatever the journal holds."""
     ordered = in_order(without_fenced(facts.records))
     state = facts.state()
     history = history_of(ordered)
@@ -45,7 +45,7 @@ def explain(facts: RunFacts) -> RunStory:
     last_seen = max((a.last_seen for a in history.attempts), default=None)
     until = last_seen if now.status in AT_REST else facts.now
     if now.status is RunStatus.RUNNING and not now.doubtful and _trains(history):
-        # What it does since its last word will be told with the next one: nothing is lost by that.
+        # What it has done since its last record is in the next one: nothing is lost.
         until = history.lineage.trained_until
     elapsed = None if started is None or until is None else max(0.0, until - started)
     line = history.lineage
@@ -190,7 +190,7 @@ def _ending(line: Lineage, status: RunStatus, last_seen: float | None) -> float:
 
 
 def _step(state: RunState, history: History) -> int | None:
-    """Where training stands: before any training, None."""
+    """The newest step; None before any training."""
     return history.step if history.step is not None else state.committed_step
 
 

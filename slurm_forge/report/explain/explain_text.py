@@ -31,12 +31,20 @@ def explain_text(
     reference: str,
     zone: tzinfo | None = None,
     attempt: int | None = None,
+    verbose: bool = False,
     earlier: RunState | None = None,
 ) -> str:
-    """The story as lines; ``attempt`` tells that one in full.  ``zone`` None is the local one.
+    """The story as lines.
 
-    ``earlier`` is the state after attempts that the story leaves out: they are told in a few lines,
-    and what the others cost is told as theirs.
+    Args:
+        story: The run.
+        now: The time.
+        reference: What a person types to name the run.
+        zone: The time zone; None is the local one.
+        attempt: Show only this one, in full.
+        verbose: Shorten no evidence.
+        earlier: The state after attempts that the story does not contain: they are summarized, and
+            costs and changes are marked as those of the others.
     """
     left_out = () if earlier is None else earlier.attempts
     since = f" since attempt {story.attempts[0].number}" if left_out and story.attempts else ""
@@ -53,7 +61,7 @@ def explain_text(
         lines += ["", "no attempt has been started yet" if attempt is None else "no such attempt"]
     if earlier is not None and left_out:
         lines += ["", *_earlier(earlier, now, reference, zone)]
-    text = AttemptText(story, now, zone, full=attempt is not None)
+    text = AttemptText(story, now, zone, full=attempt is not None, verbose=verbose)
     last = story.attempts[-1].number if story.attempts else None
     for one in attempts:
         rests = story.status not in (RunStatus.RUNNING.value, RunStatus.SUBMITTED.value)
@@ -63,7 +71,7 @@ def explain_text(
 
 
 def _earlier(state: RunState, now: float, reference: str, zone: tzinfo | None) -> Iterator[str]:
-    """How many attempts are left out, what ended them, and how all of it is read."""
+    """How many attempts are omitted, what ended them, and the command that shows them."""
     first, last = state.attempts[0], state.attempts[-1]
     end = last.started if last.ended is None else last.ended
     parts = [f"attempts {first.number} to {last.number}", t.period(first.started, end, now, zone)]
@@ -125,7 +133,7 @@ def _worth_telling_s(story: s.RunStory) -> float:
 
 
 def costs(story: s.RunStory) -> Iterator[str]:
-    """What the nodes were held for in vain, and how long the run waited for them."""
+    """Node time that was lost, and how long the run waited for nodes."""
     ranks = max((each.ranks or 1 for each in _incidents(story)), default=1)
     worth = _worth_telling_s(story) * ranks
     if story.lost_rank_s >= worth:

@@ -1,4 +1,4 @@
-"""What would have made a run smoother: told at its end, for the next one."""
+"""What would have made a run smoother: advice at its end, for the next one."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _TWICE = 2
 _INDICES = re.compile(r"dataset\[.*$")
 #: How a note of the memory's watch begins.
 _ALLOCATOR = "allocator retries"
-#: How much is told of why a save failed.
+#: The most characters of the reason why a save failed.
 _REASON = 100
 
 

@@ -25,8 +25,8 @@ _CHAINED = ("direct cause of the following exception", "another exception occurr
 class ErrorBlock:
     """Lines that belong to one error, and what it is known as (``label``, empty: nothing known).
 
-    ``follows``: whoever printed it was only hit by the end of another rank.  ``ranks`` are those
-    that printed the same, in the order of their first lines.
+    ``follows``: the rank that printed it only suffered from the end of another.  ``ranks`` are
+    those that printed the same, in the order of their first lines.
     """
 
     lines: tuple[Line, ...]
@@ -37,7 +37,7 @@ class ErrorBlock:
 
     @property
     def time(self) -> float:
-        """When it was printed, as far as its lines tell."""
+        """When it was printed, according to its lines."""
         return self.lines[0].time
 
     @property

@@ -1,4 +1,4 @@
-"""Which of the files of a run hold the output of an attempt, and which one tells most."""
+"""Which files hold the output of an attempt, and which of them says most."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def outputs_of(jobs: Iterable[str], logs: Sequence[str]) -> Mapping[str, tuple[s
 
 
 def rank_of(path: str) -> int | None:
-    """The rank whose output alone is in the file, by its name; None where that is no one's."""
+    """The only rank whose output is in the file, by its name; None if there are several."""
     match = _OF_RANK.fullmatch(_name(path))
     return None if match is None else int(match[1])
 

@@ -1,4 +1,4 @@
-"""What a line of output tells about itself: when it was printed, by which rank, in which launch."""
+"""Facts in a line of output: when it was printed, by which rank, in which launch."""
 
 from __future__ import annotations
 
@@ -76,8 +76,8 @@ class Source:
 class Line:
     """A line of output.
 
-    ``time`` is that of the last line up to it that tells one, else when the launch began.  None of
-    the others is certain: ``launch`` and ``rank`` are None where nothing tells.
+    ``time`` is that of the last line up to it that contains one, else when the launch began.
+    ``launch`` and ``rank`` are None if unknown.
     """
 
     text: str
@@ -113,7 +113,7 @@ class Place:
     ) -> Place:
         """Where the first of ``texts`` is read, which are the end of the file.
 
-        Lines before the first one that tells a time have that one; where none does, they have that
+        Lines before the first one that contains a time get that time; if none does, all get that
         of the last write.
         """
         attempt = _attempt_of(source, texts, zone)
@@ -158,7 +158,7 @@ class Place:
             self._time = max(self._time, self._launch.started)
 
     def _pass_on(self, time: float) -> None:
-        """Where no launch is marked, its time tells to which attempt a line belongs."""
+        """Where no launch is marked, the time of a line shows its attempt."""
         for each in self._source.attempts:
             if each.number > self._attempt.number and each.started <= time:
                 self._attempt = each
@@ -171,7 +171,7 @@ def _attempt_of(source: Source, texts: Sequence[str], zone: tzinfo | None) -> At
         mark = mark_of(text)
         index = None if mark is None else _index(spans, mark[0])
         if mark is not None and index is not None:
-            # What stands before the first launch of an attempt is of the one before.
+            # Lines before the first launch of an attempt belong to the previous one.
             return spans[index if mark[1] > 1 else max(0, index - 1)]
     time = _first_time(source, texts, spans[0], zone)
     begun = [each for each in spans if time is not None and each.started <= time]

@@ -1,8 +1,8 @@
 """Figures as metric families of ``prometheus_client``, which is imported here and nowhere else.
 
 Names and units follow https://prometheus.io/docs/practices/naming: base units, ``_total`` for what
-only grows, times as timestamps, so that an age is ``time() - X``.  What a run's time was spent on
-is a gauge: trained steps may turn out to have been in vain.
+only grows, times as timestamps, so that an age is ``time() - X``.  How a run's time was spent is a
+gauge: steps that a rollback undoes count as repeated afterwards.
 """
 
 from __future__ import annotations
@@ -34,103 +34,128 @@ class Refreshed:
     Attributes:
         time: When, in seconds since the epoch.
         seconds: How long it took.
-        left_out: Runs that are beyond the limit.
+        omitted: Runs beyond the limit.
         unreadable: Runs whose files can't be read.
     """
 
     time: float
     seconds: float
-    left_out: int
+    omitted: int
     unreadable: int
 
 
-_Read = Callable[[RunFigures], float | int | None]
-#: Gauges with no label but the run: name, what it is, how it is read.
-_GAUGES: tuple[tuple[str, str, _Read], ...] = (
-    ("ranks", "Ranks of the newest launch.", lambda f: f.ranks),
-    ("step", "Optimizer steps done; goes back at a rollback.", lambda f: f.step),
-    ("target_step", "The step at which the run will be finished.", lambda f: f.target_step),
-    ("step_duration_seconds", "Time of an optimizer step, lately.", lambda f: f.step_s),
-    ("loss", "The newest loss that the program logged.", lambda f: f.loss),
-    (
+@dataclass(frozen=True, slots=True)
+class _Gauge:
+    """A gauge whose only label is the run.
+
+    Attributes:
+        name: Without the prefix.
+        text: What it is.
+        read: Its value; None is not exported.
+        of: The states in which a run has it; empty is all of them.
+    """
+
+    name: str
+    text: str
+    read: Callable[[RunFigures], float | int | None]
+    of: frozenset[str] = frozenset()
+
+
+_RUNNING = frozenset({RunStatus.RUNNING.value})
+_WAITING = frozenset({RunStatus.SUBMITTED.value, RunStatus.REQUEUED.value})
+_GAUGES = (
+    _Gauge("ranks", "Ranks of the launch.", lambda f: f.ranks, _RUNNING),
+    _Gauge("step", "Optimizer steps done; decreases at a rollback.", lambda f: f.step),
+    _Gauge("target_step", "The step at which the run finishes.", lambda f: f.target_step, _RUNNING),
+    _Gauge(
+        "step_duration_seconds", "Recent time of an optimizer step.", lambda f: f.step_s, _RUNNING
+    ),
+    _Gauge("loss", "The newest loss that the program logged.", lambda f: f.loss),
+    _Gauge(
         "last_progress_timestamp_seconds",
-        "When training was last heard of.",
+        "When training last reported a step.",
         lambda f: f.last_progress,
+        _RUNNING,
     ),
-    (
+    _Gauge(
         "attempt_started_timestamp_seconds",
-        "When the newest attempt started.",
+        "When the attempt started.",
         lambda f: f.attempt_started,
+        _RUNNING,
     ),
-    (
+    _Gauge(
         "goodput_ratio",
-        "Share of the time since the first start spent on steps that stayed.",
+        "Share of the time since the first start that was spent on steps that were kept.",
         lambda f: f.goodput,
     ),
-    ("probe_latency_seconds", "Time of the newest collective probe.", lambda f: f.probe_s),
-    (
-        "queue_wait_seconds",
-        "The last wait in the queue, which may be the present one.",
-        lambda f: f.queue_s,
+    _Gauge(
+        "probe_latency_seconds",
+        "Time of the newest collective probe.",
+        lambda f: f.probe_s,
+        _RUNNING,
     ),
-    (
+    _Gauge(
+        "queue_wait_seconds",
+        "How long the run has been waiting in the queue.",
+        lambda f: f.queue_s,
+        _WAITING,
+    ),
+    _Gauge(
         "last_checkpoint_timestamp_seconds",
         "When the newest checkpoint was committed.",
         lambda f: None if f.checkpoint is None else f.checkpoint[0],
+        _RUNNING,
     ),
-    (
-        "last_checkpoint_step",
-        "Step of the newest checkpoint.",
-        lambda f: None if f.checkpoint is None else f.checkpoint[1].step,
-    ),
-    (
+    _Gauge(
         "last_checkpoint_duration_seconds",
         "From the beginning of the newest save until it was on disk.",
         lambda f: None if f.checkpoint is None else f.checkpoint[1].seconds,
+        _RUNNING,
     ),
-    (
-        "last_checkpoint_blocked_seconds",
-        "How long training waited for the newest save.",
-        lambda f: None if f.checkpoint is None else f.checkpoint[1].blocked_s,
+    _Gauge(
+        "failing_saves",
+        "Saves that have failed since the newest checkpoint.",
+        lambda f: f.failing_saves or None,
     ),
-    (
-        "last_checkpoint_size_bytes",
-        "Size of the newest checkpoint.",
-        lambda f: None if f.checkpoint is None else f.checkpoint[1].size,
-    ),
-)
-_COUNTERS: tuple[tuple[str, str, _Read], ...] = (
-    ("attempts", "Starts of the job.", lambda f: f.attempts),
-    ("requeues", "Requeues and successors that Slurm accepted.", lambda f: f.requeues),
-    ("checkpoints", "Checkpoints committed.", lambda f: f.checkpoints),
-    ("failed_saves", "Saves that failed.", lambda f: f.failed_saves),
 )
 
 
 def metric_families(runs: Sequence[RunFigures], refreshed: Refreshed) -> Iterator[Metric]:
-    """Every family, with a sample for each run that has one."""
-    yield from _states(runs)
-    for name, text, read in _GAUGES:
-        gauge = GaugeMetricFamily(f"{_PREFIX}{name}", text, labels=("run",))
-        _fill(gauge, runs, read)
-        yield gauge
-    for name, text, read in _COUNTERS:
-        counter = CounterMetricFamily(f"{_PREFIX}{name}", text, labels=("run",))
-        _fill(counter, runs, read)
-        yield counter
+    """Every family, with a sample for each run that has one.
+
+    Each new series costs a Prometheus time and memory, so a run has only those that say something:
+    one for its state, none for causes and uses of time that never occurred, and after its end none
+    about what only a running job has.
+    """
+    info = GaugeMetricFamily(
+        f"{_PREFIX}info",
+        "Always 1; the labels are the newest Slurm job of the run and its state.",
+        labels=("run", "job_id", "state"),
+    )
+    attempts = CounterMetricFamily(f"{_PREFIX}attempts", "Starts of the job.", labels=("run",))
     incidents = CounterMetricFamily(
         f"{_PREFIX}incidents", "Incidents by cause.", labels=("run", "cause")
     )
     times = GaugeMetricFamily(
-        f"{_PREFIX}time_seconds", "What the time of a run was spent on.", labels=("run", "use")
+        f"{_PREFIX}time_seconds", "How the time of a run was spent.", labels=("run", "use")
     )
     for each in runs:
+        info.add_metric((each.run, each.job, each.status), 1)
+        attempts.add_metric((each.run,), each.attempts)
         for cause, count in each.incidents.items():
             incidents.add_metric((each.run, cause), count)
         for use in TimeUse:
-            times.add_metric((each.run, use.value), each.time_s.get(use, 0.0))
-    yield incidents
-    yield times
+            seconds = each.time_s.get(use, 0.0)
+            if seconds or use is TimeUse.TRAINING:
+                times.add_metric((each.run, use.value), seconds)
+    yield from (info, attempts, incidents, times)
+    for gauge in _GAUGES:
+        family = GaugeMetricFamily(f"{_PREFIX}{gauge.name}", gauge.text, labels=("run",))
+        for each in runs:
+            value = gauge.read(each) if not gauge.of or each.status in gauge.of else None
+            if value is not None:
+                family.add_metric((each.run,), value)
+        yield family
     yield from _about_the_exporter(runs, refreshed)
 
 
@@ -161,34 +186,10 @@ class _Families(Collector):
         return self._families
 
 
-def _fill(
-    family: GaugeMetricFamily | CounterMetricFamily, runs: Iterable[RunFigures], read: _Read
-) -> None:
-    for each in runs:
-        value = read(each)
-        if value is not None:
-            family.add_metric((each.run,), value)
-
-
-def _states(runs: Iterable[RunFigures]) -> Iterator[Metric]:
-    info = GaugeMetricFamily(f"{_PREFIX}info", "The job of a run; always 1.", labels=("run", "job"))
-    state = GaugeMetricFamily(
-        f"{_PREFIX}state",
-        "1 for the state that the run is in, 0 for others.",
-        labels=("run", "state"),
-    )
-    for each in runs:
-        info.add_metric((each.run, each.job), 1)
-        for status in RunStatus:
-            state.add_metric((each.run, status.value), float(status.value == each.status))
-    yield info
-    yield state
-
-
 def _about_the_exporter(runs: Sequence[RunFigures], refreshed: Refreshed) -> Iterator[Metric]:
     for name, text, value in (
         ("runs", "Runs that are exported.", len(runs)),
-        ("runs_left_out", "Runs beyond --limit.", refreshed.left_out),
+        ("runs_omitted", "Runs beyond --limit.", refreshed.omitted),
         ("runs_unreadable", "Runs whose files can't be read.", refreshed.unreadable),
         ("refresh_timestamp_seconds", "When the runs were last read.", refreshed.time),
         ("refresh_duration_seconds", "How long reading them took.", refreshed.seconds),

@@ -57,7 +57,7 @@ def with_path(endpoint: str) -> str:
 
 
 def _without_password(url: str) -> str:
-    """The URL without what stands before its host."""
+    """The URL without the credentials before its host."""
     before, found, host = url.rpartition("@")
     return f"{before.partition('//')[0]}//***@{host}" if found else url
 

@@ -1,4 +1,4 @@
-"""The figures of a run that are worth a curve, from its story."""
+"""The figures of a run that are worth plotting, from its story."""
 
 from __future__ import annotations
 
@@ -27,29 +27,27 @@ class StepTime:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFigures:
-    """What is exported of one run; None is not known.
+    """What is exported of one run; None means unknown.
 
     Attributes:
         run: Its name.
-        job: Its job.
+        job: Its newest Slurm job.
         status: A word of ``RunStatus``.
         attempts: How often its job has started.
         attempt_started: When its newest attempt started.
-        requeues: How often it came back.
         ranks: Of the newest launch.
-        step: Where training stands.
+        step: The newest step.
         target_step: The last step.
-        step_s: How long a step took, lately.
+        step_s: Recent duration of a step.
         loss: The newest one that the program logged.
-        last_progress: When training was last heard of.
-        checkpoint: The newest checkpoint that was committed, and when.
-        checkpoints: How many were committed.
-        failed_saves: How many saves failed.
+        last_progress: When training last reported a step.
+        checkpoint: The newest committed checkpoint, and when it was committed.
+        failing_saves: How many saves have failed since then.
         incidents: How many there were, by cause.
         probe_s: How long the newest probe took.
-        queue_s: How long it waited in the queue the last time, or waits now.
-        time_s: What its time was spent on.
-        goodput: The share of the time since the first start that was spent on steps that stayed.
+        queue_s: How long the last wait in the queue was, or the current one has been so far.
+        time_s: How its time was spent.
+        goodput: The share of the time since the first start that was spent on steps that were kept.
     """
 
     run: str
@@ -57,7 +55,6 @@ class RunFigures:
     status: str
     attempts: int
     attempt_started: float | None
-    requeues: int
     ranks: int | None
     step: int | None
     target_step: int | None
@@ -65,8 +62,7 @@ class RunFigures:
     loss: float | None
     last_progress: float | None
     checkpoint: tuple[float, ev.CheckpointCommitted] | None
-    checkpoints: int
-    failed_saves: int
+    failing_saves: int
     incidents: Mapping[str, int]
     probe_s: float | None
     queue_s: float | None
@@ -79,7 +75,7 @@ def run_figures(facts: RunFacts, story: RunStory, *, since: StepTime | None = No
 
     Args:
         facts: What was read of it.
-        story: What ``explain`` tells of it.
+        story: The story that ``explain`` prints.
         since: Where its training was when it was looked at before; without it a step's time is that
             of the whole launch.
 
@@ -102,9 +98,6 @@ def run_figures(facts: RunFacts, story: RunStory, *, since: StepTime | None = No
         status=story.status,
         attempts=len(story.attempts),
         attempt_started=story.attempts[-1].started if story.attempts else None,
-        requeues=sum(
-            each.outcome == "done" for attempt in story.attempts for each in attempt.comebacks
-        ),
         ranks=launches[-1].world_size or None if launches else None,
         step=story.step,
         target_step=story.total_steps,
@@ -112,8 +105,7 @@ def run_figures(facts: RunFacts, story: RunStory, *, since: StepTime | None = No
         loss=_newest_loss(facts),
         last_progress=None if now is None else now.time,
         checkpoint=None if newest_save is None else (newest_save.time, newest_save.event),
-        checkpoints=len(saved),
-        failed_saves=sum(len(launch.failed_saves) for launch in launches),
+        failing_saves=0 if story.failing_saves is None else story.failing_saves.count,
         incidents=Counter(each.cause for launch in launches for each in launch.incidents),
         probe_s=_newest_probe(facts),
         queue_s=queue_s,
@@ -123,7 +115,7 @@ def run_figures(facts: RunFacts, story: RunStory, *, since: StepTime | None = No
 
 
 def newest_step(facts: RunFacts) -> StepTime | None:
-    """Where training was last heard of, by rank 0; None before it was."""
+    """The newest step that rank 0 reported; None before the first."""
     newest: StepTime | None = None
     for record in facts.records:
         step = _step_of(record)

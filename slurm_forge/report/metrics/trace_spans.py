@@ -53,10 +53,10 @@ class RunTrace:
 
 
 def run_trace(story: RunStory, *, now: float) -> RunTrace:
-    """The trace of a run, up to now where it goes on; without spans where nothing has happened.
+    """The trace of a run, up to now if it is in progress; without spans if nothing has happened.
 
     Args:
-        story: What ``explain`` tells of it.
+        story: The story that ``explain`` prints.
         now: When it was read.
 
     Returns:

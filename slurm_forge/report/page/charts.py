@@ -22,14 +22,14 @@ from slurm_forge.vocabulary.decision import Action
 
 MOST_FIGURES = 16
 _MOST_NODES = 48
-#: So many spans are drawn as they are; of more, saves that no screen shows are left out.
+#: Up to so many spans are drawn unchanged; beyond, saves too short to be visible are dropped.
 _MOST_SPANS = 6000
 #: A screen has no more columns than this.
 _COLUMNS = 4000
 #: More lines from top to bottom, or marks at the bottom, hide the curve that they are about.
 _MOST_RESTARTS = 200
 _MOST_CHECKPOINTS = 600
-#: Of so many incidents a mark tells the evidence, of more the cause alone.
+#: Marks of up to so many incidents show the evidence, of more the cause alone.
 _MOST_TOLD = 200
 _PLACES = (ev.AttemptStarted, ev.LaunchStarted, ev.Resumed)
 
@@ -43,8 +43,9 @@ def charts(
     """Everything that is drawn of a run."""
     figures = curves_of(sources)
     spans = _drawn(story.spans)
-    begin = min((span.start for span in spans), default=sources.facts.now)
-    end = max((span.end for span in spans), default=sources.facts.now)
+    now = sources.facts.now if math.isfinite(sources.facts.now) else 0.0
+    begin = min((span.start for span in spans), default=now)
+    end = max((span.end for span in spans), default=now)
     placed = nodes_of_launches(story)
     nodes = _nodes(story, placed)
     shown = {node: index for index, node in enumerate(nodes[:_MOST_NODES])}

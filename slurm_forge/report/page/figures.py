@@ -1,4 +1,4 @@
-"""Figures that the program logged, as curves: what stayed, and what was thrown away."""
+"""Figures that the program logged, as curves: what was kept, and what was discarded."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """A logged name: the curve of the steps that stayed, and one for each return to before."""
+    """A logged name: the curve of the steps that were kept, and one for each return to before."""
 
     name: str
     kept: tuple[Point, ...]
@@ -41,7 +41,7 @@ class Figure:
 
     @property
     def last(self) -> Point | None:
-        """The newest value that stayed."""
+        """The newest value that was kept."""
         return self.kept[-1] if self.kept else None
 
 
@@ -52,7 +52,7 @@ class _Curve:
     forks: dict[int, Point] = field(default_factory=dict)
 
     def cut_back(self, step: int) -> None:
-        """Training goes on from ``step``: what lies beyond it is a branch of its own."""
+        """Training resumes from ``step``: later steps become a branch of their own."""
         at = len(self.kept)
         while at and self.kept[at - 1].step > step:
             at -= 1

@@ -1,7 +1,7 @@
 """A page as one HTML file: everything in it is escaped, and nothing in it is loaded from elsewhere.
 
-The policy of the page (CSP) names the hashes of our own script and style: whatever else should
-come to stand in it runs nowhere.
+The policy of the page (CSP) names the hashes of our own script and style: browsers execute nothing
+else, however it got into the page.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from slurm_forge.report.story.time_use import TimeUse
 #: Points of all runs of an index together: their curves are aligned by the browser.
 _MOST_OF_INDEX = 24_000
 _LEAST_OF_RUN = 60
-#: Rows of the table that stands for a curve.
+#: Rows of the table that replaces a curve for screen readers.
 _TABLE_ROWS = 60
 _LEGEND = {
     TimeUse.TRAINING: "training",
@@ -68,7 +68,7 @@ def index_html(page: IndexPage) -> str:
 
 
 def curve_table(figure: Figure) -> list[tuple[int, str, bool]]:
-    """A curve as rows of step, value, and whether the step stayed."""
+    """A curve as rows of step, value, and whether the step was kept."""
     rows = [(point, True) for point in thinned(figure.kept, _TABLE_ROWS)]
     rows += [(point, False) for branch in figure.discarded for point in branch[1:]][:_TABLE_ROWS]
     rows.sort(key=lambda row: (row[0].step, not row[1]))
@@ -122,14 +122,14 @@ def _environment() -> Environment:
 
 
 def _printable(value: Any) -> Any:
-    """What a template prints, without control and invisible characters; escaped is what is ours."""
+    """What a template prints, without control and invisible characters; our markup is kept."""
     if isinstance(value, Markup) or not isinstance(value, str) or value.isprintable():
         return value
     return t.paragraph(value)
 
 
 def _json(value: Any) -> Markup:
-    """JSON that can't end the element that it stands in, nor begin another."""
+    """JSON that can neither end the element around it nor begin another."""
     text = json.dumps(value, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
     for character in "<>&":
         text = text.replace(character, f"\\u{ord(character):04x}")

@@ -1,4 +1,4 @@
-"""The incidents of a run as cards: one line each, and behind it all that is known."""
+"""The incidents of a run as cards: one line each, which opens to everything known."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from slurm_forge.report.story.skipped_steps import rows_without_incident
 from slurm_forge.report.story.unresolved_failure import is_fault
 from slurm_forge.vocabulary.decision import Action
 
-#: More than these newest ones are told by ``explain`` alone.
+#: The newest ones; ``explain`` lists the others.
 MOST_CARDS = 1000
 #: Rows of skipped updates.
 MOST_SKIPS = 100
@@ -47,7 +47,7 @@ def incident_cards(
 
 
 def skip_cards(story: s.RunStory, *, now: float, zone: tzinfo | None) -> tuple[IncidentCard, ...]:
-    """A card for each row of skipped updates that no incident was made of; the newest first."""
+    """A card for each row of skipped updates without an incident; the newest first."""
     cards = [
         _skip_card(attempt, launch, row, story, now=now, zone=zone)
         for attempt in story.attempts
@@ -83,7 +83,7 @@ def _skip_card(
         headline=f"{count} skipped at {word} {t.steps(row.first_step, row.last_step)}",
         confidence="of the first step",
         evidence=tuple(t.observed(each.source, each.text, _EVIDENCE) for each in row.evidence),
-        decision="left the weights as they were and went on with the next batch",
+        decision="left the weights unchanged and continued with the next batch",
         consequences=(f"{weight}, undone by a rollback" if row.undone else weight,),
         stacks=(),
     )
@@ -133,7 +133,7 @@ def _card(
 def _decided(incident: s.IncidentStory, decision: s.DecisionStory, story: s.RunStory) -> str:
     """Its reason, without the cause and the next step, which have places of their own.
 
-    Why the run is held now is the first thing that the page tells.
+    Why the run is held now is the first thing on the page.
     """
     if holds_now(incident, story):
         return "to hold the run, for the reason given in the story above"

@@ -1,13 +1,15 @@
-"""Several runs on one page: a table, a plot of what most of them log, and each run in brief."""
+"""Several runs on one page: a table, a plot of the figure most of them log, each run in brief."""
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta, timezone
 from typing import Any
 
+from slurm_forge.journal import RunStatus
 from slurm_forge.report import text as t
 from slurm_forge.report.explain.explain import explain
 from slurm_forge.report.page import summary
@@ -17,17 +19,17 @@ from slurm_forge.report.page.run_page import progress, zone_name
 from slurm_forge.report.page.values import IndexPage, IndexRow, RunSources
 from slurm_forge.report.page.waterfall import waterfall
 
-#: Figures of a run that its row may be asked for: the losses are the first of them.
+#: Figures of a run that its row may need: the losses come first.
 _FIGURES = 3
-#: More curves are no plot that anybody reads.
+#: Nobody can read a plot with more curves.
 MOST_CURVES = 64
-#: What a person may want to see to, the first one first.
+#: States that need a person, the most urgent first.
 _ATTENTION = ("unreadable", "held", "stopped", "cancelled")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IndexedRun:
-    """A run of an index, with the curves that its row may be asked for."""
+    """A run of an index, with the curves that its row may need."""
 
     row: IndexRow
     settings: dict[str, Any]
@@ -43,11 +45,12 @@ def indexed(
     settings: dict[str, Any] | None = None,
     link: str = "",
 ) -> IndexedRun:
-    """What an index tells of a run; ``settings`` are its own ones in a sweep."""
+    """An index's row about a run; ``settings`` are those that differ within a sweep."""
     facts, zone = sources.facts, timezone(utc_offset)
     story = explain(facts)
     spent = waterfall(story)
     wasted = story.lost_rank_s + story.idle_rank_s
+    nothing = "none" if story.attempts else ""
     row = IndexRow(
         name=t.clean(story.run, 80),
         status=story.status,
@@ -58,8 +61,8 @@ def indexed(
         figure="",
         goodput="" if story.goodput is None else t.share(story.goodput),
         spent=t.rank_time(spent.rank_seconds, story.gpus_per_rank) if spent.training else "",
-        lost=t.rank_time(wasted, story.gpus_per_rank) if wasted > 0 else "",
-        interruptions=summary.interruptions(story),
+        lost=t.rank_time(wasted, story.gpus_per_rank) if wasted > 0 else nothing,
+        interruptions=summary.interruptions(story) or nothing,
         story=summary.paragraph(story, zone),
         next=summary.next_steps(story),
         link=link,
@@ -107,12 +110,12 @@ def index_page(
     """Build the page of several runs.
 
     Args:
-        title: What they are together.
+        title: The name of the group.
         kind: ``sweep``, or how many there are.
         runs: In the order of the table.
         now: When they were looked at.
         utc_offset: How far the clock of the page is ahead of UTC.
-        reference: What a person types to mean all of them; empty where there is no such word.
+        reference: What a person types to name all of them; empty if there is no such name.
 
     Returns:
         What the page shows.
@@ -129,7 +132,7 @@ def index_page(
         kind=kind,
         generated=t.moment(now, 0.0, zone),  # with its year: it may be read years later
         zone=zone_name(zone),
-        summary=_summary(runs),
+        summary=(*_summary(runs), *_lowest_loss(runs, chosen)),
         next=tuple(summary.with_commands(each) for each in _next(runs, reference)),
         settings=tuple(t.clean(name, 40) for name in names),
         figure=t.clean(figure, 80),
@@ -166,6 +169,25 @@ def _summary(runs: Sequence[IndexedRun]) -> tuple[str, ...]:
         gpus = 1.0 if any(run.gpus_per_rank for run in runs) else None
         sentences.append(f"Together they lost {t.rank_time(lost, gpus)}, idle time included.")
     return tuple(sentences)
+
+
+def _lowest_loss(runs: Sequence[IndexedRun], curves: Sequence[Figure | None]) -> tuple[str, ...]:
+    """Which finished run of a sweep ended with the lowest loss; other figures have no best."""
+    final = [
+        (curve.last.value, curve.name, run)
+        for run, curve in zip(runs, curves, strict=True)
+        if run.settings
+        and run.row.status == RunStatus.FINISHED.value
+        and curve is not None
+        and curve.last is not None
+        and math.isfinite(curve.last.value)
+        and curve.name.lower().endswith("loss")
+    ]
+    if len(final) < 2:
+        return ()
+    value, name, run = min(final, key=lambda each: each[0])
+    given = ", ".join(f"{t.clean(key, 40)}={_shown(each)}" for key, each in run.settings.items())
+    return (f"Lowest final {t.clean(name, 40)}: {value:.5g}, {run.row.name} ({given}).",)
 
 
 def _next(runs: Sequence[IndexedRun], reference: str) -> list[str]:

@@ -19,7 +19,7 @@ _MOST_ROWS = 300
 
 
 def node_rows(story: s.RunStory, zone: tzinfo | None) -> tuple[NodeRow, ...]:
-    """The nodes of a run, those with something held against them first."""
+    """The nodes of a run, suspicious ones first."""
     held, attempts = _held(story)
     notes: dict[str, list[str]] = defaultdict(list)
     kinds: defaultdict[str, set[str]] = defaultdict(set)
@@ -96,7 +96,7 @@ def node_marks(story: s.RunStory, nodes: dict[str, int], end: float) -> tuple[No
 
 
 def _against(story: s.RunStory, zone: tzinfo | None) -> Iterator[tuple[str, float, str, str]]:
-    """Node, time, what is held against it, and of what kind that is."""
+    """Node, time, what speaks against it, and its kind."""
     for attempt in story.attempts:
         for launch in attempt.launches:
             for slow in launch.slow:

@@ -1,4 +1,4 @@
-"""From what is known of a run to its page.  Nothing here reads a file or a clock."""
+"""Makes the page of a run from its facts.  Nothing here reads a file or a clock."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from slurm_forge.report.story.time_spans import saved_step
 from slurm_forge.slurm.records import is_slurm_job
 
 _MOST_CHECKPOINTS = 200
-#: The newest ones; more are told by ``explain`` alone.
+#: The newest ones; ``explain`` lists the others.
 _MOST_ATTEMPTS = 1000
 
 
@@ -34,7 +34,7 @@ def run_page(sources: RunSources, *, utc_offset: timedelta = timedelta(0)) -> Ru
 
     Args:
         sources: What was read of the run.
-        utc_offset: All times of the page are those of one clock, which is so far ahead of UTC.
+        utc_offset: How far the clock of all times on the page is ahead of UTC.
 
     Returns:
         What the page shows.
@@ -88,7 +88,7 @@ def zone_name(zone: tzinfo) -> str:
 
 
 def progress(story: s.RunStory) -> float | None:
-    """The share of the steps that is done."""
+    """The completed share of the steps."""
     if story.step is None or not story.total_steps:
         return None
     saved = saved_step(story)
@@ -136,7 +136,7 @@ def _units(story: s.RunStory) -> str:
     if story.goodput is not None and story.elapsed_s is not None:
         goodput = (
             f" Goodput ({t.share(story.goodput)}) is by the clock instead: the share of the "
-            f"{t.span(story.elapsed_s)} since the first start that went into steps that stayed."
+            f"{t.span(story.elapsed_s)} since the first start that went into steps that were kept."
         )
     return (
         f"Shares are of node time, without the queue. A {unit}-second is one {unit} for one "
@@ -145,7 +145,7 @@ def _units(story: s.RunStory) -> str:
 
 
 def _committed(story: s.RunStory) -> set[str]:
-    """The checkpoints that the run has ever saved."""
+    """All checkpoints that the run has saved."""
     return {
         saved.event.name
         for attempt in story.attempts

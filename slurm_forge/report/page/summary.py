@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterator
-from datetime import tzinfo
+from datetime import timedelta, tzinfo
 
 from slurm_forge.journal import RunStatus
 from slurm_forge.report import text as t
@@ -65,29 +65,36 @@ _LONG = 600
 _IN_VAIN = (" lost", " idle")
 #: What the supervisor saw of a signal, and no more.
 _UNSENT = re.compile(r"(SIG[A-Z0-9]+), of unknown origin")
+#: When Slurm decided on a preemption, and when it would end the job.
+_PREEMPTED = re.compile(
+    r"\bPreemptTime=(?P<begin>\d\d:\d\d:\d\d)(?: EndTime=(?P<end>\d\d:\d\d:\d\d))?"
+)
+#: Readers of the first screen may not know the unit of node time.
+_RANK = " (A rank is one training process.)"
+_BAD = " had NaN or infinite gradients"
 #: Of shorter runs the seconds matter.
 _SHORT_S = 7200.0
 #: Sources that say nothing to a reader who does not know our parts.
 _OURS = ("watchdog: ", "signals: ")
-#: How the phrase begins that tells why a run is held.
+#: The beginning of the phrase that says why a run is held.
 _HELD = "held: "
 _SHOWN_CAUSES = 4
 
 
 def tone_of(status: str) -> str:
-    """``good``, ``live``, ``bad``, ``warn``, or ``calm`` for what waits."""
+    """``good``, ``live``, ``bad``, ``warn``, or ``calm`` for a run that waits."""
     return next((tone for each, tone in _TONES.items() if each.value == status), "calm")
 
 
 def with_commands(sentence: str) -> tuple[Words, ...]:
-    """A sentence in pieces, so that what is typed can be told from what is read."""
+    """A sentence in pieces, so that commands to type can be set apart from prose."""
     text = t.clean(sentence, _LONG)
     pieces = _COMMAND.split(text if _COMMAND.match(text) else text[:1].upper() + text[1:])
     return tuple(Words(text, command=bool(at % 2)) for at, text in enumerate(pieces) if text)
 
 
 def next_steps(story: s.RunStory) -> tuple[tuple[Words, ...], ...]:
-    """What the reader does now: of two commands that do the same ours, with what it does."""
+    """What the reader does now; of two equivalent commands ours, with its effect."""
     if story.next:
         onward = ""
         if story.committed_step is not None:
@@ -100,7 +107,7 @@ def next_steps(story: s.RunStory) -> tuple[tuple[Words, ...], ...]:
 
 
 def node_hint(story: s.RunStory) -> str:
-    """What to do about the nodes that a replayed step made suspect; empty where there are none."""
+    """What to do about nodes that a replayed step made suspect; empty if there are none."""
     suspected = suspected_nodes(story)
     nodes = list(dict.fromkeys(each.node for each in suspected))
     if not nodes:
@@ -116,7 +123,7 @@ def node_hint(story: s.RunStory) -> str:
 
 
 def common_cause(story: s.RunStory) -> str:
-    """``All 6 hangs: rank 1 at step 220, …``; empty where the incidents point at nothing."""
+    """``All 6 hangs: rank 1 at step 220, …``; empty if the incidents have nothing in common."""
     found = diagnosis(story)
     if found is None:
         return ""
@@ -125,7 +132,7 @@ def common_cause(story: s.RunStory) -> str:
 
 
 def interruptions(story: s.RunStory) -> str:
-    """``2 preemptions, 1 hang``; empty where there was nothing."""
+    """``2 preemptions, 1 hang``; empty if nothing happened."""
     return ", ".join(_by_cause(story))
 
 
@@ -137,7 +144,7 @@ def _by_cause(story: s.RunStory) -> list[str]:
 
 
 def _nouns(incident: s.IncidentStory) -> tuple[str, str]:
-    """One and several of its kind; a cause that this version does not know by its own word."""
+    """Singular and plural; a cause unknown to this version is named as it is."""
     if _sender_unknown(incident):
         return "stop by a signal", "stops by a signal"
     cause = t.clean(incident.cause, 40)
@@ -145,7 +152,7 @@ def _nouns(incident: s.IncidentStory) -> tuple[str, str]:
 
 
 def label(incident: s.IncidentStory) -> str:
-    """The cause in a word; a signal of unknown origin is called just that."""
+    """The cause in a word; ``stopped`` for a signal of unknown origin."""
     return "stopped" if _sender_unknown(incident) else t.clean(incident.cause, 40)
 
 
@@ -155,7 +162,7 @@ def _sender_unknown(incident: s.IncidentStory) -> bool:
 
 
 def moment(time: float, story: s.RunStory, now: float, zone: tzinfo | None) -> str:
-    """A day and a time, of a short run with seconds."""
+    """A day and a time, with seconds if the run was short."""
     shown = t.moment(time, now, zone)
     if story.elapsed_s is None or story.elapsed_s > _SHORT_S:
         return shown
@@ -179,13 +186,14 @@ def paragraph(story: s.RunStory, zone: tzinfo | None) -> tuple[str, ...]:
 
 def _sentences(story: s.RunStory, zone: tzinfo | None) -> Iterator[str]:
     yield _standing(story)
-    yield _course(story)
     told = _telling(story)
+    if told is None or _several(story):
+        yield _course(story)
     if told is not None:
         yield _incident(*told, story, zone)
     cost = ", ".join(costs(story))
     if cost:
-        yield f"What it cost: {cost}."
+        yield f"What it cost: {cost}.{_RANK if ' rank-' in f' {cost}' else ''}"
     elif story.attempts:
         yield "No work was lost."
     science = [t.clean(change.text, 200) for change in story.changes if change.science]
@@ -236,7 +244,7 @@ def _course(story: s.RunStory) -> str:
         return f"{attempts}{so_far}, without any incident."
     *others, last = happened
     listed = f"{', '.join(others)} and {last}" if others else last
-    return f"In {attempts} there {'were' if _several(story) else 'was'} {listed}."
+    return f"In {attempts} there were {listed}."
 
 
 def _several(story: s.RunStory) -> bool:
@@ -246,7 +254,7 @@ def _several(story: s.RunStory) -> bool:
 def _telling(
     story: s.RunStory,
 ) -> tuple[s.AttemptStory, s.LaunchStory, s.IncidentStory] | None:
-    """The incident to tell: what the run rests on now, else the fault that cost most."""
+    """The incident to report: the one that halted the run, else the costliest fault."""
     found = list(incidents_of(story))
     if not found:
         return None
@@ -265,11 +273,15 @@ def _incident(
 ) -> str:
     noun = _nouns(incident)[0]
     seen = headline(incident, 160)
-    then = "; ".join(followed(attempt, launch, incident, story, zone))
+    after = "; ".join(followed(attempt, launch, incident, story, zone))
+    then = f" What followed: {after}." if after else ""
+    if not _several(story):
+        attempts = t.plural(len(story.attempts), "attempt")
+        return f"In {attempts} there was 1 {noun}: {seen.removesuffix(_BAD)}.{then}"
     of_its_kind = sum(each.cause == incident.cause for _, _, each in incidents_of(story))
     newest = incident is list(incidents_of(story))[-1][2]
     which = "The" if of_its_kind == 1 else "The last" if newest else "The costliest"
-    return f"{which} {noun}: {seen}.{f' What followed: {then}.' if then else ''}"
+    return f"{which} {noun}: {seen}.{then}"
 
 
 def followed(
@@ -281,7 +293,7 @@ def followed(
 ) -> tuple[str, ...]:
     """What followed from an incident, and its cost.
 
-    Why a run is held, and where it waits, is part of where the run stands, not of this.
+    Why a run is held, and where it waits, belongs to the state of the run and is omitted here.
     """
     last = incident is launch.incidents[-1]
     told: tuple[str, ...] = (_HELD,)
@@ -292,7 +304,7 @@ def followed(
 
 
 def holds_now(incident: s.IncidentStory, story: s.RunStory) -> bool:
-    """Whether it is what the run is held for now."""
+    """Whether it is the reason why the run is held now."""
     if story.status != RunStatus.HELD.value or incident.decision is None:
         return False
     newest = [each for _, _, each in incidents_of(story)][-1:]
@@ -307,18 +319,34 @@ def headline(incident: s.IncidentStory, limit: int) -> str:
     signal = _UNSENT.fullmatch(first.text)
     if signal is not None:
         return f"stopped by {signal[1]} (sender unknown)"
+    if incident.cause == Cause.PREEMPTED.value:
+        records = (_PREEMPTED.search(each.text) for each in incident.evidence)
+        record = next((each for each in records if each is not None), None)
+        if record is not None:
+            return f"Slurm took the nodes back, {_notice(record)}"
     onset, step = incident.onset, incident.step
     if incident.cause == Cause.NON_FINITE.value and None not in (onset, step) and onset != step:
         count = (step or 0) - (onset or 0) + 1
         where = t.steps(onset or 0, step or 0)
-        return f"{t.number(count)} consecutive steps ({where}) had NaN or infinite gradients"
+        return f"{t.number(count)} consecutive steps ({where}){_BAD}"
     seen = t.observed(first.source, first.text, limit)
     ours = next((each for each in _OURS if seen.startswith(each)), "")
     return seen.removeprefix(ours)
 
 
+def _notice(record: re.Match[str]) -> str:
+    if record["end"] is None:
+        return "length of the notice unknown"
+    begin, end = (
+        timedelta(hours=int(text[:2]), minutes=int(text[3:5]), seconds=int(text[6:]))
+        for text in (record["begin"], record["end"])
+    )
+    seconds = ((end - begin) % timedelta(days=1)).total_seconds()
+    return f"with {t.span(seconds)} of notice" if seconds else "without notice"
+
+
 def key_figures(story: s.RunStory, spent: Waterfall) -> tuple[KeyFigure, ...]:
-    """What a reader wants to know in numbers."""
+    """The numbers that a reader wants first."""
     return tuple(_key_figures(story, spent))
 
 
@@ -367,7 +395,7 @@ def _key_figures(story: s.RunStory, spent: Waterfall) -> Iterator[KeyFigure]:
 def _goodput_note(story: s.RunStory, spent: Waterfall) -> str:
     queue = ", queue included," if story.queued_s >= 1 else " by the clock"
     unsaved = f"; {t.span(spent.unsaved_s)} of them not saved" if spent.unsaved_s else ""
-    return f"of {t.span(story.elapsed_s)}{queue} went into steps that stayed{unsaved}"
+    return f"of {t.span(story.elapsed_s)}{queue} went into steps that were kept{unsaved}"
 
 
 def _results(story: s.RunStory) -> KeyFigure:

@@ -1,4 +1,4 @@
-"""What the pages show, as values: text that is ready to be read, and numbers for the charts."""
+"""What the pages show, as values: finished text, and numbers for the charts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from slurm_forge.report.story.time_use import TimeSpan
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StackFile:
-    """The stacks of a launch that stood still, or what of them fits the page."""
+    """The stacks of a hung launch, or as much of them as fits the page."""
 
     attempt: int
     launch: int
@@ -76,7 +76,7 @@ class Stack:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IncidentCard:
-    """An incident in words: one line, and what is behind it.
+    """An incident in words: one line, and the details.
 
     ``tone`` is ``interruption``, ``fault`` or ``held``.
     """
@@ -98,7 +98,7 @@ class IncidentCard:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeRow:
-    """A node: how much the run used it, and what is held against it."""
+    """A node: how much the run used it, and what speaks against it."""
 
     name: str
     attempts: int
@@ -223,7 +223,7 @@ class RunPage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IndexRow:
-    """A run among others: where it stands, in a line, and its newest figure.
+    """One run of an index: its state in a line, and its newest figure.
 
     ``settings`` are what it does not share with the others, in the order of the page's
     ``settings``.  ``link`` leads to its own report, empty where there is none.

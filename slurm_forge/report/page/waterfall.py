@@ -1,4 +1,4 @@
-"""Where the time of the nodes went, in rank-seconds, and what the run waited for without any."""
+"""How node time was spent, in rank-seconds, and how long the run waited for nodes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _LOSSES = (
     (TimeUse.UNSAVED, "steps not saved", "after the last checkpoint: to be trained again"),
     (TimeUse.SAVING, "waiting for saves", "training stood still for its own checkpoints"),
     (TimeUse.IDLE, "idle nodes", "allocated, but neither training nor starting"),
-    (TimeUse.PROGRAM, "a command", "which tells no steps: what of it is training is not known"),
+    (TimeUse.PROGRAM, "a command", "reports no steps: how much of it was training is unknown"),
     (TimeUse.SHUTDOWN, "shutdown", "after the last step of a finished run"),
 )
 #: A node that is slower than the others: a part of the training time.
@@ -47,15 +47,15 @@ class WaterfallBar:
 
     @property
     def negligible(self) -> bool:
-        """Whether its figures would be zeros."""
+        """Whether its figures would be displayed as zeros."""
         return self.rank_seconds < 0.05 and self.share < 0.0005
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Waterfall:
-    """All node time, the losses that are taken from it one by one, and what is left: training.
+    """All node time, the losses subtracted from it one by one, and the rest: training.
 
-    ``program_s`` is how long commands ran that tell no steps, ``unsaved_s`` what a stopped run
+    ``program_s`` is how long commands ran that report no steps, ``unsaved_s`` what a stopped run
     trained after its last checkpoint.
     """
 
@@ -98,7 +98,7 @@ def waterfall(story: s.RunStory) -> Waterfall:
             losses.append(_bar(use, label, meaning, spent[use], seconds[use], share))
     share = spent[kept] / total if total else 0.0
     meaning = "steps that are part of the result"
-    bar = _bar(kept, "training that stayed", meaning, spent[kept], seconds[kept], share)
+    bar = _bar(kept, "training that was kept", meaning, spent[kept], seconds[kept], share)
     return Waterfall(
         rank_seconds=total,
         losses=tuple(losses),

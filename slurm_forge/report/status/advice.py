@@ -34,7 +34,7 @@ _REPAIR = "repair the environment that the job starts in (its modules, its Pytho
 
 
 def go_on(reference: str, state: RunState, standing: Standing) -> str:
-    """The command that lets a run go on."""
+    """The command that lets a run continue."""
     command = again(reference, state)
     held_job, waiting = standing.held_job, standing.waiting
     if standing.not_started is not None:  # its script has asked for it to be held
@@ -149,13 +149,13 @@ def next_in_story(
 
 
 def _asks_administrator(standing: Standing) -> str:
-    """What is to be done where nobody else can let it go on."""
+    """What to do if nobody else can let it continue."""
     waiting = standing.waiting
     return waiting.next if waiting is not None and waiting.reason == _BY_ADMIN else ""
 
 
 def _going_on(first: str, name: str, state: RunState, onward: str) -> str:
-    """What to change and the command to go on with, which may be the one that changes it."""
+    """What to change, and the command that continues, which may be the one that changes it."""
     if again(name, state) != f"slurm-forge requeue {name}":  # it was started on this machine
         return _then(_COMMAND.sub("", first), onward)
     command = first.replace(_REQUEUE, f"slurm-forge requeue {name} ")
@@ -167,7 +167,7 @@ def _then(first: str, onward: str) -> str:
 
 
 def _reasoned(state: RunState) -> str:
-    """What the decision itself says is to be done next: it knows more than the cause alone."""
+    """The next step that the decision itself names: it knows more than the cause alone."""
     return clean(state.reason.partition(NEXT)[2])
 
 

@@ -26,7 +26,7 @@ from slurm_forge.vocabulary.cause import Evidence
 
 
 def happening(record: Record, *, zone: tzinfo | None = None) -> str | None:
-    """``11:02:10  saved step 7 412 in 6.1 s (stop)``; None for what nobody needs to be told."""
+    """``11:02:10  saved step 7 412 in 6.1 s (stop)``; None for what nobody needs to know."""
     text = _sentence(record, zone)
     return None if text is None else f"{t.clock(record.time, zone)}  {text}"
 

@@ -80,7 +80,7 @@ class RunFacts:
     on_disk: frozenset[CheckpointName] | None = None
     #: Times of files, which are all on one clock, unlike those that nodes write into them: the
     #: last line of the newest attempt, its claim, and the last time that a person asked for the
-    #: run to go on.  None where nobody has looked.
+    #: run to continue.  None if nobody has looked.
     last_written: float | None = None
     claimed: float | None = None
     asked: float | None = None

@@ -1,4 +1,4 @@
-"""Where a run stands in one word and one sentence, and what is doubtful about what was read."""
+"""The state of a run in one word and one sentence, and doubts about what was read."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ from slurm_forge.vocabulary.cause import Cause
 #: Progress is written every few seconds; a running attempt that says nothing for this long is
 #: compiling, in a very long step, or gone without a word.
 _SILENT_S = 600.0
-#: After this long the age of the last sign of life is told.
+#: After this long the age of the last sign of life is shown.
 _QUIET_S = 60.0
 #: What the job of a running run may be doing instead, in Slurm's states.
 _PAUSED = {
@@ -107,7 +107,7 @@ def jobs_of(state: RunState, history: History) -> tuple[str, ...]:
 
 
 def standing(facts: RunFacts, state: RunState, history: History) -> Standing:
-    """What the run is doing, as far as its files tell."""
+    """What the run is doing, according to its files."""
     newest = history.attempts[-1] if history.attempts else None
     status = RunStatus.FINISHED if facts.done else state.status
     not_started = _not_started(facts, status, history)
@@ -190,9 +190,9 @@ def to_go_on(facts: RunFacts, state: RunState, *, of_program: bool) -> str:
 
 
 def last_heard(facts: RunFacts, newest: AttemptStory) -> float:
-    """When the newest attempt was heard of last: by its files, where they were looked at.
+    """When the newest attempt last gave a sign of life: by its files, if they were looked at.
 
-    A node's clock may be hours off, and tells nothing of how long ago anything was.
+    A node's clock may be hours off, so its times don't show how long ago anything was.
     """
     return newest.last_seen if facts.last_written is None else facts.last_written
 
@@ -200,7 +200,7 @@ def last_heard(facts: RunFacts, newest: AttemptStory) -> float:
 def _contradiction_of_machine(
     facts: RunFacts, state: RunState, status: RunStatus, history: History
 ) -> SlurmContradiction | None:
-    """The processes of a run on this machine, of which the journal could not be told the end."""
+    """The run's processes on this machine ended before the journal could record it."""
     if status not in (RunStatus.SUBMITTED, RunStatus.RUNNING, RunStatus.REQUEUED):
         return None
     if not facts.gone_here or facts.gone_here != state.job:
@@ -276,7 +276,7 @@ def _not_started(facts: RunFacts, status: RunStatus, history: History) -> NotSta
     newest = max(facts.not_started, key=lambda one: one.time, default=None)
     if newest is None or status is RunStatus.FINISHED:
         return None
-    # It is told by the time of its file, and so is what may have come later.
+    # The time of its file dates it, and also what may have come later.
     begun, requested = facts.claimed, facts.asked
     if begun is None:
         begun = max((attempt.started for attempt in history.attempts), default=-math.inf)
@@ -306,7 +306,7 @@ def _waiting(
     held_job: str | None,
     newest: AttemptStory | None,
 ) -> WaitingStory | None:
-    """What Slurm said of the job, where that is about the one that waits now."""
+    """Slurm's answer about the job, if that is the one that waits now."""
     waits = status in (RunStatus.SUBMITTED, RunStatus.REQUEUED) or held_job is not None
     answer, job = facts.queue, held_job or state.job
     if answer is None or not waits or answer.job != job or state.open_intent is not None:

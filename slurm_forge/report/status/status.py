@@ -1,4 +1,4 @@
-"""``status``: where a run stands now, as values.  Every field is a key of ``status --json``."""
+"""``status``: the state of a run as values.  Every field is a key of ``status --json``."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class Status:
     seconds since the epoch; None is unknown.  ``slow`` has a line for each node that is slower than
     the others, and for what has become slower for all; ``failing_saves`` is set while every save
     since the last checkpoint has failed.  ``code`` names the snapshot of the code that the ranks
-    import from, empty where that is the work tree.
+    import from, empty for the work tree.
     """
 
     run: str
@@ -104,7 +104,7 @@ class Status:
 
 
 def take_status(facts: RunFacts) -> Status:
-    """Where the run stands.  Never raises, whatever the journal holds."""
+    """The state of the run.  Never raises, whatever the journal holds."""
     ordered = in_order(without_fenced(facts.records))
     state = facts.state()
     history = history_of(ordered)

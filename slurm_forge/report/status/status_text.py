@@ -23,7 +23,7 @@ _SHOWN_FIGURES = 8
 
 
 def status_text(status: Status, *, zone: tzinfo | None = None) -> str:
-    """A label and a value on every line; what does not apply is left out."""
+    """A label and a value on every line; what does not apply is omitted."""
     return "".join(f"{label:<11} {value}\n" for label, value in _lines(status, zone))
 
 

@@ -20,7 +20,7 @@ _RESTS = ("held", "stopped", "cancelled", "unreadable")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SweepRunStatus:
-    """A run of the sweep: what it does not share with the others, and where it stands."""
+    """A run of the sweep: the settings that differ from the others', and its state."""
 
     run: str
     settings: dict[str, Any]

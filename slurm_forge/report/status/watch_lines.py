@@ -1,4 +1,4 @@
-"""What ``watch`` tells: a line for each finding, and the same as JSON.  Fields are its keys."""
+"""The output of ``watch``: a line for each finding, and the same as JSON.  Fields are its keys."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class AlertedFinding:
     """One finding.  ``kind`` and ``remedy`` are fixed words, ``next`` what a person can do.
 
     ``done`` is what the watcher has done, empty where nothing; ``person`` whether somebody has to
-    see to it; ``new`` whether it has not been told before.
+    see to it; ``new`` whether it has not been reported before.
     """
 
     run: str
@@ -81,7 +81,7 @@ def _alerted(handled: HandledFinding, new: bool) -> AlertedFinding:
 def alert(
     news: Sequence[HandledFinding], *, time: float, host: str, user: str, folder: str
 ) -> Alert:
-    """What is told to a hook."""
+    """What a hook receives."""
     findings = tuple(_alerted(one, True) for one in news)
     return Alert(time=time, host=host, user=user, folder=folder, findings=findings)
 

@@ -81,7 +81,7 @@ _FROM = {"warm": ", warm", "in_process": ", in the same processes"}
 
 
 def came_back(attempt: s.AttemptStory, launch: s.LaunchStory) -> str:
-    """How the run went on after a launch, as far as it is known."""
+    """How the run continued after a launch, as far as it is known."""
     later = next((each for each in attempt.launches if each.number > launch.number), None)
     if later is not None:
         moved = _moved(launch.nodes, later.nodes)
@@ -129,7 +129,7 @@ def consequences(
     run: s.RunStory | None = None,
     zone: tzinfo | None = None,
 ) -> Iterator[str]:
-    """Phrases for one incident; what became of the launch is told with its ``last`` one."""
+    """Phrases for one incident; the ``last`` one of a launch includes how that ended."""
     if row_of(launch, incident) is not None:
         skipped = (incident.step or 0) - (incident.onset or 0) + 1
         yield f"{t.plural(skipped, 'update')} skipped"
@@ -244,7 +244,7 @@ def _done(
 
 
 def in_the_queue(held: s.HeldStory) -> str:
-    """What became of the job of a run that is held, as far as its journal tells."""
+    """What happened to the job of a held run, according to its journal."""
     job = t.clean(held.job, 40)
     if held.refused:
         why = t.clean(held.refusal, 160)

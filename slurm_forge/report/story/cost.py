@@ -21,7 +21,7 @@ from slurm_forge.vocabulary.decision import Action
 #: More than this is a journal that somebody has edited.
 MOST_RANKS = 1 << 32
 
-#: After these the launch goes on as if nothing had been.
+#: After these the launch simply continues.
 _GOES_ON = frozenset({Action.SKIP, Action.WARN})
 
 
@@ -64,7 +64,7 @@ class Spending:
 def spending(
     ordered: Iterable[Record], unsaid_s: Mapping[LaunchKey, float] | None = None
 ) -> Spending:
-    """Follow records in their order, fenced ones left out.
+    """Follow records in their order, without fenced ones.
 
     ``unsaid_s`` is what launches trained after their last word, in seconds.
     """
@@ -126,7 +126,7 @@ class _Meter:
                     self._incident = None
             case ev.LaunchEnded():
                 if self._seen_in != key:
-                    self._incident = None  # what ended this launch will be told right after this
+                    self._incident = None  # the record of what ended this launch follows
                 if event.outcome == "finished":
                     self._until = None  # what a finished run takes to end
                 elif self._trains is not None:

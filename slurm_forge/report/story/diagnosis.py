@@ -30,7 +30,7 @@ _OF_RANKS = frozenset(
 )
 #: One incident is no pattern.
 _TWICE = 2
-#: What the examination of a bad step says where hardware is to be suspected.
+#: What the examination of a bad step says when it suspects the hardware.
 _SUSPECT = re.compile(r"suspect ([\w.,\- ]+)$")
 #: How the note of a run begins whose faults somebody asked for.
 _ON_PURPOSE = ("injected faults", "faults on purpose")

@@ -46,7 +46,7 @@ class History:
     committed_step: int | None = None
 
     def free_since(self) -> float | None:
-        """Since when the run could be started again; None where that is not known."""
+        """Since when the run could be started again; None if unknown."""
         last = self.attempts[-1] if self.attempts else None
         return _free_since(last, self.acts, math.inf)
 
@@ -64,7 +64,7 @@ class History:
 
     @property
     def program(self) -> str | None:
-        """How far the program got, as it was told last; None where it is no program's run."""
+        """How far the program got, by its last report; None if the run has no program."""
         if not self.of_program:
             return None
         launches = [launch for attempt in self.attempts for launch in attempt.launches]
@@ -72,7 +72,7 @@ class History:
 
     @property
     def step(self) -> int | None:
-        """Where training stands; None before any, and where a program never told."""
+        """The newest step; None before training, and if a program reports none."""
         step = self.lineage.step
         return None if self.of_program and not step else step
 
@@ -166,7 +166,7 @@ def _free_since(
 
 
 def end_of(attempt: s.AttemptStory) -> float:
-    """When it ended, or was heard of for the last time."""
+    """When it ended or last gave a sign of life."""
     return attempt.last_seen if attempt.ended is None else attempt.ended
 
 

@@ -66,7 +66,7 @@ def missing_position_line(*steps: int) -> str:
     """One line about a loop of the program's own that can't know how far its data were read."""
     return (
         f"resumed at {step_list(steps)} without a data position: what the program derives "
-        "from run.step_number or draws at random goes on; anything else, such as an epoch counter "
-        "or an iterator, began anew (register a StatefulDataLoader, or keep the position in "
-        "run.extra)"
+        "from run.step_number or draws at random continues; anything else, such as an epoch "
+        "counter or an iterator, started over (register a StatefulDataLoader, or keep the "
+        "position in run.extra)"
     )

@@ -1,4 +1,4 @@
-"""The records of one launch told as a story, with what became of it later."""
+"""The records of one launch as a story, with what happened to it later."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _SAVE_NOTICE = "SAVE"
 
 @dataclass(slots=True)
 class RunContext:
-    """What a launch can't tell of itself: what became of it later, what was known of others."""
+    """What a launch's own records don't contain: what happened later, and facts about others."""
 
     lineage: Lineage
     spending: Spending = field(default_factory=Spending)
@@ -127,7 +127,7 @@ class LaunchBuilder:
             case ev.Resumed():
                 self._resumed(event, time)
             case ev.Finished() if self._is_program() and not event.step:
-                pass  # it never told how many steps there are
+                pass  # it never reported how many steps there are
             case ev.Progress() | ev.Logged() | ev.Finished():
                 self._reach(event.step)
             case ev.Advanced():

@@ -1,8 +1,8 @@
-"""Which steps stayed: training is a line that is cut back whenever an older checkpoint is resumed.
+"""Which steps were kept: training is a line that a resume from an older checkpoint cuts back.
 
-Progress is written every few seconds, checkpoints exactly, and it is checkpoints that are resumed:
-so what had to be repeated is exact in steps and good to a few seconds in time.  Steps that only
-the end of a launch tells of are given the run's usual pace: a rank that dies says nothing of when.
+Progress is written every few seconds, checkpoints exactly, and training resumes from checkpoints:
+repeated work is therefore exact in steps and accurate to a few seconds in time.  Steps known only
+from the end of a launch are given the run's usual pace, since a dying rank doesn't say when.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from slurm_forge.vocabulary.plan import RecoveryPlan
 #: Attempt and launch.
 LaunchKey = tuple[int, int]
 
-#: After these the launch goes on as if nothing had been.
+#: After these the launch simply continues.
 _GOES_ON = frozenset({Action.SKIP, Action.WARN})
 
 
@@ -30,7 +30,7 @@ _GOES_ON = frozenset({Action.SKIP, Action.WARN})
 class Cost:
     """Training began again at ``resumed_step``: ``steps``, of ``seconds``, were thrown away.
 
-    ``at_least``: how far training had come was last heard of before it ended.
+    ``at_least``: training may have gone further than it last reported.
     """
 
     resumed_step: int
@@ -60,7 +60,7 @@ class PlanSpan:
 
 @dataclass(slots=True)
 class Lineage:
-    """What became of the steps of every launch; ``skipped`` are the skips that stayed.
+    """What happened to the steps of every launch; ``skipped`` are the skips that were kept.
 
     ``undone`` are those that training went back over.  ``differing`` are incidents of ranks that
     should be equal, but for those that training went back behind.  ``followed`` holds the launches
@@ -68,9 +68,9 @@ class Lineage:
     stayed, by name.  ``trained_until`` is the time of the last step that was seen, ``unsaid_s``
     what the steps took that only the end of a launch tells of.  Of incidents, by their id:
     ``costs``, and those that training has ``passed``; ``after`` says which one a resume was for (by
-    the identity of its event).  ``plans`` are those that the steps which stayed were trained under;
-    ``coming`` is in force from the next start on.  ``trained`` is when the steps that stayed were
-    trained, ``thrown_away`` when those that had to be done again were.
+    the identity of its event).  ``plans`` are those under which the kept steps were trained;
+    ``coming`` is in force from the next start on.  ``trained`` is when the kept steps were trained,
+    ``thrown_away`` when those that had to be repeated were.
     """
 
     step: int | None = None
@@ -147,7 +147,7 @@ def by_rank_0(record: Record) -> bool:
 
 
 def trace(ordered: Iterable[Record]) -> Lineage:
-    """Follow the line through records in their order, fenced ones left out."""
+    """Follow the line through records in their order, without fenced ones."""
     records = list(ordered)
     tracer = _traced(_Tracer(), records)
     if tracer.guessed and tracer.pace is not None:
@@ -281,7 +281,7 @@ class _Tracer:
             # Of those before it the start before this one has said it.
             line.followed.add(self._seen[-1])
         self._seen.append(key)
-        # Rank 0 lives where training goes on in the same launch, and has said how far it was.
+        # Rank 0 is alive if training continues in the same launch, and has reported its step.
         before = self._segments[-1] if self._segments else None
         at_least = before is not None and before.key != key and before.may_be_further
         line.at_least = line.at_least or at_least
@@ -336,7 +336,7 @@ class _Tracer:
                 line.plans.append(PlanSpan(line.step or 0, self._plan))
 
     def _cut_back(self, step: int) -> tuple[int, float]:
-        """Training goes on from ``step``: what lies beyond it has to be done again."""
+        """Training resumes from ``step``: later steps have to be repeated."""
         line, segments = self._line, self._segments
         line.undone += [skip for skip in line.skipped if skip.event.step > step]
         line.skipped = [skip for skip in line.skipped if skip.event.step <= step]

@@ -1,4 +1,4 @@
-"""What a journal tells of slow nodes and of a run that became slower: values, and their lines."""
+"""Slow nodes, and runs that became slower: values from a journal, and lines about them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from slurm_forge.recovery.monitor.straggler_reports import (
 from slurm_forge.report import text as t
 from slurm_forge.report.story import story as s
 
-#: Slow nodes and trends of a launch that are told without being asked for.
+#: Slow nodes and trends of a launch that are shown by default.
 _SHOWN = 5
 
 

@@ -93,7 +93,7 @@ def in_words(
 ) -> str:
     """One change of a decision that led to ``plan``.
 
-    ``memory`` (in bytes) and ``nodes`` are what the job asks for, where that is known.
+    ``memory`` (in bytes) and ``nodes`` are what the job requests, if known.
     """
     old, new = t.clean(change.old, 120), t.clean(change.new, 120)
     match change.parameter:

@@ -282,7 +282,7 @@ def ended_by_signal(
     if record is not None:
         words = f"{ended}; Slurm reports it as {t.clean(record.state_text, 40)}"
         return SlurmContradiction(
-            RunStatus.REQUEUED, words, f"check in a moment what became of it: squeue -j {job}"
+            RunStatus.REQUEUED, words, f"check its state in a moment: squeue -j {job}"
         )
     words = f"{ended}; whether it was cancelled, preempted or out of time is unknown"
     look = f"check whether it is in the queue: squeue -j {job}; if it is not: {again}"

@@ -1,4 +1,4 @@
-"""Steps whose update was left out: told by the row, however many there are."""
+"""Steps whose update was skipped, by consecutive rows."""
 
 from __future__ import annotations
 

@@ -113,7 +113,7 @@ class HeldStory:
     """Slurm was asked to put the job back into the queue, held.
 
     ``confirmed``: it said that it did; ``refused``: it did not take that, and ``refusal`` says why.
-    With neither, its answer was not heard: the hold ends whoever asks for it.
+    With neither, its answer is unknown, and anybody's release ends the hold.
     """
 
     time: float
@@ -193,7 +193,7 @@ class DecisionStory:
     """What was done about an incident; ``rung`` counts from 0 in the cause's ladder.
 
     ``target`` is the checkpoint that a rollback goes back to (None: the start), ``target_trust``
-    how far that was trusted.  ``in_process``: it was carried out while the ranks went on.
+    how far that was trusted.  ``in_process``: it was carried out while the ranks kept running.
     ``plan`` is what was in force afterwards, at the step of the incident.  ``wait_s`` is how long
     the next start is put off.
     """
@@ -280,7 +280,7 @@ class LaunchStory:
     the notice until the stop's checkpoint was committed.  ``repeated_steps`` of this launch had to
     be done again by a later one (None: nothing has been resumed since).  ``training_s`` is from the
     first step to the last one seen.  ``program`` is how far a program got that keeps its own
-    checkpoints, empty where nothing told (None: ranks of ours).
+    checkpoints, empty if unknown (None: ranks of ours).
     """
 
     number: int
@@ -354,8 +354,8 @@ class AttemptStory:
 class RunStory:
     """The whole run.
 
-    ``goodput`` is ``kept_s`` (time spent on steps that stayed) over ``elapsed_s`` (since the first
-    start, until now, until the last step where it trains, or until the run came to rest).
+    ``goodput`` is ``kept_s`` (time spent on kept steps) over ``elapsed_s`` (from the first
+    start to now, to the last step of a run that is training, or to the end of one that is not).
     ``training_s`` counts repeated steps too.
     ``startup_s`` is what the very first launch took until it trained, ``ending_s`` what a finished
     run took after its last step: no run is spared these.

@@ -25,7 +25,7 @@ def time_spans(
 
     Args:
         history: The run so far.
-        status: Where it stands.
+        status: Its state.
         until: Where its story ends; None before anything has started.
         now: When it was looked at.
         all_saved: Whether no step lies behind the last checkpoint of a run that has stopped.
@@ -80,7 +80,7 @@ def _with_unsaved(spans: Iterable[TimeSpan], history: History) -> Iterator[TimeS
 
 
 def _trained(history: History) -> Iterator[TimeSpan]:
-    """Steps that stayed, what they waited for saves, and steps that were done again."""
+    """Steps that were kept, what they waited for saves, and steps that were done again."""
     saves = _saves(history)
     for each in history.lineage.trained:
         yield from _carved(_training(history, each.key, each.start, each.end), saves)
@@ -101,7 +101,7 @@ def _training(history: History, key: LaunchKey, start: float, end: float) -> Tim
 
 
 def _programs(history: History) -> Iterator[TimeSpan]:
-    """Launches of a command that tells no steps."""
+    """Launches of a command that reports no steps."""
     for attempt in history.attempts:
         for launch in attempt.launches:
             if _tells_nothing(launch):

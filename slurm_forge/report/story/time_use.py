@@ -12,15 +12,15 @@ class TimeUse(str, Enum):
 
     #: In the queue, or waiting to be started elsewhere.
     QUEUE = "queue"
-    #: Held, stopped or cancelled: nobody had asked for the run to go on.
+    #: Held, stopped or cancelled: the run was waiting for a person.
     STOPPED = "stopped"
     #: The very first start, which no run is spared.
     STARTUP = "startup"
     #: Every later start, and every return to a checkpoint.
     RESTART = "restart"
-    #: Steps that stayed.
+    #: Steps that were kept.
     TRAINING = "training"
-    #: Steps that stayed wait for a save.
+    #: Steps that were kept wait for a save.
     SAVING = "saving"
     #: Steps, and their saves, that had to be done again later.
     REPEATED = "repeated"

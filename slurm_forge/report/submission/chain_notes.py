@@ -1,4 +1,4 @@
-"""What is told of an array of attempts before it is submitted."""
+"""Notes about an array of attempts before it is submitted."""
 
 from __future__ import annotations
 

@@ -60,8 +60,8 @@ def _consequences(
         )
     if "seed" in keys:
         yield (
-            f"from {at} on the samples come in another order: of the epoch that goes on, some come "
-            "twice and some not at all; random numbers are others"
+            f"from {at} on the samples come in another order: in the current epoch some come twice "
+            "and some not at all; random numbers differ, too"
         )
     if "entry" in keys:
         yield "the other function must register what the checkpoint holds, under the same names"

@@ -33,8 +33,8 @@ class ChangeTest:
 class IncidentTest:
     """One incident: ``rung`` counts from 0, ``left`` is its budget afterwards (None: no limit).
 
-    ``skipped`` updates were left out in a row before it.  ``target_step`` is None where nothing is
-    rolled back, or where training would start over.  ``wait_s`` is how long the next start waits.
+    ``skipped`` consecutive updates were skipped before it.  ``target_step`` is None if nothing is
+    rolled back, or if training would start over.  ``wait_s`` is how long the next start waits.
     """
 
     number: int
@@ -59,7 +59,7 @@ class FurtherTest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyTest:
-    """What ``policy test --json`` prints.  ``end`` is None where it goes on without limit."""
+    """What ``policy test --json`` prints.  ``end`` is None if the ladder never ends."""
 
     run: str
     cause: str

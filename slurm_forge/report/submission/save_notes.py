@@ -1,4 +1,4 @@
-"""What is told before a submission: how long saves take, and whether that is in time."""
+"""Notes before a submission: how long saves take, and whether they end in time."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def _graces(
         durable=save,
         between=mean_time_between(timedelta(0), 0),
     )
-    # Seconds would say more than is known: it rests on one interruption a day.
+    # Seconds would pretend precision: it assumes one interruption a day.
     minutes = max(1, round(best.total_seconds() / 60))
     note = f"warning: {notice} is shorter than a save: only periodic checkpoints survive"
     if job.checkpoint.automatic:

@@ -1,4 +1,4 @@
-"""What will happen to a job on this site, in words: told before it is submitted."""
+"""What will happen to a job on this site, in words: printed before it is submitted."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def outlook(
         comes_back = comes_back and facts.self_requeue_allowed is not False
     lines += chain_outlook(job, comes_back=comes_back)
     request = job_request(job, site, options, default_partition=default_partition, machine=machine)
-    # What is an error is told where the job is refused.
+    # Errors are reported where the job is refused.
     lines += [
         _finding_line(each, where)
         for each in findings(request, site)

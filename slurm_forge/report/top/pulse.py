@@ -126,7 +126,7 @@ class Pulse:
         if record.launch > self.launch:
             self._begin_launch(record.launch)
         elif record.launch < self.launch:
-            return  # by another clock, or late: it tells nothing of this launch
+            return  # by another clock, or late: it says nothing about this launch
         self.seen = time if self.seen is None else max(self.seen, time)
         match event:
             case ev.AttemptStarted():

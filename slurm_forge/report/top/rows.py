@@ -104,7 +104,7 @@ class TopRow:
 
     @property
     def order(self) -> tuple[int, str]:
-        """Where it stands among others: what needs a person first, what is over last."""
+        """Its place in the list: first what needs a person, last what is over."""
         return (_ORDER.get(self.state, 3), self.name)
 
     @property
@@ -170,7 +170,7 @@ def row_of(
 
 
 def _unheard(status: Status) -> tuple[str, ...]:
-    """What to do about a run whose own files don't tell what became of it."""
+    """What to do about a run whose own files don't show what happened to it."""
     path = clean(status.path, 300)
     return (
         f"see what Slurm says of its job: slurm-forge status {path}",
@@ -190,7 +190,7 @@ def _state(status: Status, pulse: Pulse, now: float, queue: QueueSeen | None) ->
         elif line is not None and waits:
             return "starting", "its job runs; its ranks do not train yet"
         elif line is None and queue.time > (pulse.seen or 0.0) + _SETTLED_S:
-            return "gone", f"Slurm does not have job {status.job} any more"
+            return "gone", f"Slurm no longer has job {status.job}"
     silent = now - pulse.seen if pulse.seen is not None else 0.0
     if runs and silent > _QUIET_S:
         return "quiet", f"{status.words}; nothing written for {silent / 60:.0f} min"

@@ -71,8 +71,15 @@ class View:
         order = sorted(counts, key=lambda state: min(r.order for r in rows if r.state == state))
         states = ", ".join(f"{counts[state]} {state}" for state in order)
         more = f", {loading} being read" if loading else ""
-        text = f"{t.clock(now, self.zone)}  {where}: {states or 'no runs'}{more}"
-        return self.line(f"{text}  {slurm}" if slurm else text, Tone.HEAD)
+        # Last what may be cut off in a narrow terminal: who started it knows the folder.
+        parts = (t.clock(now, self.zone), f"{states or 'no runs'}{more}", slurm, where)
+        return self.line("  ".join(filter(None, parts)), Tone.HEAD)
+
+    def wrapped(self, text: str) -> list[ViewLine]:
+        """A line of a longer text; what doesn't fit continues below, indented."""
+        indent = min(len(text) - len(text.lstrip()) + 4, self.width // 2)
+        pieces = wrap(text, max(1, self.width), subsequent_indent=" " * indent)
+        return [self.line(piece) for piece in pieces or [""]]
 
     def table_head(self) -> ViewLine:
         """The names of the columns."""
@@ -136,7 +143,7 @@ class View:
             yield from self._next(row)
 
     def _next(self, row: TopRow) -> Iterator[ViewLine]:
-        """What a person can do, in whole lines: some of it is to be typed."""
+        """What a person can do, in whole lines: commands must not be cut."""
         for each in row.next[:2]:
             text, width = t.clean(f"next: {each}", _LONGEST_NEXT), max(10, self.width)
             told = wrap(text, width, subsequent_indent="  ", break_on_hyphens=False)
@@ -229,6 +236,6 @@ def window(count: int, chosen: int, height: int, first: int) -> int:
 
 
 def sorted_rows(rows: Iterable[TopRow], *, finished: bool) -> list[TopRow]:
-    """What needs a person first; runs that are finished are left out where nobody wants them."""
+    """Runs that need a person first; finished ones only where they are wanted."""
     chosen = (row for row in rows if finished or row.state != "finished")
     return sorted(chosen, key=lambda row: row.order)

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,7 @@ from slurm_forge.journal.events import (
 )
 from slurm_forge.launch.submit.submission import run_state
 from slurm_forge.run_directory import RunDirectory, claim_attempt
+from slurm_forge.spec.run_file import read_run_file
 from slurm_forge.vocabulary.cause import Cause
 from tests.unit.cli.conftest import Shell
 from tests.warm import Process, WarmParent
@@ -165,6 +167,40 @@ def test_a_report_tells_how_it_ended(execute: Exec) -> None:
     done = execute("--name=x", "--", "bash", "-c", "echo KeyError: 3 >&2; exit 7")
     assert done.returncode != 0
     assert "x: held" in execute.run.report_file.read_text()
+
+
+def test_a_run_without_a_job_file_keeps_the_user_s_settings_of_its_creation(execute: Exec) -> None:
+    home = execute.folder / "config"
+    file = home / "slurm_forge" / "config.yaml"
+    file.parent.mkdir(parents=True)
+    file.write_text("report: false\nresources: {account: abc}\nrecovery: {crash: [{do: hold}]}\n")
+    words = ("--name=x", "--", "bash", "-c", "echo once >> ran; exit 7")
+    execute(*words, XDG_CONFIG_HOME=str(home))
+    assert (execute.folder / "ran").read_text() == "once\n", "the user's ladder holds at once"
+    assert not execute.run.report_file.exists()
+    assert read_run_file(execute.run.spec_file).job.resources.account is None
+    file.write_text("sead: 1\n")
+    execute(*words, XDG_CONFIG_HOME=str(home))
+    assert (execute.folder / "ran").read_text() == "once\nonce\n"
+    fresh = execute("--name=y", *words[1:], XDG_CONFIG_HOME=str(home))
+    assert fresh.returncode == 2 and "config.yaml:1: sead: unknown key" in fresh.stderr
+
+
+def test_a_job_file_overrides_the_settings_of_its_project_and_of_the_user(execute: Exec) -> None:
+    home = execute.folder / "config"
+    file = home / "slurm_forge" / "config.yaml"
+    file.parent.mkdir(parents=True)
+    file.write_text("lead: 10s\nrecovery: {app_error: [{do: hold}]}\n")
+    (execute.folder / "slurm_forge.yaml").write_text("lead: 20s\nreport: false\n")
+    job = execute.folder / "x.yaml"
+    job.write_text("name: x\nlead: 30s\n")
+    execute("--job", str(job), "--", "true", XDG_CONFIG_HOME=str(home))
+    made = read_run_file(execute.run.spec_file).job
+    assert (made.lead, made.report) == (timedelta(seconds=30), False)
+    assert [each.do for each in made.recovery.app_error] == ["hold"]
+    execute("--name=z", "--", "true", XDG_CONFIG_HOME=str(home))
+    alone = read_run_file(execute.run.path.with_name("z") / "run.yaml").job
+    assert (alone.lead, alone.report) == (timedelta(seconds=10), True), "no project, no job file"
 
 
 def test_the_step_it_finished_at_is_the_last_one_printed_or_none(execute: Exec) -> None:

@@ -243,7 +243,8 @@ def test_texts_and_verbs_that_are_not_there(shell: Shell) -> None:
         assert row.name == "tiny-gpt"
         if verb is Verb.REPORT:
             return VerbResult(False, "Error: No such command 'report'.\n")
-        return VerbResult(True, f"of {verb.value}\n" + "line\x1b[2J\n" * 50 + "the end")
+        long = "  evidence " + "word " * 40 + "at its end\n"
+        return VerbResult(True, f"of {verb.value}\n{long}" + "line\x1b[2J\n" * 50 + "the end")
 
     async def steps(app: TopApp, press: Callable[..., Awaitable[None]]) -> None:
         await press("p")
@@ -252,6 +253,7 @@ def test_texts_and_verbs_that_are_not_there(shell: Shell) -> None:
         assert isinstance(app.screen, TextScreen)
         assert shown(app, "text")[0].startswith("of explain")
         assert not any("\x1b" in line for line in shown(app, "text"))
+        assert any(line.rstrip().endswith("at its end") for line in shown(app, "text"))
         await press("end")
         assert shown(app, "text")[-1].startswith("the end")
         await press("q", "l")

@@ -162,6 +162,9 @@ def looked(
     return ProgressSample(newest=match, printed=printed, ran=timedelta(seconds=s))
 
 
+BOTH = {"progress_file": "*", "step_pattern": "(.)"}
+
+
 @pytest.mark.parametrize(
     ("options", "before", "now", "furthest", "told", "step"),
     [
@@ -173,6 +176,19 @@ def looked(
         ({"checkpoint_glob": "*"}, looked(20), looked(30), 20, True, 30),
         ({"progress_file": "*"}, looked(at=5), looked(at=6), -1, False, None),
         ({"progress_file": "*"}, looked(at=5), looked(at=5), -1, False, "no"),
+        # A number in its name is a step only where the output prints none.
+        (BOTH, looked(), looked(1_790_000_000, printed=3), 2, False, 3),
+        (BOTH, looked(1), looked(2, printed=40), 30, True, 40),
+        (BOTH, looked(), looked(1_790_000_000, printed=2), 2, False, "no"),
+        (BOTH, looked(), looked(7), -1, False, 7),
+        (
+            {**BOTH, "progress_file": None, "checkpoint_glob": "*"},
+            looked(),
+            looked(7, printed=9),
+            2,
+            False,
+            7,
+        ),
         ({"step_pattern": "(.)"}, looked(), looked(printed=3), 2, False, 3),
         ({"step_pattern": "(.)"}, looked(), looked(printed=2), 2, False, "no"),
         ({}, looked(), looked(s=599), -1, False, "no"),

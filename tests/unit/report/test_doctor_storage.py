@@ -142,7 +142,7 @@ def test_the_purge_rule_and_what_it_does_to_a_run() -> None:
 
 def test_advice_says_what_it_rests_on() -> None:
     (nothing,) = checkpoint_section(Advice(every=FIRST), ()).told
-    assert "every 10 min: nothing was measured (no run here yet)" in nothing.text
+    assert "every 10 min: nothing was measured (no runs here yet)" in nothing.text
     seen = Advice(
         every=timedelta(minutes=9), runs=3, saves=7, blocked=timedelta(seconds=0.3),
         durable=timedelta(seconds=6), running=timedelta(hours=58), interruptions=1,

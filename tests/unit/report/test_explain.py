@@ -32,9 +32,14 @@ def scribe(tmp_path: Path) -> Scribe:
     return Scribe(tmp_path)
 
 
-def told(facts: RunFacts, attempt: int | None = None) -> str:
+def told(facts: RunFacts, attempt: int | None = None, *, verbose: bool = False) -> str:
     return explain_text(
-        explain(facts), now=facts.now, reference="tiny-gpt", zone=timezone.utc, attempt=attempt
+        explain(facts),
+        now=facts.now,
+        reference="tiny-gpt",
+        zone=timezone.utc,
+        attempt=attempt,
+        verbose=verbose,
     )
 
 
@@ -126,6 +131,24 @@ def test_an_edit_of_live_code_changes_the_result_and_new_code_is_told_once(scrib
     assert f"resumed with differences in attempt 3: {line}" in resume()
 
 
+def test_a_long_exception_keeps_its_beginning_and_its_end_and_verbose_shows_all(
+    scribe: Scribe,
+) -> None:
+    scribe.submitted()
+    scribe.begin("n01")
+    scribe.resume(0)
+    mismatches = " ".join(f"size mismatch for layers.{n}.weight." for n in range(300))
+    text = f"RuntimeError: Error(s) in loading state_dict: {mismatches} (train.py:31 in main)"
+    scribe.incident(Cause.APP_ERROR, Action.HOLD, text=text)
+    for attempt, most in ((None, 1500), (1, 3000)):
+        lines = told(scribe.facts(), attempt)
+        assert "RuntimeError: Error(s) in loading state_dict" in lines
+        assert "(train.py:31 in main)" in lines and "layers.150." not in lines
+        assert len(lines) < most
+    assert "--verbose" in told(scribe.facts(), 1)
+    assert text in told(scribe.facts(), 1, verbose=True)
+
+
 def test_the_next_step_of_an_error_is_not_cut_and_is_what_explain_says_to_do(
     scribe: Scribe,
 ) -> None:
@@ -136,7 +159,7 @@ def test_the_next_step_of_an_error_is_not_cut_and_is_what_explain_says_to_do(
     scribe.incident(Cause.APP_ERROR, Action.HOLD, text=text, step=0, rung=None)
     lines = told(scribe.facts())
     step = text.partition("; next: ")[2]
-    assert f"…; next: {step}" in lines
+    assert " … " in lines and f"x; next: {step}" in lines
     assert f"Next: {step.rstrip('.')}, then " in lines
 
 

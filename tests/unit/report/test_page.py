@@ -106,7 +106,7 @@ def test_the_page_tells_what_happened_what_it_cost_and_what_to_do(scribe: Scribe
     page, story = page_of(facts), explain(facts)
     told = " ".join(page.story)
     assert "running at step 40 of 400" in told
-    assert "In 1 attempt there was 1 stretch of NaN or infinite gradients." in told
+    assert "In 1 attempt there was 1 stretch of NaN or infinite gradients: all ranks: " in told
     assert "all ranks: the gradient is not finite. What followed: rolled back to step 20" in told
     assert "learning rate x1 → x0.5, back by step 30" in told
     assert f"What it cost: {', '.join(costs(story))}." in told
@@ -199,6 +199,27 @@ def test_steps_in_a_row_and_a_signal_from_nobody_are_told_in_plain_words(scribe:
     ]
     assert page.skips == ()  # told with the incident
     assert "1 stop by a signal" in page.story[1]
+
+
+@pytest.mark.parametrize(
+    ("record", "words"),
+    [
+        ("PreemptTime=23:59:50 EndTime=00:00:20", "Slurm took the nodes back, with 30 s of notice"),
+        ("PreemptTime=11:02:10 EndTime=11:02:10", "Slurm took the nodes back, without notice"),
+        ("PreemptTime=11:02:10", "Slurm took the nodes back, length of the notice unknown"),
+        ("JobState=RUNNING", "scontrol: JobState=RUNNING"),
+    ],
+)
+def test_a_preemption_is_told_in_plain_words(scribe: Scribe, record: str, words: str) -> None:
+    scribe.begin()
+    scribe.resume(0)
+    scribe.train(1, 9)
+    scribe.incident(Cause.PREEMPTED, Action.REQUEUE, source="scontrol", text=record, step=9)
+    scribe.requeued()
+    page = page_of(scribe.facts())
+    assert page.incidents[0].headline == words
+    assert page.incidents[0].evidence == (f"scontrol: {record}",)
+    assert page.story[1].startswith(f"In 1 attempt there was 1 preemption: {words}. What followed:")
 
 
 def test_what_a_rollback_undid_is_a_branch_of_its_own(scribe: Scribe) -> None:
@@ -425,6 +446,24 @@ def test_several_runs_on_one_page(tmp_path: Path) -> None:
     assert "Look at the unreadable run: c" in "".join(piece.text for piece in page.next[0])
     data = json.loads(Parsed(index_html(page)).data)
     assert [(curve["run"], curve["steps"][-1]) for curve in data["curves"]] == [("a", 40), ("b", 3)]
+
+
+def test_a_sweep_names_the_finished_run_with_the_lowest_loss(tmp_path: Path) -> None:
+    runs = []
+    for name, loss, finished in (("a", 2.5, True), ("b", 2.25, True), ("c", 1.0, False)):
+        scribe = Scribe(tmp_path, name)
+        scribe.begin()
+        scribe.resume(0)
+        scribe.train(1, 4)
+        scribe.write("rank0", ev.Logged(step=4, values={"loss": loss}))
+        if finished:
+            scribe.finish(4)
+        sources = RunSources(facts=scribe.facts())
+        runs.append(indexed(sources, utc_offset=timedelta(0), settings={"lr": name}, link=""))
+    page = index_page("lr", "sweep", runs, now=0.0, utc_offset=timedelta(0))
+    assert page.summary[-1] == "Lowest final loss: 2.25, b (lr=b)."
+    alone = index_page("lr", "sweep", runs[1:], now=0.0, utc_offset=timedelta(0))
+    assert not any("Lowest" in sentence for sentence in alone.summary)
 
 
 def test_of_very_many_incidents_the_newest_are_shown_and_the_others_counted(

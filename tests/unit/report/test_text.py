@@ -47,6 +47,17 @@ def test_any_number_is_a_span_and_a_time(seconds: float) -> None:
     assert t.ago(seconds, TUESDAY)
 
 
+@given(st.text("ab. ", max_size=150), st.just(0) | st.integers(20, 60))
+def test_shortened_text_keeps_its_ends_and_its_limit(text: str, limit: int) -> None:
+    whole, shown = t.clean(text), t.shortened(text, limit)
+    if limit == 0 or len(whole) <= limit:
+        assert shown == whole
+        return
+    begin, _, end = shown.partition(" … ")
+    assert len(shown) <= limit
+    assert whole.startswith(begin) and whole.endswith(end) and begin and end
+
+
 @given(st.text(), st.integers(0, 40))
 def test_cleaned_text_can_be_printed_on_one_line(text: str, limit: int) -> None:
     shown = t.clean(text, limit)

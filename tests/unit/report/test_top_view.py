@@ -96,6 +96,21 @@ def test_what_needs_a_person_comes_first_and_what_is_over_last() -> None:
     assert [each.name for each in sorted_rows(some, finished=False)] == ["e", "c", "b", "d"]
 
 
+def test_the_head_of_a_narrow_terminal_has_every_state() -> None:
+    states = ("held", "quiet", "running", "requeued", "submitted", "finished")
+    some = [row(f"{state}-{n}", state) for state in states for n in range(11)]
+    head = View(80).head("/scratch/me/a/long/folder", some, now=NOW, slurm="", loading=0)
+    assert all(f"11 {state}" in head.text for state in states)
+
+
+@given(st.text("ab \u6f22", max_size=300), st.integers(1, 90))
+def test_a_long_line_continues_below(text: str, width: int) -> None:
+    lines = View(width).wrapped(text)
+    assert all(cell_len(line.text) == width for line in lines)
+    if width > 10 and text.isascii():
+        assert "".join("".join(line.text.split()) for line in lines) == "".join(text.split())
+
+
 def test_a_small_figure_keeps_its_exponent() -> None:
     view = View(80)
     for value, shown in ((4.0661e-6, "4.1e-06"), (-4.0661e-6, "-4e-06"), (0.0028234, "0.00282")):

@@ -511,7 +511,7 @@ BACK = "before it had begun, and is back in the queue: other jobs come first (Pr
             pending("None", state=JobState.COMPLETING),
             f"requeued: SIGTERM ended job {JOB} before it had begun; Slurm reports it as "
             "COMPLETING",
-            f"check in a moment what became of it: squeue -j {JOB}",
+            f"check its state in a moment: squeue -j {JOB}",
         ),
         (
             QueueAnswer(JOB, None, answered=False),

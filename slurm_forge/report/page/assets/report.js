@@ -255,7 +255,7 @@
     discarded: ["thrown away", "discarded"], rollback: ["rollbacks", "rollback"], skip: ["skipped updates", "skip"],
     lr: ["learning rate", "lr"], incident: ["incidents", "bad"], restart: ["restarts", "muted"], checkpoint: ["checkpoints", "mark"],
   };
-  // The color of a checkpoint, the trust that it stands for, and what that is called.
+  // The color of a checkpoint, the trust that it marks, and the name of that trust.
   const TRUSTS = [["good", ["good"], "good checkpoint"], ["training", ["written", "verified", "unknown"], "saved checkpoint"],
     ["bad", ["suspect", "gone", "unreadable"], "suspect or lost checkpoint"], ["queue", ["pruned"], "deleted checkpoint"]];
   const trustOf = (mark) => mark[0].slice("checkpoint-".length);
