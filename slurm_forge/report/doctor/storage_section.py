@@ -207,7 +207,7 @@ def _tried(tried: Tried | None) -> Iterator[Remark]:
     )
     match tried.locks:
         case Locks.WORK:
-            yield Remark(Mark.OK, "locks work between processes of this host.")
+            yield Remark(Mark.OK, "locks hold between processes of this host.")
         case Locks.NONE | Locks.DO_NOT_HOLD:
             yield Remark(
                 Mark.NOTE,

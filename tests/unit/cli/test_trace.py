@@ -127,7 +127,7 @@ def test_what_is_not_taken_is_an_error_and_a_run_that_has_not_started_is_not_sen
 ) -> None:
     with receiver(status=400) as (url, _):
         refused = trace(scribe, url)
-        assert refused.exit_code == 2 and "was not taken" in refused.output
+        assert refused.exit_code == 2 and "did not accept" in refused.output
     new = Scribe(tmp_path / "new")
     with receiver() as (url, spans):
         assert "has not started" in trace(new, url).output and spans == []
