@@ -1,6 +1,7 @@
 """What slurm_forge adds to a step of a trainer of another library.
 
-    python -m benchmarks.trainer [--framework lightning] [--seconds 60] [--processes 3] [--json FILE]
+    python -m benchmarks.trainer [--framework lightning] [--seconds 60] [--processes 3]
+                                 [--json FILE]
 
 One process trains one model in one loop, as a run (every default on: guard, journal, monitor,
 checkpoints).  In blocks of steps, what the run has put into the trainer is there, or is taken out;
@@ -28,7 +29,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from benchmarks.tables import Change, Machine, table, write_json
-from benchmarks.trainer_blocks import Measured, Side
+from benchmarks.trainer_blocks import Differences, Measured
 from benchmarks.trainer_loops import FRAMEWORKS, SAMPLES, measure
 
 #: Microseconds that a run may add to a step: 0.5 % of one of 10 ms.
@@ -59,32 +60,29 @@ def measured(options: argparse.Namespace, work: Path, seed: int) -> Measured:
     return Measured.from_json(json.loads((folder / "figures.json").read_text()))
 
 
+def row(name: str, rounds: list[Differences]) -> tuple[list[str | None], str]:
+    """Of the table, and what follows from it."""
+    plain = statistics.median(each.plain for each in rounds)
+    added = Change.of([each.added for each in rounds])
+    control = Change.of([each.control for each in rounds])
+    share = f"{100 * added.median / plain:+.2f}"
+    cells = [name, str(len(rounds)), f"{plain / 1e3:.2f}", added.text(0), share, control.text(0)]
+    return list(cells), verdict(added, control)
+
+
 def report(processes: list[Measured]) -> str:
-    """The table, a row for each process and one for all of them; and what follows from it."""
-    lines, verdicts = [], []
+    """A row for each process and one for all of them; and whether the goal is reached."""
+    rows, closing = [], []
     for clock in ("cpu", "wall"):
-        rounds = [[each.of(clock) for each in one.rounds] for one in processes]
-        every = [each for one in rounds for each in one]
-        for name, found in [
-            *((f"process {n + 1}", one) for n, one in enumerate(rounds)),
-            ("all", every),
-        ]:
-            added, control = (
-                Change.of([each.added for each in found]), Change.of([each.control for each in found])
-            )  # fmt: skip
-            plain = statistics.median(each.plain for each in found)
-            share = 100 * added.median / plain
-            lines.append(
-                [f"{clock}, {name}", str(len(found)), f"{plain / 1e3:.2f}", added.text(0),
-                 f"{share:+.2f}", control.text(0)]
-            )  # fmt: skip
-        verdicts.append(
-            f"goal, at most {_GOAL_US:.0f} us added ({clock}): {verdict(added, control)}"
-        )
+        each = [[one.of(clock) for one in process.rounds] for process in processes]
+        rows += [row(f"{clock}, process {n}", found)[0] for n, found in enumerate(each, 1)]
+        last, told = row(f"{clock}, all", [one for found in each for one in found])
+        rows.append(last)
+        closing.append(f"goal, at most {_GOAL_US:.0f} us added ({clock}): {told}")
     header = ["us per step", "rounds", "plain, ms", "added by a run", "in %", "again - plain"]
     beside = statistics.median(one.beside for one in processes)
-    verdicts.append(f"threads beside the trainer: {beside:.0f} us of a processor per step")
-    return "\n".join([table(header, lines), *verdicts])
+    closing.append(f"threads beside the trainer: {beside:.0f} us of a processor per step")
+    return "\n".join([table(header, rows), *closing])
 
 
 def main(argv: list[str] | None = None) -> None:
