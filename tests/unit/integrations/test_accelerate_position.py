@@ -79,7 +79,7 @@ def test_batches_of_another_size_are_refused_in_the_middle_of_an_epoch() -> None
 def test_batches_of_another_size_are_accepted_between_two_epochs() -> None:
     loader = prepared()
     position = LoaderPosition(loader, RUN)
-    assert sorted(sum(samples(loader), [])) == list(range(SAMPLES))
+    assert sorted(each for batch in samples(loader) for each in batch) == list(range(SAMPLES))
     loader = prepared(batch_size=6)
     LoaderPosition(loader, RUN).load_state_dict(position.state_dict())
     assert len(samples(loader)) == SAMPLES // 6
