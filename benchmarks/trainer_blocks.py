@@ -24,27 +24,12 @@ class Side(Enum):
     RUN = "run"
 
 
-@dataclass(frozen=True, slots=True)
-class Differences:
-    """Of one round, by one clock: microseconds per step."""
-
-    plain: float
-    added: float
-    control: float
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Round:
-    """Seconds per step, of the two blocks of each kind; by the wall clock and of the thread."""
+    """Microseconds per step, of the two blocks of each kind; by the wall clock and of the thread."""
 
-    wall: dict[str, float]
-    cpu: dict[str, float]
-
-    def of(self, clock: str) -> Differences:
-        """The run beside what was measured without it."""
-        seconds = self.wall if clock == "wall" else self.cpu
-        plain, again, run = (1e6 * seconds[side.value] for side in Side)
-        return Differences(plain, run - (plain + again) / 2, again - plain)
+    wall: dict[str, list[float]]
+    cpu: dict[str, list[float]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,7 +158,7 @@ class Blocks:
         if self._times:
             wall, cpu = (
                 {
-                    side.value: sum(each[at] for each in times) / len(times) / _STEPS / 1e9
+                    side.value: [each[at] / _STEPS / 1e3 for each in times]
                     for side, times in self._times.items()
                 }
                 for at in (0, 1)

@@ -328,7 +328,8 @@ def test_ray_train_is_told_of_a_preemption_and_goes_on(slurm: SlurmCluster, tmp_
 
     slurm.wait_for(trains, 300, "Ray's workers")
     slurm.preempt(script.job)
-    state = script.watched.wait_finished(400)
+    script.watched.wait_finished(400)
+    state = script.watched.wait(lambda s: bool(s.attempts[-1].outcome), 60, "the attempt's end")
     assert [each.outcome for each in state.attempts] == ["requeued", "finished"]
     assert state.attempts[0].incidents[0][1].cause is Cause.PREEMPTED
     first, second = (each for _, each in script.watched.events(Resumed))
@@ -361,7 +362,7 @@ def test_horovod_s_elastic_workers_save_and_go_on(
         assert state.attempts[0].incidents[0][1].cause is Cause.PREEMPTED
     (tmp_path / "undisturbed").mkdir()
     undisturbed = submit(slurm, tmp_path / "undisturbed", "horovod", steps=200)
-    undisturbed.watched.wait_finished(400)
+    undisturbed.wait_file("result.txt", 400)
     results = [(each.out / "result.txt").read_text() for each in (script, undisturbed)]
     assert results[0] == results[1]
 
