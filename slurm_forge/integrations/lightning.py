@@ -53,6 +53,7 @@ from slurm_forge.integrations.lightning_state import (
 )
 from slurm_forge.training.core import rng
 from slurm_forge.training.loop.run import Run
+from slurm_forge.training.step.gradient_norms import clip_gradients
 
 __all__ = ["ForgeCallback", "ForgeEnvironment"]
 
@@ -272,8 +273,7 @@ class ForgeCallback(Callback):
         plugin = self._trainer.strategy.precision_plugin
 
         def clip_by_norm(optimizer: Any, clip_val: float) -> None:
-            parameters = plugin.main_params(optimizer)
-            self._loop.note_norm(torch.nn.utils.clip_grad_norm_(parameters, clip_val))
+            self._loop.note_norm(clip_gradients(plugin.main_params(optimizer), clip_val))
 
         return clip_by_norm
 
