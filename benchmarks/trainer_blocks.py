@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -24,12 +25,27 @@ class Side(Enum):
     RUN = "run"
 
 
+@dataclass(frozen=True, slots=True)
+class Differences:
+    """Of one round, by one clock: microseconds per step."""
+
+    plain: float
+    added: float
+    control: float
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Round:
-    """Microseconds per step, of the two blocks of each kind; by the wall clock and of the thread."""
+    """Microseconds per step of the two blocks of each kind: by the wall clock, of the thread."""
 
     wall: dict[str, list[float]]
     cpu: dict[str, list[float]]
+
+    def of(self, clock: str) -> Differences:
+        """The run beside what was measured without it."""
+        blocks = self.wall if clock == "wall" else self.cpu
+        plain, again, run = (statistics.mean(blocks[side.value]) for side in Side)
+        return Differences(plain, run - (plain + again) / 2, again - plain)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
