@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import math
 import os
 import random
 import statistics
@@ -26,7 +25,7 @@ import torch.distributed as dist
 
 from benchmarks.checkpoint_ranks import Ranks, run_ranks
 from benchmarks.guard_loops import LOOPS, Loop, Way, steps_of
-from benchmarks.tables import Machine, Section, table, write_json
+from benchmarks.tables import Change, Machine, Section, table, write_json
 from slurm_forge.device.accelerator import synchronize
 
 #: Rounds that warm up: the optimizer's state, DDP's buckets.
@@ -40,25 +39,6 @@ class _Turn:
 
     wall: float
     cpu: float
-
-
-@dataclass(frozen=True, slots=True)
-class _Change:
-    """A median, and between what it lies with 95 % certainty."""
-
-    median: float
-    low: float
-    high: float
-
-    @classmethod
-    def of(cls, values: Sequence[float]) -> _Change:
-        ordered = sorted(values)
-        aside = max(0, math.floor(len(ordered) / 2 - 0.98 * math.sqrt(len(ordered))))
-        return cls(statistics.median(ordered), ordered[aside], ordered[-1 - aside])
-
-    def text(self, digits: int) -> str:
-        """``+1.3 (+0.9 to +1.6)``."""
-        return f"{self.median:+.{digits}f} ({self.low:+.{digits}f} to {self.high:+.{digits}f})"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -150,14 +130,14 @@ def _cpu(way: Way, rounds: Sequence[dict[Way, _Turn]], beside: Way = Way.OFF) ->
 def _row(way: Way, rounds: Sequence[dict[Way, _Turn]]) -> list[str | None]:
     mine, off = [each[way] for each in rounds], [each[Way.OFF] for each in rounds]
     pairs = list(zip(mine, off, strict=True))
-    share = _Change.of([100 * (one.cpu / other.cpu - 1) for one, other in pairs])
-    wall = _Change.of([100 * (one.wall / other.wall - 1) for one, other in pairs])
+    share = Change.of([100 * (one.cpu / other.cpu - 1) for one, other in pairs])
+    wall = Change.of([100 * (one.wall / other.wall - 1) for one, other in pairs])
     is_off = way is Way.OFF
     return [
         way.value,
         f"{statistics.median(one.wall for one in mine):.3f}",
         f"{statistics.median(one.cpu for one in mine):.3f}",
-        None if is_off else _Change.of(_cpu(way, rounds)).text(1),
+        None if is_off else Change.of(_cpu(way, rounds)).text(1),
         None if is_off else share.text(2),
         None if is_off else wall.text(2),
     ]
@@ -169,28 +149,28 @@ def _goals(loop: Loop, rounds: Sequence[dict[Way, _Turn]]) -> str:
         return "no goal: the norm is computed for the guard alone"
     off = statistics.median(1000 * each[Way.OFF].cpu for each in rounds)
     ours = _cpu(Way.ON, rounds)
-    more = _Change.of(ours)
+    more = Change.of(ours)
     lines = []
     if loop.goal is not None:
         least = loop.goal / 100 * off
         lines.append(
             f"goal: guard on costs at most {loop.goal:.0f} % cpu: {100 * more.median / off:+.2f} %"
-            f", {_met(_Change.of([least - one for one in ours]))}"
+            f", {_met(Change.of([least - one for one in ours]))}"
         )
     for way in (Way.FLAG, Way.EACH):
         theirs = _cpu(way, rounds)
-        left = _Change.of([naive - 10 * one for naive, one in zip(theirs, ours, strict=True)])
+        left = Change.of([naive - 10 * one for naive, one in zip(theirs, ours, strict=True)])
         lines.append(
             f"goal: at most a tenth of '{way.value}': {more.median:+.0f} µs beside "
             f"{statistics.median(theirs):+.0f}, {_met(left)}"
         )
-    alone = _Change.of(_cpu(Way.ON, rounds, beside=Way.UNJUDGED))
+    alone = Change.of(_cpu(Way.ON, rounds, beside=Way.UNJUDGED))
     share = 100 * alone.median / off
     lines.append(f"judging by itself (on less not judged): {alone.text(1)} µs, {share:+.1f} %")
     return "\n".join(lines)
 
 
-def _met(to_spare: _Change) -> str:
+def _met(to_spare: Change) -> str:
     """By what is left to the goal, round by round."""
     if to_spare.low >= 0:
         return "met"

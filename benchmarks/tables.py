@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import platform
 import statistics
@@ -27,6 +28,26 @@ class Spread:
     def text(self, digits: int = 2) -> str:
         """``1.32 (1.20-1.51)``."""
         return f"{self.median:.{digits}f} ({self.least:.{digits}f}-{self.most:.{digits}f})"
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A median, and between what it lies with 95 % certainty."""
+
+    median: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Change:
+        """Of one value per round, whatever their distribution is."""
+        ordered = sorted(values)
+        aside = max(0, math.floor(len(ordered) / 2 - 0.98 * math.sqrt(len(ordered))))
+        return cls(statistics.median(ordered), ordered[aside], ordered[-1 - aside])
+
+    def text(self, digits: int) -> str:
+        """``+1.3 (+0.9 to +1.6)``."""
+        return f"{self.median:+.{digits}f} ({self.low:+.{digits}f} to {self.high:+.{digits}f})"
 
 
 def spread(values: Iterable[float | None]) -> Spread | None:

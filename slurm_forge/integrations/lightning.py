@@ -14,6 +14,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -53,6 +54,8 @@ from slurm_forge.integrations.lightning_state import (
 )
 from slurm_forge.training.core import rng
 from slurm_forge.training.loop.run import Run
+from slurm_forge.training.step.gradient_guard import drop_gradients
+from slurm_forge.training.step.gradient_norms import clip_gradients
 
 __all__ = ["ForgeCallback", "ForgeEnvironment"]
 
@@ -272,8 +275,7 @@ class ForgeCallback(Callback):
         plugin = self._trainer.strategy.precision_plugin
 
         def clip_by_norm(optimizer: Any, clip_val: float) -> None:
-            parameters = plugin.main_params(optimizer)
-            self._loop.note_norm(torch.nn.utils.clip_grad_norm_(parameters, clip_val))
+            self._loop.note_norm(clip_gradients(plugin.main_params(optimizer), clip_val))
 
         return clip_by_norm
 
@@ -311,6 +313,9 @@ class ForgeCallback(Callback):
             scaler=getattr(trainer.strategy.precision_plugin, "scaler", None),
             **self._state.parts(),
         )
+        for each in optimizers:
+            if type(each).zero_grad is torch.optim.Optimizer.zero_grad:
+                self._wrap(each, "zero_grad", partial(_dropping, each))
         if run.restore():
             self._resume_trainer(self._state.state or {})
         self._state.state = None
@@ -416,3 +421,15 @@ class ForgeCallback(Callback):
         for each in self._trainer.lr_scheduler_configs:
             if isinstance(each.scheduler, ReduceLROnPlateau):
                 yield each.scheduler
+
+
+def _dropping(optimizer: Any, zero_grad: Callable[..., None]) -> Callable[..., None]:
+    """In place of ``zero_grad``: what that takes beyond it makes up for what the run adds."""
+
+    def drop(set_to_none: bool = True) -> None:
+        if set_to_none:
+            drop_gradients(optimizer)
+        else:
+            zero_grad(set_to_none=False)
+
+    return drop

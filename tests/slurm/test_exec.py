@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import shutil
+import signal
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -324,7 +328,8 @@ def test_ray_train_is_told_of_a_preemption_and_goes_on(slurm: SlurmCluster, tmp_
 
     slurm.wait_for(trains, 300, "Ray's workers")
     slurm.preempt(script.job)
-    state = script.watched.wait_finished(400)
+    script.watched.wait_finished(400)
+    state = script.watched.wait(lambda s: bool(s.attempts[-1].outcome), 60, "the attempt's end")
     assert [each.outcome for each in state.attempts] == ["requeued", "finished"]
     assert state.attempts[0].incidents[0][1].cause is Cause.PREEMPTED
     first, second = (each for _, each in script.watched.events(Resumed))
@@ -332,6 +337,45 @@ def test_ray_train_is_told_of_a_preemption_and_goes_on(slurm: SlurmCluster, tmp_
     assert first.step == 0 and second.step % 50, "it went on from a periodic save"
     assert state.high_water == 600
     assert (script.out / "result.txt").read_text().startswith("600 ")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("killed", [False, True], ids=["preempted", "worker-killed"])
+def test_horovod_s_elastic_workers_save_and_go_on(
+    slurm: SlurmCluster, tmp_path: Path, killed: bool
+) -> None:
+    if shutil.which("horovodrun", path=str(Path(sys.executable).parent)) is None:
+        pytest.skip("Horovod has no wheel for this Python: docs/how-to/exec.md tells how to build")
+    script = submit(slurm, tmp_path, "horovod", steps=200)
+    script.wait_file("checkpoint-50.pt", 300)
+    if killed:
+        os.kill(workers(script.out)[0], signal.SIGKILL)
+    else:
+        slurm.preempt(script.job)
+    state = script.watched.wait_finished(400)
+
+    first, second = (each for _, each in script.watched.events(Resumed))
+    assert isinstance(first, Resumed) and isinstance(second, Resumed)
+    assert bool(second.step % 50) is not killed, "at a notice it saves behind the next step"
+    if not killed:
+        assert state.attempts[0].incidents[0][1].cause is Cause.PREEMPTED
+    (tmp_path / "undisturbed").mkdir()
+    undisturbed = submit(slurm, tmp_path / "undisturbed", "horovod", steps=200)
+    undisturbed.wait_file("result.txt", 400)
+    results = [(each.out / "result.txt").read_text() for each in (script, undisturbed)]
+    assert results[0] == results[1]
+
+
+def workers(out: Path) -> list[int]:
+    """Processes of Python that were given the folder, and no shell or launcher around them."""
+    words = {int(each.parent.name): each for each in Path("/proc").glob("[0-9]*/cmdline")}
+    found = []
+    for pid, path in words.items():
+        with contextlib.suppress(OSError):  # it has ended
+            if path.read_bytes().startswith(b"python\0") and os.fsencode(out) in path.read_bytes():
+                found.append(pid)
+    return found
 
 
 @pytest.mark.slow

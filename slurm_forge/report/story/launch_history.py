@@ -252,8 +252,9 @@ class LaunchBuilder:
         )
 
     def _world_size(self) -> int:
-        if self.event is not None:
+        if self.event is not None and self.event.world_size:
             return self.event.world_size
+        # Of a command that exec has started it is known once its ranks have resumed.
         return self.resumes[-1].event.world_size if self.resumes else 0
 
     def _stop_checkpoint(self, notice: float) -> s.Timed[ev.CheckpointCommitted] | None:

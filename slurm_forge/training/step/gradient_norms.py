@@ -8,7 +8,7 @@ before.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -190,6 +190,23 @@ def clip_factor(norm: torch.Tensor, max_norm: float) -> torch.Tensor:
     """The factor that reduces a norm to ``max_norm``, at most 1; bitwise clip_grad_norm_'s."""
     factor = norm + _CLIP_EPSILON
     return factor.reciprocal_().mul_(max_norm).clamp_(max=1.0)
+
+
+def clip_gradients(parameters: Iterable[torch.Tensor], max_norm: float) -> torch.Tensor:
+    """Clip as ``clip_grad_norm_`` does, bit for bit and in a quarter of its calls.
+
+    Args:
+        parameters: Of one optimizer; what they are sharded over takes part.
+        max_norm: The norm that their gradients have afterwards, at most.
+
+    Returns:
+        The norm from before, where the gradients are.
+    """
+    with torch.no_grad():
+        gradients = Gradients(list(parameters))
+        norm, _ = gradients.norm()
+        gradients.multiply(clip_factor(norm, max_norm))
+    return norm
 
 
 def _stacked_norms(grads: list[torch.Tensor]) -> tuple[torch.Tensor, list[int]]:

@@ -927,3 +927,12 @@ def test_who_brought_it_back_in_the_place_of_a_killed_supervisor(scribe: Scribe)
     assert "rank 0 requeued it for the dead supervisor" in told(scribe.facts())
     (one,) = explain(scribe.facts()).attempts
     assert {comeback.by for comeback in one.comebacks} == {"deputy"}
+
+
+def test_of_a_command_whose_ranks_are_a_run_their_number_is_told(scribe: Scribe) -> None:
+    scribe.submitted()
+    scribe.begin("n01", "n02")
+    scribe.launch -= 1
+    scribe.relaunch(world_size=0)
+    scribe.resume(0, world_size=2)
+    assert "launch 1   2 ranks   from the start" in told(scribe.facts())
