@@ -131,7 +131,7 @@ class WarmParent:
 
     def __exit__(self, *error: object) -> None:
         self._mine.close()
-        self._parent.wait(10)
+        self._parent.wait(60)
 
 
 def _serve(asking: socket.socket, modules: Sequence[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -10,8 +11,9 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
 from datetime import timedelta
+from multiprocessing import resource_tracker
 from pathlib import Path
 from urllib.parse import quote, quote_plus
 
@@ -114,8 +116,15 @@ def anything_with_the_password(folder: Path, *, besides: Path) -> list[Path]:
 # -- real servers ----------------------------------------------------------------------------------
 
 
+@pytest.fixture
+def before() -> Set[int]:
+    """Children of earlier tests: a DataLoader that spawns leaves one that ignores SIGTERM."""
+    resource_tracker.ensure_running()
+    return _children(os.getpid())
+
+
 def test_a_held_run_tells_every_target_once_with_reason_next_step_and_report(
-    home: Path, tmp_path: Path
+    home: Path, tmp_path: Path, before: Set[int]
 ) -> None:
     with mail_server() as mail, webhook() as hook:
         secret = targets(home, me=mail.url, team=hook.url)
@@ -123,7 +132,7 @@ def test_a_held_run_tells_every_target_once_with_reason_next_step_and_report(
         spec = read_run_file(run.spec_file).job.notify
         with notifications(run, spec, end_waits=timedelta(seconds=WITHIN_S)):
             # What holds a run also has Slurm end its job: SIGTERM for every process.
-            sender = _ready_sender()
+            sender = _ready_sender(before)
             os.kill(sender, signal.SIGTERM)
             process = Path(f"/proc/{sender}")
             own = Path("/proc/self/oom_score_adj").read_text()
@@ -149,17 +158,16 @@ def test_a_held_run_tells_every_target_once_with_reason_next_step_and_report(
     assert anything_with_the_password(tmp_path, besides=secret) == []
 
 
-def _ready_sender() -> int:
-    """The only child of this process, once it ignores SIGTERM."""
+def _ready_sender(before: Set[int]) -> int:
+    """The only child of this process that was not there before, once it ignores SIGTERM."""
     deadline = time.monotonic() + WITHIN_S
     while True:
         assert time.monotonic() < deadline
-        for task in Path("/proc/self/task").iterdir():
-            for pid in (task / "children").read_text().split():
-                lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-                ignored = int(next(x for x in lines if x.startswith("SigIgn")).split()[1], 16)
-                if ignored & 1 << (signal.SIGTERM - 1):
-                    return int(pid)
+        for pid in _children(os.getpid()) - before:
+            lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+            ignored = int(next(x for x in lines if x.startswith("SigIgn")).split()[1], 16)
+            if ignored & 1 << (signal.SIGTERM - 1):
+                return pid
         time.sleep(0.02)
 
 
@@ -183,7 +191,7 @@ def test_targets_that_fail_show_in_the_status_without_their_secrets(
     assert anything_with_the_password(tmp_path, besides=secret) == []
 
 
-def test_a_target_that_hangs_holds_up_no_other_and_is_ended(home: Path) -> None:
+def test_a_target_that_hangs_holds_up_no_other_and_is_ended(home: Path, before: Set[int]) -> None:
     with hanging() as hangs, webhook() as hook:
         targets(home, hangs=hangs, good=hook.url)
         deadline = time.monotonic() + WITHIN_S
@@ -194,20 +202,22 @@ def test_a_target_that_hangs_holds_up_no_other_and_is_ended(home: Path) -> None:
         )
     assert errors["hangs"].startswith("no answer within ")
     assert time.monotonic() < deadline
-    assert _shown_of_descendants(os.getpid()) == []
+    assert _shown_of_descendants(before) == []
 
 
-def test_a_sender_that_cannot_be_started_leaves_no_other_behind(home: Path) -> None:
+def test_a_sender_that_cannot_be_started_leaves_no_other_behind(
+    home: Path, before: Set[int]
+) -> None:
     with hanging() as hangs:
         targets(home, hangs=hangs)
         message = OutgoingMessage(title="x", body="y")
         with pytest.raises(ValueError, match="null byte"):
             deliver({"hangs": message, "\0": message}, for_seconds(WITHIN_S))
-        assert _shown_of_descendants(os.getpid()) == []
+        assert _shown_of_descendants(before) == []
 
 
 def test_the_end_of_an_attempt_waits_for_a_few_seconds_and_nothing_shows_the_url(
-    home: Path, tmp_path: Path
+    home: Path, tmp_path: Path, before: Set[int]
 ) -> None:
     with hanging() as hangs:
         targets(home, hangs=hangs)
@@ -218,7 +228,7 @@ def test_the_end_of_an_attempt_waits_for_a_few_seconds_and_nothing_shows_the_url
 
         def look() -> None:
             while not stop.wait(0.1):
-                seen.extend(_shown_of_descendants(os.getpid()))
+                seen.extend(_shown_of_descendants(before))
 
         thread = threading.Thread(target=look)
         thread.start()
@@ -235,17 +245,19 @@ def test_the_end_of_an_attempt_waits_for_a_few_seconds_and_nothing_shows_the_url
     assert last.outcome is not Outcome.SENT, "it is repeated by whoever looks next"
 
 
-def _shown_of_descendants(pid: int) -> list[bytes]:
-    """Arguments and environments below a process."""
-    shown, below = [], [str(pid)]
+def _children(pid: int) -> Set[int]:
+    tasks = Path(f"/proc/{pid}/task").iterdir()
+    return {int(each) for task in tasks for each in (task / "children").read_text().split()}
+
+
+def _shown_of_descendants(before: Set[int]) -> list[bytes]:
+    """Arguments and environments below this process, but for those of earlier tests."""
+    shown: list[bytes] = []
+    below = list(_children(os.getpid()) - before)
     for each in below:
-        try:
-            for task in Path(f"/proc/{each}/task").iterdir():
-                below += (task / "children").read_text().split()
-            if each != str(pid):
-                shown += [Path(f"/proc/{each}/{x}").read_bytes() for x in ("cmdline", "environ")]
-        except OSError:
-            continue
+        with contextlib.suppress(OSError):
+            shown += [Path(f"/proc/{each}/{x}").read_bytes() for x in ("cmdline", "environ")]
+            below += _children(each)
     return shown
 
 
