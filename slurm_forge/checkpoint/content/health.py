@@ -16,7 +16,7 @@ from types import MappingProxyType
 import torch
 
 from slurm_forge.device.accelerator import on_accelerator
-from slurm_forge.device.streams import beside
+from slurm_forge.device.streams import Event, beside, event_behind
 
 #: Keys under it are figures about the training, not state: they may hold anything.
 NOTES = "notes/"
@@ -35,6 +35,7 @@ class NotFinite(str, Enum):
 
 
 _NONE_ALLOWED: Mapping[str, NotFinite] = MappingProxyType({})
+_BEHIND_ALL: Mapping[torch.device, Event | None] = MappingProxyType({})
 #: Elements that are looked at in one go: every piece takes the interpreter away from the training.
 _PIECE = 4 << 20
 #: As which integers to look at a type, infinity in it, and 1e20 (which float16 has not).
@@ -74,11 +75,13 @@ def unhealthy_here(
     tensors: Iterable[tuple[str, torch.Tensor]],
     *,
     allowed: Mapping[str, NotFinite] = _NONE_ALLOWED,
+    behind: Mapping[torch.device, Event | None] = _BEHIND_ALL,
 ) -> tuple[str, ...]:
     """The same of tensors where they are, which may be changed meanwhile.
 
     On a GPU they are looked at there, in one pass beside the training, and only what that finds is
-    copied.
+    copied.  ``behind`` has for each device the event that this waits for, and for nothing that is
+    queued later: a collective there may never end.  Else it is behind all that is queued now.
     """
     here: list[tuple[str, torch.Tensor]] = []
     there: dict[torch.device, list[tuple[str, torch.Tensor]]] = {}
@@ -88,10 +91,15 @@ def unhealthy_here(
         else:
             here.append((key, tensor))
     for device, some in there.items():
-        with beside(device, behind=True):
+        with beside(device, behind=behind.get(device) or event_behind(device)):
             norms = torch._foreach_norm([tensor for _, tensor in some], math.inf)
             largest = torch.stack([norm.float() for norm in norms]).tolist()
-        here += [pair for pair, top in zip(some, largest, strict=True) if not top < _HUGE]
+            # On this stream, too: any other may be stuck by now.
+            here += [
+                (key, tensor.detach().cpu())
+                for (key, tensor), top in zip(some, largest, strict=True)
+                if not top < _HUGE
+            ]
     return unhealthy(here, allowed=allowed)
 
 
