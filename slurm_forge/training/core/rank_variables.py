@@ -52,9 +52,9 @@ def take_on(file: RunFile, *, one_node: bool = False) -> None:
 def outlive_peers() -> None:
     """Have no process group end this process because a peer has left or does not come.
 
-    By default the watchdog of a group on a device does (``SkipCleanUp`` in ProcessGroupNCCL.hpp of
-    torch).  Here somebody else sees to that: the conductor beside this rank, or an order to
-    abandon the launch.  To be called before groups are made; what is set already stays.
+    By default the watchdog of a group on a device does (ProcessGroupNCCL.hpp of torch).  Here
+    somebody else sees to that: the conductor beside this rank, or an order to abandon the launch.
+    To be called before groups are made; what is set already stays.
     """
     here = process_environ()
     if not any(name in here for name in _ERROR_HANDLING):
